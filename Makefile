@@ -20,7 +20,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance differential cost node-peers images manifests e2e-cluster demo-swap scale robustness robustness-broken bench fuzz clean help
+.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance differential cost node-peers images manifests e2e-cluster demo-swap scale robustness robustness-broken bench fuzz docs clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -150,6 +150,10 @@ fuzz: ## each fuzz target for FUZZ_TIME (a minute): what parses strangers' bytes
 
 contracts: ## takes the contracts as they are for what later ones must be compatible with
 	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf build --exclude-source-info -o baseline.binpb
+
+docs: ## the generated parts of docs/operators, from flags and metrics
+	cd cmd/watershed && go test -count=1 -run TheConfigurationReference . -update
+	cd test && go test -count=1 -run TheMetricsReference ./rules -update-metrics
 
 generate: ## Go code from proto/
 	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf generate

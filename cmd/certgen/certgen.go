@@ -23,10 +23,10 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// pkiSecret is the Secret that holds what nobody mounts: the CAs' keys, and all that is made.
+// pkiSecret is the Secret that no pod mounts: it holds all files, including the keys of the CAs.
 const pkiSecret = "watershed-pki"
 
-// podSecrets are the Secrets that pods mount, by name, and what is in each: what the process needs and nothing else.
+// podSecrets maps the Secrets that pods mount to their files. Each has only the files that its process needs.
 var podSecrets = map[string][]string{
 	"watershed-gateway": {
 		"ca.crt",
@@ -63,39 +63,40 @@ var podSecrets = map[string][]string{
 	"watershed-etcd":        {"inner-ca.crt", "inner-etcd.crt", "inner-etcd.key"},
 	"watershed-nats":        {"inner-ca.crt", "inner-nats.crt", "inner-nats.key", "jetstream.key"},
 	"watershed-xds":         {"inner-ca.crt", "inner-xds.crt", "inner-xds.key"},
-	// for people and controllers
+	// for operators and controllers
 	"watershed-admin": {"admin.kubeconfig", "ca.crt", "ca.key", "sa.key"},
 }
 
-// Config is the command's settings.
+// Config holds the settings of the command.
 type Config struct {
-	// Namespace has the Secrets, in the cluster of Kubeconfig; empty: of the cluster that this runs in.
+	// Namespace is the namespace of the Secrets in the cluster of Kubeconfig. Empty Kubeconfig: the cluster that this
+	// process runs in.
 	Namespace, Kubeconfig string
-	// ImportDir holds a PKI to begin with, such as kubeadm's; empty: everything is made.
+	// ImportDir holds an existing PKI to import, such as kubeadm's. Empty: all files are created.
 	ImportDir string
-	// MountPath is where pods mount their Secret.
+	// MountPath is the directory at which pods mount their Secret.
 	MountPath string
-	// Hosts are further names and addresses for the gateway's certificate; the first is that of admin.kubeconfig.
+	// Hosts holds additional names and addresses of the gateway's certificate. admin.kubeconfig uses the first.
 	Hosts []string
-	// Port is where clients reach the gateway.
+	// Port is the port at which clients reach the gateway.
 	Port int
 }
 
-// AddFlags adds the command's flags, with their defaults.
+// AddFlags registers the command's flags with their defaults.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.Namespace, "namespace", "", "The namespace of the Secrets.")
-	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "The cluster of the Secrets. Empty: the one that this runs in.")
+	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "The cluster of the Secrets. Empty: the cluster of this pod.")
 	fs.StringVar(&c.ImportDir, "import-dir", "",
-		"A directory with a PKI to begin with, by kubeadm's names: ca.crt, ca.key, sa.key, sa.pub, front-proxy-ca.crt, "+
-			"and so on. It counts where there are no Secrets yet.")
-	fs.StringVar(&c.MountPath, "mount-path", "/etc/watershed/pki", "Where pods mount their Secret.")
+		"A directory with a PKI to import, with kubeadm's file names: ca.crt, ca.key, sa.key, sa.pub, "+
+			"front-proxy-ca.crt and so on. It is ignored once the Secrets exist.")
+	fs.StringVar(&c.MountPath, "mount-path", "/etc/watershed/pki", "The directory at which pods mount their Secret.")
 	fs.StringSliceVar(&c.Hosts, "tls-sans", nil,
-		"Further names and addresses for the gateway's certificate; the first is where admin.kubeconfig points.")
+		"Additional names and addresses of the gateway's certificate. admin.kubeconfig uses the first.")
 	fs.IntVar(&c.Port, "secure-port", 443, "The port at which clients reach the gateway.")
 }
 
-// Command makes what is missing in the Secrets of a namespace, and renews what is old. It may run as often as one
-// likes, and beside itself.
+// Command creates the missing files in the Secrets of a namespace, and renews old certificates. It may run repeatedly,
+// and concurrently with itself.
 func Command(command string, args []string) error {
 	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
 	c := &Config{}
@@ -120,7 +121,7 @@ func Command(command string, args []string) error {
 		return err
 	}
 	if len(changed) == 0 {
-		fmt.Println("Every certificate and key is there and young enough.")
+		fmt.Println("All certificates and keys exist and are young enough.")
 	}
 	for _, name := range changed {
 		fmt.Println("secret/" + name + " written")
@@ -128,10 +129,10 @@ func Command(command string, args []string) error {
 	return nil
 }
 
-// maxAttempts is how often it is begun anew where somebody else has written meanwhile.
+// maxAttempts bounds the attempts of Run after conflicts with another writer.
 const maxAttempts = 10
 
-// Run makes what is missing, and answers which Secrets it wrote.
+// Run creates the missing files, and returns the names of the Secrets that it wrote.
 func (c *Config) Run(ctx context.Context, secrets typedcorev1.SecretInterface) (changed []string, err error) {
 	for range maxAttempts {
 		var wrote []string
@@ -145,7 +146,8 @@ func (c *Config) Run(ctx context.Context, secrets typedcorev1.SecretInterface) (
 	return slices.Compact(changed), err
 }
 
-// attempt writes the authorities first: whoever is second finds them, and what was made in vain is forgotten.
+// attempt writes the Secret of the CAs first. Of two concurrent writers, the second then fails with a conflict, and
+// uses the CAs of the first in its next attempt.
 func (c *Config) attempt(ctx context.Context, secrets typedcorev1.SecretInterface) ([]string, error) {
 	dir, err := os.MkdirTemp("", "certgen")
 	if err != nil {
@@ -173,7 +175,7 @@ func (c *Config) attempt(ctx context.Context, secrets typedcorev1.SecretInterfac
 	}
 	var files []string
 	for _, n := range names {
-		if !strings.HasSuffix(n.Name(), ".kubeconfig") { // made of the rest
+		if !strings.HasSuffix(n.Name(), ".kubeconfig") { // derived from the other files
 			files = append(files, n.Name())
 		}
 	}
@@ -200,8 +202,8 @@ func (c *Config) attempt(ctx context.Context, secrets typedcorev1.SecretInterfac
 	return changed, nil
 }
 
-// checkNoPodSecrets says that there is no Secret of a pod's while the one that all are made of is not there: a new one would
-// be another cluster's, whose tokens, certificates and log nobody could use.
+// checkNoPodSecrets returns an error if a pod's Secret exists while pkiSecret does not. New CAs would belong to another
+// cluster, and would invalidate all tokens, certificates and the event log.
 func checkNoPodSecrets(ctx context.Context, secrets typedcorev1.SecretInterface) error {
 	for name := range podSecrets {
 		s, err := getSecret(ctx, secrets, name)
@@ -209,20 +211,20 @@ func checkNoPodSecrets(ctx context.Context, secrets typedcorev1.SecretInterface)
 			return err
 		}
 		if s != nil {
-			const text = "secret %s is gone or empty, and %s is there: put its copy back, or delete every Secret of " +
-				"Watershed's to begin a new cluster"
+			const text = "secret %s is missing or empty, and %s exists: restore it from a copy, or delete every " +
+				"Secret of Watershed to create a new cluster"
 			return fmt.Errorf(text, pkiSecret, name)
 		}
 	}
 	return nil
 }
 
-// loadFiles lays what there is into dir: the Secret's files, or else those to import.
+// loadFiles writes the existing files to dir: the files of the Secret, or else the files to import.
 func (c *Config) loadFiles(dir string, all *corev1.Secret) error {
 	if all != nil && len(all.Data) > 0 {
 		for name, data := range all.Data {
 			if name != filepath.Base(name) {
-				return fmt.Errorf("secret %s holds %q, which is no file's name", pkiSecret, name)
+				return fmt.Errorf("secret %s has the key %q, which is not a file name", pkiSecret, name)
 			}
 			if err := os.WriteFile(filepath.Join(dir, name), data, 0o600); err != nil {
 				return err
@@ -238,7 +240,7 @@ func (c *Config) loadFiles(dir string, all *corev1.Secret) error {
 		return fmt.Errorf("--import-dir: %w", err)
 	}
 	for _, f := range found {
-		if f.IsDir() { // kubeadm keeps etcd's there; ours has another
+		if f.IsDir() { // kubeadm's directory of etcd's PKI; Watershed uses another
 			continue
 		}
 		data, err := os.ReadFile(filepath.Join(c.ImportDir, f.Name()))
@@ -252,7 +254,7 @@ func (c *Config) loadFiles(dir string, all *corev1.Secret) error {
 	return nil
 }
 
-// pki is what is in dir, for the Services of deploy/k8s.
+// pki returns the PKI in dir, for the Services of deploy/k8s.
 func (c *Config) pki(dir string) *PKI {
 	gateway := "gateway." + c.Namespace + ".svc"
 	host := gateway
@@ -262,7 +264,7 @@ func (c *Config) pki(dir string) *PKI {
 	return &PKI{
 		Dir:     dir,
 		Gateway: URL(host, c.Port),
-		// a Service that has the gateways that are not ready yet
+		// this Service includes gateways that are not ready yet
 		ServicesGateway: URL("gateway-internal."+c.Namespace+".svc", 6443),
 
 		MountPath: c.MountPath,
@@ -285,7 +287,7 @@ func getSecret(ctx context.Context, secrets typedcorev1.SecretInterface, name st
 	return s, err
 }
 
-// putSecret writes files of dir into a Secret where they differ; secret is as it was read, nil where there is none.
+// putSecret writes files of dir to a Secret, if they differ. secret is the Secret as read, or nil if it does not exist.
 func putSecret(ctx context.Context, secrets typedcorev1.SecretInterface, secret *corev1.Secret, name, dir string,
 	files []string) (wrote bool, err error) {
 	data := map[string][]byte{}
@@ -312,6 +314,6 @@ func putSecret(ctx context.Context, secrets typedcorev1.SecretInterface, secret 
 		return false, nil
 	}
 	secret.Data = data
-	_, err = secrets.Update(ctx, secret, metav1.UpdateOptions{}) // of the revision that was read
+	_, err = secrets.Update(ctx, secret, metav1.UpdateOptions{}) // at the resourceVersion that was read
 	return err == nil, err
 }

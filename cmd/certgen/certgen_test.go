@@ -33,7 +33,7 @@ func secretsOf(t *testing.T, c *fake.Clientset) map[string]map[string][]byte {
 	return all
 }
 
-// The first run makes everything, the second nothing; one that finds a Secret gone or altered mends that one.
+// The first run creates everything, the second writes nothing. A later run repairs only missing or changed Secrets.
 func TestSecretsAreMadeOnceAndMended(t *testing.T) {
 	client := fake.NewClientset()
 	c := &Config{Namespace: "ws", MountPath: "/etc/watershed/pki", Hosts: []string{"api.example.com"}, Port: 6443}
@@ -71,7 +71,7 @@ func TestSecretsAreMadeOnceAndMended(t *testing.T) {
 	}
 }
 
-// A Secret that all others are made of is not made anew while these are there: what is gone is told.
+// Run does not recreate the PKI Secret while other Secrets exist. Its error names the missing Secret.
 func TestALostAuthorityIsNotReplaced(t *testing.T) {
 	for desc, lose := range map[string]func(s *corev1.Secret){
 		"all":    func(s *corev1.Secret) { s.Data = nil },
@@ -109,7 +109,7 @@ func TestALostAuthorityIsNotReplaced(t *testing.T) {
 	}
 }
 
-// A pod gets what it needs: no key of a CA, and of identities its own.
+// A pod's Secret has no key of a CA, and only the identity of its own service.
 func TestAPodGetsItsOwnKeysAlone(t *testing.T) {
 	client := fake.NewClientset()
 	c := &Config{Namespace: "ws", MountPath: "/mnt", Port: 443}
@@ -154,7 +154,7 @@ func TestAPodGetsItsOwnKeysAlone(t *testing.T) {
 	}
 }
 
-// A cluster's own PKI is taken as it is.
+// The PKI of an existing cluster is imported unchanged.
 func TestAPKIIsImported(t *testing.T) {
 	dir := t.TempDir()
 	if _, err := pki.OpenCA(dir, "ca", "theirs"); err != nil {
@@ -191,7 +191,7 @@ func TestAPKIIsImported(t *testing.T) {
 	}
 }
 
-// Who is second, of two that run at once, takes what the first has made.
+// Of two concurrent runs, the second uses the files of the first.
 func TestTwoRunsAgree(t *testing.T) {
 	client, other := fake.NewClientset(), fake.NewClientset()
 	c := &Config{Namespace: "ws", MountPath: "/mnt"}
@@ -209,7 +209,7 @@ func TestTwoRunsAgree(t *testing.T) {
 		if err != nil {
 			t.Error(err)
 		}
-		for _, made := range list.Items { // by the other one
+		for _, made := range list.Items { // by the other run
 			if err := client.Tracker().Add(&made); err != nil {
 				t.Error(err)
 			}

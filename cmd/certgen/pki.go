@@ -1,8 +1,15 @@
-// Package certgen makes and keeps the certificates and keys of a Watershed: those of the cluster that it serves, with
-// kubeadm's names for their files, and those by which its services know each other.
+// Package certgen creates and renews the certificates and keys of a Watershed installation. These are the PKI of the
+// served cluster, with kubeadm's file names, and the identities of the services on the inner network.
 //
-// A CA or key that exists is never replaced; a leaf is made anew well before it ends, and whoever uses it reads it
-// again.
+// It never replaces an existing CA or key. It renews a leaf well before it expires, and the processes that use the leaf
+// reload it. Renew runs in one goroutine; Open and Issue must return before it starts.
+//
+// Review notes:
+//
+//   - Never sign a client certificate of the cluster with the inner CA, except those of authn, authz and admission. The
+//     inner CA authenticates services, so clients of the cluster must not obtain its certificates.
+//   - Never create new CAs while Secrets of pods exist (checkNoPodSecrets).
+//   - A pod's Secret holds no key of a CA and no identity of another service (podSecrets).
 package certgen
 
 import (
@@ -29,25 +36,25 @@ import (
 type PKI struct {
 	// Dir is the directory.
 	Dir string
-	// Gateway is the URL at which clients of the cluster reach the gateway: that of admin.kubeconfig.
+	// Gateway is the URL at which clients of the cluster reach the gateway. admin.kubeconfig uses it.
 	Gateway string
-	// ServicesGateway is the one at which authn, authz and admission do; empty: the same.
+	// ServicesGateway is the URL at which authn, authz and admission reach the gateway. Empty: Gateway.
 	ServicesGateway string
-	// MountPath is where the directory's files are for whoever reads a service's kubeconfig; empty: Dir.
+	// MountPath is the directory of the files in the pods that read a service's kubeconfig. Empty: Dir.
 	MountPath string
-	// Admin is where admin.kubeconfig goes; empty: into Dir.
+	// Admin is the path of admin.kubeconfig. Empty: in Dir.
 	Admin string
-	// Hosts are further names and addresses for the gateway's certificate, and StoreHosts for etcd's, whose clients
-	// look for it by where it is.
+	// Hosts holds additional names and addresses of the gateway's certificate. StoreHosts holds those of etcd's
+	// certificate, because clients of etcd verify its address.
 	Hosts, StoreHosts []string
 
-	// CA signs what the cluster's clients show, inner the services' identities among themselves: a client of the
-	// cluster can have none of these.
+	// CA signs certificates of the cluster's clients. inner signs the identities of the services, which no client of
+	// the cluster can obtain.
 	CA, inner, frontProxy *pki.CA
 	issued                []Component
 }
 
-// Open makes what is missing in the directory.
+// Open creates the missing files of the directory.
 func (p *PKI) Open() (err error) {
 	if p.CA, err = pki.OpenCA(p.Dir, "ca", "kubernetes"); err != nil {
 		return err
@@ -67,27 +74,27 @@ func (p *PKI) Open() (err error) {
 	return p.issueLeaves()
 }
 
-// File is the path of a file of the directory.
+// File returns the path of a file of the directory.
 func (p *PKI) File(name string) string { return filepath.Join(p.Dir, name) }
 
-// JetStreamKey is the file of the key that the event log is encrypted with on disk.
+// JetStreamKey returns the path of the key that encrypts the event log on disk.
 func (p *PKI) JetStreamKey() string { return p.File("jetstream.key") }
 
-// AdminKubeconfig is what whoever runs the cluster reaches it with.
+// AdminKubeconfig returns the path of the administrator's kubeconfig.
 func (p *PKI) AdminKubeconfig() string { return cmp.Or(p.Admin, p.File("admin.kubeconfig")) }
 
-// Kubeconfig is what authn, authz or admission reads the cluster with.
+// Kubeconfig returns the path of the kubeconfig of authn, authz or admission.
 func (p *PKI) Kubeconfig(service string) string { return p.File(service + ".kubeconfig") }
 
-// Identity is a service's on the inner network.
+// Identity returns a service's identity on the inner network.
 func (p *PKI) Identity(service string) rpc.TLS {
 	leaf := p.File("inner-" + service)
 	return rpc.TLS{CertFile: leaf + ".crt", KeyFile: leaf + ".key", CAFile: p.inner.CertFile()}
 }
 
-// innerUsage is what each identity of the inner network is shown for: who calls, who is called.
+// innerUsage maps each identity of the inner network to its usage: as a client, as a server, or both.
 var innerUsage = map[string]pki.Usage{
-	"gateway":     pki.Server | pki.Client, // authn, authz and admission call it as clients of the cluster
+	"gateway":     pki.Server | pki.Client, // server of authn, authz and admission, which are clients of the cluster
 	"authn":       pki.Server,
 	"authz":       pki.Server,
 	"admission":   pki.Server,
@@ -98,7 +105,7 @@ var innerUsage = map[string]pki.Usage{
 	"xds":         pki.Server,
 }
 
-// issueLeaves makes the certificates that are missing, or old enough to be made anew.
+// issueLeaves creates the missing certificates, and renews old ones.
 func (p *PKI) issueLeaves() error {
 	names := append([]string{"kubernetes", "kubernetes.default", "kubernetes.default.svc",
 		"kubernetes.default.svc.cluster.local", "localhost", "127.0.0.1", "10.96.0.1"}, p.Hosts...)
@@ -143,7 +150,7 @@ func (p *PKI) issueLeaves() error {
 func (p *PKI) innerLeaves() error {
 	for name, usage := range innerUsage {
 		sans := []string{name}
-		if name == "etcd" { // its clients look for it by address
+		if name == "etcd" { // its clients verify its address
 			sans = append(append(sans, "localhost", "127.0.0.1"), p.StoreHosts...)
 		}
 		if _, _, _, err := p.inner.Leaf(pki.Leaf{
@@ -158,8 +165,8 @@ func (p *PKI) innerLeaves() error {
 	return nil
 }
 
-// clientLeaves issues what authn, authz and admission read the cluster with. The inner CA signs it, and they are shown
-// a certificate of the inner CA: so they are known whatever PKI the cluster has.
+// clientLeaves issues the certificates with which authn, authz and admission read the cluster. The inner CA signs them
+// and the gateway's certificate for these services, so they are independent of the cluster's PKI.
 func (p *PKI) clientLeaves() error {
 	for name, user := range map[string]string{
 		"authn":     identity.Authn,
@@ -183,15 +190,15 @@ func (p *PKI) clientLeaves() error {
 	return nil
 }
 
-// Component is a program of the cluster's own, as a user of the cluster.
+// Component is a control plane program that is a user of the cluster.
 type Component struct {
-	// Name is that of its kubeconfig, without .kubeconfig, and of its certificate.
+	// Name is the file name of the kubeconfig, without .kubeconfig, and of the certificate.
 	Name, User string
 	Groups     []string
 }
 
-// Issue makes a component's certificate and its kubeconfig, which holds all that it takes, and answers the kubeconfig's
-// path. Renew, which must come after it, keeps both young.
+// Issue creates a component's certificate and a self-contained kubeconfig, and returns the kubeconfig's path. Renew
+// renews both; it must start after Issue.
 func (p *PKI) Issue(c Component) (string, error) {
 	if _, _, _, err := p.CA.Leaf(pki.Leaf{
 		Name:          c.Name,
@@ -209,10 +216,10 @@ func (p *PKI) Issue(c Component) (string, error) {
 	return path, nil
 }
 
-// renewPeriod is how often it is looked whether a certificate is to be made anew.
+// renewPeriod is the interval between checks of the certificates.
 const renewPeriod = time.Hour
 
-// Renew keeps the certificates young until ctx is done.
+// Renew renews the certificates until ctx is done.
 func (p *PKI) Renew(ctx context.Context) {
 	tick := time.NewTicker(renewPeriod)
 	defer tick.Stop()
@@ -223,16 +230,16 @@ func (p *PKI) Renew(ctx context.Context) {
 		case <-tick.C:
 		}
 		if err := p.issueLeaves(); err != nil {
-			slog.Error("Certificates were not renewed", "error", err)
+			slog.Error("Certificates are not renewed", "error", err)
 		}
 	}
 }
 
-// kubeconfig is how one user reaches the gateway.
+// kubeconfig describes the kubeconfig of one user.
 type kubeconfig struct {
 	path, leaf, user string
-	// service: it is one of authn, authz and admission, whose kubeconfig names the files, which are read again when
-	// they have been renewed. Any other holds all that it takes.
+	// service is true for authn, authz and admission. Their kubeconfigs refer to files, which the services reload after
+	// a renewal. Other kubeconfigs contain the certificates.
 	service bool
 }
 
@@ -280,7 +287,7 @@ func (p *PKI) write(k kubeconfig) (err error) {
 	return pki.WriteFile(k.path, doc, 0o600)
 }
 
-// mountedPath is where a file is for whoever reads a service's kubeconfig.
+// mountedPath returns the path of a file in the pods that read a service's kubeconfig.
 func (p *PKI) mountedPath(file string) string {
 	if p.MountPath != "" {
 		return filepath.Join(p.MountPath, file)
@@ -288,7 +295,7 @@ func (p *PKI) mountedPath(file string) string {
 	return p.File(file)
 }
 
-// URL is a gateway's at a host and port.
+// URL returns the URL of a gateway at a host and port.
 func URL(host string, port int) string {
 	return "https://" + net.JoinHostPort(host, strconv.Itoa(port))
 }

@@ -2,7 +2,7 @@ package embedded
 
 import _ "embed"
 
-// natsAccounts is the part of the NATS server's configuration that says which identity may use which subjects.
+// natsAccounts is the accounts section of the NATS server's configuration: the subjects that each identity may use.
 //
 //go:embed accounts.conf
 var natsAccounts string

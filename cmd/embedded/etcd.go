@@ -1,5 +1,14 @@
-// Package stores is what Watershed keeps things in, run by Watershed itself: etcd, and NATS with JetStream. Each is a
-// part of a process (up) or a process of its own (split, Kubernetes).
+// Package embedded runs Watershed's storage: etcd, and NATS with JetStream. Each is a runner of a process (up) or a
+// process of its own (split, Kubernetes). The package configures both, and does not read or write their data.
+//
+// Review notes:
+//
+//   - accounts.conf is the only authorization in NATS. Never allow a user to create a consumer, and never allow the
+//     watch cache a JetStream API, because NATS does not bound the cost of a direct get.
+//   - Do not use NATS' own monitoring port: it shows every reader the clients and goroutines of the server.
+//   - checkSameCluster must run before a member without data starts. Otherwise a wrong --initial-cluster creates a
+//     second, empty cluster.
+//   - Only registry may connect to etcd, and only etcd to its peers, by the common name of the certificate.
 package embedded
 
 import (
@@ -26,48 +35,49 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// Etcd is an etcd member. The flags have etcd's own names.
+// Etcd is an etcd member. Its flags have etcd's names.
 type Etcd struct {
-	// Dir is where it keeps its data.
+	// Dir is the data directory.
 	Dir string
-	// Listen is the URL that it serves clients on: a unix socket, or https with mutual TLS. Advertise is the one that
-	// they find it by; empty: the same.
+	// Listen is the URL for clients: a unix socket, or https with mutual TLS. Advertise is the URL that clients use.
+	// Empty: Listen.
 	Listen, Advertise string
-	// Metrics is a URL to serve /metrics and /health on without TLS; empty: none.
+	// Metrics is a URL that serves /metrics and /health without TLS. Empty: none.
 	Metrics string
-	// ID is its identity on the inner network.
+	// ID is the member's identity on the inner network.
 	ID rpc.TLS
-	// Name, Peer, AdvertisePeer and InitialCluster make it a member among several; with Peer empty it is the only one.
+	// Name, Peer, AdvertisePeer and InitialCluster make it a member of a cluster. With Peer empty it is the only
+	// member.
 	Name, Peer, AdvertisePeer, InitialCluster string
-	// State is "new", or "existing" for a member that joins a cluster that runs.
+	// State is "new", or "existing" for a member that joins a running cluster.
 	State string
 }
 
-// Quotas of etcd, as kube-apiserver's installers set them.
+// The limits of etcd, as installers of kube-apiserver set them.
 const (
 	etcdQuotaBytes      = 8 << 30
 	etcdMaxRequestBytes = 3 << 20
 )
 
-// AddFlags adds the member's flags, with their defaults.
+// AddFlags registers the member's flags with their defaults.
 func (e *Etcd) AddFlags(fs *pflag.FlagSet) {
-	fs.StringVar(&e.Dir, "data-dir", "", "Where etcd keeps its data.")
-	fs.StringVar(&e.Listen, "listen-client-urls", "https://127.0.0.1:2379", "The URL to serve clients on.")
+	fs.StringVar(&e.Dir, "data-dir", "", "The data directory of etcd.")
+	fs.StringVar(&e.Listen, "listen-client-urls", "https://127.0.0.1:2379", "The URL to listen on for clients.")
 	fs.StringVar(&e.Advertise, "advertise-client-urls", "",
-		"The URL that clients find this member by. Empty: that of --listen-client-urls.")
+		"The URL at which clients reach this member. Empty: --listen-client-urls.")
 	fs.StringVar(&e.Metrics, "listen-metrics-urls", "",
-		"A URL to serve /metrics and /health on without TLS: loopback or an inner network only.")
-	fs.StringVar(&e.Name, "name", "watershed", "This member's name among those of --initial-cluster.")
-	fs.StringVar(&e.Peer, "listen-peer-urls", "", "The https URL to serve other members on. Empty: it is the only one.")
+		"A URL that serves /metrics and /health without TLS: loopback or an inner network only.")
+	fs.StringVar(&e.Name, "name", "watershed", "The name of this member in --initial-cluster.")
+	fs.StringVar(&e.Peer, "listen-peer-urls", "", "The https URL for other members. Empty: a cluster of one member.")
 	fs.StringVar(&e.AdvertisePeer, "initial-advertise-peer-urls", "",
-		"The URL that other members find this one by. Empty: that of --listen-peer-urls.")
+		"The URL at which other members reach this member. Empty: --listen-peer-urls.")
 	fs.StringVar(&e.InitialCluster, "initial-cluster", "", "Every member's name and peer URL: a=https://host:2380,b=….")
 	fs.StringVar(&e.State, "initial-cluster-state", embed.ClusterStateFlagNew,
-		`"new", or "existing" for a member that joins a cluster that runs.`)
+		`"new", or "existing" for a member that joins a running cluster.`)
 	e.ID.AddFlags(fs)
 }
 
-// EtcdCommand runs a member in a process of its own until it is told to stop.
+// EtcdCommand runs a member in its own process until a signal stops it.
 func EtcdCommand(command string, args []string) error {
 	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
 	var e Etcd
@@ -78,7 +88,7 @@ func EtcdCommand(command string, args []string) error {
 	return runStandalone(e.Runner())
 }
 
-// Runner runs the member as a part of a process, which is ready when the member serves.
+// Runner returns a runner of the member, which is ready when the member serves clients.
 func (e *Etcd) Runner() lifecycle.Runner {
 	ready := lifecycle.NotReady("etcd")
 	return lifecycle.Runner{Name: "etcd", Ready: ready, Run: func(ctx context.Context) error {
@@ -136,12 +146,12 @@ func (e *Etcd) config() (*embed.Config, error) {
 	return c, e.peers(c)
 }
 
-// clients says where clients are served, and who they are: registry alone.
+// clients configures the URLs for clients. Only registry's certificate is accepted.
 func (e *Etcd) clients(c *embed.Config) (err error) {
 	if c.ListenClientUrls, err = parse("listen-client-urls", e.Listen); err != nil {
 		return err
 	}
-	if c.ListenClientUrls[0].Scheme == "unix" { // no socket may be advertised, and nobody asks
+	if c.ListenClientUrls[0].Scheme == "unix" { // etcd cannot advertise a socket, and no client reads the URL
 		c.AdvertiseClientUrls = unusedURLs
 		return nil
 	}
@@ -150,7 +160,7 @@ func (e *Etcd) clients(c *embed.Config) (err error) {
 	}
 	if c.ListenClientUrls[0].Scheme != "https" {
 		return fmt.Errorf(
-			"--listen-client-urls %q: want an https URL, or a unix socket: etcd's clients show certificates",
+			"--listen-client-urls %q: want an https URL, or a unix socket: clients of etcd use certificates",
 			e.Listen,
 		)
 	}
@@ -158,10 +168,10 @@ func (e *Etcd) clients(c *embed.Config) (err error) {
 	return nil
 }
 
-// unusedURLs is what is advertised where nobody asks: a member has to advertise something.
+// unusedURLs is a placeholder for URLs that no client reads, because a member must advertise a URL.
 var unusedURLs = []url.URL{{Scheme: "http", Host: "localhost:1"}}
 
-// peers makes it a member of a cluster, or the only one.
+// peers configures the member as part of a cluster, or as the only member.
 func (e *Etcd) peers(c *embed.Config) (err error) {
 	c.ClusterState = cmp.Or(e.State, embed.ClusterStateFlagNew)
 	if e.Peer == "" {
@@ -183,7 +193,7 @@ func (e *Etcd) peers(c *embed.Config) (err error) {
 	return err
 }
 
-// mutualTLS serves those whose certificate has a common name.
+// mutualTLS accepts only certificates with the common name client.
 func (e *Etcd) mutualTLS(client string) transport.TLSInfo {
 	return transport.TLSInfo{
 		CertFile:       e.ID.CertFile,
@@ -202,15 +212,15 @@ func parse(flag, value string) ([]url.URL, error) {
 	return []url.URL{*u}, nil
 }
 
-// runStandalone runs a part as a process of its own.
+// runStandalone runs a runner in its own process.
 func runStandalone(p lifecycle.Runner) error {
 	ctx, cancel := lifecycle.SignalContext()
 	defer cancel()
 	return lifecycle.Run(ctx, []lifecycle.Runner{p}, nil, nil)
 }
 
-// checkSameCluster says whether the other members that run are of the cluster that this one is to begin with them. A member
-// without data that is given a list which those with data do not know of makes a second, empty cluster beside theirs.
+// checkSameCluster rejects a start with an --initial-cluster that differs from the running members' cluster. etcd would
+// start a member without data in a second, empty cluster beside the running members.
 func (e *Etcd) checkSameCluster(c *embed.Config) error {
 	if c.ClusterState != embed.ClusterStateFlagNew || e.Peer == "" || hasData(e.Dir) {
 		return nil
@@ -234,7 +244,7 @@ func (e *Etcd) checkSameCluster(c *embed.Config) error {
 		}
 		resp, err := client.Get(urls[0].String() + "/members")
 		if err != nil {
-			continue // it does not run yet
+			continue // the member does not run yet
 		}
 		resp.Body.Close()
 		if id := resp.Header.Get("X-Etcd-Cluster-ID"); id != "" && id != cluster.ID().String() {
@@ -246,7 +256,7 @@ func (e *Etcd) checkSameCluster(c *embed.Config) error {
 	return nil
 }
 
-// peerTimeout is how long another member may take to say which cluster it is of.
+// peerTimeout bounds the request for another member's cluster id.
 const peerTimeout = 3 * time.Second
 
 func hasData(dir string) bool {

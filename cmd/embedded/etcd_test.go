@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// A member without data does not begin a new cluster with a list that one with data does not know of.
+// A member without data does not start a new cluster if a running member belongs to another cluster.
 func TestANewMemberMakesNoSecondCluster(t *testing.T) {
 	ids := inner(t)
 	address := func() string {

@@ -24,23 +24,23 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// NATS is a NATS server with JetStream, which holds the event log.
+// NATS is a NATS server with JetStream, which stores the event log.
 type NATS struct {
-	// Dir is where JetStream keeps what it stores, and KeyFile holds the key that encrypts it; with KeyFile empty it is
-	// not encrypted.
+	// Dir is the directory of JetStream's storage. KeyFile holds the key that encrypts it. Empty KeyFile: no
+	// encryption.
 	Dir, KeyFile string
-	// Address is the host:port that it serves clients on, by mutual TLS; empty: it serves this process alone.
+	// Address is the host:port for clients, with mutual TLS. Empty: the server serves only this process.
 	Address string
-	// Monitor is the host:port to serve /healthz on without TLS; empty: none.
+	// Monitor is the host:port that serves /healthz without TLS. Empty: none.
 	Monitor string
-	// ID is its identity on the inner network.
+	// ID is the server's identity on the inner network.
 	ID rpc.TLS
-	// Name, Cluster (a host:port) and Routes make it one of several servers; with Cluster empty it is the only one.
+	// Name, Cluster (a host:port) and Routes make it a server of a cluster. With Cluster empty it is the only server.
 	Name, Cluster string
 	Routes        []string
 }
 
-// Bounds of what JetStream may store, of one message, and of what may wait for one client.
+// Bounds of JetStream's storage, of one message, of the pending data of one client, and of monitor connections.
 const (
 	maxMemoryBytes  = 1 << 30
 	maxStoreBytes   = 16 << 30
@@ -50,22 +50,22 @@ const (
 	maxMonitorConnections = 64
 )
 
-// AddFlags adds the server's flags, with their defaults.
+// AddFlags registers the server's flags with their defaults.
 func (n *NATS) AddFlags(fs *pflag.FlagSet) {
-	fs.StringVar(&n.Dir, "data-dir", "", "Where JetStream keeps its data.")
+	fs.StringVar(&n.Dir, "data-dir", "", "The storage directory of JetStream.")
 	fs.StringVar(&n.KeyFile, "jetstream-key-file", "",
-		"A file with the key that what JetStream stores is encrypted with. Empty: it is not encrypted.")
-	fs.StringVar(&n.Address, "listen-address", "127.0.0.1:4222", "host:port to serve clients on.")
+		"The file of the key that encrypts the storage of JetStream. Empty: no encryption.")
+	fs.StringVar(&n.Address, "listen-address", "127.0.0.1:4222", "The host:port to listen on for clients.")
 	fs.StringVar(&n.Monitor, "monitor-address", "",
-		"host:port to serve /healthz on without TLS, and nothing else. Empty: none.")
-	fs.StringVar(&n.Name, "name", "watershed", "This server's name in its cluster.")
+		"The host:port that serves only /healthz, without TLS. Empty: none.")
+	fs.StringVar(&n.Name, "name", "watershed", "The name of this server in its cluster.")
 	fs.StringVar(&n.Cluster, "cluster-listen-address", "",
-		"host:port to serve the other servers of a cluster on. Empty: it is the only one.")
-	fs.StringSliceVar(&n.Routes, "cluster-routes", nil, "host:port of the cluster's servers, comma separated.")
+		"The host:port to listen on for other servers. Empty: a cluster of one server.")
+	fs.StringSliceVar(&n.Routes, "cluster-routes", nil, "The host:port of each server of the cluster, comma separated.")
 	n.ID.AddFlags(fs)
 }
 
-// NATSCommand runs a server in a process of its own until it is told to stop.
+// NATSCommand runs a server in its own process until a signal stops it.
 func NATSCommand(command string, args []string) error {
 	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
 	var n NATS
@@ -76,7 +76,7 @@ func NATSCommand(command string, args []string) error {
 	return runStandalone(n.Runner(func(*server.Server) {}))
 }
 
-// Runner runs the server as a part of a process; started is told of it before the part is ready.
+// Runner returns a runner of the server. It calls onStarted with the server before it is ready.
 func (n *NATS) Runner(onStarted func(*server.Server)) lifecycle.Runner {
 	ready := lifecycle.NotReady("nats")
 	return lifecycle.Runner{Name: "nats", Ready: ready, Run: func(ctx context.Context) error {
@@ -96,7 +96,7 @@ func (n *NATS) Runner(onStarted func(*server.Server)) lifecycle.Runner {
 	}}
 }
 
-// start runs the server. Stop it with Shutdown.
+// start starts the server. The caller stops it with Shutdown.
 func (n *NATS) start() (*server.Server, error) {
 	o := &server.Options{
 		ServerName:         cmp.Or(n.Name, "watershed"),
@@ -123,7 +123,7 @@ func (n *NATS) start() (*server.Server, error) {
 	srv.Start()
 	if !srv.ReadyForConnections(20 * time.Second) {
 		srv.Shutdown()
-		return nil, errors.New("NATS does not become ready")
+		return nil, errors.New("NATS is not ready after 20 s")
 	}
 	return srv, nil
 }
@@ -137,12 +137,12 @@ func (n *NATS) encrypt(o *server.Options) error {
 		return fmt.Errorf("--jetstream-key-file: %w", err)
 	}
 	if o.JetStreamKey = strings.TrimSpace(string(key)); len(o.JetStreamKey) < 32 {
-		return fmt.Errorf("--jetstream-key-file %q: want a key of 32 characters at least", n.KeyFile)
+		return fmt.Errorf("--jetstream-key-file %q: want a key of at least 32 characters", n.KeyFile)
 	}
 	return nil
 }
 
-// listen has it serve those whose certificates the allow lists name.
+// listen configures the listener for clients. accounts.conf names the accepted certificates.
 func (n *NATS) listen(o *server.Options) (err error) {
 	if n.Address == "" {
 		return nil
@@ -155,8 +155,8 @@ func (n *NATS) listen(o *server.Options) (err error) {
 	return errors.Join(err, o.ProcessConfigString(natsAccounts))
 }
 
-// monitor says whether the server serves until ctx is done. NATS' own monitoring tells anybody who its clients are and
-// what its goroutines do.
+// monitor serves /healthz until ctx is done. It replaces NATS' own monitoring, which shows the clients and goroutines
+// of the server to every reader.
 func (n *NATS) monitor(ctx context.Context, srv *server.Server) error {
 	if n.Monitor == "" {
 		return nil
@@ -168,7 +168,7 @@ func (n *NATS) monitor(ctx context.Context, srv *server.Server) error {
 	mux := http.NewServeMux()
 	mux.HandleFunc("/healthz", func(w http.ResponseWriter, _ *http.Request) {
 		if !srv.Running() || !srv.JetStreamEnabled() {
-			http.Error(w, "it is not running, or JetStream is not", http.StatusServiceUnavailable)
+			http.Error(w, "the NATS server or its JetStream does not run", http.StatusServiceUnavailable)
 			return
 		}
 		fmt.Fprint(w, "ok")
@@ -180,7 +180,7 @@ func (n *NATS) monitor(ctx context.Context, srv *server.Server) error {
 	return nil
 }
 
-// join makes it one server of a cluster.
+// join configures the server as a member of a cluster.
 func (n *NATS) join(o *server.Options) error {
 	if n.Cluster == "" {
 		return nil
@@ -189,8 +189,7 @@ func (n *NATS) join(o *server.Options) error {
 	if err != nil {
 		return err
 	}
-	// A server is whoever has the identity of one: no other service may pass for it. What it calls, and what calls it,
-	// is one.
+	// Both sides of a route must have the identity "nats", so no other service can act as a server.
 	conf, err := n.ID.ServerConfig()
 	if err != nil {
 		return err
@@ -204,9 +203,9 @@ func (n *NATS) join(o *server.Options) error {
 	verify := conf.VerifyConnection
 	conf.VerifyConnection = func(c tls.ConnectionState) error {
 		if len(c.PeerCertificates) == 0 || c.PeerCertificates[0].Subject.CommonName != "nats" {
-			return errors.New("it is not a NATS server")
+			return errors.New("the peer is not a NATS server")
 		}
-		return errors.Join(verify(c), client.VerifyConnection(c)) // its certificate is good for both sides of a route
+		return errors.Join(verify(c), client.VerifyConnection(c)) // valid for both sides of a route
 	}
 	o.Cluster = server.ClusterOpts{
 		Name:           "watershed",

@@ -21,7 +21,7 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// inner is the identities of an inner network.
+// inner holds the identities of an inner network.
 func inner(t *testing.T) func(name string) rpc.TLS {
 	t.Helper()
 	dir := t.TempDir()
@@ -63,13 +63,13 @@ func natsServer(t *testing.T, id rpc.TLS) string {
 	return "tls://" + address
 }
 
-// tenants are a NATS server, and clients of it.
+// tenants is a NATS server with its clients.
 type tenants struct {
 	t   *testing.T
 	ids func(string) rpc.TLS
 	url string
 	log eventlog.Options
-	// last is the id of the log's last message.
+	// last is the id of the last message of the log.
 	last string
 	js   jetstream.JetStream
 }
@@ -122,7 +122,7 @@ func (n *tenants) publish(revision int64) {
 	}
 }
 
-// read starts a watchfanout that reads the log, and returns what it reads. A registry reads the stream for it.
+// read starts a watchfanout that reads the log, and returns its events. A registry reads the stream for it.
 func (n *tenants) read() <-chan int64 {
 	nc, _ := n.connect("watchfanout")
 	seen := make(chan int64, 100)
@@ -147,7 +147,7 @@ func (n *tenants) expect(seen <-chan int64, want int64) {
 	}
 }
 
-// state is the stream's configuration and messages.
+// state returns the configuration and the messages of the stream.
 func (n *tenants) state() string {
 	n.t.Helper()
 	s, err := n.js.Stream(n.t.Context(), eventlog.StreamName)
@@ -176,7 +176,7 @@ var apis = []string{
 	"CONSUMER.LEADER.STEPDOWN.watershed.x", "META.LEADER.STEPDOWN", "SERVER.REMOVE", "ACCOUNT.PURGE.log",
 }
 
-// Registry writes the log and watchfanout receives it. Neither may do more, and no other service may connect (S18).
+// The registry writes the log and watchfanout receives it. Neither may do more, and no other service may connect (S18).
 func TestNATSIsByAllowLists(t *testing.T) {
 	n := newTenants(t)
 	n.publish(11)
@@ -225,8 +225,8 @@ func TestNATSIsByAllowLists(t *testing.T) {
 	}
 }
 
-// A stolen key of watchfanout changes nothing in NATS: not the stream, not a registry's inbox, and not another replica
-// of watchfanout, which starts and reads on (N3).
+// A stolen key of watchfanout changes nothing in NATS: not the stream and not a registry's inbox. Another replica of
+// watchfanout still starts and reads (N3).
 func TestAStolenKeyOfWatchfanoutChangesNothing(t *testing.T) {
 	n := newTenants(t)
 	n.publish(11)
@@ -271,7 +271,7 @@ func TestAStolenKeyOfWatchfanoutChangesNothing(t *testing.T) {
 		for _, reply := range replies {
 			for _, s := range []string{subject, "$JS.API." + subject} {
 				if s == eventlog.ProgressRequestSubject {
-					continue // it may, and no one answers
+					continue // this publish is allowed, and gets no response
 				}
 				for _, body := range []string{"", `{"seq":1,"batch":1000000}`} {
 					if err := thief.PublishRequest(s, reply, []byte(body)); err != nil {
@@ -284,7 +284,7 @@ func TestAStolenKeyOfWatchfanoutChangesNothing(t *testing.T) {
 	if err := thief.FlushTimeout(10 * time.Second); err != nil {
 		t.Fatal(err)
 	}
-	n.publish(12) // it comes after whatever the thief has caused
+	n.publish(12) // it follows every effect of the thief
 	m, err := republished.NextMsg(10 * time.Second)
 	if err != nil || m.Header.Get("Nats-Sequence") != "2" {
 		t.Errorf("another replica receives %v, %v", m, err)
@@ -307,7 +307,7 @@ func TestAStolenKeyOfWatchfanoutChangesNothing(t *testing.T) {
 	n.expect(seen, 13)
 }
 
-// A stolen key of watchfanout has few subscriptions and connections, and small messages. Other replicas read on.
+// A stolen key of watchfanout has few subscriptions and connections, and small messages. Other replicas still read.
 func TestReadersHaveLimits(t *testing.T) {
 	n := newTenants(t)
 	n.publish(11)
@@ -373,8 +373,8 @@ func TestReadersHaveLimits(t *testing.T) {
 	n.expect(seen, 12)
 }
 
-// Registry may not create a consumer either, or do to the stream what it never does.
-func TestRegistryDoesWhatItNeeds(t *testing.T) {
+// The registry may not create a consumer either, and may not use stream APIs that it never calls.
+func TestRegistryPermissionsAreMinimal(t *testing.T) {
 	n := newTenants(t)
 	n.publish(11)
 	registry, _ := n.connect("registry")

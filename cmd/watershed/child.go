@@ -15,18 +15,23 @@ import (
 	"watershed.dev/platform/lifecycle"
 )
 
-// child is one child process and its place.
+// child is a child process. It starts again until it is stopped or refused:
+//
+//	start ──> running ──ended──> restartPause ──> running
+//	          running ──ended with the same error twice, and onRefused is true──> refused: done
+//	          running ──disableRestart, ended──> done
+//	          running ──stop──> SIGTERM ──StopTimeout──> SIGKILL ──> done
 type child struct {
-	// name is the process's, and dir where its log and pid file go.
+	// name is the name of the process. dir is the directory of its log and pid file.
 	name, dir string
-	// program is what runs, with args.
+	// program is the executable, which runs with args.
 	program string
 	args    []string
 	logs    logFiles
-	// command, config and debug are of split's: the subcommand, its file, and where the process shows itself.
+	// command, config and debug are for split: the subcommand, its configuration file, and its debug address.
 	command, config, debug string
-	// onRefused, if it is not nil, is told when the process has said twice in a row why it does not run. Once it answers
-	// true the process is not started again.
+	// onRefused, if set, is called if the process ended twice in a row with the same error. If it returns true, the
+	// process is not started again.
 	onRefused func(why error) bool
 
 	mu      sync.Mutex
@@ -49,11 +54,11 @@ type spawnRequest struct {
 	done chan error
 }
 
-// spawner starts the children from one thread that never ends: they are to die with their parent, and the kernel
-// means by that the thread.
+// spawner starts the children from one OS thread that never ends. Pdeathsig kills a child when the thread that started
+// it ends.
 type spawner chan spawnRequest
 
-// run starts what is asked for, for as long as the process lasts.
+// run starts the requested commands until the channel is closed.
 func (s spawner) run() {
 	runtime.LockOSThread()
 	for r := range s {
@@ -61,7 +66,7 @@ func (s spawner) run() {
 	}
 }
 
-// start runs the process, and again whenever it ends, until stop, leave or refused.
+// start runs the process, and restarts it after each end, until stop, disableRestart or onRefused ends this.
 func (p *child) start(s spawner) {
 	p.done = make(chan struct{})
 	go func() {
@@ -81,13 +86,13 @@ func (p *child) start(s spawner) {
 				return
 			}
 			previous = lastError
-			fmt.Fprintf(os.Stderr, "%s ended (%v); starting it again\n", p.name, err)
+			fmt.Fprintf(os.Stderr, "%s ended (%v); restarting it\n", p.name, err)
 			time.Sleep(restartPause)
 		}
 	}()
 }
 
-// runOnce runs the process until it ends. said is why it does not run, if that is what it told.
+// runOnce runs the process until it ends. lastError is the error that the process printed before a regular exit.
 func (p *child) runOnce(s spawner, log io.Writer) (lastError string, err error) {
 	out := &output{file: log}
 	cmd := exec.Command(p.program, p.args...)
@@ -108,7 +113,7 @@ func (p *child) runOnce(s spawner, log io.Writer) (lastError string, err error) 
 	}
 	if err := os.WriteFile(filepath.Join(p.dir, p.name+".pid"), fmt.Appendf(nil, "%d\n",
 		cmd.Process.Pid), 0o600); err != nil {
-		_ = cmd.Process.Kill() // there is never a second one beside it
+		_ = cmd.Process.Kill() // the next run must not start beside it
 		_ = cmd.Wait()
 		return "", err
 	}
@@ -119,17 +124,17 @@ func (p *child) runOnce(s spawner, log io.Writer) (lastError string, err error) 
 	return lastError, err
 }
 
-// exitFailure is what the program ends with when it has told why; a panic ends it with another.
+// exitFailure is the exit code of a command that printed its error. A panic has another exit code.
 const exitFailure = 1
 
-// disableRestart keeps the process from being started again when it ends: all are about to be stopped.
+// disableRestart prevents a restart when the process ends, because all processes are about to stop.
 func (p *child) disableRestart() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.stopped = true
 }
 
-// stop asks the process to end and waits until it has.
+// stop terminates the process and waits until it has ended.
 func (p *child) stop() {
 	p.mu.Lock()
 	p.stopped = true

@@ -26,8 +26,8 @@ import (
 	"watershed.dev/platform/pki"
 )
 
-// controllers make an API server a cluster: kube-controller-manager, kube-scheduler, and kwok, whose nodes run pods
-// without containers. They are upstream's own programs.
+// controllers runs the controllers of a cluster: kube-controller-manager, kube-scheduler, and kwok, whose nodes
+// simulate pods without containers. They are upstream's programs.
 type controllers struct {
 	enabled bool
 	path    string
@@ -36,13 +36,13 @@ type controllers struct {
 
 func (c *controllers) addFlags(fs *pflag.FlagSet) {
 	fs.BoolVar(&c.enabled, "with-controllers", false,
-		"Run kube-controller-manager, kube-scheduler and kwok too, which `make peers` builds.")
+		"Also run kube-controller-manager, kube-scheduler and kwok, which `make peers` builds.")
 	fs.StringVar(&c.path, "controllers-path", "",
-		"The directory of their programs. Empty: beside this one, in .build/bin, or on the PATH.")
-	fs.IntVar(&c.nodes, "fake-nodes", 3, "How many nodes kwok plays.")
+		"The directory of the controllers' programs. Empty: next to this program, in .build/bin, or on the PATH.")
+	fs.IntVar(&c.nodes, "fake-nodes", 3, "The number of nodes that kwok simulates.")
 }
 
-// find is the path of a program, or of kwok's stages.
+// find returns the path of a program or of the file with kwok's stages.
 func (c *controllers) find(program string) (string, error) {
 	self, err := os.Executable()
 	if err != nil {
@@ -66,15 +66,15 @@ func (c *controllers) find(program string) (string, error) {
 		}
 	}
 	return "", fmt.Errorf(
-		"--with-controllers: there is no %s; `make peers` builds it, and --controllers-path says where it is",
+		"--with-controllers: %s not found; build it with `make peers`, or set --controllers-path",
 		program,
 	)
 }
 
-// runner runs them beside the parts before it, and starts again what ends.
+// runner returns a runner that starts the controllers after the runners before it, and restarts them.
 func (c *controllers) runner(l *layout) (lifecycle.Runner, error) {
 	if c.nodes < 0 {
-		return lifecycle.Runner{}, fmt.Errorf("--fake-nodes %d: want 0 at least", c.nodes)
+		return lifecycle.Runner{}, fmt.Errorf("--fake-nodes %d: want at least 0", c.nodes)
 	}
 	ports, err := freePorts(1)
 	if err != nil {
@@ -93,7 +93,7 @@ func (c *controllers) runner(l *layout) (lifecycle.Runner, error) {
 	if err != nil {
 		return lifecycle.Runner{}, err
 	}
-	// what --kubelet-certificate-authority asks of a node
+	// --kubelet-certificate-authority requires a serving certificate of the node
 	serving, key, _, err := l.pki.CA.Leaf(pki.Leaf{
 		Name:       "kwok",
 		CommonName: "kwok",
@@ -148,14 +148,14 @@ func (c *controllers) runner(l *layout) (lifecycle.Runner, error) {
 	}}, nil
 }
 
-// fakeNode is the annotation of the nodes that kwok plays.
+// fakeNode is the annotation of the nodes that kwok simulates.
 const fakeNode = "kwok.x-k8s.io/node"
 
-// makeNodes creates kwok's nodes, and waits until one of them is ready. Why it fails it logs.
+// makeNodes creates the nodes of kwok, and waits until the first is ready. It logs its error.
 func (c *controllers) makeNodes(ctx context.Context, kubeconfig string) (err error) {
 	defer func() {
 		if err != nil && ctx.Err() == nil {
-			slog.Warn("kwok's nodes are not ready; trying again. kwok.log may say why", "error", err)
+			slog.Warn("The nodes of kwok are not ready; retrying. See kwok.log", "error", err)
 		}
 	}()
 	conf, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
@@ -192,7 +192,7 @@ func (c *controllers) makeNodes(ctx context.Context, kubeconfig string) (err err
 	return errors.New("the watch of nodes ended")
 }
 
-// newNode is one that kwok plays.
+// newNode returns a node that kwok simulates.
 func newNode(i int) *corev1.Node {
 	name := fmt.Sprintf("fake-%d", i)
 	holds := corev1.ResourceList{

@@ -17,21 +17,21 @@ import (
 	"watershed.dev/platform/process"
 )
 
-// layout is a data directory: everything that a cluster on this machine is.
+// layout is a data directory, which holds all files of a cluster on this machine.
 type layout struct {
 	dir string
-	// sockets is where sockets lie.
+	// sockets is the directory of the sockets.
 	sockets string
 	lock    *os.File
 	logs    logFiles
 	pki     *certgen.PKI
-	// address and port are where the gateway is reached.
+	// address and port are the endpoint of the gateway.
 	address string
 	port    int
 }
 
-// openLayout takes the directory for this process and makes what is missing. bind and port are what the gateway listens
-// on.
+// openLayout locks the directory for this process and creates missing files. bind and port are the gateway's listen
+// address.
 func openLayout(dir, bind string, port int, hosts []string, logs logFiles) (*layout, error) {
 	if err := logs.validate(); err != nil {
 		return nil, err
@@ -73,7 +73,7 @@ func openLayout(dir, bind string, port int, hosts []string, logs logFiles) (*lay
 	return l, l.pki.Open()
 }
 
-// advertised are the names under which the gateway is told to be reached: its certificate is good for them.
+// advertised returns the names and addresses that the gateway advertises. Its certificate must include them.
 func advertised(fs *pflag.FlagSet) (names []string) {
 	for _, flag := range []string{"advertise-address", "external-hostname"} {
 		name, _ := fs.GetString(flag)
@@ -87,8 +87,8 @@ func advertised(fs *pflag.FlagSet) (names []string) {
 	return names
 }
 
-// close gives the directory up. The lock lasts as long as its file is open, and the layout keeps that from being
-// collected.
+// close releases the directory. The lock lasts until its file is closed, and the layout's reference prevents an earlier
+// garbage collection of the file.
 func (l *layout) close() { _ = l.lock.Close() }
 
 func writeYAML(path string, doc any) error {
@@ -101,35 +101,35 @@ func writeYAML(path string, doc any) error {
 
 const issuer = "https://kubernetes.default.svc.cluster.local"
 
-// settingsFor are a service's settings where the command was told some flags itself: what these make wrong is left
-// out. told is a flag's value, as config.Setting has it; nil: it was not told.
+// settingsFor returns the settings of a service without the settings that conflict with flags of the command line.
+// fromCommandLine returns the value of a flag as config.FileValue does, or nil if the flag is not set.
 func (l *layout) settingsFor(name string, fromCommandLine func(flag string) any) map[string]any {
 	settings := l.settings(name)
 	isSet := func(flag string) bool { v := fromCommandLine(flag); return v != nil && v != "" }
 	disabled, _ := fromCommandLine("disable-admission-plugins").([]string)
 	if slices.Contains(disabled, nodeRestriction) || isSet("admission-control") {
-		delete(settings, "enable-admission-plugins") // it may not be given beside these
+		delete(settings, "enable-admission-plugins") // conflicts with these flags
 	}
 	if issuers := fromCommandLine("service-account-issuer"); issuers != nil && name == "gateway" {
-		settings["api-audiences"] = issuers // what tokens are for, where it is not said: who issues them
+		settings["api-audiences"] = issuers // the default of the audiences is the issuers
 	}
-	if isSet("service-account-signing-endpoint") { // tokens are signed elsewhere
+	if isSet("service-account-signing-endpoint") { // an external signer signs tokens
 		delete(settings, "service-account-key-file")
 		delete(settings, "service-account-signing-key-file")
 	}
-	if isSet("client-ca-file") { // the cluster's PKI is another, and who signed for its kubelets is not known
+	if isSet("client-ca-file") { // the cluster has another PKI, and the CA of its kubelets is unknown
 		delete(settings, kubeletCA)
 	}
 	return settings
 }
 
-// nodeRestriction is the admission plugin that is on beside kube-apiserver's default.
+// nodeRestriction is the admission plugin that is enabled in addition to kube-apiserver's defaults.
 const nodeRestriction = "NodeRestriction"
 
-// kubeletCA is the flag of who has signed for kubelets.
+// kubeletCA is the flag of the CA of kubelets.
 const kubeletCA = "kubelet-certificate-authority"
 
-// settings are a service's, by flag name, as this directory's cluster has them.
+// settings returns the settings of a service for the cluster of this directory, by flag name.
 func (l *layout) settings(name string) map[string]any {
 	p := l.pki.File
 	requestHeader := map[string]any{
@@ -168,7 +168,7 @@ func (l *layout) settings(name string) map[string]any {
 	case "admission":
 		return map[string]any{
 			"kubeconfig":               l.pki.Kubeconfig(name),
-			"enable-admission-plugins": nodeRestriction, // as kubeadm sets it up
+			"enable-admission-plugins": nodeRestriction, // as kubeadm does
 		}
 	case "gateway":
 		return merge(requestHeader, map[string]any{

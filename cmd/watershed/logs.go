@@ -11,13 +11,13 @@ import (
 	"gopkg.in/natefinch/lumberjack.v2"
 )
 
-// logFiles bounds the log files of a data directory, which lie on the disk of etcd and NATS.
+// logFiles bounds the log files of a data directory, which share a disk with etcd and NATS.
 type logFiles struct{ maxSize int }
 
-// oldLogFiles is how many older files remain beside each log file.
+// oldLogFiles is the number of rotated files of each log file.
 const oldLogFiles = 3
 
-// unlimited is a maximum size in megabytes that no file reaches.
+// unlimited is a maximal size in megabytes that no file reaches.
 const unlimited = 1 << 30
 
 func (f *logFiles) addFlags(fs *pflag.FlagSet) {
@@ -33,8 +33,8 @@ func (f *logFiles) validate() error {
 	return nil
 }
 
-// open returns the log file at path. It is made with the first write, and appended to if it exists. A file that is
-// larger than the maximum is removed: it would remain as one of the older files.
+// open returns the log file at path. The first write creates the file, or appends to an existing file. open removes a
+// file that is larger than the maximum, because it would remain as a rotated file.
 func (f *logFiles) open(path string) *logFile {
 	size := f.maxSize
 	if size == 0 {
@@ -52,10 +52,10 @@ func (f *logFiles) open(path string) *logFile {
 	return log
 }
 
-// logFile is a log file of a bounded size. Its Logger keeps a goroutine for as long as the process lasts.
+// logFile is a log file with a bounded size. Its Logger has a goroutine that ends with the process.
 type logFile struct {
 	*lumberjack.Logger
-	// faults is where the first error is printed.
+	// faults receives the first error.
 	faults io.Writer
 	once   sync.Once
 }
@@ -70,20 +70,20 @@ func (f *logFile) Write(p []byte) (int, error) {
 }
 
 func (f *logFile) fault(err error) {
-	f.once.Do(func() { fmt.Fprintf(f.faults, "The log file %s has failed, and may lack lines: %v\n", f.Filename, err) })
+	f.once.Do(func() { fmt.Fprintf(f.faults, "The log file %s is incomplete: %v\n", f.Filename, err) })
 }
 
-// output is what a child process writes: into its log file, with the end of it in memory.
+// output receives the output of a child process. It writes a log file and buffers the end of the output.
 type output struct {
 	file io.Writer
 	end  []byte
 }
 
-// endBytes is how much of a process's output is in memory when the process ends.
+// endBytes is the number of bytes of output in the buffer.
 const endBytes = 16 << 10
 
-// Write implements io.Writer. It takes everything, also when the disk is full: a process must not end because its log
-// cannot be written.
+// Write implements io.Writer. It never fails, even on a full disk, because a process must not end if its log cannot be
+// written.
 func (o *output) Write(p []byte) (int, error) {
 	_, _ = o.file.Write(p)
 	o.end = append(o.end, p[max(0, len(p)-endBytes):]...)
@@ -91,8 +91,8 @@ func (o *output) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// lastError returns the text after the last line that begins with prefix, without the prefix and to the end of the
-// output: joined errors have several lines. It is empty if no line begins so.
+// lastError returns the text after prefix in the last line that begins with prefix, to the end of the output. Joined
+// errors have several lines. It returns nothing if no line begins with prefix.
 func (o *output) lastError(prefix string) string {
 	text := "\n" + string(o.end)
 	index := strings.LastIndex(text, "\n"+prefix)

@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// A log file grows to its maximum size, and a fixed number of older ones remain beside it.
+// A log file grows to its maximum size, and a fixed number of rotated files remains.
 func TestLogFilesAreBounded(t *testing.T) {
 	dir := t.TempDir()
 	f := logFiles{maxSize: 1}
@@ -30,7 +30,7 @@ func TestLogFilesAreBounded(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, f := range files {
-			if info, err := f.Info(); err == nil { // lumberjack removes old files beside this
+			if info, err := f.Info(); err == nil { // lumberjack removes rotated files concurrently
 				bytes += info.Size()
 			}
 		}
@@ -50,7 +50,7 @@ func TestLogFilesAreBounded(t *testing.T) {
 	}
 }
 
-// A log file that cannot be written is reported, once. Its process goes on.
+// A log file that cannot be written is reported once. Its process continues.
 func TestALogFileThatFailsIsReported(t *testing.T) {
 	var faults bytes.Buffer
 	log := new(logFiles).open(filepath.Join(t.TempDir(), "no\x00name", "x.log"))
@@ -66,7 +66,7 @@ func TestALogFileThatFailsIsReported(t *testing.T) {
 	}
 }
 
-// A file that is larger than the maximum does not remain beside the log file; a smaller one is appended to.
+// A file larger than the maximum is removed. A smaller file is appended to.
 func TestALogFileThatIsTooLargeIsRemoved(t *testing.T) {
 	for size, files := range map[int64]int{1<<20 + 1: 1, 1 << 10: 1, 1 << 20: 2} {
 		dir := t.TempDir()
@@ -93,7 +93,7 @@ func TestALogFileThatIsTooLargeIsRemoved(t *testing.T) {
 	}
 }
 
-// A process that is started again writes to the same log, which keeps one goroutine.
+// A restarted process writes to the same log, which has one goroutine.
 func TestRestartsLeaveNoGoroutine(t *testing.T) {
 	mills := func() int {
 		text := make([]byte, 8<<20)
@@ -119,7 +119,7 @@ func TestRestartsLeaveNoGoroutine(t *testing.T) {
 	}
 }
 
-// A process gives as the reason for its end what follows its name, on one line or several.
+// The last error of a process is the text after its name, on one or more lines.
 func TestLastError(t *testing.T) {
 	for text, want := range map[string]string{
 		"":                            "",

@@ -1,5 +1,5 @@
-// Command watershed is every part of Watershed: all of it in one process (up), each service in a process of its own
-// (split, or a service's name), and the operator's tools.
+// Command watershed contains all of Watershed. It runs everything in one process (up), each service in its own process
+// (split, or the name of a service), and the tools of operators.
 package main
 
 import (
@@ -13,22 +13,22 @@ import (
 	"watershed.dev/platform/version"
 )
 
-const usage = `watershed is the Kubernetes API server as services that scale apart.
+const usage = `watershed is the Kubernetes API server as services that scale independently.
 
-  watershed up        everything in this process, on this machine
-  watershed split     every service as a process of its own, on this machine
+  watershed up        run everything in this process
+  watershed split     run every service in its own process on this machine
   watershed split scale watchfanout=4
-                      more or fewer processes of a service, while split runs
-  watershed SERVICE   one service: gateway, authn, authz, admission, registry or watchfanout
-  watershed etcd      an etcd member, as split runs it
-  watershed nats      a NATS server, as split runs it
-  watershed xds       where the replicas of each service are, as split runs it
-  watershed certgen   certificates and keys, in the Secrets of a namespace
-  watershed migrate   settings for up that are those of a cluster's kube-apiserver
-  watershed status    the watch tier of a running Watershed
-  watershed version
+                      change the number of processes of a service of a running split
+  watershed SERVICE   run one service: gateway, authn, authz, admission, registry or watchfanout
+  watershed etcd      run an etcd member, as split does
+  watershed nats      run a NATS server, as split does
+  watershed xds       run the xDS server of the services' replicas, as split does
+  watershed certgen   create and renew certificates and keys in the Secrets of a namespace
+  watershed migrate   print a configuration for up from a cluster's kube-apiserver manifest
+  watershed status    show the watch cache of a running Watershed
+  watershed version   print the versions
 
-Every command says what it can be told with --help.
+Every command lists its flags with --help.
 `
 
 func main() {

@@ -20,18 +20,18 @@ import (
 	"watershed.dev/platform/process"
 )
 
-// migrateCommand prints settings for `up` that are those of a cluster's kube-apiserver, with what differs.
+// migrateCommand prints a configuration for `up` from a cluster's kube-apiserver manifest, with the differences.
 func migrateCommand(args []string) error {
 	fs := pflag.NewFlagSet("watershed migrate", pflag.ContinueOnError)
 	from := fs.String(
 		"from",
 		"",
-		"kube-apiserver's static pod manifest, such as /etc/kubernetes/manifests/kube-apiserver.yaml.",
+		"The static pod manifest of kube-apiserver, such as /etc/kubernetes/manifests/kube-apiserver.yaml.",
 	)
 	dataDir := fs.String(
 		"data-dir",
 		"/var/lib/watershed",
-		"Where Watershed will keep its event log and its own certificates.",
+		"The data directory of Watershed, for the event log and its own certificates.",
 	)
 	if err := config.Load(fs, args); err != nil {
 		return process.ExitOnHelp(err)
@@ -53,15 +53,15 @@ func migrateCommand(args []string) error {
 	}
 	m.setDefaults(flags)
 	if len(m.blocked) > 0 {
-		return fmt.Errorf("%s cannot be served from here:\n  %s", *from, strings.Join(m.blocked, "\n  "))
+		return fmt.Errorf("the cluster of %s cannot be migrated:\n  %s", *from, strings.Join(m.blocked, "\n  "))
 	}
 	for _, line := range m.omitted {
-		fmt.Fprintln(os.Stderr, "watershed migrate: left out:", line)
+		fmt.Fprintln(os.Stderr, "watershed migrate: omitted:", line)
 	}
 	return m.print(os.Stdout, *from)
 }
 
-// staticPod is what a manifest says of how a program is started.
+// staticPod holds the fields of a manifest that determine a program's command line and paths.
 type staticPod struct {
 	Spec struct {
 		Containers []container
@@ -78,7 +78,7 @@ type container struct {
 	VolumeMounts  []struct{ Name, MountPath, SubPath string }
 }
 
-// flagsOf is what a static pod gives kube-apiserver: the values of each flag, with paths as the host has them.
+// flagsOf returns the values of each flag of kube-apiserver in a static pod manifest, with the paths of the host.
 func flagsOf(manifest []byte) (map[string][]string, error) {
 	var pod staticPod
 	if err := yaml.Unmarshal(manifest, &pod); err != nil {
@@ -101,7 +101,7 @@ func flagsOf(manifest []byte) (map[string][]string, error) {
 		if err != nil {
 			return nil, err
 		}
-		paths := strings.Split(value, ",") // --tls-sni-cert-key names two
+		paths := strings.Split(value, ",") // --tls-sni-cert-key has two paths
 		for i := range paths {
 			paths[i] = pod.onHost(c, paths[i])
 		}
@@ -110,15 +110,15 @@ func flagsOf(manifest []byte) (map[string][]string, error) {
 	return flags, nil
 }
 
-// flagName is what a flag's name may be.
+// flagName matches valid flag names.
 var flagName = regexp.MustCompile(`^[a-z][a-z0-9-]*$`)
 
-// nextFlag takes a flag and its value from the words of a command line.
+// nextFlag removes a flag and its value from the words of a command line, and returns them.
 func nextFlag(words *[]string) (name, value string, err error) {
 	word := (*words)[0]
 	*words = (*words)[1:]
 	name, value, hasValue := strings.Cut(strings.TrimLeft(word, "-"), "=")
-	name = strings.ReplaceAll(name, "_", "-") // as kube-apiserver reads it
+	name = strings.ReplaceAll(name, "_", "-") // as kube-apiserver parses it
 	if !strings.HasPrefix(word, "-") || !flagName.MatchString(name) {
 		return "", "", fmt.Errorf(
 			"argument %q is no flag: this reads kube-apiserver's own command line, not a shell's",
@@ -134,7 +134,7 @@ func nextFlag(words *[]string) (name, value string, err error) {
 	}
 	if strings.Contains(value, "$(") {
 		return "", "", fmt.Errorf(
-			"--%s %q: only the kubelet knows this; write the value into a copy of the manifest",
+			"--%s %q: only the kubelet can expand this; write the value into a copy of the manifest",
 			name,
 			value,
 		)
@@ -142,7 +142,7 @@ func nextFlag(words *[]string) (name, value string, err error) {
 	return name, value, nil
 }
 
-// onHost is a path of the container as its node has it.
+// onHost returns the host path of a path in the container.
 func (p *staticPod) onHost(c container, value string) string {
 	best := ""
 	mounted := map[string]string{}
@@ -165,16 +165,16 @@ func (p *staticPod) onHost(c container, value string) string {
 	return path.Join(mounted[best], strings.TrimPrefix(value, best))
 }
 
-// migration is what becomes of kube-apiserver's settings.
+// migration is the result of converting kube-apiserver's flags.
 type migration struct {
 	flags    *pflag.FlagSet
 	settings map[string]any
-	// omitted are flags that are not offered, blocked those without which the cluster cannot be served, and differs what
-	// is set because kube-apiserver's default is another, or is to be known.
+	// omitted lists unsupported flags, and blocked the flags that prevent the migration. differences lists the settings
+	// that replace other defaults of kube-apiserver, and hints for the operator.
 	omitted, blocked, differences []string
 }
 
-// convert takes a flag's values over, or says why not.
+// convert adds a flag's values to the settings, or records the reason for omitting them.
 func (m *migration) convert(name string, values []string) {
 	line := fmt.Sprintf("--%s %q", name, strings.Join(values, ","))
 	f := m.flags.Lookup(name)
@@ -184,7 +184,7 @@ func (m *migration) convert(name string, values []string) {
 		case !known:
 			m.blocked = append(
 				m.blocked,
-				line+": kube-apiserver 1.36 has no such flag; is the manifest another version's?",
+				line+": kube-apiserver 1.36 has no such flag; is the manifest of another version?",
 			)
 		case unsupported.BlocksMigration:
 			m.blocked = append(m.blocked, line+": "+unsupported.Reason)
@@ -202,7 +202,7 @@ func (m *migration) convert(name string, values []string) {
 	m.settings[name] = valueOf(f, values)
 }
 
-// valueOf is a flag's value as a file of settings says it.
+// valueOf returns the value of a flag as a configuration file represents it.
 func valueOf(f *pflag.Flag, values []string) any {
 	last := values[len(values)-1]
 	if s, ok := f.Value.(pflag.SliceValue); ok {
@@ -224,7 +224,7 @@ func valueOf(f *pflag.Flag, values []string) any {
 	return last
 }
 
-// setDefaults sets what kube-apiserver takes where nothing is said and `up` does not, and says what else is other.
+// setDefaults sets the defaults of kube-apiserver that differ from those of `up`, and records other differences.
 func (m *migration) setDefaults(flags map[string][]string) {
 	for _, d := range []struct {
 		name, unless string
@@ -236,7 +236,7 @@ func (m *migration) setDefaults(flags map[string][]string) {
 		{"enable-admission-plugins", "", []string{}},
 		{"kubelet-certificate-authority", "", ""},
 		{"enable-bootstrap-token-auth", "", false},
-		// without which kube-apiserver takes nobody's word from a front proxy
+		// without these flags kube-apiserver accepts no user name from a front proxy
 		{"requestheader-username-headers", "", []string{}},
 		{"requestheader-group-headers", "", []string{}},
 		{"requestheader-extra-headers-prefix", "", []string{}},
@@ -245,36 +245,36 @@ func (m *migration) setDefaults(flags map[string][]string) {
 			m.settings[d.name] = d.value
 			m.differences = append(
 				m.differences,
-				fmt.Sprintf("--%s is not given: kube-apiserver's default, %v, is not `up`'s", d.name, d.value),
+				fmt.Sprintf("--%s is not set: kube-apiserver's default is %v, and `up` has another", d.name, d.value),
 			)
 		}
 	}
 	for _, d := range []struct{ name, instead string }{
-		{"client-ca-file", "client certificates are those of the CA in the data directory"},
-		{"tls-cert-file", "the serving certificate is one of the CA in the data directory"},
-		{"service-account-signing-key-file", "tokens are signed with a key of the data directory"},
-		{"etcd-servers", "an etcd of its own runs in the data directory, which is empty"},
+		{"client-ca-file", "the CA in the data directory signs client certificates"},
+		{"tls-cert-file", "the CA in the data directory signs the serving certificate"},
+		{"service-account-signing-key-file", "a key in the data directory signs tokens"},
+		{"etcd-servers", "Watershed runs its own, empty etcd in the data directory"},
 	} {
 		if flags[d.name] == nil {
-			m.differences = append(m.differences, fmt.Sprintf("--%s is not given: %s", d.name, d.instead))
+			m.differences = append(m.differences, fmt.Sprintf("--%s is not set: %s", d.name, d.instead))
 		}
 	}
 	if modes, ok := m.settings["authorization-mode"].([]string); ok && slices.Contains(modes, alwaysAllow) {
 		m.settings["anonymous-auth"] = false
 		m.differences = append(
 			m.differences,
-			"--authorization-mode AlwaysAllow: anonymous requests are turned away, as kube-apiserver does",
+			"--authorization-mode AlwaysAllow: anonymous requests are rejected, as by kube-apiserver",
 		)
 	}
 	for _, name := range []string{"admission-control-config-file", "egress-selector-config-file"} {
 		if flags[name] != nil {
 			m.differences = append(m.differences,
-				fmt.Sprintf("the files that --%s names are read as they are: their paths are to be the host's", name))
+				fmt.Sprintf("the files that --%s names are not converted: their paths must be paths of the host", name))
 		}
 	}
 }
 
-// print writes the settings, with what an operator is to know as comments.
+// print writes the settings, with notes for the operator as comments.
 func (m *migration) print(w io.Writer, from string) error {
 	writeSection := func(head string, lines []string) {
 		if len(lines) == 0 {
@@ -286,10 +286,10 @@ func (m *migration) print(w io.Writer, from string) error {
 		}
 	}
 	fmt.Fprintf(w, "# Settings for `watershed up --config FILE`, from %q.\n", from)
-	fmt.Fprintf(w, "# Move the manifest out of its directory, wait until its port is free, and start Watershed;\n"+
-		"# to go back stop Watershed, and move the manifest back.\n")
-	writeSection("Differs:", m.differences)
-	writeSection("Not offered, and left out:", m.omitted)
+	fmt.Fprintf(w, "# Move the manifest out of its directory, wait until its port is free, and start Watershed.\n"+
+		"# To go back, stop Watershed and move the manifest back.\n")
+	writeSection("Differences:", m.differences)
+	writeSection("Unsupported and omitted:", m.omitted)
 	b, err := yaml.Marshal(m.settings)
 	if err == nil {
 		_, err = w.Write(b)

@@ -29,7 +29,7 @@ spec:
 	)
 }
 
-// migrated is what becomes of a manifest.
+// migrated returns the migration of a manifest.
 func migrated(t *testing.T, args ...string) *migration {
 	t.Helper()
 	given, err := flagsOf(manifest(args...))
@@ -44,7 +44,7 @@ func migrated(t *testing.T, args ...string) *migration {
 	return m
 }
 
-// What kube-apiserver was told `up` is told, with the host's paths; what it was not told and takes for granted too.
+// The settings have kube-apiserver's flags with the paths of the host, and kube-apiserver's defaults.
 func TestAManifestBecomesSettings(t *testing.T) {
 	m := migrated(
 		t,
@@ -100,12 +100,12 @@ func TestAManifestBecomesSettings(t *testing.T) {
 			t.Errorf("--%s %q, not %q", name, got, want)
 		}
 	}
-	if len(m.differences) != 11 { // the nine defaults, nobody but who is known, and a signing key
+	if len(m.differences) != 11 { // the nine defaults, disabled anonymous requests, and a signing key
 		t.Errorf("%q", m.differences)
 	}
 }
 
-// What is not offered is said; what the cluster cannot be served without is no settings at all.
+// Unsupported flags are reported. A flag that the cluster needs blocks the migration.
 func TestUnsupportedFlagsAreReported(t *testing.T) {
 	for arg, want := range map[string]string{
 		"--storage-backend=etcd3":          "",

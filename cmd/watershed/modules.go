@@ -12,8 +12,8 @@ import (
 	"watershed.dev/services/watchfanout"
 )
 
-// modules are the services, in the order in which they start where all are in one process: each after those that it
-// calls. This graph is all that up, split, the services' own commands and the tests know of them.
+// modules lists the services in the order in which up starts them: each after the services that it calls. up, split,
+// the commands of services and the tests derive everything from this graph.
 var modules = []*process.Module{
 	registry.Module,
 	watchfanout.Module,
@@ -23,7 +23,7 @@ var modules = []*process.Module{
 	gateway.Module,
 }
 
-// moduleOf is the module with a name, or nil.
+// moduleOf returns the module with a name, or nil.
 func moduleOf(name string) *process.Module {
 	i := slices.IndexFunc(modules, func(m *process.Module) bool { return m.Name == name })
 	if i < 0 {

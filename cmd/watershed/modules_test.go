@@ -8,16 +8,16 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// Whoever may call a method of a service's is connected to the service, and nobody else is (rpc.Callers); each service
-// comes after those that it calls.
+// A service depends on exactly the services whose methods it may call (rpc.AllowedClients). Each service comes after
+// its dependencies.
 func TestModulesDependOnAllowedServices(t *testing.T) {
-	// offered is which service offers a contract, where the two names differ.
+	// offered names the service of a contract, if their names differ.
 	offered := map[string]string{"/watershed.watchfanout.v1.InternalWatch": "registry"}
 	allowed := map[string][]string{}
 	for method, callers := range rpc.AllowedClients {
 		contract := method[:strings.LastIndexByte(method, '/')]
 		if !strings.HasPrefix(contract, "/watershed.") {
-			continue // of the xDS server, which is no service
+			continue // a method of the xDS server, which is not a module
 		}
 		callee := offered[contract]
 		if callee == "" {

@@ -13,7 +13,7 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// plan chooses addresses and writes each process's configuration.
+// plan chooses addresses and writes the configuration of each process.
 func (s *splitRun) plan() ([]*child, error) {
 	ports, err := freePorts(3 * total(s.counts))
 	if err != nil {
@@ -69,7 +69,7 @@ func (s *splitRun) plan() ([]*child, error) {
 	return all, s.writeReplicas()
 }
 
-// planProcess is a process with its configuration written.
+// planProcess returns a process and writes its configuration.
 func (s *splitRun) planProcess(command string, n int, debug string, settings map[string]any) (*child, error) {
 	self, err := os.Executable()
 	if err != nil {
@@ -91,7 +91,7 @@ func (s *splitRun) planProcess(command string, n int, debug string, settings map
 	return p, writeYAML(p.config, settings)
 }
 
-// planService is the n-th process of a service, which serves on address.
+// planService returns the n-th process of a service, which listens on address.
 func (s *splitRun) planService(m *process.Module, n int, address string) (*child, error) {
 	debug := s.debugSocket(m.Name, n)
 	settings := merge(s.serviceSettings(m, s.addresses), map[string]any{"debug-address": debug})
@@ -110,7 +110,8 @@ func (s *splitRun) planService(m *process.Module, n int, address string) (*child
 
 const auditLogPath = "audit-log-path"
 
-// perProcessPath is the n-th gateway's own audit log, audit-1.log beside audit.log: two processes cannot rotate one file.
+// perProcessPath returns the n-th gateway's audit log, such as audit-1.log beside audit.log. Two processes cannot
+// rotate the same file.
 func perProcessPath(path string, n int) string {
 	if n == 0 || path == "-" {
 		return path
@@ -123,7 +124,8 @@ func (s *splitRun) debugSocket(name string, n int) string {
 	return filepath.Join(s.sockets, fmt.Sprintf("%s-%d.sock", name, n))
 }
 
-// rpcAddress is where the n-th process of a service serves, as --rpc-network has it. etcd and NATS stay at host:port.
+// rpcAddress returns the RPC address of the n-th process of a service, by --rpc-network. etcd and NATS always use
+// host:port.
 func (s *splitRun) rpcAddress(name string, n int, hostPort string) string {
 	if s.network == "tcp" || name == "etcd" || name == "nats" {
 		return hostPort
@@ -131,10 +133,10 @@ func (s *splitRun) rpcAddress(name string, n int, hostPort string) string {
 	return rpc.Address{Path: filepath.Join(s.sockets, fmt.Sprintf("%s-%d.rpc", name, n))}.String()
 }
 
-// replicasFile is what the xDS server reads.
+// replicasFile returns the path of the xDS server's replicas file.
 func (s *splitRun) replicasFile() string { return filepath.Join(s.dir, "xds", "replicas.yaml") }
 
-// writeReplicas tells the xDS server where the replicas of every service are.
+// writeReplicas writes the addresses of every service to the replicas file.
 func (s *splitRun) writeReplicas() error {
 	all := map[string]any{}
 	for _, m := range modules {
@@ -148,7 +150,7 @@ func (s *splitRun) writeReplicas() error {
 	return writeYAML(s.replicasFile(), all)
 }
 
-// serviceSettings are what every process of a service is told.
+// serviceSettings returns the common settings of a service's processes.
 func (s *splitRun) serviceSettings(m *process.Module, addresses map[string][]string) map[string]any {
 	fromCommandLine := func(flag string) any {
 		for _, flags := range s.fromCommandLine {
@@ -178,7 +180,7 @@ func (s *splitRun) serviceSettings(m *process.Module, addresses map[string][]str
 	return settings
 }
 
-// planStores configures the members of etcd and the servers of NATS: each the only one, or a cluster.
+// planStores configures the members of etcd and the servers of NATS, as single processes or as clusters.
 func (s *splitRun) planStores(addresses map[string][]string, nextAddress func() string,
 	add func(string, int, string, map[string]any) error) error {
 	peers := func(name string) (own []string) {
@@ -254,8 +256,7 @@ func (s *splitRun) identitySettings(name string) map[string]any {
 	return map[string]any{"rpc-cert-file": id.CertFile, "rpc-key-file": id.KeyFile, "rpc-ca-file": id.CAFile}
 }
 
-// freePorts finds ports that nobody listens on, below those that outgoing connections are given: a process that is
-// started again needs the one that it had.
+// freePorts finds free ports below the ephemeral port range, because a restarted process needs its previous port.
 func freePorts(n int) ([]int, error) {
 	const low, high = 20000, 32000
 	var ports []int

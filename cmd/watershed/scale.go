@@ -23,13 +23,14 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// controlSocket is where a running split is told to scale; whoever runs it may.
+// controlSocket is the socket on which a running split accepts scale requests. Only the user that runs split may
+// connect.
 const controlSocket = "split.sock"
 
-// maxScale is how many processes of one service there may be on one machine.
+// maxScale is the maximal number of processes of one service on a machine.
 const maxScale = 64
 
-// scaleCommand has a running split run another number of processes of services.
+// scaleCommand changes the number of processes of services in a running split.
 func scaleCommand(args []string) error {
 	fs := pflag.NewFlagSet("watershed split scale", pflag.ContinueOnError)
 	dataDir := fs.String("data-dir", ".watershed", "The directory of the running split.")
@@ -45,7 +46,7 @@ func scaleCommand(args []string) error {
 		return process.ExitOnHelp(err)
 	}
 	if len(to) == 0 {
-		return errors.New("say what to scale: watershed split scale watchfanout=4")
+		return errors.New("no service to scale: want service=number, as in watershed split scale watchfanout=4")
 	}
 	dir, err := filepath.Abs(*dataDir)
 	if err != nil {
@@ -62,7 +63,7 @@ func scaleCommand(args []string) error {
 	}}
 	resp, err := client.PostForm("http://split/scale", to)
 	if err != nil {
-		return fmt.Errorf("--data-dir %q: no split that is ready runs there: %w", *dataDir, err)
+		return fmt.Errorf("--data-dir %q: no ready split runs in this directory: %w", *dataDir, err)
 	}
 	defer resp.Body.Close()
 	body, err := io.ReadAll(resp.Body)
@@ -73,7 +74,7 @@ func scaleCommand(args []string) error {
 	return err
 }
 
-// serveControl takes what scaleCommand says, until ctx is done.
+// serveControl serves the requests of scaleCommand until ctx is done.
 func (s *splitRun) serveControl(ctx context.Context) error {
 	l, err := rpc.ListenSocket(filepath.Join(s.sockets, controlSocket))
 	if err != nil {
@@ -101,12 +102,12 @@ func (s *splitRun) serveControl(ctx context.Context) error {
 	return nil
 }
 
-// propagationDelay is how long it takes until everybody knows of a change of the replicas' file.
+// propagationDelay is the time until all processes have received a change of the replicas file.
 const propagationDelay = 2 * xds.FilePeriod
 
-// scale has a service run in a number of processes. A process that comes is told of once it has been started, and takes
-// calls once its health says so; one that goes is struck from the replicas first, and told to stop once that is known:
-// it turns its health, and ends what it still serves.
+// scale changes the number of a service's processes. A new process is published after its start, and receives calls
+// once its health is SERVING. A removed process is first removed from the replicas file. It is stopped after
+// propagationDelay: it then reports NOT_SERVING and finishes its calls.
 func (s *splitRun) scale(name, number string) error {
 	m := moduleOf(name)
 	n, err := strconv.Atoi(number)
@@ -124,7 +125,7 @@ func (s *splitRun) scale(name, number string) error {
 	}
 }
 
-// step brings a service one process nearer to n. Nothing is waited for under the lock.
+// step adds or removes one process of a service. It does not wait while it holds the lock.
 func (s *splitRun) step(m *process.Module, n int) (done bool, err error) {
 	s.mu.Lock()
 	var removed *child
@@ -167,7 +168,8 @@ func (s *splitRun) scaleUp(m *process.Module) error {
 	return s.writeReplicas()
 }
 
-// scaleDown strikes a service's last process from what is told and run, and answers it, to be stopped.
+// scaleDown removes a service's last process from the replicas file and from the processes. The caller must stop the
+// returned process.
 func (s *splitRun) scaleDown(m *process.Module) (*child, error) {
 	left := s.counts[m.Name] - 1
 	before := s.addresses[m.Name]

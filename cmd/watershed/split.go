@@ -26,7 +26,7 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// defaultReplicas is how many processes of each service split runs.
+// defaultReplicas is the default number of processes of each service.
 var defaultReplicas = map[string]int{
 	"etcd":        1,
 	"nats":        1,
@@ -39,12 +39,11 @@ var defaultReplicas = map[string]int{
 	"admission":   1,
 }
 
-// restartPause is how long a process that ended stays down.
+// restartPause is the delay before an ended process starts again.
 const restartPause = 200 * time.Millisecond
 
-// split runs every service as a process of its own, each with a certificate of its own, from configuration files as a
-// deployment would use, and starts again what dies. A process that says twice in a row why it does not run ends the
-// start.
+// split runs every service in its own process, with its own certificate, from configuration files as in a deployment.
+// It restarts processes that end. A process that ends twice in a row with the same error aborts the start.
 func split(args []string) error {
 	if len(args) > 0 && args[0] == "scale" {
 		return scaleCommand(args[1:])
@@ -52,15 +51,16 @@ func split(args []string) error {
 	began := time.Now()
 	fs := pflag.NewFlagSet("watershed split", pflag.ContinueOnError)
 	dataDir := fs.String("data-dir", ".watershed",
-		"Where everything is kept, with a pid file, a log and a configuration for each process.")
-	port := fs.Int("secure-port", 6443, "The port that the gateways share.")
-	bind := fs.String("bind-address", "0.0.0.0", "The address that the gateways listen on.")
-	hosts := fs.StringSlice("tls-sans", nil, "Further names and addresses for the serving certificate.")
+		"The directory of all data, with a pid file, a log and a configuration of each process.")
+	port := fs.Int("secure-port", 6443, "The shared port of the gateways.")
+	bind := fs.String("bind-address", "0.0.0.0", "The listen address of the gateways.")
+	hosts := fs.StringSlice("tls-sans", nil, "Additional names and addresses of the serving certificate.")
 	replicas := fs.StringToInt("replicas", nil,
-		"How many processes of a service: watchfanout=4,gateway=3; also etcd=3 and nats=3.")
+		"The number of processes of a service: watchfanout=4,gateway=3; also etcd=3 and nats=3.")
 	network := fs.String("rpc-network", defaultNetwork(),
-		`How the processes of services reach each other: "unix", by sockets, or "tcp", with TLS, as between machines.`)
-	dryRun := fs.Bool("dry-run", false, "Write every process's configuration and print the commands, but run nothing.")
+		`The network between services: "unix" for sockets, or "tcp" with TLS, as between machines.`)
+	dryRun := fs.Bool("dry-run", false,
+		"Write every process's configuration and print the commands, without running them.")
 	var logs logFiles
 	logs.addFlags(fs)
 	services := newSplitFlags(fs)
@@ -100,7 +100,7 @@ func split(args []string) error {
 	return s.run(processes, began)
 }
 
-// defaultNetwork is that of --rpc-network.
+// defaultNetwork returns the default of --rpc-network.
 func defaultNetwork() string {
 	if rpc.SocketsSupported {
 		return "unix"
@@ -108,7 +108,7 @@ func defaultNetwork() string {
 	return "tcp"
 }
 
-// replicaCounts is how many processes of each service run.
+// replicaCounts returns the number of processes of each service.
 func replicaCounts(replicas map[string]int) (map[string]int, error) {
 	counts := maps.Clone(defaultReplicas)
 	for name, n := range replicas {
@@ -121,7 +121,8 @@ func replicaCounts(replicas map[string]int) (map[string]int, error) {
 	return counts, nil
 }
 
-// run starts every process, and again what dies, until it is told to stop or a process refuses to start.
+// run starts every process and restarts ended ones. It returns after a signal, or if a process is refused during the
+// start.
 func (s *splitRun) run(processes []*child, began time.Time) error {
 	ctx, cancel := lifecycle.SignalContext()
 	defer cancel()
@@ -139,7 +140,7 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 		p.start(s.spawn)
 	}
 	defer func() {
-		s.mu.Lock() // nothing is scaled any more
+		s.mu.Lock() // never unlocked: scaling has ended
 		for _, p := range s.processes {
 			p.disableRestart()
 		}
@@ -165,25 +166,25 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 type splitRun struct {
 	*layout
 	counts map[string]int
-	// fromCommandLine is what the command was told for the processes of each service, and of "xds".
+	// fromCommandLine holds the flags of the command line for the processes of each service, and of "xds".
 	fromCommandLine map[string]map[string]any
 	bind            string
-	// network is "unix" or "tcp": how services are reached.
+	// network is "unix" or "tcp": the network between services.
 	network string
 	spawn   spawner
-	// addresses are where the processes of each service serve.
+	// addresses lists the RPC addresses of each service's processes.
 	addresses map[string][]string
 
-	// started: what ends from now on is started again, whatever it says.
+	// started is true after the start. From then on an ended process always restarts.
 	started atomic.Bool
 
-	// scaling is held by whoever scales, until what goes has gone: a process that comes may have its place.
+	// scaling is held until a removed process has ended, because a new process may use the same name and files.
 	scaling   sync.Mutex
 	mu        sync.Mutex
 	processes []*child
 }
 
-// ready waits until a gateway says that everything is. The error is why ctx is done.
+// ready waits until a gateway is ready. If ctx is done first, the error is its cause.
 func (s *splitRun) ready(ctx context.Context) error {
 	pem, err := os.ReadFile(s.pki.CA.CertFile())
 	if err != nil {
@@ -202,7 +203,7 @@ func (s *splitRun) ready(ctx context.Context) error {
 			return nil
 		}
 		if time.Now().After(slow) {
-			fmt.Fprintf(os.Stderr, "Still not ready: %v. The logs are in %s.\n", err, s.dir)
+			fmt.Fprintf(os.Stderr, "Not ready yet: %v. The logs are in %s.\n", err, s.dir)
 			slow = time.Now().Add(15 * time.Second)
 		}
 		select {

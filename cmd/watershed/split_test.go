@@ -15,13 +15,13 @@ import (
 	"watershed.dev/platform/process"
 )
 
-// plannedSplit is what split would run in dir.
+// plannedSplit returns the processes that split would run in dir.
 func plannedSplit(t *testing.T, replicas map[string]int, flags ...string) []*child {
 	t.Helper()
 	return plannedOn(t, "unix", replicas, flags...)
 }
 
-// plannedOn is plannedSplit whose processes reach each other as --rpc-network says.
+// plannedOn is plannedSplit with a value of --rpc-network.
 func plannedOn(t *testing.T, network string, replicas map[string]int, flags ...string) []*child {
 	t.Helper()
 	counts, err := replicaCounts(replicas)
@@ -52,15 +52,15 @@ func plannedOn(t *testing.T, network string, replicas map[string]int, flags ...s
 	return processes
 }
 
-// A process that says twice why it does not run is given up where nobody wants it otherwise; one that panics, is killed
-// or says something else is started again.
+// A process that ends twice with the same error is not restarted if onRefused returns true. A process that panics, is
+// killed or ends with another error is restarted.
 func TestRefusedProcessesAreNotRestarted(t *testing.T) {
 	spawn := make(spawner)
 	go spawn.run()
 	t.Cleanup(func() { close(spawn) })
 	for name, c := range map[string]struct {
 		script string
-		once   bool // it is told of once, and not started again
+		once   bool // onRefused is called once, and the process is not restarted
 	}{
 		"a reason":      {"echo 'watershed x: why' >&2; exit 1", true},
 		"other reasons": {"echo \"watershed x: $$\" >&2; exit 1", false},
@@ -81,7 +81,7 @@ func TestRefusedProcessesAreNotRestarted(t *testing.T) {
 			p.start(spawn)
 			if c.once {
 				if why := <-errs; why.Error() != "x-0: why" {
-					t.Errorf("it is told %q", why)
+					t.Errorf("onRefused(%q)", why)
 				}
 				<-p.done
 				return
@@ -96,7 +96,7 @@ func TestRefusedProcessesAreNotRestarted(t *testing.T) {
 			}
 			p.stop()
 			if len(errs) > 0 {
-				t.Errorf("it was given up: %v", <-errs)
+				t.Errorf("it was refused: %v", <-errs)
 			}
 		})
 	}
@@ -115,7 +115,7 @@ func settingsIn(t *testing.T, file string) map[string]any {
 	return out
 }
 
-// Every process is told where those are that its service calls, who it is, and nothing that it does not know.
+// Every process is configured with its identity and the addresses of its dependencies, and with no unknown setting.
 func TestProcessSettings(t *testing.T) {
 	var names, addresses []string
 	values := map[string]map[string]any{}
@@ -132,13 +132,13 @@ func TestProcessSettings(t *testing.T) {
 		}
 		for _, peer := range m.DependsOn {
 			if all, _ := settings[peer+"-addresses"].(string); all == "" {
-				t.Errorf("%s is not told where %s is", p.name, peer)
+				t.Errorf("%s has no address of %s", p.name, peer)
 			}
 		}
 		if settings["rpc-cert-file"] == "" || fmt.Sprint(settings["v"]) != "2" {
 			t.Errorf("%s: %v", p.name, settings)
 		}
-		// the service's own command takes the file
+		// the command of the service accepts the file
 		if err := process.CheckConfig(m, p.config); err != nil {
 			t.Errorf("%s: %v", p.name, err)
 		}
@@ -161,7 +161,7 @@ func TestProcessSettings(t *testing.T) {
 	}
 }
 
-// Services are where --rpc-network says, and whoever calls them is told so.
+// Services listen on the network of --rpc-network, and their clients have these addresses.
 func TestServicesAreAtSocketsOrPorts(t *testing.T) {
 	for network, prefix := range map[string]string{"unix": "unix:/", "tcp": "127.0.0.1:"} {
 		addresses := 0
@@ -179,12 +179,12 @@ func TestServicesAreAtSocketsOrPorts(t *testing.T) {
 			}
 		}
 		if addresses < 20 {
-			t.Errorf("%s: %d addresses are told", network, addresses)
+			t.Errorf("%s: %d addresses are configured", network, addresses)
 		}
 	}
 }
 
-// What a flag makes wrong of what the directory says is left out.
+// Settings of the directory that conflict with a flag are omitted.
 func TestConflictingSettingsAreOmitted(t *testing.T) {
 	const plugins, keys = "enable-admission-plugins", "service-account-key-file"
 	for flag, left := range map[string]map[string]bool{
@@ -212,7 +212,7 @@ func TestConflictingSettingsAreOmitted(t *testing.T) {
 	}
 }
 
-// Split hands each service the flags that are its own, and what follows from them.
+// split passes each service its own flags, and the settings that derive from them.
 func TestSplitHandsFlagsOn(t *testing.T) {
 	settings := map[string]map[string]any{}
 	for _, p := range plannedSplit(t, nil, "--authorization-mode=RBAC,AlwaysAllow", "--anonymous-auth=true",
@@ -249,7 +249,7 @@ func TestSplitHandsFlagsOn(t *testing.T) {
 	}
 }
 
-// A number of replicas that cannot be is refused by the name of its flag.
+// An invalid number of replicas is rejected with the name of the flag.
 func TestInvalidReplicasAreRejected(t *testing.T) {
 	for _, odd := range []map[string]int{{"nobody": 1}, {"gateway": 0}, {"etcd": -1}} {
 		if _, err := replicaCounts(odd); err == nil || !strings.HasPrefix(err.Error(), "--replicas ") {
@@ -262,8 +262,8 @@ func TestInvalidReplicasAreRejected(t *testing.T) {
 	}
 }
 
-// Up hands each service the flags that it shares with others, and what the data directory says only where nobody has
-// said anything else.
+// up passes each service the flags that services share. Settings of the data directory apply only to flags that are not
+// set.
 func TestUpHandsFlagsOn(t *testing.T) {
 	command := pflag.NewFlagSet("up", pflag.ContinueOnError)
 	all := map[string]*service{}
@@ -303,7 +303,7 @@ func TestUpHandsFlagsOn(t *testing.T) {
 	}
 }
 
-// What a data directory holds is its owner's to read.
+// Only the owner can read a data directory.
 func TestKubeconfigsAreTheirOwners(t *testing.T) {
 	l, err := openLayout(t.TempDir(), "0.0.0.0", 6443, []string{"example.com"}, logFiles{})
 	if err != nil {
@@ -320,7 +320,7 @@ func TestKubeconfigsAreTheirOwners(t *testing.T) {
 	}
 }
 
-// Each gateway has an audit log of its own.
+// Each gateway has its own audit log.
 func TestAnAuditLogIsOneProcess(t *testing.T) {
 	for n, want := range []string{"/x/audit.log", "/x/audit-1.log", "/x/audit-2.log"} {
 		if got := perProcessPath("/x/audit.log", n); got != want {

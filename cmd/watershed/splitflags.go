@@ -9,16 +9,17 @@ import (
 	"watershed.dev/platform/telemetry"
 )
 
-// splitOnlyFlags are services' flags that split says itself, differently for each process, or for its own etcd and NATS.
+// splitOnlyFlags lists the flags of services that split sets itself: differently for each process, or for its own etcd
+// and NATS.
 var splitOnlyFlags = []string{
 	"debug-address", "health-address", "kubeconfig", "permit-port-sharing",
 	"etcd-servers", "etcd-certfile", "etcd-keyfile", "etcd-cafile", "nats-url", "log-replicas",
 }
 
-// splitFlags are the flags of the processes that split runs, by service; "xds" has those that every process has.
+// splitFlags holds the flags of the processes that split runs, by service. "xds" has the flags of every process.
 type splitFlags map[string]*pflag.FlagSet
 
-// newSplitFlags adds to split's own flags those of the services.
+// newSplitFlags adds the flags of the services to the flags of split.
 func newSplitFlags(fs *pflag.FlagSet) splitFlags {
 	all := splitFlags{}
 	for _, name := range append(moduleNames(), "xds") {
@@ -33,7 +34,7 @@ func newSplitFlags(fs *pflag.FlagSet) splitFlags {
 	return all
 }
 
-// fromCommandLine is what the command was told, as settings of each service.
+// fromCommandLine returns the flags of the command line as settings of each service.
 func (all splitFlags) fromCommandLine(fs *pflag.FlagSet) map[string]map[string]any {
 	values := map[string]map[string]any{}
 	for name, flags := range all {
@@ -47,7 +48,7 @@ func (all splitFlags) fromCommandLine(fs *pflag.FlagSet) map[string]map[string]a
 		})
 	}
 	if modes, ok := values["authz"]["authorization-mode"].([]string); ok && slices.Contains(modes, alwaysAllow) {
-		values["authn"]["anonymous-auth"] = false // as kube-apiserver does, also where it is asked for
+		values["authn"]["anonymous-auth"] = false // as kube-apiserver does, even if the flag is set
 	}
 	return values
 }

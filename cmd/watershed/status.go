@@ -24,16 +24,16 @@ import (
 	"watershed.dev/services/watchfanout"
 )
 
-// debugSocket is where `up` serves its own state, in the data directory.
+// debugSocket is the debug socket of `up` in the data directory.
 const debugSocket = "debug.sock"
 
-// statusCommand shows the watch tier of a running Watershed, replica by replica and resource by resource.
+// statusCommand prints the state of the watch cache of a running Watershed, by replica and by resource.
 func statusCommand(args []string) error {
 	fs := pflag.NewFlagSet("watershed status", pflag.ContinueOnError)
 	dataDir := fs.String("data-dir", ".watershed", "The directory of a running `up` or `split`.")
 	addresses := fs.StringSlice("addresses", nil,
-		"Every watchfanout replica's --debug-address, host:port or socket, in place of --data-dir.")
-	every := fs.Duration("watch", 0, "Show it again after each such time, until interrupted.")
+		"The --debug-address of every watchfanout replica, as host:port or socket, instead of --data-dir.")
+	every := fs.Duration("watch", 0, "The interval between repeated outputs. 0: print once.")
 	if err := config.Load(fs, args); err != nil {
 		return process.ExitOnHelp(err)
 	}
@@ -50,7 +50,7 @@ func statusCommand(args []string) error {
 		if *every <= 0 {
 			fmt.Print(out.String())
 			if !reached {
-				return errors.New("no replica of the watch tier answers")
+				return errors.New("no watchfanout replica responds")
 			}
 			return nil
 		}
@@ -59,7 +59,7 @@ func statusCommand(args []string) error {
 	}
 }
 
-// replicaAddresses finds the replicas of a data directory: `up` itself, or the processes of `split`.
+// replicaAddresses returns the debug addresses of a data directory: that of `up`, or those of the processes of `split`.
 func replicaAddresses(dir string) ([]string, error) {
 	sockets, err := process.SocketDir(dir)
 	if err != nil {
@@ -84,8 +84,8 @@ func replicaAddresses(dir string) ([]string, error) {
 		all = append(all, c.Address)
 	}
 	if len(all) == 0 {
-		return nil, fmt.Errorf("--data-dir %q: nothing runs there; name the directory of `up` or `split`, or use "+
-			"--addresses", dir)
+		return nil, fmt.Errorf("--data-dir %q: no process runs in this directory; set the directory of `up` or "+
+			"`split`, or --addresses", dir)
 	}
 	return all, nil
 }
@@ -98,7 +98,7 @@ func reachable(socket string) bool {
 	return err == nil
 }
 
-// statusOf asks one replica, at a host and port or a socket.
+// statusOf returns the state of one replica, at a host and port or a socket.
 func statusOf(target string) (*watchfanout.Status, error) {
 	d := &net.Dialer{Timeout: time.Second}
 	client := &http.Client{
@@ -127,10 +127,10 @@ func statusOf(target string) (*watchfanout.Status, error) {
 	return st, json.NewDecoder(resp.Body).Decode(st)
 }
 
-// replicaName is what a replica is shown as: its host and port, or its socket's name.
+// replicaName returns the displayed name of a replica: its host and port, or the name of its socket.
 func replicaName(target string) string { return strings.TrimSuffix(filepath.Base(target), ".sock") }
 
-// showTier writes what every replica says, and what they hold together. It answers whether any replica did.
+// showTier writes the state of every replica and their totals by resource. It returns true if any replica responded.
 func showTier(w io.Writer, targets []string) bool {
 	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
 	defer t.Flush()
@@ -142,7 +142,7 @@ func showTier(w io.Writer, targets []string) bool {
 	for _, target := range targets {
 		st, err := statusOf(target)
 		if err != nil {
-			fmt.Fprintf(t, "%s\tno answer\t\t\t\t\t\t\t\n", replicaName(target))
+			fmt.Fprintf(t, "%s\tno response\t\t\t\t\t\t\t\n", replicaName(target))
 			continue
 		}
 		reached = true

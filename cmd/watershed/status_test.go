@@ -14,7 +14,7 @@ import (
 	"watershed.dev/services/watchfanout/watch"
 )
 
-// The tier is shown replica by replica and resource by resource; a replica that does not answer is named.
+// showTier lists replicas and resources. It names a replica that does not respond.
 func TestStatusShowsTheTier(t *testing.T) {
 	replica := func(revision int64, objects int) string {
 		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -38,21 +38,21 @@ func TestStatusShowsTheTier(t *testing.T) {
 		t.Error("nobody answers")
 	}
 	shown := strings.Join(strings.Fields(out.String()), " ")
-	for _, want := range []string{"gone no answer", "true 10 ? 0.0 ms", "true 11 ? 0.0 ms", "pods 2 4 0 4.0 MB 4",
+	for _, want := range []string{"gone no response", "true 10 ? 0.0 ms", "true 11 ? 0.0 ms", "pods 2 4 0 4.0 MB 4",
 		"7 5 namespace=x"} {
 		if !strings.Contains(shown, want) {
 			t.Errorf("%q is not in\n%s", want, out.String())
 		}
 	}
 	if strings.Contains(shown, "nobody") {
-		t.Errorf("what nobody holds is shown:\n%s", out.String())
+		t.Errorf("a resource without a cache is shown:\n%s", out.String())
 	}
 	if showTier(&out, []string{gone}) {
-		t.Error("somebody answers")
+		t.Error("a replica responds")
 	}
 }
 
-// Where nothing runs the command says what to name.
+// If no process runs, the error names the flag to set.
 func TestStatusOfNothing(t *testing.T) {
 	dir := t.TempDir()
 	if _, err := replicaAddresses(dir); err == nil || !strings.Contains(err.Error(), "--data-dir") {

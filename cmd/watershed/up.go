@@ -78,7 +78,7 @@ func up(args []string) error {
 	})
 }
 
-// upFlags are the command's flags and those of every service.
+// upFlags holds the flags of the command and of every service.
 type upFlags struct {
 	*pflag.FlagSet
 	dataDir     string
@@ -92,8 +92,8 @@ type upFlags struct {
 func newUpFlags() *upFlags {
 	fs := &upFlags{FlagSet: pflag.NewFlagSet("watershed up", pflag.ContinueOnError), all: map[string]*service{}}
 	fs.StringVar(&fs.dataDir, "data-dir", ".watershed",
-		"Where everything is kept: certificates, etcd, the event log, admin.kubeconfig.")
-	fs.StringSliceVar(&fs.hosts, "tls-sans", nil, "Further names and addresses for the serving certificate.")
+		"The directory of all data: certificates, etcd, the event log, admin.kubeconfig.")
+	fs.StringSliceVar(&fs.hosts, "tls-sans", nil, "Additional names and addresses of the serving certificate.")
 	fs.telemetry.AddFlags(fs.FlagSet)
 	fs.logs.addFlags(fs.FlagSet)
 	fs.controllers.addFlags(fs.FlagSet)
@@ -103,14 +103,14 @@ func newUpFlags() *upFlags {
 	return fs
 }
 
-// service is one service on its way.
+// service holds the flags, the options and later the instance of one service.
 type service struct {
 	flags    *pflag.FlagSet
 	options  process.Options
 	instance process.Service
 }
 
-// newService gives a service flags of its own and shows those that fs lacks there.
+// newService registers the flags of a service in its own flag set, and adds the missing ones to fs.
 func newService(m *process.Module, fs *pflag.FlagSet) *service {
 	b := &service{flags: pflag.NewFlagSet(m.Name, pflag.ContinueOnError), options: m.Options()}
 	b.options.AddFlags(b.flags)
@@ -118,7 +118,8 @@ func newService(m *process.Module, fs *pflag.FlagSet) *service {
 	return b
 }
 
-// addMissingFlags adds a service's flags to a command's that lacks them, but for some.
+// addMissingFlags adds the flags of a service to a command, except the flags that the command already has and those in
+// except.
 func addMissingFlags(service, command *pflag.FlagSet, except ...string) {
 	service.VisitAll(func(f *pflag.Flag) {
 		if command.Lookup(f.Name) == nil && !slices.Contains(except, f.Name) {
@@ -127,8 +128,8 @@ func addMissingFlags(service, command *pflag.FlagSet, except ...string) {
 	})
 }
 
-// copyFlags hands the service what the command was told. It comes before any service is told what the data directory
-// says, since services share the command's flags of one name.
+// copyFlags copies the flags of the command line to the service. It must run for all services before applyDefaults of
+// any service, because services share the command's flags of the same name.
 func (b *service) copyFlags(command *pflag.FlagSet) error {
 	var errs []error
 	b.flags.VisitAll(func(f *pflag.Flag) {
@@ -141,7 +142,7 @@ func (b *service) copyFlags(command *pflag.FlagSet) error {
 	return errors.Join(errs...)
 }
 
-// applyDefaults sets what the command was not told to what the data directory says.
+// applyDefaults sets the flags that the command line omits to the settings of the data directory.
 func (b *service) applyDefaults(settings map[string]any) error {
 	v := viper.NewWithOptions(viper.KeyDelimiter("\x00"))
 	for name, value := range settings {
@@ -161,7 +162,7 @@ func copyValue(fs *pflag.FlagSet, to, from *pflag.Flag) error {
 	return fs.Set(to.Name, from.Value.String())
 }
 
-// upRun puts the parts of one process together.
+// upRun assembles the runners of `up` in one process.
 type upRun struct {
 	*layout
 	flags     *pflag.FlagSet
@@ -182,7 +183,7 @@ func (u *upRun) runners(t *telemetry.Options, withControllers *controllers) ([]l
 		log := &embedded.NATS{Dir: filepath.Join(u.dir, "nats"), KeyFile: u.pki.JetStreamKey()}
 		runners = append(runners, log.Runner(func(s *server.Server) { u.nats = s }))
 	}
-	values := map[string]any{} // before any service is told what the directory says: they share flags
+	values := map[string]any{} // read before applyDefaults, because services share flags
 	u.flags.Visit(func(f *pflag.Flag) { values[f.Name] = config.FileValue(f) })
 	fromCommandLine := func(flag string) any { return values[flag] }
 	for _, m := range modules {
@@ -200,7 +201,7 @@ func (u *upRun) runners(t *telemetry.Options, withControllers *controllers) ([]l
 			settings["etcd-servers"] = socket
 		}
 		if name == "gateway" {
-			settings["gets-from-watch-tier"] = true // in one process the tier is the cheaper one to ask
+			settings["gets-from-watch-tier"] = true // in one process the watch cache is cheaper than the registry
 		}
 		if err := u.all[name].applyDefaults(settings); err != nil {
 			return nil, err
@@ -227,7 +228,7 @@ func (u *upRun) runners(t *telemetry.Options, withControllers *controllers) ([]l
 	}}), nil
 }
 
-// showFiles shows the files that any service of this process reads anew.
+// showFiles serves the files that the services of this process reload.
 func (u *upRun) showFiles(w http.ResponseWriter, r *http.Request) {
 	for _, m := range modules {
 		if s, ok := u.all[m.Name].instance.(interface{ Files() http.Handler }); ok {
@@ -236,22 +237,22 @@ func (u *upRun) showFiles(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// alwaysAllow is the authorization mode by which everybody may do everything.
+// alwaysAllow is the authorization mode that allows every request.
 const alwaysAllow = "AlwaysAllow"
 
-// disableAnonymous turns anonymous requests away where everybody may do everything, also where they were asked for, as
+// disableAnonymous disables anonymous requests if every request is allowed, even if --anonymous-auth is set, as
 // kube-apiserver does (k8s.io/kubernetes/pkg/kubeapiserver/options, ApplyAuthorization).
 func (u *upRun) disableAnonymous() error {
 	modes, err := u.all["authz"].flags.GetStringSlice("authorization-mode")
 	if err != nil || !slices.Contains(modes, alwaysAllow) {
 		return err
 	}
-	slog.Warn("--authorization-mode AlwaysAllow cannot be used with --anonymous-auth: that is off")
+	slog.Warn("--authorization-mode AlwaysAllow cannot be used with --anonymous-auth: anonymous requests are disabled")
 	return u.all["authn"].flags.Set("anonymous-auth", "false")
 }
 
-// policiesRunner runs nothing: it is ready once authz and admission have read what they decide by, from when on nobody is
-// refused for that.
+// policiesRunner returns a runner that only reports readiness. It is ready once authz and admission have read their
+// policies. From then on no request is rejected because of unread policies.
 func (u *upRun) policiesRunner() lifecycle.Runner {
 	ready := &lifecycle.Readiness{}
 	services := []string{"authz", "admission"}
@@ -271,7 +272,7 @@ func (u *upRun) policiesRunner() lifecycle.Runner {
 	}}
 }
 
-// serviceRunner builds a service when its turn has come, since it may need those before it to be built.
+// serviceRunner builds a service when its runner starts, because the service may need the services before it.
 func (u *upRun) serviceRunner(name string) lifecycle.Runner {
 	b := u.all[name]
 	ready := lifecycle.NotReady(name)
@@ -287,7 +288,7 @@ func (u *upRun) serviceRunner(name string) lifecycle.Runner {
 	}}
 }
 
-// deps is what a service of this process is built with.
+// deps returns the dependencies with which a service of this process is built.
 func (u *upRun) deps(name string) *process.Deps {
 	d := &process.Deps{
 		ID:   u.pki.Identity(name),
@@ -299,7 +300,7 @@ func (u *upRun) deps(name string) *process.Deps {
 	return d
 }
 
-// progressPrinter tells in one line what is being started.
+// progressPrinter prints a line for each runner that starts.
 type progressPrinter struct {
 	w     io.Writer
 	began time.Time

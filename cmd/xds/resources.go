@@ -23,8 +23,8 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// resourcesOf are what a client of gRPC's own xDS needs for xds:///service, by type. Watershed's own clients ask for
-// the endpoints alone (rpc.XDS).
+// resourcesOf returns the resources, by type, that gRPC's own xDS client needs for xds:///service. Watershed's clients
+// request only the endpoints (rpc.XDS).
 func resourcesOf(service string, replicas []Replica) map[string]types.Resource {
 	return map[string]types.Resource{
 		resource.ListenerType: listenerOf(service),
@@ -49,7 +49,7 @@ func listenerOf(service string) *listener.Listener {
 	}
 }
 
-// routesOf sends everything to the one cluster, and again what may be sent twice (rpc.Once).
+// routesOf routes all methods to the cluster of the service, and retries all except rpc.NonIdempotent.
 func routesOf(service string) *route.RouteConfiguration {
 	to := func(retry *route.RetryPolicy) *route.Route_Route {
 		return &route.Route_Route{Route: &route.RouteAction{
@@ -77,18 +77,18 @@ func routesOf(service string) *route.RouteConfiguration {
 	})
 	return &route.RouteConfiguration{
 		Name: service,
-		// any host: a client's authority is the name in the service's certificate
+		// any host, because a client's authority is the name in the service's certificate
 		VirtualHosts: []*route.VirtualHost{{Name: service, Domains: []string{"*"}, Routes: routes}},
 	}
 }
 
-// maxRequests is more calls than there ever are: gRPC's default of 1,024 counts streams, and a watch is one for as long
-// as it lasts.
+// maxRequests disables the limit of concurrent requests. gRPC's default of 1,024 counts streams, and a watch is a
+// stream for its whole lifetime.
 const maxRequests = 1<<32 - 1
 
-// clusterOf names the policy by which replicas share calls (rpc.Balancer), and another one for clients without it.
-// There is no outlier detection: gRPC's counts whatever is not OK as a failure, a watch that its client cancels too,
-// and has ejected replicas that were well.
+// clusterOf names Watershed's load balancing policy (rpc.Balancer), and a fallback for clients without it. It
+// configures no outlier detection, because gRPC counts every status other than OK as a failure. That includes watches
+// that their clients cancelled, and it ejected healthy replicas.
 func clusterOf(service string) *cluster.Cluster {
 	policies := []*cluster.LoadBalancingPolicy_Policy{
 		policy(rpc.Balancer, &xdstype.TypedStruct{
@@ -114,13 +114,13 @@ func policy(name string, config proto.Message) *cluster.LoadBalancingPolicy_Poli
 	}
 }
 
-// endpointsOf are a service's replicas by zone.
+// endpointsOf returns a service's replicas by zone.
 func endpointsOf(service string, replicas []Replica) *endpoint.ClusterLoadAssignment {
 	zones := map[string]*endpoint.LocalityLbEndpoints{}
 	a := &endpoint.ClusterLoadAssignment{ClusterName: service}
 	for _, r := range replicas {
 		address, err := endpointAddress(r.Address)
-		if err != nil { // sources have looked
+		if err != nil { // the sources have validated it
 			continue
 		}
 		l := zones[r.Zone]
@@ -132,7 +132,7 @@ func endpointsOf(service string, replicas []Replica) *endpoint.ClusterLoadAssign
 			zones[r.Zone] = l
 			a.Endpoints = append(a.Endpoints, l)
 		}
-		l.LoadBalancingWeight.Value++ // a zone's share of calls is that of its replicas
+		l.LoadBalancingWeight.Value++ // a zone receives calls in proportion to its replicas
 		l.LbEndpoints = append(l.LbEndpoints, &endpoint.LbEndpoint{
 			HealthStatus:   core.HealthStatus_HEALTHY,
 			HostIdentifier: &endpoint.LbEndpoint_Endpoint{Endpoint: &endpoint.Endpoint{Address: address}},
@@ -141,8 +141,8 @@ func endpointsOf(service string, replicas []Replica) *endpoint.ClusterLoadAssign
 	return a
 }
 
-// endpointAddress is a replica's address as xDS has it: a socket is a pipe. gRPC's own xDS clients cannot call those;
-// rpc.XDS does.
+// endpointAddress returns a replica's address in xDS: a socket is a pipe. gRPC's own xDS clients cannot call pipes;
+// rpc.XDS can.
 func endpointAddress(address string) (*core.Address, error) {
 	a, err := rpc.ParseAddress(address)
 	if err != nil {
@@ -166,7 +166,7 @@ func aggregated() *core.ConfigSource {
 
 func pack(m proto.Message) *anypb.Any {
 	a, err := anypb.New(m)
-	if err != nil { // messages of our own always marshal
+	if err != nil { // Watershed's own messages always marshal
 		panic(err)
 	}
 	return a

@@ -29,19 +29,19 @@ import (
 type Replica struct {
 	// Address is host:port or a socket (rpc.ParseAddress).
 	Address string `json:"address"`
-	// Zone is where it runs; empty: not known.
+	// Zone is the zone that the replica runs in. Empty: unknown.
 	Zone string `json:"zone,omitempty"`
 }
 
-// server answers xDS with what it has been told of each service's replicas. A cache for each type of resource, behind
-// a mux: gRPC's clients ask by name, and are answered when one of those names changes. (A snapshot cache holds answers
-// back until everything in a snapshot is asked for: go-control-plane issue 426.)
+// server serves the replicas of each service by xDS. It has a cache for each type of resource, behind a mux. gRPC
+// clients request resources by name, and receive a response when one of their resources changes. A snapshot cache would
+// delay responses until a client has requested everything in the snapshot (go-control-plane issue 426).
 type server struct {
 	caches    map[string]*cache.LinearCache
 	ready     lifecycle.Readiness
 	stateFile string
 
-	// firstUpdate is closed when the replicas of any service are known.
+	// firstUpdate is closed when the replicas of a first service are known.
 	firstUpdate chan struct{}
 	once        sync.Once
 
@@ -62,19 +62,19 @@ func newServer(stateFile string) *server {
 		replicas:    map[string][]Replica{},
 		refused: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "watershed_xds_refused_total",
-			Help: "Answers that a client refused (NACK). It goes on by what it had.",
+			Help: "Responses that a client rejected (NACK). The client keeps its previous state.",
 		}),
 		replicaCount: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "watershed_xds_replicas",
-			Help: "Replicas that are told, by service.",
+			Help: "Published replicas, by service.",
 		}, []string{"service"}),
 		empties: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "watershed_xds_empty_total",
-			Help: "How often a source named no replica of a service; the last ones are told on.",
+			Help: "Updates of a source with no replica of a service; the previous replicas stay published.",
 		}, []string{"service"}),
 		clients: prometheus.NewGauge(prometheus.GaugeOpts{
 			Name: "watershed_xds_clients",
-			Help: "Streams of clients.",
+			Help: "Open streams of clients.",
 		}),
 	}
 	for _, t := range []string{resource.ListenerType, resource.RouteType, resource.ClusterType, resource.EndpointType} {
@@ -84,7 +84,7 @@ func newServer(stateFile string) *server {
 	return s
 }
 
-// register offers the server's stream, for as long as ctx lasts.
+// register registers the ADS service on r, until ctx is done.
 func (s *server) register(ctx context.Context, r grpc.ServiceRegistrar) {
 	mux := &cache.MuxCache{
 		Classify:      func(r *cache.Request) string { return r.GetTypeUrl() },
@@ -100,25 +100,25 @@ func (s *server) register(ctx context.Context, r grpc.ServiceRegistrar) {
 		StreamRequestFunc: func(_ int64, r *discovery.DiscoveryRequest) error {
 			if d := r.GetErrorDetail(); d != nil {
 				s.refused.Inc()
-				slog.Error("A client refuses what it is sent", "client", r.GetNode().GetId(), "type", r.GetTypeUrl(),
-					"why", d.GetMessage())
+				slog.Error("A client rejected a response", "client", r.GetNode().GetId(), "type", r.GetTypeUrl(),
+					"reason", d.GetMessage())
 			}
 			return nil
 		},
 	}))
 }
 
-// waitFor has the server not ready until a service's replicas are known.
+// waitFor keeps the server not ready until the replicas of a service are known.
 func (s *server) waitFor(service string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if len(s.replicas[service]) == 0 {
-		s.ready.Set(service, errors.New("no replica is known"))
+		s.ready.Set(service, errors.New("its replicas are not known yet"))
 	}
 }
 
-// set tells a service's replicas. None at all is what a source says that has lost its own, as often as not: the last
-// ones are told on, and whoever calls one that is gone finds out.
+// set publishes the replicas of a service. It ignores an empty list, because a source that lost its data also reports
+// an empty list. The previous replicas stay published, and clients find out which of them are gone.
 func (s *server) set(service string, replicas []Replica) {
 	slices.SortFunc(replicas, func(a, b Replica) int {
 		return cmp.Or(cmp.Compare(a.Address, b.Address), cmp.Compare(a.Zone, b.Zone))
@@ -134,19 +134,20 @@ func (s *server) set(service string, replicas []Replica) {
 		return
 	}
 	if err := s.publish(service, replicas); err != nil {
-		slog.Error("Replicas are not told", "of", service, "error", err)
+		slog.Error("Replicas are not published", "peer", service, "error", err)
 		return
 	}
 	s.replicas[service] = replicas
 	s.saveState()
 }
 
-// publish puts a service's resources into the caches; its endpoints come first, since what refers to them comes later.
+// publish puts a service's resources into the caches. It begins with the endpoints, because later resources refer to
+// them.
 func (s *server) publish(service string, replicas []Replica) error {
 	all := resourcesOf(service, replicas)
 	for _, t := range []string{resource.EndpointType, resource.ClusterType, resource.RouteType, resource.ListenerType} {
 		if t != resource.EndpointType && len(s.replicas[service]) > 0 {
-			break // nothing but its endpoints ever changes
+			break // only the endpoints ever change
 		}
 		if err := s.caches[t].UpdateResource(service, all[t]); err != nil {
 			return err
@@ -155,11 +156,11 @@ func (s *server) publish(service string, replicas []Replica) error {
 	s.replicaCount.WithLabelValues(service).Set(float64(len(replicas)))
 	s.ready.Set(service, nil)
 	s.once.Do(func() { close(s.firstUpdate) })
-	slog.Info("Replicas are told", "of", service, "number", len(replicas))
+	slog.Info("Published replicas", "peer", service, "number", len(replicas))
 	return nil
 }
 
-// saveState writes down what is known, for the next start.
+// saveState writes the replicas to the state file, for the next start.
 func (s *server) saveState() {
 	if s.stateFile == "" {
 		return
@@ -169,11 +170,11 @@ func (s *server) saveState() {
 		err = pki.WriteFile(s.stateFile, append(data, '\n'), 0o600)
 	}
 	if err != nil {
-		slog.Error("What is known is not kept for the next start", "file", s.stateFile, "error", err)
+		slog.Error("The state is not saved for the next start", "file", s.stateFile, "error", err)
 	}
 }
 
-// loadState tells what the process before this one knew.
+// loadState publishes the replicas that the previous process saved.
 func (s *server) loadState() {
 	if s.stateFile == "" {
 		return
@@ -197,11 +198,11 @@ func (s *server) loadState() {
 		}
 	}
 	if err != nil {
-		slog.Error("What was known is not all restored", "file", s.stateFile, "error", err)
+		slog.Error("The saved state is not completely restored", "file", s.stateFile, "error", err)
 	}
 }
 
-// checkAll says which replica has no address.
+// checkAll returns the errors of all invalid addresses.
 func checkAll(all []Replica) (err error) {
 	for _, r := range all {
 		_, rerr := rpc.ParseAddress(r.Address)
@@ -210,7 +211,7 @@ func checkAll(all []Replica) (err error) {
 	return err
 }
 
-// Register, Collectors, Ready and Run are process.Service's.
+// Register, Collectors, Ready and Run implement process.Service.
 func (s *server) Register(grpc.ServiceRegistrar) {}
 func (s *server) Ready() *lifecycle.Readiness    { return &s.ready }
 func (s *server) Run(ctx context.Context) error  { <-ctx.Done(); return ctx.Err() }
@@ -218,7 +219,7 @@ func (s *server) Collectors() []prometheus.Collector {
 	return []prometheus.Collector{s.refused, s.replicaCount, s.empties, s.clients}
 }
 
-// ServeHTTP shows what is told, as JSON.
+// ServeHTTP serves the published replicas as JSON.
 func (s *server) ServeHTTP(w http.ResponseWriter, _ *http.Request) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -23,17 +23,17 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// fileSource is a source that names replicas in a file.
+// fileSource reads replicas from a file.
 type fileSource struct {
 	path   string
 	server *server
 	last   os.FileInfo
 }
 
-// FilePeriod is how often it is looked whether the replicas' file has changed.
+// FilePeriod is the interval between checks of the replicas file.
 const FilePeriod = 200 * time.Millisecond
 
-// read tells what the file names, if it has changed.
+// read publishes the replicas of the file, if the file has changed.
 func (f *fileSource) read() error {
 	info, err := os.Stat(f.path)
 	if err != nil {
@@ -66,29 +66,29 @@ func (f *fileSource) read() error {
 	return nil
 }
 
-// watch reads the file again whenever it has changed. What cannot be read changes nothing.
+// watch reads the file after each change. An invalid file changes no replicas.
 func (f *fileSource) watch(ctx context.Context) error {
 	lastError := ""
 	return runEvery(ctx, FilePeriod, func() {
 		err := f.read()
 		if err != nil && err.Error() != lastError {
-			slog.Error("Replicas stay as they were", "error", err)
+			slog.Error("Replicas are unchanged", "error", err)
 		}
 		lastError = fmt.Sprint(err)
 	})
 }
 
-// dnsSource is a source that looks a name up.
+// dnsSource resolves replicas by DNS.
 type dnsSource struct {
 	service, address string
 	period           time.Duration
 	server           *server
 }
 
-// watch tells every address of the name. A name that is not found changes nothing.
+// watch publishes every address of the name. A failed lookup changes no replicas.
 func (n *dnsSource) watch(ctx context.Context) error {
 	address, err := rpc.ParseAddress(n.address)
-	if err != nil { // Config.validate has looked
+	if err != nil { // Config.validate has checked it
 		return err
 	}
 	lastError := ""
@@ -98,7 +98,7 @@ func (n *dnsSource) watch(ctx context.Context) error {
 		addresses, err := net.DefaultResolver.LookupHost(lookup, address.Host)
 		if err != nil {
 			if err.Error() != lastError && ctx.Err() == nil {
-				slog.Warn("Replicas stay as they were", "of", n.service, "error", err)
+				slog.Warn("Replicas are unchanged", "peer", n.service, "error", err)
 			}
 			lastError = err.Error()
 			return
@@ -125,7 +125,7 @@ func runEvery(ctx context.Context, period time.Duration, do func()) error {
 	}
 }
 
-// sliceSource is a source that follows the EndpointSlices of Services.
+// sliceSource watches the EndpointSlices of Services.
 type sliceSource struct {
 	services map[string]string
 	server   *server
@@ -166,8 +166,8 @@ func newSliceSource(c *Config, s *server) (*sliceSource, error) {
 	return e, err
 }
 
-// watch tells replicas as EndpointSlices have them, once all have been read: half of a list is no reason to take
-// replicas away.
+// watch publishes the replicas in EndpointSlices, once the informer has synced. A partial list must not remove
+// replicas.
 func (e *sliceSource) watch(ctx context.Context) error {
 	e.factory.Start(ctx.Done())
 	defer e.factory.Shutdown()
@@ -179,7 +179,7 @@ func (e *sliceSource) watch(ctx context.Context) error {
 			name, port, _ := strings.Cut(target, ":")
 			replicas, err := e.replicas(name, port)
 			if err != nil {
-				slog.Error("Replicas stay as they were", "of", service, "error", err)
+				slog.Error("Replicas are unchanged", "peer", service, "error", err)
 				continue
 			}
 			e.server.set(service, replicas)
@@ -192,8 +192,8 @@ func (e *sliceSource) watch(ctx context.Context) error {
 	}
 }
 
-// replicas are those of a Service that are ready by their EndpointSlices and not on their way out. Clients ask the
-// health of each as well.
+// replicas returns the endpoints of a Service that are ready and not terminating. Clients also check the health of each
+// replica.
 func (e *sliceSource) replicas(service, port string) ([]Replica, error) {
 	all, err := e.lister.List(labels.SelectorFromSet(labels.Set{discoveryv1.LabelServiceName: service}))
 	if err != nil {
@@ -228,7 +228,7 @@ func boolOr(b *bool, unset bool) bool {
 	return *b
 }
 
-// portOf is the number of a slice's port, by its name or number.
+// portOf returns the number of a slice's port, by the port's name or number.
 func portOf(slice *discoveryv1.EndpointSlice, port string) (int32, bool) {
 	for _, p := range slice.Ports {
 		if p.Port == nil {

@@ -15,7 +15,7 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// The file is taken whole or not at all, and again when it has changed.
+// A file is published completely or not at all, and again after each change.
 func TestAFileNamesReplicas(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "replicas.yaml")
 	s := newServer("")
@@ -47,7 +47,7 @@ func TestAFileNamesReplicas(t *testing.T) {
 	}
 }
 
-// Of a Service's EndpointSlices those count that are ready and not on their way out, by the port that is asked for.
+// The replicas of a Service are the ready endpoints that are not terminating, with the configured port.
 func TestEndpointSlicesNameReplicas(t *testing.T) {
 	endpoint := func(address string, ready, terminating *bool) discoveryv1.Endpoint {
 		return discoveryv1.Endpoint{
@@ -99,7 +99,7 @@ func TestEndpointSlicesNameReplicas(t *testing.T) {
 	}
 }
 
-// Settings that cannot be are refused by the name of their flag.
+// Invalid settings are rejected with the name of their flag.
 func TestInvalidSettingsAreRejected(t *testing.T) {
 	good := Config{Address: "127.0.0.1:1", File: "x", DNSPeriod: time.Second}
 	if err := good.validate(); err != nil {

@@ -1,9 +1,25 @@
-// Package xds tells Watershed's processes where the replicas of each service are: an xDS server, made with
-// go-control-plane, fed by EndpointSlices, by DNS or by a file.
+// Package xds is the xDS server that publishes the replicas of each service to Watershed's processes. It is built on
+// go-control-plane. Its sources are EndpointSlices, DNS or a file.
 //
-// It depends on nothing that it helps to find, and nothing stops while it is away: its clients go on by what they know,
-// and so does a server that starts, by what the one before it wrote down. It is told by Kubernetes where a cluster
-// hosts Watershed; the API server that it serves is never asked.
+// The server depends on no service that it helps to find, and its outage stops no process: clients continue with their
+// last endpoints. A new server starts with the state file of the previous process. If a cluster hosts Watershed, the
+// server reads EndpointSlices of that hosting cluster, and never calls the API server that Watershed serves.
+//
+// Each source runs in its own goroutine and calls server.set. The server's lock guards the replicas; the caches have
+// their own locks. Readiness of a process with DNS or EndpointSlices:
+//
+//	no replica of a service known ──server.set or state file──> ready
+//	no source reported, for readyTimeout ──> serving, and /readyz still names the services without replicas
+//
+// Review notes:
+//
+//   - Never publish an empty endpoint list. A source that lost its own data also reports no replica, so the last
+//     replicas stay.
+//   - Do not use a snapshot cache: it delays responses until a client has requested every resource of the snapshot
+//     (go-control-plane issue 426).
+//   - Do not add outlier detection to clusterOf: gRPC counts every status other than OK as a failure, including
+//     cancelled watches, and then ejects healthy replicas.
+//   - Publish endpoints before the resources that refer to them.
 package xds
 
 import (
@@ -23,48 +39,49 @@ import (
 	"watershed.dev/platform/telemetry"
 )
 
-// Config is the server's settings.
+// Config holds the settings of the server.
 type Config struct {
-	// ID is its identity on the inner network: "xds".
+	// ID is the server's identity on the inner network: "xds".
 	ID rpc.TLS
-	// Address is the host:port that it serves on.
+	// Address is the host:port, or unix:/path, to listen on.
 	Address string
-	// StateFile keeps what is known for the next start; empty: nothing is kept.
+	// StateFile saves the replicas for the next start. Empty: no state is saved.
 	StateFile string
-	// File names the replicas of each service, and is read again when it has changed. A service is to be in one source
-	// alone: of two the one that speaks last is told.
+	// File names the replicas of each service, and is read again after each change. A service must have only one
+	// source: with two sources the last update wins.
 	File string
-	// DNS are host:port of each service, by name: a headless Service's name has all its replicas.
+	// DNS maps a service to its host:port. The name of a headless Service resolves to all its replicas.
 	DNS map[string]string
-	// DNSPeriod is how often names are looked up.
+	// DNSPeriod is the interval between DNS lookups.
 	DNSPeriod time.Duration
-	// Slices are the Services, by the name of the service, whose EndpointSlices name its replicas: name:port, in the
-	// namespace SlicesNamespace of the cluster of Kubeconfig; empty: of the cluster that this runs in.
+	// Slices maps a service to the Service whose EndpointSlices list its replicas, as name:port. The Service is in
+	// SlicesNamespace of the cluster of Kubeconfig. Empty Kubeconfig: the cluster that this process runs in.
 	Slices                      map[string]string
 	SlicesNamespace, Kubeconfig string
 
 	telemetry telemetry.Options
 }
 
-// AddFlags adds the server's flags, with their defaults.
+// AddFlags registers the server's flags with their defaults.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.telemetry.AddFlags(fs)
 	c.ID.AddFlags(fs)
-	fs.StringVar(&c.Address, "rpc-address", "", "host:port, or unix:/path, to serve on.")
-	fs.StringVar(&c.StateFile, "state-file", "", "Where what is known is kept for the next start. Empty: nowhere.")
+	fs.StringVar(&c.Address, "rpc-address", "", "The host:port, or unix:/path, to listen on.")
+	fs.StringVar(&c.StateFile, "state-file", "", "The file that saves the state for the next start. Empty: none.")
 	fs.StringVar(&c.File, "replicas-file", "",
-		`A YAML file of each service's replicas, {registry: ["host:port"]}, which is read again when it has changed.`)
+		`A YAML file of the replicas of each service, {registry: ["host:port"]}. Changes are reloaded.`)
 	fs.StringToStringVar(&c.DNS, "dns", nil,
-		"Services found by DNS: registry=registry.watershed.svc:7001; every address of the name is a replica.")
-	fs.DurationVar(&c.DNSPeriod, "dns-period", time.Second, "How often names are looked up.")
+		"Services to resolve by DNS: registry=registry.watershed.svc:7001. Every address of the name is a replica.")
+	fs.DurationVar(&c.DNSPeriod, "dns-period", time.Second, "The interval between DNS lookups.")
 	fs.StringToStringVar(&c.Slices, "endpoint-slices", nil,
-		"Services found by the EndpointSlices of a Service: registry=name:port, the port by its name or number.")
-	fs.StringVar(&c.SlicesNamespace, "endpoint-slices-namespace", "", "The namespace of those Services.")
+		"Services to resolve by the EndpointSlices of a Service: registry=name:port, with a port name or number.")
+	fs.StringVar(&c.SlicesNamespace, "endpoint-slices-namespace", "",
+		"The namespace of the Services of --endpoint-slices.")
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "",
-		"The cluster that has those EndpointSlices. Empty: the one that this runs in. Never the one that is served.")
+		"The cluster of the EndpointSlices. Empty: the cluster of this pod. Never the cluster that Watershed serves.")
 }
 
-// validate says what is wrong with the settings, by flag.
+// validate returns an error that names each flag with an invalid value.
 func (c *Config) validate() error {
 	var errs []error
 	if c.Address == "" {
@@ -89,13 +106,13 @@ func (c *Config) validate() error {
 			errs = append(errs, fmt.Errorf("--endpoint-slices %s=%s: want name:port", name, target))
 		}
 		if _, twice := c.DNS[name]; twice {
-			errs = append(errs, fmt.Errorf("%s is named by --dns and by --endpoint-slices; want one of them", name))
+			errs = append(errs, fmt.Errorf("%s is in --dns and in --endpoint-slices: want only one of them", name))
 		}
 	}
 	return errors.Join(errs...)
 }
 
-// Command runs the server in a process of its own until it is told to stop.
+// Command runs the server in its own process until a signal stops it.
 func Command(command string, args []string) error {
 	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
 	c := &Config{}
@@ -116,7 +133,7 @@ func Command(command string, args []string) error {
 	return c.run(ctx)
 }
 
-// readyTimeout is how long a server that knows nothing leaves its clients to others.
+// readyTimeout is the time after which a server without endpoints becomes ready. Until then clients use other servers.
 const readyTimeout = 10 * time.Second
 
 func (c *Config) run(ctx context.Context) error {
@@ -128,8 +145,8 @@ func (c *Config) run(ctx context.Context) error {
 	s.register(ctx, server)
 	runners := []lifecycle.Runner{
 		{Name: "rpc", Run: func(ctx context.Context) error {
-			// What it does not know yet may wait for what it knows, so it serves as soon as it knows anything; and
-			// after a while in any case, since nobody else may know more.
+			// A service without known replicas may wait for a known service, so the server is ready after the first
+			// update. It is ready after readyTimeout in any case, because other servers may have no more replicas.
 			go func() {
 				select {
 				case <-ctx.Done():

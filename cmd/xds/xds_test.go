@@ -25,7 +25,7 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// identities issues certificates of one inner network.
+// identities issues the certificates of one inner network.
 func identities(t testing.TB) func(name string) rpc.TLS {
 	t.Helper()
 	dir := t.TempDir()
@@ -67,7 +67,7 @@ func serve(t testing.TB, id rpc.TLS, address string, register func(context.Conte
 	return addressAt(l.Addr())
 }
 
-// addressAt is how a replica at a listener's address is named.
+// addressAt returns the xDS address of a replica on a listener.
 func addressAt(a net.Addr) string {
 	if a.Network() == "unix" {
 		return rpc.Address{Path: a.String()}.String()
@@ -75,7 +75,7 @@ func addressAt(a net.Addr) string {
 	return a.String()
 }
 
-// fixture is an xDS server with its clients' identities and the replicas that it can name.
+// fixture is an xDS server with the identities of its clients and the replicas that it may publish.
 type fixture struct {
 	id       func(string) rpc.TLS
 	server   *server
@@ -98,14 +98,14 @@ func newFixture(t testing.TB, replicas int) *fixture {
 	return w
 }
 
-// onSocket is one more replica, on a Unix socket.
+// onSocket adds a replica on a Unix socket.
 func (w *fixture) onSocket(t testing.TB) {
 	t.Helper()
 	address := rpc.Address{Path: filepath.Join(t.TempDir(), "s")}.String()
 	w.replicas = append(w.replicas, Replica{Address: serve(t, w.id("registry"), address, nil)})
 }
 
-// client dials registry by an xDS client of its own.
+// client dials registry with its own xDS client.
 func (w *fixture) client(t testing.TB, c rpc.XDSConfig) *grpc.ClientConn {
 	t.Helper()
 	c.Node = t.Name()
@@ -126,7 +126,7 @@ func (w *fixture) client(t testing.TB, c rpc.XDSConfig) *grpc.ClientConn {
 	return conn
 }
 
-// answering are the replicas that answer a number of calls.
+// answering returns the replicas that answer a number of calls.
 func answering(t *testing.T, conn *grpc.ClientConn) []string {
 	t.Helper()
 	var all []string
@@ -147,7 +147,7 @@ func answering(t *testing.T, conn *grpc.ClientConn) []string {
 	return all
 }
 
-// becomes waits until the calls are answered by certain replicas and no other.
+// becomes waits until exactly the given replicas answer the calls.
 func becomes(t *testing.T, conn *grpc.ClientConn, replicas ...Replica) {
 	t.Helper()
 	var want []string
@@ -163,7 +163,7 @@ func becomes(t *testing.T, conn *grpc.ClientConn, replicas ...Replica) {
 	}
 }
 
-// Clients call what the server names, follow it as it changes, and believe it neither that nothing is left nor rubbish.
+// Clients call the published replicas and receive changes. They ignore empty endpoint lists and invalid resources.
 func TestClientsFollowReplicas(t *testing.T) {
 	w := newFixture(t, 3)
 	conn := w.client(t, rpc.XDSConfig{})
@@ -199,8 +199,8 @@ func TestClientsFollowReplicas(t *testing.T) {
 	becomes(t, conn, w.replicas[:2]...)
 }
 
-// What a server said is good while it is away, for the next process too; until one has answered for the first time, the
-// addresses of the flags are.
+// A client keeps its endpoints while the server is down, and caches them for the next process. Before the first
+// response the client uses the addresses of the flags.
 func TestClientsGoOnWithoutAServer(t *testing.T) {
 	w := newFixture(t, 2)
 	w.onSocket(t)
@@ -217,7 +217,7 @@ func TestClientsGoOnWithoutAServer(t *testing.T) {
 	}), w.replicas[1])
 }
 
-// A server begins with what the one before it knew, and leaves out what it cannot read.
+// A server starts with the state of the previous process, and skips invalid entries.
 func TestStateIsRestored(t *testing.T) {
 	state := filepath.Join(t.TempDir(), "state.json")
 	s := newServer(state)
@@ -243,7 +243,7 @@ func TestStateIsRestored(t *testing.T) {
 	}
 }
 
-// A client of gRPC's own xDS finds the replicas too, and takes the policy that the cluster names.
+// gRPC's own xDS client resolves the replicas too, and uses the policy of the cluster.
 func TestGRPCsOwnClientIsServed(t *testing.T) {
 	w := newFixture(t, 2)
 	bootstrap.RegisterChannelCredentials(innerCredentials{w.id("gateway")})
@@ -278,7 +278,7 @@ func TestGRPCsOwnClientIsServed(t *testing.T) {
 	becomes(t, conn, w.replicas[0])
 }
 
-// innerCredentials are the channel to the xDS server's.
+// innerCredentials are the credentials of the channel to the xDS server.
 type innerCredentials struct{ id rpc.TLS }
 
 func (innerCredentials) Name() string { return "inner" }
@@ -296,7 +296,7 @@ func (b bundle) TransportCredentials() credentials.TransportCredentials { return
 func (bundle) PerRPCCredentials() credentials.PerRPCCredentials         { return nil }
 func (b bundle) NewWithMode(string) (credentials.Bundle, error)         { return b, nil }
 
-// A server that knows nothing of one service tells of the others: what it waits for may wait for these.
+// A server without replicas of one service publishes the others, because the missing service may wait for them.
 func TestStatePage(t *testing.T) {
 	w := &fixture{id: identities(t)}
 	replica := Replica{Address: serve(t, w.id("registry"), "127.0.0.1:0", nil)}
@@ -327,8 +327,8 @@ func TestStatePage(t *testing.T) {
 	}
 }
 
-// A server that knows nothing is left for one that does; a cache that is no list of addresses, or an old one, does not
-// keep the flags' addresses from being called.
+// A client leaves a server without replicas for a server with replicas. An invalid or old cache does not prevent calls
+// to the addresses of the flags.
 func TestEmptyServersAndStaleCaches(t *testing.T) {
 	w := newFixture(t, 1)
 	empty := newServer("")
@@ -350,7 +350,7 @@ func TestEmptyServersAndStaleCaches(t *testing.T) {
 	}
 }
 
-// A call costs the same whether its replica is found by addresses or by an xDS server.
+// A call costs the same with replicas from addresses and with replicas from an xDS server.
 func BenchmarkHop(b *testing.B) {
 	w := newFixture(b, 1)
 	w.server.set("registry", slices.Clone(w.replicas))

@@ -1,5 +1,6 @@
-// Command images builds Watershed's images: one for each binary, FROM scratch, as OCI layouts in tar files that
-// containerd imports and docker loads. It needs no daemon, and the same commit makes the same bytes.
+// Command images builds Watershed's images, an image FROM scratch for each binary, as OCI layouts in tar files.
+// containerd and docker can load the files. The command needs no daemon, and builds are reproducible: the same commit
+// gives the same bytes.
 package main
 
 import (
@@ -29,7 +30,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 )
 
-// packages are the main packages by the name of their image.
+// packages maps the name of each image to its main package.
 var packages = map[string]string{
 	"gateway":     "./services/gateway/cmd/gateway",
 	"authn":       "./services/authn/cmd/authn",
@@ -44,7 +45,7 @@ var packages = map[string]string{
 	"watershed":   "./cmd/watershed",
 }
 
-// user is nobody's: whoever runs the image needs no root.
+// user is an unprivileged user id without an entry in /etc/passwd, so that no image runs as root.
 const user = "65532:65532"
 
 type options struct {
@@ -68,11 +69,12 @@ func main() {
 func parse(args []string) (*options, error) {
 	o := &options{}
 	fs := flag.NewFlagSet("images", flag.ContinueOnError)
-	fs.StringVar(&o.out, "out", ".build/images", "Where the tar files go.")
-	fs.StringVar(&o.registry, "registry", "watershed.dev", "What the images' names begin with.")
-	fs.StringVar(&o.tag, "tag", "dev", "The images' tag.")
-	fs.StringVar(&o.ldflags, "ldflags", "", "Flags of the linker, beside -s -w.")
-	fs.StringVar(&o.load, "load", "", `Load the images too: "docker", or "containerd" (ctr, namespace k8s.io).`)
+	fs.StringVar(&o.out, "out", ".build/images", "The directory of the tar files.")
+	fs.StringVar(&o.registry, "registry", "watershed.dev", "The prefix of the image names.")
+	fs.StringVar(&o.tag, "tag", "dev", "The tag of the images.")
+	fs.StringVar(&o.ldflags, "ldflags", "", "Linker flags in addition to -s -w.")
+	fs.StringVar(&o.load, "load", "",
+		`Load the images into "docker" or "containerd" (ctr, namespace k8s.io). Empty: do not load.`)
 	only := fs.String("only", "", "Images to build, comma separated. Empty: all.")
 	if err := fs.Parse(args); err != nil {
 		return nil, err
@@ -82,7 +84,7 @@ func parse(args []string) (*options, error) {
 			continue
 		}
 		if packages[name] == "" {
-			return nil, fmt.Errorf("-only %q: there is no such image", name)
+			return nil, fmt.Errorf("-only %q: unknown image", name)
 		}
 		o.only = append(o.only, name)
 	}
@@ -97,11 +99,11 @@ func parse(args []string) (*options, error) {
 	}
 	o.release, o.revision = git("describe", "--tags", "--always", "--dirty"), git("rev-parse", "HEAD")
 	seconds, _ := strconv.ParseInt(git("log", "-1", "--format=%ct"), 10, 64)
-	o.created = time.Unix(seconds, 0).UTC() // the commit's: the same tree, the same bytes
+	o.created = time.Unix(seconds, 0).UTC() // the time of the commit, so that builds are reproducible
 	return o, nil
 }
 
-// git answers what git says, or nothing where there is none.
+// git returns the output of git, or nothing outside of a repository.
 func git(args ...string) string {
 	out, err := exec.Command("git", args...).Output()
 	if err != nil {
@@ -127,7 +129,7 @@ func (o *options) run() error {
 	return nil
 }
 
-// image builds one image, and loads it where that is asked for.
+// image builds one image, and loads it if -load is set.
 func (o *options) image(name, work string) error {
 	binary := filepath.Join(work, name)
 	build := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w "+o.ldflags, "-o", binary, packages[name])
@@ -164,7 +166,7 @@ func (o *options) image(name, work string) error {
 	return o.loadInto(file)
 }
 
-// assemble makes an image of one file.
+// assemble returns an image with one file.
 func (o *options) assemble(name, binary string) (v1.Image, error) {
 	content, err := os.ReadFile(binary)
 	if err != nil {
@@ -229,8 +231,8 @@ func goEnv(name string) string {
 	return strings.TrimSpace(string(out))
 }
 
-// write makes a tar file of an OCI layout with the image and, as a referrer of it, its SBOM. containerd names the image
-// by an annotation of its descriptor, docker by a manifest of its own (docker save, format of 25.0).
+// write writes a tar file of an OCI layout with the image and its SBOM, which refers to the image. containerd reads the
+// image's name from an annotation of its descriptor, docker from its own manifest (docker save, format of 25.0).
 func write(file, dir, name string, image v1.Image, sbom []byte) error {
 	l, err := layout.Write(dir, empty.Index)
 	if err != nil {
@@ -271,10 +273,10 @@ func write(file, dir, name string, image v1.Image, sbom []byte) error {
 	return pack(file, dir)
 }
 
-// spdx is the media type of an SBOM.
+// spdx is the media type of the SBOM.
 const spdx = "application/spdx+json"
 
-// referrer is the SBOM as an artifact that refers to the image (OCI image spec 1.1, subject).
+// referrer returns the SBOM as an artifact that refers to the image (OCI image spec 1.1, subject).
 func referrer(image v1.Image, sbom []byte) (v1.Image, error) {
 	base := mutate.ConfigMediaType(mutate.MediaType(empty.Image, types.OCIManifestSchema1), spdx)
 	bill, err := mutate.AppendLayers(base, static.NewLayer(sbom, spdx))
@@ -295,12 +297,12 @@ func referrer(image v1.Image, sbom []byte) (v1.Image, error) {
 		Size:      size,
 	}).(v1.Image)
 	if !ok {
-		return nil, errors.New("an image with a subject is no image")
+		return nil, errors.New("adding a subject did not return an image")
 	}
 	return subject, nil
 }
 
-// dockerManifest lays beside the layout what docker load reads.
+// dockerManifest adds the manifest that docker load reads to the layout.
 func dockerManifest(dir, name string, image v1.Image) error {
 	config, err := image.ConfigName()
 	if err != nil {
@@ -326,7 +328,7 @@ func dockerManifest(dir, name string, image v1.Image) error {
 	return os.WriteFile(filepath.Join(dir, "manifest.json"), data, 0o644)
 }
 
-// pack writes a directory's files into a tar file, in order and without times.
+// pack writes the files of a directory to a tar file, in order and without times.
 func pack(file, dir string) error {
 	var buf bytes.Buffer
 	w := tar.NewWriter(&buf)
@@ -360,7 +362,7 @@ func pack(file, dir string) error {
 	return os.WriteFile(file, buf.Bytes(), 0o644)
 }
 
-// loadInto hands the file to a daemon.
+// loadInto loads the file into a daemon.
 func (o *options) loadInto(file string) error {
 	var cmd *exec.Cmd
 	switch o.load {
@@ -375,7 +377,7 @@ func (o *options) loadInto(file string) error {
 	return cmd.Run()
 }
 
-// billOfMaterials is the SBOM of a binary, by what the Go linker wrote into it (SPDX 2.3).
+// billOfMaterials returns the SBOM of a binary (SPDX 2.3), from the build information in the binary.
 func billOfMaterials(name, release, binary string, created time.Time) ([]byte, error) {
 	info, err := buildinfo.ReadFile(binary)
 	if err != nil {

@@ -10,8 +10,8 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 )
 
-// The same tree makes the same bytes, which docker's reader takes for an image of one static file that nobody's user
-// runs, with its SBOM beside it.
+// Builds are reproducible. docker's reader accepts the image, which has one static file and an unprivileged user. The
+// SBOM is beside it.
 func TestAnImage(t *testing.T) {
 	t.Chdir(filepath.Join("..", ".."))
 	var files [2][]byte

@@ -1,5 +1,5 @@
-// Package interest matches requests with what the admission chain looks at: the gateway decides by it what admission is
-// asked about, and admission's tests prove by the same that nothing is left out.
+// Package admissionrules matches requests with the rules of the admission chain. The gateway calls admission only for
+// requests that match. Admission's tests use the same code to prove that the rules omit no request.
 package admissionrules
 
 import (
@@ -9,16 +9,16 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// nodeUserPrefix is how the names of nodes' users begin (k8s.io/kubernetes/pkg/auth/nodeidentifier).
+// nodeUserPrefix is the prefix of the user names of nodes (k8s.io/kubernetes/pkg/auth/nodeidentifier).
 const nodeUserPrefix = "system:node:"
 
-// IsOwnNode says whether an object has the name of the node that a user is.
+// IsOwnNode returns true if the user is the node with the name of the object.
 func IsOwnNode(u *commonv1.User, object string) bool {
 	return object != "" && u.GetName() == nodeUserPrefix+object
 }
 
-// Operations are those that somebody looks at of a user's request on an object of r, each as often as somebody does.
-// flagged are those at which nobody looks but with an interest that has a flag, and others are the others.
+// Operations returns the operations on an object of r for which a rule matches the user's request, once for each rule.
+// flagged holds the operations whose matching rules all have the flag; others holds the rest.
 func Operations(rules []*admissionv1.AdmissionRule, r *commonv1.Resource, namespace, name string, u *commonv1.User,
 	flag func(*admissionv1.AdmissionRule) bool) (others, flagged []admissionv1.Operation) {
 	for _, rule := range rules {

@@ -9,7 +9,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// An interest is in what it names, in all of a kind where it says so, in one group's requests, and not in a node's own.
+// A rule matches its resources, wildcards, the requests of one group, and not the objects of the requesting node.
 func TestRulesMatchRequests(t *testing.T) {
 	create := []admissionv1.Operation{admissionv1.Operation_OPERATION_CREATE}
 	update := []admissionv1.Operation{admissionv1.Operation_OPERATION_UPDATE}
@@ -28,31 +28,31 @@ func TestRulesMatchRequests(t *testing.T) {
 		of              *commonv1.Resource
 		namespace, name string
 		user            *commonv1.User
-		// want is what admission is asked; what registry answers is everything else that is created or updated.
+		// want lists the operations that admission reviews; the registry handles all others.
 		want []admissionv1.Operation
 	}{
-		"a pod":                            {pods, "x", "p", &commonv1.User{Name: "jane"}, create},
-		"its status":                       {&commonv1.Resource{Resource: "pods", Subresource: "status"}, "x", "p", node, nil},
-		"another group's pods":             {&commonv1.Resource{Group: "g", Resource: "pods"}, "x", "p", node, nil},
-		"a pod of who is watched":          {pods, "x", "p", &commonv1.User{Groups: []string{"watched"}}, append(create, update...)},
-		"a lease":                          {leases, "kube-node-lease", "n", &commonv1.User{Name: "jane"}, nil},
-		"a node's own lease":               {leases, "kube-node-lease", "n", node, nil},
-		"another node's lease":             {leases, "kube-node-lease", "m", node, update},
-		"a lease of its name, elsewhere":   {leases, "x", "n", node, update},
-		"a lease that has no name yet":     {leases, "kube-node-lease", "", node, update},
-		"where there is a quota":           {leases, "full", "m", &commonv1.User{Name: "jane"}, create},
-		"where the next has one":           {leases, "fuller", "m", &commonv1.User{Name: "jane"}, nil},
-		"what is in no namespace":          {&commonv1.Resource{Resource: "nodes"}, "", "m", &commonv1.User{Name: "jane"}, nil},
-		"of a node that is only called so": {leases, "kube-node-lease", "n", &commonv1.User{Name: "n", Groups: node.Groups}, update},
+		"a pod":                           {pods, "x", "p", &commonv1.User{Name: "jane"}, create},
+		"its status":                      {&commonv1.Resource{Resource: "pods", Subresource: "status"}, "x", "p", node, nil},
+		"another group's pods":            {&commonv1.Resource{Group: "g", Resource: "pods"}, "x", "p", node, nil},
+		"a pod of a matching group":       {pods, "x", "p", &commonv1.User{Groups: []string{"watched"}}, append(create, update...)},
+		"a lease":                         {leases, "kube-node-lease", "n", &commonv1.User{Name: "jane"}, nil},
+		"a node's own lease":              {leases, "kube-node-lease", "n", node, nil},
+		"another node's lease":            {leases, "kube-node-lease", "m", node, update},
+		"a lease of its name, elsewhere":  {leases, "x", "n", node, update},
+		"a lease that has no name yet":    {leases, "kube-node-lease", "", node, update},
+		"a namespace with a quota":        {leases, "full", "m", &commonv1.User{Name: "jane"}, create},
+		"a namespace without a quota":     {leases, "fuller", "m", &commonv1.User{Name: "jane"}, nil},
+		"a cluster-scoped object":         {&commonv1.Resource{Resource: "nodes"}, "", "m", &commonv1.User{Name: "jane"}, nil},
+		"a user with a node's short name": {leases, "kube-node-lease", "n", &commonv1.User{Name: "n", Groups: node.Groups}, update},
 	} {
 		got, own := admissionrules.Operations(all, c.of, c.namespace, c.name, c.user,
 			(*admissionv1.AdmissionRule).GetNamespaceLifecycleOnly)
 		if !slices.Equal(got, c.want) {
-			t.Errorf("%s: admission is asked about %v, not %v", name, got, c.want)
+			t.Errorf("%s: admission reviews %v, not %v", name, got, c.want)
 		}
 		for _, op := range append(create, update...) {
 			if slices.Contains(own, op) == slices.Contains(got, op) {
-				t.Errorf("%s: admission is asked about %v, and registry answers %v", name, got, own)
+				t.Errorf("%s: admission reviews %v, and registry handles %v", name, got, own)
 			}
 		}
 	}

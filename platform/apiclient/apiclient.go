@@ -1,4 +1,7 @@
-// Package apiclient is how a service that reads the cluster does so: as an ordinary client of the gateway.
+// Package apiclient is the client with which services read the cluster: an ordinary client of the gateway, whose
+// informers have a known age. It does not access etcd or the event log directly.
+//
+// Cluster.Run owns the goroutines of the informers, and measures their age on its caller's goroutine.
 package apiclient
 
 import (
@@ -16,10 +19,10 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// resync is how often informers hand everything to their handlers again, kube-apiserver's.
+// resync is the resync period of informers, as in kube-apiserver.
 const resync = 10 * time.Minute
 
-// Config reads a kubeconfig for the service with the name. Requests are not limited by the client: the gateway limits.
+// Config reads the kubeconfig of the named service. The client does not limit its requests, because the gateway does.
 func Config(kubeconfig, service string) (*rest.Config, error) {
 	if kubeconfig == "" {
 		return nil, errors.New("--kubeconfig is required: " + service + " reads the cluster through the gateway")
@@ -28,22 +31,22 @@ func Config(kubeconfig, service string) (*rest.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--kubeconfig %q: %w", kubeconfig, err)
 	}
-	// What they write says so in its managedFields as what kube-apiserver writes does, by the part before the slash.
+	// The part before the slash is the manager in managedFields of the services' writes. It is kube-apiserver's.
 	c.UserAgent = fmt.Sprintf("kube-apiserver/%s watershed-%s/%s", kubeversion.Info().GitVersion, service,
 		version.Release())
 	c.QPS = -1
 	return c, nil
 }
 
-// Protobuf is c for typed clients.
+// Protobuf returns a copy of c for typed clients.
 func Protobuf(c *rest.Config) *rest.Config {
 	p := rest.CopyConfig(c)
 	p.ContentType = "application/vnd.kubernetes.protobuf"
 	return p
 }
 
-// Informers keep objects without their managedFields, as kube-apiserver's own do: nobody here reads them, and they are
-// a good part of an object. strip takes more off them, for who reads little.
+// Informers returns informers that drop managedFields, as kube-apiserver's own informers do. The services do not read
+// managedFields, which are a large part of an object. strip removes further fields that a service does not read.
 func Informers(client kubernetes.Interface, strip ...func(obj any)) informers.SharedInformerFactory {
 	return informers.NewSharedInformerFactoryWithOptions(client, resync,
 		informers.WithTransform(func(obj any) (any, error) {

@@ -25,39 +25,46 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// Freshness is how old the policy that a service decides by may be.
+// Freshness bounds the age of the policy by which a service decides.
 type Freshness struct {
-	// Bound is the age from which on the service decides nothing; 0: any age will do.
+	// Bound is the age above which the service decides nothing; 0: no bound.
 	Bound time.Duration
 }
 
-// AddFlags adds the flag.
+// AddFlags adds --policy-freshness-bound.
 func (f *Freshness) AddFlags(fs *pflag.FlagSet) {
 	fs.DurationVar(&f.Bound, "policy-freshness-bound", 10*time.Second,
-		"How old the cluster's policy may be that this service decides by. Beyond it, requests that need it are "+
-			"refused with 503 until the service has caught up. 0: it may be of any age.")
+		"The maximum age of the cluster's policy by which this service decides. Above it, requests that need the "+
+			"policy are rejected with 503 until the service has caught up. 0: no bound.")
 }
 
 const (
-	// probePeriod is how often a service compares what it knows with etcd's revision.
+	// probePeriod is how often a service compares its informers with etcd's revision.
 	probePeriod = time.Second
-	// probeTimeout is how long one comparison waits for what it knows to come as far: bookmarks come every second.
+	// probeTimeout bounds the wait for the informers to reach the revision. Bookmarks come every second.
 	probeTimeout = 3 * time.Second
-	// initialProbeTimeout is how long it waits at the start, when everything has just been listed and no bookmark is due yet.
+	// initialProbeTimeout bounds the same wait at the start, when the informers have just listed and no bookmark is
+	// due.
 	initialProbeTimeout = 200 * time.Millisecond
-	// stalledAfter is from what age on what it knows is read anew.
+	// stalledAfter is the age above which a service lists the policy again.
 	stalledAfter = 4 * time.Second
-	// revisionHedgeDelay and listHedgeDelay are after how long without an answer etcd's revision, or a list, is asked for again.
+	// revisionHedgeDelay and listHedgeDelay are the hedging delays of requests for etcd's revision and for a list.
 	revisionHedgeDelay, listHedgeDelay = 500 * time.Millisecond, time.Second
 )
 
-// Cluster is the cluster as a service of the system reads it: an ordinary client of the gateway, with informers that
-// know how old they are. Events come to them from registry's end of the event log. Where the log stalls, while writes
-// go on, they are brought up to date with lists, which the gateway then answers from etcd; and where that fails too,
-// Err says so.
+// Cluster is a client of the gateway with informers of known age. A service reads its policy with it. The informers'
+// events come from the registry's end of the event log. If the log stalls while etcd changes, Cluster updates the
+// informers with lists, which the gateway then reads from etcd. If the lists fail too, Err returns an error.
 //
-// How fresh they are is measured end to end, and believes nobody in between: etcd's revision is asked for, and when
-// every informer has been told of all up to it, they are as fresh as the question.
+// The age is measured end to end, and does not depend on the components in between. Cluster requests etcd's revision.
+// Once every tracked informer has reached it, the informers are as fresh as the request.
+//
+//	unread  --informers reach etcd's revision--> fresh
+//	fresh   --age above stalledAfter-----------> stalled: Cluster lists
+//
+//	stalled --informers reach etcd's revision--> fresh
+//	stalled --age above Freshness.Bound--------> stale: Err returns an error
+//	stale   --informers reach etcd's revision--> fresh
 type Cluster struct {
 	Client    kubernetes.Interface
 	Informers informers.SharedInformerFactory
@@ -66,26 +73,27 @@ type Cluster struct {
 	streams *streams
 	mu      sync.Mutex
 	tracked []trackedInformer
-	// freshAt is when what is known was the truth, in nanoseconds since 1970; 0: never yet.
+	// freshAt is when the informers were last known to be complete, in nanoseconds since 1970; 0: never.
 	freshAt    atomic.Int64
 	firstFresh chan struct{}
 }
 
-// trackedInformer is an informer that has to be fresh.
+// trackedInformer is an informer whose age counts.
 type trackedInformer struct {
-	// path is where its objects are listed, with the query that selects them.
+	// path lists its objects, with the query that selects them.
 	path, query string
 	informer    cache.SharedIndexInformer
 }
 
-// listClient is a client whose informers begin with a list: one that the gateway can answer from etcd where the event log
-// stalls.
+// listClient is a client whose informers begin with a list, because the gateway can serve a list from etcd while the
+// event log stalls.
 type listClient struct{ kubernetes.Interface }
 
-// IsWatchListSemanticsUnSupported is what client-go asks a client (k8s.io/client-go/util/watchlist).
+// IsWatchListSemanticsUnSupported implements an interface of client-go, which then does not use watch lists
+// (k8s.io/client-go/util/watchlist).
 func (listClient) IsWatchListSemanticsUnSupported() bool { return true }
 
-// NewCluster returns a cluster that is read with c, which is for typed clients. strip takes off objects what the
+// NewCluster returns a Cluster that reads with c, a configuration for typed clients. strip removes fields that the
 // service does not read.
 func NewCluster(c *rest.Config, f Freshness, strip ...func(obj any)) (*Cluster, error) {
 	s := &streams{open: map[*stream]struct{}{}}
@@ -105,24 +113,24 @@ func NewCluster(c *rest.Config, f Freshness, strip ...func(obj any)) (*Cluster, 
 	}, nil
 }
 
-// TrackAge makes an informer's age count. path is where its objects are listed
-// ("/apis/rbac.authorization.k8s.io/v1/roles"), and query what selects them there.
+// TrackAge makes the age of an informer count. path lists its objects ("/apis/rbac.authorization.k8s.io/v1/roles"),
+// and query selects them.
 func (c *Cluster) TrackAge(path, query string, i cache.SharedIndexInformer) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.tracked = append(c.tracked, trackedInformer{path, query, i})
 }
 
-// Age is how old what is known may be; ok is false where it has never been known.
+// Age returns the maximum age of the informers' content. ok is false if it has never been complete.
 func (c *Cluster) Age() (age time.Duration, ok bool) {
 	freshAt := c.freshAt.Load()
 	return time.Since(time.Unix(0, freshAt)), freshAt != 0
 }
 
-// Fresh is closed once what is followed has been known to be fresh for the first time.
+// Fresh returns a channel that is closed once the tracked informers have been complete for the first time.
 func (c *Cluster) Fresh() <-chan struct{} { return c.firstFresh }
 
-// Err says that what is known is older than the bound, or is nil.
+// Err returns an error if the age is above the bound, or if the policy has never been complete.
 func (c *Cluster) Err() error {
 	if c.bound <= 0 {
 		return nil
@@ -131,13 +139,13 @@ func (c *Cluster) Err() error {
 	case !known:
 		return errors.New("the policy has not been read yet")
 	case age > c.bound:
-		return fmt.Errorf("the policy is not known to be fresh: it is as of %v ago, and may be %v old "+
+		return fmt.Errorf("the policy may be stale: it is from %v ago, and the limit is %v "+
 			"(--policy-freshness-bound)", age.Round(time.Second), c.bound)
 	}
 	return nil
 }
 
-// Run follows the cluster until ctx is done.
+// Run runs the informers and measures their age until ctx is done.
 func (c *Cluster) Run(ctx context.Context) error {
 	c.Informers.Start(ctx.Done())
 	defer c.Informers.Shutdown()
@@ -149,7 +157,7 @@ func (c *Cluster) Run(ctx context.Context) error {
 		if !known {
 			pause = initialProbeTimeout
 		} else if err != nil && ctx.Err() == nil {
-			slog.Warn("How fresh the policy is cannot be told", "error", err)
+			slog.Warn("The age of the policy is unknown", "error", err)
 		}
 		select {
 		case <-ctx.Done():
@@ -159,8 +167,8 @@ func (c *Cluster) Run(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// probe asks for etcd's revision and waits until all that is followed has come as far. What does not, for too long, is
-// read anew.
+// probe requests etcd's revision and waits until all tracked informers have reached it. It updates informers with
+// lists if they are behind for too long.
 func (c *Cluster) probe(ctx context.Context) error {
 	start := time.Now()
 	probeCtx, cancel := context.WithTimeout(ctx, c.timeout())
@@ -171,13 +179,13 @@ func (c *Cluster) probe(ctx context.Context) error {
 	}
 	_, known := c.Age()
 	timeout := probeTimeout
-	if !known { // it has just been listed
+	if !known { // the informers have just listed
 		timeout = initialProbeTimeout
 	}
 	behind := c.waitForRevision(probeCtx, revision, timeout)
 	if age, _ := c.Age(); len(behind) > 0 && (!known || age > stalledAfter) {
 		if known {
-			slog.Warn("The event log does not bring what etcd has; the policy is read with lists",
+			slog.Warn("The event log lags behind etcd; the policy is read with lists",
 				"revision", revision, "behind", describe(behind))
 		}
 		errs := make([]error, len(behind))
@@ -203,8 +211,8 @@ func (c *Cluster) probe(ctx context.Context) error {
 	return nil
 }
 
-// waitForRevision waits until all that is followed has come to a revision, and answers what has not. It does not wait for longer
-// than what is known may go on being believed.
+// waitForRevision waits until all tracked informers have reached a revision. It returns the informers that have not.
+// It does not wait beyond stalledAfter, except for initialProbeTimeout.
 func (c *Cluster) waitForRevision(ctx context.Context, revision int64, timeout time.Duration) []trackedInformer {
 	behind := c.behind(revision)
 	for until := time.Now().Add(timeout); len(behind) > 0 && time.Now().Before(until) &&
@@ -227,8 +235,8 @@ func (c *Cluster) timeout() time.Duration {
 	return 10 * time.Second
 }
 
-// revision is etcd's, by a list that is consistent whoever answers it. It is of one object, and none other can keep it
-// from being answered.
+// revision returns etcd's revision, from a consistent list. The list has a single object, so other objects cannot make
+// it fail.
 func (c *Cluster) revision(ctx context.Context) (int64, error) {
 	data, err := rpc.Hedged(ctx, revisionHedgeDelay, func(ctx context.Context) ([]byte, error) {
 		return c.Client.CoreV1().RESTClient().Get().AbsPath("/api/v1/namespaces").Param("fieldSelector",
@@ -245,7 +253,7 @@ func (c *Cluster) revision(ctx context.Context) (int64, error) {
 	return strconv.ParseInt(list.ResourceVersion, 10, 64)
 }
 
-// behind are those that have not been told of everything up to a revision.
+// behind returns the tracked informers that have not reached a revision.
 func (c *Cluster) behind(revision int64) (out []trackedInformer) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -258,8 +266,8 @@ func (c *Cluster) behind(revision int64) (out []trackedInformer) {
 	return out
 }
 
-// catchUp lists what an informer follows and hands it, in the watch that it has open, what it does not know; the watch
-// then ends, and the informer goes on from the list's revision.
+// catchUp lists an informer's objects and injects the differences into the informer's open watch. The watch then ends,
+// and the informer continues from the revision of the list.
 func (c *Cluster) catchUp(ctx context.Context, f trackedInformer) error {
 	ctx, cancel := context.WithTimeout(ctx, c.timeout())
 	defer cancel()
@@ -297,7 +305,7 @@ func (c *Cluster) catchUp(ctx context.Context, f trackedInformer) error {
 	return c.streams.inject(f.path, f.query, frames)
 }
 
-// describe names what is behind, and where it is.
+// describe returns the paths and revisions of informers.
 func describe(behind []trackedInformer) []string {
 	var out []string
 	for _, f := range behind {
@@ -306,7 +314,7 @@ func describe(behind []trackedInformer) []string {
 	return out
 }
 
-// diff are the events that lead from what a store has to what was listed.
+// diff returns the events that change a store's content to the listed items.
 func diff(items []runtime.Object, store cache.Store) ([]watch.Event, error) {
 	var events []watch.Event
 	listed := make(map[string]bool, len(items))

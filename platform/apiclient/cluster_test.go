@@ -19,16 +19,16 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// server is an API whose watches say nothing, as behind a log that has stalled, while lists tell the truth.
+// server is an API whose watches send no events, as behind a stalled log, while its lists are current.
 type server struct {
 	mu       sync.Mutex
 	revision int
 	roles    map[string]int // name to revision
 	down     bool
-	// frozen: every other question is not answered. asked counts them.
+	// frozen: every second request gets no response. requests counts them.
 	frozen   bool
 	requests int
-	versions []string // the resourceVersions that lists have asked for
+	versions []string // the resourceVersions of lists
 }
 
 func (s *server) set(f func()) {
@@ -81,9 +81,9 @@ func (s *server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	_, _ = w.Write(data)
 }
 
-// Where watches bring nothing, what is known is brought up to date with lists: what came, what changed and what is
-// gone; also where one of two servers is frozen. Where lists fail too, it is said that nothing is known to be fresh.
-func TestWhatIsKnownStaysFreshThoughWatchesStall(t *testing.T) {
+// If watches send no events, lists update the informers: new, changed and deleted objects. They do so too while every
+// second request gets no response. If lists fail too, Err returns an error.
+func TestClusterStaysFreshWhileWatchesStall(t *testing.T) {
 	s := &server{revision: 10, roles: map[string]int{"kept": 5, "changed": 6, "gone": 7}}
 	srv := httptest.NewServer(s)
 	defer srv.Close()
@@ -94,7 +94,7 @@ func TestWhatIsKnownStaysFreshThoughWatchesStall(t *testing.T) {
 	roles := c.Informers.Rbac().V1().Roles()
 	c.TrackAge("/apis/rbac.authorization.k8s.io/v1/roles", "", roles.Informer())
 	if c.Err() == nil {
-		t.Error("what was never read is fresh")
+		t.Error("a policy that was never read is fresh")
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
@@ -131,7 +131,7 @@ func TestWhatIsKnownStaysFreshThoughWatchesStall(t *testing.T) {
 	s.mu.Lock()
 	for _, v := range s.versions {
 		if v != "" {
-			t.Errorf("a list is content with %q", v)
+			t.Errorf("a list accepts %q", v)
 		}
 	}
 	s.down = true
@@ -143,7 +143,7 @@ func TestWhatIsKnownStaysFreshThoughWatchesStall(t *testing.T) {
 	wait("fresh again", 15*time.Second, func() bool { return c.Err() == nil })
 }
 
-// What is injected comes after a whole frame, in whatever pieces frames are read.
+// Frames are injected after a whole frame, for any cut of frames into reads.
 func TestFramesAreInjectedBetweenFrames(t *testing.T) {
 	st := &stream{}
 	frame := []byte{0, 0, 0, 3, 'a', 'b', 'c'}

@@ -7,7 +7,7 @@ import (
 	"k8s.io/client-go/informers"
 )
 
-// ServiceResolver finds where a webhook's or an APIService's service is
+// ServiceResolver resolves the service of a webhook or of an APIService
 // (k8s.io/apiserver/pkg/util/webhook.ServiceResolver).
 type ServiceResolver func(namespace, name string, port int32) (*url.URL, error)
 
@@ -16,8 +16,8 @@ func (r ServiceResolver) ResolveEndpoint(namespace, name string, port int32) (*u
 	return r(namespace, name, port)
 }
 
-// NewServiceResolver returns a resolver that reads f: of a service's ready endpoints, as
-// --enable-aggregator-routing has it, or of its cluster IP.
+// NewServiceResolver returns a resolver that reads f. It resolves to a ready endpoint of the service if endpoints is
+// set (--enable-aggregator-routing), and to the cluster IP otherwise.
 func NewServiceResolver(f informers.SharedInformerFactory, endpoints bool) (ServiceResolver, error) {
 	services := f.Core().V1().Services().Lister()
 	if !endpoints {

@@ -19,14 +19,13 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 )
 
-// streams are the watches that a client has open.
+// streams are the open watches of a client.
 type streams struct {
 	mu   sync.Mutex
 	open map[*stream]struct{}
 }
 
-// stream is the body of a watch. What is injected comes after what was read, at the next frame's beginning, and ends
-// it.
+// stream is the body of a watch. Injected frames follow the frame that is being read, and end the watch.
 type stream struct {
 	owner *streams
 	path  string
@@ -34,19 +33,20 @@ type stream struct {
 	body  io.ReadCloser
 
 	mu sync.Mutex
-	// left is how many bytes of a frame are still to be read, and head what has been read of its length.
+	// left is the number of unread bytes of a frame. head has the bytes that were read of the length of the next
+	// frame.
 	left     int
 	head     []byte
 	injected *bytes.Reader
 }
 
-// wrap notes the watches of a client.
+// wrap records the watches of a client.
 func (s *streams) wrap(next http.RoundTripper) http.RoundTripper {
 	return roundTripper(func(req *http.Request) (*http.Response, error) {
 		q := req.URL.Query()
 		watches := req.Method == http.MethodGet && (q.Get("watch") == "true" || q.Get("watch") == "1")
 		if req.Method == http.MethodGet && !watches && q.Get("resourceVersion") != "" {
-			// An informer that lists anew would be content with any revision. It is to be told the truth.
+			// An informer that lists again would accept any revision. Without resourceVersion the list is consistent.
 			q.Del("resourceVersion")
 			q.Del("resourceVersionMatch")
 			req = req.Clone(req.Context())
@@ -75,7 +75,7 @@ type roundTripper func(*http.Request) (*http.Response, error)
 // RoundTrip implements http.RoundTripper.
 func (f roundTripper) RoundTrip(req *http.Request) (*http.Response, error) { return f(req) }
 
-// Read implements io.Reader. Frames are four bytes of length and that many bytes.
+// Read implements io.Reader. A frame is a length of four bytes and that many bytes.
 func (s *stream) Read(p []byte) (int, error) {
 	if n, err, done := s.readInjected(p); done {
 		return n, err
@@ -86,7 +86,7 @@ func (s *stream) Read(p []byte) (int, error) {
 	injected := s.injected != nil
 	between := s.left == 0 && len(s.head) == 0
 	s.mu.Unlock()
-	if err != nil && injected && between { // the body was closed for what is injected
+	if err != nil && injected && between { // inject closed the body
 		err = nil
 	}
 	return n, err
@@ -102,7 +102,7 @@ func (s *stream) readInjected(p []byte) (n int, err error, done bool) {
 	return n, err, true
 }
 
-// trackFrames follows the frames; the lock is held.
+// trackFrames tracks the boundaries of frames. The caller holds the lock.
 func (s *stream) trackFrames(p []byte) {
 	for len(p) > 0 {
 		if s.left > 0 {
@@ -149,17 +149,17 @@ func (s *streams) inject(path, query string, frames []byte) error {
 			st.injected = bytes.NewReader(frames)
 		}
 		st.mu.Unlock()
-		if mid { // a frame is on its way: there is movement
+		if mid { // the watch is receiving a frame, so it is not stalled
 			continue
 		}
-		_ = st.body.Close() // whoever reads it wakes
+		_ = st.body.Close() // ends a blocked Read
 		return nil
 	}
 	return errNoStream
 }
 
-// encodeEvents writes events as the watch of a typed client reads them, and after them a bookmark at a revision. list is of
-// the objects' type.
+// encodeEvents encodes events as the watch of a typed client receives them, and then a bookmark at a revision. list
+// has the type of a list of the objects.
 func encodeEvents(events []watch.Event, list runtime.Object, revision string) ([]byte, error) {
 	kinds, _, err := scheme.Scheme.ObjectKinds(list)
 	if err != nil {

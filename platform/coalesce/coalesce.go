@@ -1,5 +1,8 @@
-// Package coalesce shares readings of what changes: a caller gets the answer of a reading that began after it asked, so
-// the answer is as fresh as one of its own. All who ask for the same while one reading is under way share the next.
+// Package coalesce shares reads of changing data. A caller gets the result of a read that began after its call, so the
+// result is as fresh as a read of its own. Callers that arrive while a read is in flight share the next read. The
+// package does not cache results.
+//
+// A Group owns a goroutine per read in flight. The group's lock guards the queues.
 package coalesce
 
 import (
@@ -12,59 +15,65 @@ import (
 	"watershed.dev/platform/recovery"
 )
 
-// Group shares readings by name. Its zero value bounds how many by nothing; set its fields before the first use.
+// Group shares reads by name. Its zero value has no bounds. Set its fields before the first use.
 type Group[T any] struct {
-	// Limit is how many readings, of all names, are under way at a time; 0: any number. Those beyond it wait, and whose
-	// turn is next goes round among the owners.
+	// Limit bounds the reads in flight, of all names; 0: no bound. Further reads wait, and their owners take turns.
 	Limit int
-	// Queue is how many readings of one owner may wait for a turn; 0: any number. Beyond it Get fails with ErrBusy.
-	// Those that wait behind one of the same name do not count.
+	// Queue bounds the waiting reads of an owner; 0: no bound. Beyond it Get returns ErrBusy. A read that waits for a
+	// read of the same name does not count.
 	Queue int
-	// Timeout bounds one reading, which is nobody's own: whoever asked may have left. 0: a minute.
+	// Timeout bounds a read; 0: a minute. No caller's context bounds it, because that caller may leave and others may
+	// stay.
 	Timeout time.Duration
-	// Finish: a reading that has begun goes on, within Timeout, after all its callers have left. It is for answers that
-	// read keeps: callers that leave and return do not make it begin again.
+	// Finish lets a read in flight continue, within Timeout, after all its callers have left. Set it if read caches
+	// its result: callers that leave and return then do not start the read again.
 	Finish bool
 
 	mu      sync.Mutex
 	names   map[string]*readings[T]
 	running int
-	// waiting are the readings of each owner that wait for their turn, and turns the owners that have any, the next one
-	// first.
+	// waiting has the waiting reads of each owner. ownerQueue has the owners of waiting reads, in the order of their
+	// turns.
 	waiting    map[string][]*reading[T]
 	ownerQueue []string
 }
 
-// readings are those of one name.
+// readings are the reads of a name.
 type readings[T any] struct {
-	// inFlight began already: nobody may join it. next is for those who ask now.
+	// inFlight has started, so no caller may join it. New callers join next.
 	inFlight, next *reading[T]
 }
 
+// reading is a shared read.
+//
+//	next --no read of its name in flight--> queued --turn--> in flight --read returns--> done
+//
+// A read in the states next and queued is removed when its last caller leaves. In flight it is then canceled, unless
+// Finish is set.
 type reading[T any] struct {
 	name string
-	// owners are those whose turn it waits for, whichever comes first.
+	// owners are the owners whose turns the read waits for. The first turn starts it.
 	owners []string
 	read   func(context.Context) (T, error)
 	done   chan struct{}
 	value  T
 	err    error
-	// callers are those who still want the answer.
+	// callers is the number of callers that wait for the result.
 	callers int
-	// cancel ends the reading, once it has begun.
+	// cancel ends the read; nil before it starts.
 	cancel context.CancelFunc
 }
 
-// ErrBusy says that an owner has too many readings waiting.
-var ErrBusy = errors.New("too many readings of this owner are waiting")
+// ErrBusy is the error of Get when an owner has too many waiting reads.
+var ErrBusy = errors.New("this owner has too many waiting reads")
 
-// Get is what read answers, or what that of another caller does who asks for the same name. The answer is shared: it
-// must not be changed. A reading that nobody waits for any more is not made, or is cancelled.
+// Get returns the result of read, or the result of another caller's read of the same name. Callers share the result
+// and must not change it. If all callers leave, the read is not started, or is canceled (see Finish).
 func (g *Group[T]) Get(ctx context.Context, name string, read func(context.Context) (T, error)) (T, error) {
 	return g.GetFor(ctx, "", name, read)
 }
 
-// GetFor is Get on behalf of an owner, out of whose share of the turns the reading comes if it is the first to ask.
+// GetFor is Get on behalf of an owner. A read waits for the turns of all owners that request it, and takes the first.
 func (g *Group[T]) GetFor(ctx context.Context, owner, name string, read func(context.Context) (T, error)) (T, error) {
 	r, err := g.join(owner, name, read)
 	if err == nil {
@@ -90,7 +99,7 @@ func (g *Group[T]) join(owner, name string, read func(context.Context) (T, error
 	if all != nil && all.next != nil {
 		r := all.next
 		r.callers++
-		switch { // it is not to wait behind another's
+		switch { // the read does not wait only for another owner's turn
 		case slices.Contains(r.owners, owner) || g.Queue > 0 && len(g.waiting[owner]) >= g.Queue:
 		case all.inFlight == nil:
 			g.enqueue(r, owner)
@@ -121,14 +130,14 @@ func (g *Group[T]) join(owner, name string, read func(context.Context) (T, error
 	return r, nil
 }
 
-// leave gives up a reading; the last to do so ends it, unless it has begun and Finish is set.
+// leave removes a caller from a read. The last caller ends the read, unless it is in flight and Finish is set.
 func (g *Group[T]) leave(r *reading[T]) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if r.callers--; r.callers > 0 {
 		return
 	}
-	if r.cancel != nil { // it has begun
+	if r.cancel != nil { // in flight
 		if !g.Finish {
 			r.cancel()
 		}
@@ -142,7 +151,8 @@ func (g *Group[T]) leave(r *reading[T]) {
 	}
 }
 
-// enqueue has a reading wait for an owner's turn, which may come at once. The lock is held, as in all that follow.
+// enqueue adds a read to an owner's queue, and may start it at once. The callers of enqueue, dequeue, dispatch and
+// begin hold the lock.
 func (g *Group[T]) enqueue(r *reading[T], owner string) {
 	r.owners = append(r.owners, owner)
 	if len(g.waiting[owner]) == 0 {
@@ -152,7 +162,7 @@ func (g *Group[T]) enqueue(r *reading[T], owner string) {
 	g.dispatch()
 }
 
-// dequeue takes a reading out of all queues that it is in.
+// dequeue removes a read from all its queues.
 func (g *Group[T]) dequeue(r *reading[T]) {
 	for _, owner := range r.owners {
 		i := slices.Index(g.waiting[owner], r)
@@ -167,7 +177,7 @@ func (g *Group[T]) dequeue(r *reading[T]) {
 	}
 }
 
-// dispatch begins readings for as long as there is room: one of each owner in turn.
+// dispatch starts reads while Limit allows: a read of each owner in turn.
 func (g *Group[T]) dispatch() {
 	for len(g.ownerQueue) > 0 && (g.Limit == 0 || g.running < g.Limit) {
 		owner := g.ownerQueue[0]
@@ -201,7 +211,7 @@ func (g *Group[T]) begin(r *reading[T]) {
 			next.owners = nil
 			for i, owner := range owners {
 				full := i > 0 && g.Queue > 0 && len(g.waiting[owner]) >= g.Queue
-				if all.next == next && !full { // else it has begun
+				if all.next == next && !full { // otherwise it has started
 					g.enqueue(next, owner)
 				}
 			}
@@ -213,10 +223,10 @@ func (g *Group[T]) begin(r *reading[T]) {
 }
 
 func runRead[T any](ctx context.Context, read func(context.Context) (T, error)) (value T, err error) {
-	defer recovery.ToError("a shared reading", &err)
+	defer recovery.ToError("a shared read", &err)
 	value, err = read(ctx)
 	if err == nil && ctx.Err() != nil {
-		err = errors.New("the reading took too long")
+		err = errors.New("the read timed out")
 	}
 	return value, err
 }

@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// Whoever asks while a reading is under way gets the next one, and shares it with all who do.
+// Callers that arrive while a read is in flight share the next read.
 func TestAReadingThatBeganBeforeIsNotShared(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := &Group[int]{}
@@ -93,7 +93,7 @@ func TestReadsWithoutCallersAreNotMade(t *testing.T) {
 	})
 }
 
-// A caller that asks for much and leaves costs nobody a turn, nor does what it asked for last go on.
+// A caller that leaves ends all its reads: waiting reads take no turn, and the read in flight is canceled.
 func TestReadsWithoutCallersAreCancelled(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := &Group[int]{Limit: 1}
@@ -132,7 +132,7 @@ func TestReadsWithoutCallersAreCancelled(t *testing.T) {
 	})
 }
 
-// With Finish a reading that has begun goes on without callers, within its time; one that has not begun is not made.
+// With Finish a read in flight continues without callers, within Timeout. A waiting read does not start.
 func TestABegunReadingFinishes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := &Group[int]{Finish: true, Timeout: 10 * time.Second}
@@ -159,7 +159,7 @@ func TestABegunReadingFinishes(t *testing.T) {
 	})
 }
 
-// Turns go round among the owners: one who asks for much waits behind itself, and may not ask for any number.
+// Owners take turns. An owner with many reads waits for its own reads, and the number of its waiting reads is bounded.
 func TestOwnersTakeTurns(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := &Group[int]{Limit: 1, Queue: 20}
@@ -185,7 +185,7 @@ func TestOwnersTakeTurns(t *testing.T) {
 			synctest.Wait()
 		}
 		if err := ask("greedy", "one more"); !errors.Is(err, ErrBusy) {
-			t.Errorf("one owner's queue has no bound: %v", err)
+			t.Errorf("an owner's queue has no bound: %v", err)
 		}
 		for i := range 3 {
 			wg.Go(func() { _ = ask("other", fmt.Sprint("other", i)) })
@@ -197,7 +197,7 @@ func TestOwnersTakeTurns(t *testing.T) {
 	})
 }
 
-// Who asks for what another has waiting does not wait for the other's turn.
+// A caller that joins another owner's waiting read does not wait for that owner's turn.
 func TestAJoinedReadingComesWithTheFirstTurn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := &Group[int]{Limit: 1, Queue: 20}

@@ -1,8 +1,8 @@
-// Package config fills a flag set from, in this order, the command line, the environment, a file and the defaults.
+// Package config fills a flag set from the command line, the environment, a file and the defaults, in this order.
 //
-// Flags are the one declaration of what can be configured; a file's keys and the environment's names are the flags'
-// names (WATERSHED_SECURE_PORT for --secure-port). An unknown key or a value that does not parse is an error that
-// names the key, the value and the file.
+// Flags declare every setting. The keys of the file and the environment variables derive from the flag names:
+// WATERSHED_SECURE_PORT sets --secure-port. An unknown key or an invalid value is an error. The error names the key,
+// the value and the file. The package does not reload the file, and it starts no goroutine.
 package config
 
 import (
@@ -19,12 +19,11 @@ import (
 
 const envPrefix = "WATERSHED"
 
-// Load parses args into fs and fills what the command line left out from the environment, then from the file that
-// --config names. The file is YAML, JSON or TOML, by its extension; what is given as pairs is a list there:
-// ["name=value"].
+// Load parses args into fs. It sets the flags that args omit from the environment, then from the file that --config
+// names. The extension of the file selects YAML, JSON or TOML. A flag of pairs is a list in the file: ["name=value"].
 func Load(fs *pflag.FlagSet, args []string) error {
 	if fs.Lookup("config") == nil {
-		fs.String("config", "", "A file of these same settings, a key a flag without its dashes.")
+		fs.String("config", "", "A file that sets these flags. Its keys are the flag names without the dashes.")
 	}
 	for _, a := range args {
 		name, value, _ := strings.Cut(strings.TrimLeft(a, "-"), "=")
@@ -33,10 +32,10 @@ func Load(fs *pflag.FlagSet, args []string) error {
 		}
 	}
 	if err := fs.Parse(args); err != nil {
-		return err
+		return flagError(fs, err)
 	}
 	if extra := fs.Args(); len(extra) > 0 {
-		return fmt.Errorf("unknown argument %q: settings are given as --name=value", extra[0])
+		return fmt.Errorf("unknown argument %q: want --name=value", extra[0])
 	}
 	v := viper.NewWithOptions(viper.KeyDelimiter(delimiter))
 	path, _ := fs.GetString("config")
@@ -52,8 +51,8 @@ func Load(fs *pflag.FlagSet, args []string) error {
 		}
 		for _, key := range v.AllKeys() {
 			name, _, nested := strings.Cut(key, delimiter)
-			if nested && fs.Lookup(name) != nil { // viper has no respect for the case of its keys
-				const text = `--config %q: key %q holds a map; give its pairs as a list: ["name=value"]`
+			if nested && fs.Lookup(name) != nil { // viper lowercases the keys of a map
+				const text = `--config %q: key %q is a map: want a list of its pairs, ["name=value"]`
 				return fmt.Errorf(text, path, name)
 			}
 			if unsupported, ok := Unsupported(key); ok && fs.Lookup(key) == nil {
@@ -70,7 +69,7 @@ func Load(fs *pflag.FlagSet, args []string) error {
 	return FillUnset(fs, v, path)
 }
 
-// FillUnset sets every flag that the command line left out and v has a value for.
+// FillUnset sets each flag that the command line omits and that v has a value for.
 func FillUnset(fs *pflag.FlagSet, v *viper.Viper, path string) error {
 	var errs []error
 	fs.VisitAll(func(f *pflag.Flag) {
@@ -82,7 +81,7 @@ func FillUnset(fs *pflag.FlagSet, v *viper.Viper, path string) error {
 			if v.InConfig(f.Name) {
 				source = fmt.Sprintf("--config %q: key %q", path, f.Name)
 			}
-			errs = append(errs, fmt.Errorf("%s: value %q: %w", source, v.GetString(f.Name), err))
+			errs = append(errs, fmt.Errorf("%s: value %q: %w", source, v.GetString(f.Name), valueError(f, err)))
 		}
 	})
 	return errors.Join(errs...)
@@ -104,17 +103,18 @@ func setFrom(fs *pflag.FlagSet, flag *pflag.Flag, v *viper.Viper) error {
 	}
 }
 
-// delimiter parts a nested key's names: a name may hold dots.
+// delimiter separates the names of a nested key. It is not the dot, because a name may contain dots.
 const delimiter = "\x00"
 
-// Accumulates says of a flag whether each value that it is given adds to those before; of any other the last one counts.
+// Accumulates returns true if each value of a repeated flag adds to the values before it. For other flags the last
+// value wins.
 func Accumulates(f *pflag.Flag) bool {
 	_, slice := f.Value.(pflag.SliceValue)
 	return slice || slices.Contains(repeatedTypes, f.Value.Type()) ||
 		slices.Contains([]string{"mapStringBool", "stringSlice"}, f.Value.Type())
 }
 
-// FileValue is what a flag has been told, as a file of settings says it.
+// FileValue returns the value of a flag as a configuration file represents it.
 func FileValue(f *pflag.Flag) any {
 	switch v := f.Value.(type) {
 	case pflag.SliceValue:
@@ -128,7 +128,7 @@ func FileValue(f *pflag.Flag) any {
 	}
 	pairs := []string{}
 	for _, part := range strings.Split(text, ",") {
-		if n := len(pairs); n > 0 && !strings.Contains(part, "=") { // a comma of the value before
+		if n := len(pairs); n > 0 && !strings.Contains(part, "=") { // the comma belongs to the previous value
 			pairs[n-1] += "," + part
 			continue
 		}
@@ -137,7 +137,7 @@ func FileValue(f *pflag.Flag) any {
 	return pairs
 }
 
-// repeatedTypes are the types of flags that are given once for each value, since a value may hold commas:
+// repeatedTypes lists the flag types that accept one value at a time, because a value may contain commas:
 // --oidc-required-claim and --tls-sni-cert-key (k8s.io/component-base/cli/flag, NewMapStringStringNoSplit and
 // NamedCertKeyArray).
 var repeatedTypes = []string{"mapStringString", "namedCertKey"}
@@ -149,19 +149,4 @@ func setEach(all []string, set func(string) error) error {
 		}
 	}
 	return nil
-}
-
-// suggestion names the flag that key was most likely meant to be.
-func suggestion(fs *pflag.FlagSet, key string) string {
-	best := ""
-	fs.VisitAll(func(f *pflag.Flag) {
-		if best == "" && (strings.EqualFold(strings.ReplaceAll(f.Name, "-", ""),
-			strings.NewReplacer("-", "", "_", "").Replace(key)) || strings.Contains(f.Name, key)) {
-			best = f.Name
-		}
-	})
-	if best == "" {
-		return ""
-	}
-	return fmt.Sprintf(" (did you mean %q?)", best)
 }

@@ -81,7 +81,7 @@ func TestErrorsNameTheValue(t *testing.T) {
 	}
 }
 
-// A flag that is given once for each pair takes as many from a file: a value may hold commas (features F10).
+// A flag that repeats for each pair accepts a list in a file, because a value may contain commas (features F10).
 func TestPairsThatMayHoldCommasComeFromFiles(t *testing.T) {
 	for text, bad := range map[string]bool{
 		"oidc-required-claim: [\"A=b,c\", d=e]\n":   false,
@@ -96,7 +96,7 @@ func TestPairsThatMayHoldCommasComeFromFiles(t *testing.T) {
 		fs.Var(cliflag.NewMapStringStringNoSplit(&claims), "oidc-required-claim", "")
 		err := Load(fs, []string{"--config", file})
 		if bad {
-			if err == nil || !strings.Contains(err.Error(), `"oidc-required-claim" holds a map`) {
+			if err == nil || !strings.Contains(err.Error(), `"oidc-required-claim" is a map`) {
 				t.Errorf("%s: %v", text, err)
 			}
 			continue
@@ -107,7 +107,7 @@ func TestPairsThatMayHoldCommasComeFromFiles(t *testing.T) {
 	}
 }
 
-// A flag of kube-apiserver's that is not offered stops the start with the reason and what to do, wherever it is given.
+// An unsupported kube-apiserver flag fails the start from every source. The error has the reason and the advice.
 func TestUnsupportedFlagsStateTheReason(t *testing.T) {
 	for name, want := range map[string]string{
 		"emulated-version":      "only Kubernetes 1.36 itself is served; leave the flag out",

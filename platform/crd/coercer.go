@@ -12,14 +12,14 @@ import (
 	gvschema "k8s.io/apimachinery/pkg/runtime/schema"
 )
 
-// schemaCoercer does to an object without a Go type what decoding into one does to others: metadata is checked, unknown fields
-// and nulls that may not be are dropped.
+// schemaCoercer prepares an unstructured object as decoding into a Go type would. It checks the metadata, and drops
+// unknown fields and nulls that the schema does not allow.
 type schemaCoercer struct {
 	*CRD
-	// stored objects are taken as they come: metadata that is malformed is dropped, an early object gets its
-	// generation.
+	// stored is true for objects of etcd. Malformed metadata is then dropped instead of rejected, and an object without
+	// a generation gets generation 1.
 	stored bool
-	// returnUnknownFieldPaths names the unknown fields.
+	// returnUnknownFieldPaths enables the list of unknown fields.
 	returnUnknownFieldPaths bool
 }
 
@@ -43,7 +43,7 @@ func (s schemaCoercer) coerce(u *unstructured.Unstructured) (unknown []string, e
 	if err != nil {
 		return nil, err
 	}
-	if gv.Group == s.Spec.Group && kind == s.Status.AcceptedNames.Kind { // options pass here too
+	if gv.Group == s.Spec.Group && kind == s.Status.AcceptedNames.Kind { // options are decoded here too
 		structural := s.Schemas[gv.Version]
 		if !s.Spec.PreserveUnknownFields {
 			unknown = append(unknown, pruning.PruneWithOptions(u.Object, structural, true,
@@ -62,7 +62,7 @@ func (s schemaCoercer) coerce(u *unstructured.Unstructured) (unknown []string, e
 			m.Generation = 1
 		}
 	}
-	if hasKind { // neither is for the schema to drop
+	if hasKind { // the schema must not drop kind and apiVersion
 		u.SetKind(kind)
 	}
 	if hasVersion {
@@ -76,7 +76,7 @@ func (s schemaCoercer) coerce(u *unstructured.Unstructured) (unknown []string, e
 	return unknown, nil
 }
 
-// schemaCoercingDecoder shapes what it decodes.
+// schemaCoercingDecoder coerces decoded objects.
 type schemaCoercingDecoder struct {
 	runtime.Decoder
 	coercer schemaCoercer
@@ -113,7 +113,7 @@ func (d schemaCoercingDecoder) Decode(
 	return obj, gvk, nil
 }
 
-// schemaCoercingConverter shapes what it converts: a webhook may answer anything.
+// schemaCoercingConverter coerces converted objects, because a webhook may return any object.
 type schemaCoercingConverter struct {
 	runtime.ObjectConvertor
 	coercer schemaCoercer
@@ -131,7 +131,8 @@ func (c schemaCoercingConverter) Convert(in, out, context any) error {
 	return nil
 }
 
-// FromStorage converts stored objects to a version, all at once: a webhook is asked once. What it answers is shaped.
+// FromStorage converts stored objects to a version in one conversion, so a webhook receives one call. It coerces the
+// result.
 func (d *CRD) FromStorage(converter runtime.ObjectConvertor, in *unstructured.UnstructuredList,
 	gv gvschema.GroupVersion) (*unstructured.UnstructuredList, error) {
 	converted, err := converter.ConvertToVersion(in, gv)
@@ -140,7 +141,7 @@ func (d *CRD) FromStorage(converter runtime.ObjectConvertor, in *unstructured.Un
 	}
 	out, ok := converted.(*unstructured.UnstructuredList)
 	if !ok || len(out.Items) != len(in.Items) {
-		return nil, fmt.Errorf("the conversion of %d objects to %s answered something else", len(in.Items), gv)
+		return nil, fmt.Errorf("the conversion of %d objects to %s returned a different list", len(in.Items), gv)
 	}
 	for i := range out.Items {
 		if _, err := (schemaCoercer{CRD: d}).coerce(&out.Items[i]); err != nil {

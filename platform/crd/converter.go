@@ -14,26 +14,26 @@ import (
 )
 
 // Upstream calls conversion webhooks with context.TODO() (k8s.io/apiextensions-apiserver/pkg/apiserver/conversion,
-// webhook_converter.go), so a webhook that hangs keeps a request's work for 30 s after the client has left. A Converter
-// calls them in the context of the request. Upstream's converter passes no context to its HTTP client, so each
-// conversion under way has a client of its own, and that client's RoundTripper adds the context.
+// webhook_converter.go). A webhook that hangs then blocks a request for 30 s after its client has disconnected. A
+// Converter calls webhooks in the context of the request. Upstream's converter passes no context to its HTTP client.
+// Each running conversion therefore has its own client, whose RoundTripper adds the context.
 
-// Converters makes the converters of definitions.
+// Converters makes the converters of CRDs.
 type Converters struct {
 	services webhook.ServiceResolver
 	auth     webhook.AuthenticationInfoResolverWrapper
 }
 
-// NewConverters returns Converters that find webhooks' services by services and configure their clients by auth.
+// NewConverters returns Converters that resolve the Services of webhooks with services. auth configures the clients.
 func NewConverters(services webhook.ServiceResolver, auth webhook.AuthenticationInfoResolverWrapper) *Converters {
 	return &Converters{services: services, auth: auth}
 }
 
-// Converter converts a definition's objects between versions.
+// Converter converts the objects of a CRD between versions.
 type Converter struct {
 	shared *Converters
 	crd    *CRD
-	// base converts without a webhook; with a webhook it answers for field labels only.
+	// base converts objects if the CRD has no webhook. If it has a webhook, base converts only field labels.
 	base *client
 
 	mu sync.Mutex
@@ -42,18 +42,18 @@ type Converter struct {
 	idle      []*client
 }
 
-// idleClients bounds the clients that a converter keeps for later conversions.
+// idleClients is the number of clients that a converter caches for later conversions.
 const idleClients = 32
 
-// client is upstream's converter, used by one conversion at a time.
+// client is upstream's converter. One conversion uses it at a time.
 type client struct {
 	converter    *Converter
 	safe, unsafe runtime.ObjectConvertor
-	// ctx is that of the conversion under way.
+	// ctx is the context of the running conversion.
 	ctx context.Context
 }
 
-// Converter returns the converter of the definition.
+// Converter returns the converter of the CRD.
 func (d *CRD) Converter(shared *Converters) (*Converter, error) {
 	c := &Converter{shared: shared, crd: d}
 	var err error
@@ -76,7 +76,7 @@ func (c *Converter) newClient() (*client, error) {
 	return cl, err
 }
 
-// WithContext returns two convertors whose webhook calls end with ctx: safe copies its input, unsafe changes it.
+// WithContext returns two converters whose webhook calls end with ctx. safe copies its input; unsafe changes it.
 func (c *Converter) WithContext(ctx context.Context) (safe, unsafe runtime.ObjectConvertor) {
 	if !c.crd.UsesWebhook() {
 		return c.base.safe, c.base.unsafe
@@ -86,7 +86,7 @@ func (c *Converter) WithContext(ctx context.Context) (safe, unsafe runtime.Objec
 	return safe, unsafe
 }
 
-// with runs a conversion with a client that no other conversion uses meanwhile.
+// with runs a conversion with a client that no other conversion uses at the same time.
 func (c *Converter) with(ctx context.Context, convert func(*client) error) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -144,7 +144,7 @@ func (w *contextConverter) ConvertFieldLabel(gvk schema.GroupVersionKind, label,
 	return w.converter.base.safe.ConvertFieldLabel(gvk, label, value)
 }
 
-// boundResolver has a webhook's requests pass its client's RoundTrip.
+// boundResolver routes the requests of a webhook through its client's RoundTrip.
 type boundResolver struct {
 	webhook.AuthenticationInfoResolver
 	client *client
@@ -177,8 +177,8 @@ func (b *boundResolver) bind(config *rest.Config, err error) (*rest.Config, erro
 	return config, nil
 }
 
-// RoundTrip implements http.RoundTripper. The client waits for Retry-After without a context, so RoundTrip shortens it
-// to one second.
+// RoundTrip implements http.RoundTripper. It shortens Retry-After to one second, because the client waits that long
+// without a context.
 func (c *client) RoundTrip(req *http.Request) (*http.Response, error) {
 	ctx, cancel := context.WithCancel(req.Context())
 	context.AfterFunc(c.ctx, cancel)

@@ -16,7 +16,7 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// hook is a conversion webhook that answers nothing about objects with the name "hangs".
+// hook is a conversion webhook that does not respond for objects with the name "hangs".
 type hook struct {
 	*httptest.Server
 	come, gone chan struct{}
@@ -90,8 +90,8 @@ func named(name string) *unstructured.Unstructured {
 	}}
 }
 
-// A conversion ends with the request that it is for, and the webhook sees its request cancelled; conversions of other
-// requests beside it go on, over the same connections.
+// A conversion ends with its API request, and the webhook's request is cancelled. Concurrent conversions of other
+// requests continue over the same connections.
 func TestAConversionEndsWithItsRequest(t *testing.T) {
 	h := newHook(t)
 	c := h.converter(t)

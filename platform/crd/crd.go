@@ -1,7 +1,8 @@
-// Package crd turns a CustomResourceDefinition into what reading, checking and converting its objects takes. Registry
-// stores and serves by it; admission reviews by it.
+// Package crd derives from a CustomResourceDefinition the codecs, defaults and converters of its objects. The registry
+// stores and serves objects with it; admission decodes them with it.
 //
-// The behaviour is that of k8s.io/apiextensions-apiserver/pkg/apiserver at 0.36 (customresource_handler.go).
+// The behaviour is that of k8s.io/apiextensions-apiserver/pkg/apiserver at 0.36 (customresource_handler.go). The
+// package does not watch CRDs, and starts no goroutine. A CRD is immutable; any goroutine may use a Converter.
 package crd
 
 import (
@@ -21,16 +22,16 @@ import (
 	"k8s.io/client-go/scale/scheme/autoscalingv1"
 )
 
-// CRD is one CustomResourceDefinition, ready to read objects by. It does not change.
+// CRD is an immutable CustomResourceDefinition with its schemas.
 type CRD struct {
 	*apiextensionsv1.CustomResourceDefinition
-	// StorageVersion is the version that objects are written to etcd in.
+	// StorageVersion is the version of objects in etcd.
 	StorageVersion string
-	// Schemas are the structural schemas by version; a version without a schema has none.
+	// Schemas maps each version to its structural schema. A version without a schema has no entry.
 	Schemas map[string]*structuralschema.Structural
 }
 
-// New reads a definition. An error says that it cannot be served.
+// New returns the CRD of a definition. An error means that the CRD cannot be served.
 func New(d *apiextensionsv1.CustomResourceDefinition) (*CRD, error) {
 	for name, accepted := range map[string]string{
 		"plural":    d.Status.AcceptedNames.Plural,
@@ -39,7 +40,7 @@ func New(d *apiextensionsv1.CustomResourceDefinition) (*CRD, error) {
 		"list kind": d.Status.AcceptedNames.ListKind,
 	} {
 		if accepted == "" {
-			return nil, fmt.Errorf("the definition %s has no accepted %s", d.Name, name)
+			return nil, fmt.Errorf("the CRD %s has no accepted %s", d.Name, name)
 		}
 	}
 	out := &CRD{CustomResourceDefinition: d, Schemas: map[string]*structuralschema.Structural{}}
@@ -63,7 +64,7 @@ func New(d *apiextensionsv1.CustomResourceDefinition) (*CRD, error) {
 		if err != nil {
 			return nil, fmt.Errorf("the schema of %s in %s is not structural: %w", d.Name, v.Name, err)
 		}
-		s = s.DeepCopy() // its defaults are the definition's own
+		s = s.DeepCopy() // s shares its defaults with d
 		if err := defaulting.PruneDefaults(s); err != nil {
 			return nil, fmt.Errorf("the defaults of %s in %s: %w", d.Name, v.Name, err)
 		}
@@ -72,7 +73,7 @@ func New(d *apiextensionsv1.CustomResourceDefinition) (*CRD, error) {
 	return out, nil
 }
 
-// Validation is a version's schema in the hub version, or nil.
+// Validation returns the schema of a version in the internal API version, or nil.
 func Validation(d *apiextensionsv1.CustomResourceDefinition,
 	version string) (*apiextensions.CustomResourceValidation, error) {
 	v, err := apihelpers.GetSchemaForVersion(d, version)
@@ -84,8 +85,7 @@ func Validation(d *apiextensionsv1.CustomResourceDefinition,
 		internal, nil)
 }
 
-// Same says whether objects are read alike under both definitions: kube-apiserver builds a new storage where they are
-// not.
+// Same returns true if both CRDs decode objects identically. kube-apiserver builds a new storage if they do not.
 func Same(a, b *apiextensionsv1.CustomResourceDefinition) bool {
 	return a.UID == b.UID && a.Generation == b.Generation &&
 		equalNames(&a.Status.AcceptedNames, &b.Status.AcceptedNames)
@@ -96,28 +96,28 @@ func equalNames(a, b *apiextensionsv1.CustomResourceDefinitionNames) bool {
 		fmt.Sprint(a.ShortNames, a.Categories) == fmt.Sprint(b.ShortNames, b.Categories)
 }
 
-// Namespaced says whether objects have namespaces.
+// Namespaced returns true if the objects have namespaces.
 func (d *CRD) Namespaced() bool { return d.Spec.Scope == apiextensionsv1.NamespaceScoped }
 
-// Resource is the resource in a version.
+// Resource returns the GroupVersionResource of a version.
 func (d *CRD) Resource(version string) schema.GroupVersionResource {
 	return schema.GroupVersionResource{Group: d.Spec.Group, Version: version, Resource: d.Status.AcceptedNames.Plural}
 }
 
-// Kind is the kind in a version.
+// Kind returns the GroupVersionKind of a version.
 func (d *CRD) Kind(version string) schema.GroupVersionKind {
 	return schema.GroupVersionKind{Group: d.Spec.Group, Version: version, Kind: d.Status.AcceptedNames.Kind}
 }
 
-// GroupKind is the kind in every version.
+// GroupKind returns the group and kind of all versions.
 func (d *CRD) GroupKind() schema.GroupKind { return d.Kind("").GroupKind() }
 
-// UsesWebhook says whether another version of an object is more than its apiVersion.
+// UsesWebhook returns true if a webhook converts the objects. Otherwise a conversion changes only the apiVersion.
 func (d *CRD) UsesWebhook() bool {
 	return d.Spec.Conversion != nil && d.Spec.Conversion.Strategy == apiextensionsv1.WebhookConverter
 }
 
-// Equivalents knows the definition's versions as one resource.
+// Equivalents returns a mapper that treats all versions of the CRD as one resource.
 func (d *CRD) Equivalents() runtime.EquivalentResourceMapper {
 	r := runtime.NewEquivalentResourceRegistry()
 	for _, v := range d.Spec.Versions {
@@ -136,7 +136,7 @@ func (d *CRD) Equivalents() runtime.EquivalentResourceMapper {
 	return r
 }
 
-// Parameters is the scheme of the options that requests in a version carry.
+// Parameters returns the scheme of the request options of a version.
 func (d *CRD) Parameters(version string) *runtime.Scheme {
 	s := runtime.NewScheme()
 	s.AddUnversionedTypes(schema.GroupVersion{Group: d.Spec.Group, Version: version}, &metav1.ListOptions{},
@@ -144,7 +144,7 @@ func (d *CRD) Parameters(version string) *runtime.Scheme {
 	return s
 }
 
-// Typer tells objects' kinds, and options' by parameters.
+// Typer returns the kinds of unstructured objects. It delegates options to parameters.
 func Typer(parameters runtime.ObjectTyper) runtime.ObjectTyper {
 	return apiextensionsapiserver.UnstructuredObjectTyper{
 		Delegate:          parameters,
@@ -152,7 +152,7 @@ func Typer(parameters runtime.ObjectTyper) runtime.ObjectTyper {
 	}
 }
 
-// Creater makes empty objects of any kind.
+// Creater creates empty objects of any kind.
 type Creater struct{}
 
 // New implements runtime.ObjectCreater.
@@ -162,7 +162,7 @@ func (Creater) New(kind schema.GroupVersionKind) (runtime.Object, error) {
 	return u, nil
 }
 
-// Defaulter fills in the defaults of the definition's schemas, and others' by delegate.
+// Defaulter applies the defaults of the CRD's schemas. It delegates objects of other kinds.
 func (d *CRD) Defaulter(delegate runtime.ObjectDefaulter) runtime.ObjectDefaulter {
 	return defaulter{d, delegate}
 }

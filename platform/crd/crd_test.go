@@ -12,7 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 )
 
-// widgets are served in v1 and stored in v2.
+// widgets returns a CRD that is served in v1 and stored in v2.
 func widgets() *apiextensionsv1.CustomResourceDefinition {
 	object := func(of map[string]apiextensionsv1.JSONSchemaProps) apiextensionsv1.JSONSchemaProps {
 		return apiextensionsv1.JSONSchemaProps{Type: "object", Properties: of}
@@ -61,7 +61,7 @@ func define(t *testing.T, change func(*apiextensionsv1.CustomResourceDefinition)
 	return New(d)
 }
 
-// What cannot be served is refused, and says why.
+// New rejects a CRD that cannot be served, with the reason.
 func TestInvalidCRDs(t *testing.T) {
 	for want, change := range map[string]func(*apiextensionsv1.CustomResourceDefinition){
 		"no accepted kind": func(d *apiextensionsv1.CustomResourceDefinition) { d.Status.AcceptedNames.Kind = "" },
@@ -79,7 +79,7 @@ func TestInvalidCRDs(t *testing.T) {
 	}
 }
 
-// Objects are read alike until the definition itself or its accepted names change.
+// Same is true until the generation or the accepted names of the CRD change.
 func TestSame(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(*apiextensionsv1.CustomResourceDefinition)
@@ -88,7 +88,7 @@ func TestSame(t *testing.T) {
 		"nothing":    {func(*apiextensionsv1.CustomResourceDefinition) {}, true},
 		"conditions": {func(d *apiextensionsv1.CustomResourceDefinition) { d.ResourceVersion = "9" }, true},
 		"the spec":   {func(d *apiextensionsv1.CustomResourceDefinition) { d.Generation++ }, false},
-		"defined anew": {func(d *apiextensionsv1.CustomResourceDefinition) {
+		"recreated": {func(d *apiextensionsv1.CustomResourceDefinition) {
 			d.UID = "2"
 		}, false},
 		"short names": {func(d *apiextensionsv1.CustomResourceDefinition) {
@@ -116,7 +116,7 @@ func codec(t *testing.T, d *CRD) (runtime.NegotiatedSerializer, runtime.ObjectCo
 const body = `{"apiVersion":"example.com/v1","kind":"Widget","metadata":{"name":"a"},` +
 	`"spec":{"color":null,"other":1}}`
 
-// What a client sends is pruned and defaulted; asked to be strict, what was pruned is named.
+// Objects of clients are pruned and defaulted. Strict decoding names the pruned fields.
 func TestRequestsAreCoerced(t *testing.T) {
 	d, err := define(t, nil)
 	if err != nil {
@@ -152,7 +152,7 @@ func TestRequestsAreCoerced(t *testing.T) {
 	}
 }
 
-// What etcd has is taken as it comes, and is served in whichever version is asked for.
+// Objects of etcd are decoded leniently, and are served in any version.
 func TestStoredObjectsAreDecoded(t *testing.T) {
 	d, err := define(t, nil)
 	if err != nil {

@@ -13,8 +13,8 @@ import (
 
 var scheme = apiextensionsapiserver.Scheme
 
-// Serializer reads and writes objects as requests in a version carry them. Protobuf is there for what is not the object
-// itself: options, statuses, metadata.
+// Serializer returns the serializer of requests in a version. Protobuf is for options, statuses and metadata only,
+// because custom resources have no protobuf encoding.
 func (d *CRD) Serializer(typer runtime.ObjectTyper,
 	converter runtime.ObjectConvertor) runtime.NegotiatedSerializer {
 	creater := Creater{}
@@ -75,7 +75,8 @@ func (s serializer) DecoderToVersion(d runtime.Decoder, gv runtime.GroupVersione
 		s.Defaulter(scheme), nil, gv, "custom resource")
 }
 
-// StorageCodec reads what etcd has, in whichever version, into version, and writes the storage version.
+// StorageCodec returns a codec that decodes objects of etcd, in any version, into version, and encodes the storage
+// version.
 func (d *CRD) StorageCodec(version string, converter runtime.ObjectConvertor) runtime.Codec {
 	gv := func(v string) schema.GroupVersion { return schema.GroupVersion{Group: d.Spec.Group, Version: v} }
 	return versioning.NewCodec(unstructured.UnstructuredJSONScheme,
@@ -85,7 +86,7 @@ func (d *CRD) StorageCodec(version string, converter runtime.ObjectConvertor) ru
 		"custom resource storage")
 }
 
-// Decode reads what etcd has in the version that it has it in, shaped and with defaults.
+// Decode decodes an object of etcd in its stored version, coerced and with defaults.
 func (d *CRD) Decode(data []byte) (*unstructured.Unstructured, error) {
 	u := &unstructured.Unstructured{}
 	if _, _, err := unstructured.UnstructuredJSONScheme.Decode(data, nil, u); err != nil {

@@ -11,14 +11,14 @@ import (
 )
 
 const (
-	// responseBytes and responseFactor bound the answer of a conversion webhook: that many bytes, and as many for each byte
-	// of its request. One call converts a whole list, so no fixed bound fits.
+	// responseBytes and responseFactor bound the response of a conversion webhook: responseBytes, and responseFactor
+	// bytes for each byte of the request. A fixed bound does not fit, because one call converts a whole list.
 	responseBytes  = 16 << 20
 	responseFactor = 4
 )
 
-// Webhooks configures the clients of conversion webhooks: out dials them, and their answers are bounded. config is for
-// one that names the Service kubernetes.default.
+// Webhooks configures the clients of conversion webhooks. They dial through out and limit the size of responses. config
+// applies to a webhook that names the Service kubernetes.default.
 func Webhooks(out egress.Selector, config *rest.Config) webhook.AuthenticationInfoResolverWrapper {
 	upstream := webhook.NewDefaultAuthenticationInfoResolverWrapper(nil, out.Upstream(), config,
 		otel.GetTracerProvider())
@@ -26,7 +26,7 @@ func Webhooks(out egress.Selector, config *rest.Config) webhook.AuthenticationIn
 		if err != nil {
 			return nil, err
 		}
-		c = rest.CopyConfig(c) // it may be config
+		c = rest.CopyConfig(c) // c may be config
 		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
 			return egress.LimitResponses(next, responseBytes, responseFactor)
 		})

@@ -19,9 +19,9 @@ import (
 	"watershed.dev/platform/egress"
 )
 
-// A conversion webhook answers with 16 MB and four times its request, and no more. The error names the webhook.
+// The response of a conversion webhook has at most 16 MB plus four times the request. The error names the webhook.
 func TestConversionResponsesAreBounded(t *testing.T) {
-	padding := 0 // of the answer
+	padding := 0 // bytes in the response
 	hook := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		var review struct {
 			Request struct {

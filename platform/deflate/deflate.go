@@ -1,5 +1,7 @@
-// Package deflate compresses answers' bodies, and makes one gzip body (RFC 1952) of parts that were compressed apart:
-// what many are sent is compressed once.
+// Package deflate compresses response bodies. It builds one gzip body (RFC 1952) of parts that were compressed
+// separately, so that a part that many clients receive is compressed once.
+//
+// The package does not cache parts and starts no goroutine. Parts are immutable; a Sum belongs to one goroutine.
 package deflate
 
 import (
@@ -16,15 +18,17 @@ import (
 )
 
 const (
-	// Level is fast, and as small as what it is worth on a local network; kube-apiserver's.
+	// Level is kube-apiserver's compression level. On a local network a smaller body is not worth more CPU time.
 	Level = flate.BestSpeed
-	// Threshold is the size in bytes from which bodies are compressed for clients that want it, kube-apiserver's (128 KB).
+	// Threshold is the minimal size in bytes of a body that is compressed for clients that accept it. It is
+	// kube-apiserver's (128 KB).
 	Threshold = 128 << 10
-	// TurnBytes is how many bytes of a body are compressed in one turn: about a millisecond of work.
+	// TurnBytes is the number of bytes that one turn compresses, about a millisecond of work.
 	TurnBytes = 64 << 10
 )
 
-// AcceptsGzip says whether a request's client takes gzip. With a quality it does not, as in kube-apiserver.
+// AcceptsGzip returns true if the client accepts gzip. Like kube-apiserver, it ignores a gzip entry with a quality
+// value.
 func AcceptsGzip(h http.Header) bool {
 	for _, e := range strings.Split(h.Get("Accept-Encoding"), ",") {
 		if strings.TrimSpace(e) == "gzip" {
@@ -34,28 +38,28 @@ func AcceptsGzip(h http.Header) bool {
 	return false
 }
 
-// turns are the process' turns at compressing: all processors but one, and one at least, may do it at a time, a piece
-// each. What compresses ten lists would otherwise be ten goroutines that never wait, and each step of everybody's small
-// requests would stand in line behind them for ten milliseconds a time.
+// turns is the process's semaphore of compression. All processors except one, and at least one, may compress at a time,
+// a piece each. Without it ten large lists would be ten goroutines that never block. Each step of every small request
+// would then queue behind them for about ten milliseconds.
 var turns = make(chan struct{}, max(1, runtime.GOMAXPROCS(0)-1))
 
-// Turn does a piece of compressing when it is its turn. work must not wait for a client.
+// Turn waits for a slot of the semaphore and runs work in it. work must not wait for a client.
 func Turn(work func() error) error {
 	turns <- struct{}{}
 	defer func() { <-turns }()
 	return work()
 }
 
-// Part is a part of a body, compressed: blocks of a deflate stream (RFC 1951) that end with a whole byte and refer to
-// nothing before them, so that they may stand in many bodies.
+// Part is a compressed part of a body: blocks of a deflate stream (RFC 1951). The blocks end at a byte boundary and
+// refer to no earlier data, so many bodies may contain the same part.
 type Part struct {
-	// Data are the blocks; none of them is marked as the last.
+	// Data contains the blocks. None of them has the final-block bit.
 	Data []byte
-	// Size is how many bytes they were.
+	// Size is the uncompressed size in bytes.
 	Size int64
 
 	sum   uint32
-	shift uint32 // x^(8·Size) modulo CRC-32's polynomial
+	shift uint32 // x^(8·Size) modulo the polynomial of CRC-32
 }
 
 var compressors = sync.Pool{New: func() any {
@@ -68,7 +72,7 @@ type compressor struct {
 	out bytes.Buffer
 }
 
-// Compress compresses the pieces of a part, Piece bytes at a turn.
+// Compress returns the pieces compressed as one part. It compresses TurnBytes in each turn.
 func Compress(pieces ...[]byte) (*Part, error) {
 	c := compressors.Get().(*compressor)
 	defer compressors.Put(c)
@@ -106,7 +110,7 @@ func Compress(pieces ...[]byte) (*Part, error) {
 	return p, nil
 }
 
-// Stored is a part as it is, with a few bytes beside it: for what is short, and not worth waiting for a turn.
+// Stored returns data as stored blocks, a few bytes larger than data. Use it for data too short to justify a turn.
 func Stored(data []byte) *Part {
 	p := &Part{Size: int64(len(data)), sum: crc32.ChecksumIEEE(data), shift: shiftOf(int64(len(data)))}
 	for len(data) > 0 {
@@ -120,32 +124,33 @@ func Stored(data []byte) *Part {
 	return p
 }
 
-// Sum sums up the parts of a gzip body.
+// Sum accumulates the checksum and the size of a gzip body.
 type Sum struct {
 	sum  uint32
 	size int64
 }
 
-// Header begins a gzip body: deflate, no name, no time, any system, compressed fast.
+// Header returns the header of a gzip body: deflate, no name, no time, unknown OS, fastest compression.
 func Header() []byte { return []byte{0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 4, 255} }
 
-// Add counts in the body's next part.
+// Add adds the next part of the body.
 func (s *Sum) Add(p *Part) {
 	s.sum = multiply(p.shift, s.sum) ^ p.sum
 	s.size += p.Size
 }
 
-// Trailer ends the body: a last block that is empty, the parts' checksum and their size modulo 2^32.
+// Trailer returns the end of the body: an empty final block, the checksum, and the size modulo 2^32.
 func (s *Sum) Trailer() []byte {
 	out := append(make([]byte, 0, 10), 0x03, 0x00)
 	out = binary.LittleEndian.AppendUint32(out, s.sum)
 	return binary.LittleEndian.AppendUint32(out, uint32(s.size))
 }
 
-// A CRC-32 is a polynomial over GF(2) modulo crc32.IEEE, its bits in reverse order. What comes before n more bytes
-// counts for x^(8n) as much, so the checksum of two parts is made of theirs (zlib's crc32_combine, crc32.c).
+// A CRC-32 is a polynomial over GF(2) modulo crc32.IEEE, with its bits in reverse order. Appending n bytes multiplies
+// the polynomial of the data before them by x^(8n). The checksum of two parts therefore follows from their checksums
+// (zlib's crc32_combine, crc32.c).
 
-// multiply is a·b.
+// multiply returns a·b.
 func multiply(a, b uint32) (product uint32) {
 	for ; a != 0; a <<= 1 {
 		if a&(1<<31) != 0 {
@@ -156,7 +161,7 @@ func multiply(a, b uint32) (product uint32) {
 	return product
 }
 
-// squares are x^(2^k).
+// squares holds x^(2^k).
 var squares = func() (s [32]uint32) {
 	s[0] = 1 << 30
 	for k := 1; k < len(s); k++ {
@@ -165,7 +170,7 @@ var squares = func() (s [32]uint32) {
 	return s
 }()
 
-// shiftOf is x^(8·size).
+// shiftOf returns x^(8·size).
 func shiftOf(size int64) uint32 {
 	product := uint32(1 << 31)
 	for k, n := 0, 8*size; n > 0; k, n = k+1, n>>1 {

@@ -11,7 +11,7 @@ import (
 	"testing"
 )
 
-// body is a gzip body of parts.
+// body returns a gzip body of parts.
 func body(t testing.TB, parts ...[]byte) []byte {
 	t.Helper()
 	var b Sum
@@ -21,7 +21,7 @@ func body(t testing.TB, parts ...[]byte) []byte {
 		if err != nil || part.Size != int64(len(p)) {
 			t.Fatalf("%d bytes of %d, %v", part.Size, len(p), err)
 		}
-		if i%2 == 1 { // which goes well among the others
+		if i%2 == 1 { // a stored part among compressed parts
 			part = Stored(p)
 		}
 		b.Add(part)
@@ -30,7 +30,7 @@ func body(t testing.TB, parts ...[]byte) []byte {
 	return append(out, b.Trailer()...)
 }
 
-// plain is what the standard library reads of a gzip body: the checksum and size are right, and nothing comes after.
+// plain decompresses a gzip body with the standard library, which checks the checksum, the size and the end.
 func plain(t testing.TB, compressed []byte) []byte {
 	t.Helper()
 	from := bytes.NewReader(compressed)
@@ -73,7 +73,7 @@ func TestPartsMakeABody(t *testing.T) {
 	}
 }
 
-func TestAPartOfPiecesIsThatOfTheWhole(t *testing.T) {
+func TestPiecesCompressToTheSamePart(t *testing.T) {
 	whole := bytes.Repeat([]byte("abcdefgh"), 40000)
 	pieces := [][]byte{whole[:1], whole[1:1], whole[1:70000], whole[70000:70001], whole[70001:]}
 	p, err := Compress(pieces...)
@@ -102,7 +102,7 @@ func TestChecksumsOfLargeParts(t *testing.T) {
 	if whole.Sum32() != b.sum {
 		t.Errorf("%x, and it is %x", b.sum, whole.Sum32())
 	}
-	// the exponents' period is 2^32 - 1, beyond which squares begin again
+	// the exponents have the period 2^32 - 1, after which squares repeats
 	if half := shiftOf(1 << 30); multiply(half, half) != shiftOf(1<<31) {
 		t.Error("2 GB are not twice 1 GB")
 	}

@@ -6,7 +6,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// ToMetaV1 is an entry as discovery tells of it, field by field what kube-apiserver's installer fills in
+// ToMetaV1 converts an entry to the APIResource of discovery. It sets the fields that kube-apiserver's installer sets
 // (k8s.io/apiserver/pkg/endpoints/installer.go).
 func ToMetaV1(e *registryv1.APIResource) metav1.APIResource {
 	name := e.Resource.Resource
@@ -32,7 +32,7 @@ func ToMetaV1(e *registryv1.APIResource) metav1.APIResource {
 	return r
 }
 
-// ForeignKind says whether an entry's kind is of another group version than its resource, as a scale's is.
+// ForeignKind returns true if the group version of an entry's kind differs from its resource's, as for scale.
 func ForeignKind(e *registryv1.APIResource) bool {
 	return e.Kind.Group != e.Resource.Group || e.Kind.Version != e.Resource.Version
 }

@@ -1,4 +1,7 @@
-// Package catalog follows registry's catalog: which resources there are, in which versions, and how each is served.
+// Package discovery watches the registry's list of served resources: their versions, and how each resource is served.
+//
+// The package does not serve discovery documents; the gateway does. The goroutine that calls Run replaces the view. Any
+// goroutine may read a view, because a view never changes.
 package discovery
 
 import (
@@ -19,7 +22,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// View is what is served, at one moment. It does not change.
+// View is an immutable snapshot of the served resources.
 type View struct {
 	*registryv1.DiscoveryResponse
 	resources map[resourceKey]*registryv1.APIResource
@@ -28,31 +31,31 @@ type View struct {
 
 type resourceKey struct{ group, version, resource, subresource string }
 
-// APIResource finds a resource or subresource.
+// APIResource returns the entry of a resource or subresource.
 func (v *View) APIResource(group, version, resource, subresource string) (*registryv1.APIResource, bool) {
 	e, ok := v.resources[resourceKey{group, version, resource, subresource}]
 	return e, ok
 }
 
-// BuiltIn says whether a group has a resource that is not a custom resource.
+// BuiltIn returns true if a group has a resource that is not a custom resource.
 func (v *View) BuiltIn(group string) bool { return v.builtIn[group] }
 
-// Watcher follows registry's catalog.
+// Watcher watches the registry's Discovery stream.
 type Watcher struct {
 	Registry registryv1.DiscoveryClient
-	// OnChange is called with every new view, before it is used.
+	// OnChange, if set, is called with each new view, before View returns it.
 	OnChange func(*View)
 
 	current atomic.Pointer[View]
 }
 
-// View is the newest view; nil before the first.
+// View returns the newest view, or nil before the first.
 func (c *Watcher) View() *View { return c.current.Load() }
 
-// watchPause is how long to wait before registry is asked for its catalog again.
+// watchPause is the delay before a new stream after one ended.
 const watchPause = 200 * time.Millisecond
 
-// Run follows until ctx is done. While no registry answers, the last view stays.
+// Run watches until ctx is done. While no registry responds, View returns the last view.
 func (c *Watcher) Run(ctx context.Context) {
 	open := func(ctx context.Context) (grpc.ServerStreamingClient[registryv1.DiscoveryResponse], error) {
 		return c.Registry.Watch(ctx, &registryv1.DiscoveryRequest{})
@@ -68,10 +71,10 @@ func (c *Watcher) Run(ctx context.Context) {
 		if full = m; !m.More {
 			c.set(m)
 		}
-	}, func(err error) { slog.Debug("The catalog broke off", "error", err) })
+	}, func(err error) { slog.Debug("The discovery stream ended", "error", err) })
 }
 
-// mergeDelta is a catalog with what has changed. Neither is changed itself.
+// mergeDelta returns full with the changes of delta. It changes neither argument.
 func mergeDelta(full, delta *registryv1.DiscoveryResponse) *registryv1.DiscoveryResponse {
 	out := &registryv1.DiscoveryResponse{
 		Groups:      delta.Groups,
@@ -102,7 +105,7 @@ func mergeDelta(full, delta *registryv1.DiscoveryResponse) *registryv1.Discovery
 			out.Resources = append(out.Resources, e)
 		}
 	}
-	// Custom resources stand where a full catalog has them, whichever was defined first.
+	// Custom resources have the order of a full response, independent of the order of their creation.
 	slices.SortStableFunc(out.Resources, func(a, b *registryv1.APIResource) int {
 		if !a.Unstructured || !b.Unstructured {
 			return cmp.Compare(afterBuiltIn(a), afterBuiltIn(b))
@@ -120,7 +123,7 @@ func mergeDelta(full, delta *registryv1.DiscoveryResponse) *registryv1.Discovery
 	return out
 }
 
-// afterBuiltIn puts custom resources after what is built in.
+// afterBuiltIn orders custom resources after built-in resources.
 func afterBuiltIn(e *registryv1.APIResource) int {
 	if e.Unstructured {
 		return 1
@@ -132,7 +135,7 @@ func keyOf(r *commonv1.Resource) resourceKey {
 	return resourceKey{r.Group, r.Version, r.Resource, r.Subresource}
 }
 
-// NewView is the view that a whole catalog gives.
+// NewView returns the view of a full response.
 func NewView(m *registryv1.DiscoveryResponse) *View {
 	v := &View{m, map[resourceKey]*registryv1.APIResource{}, map[string]bool{}}
 	for _, e := range m.Resources {
@@ -146,7 +149,7 @@ func NewView(m *registryv1.DiscoveryResponse) *View {
 
 func (c *Watcher) set(m *registryv1.DiscoveryResponse) {
 	if old := c.View(); old != nil && proto.Equal(old.DiscoveryResponse, m) {
-		return // the same, from another replica
+		return // another replica sent the same resources
 	}
 	v := NewView(m)
 	if c.OnChange != nil {

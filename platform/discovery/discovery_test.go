@@ -41,7 +41,7 @@ func TestDeltasAreMerged(t *testing.T) {
 	}
 }
 
-// Discovery tells of a group's resources by name, as kube-apiserver does, whichever was defined first.
+// Discovery sorts a group's resources by name, as kube-apiserver does, independent of the order of their creation.
 func TestCustomResourcesAreSortedByName(t *testing.T) {
 	builtIn, widgets, globals := entry("z", "1"), entry("widgets", "1"), entry("globals", "1")
 	widgets.Unstructured, globals.Unstructured = true, true

@@ -1,15 +1,15 @@
-// Package egress dials what is outside of the control plane by the way that an EgressSelectorConfiguration names, such
-// as konnectivity's proxies (KEP-1281). Which network is whose is as in kube-apiserver:
+// Package egress dials systems outside of the control plane through the proxies of an EgressSelectorConfiguration, such
+// as konnectivity (KEP-1281). The networks are those of kube-apiserver:
 //
 //   - cluster: nodes, pods, Services, aggregated API servers and webhooks that name a Service
 //     (k8s.io/kubernetes/cmd/kube-apiserver/app/server.go, k8s.io/kube-aggregator/pkg/apiserver/apiserver.go);
-//   - controlplane: webhooks that name a URL (k8s.io/apiserver/pkg/util/webhook/authentication.go), and those of
+//   - controlplane: webhooks that name a URL (k8s.io/apiserver/pkg/util/webhook/authentication.go), and the webhooks of
 //     authentication, authorization and audit (k8s.io/kubernetes/pkg/controlplane/apiserver/config.go,
 //     k8s.io/apiserver/pkg/server/options/audit.go);
 //   - etcd: etcd;
 //   - an issuer of OpenID Connect: cluster or controlplane, if its egressSelectorType says so.
 //
-// The services' own connections to each other, to NATS and to where spans go are no network's.
+// Connections between services, to NATS and to the trace collector use no egress network.
 package egress
 
 import (
@@ -25,9 +25,9 @@ import (
 	"k8s.io/client-go/transport"
 )
 
-// Config is a service's own --egress-selector-config-file.
+// Config is the --egress-selector-config-file of a service.
 type Config struct {
-	// File is an EgressSelectorConfiguration (apiserver.k8s.io/v1beta1); empty: everything is dialled directly.
+	// File contains an EgressSelectorConfiguration (apiserver.k8s.io/v1beta1). Empty: all connections are direct.
 	File string
 }
 
@@ -36,7 +36,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.File, "egress-selector-config-file", "", "File with apiserver egress selector configuration.")
 }
 
-// Selector says how to dial into each network. Its zero value dials everything directly.
+// Selector holds the dialer of each network. The zero value dials every network directly.
 type Selector struct {
 	upstream *egressselector.EgressSelector
 	cluster  *transport.DialHolder
@@ -68,23 +68,23 @@ func (c *Config) Open() (Selector, error) {
 	return s, nil
 }
 
-// checkTransports refuses what validation lets through and kube-apiserver panics at.
+// checkTransports rejects configurations that pass validation and make kube-apiserver panic.
 func checkTransports(c *apiserver.EgressSelectorConfiguration) error {
 	if c == nil {
 		return nil
 	}
 	for _, s := range c.EgressSelections {
 		if t := s.Connection.Transport; t != nil && t.TCP != nil && t.TCP.TLSConfig == nil {
-			return fmt.Errorf("%s: a proxy at %q is not offered: it is to be https, or a socket", s.Name, t.TCP.URL)
+			return fmt.Errorf("%s: a proxy at %q is not supported: want https, or a Unix socket", s.Name, t.TCP.URL)
 		}
 	}
 	return nil
 }
 
-// Upstream is the selector that upstream's packages take; nil where no file is given.
+// Upstream returns the selector for upstream packages, or nil without a file.
 func (s Selector) Upstream() *egressselector.EgressSelector { return s.upstream }
 
-// Lookup is how upstream's packages ask for a dialer; nil where no file is given.
+// Lookup returns the dialer lookup for upstream packages, or nil without a file.
 func (s Selector) Lookup() egressselector.Lookup {
 	if s.upstream == nil {
 		return nil
@@ -92,15 +92,15 @@ func (s Selector) Lookup() egressselector.Lookup {
 	return s.upstream.Lookup
 }
 
-// Cluster dials into the cluster; nil where the file does not name the network: then it is dialled directly. It is one
-// and the same: client-go keeps a transport for each.
+// Cluster returns the dialer of the cluster network, or nil if the file does not name the network: dial directly then.
+// Every call returns the same DialHolder, because client-go caches a transport for each.
 func (s Selector) Cluster() *transport.DialHolder { return s.cluster }
 
-// ControlPlane dials into the network named so; nil as with Cluster.
+// ControlPlane returns the dialer of the controlplane network; nil as for Cluster.
 func (s Selector) ControlPlane() utilnet.DialFunc { return s.dialer(egressselector.ControlPlane) }
 
-// Etcd dials etcd; nil as with Cluster. It gives up when its context is done, also where the proxy takes the connection
-// and does not answer: gRPC waits for its dialer.
+// Etcd returns the dialer of etcd; nil as for Cluster. The dialer returns when its context is done, even if the proxy
+// accepts the connection and does not respond, because gRPC waits for its dialer.
 func (s Selector) Etcd() utilnet.DialFunc {
 	dial := s.dialer(egressselector.Etcd)
 	if dial == nil {
@@ -126,7 +126,7 @@ func (s Selector) Etcd() utilnet.DialFunc {
 		case d := <-done:
 			return d.conn, d.err
 		case <-ctx.Done():
-			return nil, errors.Join(ctx.Err(), fmt.Errorf("etcd's proxy does not answer for %s", address))
+			return nil, errors.Join(ctx.Err(), fmt.Errorf("the egress proxy of etcd does not respond for %s", address))
 		}
 	}
 }
@@ -135,6 +135,6 @@ func (s Selector) dialer(to egressselector.EgressType) utilnet.DialFunc {
 	if s.upstream == nil {
 		return nil
 	}
-	dial, _ := s.upstream.Lookup(to.AsNetworkContext()) // it has no error to give
+	dial, _ := s.upstream.Lookup(to.AsNetworkContext()) // Lookup returns no error
 	return dial
 }

@@ -24,7 +24,8 @@ func TestABadFileIsNamed(t *testing.T) {
 		"no protocol":  {header + "- {name: cluster, connection: {}}", "service.connection.protocol"},
 		"no transport": {header + "- {name: cluster, connection: {proxyProtocol: HTTPConnect}}", "transport"},
 		"no TLS": {header + "- {name: etcd, connection: {proxyProtocol: HTTPConnect, " +
-			`transport: {tcp: {url: "http://127.0.0.1:1"}}}}`, `etcd: a proxy at "http://127.0.0.1:1" is not offered`},
+			`transport: {tcp: {url: "http://127.0.0.1:1"}}}}`,
+			`etcd: a proxy at "http://127.0.0.1:1" is not supported`},
 		"a direct one": {header + "- {name: cluster, connection: {proxyProtocol: Direct}}", ""},
 	} {
 		file := filepath.Join(t.TempDir(), "egress.yaml")
@@ -56,15 +57,15 @@ func TestWithoutAFileEverythingIsDialledDirectly(t *testing.T) {
 	for _, s := range []Selector{s, {}} {
 		if s.Cluster() != nil || s.ControlPlane() != nil || s.Etcd() != nil || s.Lookup() != nil ||
 			s.Upstream() != nil {
-			t.Error("something is dialled by a way that nobody named")
+			t.Error("a network has a dialer without a file")
 		}
 	}
 }
 
-// proxies writes a file with a proxy for each network, each of which answers by serve.
+// proxies starts a proxy for each network, which responds with serve, and writes the file that names the proxies.
 func proxies(t *testing.T, serve func(name string, c net.Conn)) Selector {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "ws") // short enough for sockets
+	dir, err := os.MkdirTemp("", "ws") // short enough for the path of a socket
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -105,7 +106,7 @@ func TestEachNetworkHasItsProxy(t *testing.T) {
 		defer c.Close()
 		if req, err := http.ReadRequest(bufio.NewReader(c)); err == nil && req.Host == "x.example.com:1" {
 			fmt.Fprint(c, "HTTP/1.1 200 OK\r\n\r\n")
-			_, _ = c.Read(make([]byte, 1)) // the client speaks first
+			_, _ = c.Read(make([]byte, 1)) // the client sends first
 			fmt.Fprint(c, name)
 		}
 	})
@@ -126,13 +127,13 @@ func TestEachNetworkHasItsProxy(t *testing.T) {
 	}
 }
 
-// A proxy that says nothing costs a try, not the connection to etcd for good.
+// A proxy that sends nothing fails one dial, and does not block the connection to etcd forever.
 func TestUnresponsiveEtcdProxyTimesOut(t *testing.T) {
 	closed := make(chan error, 1)
 	s := proxies(t, func(_ string, c net.Conn) {
 		defer c.Close()
 		_, _ = http.ReadRequest(bufio.NewReader(c))
-		time.Sleep(100 * time.Millisecond) // longer than the client has patience: nothing is waited for
+		time.Sleep(100 * time.Millisecond) // longer than the timeout of the client
 		fmt.Fprint(c, "HTTP/1.1 200 OK\r\n\r\n")
 		_, err := c.Read(make([]byte, 1))
 		closed <- err

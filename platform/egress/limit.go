@@ -7,18 +7,18 @@ import (
 )
 
 const (
-	// answerValues and answerValuesFactor bound the JSON values of an answer, with those of strings in base64: that
-	// many, and as many for each value of the request's body.
+	// answerValues and answerValuesFactor bound the JSON values of a response, including values in base64 strings:
+	// answerValues, and answerValuesFactor for each value of the request body.
 	answerValues       = 200_000
 	answerValuesFactor = 4
-	// bytesPerValue is how many bytes a value has in a request whose body cannot be read again.
+	// bytesPerValue is the assumed size of a value, in bytes, if the request body cannot be read again.
 	bytesPerValue = 16
 )
 
-// LimitResponses returns a RoundTripper whose answers fail after base bytes and factor bytes for each of the request's
-// body, or after 200,000 JSON values and four for each of the request's. Clients of webhooks read an answer whole, and
-// Go's transport expands gzip. Without a bound, a webhook could fill the memory of the service that calls it;
-// kube-apiserver has none.
+// LimitResponses returns a RoundTripper that fails responses over base bytes plus factor bytes for each byte of the
+// request body. It also fails responses over 200,000 JSON values plus four for each value of the request. Webhook
+// clients read a whole response, and Go's transport decompresses gzip. Without a bound, a webhook could exhaust the
+// memory of the service that calls it. kube-apiserver has no such bound.
 func LimitResponses(next http.RoundTripper, base, factor int64) http.RoundTripper {
 	return &limitedTransport{next, base, factor}
 }
@@ -48,7 +48,7 @@ func (b *limitedTransport) RoundTrip(req *http.Request) (*http.Response, error) 
 	return resp, nil
 }
 
-// limitedBody reads at most left bytes, and then fails with err unless the body has ended.
+// limitedBody reads at most remaining bytes. If the body is longer, it fails with err.
 type limitedBody struct {
 	io.ReadCloser
 	at         string
@@ -56,7 +56,8 @@ type limitedBody struct {
 	err        error
 	values     Values
 	mostValues int
-	// request is nil once mostValues includes its values. They are counted only if the answer has many.
+	// request is nil once mostValues includes the values of the request. They are counted only for responses with many
+	// values.
 	request *http.Request
 }
 
@@ -81,7 +82,7 @@ func (b *limitedBody) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// requestValues returns how many JSON values the body of a request has.
+// requestValues returns the number of JSON values in a request body.
 func requestValues(req *http.Request) int {
 	if req.GetBody != nil {
 		if body, err := req.GetBody(); err == nil {

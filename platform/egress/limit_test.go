@@ -10,7 +10,7 @@ import (
 	"testing"
 )
 
-// An answer is bounded after it is expanded, in proportion to its request.
+// The bound of a response applies after decompression, in proportion to the request.
 func TestResponsesAreBounded(t *testing.T) {
 	const base, factor, request = 1 << 20, 4, 1 << 18
 	for name, x := range map[string]struct {
@@ -55,7 +55,7 @@ func TestResponsesAreBounded(t *testing.T) {
 	}
 }
 
-// Values are counted outside of strings, in whatever pieces the JSON comes.
+// Values counts outside of strings, for every division of the JSON into pieces.
 func TestValuesAreCounted(t *testing.T) {
 	for text, want := range map[string]int{
 		`{"a":[1,2],"b":{}}`: 5,
@@ -73,7 +73,7 @@ func TestValuesAreCounted(t *testing.T) {
 	}
 }
 
-// A patch of an admission webhook is a string in base64: the values that it decodes to count.
+// A patch of an admission webhook is a base64 string. The values that it decodes to count.
 func TestValuesInBase64AreCounted(t *testing.T) {
 	patch := base64.StdEncoding.EncodeToString([]byte(`[{},{},{"a":"[,"}]`)) // 6 values
 	for text, want := range map[string]int{
@@ -93,7 +93,7 @@ func TestValuesInBase64AreCounted(t *testing.T) {
 	}
 }
 
-// An answer is bounded in JSON values too, in proportion to its request's.
+// The JSON values of a response are bounded too, in proportion to the values of the request.
 func TestAnswersAreBoundedInValues(t *testing.T) {
 	answered := func(answer, request string, again bool) error {
 		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {

@@ -1,24 +1,24 @@
 package egress
 
-// Values counts the values of JSON that is written to it, in any number of pieces. Bounds of bytes do not suffice:
-// three bytes of JSON become a struct of hundreds. The count is of brackets and commas outside of strings. The zero
-// value is ready to use.
+// Values counts the JSON values in the data that is written to it, in pieces of any size. A bound on bytes does not
+// suffice, because three bytes of JSON decode to a struct of hundreds of bytes. Values counts brackets and commas
+// outside of strings. The zero value is ready to use.
 type Values struct {
-	// Base64 has a string in base64 count as the JSON that it decodes to: an admission webhook answers a patch so.
+	// Base64 also counts the JSON inside base64 strings, because an admission webhook returns a patch in base64.
 	Base64 bool
 
 	count        int
 	outer, inner scan
-	// bits are the last have bits of a string in base64 that make no byte yet.
+	// bits holds the last have bits of a base64 string that do not fill a byte yet.
 	bits, have uint
-	// plain: the string is not in base64.
+	// plain is true if the string is not base64.
 	plain bool
 }
 
-// scan is a place in JSON.
+// scan is the state of the scanner at a position in JSON.
 type scan struct{ quoted, escaped bool }
 
-// next reports whether a value begins or follows with c.
+// next returns true if a value begins or follows at c.
 func (s *scan) next(c byte) bool {
 	switch {
 	case s.escaped:
@@ -47,7 +47,7 @@ func (v *Values) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// decode counts one more byte of a string in base64. Escaped line breaks are not part of it.
+// decode processes the next byte of a base64 string. It skips escaped line breaks.
 func (v *Values) decode(c byte, escaped bool) {
 	switch {
 	case c == '"' && !escaped:
@@ -70,7 +70,7 @@ func (v *Values) decode(c byte, escaped bool) {
 	}
 }
 
-// sixBits returns the bits of a character of base64.
+// sixBits returns the value of a base64 character.
 func sixBits(c byte) (uint, bool) {
 	switch {
 	case 'A' <= c && c <= 'Z':
@@ -87,10 +87,10 @@ func sixBits(c byte) (uint, bool) {
 	return 0, false
 }
 
-// Count returns how many values have been written.
+// Count returns the number of values so far.
 func (v *Values) Count() int { return v.count }
 
-// ValuesOf returns how many values JSON has.
+// ValuesOf returns the number of values in a JSON document.
 func ValuesOf(data []byte) int {
 	var v Values
 	_, _ = v.Write(data)

@@ -17,28 +17,29 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// StreamReader reads messages that the log's stream holds. Direct implements it with JetStream. The watch tier calls a
-// registry, because NATS does not bound the answer to a direct get: 16 requests of 64 bytes take 1.2 GB of its memory.
+// StreamReader reads messages of the log's stream. DirectGetReader implements it with JetStream. The watch cache calls
+// a registry instead, because NATS does not bound the response to a direct get: 16 requests of 64 bytes use 1.2 GB of
+// its memory.
 type StreamReader interface {
-	// Messages calls each with the messages that the stream holds when the call begins. ErrExpired: see ReadRequest.
+	// Messages calls each with the messages that the stream holds when the call begins. For ErrExpired see ReadRequest.
 	Messages(ctx context.Context, r *logv1.ReadRequest, each func(*logv1.Chunk) error) error
 }
 
 const (
-	// chunkMessages and chunkBytes bound one chunk. A chunk may exceed chunkBytes by its last message.
+	// chunkMessages and chunkBytes bound one chunk. The last message of a chunk may exceed chunkBytes.
 	chunkMessages = 256
 	chunkBytes    = 256 << 10
-	// directTimeout bounds the wait for the next message of a direct get. It is short beside compareTimeout, because
-	// the leader answers after it.
+	// directTimeout bounds the wait for the next message of a direct get. It is shorter than compareTimeout, because
+	// the read from the leader follows it.
 	directTimeout = 500 * time.Millisecond
 )
 
-// DirectGetReader is the stream as JetStream serves it, by batched direct gets (ADR-31). Any replica of the stream answers them.
-// A replica that lags holds all messages up to some sequence, so a message that it returns has no gap before it. Its
-// answer may be empty too early. Direct then reads from the leader.
+// DirectGetReader reads the stream by batched direct gets (ADR-31), which any replica of the stream answers. A lagging
+// replica holds all messages up to some sequence, so a returned message has no gap before it. A lagging replica may
+// also return nothing too early; DirectGetReader then reads from the leader.
 type DirectGetReader struct{ JS jetstream.JetStream }
 
-// Messages implements Stored.
+// Messages implements StreamReader.
 func (d DirectGetReader) Messages(ctx context.Context, r *logv1.ReadRequest, each func(*logv1.Chunk) error) error {
 	begun, err := d.info(ctx)
 	if err != nil {
@@ -75,7 +76,7 @@ func (d DirectGetReader) Messages(ctx context.Context, r *logv1.ReadRequest, eac
 		}
 		switch {
 		case filtered && (now.State.FirstSeq > through+1 || !now.Created.Equal(begun.Created)):
-			return ErrExpired // messages of the resource may be gone
+			return ErrExpired // messages of the resource may have expired
 		case !now.Created.Equal(begun.Created):
 			return errAnotherStream
 		}
@@ -90,7 +91,7 @@ func (d DirectGetReader) Messages(ctx context.Context, r *logv1.ReadRequest, eac
 	}
 }
 
-// cursor is how far the messages on a subject have been read: all of them up to through, of which some are in next.
+// cursor is the progress of reading one subject. All messages up to through were read, and next holds the pending ones.
 type cursor struct {
 	direct  DirectGetReader
 	subject string
@@ -110,7 +111,7 @@ func (c *cursor) advance(ctx context.Context, last uint64) error {
 	}
 	if c.subject == ">" {
 		for n, m := range messages {
-			if m.Sequence != c.through+1+uint64(n) { // the leader says what is between
+			if m.Sequence != c.through+1+uint64(n) { // the leader is read for the gap
 				messages = messages[:n]
 				break
 			}
@@ -131,7 +132,7 @@ func (c *cursor) advance(ctx context.Context, last uint64) error {
 	return nil
 }
 
-// merge moves to the chunk, in order, the messages up to the sequence that all cursors have come to. It returns that.
+// merge moves the messages up to the lowest position of all cursors to the chunk, in order. It returns that sequence.
 func merge(cursors []*cursor, chunk *logv1.Chunk) uint64 {
 	chunk.Through = cursors[0].through
 	for _, c := range cursors {
@@ -157,8 +158,8 @@ func (d DirectGetReader) info(ctx context.Context) (*jetstream.StreamInfo, error
 	return stream.CachedInfo(), nil
 }
 
-// batch returns the answer of one direct get. It may end early, or hold nothing. Each message names the sequence of the
-// message before it in the batch, so the answer has no gap, also on one subject.
+// batch returns the messages of one direct get. The batch may end early, or be empty. Each message names the sequence
+// of its predecessor in the batch, so the batch has no gap, even on one subject.
 func (d DirectGetReader) batch(ctx context.Context, subject string, sequence uint64) ([]*logv1.StoredMessage, error) {
 	nc := d.JS.Conn()
 	body, err := json.Marshal(map[string]any{
@@ -193,7 +194,7 @@ func (d DirectGetReader) batch(ctx context.Context, subject string, sequence uin
 			return nil, err
 		}
 		received, err := sequenceOf(m)
-		if err != nil || m.Header.Get(jetstream.LastSequenceHeader) != before { // a status, or a message was lost
+		if err != nil || m.Header.Get(jetstream.LastSequenceHeader) != before { // a status message, or a lost message
 			return messages, nil
 		}
 		messages, before = append(messages, storedMessage(m.Header, received, m.Data)), strconv.FormatUint(received, 10)
@@ -206,7 +207,7 @@ func nextMsg(ctx context.Context, inbox *nats.Subscription) (*nats.Msg, error) {
 	return inbox.NextMsgWithContext(ctx)
 }
 
-// sequenceOf returns the sequence of a message that NATS has published again, or has answered to a direct get.
+// sequenceOf returns the sequence of a message that NATS republished or returned to a direct get.
 func sequenceOf(m *nats.Msg) (uint64, error) {
 	return strconv.ParseUint(m.Header.Get(jetstream.SequenceHeader), 10, 64)
 }
@@ -221,7 +222,8 @@ func storedMessage(header nats.Header, sequence uint64, data []byte) *logv1.Stor
 	}
 }
 
-// startAfter finds the sequence of a message before which everything is of the revision or older.
+// startAfter returns the sequence of a message before which every message is of the revision after, or older. It
+// returns ErrExpired if the stream no longer holds such a message.
 func (d DirectGetReader) startAfter(ctx context.Context, state jetstream.StreamState, after int64) (uint64, error) {
 	first, last := state.FirstSeq, state.LastSeq
 	if state.Msgs == 0 {
@@ -245,14 +247,14 @@ func (d DirectGetReader) startAfter(ctx context.Context, state jetstream.StreamS
 	return first + uint64(n), failed
 }
 
-// revisionBefore is up to where everything has been said before a message: the revision of the one that it follows.
+// revisionBefore returns the revision up to which the log is complete before a message: that of its predecessor.
 func (d DirectGetReader) revisionBefore(ctx context.Context, sequence uint64) (int64, error) {
 	m, err := Get(ctx, d.JS, sequence)
 	if err != nil {
 		return 0, fmt.Errorf("message %d of the log: %w", sequence, err)
 	}
 	name := m.Header.Get(jetstream.ExpectedLastMsgIDHeader)
-	if name == "" { // it begins the log
+	if name == "" { // the first message of the log
 		name = m.Header.Get(jetstream.MsgIDHeader)
 	}
 	id, err := ParseID(name)

@@ -16,10 +16,11 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// KeyBytes is how long a secret is that events are sealed with.
+// KeyBytes is the size of a secret that encrypts events.
 const KeyBytes = 32
 
-// Encrypt hides what an event says of its object from NATS. key names the secret to whoever reads it.
+// Encrypt encrypts the object and the previous object of an event, so that NATS cannot read them. key names the secret
+// to the readers.
 func Encrypt(e *logv1.Event, key string, secret []byte) error {
 	aead, err := newAEAD(secret)
 	if err != nil {
@@ -34,13 +35,13 @@ func Encrypt(e *logv1.Event, key string, secret []byte) error {
 		data, encrypted.Compressed = compressed, true
 	}
 	nonce := make([]byte, aead.NonceSize(), aead.NonceSize()+len(data)+aead.Overhead())
-	_, _ = rand.Read(nonce) // it does not fail
+	_, _ = rand.Read(nonce) // Read never fails
 	encrypted.Data = aead.Seal(nonce, nonce, data, additionalData(e))
 	e.Object, e.Previous, e.Encrypted = nil, nil, encrypted
 	return nil
 }
 
-// Decrypt is Seal's inverse.
+// Decrypt is the inverse of Encrypt.
 func Decrypt(e *logv1.Event, secret []byte) error {
 	aead, err := newAEAD(secret)
 	if err != nil {
@@ -48,7 +49,7 @@ func Decrypt(e *logv1.Event, secret []byte) error {
 	}
 	data, n := e.Encrypted.Data, aead.NonceSize()
 	if len(data) < n {
-		return errors.New("a sealed event is cut short")
+		return errors.New("an encrypted event is truncated")
 	}
 	if data, err = aead.Open(nil, data[:n], data[n:], additionalData(e)); err != nil {
 		return err
@@ -74,28 +75,28 @@ func newAEAD(secret []byte) (cipher.AEAD, error) {
 	return cipher.NewGCM(block)
 }
 
-// additionalData binds what is sealed to where it is: it cannot be another object's or another event's.
+// additionalData binds the ciphertext to its event, so it cannot replace another object's or another event's.
 func additionalData(e *logv1.Event) []byte {
 	return fmt.Appendf(nil, "%s\x00%s\x00%s\x00%d\x00%d\x00%d",
 		e.StorageResource, e.Namespace, e.Name, e.Revision, e.Index, e.Type)
 }
 
-// DataKeyFunc answers the secret of a key that events of a stored resource are sealed with. An error of ErrNoKey is final; any
-// other may go away.
+// DataKeyFunc returns the secret of a key that encrypts events of a storage resource. ErrNoKey is final; any other
+// error may be temporary.
 type DataKeyFunc func(ctx context.Context, storedAs, key string) ([]byte, error)
 
-// ErrNoKey says that nobody can have a key any more, or as long as a KMS is away.
-var ErrNoKey = errors.New("the key is not to be had")
+// ErrNoKey means that no registry can decrypt a key: it is lost, or its KMS is unavailable.
+var ErrNoKey = errors.New("the data key is unavailable")
 
 const (
-	// NegativeTTL is for how long a key that was not to be had is not asked for again: a KMS that hangs takes seconds
-	// each time, and the log waits.
+	// NegativeTTL is how long an unavailable key is cached as such. A hanging KMS takes seconds for each call, and the
+	// reader of the log waits for it.
 	NegativeTTL = 10 * time.Second
-	// maxCachedKeys bounds how many keys are kept in memory.
+	// maxCachedKeys bounds the keys in memory.
 	maxCachedKeys = 1000
 )
 
-// KeyCache keeps keys by name. Its method may be called by any number of goroutines.
+// KeyCache caches keys by name. Any goroutine may call its method.
 type KeyCache struct {
 	mu     sync.Mutex
 	cached map[string]cachedKey
@@ -107,7 +108,8 @@ type cachedKey struct {
 	fetched time.Time
 }
 
-// Get answers what ask does of a key: that it is not to be had (ErrNoKey) for NegativeTTL. Any other error is not kept.
+// Get returns a key from the cache, or calls fetch and caches its result. ErrNoKey is cached for NegativeTTL; other
+// errors are not cached.
 func (c *KeyCache) Get(name string, fetch func() ([]byte, error)) ([]byte, error) {
 	c.mu.Lock()
 	k, ok := c.cached[name]
@@ -128,11 +130,11 @@ func (c *KeyCache) Get(name string, fetch func() ([]byte, error)) ([]byte, error
 	return secret, err
 }
 
-// keyRetryPause is how long to wait until somebody who did not answer is asked for a key again.
+// keyRetryPause is the delay before a failed request for a key is repeated.
 const keyRetryPause = 200 * time.Millisecond
 
-// WithDecryption hands events on as they were before they were sealed. One that cannot be opened is a reset of its resource: it
-// is to be read anew, from where its objects are.
+// WithDecryption returns a function that decrypts events and calls handle with them. An event that cannot be decrypted
+// becomes a reset of its resource: the reader must then list the resource from etcd.
 func WithDecryption(ctx context.Context, keys DataKeyFunc, handle func(*logv1.Event) error) func(*logv1.Event) error {
 	return func(e *logv1.Event) error {
 		for e.Encrypted != nil {
@@ -141,7 +143,7 @@ func WithDecryption(ctx context.Context, keys DataKeyFunc, handle func(*logv1.Ev
 			case ctx.Err() != nil:
 				return ctx.Err()
 			case errors.Is(err, ErrNoKey):
-				slog.Error("An event cannot be opened; its resource is to be read anew", "resource", e.StorageResource,
+				slog.Error("An event cannot be decrypted; its resource is reset", "resource", e.StorageResource,
 					"revision", e.Revision, "key", e.Encrypted.Key, "error", err)
 				e = &logv1.Event{
 					Type:            logv1.Type_TYPE_RESET,
@@ -152,7 +154,8 @@ func WithDecryption(ctx context.Context, keys DataKeyFunc, handle func(*logv1.Ev
 					Epoch:           e.Epoch,
 				}
 			case err != nil:
-				slog.Warn("A key of the event log cannot be asked for; trying again", "resource", e.StorageResource, "error", err)
+				slog.Warn("The data key of an event is unavailable; retrying", "resource", e.StorageResource,
+					"error", err)
 				select {
 				case <-ctx.Done():
 				case <-time.After(keyRetryPause):

@@ -24,7 +24,7 @@ func secretEvent(text string) *logv1.Event {
 	}
 }
 
-// What is sealed is not to be seen, comes back whole, and only where it was.
+// Encrypted contents are unreadable, decrypt completely, and decrypt only in their own event.
 func TestEncryptedEventsAreBound(t *testing.T) {
 	secret := bytes.Repeat([]byte{7}, KeyBytes)
 	for _, text := range []string{"PLAINTEXT", strings.Repeat("PLAINTEXT", 20000)} {
@@ -55,7 +55,7 @@ func TestEncryptedEventsAreBound(t *testing.T) {
 	}
 }
 
-// An event whose key is not to be had resets its resource, in its place; one whose key is late waits for it.
+// An event with an unavailable key becomes a reset of its resource, in order. An event with a late key waits.
 func TestUndecryptableEventsResetTheirResource(t *testing.T) {
 	secret := bytes.Repeat([]byte{7}, KeyBytes)
 	late := 2
@@ -65,7 +65,7 @@ func TestUndecryptableEventsResetTheirResource(t *testing.T) {
 			return nil, ErrNoKey
 		case key == "late" && late > 0:
 			late--
-			return nil, errors.New("nobody answers")
+			return nil, errors.New("no registry responds")
 		}
 		return secret, nil
 	}
@@ -106,7 +106,7 @@ func TestUndecryptableEventsResetTheirResource(t *testing.T) {
 	}
 }
 
-// A key is asked for once; one that is not to be had, again after a while; one that could not be asked for, at once.
+// A key is fetched once. An unavailable key is fetched again after NegativeTTL, and after another error at once.
 func TestDataKeysAreCached(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var cache KeyCache
@@ -123,10 +123,10 @@ func TestDataKeysAreCached(t *testing.T) {
 			{"a", nil, 0, 1}, {"a", ErrNoKey, 24 * time.Hour, 1},
 			{"b", errors.New("away"), 0, 2}, {"b", ErrNoKey, 0, 3}, {"b", nil, NegativeTTL / 2, 3}, {"b", nil, NegativeTTL, 4},
 		} {
-			time.Sleep(step.later) // of the bubble's clock
+			time.Sleep(step.later) // on the clock of the synctest bubble
 			_, _ = get(step.name, step.answer)
 			if asked != step.asked {
-				t.Errorf("%s is asked for %d times, not %d", step.name, asked, step.asked)
+				t.Errorf("%s is fetched %d times, not %d", step.name, asked, step.asked)
 			}
 		}
 		for i := range 2 * maxCachedKeys {

@@ -1,7 +1,12 @@
-// Package eventlog is the ordered log of etcd events in NATS JetStream: its names, its order and how to read it.
+// Package eventlog is the ordered log of etcd events in NATS JetStream: its subjects, its order, its readers and
+// writer.
 //
-// Every message holds one logv1.Event. A message's id says where in etcd's history it stands, and each publish expects
-// the id before it, so the log can neither fork nor gap: a deposed publisher's message is refused.
+// Every message holds one logv1.Event. A message's id is the event's position in etcd, and each publish expects the id
+// of the previous message (Nats-Expected-Last-Msg-Id). The log therefore cannot fork or have a gap: JetStream
+// rejects messages of a deposed publisher.
+//
+// The package does not read etcd and elects no publisher; the registry does. Read and Replay run in the caller's
+// goroutine. A Writer belongs to one goroutine and starts one for each unacknowledged message.
 package eventlog
 
 import (
@@ -19,36 +24,38 @@ import (
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/util/version"
 
+	"watershed.dev/platform/config"
 	"watershed.dev/platform/rpc"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
 const (
-	// StreamName is the JetStream stream.
+	// StreamName is the name of the JetStream stream.
 	StreamName  = "watershed"
 	eventPrefix = "watershed.event."
-	// storedPrefix is the prefix of the subjects on which NATS publishes each message again once the stream holds it.
+	// storedPrefix is the prefix of the subjects to which NATS republishes each stored message (RePublish).
 	storedPrefix = "watershed.stored."
-	// ProgressSubject carries progress and resets, in order with the events.
+	// ProgressSubject carries progress messages and resets, in order with the events.
 	ProgressSubject = "watershed.progress"
-	// ProgressRequestSubject is where a reader that waits for a revision asks the publisher to say how far it is.
+	// ProgressRequestSubject is the subject on which a reader requests progress from the publisher, if it waits for a
+	// revision.
 	ProgressRequestSubject = "watershed.progress.request"
 )
 
-// Inbox is where a client of a name gets answers: it alone may read them.
+// Inbox returns the inbox prefix of a client. Only that client may subscribe to it.
 func Inbox(client string) string { return "_INBOX_" + client }
 
-// minServerVersion is the oldest NATS server that the log can be kept by. Older ones lose, when they are restarted, the id
-// of the last message where that is older than the duplicate window (nats-server pull request 8564), and then refuse
-// every publish that names it.
+// minServerVersion is the oldest supported NATS server. On restart, an older server loses the id of a last message that
+// is older than the duplicate window (nats-server pull request 8564). It then rejects every publish that expects that
+// id.
 const minServerVersion = "2.15.2"
 
-// checkServer refuses a server that is too old. One that is not connected is checked when it is used.
+// checkServer rejects a server that is too old. A client that is not connected yet passes; Stream checks again.
 func checkServer(nc *nats.Conn) error {
 	server := nc.ConnectedServerVersion()
 	if server != "" && tooOld(server) {
-		return fmt.Errorf("NATS server %s at %s is too old: use %s or newer; older ones forget the last message's "+
-			"id when they restart, and refuse every publish after it", server, nc.ConnectedUrlRedacted(), minServerVersion)
+		return fmt.Errorf("NATS server %s at %s is too old: use %s or newer; older servers lose the last message's "+
+			"id when they restart, and reject all later messages", server, nc.ConnectedUrlRedacted(), minServerVersion)
 	}
 	return nil
 }
@@ -58,17 +65,17 @@ func tooOld(server string) bool {
 	return err != nil || v.LessThan(version.MustParseSemantic(minServerVersion))
 }
 
-// Subject is where a stored resource's events are.
+// Subject returns the subject of a storage resource's events.
 func Subject(storedAs string) string { return eventPrefix + storedAs }
 
-// Options say where NATS is and how the log is kept.
+// Options configures the connection to NATS and the stream.
 type Options struct {
 	URL       string
 	Storage   string
 	Replicas  int
 	Retention time.Duration
 	MaxBytes  int64
-	// Conn, if set, is used in place of URL: the embedded server's in-process connection.
+	// Conn, if set, replaces URL: it is the in-process connection of the embedded server.
 	Conn nats.InProcessConnProvider
 }
 
@@ -76,14 +83,28 @@ type Options struct {
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.URL, "nats-url", o.URL,
 		"NATS servers, comma separated (tls://host:4222). Mutual TLS with the --rpc-* identity.")
-	fs.StringVar(&o.Storage, "log-storage", "file", `Where JetStream keeps the event log: "file" or "memory".`)
+	fs.StringVar(&o.Storage, "log-storage", "file", `Storage of the event log in JetStream: "file" or "memory".`)
 	fs.IntVar(&o.Replicas, "log-replicas", 1, "JetStream replicas of the event log: 1, 3 or 5.")
 	fs.DurationVar(&o.Retention, "log-retention", 10*time.Minute,
-		"How long the event log keeps events, which is how far back a watch can resume.")
-	fs.Int64Var(&o.MaxBytes, "log-max-bytes", 1<<30, "The event log's size bound in bytes.")
+		"Age limit of events in the event log, which is also how far back a watch can resume.")
+	fs.Int64Var(&o.MaxBytes, "log-max-bytes", 1<<30, "Size limit of the event log in bytes.")
 }
 
-// Connect connects to NATS and reconnects for ever. Close the connection to end it.
+// Validate returns an error that names each flag with a value that JetStream cannot use.
+func (o *Options) Validate() error {
+	var errs []error
+	if o.Storage != "file" && o.Storage != "memory" {
+		errs = append(errs, fmt.Errorf(`--log-storage=%s: want "file" or "memory"`, o.Storage))
+	}
+	if o.Replicas != 1 && o.Replicas != 3 && o.Replicas != 5 {
+		errs = append(errs, fmt.Errorf("--log-replicas=%d: want 1, 3 or 5", o.Replicas))
+	}
+	return errors.Join(append(errs,
+		config.AtLeast("log-retention", o.Retention, time.Second),
+		config.AtLeast("log-max-bytes", o.MaxBytes, 1<<20))...)
+}
+
+// Connect connects to NATS and reconnects until the connection is closed.
 func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, error) {
 	opts := []nats.Option{nats.Name(name), nats.CustomInboxPrefix(Inbox(name)), nats.MaxReconnects(-1),
 		nats.ReconnectWait(100 * time.Millisecond), nats.ReconnectBufSize(-1),
@@ -113,25 +134,24 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, error) {
 	return nc, nil
 }
 
-// JetStream returns the context in which registry publishes: at most 512 messages await their acknowledgement, each
-// for at most 5 s.
+// JetStream returns the registry's context for publishing: at most 512 unacknowledged messages, each for at most 5 s.
 func JetStream(nc *nats.Conn) (jetstream.JetStream, error) {
 	return jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(512),
 		jetstream.WithPublishAsyncTimeout(5*time.Second))
 }
 
-// ID is where an event stands: a revision, an index in its transaction, and whether it is an event at all.
+// ID is the position of a message: a revision, an index in its transaction, and whether it is progress.
 type ID struct {
 	Revision int64
 	Index    int32
-	// Progress is true for progress and for a reset of everything, which say something of all that is up to Revision. A
-	// reset of one resource has a place in its transaction, as an event has.
+	// Progress is true for progress and for a reset of all resources, because both cover everything up to Revision. A
+	// reset of one resource has a position in its transaction, as an event has.
 	Progress bool
-	// nonce keeps apart what different publishers, or different histories of etcd, would call the same.
+	// nonce distinguishes equal positions of different publishers or different epochs of etcd.
 	nonce string
 }
 
-// IDOf is e's id as the publisher with the nonce gives it.
+// IDOf returns the id of e from the publisher with the nonce.
 func IDOf(e *logv1.Event, nonce string) ID {
 	progress := e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET && e.StorageResource == ""
 	return ID{e.Revision, e.Index, progress, nonce}
@@ -145,7 +165,7 @@ func (id ID) String() string {
 	return fmt.Sprintf("%s%d.%d.%s", prefix, id.Revision, id.Index, id.nonce)
 }
 
-// ParseID is String's inverse.
+// ParseID is the inverse of ID.String.
 func ParseID(s string) (ID, error) {
 	rest, progress := strings.CutPrefix(s, "m")
 	parts := strings.SplitN(rest, ".", 3)
@@ -166,25 +186,25 @@ func ParseID(s string) (ID, error) {
 }
 
 const (
-	// encodingHeader names how a message's data is compressed; without it, it is not.
+	// encodingHeader names the compression of a message's data. Without the header, the data is not compressed.
 	encodingHeader = "Content-Encoding"
 	s2Encoding     = "s2"
-	// compressThreshold is from how many bytes on a message is compressed: an object's JSON may be six times what it was
-	// written as, and the log's room is everybody's.
+	// compressThreshold is the size in bytes above which a message is compressed. An object's JSON may be six times the
+	// size of the client's request, and all resources share the size limit of the log.
 	compressThreshold = 64 << 10
-	// maxEventBytes bounds what a message may unpack to: an object of 3 MB, twice, each as protobuf and as JSON that
-	// escapes every byte, and some room.
+	// maxEventBytes bounds the decompressed size of a message. It fits an object of 3 MB twice, each as protobuf and as
+	// JSON that escapes every byte, with a reserve.
 	maxEventBytes = 64 << 20
 )
 
-// Message wraps e for publishing. An error is e's own: nothing of NATS has been asked yet.
+// Message returns the NATS message of e. An error means that e cannot be a message; nothing was sent.
 func Message(e *logv1.Event) (*nats.Msg, error) {
 	data, err := proto.Marshal(e)
 	if err != nil {
 		return nil, err
 	}
 	if len(data) > maxEventBytes {
-		return nil, fmt.Errorf("it takes %d bytes, more than the %d of a message", len(data), maxEventBytes)
+		return nil, fmt.Errorf("the event has %d bytes, the limit of a message is %d", len(data), maxEventBytes)
 	}
 	subject := ProgressSubject
 	if e.StorageResource != "" {
@@ -198,7 +218,7 @@ func Message(e *logv1.Event) (*nats.Msg, error) {
 	return m, nil
 }
 
-// compress compresses what is large, where that makes it smaller.
+// compress compresses data over the threshold. ok is false if data is not compressed, or did not get smaller.
 func compress(data []byte) ([]byte, bool) {
 	if len(data) <= compressThreshold {
 		return nil, false
@@ -207,19 +227,19 @@ func compress(data []byte) ([]byte, bool) {
 	return compressed, len(compressed) < len(data)
 }
 
-// decompress is pack's inverse, within what a message may unpack to.
+// decompress is the inverse of compress. It rejects data that exceeds maxEventBytes.
 func decompress(data []byte) ([]byte, error) {
 	n, err := s2.DecodedLen(data)
 	if err != nil {
 		return nil, err
 	}
 	if n > maxEventBytes {
-		return nil, fmt.Errorf("it unpacks to %d bytes, more than the %d of a message", n, maxEventBytes)
+		return nil, fmt.Errorf("the message decompresses to %d bytes, the limit is %d", n, maxEventBytes)
 	}
 	return s2.Decode(nil, data)
 }
 
-// Event is Message's inverse, of data as a message with the header holds it.
+// Event is the inverse of Message, for data of a message with the header.
 func Event(header nats.Header, data []byte) (*logv1.Event, error) {
 	return decode(header.Get(encodingHeader), data)
 }

@@ -8,7 +8,7 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// Whatever a message holds, it is an event or an error, and no more than an event may be.
+// Every message decodes to an event within the size limit, or to an error.
 func FuzzEvent(f *testing.F) {
 	m, err := Message(&logv1.Event{
 		Type:            logv1.Type_TYPE_ADDED,
@@ -32,7 +32,7 @@ func FuzzEvent(f *testing.F) {
 			return
 		}
 		if _, err := Message(e); err != nil {
-			t.Errorf("what came cannot be sent: %v", err)
+			t.Errorf("a decoded event cannot be encoded: %v", err)
 		}
 	})
 }

@@ -13,8 +13,8 @@ import (
 // api is the prefix of JetStream's API.
 const api = "$JS.API."
 
-// get reads one message by STREAM.MSG.GET, which the stream's leader answers. The methods of jetstream.Stream use
-// direct gets, which a replica that lags may answer.
+// get reads one message by STREAM.MSG.GET, which the leader of the stream answers. The methods of jetstream.Stream use
+// direct gets, which a lagging replica may answer.
 func get(ctx context.Context, js jetstream.JetStream, request map[string]any) (*jetstream.RawStreamMsg, error) {
 	body, err := json.Marshal(request)
 	if err != nil {

@@ -13,27 +13,33 @@ import (
 )
 
 const (
-	// pendingMessages and pendingBytes bound a reader's subscription. The client drops messages beyond them, and the
-	// reader reads these from the stream.
+	// pendingMessages and pendingBytes bound a reader's subscription. The NATS client drops messages beyond the bounds,
+	// and the reader then reads them from the stream.
 	pendingMessages = 16 << 10
 	pendingBytes    = 64 << 20
-	// compareAfter is after how long without a message a reader compares itself with the stream. Progress comes every 2 s.
+	// compareAfter is the time without a message after which a reader compares its position with the stream. The
+	// publisher sends progress every 2 s.
 	compareAfter = 3 * time.Second
-	// pollInterval is how often an idle reader looks for a new connection.
+	// pollInterval is how often an idle reader checks for a reconnect.
 	pollInterval = 250 * time.Millisecond
 	// compareTimeout bounds one comparison with the stream.
 	compareTimeout = 2 * time.Second
-	// flushTimeout bounds the wait until NATS has the subscription.
+	// flushTimeout bounds the wait until NATS has received the subscription.
 	flushTimeout = 2 * time.Second
 )
 
-// Read calls handle with every event from the log's beginning on, in order, until ctx is done or handle returns an
-// error. It survives the loss of NATS. Should the log have lost what comes next (it was away for longer than it is
-// kept, or the log was made anew), handle is given a reset before it goes on: there may be a gap up to the reset's
-// revision.
+// Read calls handle with every event from the beginning of the log, in order, until ctx is done or handle returns an
+// error. It reconnects when NATS is lost. If the log no longer holds the next message, Read calls handle with a reset
+// first. There may then be a gap up to the revision of the reset. This happens if NATS was away for longer than the
+// retention, or if the log was recreated.
 //
-// Read has no consumer. It subscribes to the messages that NATS publishes again once the stream holds them, and reads
-// from stored the messages that the subscription missed.
+// Read has no consumer. It subscribes to the subjects to which NATS republishes stored messages, and reads from stream
+// the messages that the subscription missed.
+//
+//	subscribe ──> catchUp ──> live ──gap in sequences, slow consumer──> catchUp ──> live
+//	                          live ──no message for compareAfter, reconnect──> compare ──> live
+//	any error of the above ──200 ms──> subscribe
+//	an error of handle, or ctx done ──> end
 func Read(ctx context.Context, nc *nats.Conn, stream StreamReader, handle func(*logv1.Event) error) error {
 	r := &reader{nc: nc, stream: stream, handle: handle}
 	for {
@@ -47,9 +53,9 @@ func Read(ctx context.Context, nc *nats.Conn, stream StreamReader, handle func(*
 		}
 		level := slog.LevelWarn
 		if errors.Is(err, jetstream.ErrStreamNotFound) {
-			level = slog.LevelInfo // the publisher makes it
+			level = slog.LevelInfo // the publisher creates it
 		}
-		slog.Log(ctx, level, "The event log cannot be read; trying again", "error", err)
+		slog.Log(ctx, level, "The event log cannot be read; retrying", "error", err)
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
@@ -60,24 +66,24 @@ func Read(ctx context.Context, nc *nats.Conn, stream StreamReader, handle func(*
 
 type handlerError struct{ error }
 
-// reader is where a reader is in the log.
+// reader is a reader's position in the log.
 type reader struct {
 	nc     *nats.Conn
 	stream StreamReader
 	handle func(*logv1.Event) error
-	// created tells streams of the same name apart; sequence and id are those of the last message.
+	// created distinguishes streams of the same name. sequence and id are those of the last message.
 	created  int64
 	sequence uint64
 	id       string
-	// afterGap: what was read last is not in the log any more, so the next message follows a gap.
+	// afterGap is true if the log no longer holds the last read message, so the next message follows a gap.
 	afterGap bool
 }
 
 var (
-	// errMissed: the message does not follow the last one that was read.
+	// errMissed means that a message does not follow the last read message.
 	errMissed = errors.New("messages of the event log were missed")
-	// errAnotherStream: the stream was deleted and made again. It is read from its beginning, after a reset.
-	errAnotherStream = errors.New("the event log's stream was made anew")
+	// errAnotherStream means that the stream was recreated. The reader starts at its beginning, after a reset.
+	errAnotherStream = errors.New("the event log's stream was recreated")
 )
 
 func (r *reader) read(ctx context.Context) error {
@@ -102,7 +108,7 @@ func (r *reader) read(ctx context.Context) error {
 			err = r.next(m)
 		}
 		switch {
-		case errors.Is(err, errMissed), errors.Is(err, nats.ErrSlowConsumer): // messages were dropped, maybe the last
+		case errors.Is(err, errMissed), errors.Is(err, nats.ErrSlowConsumer): // dropped messages, possibly the last
 			err = r.catchUp(ctx)
 		case errors.Is(err, nats.ErrTimeout):
 			err = nil
@@ -132,7 +138,7 @@ func received(c <-chan nats.Status) bool {
 	}
 }
 
-// next delivers a message of the subscription. It ignores a message that the reader has, and one without a sequence.
+// next delivers a message of the subscription. It ignores a message that was already delivered or has no sequence.
 func (r *reader) next(m *nats.Msg) error {
 	sequence, err := sequenceOf(m)
 	switch {
@@ -144,8 +150,8 @@ func (r *reader) next(m *nats.Msg) error {
 	return r.deliver(storedMessage(m.Header, sequence, m.Data), false)
 }
 
-// compare reads what the stream has and the subscription has not brought. If the stream cannot be read, compare returns
-// false and the subscription goes on.
+// compare reads the messages that the stream holds and the subscription missed. If the stream cannot be read, compare
+// returns false and the subscription continues.
 func (r *reader) compare(ctx context.Context) (ok bool, err error) {
 	compareCtx, cancel := context.WithTimeout(ctx, compareTimeout)
 	defer cancel()
@@ -154,13 +160,13 @@ func (r *reader) compare(ctx context.Context) (ok bool, err error) {
 	if err == nil || errors.As(err, &h) {
 		return true, err
 	}
-	slog.Warn("The event log cannot be compared with what was read", "error", err)
+	slog.Warn("The position in the event log cannot be compared with the stream", "error", err)
 	return false, ctx.Err()
 }
 
-// catchUp reads from the stream up to its end.
+// catchUp reads the stream up to its end.
 func (r *reader) catchUp(ctx context.Context) error {
-	if err := r.nc.FlushTimeout(flushTimeout); err != nil { // the subscription has messages that the stream gets later
+	if err := r.nc.FlushTimeout(flushTimeout); err != nil { // from here on the subscription receives new messages
 		return err
 	}
 	for {
@@ -187,25 +193,26 @@ func (r *reader) catchUp(ctx context.Context) error {
 	}
 }
 
-// reposition returns true if the stream does not continue at the reader's position, and moves the reader.
+// reposition returns true if the stream does not continue at the reader's position. It then moves the reader.
 func (r *reader) reposition(c *logv1.Chunk) bool {
 	previous := r.created
 	r.created = c.Created
 	switch {
 	case r.sequence == 0:
 		return false
-	case c.Created != previous: // another stream: from its beginning, which is a reset
+	case c.Created != previous: // another stream: read its beginning, which is a reset
 		r.sequence, r.id, r.afterGap = 0, "", true
 		return true
-	case c.Last < r.sequence: // its end is lost, and the messages up to Last may be others
+	case c.Last < r.sequence: // the stream lost its end, and its messages up to Last may differ
 		r.sequence, r.id, r.afterGap = c.Last, "", true
 		return true
 	}
 	return false
 }
 
-// deliver hands one message to handle. If it does not follow the last message, deliver hands on a reset first. Only a
-// message that was read from the stream proves such a gap; for another one, deliver returns errMissed.
+// deliver calls handle with one message. If the message does not follow the last message, deliver calls handle with a
+// reset first. Only a message of the stream proves such a gap. For a message of the subscription, deliver returns
+// errMissed.
 func (r *reader) deliver(m *logv1.StoredMessage, fromStream bool) error {
 	e, err := decode(m.Encoding, m.Data)
 	if err != nil {

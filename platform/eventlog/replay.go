@@ -9,17 +9,18 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// ErrExpired says that the log does not hold everything after a revision any more.
-var ErrExpired = errors.New("the event log does not go back so far")
+// ErrExpired means that the log does not hold all messages after a revision.
+var ErrExpired = errors.New("the event log has expired messages after this revision")
 
-// replayPause is how long a replay that has come to the log's end waits until it reads on.
+// replayPause is the delay between reads of a replay at the end of the log.
 const replayPause = 100 * time.Millisecond
 
-// Replay calls each with the events of a stored resource after a revision, and with progress, in order, until each
-// answers false or an error, or ctx is done. It is for those who need more than a reader keeps. ErrExpired comes
-// where the log has a reset, or where its retention may have overtaken the reading: what each was given before is sound
-// and has no gap. each is called for as many messages at a time as are known to follow each other, so it lags a little
-// behind the log; it must be quick.
+// Replay calls each with the events of a storage resource after a revision, and with progress, in order. It ends when
+// each returns false or an error, or ctx is done. Use it for events that a watch cache has evicted.
+//
+// Replay returns ErrExpired at a reset in the log, or if retention may have passed the reading position. The events
+// before that are complete and have no gap. Replay calls each only for messages whose order is certain, so it lags a
+// little behind the log. each must be fast.
 func Replay(ctx context.Context, stream StreamReader, storedAs string, after int64,
 	each func(*logv1.Event) (bool, error)) error {
 	r := &replay{after: after, each: each}
@@ -40,10 +41,10 @@ func Replay(ctx context.Context, stream StreamReader, storedAs string, after int
 	}
 }
 
-// errStopReplay ends a replay whose reader has enough.
+// errStopReplay ends a replay when each returns false.
 var errStopReplay = errors.New("enough")
 
-// replay is how far a replay has come.
+// replay is the progress of a Replay.
 type replay struct {
 	after     int64
 	each      func(*logv1.Event) (bool, error)
@@ -52,7 +53,7 @@ type replay struct {
 	through   uint64
 }
 
-// handleChunk calls each with a chunk's events.
+// handleChunk calls each with the events of a chunk.
 func (r *replay) handleChunk(c *logv1.Chunk) error {
 	if r.created != 0 && (c.Created != r.created || c.Last < r.through) { // another stream, or its end is lost
 		return ErrExpired

@@ -10,7 +10,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 )
 
-// Stream makes the log's stream, or updates an existing one to the configuration.
+// Stream creates the stream of the log, or updates an existing stream to the configuration.
 func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream.Stream, error) {
 	storage := jetstream.FileStorage
 	switch o.Storage {
@@ -33,7 +33,7 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 		Discard:      jetstream.DiscardOld,
 		Duplicates:   min(o.Retention, time.Second),
 		RePublish:    &jetstream.RePublish{Source: ">", Destination: storedPrefix + ">"},
-		AllowDirect:  true, // replicas that lag answer direct gets too: see Direct
+		AllowDirect:  true, // lagging replicas answer direct gets too: see DirectGetReader
 		MaxConsumers: 1,    // no reader has a consumer, and 0 means no limit
 	})
 	if err != nil {
@@ -42,7 +42,7 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 	return stream, deleteConsumers(ctx, stream)
 }
 
-// deleteConsumers deletes the stream's consumers, which an older release or a stolen key may have left.
+// deleteConsumers deletes the consumers of the stream. An older release or a stolen key may have created them.
 func deleteConsumers(ctx context.Context, stream jetstream.Stream) error {
 	if stream.CachedInfo().State.Consumers == 0 {
 		return nil
@@ -55,27 +55,27 @@ func deleteConsumers(ctx context.Context, stream jetstream.Stream) error {
 		}
 		deleted++
 	}
-	slog.Info("The event log's stream had consumers; they are deleted", "consumers", deleted)
+	slog.Info("Deleted the consumers of the event log's stream", "consumers", deleted)
 	return names.Err()
 }
 
-// Get returns a message of the stream's leader. The error is jetstream.ErrMsgNotFound if the stream does not hold it.
+// Get returns a message from the leader of the stream, or jetstream.ErrMsgNotFound.
 func Get(ctx context.Context, js jetstream.JetStream, sequence uint64) (*jetstream.RawStreamMsg, error) {
 	return get(ctx, js, map[string]any{"seq": sequence})
 }
 
-// GetLast returns the last message on a subject, of the stream's leader.
+// GetLast returns the last message of a subject from the leader of the stream.
 func GetLast(ctx context.Context, js jetstream.JetStream, subject string) (*jetstream.RawStreamMsg, error) {
 	return get(ctx, js, map[string]any{"last_by_subj": subject})
 }
 
-// getNext returns the first message on a subject from a sequence on, of the stream's leader.
+// getNext returns the first message of a subject at a sequence or later, from the leader of the stream.
 func getNext(ctx context.Context, js jetstream.JetStream, subject string, sequence uint64) (*jetstream.RawStreamMsg,
 	error) {
 	return get(ctx, js, map[string]any{"seq": sequence, "next_by_subj": subject})
 }
 
-// Last returns the id of the log's last message. ok is false if the log holds none; sequence is the stream's last one.
+// Last returns the id of the log's last message. ok is false for an empty log; sequence is the stream's last sequence.
 func Last(ctx context.Context, js jetstream.JetStream) (id ID, sequence uint64, ok bool, err error) {
 	stream, err := js.Stream(ctx, StreamName)
 	if err != nil {

@@ -9,11 +9,11 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// TraceContextSubject is where a registry tells the publisher of a write that is traced, before it writes.
+// TraceContextSubject is the subject on which a registry announces a traced write to the publisher, before the write.
 const TraceContextSubject = "watershed.tracecontext"
 
-// PublishTraceContext tells the publisher of a write that is traced, and waits until it knows or ctx is done. Where it does not
-// come to know, nothing but a part of a trace is lost.
+// PublishTraceContext announces a traced write to the publisher. It waits until the publisher acknowledges or ctx is
+// done. An error loses only a part of a trace.
 func PublishTraceContext(ctx context.Context, nc *nats.Conn, c *logv1.TraceContext) error {
 	data, err := proto.Marshal(c)
 	if err == nil {
@@ -22,7 +22,7 @@ func PublishTraceContext(ctx context.Context, nc *nats.Conn, c *logv1.TraceConte
 	return err
 }
 
-// SubscribeTraceContexts calls each with the writes that registries tell of, until the subscription ends.
+// SubscribeTraceContexts calls handle with the announced writes until the subscription ends.
 func SubscribeTraceContexts(nc *nats.Conn, handle func(*logv1.TraceContext)) (*nats.Subscription, error) {
 	return nc.Subscribe(TraceContextSubject, func(m *nats.Msg) {
 		c := &logv1.TraceContext{}

@@ -15,43 +15,46 @@ import (
 )
 
 const (
-	// stallWait is how long an append waits for room among those that are not acknowledged yet: a NATS that stalls for
-	// less is no reason to begin anew.
+	// stallWait is how long an append waits for a slot among the unacknowledged messages. A shorter stall of NATS does
+	// not end the writer.
 	stallWait = 5 * time.Second
-	// headroom is what a message's headers may take.
+	// headroom is the size reserved for the headers of a message.
 	headroom = 4 << 10
 )
 
-// Writer appends to the log. Each message expects the one before it, and JetStream refuses any other: of two writers
-// that begin after the same message only one goes on, and when an append fails, so do all after it. It is used by one
-// goroutine.
+// Writer appends to the log. Each message expects the id of the previous message, and JetStream rejects any other. Of
+// two writers that begin after the same message, only one continues. After a failed append all later appends fail. A
+// Writer belongs to one goroutine.
+//
+//	NewWriter ──Append──> appending ──error, or a rejected message──> failed: make a new Writer
+//	          Restart: the next message expects the stream's sequence instead of an id, and must be a reset
 type Writer struct {
 	js jetstream.JetStream
 	// last is the id of the last message that was sent.
 	last ID
-	// nonce keeps this writer's ids apart from those of others, with a number for each.
+	// nonce, with the number of the message, distinguishes this writer's ids from those of other writers.
 	nonce string
 	sent  int
-	// restart: the next message expects no id, but to come right after the stream's sequence number first.
+	// restart is true if the next message expects the sequence restartAfter instead of an id.
 	restart      bool
 	restartAfter uint64
-	// maxBytes is how many bytes a message may have.
+	// maxBytes is the maximal size of a message.
 	maxBytes int64
-	// onAck is told of each message that the log has.
+	// onAck is called with the id of each acknowledged message.
 	onAck      func(ID)
 	failed     chan error
 	lastResult *publishResult
 }
 
-// publishResult is what became of a message. err may be read once done is closed.
+// publishResult is the result of publishing a message. err may be read once done is closed.
 type publishResult struct {
 	done chan struct{}
 	err  error
 }
 
-// NewWriter returns a writer that goes on after last, the id of the log's last message. maxPayload is how many bytes
-// NATS takes in one message, its headers among them. acknowledged is called with the id of each message once the log
-// has it, in any order and from any goroutine.
+// NewWriter returns a writer that continues after last, the id of the log's last message. maxPayload is the maximal
+// size of a NATS message with its headers. onAck is called with the id of each acknowledged message, in any order and
+// from any goroutine.
 func NewWriter(js jetstream.JetStream, maxPayload int64, last ID, onAck func(ID)) *Writer {
 	return &Writer{
 		js:       js,
@@ -63,23 +66,24 @@ func NewWriter(js jetstream.JetStream, maxPayload int64, last ID, onAck func(ID)
 	}
 }
 
-// Restart has the next message begin the log anew, after whatever has the stream's sequence number. It is to be a
-// reset.
+// Restart makes the next message begin the log again, after the message with the stream's last sequence. The next
+// message must be a reset.
 func (w *Writer) Restart(sequence uint64) { w.restart, w.restartAfter = true, sequence }
 
-// Last is the id of the last message that was sent, or of the log's last one.
+// Last returns the id of the last sent message, or of the log's last message.
 func (w *Writer) Last() ID { return w.last }
 
-// Has says whether the log has an event already: it ended amid the event's transaction when this writer began.
+// Has returns true if the log already holds an event, because it ended inside the event's transaction when the writer
+// began.
 func (w *Writer) Has(e *logv1.Event) bool {
 	return !w.last.Progress && e.Revision == w.last.Revision && e.Index <= w.last.Index
 }
 
-// UnsendableError is the error of an event that can be no message: nothing was asked of NATS, and the next event may be
+// UnsendableError is the error of an event that cannot be a message. Nothing was sent, and the next event may be
 // appended.
 type UnsendableError struct{ error }
 
-// Check is an *UnsendableError for an event that can be no message, or nil.
+// Check returns an *UnsendableError for an event that cannot be a message, or nil.
 func (w *Writer) Check(e *logv1.Event) error {
 	_, err := w.message(e)
 	return err
@@ -88,7 +92,7 @@ func (w *Writer) Check(e *logv1.Event) error {
 func (w *Writer) message(e *logv1.Event) (*nats.Msg, error) {
 	m, err := Message(e)
 	if err == nil && int64(len(m.Data)) > w.maxBytes {
-		err = fmt.Errorf("it takes %d bytes, more than NATS takes in one message", len(m.Data))
+		err = fmt.Errorf("the event has %d bytes, more than a NATS message may have", len(m.Data))
 	}
 	if err != nil {
 		return nil, &UnsendableError{err}
@@ -96,8 +100,8 @@ func (w *Writer) message(e *logv1.Event) (*nats.Msg, error) {
 	return m, nil
 }
 
-// Append sends an event, and does not wait until the log has it. An error that is no *UnsendableError is the writer's
-// last: it is to be made anew.
+// Append sends an event without waiting for its acknowledgement. After an error other than *UnsendableError the writer
+// is unusable, and the caller must make a new one.
 func (w *Writer) Append(e *logv1.Event) error {
 	m, err := w.message(e)
 	if err != nil {
@@ -121,11 +125,11 @@ func (w *Writer) Append(e *logv1.Event) error {
 	return nil
 }
 
-// awaitAck waits for what becomes of a message.
+// awaitAck waits for the result of a message.
 func (w *Writer) awaitAck(ack jetstream.PubAckFuture, id ID, s *publishResult, traceparent string, since time.Time) {
 	defer close(s.done)
 	select {
-	case <-ack.Ok(): // and so are all before it: each is refused without the one before
+	case <-ack.Ok(): // all earlier messages are stored too, because each message expects its predecessor
 		telemetry.RecordEventSpan(traceparent, "log", since)
 		w.onAck(id)
 	case err := <-ack.Err():
@@ -137,10 +141,11 @@ func (w *Writer) awaitAck(ack jetstream.PubAckFuture, id ID, s *publishResult, t
 	}
 }
 
-// Failed answers the first append that the log refused.
+// Failed returns a channel that receives the first rejected append.
 func (w *Writer) Failed() <-chan error { return w.failed }
 
-// Flush waits until all that was appended is in the log: the last message is refused without those before it.
+// Flush waits until all appended events are in the log. It waits for the last message only, because JetStream rejects
+// the last message without its predecessors.
 func (w *Writer) Flush(ctx context.Context) error {
 	if w.lastResult == nil {
 		return nil

@@ -2,19 +2,19 @@ package events
 
 import logv1 "watershed.dev/proto/watershed/log/v1"
 
-// What a selection sees of an event: nothing, or a watch event's type.
+// The results of Classify: the event is outside the selection, or the type of the watch event.
 const (
 	Unselected = ""
 	Added      = "ADDED"
 	Modified   = "MODIFIED"
-	// Deleted is of the object as it was when it was last selected: the event's own where the object is no more, and
-	// the one before where it has left the selection.
+	// Deleted carries the object as the selection last matched it. That is the event's object if the object was
+	// deleted, and the previous object if the object left the selection.
 	Deleted = "DELETED"
 )
 
-// Classify is an event as a selection sees it, which selects the object now, and selected it before: an object that
-// comes into it is ADDED, one that leaves it is DELETED. left says that the object is there still, and no longer
-// selected.
+// Classify returns the type of a watch event for a selector that matches the object now, and matched it before. An
+// object that enters the selection is ADDED, an object that leaves it is DELETED. left is true if the object still
+// exists and no longer matches.
 func Classify(t logv1.Type, now, before bool) (event string, left bool) {
 	switch t {
 	case logv1.Type_TYPE_ADDED:

@@ -7,7 +7,7 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// What a selection sees of an event, by whether it selects the object now and selected it before.
+// Classify depends on whether the selector matches the object now and matched it before.
 func TestClassify(t *testing.T) {
 	for _, c := range []struct {
 		t           logv1.Type
@@ -34,7 +34,7 @@ func TestClassify(t *testing.T) {
 	}
 }
 
-// Positions are ordered within one history of etcd, and known to be foreign where both say which.
+// Positions are ordered within one epoch of etcd, and differ in epoch only if both epochs are known.
 func TestPositions(t *testing.T) {
 	at := func(revision int64, index int32, history string) Position { return Position{revision, index, history} }
 	for _, c := range []struct {
@@ -61,7 +61,7 @@ func TestPositions(t *testing.T) {
 	}
 }
 
-// A ring's entries keep their sequence numbers, whatever is dropped; a reset overruns also who has seen everything.
+// Entries keep their sequence numbers after drops. A reset also overruns a cursor that has read every entry.
 func TestRing(t *testing.T) {
 	var r Ring[int]
 	for i := range 5 {

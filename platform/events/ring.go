@@ -5,51 +5,52 @@ import (
 	"sort"
 )
 
-// Ring is recent entries in order. Each has a sequence number, by which a cursor stands between two of them; what is
-// dropped overruns the cursors that stood there. Its zero value is ready to use; it is guarded by its owner's lock.
+// Ring holds recent entries in order. Each entry has a sequence number. A cursor is the sequence number of the next
+// entry to read, and dropping that entry overruns the cursor. The zero value is ready to use. The lock of the owner
+// guards it.
 type Ring[E any] struct {
 	entries []E
-	base    int64 // the sequence number of entries[0]
+	base    int64 // sequence number of entries[0]
 }
 
 // Add appends an entry.
 func (r *Ring[E]) Add(e E) { r.entries = append(r.entries, e) }
 
-// Len is how many entries there are.
+// Len returns the number of entries.
 func (r *Ring[E]) Len() int { return len(r.entries) }
 
-// Base is the sequence number of the oldest entry; a cursor below it is overrun.
+// Base returns the sequence number of the oldest entry. A lower cursor is overrun.
 func (r *Ring[E]) Base() int64 { return r.base }
 
-// Next is the sequence number that the next entry gets.
+// Next returns the sequence number of the next added entry.
 func (r *Ring[E]) Next() int64 { return r.base + int64(len(r.entries)) }
 
-// Oldest is the oldest of the entries, of which there must be one.
+// Oldest returns the oldest entry. The ring must not be empty.
 func (r *Ring[E]) Oldest() E { return r.entries[0] }
 
-// From are the entries from a sequence number on, as many of them as are still there. They are shared: whoever lets go
-// of the lock clones them first.
+// From returns the entries from a sequence number on that are not dropped. The slice is shared: clone it before
+// releasing the lock.
 func (r *Ring[E]) From(sequence int64) []E {
 	return r.entries[min(max(sequence-r.base, 0), int64(len(r.entries))):]
 }
 
-// All is a copy of the entries.
+// All returns a copy of the entries.
 func (r *Ring[E]) All() []E { return slices.Clone(r.entries) }
 
-// Search is the sequence number of the first entry for which f holds, where it holds for all that follow it; Next where
-// there is none.
+// Search returns the sequence number of the first entry for which f is true, or Next. f must be true for all entries
+// after it.
 func (r *Ring[E]) Search(f func(E) bool) int64 {
 	return r.base + int64(sort.Search(len(r.entries), func(i int) bool { return f(r.entries[i]) }))
 }
 
-// Drop forgets the n oldest entries.
+// Drop removes the n oldest entries.
 func (r *Ring[E]) Drop(n int) {
 	clear(r.entries[:n])
 	r.entries = r.entries[n:]
 	r.base += int64(n)
 }
 
-// DropWhile forgets the oldest entries for as long as f holds.
+// DropWhile removes the oldest entries while f is true.
 func (r *Ring[E]) DropWhile(f func(E) bool) {
 	n := 0
 	for n < len(r.entries) && f(r.entries[n]) {
@@ -58,7 +59,7 @@ func (r *Ring[E]) DropWhile(f func(E) bool) {
 	r.Drop(n)
 }
 
-// Reset forgets everything and overruns every cursor, also those that have seen every entry.
+// Reset removes all entries and overruns every cursor, including cursors that have read every entry.
 func (r *Ring[E]) Reset() {
 	r.base += int64(len(r.entries)) + 1
 	r.entries = nil

@@ -8,19 +8,19 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// Start is where a watch begins, by the rules of the watch API for resourceVersion and sendInitialEvents
+// Start is the beginning of a watch, by the rules of the watch API for resourceVersion and sendInitialEvents
 // (https://kubernetes.io/docs/reference/using-api/api-concepts/#semantics-for-watch).
 type Start struct {
-	// Initial: every object comes first.
+	// Initial is true if the watch sends all objects as initial events.
 	Initial bool
-	// At is where events begin; with Initial its revision is what the objects are not to be older than. Its zero value
-	// is now.
+	// At is the position before the first event. With Initial its revision is the minimal revision of the objects. The
+	// zero value means now.
 	At Position
-	// AnyRevision: objects of any age will do.
+	// AnyRevision is true if the initial objects may be of any revision.
 	AnyRevision bool
 }
 
-// StartOf is where r begins. One that has been open goes on after the last event that it was sent.
+// StartOf returns the beginning of the watch of r. A resumed watch continues after the last event that it sent.
 func StartOf(r *watchfanoutv1.WatchRequest) (Start, error) {
 	initial := r.ResourceVersion == "" || r.ResourceVersion == "0"
 	if r.SendInitialEvents != nil {

@@ -6,7 +6,7 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// A watch begins where the watch API says, and one that was open goes on.
+// A watch begins at the position that the watch API defines, and a resumed watch continues.
 func TestStartOf(t *testing.T) {
 	yes, no := true, false
 	at := Position{Revision: 7, Index: 2, Epoch: "h"}

@@ -1,4 +1,4 @@
-// Package features is Kubernetes' feature gates as a flag.
+// Package features implements the flag of Kubernetes' feature gates.
 package features
 
 import (
@@ -13,9 +13,9 @@ import (
 	"k8s.io/component-base/featuregate"
 )
 
-// AddFlag adds --feature-gates to fs. What it is set to takes effect at once, for the whole process. A gate that
-// nothing in the process knows is an error. With others, one of kube-apiserver's that this process does not link is
-// accepted and does nothing.
+// AddFlag adds --feature-gates to fs. Setting the flag takes effect immediately, for the whole process. An unknown gate
+// is an error. With acceptUnlinked, a kube-apiserver gate that this process does not link is accepted and has no
+// effect.
 func AddFlag(fs *pflag.FlagSet, acceptUnlinked bool) {
 	fs.Var(&gates{acceptUnlinked: acceptUnlinked}, "feature-gates",
 		"A set of key=value pairs that describe feature gates for alpha/experimental features, as kube-apiserver's: "+
@@ -27,7 +27,7 @@ type gates struct {
 	text           string
 }
 
-// KnownGates are the gates that are taken though nothing in the process may know them.
+// KnownGates returns the gates that acceptUnlinked accepts.
 func KnownGates() []string { return slices.Sorted(maps.Keys(knownGates)) }
 
 // String implements pflag.Value.

@@ -7,7 +7,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// A gate that nothing here knows is taken where it is kube-apiserver's, and refused in its words where it is nobody's.
+// A kube-apiserver gate that is not linked is accepted. An unknown gate is rejected with kube-apiserver's text.
 func TestUnknownGatesAreRejected(t *testing.T) {
 	fs := pflag.NewFlagSet("x", pflag.ContinueOnError)
 	AddFlag(fs, true)
@@ -16,6 +16,6 @@ func TestUnknownGatesAreRejected(t *testing.T) {
 	}
 	if err := fs.Set("feature-gates", "NoSuchGate=true"); err == nil ||
 		!strings.Contains(err.Error(), "unrecognized feature gate: NoSuchGate") {
-		t.Errorf("a gate of nobody's: %v", err)
+		t.Errorf("an unknown gate: %v", err)
 	}
 }

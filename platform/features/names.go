@@ -1,8 +1,7 @@
 package features
 
-// knownGates are the feature gates that kube-apiserver 1.36 knows. The gateway links a few of the packages that declare
-// them, and is still not to take a name that nobody knows; services/registry, which links them all, holds the list
-// against them.
+// knownGates lists the feature gates of kube-apiserver 1.36. The gateway links only some of the packages that declare
+// them, and must reject unknown gates. services/registry links them all, and its test compares the list with them.
 var knownGates = map[string]bool{
 	"APIResponseCompression":            true,
 	"APIServerIdentity":                 true,

@@ -1,14 +1,14 @@
 package frame
 
-// ChunkBytes is how many bytes of a body one message of a stream carries: Chunks.Bytes and the size of Split.
+// ChunkBytes is the number of bytes of a body in one message of a stream. Callers use it for Chunks.Bytes and Split.
 const ChunkBytes = 256 << 10
 
-// Chunks sends a body in pieces, many at a time. Pieces are not copied and must not be changed. It is for one
-// goroutine.
+// Chunks sends a body in chunks of several pieces. Pieces are not copied, so callers must not change them. A Chunks
+// belongs to one goroutine.
 type Chunks struct {
-	// Bytes is about how many bytes are sent at a time.
+	// Bytes is the approximate size of a chunk.
 	Bytes int
-	// Send is called with the next pieces. size is the whole body's in bytes the first time, and then 0.
+	// Send is called with the pieces of a chunk. size is the size of the whole body in the first call, and then 0.
 	Send func(pieces [][]byte, size int64) error
 
 	pieces [][]byte
@@ -17,10 +17,10 @@ type Chunks struct {
 	err    error
 }
 
-// Begin says how many bytes the body has.
+// Begin sets the size of the body in bytes.
 func (c *Chunks) Begin(size int64) { c.size = size }
 
-// Add adds the body's next bytes. Its error is Send's, and goes for all that follows.
+// Add adds the next bytes of the body. An error of Send is returned by this call and by all later calls.
 func (c *Chunks) Add(b []byte) error {
 	if c.err != nil {
 		return c.err
@@ -38,7 +38,7 @@ func (c *Chunks) flush() {
 	c.pieces, c.bytes = make([][]byte, 0, len(c.pieces)), 0
 }
 
-// End sends what has not been sent, and answers the first error of Send. More may be added after it.
+// End sends the remaining pieces, and returns the first error of Send. Add may be called after it.
 func (c *Chunks) End() error {
 	if c.err == nil && len(c.pieces) > 0 {
 		c.flush()
@@ -46,7 +46,7 @@ func (c *Chunks) End() error {
 	return c.err
 }
 
-// Split sends a body in pieces of at most size bytes, one at least.
+// Split sends a body in pieces of at most size bytes. An empty body is one empty piece.
 func Split(body []byte, size int, send func([]byte) error) error {
 	for first := true; first || len(body) > 0; first = false {
 		n := min(len(body), size)

@@ -10,19 +10,19 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// Encoding is how objects are written to a client.
+// Encoding describes how a client receives objects.
 type Encoding struct {
-	// Kind and APIVersion are what is written: an object's own, or PartialObjectMetadata's.
+	// Kind and APIVersion are the object's own, or those of PartialObjectMetadata.
 	Kind, APIVersion string
-	// Protobuf, else JSON.
+	// Protobuf selects protobuf instead of JSON.
 	Protobuf bool
-	// Partial: an object's metadata alone, as a PartialObjectMetadata.
+	// Partial selects the metadata only, as a PartialObjectMetadata.
 	Partial bool
-	// Unstructured objects have no Go type, and in a list a kind of their own.
+	// Unstructured objects have no Go type. In a list each has its own kind and apiVersion.
 	Unstructured bool
 }
 
-// EncodingOf is the form of objects of a kind, or of their metadata where as is PartialObjectMetadata.
+// EncodingOf returns the encoding of objects of a kind, or of their metadata if as is PartialObjectMetadata.
 func EncodingOf(kind, as *commonv1.Kind, mediaType string, unstructured bool) Encoding {
 	f := Encoding{
 		Kind:         kind.GetKind(),
@@ -36,8 +36,8 @@ func EncodingOf(kind, as *commonv1.Kind, mediaType string, unstructured bool) En
 	return f
 }
 
-// Item is an object's bytes in a list, of its encodings. In JSON ItemHead takes the place of its opening brace and
-// ItemTail follows: of metadata alone it is {"metadata":{…}, not closed.
+// Item returns the bytes of an object in a list, from its encodings. In JSON, ItemHead replaces the opening brace and
+// ItemTail follows. The bytes of a partial object are {"metadata":{… without the closing brace.
 func (f *Encoding) Item(body, message []byte) ([]byte, error) {
 	switch {
 	case f.Partial && f.Protobuf:
@@ -50,8 +50,7 @@ func (f *Encoding) Item(body, message []byte) ([]byte, error) {
 	return body, nil
 }
 
-// ItemHead is what comes before an item of a list in JSON, in place of its opening brace; nil for nothing. Protobuf has
-// none.
+// ItemHead returns the bytes that replace the opening brace of a list item in JSON, or nil. Protobuf has no such bytes.
 func (f *Encoding) ItemHead() []byte {
 	switch {
 	case f.Partial:
@@ -62,7 +61,7 @@ func (f *Encoding) ItemHead() []byte {
 	return nil
 }
 
-// ItemTail is what comes after an item of a list in JSON. Protobuf has none.
+// ItemTail returns the bytes after a list item in JSON, or nil. Protobuf has no such bytes.
 func (f *Encoding) ItemTail() []byte {
 	if f.Partial {
 		return braceJSON
@@ -72,12 +71,12 @@ func (f *Encoding) ItemTail() []byte {
 
 var braceJSON = []byte{'}'}
 
-// Items are a list's, of what Item has made of them.
+// Items returns the items of a list. Item returned the bodies.
 func (f *Encoding) Items(bodies [][]byte) *Items {
 	return &Items{Bodies: bodies, Head: f.ItemHead(), Tail: f.ItemTail()}
 }
 
-// Event is an object in a watch, of its encodings.
+// Event returns the watch frame of an object, from its encodings.
 func (f *Encoding) Event(event string, body, message []byte) ([]byte, error) {
 	switch {
 	case f.Partial && f.Protobuf:
@@ -98,7 +97,7 @@ func (f *Encoding) Event(event string, body, message []byte) ([]byte, error) {
 	return WatchJSON(event, Object(nil, f.Kind, f.APIVersion, body)), nil
 }
 
-// Bookmark is an event that says how far a watch has come. initialEnd: its initial events have all come.
+// Bookmark returns the frame of a BOOKMARK event. initialEnd marks the end of the initial events.
 func (f *Encoding) Bookmark(revision int64, initialEnd bool) []byte {
 	if f.Protobuf {
 		return WatchProtobuf("BOOKMARK", Envelope(f.Kind, f.APIVersion, bookmarkProtobuf(revision, initialEnd)))
@@ -106,7 +105,7 @@ func (f *Encoding) Bookmark(revision int64, initialEnd bool) []byte {
 	return WatchJSON("BOOKMARK", Object(nil, f.Kind, f.APIVersion, BookmarkJSON(revision, initialEnd)))
 }
 
-// Error is the event that a watch ends with.
+// Error returns the frame of the ERROR event that ends a watch.
 func (f *Encoding) Error(st metav1.Status) ([]byte, error) {
 	st.Kind, st.APIVersion = "Status", "v1"
 	if f.Protobuf {
@@ -123,7 +122,7 @@ func (f *Encoding) Error(st metav1.Status) ([]byte, error) {
 	return WatchJSON("ERROR", body), nil
 }
 
-// PartialJSON is an object's metadata as a PartialObjectMetadata.
+// PartialJSON returns an object's metadata as a PartialObjectMetadata.
 func PartialJSON(apiVersion string, body []byte) ([]byte, error) {
 	m, err := MetadataJSON(body)
 	if err != nil {
@@ -133,7 +132,7 @@ func PartialJSON(apiVersion string, body []byte) ([]byte, error) {
 	return append(append(slices.Grow(b, len(m)+1), m...), '}'), nil
 }
 
-// PartialHead is a PartialObjectMetadata's JSON up to its metadata.
+// PartialHead returns the JSON of a PartialObjectMetadata up to its metadata.
 func PartialHead(apiVersion string) []byte {
 	return fmt.Appendf(nil, `{"kind":"PartialObjectMetadata","apiVersion":%q,`, apiVersion)
 }

@@ -1,5 +1,5 @@
-// Package frame writes Kubernetes' wire forms out of encoded parts: list bodies, watch frames, tables and partial
-// metadata, in JSON and in Kubernetes protobuf. It never decodes an object.
+// Package frame assembles Kubernetes' wire formats from encoded parts: list bodies, watch frames, Tables and
+// PartialObjectMetadata, in JSON and in Kubernetes protobuf. It never decodes an object, and starts no goroutine.
 package frame
 
 import (
@@ -12,13 +12,13 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// JSON and Protobuf are the media types that objects are kept in.
+// JSON and Protobuf are the media types of cached objects.
 const (
 	JSON     = "application/json"
 	Protobuf = "application/vnd.kubernetes.protobuf"
 )
 
-// APIVersion is a kind's group and version as objects carry it.
+// APIVersion returns the apiVersion of a kind: group/version, or the version only for the core group.
 func APIVersion(k *commonv1.Kind) string {
 	if k.GetGroup() == "" {
 		return k.GetVersion()
@@ -26,7 +26,7 @@ func APIVersion(k *commonv1.Kind) string {
 	return k.GetGroup() + "/" + k.GetVersion()
 }
 
-// Object is an object's JSON with its kind: body is the JSON without it.
+// Object appends an object's JSON with its kind and apiVersion. body is the JSON without both.
 func Object(dst []byte, kind, apiVersion string, body []byte) []byte {
 	dst = append(dst, `{"kind":"`...)
 	dst = append(dst, kind...)
@@ -39,7 +39,7 @@ func Object(dst []byte, kind, apiVersion string, body []byte) []byte {
 	return append(dst, body[1:]...)
 }
 
-// MetadataJSON cuts "metadata":{…} out of an object's JSON, where it is the first key.
+// MetadataJSON returns "metadata":{…} of an object's JSON. It must be the first key.
 func MetadataJSON(body []byte) ([]byte, error) {
 	through, err := ThroughMetadata(body)
 	if err != nil {
@@ -48,7 +48,7 @@ func MetadataJSON(body []byte) ([]byte, error) {
 	return through[1:], nil
 }
 
-// ThroughMetadata is an object's JSON up to the end of its metadata, which is its first key: {"metadata":{…}
+// ThroughMetadata returns an object's JSON up to the end of its metadata, which must be the first key: {"metadata":{…}
 func ThroughMetadata(body []byte) ([]byte, error) {
 	const key = `{"metadata":`
 	if len(body) < len(key)+2 || string(body[:len(key)]) != key {
@@ -61,7 +61,7 @@ func ThroughMetadata(body []byte) ([]byte, error) {
 	return body[:end], nil
 }
 
-// value finds the end of the JSON object that begins at i.
+// value returns the end of the JSON object that begins at i.
 func value(b []byte, i int) (int, error) {
 	depth := 0
 	for ; i < len(b); i++ {
@@ -83,8 +83,8 @@ func value(b []byte, i int) (int, error) {
 	return 0, fmt.Errorf("unbalanced JSON")
 }
 
-// MetadataProtobuf cuts field 1, the ObjectMeta, out of an object's protobuf; with it a PartialObjectMetadata is
-// complete.
+// MetadataProtobuf returns field 1, the ObjectMeta, of an object's protobuf. The field is a complete
+// PartialObjectMetadata.
 func MetadataProtobuf(body []byte) ([]byte, error) {
 	field, kind, head := protowire.ConsumeTag(body)
 	if head < 0 || field != 1 || kind != protowire.BytesType {
@@ -97,18 +97,18 @@ func MetadataProtobuf(body []byte) ([]byte, error) {
 	return body[:head+n], nil
 }
 
-// envelopeMagic begins every Kubernetes protobuf body.
+// envelopeMagic is the prefix of every Kubernetes protobuf body.
 var envelopeMagic = []byte("k8s\x00")
 
-// tag begins a length-delimited field of n bytes.
+// tag appends the head of a length-delimited field of n bytes.
 func tag(dst []byte, field protowire.Number, n int) []byte {
 	return protowire.AppendVarint(protowire.AppendTag(dst, field, protowire.BytesType), uint64(n))
 }
 
-// FieldLen is how long a length-delimited field with n bytes is.
+// FieldLen returns the encoded size of a length-delimited field of n bytes.
 func FieldLen(n int) int { return protowire.SizeTag(1) + protowire.SizeBytes(n) }
 
-// envelopeHead is the envelope up to the object's message of n bytes, whose beginning first writes.
+// envelopeHead returns the envelope up to the object's message of n bytes. first appends the beginning of the message.
 func envelopeHead(kind, apiVersion string, n int, first func([]byte) []byte) []byte {
 	b := append([]byte{}, envelopeMagic...)
 	b = tag(b, 1, FieldLen(len(apiVersion))+FieldLen(len(kind)))
@@ -118,23 +118,23 @@ func envelopeHead(kind, apiVersion string, n int, first func([]byte) []byte) []b
 	return first(b)
 }
 
-// TailProtobuf ends an envelope: contentEncoding and contentType, always written and empty.
+// TailProtobuf ends an envelope: contentEncoding and contentType, which are always present and empty.
 var TailProtobuf = []byte{0x1a, 0, 0x22, 0}
 
-// Envelope is one object's body in Kubernetes protobuf.
+// Envelope returns the Kubernetes protobuf body of one object.
 func Envelope(kind, apiVersion string, message []byte) []byte {
 	b := envelopeHead(kind, apiVersion, len(message), func(b []byte) []byte { return append(b, message...) })
 	return append(b, TailProtobuf...)
 }
 
-// WatchJSON is a watch frame around an object's JSON.
+// WatchJSON returns the watch frame of an object's JSON.
 func WatchJSON(event string, object []byte) []byte {
 	b := make([]byte, 0, len(object)+len(event)+26)
 	b = append(append(append(b, `{"type":"`...), event...), `","object":`...)
 	return append(append(b, object...), '}', '\n')
 }
 
-// WatchProtobuf is a watch frame around an object's envelope: four bytes of length, then a metav1.WatchEvent.
+// WatchProtobuf returns the watch frame of an object's envelope: four bytes of length, then a metav1.WatchEvent.
 func WatchProtobuf(event string, envelope []byte) []byte {
 	raw := FieldLen(len(envelope))
 	n := FieldLen(len(event)) + FieldLen(raw)
@@ -145,8 +145,8 @@ func WatchProtobuf(event string, envelope []byte) []byte {
 	return append(tag(b, 1, len(envelope)), envelope...)
 }
 
-// WatchJSONHead is what comes before an object's JSON, without its opening brace, in a watch frame; WatchJSONTail comes
-// after it.
+// WatchJSONHead returns the part of a watch frame before an object's JSON, which follows without its opening brace.
+// WatchJSONTail ends the frame.
 func WatchJSONHead(event, kind, apiVersion string) []byte {
 	return fmt.Appendf(nil, `{"type":%q,"object":{"kind":%q,"apiVersion":%q,`, event, kind, apiVersion)
 }
@@ -154,7 +154,8 @@ func WatchJSONHead(event, kind, apiVersion string) []byte {
 // WatchJSONTail ends a watch frame in JSON.
 var WatchJSONTail = []byte("}\n")
 
-// WatchProtobufHead is what comes before an object's message of n bytes in a watch frame; TailProtobuf comes after it.
+// WatchProtobufHead returns the part of a watch frame before an object's message of n bytes. TailProtobuf ends the
+// frame.
 func WatchProtobufHead(event, kind, apiVersion string, n int) []byte {
 	meta := FieldLen(len(apiVersion)) + FieldLen(len(kind))
 	envelope := len(envelopeMagic) + FieldLen(meta) + FieldLen(n) + len(TailProtobuf)
@@ -169,7 +170,7 @@ func WatchProtobufHead(event, kind, apiVersion string, n int) []byte {
 	return tag(b, 2, n)
 }
 
-// BookmarkJSON is an object with a bookmark's metadata alone, without its kind.
+// BookmarkJSON returns an object that has only the metadata of a bookmark, without its kind.
 func BookmarkJSON(revision int64, initialEnd bool) []byte {
 	b := strconv.AppendInt([]byte(`{"metadata":{"resourceVersion":"`), revision, 10)
 	if initialEnd {
@@ -178,7 +179,7 @@ func BookmarkJSON(revision int64, initialEnd bool) []byte {
 	return append(b, `"}}`...)
 }
 
-// bookmarkProtobuf is an object's message with a bookmark's ObjectMeta alone.
+// bookmarkProtobuf returns an object's message that has only the ObjectMeta of a bookmark.
 func bookmarkProtobuf(revision int64, initialEnd bool) []byte {
 	rv := strconv.FormatInt(revision, 10)
 	m := append(tag(nil, 6, len(rv)), rv...)

@@ -20,7 +20,7 @@ func item(name string) metav1.PartialObjectMetadata {
 	}}
 }
 
-// The bytes are those that Kubernetes' own serializer writes.
+// The bytes equal the output of Kubernetes' own serializer.
 func TestAProtobufListIsKubernetesOwn(t *testing.T) {
 	remaining := int64(7)
 	want := &metav1.PartialObjectMetadataList{
@@ -142,7 +142,7 @@ func TestAFrameInPiecesIsTheSameFrame(t *testing.T) {
 	}
 }
 
-// A list says its size before it is sent: the gateway gives it as Content-Length.
+// A list has its size before it is sent, because the gateway sends it as Content-Length.
 func TestAListIsAsLongAsItSays(t *testing.T) {
 	body, message := []byte(`{"metadata":{"name":"a"},"x":1}`), append([]byte{0x0a, 3, 0x0a, 1, 'a'}, 0x12, 1, 'x')
 	for name, f := range map[string]Encoding{

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// Metadata that is cut out of JSON is what a parser finds there; what is no object is an error.
+// MetadataJSON returns the metadata that a parser finds, or an error if the JSON is not an object.
 func FuzzMetadataJSON(f *testing.F) {
 	f.Add([]byte(`{"metadata":{"name":"a","labels":{"x":"\\u003c"}},"spec":{}}`))
 	f.Add([]byte(`{"spec":{"metadata":1},"metadata":{"name":"}\\""}}`))
@@ -21,7 +21,7 @@ func FuzzMetadataJSON(f *testing.F) {
 	})
 }
 
-// Metadata that is cut out of protobuf is in it.
+// MetadataProtobuf returns a prefix of the message.
 func FuzzMetadataProtobuf(f *testing.F) {
 	f.Add([]byte{0x0a, 0x03, 1, 2, 3, 0x12, 0})
 	f.Add([]byte{0x0a, 0xff, 0xff, 0xff, 0xff, 0x0f})

@@ -7,15 +7,15 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 )
 
-// List is what a list's body says beside its items.
+// List holds the fields of a list body other than its items.
 type List struct {
 	Kind, APIVersion string
 	Revision         int64
 	Continue         string
 	Remaining        *int64
-	// Columns makes it a Table.
+	// Columns, if set, makes the list a Table.
 	Columns []byte
-	// Unstructured: the list has no Go type, and says of its continue token even where it has none.
+	// Unstructured is true for a list without a Go type. Its metadata always has a continue token, possibly empty.
 	Unstructured bool
 }
 
@@ -32,7 +32,7 @@ func (l *List) meta(dst []byte) []byte {
 	return append(dst, '}')
 }
 
-// headJSON is a list's body up to its first item.
+// headJSON returns a list body up to its first item.
 func (l *List) headJSON() []byte {
 	b := fmt.Appendf(nil, `{"kind":%q,"apiVersion":%q,`, l.Kind, l.APIVersion)
 	b = l.meta(b)
@@ -43,30 +43,30 @@ func (l *List) headJSON() []byte {
 	return append(b, `,"items":[`...)
 }
 
-// tailJSON is what comes after the last item.
+// tailJSON follows the last item.
 var tailJSON = []byte("]}\n")
 
-// nullJSON ends a list without items that says null of them.
+// nullJSON ends a list without items whose items are null.
 var nullJSON = []byte("null}\n")
 
 var comma = []byte{','}
 
-// Items are a list's, in pieces: each its head, its body and the tail. Protobuf has bodies only.
+// Items holds the items of a list, each as head, body and tail. In protobuf an item is its body only.
 type Items struct {
-	// Bodies are the items', or what their heads and the tail leave of them.
+	// Bodies holds the items, without the parts that are in their heads and in the tail.
 	Bodies [][]byte
-	// Head comes before each in JSON, in place of its body's opening brace; nil for nothing.
+	// Head precedes each item in JSON and replaces the opening brace of its body. nil: no head.
 	Head []byte
-	// Heads, where there are any, are each item's own in place of Head. A body may be empty then.
+	// Heads, if set, has a head for each item, instead of Head. A body may then be empty.
 	Heads [][]byte
-	// Tail comes after each in JSON.
+	// Tail follows each item in JSON.
 	Tail []byte
 }
 
-// Len is how many items there are.
+// Len returns the number of items.
 func (i *Items) Len() int { return len(i.Bodies) }
 
-// pieces are an item's.
+// pieces returns the parts of item n.
 func (i *Items) pieces(n int) (head, body, tail []byte) {
 	head, body = i.Head, i.Bodies[n]
 	if i.Heads != nil {
@@ -78,25 +78,25 @@ func (i *Items) pieces(n int) (head, body, tail []byte) {
 	return head, body, i.Tail
 }
 
-// Append appends to dst the item with number n, in JSON.
+// Append appends item n to dst, in JSON.
 func (i *Items) Append(dst []byte, n int) []byte {
 	head, body, tail := i.pieces(n)
 	return append(append(append(dst, head...), body...), tail...)
 }
 
-// Body is a list's body: Head, the items, and Tail.
+// Body is a list body: Head, the items, and Tail.
 type Body struct {
 	Head, Tail []byte
-	// Size is the whole body's in bytes.
+	// Size is the size of the whole body in bytes.
 	Size int64
 
-	// Items are those between the two.
+	// Items are the items between Head and Tail.
 	Items *Items
 
 	protobuf bool
 }
 
-// Body is the list's body with its items, in JSON or protobuf.
+// Body returns the list body with the items, in JSON or protobuf.
 func (l *List) Body(protobuf bool, items *Items) *Body {
 	b := &Body{Items: items, protobuf: protobuf}
 	n := 0
@@ -106,7 +106,7 @@ func (l *List) Body(protobuf bool, items *Items) *Body {
 	switch {
 	case protobuf:
 		b.Head, b.Tail = l.headProtobuf(n), TailProtobuf
-	case items.Len() == 0 && l.Kind == "PartialObjectMetadataList": // kube-apiserver says null of these
+	case items.Len() == 0 && l.Kind == "PartialObjectMetadataList": // kube-apiserver writes null
 		head := l.headJSON()
 		b.Head, b.Tail = head[:len(head)-1], nullJSON
 	default:
@@ -116,7 +116,7 @@ func (l *List) Body(protobuf bool, items *Items) *Body {
 	return b
 }
 
-// ItemBytes is how many bytes the item with number i is in the body.
+// ItemBytes returns the size of item i in the body, in bytes.
 func (b *Body) ItemBytes(i int) int {
 	if b.protobuf {
 		return FieldLen(len(b.Items.Bodies[i]))
@@ -129,8 +129,8 @@ func (b *Body) ItemBytes(i int) int {
 	return n
 }
 
-// Run appends to pieces the bytes of some items that follow each other, from first up to end, as they are in the body.
-// Only the last item's depend on where it is.
+// Run appends the bytes of the items from first up to end, as the body contains them. Only the bytes of the list's last
+// item depend on its position.
 func (b *Body) Run(pieces [][]byte, first, end int) [][]byte {
 	for i := first; i < end; i++ {
 		if b.protobuf {
@@ -151,7 +151,7 @@ func (b *Body) Run(pieces [][]byte, first, end int) [][]byte {
 	return pieces
 }
 
-// Send writes the body, and ends it.
+// Send sends the body to w, and ends w.
 func (b *Body) Send(w *Chunks) error {
 	w.Begin(b.Size)
 	err := w.Add(b.Head)
@@ -169,10 +169,10 @@ func (b *Body) Send(w *Chunks) error {
 	return w.End()
 }
 
-// itemHeadProtobuf is what comes before one item of n bytes in a list's protobuf.
+// itemHeadProtobuf returns the head of an item of n bytes in a protobuf list.
 func itemHeadProtobuf(n int) []byte { return tag(nil, 2, n) }
 
-// headProtobuf is a list's body up to its first item; items is the length of all items with their heads.
+// headProtobuf returns a list body up to its first item. items is the size of all items with their heads.
 func (l *List) headProtobuf(items int) []byte {
 	var m []byte
 	m = tag(m, 1, 0) // selfLink, always written

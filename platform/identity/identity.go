@@ -1,4 +1,5 @@
-// Package identity translates who asks, and for what, between the contracts and k8s.io/apiserver's types.
+// Package identity converts users, attributes and decisions between the contracts and k8s.io/apiserver's types. It
+// does not authenticate or authorize. It has no goroutines.
 package identity
 
 import (
@@ -19,26 +20,27 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// The services that read the cluster are users of it, in a group of their own. What they may do is told in
-// services/authz, and holds whatever the cluster's policy says. Whoever the client CA signs these names for, or who may
-// impersonate the group, is one of them.
+// The services that read the cluster are users of it, in a group of their own. services/authz defines their
+// permissions, which do not depend on the cluster's policy. A client has these permissions too if the client CA signs
+// such a name for it, or if it may impersonate the group.
 const (
 	ServicesGroup = "system:watershed"
 	Authn         = "system:watershed:authn"
 	Authz         = "system:watershed:authz"
 	Admission     = "system:watershed:admission"
-	// GatewayUser is a gateway to its own API, within its process: nobody has a certificate of that name.
+	// GatewayUser is the user of a gateway that calls its own API, in its process. No certificate has this name.
 	GatewayUser = "system:watershed:gateway"
 )
 
-// Gateway is the gateway's name on the inner network, by which authn, authz and admission ask for it.
+// Gateway is the gateway's name on the inner network: the server name in the TLS connections of authn, authz and
+// admission.
 const Gateway = "gateway"
 
-// PolicyRevisionLease is for how long a message of Authz.PolicyRevisions is good: a gateway that has heard nothing for so long
-// keeps no decision, since the replica that it listens to may be frozen.
+// PolicyRevisionLease is how long a message of Authz.PolicyRevisions is valid. A gateway without a message for that
+// time caches no decision, because its authz replica may be frozen.
 const PolicyRevisionLease = 3 * time.Second
 
-// IsAnonymous says whether a user is nobody in particular: anonymous, by name or by group.
+// IsAnonymous reports if a user is nil, or anonymous by name or group.
 func IsAnonymous(u user.Info) bool {
 	return u == nil || isAnonymous(u)
 }
@@ -47,8 +49,8 @@ func isAnonymous(u subject) bool {
 	return u.GetName() == user.Anonymous || slices.Contains(u.GetGroups(), user.AllUnauthenticated)
 }
 
-// Owner is whose share a user's use of something bounded counts against: the user's own or, for service accounts, their
-// namespace's, which may hold any number of them.
+// Owner returns the owner whose quota a user's resources count against. It is the user or, for a service account, its
+// namespace, because a namespace may have any number of service accounts.
 func Owner(user string) string {
 	if rest, ok := strings.CutPrefix(user, "system:serviceaccount:"); ok {
 		namespace, _, _ := strings.Cut(rest, ":")
@@ -57,10 +59,12 @@ func Owner(user string) string {
 	return user
 }
 
-// QuotaOwner is whose share of what lasts at a gateway (connections, streams, what watches are delivered) a request from an
-// address counts against: that of its user's Owner or, of strangers, of the address' host, so that one of them does not
-// keep the others out. "" is nobody's: what the cluster itself lives by has no bounds, which are the system's services,
-// nodes, and the service accounts of kube-system, some of which are on every node; nor has who may do everything.
+// QuotaOwner returns the owner whose quota a request's lasting resources at a gateway count against: connections,
+// streams, and the delivery of watches. It is the Owner of the user. For an anonymous user it is the host of the
+// address, so that a host cannot exclude other hosts.
+//
+// It returns "", no quota, for users that the cluster itself depends on. These are the system's services, nodes, and
+// service accounts of kube-system, some of which run on every node. Members of system:masters have no quota either.
 func QuotaOwner(u subject, address string) string {
 	for _, g := range u.GetGroups() {
 		if g == ServicesGroup || g == user.NodesGroup || g == user.SystemPrivilegedGroup || g == systemAccounts {
@@ -77,7 +81,7 @@ func QuotaOwner(u subject, address string) string {
 	return Owner(u.GetName())
 }
 
-// subject is a user as apiserver or the contracts have it.
+// subject is a user of apiserver or of the contracts.
 type subject interface {
 	GetName() string
 	GetGroups() []string
@@ -86,7 +90,7 @@ type subject interface {
 // systemAccounts is the group of kube-system's service accounts.
 var systemAccounts = serviceaccount.MakeNamespaceGroupName(metav1.NamespaceSystem)
 
-// UserProto makes u fit for the wire; nil stays nil.
+// UserProto encodes u for the wire; nil stays nil.
 func UserProto(u user.Info) *commonv1.User {
 	if u == nil {
 		return nil
@@ -101,7 +105,7 @@ func UserProto(u user.Info) *commonv1.User {
 	return p
 }
 
-// User is UserProto's inverse.
+// User decodes a user that UserProto has encoded.
 func User(p *commonv1.User) *user.DefaultInfo {
 	u := &user.DefaultInfo{Name: p.GetName(), UID: p.GetUid(), Groups: p.GetGroups()}
 	for k, v := range p.GetExtra() {
@@ -113,8 +117,8 @@ func User(p *commonv1.User) *user.DefaultInfo {
 	return u
 }
 
-// AttributesProto makes a fit for the wire. Of selectors that did not parse it keeps what did, and the error: some
-// authorizers look at the one, some at the other.
+// AttributesProto encodes a for the wire. If a part of a selector was parsed, it keeps this part and the error,
+// because some authorizers check the part and others the error.
 func AttributesProto(a authorizer.Attributes) *commonv1.Attributes {
 	p := &commonv1.Attributes{
 		User:            UserProto(a.GetUser()),
@@ -157,7 +161,7 @@ func errorOf(text string) error {
 	return errors.New(text)
 }
 
-// Attributes is AttributesProto's inverse.
+// Attributes decodes attributes that AttributesProto has encoded.
 func Attributes(p *commonv1.Attributes) authorizer.AttributesRecord {
 	r := authorizer.AttributesRecord{
 		User:            User(p.GetUser()),
@@ -192,7 +196,7 @@ func Attributes(p *commonv1.Attributes) authorizer.AttributesRecord {
 	return r
 }
 
-// Decision translates an answer.
+// Decision decodes a decision. A value that it does not have is NoOpinion.
 func Decision(d authzv1.Decision) authorizer.Decision {
 	switch d {
 	case authzv1.Decision_DECISION_ALLOW:
@@ -203,7 +207,7 @@ func Decision(d authzv1.Decision) authorizer.Decision {
 	return authorizer.DecisionNoOpinion
 }
 
-// DecisionProto is Decision's inverse.
+// DecisionProto encodes a decision for the wire.
 func DecisionProto(d authorizer.Decision) authzv1.Decision {
 	switch d {
 	case authorizer.DecisionAllow:

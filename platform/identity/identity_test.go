@@ -11,7 +11,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// Who asks is the same on both sides of the wire.
+// A user is the same on both sides of the wire.
 func TestUsersCrossTheWire(t *testing.T) {
 	u := &user.DefaultInfo{
 		Name:   "jane",
@@ -24,11 +24,11 @@ func TestUsersCrossTheWire(t *testing.T) {
 		t.Errorf("%+v, not %+v", got, u)
 	}
 	if UserProto(nil) != nil {
-		t.Error("nobody has become somebody")
+		t.Error("nil has become a user")
 	}
 }
 
-// What is asked for is the same on both sides of the wire; a selector that does not parse is left out.
+// Attributes are the same on both sides of the wire. A selector that does not parse is omitted.
 func TestAttributesCrossTheWire(t *testing.T) {
 	p := &commonv1.Attributes{
 		User:            &commonv1.User{Name: "jane"},
@@ -64,11 +64,11 @@ func TestDecisionsCrossTheWire(t *testing.T) {
 		}
 	}
 	if Decision(99) != authorizer.DecisionNoOpinion {
-		t.Error("a decision of a later version is taken for one of this")
+		t.Error("an unknown decision is not NoOpinion")
 	}
 }
 
-// A service account's use counts against its namespace, which may hold any number of them.
+// A service account's resources count against its namespace, which may have any number of service accounts.
 func TestOwners(t *testing.T) {
 	for of, want := range map[string]string{
 		"jane":                          "jane",

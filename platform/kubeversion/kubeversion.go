@@ -1,4 +1,4 @@
-// Package kubeversion is the version of Kubernetes that is served.
+// Package kubeversion returns the served version of Kubernetes.
 package kubeversion
 
 import (
@@ -12,8 +12,8 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// Info is the version as /version tells it. A binary that was built without the Makefile's flags, by go build or go
-// install, knows its version all the same.
+// Info returns the version that /version serves. A binary that go build or go install built without the Makefile's
+// flags has its version too.
 func Info() *apimachineryversion.Info {
 	info := compatibility.DefaultBuildEffectiveVersion().Info()
 	if stamped(componentversion.Get().GitVersion) {
@@ -40,5 +40,5 @@ func Info() *apimachineryversion.Info {
 	return info
 }
 
-// stamped says whether a version was set when the binary was built.
+// stamped returns true if linker flags set the version at build time.
 func stamped(v string) bool { return !strings.HasPrefix(v, "v0.0.0") }

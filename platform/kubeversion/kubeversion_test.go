@@ -8,7 +8,7 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// A test is built as go build builds: without flags.
+// A test binary has no linker flags, like a binary of go build.
 func TestAPlainBuildKnowsItsVersion(t *testing.T) {
 	if i := Info(); i.GitVersion != version.Kubernetes || i.Major != "1" || i.Minor != "36" {
 		t.Errorf("%+v", i)

@@ -1,5 +1,7 @@
-// Package lifecycle runs the parts of a process: each starts once those it needs are ready, and they stop in the
-// opposite order. A part that ends on its own ends the process.
+// Package lifecycle runs the runners of a process. Each runner starts once the runners before it are ready. They stop
+// in reverse order. A runner that ends by itself ends the process; only the tasks of a Supervisor are restarted.
+//
+// Run owns a goroutine per runner, and a Supervisor owns a goroutine per task.
 package lifecycle
 
 import (
@@ -14,22 +16,28 @@ import (
 	"time"
 )
 
-// Runner is something that runs for as long as the process does.
+// Runner is a component that runs as long as the process.
+//
+//	starting --Ready--> running --stop--> stopping --Run returns, or StopTimeout--> stopped
+//
+// If Run returns in another state than stopping, the process ends.
 type Runner struct {
 	Name string
 	// Run serves until ctx is done and leaves no goroutine behind.
 	Run func(ctx context.Context) error
-	// Ready is waited for before the next part starts; nil means ready at once.
+	// Ready must be ready before the next runner starts; nil: ready at once.
 	Ready *Readiness
-	// StopTimeout says, when it is told to stop, how long that may take; nil or 0: StopTimeout of the package.
+	// StopTimeout returns how long the runner may take to stop. It is called at shutdown. nil or 0: the package's
+	// StopTimeout.
 	StopTimeout func() time.Duration
 }
 
-// StopTimeout bounds how long a part may take to stop that does not say.
+// StopTimeout bounds how long a runner without its own timeout may take to stop.
 const StopTimeout = 30 * time.Second
 
-// Run starts parts in order, calls started, waits for ctx's end or a part's, and stops them in the opposite order.
-// The error is that of the part that ended first on its own.
+// Run starts the runners in order, and waits until ctx is done or a runner ends. Then it stops them in reverse order.
+// It returns the error of the first runner that ended by itself. onStarting is called before each runner, and
+// onStarted once all are ready; both may be nil.
 func Run(ctx context.Context, runners []Runner, onStarting func(name string), onStarted func()) error {
 	type running struct {
 		name   string
@@ -49,7 +57,7 @@ func Run(ctx context.Context, runners []Runner, onStarting func(name string), on
 			select {
 			case <-all[i].done:
 			case <-time.After(timeout):
-				slog.Error("A part does not stop", "part", all[i].name)
+				slog.Error("A runner does not stop", "runner", all[i].name)
 			}
 		}
 	}()
@@ -86,7 +94,7 @@ func Run(ctx context.Context, runners []Runner, onStarting func(name string), on
 	}
 }
 
-// slowStart is how long a part may take to be ready before that is told, and how often then.
+// slowStart is the interval of log lines about a runner that is not ready.
 const slowStart = 10 * time.Second
 
 func waitReady(ctx context.Context, p Runner, failed chan error) error {
@@ -107,7 +115,7 @@ func waitReady(ctx context.Context, p Runner, failed chan error) error {
 			return err
 		case <-changed:
 		case <-slow.C:
-			slog.Warn("Still waiting", "part", p.Name, "reason", reason)
+			slog.Warn("Still waiting for a runner", "runner", p.Name, "reason", reason)
 		}
 	}
 }

@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// recorder is what parts do, in order.
+// recorder records the events of runners in order.
 type recorder struct {
 	mu     sync.Mutex
 	events []string
@@ -39,7 +39,7 @@ func (s *recorder) runner(name string, readyAfter time.Duration) Runner {
 	}
 }
 
-// Parts start one after the other, each once the one before is ready, and stop in the opposite order.
+// Each runner starts once the previous runner is ready. They stop in reverse order.
 func TestRunnersStartInOrderAndStopInReverse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &recorder{}
@@ -55,7 +55,8 @@ func TestRunnersStartInOrderAndStopInReverse(t *testing.T) {
 	})
 }
 
-// A part that ends on its own ends the process, with its error; one that never becomes ready does not keep it.
+// A runner that ends by itself ends the process, with its error. A runner that never becomes ready does not delay the
+// end.
 func TestAnEndedRunnerEndsTheProcess(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &recorder{}
@@ -76,12 +77,12 @@ func TestAnEndedRunnerEndsTheProcess(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
 		if err := Run(ctx, []Runner{s.runner("registry", time.Hour)}, nil, nil); err != nil {
-			t.Errorf("told to stop while it starts: %v", err)
+			t.Errorf("stopped while it starts: %v", err)
 		}
 	})
 }
 
-// A part that does not stop is left behind.
+// Run does not wait for a runner beyond its StopTimeout.
 func TestStopTimesOut(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		hangs := make(chan struct{})
@@ -99,7 +100,7 @@ func TestStopTimesOut(t *testing.T) {
 	})
 }
 
-// A readiness tells one reason at a time, by name, and whoever follows it of every change.
+// Err returns the first reason by name. OnChange notifies of every change.
 func TestOnChange(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var r Readiness

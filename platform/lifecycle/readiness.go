@@ -10,13 +10,13 @@ import (
 	"watershed.dev/platform/watchable"
 )
 
-// Readiness is why something cannot serve yet: a reason for each thing that it waits for, by name. Its zero value is
-// ready; its methods may be called by any number of goroutines.
+// Readiness is why a component cannot serve yet: a reason per name. It is ready while it has no reason, as its zero
+// value. Its methods are safe for concurrent use.
 type Readiness struct {
 	reasons watchable.Value[map[string]error]
 }
 
-// Set says why what is waited for is not there, or with nil that it is.
+// Set sets the reason of a name. A nil reason removes it.
 func (r *Readiness) Set(name string, reason error) {
 	r.reasons.Update(func(old map[string]error) (map[string]error, bool) {
 		if _, waiting := old[name]; !waiting && reason == nil {
@@ -35,13 +35,13 @@ func (r *Readiness) Set(name string, reason error) {
 	})
 }
 
-// Err is the first reason by name, or nil.
+// Err returns the reason of the first name in sorted order, or nil.
 func (r *Readiness) Err() error {
 	_, err := r.get()
 	return err
 }
 
-// get is Err; changed is closed when that may be another.
+// get returns Err, and a channel that is closed when the reasons change.
 func (r *Readiness) get() (changed <-chan struct{}, err error) {
 	reasons, changed := r.reasons.Get()
 	for _, name := range slices.Sorted(maps.Keys(reasons)) {
@@ -50,7 +50,7 @@ func (r *Readiness) get() (changed <-chan struct{}, err error) {
 	return changed, nil
 }
 
-// Wait waits until there is no reason; where ctx ends before, the error is the reason.
+// Wait waits until there is no reason. If ctx ends first, it returns the reason.
 func (r *Readiness) Wait(ctx context.Context) error {
 	for {
 		changed, err := r.get()
@@ -65,7 +65,7 @@ func (r *Readiness) Wait(ctx context.Context) error {
 	}
 }
 
-// OnChange calls told with the state now, and whenever it has changed, until ctx is done.
+// OnChange calls notify with the current reason, and again after every change, until ctx is done.
 func (r *Readiness) OnChange(ctx context.Context, notify func(err error)) {
 	for {
 		changed, err := r.get()
@@ -78,7 +78,7 @@ func (r *Readiness) OnChange(ctx context.Context, notify func(err error)) {
 	}
 }
 
-// NotReady is a readiness that waits for one thing.
+// NotReady returns a Readiness in which name is starting.
 func NotReady(name string) *Readiness {
 	r := &Readiness{}
 	r.Set(name, errors.New("it is starting"))

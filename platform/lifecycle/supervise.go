@@ -11,24 +11,27 @@ import (
 	"watershed.dev/platform/recovery"
 )
 
-// Supervisor runs a service's background tasks and starts again what ends or panics. Its zero value is ready to use.
+// Supervisor runs a service's background tasks. It restarts a task that ends or panics. Its zero value is ready to
+// use.
+//
+//	running --ends or panics--> down, not ready --backoff--> running
 type Supervisor struct {
-	// Ready is what the service waits for. A task that is down counts, and so does whatever else is set there.
+	// Ready is not ready while a task is down. The service may set other reasons.
 	Ready Readiness
 	wg    sync.WaitGroup
 }
 
 const (
-	// minBackoff and maxBackoff are how long a task that ended stays down: longer each time, until it has run for a
-	// while.
+	// minBackoff and maxBackoff bound the delay before a restart. The delay doubles each time, until a task has run
+	// for backoffReset.
 	minBackoff   = 100 * time.Millisecond
 	maxBackoff   = 10 * time.Second
 	backoffReset = time.Minute
 )
 
-// Go runs a task in a goroutine of its own until ctx is done.
+// Go runs a task in a new goroutine until ctx is done.
 func (s *Supervisor) Go(ctx context.Context, name string, run func(context.Context) error) {
-	task := "the task " + name
+	task := "task " + name
 	s.wg.Go(func() {
 		backoff := minBackoff
 		for {
@@ -40,7 +43,7 @@ func (s *Supervisor) Go(ctx context.Context, name string, run func(context.Conte
 			if err == nil {
 				err = errors.New("it ended by itself")
 			}
-			slog.Error("A background task ended; starting it again", "task", name, "error", err, "pause", backoff)
+			slog.Error("A background task ended; it is restarted", "task", name, "error", err, "backoff", backoff)
 			s.Ready.Set(task, fmt.Errorf("it is down: %w", err))
 			if time.Since(began) > backoffReset {
 				backoff = minBackoff
@@ -56,11 +59,11 @@ func (s *Supervisor) Go(ctx context.Context, name string, run func(context.Conte
 	})
 }
 
-// Wait waits until every task has ended, after ctx has.
+// Wait waits until every task has ended. Cancel their ctx first.
 func (s *Supervisor) Wait() { s.wg.Wait() }
 
-// withRecovery makes a panic an error.
+// withRecovery converts a panic of run into an error.
 func withRecovery(ctx context.Context, name string, run func(context.Context) error) (err error) {
-	defer recovery.ToError("the task "+name, &err)
+	defer recovery.ToError("task "+name, &err)
 	return run(ctx)
 }

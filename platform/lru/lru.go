@@ -1,4 +1,5 @@
-// Package lru keeps values within a bound of bytes: those that were last asked for.
+// Package lru caches values within a bound of bytes, and evicts the least recently used. It starts no goroutine:
+// callers evict idle values with EvictIdle.
 package lru
 
 import (
@@ -7,13 +8,13 @@ import (
 	"time"
 )
 
-// Cache keeps values by their keys. It is for any number of goroutines.
+// Cache caches values by key. Any goroutine may use it.
 type Cache[K comparable, V any] struct {
 	limit int
 
 	mu    sync.Mutex
 	byKey map[K]*list.Element
-	order list.List // of *entry, the last asked for in front
+	order list.List // of *entry, the most recently used first
 	bytes int
 }
 
@@ -24,12 +25,12 @@ type entry[K comparable, V any] struct {
 	lastUsed time.Time
 }
 
-// New returns a cache of at most so many bytes, as whoever keeps a value counts them. Where that is 0 it keeps nothing.
+// New returns a cache of at most limit bytes, as the callers of Put count them. With limit 0 it caches nothing.
 func New[K comparable, V any](limit int) *Cache[K, V] {
 	return &Cache[K, V]{limit: limit, byKey: map[K]*list.Element{}}
 }
 
-// Get is what is kept at key, which is asked for so.
+// Get returns the value at key, and marks it as used.
 func (c *Cache[K, V]) Get(key K) (value V, ok bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -43,7 +44,7 @@ func (c *Cache[K, V]) Get(key K) (value V, ok bool) {
 	return cached.value, true
 }
 
-// Put keeps a value at key in place of what was there, unless it has no room by itself.
+// Put replaces the value at key. A value larger than the limit is not cached, and the old value is still removed.
 func (c *Cache[K, V]) Put(key K, value V, bytes int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -63,7 +64,8 @@ func (c *Cache[K, V]) put(key K, value V, bytes int) {
 	}
 }
 
-// PutUnless is Put where nothing is kept at key that stays, in one step. It answers what stays, or else value.
+// PutUnless returns the value at key if retain is true for it. Otherwise it puts value and returns it. Both are one
+// atomic step.
 func (c *Cache[K, V]) PutUnless(key K, retain func(V) bool, value V, bytes int) V {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -76,7 +78,7 @@ func (c *Cache[K, V]) PutUnless(key K, retain func(V) bool, value V, bytes int) 
 	return value
 }
 
-// RemoveIf forgets what is kept at key if it is what goes. It is not asked for so.
+// RemoveIf removes the value at key if match is true for it. It does not mark the value as used.
 func (c *Cache[K, V]) RemoveIf(key K, match func(V) bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -91,7 +93,7 @@ func (c *Cache[K, V]) remove(e *list.Element) {
 	c.bytes -= old.bytes
 }
 
-// EvictIdle forgets what nobody has asked for for some time.
+// EvictIdle removes the values that were not used for the duration idle.
 func (c *Cache[K, V]) EvictIdle(idle time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -100,10 +102,10 @@ func (c *Cache[K, V]) EvictIdle(idle time.Duration) {
 	}
 }
 
-// Clear forgets everything.
+// Clear removes all values.
 func (c *Cache[K, V]) Clear() { c.EvictIdle(0) }
 
-// Bytes is how much is kept.
+// Bytes returns the size of the cached values.
 func (c *Cache[K, V]) Bytes() int {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -12,7 +12,7 @@ func TestLeastRecentlyUsedIsEvicted(t *testing.T) {
 	if v, ok := c.Get("a"); !ok || v != 1 {
 		t.Error(v, ok)
 	}
-	c.Put("c", 3, 4) // b has to go
+	c.Put("c", 3, 4) // evicts b
 	if _, ok := c.Get("b"); ok || c.Bytes() != 8 {
 		t.Errorf("b is kept: %v, %d bytes", ok, c.Bytes())
 	}
@@ -20,7 +20,7 @@ func TestLeastRecentlyUsedIsEvicted(t *testing.T) {
 	if c.Bytes() != 10 {
 		t.Errorf("%d bytes", c.Bytes())
 	}
-	c.Put("c", 4, 11) // which has no room, and takes nobody else's
+	c.Put("c", 4, 11) // larger than the cache: it evicts no other value
 	if _, ok := c.Get("c"); ok || c.Bytes() != 6 {
 		t.Errorf("c is kept: %v, %d bytes", ok, c.Bytes())
 	}
@@ -42,7 +42,7 @@ func TestConditions(t *testing.T) {
 		t.Error(v, ok, c.Bytes())
 	}
 	c.Put("b", 3, 3)
-	c.RemoveIf("a", func(int) bool { return false }) // which does not ask for it
+	c.RemoveIf("a", func(int) bool { return false }) // RemoveIf does not mark a as used
 	c.Put("c", 4, 5)
 	if _, ok := c.Get("a"); ok {
 		t.Error("a was not the one to go")

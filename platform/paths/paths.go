@@ -1,4 +1,4 @@
-// Package paths reads API paths.
+// Package paths parses API paths.
 package paths
 
 import (
@@ -6,7 +6,7 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 )
 
-// RequestInfo reads paths as kube-apiserver does (k8s.io/apiserver/pkg/server, NewRequestInfoResolver).
+// RequestInfo parses paths as kube-apiserver does (k8s.io/apiserver/pkg/server, NewRequestInfoResolver).
 var RequestInfo = &request.RequestInfoFactory{
 	APIPrefixes:          sets.NewString("api", "apis"),
 	GrouplessAPIPrefixes: sets.NewString("api"),

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// A path is read as kube-apiserver reads it: with the legacy API's and the groups' prefixes.
+// RequestInfo parses the prefixes of the legacy API and of API groups, as kube-apiserver does.
 func TestPathsAreReadAsKubeAPIServerDoes(t *testing.T) {
 	for path, want := range map[string]struct {
 		resource                              bool

@@ -1,5 +1,5 @@
-// Package pki makes and keeps the certificates and keys of a cluster on disk. A CA or key that exists is never
-// replaced; a leaf is made anew well before it ends.
+// Package pki creates and stores the certificates and keys of a cluster on disk. It never replaces an existing CA or
+// key, and renews a leaf well before it expires. It does not watch files or distribute them, and starts no goroutine.
 package pki
 
 import (
@@ -24,7 +24,7 @@ import (
 	"time"
 )
 
-// caLifetime is how long a CA is good for.
+// caLifetime is the validity of a CA.
 const caLifetime = 10 * 365 * 24 * time.Hour
 
 // CA is a certificate authority with its key.
@@ -34,7 +34,7 @@ type CA struct {
 	key       crypto.Signer
 }
 
-// OpenCA reads dir/name.crt and dir/name.key, or makes them.
+// OpenCA reads dir/name.crt and dir/name.key, or creates both.
 func OpenCA(dir, name, commonName string) (*CA, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
@@ -43,9 +43,9 @@ func OpenCA(dir, name, commonName string) (*CA, error) {
 	crt, key := filepath.Join(dir, name+".crt"), filepath.Join(dir, name+".key")
 	if !exists(crt) {
 		if exists(key) {
-			return nil, fmt.Errorf("%s is there and %s is not: put it back, or take both away to make a new CA", key, crt)
+			return nil, fmt.Errorf("%s exists but %s does not: restore it, or remove both to create a new CA", key, crt)
 		}
-		k, err := rsa.GenerateKey(rand.Reader, 2048) // RSA: some clients of a cluster's CA know nothing else
+		k, err := rsa.GenerateKey(rand.Reader, 2048) // some clients of a cluster CA support only RSA
 		if err != nil {
 			return nil, err
 		}
@@ -68,10 +68,10 @@ func OpenCA(dir, name, commonName string) (*CA, error) {
 	return ca, nil
 }
 
-// CertFile is the CA certificate's path.
+// CertFile returns the path of the CA certificate.
 func (c *CA) CertFile() string { return filepath.Join(c.Dir, c.Name+".crt") }
 
-// Usage is what a certificate may be shown for.
+// Usage is the set of extended key usages of a certificate.
 type Usage int
 
 // The usages of a leaf.
@@ -90,24 +90,25 @@ func (u Usage) extended() (out []x509.ExtKeyUsage) {
 	return out
 }
 
-// Leaf is a certificate that a CA signs.
+// Leaf describes a certificate that a CA signs.
 type Leaf struct {
-	// Name is that of its files, without .crt and .key.
+	// Name is the name of the leaf's files, without .crt and .key.
 	Name          string
 	CommonName    string
 	Organizations []string
-	// SANs are the names and IP addresses that it is good for.
+	// SANs holds the DNS names and IP addresses of the certificate.
 	SANs  []string
 	Usage Usage
 }
 
 const (
-	// leafLifetime is how long a leaf is good for, and renewAfter the part of it after which it is made anew.
+	// leafLifetime is the validity of a leaf. The leaf is renewed after the fraction renewAfter of it.
 	leafLifetime = 365 * 24 * time.Hour
 	renewAfter   = 0.6
 )
 
-// Leaf makes the leaf's files, or keeps existing ones that say the same and are young enough. made says which.
+// Leaf creates the files of a leaf, or leaves existing files that match l and are young enough. created is true if it
+// created them.
 func (c *CA) Leaf(l Leaf) (crtFile, keyFile string, created bool, err error) {
 	crtFile, keyFile = filepath.Join(c.Dir, l.Name+".crt"), filepath.Join(c.Dir, l.Name+".key")
 	if c.isCurrent(crtFile, l) && exists(keyFile) {
@@ -133,7 +134,7 @@ func (c *CA) Leaf(l Leaf) (crtFile, keyFile string, created bool, err error) {
 	return crtFile, keyFile, true, write(crtFile, keyFile, t, c.cert, k, c.key)
 }
 
-// isCurrent says whether an existing certificate is this CA's, says what l says, and is young enough.
+// isCurrent returns true if an existing certificate is signed by the CA, matches l, and is young enough.
 func (c *CA) isCurrent(crtFile string, l Leaf) bool {
 	b, err := os.ReadFile(crtFile)
 	if err != nil {
@@ -164,17 +165,17 @@ func (c *CA) isCurrent(crtFile string, l Leaf) bool {
 	return true
 }
 
-// SecretKey makes a file with a random key of 256 bits in hexadecimal, or keeps an existing one.
+// SecretKey creates a file with a random key of 256 bits in hexadecimal, unless the file exists.
 func SecretKey(path string) error {
 	if exists(path) {
 		return nil
 	}
 	var key [32]byte
-	_, _ = rand.Read(key[:]) // never fails
+	_, _ = rand.Read(key[:]) // Read never fails
 	return WriteFile(path, []byte(hex.EncodeToString(key[:])+"\n"), 0o600)
 }
 
-// WriteFile writes a file whole or not at all: whoever reads it meanwhile finds what was there.
+// WriteFile replaces a file atomically: a concurrent reader reads the old or the new content.
 func WriteFile(path string, data []byte, mode fs.FileMode) error {
 	tmp := path + ".new"
 	if err := os.WriteFile(tmp, data, mode); err != nil {
@@ -183,14 +184,14 @@ func WriteFile(path string, data []byte, mode fs.FileMode) error {
 	return os.Rename(tmp, path)
 }
 
-// ServiceAccountKeys makes dir/sa.key and dir/sa.pub.
+// ServiceAccountKeys creates dir/sa.key and dir/sa.pub, unless both exist.
 func ServiceAccountKeys(dir string) (keyFile, pubFile string, err error) {
 	keyFile, pubFile = filepath.Join(dir, "sa.key"), filepath.Join(dir, "sa.pub")
 	if exists(keyFile) && exists(pubFile) {
 		return keyFile, pubFile, nil
 	}
 	if exists(keyFile) || exists(pubFile) {
-		const text = "of %s and %s one is missing: put it back, or take both away, which ends every token"
+		const text = "%s or %s is missing: restore it, or remove both, which invalidates every token"
 		return "", "", fmt.Errorf(text, keyFile, pubFile)
 	}
 	k, err := rsa.GenerateKey(rand.Reader, 2048)

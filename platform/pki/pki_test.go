@@ -58,7 +58,7 @@ func TestLeafUsage(t *testing.T) {
 	}
 }
 
-// What says the same and is young is kept; anything else makes a new one.
+// A matching, young certificate is reused. Any difference creates a new certificate.
 func TestLeafRenewal(t *testing.T) {
 	dir := t.TempDir()
 	ca := open(t, dir)
@@ -70,10 +70,10 @@ func TestLeafRenewal(t *testing.T) {
 		Usage:         Client | Server,
 	}
 	if _, created := leaf(t, ca, l); !created {
-		t.Fatal("the first was not made")
+		t.Fatal("the first leaf was not created")
 	}
 	if _, created := leaf(t, open(t, dir), l); created {
-		t.Error("one that says the same was made anew")
+		t.Error("an equal leaf was created again")
 	}
 	for name, change := range map[string]func(*Leaf){
 		"a name":        func(l *Leaf) { l.SANs = []string{"localhost", "other.example"} },
@@ -89,7 +89,7 @@ func TestLeafRenewal(t *testing.T) {
 		}
 		leaf(t, ca, l)
 	}
-	// One that has lived for most of its time, and one of another CA.
+	// A certificate past renewAfter, and a certificate of another CA.
 	for name, build := range map[string]func(*CA) error{
 		"an old one": func(ca *CA) error {
 			t := template(l.CommonName, l.Organizations, leafLifetime)

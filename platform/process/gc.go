@@ -9,22 +9,22 @@ import (
 )
 
 const (
-	// maxAllowance is how much a process that is busy may allocate between two collections whatever lives, in bytes, and
-	// minAllowance what it may at first.
+	// maxAllowance bounds the bytes that a busy process may allocate between two collections, if Go's own pace does
+	// not allow more. minAllowance is the first allowance.
 	maxAllowance = 48 << 20
 	minAllowance = 4 << 20
-	// Collections less than closely apart double the room, and those more than seldom apart halve it.
+	// The allowance doubles after an interval below growBelow, and halves after an interval above shrinkAbove.
 	growBelow   = time.Second
 	shrinkAbove = 8 * time.Second
-	// goPercent is Go's own pace: the heap may double.
+	// goPercent is GOGC's default: the heap may double.
 	goPercent = 100
 )
 
-// PaceGC lets small heaps of busy processes grow to more than twice their size between collections: by 48 MB,
-// while those follow each other within a second. Go lets a heap double: a gateway that has 12 MB alive collects each
-// 12 MB that it allocates, several times a second, which is a tenth of its processor time. One that idles keeps its
-// small heap, and one whose heap is large Go's pace. Where the environment says GOGC it does nothing; GOMEMLIMIT goes
-// before it.
+// PaceGC lets the small heap of a busy process grow to more than twice its size between collections. It adds up to 48
+// MB while collections follow each other within a second. By default Go lets a heap double. A gateway with 12 MB alive
+// then collects several times a second, after each 12 MB of allocations. That takes a tenth of its CPU time. An idle
+// process keeps its small heap, and a process with a large heap keeps Go's pace. PaceGC does nothing if the
+// environment sets GOGC. GOMEMLIMIT takes precedence.
 func PaceGC() {
 	if !gogcUnset() {
 		return
@@ -33,24 +33,25 @@ func PaceGC() {
 	p.wait()
 }
 
-// gogcUnset says whether nobody else has said how often to collect.
+// gogcUnset reports if the environment does not set GOGC.
 func gogcUnset() bool {
 	_, set := os.LookupEnv("GOGC")
 	return !set
 }
 
-// pacer is told of each collection.
+// pacer sets GOGC after each collection. It runs on the goroutine of runtime cleanups.
 type pacer struct {
 	last      time.Time
-	allowance int64 // what may be allocated until the next collection, if Go does not give more
+	allowance int64 // bytes until the next collection, if Go's pace does not allow more
 	percent   int
 	set       func(percent int)
 }
 
-// sentinel dies with each collection. It has a pointer: what has none may share its memory with what lives.
+// sentinel is unreachable, so its cleanup runs after each collection. It has a pointer, because the runtime may place
+// objects without pointers in the memory of live objects.
 type sentinel struct{ _ *pacer }
 
-// wait has the next collection paced.
+// wait calls adjust after the next collection.
 func (p *pacer) wait() {
 	runtime.AddCleanup(&sentinel{}, func(p *pacer) {
 		p.adjust(time.Now(), scanned())
@@ -58,7 +59,7 @@ func (p *pacer) wait() {
 	}, p)
 }
 
-// scanned is what Go lets a heap grow by: what lives there, stacks, and global variables, in bytes.
+// scanned returns the bytes by which Go lets a heap grow: live heap, stacks, and global variables.
 func scanned() (bytes int64) {
 	samples := []metrics.Sample{
 		{Name: "/gc/heap/live:bytes"},
@@ -74,7 +75,7 @@ func scanned() (bytes int64) {
 	return bytes
 }
 
-// adjust decides how much may be allocated until the next collection. scanned is what Go would have it be.
+// adjust sets the allowance until the next collection. scanned is Go's own allowance.
 func (p *pacer) adjust(now time.Time, scanned int64) {
 	switch since := now.Sub(p.last); {
 	case since < growBelow:
@@ -84,7 +85,7 @@ func (p *pacer) adjust(now time.Time, scanned int64) {
 	}
 	p.last = now
 	percent := max(goPercent, int(100*p.allowance/max(scanned, 1)))
-	if off := percent - p.percent; off > p.percent/8 || -off > p.percent/8 { // each setting takes the heap's lock
+	if off := percent - p.percent; off > p.percent/8 || -off > p.percent/8 { // a change locks the heap
 		p.percent = percent
 		p.set(percent)
 	}

@@ -25,10 +25,10 @@ func TestABusyProcessWithASmallHeapCollectsLessOften(t *testing.T) {
 	after(time.Second/2, 8*mb, 100)
 	after(time.Second/2, 8*mb, 200)
 	after(time.Second/2, 8*mb, 400)
-	after(time.Second/2, 8*mb, 600) // and no more
+	after(time.Second/2, 8*mb, 600) // the maximum
 	after(time.Second/2, 8*mb, 600)
 	after(2*time.Second, 8*mb, 600)
-	after(time.Second/2, 9*mb, 600) // 533 is no reason to set it
+	after(time.Second/2, 9*mb, 600) // 533 is too small a change
 	after(time.Second/2, 24*mb, 200)
 	after(time.Second/2, 100*mb, 100)
 	after(10*time.Second, 8*mb, 300)
@@ -44,7 +44,7 @@ func TestEachCollectionIsPaced(t *testing.T) {
 	p := &pacer{last: time.Now(), percent: goPercent, set: func(percent int) {
 		select {
 		case percents <- percent:
-		case <-t.Context().Done(): // it is told of collections for as long as the process runs
+		case <-t.Context().Done(): // the pacer runs as long as the process
 		}
 	}}
 	p.wait()
@@ -60,7 +60,7 @@ func TestEachCollectionIsPaced(t *testing.T) {
 			settings++
 		case <-time.After(time.Millisecond): // cleanups run after the collection
 			if t.Context().Err() != nil {
-				t.Fatal("nobody is told of collections")
+				t.Fatal("no collection is paced")
 			}
 		}
 	}
@@ -69,9 +69,9 @@ func TestEachCollectionIsPaced(t *testing.T) {
 func TestGOGCDisablesPacing(t *testing.T) {
 	t.Setenv("GOGC", "100")
 	if gogcUnset() {
-		t.Error("what the environment says is not obeyed")
+		t.Error("GOGC is set, and the pacer would run")
 	}
 	if os.Unsetenv("GOGC"); !gogcUnset() {
-		t.Error("nothing is said, and nothing done")
+		t.Error("GOGC is not set, and the pacer would not run")
 	}
 }

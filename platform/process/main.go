@@ -7,8 +7,8 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// CommandMain is the main function of a binary that has one command: it runs it with the command line's arguments, or prints
-// the version.
+// CommandMain is the main function of a binary with one command. It runs the command with the arguments of the command
+// line, or prints the version.
 func CommandMain(name string, command func(name string, args []string) error) {
 	PaceGC()
 	if len(os.Args) == 2 && (os.Args[1] == "version" || os.Args[1] == "--version") {

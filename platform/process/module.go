@@ -1,4 +1,8 @@
-// Package process runs services: each as a process of its own (Main), or several as parts of one (cmd/watershed's up).
+// Package process runs services: a service in its own process (Main), or several services in a shared process
+// (cmd/watershed's up). It has the flags, pages, drain and GC pace that services share, and no service's logic.
+//
+// Package lifecycle owns the goroutines of the runners. The xDS client has a goroutine that lasts as long as the
+// process.
 package process
 
 import (
@@ -13,49 +17,49 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// Module is a service as whoever runs it sees it: all that it needs and offers.
+// Module describes a service to the process that runs it.
 type Module struct {
-	// Name is the service's, and the common name of its identity on the inner network.
+	// Name is the service's name, and the common name of its certificate on the inner network.
 	Name string
-	// DependsOn are the services that it calls, and that are built before it where all are in one process. Which of their
-	// methods it may call is in rpc.Callers.
+	// DependsOn are the services that this service calls. A process with several services builds them first.
+	// rpc.AllowedClients has the methods that the service may call.
 	DependsOn []string
-	// ServesRPC: it offers RPCs.
+	// ServesRPC is set if the service serves RPCs.
 	ServesRPC bool
-	// Options returns the service's settings at their defaults.
+	// Options returns the service's options with their defaults.
 	Options func() Options
 }
 
-// Options are a service's, and build it once they are set.
+// Options are a service's options. Build builds the service once they are set.
 type Options interface {
 	AddFlags(*pflag.FlagSet)
 	Build(context.Context, *Deps) (Service, error)
 }
 
-// Service is what every service is to the process that runs it.
+// Service is a service as its process runs it.
 type Service interface {
 	Register(grpc.ServiceRegistrar)
 	Collectors() []prometheus.Collector
-	// Ready is why the service cannot serve yet.
+	// Ready returns why the service cannot serve yet.
 	Ready() *lifecycle.Readiness
 	// Run serves until ctx is done.
 	Run(context.Context) error
 }
 
-// Deps is what a service is built with.
+// Deps are the dependencies that a service is built with.
 type Deps struct {
 	// ID is the service's identity on the inner network.
 	ID rpc.TLS
 	// Dial connects to another service.
 	Dial func(service string) (grpc.ClientConnInterface, error)
-	// NATS is the embedded server; nil where the service's settings say where NATS is.
+	// NATS is the embedded server; nil if the service's options have the addresses of NATS.
 	NATS InProcessNATS
 }
 
 // InProcessNATS is a NATS server in this process (nats.InProcessConnProvider).
 type InProcessNATS interface{ InProcessConn() (net.Conn, error) }
 
-// OptionsOf is a service's own Config with its constructor.
+// OptionsOf returns the Options of a service with its Config and its constructor.
 func OptionsOf[C interface{ AddFlags(*pflag.FlagSet) }](config C,
 	build func(context.Context, C, *Deps) (Service, error)) Options {
 	return &optionsOf[C]{config, build}
@@ -71,3 +75,6 @@ func (s *optionsOf[C]) AddFlags(fs *pflag.FlagSet) { s.config.AddFlags(fs) }
 func (s *optionsOf[C]) Build(ctx context.Context, d *Deps) (Service, error) {
 	return s.build(ctx, s.config, d)
 }
+
+// AddFlags adds the flags of the module's own command to fs: the flags of its process and of its service.
+func (m *Module) AddFlags(fs *pflag.FlagSet) { (&process{}).addFlags(fs, m) }

@@ -17,14 +17,13 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// Metrics are those of the services that run in this process, of what they share, and of the libraries that they are
-// made of.
+// Metrics gathers the metrics of the services in this process, of shared packages, and of the Kubernetes libraries.
 type Metrics struct {
 	prometheus.Gatherer
 	own *prometheus.Registry
 }
 
-// NewMetrics returns what is there before any service is. It is called once in a process.
+// NewMetrics returns the metrics that every process has. Call it once per process.
 func NewMetrics() *Metrics {
 	m := &Metrics{own: prometheus.NewRegistry()}
 	m.own.MustRegister(version.Metrics()...)
@@ -34,22 +33,27 @@ func NewMetrics() *Metrics {
 	return m
 }
 
-// Add adds a service's.
+// Add registers a service's collectors.
 func (m *Metrics) Add(s interface{ Collectors() []prometheus.Collector }) {
 	m.own.MustRegister(s.Collectors()...)
 }
 
-// Instance is a service that is being built, or has been. Its methods may be called by any number of goroutines.
+// Instance is a service in a process, before and after it is built. Its methods are safe for concurrent use. /readyz
+// reports its state.
+//
+//	starting --Set--> not ready --Ready has no reason--> ready --Draining--> shutting down
+//
+// A ready service becomes not ready again when Ready has a reason.
 type Instance struct {
-	// Name is the service's.
+	// Name is the service's name.
 	Name    string
 	service atomic.Pointer[Service]
 }
 
-// Set says that the service has been built.
+// Set sets the service once it is built.
 func (b *Instance) Set(s Service) { b.service.Store(&s) }
 
-// Get is the service, or nil while it is being built.
+// Get returns the service, or nil while it is being built.
 func (b *Instance) Get() Service {
 	if s := b.service.Load(); s != nil {
 		return *s
@@ -57,7 +61,7 @@ func (b *Instance) Get() Service {
 	return nil
 }
 
-// stopTimeout is how long the service says that it takes to stop; 0 where it does not say.
+// stopTimeout returns how long the service may take to stop; 0: the default.
 func (b *Instance) stopTimeout() time.Duration {
 	if t, ok := b.Get().(interface{ StopTimeout() time.Duration }); ok {
 		return t.StopTimeout()
@@ -65,8 +69,9 @@ func (b *Instance) stopTimeout() time.Duration {
 	return 0
 }
 
-// Pages are the service's own pages of the debug address: /healthz (everything that it needs answers), /readyz (it is
-// to be called), /files (what is in force of the files that it reads anew), and what it shows of itself.
+// Pages returns the service's pages of the debug address. /healthz is ok if the service and its dependencies respond,
+// and /readyz if clients may call the service. /files has the active content of reloaded files. The other pages are
+// the service's own.
 func (b *Instance) Pages() map[string]http.Handler {
 	page := func(check func(context.Context) error) http.Handler {
 		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -95,12 +100,12 @@ func (b *Instance) Pages() map[string]http.Handler {
 	}
 }
 
-// ready says why the service is not to be called: it has not read what it decides by, or it is on its way out. That
-// another service is away is no reason, since no replica would be better.
+// ready returns why clients should not call the service: its policy has not been read, or it is shutting down. A
+// dependency that is away is no reason, because no other replica would be better.
 func (b *Instance) ready(context.Context) error {
 	s := b.Get()
 	if s == nil {
-		return fmt.Errorf("%s is being built; its log says what it waits for", b.Name)
+		return fmt.Errorf("%s is starting; see its log", b.Name)
 	}
 	if err := s.Ready().Err(); err != nil {
 		return err
@@ -109,16 +114,16 @@ func (b *Instance) ready(context.Context) error {
 		return p.Policies().Err()
 	}
 	if d, ok := s.(interface{ Draining() bool }); ok && d.Draining() {
-		return errors.New("it is told to stop")
+		return errors.New("it is shutting down")
 	}
 	return nil
 }
 
-// check says why the service cannot serve.
+// check returns why the service cannot serve.
 func (b *Instance) check(ctx context.Context) error {
 	s := b.Get()
 	if s == nil {
-		return fmt.Errorf("%s is being built; its log says what it waits for", b.Name)
+		return fmt.Errorf("%s is starting; see its log", b.Name)
 	}
 	err := s.Ready().Err()
 	if c, ok := s.(interface{ Check(context.Context) error }); err == nil && ok {

@@ -7,7 +7,7 @@ import (
 	"log/slog"
 	"os"
 	"time"
-	_ "time/tzdata" // CronJobs and CEL name time zones, and an image has no files
+	_ "time/tzdata" // for CronJobs' and CEL's time zones: an image has no files
 
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
@@ -20,17 +20,17 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// Upstream's controllers end the process when they panic, and what is in etcd can make them: a CRD whose name has no
-// dot does. Their workers run under wait.Until, which starts a worker again that has panicked.
+// Upstream's controllers end the process when they panic. An object in etcd can cause that: a CRD whose name has no
+// dot, for example. The workers run under wait.Until, which restarts a worker after a panic.
 func init() { utilruntime.ReallyCrash = false }
 
-// Main is the main function of a service's own binary: it runs the service with the command line's settings until it is
-// told to stop, or prints the version.
+// Main is the main function of a service's binary. It runs the service with the options of the command line until
+// SIGINT or SIGTERM, or prints the version.
 func Main(m *Module) {
 	CommandMain(m.Name, func(name string, args []string) error { return Run(m, name, args) })
 }
 
-// Run runs one service with settings until it is told to stop. command is what it was called as.
+// Run runs a service with the options in args until SIGINT or SIGTERM. command is the name of its flag set.
 func Run(m *Module, command string, args []string) error {
 	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
 	p := &process{}
@@ -57,8 +57,8 @@ func Run(m *Module, command string, args []string) error {
 	return lifecycle.Run(ctx, runners, nil, nil)
 }
 
-// runners are the process's pages, the service, and its RPCs. The pages come first: a service that waits for what it is
-// built on, as registry does for etcd, is alive and says why it is not ready.
+// runners returns the process's runners: the debug pages, the service, and its RPCs. The pages start first. A service
+// that waits for a dependency, as the registry does for etcd, is then alive and reports why it is not ready.
 func (p *process) runners(m *Module, options Options) ([]lifecycle.Runner, error) {
 	server, err := rpc.NewServer(p.id)
 	if err != nil {
@@ -93,14 +93,14 @@ func (p *process) runners(m *Module, options Options) ([]lifecycle.Runner, error
 	return runners, nil
 }
 
-// CheckConfig says whether a process of the service takes a file of settings.
+// CheckConfig returns an error if the service's process does not accept the configuration file.
 func CheckConfig(m *Module, file string) error {
 	fs := pflag.NewFlagSet(m.Name, pflag.ContinueOnError)
 	new(process).addFlags(fs, m)
 	return config.Load(fs, []string{"--config", file})
 }
 
-// ExitOnHelp makes --help end well.
+// ExitOnHelp exits with status 0 if err is --help. Otherwise it returns err.
 func ExitOnHelp(err error) error {
 	if errors.Is(err, pflag.ErrHelp) {
 		os.Exit(0)
@@ -108,13 +108,13 @@ func ExitOnHelp(err error) error {
 	return err
 }
 
-// process is what a process of one service is told beside the service's own settings.
+// process holds the options that all services have, and the connections of a process.
 type process struct {
 	telemetry telemetry.Options
 	id        rpc.TLS
 	address   string
 	peers     map[string]*[]string
-	// xds finds replicas in place of peers, where there are servers.
+	// xds finds replicas instead of peers if there are xDS servers.
 	xdsServers  []string
 	xdsCacheDir string
 	xds         *rpc.XDS
@@ -122,7 +122,7 @@ type process struct {
 	conns       []*grpc.ClientConn
 }
 
-// addFlags adds the process's flags and the service's, which it returns.
+// addFlags adds the process's flags and the service's flags. It returns the service's options.
 func (p *process) addFlags(fs *pflag.FlagSet, m *Module) Options {
 	p.telemetry.AddFlags(fs)
 	p.id.AddFlags(fs)
@@ -134,15 +134,15 @@ func (p *process) addFlags(fs *pflag.FlagSet, m *Module) Options {
 		p.peers[peer] = fs.StringSlice(
 			peer+"-addresses",
 			nil,
-			"host:port, or unix:/path, of every replica of "+peer+", comma separated. With --xds-servers: until "+
-				"one of those has answered.",
+			"host:port, or unix:/path, of every replica of "+peer+", comma separated. With --xds-servers: only until "+
+				"an xDS server has responded.",
 		)
 	}
 	if len(m.DependsOn) > 0 {
 		fs.StringSliceVar(&p.xdsServers, "xds-servers", nil,
-			"host:port of every replica of the xDS server that says where the replicas of other services are.")
+			"host:port of every replica of the xDS server, which sends the addresses of other services' replicas.")
 		fs.StringVar(&p.xdsCacheDir, "xds-cache-dir", "",
-			"Where what the xDS server said is kept for the next start. Empty: nowhere.")
+			"The directory that caches the xDS server's responses for the next start. Empty: no cache.")
 	}
 	fs.DurationVar(&p.drain, "drain-timeout", 10*time.Second, "How long RPCs in flight may take to end at shutdown.")
 	options := m.Options()
@@ -150,7 +150,7 @@ func (p *process) addFlags(fs *pflag.FlagSet, m *Module) Options {
 	return options
 }
 
-// findReplicas asks xDS servers for the replicas of other services, where there are such servers.
+// findReplicas checks the addresses of other services, and starts the xDS client if there are xDS servers.
 func (p *process) findReplicas(ctx context.Context) (err error) {
 	for peer, addresses := range p.peers {
 		if err := rpc.CheckAddresses(peer+"-addresses", *addresses); err != nil {
@@ -169,12 +169,12 @@ func (p *process) findReplicas(ctx context.Context) (err error) {
 		c.Fallback[peer] = *addresses
 	}
 	if p.xds, err = rpc.NewXDS(p.id, c); err == nil {
-		go p.xds.Run(context.WithoutCancel(ctx)) // until the process ends: whoever drains still calls
+		go p.xds.Run(context.WithoutCancel(ctx)) // until the process ends: a draining service makes calls
 	}
 	return err
 }
 
-// dial connects to the replicas of another service.
+// dial returns a connection to the replicas of another service.
 func (p *process) dial(peer string) (grpc.ClientConnInterface, error) {
 	var replicas rpc.Replicas = rpc.Addresses(*p.peers[peer])
 	if p.xds != nil {
@@ -196,11 +196,11 @@ func (p *process) close() {
 	}
 }
 
-// serve offers a service's RPCs until ctx is done.
+// serve serves a service's RPCs until ctx is done.
 func (p *process) serve(ctx context.Context, s Service, server *rpc.Server) error {
 	go s.Ready().OnChange(ctx, func(err error) { server.SetReady(err == nil) })
 	if d, ok := s.(interface{ Drain() }); ok {
-		// its callers have begun elsewhere by then what lasts
+		// by then clients have started their streams at other replicas
 		defer context.AfterFunc(ctx, func() { time.AfterFunc(min(rpc.LameDuckPeriod, p.drain/2), d.Drain) })()
 	}
 	return server.Serve(ctx, p.address, p.drain)

@@ -11,11 +11,12 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// maxSocketDir is how long the path of a directory may be for sockets in it: a socket's path has 108 bytes.
+// maxSocketDir bounds the path of a directory for sockets, because a socket's path has at most 108 bytes.
 const maxSocketDir = 80
 
-// SocketDir is where sockets for dir go: in it, or in a short place of this user's own where its path is too long for a
-// socket, or has what an address may not have (rpc.ParseAddress).
+// SocketDir returns the directory for dir's sockets. It is dir, unless the path is too long or has characters that an
+// address may not have (rpc.ParseAddress). Then it is a short directory of this user in $XDG_RUNTIME_DIR or the
+// system's directory for temporary files.
 func SocketDir(dir string) (string, error) {
 	if socketsFit(dir) {
 		return dir, nil
@@ -27,30 +28,31 @@ func SocketDir(dir string) (string, error) {
 	sum := sha256.Sum256([]byte(dir))
 	short := filepath.Join(root, fmt.Sprintf("watershed-%x", sum[:8]))
 	if !socketsFit(short) {
-		const text = "--data-dir %q is no path for sockets, nor is %q: choose a shorter and plainer one"
+		const text = "--data-dir %q cannot hold sockets, and %q cannot either: choose a shorter path of plain letters"
 		return "", fmt.Errorf(text, dir, short)
 	}
 	err := os.MkdirAll(short, 0o700)
-	for _, d := range []string{root, short} { // in a place where anybody may make directories, ours must be ours
+	for _, d := range []string{root, short} { // other users may create directories in root's parent
 		if err == nil {
 			err = RestrictDirectory(d)
 		}
 	}
 	if err != nil {
-		const text = "--data-dir %q is no path for sockets, and the place for them, %q, is not safe: %w; " +
-			"choose another one"
+		const text = "--data-dir %q cannot hold sockets, and %q is not safe for them: %w; " +
+			"choose another --data-dir"
 		return "", fmt.Errorf(text, dir, short, err)
 	}
 	return short, nil
 }
 
-// socketsFit says whether sockets in a directory have addresses.
+// socketsFit reports if sockets in a directory have valid addresses.
 func socketsFit(dir string) bool {
 	_, err := rpc.ParseAddress(rpc.Address{Path: dir}.String())
 	return err == nil && len(dir) < maxSocketDir
 }
 
-// RestrictDirectory makes sure that nobody else can put anything into a directory: keys and sockets are there.
+// RestrictDirectory lets only this user access a directory, because it holds keys and sockets. It fails if the
+// directory is not this user's.
 func RestrictDirectory(dir string) error {
 	info, err := os.Lstat(dir)
 	if err != nil {
@@ -58,7 +60,7 @@ func RestrictDirectory(dir string) error {
 	}
 	st, ok := info.Sys().(*syscall.Stat_t)
 	if !info.IsDir() || !ok || int(st.Uid) != os.Geteuid() {
-		return errors.New("it is no directory of this user's own; choose another one")
+		return errors.New("it is not a directory of this user; choose another directory")
 	}
 	if info.Mode().Perm()&0o077 != 0 {
 		return os.Chmod(dir, 0o700)

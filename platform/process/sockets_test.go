@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// Keys and sockets lie where nobody else can put anything (S16).
+// Only this user can write to the directory of keys and sockets (S16).
 func TestRestrictDirectory(t *testing.T) {
 	dir := t.TempDir()
 	open := filepath.Join(dir, "open")
@@ -32,11 +32,11 @@ func TestRestrictDirectory(t *testing.T) {
 	}
 	for _, bad := range []string{link, file, filepath.Join(dir, "none")} {
 		if err := RestrictDirectory(bad); err == nil {
-			t.Errorf("%s is taken for a directory of one's own", bad)
+			t.Errorf("%s is accepted as a directory of this user", bad)
 		}
 	}
 	if os.Geteuid() != 0 {
-		return // only root can make what is another's
+		return // only root can create another user's directory
 	}
 	foreign := filepath.Join(dir, "foreign")
 	if err := os.Mkdir(foreign, 0o700); err != nil {
@@ -46,7 +46,7 @@ func TestRestrictDirectory(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := RestrictDirectory(foreign); err == nil {
-		t.Error("another's directory is taken for one's own")
+		t.Error("another user's directory is accepted")
 	}
 }
 
@@ -68,7 +68,7 @@ func TestSocketDirOfALongPath(t *testing.T) {
 	if other, _ := SocketDir(long + "x"); filepath.Dir(got) != runtime || got == other || err != nil {
 		t.Errorf("sockets lie in %q, %v", got, err)
 	}
-	for _, dir := range []string{"/srv/a b", "/srv/a,b", "/srv/a%b", "/srv/ü"} { // and of one that no address has
+	for _, dir := range []string{"/srv/a b", "/srv/a,b", "/srv/a%b", "/srv/ü"} { // not in addresses
 		if got, err := SocketDir(dir); filepath.Dir(got) != runtime || err != nil {
 			t.Errorf("%s: sockets lie in %q, %v", dir, got, err)
 		}

@@ -1,4 +1,4 @@
-// Package guard makes a panic an error where one object, one message or one task must not end the process.
+// Package recovery converts panics into errors, so that a single object, message or task cannot end the process.
 package recovery
 
 import (
@@ -11,8 +11,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// logInterval is how often a panic in one thing is logged at most: whoever can cause one can cause many. maxOperations bounds
-// the things that are told apart.
+// logInterval is the minimum interval between log lines about panics of an operation, because a client that can cause
+// one panic can cause many. maxOperations bounds the recorded operations.
 const (
 	logInterval   = time.Second
 	maxOperations = 1000
@@ -24,26 +24,26 @@ var (
 
 	panics = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "watershed_panics_total",
-		Help: "Panics that ended what they were in and nothing else.",
+		Help: "Panics that ended only the operation in which they occurred.",
 	})
 )
 
-// Metrics are this package's collectors.
+// Metrics returns this package's collectors.
 func Metrics() []prometheus.Collector { return []prometheus.Collector{panics} }
 
-// ToError makes the panic of the function that defers it the function's error. It logs it with its stack, once in
-// logInterval for each what, which says in what: "loading pods".
+// ToError converts a panic of the function that defers it into the error of that function. It logs the panic with its
+// stack, once per logInterval and operation. An operation is a phrase like "loading pods".
 func ToError(operation string, err *error) {
 	if r := recover(); r != nil {
 		panics.Inc()
 		if shouldLog(operation) {
-			slog.Error("A panic is contained", "in", operation, "panic", r, "stack", string(debug.Stack()))
+			slog.Error("Recovered from a panic", "operation", operation, "panic", r, "stack", string(debug.Stack()))
 		}
 		*err = fmt.Errorf("%s panicked: %v", operation, r)
 	}
 }
 
-// shouldLog says whether a panic in what is to be logged.
+// shouldLog reports if a panic of an operation should be logged now.
 func shouldLog(operation string) bool {
 	mu.Lock()
 	defer mu.Unlock()

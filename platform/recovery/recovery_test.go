@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// A panic is an error that says in what; an error stays what it is.
+// A panic becomes an error that names its operation. An error does not change.
 func TestAPanicIsAnError(t *testing.T) {
 	run := func(f func() error) (err error) {
 		defer ToError("reading pods/x", &err)

@@ -37,7 +37,7 @@ func TestFilesAreReloaded(t *testing.T) {
 	reloadtest.WaitForPage(t, f, "[+]some-file")
 	reloadtest.Replace(t, path, "bad")
 	reloadtest.WaitForPage(t, f, "[-]some-file "+path+" refused: it is bad; in force is what was read")
-	reloadtest.Replace(t, path, "second") // as what is in force
+	reloadtest.Replace(t, path, "second") // the active content
 	reloadtest.WaitForPage(t, f, "[+]some-file")
 	reloadtest.Replace(t, path, "third")
 	next("third")

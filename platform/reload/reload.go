@@ -1,5 +1,7 @@
-// Package reload reads files anew while a process runs. What a file said before stays in force until what it says now
-// is known to be good.
+// Package reload reloads files while a process runs. The previous content of a file stays active until the new content
+// is valid. The package does not parse files: an UpdateFunc does.
+//
+// Files.Run owns a goroutine per file, which calls the file's UpdateFunc.
 package reload
 
 import (
@@ -19,55 +21,61 @@ import (
 )
 
 const (
-	// pollPeriod is how often a file is looked at where nothing tells of its changes.
+	// pollPeriod is how often a file is checked without a notification of a change.
 	pollPeriod = time.Minute
-	// settleDelay is how long a file must be the same before it is believed to be whole.
+	// settleDelay is how long the content of a file must not change before it counts as complete.
 	settleDelay = 50 * time.Millisecond
-	// retryDelay is how long to wait before what may become better is tried again.
+	// retryDelay is the delay before an update is tried again after a Retryable error.
 	retryDelay = 5 * time.Second
 )
 
 var (
 	reloads = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "watershed_file_reloads_total",
-		Help: "Times that a file which a flag names was read anew, by both and whether it was put in force.",
+		Help: "Reloads of files that flags name, by flag, file and result.",
 	}, []string{"flag", "file", "result"})
 	refused = prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "watershed_file_refused",
-		Help: "1 while what a file says is not in force because it is bad, by the flag that names it and its path.",
+		Help: "1 while a file's content is invalid and its previous content is active, by flag and path.",
 	}, []string{"flag", "file"})
 )
 
-// Several services of a process may read files anew: they share the registry of Kubernetes' libraries.
+// Several services of a process may reload files. They share the registry of Kubernetes' libraries.
 func init() { legacyregistry.RawMustRegister(reloads, refused) }
 
-// Files are the files that a service reads anew. Add them before Run; every other method may be called by any number of
-// goroutines.
+// Files are the files that a service reloads. Call Add, Watch and LoadAndWatch before Run. Other methods are safe for
+// concurrent use.
 type Files struct{ all []*file }
 
+// file is a file that is reloaded.
+//
+//	active  --new content, update succeeds--> active
+//	active  --read or update fails----------> refused: the previous content stays active
+//	refused --valid or active content-------> active
 type file struct {
 	flag, path string
 	update     UpdateFunc
 
 	mu sync.Mutex
-	// active is what was applied last, seen what was read last.
+	// active is the content that update last accepted. seen is the content that update last accepted or rejected.
 	active, seen []byte
 	since        time.Time
 	err          error
 }
 
-// UpdateFunc puts a file's new contents in force, or says why they are bad and leaves everything as it was. An error of
-// Retryable is tried again; any other stands until the contents change.
+// UpdateFunc makes a file's new content active, or returns an error and changes nothing. After a Retryable error it is
+// called again. After another error it is not called until the content changes.
 type UpdateFunc func(ctx context.Context, data []byte) error
 
-// Retryable says of an error that the same contents may be good later: another server did not answer.
+// Retryable marks an error after which the same content may be valid later, because another server did not respond,
+// for example.
 func Retryable(err error) error { return retryable{err} }
 
 type retryable struct{ error }
 
 func (m retryable) Unwrap() error { return m.error }
 
-// Add has a file followed which the flag names; data is what it said at the start. An empty path is no file.
+// Add watches the file that the flag names. data is its content at the start. Add ignores an empty path.
 func (f *Files) Add(flag, path string, data []byte, update UpdateFunc) {
 	if path == "" {
 		return
@@ -76,13 +84,14 @@ func (f *Files) Add(flag, path string, data []byte, update UpdateFunc) {
 	refused.WithLabelValues(flag, path).Set(0)
 }
 
-// Watch has a file followed whose contents now are in force. An empty path is no file.
+// Watch reads a file and watches it. The content that it reads is already active. Watch ignores an empty path.
 func (f *Files) Watch(flag, path string, update UpdateFunc) error {
 	_, err := f.read(flag, path, update)
 	return err
 }
 
-// LoadAndWatch puts in force what a file says, now and whenever it changes. An empty path is no file. Its error names the flag.
+// LoadAndWatch calls update with a file's content, now and after every change. It ignores an empty path. Its error
+// names the flag.
 func (f *Files) LoadAndWatch(ctx context.Context, flag, path string, update UpdateFunc) error {
 	data, err := f.read(flag, path, update)
 	if err != nil || path == "" {
@@ -106,13 +115,13 @@ func (f *Files) read(flag, path string, update UpdateFunc) ([]byte, error) {
 	return data, nil
 }
 
-// Run follows the files until ctx is done.
+// Run watches the files until ctx is done.
 func (f *Files) Run(ctx context.Context) {
 	var wg sync.WaitGroup
 	for _, file := range f.all {
 		wg.Go(func() {
 			filesystem.WatchUntil(ctx, pollPeriod, file.path, func() { file.watch(ctx) }, func(err error) {
-				slog.Warn("A file's changes are not told; it is looked at now and then", "flag", "--"+file.flag,
+				slog.Warn("A file cannot be watched; it is polled", "flag", "--"+file.flag,
 					"file", file.path, "every", pollPeriod, "error", err)
 			})
 		})
@@ -120,7 +129,7 @@ func (f *Files) Run(ctx context.Context) {
 	wg.Wait()
 }
 
-// watch reads the file until what it says is decided.
+// watch reloads the file until update accepts or rejects the content.
 func (f *file) watch(ctx context.Context) {
 	for ctx.Err() == nil {
 		if err := f.reload(ctx); !errors.As(err, new(retryable)) {
@@ -137,7 +146,7 @@ func wait(ctx context.Context, d time.Duration) {
 	}
 }
 
-// reload reads the file once it rests, and applies what it says if that is new.
+// reload reads the file once it is complete, and calls update if the content is new.
 func (f *file) reload(ctx context.Context) error {
 	data, err := f.readStable(ctx)
 	if err == nil && bytes.Equal(data, f.lastSeen()) {
@@ -160,7 +169,7 @@ func (f *file) reload(ctx context.Context) error {
 		refused.WithLabelValues(f.flag, f.path).Set(1)
 		reloads.WithLabelValues(f.flag, f.path, "refused").Inc()
 		if !reported {
-			slog.Error("A file was not read anew; what was read before stays in force", "flag", "--"+f.flag, "file",
+			slog.Error("A file was not reloaded; its previous content stays active", "flag", "--"+f.flag, "file",
 				f.path, "error", err)
 		}
 		return err
@@ -168,11 +177,11 @@ func (f *file) reload(ctx context.Context) error {
 	f.active, f.seen, f.since = data, data, time.Now()
 	refused.WithLabelValues(f.flag, f.path).Set(0)
 	reloads.WithLabelValues(f.flag, f.path, "applied").Inc()
-	slog.Info("A file was read anew", "flag", "--"+f.flag, "file", f.path)
+	slog.Info("A file was reloaded", "flag", "--"+f.flag, "file", f.path)
 	return nil
 }
 
-// unchanged forgets that the file could not be read, where it is again as what is in force.
+// unchanged clears the file's error if the file has the active content again.
 func (f *file) unchanged(data []byte) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -182,14 +191,15 @@ func (f *file) unchanged(data []byte) {
 	}
 }
 
-// lastSeen is what was decided about last.
+// lastSeen returns the content that update last accepted or rejected.
 func (f *file) lastSeen() []byte {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.seen
 }
 
-// readStable is what the file says once it says the same twice: whoever writes it in place is then done.
+// readStable returns the content once two reads in a row are equal, because another process may be writing the file in
+// place.
 func (f *file) readStable(ctx context.Context) ([]byte, error) {
 	data, err := os.ReadFile(f.path)
 	for err == nil && !bytes.Equal(data, f.lastSeen()) && ctx.Err() == nil {
@@ -203,7 +213,7 @@ func (f *file) readStable(ctx context.Context) ([]byte, error) {
 	return data, err
 }
 
-// ServeHTTP shows, a line for each file, what is in force and why what lies there is not.
+// ServeHTTP writes a line per file: since when its content is active, and why newer content was refused.
 func (f *Files) ServeHTTP(w http.ResponseWriter, _ *http.Request) {
 	for _, file := range f.all {
 		file.mu.Lock()

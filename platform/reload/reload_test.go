@@ -17,7 +17,7 @@ func TestRetryableErrorsAreRetried(t *testing.T) {
 	f := &file{flag: "x", path: path, seen: []byte("old"), active: []byte("old"),
 		update: func(context.Context, []byte) error {
 			if tries++; tries == 1 {
-				return Retryable(errors.New("nobody answers"))
+				return Retryable(errors.New("no response"))
 			}
 			return nil
 		}}

@@ -9,16 +9,16 @@ import (
 	"strings"
 )
 
-// Address is where a replica serves: a port of a host, or a Unix socket.
+// Address is the address of a replica: host and port, or a Unix socket.
 type Address struct {
 	Host string
 	Port uint16
-	// Path is the socket's; Host and Port are empty then.
+	// Path is the socket's path. If it is set, Host and Port are empty.
 	Path string
 }
 
-// ParseAddress reads host:port, or unix:/path. The path is absolute and clean, so that a socket has one name, and
-// plain, since it is also one of a list, and what gRPC takes for a URL.
+// ParseAddress parses host:port or unix:/path. A path must be absolute and clean, so that a socket has only one name.
+// It must have plain characters, because flags hold comma-separated lists and gRPC parses addresses as URLs.
 func ParseAddress(s string) (Address, error) {
 	if path, ok := strings.CutPrefix(s, socketScheme); ok {
 		if !filepath.IsAbs(path) || filepath.Clean(path) != path || strings.Trim(path, plainPath) != "" {
@@ -38,7 +38,7 @@ func ParseAddress(s string) (Address, error) {
 	return Address{Host: host, Port: uint16(n)}, nil
 }
 
-// String is ParseAddress' inverse.
+// String returns the text that ParseAddress parses.
 func (a Address) String() string {
 	if a.Path != "" {
 		return socketScheme + a.Path
@@ -51,7 +51,7 @@ const (
 	plainPath    = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789/._-+@=~"
 )
 
-// CheckAddresses says which of a flag's addresses is none.
+// CheckAddresses returns an error for the first of a flag's addresses that is invalid.
 func CheckAddresses(flag string, all []string) error {
 	for _, a := range all {
 		if _, err := ParseAddress(a); err != nil {

@@ -6,7 +6,8 @@ import (
 	"google.golang.org/grpc/backoff"
 )
 
-// backoffConfig finds a restarted replica again within a second.
+// backoffConfig bounds the delay between connection attempts, so that a client finds a restarted replica within a
+// second.
 var backoffConfig = backoff.Config{
 	BaseDelay:  50 * time.Millisecond,
 	Multiplier: 1.6,

@@ -5,7 +5,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/encoding"
-	_ "google.golang.org/grpc/encoding/proto" // the codec that this one is but for lists
+	_ "google.golang.org/grpc/encoding/proto" // registers the codec that this package wraps
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
@@ -13,21 +13,21 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// codec is gRPC's own for protobuf, and carries the bytes of the watch tier without copying them. A ListChunk's pieces
-// are sent from where they are, as one piece, and received into a Chunk as they have come. A WatchFrame's events are
-// sent from where they are too: messages that wait for slow receivers on many streams share them.
+// codec is gRPC's codec for protobuf, without copies of the watch tier's bytes. It sends the pieces of a ListChunk by
+// reference, as one piece, and receives them into a Chunk. It also sends a WatchFrame's events by reference. Messages
+// that wait for slow receivers on many streams therefore share them.
 type codec struct{ encoding.CodecV2 }
 
 var wireCodec = codec{encoding.GetCodecV2("proto")}
 
-// smallPiece is the size below which a piece is copied beside others rather than sent by itself.
+// smallPiece is the size in bytes below which a piece is copied. Larger pieces are sent by reference.
 const smallPiece = 1 << 10
 
 const (
 	fieldData = 1
 	fieldSize = 2
 	fieldGzip = 3
-	// maxChunkHead is how long a ListChunk of one piece is without it: three tags and three numbers.
+	// maxChunkHead bounds the bytes before the data of a ListChunk with one piece: three tags and three numbers.
 	maxChunkHead = 3 * (1 + 10)
 )
 
@@ -52,11 +52,11 @@ func (c codec) Marshal(v any) (mem.BufferSlice, error) {
 	return c.CodecV2.Marshal(v)
 }
 
-// TrackedFrame is a WatchFrame whose sender learns when the transport is done with it. Send it with SendMsg.
+// TrackedFrame is a WatchFrame that notifies its sender when the transport no longer needs it. Send it with SendMsg.
 type TrackedFrame struct {
 	*watchfanoutv1.WatchFrame
-	// Done is called when the frame's bytes are written or dropped; between services of one process, when the frame is
-	// received. It is not called for a frame that no transport takes: the stream's context ends then.
+	// Done is called when gRPC has written or dropped the frame's bytes, or when a service in the same process has
+	// received the frame. It is not called for a frame that no transport accepts: the stream's context then ends.
 	Done func()
 }
 
@@ -66,10 +66,10 @@ func (m *TrackedFrame) endBuffer() mem.Buffer {
 	return mem.NewBuffer(&data, doneFunc(m.Done))
 }
 
-// counted backs these buffers. gRPC counts the references of no buffer whose capacity is 1 KB or less.
+// counted backs the empty last buffers of messages. gRPC counts references only to buffers with a capacity above 1 KB.
 var counted [1<<10 + 1]byte
 
-// doneFunc is a mem.BufferPool that calls a function for what is put into it.
+// doneFunc is a mem.BufferPool that calls a function when a buffer is freed.
 type doneFunc func()
 
 // Get implements mem.BufferPool.
@@ -81,7 +81,7 @@ func (done doneFunc) Put(*[]byte) { done() }
 const (
 	frameData    = 1
 	frameInitial = 7
-	// maxPieceHead is the length of a piece's tag and length.
+	// maxPieceHead bounds the bytes of a piece's tag and length.
 	maxPieceHead = 1 + 10
 )
 
@@ -117,10 +117,10 @@ func (c codec) marshalFrame(m *watchfanoutv1.WatchFrame) (mem.BufferSlice, error
 	return s.out, nil
 }
 
-// messageBuilder gathers an encoded message: small parts are copied, and large ones are where they were.
+// messageBuilder builds an encoded message. It copies small parts and refers to large parts.
 type messageBuilder struct {
 	out mem.BufferSlice
-	// copied has room for all that is copied: out refers to it. begun is the beginning of what out lacks.
+	// copied has capacity for all copied bytes, because out refers to it. The bytes before flushed are already in out.
 	copied  []byte
 	flushed int
 }
@@ -189,20 +189,19 @@ func (c codec) Unmarshal(data mem.BufferSlice, v any) error {
 	return c.CodecV2.Unmarshal(data, v)
 }
 
-// Chunk is a ListChunk as it is received: its bytes are where the transport has put them. Free it once they have been
-// used.
+// Chunk is a received ListChunk. Its bytes stay in the buffers of the transport. Free it after use.
 type Chunk struct {
-	// Data are the next bytes of the body, in pieces that follow each other.
+	// Data are the next bytes of the body, in consecutive pieces.
 	Data [][]byte
-	// Size is the whole body's in bytes before it was compressed, in the first chunk.
+	// Size is the size in bytes of the whole uncompressed body. Only the first chunk has it.
 	Size int64
-	// Gzip says that the body is compressed, in the first chunk.
+	// Gzip is set in the first chunk if the body is compressed.
 	Gzip bool
 
 	buffers mem.BufferSlice
 }
 
-// ReceiveChunk receives a list's next chunk in place of stream.Recv.
+// ReceiveChunk receives a list's next chunk. Use it instead of stream.Recv.
 func ReceiveChunk(stream grpc.ClientStream) (*Chunk, error) {
 	c := &Chunk{}
 	if err := stream.RecvMsg(c); err != nil {
@@ -211,13 +210,13 @@ func ReceiveChunk(stream grpc.ClientStream) (*Chunk, error) {
 	return c, nil
 }
 
-// Free gives the bytes back to the transport: they are another message's from here on.
+// Free returns the buffers to the transport, which reuses them for other messages.
 func (c *Chunk) Free() {
 	c.buffers.Free()
 	c.Data, c.buffers = nil, nil
 }
 
-// setFrom makes the chunk a message that was not encoded.
+// setFrom sets the chunk from a message that was not encoded, or that protobuf has decoded.
 func (c *Chunk) setFrom(m *watchfanoutv1.ListChunk) {
 	c.Data, c.Size, c.Gzip = m.GetData(), m.GetSize(), m.GetGzip()
 }
@@ -228,7 +227,7 @@ func (c *Chunk) unmarshal(data mem.BufferSlice) error {
 	n, _ := reader.Read(prefix[:])
 	_ = reader.Close()
 	size, gzip, offset, ok := parseHead(prefix[:n], data.Len())
-	if !ok { // in several pieces, as an older release sends them
+	if !ok { // several pieces, from an older release
 		m := &watchfanoutv1.ListChunk{}
 		if err := proto.Unmarshal(data.Materialize(), m); err != nil {
 			return err
@@ -249,8 +248,8 @@ func (c *Chunk) unmarshal(data mem.BufferSlice) error {
 	return nil
 }
 
-// parseHead reads what comes before the data of a message of some length: its size, whether it is compressed, and where
-// the data begins. It is not ok where anything else is there than one piece, at the end.
+// parseHead parses the fields before the data of a message of length bytes. It returns the body's size and
+// compression, and the offset of the data. ok is false unless the message ends with exactly one piece.
 func parseHead(prefix []byte, length int) (size int64, gzip bool, offset int, ok bool) {
 	for {
 		field, kind, n := protowire.ConsumeTag(prefix[offset:])

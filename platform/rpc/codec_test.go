@@ -12,7 +12,7 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// chunkOf is a chunk of pieces of some sizes.
+// chunkOf returns a chunk with pieces of the given lengths.
 func chunkOf(rng *rand.Rand, size int64, lengths ...int) *watchfanoutv1.ListChunk {
 	m := &watchfanoutv1.ListChunk{Size: size}
 	for _, n := range lengths {
@@ -25,7 +25,7 @@ func chunkOf(rng *rand.Rand, size int64, lengths ...int) *watchfanoutv1.ListChun
 	return m
 }
 
-// cut is a message as a transport has received it: in buffers of some size.
+// cut returns a message as a transport receives it: in buffers of size bytes.
 func cut(data []byte, size int) (out mem.BufferSlice) {
 	for piece := range slices.Chunk(data, size) {
 		out = append(out, mem.SliceBuffer(piece))
@@ -33,8 +33,8 @@ func cut(data []byte, size int) (out mem.BufferSlice) {
 	return out
 }
 
-// A list's bytes are the same whoever has encoded them and however they have come: this release, or one that sends each
-// piece by itself.
+// A list's bytes are the same for every encoding and every cut into buffers. This release sends a single piece. Older
+// releases send each piece separately.
 func TestChunksCrossAsTheyAre(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 1))
 	for name, m := range map[string]*watchfanoutv1.ListChunk{
@@ -76,7 +76,7 @@ func TestChunksCrossAsTheyAre(t *testing.T) {
 	}
 }
 
-// A WatchFrame is received as it was sent, with every field of the contract, and its large parts are not copied.
+// A WatchFrame is received as it was sent, with every field of the contract. Its large parts are not copied.
 func TestFramesCrossAsTheyAre(t *testing.T) {
 	large, small := bytes.Repeat([]byte("x"), 5000), []byte("small")
 	full := &watchfanoutv1.WatchFrame{
@@ -128,7 +128,7 @@ func TestFramesCrossAsTheyAre(t *testing.T) {
 	}
 }
 
-// What is no ListChunk is refused, and not read past its end.
+// Bytes that are not a ListChunk are rejected, and are not read past their end.
 func FuzzChunk(f *testing.F) {
 	rng := rand.New(rand.NewPCG(2, 2))
 	data, _ := proto.Marshal(chunkOf(rng, 12, 5, 1))

@@ -16,7 +16,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// What is told beside an error crosses a hop with it, whatever the error is, and does not change what it is.
+// The warnings and the audit context of an error cross a call, for every kind of error, and do not change the error.
 func TestErrorDetailsCross(t *testing.T) {
 	trail := &commonv1.AuditContext{Annotations: map[string]string{"a": "b"}}
 	for name, c := range map[string]struct {
@@ -42,12 +42,12 @@ func TestErrorDetailsCross(t *testing.T) {
 			}
 		}
 		if got := FromStatus(ToStatus(c.err)); !c.is(got) || Warnings(got) != nil || AuditContextOf(got) != nil {
-			t.Errorf("%s, alone: %v", name, got)
+			t.Errorf("%s, without details: %v", name, got)
 		}
 	}
 }
 
-// An error never takes more than a connection has room for, whatever a client has put into it.
+// An error fits into the headers of a connection, for any input of a client.
 func TestAnErrorFitsItsHeaders(t *testing.T) {
 	long := strings.Repeat("<", 3<<20)
 	var causes field.ErrorList

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// docs/security.md shows the table as it is.
+// docs/security.md has the table of AllowedClients.
 func TestDocumentedClients(t *testing.T) {
 	text, err := os.ReadFile("../../docs/security.md")
 	if err != nil {
@@ -22,11 +22,11 @@ func TestDocumentedClients(t *testing.T) {
 		want += fmt.Sprintf("| `%s` | %s |\n", strings.TrimPrefix(m, "/"), strings.Join(AllowedClients[m], ", "))
 	}
 	if !ok || documented != want {
-		t.Errorf("docs/security.md is to say:\n%s", want)
+		t.Errorf("docs/security.md must have:\n%s", want)
 	}
 }
 
-// docs/architecture.md says of every method what its callers do when it fails.
+// docs/architecture.md documents for every method how its callers handle a failure.
 func TestEveryFailureIsDocumented(t *testing.T) {
 	text, err := os.ReadFile("../../docs/architecture.md")
 	if err != nil {
@@ -47,7 +47,7 @@ func TestEveryFailureIsDocumented(t *testing.T) {
 	}
 	for m := range AllowedClients {
 		if short := m[strings.LastIndex(m, ".")+1:]; !documented[short] {
-			t.Errorf("docs/architecture.md does not say what happens when %s fails", short)
+			t.Errorf("docs/architecture.md does not document a failure of %s", short)
 		}
 	}
 }

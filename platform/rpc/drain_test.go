@@ -15,7 +15,7 @@ import (
 	"watershed.dev/platform/pki"
 )
 
-// discoveryServer has something to say once, and then nothing more.
+// discoveryServer sends a single message on each stream.
 type discoveryServer struct {
 	registryv1.UnimplementedDiscoveryServer
 }
@@ -29,7 +29,7 @@ func (discoveryServer) Watch(_ *registryv1.DiscoveryRequest,
 	return stream.Context().Err()
 }
 
-// A server that drains ends the streams that have nothing to lose at once; it does not wait for who listens to them.
+// A draining server ends the streams of EndOnDrain at once. It does not wait for their clients.
 func TestDrainEndsStreams(t *testing.T) {
 	ca := newCA(t)
 	server, err := NewServer(identityOf(t, ca, "registry", pki.Server))
@@ -69,11 +69,11 @@ func TestDrainEndsStreams(t *testing.T) {
 			t.Error(err)
 		}
 	case <-time.After(30 * time.Second):
-		t.Error("the server waits for its listeners")
+		t.Error("the server waits for its clients")
 	}
 }
 
-// What a drain ends is offered.
+// EndOnDrain lists only methods that exist.
 func TestEndOnDrainMethodsExist(t *testing.T) {
 	for _, m := range EndOnDrain {
 		if len(AllowedClients[m]) == 0 {

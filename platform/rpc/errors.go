@@ -5,9 +5,9 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// ErrDelegate is the answer of a service that holds a part of what is stored to what only registry's Objects can
-// say: what it does not hold, a form that it does not write, or in which words something is refused.
-var ErrDelegate = status.Error(codes.FailedPrecondition, "not held here; ask registry")
+// ErrDelegate is the response of a cache to a request that only the registry's Objects service can serve. The cache
+// lacks the object, does not write the requested encoding, or does not have kube-apiserver's error text.
+var ErrDelegate = status.Error(codes.FailedPrecondition, "not served from this cache; delegate to the registry")
 
-// ErrDraining ends a stream that another replica goes on with.
+// ErrDraining ends a stream that another replica can continue.
 var ErrDraining = status.Error(codes.Unavailable, "the replica is draining")

@@ -8,19 +8,21 @@ import (
 	"watershed.dev/platform/recovery"
 )
 
-// maxAttempts is how often a question is asked at most until it is answered, and maxTrackedAttempts where it is known whom it was
-// asked of: the second time it is another one.
+// maxAttempts bounds the calls of fn by Hedged. maxTrackedAttempts bounds them if the replica of the call is tracked,
+// because the second call then goes to another replica.
 const (
 	maxAttempts        = 4
 	maxTrackedAttempts = 2
 )
 
-// Hedged is the first answer of ask, which is asked once more, beside the others, after each while without one: a
-// process that is frozen does not answer, and its connections give it up much later (Dial); who is asked next may be
-// another. A failure is the answer where nobody else is being asked. Where it is known which replica the question is
-// with (Preferring, Noting), it is asked again only once that one is silent, and once: one that answers others takes
-// its time. ask is for what may be asked twice, runs at first on the caller's goroutine, and ends once its context
-// does.
+// Hedged calls fn and returns its first result. If fn has not returned after delay, Hedged calls it again in parallel,
+// up to maxAttempts times. A later call may reach another replica: a frozen replica does not respond, and its
+// connections break much later (see Dial). An error is the result only if no other call of fn is in flight.
+//
+// If the replica is tracked (WithAffinity, TrackReplica), Hedged calls fn again at most once, and only while the
+// replica is unresponsive. It does not hedge a slow call at a replica that responds to other calls.
+//
+// Use it only if fn is idempotent and returns when its context is done. The first call runs on the caller's goroutine.
 func Hedged[T any](ctx context.Context, delay time.Duration, fn func(context.Context) (T, error)) (T, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -43,7 +45,7 @@ func Hedged[T any](ctx context.Context, delay time.Duration, fn func(context.Con
 	return h.value, h.err
 }
 
-// hedge is a question that may be asked again.
+// hedge is the state of a Hedged call.
 type hedge[T any] struct {
 	delay       time.Duration
 	maxAttempts int
@@ -51,16 +53,16 @@ type hedge[T any] struct {
 
 	mu    sync.Mutex
 	timer *time.Timer
-	// attempts is how often it was asked, and asking of how many an answer may come.
+	// attempts counts the calls of fn. inFlight counts the calls that have not returned.
 	attempts, inFlight int
-	// done is closed once value and err are the answer.
+	// done is closed once value and err are the result.
 	done  chan struct{}
 	ended bool
 	value T
 	err   error
 }
 
-// finish takes the first answer, or the last failure, and ends whoever else was asked.
+// finish records the first result or the last error, and cancels the other calls.
 func (h *hedge[T]) finish(value T, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -79,7 +81,7 @@ func (h *hedge[T]) attempt(ctx context.Context, fn func(context.Context) (T, err
 		return
 	}
 	value, err := func() (value T, err error) {
-		defer recovery.ToError("asking again", &err)
+		defer recovery.ToError("a hedged call", &err)
 		return fn(ctx)
 	}()
 	h.finish(value, err)

@@ -12,7 +12,7 @@ import (
 	"google.golang.org/grpc/balancer"
 )
 
-// attemptLog are the questions of one Hedged, and what becomes of them.
+// attemptLog records the calls of fn by a Hedged, and their ends.
 type attemptLog struct {
 	mu     sync.Mutex
 	events []string
@@ -34,7 +34,7 @@ func (a *attemptLog) expect(t *testing.T, want ...string) {
 	}
 }
 
-// Of several who are asked one after the other the first answer counts, and the others are told to stop.
+// Hedged returns the first result, and cancels the other calls.
 func TestHedgedReturnsTheFirstResult(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var a attemptLog
@@ -87,7 +87,7 @@ func TestHedgedStopsAtMaxAttempts(t *testing.T) {
 	})
 }
 
-// A question that is with a replica which answers others takes its time, as one does within a process.
+// Hedged does not hedge a call whose replica responds to other calls, or a call in process.
 func TestResponsiveReplicasAreNotHedged(t *testing.T) {
 	for _, p := range []balancer.Picker{pickerOf("a:1", "a:2"), nil} {
 		synctest.Test(t, func(t *testing.T) {
@@ -100,7 +100,7 @@ func TestResponsiveReplicasAreNotHedged(t *testing.T) {
 					for range 100 {
 						if p != nil {
 							_, done := picked(t, p, ctx)
-							done(balancer.DoneInfo{}) // another's question is answered
+							done(balancer.DoneInfo{}) // the replica responds to another call
 						}
 						time.Sleep(time.Second / 10) // of the bubble's clock
 					}
@@ -137,7 +137,7 @@ func TestHedgesGoToAnotherReplica(t *testing.T) {
 	})
 }
 
-// Of two that are slow both are asked, and nobody a third time.
+// If two replicas are slow, Hedged calls both, and no third time.
 func TestTrackedReplicasAreHedgedOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -154,7 +154,7 @@ func TestTrackedReplicasAreHedgedOnce(t *testing.T) {
 	})
 }
 
-// A failure of who was asked again is no answer while the first one may still give one.
+// An error of a hedge is not the result while the first call may still return.
 func TestAFailedHedgeIsNoResult(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for _, panics := range []bool{false, true} {

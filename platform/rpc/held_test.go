@@ -15,7 +15,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// holding is a registry whose answer to ReadLog is one large chunk. Its call ends at once.
+// holding is a registry whose response to ReadLog is a large chunk. Its call ends at once.
 type holding struct {
 	registryv1.UnimplementedSourceServer
 	released chan struct{}
@@ -65,7 +65,7 @@ func TestAHeldMessageIsReleased(t *testing.T) {
 			case <-time.After(10 * time.Millisecond):
 			}
 		}
-		t.Fatal("a message is still held that is ", how)
+		t.Fatal("a message is not released that is ", how)
 	}
 	held := func() {
 		t.Helper()

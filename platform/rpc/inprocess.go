@@ -20,15 +20,15 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// InProcess connects clients to services in the same process: no sockets and no encoding. Messages are shared, not
-// copied, so a message must not be changed once it has been sent; that holds for gRPC's own transport as well. Its
-// calls pass the interceptors that those between processes pass: callers, metrics, panics. Requests are bounded by
-// MaxMessageBytes; answers are not, as they are between processes.
+// InProcess connects clients to services in the same process, without sockets and without encoding. It shares messages
+// and does not copy them. A sender must therefore not change a message that it has sent, as with gRPC's own transport.
+// Calls pass the same interceptors as calls between processes: authorization, metrics, panics. MaxMessageBytes bounds
+// requests, but not responses, unlike between processes.
 //
-// It is a grpc.ServiceRegistrar. Register everything before the first call.
+// It is a grpc.ServiceRegistrar. Register all services before the first call.
 type InProcess struct {
 	methods map[string]method
-	// spans makes a span of each call; nil: there are none.
+	// spans creates a span for each traced call; nil: no spans.
 	spans stats.Handler
 }
 
@@ -38,10 +38,10 @@ type method struct {
 	stream *grpc.StreamDesc
 }
 
-// streamBuffer is how many messages a sender may be ahead of its receiver.
+// streamBuffer is the number of messages that a sender may be ahead of its receiver.
 const streamBuffer = 32
 
-// NewInProcess returns an empty transport; traced says whether calls are traced.
+// NewInProcess returns a transport without services. tracing enables spans.
 func NewInProcess(tracing bool) *InProcess {
 	p := &InProcess{methods: map[string]method{}}
 	if tracing {
@@ -60,12 +60,12 @@ func (p *InProcess) RegisterService(d *grpc.ServiceDesc, impl any) {
 	}
 }
 
-// Client returns the connection on which a service calls the others.
+// Client returns the connection on which a service calls other services.
 func (p *InProcess) Client(service string) grpc.ClientConnInterface {
 	return &inProcessClient{p, service}
 }
 
-// inProcessClient is one service's connection to all the others.
+// inProcessClient is a service's connection to the other services.
 type inProcessClient struct {
 	*InProcess
 	service string
@@ -119,7 +119,7 @@ func (c *inProcessClient) NewStream(ctx context.Context, _ *grpc.StreamDesc, nam
 	return &clientPipe{pipe: s}, nil
 }
 
-// begin is the server's context of a call, and what is to be called at the call's end.
+// begin returns the context of a call at the server, and a function to call when the call ends.
 func (c *inProcessClient) begin(ctx context.Context, name string) (context.Context, func(error)) {
 	ctx, cancel := serverContext(ctx)
 	ctx = withClient(ctx, c.service)
@@ -139,7 +139,8 @@ func (c *inProcessClient) begin(ctx context.Context, name string) (context.Conte
 	}
 }
 
-// checkSize refuses a request that is too large for the wire. An answer is not refused: what it tells of has happened.
+// checkSize rejects a request that is too large for the wire. Responses are not rejected, because their operations
+// have already happened.
 func checkSize(m any) error {
 	if n := proto.Size(m.(proto.Message)); n > MaxMessageBytes {
 		return status.Errorf(codes.ResourceExhausted, "a message of %d bytes is larger than %d", n, MaxMessageBytes)
@@ -147,8 +148,9 @@ func checkSize(m any) error {
 	return nil
 }
 
-// serverContext is a call's context at the server, until cancel: what a wire carries of the caller's, with the span as
-// it is, and no other of its values. A service must not find more beside it than it does in a process of its own.
+// serverContext returns the context of a call at the server, until cancel. It has the values of the caller's context
+// that a wire carries (metadata, baggage, deadline), the caller's span, and no other value. A service must not find
+// more values than in a process of its own.
 func serverContext(caller context.Context) (ctx context.Context, cancel context.CancelFunc) {
 	ctx, cancel = context.WithCancel(withoutValues{caller})
 	if span := trace.SpanFromContext(caller); span.SpanContext().IsValid() {
@@ -163,17 +165,17 @@ func serverContext(caller context.Context) (ctx context.Context, cancel context.
 	return ctx, cancel
 }
 
-// withoutValues is a context without its values.
+// withoutValues is a context that hides its values.
 type withoutValues struct{ context.Context }
 
 // Value implements context.Context.
 func (withoutValues) Value(any) any { return nil }
 
-// AfterFunc has the context that is made of this one end with it without a goroutine for that (package context). Those
-// that are made of that one find it by themselves.
+// AfterFunc lets package context cancel a child of this context without a goroutine. Children of that child find it by
+// themselves.
 func (c withoutValues) AfterFunc(f func()) (stop func() bool) { return context.AfterFunc(c.Context, f) }
 
-// shallowCopy makes dst the same message as src without copying what src refers to.
+// shallowCopy sets dst to the message src. It does not copy the memory that src refers to.
 func shallowCopy(dst, src any) {
 	if c, ok := dst.(*Chunk); ok {
 		c.setFrom(src.(*watchfanoutv1.ListChunk))
@@ -194,7 +196,7 @@ func shallowCopy(dst, src any) {
 	})
 }
 
-// pipe is one stream. err may be read once done is closed.
+// pipe is a stream. err may be read after done is closed.
 type pipe struct {
 	ctx      context.Context
 	up, down chan any
@@ -222,7 +224,7 @@ func (c *clientPipe) SendMsg(m any) error {
 	case c.up <- m:
 		return nil
 	case <-c.done:
-		return io.EOF // as gRPC: RecvMsg has the reason
+		return io.EOF // as in gRPC: RecvMsg returns the reason
 	case <-c.ctx.Done():
 		return status.FromContextError(c.ctx.Err()).Err()
 	}
@@ -240,7 +242,7 @@ func (c *clientPipe) RecvMsg(m any) error {
 		shallowCopy(m, v)
 		return nil
 	case <-c.done:
-		select { // what was sent before the end comes before the end
+		select { // messages come before the end
 		case v := <-c.down:
 			shallowCopy(m, v)
 			return nil

@@ -17,8 +17,8 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// unaryInterceptor is what every call that is not a stream passes, between processes and within one: its caller is checked, its
-// duration counted, a panic becomes an error and an API error a status.
+// unaryInterceptor intercepts every unary call, between processes and in process. It authorizes the client, records
+// the duration, and converts panics and API errors to statuses.
 func unaryInterceptor(
 	ctx context.Context,
 	req any,
@@ -34,7 +34,7 @@ func unaryInterceptor(
 	return resp, ToStatus(err)
 }
 
-// streamInterceptor is unary for streams.
+// streamInterceptor is unaryInterceptor for streams.
 func streamInterceptor(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, h grpc.StreamHandler) (err error) {
 	defer observe(info.FullMethod, time.Now(), &err)
 	defer recoverPanic(info.FullMethod, &err)
@@ -59,13 +59,13 @@ func (s *Server) endOnDrain(srv any, ss grpc.ServerStream, info *grpc.StreamServ
 	return err
 }
 
-// streamWithContext is a stream whose handler sees another context.
+// streamWithContext is a stream with another context.
 type streamWithContext struct {
 	grpc.ServerStream
 	ctx context.Context
 }
 
-// Context is the handler's.
+// Context returns the context of the handler.
 func (s *streamWithContext) Context() context.Context { return s.ctx }
 
 func observe(method string, since time.Time, err *error) {
@@ -80,7 +80,8 @@ func recoverPanic(name string, err *error) {
 	}
 }
 
-// authorize says whether the caller may call the method. Health is anybody's who has a certificate at all.
+// authorize returns an error if the client may not call the method. Every client with a certificate of the inner CA
+// may call health checks.
 func authorize(ctx context.Context, method string) error {
 	if strings.HasPrefix(method, "/grpc.health.") {
 		return nil
@@ -95,7 +96,8 @@ func authorize(ctx context.Context, method string) error {
 	return nil
 }
 
-// clientName is the service that calls: by its certificate or, within the process, by its connection.
+// clientName returns the name of the calling service: from its certificate or, in the same process, from its
+// connection.
 func clientName(ctx context.Context) (string, error) {
 	if name, ok := ctx.Value(clientKey{}).(string); ok {
 		return name, nil
@@ -113,7 +115,7 @@ func clientName(ctx context.Context) (string, error) {
 
 type clientKey struct{}
 
-// withClient is a context in which a service of this process calls.
+// withClient returns ctx with the name of the service in this process that calls.
 func withClient(ctx context.Context, service string) context.Context {
 	return context.WithValue(ctx, clientKey{}, service)
 }

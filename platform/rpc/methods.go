@@ -2,9 +2,9 @@ package rpc
 
 import discovery "github.com/envoyproxy/go-control-plane/envoy/service/discovery/v3"
 
-// AllowedClients names, for every method that a service offers, the services that may call it: the common names of their
-// certificates on the inner network. What is not here may be called by nobody. docs/security.md is made from it, and a
-// test holds it against the contracts.
+// AllowedClients maps every method to the services that may call it, by the common names of their certificates on the
+// inner network. A method that is not in the map cannot be called, except health checks. Tests compare it with the
+// contracts and with docs/security.md.
 var AllowedClients = map[string][]string{
 	"/watershed.authn.v1.Authn/Authenticate":   {"gateway"},
 	"/watershed.authn.v1.Authn/ReviewToken":    {"gateway"},
@@ -44,16 +44,16 @@ var AllowedClients = map[string][]string{
 	discovery.AggregatedDiscoveryService_StreamAggregatedResources_FullMethodName: {"gateway", "watchfanout"},
 }
 
-// NonIdempotent names the methods whose calls are never sent twice: a replica that was lost before it answered may have written.
-// All others may be sent again.
+// NonIdempotent lists the methods whose calls are never sent twice, because a replica that was lost before it
+// responded may have written. All other methods may be retried.
 var NonIdempotent = []string{
 	"/watershed.registry.v1.Objects/Write",
 	"/watershed.registry.v1.Objects/WriteUnary",
 }
 
-// EndOnDrain names the streams that a server ends as soon as it drains: they would go on for as long as their caller
-// wants, and lose nothing when another replica goes on with them. A watch of the watch tier is none: it says first how
-// far it has come.
+// EndOnDrain lists the streams that a server ends as soon as it drains. They would otherwise last as long as their
+// clients, and another replica can continue them without loss. Watches of the watch tier are not listed, because
+// watchfanout sends their position before it ends them.
 var EndOnDrain = []string{
 	"/watershed.authz.v1.Authz/PolicyRevisions",
 	"/watershed.admission.v1.Admission/AdmissionRules",

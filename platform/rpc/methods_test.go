@@ -24,7 +24,7 @@ import (
 	_ "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// The table names every method of every contract, and nothing else.
+// AllowedClients has every method of every contract, and no other method.
 func TestEveryMethodHasAllowedClients(t *testing.T) {
 	methods := map[string]bool{}
 	protoregistry.GlobalFiles.RangeFiles(func(f protoreflect.FileDescriptor) bool {
@@ -44,7 +44,7 @@ func TestEveryMethodHasAllowedClients(t *testing.T) {
 	}
 	for m := range methods {
 		if len(AllowedClients[m]) == 0 {
-			t.Errorf("nobody may call %s", m)
+			t.Errorf("no service may call %s", m)
 		}
 	}
 	for m := range AllowedClients {
@@ -74,7 +74,7 @@ func TestClientsCallAllowedMethods(t *testing.T) {
 			}
 		}
 	}
-	for name, method := range map[string]string{ // whatever the table comes to say
+	for name, method := range map[string]string{ // even if the table changes
 		"watchfanout": "/watershed.registry.v1.Objects/Write",
 		"authz":       "/watershed.registry.v1.Objects/Get",
 		"admission":   "/watershed.authn.v1.Authn/Authenticate",
@@ -93,7 +93,7 @@ func TestClientsCallAllowedMethods(t *testing.T) {
 	}
 }
 
-// A write is sent once, whatever becomes of its replica; everything else is sent again.
+// gRPC sends a write once, even if its replica is lost. It may retry all other calls.
 func TestNonIdempotentCallsAreNotRetried(t *testing.T) {
 	var config struct {
 		MethodConfig []struct {

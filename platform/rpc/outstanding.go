@@ -11,21 +11,21 @@ import (
 	"google.golang.org/grpc/balancer"
 )
 
-// WithAffinity makes a call go to the same replica as others about key, while that one serves and has not much more to
-// answer than the next. It is a preference: any replica can serve the call, and this one is likely to have the object's
-// last value in memory. Asked again (Hedged), the call goes to the next. It does not go with Staying.
+// WithAffinity sends a call to the same replica as other calls with key, unless that replica is away or overloaded. It
+// is a preference, because every replica can serve the call. The preferred replica probably has the object's last
+// value in memory. A hedged call (Hedged) goes to the key's second replica. Do not combine it with WithReassignment.
 func WithAffinity(ctx context.Context, key string) context.Context {
 	h := fnv.New32a()
 	_, _ = h.Write([]byte(key))
 	return context.WithValue(ctx, callStateKey{}, &callState{slot: affinitySlots[h.Sum32()%uint32(len(affinitySlots))]})
 }
 
-// TrackReplica has it known which replica a call is with: Hedged asks again only where that one is silent.
+// TrackReplica records the replica of a call, so that Hedged calls again only if the replica is unresponsive.
 func TrackReplica(ctx context.Context) context.Context {
 	return context.WithValue(ctx, callStateKey{}, &callState{})
 }
 
-// affinitySlots bound how many keys a picker remembers: there may be as many keys as objects.
+// affinitySlots bound the number of keys that a picker caches, because there may be as many keys as objects.
 var affinitySlots = func() (names [256]string) {
 	for i := range names {
 		names[i] = "\x00" + strconv.Itoa(i)
@@ -35,14 +35,14 @@ var affinitySlots = func() (names [256]string) {
 
 type callStateKey struct{}
 
-// callState is what is known of a call.
+// callState is the state of a call in the balancer.
 type callState struct {
-	// slot is that of the key that a replica is preferred for; empty: any replica will do.
+	// slot is the slot of the affinity key. Empty: the call has no affinity.
 	slot string
-	// replica is the replica that the call went to last, or nil.
+	// replica is the last replica that the call was sent to, or nil.
 	replica atomic.Pointer[outstanding]
-	// unary calls count: that a replica answers none of them tells of the replica. A stream may take long, and wait for
-	// its caller.
+	// unary is set for a unary call. Only unary calls are counted as outstanding: a stream may be long, and may wait
+	// for its caller.
 	unary atomic.Bool
 }
 
@@ -51,7 +51,7 @@ func callStateOf(ctx context.Context) *callState {
 	return n
 }
 
-// trackUnary has every unary call count as what its replica has to answer.
+// trackUnary counts every unary call as an outstanding call of its replica.
 func trackUnary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker,
 	opts ...grpc.CallOption) error {
 	n := callStateOf(ctx)
@@ -63,8 +63,8 @@ func trackUnary(ctx context.Context, method string, req, reply any, cc *grpc.Cli
 	return invoke(ctx, method, req, reply, cc, opts...)
 }
 
-// isResponsive says whether a call is noted, and not with a replica that is silent: it is with one that answers others,
-// in this process, or no replica is ready for it.
+// isResponsive reports if a call is tracked and its replica is not unresponsive. A call without a replica is
+// responsive: it runs in this process, or no replica is ready.
 func isResponsive(ctx context.Context) bool {
 	n := callStateOf(ctx)
 	if n == nil {
@@ -74,8 +74,8 @@ func isResponsive(ctx context.Context) bool {
 	return replica == nil || !replica.unresponsive()
 }
 
-// preferred is the replica that a call goes to, of the two that serve its key: the first, unless it is crowded; the
-// other one, where the call is made again; and none that is silent while there is another.
+// preferred picks one of the key's two replicas: the first, unless it is overloaded. A retry goes to the second. It
+// skips unresponsive replicas while a third is responsive.
 func (n *callState) preferred(p *picker) replica {
 	candidates := p.serving(n.slot)
 	first, second := candidates[0], candidates[len(candidates)-1]
@@ -96,11 +96,11 @@ func (n *callState) preferred(p *picker) replica {
 	return first
 }
 
-// overloaded is how many more calls than twice what the second one has the first replica may have to answer until calls go
-// to the second (consistent hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam, 2016).
+// overloaded bounds the outstanding calls of the first replica, beyond twice the number of the second. Further calls
+// go to the second (consistent hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam, 2016).
 const overloaded = 16
 
-// pick has a call go to a replica.
+// pick assigns a call to a replica.
 func (n *callState) pick(to replica) balancer.PickResult {
 	n.replica.Store(to.outstanding)
 	result := balancer.PickResult{SubConn: to.conn}
@@ -110,40 +110,49 @@ func (n *callState) pick(to replica) balancer.PickResult {
 	return result
 }
 
-// HedgeDelay is after how long without an answer a question is asked again that is noted: the first moment that its
-// replica can be silent (Hedged).
+// HedgeDelay is the delay of Hedged for tracked calls: the first moment at which the replica can be unresponsive.
 const HedgeDelay = unresponsiveAfter + 100*time.Millisecond
 
 const (
-	// unresponsiveAfter is how long a replica may have something to answer, and answer nothing, until calls go elsewhere: one
-	// that is frozen is noticed by its connection's keepalive much later.
+	// unresponsiveAfter is how long a replica may have outstanding calls without a response before new calls go to
+	// other replicas. The keepalive of its connection detects a frozen replica much later.
 	unresponsiveAfter = time.Second
-	// ejectionTime is how long calls go elsewhere after one was made again, since its replica was silent.
+	// ejectionTime is how long new calls avoid a replica after a call was hedged because the replica was unresponsive.
 	ejectionTime = 5 * time.Second
 )
 
-// outstanding is what a replica has to answer of unary calls. Times are nanoseconds by clock.
+// outstanding counts the unary calls that wait for a replica's response. Times are nanoseconds of monotonic. New calls
+// prefer responsive replicas.
+//
+//	responsive    --outstanding calls, no response for unresponsiveAfter--> unresponsive
+//	unresponsive  --a response, or no outstanding calls-------------------> responsive
+//
+//	any state     --a hedged call-----------------------------------------> ejected
+//	ejected       --a response, or ejectionTime---------------------------> responsive
+//
+// After ejectionTime a replica that still has not responded to its outstanding calls is unresponsive.
 type outstanding struct {
 	calls atomic.Int64
-	// since is when it last answered, or was asked while it had nothing to answer.
+	// since is the time of the last response, or of a call that began when none was outstanding.
 	since atomic.Int64
-	// ejectedUntil is until when calls go elsewhere unless it answers before; 0: they do not.
+	// ejectedUntil is the end of the ejection, unless the replica responds earlier; 0: not ejected.
 	ejectedUntil atomic.Int64
 }
 
-// monotonic is a time that nobody sets.
+// monotonic returns a time that does not change when the clock is set.
 func monotonic() int64 { return int64(time.Since(processStart)) }
 
 var processStart = time.Now()
 
-// unresponsive says whether calls are to go elsewhere: it was asked, and has answered nothing for unresponsiveAfter.
+// unresponsive reports if new calls should go to other replicas. Either the replica has outstanding calls and no
+// response for unresponsiveAfter, or it is ejected.
 func (p *outstanding) unresponsive() bool {
 	now, ejectedUntil := monotonic(), p.ejectedUntil.Load()
 	return p.calls.Load() > 0 && now-p.since.Load() > int64(unresponsiveAfter) ||
 		ejectedUntil != 0 && now < ejectedUntil
 }
 
-// eject has calls go elsewhere for a while, also once the one that is not answered has ended.
+// eject sends new calls to other replicas for ejectionTime, even if the unanswered call ends.
 func (p *outstanding) eject() { p.ejectedUntil.Store(monotonic() + int64(ejectionTime)) }
 
 func (p *outstanding) begin() (done func(balancer.DoneInfo)) {
@@ -154,7 +163,7 @@ func (p *outstanding) begin() (done func(balancer.DoneInfo)) {
 }
 
 func (p *outstanding) end(info balancer.DoneInfo) {
-	if info.Err == nil || info.BytesReceived { // an error is an answer, if it is the replica's
+	if info.Err == nil || info.BytesReceived { // a replica's error is a response too
 		p.since.Store(monotonic())
 		p.ejectedUntil.Store(0)
 	}

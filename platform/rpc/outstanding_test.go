@@ -15,7 +15,7 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// picked is where a call goes, and what ends it.
+// picked picks a replica for a call, and returns its address and the function that ends the call.
 func picked(t *testing.T, p balancer.Picker, ctx context.Context) (address string, done func(balancer.DoneInfo)) {
 	t.Helper()
 	r, err := p.Pick(balancer.PickInfo{Ctx: ctx})
@@ -28,13 +28,13 @@ func picked(t *testing.T, p balancer.Picker, ctx context.Context) (address strin
 	return r.SubConn.(*conn).address, r.Done
 }
 
-// unaryOf is a noted context as a unary call has it.
+// unaryOf marks the call of a tracked context as unary.
 func unaryOf(ctx context.Context) context.Context {
 	callStateOf(ctx).unary.Store(true)
 	return ctx
 }
 
-// loads are where streams go now.
+// loads returns how many of 20 streams each replica gets.
 func loads(t *testing.T, p balancer.Picker) string {
 	t.Helper()
 	load := map[string]int{}
@@ -45,7 +45,7 @@ func loads(t *testing.T, p balancer.Picker) string {
 	return fmt.Sprint(load)
 }
 
-// busy has a replica have something to answer, and answers what ends that.
+// busy gives a replica an outstanding call, and returns the function that ends the call.
 func busy(t *testing.T, p balancer.Picker, which string) (done func(balancer.DoneInfo)) {
 	t.Helper()
 	for range 10 {
@@ -61,7 +61,7 @@ func busy(t *testing.T, p balancer.Picker, which string) (done func(balancer.Don
 
 var errLeft = status.Error(codes.Canceled, "the caller has left")
 
-// Calls about one thing go to one replica, those about many things to all alike, and to others where it is away.
+// Calls with one key go to the same replica. Many keys are balanced, and only the keys of a lost replica move.
 func TestAffinity(t *testing.T) {
 	p, without := pickerOf("a:1", "a:2", "a:3"), pickerOf("a:1", "a:3")
 	pick := func(p balancer.Picker, key string) string {
@@ -88,7 +88,7 @@ func TestAffinity(t *testing.T) {
 	}
 }
 
-// A replica with much to answer of what prefers it shares that with the next.
+// An overloaded replica shares its calls with the second replica of the key.
 func TestOverloadedReplicasShareCalls(t *testing.T) {
 	p := pickerOf("a:1", "a:2", "a:3")
 	load, preferred := map[string]int{}, ""
@@ -101,11 +101,11 @@ func TestOverloadedReplicasShareCalls(t *testing.T) {
 	}
 	other := 200 - load[preferred]
 	if len(load) != 2 || load[preferred] < 2*other || other < 50 {
-		t.Errorf("of 200 calls that nobody has answered %d are where they prefer to be: %v", load[preferred], load)
+		t.Errorf("of 200 calls without a response %d are at the preferred replica: %v", load[preferred], load)
 	}
 }
 
-// A replica that is only busy goes on being preferred, and one that is silent does not, until it answers.
+// A busy replica keeps its affinity. An unresponsive replica loses it until it responds.
 func TestUnresponsiveReplicasLoseAffinity(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := pickerOf("a:1", "a:2", "a:3")
@@ -119,14 +119,14 @@ func TestUnresponsiveReplicasLoseAffinity(t *testing.T) {
 		} else {
 			time.Sleep(time.Nanosecond) // of the bubble's clock
 			if other, done := pick(); other == preferred {
-				t.Error("a silent replica is preferred")
+				t.Error("an unresponsive replica is preferred")
 			} else {
 				done(balancer.DoneInfo{})
 			}
 			done(balancer.DoneInfo{})
 		}
 		if again, done := pick(); again != preferred {
-			t.Errorf("a replica that answers again is left for %s", again)
+			t.Errorf("a replica that responds again is left for %s", again)
 		} else {
 			done(balancer.DoneInfo{})
 		}
@@ -134,7 +134,7 @@ func TestUnresponsiveReplicasLoseAffinity(t *testing.T) {
 	})
 }
 
-// A call that is made again goes to another replica, whatever is known of those.
+// A retried call goes to another replica, even if all are ejected.
 func TestRepeatedCallsGoToAnotherReplica(t *testing.T) {
 	p := pickerOf("a:1", "a:2", "a:3")
 	for _, r := range p.(*picker).ready {
@@ -149,7 +149,8 @@ func TestRepeatedCallsGoToAnotherReplica(t *testing.T) {
 	}
 }
 
-// Where both replicas that serve a key are silent, a third one is asked; and a crowded one goes on, where the other is.
+// If both replicas of a key are unresponsive, a call goes to a third. An overloaded replica keeps its calls while the
+// second is unresponsive.
 func TestUnresponsiveReplicasAreSkipped(t *testing.T) {
 	p := pickerOf("a:1", "a:2", "a:3")
 	ctx := WithAffinity(t.Context(), "leases/kube-system/kube-scheduler")
@@ -158,12 +159,12 @@ func TestUnresponsiveReplicasAreSkipped(t *testing.T) {
 	replicas[0].calls.Store(2 * overloaded)
 	replicas[0].since.Store(monotonic())
 	if a, _ := picked(t, p, ctx); a != replicas[0].address {
-		t.Errorf("beside a silent one, a crowded replica is left for %s", a)
+		t.Errorf("an overloaded replica is left for %s, though the second is unresponsive", a)
 	}
 	replicas[0].eject()
 	if a, _ := picked(t, p, WithAffinity(t.Context(), "leases/kube-system/kube-scheduler")); a == replicas[0].address ||
 		a == replicas[1].address {
-		t.Errorf("it goes to %s, which is silent", a)
+		t.Errorf("it goes to %s, which is unresponsive", a)
 	}
 }
 
@@ -181,8 +182,8 @@ func TestLeastRequest(t *testing.T) {
 	}
 }
 
-// A caller who leaves tells nothing of its replica: it may only be slow. Who asks again because that is silent does,
-// for a while, or until it answers.
+// A canceled call does not eject its replica, which may only be slow. A hedged call does, for ejectionTime or until
+// the replica responds.
 func TestEjectionEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const both, other = "map[a:1:10 a:2:10]", "map[a:2:20]"
@@ -217,7 +218,7 @@ func TestEjectionEnds(t *testing.T) {
 	})
 }
 
-// What is known of a replica is known when others come.
+// A new picker keeps the outstanding calls of its replicas.
 func TestOutstandingSurvivesUpdates(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &rendezvous{longCalls: map[*longCall]struct{}{}}
@@ -237,7 +238,7 @@ func TestOutstandingSurvivesUpdates(t *testing.T) {
 	})
 }
 
-// Unary calls count, and streams do not.
+// Unary calls are counted as outstanding. Streams are not.
 func TestUnaryCallsCount(t *testing.T) {
 	p := pickerOf("a:1")
 	own := p.(*picker).ready[0].outstanding

@@ -13,28 +13,30 @@ import (
 	"google.golang.org/grpc/metadata"
 )
 
-// hashKeyHeader is the metadata that names what a call is about.
+// hashKeyHeader is the metadata key of a call's hash key.
 const hashKeyHeader = "watershed-hash-key"
 
-// replicasPerKey is how many replicas serve one key: while one is away the other has what it takes in memory.
+// replicasPerKey is the number of replicas that serve a key. While the first is away, the second has the key's data in
+// memory.
 const replicasPerKey = 2
 
-// WithHashKey makes a call go to one of the two replicas that serve key, which are chosen by rendezvous hashing (Thaler and
-// Ravishankar, 1998): every caller chooses the same ones without asking, and when a replica comes or goes only what it
-// serves moves.
+// WithHashKey sends a call to one of the two replicas that serve key. Clients choose them by rendezvous hashing
+// (Thaler and Ravishankar, 1998), so all clients choose the same replicas without coordination. When a replica comes
+// or goes, only its keys move.
 func WithHashKey(ctx context.Context, key string) context.Context {
 	return metadata.AppendToOutgoingContext(ctx, hashKeyHeader, key)
 }
 
-// WithReassignment is Routed for a call that lasts. Once key is served by other replicas and no more by the one that the call
-// has come to, moved is called, in a goroutine of its own: the call goes on, and is the caller's to begin anew.
+// WithReassignment is WithHashKey for a long call. When other replicas serve key and the call's replica no longer
+// does, the balancer calls onReassign in a new goroutine. The call continues. The caller may then start it again at
+// the new replica.
 func WithReassignment(ctx context.Context, key string, onReassign func()) context.Context {
 	return context.WithValue(WithHashKey(ctx, key), reassignmentKey{}, onReassign)
 }
 
 type reassignmentKey struct{}
 
-// ReassignmentOf is what Staying was given for a call's context, or nil.
+// ReassignmentOf returns the callback that WithReassignment added to ctx, or nil.
 func ReassignmentOf(ctx context.Context) func() {
 	onReassign, _ := ctx.Value(reassignmentKey{}).(func())
 	return onReassign
@@ -54,8 +56,8 @@ func (rendezvousBuilder) Build(cc balancer.ClientConn, o balancer.BuildOptions) 
 	return addressBalancer{base.NewBalancerBuilder(Balancer, r, config).Build(cc, o)}
 }
 
-// addressBalancer tells a balancer the addresses of endpoints: gRPC's own xDS client says nothing else, and base looks at
-// addresses alone.
+// addressBalancer passes the addresses of endpoints to package base, which reads only addresses. gRPC's own xDS client
+// sets only endpoints.
 type addressBalancer struct{ balancer.Balancer }
 
 // UpdateClientConnState implements balancer.Balancer.
@@ -68,15 +70,15 @@ func (b addressBalancer) UpdateClientConnState(s balancer.ClientConnState) error
 	return b.Balancer.UpdateClientConnState(s)
 }
 
-// rendezvous is the calls of one connection that last, and who serves now.
+// rendezvous holds the long calls of a connection and its current picker.
 type rendezvous struct {
 	mu        sync.Mutex
 	current   *picker
 	longCalls map[*longCall]struct{}
 }
 
-// outstandingOf is what a connection is known to have to answer; nothing, where it was not ready just before. The lock is
-// held.
+// outstandingOf returns the outstanding calls of sc in the current picker, or an empty record if sc was not ready. The
+// caller holds the lock.
 func (r *rendezvous) outstandingOf(sc balancer.SubConn) *outstanding {
 	if r.current != nil {
 		for _, old := range r.current.ready {
@@ -88,7 +90,7 @@ func (r *rendezvous) outstandingOf(sc balancer.SubConn) *outstanding {
 	return &outstanding{}
 }
 
-// longCall is a call that lasts.
+// longCall is a call of WithReassignment that has not ended.
 type longCall struct {
 	key, address string
 	onReassign   func()
@@ -113,7 +115,7 @@ func (r *rendezvous) Build(info base.PickerBuildInfo) balancer.Picker {
 	return p
 }
 
-// reassign tells a call that its replica does not serve its key any more. The lock is held.
+// reassign starts a call's callback if the call's replica no longer serves its key. The caller holds the lock.
 func (r *rendezvous) reassign(s *longCall) {
 	if !slices.ContainsFunc(r.current.serving(s.key), func(r replica) bool { return r.address == s.address }) {
 		delete(r.longCalls, s)
@@ -121,12 +123,12 @@ func (r *rendezvous) reassign(s *longCall) {
 	}
 }
 
-// begin notes a call that lasts, until it is done.
+// begin registers a long call until done is called.
 func (r *rendezvous) begin(s *longCall) (done func(balancer.DoneInfo)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.longCalls[s] = struct{}{}
-	r.reassign(s) // since it was picked replicas may have come and gone
+	r.reassign(s) // replicas may have changed since the pick
 	return func(balancer.DoneInfo) {
 		r.mu.Lock()
 		defer r.mu.Unlock()
@@ -147,8 +149,8 @@ type picker struct {
 	assigned sync.Map // key → []replica
 }
 
-// Pick implements balancer.Picker. A call goes to the replica with less to answer, by turns where they have as much,
-// which keeps both of a key's replicas warm.
+// Pick implements balancer.Picker. It picks the replica with fewer outstanding calls. If the numbers are equal it
+// alternates, which keeps the caches of both of a key's replicas warm.
 func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
 	n := callStateOf(info.Ctx)
 	if n != nil && n.slot != "" {
@@ -174,8 +176,8 @@ func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
 	return balancer.PickResult{SubConn: chosen.conn}, nil
 }
 
-// leastRequest is of the next two replicas that are not silent the one with less to answer; of all of them, where all are
-// silent.
+// leastRequest picks the replica with fewer outstanding calls among the next two responsive replicas. If all are
+// unresponsive, it considers all.
 func (p *picker) leastRequest(candidates []replica) replica {
 	next := p.next.Add(1)
 	if slices.ContainsFunc(candidates, func(r replica) bool { return r.unresponsive() }) {
@@ -214,7 +216,7 @@ func (p *picker) serving(key string) []replica {
 	return ranked
 }
 
-// mix spreads a hash over all bits (the finalizer of MurmurHash3): addresses differ in their last bytes alone.
+// mix spreads a hash over all bits (the finalizer of MurmurHash3), because addresses differ only in their last bytes.
 func mix(h uint64) uint64 {
 	h ^= h >> 33
 	h *= 0xff51afd7ed558ccd

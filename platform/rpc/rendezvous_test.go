@@ -77,8 +77,8 @@ func TestOnlyLostKeysMove(t *testing.T) {
 	}
 }
 
-// A call that lasts is told when its replica does not serve its key any more: of replicas that come, of those that go,
-// and where it was picked a moment too late; not while its replica does, nor once the call has ended.
+// A long call's callback runs when its replica no longer serves its key. Other replicas may come or go, or an old
+// picker may pick. The callback does not run while the replica serves the key, or after the call has ended.
 func TestReassignment(t *testing.T) {
 	r := &rendezvous{longCalls: map[*longCall]struct{}{}}
 	reassigned := make(chan string, 100)
@@ -98,7 +98,7 @@ func TestReassignment(t *testing.T) {
 	}
 	_, done := begin(old, "ended")
 	done(balancer.DoneInfo{})
-	readyOf(r) // nobody is ready: there is nowhere to go
+	readyOf(r) // no replica is ready: no call can move
 	now := readyOf(r, "a:1", "a:2", "a:3", "a:4", "a:5", "a:6")
 	want := map[string]bool{}
 	for key, a := range addresses {
@@ -111,7 +111,7 @@ func TestReassignment(t *testing.T) {
 	}
 	for range len(want) {
 		if s := <-reassigned; !want[s] {
-			t.Errorf("%s is told to move", s)
+			t.Errorf("%s is reassigned", s)
 		}
 	}
 	for i := range 50 { // by the picker from before
@@ -122,6 +122,6 @@ func TestReassignment(t *testing.T) {
 		}
 	}
 	if len(reassigned) > 0 || len(r.longCalls) == 0 {
-		t.Errorf("%d told, %d open", len(reassigned), len(r.longCalls))
+		t.Errorf("%d reassigned, %d open", len(reassigned), len(r.longCalls))
 	}
 }

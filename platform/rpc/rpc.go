@@ -28,15 +28,16 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// MaxMessageBytes bounds one message: an object may be 3 MB in a request and is sent with the object it replaces.
+// MaxMessageBytes bounds one message. An object may have 3 MB, and a request may contain it together with the object
+// that it replaces.
 const MaxMessageBytes = 64 << 20
 
-// TLS names the files of a service's identity on the inner network and of the CA that signs all of them.
+// TLS names the files of a service's identity on the inner network, and of the CA that signs all these identities.
 type TLS struct {
 	CertFile, KeyFile, CAFile string
 }
 
-// AddFlags adds the flags of a service's inner identity.
+// AddFlags adds the flags of a service's identity on the inner network.
 func (t *TLS) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&t.CertFile, "rpc-cert-file", t.CertFile,
 		"This service's certificate on the inner network; its common name is the service's name.")
@@ -45,7 +46,7 @@ func (t *TLS) AddFlags(fs *pflag.FlagSet) {
 		"The CA that signs every service's inner certificate. Not the cluster's client CA.")
 }
 
-// files are what a TLS names, read again whenever they have changed on disk.
+// files loads the files that a TLS names, and loads a file again when it has changed on disk.
 type files struct {
 	own         *reloadedFile[*tls.Certificate]
 	authorities *reloadedFile[*x509.CertPool]
@@ -58,7 +59,7 @@ func (t TLS) files() (*files, error) {
 		"rpc-ca-file":   t.CAFile,
 	} {
 		if v == "" {
-			return nil, fmt.Errorf("--%s is required: services speak mutual TLS to each other", flag)
+			return nil, fmt.Errorf("--%s is required: services use mutual TLS", flag)
 		}
 	}
 	f := &files{
@@ -88,8 +89,8 @@ func (t TLS) files() (*files, error) {
 	return f, err
 }
 
-// ServerConfig is for a server: its clients have certificates of the inner CA. The files, the CA's among them, are read
-// again whenever they have changed on disk.
+// ServerConfig returns the configuration of a server that requires client certificates of the inner CA. The server
+// loads the files again, also the CA's, when they have changed on disk.
 func (t TLS) ServerConfig() (*tls.Config, error) {
 	f, err := t.files()
 	if err != nil {
@@ -98,14 +99,15 @@ func (t TLS) ServerConfig() (*tls.Config, error) {
 	return &tls.Config{
 		MinVersion:     tls.VersionTLS13,
 		GetCertificate: func(*tls.ClientHelloInfo) (*tls.Certificate, error) { return f.own.get() },
-		ClientAuth:     tls.RequireAnyClientCert, // and verified by the authorities of the day
+		ClientAuth:     tls.RequireAnyClientCert, // VerifyConnection verifies it by the current CA file
 		VerifyConnection: func(state tls.ConnectionState) error {
 			return f.verify(state, "", x509.ExtKeyUsageClientAuth)
 		},
 	}, nil
 }
 
-// ClientConfig is for a client of the server with a name. The files are read again as a server's are.
+// ClientConfig returns the configuration of a client of the named server. The client loads the files again as a server
+// does.
 func (t TLS) ClientConfig(server string) (*tls.Config, error) {
 	f, err := t.files()
 	if err != nil {
@@ -115,14 +117,15 @@ func (t TLS) ClientConfig(server string) (*tls.Config, error) {
 		MinVersion:           tls.VersionTLS13,
 		ServerName:           server,
 		GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return f.own.get() },
-		InsecureSkipVerify:   true, // it is verified below, by the authorities of the day
+		InsecureSkipVerify:   true, // VerifyConnection verifies it by the current CA file
 		VerifyConnection: func(state tls.ConnectionState) error {
 			return f.verify(state, server, x509.ExtKeyUsageServerAuth)
 		},
 	}, nil
 }
 
-// verify is what crypto/tls does for a fixed set of authorities. It is called for resumed connections too.
+// verify checks a certificate as crypto/tls does with a fixed set of CAs. crypto/tls calls it for resumed connections
+// too.
 func (f *files) verify(state tls.ConnectionState, name string, usage x509.ExtKeyUsage) error {
 	authorities, err := f.authorities.get()
 	if err != nil {
@@ -144,8 +147,8 @@ func (f *files) verify(state tls.ConnectionState, name string, usage x509.ExtKey
 	return err
 }
 
-// reloadedFile is what a file holds, read again whenever it has changed. While it cannot be read, what it held before is
-// good.
+// reloadedFile is the content of a file. get loads it again when the modification time has changed. If that fails, get
+// returns the previous content.
 type reloadedFile[T any] struct {
 	file string
 	load func() (T, error)
@@ -178,30 +181,36 @@ var rpcDuration = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 	Buckets: prometheus.ExponentialBuckets(0.00025, 4, 9),
 }, []string{"method", "code"})
 
-// Metrics are this package's collectors, for a service's registry.
+// Metrics returns this package's collectors.
 func Metrics() []prometheus.Collector {
 	return []prometheus.Collector{rpcDuration, xdsUpdates, xdsConnected}
 }
 
-// Server is one service's gRPC endpoint.
+// Server is the gRPC server of a service. Clients' balancers send calls only while its health status is SERVING.
+//
+//	NOT_SERVING <--SetReady--> SERVING
+//	     |                        |
+//	     +-----Serve's ctx ends---+--> draining --calls have ended, or the drain timeout--> stopped
+//
+// A draining server is NOT_SERVING. It ends the streams in EndOnDrain and waits for other calls.
 type Server struct {
 	*grpc.Server
 	health *health.Server
-	// draining ends with ErrDraining when calls in flight are to end.
+	// draining is canceled with ErrDraining when the server drains.
 	draining context.Context
 	drain    context.CancelCauseFunc
 }
 
-// streamWorkers is how many goroutines for each processor take calls, one after the other, so that their stacks have
-// grown to what calls need. lastingCalls is how many more there are, since a call that lasts keeps its goroutine: a
-// registry has 26. Calls beyond them have goroutines of their own.
+// streamWorkers is the number of goroutines per processor that serve calls one after another, so that their stacks
+// have already grown. lastingCalls is the number of further goroutines, because a long call occupies its goroutine. A
+// registry has 26 long calls. Calls beyond these numbers get new goroutines.
 const (
 	streamWorkers = 8
 	lastingCalls  = 32
 )
 
-// NewServer returns a server whose methods only the services named in Callers may call. It reports health, traces,
-// counts, turns panics into errors and API errors into statuses.
+// NewServer returns a server whose methods only the services in AllowedClients may call. It serves health checks,
+// creates spans, records durations, and converts panics and API errors to statuses.
 func NewServer(id TLS) (*Server, error) {
 	conf, err := id.ServerConfig()
 	if err != nil {
@@ -229,7 +238,7 @@ func NewServer(id TLS) (*Server, error) {
 	return s, nil
 }
 
-// SetReady tells health checks, and so every caller's balancer, whether to send requests here.
+// SetReady sets the status of health checks. Clients' balancers send calls only to ready replicas.
 func (s *Server) SetReady(ready bool) {
 	st := healthv1.HealthCheckResponse_NOT_SERVING
 	if ready {
@@ -238,12 +247,12 @@ func (s *Server) SetReady(ready bool) {
 	s.health.SetServingStatus("", st)
 }
 
-// LameDuckPeriod is how long a watchfanout that is told to stop still serves its watches, so that callers begin them anew
-// elsewhere before it ends them: its health has turned.
+// LameDuckPeriod is how long a stopping watchfanout still serves its watches. Its health status is already
+// NOT_SERVING, so clients start the watches at other replicas before watchfanout ends them.
 const LameDuckPeriod = 2 * time.Second
 
-// Serve listens on addr (Listen) until ctx is done, then drains: health turns first, the streams in EndOnDrain end,
-// and calls in flight get up to drain to end.
+// Serve listens on addr (see Listen) until ctx is done, and then drains. It sets the health status to NOT_SERVING,
+// ends the streams in EndOnDrain, and waits up to drain for other calls in flight.
 func (s *Server) Serve(ctx context.Context, addr string, drain time.Duration) error {
 	l, err := Listen(addr)
 	if err != nil {
@@ -253,7 +262,7 @@ func (s *Server) Serve(ctx context.Context, addr string, drain time.Duration) er
 	return s.serve(ctx, l, drain)
 }
 
-// serve is Serve on a listener.
+// serve is Serve with an open listener.
 func (s *Server) serve(ctx context.Context, l net.Listener, drain time.Duration) error {
 	ended := make(chan error, 1)
 	go func() { ended <- s.Server.Serve(l) }()
@@ -262,7 +271,7 @@ func (s *Server) serve(ctx context.Context, l net.Listener, drain time.Duration)
 		return err
 	case <-ctx.Done():
 	}
-	s.health.Shutdown() // whatever is said of readiness from now on
+	s.health.Shutdown() // later calls of SetReady have no effect
 	s.drain(ErrDraining)
 	stopped := make(chan struct{})
 	go func() { s.GracefulStop(); close(stopped) }()
@@ -274,9 +283,9 @@ func (s *Server) serve(ctx context.Context, l net.Listener, drain time.Duration)
 	return nil
 }
 
-// serviceConfig is how clients call a service (gRPC's service config): by which balancer, and what is sent again. A
-// call whose replica is lost before it answers is sent again, to another replica where there is one; of the methods in
-// Once it is only waited for a connection.
+// serviceConfig returns gRPC's service config of all clients: balancer, health checks and retries. If a replica is
+// lost before it responds, gRPC sends the call again, to another ready replica if possible. A call of a method in
+// NonIdempotent waits for a connection and is not sent again.
 func serviceConfig() string {
 	type name struct {
 		Service string `json:"service,omitempty"`
@@ -303,20 +312,20 @@ func serviceConfig() string {
 		"healthCheckConfig":   map[string]any{"serviceName": ""},
 		"methodConfig":        methods,
 	})
-	if err != nil { // nothing in it can fail
+	if err != nil { // every value can be encoded
 		panic(err)
 	}
 	return string(data)
 }
 
-// Balancer is the name of the policy by which all clients share calls among a service's replicas: Routed and Preferring
-// say which replicas, Noting what is known of a call.
+// Balancer is the name of the balancing policy of all clients. WithHashKey and WithAffinity choose the replicas of a
+// call. TrackReplica records the replica that a call was sent to.
 const Balancer = "watershed_rendezvous"
 
-// Replicas says where the replicas of services are: Addresses or XDS.
+// Replicas is the source of the addresses of replicas: Addresses or XDS.
 type Replicas interface{ builder() resolver.Builder }
 
-// Addresses are all the replicas of one service, as ParseAddress reads them; they stay what they are.
+// Addresses are all replicas of a service, in the form that ParseAddress parses. They do not change.
 type Addresses []string
 
 func (a Addresses) builder() resolver.Builder {
@@ -325,7 +334,8 @@ func (a Addresses) builder() resolver.Builder {
 	return r
 }
 
-// Dial connects to every replica of one service, whose certificates have its name. Close the connection to end it.
+// Dial returns a connection to all replicas of a service. Their certificates must have the service's name. Close the
+// connection to end it.
 func Dial(id TLS, service string, replicas Replicas) (*grpc.ClientConn, error) {
 	if a, ok := replicas.(Addresses); ok && len(a) == 0 {
 		return nil, errors.New("no address for service " + service)
@@ -340,14 +350,14 @@ func Dial(id TLS, service string, replicas Replicas) (*grpc.ClientConn, error) {
 		grpc.WithResolvers(r),
 		grpc.WithTransportCredentials(socketCredentials{credentials.NewTLS(conf)}),
 		grpc.WithDefaultServiceConfig(serviceConfig()),
-		grpc.WithIdleTimeout(0), // what is known of replicas is not forgotten
+		grpc.WithIdleTimeout(0), // an idle connection keeps the balancer's state of replicas
 		grpc.WithUserAgent("watershed/"+version.Release()),
 		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(wireCodec), grpc.MaxCallRecvMsgSize(MaxMessageBytes),
 			grpc.MaxCallSendMsgSize(MaxMessageBytes)),
-		// A stream that is not received from holds this much of a client; a message that is waited for has a window of
-		// its own size.
+		// An unread stream holds at most this window in the client. For a message that the client waits for, gRPC
+		// extends the window to its size.
 		grpc.WithInitialWindowSize(64<<10), grpc.WithInitialConnWindowSize(4<<20),
-		grpc.WithKeepaliveParams(keepalive.ClientParameters{ // a frozen replica is given up after both
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{ // drops a frozen replica after Time + Timeout
 			Time:                10 * time.Second,
 			Timeout:             3 * time.Second,
 			PermitWithoutStream: true,

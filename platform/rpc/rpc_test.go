@@ -50,7 +50,8 @@ func TestInProcessCallsShareMessages(t *testing.T) {
 	}
 }
 
-// What a caller keeps beside a call is its own: an audit record, warnings, a user. What a wire carries crosses.
+// A call carries the values of a wire to the handler. The caller's own context values do not cross: an audit context,
+// warnings, a user.
 func TestInProcessCallsCarryNoValues(t *testing.T) {
 	type key struct{}
 	ctx, cancel := context.WithTimeout(context.WithValue(t.Context(), key{}, "v"), time.Minute)
@@ -62,7 +63,7 @@ func TestInProcessCallsCarryNoValues(t *testing.T) {
 			t.Errorf("%v, %v, %v, %v", ctx.Value(key{}), md, bounded, ctx.Value(clientKey{}))
 		}
 		if md, _ := metadata.FromOutgoingContext(ctx); md != nil {
-			t.Errorf("it would be passed on: %v", md)
+			t.Errorf("the handler would forward it: %v", md)
 		}
 		before := runtime.NumGoroutine()
 		own, end := context.WithCancel(ctx)
@@ -147,7 +148,7 @@ func TestInProcessStreamsAskAndAnswer(t *testing.T) {
 	}
 }
 
-// What was sent before a stream failed arrives before its error.
+// Messages that were sent before a stream failed arrive before its error.
 func TestInProcessErrorsComeLast(t *testing.T) {
 	c := clientOf(&fake{write: func(s grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
 		for range streamBuffer {

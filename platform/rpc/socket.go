@@ -15,14 +15,14 @@ import (
 	"google.golang.org/grpc/credentials"
 )
 
-// Listen listens on host:port, or on unix:/path as ListenSocket does.
+// Listen listens on host:port, or on unix:/path with ListenSocket.
 func Listen(address string) (net.Listener, error) {
 	if !strings.HasPrefix(address, socketScheme) {
 		return net.Listen("tcp", address)
 	}
 	a, err := ParseAddress(address)
 	if err == nil && !SocketsSupported {
-		err = errors.New("services speak over Unix sockets on Linux alone: want host:port")
+		err = errors.New("services use Unix sockets on Linux only: want host:port")
 	}
 	if err != nil {
 		return nil, err
@@ -30,9 +30,9 @@ func Listen(address string) (net.Listener, error) {
 	return ListenSocket(a.Path)
 }
 
-// ListenSocket listens on a Unix socket, which nobody but this user may open. What a killed process left of it is taken
-// away; one on which somebody still listens is not. Of two that take the same one away at once one may be left alone:
-// whoever gives out paths sees to it that there is one process for each.
+// ListenSocket listens on a Unix socket that only this user may open. It removes the socket of a killed process. It
+// fails with EADDRINUSE if a process still listens on the socket. If two processes remove the same socket at once, the
+// first may listen on a socket without a name. A path must therefore be used by only one process.
 func ListenSocket(path string) (net.Listener, error) {
 	if info, err := os.Lstat(path); err == nil && info.Mode().Type() == os.ModeSocket {
 		c, err := net.Dial("unix", path)
@@ -57,11 +57,20 @@ func ListenSocket(path string) (net.Listener, error) {
 	return l, nil
 }
 
-// socketCredentials is TLS, but where a connection is a Unix socket: there both sides prove who they are by TLS' handshake,
-// and what they say after it crosses as it is. The kernel carries it between two processes of one user, whom it is
-// asked for, and nobody stands between them: the last that they say within TLS is which process the server sees at the
-// other end, and that the client is that one. Its level of security is what google.golang.org/grpc/credentials/local
-// has for sockets.
+// socketCredentials is TLS, except on a Unix socket. There both sides authenticate with the TLS handshake, and later
+// bytes are not encrypted. The kernel carries them between two processes of the same user. The handshake detects a
+// relay: the server sends the PID at the other end of its socket, and the client compares it with its own.
+//
+//	client                                server
+//	check the peer's user                 check the peer's user
+//	TLS handshake     <---------------->  TLS handshake
+//
+//	is it my PID?     <-----in TLS------  PID of the peer, from the kernel
+//	echo the PID      ------in TLS----->  is it the same?
+//	plain bytes       <---------------->  plain bytes
+//
+// A failed step closes the connection. The security level is the level of google.golang.org/grpc/credentials/local for
+// sockets.
 type socketCredentials struct {
 	credentials.TransportCredentials
 }
@@ -81,13 +90,13 @@ func (c socketCredentials) ClientHandshake(ctx context.Context, authority string
 	if err != nil {
 		return nil, nil, err
 	}
-	var seen [pidBytes]byte // also: in TLS 1.3 a client knows only now what the server thinks of its certificate
+	var seen [pidBytes]byte // in TLS 1.3 this read also reports a rejected client certificate
 	if _, err := io.ReadFull(encrypted, seen[:]); err != nil {
 		return nil, nil, err
 	}
 	if pid := binary.BigEndian.Uint64(seen[:]); pid != uint64(os.Getpid()) {
-		return nil, nil, fmt.Errorf("the server sees process %d in place of this one: another stands between them, or "+
-			"they see different processes (give them host:port)", pid)
+		return nil, nil, fmt.Errorf("the server sees process %d in place of this one: a relay is between them, or "+
+			"their PID namespaces differ (use host:port)", pid)
 	}
 	if _, err := encrypted.Write(seen[:]); err != nil {
 		return nil, nil, err
@@ -103,7 +112,7 @@ func (c socketCredentials) ServerHandshake(conn net.Conn) (net.Conn, credentials
 	}
 	pid, err := peerOf(socket)
 	if err != nil {
-		slog.Warn("A connection is refused", "error", err)
+		slog.Warn("A connection was rejected", "error", err)
 		return nil, nil, err
 	}
 	records := &recordReader{Conn: conn}
@@ -125,7 +134,7 @@ func (c socketCredentials) ServerHandshake(conn net.Conn) (net.Conn, credentials
 	return conn, info, records.done()
 }
 
-// pidBytes is how many bytes a process' id is said in.
+// pidBytes is the encoded size of a process ID.
 const pidBytes = 8
 
 // Clone implements credentials.TransportCredentials.
@@ -133,8 +142,8 @@ func (c socketCredentials) Clone() credentials.TransportCredentials {
 	return socketCredentials{c.TransportCredentials.Clone()}
 }
 
-// recordReader is a connection of which no more is read than one record of TLS at a time (RFC 8446, section 5.1): what
-// follows the last one is somebody else's.
+// recordReader reads at most one TLS record at a time from a connection (RFC 8446, section 5.1). The bytes after the
+// last record are not TLS.
 type recordReader struct {
 	net.Conn
 	rest []byte
@@ -142,10 +151,10 @@ type recordReader struct {
 
 const (
 	recordHeader = 5
-	// A record begins with its kind, from change_cipher_spec to application_data, and a version of 3.x.
+	// A record begins with its content type, from change_cipher_spec to application_data, and a version of 3.x.
 	firstKind, lastKind = 20, 23
 	majorVersion        = 3
-	// maxRecord is how long a record may be after its header: 2^14 bytes and what encryption adds.
+	// maxRecord bounds the length of a record without its header: 2^14 bytes and the overhead of encryption.
 	maxRecord = 1<<14 + 256
 )
 
@@ -157,7 +166,7 @@ func (r *recordReader) Read(p []byte) (int, error) {
 		}
 		n := int(binary.BigEndian.Uint16(header[recordHeader-2:]))
 		if kind := header[0]; kind < firstKind || kind > lastKind || header[1] != majorVersion || n > maxRecord {
-			return 0, fmt.Errorf("what begins with %q is no TLS", header)
+			return 0, fmt.Errorf("not a TLS record: it begins with %q", header)
 		}
 		record := header[:recordHeader+n]
 		if _, err := io.ReadFull(r.Conn, record[recordHeader:]); err != nil {
@@ -170,7 +179,7 @@ func (r *recordReader) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// done is called after the last record; the error says that it was not read to its end.
+// done returns an error if the last record was not read to its end.
 func (r *recordReader) done() error {
 	if len(r.rest) > 0 {
 		return errors.New("the handshake ends within a TLS record")

@@ -8,11 +8,11 @@ import (
 	"syscall"
 )
 
-// SocketsSupported says whether services can speak over Unix sockets here: it takes a kernel that says who the peer is.
+// SocketsSupported reports if services can use Unix sockets: the kernel must report the peer's user.
 const SocketsSupported = true
 
-// peerOf is the process at the other end of a socket, as the kernel has it (SO_PEERCRED of socket(7)): one of this
-// user's.
+// peerOf returns the process at the other end of a socket, as the kernel reports it (SO_PEERCRED of socket(7)). It
+// fails if the process belongs to another user.
 func peerOf(conn *net.UnixConn) (pid int32, err error) {
 	raw, err := conn.SyscallConn()
 	if err != nil {
@@ -31,8 +31,8 @@ func peerOf(conn *net.UnixConn) (pid int32, err error) {
 
 func sameUser(uid uint32) error {
 	if own := os.Geteuid(); uid != uint32(own) {
-		return fmt.Errorf("the process at the other end of the socket is user %d's, this one is %d's: run both as one "+
-			"user, or give them host:port", uid, own)
+		return fmt.Errorf("the peer's user is %d and this process's user is %d: run both as the same user, "+
+			"or use host:port", uid, own)
 	}
 	return nil
 }

@@ -7,9 +7,9 @@ import (
 	"net"
 )
 
-// SocketsWork says whether services can speak over Unix sockets here: it takes a kernel that says who the peer is.
-const SocketsWork = false
+// SocketsSupported reports if services can use Unix sockets: the kernel must report the peer's user.
+const SocketsSupported = false
 
 func peerOf(*net.UnixConn) (pid int32, err error) {
-	return 0, errors.New("services speak over Unix sockets on Linux alone: give them host:port")
+	return 0, errors.New("services use Unix sockets on Linux only: want host:port")
 }

@@ -23,7 +23,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// What a killed process left is taken away; nothing else is.
+// Listen removes the socket of a killed process, and no other file.
 func TestASocketIsListenedOnOnce(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "s")
@@ -56,7 +56,7 @@ func TestASocketIsListenedOnOnce(t *testing.T) {
 	}
 }
 
-// inner is a server of registry's on a socket, and the CA of those who call it.
+// inner is a registry server on a socket, with the CA of its clients.
 type inner struct {
 	ca *pki.CA
 	at Address
@@ -91,7 +91,7 @@ func newInner(t *testing.T) *inner {
 	return in
 }
 
-// getAt calls registry, wherever it is.
+// getAt calls the registry at an address.
 func getAt(t *testing.T, id TLS, address string) (*registryv1.ObjectResponse, error) {
 	t.Helper()
 	conn, err := Dial(id, "registry", Addresses{address})
@@ -104,7 +104,7 @@ func getAt(t *testing.T, id TLS, address string) (*registryv1.ObjectResponse, er
 	return registryv1.NewObjectsClient(conn).Get(ctx, &registryv1.GetRequest{})
 }
 
-// Over a socket callers are known by their certificates, as over TCP, and so are servers.
+// Over a socket, certificates identify clients and servers, as over TCP.
 func TestOverASocketServicesKnowEachOther(t *testing.T) {
 	in := newInner(t)
 	gateway := identityOf(t, in.ca, "gateway", pki.Client)
@@ -144,7 +144,7 @@ func TestOverASocketServicesKnowEachOther(t *testing.T) {
 	}
 }
 
-// relayed is where a process stands between a caller and the server: it hands on what both say, and keeps it.
+// relayed returns the address of a relay between clients and the server. seen returns the bytes that it has forwarded.
 func (in *inner) relayed(t *testing.T) (address string, seen func() []byte) {
 	t.Helper()
 	spy := filepath.Join(t.TempDir(), "spy")
@@ -190,7 +190,7 @@ func (in *inner) relayed(t *testing.T) (address string, seen func() []byte) {
 	}
 }
 
-// What is said after the handshake crosses as it is. (The relay is this process, so it is not told from the caller.)
+// Bytes after the handshake are not encrypted. (The relay is in this process, so its PID is the same as the client's.)
 func TestOverASocketBytesCrossAsTheyAre(t *testing.T) {
 	in := newInner(t)
 	address, seen := in.relayed(t)
@@ -200,10 +200,10 @@ func TestOverASocketBytesCrossAsTheyAre(t *testing.T) {
 	}
 }
 
-// A process that stands between two others gets nothing of what they say, and cannot speak for either: the client hears
-// within TLS that the other end of the server's socket is somebody else.
-func TestOverASocketNobodyStandsBetween(t *testing.T) {
-	if os.Getenv(relayedTo) != "" { // the process that calls
+// A relay in another process cannot read or send calls. The client detects in TLS that the server's peer is another
+// process.
+func TestRelaysOnSocketsAreDetected(t *testing.T) {
+	if os.Getenv(relayedTo) != "" { // the client process
 		dir := os.Getenv(relayedTo + "_PKI")
 		_, err := getAt(t, TLS{
 			CertFile: filepath.Join(dir, "gateway.crt"),
@@ -225,11 +225,11 @@ func TestOverASocketNobodyStandsBetween(t *testing.T) {
 		}
 	}
 	if bytes.Contains(seen(), []byte("PRI * HTTP/2")) {
-		t.Error("the process between hears what is said")
+		t.Error("the relay reads calls")
 	}
 }
 
-// relayedTo tells a process of TestOverASocketNobodyStandsBetween whom to call.
+// relayedTo has the address that a client process of TestRelaysOnSocketsAreDetected calls.
 const relayedTo = "WATERSHED_TEST_RELAYED_TO"
 
 func TestASocketIsOneUsers(t *testing.T) {
@@ -237,12 +237,12 @@ func TestASocketIsOneUsers(t *testing.T) {
 		t.Error(err)
 	}
 	if err := sameUser(uint32(os.Geteuid()) + 1); err == nil {
-		t.Error("another user's process is spoken to")
+		t.Error("another user's process is accepted")
 	}
 }
 
-// A peer that leaves amid its handshake, or says something else than TLS, is let go at once.
-func TestOverASocketOnlyHandshakesAreHeard(t *testing.T) {
+// The server closes a connection at once if the peer leaves during the handshake, or sends bytes that are not TLS.
+func TestSocketsAcceptOnlyTLS(t *testing.T) {
 	ca := newCA(t)
 	conf, err := identityOf(t, ca, "registry", pki.Server).ServerConfig()
 	if err != nil {

@@ -1,8 +1,40 @@
-// Package rpc is how the services talk: gRPC with mutual TLS, of which Unix sockets have the handshake (socketCredentials), or
-// the same contracts inside one process.
+// Package rpc is the transport between services: gRPC with mutual TLS. Unix sockets have only the handshake of TLS
+// (socketCredentials). In a single process, calls are direct (InProcess).
 //
-// It knows nothing of what is said. Errors are the one exception: a Kubernetes API error crosses a hop whole, as a
-// metav1.Status in the details of the gRPC status, and comes out as the API error that it was.
+// It authorizes callers by certificate, finds replicas (Addresses, XDS), balances, retries and hedges calls, and
+// drains servers. It does not contain a service's logic. It depends on contracts in three places.
+//
+//   - status.go: a Kubernetes API error crosses a call unchanged, as a metav1.Status in the details of the gRPC
+//     status.
+//   - codec.go and held.go: the messages of the watch tier and of the event log are sent without a copy of their
+//     bytes.
+//   - methods.go: the names of methods, with their clients and their retry and drain behavior.
+//
+// gRPC owns the goroutines of connections and servers. XDS.Run blocks its caller's goroutine and has a goroutine that
+// receives. InProcess runs the handler of each stream in a goroutine. Hedged calls its function first on the caller's
+// goroutine, then on timer goroutines. A callback of WithReassignment runs in its own goroutine.
+//
+// # Review notes
+//
+// Check:
+//   - A new method has its clients in AllowedClients, in docs/security.md, and a row in "When an RPC fails". Tests
+//     compare them.
+//   - A method that must not run twice is in NonIdempotent. All other methods may be retried, and some are hedged.
+//   - A long stream is in EndOnDrain if another replica can continue it without loss.
+//
+// Never:
+//   - Change a message after it was sent. Calls in one process share it, and the codec refers to its bytes.
+//   - Apply an empty endpoint list. A faulty xDS server would otherwise stop all calls.
+//   - Pass context values to a service in the same process, except the values that a wire carries. Admission once wrote
+//     into the gateway's audit context, and validated every pod twice.
+//   - Count streams as outstanding calls. A stream that waited for its own caller once made a registry look frozen.
+//
+// Why not the obvious alternative:
+//   - gRPC's round_robin and least_request: a frozen process keeps its connections until keepalive ends them. GETs
+//     then took 13.0 s; with this balancer and Hedged they take 1.1 s.
+//   - gRPC's own xDS client: each call costs more (docs/dependencies.md).
+//   - TLS records on Unix sockets: encryption was a third of the cost of a list between two processes.
+//   - Sockets without TLS: the certificates are the callers' identities, and the handshake detects a relay.
 package rpc
 
 import (
@@ -22,7 +54,8 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// ToStatus makes err fit to be returned from a gRPC handler. API errors keep their whole metav1.Status.
+// ToStatus converts err to the error that a gRPC handler returns. An API error keeps its metav1.Status, up to
+// maxDetails.
 func ToStatus(err error) error {
 	if err == nil {
 		return nil
@@ -41,7 +74,7 @@ func ToStatus(err error) error {
 		api = ToAPIStatus(err)
 	}
 	s := truncated(api.Status())
-	// gRPC's own field is checked for UTF-8; the detail has the message as it is.
+	// gRPC requires UTF-8 in its own field. The detail has the longer message.
 	st := status.New(codeOf(s.Code), strings.ToValidUTF8(s.Message[:min(len(s.Message), maxStatusMessage)], "\ufffd"))
 	detail := StatusProto(&s)
 	detail.Warnings, detail.Audit = Warnings(err), AuditContextOf(err)
@@ -55,14 +88,15 @@ func ToStatus(err error) error {
 }
 
 const (
-	// maxStatusMessage is how much of an error's message gRPC's own field has, which is for logs.
+	// maxStatusMessage bounds the message in gRPC's own field, which is for logs.
 	maxStatusMessage = 1 << 10
-	// maxDetails bounds what an error's details take: they are headers, of which a connection takes 16 MB, base64 and
-	// all, and breaks for all who share it where there are more.
+	// maxDetails bounds the details of an error. They are sent as headers, in base64, and a connection accepts 16 MB
+	// of headers. Larger headers break the connection for all its calls.
 	maxDetails = 4 << 20
 )
 
-// truncated is a Status that fits: who names an object with 3 MB is told the beginning of it.
+// truncated returns s, cut to a size that fits into maxDetails. A request may name an object with 3 MB: the error then
+// has the beginning of the name.
 func truncated(s metav1.Status) metav1.Status {
 	size := len(s.Message)
 	if d := s.Details; d != nil {
@@ -92,7 +126,7 @@ func truncated(s metav1.Status) metav1.Status {
 	return s
 }
 
-// withDetails is the status of an error that is not the API's own, with what is told beside it.
+// withDetails adds the warnings and the audit context of err to st, the status of an error that is not an API error.
 func withDetails(st *status.Status, err error) *status.Status {
 	detail := &commonv1.Status{Warnings: Warnings(err), Audit: AuditContextOf(err)}
 	if detail.Warnings == nil && detail.Audit == nil || proto.Size(detail) > maxDetails {
@@ -104,8 +138,8 @@ func withDetails(st *status.Status, err error) *status.Status {
 	return st
 }
 
-// ToAPIStatus is what kube-apiserver answers for an error that is not the API's own: 500, with the error's text and no reason
-// (k8s.io/apiserver/pkg/endpoints/handlers/responsewriters, ErrorToAPIStatus).
+// ToAPIStatus converts an error that is not an API error as kube-apiserver does: code 500, the error's text, and no
+// reason (k8s.io/apiserver/pkg/endpoints/handlers/responsewriters, ErrorToAPIStatus).
 func ToAPIStatus(err error) *apierrors.StatusError {
 	return &apierrors.StatusError{ErrStatus: metav1.Status{
 		Status:  metav1.StatusFailure,
@@ -114,16 +148,16 @@ func ToAPIStatus(err error) *apierrors.StatusError {
 	}}
 }
 
-// WarnedError is an API error with the warnings that were given before it.
+// WarnedError is an error with the warnings that came before it.
 type WarnedError struct {
 	error
 	Warnings []string
 }
 
-// Unwrap gives the API error.
+// Unwrap returns the error without the warnings.
 func (w *WarnedError) Unwrap() error { return w.error }
 
-// WithWarnings attaches warnings, if any.
+// WithWarnings attaches warnings to err, if there are any.
 func WithWarnings(err error, warnings []string) error {
 	if err == nil || len(warnings) == 0 {
 		return err
@@ -131,7 +165,7 @@ func WithWarnings(err error, warnings []string) error {
 	return &WarnedError{err, warnings}
 }
 
-// Warnings are those that were given before an error.
+// Warnings returns the warnings that WithWarnings attached to err.
 func Warnings(err error) []string {
 	var warned *WarnedError
 	if errors.As(err, &warned) {
@@ -140,7 +174,7 @@ func Warnings(err error) []string {
 	return nil
 }
 
-// auditedError is an API error with what the audit event says of what came before it.
+// auditedError is an error with the audit context that came before it.
 type auditedError struct {
 	error
 	audit *commonv1.AuditContext
@@ -148,7 +182,7 @@ type auditedError struct {
 
 func (t *auditedError) Unwrap() error { return t.error }
 
-// WithAuditContext attaches what is to be audited, if anything.
+// WithAuditContext attaches an audit context to err, unless it is nil.
 func WithAuditContext(err error, audit *commonv1.AuditContext) error {
 	if err == nil || audit == nil {
 		return err
@@ -156,7 +190,7 @@ func WithAuditContext(err error, audit *commonv1.AuditContext) error {
 	return &auditedError{err, audit}
 }
 
-// AuditContextOf is what is to be audited of a request that ended with an error.
+// AuditContextOf returns the audit context that WithAuditContext attached to err, or nil.
 func AuditContextOf(err error) *commonv1.AuditContext {
 	var audited *auditedError
 	if errors.As(err, &audited) {
@@ -165,7 +199,7 @@ func AuditContextOf(err error) *commonv1.AuditContext {
 	return nil
 }
 
-// WithoutDetails is the error without what is told beside it.
+// WithoutDetails returns err without its warnings and audit context.
 func WithoutDetails(err error) error {
 	for {
 		switch e := err.(type) { //nolint:errorlint // it is this very error that is taken off
@@ -179,8 +213,9 @@ func WithoutDetails(err error) error {
 	}
 }
 
-// FromStatus is ToStatus's inverse. An error that carries no metav1.Status comes back as the one kube-apiserver would
-// give: a lost peer is 503 with Retry-After, a passed deadline 504, anything else 500.
+// FromStatus is ToStatus's inverse. An error without a metav1.Status becomes an API error of kube-apiserver. A lost
+// peer is 503 with Retry-After, an exceeded deadline 504, and any other code 500. A canceled call becomes
+// context.Canceled.
 func FromStatus(err error) error {
 	if err == nil {
 		return nil
@@ -200,7 +235,7 @@ func FromStatus(err error) error {
 	return WithAuditContext(WithWarnings(fromCode(st), details.Warnings), details.Audit)
 }
 
-// fromCode is the API error for a status that carries none.
+// fromCode returns the error for a status without a metav1.Status.
 func fromCode(st *status.Status) error {
 	switch st.Code() {
 	case codes.Unavailable:
@@ -215,7 +250,7 @@ func fromCode(st *status.Status) error {
 	return apierrors.NewInternalError(errors.New(st.Message()))
 }
 
-// StatusProto wraps s for the wire.
+// StatusProto encodes s for the wire.
 func StatusProto(s *metav1.Status) *commonv1.Status {
 	b, err := json.Marshal(s)
 	if err != nil { // a Status holds only strings and numbers
@@ -224,7 +259,7 @@ func StatusProto(s *metav1.Status) *commonv1.Status {
 	return &commonv1.Status{Json: b}
 }
 
-// APIError is StatusProto's inverse.
+// APIError decodes an API error that StatusProto has encoded.
 func APIError(p *commonv1.Status) error {
 	e := &apierrors.StatusError{}
 	if err := json.Unmarshal(p.GetJson(), &e.ErrStatus); err != nil {

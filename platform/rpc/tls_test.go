@@ -14,7 +14,7 @@ import (
 	"watershed.dev/platform/pki"
 )
 
-// newCA makes a CA of the inner network in a directory of its own.
+// newCA creates a CA of the inner network in its own directory.
 func newCA(t *testing.T) *pki.CA {
 	t.Helper()
 	ca, err := pki.OpenCA(t.TempDir(), "inner-ca", "inner")
@@ -24,7 +24,7 @@ func newCA(t *testing.T) *pki.CA {
 	return ca
 }
 
-// identityOf makes a leaf of a CA, beside it.
+// identityOf creates a certificate of a CA in the same directory.
 func identityOf(t *testing.T, ca *pki.CA, name string, usage pki.Usage) TLS {
 	t.Helper()
 	crt, key, _, err := ca.Leaf(pki.Leaf{Name: name, CommonName: name, SANs: []string{name}, Usage: usage})
@@ -34,7 +34,7 @@ func identityOf(t *testing.T, ca *pki.CA, name string, usage pki.Usage) TLS {
 	return TLS{CertFile: crt, KeyFile: key, CAFile: ca.CertFile()}
 }
 
-// shake does a handshake and answers what each side says.
+// shake runs a handshake and returns the errors of both sides.
 func shake(server, client *tls.Config) error {
 	a, b := net.Pipe()
 	defer a.Close()
@@ -54,7 +54,7 @@ func shake(server, client *tls.Config) error {
 	c := tls.Client(b, client)
 	err := c.HandshakeContext(ctx)
 	if err == nil {
-		_, err = io.ReadFull(c, make([]byte, 1)) // TLS 1.3: only now the client knows what the server thinks of it
+		_, err = io.ReadFull(c, make([]byte, 1)) // in TLS 1.3 this read reports a rejected client certificate
 	}
 	b.Close()
 	return errors.Join(err, <-done)
@@ -83,11 +83,11 @@ func TestTheInnerNetworkKnowsNamesUsesAndAuthorities(t *testing.T) {
 		t.Errorf("gateway to registry: %v", err)
 	}
 	for desc, err := range map[string]error{
-		"another service passes for registry":     try(authz, gateway, "registry"),
-		"a client passes for a server":            try(gateway, gateway, "gateway"),
-		"a server passes for a client":            try(registry, authz, "registry"),
-		"somebody of another authority is let in": try(registry, stranger, "registry"),
-		"a server of another authority is believed": try(identityOf(t, other, "registry", pki.Server),
+		"another service passes for registry":       try(authz, gateway, "registry"),
+		"a client passes for a server":              try(gateway, gateway, "gateway"),
+		"a server passes for a client":              try(registry, authz, "registry"),
+		"a client of another authority is accepted": try(registry, stranger, "registry"),
+		"a server of another authority is accepted": try(identityOf(t, other, "registry", pki.Server),
 			gateway, "registry"),
 	} {
 		if err == nil {
@@ -96,7 +96,7 @@ func TestTheInnerNetworkKnowsNamesUsesAndAuthorities(t *testing.T) {
 	}
 }
 
-// CAs and certificates that are replaced on disk are in force for the next connection, without a restart.
+// The next connection uses CAs and certificates that were replaced on disk, without a restart.
 func TestAuthoritiesAreReadAgain(t *testing.T) {
 	ca := newCA(t)
 	id := identityOf(t, ca, "registry", pki.Server|pki.Client)
@@ -139,7 +139,7 @@ func TestAuthoritiesAreReadAgain(t *testing.T) {
 	if err := os.WriteFile(bundle, append(previous, now...), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	move(bundle, id.CAFile) // first both are believed
+	move(bundle, id.CAFile) // first both are trusted
 	if err := shake(server, client); err != nil {
 		t.Errorf("with both authorities: %v", err)
 	}
@@ -153,6 +153,6 @@ func TestAuthoritiesAreReadAgain(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := shake(server, client); err == nil {
-		t.Error("an authority that is gone is believed")
+		t.Error("a removed authority is trusted")
 	}
 }

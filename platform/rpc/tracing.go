@@ -12,7 +12,7 @@ import (
 	"watershed.dev/platform/telemetry"
 )
 
-// sampledOnly makes spans of calls that are a part of a sampled trace, and costs the others one look.
+// sampledOnly creates spans for calls in sampled traces. For other calls it only checks the context.
 type sampledOnly struct {
 	stats.Handler
 	sampled func(context.Context) bool
@@ -21,7 +21,7 @@ type sampledOnly struct {
 // TagRPC implements stats.Handler.
 func (s *sampledOnly) TagRPC(ctx context.Context, info *stats.RPCTagInfo) context.Context {
 	if !s.sampled(ctx) {
-		return context.WithValue(ctx, taggedKey{}, (*sampledOnly)(nil)) // also where it is a part of a call that is
+		return context.WithValue(ctx, taggedKey{}, (*sampledOnly)(nil)) // replaces an enclosing call's value
 	}
 	return context.WithValue(s.Handler.TagRPC(ctx, info), taggedKey{}, s)
 }
@@ -35,16 +35,17 @@ func (s *sampledOnly) HandleRPC(ctx context.Context, r stats.RPCStats) {
 
 type taggedKey struct{}
 
-// clientSampled says of a client's call whether its caller is traced.
+// clientSampled reports if the caller of an outgoing call is traced.
 func clientSampled(ctx context.Context) bool { return trace.SpanContextFromContext(ctx).IsSampled() }
 
-// serverSampled says of a server's call whether its client is traced; no client of ours says so but then.
+// serverSampled reports if the client of an incoming call is traced. Our clients send a traceparent only if they are.
 func serverSampled(ctx context.Context) bool {
 	md, _ := metadata.FromIncomingContext(ctx)
 	return len(md["traceparent"]) > 0
 }
 
-// TracingDialOptions has a connection's calls be a part of the traces that they are made in; nothing where nothing is traced.
+// TracingDialOptions returns options that add a connection's calls to their callers' traces. It returns nil if tracing
+// is off.
 func TracingDialOptions() []grpc.DialOption {
 	if !telemetry.TracingEnabled() {
 		return nil
@@ -52,7 +53,7 @@ func TracingDialOptions() []grpc.DialOption {
 	return []grpc.DialOption{grpc.WithStatsHandler(&sampledOnly{otelgrpc.NewClientHandler(), clientSampled})}
 }
 
-// tracingServerOptions is TracingDialOptions's other side.
+// tracingServerOptions returns the options of servers for the spans of TracingDialOptions.
 func tracingServerOptions() []grpc.ServerOption {
 	if !telemetry.TracingEnabled() {
 		return nil

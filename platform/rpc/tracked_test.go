@@ -13,7 +13,7 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// tracking is a watch tier that sends one large frame to each watch and reports when the transport is done with it.
+// tracking is a watch tier that sends a large frame on each watch, and reports when the transport has released it.
 type tracking struct {
 	watchfanoutv1.UnimplementedWatchServer
 	done chan struct{}
@@ -29,8 +29,7 @@ func (s *tracking) Watch(_ *watchfanoutv1.WatchRequest,
 	return stream.Context().Err()
 }
 
-// The sender of a tracked frame learns that it is received, or that its stream has ended, and nothing before: between
-// processes and within one.
+// Done is called once, between processes and in one: when the frame is received or its stream ends, and not before.
 func TestATrackedFrameIsDoneOnce(t *testing.T) {
 	s := &tracking{done: make(chan struct{}, 10)}
 	l := bufconn.Listen(1 << 10)
@@ -52,7 +51,7 @@ func TestATrackedFrameIsDoneOnce(t *testing.T) {
 		select {
 		case <-s.done:
 		case <-time.After(10 * time.Second):
-			t.Fatal("its sender does not learn that it is done")
+			t.Fatal("Done is not called")
 		}
 	}
 	for name, conn := range map[string]grpc.ClientConnInterface{"gRPC": conn, "in process": inside.Client("gateway")} {
@@ -74,8 +73,8 @@ func TestATrackedFrameIsDoneOnce(t *testing.T) {
 	}
 	select {
 	case <-s.done:
-		t.Error("a frame that nobody has received is done")
-	case <-time.After(100 * time.Millisecond): // what does not happen cannot be waited for
+		t.Error("a frame that no client has received is done")
+	case <-time.After(100 * time.Millisecond): // an absent event cannot be awaited
 	}
 	cancel()
 	done()

@@ -9,8 +9,8 @@ import (
 	"google.golang.org/grpc"
 )
 
-// RetryWatch reads a stream of news until ctx is done. Each message goes to each, which is told whether it is its stream's
-// first; a stream that ends or cannot be opened goes to lost, with the reason, and is opened anew after a pause.
+// RetryWatch receives messages until ctx is done. It calls handle with each message; first is set for a stream's first
+// message. If a stream ends or cannot be opened, RetryWatch calls onError and opens the next stream after pause.
 func RetryWatch[M any](ctx context.Context, pause time.Duration,
 	open func(context.Context) (grpc.ServerStreamingClient[M], error),
 	handle func(m *M, first bool), onError func(error)) {
@@ -33,8 +33,8 @@ func RetryWatch[M any](ctx context.Context, pause time.Duration,
 	}
 }
 
-// Each calls handle with every message of a stream to its end. The error is the stream's, which is nil at its end, or
-// handle's.
+// Each calls handle with every message of a stream until the stream ends. It returns the error of the stream or of
+// handle, and nil at the end of the stream.
 func Each[M any](stream grpc.ServerStreamingClient[M], handle func(*M) error) error {
 	for {
 		m, err := stream.Recv()

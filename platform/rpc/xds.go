@@ -25,66 +25,73 @@ import (
 	"watershed.dev/platform/pki"
 )
 
-// XDS finds the replicas of services by an xDS server: endpoints alone (EDS, by aggregated discovery, state of the
-// world). How replicas share calls, what is sent again, who they are and whether they are healthy stays with each
-// connection, as it does with Addresses; so a call costs the same by either, which it does not by gRPC's own xDS client
-// (docs/dependencies.md).
+// XDS finds the replicas of services through an xDS server. It uses only endpoints (EDS, aggregated, state of the
+// world). Balancing, retries, identities and health checks belong to each connection, as with Addresses. Calls
+// therefore cost the same with both, unlike with gRPC's own xDS client (docs/dependencies.md).
 //
-// What is known stays good until something better is: while no server answers, when one answers nothing or rubbish, and
-// over a start, from a file.
+// The endpoints of a service stay until the server sends valid endpoints.
+//
+//	none ----cache file or fallback----> provisional
+//	  |                                      |
+//	  +--accepted response--> current <------+
+//	                             |
+//	                             +--rejected or empty response, lost stream, no server--> current
+//
+// An accepted response replaces the endpoints and the cache file.
 type XDS struct {
 	config XDSConfig
 	conn   *grpc.ClientConn
 
 	mu       sync.Mutex
 	services map[string]*serviceState
-	// subscribed has a token when a service is asked for that the stream has not asked for yet.
+	// subscribed has a token when a service was added and the stream has not subscribed to it.
 	subscribed chan struct{}
 }
 
-// XDSConfig says where xDS servers are.
+// XDSConfig configures an XDS.
 type XDSConfig struct {
-	// Servers are the addresses of the xDS server's replicas, which are all alike.
+	// Servers are the addresses of the xDS server's replicas. All replicas send the same endpoints.
 	Servers []string
-	// Dir keeps what was found, a file for each service; empty: nothing is kept.
+	// Dir caches the endpoints for the next start, in a file per service. Empty: no cache.
 	Dir string
-	// Node is what this process is called where xDS servers count their clients.
+	// Node is the ID of this process in requests. xDS servers count their clients by it.
 	Node string
-	// Fallback are addresses to go by until a server has answered.
+	// Fallback has addresses for each service until a server has responded.
 	Fallback map[string][]string
 }
 
 const (
 	// xdsName is the xDS server's name in its certificate.
 	xdsName = "xds"
-	// endpointType is the only type of resource that is asked for (type.googleapis.com/…).
+	// endpointType is the only resource type that XDS requests (type.googleapis.com/…).
 	endpointType = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
-	// maxReplicas is how many replicas of one service are believed.
+	// maxReplicas bounds the endpoints of a service.
 	maxReplicas = 10_000
-	// xdsPause is how long a stream that ended stays down.
+	// xdsPause is the delay before a lost stream is opened again.
 	xdsPause = 200 * time.Millisecond
-	// xdsTimeout is how long a server may have no answer at all, before the next one is asked.
+	// xdsTimeout bounds the wait for the first endpoints on a stream. After it, XDS opens a stream to the next server.
 	xdsTimeout = 3 * time.Second
 )
 
 var (
 	xdsUpdates = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "watershed_xds_updates_total",
-		Help: "Sets of replicas that an xDS server sent, by service and result: taken, empty (the last one is kept) or refused.",
+		Help: "Endpoint sets that an xDS server sent, by service and result: accepted, empty (the previous set " +
+			"stays) or rejected.",
 	}, []string{"service", "result"})
 	xdsConnected = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_xds_connected",
-		Help: "1 while an xDS server that has answered is followed.",
+		Help: "1 while connected to an xDS server that has sent endpoints.",
 	})
 )
 
-// serviceState is what is known of one service's replicas.
+// serviceState holds a service's endpoints and the connections that use them.
 type serviceState struct {
 	addresses []string
 	watchers  map[resolver.ClientConn]bool
 }
 
-// NewXDS returns a client of xDS servers, which Run connects.
+// NewXDS returns a client of xDS servers. Run connects it.
 func NewXDS(id TLS, c XDSConfig) (*XDS, error) {
 	conn, err := Dial(id, xdsName, Addresses(c.Servers))
 	if err != nil {
@@ -92,21 +99,21 @@ func NewXDS(id TLS, c XDSConfig) (*XDS, error) {
 	}
 	if c.Dir != "" {
 		if err := os.MkdirAll(c.Dir, 0o700); err != nil {
-			slog.Error("Replicas are not kept for the next start", "flag", "--xds-cache-dir", "error", err)
+			slog.Error("Endpoints are not cached for the next start", "flag", "--xds-cache-dir", "error", err)
 			c.Dir = ""
 		}
 	}
 	return &XDS{config: c, conn: conn, services: map[string]*serviceState{}, subscribed: make(chan struct{}, 1)}, nil
 }
 
-// Run follows the servers until ctx is done.
+// Run receives endpoints until ctx is done.
 func (x *XDS) Run(ctx context.Context) {
 	defer x.conn.Close()
 	for ctx.Err() == nil {
 		err := x.stream(ctx)
 		xdsConnected.Set(0)
 		if ctx.Err() == nil {
-			slog.Warn("The stream of the xDS server ended; replicas stay as they are known", "error", err)
+			slog.Warn("The xDS stream ended; the previous endpoints stay", "error", err)
 		}
 		select {
 		case <-ctx.Done():
@@ -115,7 +122,7 @@ func (x *XDS) Run(ctx context.Context) {
 	}
 }
 
-// stream asks one server for every service that is dialled, and takes what it answers.
+// stream opens a stream, subscribes to all dialed services, and applies responses until the stream fails.
 func (x *XDS) stream(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -153,18 +160,18 @@ func (x *XDS) stream(ctx context.Context) error {
 			return err
 		case <-timeout.C:
 			if len(request.ResourceNames) > 0 {
-				return errors.New("it knows nothing")
+				return errors.New("the server has no endpoints")
 			}
 			timeout.Reset(xdsTimeout)
 		case <-x.subscribed:
 		case m := <-responses:
-			if len(m.GetResources()) > 0 { // a server that knows nothing may say so
+			if len(m.GetResources()) > 0 { // a server without endpoints may send an empty response
 				timeout.Stop()
 				xdsConnected.Set(1)
 			}
 			request.ResponseNonce, request.ErrorDetail = m.GetNonce(), nil
 			if err := x.handleResponse(m); err != nil {
-				slog.Error("The xDS server's answer is refused in part", "error", err)
+				slog.Error("A response of the xDS server was rejected in part", "error", err)
 				request.ErrorDetail = &rpcstatus.Status{Code: int32(codes.InvalidArgument), Message: err.Error()}
 			} else {
 				request.VersionInfo = m.GetVersionInfo()
@@ -173,10 +180,10 @@ func (x *XDS) stream(ctx context.Context) error {
 	}
 }
 
-// handleResponse keeps what is good of an answer; the error says what is not.
+// handleResponse applies the valid endpoint sets of a response. The error describes the invalid sets.
 func (x *XDS) handleResponse(m *discovery.DiscoveryResponse) error {
 	if m.GetTypeUrl() != endpointType {
-		return fmt.Errorf("it is of type %q", m.GetTypeUrl())
+		return fmt.Errorf("unexpected resource type %q", m.GetTypeUrl())
 	}
 	var errs []error
 	for _, r := range m.GetResources() {
@@ -187,15 +194,15 @@ func (x *XDS) handleResponse(m *discovery.DiscoveryResponse) error {
 		}
 		addresses, err := addressesOf(a)
 		switch service := a.GetClusterName(); {
-		case !slices.Contains(x.serviceNames(), service): // a server may send more than it is asked for
+		case !slices.Contains(x.serviceNames(), service): // a server may send other services too
 		case err != nil:
-			xdsUpdates.WithLabelValues(service, "refused").Inc()
+			xdsUpdates.WithLabelValues(service, "rejected").Inc()
 			errs = append(errs, fmt.Errorf("%s: %w", service, err))
 		case len(addresses) == 0:
 			xdsUpdates.WithLabelValues(service, "empty").Inc()
-			slog.Warn("No replica is left by the xDS server; the last ones are kept", "of", service)
+			slog.Warn("The xDS server sent no endpoints; the previous endpoints stay", "peer", service)
 		default:
-			xdsUpdates.WithLabelValues(service, "taken").Inc()
+			xdsUpdates.WithLabelValues(service, "accepted").Inc()
 			x.set(service, addresses)
 			x.writeCache(service, addresses)
 		}
@@ -203,7 +210,7 @@ func (x *XDS) handleResponse(m *discovery.DiscoveryResponse) error {
 	return errors.Join(errs...)
 }
 
-// addressesOf are the endpoints that may be called, sorted.
+// addressesOf returns the endpoints with the health HEALTHY or UNKNOWN, sorted.
 func addressesOf(a *endpoint.ClusterLoadAssignment) ([]string, error) {
 	var addresses []string
 	for _, l := range a.GetEndpoints() {
@@ -227,19 +234,19 @@ func addressesOf(a *endpoint.ClusterLoadAssignment) ([]string, error) {
 	return slices.Compact(addresses), nil
 }
 
-// endpointAddress is where an endpoint is, host:port or a socket.
+// endpointAddress returns the address of an endpoint: host:port or a socket.
 func endpointAddress(a *core.Address) (string, error) {
 	address := Address{Path: a.GetPipe().GetPath()}
 	if s := a.GetSocketAddress(); s != nil && s.GetPortValue() <= 65535 {
 		address = Address{Host: s.GetAddress(), Port: uint16(s.GetPortValue())}
 	}
 	if _, err := ParseAddress(address.String()); err != nil {
-		return "", fmt.Errorf("an endpoint is no address: %v", a)
+		return "", fmt.Errorf("an endpoint has no valid address: %v", a)
 	}
 	return address.String(), nil
 }
 
-// serviceNames are the services that are dialled.
+// serviceNames returns the dialed services, sorted.
 func (x *XDS) serviceNames() []string {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -253,7 +260,7 @@ func (x *XDS) serviceNames() []string {
 	return services
 }
 
-// set tells a service's connections of its replicas.
+// set sends a service's endpoints to its connections.
 func (x *XDS) set(service string, addresses []string) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -261,26 +268,26 @@ func (x *XDS) set(service string, addresses []string) {
 	if slices.Equal(f.addresses, addresses) {
 		return
 	}
-	slog.Info("Replicas are found", "of", service, "addresses", strings.Join(addresses, " "))
+	slog.Info("Received endpoints", "peer", service, "addresses", strings.Join(addresses, " "))
 	f.addresses = addresses
 	for cc := range f.watchers {
 		_ = cc.UpdateState(stateOf(addresses))
 	}
 }
 
-// writeCache writes a service's replicas down for the next start.
+// writeCache saves a service's endpoints for the next start.
 func (x *XDS) writeCache(service string, addresses []string) {
 	if x.config.Dir == "" {
 		return
 	}
 	path := filepath.Join(x.config.Dir, service)
 	if err := pki.WriteFile(path, []byte(strings.Join(addresses, "\n")+"\n"), 0o600); err != nil {
-		slog.Error("Replicas are not kept for the next start", "of", service, "error", err)
+		slog.Error("Endpoints are not cached for the next start", "peer", service, "error", err)
 	}
 }
 
-// readCache are a service's replicas as the last process found them, and as its flags have them: what is not there any more
-// is not called, since it does not answer. A file that does not hold addresses counts for nothing.
+// readCache returns a service's endpoints from the cache file and from Fallback. It ignores a file with an invalid
+// address. A stale endpoint does no harm, because a connection to it fails.
 func (x *XDS) readCache(service string) []string {
 	addresses := slices.Clone(x.config.Fallback[service])
 	if x.config.Dir != "" {
@@ -298,12 +305,12 @@ func (x *XDS) readCache(service string) []string {
 	return slices.Compact(addresses)
 }
 
-// builder implements Replicas: connections to eds:///service follow x.
+// builder implements Replicas. Connections to eds:///service receive x's endpoints.
 func (x *XDS) builder() resolver.Builder { return xdsBuilder{x} }
 
 type xdsBuilder struct{ *XDS }
 
-// Scheme implements resolver.Builder. It is not xds, to which gRPC adds metadata of its own in each call
+// Scheme implements resolver.Builder. The scheme is not xds, because gRPC would then add metadata to each call
 // (internal.GRPCResolverSchemeExtraMetadata): 4 allocations.
 func (xdsBuilder) Scheme() string { return "eds" }
 
@@ -319,7 +326,7 @@ func (b xdsBuilder) Build(t resolver.Target, cc resolver.ClientConn,
 		b.services[service] = f
 	}
 	f.watchers[cc] = true
-	if len(f.addresses) > 0 { // else calls wait, as long as their contexts let them
+	if len(f.addresses) > 0 { // without endpoints, calls wait until their deadlines
 		_ = cc.UpdateState(stateOf(f.addresses))
 	}
 	select {
@@ -335,7 +342,7 @@ type xdsResolver struct {
 	cc      resolver.ClientConn
 }
 
-// ResolveNow implements resolver.Resolver; what changes is sent without asking.
+// ResolveNow implements resolver.Resolver. It does nothing, because the server pushes changes.
 func (*xdsResolver) ResolveNow(resolver.ResolveNowOptions) {}
 
 // Close implements resolver.Resolver.

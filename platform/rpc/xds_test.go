@@ -8,7 +8,7 @@ import (
 	endpoint "github.com/envoyproxy/go-control-plane/envoy/config/endpoint/v3"
 )
 
-// A service has at most 10,000 endpoints. A larger set is refused.
+// A service has at most 10,000 endpoints. A larger set is rejected.
 func TestEndpointsAreBounded(t *testing.T) {
 	of := func(n int) *endpoint.ClusterLoadAssignment {
 		l := &endpoint.LocalityLbEndpoints{}
@@ -25,6 +25,6 @@ func TestEndpointsAreBounded(t *testing.T) {
 		t.Errorf("%d endpoints, %v", len(all), err)
 	}
 	if _, err := addressesOf(of(10_001)); err == nil {
-		t.Error("10,001 endpoints are taken")
+		t.Error("10,001 endpoints are accepted")
 	}
 }

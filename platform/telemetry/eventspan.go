@@ -10,9 +10,9 @@ import (
 
 const eventTracer = "watershed.dev/events"
 
-// StartEventSpan starts the span of one event of etcd, in the trace of the write that it is of (cause) or, where that is
-// not traced, perhaps in one of its own. It answers what of it travels with the event: empty where it is not traced.
-// End the span when the event is on its way.
+// StartEventSpan starts the span of the publication of an etcd event. Its trace is the trace of the write (parent). If
+// the write is not traced, the event may start its own trace. The second result is the traceparent to publish with the
+// event, empty if the event is not traced. End the span when the event has been published.
 func StartEventSpan(
 	ctx context.Context,
 	parent, resource string,
@@ -30,7 +30,8 @@ func StartEventSpan(
 	return span, Traceparent(ctx)
 }
 
-// RecordEventSpan is a span of an event's way, from since until now; nothing where the event is not traced.
+// RecordEventSpan records a span of the delivery of an event, from since until now. It does nothing if the event is
+// not traced.
 func RecordEventSpan(traceparent, name string, since time.Time, attributes ...attribute.KeyValue) {
 	if traceparent == "" {
 		return

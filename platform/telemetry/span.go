@@ -12,12 +12,11 @@ import (
 
 const (
 	requestTracer = "watershed.dev/requests"
-	// traceparentHeader is W3C trace context's header.
+	// traceparentHeader is the header of W3C Trace Context.
 	traceparentHeader = "traceparent"
 )
 
-// StartSpan begins the span of a part of what is done for a request that is traced. For any other it is nothing, at the cost
-// of a look. End it.
+// StartSpan starts a span of a step of a traced request. End it. For an untraced request it only checks the context.
 func StartSpan(ctx context.Context, name string) (context.Context, trace.Span) {
 	if !trace.SpanContextFromContext(ctx).IsSampled() {
 		return ctx, noop.Span{}
@@ -25,7 +24,7 @@ func StartSpan(ctx context.Context, name string) (context.Context, trace.Span) {
 	return otel.Tracer(requestTracer).Start(ctx, name)
 }
 
-// AddSpanEvent adds to the span of a request that is traced that something has come to pass, and with err why not.
+// AddSpanEvent adds an event to the span of a traced request. err is the error of the event, or nil.
 func AddSpanEvent(ctx context.Context, name string, err error) {
 	span := trace.SpanFromContext(ctx)
 	switch {
@@ -37,7 +36,7 @@ func AddSpanEvent(ctx context.Context, name string, err error) {
 	}
 }
 
-// Traceparent is the span of a context as W3C trace context writes it, and empty where it is not traced.
+// Traceparent returns the span of ctx as a W3C traceparent, or "" if it is not traced.
 func Traceparent(ctx context.Context) string {
 	if !trace.SpanContextFromContext(ctx).IsSampled() {
 		return ""
@@ -47,7 +46,7 @@ func Traceparent(ctx context.Context) string {
 	return carrier[traceparentHeader]
 }
 
-// WithTraceparent is a context within the span that Traceparent wrote; ctx where that is empty.
+// WithTraceparent returns ctx with the span of a traceparent, and ctx itself if the traceparent is empty.
 func WithTraceparent(ctx context.Context, traceparent string) context.Context {
 	if traceparent == "" {
 		return ctx

@@ -9,7 +9,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 )
 
-// sampled is a context within a span that is recorded.
+// sampled returns a context with a span that is recorded.
 func sampled(tb testing.TB) context.Context {
 	p := sdktrace.NewTracerProvider(sdktrace.WithSampler(sdktrace.AlwaysSample()))
 	tb.Cleanup(func() { _ = p.Shutdown(context.Background()) })
@@ -17,7 +17,7 @@ func sampled(tb testing.TB) context.Context {
 	return ctx
 }
 
-// A span's context crosses processes as text, and of what is not traced there is none.
+// A traceparent crosses processes as text. An untraced context has none.
 func TestATraceCrossesAsText(t *testing.T) {
 	ctx := sampled(t)
 	traced := Traceparent(ctx)
@@ -29,7 +29,7 @@ func TestATraceCrossesAsText(t *testing.T) {
 		t.Errorf("a context without a span is %q", got)
 	}
 	if got := WithTraceparent(t.Context(), ""); got != t.Context() {
-		t.Error("no text makes another context")
+		t.Error("an empty traceparent changes the context")
 	}
 	for _, bad := range []string{"x", "00-0-0-01", traced[:20]} {
 		if trace.SpanContextFromContext(WithTraceparent(t.Context(), bad)).IsValid() {
@@ -40,7 +40,7 @@ func TestATraceCrossesAsText(t *testing.T) {
 	RecordEventSpan("rubbish", "nothing", time.Now())
 }
 
-// BenchmarkStartSpan is what a step costs a request that is not traced, and one that is.
+// BenchmarkStartSpan measures a step of an untraced and of a traced request.
 func BenchmarkStartSpan(b *testing.B) {
 	for name, ctx := range map[string]context.Context{"untraced": context.Background(), "traced": sampled(b)} {
 		b.Run(name, func(b *testing.B) {

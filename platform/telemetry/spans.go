@@ -6,9 +6,9 @@ import (
 	"go.opentelemetry.io/otel/sdk/trace/tracetest"
 )
 
-// smallSpans cuts the names, the attributes and the events' attributes of spans at maxValueBytes: paths and other
-// values may be a client's choice. Spans wait for the collector by the thousand. The SDK's own limit of attributes
-// would keep the whole value in memory, because its result is a part of the same string.
+// smallSpans cuts the names, the attributes and the events' attributes of spans at maxValueBytes, because clients
+// choose paths and other values. Thousands of spans may wait for the collector. The SDK's own limit of attributes
+// would keep the whole value in memory, because its result shares the memory of the value.
 type smallSpans struct{ sdktrace.SpanProcessor }
 
 // OnEnd implements sdktrace.SpanProcessor.

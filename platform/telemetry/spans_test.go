@@ -11,7 +11,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 )
 
-// Spans keep no long value that a client chose. Short values, and all else that a span has, stay.
+// Spans keep no long value of a client. Short values and all other data of a span stay.
 func TestSpansAreSmall(t *testing.T) {
 	ended := tracetest.NewSpanRecorder()
 	p := sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(smallSpans{ended}))

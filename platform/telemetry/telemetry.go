@@ -1,4 +1,7 @@
-// Package telemetry is a process's logs, metrics and traces.
+// Package telemetry sets up a process's logs, metrics and traces. It bounds the length of log lines and of spans'
+// values. It does not define metrics.
+//
+// ServeDebug owns the goroutines of its servers. The OpenTelemetry SDK owns the goroutines that export spans.
 package telemetry
 
 import (
@@ -38,7 +41,7 @@ type Options struct {
 // AddFlags registers the flags of logs, traces and the debug pages, with their defaults.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.IntVarP(&o.Verbosity, "v", "v", o.Verbosity,
-		"Log verbosity: 0 says what an operator must know, 4 is for debugging.")
+		"Log verbosity: 0 is for operators, 4 is for debugging.")
 	fs.StringVar(&o.VModule, "vmodule", o.VModule, "Comma-separated pattern=N settings for file-filtered verbosity.")
 	fs.StringVar(&o.LogFormat, "logging-format", "text", `"text" or "json".`)
 	o.Tracing.addFlags(fs)
@@ -54,7 +57,7 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	)
 }
 
-// Start sets up logging to w and tracing for the named service. stop flushes.
+// Start sets up logging to w, and tracing, for the named service. stop flushes spans.
 func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop func(), err error) {
 	var h slog.Handler
 	modules, err := parseModules(o.VModule)
@@ -86,7 +89,7 @@ func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop 
 	return o.Tracing.start(ctx, service)
 }
 
-// Profiles serves the process's profiles below /debug/pprof/.
+// Profiles adds the process's profiles to mux, below /debug/pprof/.
 func Profiles(mux *http.ServeMux) {
 	mux.HandleFunc("/debug/pprof/", pprof.Index)
 	mux.HandleFunc("/debug/pprof/profile", pprof.Profile)
@@ -94,11 +97,11 @@ func Profiles(mux *http.ServeMux) {
 	mux.HandleFunc("/debug/pprof/trace", pprof.Trace)
 }
 
-// healthPages are what the health address serves of the service's pages.
+// healthPages are the service's pages that the health address serves too.
 var healthPages = []string{"/healthz", "/readyz"}
 
-// The health address is anybody's who reaches it, so nobody may hold much of it: a connection is for one request, and
-// there are only so many of both.
+// Every client that reaches the health address may use it, so its resources are bounded. A connection serves one
+// request. The numbers of connections and of concurrent scrapes are limited.
 const (
 	maxPageConnections = 512
 	maxScrapes         = 2
@@ -106,8 +109,8 @@ const (
 	maxPageHeaderBytes = 8 << 10
 )
 
-// ServeDebug serves the process's own state until ctx is done: everything at the debug address, health and metrics at
-// the health address. extra adds pages.
+// ServeDebug serves the process's pages until ctx is done: all pages at the debug address, health and metrics at the
+// health address. extra adds pages.
 func (o *Options) ServeDebug(ctx context.Context, gatherer prometheus.Gatherer, extra map[string]http.Handler) error {
 	health, debug := http.NewServeMux(), http.NewServeMux()
 	for _, mux := range []*http.ServeMux{health, debug} {
@@ -137,7 +140,7 @@ func (o *Options) ServeDebug(ctx context.Context, gatherer prometheus.Gatherer, 
 	return errors.Join(err, <-failed)
 }
 
-// servePages serves pages at the address that a flag names, or nowhere, until ctx is done.
+// servePages serves pages at the address of a flag until ctx is done. It serves nothing at an empty address.
 func servePages(ctx context.Context, flag, address string, mux *http.ServeMux) error {
 	if address == "" {
 		<-ctx.Done()
@@ -146,13 +149,13 @@ func servePages(ctx context.Context, flag, address string, mux *http.ServeMux) e
 	network := "tcp"
 	if strings.HasPrefix(address, "/") {
 		network = "unix"
-		_ = os.Remove(address) // what a killed process left
+		_ = os.Remove(address) // the socket of a killed process
 	}
 	l, err := net.Listen(network, address)
 	if err != nil {
 		return fmt.Errorf("--%s %q: %w", flag, address, err)
 	}
-	if network == "unix" { // whoever runs it, and nobody else
+	if network == "unix" { // only for this user
 		if err := os.Chmod(address, 0o600); err != nil {
 			return fmt.Errorf("--%s %q: %w", flag, address, err)
 		}

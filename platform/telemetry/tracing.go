@@ -28,55 +28,56 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// Tracing says where spans go, and of which requests and events. Off without an endpoint.
+// Tracing configures the collector of spans, and which requests and events are traced. Tracing is off without an
+// endpoint.
 type Tracing struct {
-	// ConfigFile is a TracingConfiguration, as kube-apiserver's.
+	// ConfigFile has a TracingConfiguration, as in kube-apiserver.
 	ConfigFile string
 	// Endpoint is the host:port of an OTLP gRPC collector.
 	Endpoint string
-	// Ratio is the share of requests, and of events, that are traced: 0 to 1. A request of system:masters or
-	// system:monitoring whose traceparent says so is traced whatever it is.
+	// Ratio is the share of requests, and of events, that is traced: 0 to 1. A request of system:masters or
+	// system:monitoring with a sampled traceparent is always traced.
 	Ratio float64
-	// CAFile makes the connection to the collector TLS.
+	// CAFile is the CA of the collector. Empty: the connection uses no TLS.
 	CAFile string
 }
 
 func (o *Tracing) addFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.ConfigFile, "tracing-config-file", o.ConfigFile,
-		"File with apiserver tracing configuration (TracingConfiguration). It goes before --tracing-endpoint and "+
+		"File with apiserver tracing configuration (TracingConfiguration). It overrides --tracing-endpoint and "+
 			"--tracing-sampling-ratio.")
 	fs.StringVar(&o.Endpoint, "tracing-endpoint", o.Endpoint,
 		"host:port of an OTLP gRPC collector such as Jaeger's 4317. Empty: no traces.")
 	fs.Float64Var(&o.Ratio, "tracing-sampling-ratio", o.Ratio,
-		"The share of requests, and of events of requests that are not traced, to trace: 0 to 1. With 0 only requests of system:masters and "+
-			"system:monitoring that ask for it by their traceparent are.")
+		"The share of requests, and of events of untraced requests, that is traced: 0 to 1. With 0 only requests of "+
+			"system:masters and system:monitoring with a sampled traceparent are.")
 	fs.StringVar(&o.CAFile, "tracing-ca-file", o.CAFile,
-		"The certificate authority of the collector. Empty: it is spoken to without TLS.")
+		"The certificate authority of the collector. Empty: the connection uses no TLS.")
 }
 
-// tracer is what this process traces with. Nothing but requests and events begins a trace: what runs in the background
-// has no root to be a part of.
+// tracer creates this process's spans. Only requests and events begin a trace, because background work has no root
+// span.
 type tracer struct {
-	// requests samples all that it is asked for: whether a request is traced is decided before (Sampled).
+	// requests samples every span, because Sampled has already chosen the requests.
 	requests, events trace.TracerProvider
 	ratio            float64
 }
 
-// disabled is the tracer of a process that traces nothing.
+// disabled is the tracer of a process without tracing.
 var disabled = &tracer{requests: noop.NewTracerProvider(), events: noop.NewTracerProvider()}
 
 var current = disabled
 
-// TracingEnabled says whether this process traces anything at all. It is known once Start has returned, and stays.
+// TracingEnabled reports if this process creates spans. The result does not change after Start has returned.
 func TracingEnabled() bool { return current != disabled }
 
-// RequestTracerProvider makes the spans of requests that Sampled chose.
+// RequestTracerProvider returns the provider of the spans of requests that Sampled chose.
 func RequestTracerProvider() trace.TracerProvider { return current.requests }
 
-// Sampled chooses the share of requests that is traced.
+// Sampled reports if a request should be traced. It chooses the configured share at random.
 func Sampled() bool { return current.ratio > 0 && rand.Float64() < current.ratio }
 
-// readConfig takes what the configuration file says, with kube-apiserver's errors
+// readConfig applies the configuration file. Its errors are kube-apiserver's
 // (k8s.io/apiserver/pkg/server/options/tracing.go).
 func (o *Tracing) readConfig() error {
 	if o.ConfigFile == "" {
@@ -117,10 +118,10 @@ func (o *Tracing) readConfig() error {
 	return nil
 }
 
-// flushTimeout bounds how long spans are waited for at the end of a process: a collector may be away.
+// flushTimeout bounds the export of the last spans when a process ends, because the collector may be away.
 const flushTimeout = 5 * time.Second
 
-// start connects to the collector; stop flushes.
+// start connects to the collector. stop flushes spans.
 func (o *Tracing) start(ctx context.Context, service string) (stop func(), err error) {
 	if err := o.readConfig(); err != nil {
 		return nil, err

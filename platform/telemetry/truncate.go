@@ -7,8 +7,8 @@ import (
 	"unicode/utf8"
 )
 
-// Bounds of a log line's parts, in bytes. Paths, users and other values may be a client's choice. Messages and errors
-// may quote one.
+// Bounds of the parts of a log line, in bytes. Clients may choose paths, users and other values, and messages and
+// errors may quote such a value.
 const (
 	maxValueBytes   = 256
 	maxMessageBytes = 1 << 10
@@ -37,7 +37,7 @@ func truncateAttr(_ []string, a slog.Attr) slog.Attr {
 	return a
 }
 
-// truncate returns the beginning of s, at most n bytes of whole characters, and the number of bytes that it leaves out.
+// truncate returns the first n bytes of s, without a partial character, and the number of bytes that it omits.
 func truncate(s string, n int) string {
 	for n > 0 && !utf8.RuneStart(s[n]) {
 		n--

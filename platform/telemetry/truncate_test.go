@@ -11,7 +11,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// A log line stays short, however long the path, the user or the error that a client caused, whichever library logs it.
+// A log line is bounded for any path, user or error of a client, and for every logging library.
 func TestALogLineIsBounded(t *testing.T) {
 	long := strings.Repeat("ä", 500_000)
 	for _, format := range []string{"text", "json"} {

@@ -9,21 +9,22 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// logUnhandled is upstream's logger of the errors that its libraries do not return.
+// logUnhandled is upstream's logger of errors that its libraries do not return.
 var logUnhandled = utilruntime.ErrorHandlers[0]
 
-// unhandled logs such an error. It logs at verbosity 4 that an answer could not be written because the client has left:
-// a client can cause any number of these.
+// unhandled logs an error that a library does not return. It logs a response that was not written because the client
+// disconnected at verbosity 4, because a client can cause any number of these errors.
 func unhandled(ctx context.Context, err error, message string, keysAndValues ...any) {
 	if err != nil && clientDisconnected(err.Error()) {
-		klog.FromContext(ctx).V(4).Info("A client left before it had its answer", "error", err)
+		klog.FromContext(ctx).V(4).Info("A client disconnected before its response was written", "error", err)
 		return
 	}
 	logUnhandled(ctx, err, message, keysAndValues...)
 }
 
-// Upstream formats the errors of writes into text (k8s.io/apiserver/pkg/endpoints/handlers/responsewriters). These are
-// how the texts begin, and how they end where the connection or the stream is closed.
+// Upstream formats the errors of writes into text (k8s.io/apiserver/pkg/endpoints/handlers/responsewriters).
+// writeErrors are the beginnings of these texts. closedErrors are their ends if the connection or the stream is
+// closed.
 var (
 	writeErrors = []string{
 		"apiserver was unable to write a ",

@@ -2,7 +2,7 @@ package telemetry
 
 import "testing"
 
-// An answer that could not be written because its client has left is no error; any other failure is one.
+// A response that was not written because its client disconnected is not an error. Any other failure is an error.
 func TestDisconnectedClientsAreNoError(t *testing.T) {
 	for text, left := range map[string]bool{
 		"apiserver was unable to write a JSON response: write tcp 127.0.0.1:1->127.0.0.1:2: write: broken pipe":         true,

@@ -10,7 +10,7 @@ import (
 	"strings"
 )
 
-// module is one part of --vmodule: files whose name, without .go, matches the pattern log up to a verbosity
+// module is an element of --vmodule. Files whose name without .go matches the pattern log up to the verbosity
 // (k8s.io/klog/v2, moduleSpec).
 type module struct {
 	pattern   string
@@ -35,7 +35,7 @@ func parseModules(s string) (modules, error) {
 	return all, nil
 }
 
-// maxVerbosity is the highest verbosity of any.
+// maxVerbosity returns the highest verbosity of all modules.
 func (m modules) maxVerbosity() int {
 	n := 0
 	for _, x := range m {
@@ -44,7 +44,7 @@ func (m modules) maxVerbosity() int {
 	return n
 }
 
-// verbosityOf is the verbosity of a file; ok is false where no pattern matches.
+// verbosityOf returns the verbosity of a file. ok is false if no pattern matches.
 func (m modules) verbosityOf(file string) (verbosity int, ok bool) {
 	name := strings.TrimSuffix(path.Base(file), ".go")
 	for _, x := range m {
@@ -55,8 +55,8 @@ func (m modules) verbosityOf(file string) (verbosity int, ok bool) {
 	return 0, false
 }
 
-// moduleHandler lets through what is beyond the verbosity where --vmodule asks for it. klog filters by -v and --vmodule
-// before it hands a line on, but a logger taken from a context does not.
+// moduleHandler drops lines above the verbosity, unless --vmodule allows them for their file. klog applies -v and
+// --vmodule before it passes a line on, but a logger from a context does not.
 type moduleHandler struct {
 	slog.Handler
 	verbosity int

@@ -35,7 +35,7 @@ func TestVModule(t *testing.T) {
 	}
 	for _, bad := range []string{"x", "x=", "=5", "x=-1", "x=a", "[=5"} {
 		if _, err := (&Options{VModule: bad}).Start(t.Context(), "test", &b); err == nil {
-			t.Errorf("--vmodule=%s is taken", bad)
+			t.Errorf("--vmodule=%s is accepted", bad)
 		}
 	}
 }

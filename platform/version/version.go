@@ -1,4 +1,4 @@
-// Package version is which Watershed, and which Kubernetes, a binary is.
+// Package version returns the versions of Watershed and Kubernetes of a binary.
 package version
 
 import (
@@ -7,14 +7,14 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// Kubernetes is the release of Kubernetes that this is made of. A test holds it against the modules.
+// Kubernetes is the Kubernetes release that Watershed implements. A test compares it with the modules.
 const Kubernetes = "v1.36.3"
 
-// release is set when a binary is built by the Makefile.
+// release is set by the Makefile at build time.
 var release string
 
-// Release is the version of Watershed: what git describe says of the tree that the binary is built from, or the commit
-// where the binary is built by go build alone.
+// Release returns the version of Watershed: the output of git describe, or the commit if go build built the binary
+// without the Makefile.
 func Release() string {
 	if release != "" {
 		return release
@@ -25,7 +25,7 @@ func Release() string {
 	return "development"
 }
 
-// commit is what go build knows of the tree; empty where it was not a checkout.
+// commit returns the commit that go build recorded, or nothing if the tree was not a checkout.
 func commit() string {
 	if b, ok := debug.ReadBuildInfo(); ok {
 		for _, s := range b.Settings {
@@ -37,7 +37,7 @@ func commit() string {
 	return ""
 }
 
-// Line is what `version` prints.
+// Line returns the output of `version`.
 func Line(command string) string {
 	text := command + " " + Release()
 	if c := commit(); c != "" && c != Release() {
@@ -46,11 +46,11 @@ func Line(command string) string {
 	return text + " (Kubernetes " + Kubernetes + ")"
 }
 
-// Metrics are the package's collectors: watershed_build_info, 1, whose labels are the versions.
+// Metrics returns the collectors of the package: watershed_build_info, always 1, with the versions as labels.
 func Metrics() []prometheus.Collector {
 	g := prometheus.NewGauge(prometheus.GaugeOpts{
 		Name:        "watershed_build_info",
-		Help:        "1; its labels are the versions of Watershed and of Kubernetes that this process is made of.",
+		Help:        "Always 1, with the versions of Watershed and Kubernetes of this process as labels.",
 		ConstLabels: prometheus.Labels{"version": Release(), "commit": commit(), "kubernetes": Kubernetes},
 	})
 	g.Set(1)

@@ -1,5 +1,5 @@
-// Package warnings carries what is to be told to a client beside the answer from the service that says it to the
-// gateway that answers.
+// Package warnings carries the warnings of a service to the gateway, which sends them to the client as Warning headers.
+// The package does not write HTTP headers.
 package warnings
 
 import (
@@ -11,13 +11,13 @@ import (
 )
 
 const (
-	// maxRunes is how many runes of warnings a client is told, of which a long one counts as item: no more are kept here
-	// either (k8s.io/apiserver/pkg/endpoints/filters, WithWarningRecorder).
+	// maxRunes bounds the warnings of a response, in runes; a longer warning counts as maxItemRunes. The recorder
+	// caches no more than that (k8s.io/apiserver/pkg/endpoints/filters, WithWarningRecorder).
 	maxRunes     = 4 << 10
 	maxItemRunes = 256
 )
 
-// Recorder gathers warnings, as many as a client is told. Its methods may be called by any number of goroutines.
+// Recorder collects the warnings of a request, up to the bound of a response. Any goroutine may call its methods.
 type Recorder struct {
 	mu    sync.Mutex
 	seen  map[string]struct{}
@@ -25,13 +25,13 @@ type Recorder struct {
 	runes int
 }
 
-// WithRecorder returns a context in which warnings are gathered, and what gathers them.
+// WithRecorder returns a context that records warnings, and its recorder.
 func WithRecorder(ctx context.Context) (context.Context, *Recorder) {
 	r := &Recorder{}
 	return warning.WithWarningRecorder(ctx, r), r
 }
 
-// AddWarning implements warning.Recorder. Who warns is not told to clients.
+// AddWarning implements warning.Recorder. It ignores the agent, because clients do not receive it.
 func (r *Recorder) AddWarning(_, text string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -41,7 +41,7 @@ func (r *Recorder) AddWarning(_, text string) {
 	if _, ok := r.seen[text]; ok || text == "" {
 		return
 	}
-	if len(text) > maxRunes { // a client is told the beginning alone of what is longer than all
+	if len(text) > maxRunes { // a client receives only the beginning of a text this long
 		n := 0
 		for i := range text {
 			if n++; n > maxRunes+1 {
@@ -58,14 +58,14 @@ func (r *Recorder) AddWarning(_, text string) {
 	r.runes += min(utf8.RuneCountInString(text), maxItemRunes)
 }
 
-// List is what has been said, each once and in order.
+// List returns the warnings in order, without duplicates.
 func (r *Recorder) List() []string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return append([]string(nil), r.list...)
 }
 
-// Forward hands warnings of another service to whoever answers the request of ctx.
+// Forward adds the warnings of another service to the recorder of ctx.
 func Forward(ctx context.Context, list []string) {
 	for _, text := range list {
 		warning.AddWarning(ctx, "", text)

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// Who warns without end costs no more than what a client is told.
+// Endless warnings use no more memory than the bound of a response.
 func TestWarningsAreBounded(t *testing.T) {
 	_, r := WithRecorder(t.Context())
 	for i := range 1_000_000 {

@@ -1,13 +1,13 @@
-// Package watchable has values that can be waited for.
+// Package watchable provides values that goroutines can wait for. It starts no goroutine.
 package watchable
 
 import "sync"
 
-// Signal wakes everybody who waits for something to change. Its zero value is ready to use; it is guarded by the lock
-// of what it tells of.
+// Signal wakes all goroutines that wait for a change. Its zero value is ready to use. The lock of the changing state
+// guards it.
 type Signal struct{ c chan struct{} }
 
-// C is closed at the next Notify.
+// C returns a channel that the next Notify closes.
 func (s *Signal) C() <-chan struct{} {
 	if s.c == nil {
 		s.c = make(chan struct{})
@@ -15,7 +15,7 @@ func (s *Signal) C() <-chan struct{} {
 	return s.c
 }
 
-// Notify wakes all who wait.
+// Notify wakes all waiting goroutines.
 func (s *Signal) Notify() {
 	if s.c != nil {
 		close(s.c)
@@ -23,22 +23,22 @@ func (s *Signal) Notify() {
 	}
 }
 
-// Value is a value of which the newest state alone counts. Its zero value holds T's; its methods may be called by any
-// number of goroutines.
+// Value holds a value of which only the newest state matters. Its zero value holds the zero T. Any goroutine may call
+// its methods.
 type Value[T any] struct {
 	mu      sync.Mutex
 	value   T
 	changed Signal
 }
 
-// Get is the value now; changed is closed when it is set again.
+// Get returns the current value. The next change closes changed.
 func (v *Value[T]) Get() (value T, changed <-chan struct{}) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return v.value, v.changed.C()
 }
 
-// Set makes value the one that Get answers, and wakes all who wait.
+// Set replaces the value and wakes all waiting goroutines.
 func (v *Value[T]) Set(value T) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -46,7 +46,7 @@ func (v *Value[T]) Set(value T) {
 	v.changed.Notify()
 }
 
-// Update sets what update makes of the value, and wakes all who wait if it says that it has changed.
+// Update replaces the value with the result of update. It wakes all waiting goroutines if update reports a change.
 func (v *Value[T]) Update(update func(T) (T, bool)) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

@@ -14,7 +14,7 @@ func closed(c <-chan struct{}) bool {
 	}
 }
 
-// Whoever has seen a value is told of the next one, once.
+// A reader of a value is woken once by the next value.
 func TestAValueIsWaitedFor(t *testing.T) {
 	var v Value[int]
 	got, changed := v.Get()
@@ -23,7 +23,7 @@ func TestAValueIsWaitedFor(t *testing.T) {
 	}
 	v.Set(7)
 	if !closed(changed) {
-		t.Error("nobody is told")
+		t.Error("Set wakes no goroutine")
 	}
 	got, changed = v.Get()
 	if got != 7 || closed(changed) {
@@ -31,7 +31,7 @@ func TestAValueIsWaitedFor(t *testing.T) {
 	}
 	v.Update(func(n int) (int, bool) { return n, false })
 	if closed(changed) {
-		t.Error("all are told of what is as it was")
+		t.Error("an update without a change wakes goroutines")
 	}
 	v.Update(func(n int) (int, bool) { return n + 1, true })
 	if got, _ = v.Get(); got != 8 || !closed(changed) {
@@ -39,7 +39,7 @@ func TestAValueIsWaitedFor(t *testing.T) {
 	}
 }
 
-// However values and readers race, a reader that waits between its readings comes to see the last one.
+// In every race of writers and readers, a reader that waits after each Get finally reads the last value.
 func TestNoChangeIsMissed(t *testing.T) {
 	var v Value[int]
 	var wg sync.WaitGroup

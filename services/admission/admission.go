@@ -46,7 +46,7 @@ import (
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 )
 
-// Config is what admission is told: kube-apiserver's admission flags, and how to reach the gateway.
+// Config is the configuration of admission: kube-apiserver's admission flags, and the way to the gateway.
 type Config struct {
 	Options           *kubeoptions.AdmissionOptions
 	Kubeconfig        string
@@ -59,7 +59,7 @@ type Config struct {
 // NewConfig returns the defaults.
 func NewConfig() *Config { return &Config{Options: kubeoptions.NewAdmissionOptions()} }
 
-// AddFlags adds every setting to fs.
+// AddFlags adds every option to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	features.AddFlag(fs, false)
 	c.Options.AddFlags(fs)
@@ -69,10 +69,16 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.BoolVar(&c.AggregatorRouting, "enable-aggregator-routing", false,
 		"Turns on routing of webhook calls to endpoints' addresses rather than to cluster IPs.")
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "",
-		"How to reach the gateway, for what plugins must know of the cluster.")
+		"Kubeconfig of the gateway, for the objects that plugins read.")
 }
 
-// Service is a running admission chain.
+// Service is a running admission chain. The state of its policies:
+//
+//	unread ── informers synced, and fresh ──────────► fresh
+//	fresh ─── older than the freshness bound ───────► stale
+//	stale ─── read again ───────────────────────────► fresh
+//
+// In the states unread and stale, only writes of the system's own services are reviewed.
 type Service struct {
 	admissionv1.UnimplementedAdmissionServer
 	chain          admission.Interface
@@ -102,7 +108,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		return nil, err
 	}
 	s := &Service{}
-	s.policies.Set("policies", errors.New("they are not read yet"))
+	s.policies.Set("policies", errors.New("not read yet"))
 	if s.cluster, err = apiclient.NewCluster(plain, c.Freshness); err != nil {
 		return nil, err
 	}
@@ -123,7 +129,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
-	// Upstream fills a server's configuration with the chain; nothing else of it is used.
+	// Upstream stores the chain in a server's configuration; the rest of that configuration is unused.
 	gc := genericapiserver.NewConfig(legacyscheme.Codecs)
 	gc.Authorization.Authorizer = remoteAuthorizer{client}
 	version := compatibility.DefaultBuildEffectiveVersion()
@@ -136,9 +142,9 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if s.crds, err = newCRDs(plain, s.resolver, out, s.mapper.invalidate); err != nil {
 		return nil, err
 	}
-	// Other plugins than the default and NodeRestriction may look at anything, and so may webhooks and policies from
-	// files, which no informer tells of, and a ResourceQuota whose file limits what no quota does. Where
-	// NamespaceLifecycle is off, registry is not to run it either.
+	// Some configurations need admission for every write. They are plugins that builtInRules does not cover, and
+	// webhooks and policies from files, which no informer reports. A ResourceQuota configuration may also limit
+	// resources without a quota. If NamespaceLifecycle is disabled, registry must not run it either.
 	generic := c.Options.GenericAdmission
 	matchAll := slices.ContainsFunc(generic.EnablePlugins, hasUnknownRules) ||
 		len(c.Options.PluginNames) > 0 || generic.ConfigFile != "" ||
@@ -148,13 +154,14 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	return s, nil
 }
 
-// hasUnknownRules says whether builtInRules does not hold what a plugin looks at.
+// hasUnknownRules reports whether builtInRules does not cover a plugin.
 func hasUnknownRules(plugin string) bool {
 	return plugin != noderestriction.PluginName && kubeoptions.DefaultOffAdmissionPlugins().Has(plugin)
 }
 
-// trackAges names what the chain decides by, and whose age therefore counts: webhooks, policies, and what the default
-// plugins hold a namespace to. What else plugins look up (pods, classes) they refuse without, or only warn by.
+// trackAges registers the resources that decide a review, so that their age counts. They are webhooks, policies, and
+// the resources by which the default plugins restrict a namespace. Without the other resources (pods, classes), plugins
+// reject a write or only warn.
 func (s *Service) trackAges() {
 	const group = "/apis/admissionregistration.k8s.io/v1/"
 	core, rules := s.informers.Core().V1(), s.informers.Admissionregistration().V1()
@@ -192,19 +199,19 @@ func (s *Service) initializers(rc *rest.Config, out egress.Selector) ([]admissio
 	return append(initializers, kubeadmission.NewPluginInitializer()), nil
 }
 
-// Register offers the service on g.
+// Register registers the service with g.
 func (s *Service) Register(g grpc.ServiceRegistrar) { admissionv1.RegisterAdmissionServer(g, s) }
 
-// Collectors are the service's own metrics; upstream's register themselves.
+// Collectors returns the service's own metrics; upstream's register themselves.
 func (s *Service) Collectors() []prometheus.Collector { return hookMetrics() }
 
-// Ready is so from the start: a plugin that has not read what it needs refuses by itself.
+// Ready returns a readiness without conditions, because a plugin that has not read its data rejects by itself.
 func (s *Service) Ready() *lifecycle.Readiness { return &s.ready }
 
-// Policies is ready once what the chain decides by has been read. How old it has become since counts at each question.
+// Policies is ready once the policies have been read. Each review checks their age.
 func (s *Service) Policies() *lifecycle.Readiness { return &s.policies }
 
-// checkFresh says why the chain cannot be asked, or is nil.
+// checkFresh returns the reason that the chain cannot review, or nil.
 func (s *Service) checkFresh() error {
 	if !s.synced.Load() {
 		return errors.New("plugins have not read the cluster yet")
@@ -212,7 +219,7 @@ func (s *Service) checkFresh() error {
 	return s.cluster.Err()
 }
 
-// Run keeps the plugins' view of the cluster fresh until ctx is done.
+// Run keeps the plugins' informers fresh until ctx is done.
 func (s *Service) Run(ctx context.Context) error {
 	s.crds.informers.Start(ctx.Done())
 	var wg sync.WaitGroup
@@ -234,11 +241,11 @@ func (s *Service) Run(ctx context.Context) error {
 	return err
 }
 
-// rulesCheckPeriod is how often a stream of interests looks whether what it told is still known to be so.
+// rulesCheckPeriod is how often a stream of rules checks that the policies are still fresh.
 const rulesCheckPeriod = time.Second
 
-// AdmissionRules implements admissionv1.AdmissionServer. It ends where what it told may be too old: then everything is
-// asked, and refused here.
+// AdmissionRules implements admissionv1.AdmissionServer. The stream ends when the policies are stale. Every write then
+// requests admission, which rejects it.
 func (s *Service) AdmissionRules(_ *admissionv1.AdmissionRulesRequest,
 	stream grpc.ServerStreamingServer[admissionv1.AdmissionRuleSet]) error {
 	check := time.NewTicker(rulesCheckPeriod)

@@ -17,13 +17,13 @@ import (
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 )
 
-// builtInRules is what the default plugins and NodeRestriction look at, from their own Handles and Admit methods at 1.36.
-// Where any other plugin is on, everything is asked. TestRulesCoverEveryPlugin runs every plugin over
-// everything that is left out.
+// builtInRules returns the rules of the default plugins and NodeRestriction, from their Handles and Admit methods at
+// 1.36. If any other plugin is enabled, every write needs admission. TestRulesCoverEveryPlugin runs every plugin over
+// everything that the rules omit.
 //
-// Above all that is ConfigMaps, Secrets, Events, EndpointSlices, Leases and their heartbeats, and most status updates:
-// at them NamespaceLifecycle alone looks, which registry runs itself. What ResourceQuota looks at beside, compute adds:
-// everything that is created where a namespace has a quota.
+// They omit above all ConfigMaps, Secrets, Events, EndpointSlices, Leases and their heartbeats, and most status
+// updates. Only NamespaceLifecycle handles those, and registry runs it. compute adds the rules of ResourceQuota: every
+// creation in a namespace with a quota.
 func builtInRules() (admit, validate []*admissionv1.AdmissionRule) {
 	const (
 		create = admissionv1.Operation_OPERATION_CREATE
@@ -38,26 +38,26 @@ func builtInRules() (admit, validate []*admissionv1.AdmissionRule) {
 			Operations:  ops,
 		}
 	}
-	// nodesOnly is what NodeRestriction looks at: what nodes do.
+	// nodesOnly restricts a rule to requests of nodes, which NodeRestriction handles.
 	nodesOnly := func(i *admissionv1.AdmissionRule) *admissionv1.AdmissionRule {
 		i.UserGroup = user.NodesGroup
 		return i
 	}
 	heartbeats := nodesOnly(rule("coordination.k8s.io", "leases", "", update, remove))
-	heartbeats.ExceptOwnObjectIn = corev1.NamespaceNodeLease // a node's own, which it may write
+	heartbeats.ExceptOwnObjectIn = corev1.NamespaceNodeLease // a node may write its own lease
 	namespaceLifecycleOnly := func(i *admissionv1.AdmissionRule) *admissionv1.AdmissionRule {
 		i.NamespaceLifecycleOnly = true
 		return i
 	}
-	// validateInAdmit is what may be validated as soon as it is admitted: registry sets a pod's status in between, and copies
-	// AppArmor's annotations and fields into each other, of which PodSecurity reads both.
+	// validateInAdmit marks a rule whose objects may be validated in Admit. Registry sets a pod's status afterwards and
+	// copies AppArmor's annotations and fields into each other; PodSecurity reads both annotations and fields.
 	validateInAdmit := func(i *admissionv1.AdmissionRule) *admissionv1.AdmissionRule {
 		i.ValidateInAdmit = true
 		return i
 	}
 	admit = []*admissionv1.AdmissionRule{
 		namespaceLifecycleOnly(rule("*", "*", "*", create, update)),
-		rule("", "namespaces", "", remove),   // NamespaceLifecycle, which looks twice at a namespace that it saw deleted
+		rule("", "namespaces", "", remove),   // NamespaceLifecycle, which checks a recently deleted namespace again
 		rule("", "pods", "", create, update), // ServiceAccount, Priority, DefaultTolerationSeconds and more
 		rule("", "pods", "binding", create),  // PodTopologyLabels
 		rule("", "pods", "ephemeralcontainers", create, update),
@@ -81,7 +81,7 @@ func builtInRules() (admit, validate []*admissionv1.AdmissionRule) {
 		nodesOnly(rule("storage.k8s.io", "csinodes", "", create, update, remove)),
 	}
 	validate = []*admissionv1.AdmissionRule{
-		// PodSecurity: pods, and what holds a template of one
+		// PodSecurity: pods, and the resources with a pod template
 		rule("", "namespaces", "", create, update),
 		validateInAdmit(rule("", "pods", "", create)),
 		rule("", "pods", "", update),
@@ -105,10 +105,10 @@ func builtInRules() (admit, validate []*admissionv1.AdmissionRule) {
 	return admit, validate
 }
 
-// quotaNamespaces bounds how many namespaces an interest names; beyond, it is one in all of them.
+// quotaNamespaces bounds the namespaces of a rule. With more, the rule applies to all namespaces.
 const quotaNamespaces = 1000
 
-// quotaRules is what ResourceQuota looks at where there are quotas: whatever is created there.
+// quotaRules returns the rule of ResourceQuota: every creation in the namespaces, which have quotas.
 func quotaRules(namespaces []string) []*admissionv1.AdmissionRule {
 	if len(namespaces) == 0 {
 		return nil
@@ -125,14 +125,14 @@ func quotaRules(namespaces []string) []*admissionv1.AdmissionRule {
 	return []*admissionv1.AdmissionRule{rule}
 }
 
-// admissionRules is the built-in list and what quotas, webhooks and policies add to it.
+// admissionRules computes the rules of the built-in plugins, quotas, webhooks and policies.
 type admissionRules struct {
 	mutating           admissionlisters.MutatingWebhookConfigurationLister
 	validating         admissionlisters.ValidatingWebhookConfigurationLister
 	validatingPolicies admissionlisters.ValidatingAdmissionPolicyLister
 	mutatingPolicies   admissionlisters.MutatingAdmissionPolicyLister
 	quotas             corelisters.ResourceQuotaLister
-	// matchAll: plugins beyond the default are on, so that everything is asked.
+	// matchAll: plugins beyond the default are enabled, so every write needs admission.
 	matchAll bool
 	synced   []cache.InformerSynced
 	dirty    chan struct{}
@@ -140,7 +140,7 @@ type admissionRules struct {
 	current watchable.Value[*admissionv1.AdmissionRuleSet]
 }
 
-// matchAllRules is asked until the webhooks and policies are known.
+// matchAllRules returns rules that match every write. They apply until the webhooks and policies have been read.
 func matchAllRules() *admissionv1.AdmissionRuleSet {
 	all := []*admissionv1.AdmissionRule{{
 		Group:       "*",
@@ -230,7 +230,7 @@ func (i *admissionRules) compute() *admissionv1.AdmissionRuleSet {
 		}
 	}
 	if policies, _ := i.validatingPolicies.List(labels.Everything()); len(policies) > 0 {
-		s.Validate = matchAllRules().Validate // a policy's match may be anything
+		s.Validate = matchAllRules().Validate // a policy may match anything
 	}
 	if policies, _ := i.mutatingPolicies.List(labels.Everything()); len(policies) > 0 {
 		s.Admit = matchAllRules().Admit
@@ -238,7 +238,7 @@ func (i *admissionRules) compute() *admissionv1.AdmissionRuleSet {
 	return s
 }
 
-// webhookRules widens a webhook's rules to interests: any resource of its groups.
+// webhookRules converts a webhook's rules to wider admission rules: any resource of any group.
 func webhookRules(all []admissionregistrationv1.RuleWithOperations) (out []*admissionv1.AdmissionRule) {
 	for _, r := range all {
 		rule := &admissionv1.AdmissionRule{Resource: "*", Subresource: "*"}
@@ -256,7 +256,7 @@ func webhookRules(all []admissionregistrationv1.RuleWithOperations) (out []*admi
 				rule.Operations = append(rule.Operations, admissionv1.Operation_OPERATION_CONNECT)
 			}
 		}
-		rule.Group = "*" // matchPolicy Equivalent may mean another group
+		rule.Group = "*" // matchPolicy Equivalent may match another group
 		out = append(out, rule)
 	}
 	return out

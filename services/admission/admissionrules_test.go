@@ -44,7 +44,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// served is one resource or subresource that upstream serves, and what may be asked about it.
+// served is a resource or subresource that upstream serves, and the operations that admission may review.
 type served struct {
 	resource    schema.GroupVersionResource
 	subresource string
@@ -64,18 +64,18 @@ func (s served) String() string {
 	return name
 }
 
-// connects are the subresources that are connections, whatever the verb.
+// connects are the subresources that are connections for every verb.
 var connects = []string{"attach", "exec", "portforward", "proxy"}
 
-// everyResource is what kube-apiserver serves in every version, alpha and beta too, by the discovery documents that
-// upstream keeps beside its code and checks in its own tests; and custom resources, which nobody knows beforehand.
+// everyResource returns the resources that kube-apiserver serves in every version, including alpha and beta. It reads
+// the discovery documents that upstream's own tests check. It adds custom resources, which no document lists.
 func everyResource(t *testing.T) (all []served) {
 	t.Helper()
 	dir, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "k8s.io/kubernetes").Output()
 	if err != nil {
 		t.Fatal(err)
 	}
-	// a document of a version, not one of a group
+	// the document of a version, not of a group
 	files, err := filepath.Glob(filepath.Join(strings.TrimSpace(string(dir)), "api/discovery/api*__v*.json"))
 	if err != nil || len(files) < 20 {
 		t.Fatal(files, err)
@@ -128,7 +128,7 @@ func opsOf(sub string, verbs []string) []admission.Operation {
 		switch v {
 		case "create":
 			set[admission.Create] = true
-		case "update", "patch": // may create: an update that does is admitted as a creation
+		case "update", "patch": // an update may create, and is then admitted as a creation
 			set[admission.Update], set[admission.Create] = true, true
 		case "delete", "deletecollection":
 			set[admission.Delete] = true
@@ -137,9 +137,9 @@ func opsOf(sub string, verbs []string) []admission.Operation {
 	return slices.Sorted(maps.Keys(set))
 }
 
-// spy is a request that notes what a plugin reads of it beyond which request it is: resource, subresource, kind,
-// namespace and operation. A plugin that reads nothing else, changes nothing and refuses nothing cannot have acted on
-// the object, whatever it holds: only on what it knows of the cluster, and therefore the worlds.
+// spy records the attributes that a plugin reads, beside resource, subresource, kind, namespace and operation. A plugin
+// that reads nothing else, changes nothing and rejects nothing cannot have acted on the object. It can only have acted
+// on the state of the cluster, and the fixtures vary that.
 type spy struct {
 	admission.Attributes
 	mu    sync.Mutex
@@ -182,17 +182,17 @@ func (s *spy) GetReinvocationContext() admission.ReinvocationContext {
 	return s.Attributes.GetReinvocationContext()
 }
 
-// expectedReads is what a plugin reads of every request before it knows whether it looks at it. For a user, both a node
-// and another ask. The generic ones act by what is configured, which compute adds.
+// expectedReads are the attributes that a plugin reads of every request before it decides whether to handle it. The
+// tests cover a node and another user. The generic plugins act by configuration, which compute adds.
 var expectedReads = map[string][]string{
 	noderestriction.PluginName: {"user"},
-	mutatingwebhook.PluginName: {"reinvocation", "object"}, // notes it for a reinvocation
+	mutatingwebhook.PluginName: {"reinvocation", "object"}, // for a reinvocation
 	mutatingpolicy.PluginName:  {"reinvocation"},
 }
 
-// fixtures are clusters as plugins know them.
+// fixtures are clusters as the plugins read them.
 var fixtures = map[string]cluster{
-	// one in which whatever decides by the cluster has something to decide by
+	// a cluster with data for every decision of a plugin
 	"full": {
 		"/api/v1/namespaces": {`{"metadata":{"name":"x","labels":{"kubernetes.io/metadata.name":"x",
 			"pod-security.kubernetes.io/enforce":"restricted","pod-security.kubernetes.io/warn":"restricted",
@@ -216,7 +216,7 @@ var fixtures = map[string]cluster{
 	"terminating": {"/api/v1/namespaces": {`{"metadata":{"name":"x"},"status":{"phase":"Terminating"}}`,
 		`{"metadata":{"name":"kube-system"},"status":{"phase":"Terminating"}}`,
 		`{"metadata":{"name":"kube-node-lease"},"status":{"phase":"Terminating"}}`}},
-	// one in which nothing is found, not even the namespace
+	// a cluster without objects, even without the namespace
 	"empty": {},
 }
 
@@ -225,7 +225,7 @@ var users = []user.Info{
 	&user.DefaultInfo{Name: "system:node:one", Groups: []string{user.NodesGroup, user.AllAuthenticated}},
 }
 
-// plugins are the default ones, and NodeRestriction, each alone.
+// plugins returns the default plugins and NodeRestriction, by name.
 func plugins(t *testing.T, c cluster) map[string]admission.Interface {
 	t.Helper()
 	rc, err := apiclient.Config(c.kubeconfig(t), "admission")
@@ -270,7 +270,8 @@ func plugins(t *testing.T, c cluster) map[string]admission.Interface {
 	return out
 }
 
-// objectOf is an empty object as the plugins get it: of the internal version, or of none that a scheme knows.
+// objectOf returns an empty object as the plugins receive it: of the internal version, or of a kind that is in no
+// scheme.
 func objectOf(k schema.GroupVersionKind) (runtime.Object, admission.ObjectInterfaces) {
 	for _, entry := range schemes {
 		for _, v := range []string{runtime.APIVersionInternal, k.Version} {
@@ -288,7 +289,7 @@ const (
 	validates = "Validate"
 )
 
-// runPlugin runs one phase of one plugin, and says what it did that counts, or nothing.
+// runPlugin runs one phase of a plugin and describes its effect; empty if there is none.
 func runPlugin(t *testing.T, plugin, phase string, p admission.Interface, r served, op admission.Operation, namespace,
 	object string, u user.Info) (out string) {
 	t.Helper()
@@ -323,7 +324,7 @@ func runPlugin(t *testing.T, plugin, phase string, p admission.Interface, r serv
 		request.WithUser(request.WithNamespace(t.Context(), namespace), u)))
 	audit.AuditContextFrom(ctx).Init(audit.RequestAuditConfig{Level: auditinternal.LevelMetadata}, nil)
 	defer func() {
-		if p := recover(); p != nil { // it took the object for another
+		if p := recover(); p != nil { // it expected another type
 			out = fmt.Sprint("panics: ", p)
 		}
 	}()
@@ -331,7 +332,7 @@ func runPlugin(t *testing.T, plugin, phase string, p admission.Interface, r serv
 	for _, expected := range expectedReads[plugin] {
 		delete(a.reads, expected)
 	}
-	if admissionrules.IsOwnNode(identity.UserProto(u), object) { // whose object it is decides, and it is its own
+	if admissionrules.IsOwnNode(identity.UserProto(u), object) { // a node's own object is exempt
 		delete(a.reads, "name")
 	}
 	switch {
@@ -347,11 +348,11 @@ func runPlugin(t *testing.T, plugin, phase string, p admission.Interface, r serv
 	return ""
 }
 
-// callbackRequired says whether the gateway asks admission, or registry runs the plugin itself.
+// callbackRequired reports whether registry requests admission; otherwise it runs the plugin itself.
 func callbackRequired(plugin, phase string, all []*admissionv1.AdmissionRule, r served, op admission.Operation,
 	namespace, object string, u user.Info) bool {
 	resource := &commonv1.Resource{Group: r.resource.Group, Resource: r.resource.Resource, Subresource: r.subresource}
-	flag := (*admissionv1.AdmissionRule).GetValidateInAdmit // of which Validate is asked as well
+	flag := (*admissionv1.AdmissionRule).GetValidateInAdmit // a write with it requests Validate too
 	if phase == admits {
 		flag = (*admissionv1.AdmissionRule).GetNamespaceLifecycleOnly
 	}
@@ -362,7 +363,7 @@ func callbackRequired(plugin, phase string, all []*admissionv1.AdmissionRule, r 
 	return slices.ContainsFunc(ops, func(o admissionv1.Operation) bool { return operations[o] == op })
 }
 
-// Nothing that a plugin looks at is left out of the interests: a plugin that is not asked does not act.
+// The rules omit nothing that a plugin handles, because a plugin without a request cannot act.
 func TestRulesCoverEveryPlugin(t *testing.T) {
 	for name, gates := range map[string]map[string]bool{
 		"as they are": {},
@@ -389,7 +390,7 @@ func setGates(t *testing.T, gates map[string]bool) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		for f := range gates { // then each one on its own
+		for f := range gates { // then each gate separately
 			_ = gate.SetFromMap(map[string]bool{f: false})
 		}
 		back := map[string]bool{}
@@ -399,14 +400,14 @@ func setGates(t *testing.T, gates map[string]bool) {
 			}
 		}
 		if err := gate.SetFromMap(back); err != nil || !maps.Equal(state(), before) {
-			t.Errorf("the gates are not what they were: %v", err)
+			t.Errorf("the feature gates are not restored: %v", err)
 		}
 	})
 }
 
 func checkEveryRule(t *testing.T) {
 	all := everyResource(t)
-	missing := map[string]map[string]string{} // phase resource op: plugin: what it did
+	missing := map[string]map[string]string{} // effects by plugin, by "phase operation resource"
 	for _, c := range fixtures {
 		by := plugins(t, maps.Clone(c))
 		admit, validate := builtInRules()
@@ -450,6 +451,6 @@ func checkEveryRule(t *testing.T) {
 		}
 	}
 	for _, key := range slices.Sorted(maps.Keys(missing)) {
-		t.Errorf("not asked: %s: %v", key, missing[key])
+		t.Errorf("no rule covers %s: %v", key, missing[key])
 	}
 }

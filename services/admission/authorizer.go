@@ -12,10 +12,10 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// remoteAuthorizer asks the gateway, as any client may: services do not call each other, and upstream's CEL library
-// asks with context.TODO() (k8s.io/apiserver/pkg/cel/library/authz.go), so that a question does not know the call that
-// it belongs to. The gateway does not ask for admission of these reviews (gateway/routing, asksItself): a webhook whose
-// match condition authorizes would otherwise be asked about its own question.
+// remoteAuthorizer sends SubjectAccessReviews to the gateway, because services do not call each other. Upstream's CEL
+// library uses context.TODO() (k8s.io/apiserver/pkg/cel/library/authz.go), so a review has no link to the request that
+// caused it. The gateway does not request admission of these reviews (gateway/routing, isSelfReview). Otherwise a
+// webhook whose match condition authorizes would review its own question.
 type remoteAuthorizer struct{ client kubernetes.Interface }
 
 // Authorize implements authorizer.Authorizer.
@@ -63,7 +63,7 @@ func reviewOf(a authorizer.Attributes) *authorizationv1.SubjectAccessReview {
 	return review
 }
 
-// fieldSelector is the request's, where it parses: without it an authorizer may only allow less.
+// fieldSelector returns the request's field selector if it is valid. Without it an authorizer can only allow less.
 func fieldSelector(a authorizer.Attributes) *authorizationv1.FieldSelectorAttributes {
 	all, err := a.GetFieldSelector()
 	if err != nil || len(all) == 0 {
@@ -105,6 +105,6 @@ func labelRequirement(r labels.Requirement) (metav1.LabelSelectorRequirement, bo
 		selection.NotIn:        metav1.LabelSelectorOpNotIn, selection.NotEquals: metav1.LabelSelectorOpNotIn,
 		selection.Exists: metav1.LabelSelectorOpExists, selection.DoesNotExist: metav1.LabelSelectorOpDoesNotExist,
 	}
-	op, ok := ops[r.Operator()] // a label selector of the API cannot say more or less than
+	op, ok := ops[r.Operator()] // a label selector of the API has no other operators
 	return metav1.LabelSelectorRequirement{Key: r.Key(), Operator: op, Values: r.ValuesUnsorted()}, ok
 }

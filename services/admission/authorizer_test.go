@@ -16,7 +16,7 @@ import (
 	clienttesting "k8s.io/client-go/testing"
 )
 
-// What a policy's CEL asks of the authorizer is asked with all that it says: selectors too (features F9).
+// A SubjectAccessReview of a policy's CEL expression has all its attributes, including the selectors (features F9).
 func TestAnAccessReviewHasItsSelectors(t *testing.T) {
 	client := fake.NewClientset()
 	var created *authorizationv1.SubjectAccessReview
@@ -55,7 +55,7 @@ func TestAnAccessReviewHasItsSelectors(t *testing.T) {
 	}
 	ra := created.Spec.ResourceAttributes
 	if created.Spec.User != "bob" || created.Spec.Extra["k"][0] != "v" || ra.Namespace != "x" || ra.Resource != "pods" {
-		t.Errorf("asked %+v", created.Spec)
+		t.Errorf("created %+v", created.Spec)
 	}
 	wantFields := []metav1.FieldSelectorRequirement{{
 		Key:      "spec.nodeName",
@@ -76,14 +76,14 @@ func TestAnAccessReviewHasItsSelectors(t *testing.T) {
 		Verb: "get",
 		Path: "/x",
 	}); d != authorizer.DecisionDeny || created.Spec.NonResourceAttributes.Path != "/x" {
-		t.Errorf("%v, asked %+v", d, created.Spec)
+		t.Errorf("%v, created %+v", d, created.Spec)
 	}
 	reviewStatus = authorizationv1.SubjectAccessReviewStatus{}
 	if d, _, _ := r.Authorize(context.Background(), a); d != authorizer.DecisionNoOpinion {
-		t.Errorf("nobody's opinion is %v", d)
+		t.Errorf("without an opinion: %v", d)
 	}
 	failure = errors.New("away")
 	if d, _, err := r.Authorize(context.Background(), a); d != authorizer.DecisionDeny || err == nil {
-		t.Errorf("it cannot be asked: %v, %v", d, err)
+		t.Errorf("the gateway is unreachable: %v, %v", d, err)
 	}
 }

@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// budget is what is left of the time that hooks which may be ignored may take of one phase of a request.
+// budget is the remaining time that webhooks with failurePolicy Ignore may take in one phase of a request.
 type budget struct {
 	mu   sync.Mutex
 	left time.Duration
@@ -14,8 +14,8 @@ type budget struct {
 
 type budgetKey struct{}
 
-// requestContextKey is the context of who asked for the request that webhooks are called for. Once it is done, whether by a
-// timeout that a client chose or because the client has gone, how a call ends says nothing of the webhook.
+// requestContextKey is the context key of the reviewed request's context. Once that context is done, the result of a
+// webhook call does not count for or against the webhook. The client may have set a timeout or disconnected.
 type requestContextKey struct{}
 
 // withBudget gives a phase of a request its budget.
@@ -42,14 +42,14 @@ func (b *budget) spend(d time.Duration) {
 	b.left -= d
 }
 
-// breakerCall is a call that the breaker let through. trial: it is the one that tries whether the endpoint works again.
+// breakerCall is a call that the breaker admitted. probe marks the call that checks whether the endpoint works again.
 type breakerCall struct {
 	*endpoint
 	options HookOptions
 	probe   bool
 }
 
-// allow says whether the breaker lets a call through, which then says how it ended: ended or abandon.
+// allow reports whether the breaker admits a call. The caller then calls finish or abandon.
 func (e *endpoint) allow(o HookOptions) (breakerCall, bool) {
 	c := breakerCall{endpoint: e, options: o}
 	if o.Failures == 0 {
@@ -67,14 +67,14 @@ func (e *endpoint) allow(o HookOptions) (breakerCall, bool) {
 	return c, true
 }
 
-// abandon: it ended before the endpoint could show whether it works.
+// abandon ends a call that shows nothing about the endpoint.
 func (c breakerCall) abandon() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.probing = c.probing && !c.probe
 }
 
-// finish notes whether it succeeded.
+// finish records whether the call succeeded.
 func (c breakerCall) finish(success bool) {
 	if c.options.Failures == 0 {
 		return

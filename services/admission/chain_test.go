@@ -24,8 +24,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// cluster is the cluster as the chain reads it, through the Kubernetes API: what lists hold, by path. Nothing in it
-// changes.
+// cluster is a fake Kubernetes API: the objects of lists, by path. It does not change.
 type cluster map[string][]string
 
 func (c cluster) ServeHTTP(w http.ResponseWriter, req *http.Request) {
@@ -36,7 +35,7 @@ func (c cluster) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		return
 	}
 	switch path := req.URL.Path; {
-	case info.Verb == "get" && info.IsResourceRequest: // what a list does not hold is not there
+	case info.Verb == "get" && info.IsResourceRequest: // an object that no list has is not found
 		w.WriteHeader(http.StatusNotFound)
 		fmt.Fprintf(w, `{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"NotFound","code":404,`+
 			`"message":"%s %q not found"}`, info.Resource, info.Name)
@@ -46,7 +45,7 @@ func (c cluster) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		fmt.Fprint(w, `{"kind":"APIGroupList","apiVersion":"v1","groups":[]}`)
 	case strings.HasPrefix(path, "/openapi/"):
 		fmt.Fprint(w, strings.Join(c[path], ""))
-	case req.URL.Query().Get("sendInitialEvents") != "": // the client then lists
+	case req.URL.Query().Get("sendInitialEvents") != "": // the client falls back to a list
 		w.WriteHeader(http.StatusUnprocessableEntity)
 		fmt.Fprint(w, `{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"Invalid","code":422}`)
 	case req.URL.Query().Get("watch") != "":
@@ -57,7 +56,7 @@ func (c cluster) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	}
 }
 
-// kubeconfig is how c is reached.
+// kubeconfig returns a kubeconfig for c.
 func (c cluster) kubeconfig(t *testing.T) string {
 	t.Helper()
 	s := httptest.NewServer(c)
@@ -72,7 +71,7 @@ func (c cluster) kubeconfig(t *testing.T) string {
 	return file
 }
 
-// chain is a chain of the default plugins that has read a cluster with namespace x and its default service account.
+// chain returns a chain of the default plugins. It has read a cluster with namespace x and its default service account.
 func chain(t *testing.T, add cluster, flags ...string) admissionv1.AdmissionClient {
 	t.Helper()
 	c := cluster{
@@ -106,7 +105,7 @@ func chain(t *testing.T, add cluster, flags ...string) admissionv1.AdmissionClie
 	return admissionv1.NewAdmissionClient(p.Client("gateway"))
 }
 
-// creationOf asks about the creation of an object in namespace x.
+// creationOf returns a review of a creation in namespace x.
 func creationOf(kind, resource, namespace, object string) *admissionv1.Review {
 	return &admissionv1.Review{
 		Operation: admissionv1.Operation_OPERATION_CREATE,
@@ -124,7 +123,7 @@ func pod(spec string) string {
 	return `{"apiVersion":"v1","kind":"Pod","metadata":{"name":"n","namespace":"x"},"spec":` + spec + `}`
 }
 
-// The chain changes what its plugins change, leaves the rest as it was, and refuses in kube-apiserver's words.
+// The chain applies its plugins' changes, keeps the rest of the object, and rejects with kube-apiserver's messages.
 func TestTheChainAdmits(t *testing.T) {
 	a := chain(t, cluster{"/api/v1/limitranges": {`{"metadata":{"name":"l","namespace":"x"},` +
 		`"spec":{"limits":[{"type":"Container","default":{"cpu":"2"},"max":{"cpu":"4"}}]}}`}})
@@ -174,7 +173,7 @@ func TestTheChainAdmits(t *testing.T) {
 	}
 }
 
-// A policy refuses by its expression, with what it says, and only what it matches.
+// A policy rejects by its expression, with its message, and only objects that it matches.
 func TestAPolicyRefuses(t *testing.T) {
 	const group = "/apis/admissionregistration.k8s.io/v1/"
 	a := chain(t, cluster{
@@ -190,7 +189,7 @@ func TestAPolicyRefuses(t *testing.T) {
 			`{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"n","namespace":"x"},"data":`+data+`}`))
 		return err
 	}
-	// the policy's own controller compiles it a moment after it is read
+	// the policy's own controller compiles it a moment after reading it
 	var err error
 	for until := time.Now().Add(20 * time.Second); time.Now().Before(until); time.Sleep(10 * time.Millisecond) {
 		if err = validateConfigMap(`{"bad":""}`); err != nil && strings.Contains(err.Error(), "nothing bad") {
@@ -217,7 +216,7 @@ func TestAPolicyRefuses(t *testing.T) {
 	}
 }
 
-// Policy that is too old decides nothing; the control plane's own writes go on.
+// Stale policies decide nothing. The control plane's own writes continue.
 func TestAnUnsyncedChainIsUnavailable(t *testing.T) {
 	config := NewConfig()
 	fs := pflag.NewFlagSet("admission", pflag.ContinueOnError)
@@ -247,7 +246,7 @@ func TestAnUnsyncedChainIsUnavailable(t *testing.T) {
 	}
 }
 
-// A configuration that cannot be is refused by the name of its flag.
+// An invalid configuration is rejected with the name of its flag.
 func TestAnOddConfigurationIsRefused(t *testing.T) {
 	for says, flags := range map[string][]string{
 		"--kubeconfig is required": {},

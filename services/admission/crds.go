@@ -22,8 +22,7 @@ import (
 	"watershed.dev/platform/egress"
 )
 
-// crds knows how custom resources' objects are defaulted and converted: a webhook may be interested in another
-// version than the one that is written.
+// crds defaults and converts custom resources, because a webhook may need a version other than the one written.
 type crds struct {
 	client     extensionsclient.Interface
 	informers  extensions.SharedInformerFactory
@@ -40,8 +39,8 @@ type customResource struct {
 	equivalents runtime.EquivalentResourceMapper
 }
 
-// newCRDs reads definitions with config, and calls conversion webhooks by out; changed is called when any definition
-// has changed.
+// newCRDs watches CRDs with config, and calls conversion webhooks through out. It calls changed after each change of a
+// CRD.
 func newCRDs(config *rest.Config, services webhookutil.ServiceResolver, out egress.Selector,
 	changed func()) (*crds, error) {
 	client, err := extensionsclient.NewForConfig(config)
@@ -77,7 +76,7 @@ func newCRDs(config *rest.Config, services webhookutil.ServiceResolver, out egre
 	return c, nil
 }
 
-// get finds a definition. One, or a version of one, that the informer has not brought yet is asked for.
+// get returns a CRD. If the informer does not have it, or does not have the version, get reads it from the gateway.
 func (c *crds) get(ctx context.Context, name, version string) (*customResource, error) {
 	d, err := c.lister.Get(name)
 	if apierrors.IsNotFound(err) || err == nil && !apihelpers.HasServedCRDVersion(d, version) {
@@ -103,7 +102,7 @@ func (c *crds) get(ctx context.Context, name, version string) (*customResource, 
 	return k, nil
 }
 
-// interfaces is how the chain handles objects of the definition in a version.
+// interfaces returns the chain's interfaces to the CRD's objects in a version.
 func (c *crds) interfaces(ctx context.Context, name, version string) (admission.ObjectInterfaces, error) {
 	k, err := c.get(ctx, name, version)
 	if err != nil {

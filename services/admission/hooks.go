@@ -29,39 +29,38 @@ import (
 	"watershed.dev/platform/egress"
 )
 
-// HookOptions keep a slow or dead webhook its owner's matter (kubernetes 128162). They are off by default:
-// kube-apiserver has nothing of the kind, and calls a hook until its own timeout for every request.
+// HookOptions limit the effect of a slow or dead webhook on requests (kubernetes 128162). They are off by default:
+// kube-apiserver has no such limits, and calls a webhook until its timeout for every request.
 type HookOptions struct {
-	// Budget is how long all hooks together that may be ignored may take of a request's mutation, and again of its
-	// validation; what they would take beyond it they fail to answer. 0: as long as their timeouts allow.
+	// Budget bounds the time that all webhooks with failurePolicy Ignore together may take in a request's mutation, and
+	// again in its validation. Calls beyond it fail. 0: bounded only by the webhooks' own timeouts.
 	Budget time.Duration
-	// Concurrency is how many requests a hook may be sent at a time; further ones wait for their turn within its
-	// timeout. 0: any.
+	// Concurrency bounds the concurrent calls of a webhook. Further calls wait within their timeout. 0: unlimited.
 	Concurrency int
-	// Failures is after how many failures in a row a hook is not called any more for Pause; it then is tried with one
-	// request at a time until one succeeds. Meanwhile it fails at once, and its failurePolicy says what comes of that.
-	// 0: it is always called.
+	// Failures is the number of consecutive failures after which a webhook is not called for Pause. After that, a
+	// single request at a time probes it until a call succeeds. Meanwhile calls fail at once, and the failurePolicy
+	// applies. 0: no breaker.
 	Failures int
 	Pause    time.Duration
 }
 
-// AddFlags adds every setting to fs.
+// AddFlags adds every option to fs.
 func (o *HookOptions) AddFlags(fs *pflag.FlagSet) {
 	fs.DurationVar(&o.Budget, "webhook-ignore-budget", 0,
-		"How long all admission webhooks together whose failurePolicy is Ignore, as that of every other one at their "+
-			"endpoint, may take of a request's mutation, and again of its validation. 0: as long as their own "+
-			"timeouts allow, as in kube-apiserver.")
+		"Time that all admission webhooks with failurePolicy Ignore together may take in a request's mutation, and "+
+			"again in its validation. Every webhook at their endpoint must have that failurePolicy. 0: as long as "+
+			"their own timeouts allow, as in kube-apiserver.")
 	fs.IntVar(&o.Concurrency, "webhook-max-concurrent", 0,
-		"How many requests an admission webhook is sent at a time by this process; others wait within its timeout. "+
+		"Concurrent requests of this process to an admission webhook; further requests wait within its timeout. "+
 			"0: any number, as in kube-apiserver.")
 	fs.IntVar(&o.Failures, "webhook-breaker-failures", 0,
-		"After how many failures in a row an admission webhook is not called any more for --webhook-breaker-pause. "+
+		"Consecutive failures after which an admission webhook is not called for --webhook-breaker-pause. "+
 			"It then fails at once, and its failurePolicy decides. 0: it is always called, as in kube-apiserver.")
 	fs.DurationVar(&o.Pause, "webhook-breaker-pause", 10*time.Second,
-		"How long an admission webhook that fails is left alone, before one request at a time tries it.")
+		"How long a failing admission webhook is not called, before one request at a time probes it.")
 }
 
-// Validate says what cannot be meant.
+// Validate returns an error that names the invalid flag.
 func (o *HookOptions) Validate() error {
 	switch {
 	case o.Budget < 0:
@@ -76,7 +75,7 @@ func (o *HookOptions) Validate() error {
 	return nil
 }
 
-// What became of a call, as metrics say it.
+// Results of a call, as the metrics label result has them.
 const (
 	succeeded  = "succeeded"
 	failed     = "failed"
@@ -88,16 +87,16 @@ const (
 var (
 	hookCalls = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "watershed_admission_webhook_calls_total",
-		Help: "Calls of admission webhooks, by endpoint and what became of them: answered, failed, interrupted (who " +
-			"asked is gone), over_budget, not_called (the breaker is open).",
+		Help: "Calls of admission webhooks, by endpoint and result: succeeded, failed, canceled (the client is " +
+			"gone), over_budget, not_called (the breaker is open).",
 	}, []string{"endpoint", "result"})
 	hooksInFlight = prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "watershed_admission_webhook_inflight",
-		Help: "Calls of admission webhooks that are under way or wait for their turn, by endpoint.",
+		Help: "Calls of admission webhooks in progress or waiting for a slot, by endpoint.",
 	}, []string{"endpoint"})
 	hookSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name:    "watershed_admission_webhook_seconds",
-		Help:    "How long calls of admission webhooks took, with the wait for their turn, by endpoint.",
+		Help:    "Duration of calls of admission webhooks, including the wait for a slot, by endpoint.",
 		Buckets: []float64{.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 30},
 	}, []string{"endpoint"})
 	breakersOpen = prometheus.NewGaugeVec(prometheus.GaugeOpts{
@@ -110,12 +109,13 @@ func hookMetrics() []prometheus.Collector {
 	return []prometheus.Collector{hookCalls, hooksInFlight, hookSeconds, breakersOpen}
 }
 
-// hooks are the endpoints of webhooks. Its methods may be called by any number of goroutines.
+// hooks are the endpoints of the webhooks. Any number of goroutines may call its methods.
 type hooks struct {
 	options    HookOptions
 	mutating   admissionlisters.MutatingWebhookConfigurationLister
 	validating admissionlisters.ValidatingWebhookConfigurationLister
-	// configured are the endpoints that a configuration names, and whether every hook of theirs may be ignored.
+	// configured has the endpoints of all webhook configurations, and whether every webhook of the endpoint has
+	// failurePolicy Ignore.
 	configured atomic.Pointer[map[string]bool]
 
 	mu        sync.Mutex
@@ -145,7 +145,7 @@ func newHooks(o HookOptions, f informers.SharedInformerFactory) (*hooks, error) 
 	return h, nil
 }
 
-// refresh takes note of what is configured, and forgets the endpoints that are not any more.
+// refresh reads the configured endpoints, and removes the others.
 func (h *hooks) refresh() {
 	configured := map[string]bool{}
 	observe := func(c admissionregistrationv1.WebhookClientConfig, p *admissionregistrationv1.FailurePolicyType) {
@@ -184,7 +184,7 @@ func (h *hooks) forget(name string) {
 	breakersOpen.DeleteLabelValues(name)
 }
 
-// configuredEndpoint names where a hook is called: host:port and path, as the request's URL has them.
+// configuredEndpoint returns the endpoint of a webhook: host:port and path, as in the request's URL.
 func configuredEndpoint(c admissionregistrationv1.WebhookClientConfig) string {
 	if s := c.Service; s != nil {
 		port, urlPath := int32(443), ""
@@ -206,19 +206,26 @@ func configuredEndpoint(c admissionregistrationv1.WebhookClientConfig) string {
 	return endpointName(u.Host, u.Path)
 }
 
-// endpointName is as metrics show it, and as a client makes it of a configuration's path.
+// endpointName returns the name of an endpoint, as metrics show it. It cleans the path as the client does.
 func endpointName(host, urlPath string) string {
 	return strings.ToValidUTF8(host+path.Clean("/"+urlPath), "\ufffd")
 }
 
-// endpoint is one that has been called.
+// endpoint is a webhook's endpoint that has been called. Its breaker:
+//
+//	closed ──── Failures consecutive failures ──► open
+//	open ────── Pause is over ──────────────────► half-open
+//	half-open ─ probe succeeded ────────────────► closed
+//	half-open ─ probe failed ───────────────────► open
+//
+// In the state open calls fail at once; in the state half-open all calls except one probe do.
 type endpoint struct {
 	name string
-	// slots bounds the calls under way; nil: there is no bound.
+	// slots bounds the concurrent calls; nil: unlimited.
 	slots chan struct{}
 
 	mu sync.Mutex
-	// failures are those in a row, and until is when it may be tried again. trying: somebody does.
+	// failures counts consecutive failures. until is the end of the pause. probing: a probe is in progress.
 	failures int
 	until    time.Time
 	probing  bool
@@ -239,8 +246,8 @@ func (h *hooks) endpointFor(u *url.URL) *endpoint {
 	return e
 }
 
-// initializer hands webhook plugins clients that keep to the bounds. It comes after upstream's initializer, whose
-// wrapper it replaces by one around the same.
+// initializer gives webhook plugins clients with the limits. It runs after upstream's initializer, and wraps the same
+// clients.
 func (h *hooks) initializer(upstream webhookutil.AuthenticationInfoResolverWrapper) admission.PluginInitializer {
 	return hookInitializer{func(r webhookutil.AuthenticationInfoResolver) webhookutil.AuthenticationInfoResolver {
 		return &webhookutil.AuthenticationInfoResolverDelegator{
@@ -268,30 +275,29 @@ func (h *hooks) wrapConfig(c *rest.Config, err error) (*rest.Config, error) {
 	if err != nil {
 		return nil, err
 	}
-	c = rest.CopyConfig(c) // it may be everybody's
+	c = rest.CopyConfig(c) // it may be shared
 	c.Wrap(func(next http.RoundTripper) http.RoundTripper {
 		return &hookTransport{h, egress.LimitResponses(next, maxResponseBytes, 0)}
 	})
 	return c, nil
 }
 
-// maxResponseBytes bounds what a hook answers. A patch of an object of 3 MB is smaller.
+// maxResponseBytes bounds a webhook's response. A patch of an object of 3 MB is smaller.
 const maxResponseBytes = 16 << 20
 
 var (
-	errBreakerOpen = errors.New("it is not called for a while because it has failed (--webhook-breaker-failures)")
-	errOverBudget  = errors.New("the time that webhooks of the kind may take of a request is spent " +
+	errBreakerOpen = errors.New("the webhook is not called for now because it has failed (--webhook-breaker-failures)")
+	errOverBudget  = errors.New("the request's time for webhooks with failurePolicy Ignore is spent " +
 		"(--webhook-ignore-budget)")
 )
 
-// hookTransport calls one hook's endpoint within the bounds.
+// hookTransport calls a webhook's endpoint within the limits.
 type hookTransport struct {
 	hooks *hooks
 	next  http.RoundTripper
 }
 
-// RoundTrip implements http.RoundTripper. Its errors are those of a hook that does not answer: its failurePolicy says
-// what comes of them.
+// RoundTrip implements http.RoundTripper. Its errors are failures of the webhook, to which the failurePolicy applies.
 func (t *hookTransport) RoundTrip(req *http.Request) (*http.Response, error) {
 	e, began := t.hooks.endpointFor(req.URL), time.Now()
 	hooksInFlight.WithLabelValues(e.name).Inc()
@@ -331,7 +337,7 @@ func (t *hookTransport) call(req *http.Request, e *endpoint) (_ *http.Response, 
 			return nil, resultOf(req, ctx), context.Cause(ctx)
 		}
 	}
-	// ended takes note of how the call ended, by an error or not.
+	// finish records the result of the call.
 	finish := func(err error) string {
 		defer done()
 		if err == nil {
@@ -339,7 +345,7 @@ func (t *hookTransport) call(req *http.Request, e *endpoint) (_ *http.Response, 
 			return succeeded
 		}
 		result := resultOf(req, ctx)
-		if result == canceled || result == overBudget && !fullBudget { // those before it have spent the time
+		if result == canceled || result == overBudget && !fullBudget { // earlier calls have spent the budget
 			c.abandon()
 		} else {
 			c.finish(false)
@@ -361,10 +367,10 @@ func (t *hookTransport) call(req *http.Request, e *endpoint) (_ *http.Response, 
 	return resp, succeeded, nil
 }
 
-// errServer is an answer that says that the webhook's server is broken.
-var errServer = errors.New("the server answers 5xx")
+// errServer marks a response with a 5xx status, which counts as a failure.
+var errServer = errors.New("the server responds with 5xx")
 
-// resultOf says why a call ended without an answer.
+// resultOf returns the reason that a call ended without a response.
 func resultOf(req *http.Request, ctx context.Context) string {
 	requestCtx, _ := req.Context().Value(requestContextKey{}).(context.Context)
 	switch {
@@ -376,7 +382,7 @@ func resultOf(req *http.Request, ctx context.Context) string {
 	return failed
 }
 
-// callBody is an answer's body, with which the call ends, well unless reading it failed.
+// callBody is a response's body. The call ends when it is closed, and succeeds unless reading failed.
 type callBody struct {
 	io.ReadCloser
 	once   sync.Once

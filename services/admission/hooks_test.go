@@ -14,13 +14,13 @@ import (
 	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
 )
 
-// hook is a webhook's server, as its client's transport sees it.
+// hook is a webhook's server, as its client's transport.
 type hook struct {
 	mu    sync.Mutex
 	calls int
 	most  int
 	now   int
-	// takes is how long it takes to answer, and code what it answers; 0: nothing.
+	// takes is the delay of a response, and code its status; 0: no response.
 	takes time.Duration
 	code  int
 }
@@ -81,35 +81,36 @@ func TestAFailingHookOpensItsBreaker(t *testing.T) {
 		to := transportTo(h, HookOptions{Failures: 3, Pause: 10 * time.Second}, false)
 		for range 3 {
 			if err := call(t.Context(), t, to); err == nil || errors.Is(err, errBreakerOpen) {
-				t.Errorf("a failure is not told: %v", err)
+				t.Errorf("a failure is not returned: %v", err)
 			}
 		}
 		if err := call(t.Context(), t, to); !errors.Is(err, errBreakerOpen) || h.called() != 3 {
-			t.Errorf("it is called again: %v, %d calls", err, h.called())
+			t.Errorf("the webhook is called again: %v, %d calls", err, h.called())
 		}
-		time.Sleep(11 * time.Second)       // of the bubble's clock: past the pause
-		h.code, h.takes = 500, time.Second // one tries it, and fails
+		time.Sleep(11 * time.Second)       // of synctest's clock: past the pause
+		h.code, h.takes = 500, time.Second // a single probe fails
 		var wg sync.WaitGroup
 		for range 5 {
 			wg.Go(func() { _ = call(t.Context(), t, to) })
 		}
 		wg.Wait()
 		if h.called() != 4 {
-			t.Errorf("%d calls: more than one tries it", h.called())
+			t.Errorf("%d calls: more than one probe", h.called())
 		}
-		time.Sleep(11 * time.Second) // likewise
+		time.Sleep(11 * time.Second) // past the pause again
 		gone, cancel := context.WithCancel(t.Context())
 		time.AfterFunc(time.Millisecond, cancel)
 		if err := call(gone, t, to); !errors.Is(
 			err,
 			context.Canceled,
-		) { // says nothing of the hook, and lets others try
+		// The result does not count, and another call may probe.
+		) {
 			t.Error(err)
 		}
 		h.code, h.takes = 200, 0
 		for range 3 {
 			if err := call(t.Context(), t, to); err != nil {
-				t.Errorf("it works again: %v", err)
+				t.Errorf("the webhook works again: %v", err)
 			}
 		}
 	})
@@ -134,7 +135,7 @@ func TestAHookIsSentSoManyRequestsAtATime(t *testing.T) {
 		timed, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
 		defer cancel()
 		h.takes = time.Hour
-		for range 3 { // the third does not come to its turn within its timeout
+		for range 3 { // the third gets no slot within its timeout
 			wg.Go(func() {
 				if err := call(timed, t, to); !errors.Is(err, context.DeadlineExceeded) {
 					t.Error(err)
@@ -167,7 +168,7 @@ func TestHooksThatMayBeIgnoredHaveABudget(t *testing.T) {
 		ctx = must.hooks.withBudget(t.Context())
 		for range 5 {
 			if err := call(ctx, t, must); err != nil {
-				t.Errorf("one that may not be ignored: %v", err)
+				t.Errorf("a webhook with failurePolicy Fail: %v", err)
 			}
 		}
 		if spent := time.Since(began); spent != 2*time.Second {
@@ -176,7 +177,7 @@ func TestHooksThatMayBeIgnoredHaveABudget(t *testing.T) {
 	})
 }
 
-// A timeout that a client has chosen for its own request says nothing of the webhook.
+// A timeout that a client sets for its own request does not count as a webhook's failure.
 func TestAClientsTimeoutOpensNoBreaker(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h := &hook{code: 200, takes: 100 * time.Millisecond}
@@ -194,7 +195,7 @@ func TestAClientsTimeoutOpensNoBreaker(t *testing.T) {
 	})
 }
 
-// Who has no time left because of those before it has not failed.
+// A call whose budget earlier calls have spent does not count as a failure.
 func TestTheLastOfABudgetIsNotToBlame(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		slow, quick := &hook{code: 200, takes: 900 * time.Millisecond}, &hook{code: 200, takes: 200 * time.Millisecond}
@@ -208,7 +209,7 @@ func TestTheLastOfABudgetIsNotToBlame(t *testing.T) {
 			}
 			to.next = quick
 			if err := call(ctx, t, to); !errors.Is(err, errOverBudget) {
-				t.Errorf("it has 100 ms: %v", err)
+				t.Errorf("100 ms are left: %v", err)
 			}
 		}
 	})

@@ -11,12 +11,11 @@ import (
 	"k8s.io/client-go/restmapper"
 )
 
-// mapperPeriod is how often what discovery said is forgotten, as kube-apiserver does
+// mapperPeriod is how often the cached discovery is reset, as in kube-apiserver
 // (k8s.io/apiserver/pkg/server/options/admission.go, start-apiserver-admission-initializer).
 const mapperPeriod = 30 * time.Second
 
-// mapper tells plugins which resource a kind is: a policy's parameters, an owner. It knows of definitions that come
-// later.
+// mapper maps kinds to resources for plugins: a policy's parameters, an owner. It follows changes of CRDs.
 type mapper struct {
 	*restmapper.DeferredDiscoveryRESTMapper
 	changed chan struct{}
@@ -26,14 +25,15 @@ func newMapper(d discovery.DiscoveryInterface) *mapper {
 	return &mapper{restmapper.NewDeferredDiscoveryRESTMapper(memory.NewMemCacheClient(d)), make(chan struct{}, 1)}
 }
 
-// Initialize implements admission.PluginInitializer. It comes after upstream's, whose mapper nobody refreshes here.
+// Initialize implements admission.PluginInitializer. It runs after upstream's initializer, whose mapper is never reset
+// here.
 func (m *mapper) Initialize(plugin admission.Interface) {
 	if w, ok := plugin.(initializer.WantsRESTMapper); ok {
 		w.SetRESTMapper(m)
 	}
 }
 
-// invalidate has what discovery said forgotten soon: a definition has changed.
+// invalidate schedules a reset, because a CRD has changed.
 func (m *mapper) invalidate() {
 	select {
 	case m.changed <- struct{}{}:
@@ -52,7 +52,7 @@ func (m *mapper) run(ctx context.Context) {
 		case <-tick.C:
 		}
 		m.Reset()
-		select { // many change at once
+		select { // CRDs often change together
 		case <-ctx.Done():
 			return
 		case <-time.After(time.Second):

@@ -6,7 +6,7 @@ import (
 	"watershed.dev/platform/process"
 )
 
-// Module is admission as whoever runs it sees it.
+// Module describes admission to the process that runs it: its name, dependencies and options.
 var Module = &process.Module{
 	Name:      "admission",
 	ServesRPC: true,

@@ -16,7 +16,7 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// A mutating webhook's patch may copy no more than a client's: with its failurePolicy Fail the review fails, and the
+// A mutating webhook's patch may copy no more than a client's patch. With failurePolicy Fail the review fails, and the
 // object does not grow.
 func TestAWebhooksCopiesAreBounded(t *testing.T) {
 	var ops []string
@@ -47,8 +47,8 @@ func TestAWebhooksCopiesAreBounded(t *testing.T) {
 	}
 }
 
-// A MutatingAdmissionPolicy's JSONPatch may copy no more than a client's: the CEL budget bounds how many operations it
-// makes, not how much they copy.
+// A MutatingAdmissionPolicy's JSONPatch may copy no more than a client's patch. The CEL budget bounds the number of its
+// operations, not the bytes that they copy.
 func TestAPolicysCopiesAreBounded(t *testing.T) {
 	var ops []string
 	for i := range 20 { // 12 MB without the bound
@@ -68,7 +68,7 @@ func TestAPolicysCopiesAreBounded(t *testing.T) {
 		`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"n","namespace":"x"},"data":{"k":"v"}}`)
 	v, err := a.Admit(t.Context(), review)
 	for until := time.Now().Add(10 * time.Second); apierrors.IsServiceUnavailable(rpc.FromStatus(err)); {
-		if time.Now().After(until) { // upstream's plugin reads OpenAPI when it begins
+		if time.Now().After(until) { // upstream's plugin reads OpenAPI at its start
 			t.Fatal(err)
 		}
 		time.Sleep(10 * time.Millisecond)

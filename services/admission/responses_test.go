@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// A webhook whose answer is larger than 16 MB once it is expanded has failed, and its failurePolicy decides.
+// A webhook response of more than 16 MB after decompression is a failure, and the failurePolicy applies.
 func TestAWebhooksResponseIsBounded(t *testing.T) {
 	hook := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		var review struct{ Request struct{ UID string } }

@@ -40,7 +40,7 @@ func (s *Service) Admit(ctx context.Context, r *admissionv1.Review) (*admissionv
 	return v, rpc.ToStatus(err)
 }
 
-// validate runs the validating phase of what the mutating one has let in.
+// validate runs the validating phase.
 func (s *Service) validate(ctx context.Context, a admission.Attributes, o admission.ObjectInterfaces) error {
 	if m, ok := s.chain.(admission.ValidationInterface); ok && m.Handles(a.GetOperation()) {
 		return m.Validate(ctx, a, o)
@@ -48,16 +48,17 @@ func (s *Service) validate(ctx context.Context, a admission.Attributes, o admiss
 	return nil
 }
 
-// objectIndependent are audit annotations that say nothing of the object.
+// objectIndependent are audit annotations that do not depend on the object.
 var objectIndependent = []string{"pod-security.kubernetes.io/enforce-policy"}
 
-// validateInAdmit validates what has been admitted, where nothing is said of it: annotations is what is to be audited. Whatever
-// else comes of it is for Validate to say, of the object that is to be stored, which may be another or be no valid one.
+// validateInAdmit validates the admitted object. ok is true only if validation has no error, warning or annotation
+// about the object; annotations then has the others. In every other case Validate decides about the object to be
+// stored, which may be different or invalid.
 func (s *Service) validateInAdmit(ctx context.Context, r *admissionv1.Review, a admission.Attributes,
 	o admission.ObjectInterfaces) (annotations map[string]string, ok bool) {
 	defer func() {
 		if p := recover(); p != nil {
-			slog.WarnContext(ctx, "A plugin panicked at what is not validated yet; it is asked again", "panic", p)
+			slog.WarnContext(ctx, "A plugin panicked in early validation; Validate runs it again", "panic", p)
 			annotations, ok = nil, false
 		}
 	}()
@@ -85,7 +86,7 @@ type phase func(context.Context, admission.Attributes, admission.ObjectInterface
 
 func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 	mutates bool) (*admissionv1.Verdict, error) {
-	if err := s.cluster.Err(); err != nil && !fromControlPlane(r) { // policy that is too old decides nothing
+	if err := s.cluster.Err(); err != nil && !fromControlPlane(r) { // stale policies decide nothing
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}
 	c, err := s.codecFor(ctx, r)
@@ -117,7 +118,7 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 	ctx, warned := warnings.WithRecorder(withRequestInfo(ctx, r, u))
 	ctx, auditContext := withAuditContext(s.hooks.withBudget(ctx), r.AuditLevel)
 	if err := run(ctx, newAttributes(), c.interfaces); err != nil {
-		// As kube-apiserver does it: an API error that another one speaks of is not what is answered.
+		// As in kube-apiserver, a wrapped API error is not the response.
 		if _, ok := err.(apierrors.APIStatus); !ok { //nolint:errorlint // for that reason
 			err = rpc.ToAPIStatus(err)
 		}
@@ -140,11 +141,12 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 	return v, nil
 }
 
-// withAuditContext has plugins write audit annotations, of the level that the request is audited at.
+// withAuditContext gives plugins an audit context of the request's audit level.
 func withAuditContext(ctx context.Context, level commonv1.AuditLevel) (context.Context, *audit.AuditContext) {
 	ctx = audit.WithAuditContext(ctx)
 	auditContext := audit.AuditContextFrom(ctx)
-	_ = auditContext.Init(audit.RequestAuditConfig{Level: auditLevels[level]}, nil) // it is new
+	// the audit context is new, so Init cannot fail
+	_ = auditContext.Init(audit.RequestAuditConfig{Level: auditLevels[level]}, nil)
 	return ctx, auditContext
 }
 
@@ -155,7 +157,7 @@ var auditLevels = map[commonv1.AuditLevel]auditinternal.Level{
 	commonv1.AuditLevel_AUDIT_LEVEL_REQUEST_RESPONSE: auditinternal.LevelRequestResponse,
 }
 
-// withRequestInfo makes ctx one of the request that is reviewed, as plugins read it.
+// withRequestInfo adds the reviewed request's user and info to ctx, as plugins read them.
 func withRequestInfo(ctx context.Context, r *admissionv1.Review, u user.Info) context.Context {
 	ctx = request.WithUser(request.WithNamespace(ctx, r.Namespace), u)
 	return request.WithRequestInfo(ctx, &request.RequestInfo{
@@ -170,8 +172,8 @@ func withRequestInfo(ctx context.Context, r *admissionv1.Review, u user.Info) co
 	})
 }
 
-// fromControlPlane says whether a write is one of the control plane's own: those go on, so that it can recover. Administrators' and
-// everybody else's wait.
+// fromControlPlane reports whether the write is by a system service. Such writes continue, so that the control plane
+// can recover. Writes of administrators and other users wait.
 func fromControlPlane(r *admissionv1.Review) bool {
 	return slices.Contains(r.GetUser().GetGroups(), identity.ServicesGroup)
 }
@@ -188,7 +190,7 @@ var verbs = map[admissionv1.Operation]string{
 	admissionv1.Operation_OPERATION_DELETE: "delete", admissionv1.Operation_OPERATION_CONNECT: "connect",
 }
 
-// codec is how a review's objects are read and written.
+// codec decodes and encodes a review's objects.
 type codec struct {
 	kind       schema.GroupVersionKind
 	decoder    runtime.Decoder
@@ -224,7 +226,7 @@ func (s *Service) codecFor(ctx context.Context, r *admissionv1.Review) (*codec, 
 	return c, err
 }
 
-// equivalent is a scheme's interfaces with the resources that are the same as the one under review.
+// equivalent is a scheme's interfaces with the equivalent resources of the reviewed resource.
 type equivalent struct {
 	admission.ObjectInterfaces
 	mapper runtime.EquivalentResourceMapper
@@ -233,7 +235,7 @@ type equivalent struct {
 // GetEquivalentResourceMapper implements admission.ObjectInterfaces.
 func (e equivalent) GetEquivalentResourceMapper() runtime.EquivalentResourceMapper { return e.mapper }
 
-// equivalents knows the resource under review in every version, as registry does.
+// equivalents returns the reviewed resource in every version, as registry sends them.
 func equivalents(r *admissionv1.Review) runtime.EquivalentResourceMapper {
 	m := runtime.NewEquivalentResourceRegistryWithIdentity(func(schema.GroupResource) string { return "the one" })
 	add := func(to *commonv1.Resource, k *commonv1.Kind) {

@@ -9,7 +9,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// A webhook that names one version of a resource is asked about writes in another, also of subresources.
+// A webhook for one version of a resource reviews writes in its other versions, also of subresources.
 func TestAReviewKnowsTheOtherVersions(t *testing.T) {
 	m := equivalents(&admissionv1.Review{
 		Resource: &commonv1.Resource{

@@ -14,7 +14,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// validator is a chain that validates as it is told.
+// validator is a chain with a configurable validation.
 type validator struct {
 	*admission.Handler
 	validates func(context.Context, admission.Attributes) error
@@ -24,7 +24,7 @@ func (v validator) Validate(ctx context.Context, a admission.Attributes, _ admis
 	return v.validates(ctx, a)
 }
 
-// What is validated as it is admitted is let in only where nobody has anything to say of it.
+// Validation in Admit counts only if it has no error, warning or annotation about the object.
 func TestValidationInAdmitHasNoSideEffects(t *testing.T) {
 	pods := corev1.SchemeGroupVersion.WithResource("pods")
 	for title, c := range map[string]struct {

@@ -47,18 +47,18 @@ import (
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 )
 
-// Config is what authn is told: kube-apiserver's authentication flags, and how to reach the gateway.
+// Config is the configuration of authn: kube-apiserver's authentication flags, and the way to the gateway.
 type Config struct {
 	Options    *kubeoptions.BuiltInAuthenticationOptions
 	Kubeconfig string
-	// ServicesCAFile is the authority of authn's, authz's and admission's own client certificates; empty: they are
-	// signed by the cluster's.
+	// ServicesCAFile is the authority of the client certificates of authn, authz and admission. If it is empty, the
+	// cluster's client CA signs them.
 	ServicesCAFile string
-	// BasicAuthFile has users and their passwords; empty: nobody is known by a password.
+	// BasicAuthFile has users and passwords; empty disables basic authentication.
 	BasicAuthFile string
-	// SigningEndpoint is the socket of an external signer of service account tokens, which tells the keys.
+	// SigningEndpoint is the socket of an external signer of service account tokens, which provides the public keys.
 	SigningEndpoint string
-	// CacheTTL is how long callers may keep an answer. A token or certificate that is revoked works on for that long.
+	// CacheTTL bounds how long a gateway caches a response. A revoked token or certificate is accepted for that long.
 	CacheTTL  time.Duration
 	Freshness apiclient.Freshness
 	Egress    egress.Config
@@ -69,27 +69,27 @@ func NewConfig() *Config {
 	return &Config{Options: kubeoptions.NewBuiltInAuthenticationOptions().WithAll()}
 }
 
-// AddFlags adds every setting to fs.
+// AddFlags adds every option to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	features.AddFlag(fs, false)
 	c.Options.AddFlags(fs)
 	c.Freshness.AddFlags(fs)
 	c.Egress.AddFlags(fs)
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "",
-		"How to reach the gateway, for what token authentication must look up.")
+		"Kubeconfig of the gateway, for the objects that token authentication looks up.")
 	fs.StringVar(&c.ServicesCAFile, "services-client-ca-file", "",
 		"The certificate authority of authn's, authz's and admission's client certificates. Empty: --client-ca-file "+
-			"signs them. Nobody else is known by it.")
+			"signs them. It authenticates no other client.")
 	fs.StringVar(&c.BasicAuthFile, "basic-auth-file", "",
-		"A file of users who are known by HTTP basic authentication, a line each: "+
+		"A file of users for HTTP basic authentication, one line each: "+
 			"password,user,uid[,\"group1,group2\"]. "+
-			"A password may be a bcrypt hash. Kubernetes removed this in 1.19: passwords of files do not expire. "+
-			"Off unless it is given.")
+			"A password may be a bcrypt hash. Kubernetes removed this in 1.19: passwords in files do not expire. "+
+			"Empty: off.")
 	fs.StringVar(&c.SigningEndpoint, "service-account-signing-endpoint", "",
 		"Path to the socket where an external JWT signer is listening. This flag is mutually exclusive with "+
 			"--service-account-signing-key-file and --service-account-key-file.")
 	fs.DurationVar(&c.CacheTTL, "authentication-cache-ttl", 10*time.Second,
-		"How long a gateway may reuse an answer for the same credentials.")
+		"How long a gateway may reuse a response for the same credentials.")
 }
 
 // Service is a running authn.
@@ -98,7 +98,7 @@ type Service struct {
 	config    *Config
 	auth      authenticator.Request
 	audiences authenticator.Audiences
-	// consultedHeaders are the front proxy's headers, as AuthenticateResponse has them.
+	// consultedHeaders are the front proxy's headers, for AuthenticateResponse.
 	consultedHeaders []string
 	cluster          *apiclient.Cluster
 	filtered         []cache.SharedIndexInformer
@@ -108,7 +108,7 @@ type Service struct {
 	ready            lifecycle.Readiness
 }
 
-// New builds the authenticators. What asks other servers lives as long as ctx.
+// New builds the authenticators. Their clients of other servers end with ctx.
 func New(ctx context.Context, c *Config) (*Service, error) {
 	s := &Service{
 		config:           c,
@@ -123,7 +123,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		if len(accounts.KeyFiles) > 0 {
 			return nil, fmt.Errorf("--service-account-key-file %q cannot be given with "+
 				"--service-account-signing-endpoint: "+
-				"the signer tells its keys; leave the former out", accounts.KeyFiles)
+				"the signer provides the keys; omit the former", accounts.KeyFiles)
 		}
 		var err error
 		if accounts.ExternalPublicKeysGetter, err = externalKeys(ctx, accounts.Issuers, c.SigningEndpoint); err != nil {
@@ -164,7 +164,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	return s, nil
 }
 
-// build makes the authenticators, and follows their files.
+// build builds the authenticators and watches their files.
 func (s *Service) build(ctx context.Context, ac *kubeauthenticator.Config) error {
 	c := s.config
 	if ac.ClientCAContentProvider != nil {
@@ -184,8 +184,8 @@ func (s *Service) build(ctx context.Context, ac *kubeauthenticator.Config) error
 	if c.BasicAuthFile != "" {
 		deprecated.WithLabelValues("basic").Set(1)
 		slog.Warn(
-			"--basic-auth-file is on: its passwords do not expire, and whoever reads the file has them. Kubernetes "+
-				"removed it in 1.19; take client certificates, OpenID Connect or tokens of service accounts",
+			"--basic-auth-file is on: its passwords do not expire, and every reader of the file has them. Kubernetes "+
+				"removed it in 1.19; use client certificates, OpenID Connect or service account tokens",
 			"file",
 			c.BasicAuthFile,
 		)
@@ -207,13 +207,13 @@ func (s *Service) build(ctx context.Context, ac *kubeauthenticator.Config) error
 	return nil
 }
 
-// keyListener forgets what tokens were found to be when the keys change.
+// keyListener empties the token cache when the keys change.
 type keyListener struct{ *chain }
 
 // Enqueue implements serviceaccount.Listener.
 func (r keyListener) Enqueue() { r.resetTokenCache() }
 
-// consultedHeaders are the headers that a front proxy's identities come in.
+// consultedHeaders returns the headers that contain a front proxy's identities.
 func consultedHeaders(o *genericoptions.RequestHeaderAuthenticationOptions) []string {
 	if o == nil || o.ClientCAFile == "" {
 		return nil
@@ -225,14 +225,13 @@ func consultedHeaders(o *genericoptions.RequestHeaderAuthenticationOptions) []st
 	return all
 }
 
-// tokenSecrets and bootstrapSecrets select the secrets that tokens are looked up in; no other secret of the cluster
-// comes here.
+// tokenSecrets and bootstrapSecrets select the secrets that tokens are looked up in. authn reads no other secrets.
 const (
 	tokenSecrets     = "type=" + string(corev1.SecretTypeServiceAccountToken)
 	bootstrapSecrets = "type=" + string(bootstrapapi.SecretTypeBootstrapToken)
 )
 
-// configureLookups gives token authentication its view of the cluster.
+// configureLookups builds the informers and clients for token authentication.
 func (s *Service) configureLookups(c *Config, ac *kubeauthenticator.Config) error {
 	rc, err := apiclient.Config(c.Kubeconfig, "authn")
 	if err != nil {
@@ -247,7 +246,8 @@ func (s *Service) configureLookups(c *Config, ac *kubeauthenticator.Config) erro
 		return err
 	}
 	s.cluster.TrackAge("/api/v1/serviceaccounts", "", accounts.Informer())
-	// Pods and nodes are asked for when a token is bound to one: an informer would hold every pod of the cluster.
+	// Pods and nodes are read on demand when a token is bound to one, because an informer would cache every pod of the
+	// cluster.
 	emptyIndexer := func() cache.Indexer { return cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{}) }
 	tokens, err := s.secretLister("", tokenSecrets, trim)
 	if err != nil {
@@ -267,7 +267,7 @@ func (s *Service) configureLookups(c *Config, ac *kubeauthenticator.Config) erro
 	return nil
 }
 
-// secretLister caches the Secrets of a namespace, or of all, that a field selector selects. transform may shorten them.
+// secretLister caches the Secrets that a field selector selects, in a namespace or in all. transform may trim them.
 func (s *Service) secretLister(
 	namespace, selector string,
 	transform cache.TransformFunc,
@@ -293,19 +293,19 @@ func (s *Service) addRunner(p any) {
 	}
 }
 
-// Register offers the service on g.
+// Register registers the service with g.
 func (s *Service) Register(g grpc.ServiceRegistrar) { authnv1.RegisterAuthnServer(g, s) }
 
-// Collectors are the service's own metrics; upstream's register themselves.
+// Collectors returns the service's own metrics; upstream's register themselves.
 func (s *Service) Collectors() []prometheus.Collector {
 	return []prometheus.Collector{attempts, deprecated}
 }
 
-// Files are those that are read anew while the service runs.
+// Files serves the status of the files that are reloaded at run time.
 func (s *Service) Files() http.Handler { return &s.files }
 
-// Ready is so from the start: certificates and static tokens need nothing of the cluster, and it is with a
-// certificate that authn itself comes to the gateway.
+// Ready returns a readiness without conditions. Certificates and static tokens need nothing of the cluster, and authn
+// itself reaches the gateway with a certificate.
 func (s *Service) Ready() *lifecycle.Readiness { return &s.ready }
 
 // Run keeps certificates and lookups fresh until ctx is done.
@@ -360,9 +360,9 @@ func (s *Service) Authenticate(ctx context.Context,
 	return out, nil
 }
 
-// checkFresh refuses a user whom only a look into the cluster could vouch for, where what is known of the cluster is too
-// old: a token may have been revoked. Certificates, static tokens and other issuers' do not depend on it, and the
-// services of the system come with certificates.
+// checkFresh returns UNAVAILABLE for a service account or bootstrap user if the cluster data is stale, because the
+// token may have been revoked. Certificates, static tokens and other issuers' tokens do not depend on the cluster. The
+// system's services use certificates.
 func (s *Service) checkFresh(u user.Info) error {
 	if !strings.HasPrefix(u.GetName(), apiserverserviceaccount.ServiceAccountUsernamePrefix) &&
 		!strings.HasPrefix(u.GetName(), bootstrapapi.BootstrapUserPrefix) {
@@ -374,8 +374,8 @@ func (s *Service) checkFresh(u user.Info) error {
 	return nil
 }
 
-// ReviewToken implements authnv1.AuthnServer. An empty token is nobody's; the answer says whether others could be
-// looked up.
+// ReviewToken implements authnv1.AuthnServer. An empty token authenticates no user; the response shows whether authn
+// can look up tokens.
 func (s *Service) ReviewToken(ctx context.Context,
 	r *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
 	if err := s.cluster.Err(); r.Token == "" && err != nil {
@@ -389,8 +389,8 @@ func (s *Service) ReviewToken(ctx context.Context,
 	return out, err
 }
 
-// authenticate has the authenticators say whose a request is, for an audience; none is the API's own. The error is that nobody
-// can say.
+// authenticate runs the authenticators for an audience; none is the API's own. An error means that no result is
+// available.
 func (s *Service) authenticate(
 	req *http.Request,
 	audiences []string,
@@ -403,7 +403,7 @@ func (s *Service) authenticate(
 	}
 	ctx, warned := warnings.WithRecorder(audit.WithAuditContext(req.Context()))
 	resp, ok, err := s.auth.AuthenticateRequest(req.WithContext(ctx))
-	if !ok && errors.Is(err, errBusy) { // nobody has looked at the password: it is not wrong
+	if !ok && errors.Is(err, errBusy) { // the password was not compared, so it is not wrong
 		return nil, nil, status.Error(codes.Unavailable, errBusy.Error())
 	}
 	out := &authnv1.AuthenticateResponse{Authenticated: ok, Warnings: warned.List()}

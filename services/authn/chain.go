@@ -32,30 +32,30 @@ import (
 var (
 	attempts = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "watershed_authn_attempts_total",
-		Help: "Credentials that an authenticator knew (success) or refused as its own kind (error), by " +
-			"authenticator. An authenticator that a credential means nothing to does not count.",
+		Help: "Credentials that an authenticator accepted (success) or rejected as invalid (error), by " +
+			"authenticator. Credentials of another kind are not counted.",
 	}, []string{"authenticator", "result"})
 	deprecated = prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "watershed_authn_deprecated",
-		Help: "1 for each authenticator that is on and that Kubernetes has removed.",
+		Help: "1 for each enabled authenticator that Kubernetes has removed.",
 	}, []string{"authenticator"})
 )
 
-// chain is the authenticators in kube-apiserver's order, each upstream's own. The order and what comes of errors follow
-// k8s.io/kubernetes/pkg/kubeapiserver/authenticator, Config.New; each is built apart, so that what a file says can be
-// put in force while the others go on, and so that it is known which one knew a credential.
+// chain is the authenticators in kube-apiserver's order, each of them upstream's own. Order and error handling follow
+// Config.New of k8s.io/kubernetes/pkg/kubeapiserver/authenticator. The authenticators are built separately. A file can
+// therefore be reloaded without the other authenticators, and metrics can name the authenticator of a credential.
 type chain struct {
 	config kubeauthenticator.Config
-	// tokens and keys are what the files say.
+	// tokens, webhook, keys and passwords are reloaded when their files change.
 	tokens, webhook atomicValue[authenticator.Token]
 	keys            serviceaccount.PublicKeysGetter
 	passwords       *passwords
-	// cached is every token authenticator behind a cache; it is made anew when a file is, and with it the cache.
+	// cached is the cache of all token authenticators. Each reload of a file replaces it.
 	cached atomicValue[authenticator.Token]
 	union  authenticator.Token
-	// lookups are those of tokens under way.
+	// lookups are the token lookups in progress.
 	lookups tokenLookups
-	// updateJWT puts an AuthenticationConfiguration in force.
+	// updateJWT applies an AuthenticationConfiguration.
 	updateJWT func(context.Context, *apiserverconfig.AuthenticationConfiguration) error
 }
 
@@ -65,8 +65,8 @@ type atomicValue[T any] struct{ p atomic.Pointer[T] }
 func (s *atomicValue[T]) get() T  { return *s.p.Load() }
 func (s *atomicValue[T]) set(v T) { s.p.Store(&v) }
 
-// newChain builds the authenticators of a configuration, with what else there is beside kube-apiserver's. Its files are
-// added to files.
+// newChain builds the authenticators of a configuration and basic authentication, which kube-apiserver no longer has.
+// It adds their files to files.
 func newChain(ctx context.Context, c kubeauthenticator.Config, basic string,
 	files *reload.Files) (*chain, authenticator.Request, error) {
 	h := &chain{config: c, keys: c.ServiceAccountPublicKeysGetter}
@@ -74,9 +74,9 @@ func newChain(ctx context.Context, c kubeauthenticator.Config, basic string,
 		return nil, nil, err
 	}
 	h.resetTokenCache()
-	// kube-apiserver asks first whether it is itself, by a token of its own; there is none here, and all that is left
-	// of it is what a TokenReview says of tokens that nobody knows (k8s.io/apiserver/pkg/server,
-	// AuthorizeClientBearerToken).
+	// kube-apiserver first checks a loopback token of its own (k8s.io/apiserver/pkg/server,
+	// AuthorizeClientBearerToken). There is none here. Its authenticator remains only for its error on an unknown
+	// token, which a TokenReview returns.
 	all := []authenticator.Request{bearertoken.New(authenticator.TokenFunc(
 		func(context.Context, string) (*authenticator.Response, bool, error) { return nil, false, nil }))}
 	add := func(name string, r authenticator.Request) { all = append(all, instrument(name, r)) }
@@ -85,7 +85,7 @@ func newChain(ctx context.Context, c kubeauthenticator.Config, basic string,
 			headerrequest.NewDynamicVerifyOptionsSecure(rh.CAContentProvider.VerifyOptions, rh.AllowedClientNames,
 				rh.UsernameHeaders, rh.UIDHeaders, rh.GroupHeaders, rh.ExtraHeaderPrefixes)))
 	}
-	if basic != "" { // where it stood until Kubernetes 1.19
+	if basic != "" { // at its place in Kubernetes before 1.19
 		var err error
 		if h.passwords, err = newPasswords(ctx, basic, files); err != nil {
 			return nil, nil, err
@@ -102,7 +102,8 @@ func newChain(ctx context.Context, c kubeauthenticator.Config, basic string,
 	return h, h.anonymous(group.NewAuthenticatedGroupAdder(union.New(all...))), nil
 }
 
-// anonymous lets requests without a credential through where the configuration does. A bad credential is not one.
+// anonymous authenticates requests without a credential if the configuration allows it. A request with a bad credential
+// is not anonymous.
 func (h *chain) anonymous(next authenticator.Request) authenticator.Request {
 	if !h.config.Anonymous.Enabled {
 		return next
@@ -110,7 +111,7 @@ func (h *chain) anonymous(next authenticator.Request) authenticator.Request {
 	return union.NewFailOnError(next, anonymous.NewAuthenticator(h.config.Anonymous.Conditions))
 }
 
-// tokenChain builds what knows bearer tokens.
+// tokenChain builds the authenticators of bearer tokens.
 func (h *chain) tokenChain(ctx context.Context, files *reload.Files) error {
 	c := &h.config
 	var all []authenticator.Token
@@ -170,7 +171,7 @@ func (h *chain) tokenChain(ctx context.Context, files *reload.Files) error {
 	return nil
 }
 
-// resetTokenCache forgets what tokens were found to be.
+// resetTokenCache empties the token cache.
 func (h *chain) resetTokenCache() {
 	c := &h.config
 	if h.union == nil {
@@ -183,7 +184,7 @@ func (h *chain) resetTokenCache() {
 	h.cached.set(tokens)
 }
 
-// tokenFile reads --token-auth-file, now and whenever it changes.
+// tokenFile reads --token-auth-file now and after each change.
 func (h *chain) tokenFile(ctx context.Context, files *reload.Files) error {
 	path := h.config.TokenAuthFile
 	return files.LoadAndWatch(ctx, "token-auth-file", path, func(context.Context, []byte) error {
@@ -197,7 +198,7 @@ func (h *chain) tokenFile(ctx context.Context, files *reload.Files) error {
 	})
 }
 
-// webhookFile reads --authentication-token-webhook-config-file, now and whenever it changes.
+// webhookFile reads --authentication-token-webhook-config-file now and after each change.
 func (h *chain) webhookFile(ctx context.Context, files *reload.Files) error {
 	c := &h.config
 	path := c.WebhookTokenAuthnConfigFile
@@ -217,7 +218,7 @@ func (h *chain) webhookFile(ctx context.Context, files *reload.Files) error {
 	})
 }
 
-// watchIssuerCA has --oidc-ca-file followed: configure makes the configuration with what it says now.
+// watchIssuerCA watches --oidc-ca-file. After a change, configure builds the configuration with the new file.
 func (h *chain) watchIssuerCA(files *reload.Files, path string,
 	configure func() (kubeauthenticator.Config, error)) error {
 	return files.Watch("oidc-ca-file", path, func(ctx context.Context, _ []byte) error {
@@ -235,10 +236,11 @@ func (h *chain) watchIssuerCA(files *reload.Files, path string,
 	})
 }
 
-// tokenAdapter asks an authenticator of requests about a token alone.
+// tokenAdapter makes a request authenticator authenticate a token.
 type tokenAdapter struct{ authenticator.Request }
 
-// AuthenticateToken implements authenticator.Token. No JWT has a space in it, and a header ends a token at one.
+// AuthenticateToken implements authenticator.Token. It rejects a token with a space, because a JWT has none and the
+// Authorization header would truncate the token there.
 func (t tokenAdapter) AuthenticateToken(ctx context.Context, token string) (*authenticator.Response, bool, error) {
 	if strings.Contains(token, " ") {
 		return nil, false, nil
@@ -253,8 +255,7 @@ func (t tokenAdapter) AuthenticateToken(ctx context.Context, token string) (*aut
 	return resp, ok, err
 }
 
-// invalidBearerToken is what is said of a token that nobody knows
-// (k8s.io/apiserver/pkg/authentication/request/bearertoken).
+// invalidBearerToken is the error of k8s.io/apiserver/pkg/authentication/request/bearertoken for an unknown token.
 const invalidBearerToken = "invalid bearer token"
 
 func instrument(name string, r authenticator.Request) authenticator.Request {

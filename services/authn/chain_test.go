@@ -42,13 +42,13 @@ func TestATokenFileIsReloaded(t *testing.T) {
 	knows := func(token string) bool {
 		_, ok, err := auth.AuthenticateRequest(bearer(t, token))
 		if !ok && err == nil {
-			t.Errorf("%s is a stranger's", token)
+			t.Errorf("%s is not accepted", token)
 		}
 		return ok
 	}
 	before := testutil.ToFloat64(attempts.WithLabelValues("tokenfile", "success"))
 	if !knows("first") || testutil.ToFloat64(attempts.WithLabelValues("tokenfile", "success")) != before+1 {
-		t.Error("the first token is not known, or not counted")
+		t.Error("the first token is not accepted, or not counted")
 	}
 	reloadtest.Replace(t, path, "second,alice,1\n")
 	reloadtest.Until(t, "the second token is known", func() bool { return knows("second") })
@@ -56,7 +56,7 @@ func TestATokenFileIsReloaded(t *testing.T) {
 	reloadtest.Replace(t, path, "no columns\n")
 	reloadtest.WaitForPage(t, files, "refused")
 	if !knows("second") {
-		t.Error("a bad file was put in force")
+		t.Error("an invalid file was applied")
 	}
 	if resp, ok, err := auth.AuthenticateRequest(&http.Request{Header: http.Header{}}); !ok || err != nil ||
 		resp.User.GetName() != "system:anonymous" {
@@ -64,14 +64,15 @@ func TestATokenFileIsReloaded(t *testing.T) {
 	}
 }
 
-// A token that comes over a WebSocket may be any text: what a header would end at must not be cut off.
+// A token in a WebSocket subprotocol may contain any text. It must not be truncated at a character that would end it in
+// a header.
 func TestATokenIsNotTruncated(t *testing.T) {
 	adapter := tokenAdapter{authenticator.RequestFunc(func(req *http.Request) (*authenticator.Response, bool, error) {
 		return &authenticator.Response{}, strings.Fields(req.Header.Get("Authorization"))[1] == "good", nil
 	})}
 	for token, want := range map[string]bool{"good": true, "good and more": false, "bad": false} {
 		if _, ok, err := adapter.AuthenticateToken(t.Context(), token); ok != want || err != nil {
-			t.Errorf("%q is known: %v, %v", token, ok, err)
+			t.Errorf("%q is accepted: %v, %v", token, ok, err)
 		}
 	}
 }

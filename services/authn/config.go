@@ -16,14 +16,14 @@ import (
 	"watershed.dev/platform/reload"
 )
 
-// serverID labels upstream's metrics of reloads.
+// serverID is the label of upstream's reload metrics.
 const serverID = "watershed"
 
-// updateTimeout bounds how long new issuers may take to tell their keys.
+// updateTimeout bounds the requests for the keys of new issuers.
 var updateTimeout = kubeoptions.UpdateAuthenticationConfigTimeout
 
-// configFile is --authentication-config (k8s.io/kubernetes/pkg/kubeapiserver/options,
-// BuiltInAuthenticationOptions.ApplyTo).
+// configFile reloads --authentication-config as BuiltInAuthenticationOptions.ApplyTo does
+// (k8s.io/kubernetes/pkg/kubeapiserver/options).
 type configFile struct {
 	path            string
 	initial         string
@@ -47,7 +47,7 @@ func newConfigFile(path string, c *kubeauthenticator.Config, h *chain) *configFi
 	return f
 }
 
-// watch has the file read anew whenever it changes.
+// watch reloads the file after each change.
 func (f *configFile) watch(files *reload.Files) {
 	if f.path == "" || f.update == nil {
 		return
@@ -65,15 +65,15 @@ func (f *configFile) watch(files *reload.Files) {
 	})
 }
 
-// reload puts a configuration in force once its issuers have told their keys.
+// reload applies a configuration after its issuers have returned their keys.
 func (f *configFile) reload(ctx context.Context, data []byte) error {
-	// which parses it
+	// ToAuthenticationConfig parses the file.
 	next, err := (&kubeoptions.BuiltInAuthenticationOptions{AuthenticationConfigFile: f.path}).ToAuthenticationConfig()
 	if err != nil {
 		return err
 	}
 	if next.AuthenticationConfigData != string(data) {
-		return reload.Retryable(errors.New("it changes while it is read"))
+		return reload.Retryable(errors.New("the file changed while it was read"))
 	}
 	errs := apiservervalidation.ValidateAuthenticationConfiguration(authenticationcel.NewDefaultCompiler(),
 		next.AuthenticationConfig, f.issuers)

@@ -20,8 +20,8 @@ jwt:
   claimMappings: {username: {claim: sub, prefix: ""}}
 `
 
-// The authentication configuration is read anew when its file changes; what is wrong with a new one leaves the old one
-// in force (S19).
+// The authentication configuration is reloaded when its file changes. An invalid configuration leaves the old one in
+// force (S19).
 func TestTheAuthenticationConfigurationIsReloaded(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "config.yaml")
 	write := func(text string) {
@@ -40,7 +40,7 @@ func TestTheAuthenticationConfigurationIsReloaded(t *testing.T) {
 	f := newConfigFile(file, &initial, &chain{
 		updateJWT: func(_ context.Context, c *apiserverconfig.AuthenticationConfiguration) error {
 			if fails {
-				return fmt.Errorf("the issuer does not answer")
+				return fmt.Errorf("the issuer is unreachable")
 			}
 			inForce = append(inForce, c.JWT[0].Issuer.URL)
 			return nil
@@ -53,21 +53,21 @@ func TestTheAuthenticationConfigurationIsReloaded(t *testing.T) {
 			t.Errorf("%v", err)
 		}
 		if len(inForce) != want {
-			t.Errorf("in force came %v", inForce)
+			t.Errorf("applied %v", inForce)
 		}
 	}
 	apply(fmt.Sprintf(configuration, true, "https://second.example.com"), true, 1)
 	apply("kind: Nonsense", false, 1)
 	apply(fmt.Sprintf(configuration, true, "http://not.encrypted.example.com"), false, 1)
 	apply(fmt.Sprintf(configuration, false, "https://third.example.com"), false,
-		1) // who anonymous is does not change while it runs
+		1) // the anonymous configuration cannot change at run time
 	fails = true
 	apply(fmt.Sprintf(configuration, true, "https://fourth.example.com"), false, 1)
 	fails = false
 	apply(fmt.Sprintf(configuration, true, "https://fourth.example.com"), true, 2)
 }
 
-// An issuer that is to be dialled by a network's way has to have one, with kube-apiserver's words.
+// An issuer with an egress selector needs a configured egress; the error is kube-apiserver's.
 func TestAnIssuersEgressHasToBeThere(t *testing.T) {
 	dir := t.TempDir()
 	write := func(name, text string) string {

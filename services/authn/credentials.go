@@ -17,16 +17,17 @@ import (
 
 const (
 	protocolHeader = "Sec-Websocket-Protocol"
-	// bearerProtocol begins the subprotocol that carries a token
+	// bearerProtocol is the prefix of the WebSocket subprotocol that contains a token
 	// (k8s.io/apiserver/pkg/authentication/request/websocket).
 	bearerProtocol = "base64url.bearer.authorization.k8s.io."
 )
 
-// boundTokenTTL bounds how long an answer for a JWT is kept: a service account's ends with what it is bound to.
+// boundTokenTTL bounds the cache TTL of a response for a JWT, because a service account token is invalid once the
+// object that it is bound to is deleted.
 const boundTokenTTL = time.Second
 
-// removeCredentials takes every credential out of h, whichever authenticator it was that took the request: who a
-// request is passed on to is not to have any.
+// removeCredentials removes every credential from h, whichever authenticator accepted the request. The receiver of a
+// forwarded request must not get any.
 func (s *Service) removeCredentials(h http.Header) {
 	h.Del("Authorization")
 	if v := removeBearerProtocols(h.Values(protocolHeader)); len(v) == 0 {
@@ -41,7 +42,7 @@ func (s *Service) removeCredentials(h http.Header) {
 	}
 }
 
-// removeBearerProtocols are the values of Sec-WebSocket-Protocol without the subprotocols that carry a token.
+// removeBearerProtocols returns the values of Sec-WebSocket-Protocol without the subprotocols that contain a token.
 func removeBearerProtocols(values []string) (out []string) {
 	for _, v := range values {
 		var protocols []string
@@ -57,7 +58,8 @@ func removeBearerProtocols(values []string) (out []string) {
 	return out
 }
 
-// replacedHeaders are the headers that differ after authentication: what they are to be, or no values where they are gone.
+// replacedHeaders returns the headers that authentication changed, with their new values. A removed header has no
+// values.
 func replacedHeaders(before, after http.Header) map[string]*commonv1.Values {
 	out := map[string]*commonv1.Values{}
 	for name, v := range before {
@@ -68,7 +70,7 @@ func replacedHeaders(before, after http.Header) map[string]*commonv1.Values {
 	return out
 }
 
-// cacheTTL is how long an answer may be kept: no longer than what it rests on is good.
+// cacheTTL returns how long a response may be cached: never longer than the credential is valid.
 func (s *Service) cacheTTL(r *authnv1.AuthenticateRequest, certificates []*x509.Certificate) time.Duration {
 	ttl := s.config.CacheTTL
 	for _, c := range certificates {
@@ -87,7 +89,7 @@ func (s *Service) cacheTTL(r *authnv1.AuthenticateRequest, certificates []*x509.
 	return max(0, ttl)
 }
 
-// bearerTokens are the bearer tokens of a request, wherever they are.
+// bearerTokens returns the bearer tokens of a request, from both headers that may contain one.
 func bearerTokens(r *authnv1.AuthenticateRequest) (tokens []string) {
 	for _, v := range r.Headers["Authorization"].GetValues() {
 		if scheme, token, ok := strings.Cut(strings.TrimSpace(v), " "); ok && strings.EqualFold(scheme, "bearer") {
@@ -106,7 +108,7 @@ func bearerTokens(r *authnv1.AuthenticateRequest) (tokens []string) {
 	return tokens
 }
 
-// expiry reads exp from the claims of a JWT that has been verified.
+// expiry returns exp of the claims of a verified JWT.
 func expiry(claims string) (time.Time, bool) {
 	data, err := base64.RawURLEncoding.DecodeString(claims)
 	var c struct {

@@ -27,7 +27,8 @@ const secret = "SUPERSECRET"
 
 func encoded(token string) string { return base64.RawURLEncoding.EncodeToString([]byte(token)) }
 
-// service has a token authenticator of each form, and a front proxy that everybody is.
+// service returns a service with a token authenticator of each form, and a front proxy for which every client is
+// allowed.
 func service() *Service {
 	tokens := authenticator.TokenFunc(func(_ context.Context, token string) (*authenticator.Response, bool, error) {
 		return &authenticator.Response{User: &user.DefaultInfo{
@@ -65,7 +66,7 @@ func authenticate(t *testing.T, headers map[string][]string) *authnv1.Authentica
 	return resp
 }
 
-// Whichever authenticator takes a request, no credential of any of them travels on (S8).
+// No credential is forwarded, whichever authenticator accepts the request (S8).
 func TestNoCredentialTravelsOn(t *testing.T) {
 	bearer := bearerProtocol + encoded(secret)
 	for name, headers := range map[string]map[string][]string{
@@ -107,7 +108,7 @@ func TestNoCredentialTravelsOn(t *testing.T) {
 				}
 				for _, v := range left {
 					if strings.Contains(v, secret) || strings.Contains(v, encoded(secret)) {
-						t.Errorf("%s: %q travels on", header, v)
+						t.Errorf("%s: %q is forwarded", header, v)
 					}
 				}
 			}
@@ -120,11 +121,11 @@ func TestNoCredentialTravelsOn(t *testing.T) {
 	})
 	if got := fmt.Sprint(resp.ReplacedHeaders["Sec-Websocket-Protocol"].GetValues()); !strings.Contains(got,
 		"v5.channel.k8s.io") || !strings.Contains(got, "v4.channel.k8s.io") {
-		t.Errorf("the other protocols are gone: %s", got)
+		t.Errorf("the other protocols were removed: %s", got)
 	}
 }
 
-// An answer is kept no longer than what it rests on is good.
+// A response's cache TTL ends with its credential.
 func TestTheCacheTTLEndsWithTheCredential(t *testing.T) {
 	s := service()
 	jwt := func(exp time.Time) string {

@@ -14,17 +14,17 @@ import (
 	"watershed.dev/platform/reload"
 )
 
-// keyFiles are the public keys of --service-account-key-file, which may come and go while they are used.
+// keyFiles holds the public keys of --service-account-key-file. The keys may change while they are in use.
 type keyFiles struct {
 	atomicValue[serviceaccount.PublicKeysGetter]
 
 	mu        sync.Mutex
 	listeners []serviceaccount.Listener
-	// byFile are the keys of each file, in the order of the flags.
+	// byFile has the keys of each file, in the order of the flags.
 	byFile [][]any
 }
 
-// newKeyFiles reads the files, and again when they change.
+// newKeyFiles reads the files now and after each change.
 func newKeyFiles(ctx context.Context, paths []string, files *reload.Files) (*keyFiles, error) {
 	k := &keyFiles{byFile: make([][]any, len(paths))}
 	for i, p := range paths {
@@ -37,7 +37,7 @@ func newKeyFiles(ctx context.Context, paths []string, files *reload.Files) (*key
 	return k, nil
 }
 
-// reload puts one file's keys in force, and tells who listens.
+// reload applies one file's keys and notifies the listeners.
 func (k *keyFiles) reload(i int, data []byte) error {
 	keys, err := keyutil.ParsePublicKeysPEM(data)
 	if err != nil {
@@ -74,11 +74,11 @@ func (k *keyFiles) GetPublicKeys(ctx context.Context, id string) []serviceaccoun
 	return k.get().GetPublicKeys(ctx, id)
 }
 
-// externalKeys are those of the signer at --service-account-signing-endpoint, which is asked for them now and then for
-// as long as ctx is not done (KEP-740).
+// externalKeys returns the keys of the signer at --service-account-signing-endpoint. It requests them periodically
+// until ctx is done (KEP-740).
 func externalKeys(ctx context.Context, issuers []string, endpoint string) (serviceaccount.PublicKeysGetter, error) {
 	if len(issuers) == 0 {
-		return nil, fmt.Errorf("--service-account-signing-endpoint %q: it needs --service-account-issuer; give that "+
+		return nil, fmt.Errorf("--service-account-signing-endpoint %q: it needs --service-account-issuer; set that "+
 			"too",
 			endpoint)
 	}
@@ -91,22 +91,22 @@ func externalKeys(ctx context.Context, issuers []string, endpoint string) (servi
 	return keys, nil
 }
 
-// keySyncTimeout bounds how long the external signer may take to tell its keys, as in kube-apiserver.
+// keySyncTimeout bounds the request for the external signer's keys, as in kube-apiserver.
 const keySyncTimeout = time.Minute
 
-// issuerDocuments are the issuer's OpenID documents, which name where the gateway is reached.
+// issuerDocuments are the OpenID documents of the issuer. They name the gateway's address.
 type issuerDocuments struct {
 	issuer, jwks string
 	keys         serviceaccount.PublicKeysGetter
 }
 
-// metadataFor is what is shown where the gateway is reached at an address. It is made anew each time: few ask, and the keys may
-// have changed.
+// metadataFor returns the documents for a gateway's external address. They are built for each request, because requests
+// are rare and the keys may have changed.
 func (d *issuerDocuments) metadataFor(externalAddress string) (serviceaccount.OpenIDMetadataProvider, error) {
 	return serviceaccount.NewOpenIDMetadataProvider(d.issuer, d.jwks, externalAddress, withoutListeners{d.keys})
 }
 
-// withoutListeners are keys of whose changes nobody is told.
+// withoutListeners are keys that do not notify listeners of changes.
 type withoutListeners struct {
 	serviceaccount.PublicKeysGetter
 }

@@ -8,23 +8,22 @@ import (
 	"k8s.io/apiserver/pkg/authentication/authenticator"
 )
 
-// tokenLookups ends the lookup of a token when the last caller that waits for it has left. Upstream's cache shares a lookup
-// among callers, and detaches it from their contexts for 30 s (k8s.io/apiserver/pkg/authentication/token/cache,
-// sharedLookupTimeout): a webhook that hangs would be asked on behalf of clients that are gone. Its zero value is
-// ready.
+// tokenLookups cancels the lookup of a token when its last waiting caller leaves. Upstream's cache shares a lookup
+// among callers and detaches it from their contexts for 30 s (k8s.io/apiserver/pkg/authentication/token/cache,
+// sharedLookupTimeout). A hanging webhook would therefore serve clients that are gone. The zero value is ready to use.
 type tokenLookups struct {
 	mu      sync.Mutex
 	byToken map[string]*tokenLookup
 }
 
-// tokenLookup is the interest in one token.
+// tokenLookup counts the callers that wait for one token.
 type tokenLookup struct {
 	ctx     context.Context
 	cancel  context.CancelFunc
 	callers int
 }
 
-// maxLookupRetries bounds how often a caller asks again that came upon a lookup which was just given up.
+// maxLookupRetries bounds the retries of a caller that joined a lookup just before its cancellation.
 const maxLookupRetries = 3
 
 // trackCallers counts the callers of next, which is a cache.
@@ -42,7 +41,7 @@ func (l *tokenLookups) trackCallers(next func() authenticator.Token) authenticat
 	})
 }
 
-// join counts a caller until leave is called.
+// join counts a caller until it calls leave.
 func (l *tokenLookups) join(token string) (leave func()) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -66,7 +65,7 @@ func (l *tokenLookups) join(token string) (leave func()) {
 	}
 }
 
-// boundToCallers asks next, which may take long, for as long as a caller waits.
+// boundToCallers calls next with a context that ends when no caller waits for the token.
 func (l *tokenLookups) boundToCallers(next authenticator.Token) authenticator.Token {
 	return authenticator.TokenFunc(func(ctx context.Context, token string) (*authenticator.Response, bool, error) {
 		l.mu.Lock()

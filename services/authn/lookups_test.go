@@ -12,8 +12,8 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 )
 
-// A lookup that hangs goes on while any caller waits for it, and ends with the last one. The next caller begins
-// another.
+// A hanging lookup continues while any caller waits, and is canceled when the last caller leaves. The next caller
+// starts another lookup.
 func TestALookupEndsWithItsLastCaller(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		calls, ended, hangs := 0, 0, true
@@ -42,7 +42,7 @@ func TestALookupEndsWithItsLastCaller(t *testing.T) {
 		}
 		synctest.Wait()
 		if calls != 1 || ended != 0 {
-			t.Errorf("asked %d times, ended %d, while a caller waits", calls, ended)
+			t.Errorf("called %d times, ended %d, while a caller waits", calls, ended)
 		}
 		leave[1]()
 		<-errs

@@ -23,43 +23,44 @@ import (
 	"watershed.dev/platform/reload"
 )
 
-// challenge is what a client without a known credential is asked for where passwords are on, as Kubernetes did it until
-// 1.19 (k8s.io/apiserver/pkg/endpoints/filters, Unauthorized).
+// challenge is the WWW-Authenticate header of a 401 response if basic authentication is enabled, as in Kubernetes
+// before 1.19 (k8s.io/apiserver/pkg/endpoints/filters, Unauthorized).
 const challenge = `Basic realm="kubernetes-master"`
 
 const (
-	// maxCost is the most that a bcrypt line may cost: about a second of a processor for each try.
+	// maxCost bounds the cost of a bcrypt hash: it takes about a second of a processor for each attempt.
 	maxCost = 14
-	// maxHashed is how much of a password bcrypt looks at, in bytes.
+	// maxHashed is the number of password bytes that bcrypt uses.
 	maxHashed = 72
 )
 
-// passwords know users by HTTP basic authentication, from a file of lines
+// passwords authenticates users by HTTP basic authentication, from a file of lines
 //
 //	password,user,uid[,"group1,group2"]
 //
-// as Kubernetes had it until 1.19 (--basic-auth-file). A password that begins with $2a$, $2b$ or $2y$ is a bcrypt hash.
+// as Kubernetes before 1.19 (--basic-auth-file). A password that begins with $2a$, $2b$ or $2y$ is a bcrypt hash.
 type passwords struct {
 	users atomicValue[*accounts]
-	// hashing bounds how many processors passwords may be hashed on: anybody may have it done. waiting are those whose
-	// turn has not come.
+	// hashing bounds the processors that hash passwords, because any client can cause hashing. waiting counts the
+	// passwords that wait for a slot.
 	hashing chan struct{}
 	waiting atomic.Int32
 }
 
-// maxWaiting is how many passwords may wait to be hashed; who comes beyond that is told to come back.
+// maxWaiting bounds the passwords that wait to be hashed. Further logins get 503.
 const maxWaiting = 32
 
-// errBusy: a password could not be looked at.
-var errBusy = errors.New("passwords are being hashed for too many; try again")
+// errBusy means that a password was not compared.
+var errBusy = errors.New("too many passwords are being hashed; try again")
 
 type account struct {
-	// plain is a digest, so that passwords of every length compare in the same time; hash is set in its place for
-	// bcrypt.
+	// plain is a digest, so that comparing takes the same time for every length. For a bcrypt password, hash is set
+	// instead.
 	plain [sha256.Size]byte
 	hash  []byte
 	info  user.DefaultInfo
-	// verified is a digest, with a key of the process's own, of the password that was right: who has it does not wait.
+	// verified is a keyed digest of the password that last matched hash. A login with that password does not wait for
+	// hashing.
 	verified atomic.Pointer[[sha256.Size]byte]
 }
 
@@ -75,15 +76,16 @@ func digest(password string) (sum [sha256.Size]byte) {
 	return sum
 }
 
-// accounts are those of a file.
+// accounts are the accounts of a file.
 type accounts struct {
 	byName map[string]*account
-	// dummy is compared with where a user is not known: the account whose comparison takes longest, so that nobody is
-	// told apart by an answer that comes sooner. Where plain and hashed passwords are mixed, those with plain ones are.
+	// dummy is the account to compare with if the user is unknown. It is the account whose comparison takes longest, so
+	// that the response time does not reveal which users exist. In a file that also has plain passwords, the time still
+	// reveals users with plain passwords.
 	dummy *account
 }
 
-// newPasswords reads the file, and again when it changes.
+// newPasswords reads the file now and after each change.
 func newPasswords(ctx context.Context, path string, files *reload.Files) (*passwords, error) {
 	p := &passwords{hashing: make(chan struct{}, max(1, runtime.GOMAXPROCS(0)/2))}
 	return p, files.LoadAndWatch(ctx, "basic-auth-file", path, func(_ context.Context, data []byte) error {
@@ -125,7 +127,7 @@ func parsePasswords(data []byte) (*accounts, error) {
 			}
 			if cost > maxCost {
 				return nil, fmt.Errorf(
-					"line %d: a bcrypt cost of %d takes too long; take %d or less",
+					"line %d: a bcrypt cost of %d takes too long; use %d or less",
 					line,
 					cost,
 					maxCost,
@@ -176,7 +178,8 @@ func (p *passwords) AuthenticateRequest(req *http.Request) (*authenticator.Respo
 	return &authenticator.Response{User: &info}, true, nil
 }
 
-// compare says whether a password is an account's. It waits for its turn where many are hashed.
+// compare reports whether a password is the account's. It may wait for a hashing slot, and returns errBusy if the queue
+// is full or ctx ends.
 func (p *passwords) compare(ctx context.Context, a *account, password string) (bool, error) {
 	if a.hash == nil {
 		sum := sha256.Sum256([]byte(password))

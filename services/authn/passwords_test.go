@@ -47,7 +47,7 @@ func TestPasswordsAreKnown(t *testing.T) {
 		{"bob", "hus", false},
 		{"bob", strings.Split(text, ",")[3], false},
 		{"long", long, true},
-		{"long", long + "more", false}, // bcrypt does not look at what comes after
+		{"long", long + "more", false}, // bcrypt ignores the bytes after maxHashed
 		{"carol", "secret", false},
 		{"", "", false},
 	} {
@@ -55,11 +55,11 @@ func TestPasswordsAreKnown(t *testing.T) {
 		req.SetBasicAuth(x.name, x.password)
 		resp, ok, err := p.AuthenticateRequest(req)
 		if ok != x.known || ok == (err != nil) {
-			t.Errorf("%s:%s is known: %v, %v", x.name, x.password, ok, err)
+			t.Errorf("%s:%s is accepted: %v, %v", x.name, x.password, ok, err)
 			continue
 		}
 		if ok && (resp.User.GetName() != x.name || req.Header.Get("Authorization") != "") {
-			t.Errorf("%s is %v, and its password travels on: %q", x.name, resp.User, req.Header)
+			t.Errorf("%s is %v, and its password is forwarded: %q", x.name, resp.User, req.Header)
 		}
 		if ok && x.name == "alice" && strings.Join(resp.User.GetGroups(), "|") != "readers|writers" {
 			t.Errorf("groups are %q", resp.User.GetGroups())
@@ -72,7 +72,7 @@ func TestPasswordsAreKnown(t *testing.T) {
 	}
 }
 
-// Who is known does not wait behind strangers, and who cannot be looked at is not told that the password is wrong.
+// A verified user does not wait behind anonymous clients. A password that was not compared is not reported as wrong.
 func TestAnonymousClientsDoNotLockUsersOut(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "passwords.csv")
 	if err := os.WriteFile(path, []byte(hashed(t, "hush")+",bob,2\n"), 0o600); err != nil {
@@ -92,19 +92,19 @@ func TestAnonymousClientsDoNotLockUsersOut(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range cap(p.hashing) {
-		p.hashing <- struct{}{} // strangers have every turn
+		p.hashing <- struct{}{} // anonymous clients have every slot
 	}
 	if ok, err := login(t.Context(), "bob", "hush"); !ok {
-		t.Errorf("he waits, though his password was right before: %v", err)
+		t.Errorf("a login with a verified password waits: %v", err)
 	}
 	short, cancel := context.WithTimeout(t.Context(), time.Millisecond)
 	defer cancel()
 	if ok, err := login(short, "bob", "Hush"); ok || !errors.Is(err, errBusy) {
-		t.Errorf("nobody has looked: %v", err)
+		t.Errorf("a password that was not compared: %v", err)
 	}
 	p.waiting.Store(maxWaiting)
 	if ok, err := login(t.Context(), "bob", "Hush"); ok || !errors.Is(err, errBusy) {
-		t.Errorf("too many wait: %v", err)
+		t.Errorf("a full queue: %v", err)
 	}
 }
 
@@ -123,6 +123,6 @@ func TestABadFileOfPasswordsIsRefused(t *testing.T) {
 		}
 	}
 	if all, err := parsePasswords(nil); err != nil || len(all.byName) != 0 {
-		t.Errorf("nobody: %v, %v", all, err)
+		t.Errorf("an empty file: %v, %v", all, err)
 	}
 }

@@ -13,15 +13,16 @@ import (
 	"watershed.dev/platform/identity"
 )
 
-// serviceAuthenticator knows authn, authz and admission by an authority of their own. They read the cluster whatever its PKI is: a
-// cluster's client CA that is given to Watershed knows nothing of them. Nobody else is known by that authority.
+// serviceAuthenticator authenticates authn, authz and admission by a certificate authority of their own. They read the
+// cluster whatever its PKI is, because a client CA that a cluster brings has not issued their certificates. The
+// authority authenticates no other client.
 type serviceAuthenticator struct {
 	authority *dynamiccertificates.DynamicFileCAContent
-	// next are all other authenticators.
+	// next is all other authenticators.
 	next authenticator.Request
 }
 
-// newServiceAuthenticator reads the authority's file, and again when it changes.
+// newServiceAuthenticator reads the authority's file now and after each change.
 func newServiceAuthenticator(file string, next authenticator.Request) (*serviceAuthenticator, error) {
 	authority, err := dynamiccertificates.NewDynamicCAContentFromFile("services-client-ca-file", file)
 	if err != nil {
@@ -40,7 +41,7 @@ func (s *serviceAuthenticator) AuthenticateRequest(req *http.Request) (*authenti
 	return s.next.AuthenticateRequest(req)
 }
 
-// serviceUser is whose a certificate chain is; nil where it is none of the services'.
+// serviceUser returns the service that a certificate chain belongs to, or nil.
 func (s *serviceAuthenticator) serviceUser(chain []*x509.Certificate) user.Info {
 	name := chain[0].Subject.CommonName
 	if !slices.Contains([]string{identity.Authn, identity.Authz, identity.Admission}, name) ||

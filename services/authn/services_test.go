@@ -15,8 +15,8 @@ import (
 	"watershed.dev/platform/pki"
 )
 
-// The services' own authority vouches for authn, authz and admission, and for nobody else; another vouches for none of
-// them here.
+// The services' authority authenticates only authn, authz and admission. Another authority authenticates none of them
+// here.
 func TestTheServicesHaveAnAuthorityOfTheirOwn(t *testing.T) {
 	dir := t.TempDir()
 	open := func(name string) *pki.CA {
@@ -101,13 +101,13 @@ func TestTheServicesHaveAnAuthorityOfTheirOwn(t *testing.T) {
 			TLS: &tls.ConnectionState{PeerCertificates: []*x509.Certificate{cert}},
 		})
 		if err != nil || !ok || called != (c.want == "") || c.want != "" && resp.User.GetName() != c.want {
-			t.Errorf("%s: %v, %v, others asked: %v", name, resp, err, called)
+			t.Errorf("%s: %v, %v, next called: %v", name, resp, err, called)
 		}
-		if c.want != "" && len(resp.User.GetGroups()) != 2 { // the certificate's other groups are not taken over
+		if c.want != "" && len(resp.User.GetGroups()) != 2 { // other groups of the certificate are ignored
 			t.Errorf("%s: %q", name, resp.User.GetGroups())
 		}
 	}
 	if _, err := newServiceAuthenticator(dir+"/none", next); err == nil {
-		t.Error("an authority that is not there")
+		t.Error("a missing authority file is accepted")
 	}
 }

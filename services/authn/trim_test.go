@@ -9,7 +9,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// A tenant's large objects take little of authn's memory, and their tokens stay known.
+// A tenant's large objects take little of authn's memory, and their tokens are still accepted.
 func TestCachedObjectsAreSmall(t *testing.T) {
 	large := strings.Repeat("x", 500_000)
 	meta := metav1.ObjectMeta{Name: "n", Namespace: "t", UID: "u", ResourceVersion: "7", Labels: map[string]string{"a": "b"},

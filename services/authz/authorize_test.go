@@ -18,7 +18,8 @@ import (
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 )
 
-// serviceOf is an authz over a chain, with policy that may be of any age, or was never read where bound is not 0.
+// serviceOf returns a service over a chain. If bound is 0, its policies may have any age; otherwise they were never
+// read.
 func serviceOf(t *testing.T, c *chain, bound time.Duration) *Service {
 	t.Helper()
 	cluster, err := apiclient.NewCluster(&rest.Config{Host: "https://nowhere.invalid"},
@@ -36,7 +37,7 @@ func serviceOf(t *testing.T, c *chain, bound time.Duration) *Service {
 	return s
 }
 
-// A decision says at which generation it was made, whether it may be kept or not: an open watch believes it of no
+// Every decision names its policy revision, whether it is cacheable or not. An open watch ignores decisions of a
 // replica that is behind.
 func TestADecisionNamesItsPolicyRevision(t *testing.T) {
 	h := newHook(t)
@@ -72,13 +73,13 @@ func TestADecisionNamesItsPolicyRevision(t *testing.T) {
 				t.Errorf("%v, %v", d, err)
 			}
 			if c.transient && d.CacheMilliseconds > 1 || c.anywhere && d.CacheMilliseconds == 0 {
-				t.Errorf("it is kept for %d ms", d.CacheMilliseconds)
+				t.Errorf("it is cached for %d ms", d.CacheMilliseconds)
 			}
 		})
 	}
 }
 
-// Where everything is allowed, nobody without a name is: authn may let them in, since it does not know.
+// AlwaysAllow denies anonymous clients. authn may accept them, because it does not know the authorization mode.
 func TestAlwaysAllowDeniesAnonymousClients(t *testing.T) {
 	s := serviceOf(t, chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
 		o.Modes = []string{"AlwaysAllow"}
@@ -94,7 +95,7 @@ func TestAlwaysAllowDeniesAnonymousClients(t *testing.T) {
 	}
 }
 
-// failingStream is a stream that nothing is to be sent on.
+// failingStream is a stream that fails the test on Send.
 type failingStream struct {
 	grpc.ServerStreamingServer[authzv1.PolicyRevision]
 	ctx context.Context
@@ -104,25 +105,25 @@ type failingStream struct {
 func (s *failingStream) Context() context.Context { return s.ctx }
 
 func (s *failingStream) Send(g *authzv1.PolicyRevision) error {
-	s.t.Errorf("told %v", g)
+	s.t.Errorf("sent %v", g)
 	return nil
 }
 
-// Where policy is not known to be fresh, nothing is decided and no generation is told: what was kept does not stand.
+// While the policies are stale, no decision is made and no policy revision is sent.
 func TestStalePolicyDecidesNothing(t *testing.T) {
 	s := serviceOf(t, chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
 		o.Modes = []string{"AlwaysAllow"}
 	}), time.Second)
 	request := &authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(attributesOf("bob"))}
 	if _, err := s.Authorize(t.Context(), request); status.Code(err) != codes.Unavailable {
-		t.Errorf("it decides: %v", err)
+		t.Errorf("a decision from stale policies: %v", err)
 	}
 	if d, err := s.Authorize(t.Context(),
 		&authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(attributesOf("root",
 			user.SystemPrivilegedGroup))}); err != nil || d.Decision != authzv1.Decision_DECISION_ALLOW {
-		t.Errorf("a master: %v, %v", d, err)
+		t.Errorf("system:masters: %v, %v", d, err)
 	}
 	if err := s.PolicyRevisions(nil, &failingStream{ctx: t.Context(), t: t}); status.Code(err) != codes.Unavailable {
-		t.Errorf("generations are told of: %v", err)
+		t.Errorf("policy revisions are sent: %v", err)
 	}
 }

@@ -31,7 +31,7 @@ import (
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 )
 
-// Config is what authz is told: kube-apiserver's authorization flags, and how to reach the gateway.
+// Config is the configuration of authz: kube-apiserver's authorization flags, and the way to the gateway.
 type Config struct {
 	Options    *kubeoptions.BuiltInAuthorizationOptions
 	Kubeconfig string
@@ -46,16 +46,23 @@ func NewConfig() *Config {
 	return &Config{Options: o}
 }
 
-// AddFlags adds every setting to fs.
+// AddFlags adds every option to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	features.AddFlag(fs, false)
 	c.Options.AddFlags(fs)
 	c.Freshness.AddFlags(fs)
 	c.Egress.AddFlags(fs)
-	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "How to reach the gateway, for the policies.")
+	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "Kubeconfig of the gateway, for reading the policies.")
 }
 
-// Service is a running authz.
+// Service is a running authz. The state of its policies:
+//
+//	unread ── informers synced, and fresh ──────────► fresh
+//	fresh ─── older than the freshness bound ───────► stale
+//	stale ─── read again ───────────────────────────► fresh
+//
+// In the states unread and stale, only system:masters, the system's services, and anonymous requests under AlwaysAllow
+// are decided.
 type Service struct {
 	authzv1.UnimplementedAuthzServer
 	chain           *chain
@@ -81,7 +88,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		policyRevisions: newPolicyRevisions(),
 		privileged:      authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup),
 	}
-	s.policies.Set("policies", errors.New("they are not read yet"))
+	s.policies.Set("policies", errors.New("not read yet"))
 	if s.cluster, err = apiclient.NewCluster(rc, c.Freshness, trimPod); err != nil {
 		return nil, err
 	}
@@ -109,7 +116,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 			return nil, err
 		}
 	}
-	if s.chain.has("Node") { // what a node may read follows the pods that are bound to it
+	if s.chain.has("Node") { // a node's permissions depend on the pods bound to it
 		core := s.cluster.Informers.Core().V1()
 		s.cluster.TrackAge("/api/v1/pods", "", core.Pods().Informer())
 		s.cluster.TrackAge("/api/v1/persistentvolumes", "", core.PersistentVolumes().Informer())
@@ -119,16 +126,16 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	return s, nil
 }
 
-// checkFresh says why the policy may not be decided by, or is nil.
+// checkFresh returns the reason that the policies cannot be used, or nil.
 func (s *Service) checkFresh() error {
 	if !s.synced.Load() {
-		return errors.New("policies are not read yet")
+		return errors.New("the policies have not been read yet")
 	}
 	return s.cluster.Err()
 }
 
-// trimPod leaves of a pod what the node authorizer reads: where it runs and what it refers to. Of its containers
-// that is where their environment comes from (k8s.io/kubernetes/pkg/api/v1/pod, VisitPodSecretNames and
+// trimPod removes all fields of a pod that the node authorizer does not read. It keeps the node and the references. Of
+// containers, it keeps the sources of their environment (k8s.io/kubernetes/pkg/api/v1/pod, VisitPodSecretNames and
 // VisitPodConfigmapNames).
 func trimPod(obj any) {
 	pod, ok := obj.(*corev1.Pod)
@@ -165,23 +172,23 @@ func trimPod(obj any) {
 	}
 }
 
-// Register offers the service on g.
+// Register registers the service with g.
 func (s *Service) Register(g grpc.ServiceRegistrar) { authzv1.RegisterAuthzServer(g, s) }
 
-// Collectors are the service's own metrics.
+// Collectors returns the service's own metrics: none.
 func (s *Service) Collectors() []prometheus.Collector { return nil }
 
-// Files are those that are read anew while the service runs.
+// Files serves the status of the files that are reloaded at run time.
 func (s *Service) Files() http.Handler { return &s.files }
 
-// Ready is so from the start: the privileged group needs no policy, and until the policies are there everyone
-// else is refused. Policies says when they are.
+// Ready returns a readiness without conditions. The privileged group needs no policies, and all other users get 503
+// until the policies are read. Policies reports when that is.
 func (s *Service) Ready() *lifecycle.Readiness { return &s.ready }
 
-// Policies is ready once the policies have been read. How old they have become since counts at each decision.
+// Policies is ready once the policies have been read. Each decision checks their age.
 func (s *Service) Policies() *lifecycle.Readiness { return &s.policies }
 
-// Run follows the policies until ctx is done.
+// Run keeps the policies fresh until ctx is done.
 func (s *Service) Run(ctx context.Context) error {
 	go s.files.Run(ctx)
 	go func() {
@@ -198,7 +205,7 @@ func (s *Service) Run(ctx context.Context) error {
 
 // Authorize implements authzv1.AuthzServer.
 func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*authzv1.AuthorizeResponse, error) {
-	policyRevision := s.policyRevisions.current() // before deciding: a change meanwhile voids the decision
+	policyRevision := s.policyRevisions.current() // before the decision, so that a concurrent change invalidates it
 	attrs := identity.Attributes(r.Attributes)
 	out := &authzv1.AuthorizeResponse{Replica: s.policyRevisions.replica, PolicyRevision: policyRevision}
 	if d, reason, _ := s.privileged.Authorize(ctx, attrs); d == authorizer.DecisionAllow {
@@ -208,7 +215,7 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 	}
 	if allowed, isService := serviceAllowed(attrs); allowed {
 		out.Decision, out.Reason = authzv1.Decision_DECISION_ALLOW, "a service of the system"
-		// the rights name neither
+		// the service rules do not restrict names or namespaces
 		out.WildcardName, out.WildcardNamespace = attrs.ResourceRequest, attrs.ResourceRequest
 		return policyIndependent(out), nil
 	} else if isService {
@@ -216,11 +223,12 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 		return policyIndependent(out), nil
 	}
 	if attrs.User.GetName() == user.Anonymous && s.chain.has(authzconfig.AuthorizerType(modes.ModeAlwaysAllow)) {
-		// kube-apiserver does not let anonymous requests in where everything is allowed; authn does not know that it is
+		// kube-apiserver rejects anonymous requests under AlwaysAllow. authn does not know the authorization mode, so
+		// authz rejects them.
 		out.Reason = "anonymous requests are not allowed where everything is"
 		return policyIndependent(out), nil
 	}
-	if err := s.checkFresh(); err != nil { // nobody knows: it is refused, but not for good
+	if err := s.checkFresh(); err != nil { // undecided: UNAVAILABLE, which is not cached as a denial
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}
 	d, reason, cacheable, err := s.chain.decide(ctx, attrs)
@@ -229,7 +237,7 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 		out.EvaluationError = err.Error()
 	}
 	if !cacheable || isNode(attrs.User) {
-		// and who does not know Transient keeps it for as good as nothing
+		// An older gateway ignores Transient; it caches the decision for 1 ms.
 		out.Transient, out.CacheMilliseconds = true, 1
 	} else if d == authorizer.DecisionAllow {
 		out.WildcardName, out.WildcardNamespace = s.chain.wildcard(ctx, attrs)
@@ -237,7 +245,7 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 	return out, nil
 }
 
-// policyIndependentTTL is how long a decision may be kept that no policy has a part in.
+// policyIndependentTTL is how long a decision may be cached that depends on no policy.
 const policyIndependentTTL = time.Minute
 
 func policyIndependent(d *authzv1.AuthorizeResponse) *authzv1.AuthorizeResponse {
@@ -245,7 +253,8 @@ func policyIndependent(d *authzv1.AuthorizeResponse) *authzv1.AuthorizeResponse 
 	return d
 }
 
-// isNode recognizes nodes: what they may do follows the pods bound to them, which no policy generation tells of.
+// isNode reports whether a user is a node. A node's permissions depend on the pods bound to it, which policy revisions
+// do not cover.
 func isNode(u user.Info) bool {
 	for _, g := range u.GetGroups() {
 		if g == user.NodesGroup {

@@ -27,7 +27,7 @@ import (
 	"watershed.dev/platform/reload/reloadtest"
 )
 
-// hook is an authorization webhook that says what it is told to.
+// hook is an authorization webhook with a configurable response.
 type hook struct {
 	allow, broken atomic.Bool
 	calls         atomic.Int32
@@ -96,7 +96,8 @@ func attributesOf(name string, groups ...string) authorizer.AttributesRecord {
 	}
 }
 
-// What a webhook says is kept by nobody but its own authorizer, and nothing is kept while one errs (S3).
+// Only the webhook authorizer itself caches a webhook's decision, and nothing is cached while an authorizer returns an
+// error (S3).
 func TestAWebhooksDecisionIsNotCached(t *testing.T) {
 	h := newHook(t)
 	c := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
@@ -106,26 +107,26 @@ func TestAWebhooksDecisionIsNotCached(t *testing.T) {
 	})
 	h.allow.Store(true)
 	if d, _, cacheable, err := c.decide(t.Context(), attributesOf("bob")); d != authorizer.DecisionAllow || cacheable || err != nil {
-		t.Errorf("%v, kept %v, %v", d, cacheable, err)
+		t.Errorf("%v, cacheable %v, %v", d, cacheable, err)
 	}
 	h.allow.Store(false)
 	if d, _, cacheable, _ := c.decide(t.Context(), attributesOf("bob")); d == authorizer.DecisionAllow || cacheable {
-		t.Errorf("%v, kept %v: what the webhook took back", d, cacheable)
+		t.Errorf("%v, cacheable %v: the webhook revoked it", d, cacheable)
 	}
 	h.broken.Store(true)
 	if d, _, cacheable, err := c.decide(t.Context(), attributesOf("eve")); d == authorizer.DecisionAllow || cacheable || err == nil {
-		t.Errorf("%v, kept %v, %v: while it errs", d, cacheable, err)
+		t.Errorf("%v, cacheable %v, %v: while it returns errors", d, cacheable, err)
 	}
 }
 
 func TestADecisionWithoutAWebhookIsCached(t *testing.T) {
 	c := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) { o.Modes = []string{"RBAC", "AlwaysAllow"} })
 	if d, _, cacheable, err := c.decide(t.Context(), attributesOf("bob")); d != authorizer.DecisionAllow || !cacheable || err != nil {
-		t.Errorf("%v, kept %v, %v", d, cacheable, err)
+		t.Errorf("%v, cacheable %v, %v", d, cacheable, err)
 	}
 }
 
-// A configuration that changes is in force, and said to be; a bad one leaves what was (S3).
+// A changed configuration is applied and reported. An invalid one leaves the old one in force (S3).
 func TestAConfigurationIsReloaded(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "authz.yaml")
 	write := func(types ...string) {
@@ -172,7 +173,7 @@ func TestAConfigurationIsReloaded(t *testing.T) {
 	}
 }
 
-// What is said to hold for every name or namespace does.
+// A wildcard decision holds for every name or namespace.
 func TestWildcardDecisionsMatchThePolicy(t *testing.T) {
 	meta := func(name, namespace string) metav1.ObjectMeta {
 		return metav1.ObjectMeta{Name: name, Namespace: namespace}
@@ -234,13 +235,14 @@ func TestWildcardDecisionsMatchThePolicy(t *testing.T) {
 		{rbac, "in-x", true, false},
 		{rbac, "one-in-x", false, false},
 		{rbac, "both", true, false},
-		{lines, "everywhere", true, false}, // a line without a namespace is for what has none
+		{lines, "everywhere", true, false}, // a line without a namespace is for cluster-scoped objects
 		{webhookLast, "in-x", true, false},
 		{webhookLast, "one-in-x", false, false},
-		{webhookFirst, "everywhere", false, false}, // the last: it is asked for the decision, and for no other
+		// the last: the webhook is called for the decision, and for no probe
+		{webhookFirst, "everywhere", false, false},
 	} {
 		if calls := h.calls.Load(); calls != 0 {
-			t.Errorf("%s: the webhook was asked %d times", x.user, calls)
+			t.Errorf("%s: the webhook was called %d times", x.user, calls)
 		}
 		a := attributesOf(x.user)
 		a.Verb, a.Name = "get", "one"
@@ -253,7 +255,7 @@ func TestWildcardDecisionsMatchThePolicy(t *testing.T) {
 	}
 }
 
-// What ABAC's lines say is in force soon after they are written, and moves the generation; bad ones leave what was.
+// A changed ABAC file is applied soon and increments the policy revision. An invalid file leaves the old one in force.
 func TestAPolicyFileIsReloaded(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "policy.jsonl")
 	const line = `{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy",` +
@@ -271,22 +273,22 @@ func TestAPolicyFileIsReloaded(t *testing.T) {
 		return d
 	}
 	if decided() == authorizer.DecisionAllow {
-		t.Error("bob may before the file says so")
+		t.Error("bob is allowed before the file is changed")
 	}
 	reloadtest.Replace(t, file, fmt.Sprintf(line, "bob"))
 	reloadtest.Until(t, "the generation moves", func() bool { return len(moved) > 0 })
 	<-moved
 	if decided() != authorizer.DecisionAllow {
-		t.Error("bob may not")
+		t.Error("bob is denied")
 	}
 	reloadtest.Replace(t, file, "nonsense\n")
 	reloadtest.WaitForPage(t, files, "refused")
 	if decided() != authorizer.DecisionAllow || len(moved) > 0 {
-		t.Error("a bad file was put in force")
+		t.Error("an invalid file was applied")
 	}
 }
 
-// The services of the system may do what the table says, and nobody else by their names.
+// The system's services have the permissions of serviceRules. Other users have none by the same names.
 func TestServiceRules(t *testing.T) {
 	secrets := func(name, selector string, groups ...string) authorizer.Attributes {
 		a := attributesOf(name, groups...)
@@ -322,7 +324,7 @@ func TestServiceRules(t *testing.T) {
 		"admission writes pods":    {attributes(identity.Admission, "create", "", "pods"), false},
 		"admission binds cluster roles": {attributes(identity.Admission, "create", "rbac.authorization.k8s.io",
 			"clusterrolebindings"), false},
-		"admission asks what somebody may": {attributes(identity.Admission, "create", "authorization.k8s.io",
+		"admission creates an access review": {attributes(identity.Admission, "create", "authorization.k8s.io",
 			"subjectaccessreviews"), true},
 		"admission impersonates": {attributes(identity.Admission, "impersonate", "", "users"), false},
 	} {
@@ -357,6 +359,6 @@ func TestChangesAreSentByNamespace(t *testing.T) {
 	}
 	if changes, reset, _ := g.after(began); reset == nil || !reset.MayRevoke || reset.Namespace != "" ||
 		len(changes) > 0 {
-		t.Error("a stream that is too slow is not told that everything has changed")
+		t.Error("a stream that is too slow does not receive a reset")
 	}
 }

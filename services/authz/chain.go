@@ -25,36 +25,37 @@ import (
 	"watershed.dev/platform/reload"
 )
 
-// serverID labels upstream's metrics of reloads.
+// serverID is the label of upstream's reload metrics.
 const serverID = "watershed"
 
-// chain is the authorizers in the order configured. They are upstream's, each built by upstream's own code with a
-// configuration of it alone: so the chain knows which ones a decision came from, and a configuration that is read anew
-// keeps those that hold state.
+// chain is the authorizers in the configured order. Upstream's code builds each of them from a configuration with only
+// that authorizer. The chain therefore can identify the authorizers of a decision, and a reload keeps the authorizers
+// that hold state.
 type chain struct {
 	base kubeauthorizer.Config
-	// required are the types that a new configuration must still name, as upstream wants it.
+	// required are the types that a new configuration must still have, as upstream requires.
 	required sets.Set[authzconfig.AuthorizerType]
 	compiler authorizationcel.Compiler
 	links    atomic.Pointer[[]link]
-	// onReload is called after a new configuration is in force.
+	// onReload is called after a new configuration has been applied.
 	onReload func()
 
-	mu         sync.Mutex // guards what follows
+	mu         sync.Mutex // guards the fields below
 	built      map[authzconfig.AuthorizerType]link
 	lastConfig *authzconfig.AuthorizationConfiguration
 }
 
-// link is one authorizer.
+// link is one authorizer of the chain.
 type link struct {
 	authorizer.Authorizer
 	authorizer.RuleResolver
-	// webhook: it asks another server, whose answers change without a word. How long they are kept is its own matter.
+	// webhook means that the authorizer calls another server, whose responses may change at any time. Its own cache has
+	// their TTL.
 	webhook bool
 }
 
-// newChain builds the authorizers of a configuration, which ToAuthorizationConfig fills from flags and files alike, and
-// has the files followed.
+// newChain builds the authorizers of a configuration and watches its files. ToAuthorizationConfig fills the
+// configuration from flags and files.
 func newChain(ctx context.Context, c *kubeauthorizer.Config, files *reload.Files, onReload func()) (*chain, error) {
 	h := &chain{
 		base:       *c,
@@ -69,14 +70,14 @@ func newChain(ctx context.Context, c *kubeauthorizer.Config, files *reload.Files
 			h.required.Insert(a.Type)
 		}
 	}
-	authorizationconfigmetrics.RegisterMetrics() // it makes what recording needs
-	if err := h.watchFiles(files); err != nil {  // first: what changes while they are built is read again
+	authorizationconfigmetrics.RegisterMetrics() // initializes upstream's metrics before the first recording
+	if err := h.watchFiles(files); err != nil {  // before build, so that a concurrent change is read again
 		return nil, err
 	}
 	return h, h.build(ctx, c.AuthorizationConfiguration, true)
 }
 
-// has says whether an authorizer of a type that holds state is in the chain, or was.
+// has reports whether the chain has, or had, an authorizer of a type that holds state.
 func (h *chain) has(t authzconfig.AuthorizerType) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -84,7 +85,7 @@ func (h *chain) has(t authzconfig.AuthorizerType) bool {
 	return ok
 }
 
-// build puts a configuration in force. At the start every type may be made; later only those that hold no state.
+// build applies a configuration. At the start it may build every type; later only types without state.
 func (h *chain) build(ctx context.Context, c *authzconfig.AuthorizationConfiguration, first bool) error {
 	if len(c.Authorizers) == 0 {
 		return errors.New("at least one authorization mode must be passed")
@@ -125,9 +126,9 @@ func (h *chain) newLink(ctx context.Context, a authzconfig.AuthorizerConfigurati
 	return l, nil
 }
 
-// decide asks one authorizer after the other, as k8s.io/apiserver/pkg/authorization/union does. keep says whether the
-// decision stands until the policy that this service follows moves: not where a webhook was asked, whose own cache has
-// its own lifetime, and not where any authorizer erred.
+// decide calls the authorizers in order, as k8s.io/apiserver/pkg/authorization/union does. cacheable reports whether
+// the decision holds until the policy revision changes. It is false after a call of a webhook, because the webhook's
+// cache has a TTL of its own, and after an error.
 func (h *chain) decide(ctx context.Context,
 	a authorizer.Attributes) (d authorizer.Decision, reason string, cacheable bool, err error) {
 	cacheable = true
@@ -151,16 +152,17 @@ func (h *chain) decide(ctx context.Context,
 	return authorizer.DecisionNoOpinion, strings.Join(reasons, "\n"), cacheable, utilerrors.NewAggregate(errs)
 }
 
-// unmatchedName is a name that no rule holds.
+// unmatchedName is a random name that no rule contains.
 var unmatchedName = rand.Text()
 
-// wildcard says whether what is allowed for an object is so whatever its name is, and whatever its namespace: then whoever
-// walks ten thousand objects is asked about once.
+// wildcard reports whether an allowed decision holds for every name, and for every namespace. The gateway then needs
+// one decision for a client that reads ten thousand objects.
 //
-// A rule of RBAC that allows a name which nobody can have written names no objects, and what is allowed without a
-// namespace is so by cluster role bindings alone: either allow the rest too. ABAC's lines know no names, but "" among
-// their namespaces is not all of them. No other authorizer that a decision is kept of looks at either; Node has no
-// opinion but of nodes. Who asks another server is not asked about what nobody has asked.
+// An RBAC rule that allows a random name does not restrict names. A permission without a namespace comes from a
+// ClusterRoleBinding. Both therefore hold for all names or namespaces. ABAC lines do not restrict names, but an empty
+// namespace in a line does not mean all namespaces. Other authorizers with cacheable decisions ignore names and
+// namespaces; Node has no opinion on other users. Webhooks are never called with such a probe, because no client sent
+// it.
 func (h *chain) wildcard(
 	ctx context.Context,
 	attrs authorizer.AttributesRecord,
@@ -197,9 +199,9 @@ func (h *chain) RulesFor(ctx context.Context, u user.Info, namespace string) ([]
 	return union.NewRuleResolvers(all...).RulesFor(ctx, u, namespace)
 }
 
-// watchFiles has the files that the authorizers are made of read anew whenever they change. A bad one is told of, and the
-// old one stays in force (k8s.io/kubernetes/pkg/kubeapiserver/authorizer/reload.go; that of ABAC and those that name
-// webhooks kube-apiserver reads once).
+// watchFiles reloads the authorizers' files after each change. An invalid file is reported, and the old configuration
+// stays in force (k8s.io/kubernetes/pkg/kubeapiserver/authorizer/reload.go). kube-apiserver reads the ABAC file and
+// webhook kubeconfigs only once.
 func (h *chain) watchFiles(files *reload.Files) error {
 	if file := h.base.ReloadFile; file != "" {
 		data := h.base.InitialAuthorizationConfigurationData
@@ -221,7 +223,7 @@ func (h *chain) watchFiles(files *reload.Files) error {
 		case a.Webhook != nil && a.Webhook.ConnectionInfo.KubeConfigFile != nil:
 			flag, file = "authorization-webhook-config-file", *a.Webhook.ConnectionInfo.KubeConfigFile
 			if h.base.ReloadFile != "" {
-				flag = "authorization-config" // which names it
+				flag = "authorization-config" // the file that names it
 			}
 		}
 		if err := files.Watch(flag, file, func(ctx context.Context, _ []byte) error {
@@ -235,7 +237,7 @@ func (h *chain) watchFiles(files *reload.Files) error {
 
 const abacType = authzconfig.AuthorizerType(modes.ModeABAC)
 
-// rebuild makes the authorizers of a type anew from their files: ABAC, or the webhooks.
+// rebuild builds the authorizers of a type again from their files: ABAC or the webhooks.
 func (h *chain) rebuild(ctx context.Context, authorizerType authzconfig.AuthorizerType) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -259,7 +261,7 @@ func (h *chain) rebuild(ctx context.Context, authorizerType authzconfig.Authoriz
 	return nil
 }
 
-// reload puts a configuration in force.
+// reload applies a new configuration.
 func (h *chain) reload(ctx context.Context, data []byte) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()

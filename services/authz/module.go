@@ -6,7 +6,7 @@ import (
 	"watershed.dev/platform/process"
 )
 
-// Module is authz as whoever runs it sees it.
+// Module describes authz to the process that runs it: its name, dependencies and options.
 var Module = &process.Module{
 	Name:      "authz",
 	ServesRPC: true,

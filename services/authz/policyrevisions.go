@@ -17,15 +17,14 @@ import (
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 )
 
-// heartbeat is how often a stream of generations says that nothing has changed: well within identity.GenerationLease.
+// heartbeat is the period of heartbeats on a stream of policy revisions. It is well below identity.GenerationLease.
 const heartbeat = time.Second
 
-// maxChanges bounds the changes that a slow stream can be told one by one; beyond them it is told that everything has
-// changed.
+// maxChanges bounds the changes that a slow stream can still receive individually. Beyond that it receives a single
+// revision for everything.
 const maxChanges = 4096
 
-// policyRevisions counts the changes of policy that this replica has seen, in the order that it saw them, by whom they
-// concern.
+// policyRevisions numbers the policy changes that this replica has received, in its own order, with their namespace.
 type policyRevisions struct {
 	replica string
 
@@ -39,8 +38,8 @@ func newPolicyRevisions() *policyRevisions {
 	return &policyRevisions{replica: rand.Text(), count: 1}
 }
 
-// record notes that the policy of a namespace has changed, or with an empty one everybody's. revokes says that it may
-// have taken a permission away, and not only given one.
+// record records a policy change of a namespace; an empty namespace means all users. revokes reports whether the change
+// may revoke a permission.
 func (g *policyRevisions) record(namespace string, revokes bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -63,7 +62,8 @@ func (g *policyRevisions) current() uint64 {
 	return g.count
 }
 
-// after are the changes after a count; whole is set instead where they are not all known any more.
+// after returns the changes after a revision. If they are no longer all known, it returns reset instead, which covers
+// everything.
 func (g *policyRevisions) after(
 	count uint64) (changes []*authzv1.PolicyRevision, reset *authzv1.PolicyRevision, changed <-chan struct{}) {
 	g.mu.Lock()
@@ -75,7 +75,7 @@ func (g *policyRevisions) after(
 	return g.recent[len(g.recent)-n:], nil, g.changed.C()
 }
 
-// eventHandler counts the changes of RBAC objects.
+// eventHandler returns a handler that records the changes of RBAC objects.
 func (g *policyRevisions) eventHandler() cache.ResourceEventHandler {
 	return cache.ResourceEventHandlerFuncs{
 		AddFunc: func(obj any) { g.record(affectedNamespace(obj), false) },
@@ -88,8 +88,8 @@ func (g *policyRevisions) eventHandler() cache.ResourceEventHandler {
 	}
 }
 
-// affectedNamespace is the namespace whose decisions an RBAC object has a part in. A Role or RoleBinding has one in those of its
-// own alone.
+// affectedNamespace returns the namespace whose decisions an RBAC object affects. A Role or RoleBinding affects only
+// its own; the result is empty for all others.
 func affectedNamespace(obj any) string {
 	if tombstone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
 		obj = tombstone.Obj
@@ -111,8 +111,8 @@ func resourceVersion(obj any) string {
 	return m.GetResourceVersion()
 }
 
-// PolicyRevisions implements authzv1.AuthzServer. It ends where the policy is not known to be fresh: nothing may be kept
-// then.
+// PolicyRevisions implements authzv1.AuthzServer. The stream ends when the policies are not fresh, because the gateway
+// must not use its cached decisions then.
 func (s *Service) PolicyRevisions(_ *authzv1.PolicyRevisionsRequest,
 	stream grpc.ServerStreamingServer[authzv1.PolicyRevision]) error {
 	ctx := stream.Context()

@@ -11,13 +11,13 @@ import (
 	"watershed.dev/platform/identity"
 )
 
-// rule is what a service of the system may do, whatever the cluster's policy says: it has to read the policy before
-// there is one.
+// rule is a permission of a system service, independent of the cluster's policies, because a service reads the policies
+// before they exist.
 type rule struct {
 	verbs     []string
 	group     string
 	resources []string
-	// field and values: only where a field selector names one of these.
+	// field and values restrict the rule to requests whose field selector requires one of the values.
 	field  string
 	values []string
 }
@@ -25,7 +25,7 @@ type rule struct {
 var (
 	readVerbs = []string{"get", "list", "watch"}
 
-	// serviceRules are the services' rights, by user name. docs/security.md shows them.
+	// serviceRules are the services' permissions, by user name. docs/security.md shows them.
 	serviceRules = map[string][]rule{
 		identity.Authn: {
 			{verbs: readVerbs, resources: []string{"namespaces", "serviceaccounts"}},
@@ -36,8 +36,8 @@ var (
 				field:     "type",
 				values:    []string{"kubernetes.io/service-account-token", "bootstrap.kubernetes.io/token"},
 			},
-			// A legacy token is looked up where the watch has not told of it yet, and says in its secret that it is
-			// used (k8s.io/kubernetes/pkg/serviceaccount/legacy.go).
+			// A legacy token may be looked up before the watch delivers it. Its secret is patched with the date of its
+			// use (k8s.io/kubernetes/pkg/serviceaccount/legacy.go).
 			{verbs: []string{"get", "patch"}, resources: []string{"secrets"}},
 		},
 		identity.Authz: {
@@ -61,12 +61,12 @@ var (
 	}
 )
 
-// discoveryPaths lists the paths beside resources that each of them may read; mutating policies take their types from
+// discoveryPaths are the non-resource paths that every service may read. Mutating policies read their types from
 // OpenAPI (k8s.io/apiserver/pkg/admission/plugin/policy/mutating/patch).
 var discoveryPaths = []string{"/api", "/api/*", "/apis", "/apis/*", "/openapi/v3", "/openapi/v3/*", "/version"}
 
-// serviceAllowed says whether a user is a service of the system that may do a thing by the table. known is false for anybody
-// else.
+// serviceAllowed reports whether the user is a system service that serviceRules allow the request. isService is false
+// for all other users.
 func serviceAllowed(a authorizer.Attributes) (allowed, isService bool) {
 	u := a.GetUser()
 	if u == nil || !slices.Contains(u.GetGroups(), identity.ServicesGroup) {

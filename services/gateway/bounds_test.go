@@ -10,12 +10,12 @@ import (
 
 const namespaces = "/api/v1/namespaces"
 
-// A read beyond --max-requests-inflight is answered 429.
+// A read beyond --max-requests-inflight gets 429.
 func TestReadsInFlightAreBounded(t *testing.T) {
 	come, may := make(chan struct{}), make(chan struct{})
 	var lists atomic.Int32
 	g := newTestGateway(t, &fakeServices{list: func(string) {
-		if lists.Add(1) == 1 { // the first one lasts
+		if lists.Add(1) == 1 { // the first list waits
 			close(come)
 			<-may
 		}
@@ -37,7 +37,7 @@ func TestReadsInFlightAreBounded(t *testing.T) {
 	}
 }
 
-// Registry answers four lists at a time for the watch tier. Of one user 16 wait, and further ones are answered 429.
+// The registry serves four lists at a time for the watch tier. 16 lists of a user wait, and further lists get 429.
 func TestListsForTheWatchTierAreBounded(t *testing.T) {
 	const atATime, waiting = 4, 16
 	var mu sync.Mutex
@@ -45,7 +45,7 @@ func TestListsForTheWatchTierAreBounded(t *testing.T) {
 	may := make(chan struct{})
 	o := &fakeServices{list: func(query string) {
 		mu.Lock()
-		under[query]++ // the gateway may ask for one list twice, if registry is slow
+		under[query]++ // the gateway may hedge a list if registry is slow
 		most = max(most, len(under))
 		mu.Unlock()
 		<-may

@@ -1,17 +1,92 @@
-// Package gateway is the way in: TLS, the filters, discovery, and the routing of every request to the service that
-// answers it. It keeps no state that another gateway would miss.
+// Package gateway serves the Kubernetes API to clients: TLS, the filter chain, discovery, OpenAPI, and the routing of
+// every request to another service. It does not store objects, authenticate, authorize or run admission plugins. It
+// keeps no state that a client would miss at another gateway.
 //
-// It is the only orchestrator: it asks authn who a request is of, authz whether they may, admission about what is
-// written, the watch tier for lists and watches, and registry for everything else. Nobody calls it but clients; authn,
-// authz and admission are among them, with identities of their own.
+// The gateway is the only orchestrator. It gets the user of a request from authn, the decision from authz, and the
+// verdict on a write from admission. Lists and watches go to the watch tier (all watchfanout replicas), the rest to
+// registry. Only clients call the gateway. The services authn, authz and admission are clients too, each with its own
+// identity.
 //
-// What it keeps in memory, all of it bounded in bytes: answers of authn and authz for as long as those say (access),
-// bodies of requests in flight (body), recent events of the streams that clients share (watch), the catalog, and
-// documents of discovery and OpenAPI.
+// These caches and buffers are bounded in bytes: responses of authn and authz (delegatedauth), bodies in flight (body),
+// and recent events of shared streams (watch). The gateway also caches the discovery view and the discovery and OpenAPI
+// documents.
 //
-// When another service is away: requests are refused with 503 and Retry-After, but for lists, which registry answers in
-// the watch tier's place, and open watches, which wait and then go on. /readyz names what cannot be asked.
+// If another service is unavailable, the gateway rejects requests with 503 and Retry-After. There are two exceptions.
+// The registry answers lists if the watch tier cannot. Open watches wait for a replica and resume. The page /readyz
+// names each unavailable service.
 //
-// It is told to stop by SIGTERM and stops in kube-apiserver's order: not ready, --shutdown-delay-duration, no new
-// connections, requests end by themselves, watches over --shutdown-watch-termination-grace-period.
+// # Goroutines
+//
+// Service.Run owns all goroutines that last. Each of these tasks has its own goroutine until its context ends.
+//
+//	discovery.Watcher.Run            the stream of served resources from registry; calls views.publish.
+//	routing.AdmissionRules.Run       the stream of admission rules from admission.
+//	delegatedauth.Authorizer.Run     the stream of policy revisions from authz, and its heartbeat timer.
+//	aggregation.DiscoveryManager.Run discovery of aggregated API servers, every minute.
+//	Service.awaitRequired            the first success of each required check, then it ends.
+//	flowcontrol.Fairness.Run         API Priority and Fairness, if it is enabled.
+//	reload.Files.Run                 files that are reloaded when they change.
+//
+// The server owns its connections and their goroutines (package server). An audit backend in batch mode owns its own
+// goroutine until Auditor.Close.
+//
+// # Life of a gateway
+//
+//	New ──► not ready ──► ready ──► shutting down ──► stopped.
+//
+//	not ready      a required check has not yet succeeded once (awaitRequired).
+//	ready          server.Server serves; /readyz may still fail later if a service is unavailable.
+//	shutting down  SIGTERM: /readyz fails, --shutdown-delay-duration passes, new connections are refused,
+//	               requests finish, watches end over --shutdown-watch-termination-grace-period.
+//	stopped        the audit log is flushed (audit.FlushTimeout at most), then the tasks end.
+//
+// The order of the shutdown is kube-apiserver's.
+//
+// # Review notes
+//
+// A reviewer must check the following.
+//
+//   - Every call to another service has a deadline or ends with the client's request. A replica may be frozen and keep
+//     its connections.
+//   - Every cache and buffer has a bound in bytes, and a bound for each user.
+//   - A metric's labels contain only served resources. A path, or a resource from a path, is the client's choice and
+//     would stay in memory (metricsInfo).
+//   - Error texts are kube-apiserver's, byte for byte. Built-in and custom resources differ (routing.dialect).
+//   - A response that fails after its first byte must end as aborted (http.ErrAbortHandler or responsewriters.Abort).
+//     Otherwise a client takes half a list for a complete list.
+//   - A change of the order of filters is compared with kube-apiserver's DefaultBuildHandlerChain.
+//
+// A change must never do the following.
+//
+//   - Never serve a read of authn, authz or admission from the watch tier (routing.requestContext.isInternal). A
+//     replica could forge a permission, or keep a revoked permission.
+//   - Never cache a refused authentication or an anonymous user (delegatedauth). Unauthenticated clients could evict
+//     the cached logins of others. An anonymous user may also be allowed for some paths only.
+//   - Never hedge or retry a write, because a registry that does not respond may have written it. Write follows
+//     WriteUnary only if the registry wrote nothing (callback_required, or an older release without the method). See
+//     rpc.NonIdempotent.
+//   - Never wait for a ready connection in Authorizer.Run. The gateway must notice within heartbeatTimeout that authz
+//     is unavailable.
+//   - Never send admission the SubjectAccessReview that admission itself creates, because it may recurse without end
+//     (routing.requestContext.isSelfReview).
+//
+// These obvious alternatives failed.
+//
+//   - An upgraded connection with the request's context: upgrades to aggregated servers ended at --request-timeout,
+//     unlike in kube-apiserver. Without any context, a backend that never responds kept the connection and its
+//     goroutines after the client left (package upgrade).
+//   - Cancelling an OpenAPI document with its last client: clients that gave up and returned made the registry start
+//     again each time (openapi.New).
+//   - Reading the etag of an aggregated server's document on each request: a document has up to 16 MB, so digests are
+//     computed once for each refresh.
+//   - Rejecting a watch with a list that has the client's selectors: if nothing matched, the registry read the whole
+//     resource, outside the bound of lists. Twelve such watches took 1.5 GB (routing.requestContext.watchRefusal).
+//   - Decoding an aggregated server's response with a bound in bytes only: three bytes of JSON become a struct of
+//     hundreds of bytes. Responses have a bound in JSON values too (aggregation.responseLimit).
+//   - kube-apiserver's queue of audit events, bounded in events only: 10,000 events with objects are gigabytes
+//     (kubernetes 85489).
+//   - A flow control client that authz authorizes: an authz of an older release does not know its user, and the gateway
+//     would wait for it. The loopback client has an authorizer of its own.
+//   - Counting gateways by Leases in kube-system: anyone with write access to these Leases could shrink every gateway's
+//     share of seats. The registry counts gateways under leased keys in etcd.
 package gateway

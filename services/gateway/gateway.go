@@ -53,7 +53,7 @@ import (
 	"watershed.dev/services/gateway/watch"
 )
 
-// Config is what a gateway is told.
+// Config is the configuration of a gateway.
 type Config struct {
 	Server            server.Config
 	AdvertiseAddress  string
@@ -69,7 +69,7 @@ type Config struct {
 	Egress            egress.Config
 }
 
-// AddFlags adds every setting to fs.
+// AddFlags registers every flag of the gateway, with its default.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	features.AddFlag(fs, true)
 	c.Server.AddFlags(fs)
@@ -80,8 +80,8 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.FlowControl.AddFlags(fs)
 	c.Egress.AddFlags(fs)
 	fs.BoolVar(&c.TierGets, "gets-from-watch-tier", false,
-		"Whether a GET of an object as it is stored is answered by the watch tier, as fresh as etcd, in place of "+
-			"registry. It is cheaper where both are in one process.")
+		"Whether the watch tier, instead of registry, answers a GET of a stored object. The response is as fresh as "+
+			"etcd. This is cheaper if both run in one process.")
 	fs.BoolVar(&c.Profiling, "profiling", true, "Enable profiling via web interface host:port/debug/pprof/.")
 	fs.StringVar(&c.AdvertiseAddress, "advertise-address", "",
 		"The IP address on which to advertise the API to members of the cluster.")
@@ -92,8 +92,8 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"The minimum number of seconds a watch without timeoutSeconds stays open; each gets a random value above it.")
 }
 
-// externalAddress is where clients reach the gateway, as host:port (k8s.io/apiserver/pkg/server, Config.Complete, and
-// k8s.io/kubernetes/pkg/controlplane/apiserver/options, Complete).
+// externalAddress returns the host:port at which clients reach the gateway. The rules are from Config.Complete
+// (k8s.io/apiserver/pkg/server) and Complete (k8s.io/kubernetes/pkg/controlplane/apiserver/options).
 func (c *Config) externalAddress() string {
 	host := c.ExternalHostname
 	if host == "" {
@@ -112,7 +112,7 @@ func (c *Config) externalAddress() string {
 	return net.JoinHostPort(host, strconv.Itoa(c.Server.SecurePort))
 }
 
-// Deps are the clients of the other services.
+// Deps are the clients for the other services.
 type Deps struct {
 	Authn         authnv1.AuthnClient
 	Authz         authzv1.AuthzClient
@@ -125,10 +125,10 @@ type Deps struct {
 }
 
 const (
-	// maxFallbackLists is how many lists a gateway has registry answer at a time: each is a reading of etcd, decoded
-	// and encoded, and is gathered for all who share it.
+	// maxFallbackLists is the number of lists that the registry answers for a gateway at a time. Each list is read from
+	// etcd, decoded, encoded, and buffered for all requests that share it.
 	maxFallbackLists = 4
-	// maxFallbackQueue is how many different ones of one user may wait; who asks for more is told to come back (429).
+	// maxFallbackQueue is the number of different lists that may wait for each user. The gateway rejects more with 429.
 	maxFallbackQueue = 16
 )
 
@@ -145,17 +145,18 @@ type Service struct {
 	health         map[string]*check
 	files          reload.Files
 	auditor        *audit.Auditor
-	// flowControl is nil where requests are not bounded by flow.
+	// flowControl is nil if API Priority and Fairness is disabled.
 	flowControl *flowcontrol.Fairness
-	// external is where clients reach the gateway.
+	// external is the address at which clients reach the gateway, as host:port.
 	external string
 	ready    lifecycle.Readiness
 }
 
-// NewConfig returns the defaults.
+// NewConfig returns a configuration without values. AddFlags sets the defaults.
 func NewConfig() *Config { return &Config{} }
 
-// New builds a gateway.
+// New returns a gateway that is not running yet. It reads certificates and the audit policy, and opens the audit
+// backends.
 func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	if err := c.validate(); err != nil {
 		return nil, err
@@ -232,7 +233,7 @@ func (c *Config) validate() error {
 	return errors.Join(c.Server.Validate(), c.Watch.Validate())
 }
 
-// router is what answers requests for resources.
+// router returns the handler for requests for resources.
 func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 	c, d := g.config, &g.deps
 	memoryQuota, rateLimiter, inflightQuota := new(watch.MemoryQuota), new(watch.RateLimiter), new(watch.InflightQuota)
@@ -275,7 +276,7 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 	return r
 }
 
-// mux sends a request to resources, discovery or the gateway's own pages.
+// mux returns a handler that sends a request to aggregated servers, resources, discovery, or the gateway's own pages.
 func (g *Service) mux(router *routing.Router) http.Handler {
 	pages := http.NewServeMux()
 	page(pages, "/version", "application/json", writeVersion)
@@ -313,7 +314,7 @@ func (g *Service) mux(router *routing.Router) http.Handler {
 			router.ServeHTTP(w, req)
 		case under(req.URL.Path, "/api"), under(req.URL.Path, "/apis"):
 			g.views.discovery.ServeHTTP(w, req)
-		case strings.Contains(req.URL.Path, "//"): // such a path is not cleaned, as kube-apiserver does not
+		case strings.Contains(req.URL.Path, "//"): // kube-apiserver does not clean such a path
 			responsewriters.NotFound(w, req)
 		default:
 			pages.ServeHTTP(w, req)
@@ -321,13 +322,14 @@ func (g *Service) mux(router *routing.Router) http.Handler {
 	})
 }
 
-// revision is etcd's now.
+// revision returns etcd's current revision, from registry.
 func (g *Service) revision(ctx context.Context) (int64, error) {
 	r, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
 	return r.GetRevision(), err
 }
 
-// servedLocally says whether a request is for a resource that is served here, and is no connection to somewhere else.
+// servedLocally reports whether this system serves the request's resource and the request is not long-running. Such a
+// request is no watch, and no connection to a kubelet, pod, service or node.
 func (g *Service) servedLocally(req *http.Request) bool {
 	info, ok := request.RequestInfoFrom(req.Context())
 	if !ok || !info.IsResourceRequest || server.LongRunning(req, info) {
@@ -337,7 +339,7 @@ func (g *Service) servedLocally(req *http.Request) bool {
 	return group == "" || !g.views.apiServices.Handles(group, version)
 }
 
-// groupVersion is what follows /apis/ in a path that names a version.
+// groupVersion returns the group and version of a path /apis/<group>/<version>. Both are empty for another path.
 func groupVersion(path string) (group, version string) {
 	rest, ok := strings.CutPrefix(path, "/apis/")
 	if !ok {
@@ -366,24 +368,25 @@ func (g *Service) issuerDocument(w http.ResponseWriter, req *http.Request) {
 	_, _ = w.Write(d.Body)
 }
 
-// Register offers nothing: the gateway is called over HTTPS alone.
+// Register registers no gRPC service: clients call the gateway over HTTPS only.
 func (g *Service) Register(grpc.ServiceRegistrar) {}
 
-// Collectors are the gateway's own metrics; kube-apiserver's are in the registry that it shares with its libraries.
+// Collectors returns the metrics of this system's own. kube-apiserver's metrics are in the registry that its libraries
+// share (legacyregistry).
 func (g *Service) Collectors() []prometheus.Collector {
 	return slices.Concat(watch.Metrics(), delegatedauth.Metrics(), audit.Metrics(), body.Metrics(),
 		server.Metrics())
 }
 
-// Files are those that are read anew while the gateway runs.
+// Files returns the page of the files that the gateway reloads while it runs.
 func (g *Service) Files() http.Handler { return &g.files }
 
-// StopTimeout is how long the gateway takes to stop at most.
+// StopTimeout returns the maximum time that Run needs to return after its context ends.
 func (g *Service) StopTimeout() time.Duration {
 	return g.config.Server.StopTimeout() + audit.FlushTimeout
 }
 
-// Draining says whether the gateway has been told to stop: no new client is to come.
+// Draining reports whether the gateway is shutting down. Load balancers should then send no new client.
 func (g *Service) Draining() bool {
 	select {
 	case <-g.server.ShuttingDown:
@@ -393,7 +396,7 @@ func (g *Service) Draining() bool {
 	}
 }
 
-// Run serves until ctx is done.
+// Run serves until ctx ends, shuts down, and flushes the audit log.
 func (g *Service) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	serviceCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
@@ -409,7 +412,7 @@ func (g *Service) Run(ctx context.Context) error {
 	return err
 }
 
-// watchServices keeps what the gateway knows of the other services until ctx is done.
+// watchServices runs the streams and tasks that follow the other services, until ctx ends.
 func (g *Service) watchServices(ctx context.Context) {
 	var wg sync.WaitGroup
 	for _, run := range []func(context.Context){
@@ -420,10 +423,11 @@ func (g *Service) watchServices(ctx context.Context) {
 	wg.Wait()
 }
 
-// tierContext leads a question to the replicas that namespaces are on.
+// tierContext routes a call to the replicas that own namespaces.
 func tierContext(ctx context.Context) context.Context { return rpc.WithHashKey(ctx, "namespaces") }
 
-// page serves GET of a path in one media type, and refuses all else as kube-apiserver's web framework does.
+// page serves GET of a path in a single media type. It rejects other requests as kube-apiserver's web framework
+// (go-restful) does.
 func page(mux *http.ServeMux, path, mediaType string, serve http.HandlerFunc) {
 	getOnly := func(w http.ResponseWriter, req *http.Request) {
 		switch {
@@ -444,7 +448,7 @@ func writeVersion(w http.ResponseWriter, _ *http.Request) {
 	writeJSON(w, kubeversion.Info())
 }
 
-// index lists the paths that are served.
+// index writes the list of served paths.
 func (g *Service) index(w http.ResponseWriter) {
 	paths := []string{"/.well-known/openid-configuration", "/api", "/apis", "/healthz", "/livez", "/metrics",
 		"/openapi/v2", "/openapi/v3", "/openid/v1/jwks", "/readyz", "/version"}

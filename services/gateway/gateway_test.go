@@ -26,8 +26,8 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// fakeServices are the services that a gateway calls. Requests with a token are an administrator's, or bob's with the token
-// bob. All others are a stranger's.
+// fakeServices are the services that a gateway calls. A request with the token bob has the user bob, with another token
+// an administrator. Requests without a token are anonymous.
 type fakeServices struct {
 	authnv1.UnimplementedAuthnServer
 	authzv1.UnimplementedAuthzServer
@@ -35,9 +35,9 @@ type fakeServices struct {
 	registryv1.UnimplementedObjectsServer
 	registryv1.UnimplementedDiscoveryServer
 	registryv1.UnimplementedSourceServer
-	// unavailable is who does not answer.
+	// unavailable is the name of the service that does not respond.
 	unavailable atomic.Value
-	// list is called before the watch tier or registry answers a list.
+	// list is called before the watch tier or registry serves a list.
 	list func(query string)
 }
 
@@ -155,7 +155,7 @@ func (t fakeTier) List(_ *watchfanoutv1.ListRequest, s grpc.ServerStreamingServe
 	return s.Send(&watchfanoutv1.ListChunk{Data: [][]byte{[]byte("{}")}, Size: 2})
 }
 
-// newTestGateway is a gateway whose other services are o, without its HTTPS server.
+// newTestGateway returns a gateway that calls o, without its HTTPS server.
 func newTestGateway(t *testing.T, o *fakeServices, flags ...string) *Service {
 	t.Helper()
 	p := rpc.NewInProcess(false)
@@ -214,7 +214,8 @@ func (g *Service) doRequest(method, path, token string) (int, string, http.Heade
 	return w.Code, w.Body.String(), w.Header()
 }
 
-// A request goes to resources, to discovery or to a page of the gateway's own; a stranger sees what is for everybody.
+// A request goes to resources, to discovery or to a page of the gateway's own. An anonymous client sees only public
+// pages.
 func TestRequestsAreRouted(t *testing.T) {
 	g := newTestGateway(t, &fakeServices{})
 	g.awaitReady(t)
@@ -255,7 +256,7 @@ func TestRequestsAreRouted(t *testing.T) {
 	}
 }
 
-// Whether a service answers is a matter of /readyz, under its name; a gateway lives without any.
+// /readyz names each service that does not respond. The gateway stays alive without it.
 func TestUnavailableServiceIsNamed(t *testing.T) {
 	for _, unavailable := range []string{"etcd", "authn", "authz", "admission"} {
 		o := &fakeServices{}
@@ -263,7 +264,7 @@ func TestUnavailableServiceIsNamed(t *testing.T) {
 		g.awaitReady(t)
 		o.unavailable.Store(unavailable)
 		for _, c := range g.health {
-			c.checkedAt = time.Time{} // what was asked at the start is not asked again for a while
+			c.checkedAt = time.Time{} // the cached result would be reused
 		}
 		var failed []string
 		for name, c := range g.health {
@@ -297,7 +298,7 @@ func TestUnavailableServiceIsNamed(t *testing.T) {
 	}
 }
 
-// A gateway is not ready before it has heard once of everything that it needs.
+// A gateway is not ready until each required check has succeeded once.
 func TestGatewayWaitsForRequiredChecks(t *testing.T) {
 	o := &fakeServices{}
 	o.unavailable.Store("authz")
@@ -317,7 +318,7 @@ func TestGatewayWaitsForRequiredChecks(t *testing.T) {
 	}
 }
 
-// A gateway does not start with a bound that kube-apiserver refuses.
+// A gateway does not start if a flag's value is out of range.
 func TestBoundsOutOfRangeAreRefused(t *testing.T) {
 	for _, flag := range []string{"--min-request-timeout=-1", "--goaway-chance=1", "--max-requests-inflight=-1",
 		"--max-watch-rate-per-user=-1"} {
@@ -328,7 +329,8 @@ func TestBoundsOutOfRangeAreRefused(t *testing.T) {
 			t.Fatal(err)
 		}
 		name, value, _ := strings.Cut(flag, "=")
-		if err := c.validate(); err == nil || !strings.HasPrefix(err.Error(), name+" "+value+": must ") {
+		if err := c.validate(); err == nil || !strings.HasPrefix(err.Error(), name) ||
+			!strings.Contains(err.Error(), value+": ") {
 			t.Errorf("%s: %v", flag, err)
 		}
 	}

@@ -20,9 +20,9 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// postStartHooks are the health checks of kube-apiserver's start hooks, under their names (k8s.io/apiserver/pkg/server,
-// AddPostStartHook), and the check of ours that says the same: what a hook starts there runs in a service here, and the
-// service is ready once it does.
+// postStartHooks maps the health checks of kube-apiserver's start hooks (k8s.io/apiserver/pkg/server, AddPostStartHook)
+// to this gateway's checks. The task of a start hook runs in another service here, and that service is ready once the
+// task runs.
 var postStartHooks = map[string]string{
 	"poststarthook/start-apiserver-admission-initializer":         "admission",
 	"poststarthook/generic-apiserver-start-informers":             "etcd",
@@ -53,15 +53,15 @@ var postStartHooks = map[string]string{
 }
 
 const (
-	// probeInterval is how long to wait before a service that does not answer at the start is asked again; a question waits
-	// for a replica by itself.
+	// probeInterval is the pause before the gateway probes a service again during the start. Each probe also waits for
+	// a replica.
 	probeInterval = 20 * time.Millisecond
-	// checkTimeout bounds one check, and checkTTL is for how long its answer is good: many names ask the same.
+	// checkTimeout bounds a probe. checkTTL is how long a check caches its result, because many names share a check.
 	checkTimeout = 3 * time.Second
 	checkTTL     = time.Second
 )
 
-// check is one of ours, asked at most once in a while.
+// check is one health check of this gateway. It probes at most once for each checkTTL.
 type check struct {
 	probe func(context.Context) error
 
@@ -82,12 +82,12 @@ func (c *check) get(ctx context.Context) error {
 	return c.err
 }
 
-// serve is the check as a page asks for it.
+// serve is the check as a healthz.HealthChecker's function.
 func (c *check) serve(r *http.Request) error { return c.get(r.Context()) }
 
-// checks are what says whether each other service can be asked, by name.
+// checks returns the checks of the other services, by name.
 func (g *Service) checks() map[string]*check {
-	var encryption atomic.Pointer[string] // what registry said of its encryption when the check of etcd asked it
+	var encryption atomic.Pointer[string] // the encryption error that the check of etcd received last
 	etcd := &check{probe: func(ctx context.Context) error {
 		r, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
 		encryptionErr := r.GetEncryptionError()
@@ -97,7 +97,7 @@ func (g *Service) checks() map[string]*check {
 	return map[string]*check{
 		"discovery": {probe: func(context.Context) error {
 			if g.discovery.View() == nil {
-				return errors.New("registry has not said what is served")
+				return errors.New("registry has not sent the served resources yet")
 			}
 			return nil
 		}},
@@ -110,14 +110,14 @@ func (g *Service) checks() map[string]*check {
 			case <-g.flowControl.Ready():
 				return nil
 			default:
-				return errors.New("the objects of flow control have not been read")
+				return errors.New("flow control has not loaded its objects yet")
 			}
 		}},
 		"kms-providers": {probe: func(ctx context.Context) error {
 			if err := etcd.get(ctx); err != nil {
-				return nil // that is the other check's to say
+				return nil // the etcd check reports it
 			}
-			if encryptionErr := *encryption.Load(); encryptionErr != "" { // etcd has been asked
+			if encryptionErr := *encryption.Load(); encryptionErr != "" { // the probe of etcd has set it
 				return errors.New(encryptionErr)
 			}
 			return nil
@@ -140,10 +140,10 @@ func (g *Service) checks() map[string]*check {
 	}
 }
 
-// requiredChecks are the checks without which a gateway has nothing to answer with.
+// requiredChecks are the checks that must succeed once before the gateway is ready.
 var requiredChecks = []string{"discovery", "etcd", "authn", "authz", "admission", "fairness"}
 
-// started is a check that has come true: a start hook has run once it has, whatever comes later.
+// started returns a checker that stays successful after the first success of c, because a start hook runs once.
 func (c *check) started() healthz.HealthChecker {
 	var done atomic.Bool
 	return healthz.NamedCheck("", func(r *http.Request) error {
@@ -156,8 +156,9 @@ func (c *check) started() healthz.HealthChecker {
 	})
 }
 
-// installHealth serves /healthz, /livez and /readyz with kube-apiserver's names. Whether the other services can be
-// asked is a matter of /healthz and /readyz: a gateway is not started again because another service is away.
+// installHealth serves /healthz, /livez and /readyz under kube-apiserver's names. /healthz and /readyz include the
+// other services. /livez includes only etcd and the start hooks, because a restart of the gateway does not help if
+// another service is unavailable.
 func (g *Service) installHealth(mux *http.ServeMux) {
 	var common, services []healthz.HealthChecker
 	for _, name := range requiredChecks {
@@ -175,7 +176,7 @@ func (g *Service) installHealth(mux *http.ServeMux) {
 	}
 	first := []healthz.HealthChecker{healthz.PingHealthz, healthz.LogHealthz,
 		healthz.NamedCheck("etcd", g.health["etcd"].serve)}
-	// As kube-apiserver has it where a KMS is used: not ready without it, but alive.
+	// As in kube-apiserver with a KMS: the gateway is not ready without the KMS, but it is alive.
 	services = append(services, healthz.NamedCheck("kms-providers", g.health["kms-providers"].serve))
 	ready := []healthz.HealthChecker{
 		healthz.NamedCheck("etcd-readiness", g.health["etcd"].serve),
@@ -185,7 +186,8 @@ func (g *Service) installHealth(mux *http.ServeMux) {
 	healthz.InstallHandler(mux, slices.Concat(first, services, common)...)
 	healthz.InstallLivezHandler(mux, slices.Concat(first, common)...)
 	healthz.InstallReadyzHandler(mux, slices.Concat(first, services, common, ready)...)
-	// Beside /readyz, since the API works without it: whether the watch tier is as far as etcd.
+	// The watch tier has its own page, because the API works without it. The page reports whether a replica can serve a
+	// list.
 	mux.HandleFunc("/readyz/watch-tier", func(w http.ResponseWriter, req *http.Request) {
 		ctx, cancel := context.WithTimeout(req.Context(), checkTimeout)
 		defer cancel()
@@ -197,11 +199,11 @@ func (g *Service) installHealth(mux *http.ServeMux) {
 	})
 }
 
-// checkTier says why the watch tier cannot be read from, or is nil.
+// checkTier returns why the watch tier cannot serve a list of namespaces, or nil.
 func (g *Service) checkTier(ctx context.Context) error {
 	v := g.discovery.View()
 	if v == nil {
-		return errors.New("registry has not said what is served")
+		return errors.New("registry has not sent the served resources yet")
 	}
 	entry, ok := v.APIResource("", "v1", "namespaces", "")
 	if !ok {
@@ -220,10 +222,11 @@ func (g *Service) checkTier(ctx context.Context) error {
 	return err
 }
 
-// Ready is what the gateway waits for before it answers its first request. How each service is later, /readyz says.
+// Ready returns the readiness that must hold before the gateway serves its first request. Later states of the services
+// are on /readyz.
 func (g *Service) Ready() *lifecycle.Readiness { return &g.ready }
 
-// Check says which service that the gateway needs does not answer now, or is nil.
+// Check returns the first required service that does not respond now, or nil.
 func (g *Service) Check(ctx context.Context) error {
 	for _, name := range requiredChecks {
 		if err := g.health[name].get(ctx); err != nil {
@@ -233,10 +236,10 @@ func (g *Service) Check(ctx context.Context) error {
 	return nil
 }
 
-// errNotResponded is why a service that has not answered yet keeps the gateway from being ready.
-var errNotResponded = errors.New("it has not answered yet")
+// errNotResponded is the readiness of a service before its first response.
+var errNotResponded = errors.New("no response yet")
 
-// awaitRequired waits for each service that the gateway needs.
+// awaitRequired probes each required service until it succeeds once, or until ctx ends.
 func (g *Service) awaitRequired(ctx context.Context) {
 	var wg sync.WaitGroup
 	defer wg.Wait()

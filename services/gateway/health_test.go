@@ -10,7 +10,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// fakeSource is a registry that says how etcd and the KMS are.
+// fakeSource is a registry with an error of etcd and an encryption error.
 type fakeSource struct {
 	registryv1.SourceClient
 	calls      int
@@ -27,7 +27,7 @@ func (s *fakeSource) Revision(context.Context, *registryv1.RevisionRequest,
 	return &registryv1.RevisionResponse{Revision: 1, EncryptionError: s.encryption}, nil
 }
 
-// Of etcd and of the KMS registry is asked once, and each is named for what is its own.
+// The checks of etcd and of the KMS share a call to registry, and each reports only its own error.
 func TestEtcdAndKMSChecksAreSeparate(t *testing.T) {
 	away := errors.New("etcd is away")
 	for name, c := range map[string]struct {
@@ -52,7 +52,7 @@ func TestEtcdAndKMSChecksAreSeparate(t *testing.T) {
 			}
 		}
 		if c.source.calls != 1 {
-			t.Errorf("%s: registry is asked %d times", name, c.source.calls)
+			t.Errorf("%s: registry is called %d times", name, c.source.calls)
 		}
 	}
 }

@@ -2,8 +2,9 @@ package gateway
 
 import "k8s.io/apiserver/pkg/endpoints/request"
 
-// metricsInfo returns the RequestInfo from which metrics of a request take their labels. Paths are the client's choice,
-// and a label's values stay in memory: it leaves out the path, and group, version and resource unless they are served.
+// metricsInfo returns the RequestInfo for the labels of a request's metrics. The path is the client's choice, and a
+// label's values stay in memory. So metricsInfo omits the path, and also group, version and resource unless they are
+// served.
 func (g *Service) metricsInfo(info *request.RequestInfo) *request.RequestInfo {
 	if info == nil {
 		return &request.RequestInfo{}

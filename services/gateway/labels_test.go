@@ -20,7 +20,7 @@ import (
 	"watershed.dev/platform/telemetry"
 )
 
-// Metrics label a request by its resource if that is served, and by nothing that its client chose.
+// Metrics label a request by its resource only if the resource is served. No label value is the client's choice.
 func TestMetricLabelsAreServedResources(t *testing.T) {
 	g := newTestGateway(t, &fakeServices{})
 	eventually(t, func() bool { return g.discovery.View() != nil })
@@ -42,8 +42,7 @@ func TestMetricLabelsAreServedResources(t *testing.T) {
 	}
 }
 
-// Strangers whose requests are broken off in the middle of an answer leave nothing in metrics, and neither their
-// paths nor an error in the log.
+// Aborted requests of anonymous clients leave no labels in metrics. The log contains no error and none of their paths.
 func TestAbortedRequestsAddNoLabels(t *testing.T) {
 	var out syncBuffer
 	before := slog.Default()
@@ -91,7 +90,7 @@ func TestAbortedRequestsAddNoLabels(t *testing.T) {
 	}
 }
 
-// syncBuffer is a log that several goroutines write.
+// syncBuffer is a log for several goroutines.
 type syncBuffer struct {
 	mu  sync.Mutex
 	buf bytes.Buffer

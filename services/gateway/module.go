@@ -14,7 +14,7 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// Module is the gateway as whoever runs it sees it.
+// Module is the gateway's entry for platform/process: its name, its dependencies, its flags and its constructor.
 var Module = &process.Module{
 	Name:      "gateway",
 	DependsOn: []string{"authn", "authz", "admission", "registry", "watchfanout"},

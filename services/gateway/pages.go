@@ -6,7 +6,7 @@ import (
 	"slices"
 )
 
-// writeJSON writes v indented, as kube-apiserver does for its own pages.
+// writeJSON writes v as indented JSON, as kube-apiserver does for its own pages.
 func writeJSON(w http.ResponseWriter, v any) {
 	b, err := json.MarshalIndent(v, "", "  ")
 	if err != nil {

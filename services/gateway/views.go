@@ -10,14 +10,14 @@ import (
 	"watershed.dev/services/gateway/openapi"
 )
 
-// views publishes what is served, here and by aggregated servers, to discovery and OpenAPI.
+// views publishes the served resources, of this system and of aggregated servers, to discovery and OpenAPI.
 type views struct {
 	apiServices      *aggregation.Proxy
 	discoveryManager *aggregation.DiscoveryManager
 	discovery        *discovery.Handler
 	openapi          *openapi.Handler
 
-	// mu lets one view be published after the other.
+	// mu orders the publications of views.
 	mu     sync.Mutex
 	latest *apidiscovery.View
 }
@@ -30,7 +30,7 @@ func newViews(address string, registry registryv1.DiscoveryClient, apiServices *
 	return v
 }
 
-// publish makes a view the one that clients are told of.
+// publish makes view the view that clients receive.
 func (v *views) publish(view *apidiscovery.View) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -41,7 +41,7 @@ func (v *views) publish(view *apidiscovery.View) {
 	v.notify()
 }
 
-// refreshed tells of the latest view again: what an aggregated server serves has changed.
+// refreshed publishes the latest view again, because discovery of an aggregated server has changed.
 func (v *views) refreshed() {
 	v.mu.Lock()
 	defer v.mu.Unlock()

@@ -11,7 +11,7 @@ import (
 	"watershed.dev/platform/features"
 )
 
-// What the gateway takes for a feature gate is one.
+// platform/features, which the gateway uses, lists exactly Kubernetes' feature gates.
 func TestTheKnownFeatureGatesAreKubernetesOwn(t *testing.T) {
 	var all []string
 	for f := range maps.Keys(utilfeature.DefaultMutableFeatureGate.GetAll()) {
@@ -19,6 +19,6 @@ func TestTheKnownFeatureGatesAreKubernetesOwn(t *testing.T) {
 	}
 	slices.Sort(all)
 	if !slices.Equal(all, features.KnownGates()) {
-		t.Errorf("platform/features/names.go is to have:\n%q", all)
+		t.Errorf("platform/features/names.go must list:\n%q", all)
 	}
 }

@@ -6,7 +6,7 @@ import (
 	"watershed.dev/platform/process"
 )
 
-// Module is registry as whoever runs it sees it.
+// Module is the registry as platform/process runs it.
 var Module = &process.Module{
 	Name:      "registry",
 	ServesRPC: true,

@@ -50,7 +50,7 @@ import (
 	"watershed.dev/services/registry/watchcache"
 )
 
-// Config is what a registry is told.
+// Config is the registry's configuration.
 type Config struct {
 	Storage     storage.Options
 	APIs        installer.Options
@@ -59,7 +59,7 @@ type Config struct {
 	Egress      egress.Config
 
 	ServiceAccountSigningKeyFile string
-	// ServiceAccountSigningEndpoint is the socket of an external signer; empty: the key file signs.
+	// ServiceAccountSigningEndpoint is the socket of an external signer. Empty: the key file signs.
 	ServiceAccountSigningEndpoint string
 	ServiceAccountIssuers         []string
 	APIAudiences                  []string
@@ -67,10 +67,10 @@ type Config struct {
 	ExtendTokenExpiration         bool
 }
 
-// NewConfig returns the defaults.
+// NewConfig returns a configuration with the defaults.
 func NewConfig() *Config { return &Config{APIs: installer.NewOptions()} }
 
-// AddFlags adds every setting to fs, under kube-apiserver's names where it has them.
+// AddFlags adds a flag per setting to fs, with kube-apiserver's name if it has the setting.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	features.AddFlag(fs, false)
 	c.Storage.AddFlags(fs)
@@ -86,7 +86,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringArrayVar(&c.ServiceAccountIssuers, "service-account-issuer", nil,
 		"Identifier of the service account token issuer; the first one issues.")
 	fs.StringSliceVar(&c.APIAudiences, "api-audiences", nil,
-		"Identifiers of the API; the service account issuer where unset.")
+		"Identifiers of the API. The default is the service account issuer.")
 	fs.DurationVar(&c.MaxTokenExpiration, "service-account-max-token-expiration", 0,
 		"The maximum validity duration of a token created by the service account token issuer.")
 	fs.BoolVar(&c.ExtendTokenExpiration, "service-account-extend-token-expiration", true,
@@ -97,11 +97,11 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 type Service struct {
 	config   *Config
 	identity string
-	// egressSelector dials what is outside.
+	// egressSelector dials addresses outside of Watershed.
 	egressSelector egress.Selector
 	nats           *nats.Conn
 	js             jetstream.JetStream
-	// logNATS is the connection of ReadLog. Its answers do not delay what the publisher receives on nats.
+	// logNATS is the connection of ReadLog. It is separate, so that its responses do not delay the publisher's on nats.
 	logNATS *nats.Conn
 
 	resources     *lookup.Resources
@@ -110,35 +110,38 @@ type Service struct {
 	discovery     *discovery.Discovery
 	internalWatch *internalwatch.InternalWatch
 	watchCache    *watchcache.Cache
-	// dataKeys are those that the event log is sealed with.
+	// dataKeys encrypt messages of the event log.
 	dataKeys *storage.DataKeys
-	// publisher writes the event log while this registry is elected.
+	// publisher writes the event log while this replica is elected.
 	publisher *publisher.Publisher
 
-	// loopback is a client of the registry's own, and informers and extensions read by it: built-in resources, and
-	// CRDs.
+	// loopback is the configuration of a client of the registry's own handlers. client, informers and extensions use
+	// it: built-in resources, and CRDs.
 	loopback   *restclient.Config
 	client     *kubernetes.Clientset
 	informers  informers.SharedInformerFactory
 	extensions extensions.SharedInformerFactory
-	// services finds the addresses of services that are called: conversion webhooks and aggregated servers.
+	// services resolves the addresses of conversion webhooks and aggregated API servers.
 	services apiclient.ServiceResolver
-	// crdHandler says whether every CRD that was read has been taken over.
+	// crdHandler reports whether the handler has processed all CRDs of the initial list.
 	crdHandler cache.ResourceEventHandlerRegistration
 
 	tasks lifecycle.Supervisor
 }
 
-// Deps is what a registry is built with.
+// Deps are the dependencies of a registry.
 type Deps struct {
-	// ID is its identity on the inner network.
+	// ID is the registry's identity on the inner network.
 	ID rpc.TLS
 }
 
-// New connects and builds everything that is served.
+// New connects to etcd and NATS and builds all servers. It waits until etcd responds or ctx ends.
 func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	served, err := c.APIs.APIResourceConfig()
 	if err != nil {
+		return nil, err
+	}
+	if err := c.Log.Validate(); err != nil {
 		return nil, err
 	}
 	selector, err := c.Egress.Open()
@@ -152,8 +155,8 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		watchCache:     watchcache.New(),
 		identity:       fmt.Sprintf("%s-%d-%d", host, os.Getpid(), time.Now().UnixNano()),
 	}
-	s.tasks.Ready.Set("informers", errors.New("they are not synced yet"))
-	s.tasks.Ready.Set("etcd", errors.New("it has not answered yet"))
+	s.tasks.Ready.Set("informers", errors.New("not synced yet"))
+	s.tasks.Ready.Set("etcd", errors.New("no response yet"))
 	etcdmetrics.Register()
 	store, err := storage.Open(ctx, c.Storage, selector, served, s.identity)
 	if err != nil {
@@ -217,7 +220,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	return s, s.discovery.WatchAPIServices(s.loopback, s.informers, c.Controllers.AggregatorRouting)
 }
 
-// builtIn builds the resources of Go's types.
+// builtIn builds the built-in resources.
 func (s *Service) builtIn(ctx context.Context, served *serverstorage.ResourceConfig) (*installer.Set, error) {
 	c := s.config
 	tokens, err := c.tokenConfig(ctx)
@@ -240,7 +243,7 @@ func (s *Service) builtIn(ctx context.Context, served *serverstorage.ResourceCon
 	})
 }
 
-// initCustomResources makes ready to serve custom resources.
+// initCustomResources builds the set of custom resources and the handler of CRDs.
 func (s *Service) initCustomResources() error {
 	client, err := extensionsclient.NewForConfig(s.loopback)
 	if err != nil {
@@ -266,7 +269,7 @@ func (s *Service) initCustomResources() error {
 	return err
 }
 
-// waitForEtcd waits for etcd: some storages read it while they are built.
+// waitForEtcd waits until etcd responds, because some stores read it while they are built.
 func (s *Service) waitForEtcd(ctx context.Context) error {
 	for {
 		readCtx, cancel := context.WithTimeout(ctx, 5*time.Second)
@@ -278,7 +281,7 @@ func (s *Service) waitForEtcd(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		slog.Warn("etcd does not answer; trying again", "servers", s.config.Storage.Servers, "error", err)
+		slog.Warn("etcd does not respond; retrying", "servers", s.config.Storage.Servers, "error", err)
 		select {
 		case <-ctx.Done():
 		case <-time.After(etcdRetryPeriod):
@@ -286,13 +289,13 @@ func (s *Service) waitForEtcd(ctx context.Context) error {
 	}
 }
 
-// liveLookupTimeout bounds one look at a namespace that the informer does not know.
+// liveLookupTimeout bounds a live lookup of a namespace that the informer lacks.
 const liveLookupTimeout = 10 * time.Second
 
-// etcdRetryPeriod is how long to wait before etcd is asked again whether it is there.
+// etcdRetryPeriod is the pause between two attempts of waitForEtcd.
 const etcdRetryPeriod = 200 * time.Millisecond
 
-// Register offers the service on g.
+// Register registers the four services on g.
 func (s *Service) Register(g grpc.ServiceRegistrar) {
 	registryv1.RegisterObjectsServer(g, s.objects)
 	registryv1.RegisterDiscoveryServer(g, s.discovery)
@@ -300,21 +303,22 @@ func (s *Service) Register(g grpc.ServiceRegistrar) {
 	watchfanoutv1.RegisterInternalWatchServer(g, s.internalWatch)
 }
 
-// Drain ends the watches of those who decide, so that they go on at another registry.
+// Drain ends the watches of authn, authz and admission, so that they resume at another registry.
 func (s *Service) Drain() { s.internalWatch.Drain() }
 
-// Collectors are the service's metrics.
+// Collectors returns the service's metrics.
 func (s *Service) Collectors() []prometheus.Collector {
 	return slices.Concat(publisher.Metrics(), managed.Metrics(), storage.Metrics())
 }
 
-// Ready is why the registry cannot serve: its informers are not synced, a task is down, or etcd does not answer.
+// Ready returns the readiness of the registry. It is not ready if informers are not synced, a task is down, or etcd
+// does not respond.
 func (s *Service) Ready() *lifecycle.Readiness { return &s.tasks.Ready }
 
-// etcdCheckPeriod is how often the registry asks whether etcd answers.
+// etcdCheckPeriod is the interval of checkEtcd.
 const etcdCheckPeriod = 250 * time.Millisecond
 
-// checkEtcd asks whether etcd answers until ctx is done.
+// checkEtcd reads etcd's revision and sets readiness, until ctx is done.
 func (s *Service) checkEtcd(ctx context.Context) error {
 	tick := time.NewTicker(etcdCheckPeriod)
 	defer tick.Stop()
@@ -329,7 +333,7 @@ func (s *Service) checkEtcd(ctx context.Context) error {
 	}
 }
 
-// Run publishes (when elected), runs the loops (when elected) and serves until ctx is done.
+// Run runs all tasks until ctx is done. The publisher and the controllers run while this replica is elected.
 func (s *Service) Run(ctx context.Context) error {
 	defer s.resources.Storage.Close()
 	defer s.nats.Close()
@@ -370,7 +374,7 @@ func (s *Service) Run(ctx context.Context) error {
 	s.tasks.Go(ctx, "discovery", func(ctx context.Context) error {
 		s.informers.WaitForCacheSync(ctx.Done())
 		s.extensions.WaitForCacheSync(ctx.Done())
-		cache.WaitForCacheSync(ctx.Done(), s.crdHandler.HasSynced) // what is known of CRDs, and not only read
+		cache.WaitForCacheSync(ctx.Done(), s.crdHandler.HasSynced) // CRDs are processed, not only read
 		s.discovery.APIServices.Informers.WaitForCacheSync(ctx.Done())
 		s.discovery.Rebuild()
 		s.tasks.Ready.Set("informers", nil)
@@ -381,7 +385,7 @@ func (s *Service) Run(ctx context.Context) error {
 	return nil
 }
 
-// controllers are upstream's controllers, which run while this registry is elected.
+// controllers returns upstream's controllers, which run while this replica is elected.
 func (s *Service) controllers() *controllers.Controllers {
 	return &controllers.Controllers{
 		Options:    s.config.Controllers,

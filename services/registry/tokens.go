@@ -12,24 +12,24 @@ import (
 	"k8s.io/kubernetes/pkg/serviceaccount/externaljwt/plugin"
 )
 
-// tokenConfig is how service accounts' tokens are issued.
+// tokenConfig configures how the registry issues service account tokens.
 type tokenConfig struct {
-	// issuer signs; nil: no tokens are issued.
+	// issuer signs tokens. Nil: no tokens are issued.
 	issuer serviceaccount.TokenGenerator
-	// maxExpiration is the validity that may be asked for; 0: any. extended is the longest that a token of an old client is
-	// given.
+	// maxExpiration is the longest validity that a request may set; 0: no limit. extendedExpiration is the validity of
+	// tokens with extended expiration, for clients that do not reload their token.
 	maxExpiration, extendedExpiration time.Duration
 }
 
 const (
-	// keySyncTimeout bounds how long an external signer may take to tell its keys, and signerTimeout what it is: as in
+	// keySyncTimeout bounds the key sync with an external signer, and signerTimeout the read of its metadata, as in
 	// kube-apiserver.
 	keySyncTimeout = time.Minute
 	signerTimeout  = 10 * time.Second
 )
 
-// tokenConfig follows k8s.io/kubernetes/pkg/controlplane/apiserver/options, completeServiceAccountOptions. An external
-// signer is asked for as long as ctx is not done (KEP-740).
+// tokenConfig follows completeServiceAccountOptions in k8s.io/kubernetes/pkg/controlplane/apiserver/options. The
+// connection to an external signer (KEP-740) ends with ctx.
 func (c *Config) tokenConfig(ctx context.Context) (*tokenConfig, error) {
 	t := &tokenConfig{
 		maxExpiration:      c.MaxTokenExpiration,
@@ -52,8 +52,8 @@ func (c *Config) tokenConfig(ctx context.Context) (*tokenConfig, error) {
 	if c.ServiceAccountSigningEndpoint != "" {
 		if c.ServiceAccountSigningKeyFile != "" {
 			return nil, errors.New(
-				"--service-account-signing-key-file and --service-account-signing-endpoint cannot both " +
-					"be given: either the key signs or the signer; leave one out",
+				"--service-account-signing-key-file and --service-account-signing-endpoint are mutually exclusive: " +
+					"set only one of them",
 			)
 		}
 		return t, t.useExternalSigner(ctx, issuer, c.ServiceAccountSigningEndpoint)
@@ -66,7 +66,7 @@ func (c *Config) tokenConfig(ctx context.Context) (*tokenConfig, error) {
 	return t, err
 }
 
-// useExternalSigner has the signer at a socket issue, for no longer than it does.
+// useExternalSigner issues tokens with the signer at a socket. It limits their validity to the signer's maximum.
 func (t *tokenConfig) useExternalSigner(ctx context.Context, issuer, endpoint string) error {
 	signer, _, err := plugin.New(ctx, issuer, endpoint, keySyncTimeout, false)
 	if err != nil {

@@ -7,7 +7,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// Module is watchfanout as whoever runs it sees it.
+// Module describes watchfanout to the process that runs it: its name, dependencies and options.
 var Module = &process.Module{
 	Name:      "watchfanout",
 	ServesRPC: true,

@@ -17,16 +17,17 @@ import (
 	"watershed.dev/services/watchfanout/watch"
 )
 
-// Status is what an operator sees of one replica.
+// Status is the state of one replica, for its status page.
 type Status struct {
 	Ready bool `json:"ready"`
-	// Revision is how far the replica has come; Behind is how many revisions etcd is ahead of it, -1 where nobody says.
+	// Revision is the revision that the replica has applied. Behind is etcd's revision minus Revision, or -1 if
+	// registry did not respond.
 	Revision int64 `json:"revision"`
 	Behind   int64 `json:"behind"`
-	// LagMilliseconds is how long the newest event took from the publisher to here.
+	// LagMilliseconds is the time from the publisher to this replica of the newest event.
 	LagMilliseconds float64 `json:"lagMilliseconds"`
 	Watches         int     `json:"watches"`
-	// EventsPerSecond is what was written to streams during the last seconds.
+	// EventsPerSecond is the recent rate of events written to streams.
 	EventsPerSecond float64        `json:"eventsPerSecond"`
 	Resets          int64          `json:"resets"`
 	Bytes           int            `json:"bytes"`
@@ -34,10 +35,10 @@ type Status struct {
 	Slowest         []watch.Slow   `json:"slowest"`
 }
 
-// maxSlowest is how many watches a status names.
+// maxSlowest bounds the watches that a status lists.
 const maxSlowest = 10
 
-// Status asks the replica.
+// Status returns the replica's state. It waits at most 1 s for etcd's revision.
 func (s *Service) Status(ctx context.Context) *Status {
 	st := &Status{
 		Ready:           s.tasks.Ready.Err() == nil,
@@ -61,7 +62,7 @@ func (s *Service) Status(ctx context.Context) *Status {
 	return st
 }
 
-// ServeHTTP is the replica's page: what it holds, as text or, for who accepts it, JSON.
+// ServeHTTP writes the status page, as JSON if the Accept header contains "json", and as text otherwise.
 func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	st := s.Status(r.Context())
 	if strings.Contains(r.Header.Get("Accept"), "json") {
@@ -91,7 +92,7 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	_ = t.Flush()
 }
 
-// Collectors are the service's metrics.
+// Collectors returns the service's metrics.
 func (s *Service) Collectors() []prometheus.Collector {
 	gauge := func(name, help string, f func() float64) prometheus.Collector {
 		return prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "watershed_watchfanout_" + name, Help: help}, f)
@@ -101,12 +102,12 @@ func (s *Service) Collectors() []prometheus.Collector {
 		gauge("revision", "The revision that the replica has reached.", func() float64 {
 			return float64(s.cache.Progress())
 		}),
-		gauge("event_lag_seconds", "How long the newest event took from the publisher to this replica.",
+		gauge("event_lag_seconds", "Time from the publisher to this replica of the newest event.",
 			func() float64 {
 				return s.cache.Lag().Seconds()
 			}),
-		gauge("resets", "Times that something had to be forgotten because the log had a gap or held what could not "+
-			"be read.", func() float64 {
+		gauge("resets", "Resets of a resource or of the cache: the log had a gap or an unreadable "+
+			"message.", func() float64 {
 			return float64(s.cache.Resets())
 		}),
 	}
@@ -119,14 +120,14 @@ func (s *Service) Collectors() []prometheus.Collector {
 	)
 }
 
-// resourceCollector tells what each resource takes.
+// resourceCollector reports the objects and bytes of each resource.
 type resourceCollector struct{ cache *cache.Cache }
 
 var (
 	objectsDesc = prometheus.NewDesc("watershed_watchfanout_objects",
-		"Objects held, by stored resource.", []string{"resource"}, nil)
+		"Cached objects, by stored resource.", []string{"resource"}, nil)
 	bytesDesc = prometheus.NewDesc("watershed_watchfanout_bytes",
-		"Bytes of objects and of recent events held, by stored resource.", []string{"resource", "of"}, nil)
+		"Bytes of cached objects and of recent events, by stored resource.", []string{"resource", "of"}, nil)
 )
 
 // Describe implements prometheus.Collector.

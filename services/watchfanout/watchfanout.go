@@ -3,7 +3,6 @@ package watchfanout
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"time"
 
@@ -11,6 +10,7 @@ import (
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
 
+	"watershed.dev/platform/config"
 	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
@@ -24,41 +24,52 @@ import (
 	"watershed.dev/services/watchfanout/watch"
 )
 
-// Config is what a replica is told.
+// Config is the configuration of a replica.
 type Config struct {
 	Log            eventlog.Options
 	RingBytes      int
 	ProgressPeriod time.Duration
-	// IdleTimeout is how long a resource that nobody reads is kept in memory.
+	// IdleTimeout is how long a resource without readers stays in memory; 0 is forever.
 	IdleTimeout time.Duration
-	// CompressedBytes is how much is kept of lists as they are compressed.
+	// CompressedBytes bounds the cached compressed runs of lists, in bytes; 0 disables compression in the replica.
 	CompressedBytes int
 }
 
-// AddFlags adds every setting to fs.
+// AddFlags adds every option to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Log.AddFlags(fs)
 	fs.IntVar(&c.RingBytes, "watch-ring-bytes", 32<<20,
-		"How many bytes of recent events are kept in memory for each resource.")
+		"Bytes of recent events cached for each resource.")
 	fs.IntVar(&c.CompressedBytes, "compressed-lists-bytes", 64<<20,
-		"How many bytes of lists, compressed, are kept for those who ask for them so: what has not changed is "+
-			"compressed once. 0: gateways compress each list by itself.")
+		"Bytes of compressed lists cached for clients that accept gzip: unchanged parts are compressed only "+
+			"once. 0: the gateways compress each list.")
 	fs.DurationVar(&c.IdleTimeout, "cache-idle-timeout", 10*time.Minute,
-		"How long the objects of a resource that nobody lists or watches stay in memory; they are read again on "+
-			"demand. 0: for ever.")
+		"How long the objects of a resource without lists or watches stay in memory; the next list or watch "+
+			"reads them again. 0: forever.")
 	fs.DurationVar(&c.ProgressPeriod, "watch-progress-period", 2*time.Second,
-		"How often a stream is told how far it has come: the bookmarks that gateways pass on when they are due.")
+		"How often a replica sends its revision on a stream: the gateways' source of bookmarks.")
 }
 
-// Validate names the flag that is wrong.
+// Validate returns an error that names the invalid flag.
 func (c *Config) Validate() error {
-	if c.CompressedBytes < 0 {
-		return fmt.Errorf("--compressed-lists-bytes %d: must not be negative; 0 keeps nothing", c.CompressedBytes)
-	}
-	return nil
+	return errors.Join(
+		c.Log.Validate(),
+		config.AtLeast("watch-ring-bytes", c.RingBytes, 1),
+		config.AtLeast("compressed-lists-bytes", c.CompressedBytes, 0),
+		config.AtLeast("cache-idle-timeout", c.IdleTimeout, 0),
+		config.AtLeast("watch-progress-period", c.ProgressPeriod, time.Millisecond),
+	)
 }
 
-// Service is one replica.
+// Service is one replica. Its readiness:
+//
+//	starting ── discovery received, log read to etcd's revision ──► ready
+//	ready ───── log 4 s behind etcd and not advancing ────────────► stale
+//	stale ───── log caught up ────────────────────────────────────► ready
+//	any ─────── Drain (SIGTERM) ──────────────────────────────────► draining
+//
+// A stale replica rejects new calls with UNAVAILABLE and ends its streams at their next bookmark. A draining replica
+// ends every stream at once.
 type Service struct {
 	watchfanoutv1.UnimplementedWatchServer
 	config      *Config
@@ -73,27 +84,27 @@ type Service struct {
 	tasks       lifecycle.Supervisor
 }
 
-// NewConfig returns the defaults.
+// NewConfig returns an empty configuration; AddFlags sets the defaults.
 func NewConfig() *Config { return &Config{} }
 
-// Deps is what a replica is built with.
+// Deps are the clients and the identity that New needs.
 type Deps struct {
-	// ID is its identity on the inner network.
+	// ID is the replica's identity on the internal network.
 	ID        rpc.TLS
 	Source    registryv1.SourceClient
 	Discovery registryv1.DiscoveryClient
 }
 
-// New builds a replica. It begins to serve when it has read the log to its end and knows what is served.
+// New builds a replica. Run starts it; it becomes ready when it has received discovery and has read the log to its end.
 func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}
 	s := &Service{config: c, source: d.Source, cache: cache.New(c.RingBytes, c.IdleTimeout)}
-	s.tasks.Ready.Set("the catalog", errors.New("registry has not said what is served"))
+	s.tasks.Ready.Set("discovery", errors.New("the registry has not sent the served resources"))
 	s.discovery = &discovery.Watcher{
 		Registry: d.Discovery,
-		OnChange: func(*discovery.View) { s.tasks.Ready.Set("the catalog", nil) },
+		OnChange: func(*discovery.View) { s.tasks.Ready.Set("discovery", nil) },
 	}
 	var err error
 	if s.nats, err = c.Log.Connect("watchfanout", d.ID); err != nil {
@@ -106,14 +117,14 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 	return s, nil
 }
 
-// Register offers the service on g.
+// Register registers the service with g.
 func (s *Service) Register(g grpc.ServiceRegistrar) { watchfanoutv1.RegisterWatchServer(g, s) }
 
-// Ready is why the replica cannot serve: the log is not read as far as etcd, registry has not said what is served, or a
+// Ready returns the conditions that keep the replica from serving: the log is behind etcd, discovery is missing, or a
 // task is down.
 func (s *Service) Ready() *lifecycle.Readiness { return &s.tasks.Ready }
 
-// Run reads the log until ctx is done.
+// Run reads the log until ctx is done. It then waits for its tasks and closes the NATS connection.
 func (s *Service) Run(ctx context.Context) error {
 	defer s.nats.Close()
 	s.logReader.Run(ctx, &s.tasks)
@@ -130,9 +141,9 @@ func (s *Service) Run(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// sweep drops what nobody reads, and the snapshots of lists that nobody goes on with.
+// sweep periodically drops resources without readers, expired list snapshots, idle encodings and idle backfills.
 func (s *Service) sweep(ctx context.Context) {
-	period := 10 * time.Second // what frames take of rings grows between events
+	period := 10 * time.Second // frames grow the rings between events, so sweep trims them even if no resource is idle
 	if s.config.IdleTimeout > 0 {
 		period = min(period, max(s.config.IdleTimeout/4, time.Second))
 	}
@@ -147,27 +158,27 @@ func (s *Service) sweep(ctx context.Context) {
 			s.converter.Sweep()
 			s.logReader.Sweep()
 			if dropped := s.cache.Sweep(); len(dropped) > 0 {
-				slog.Info("Dropped what nobody reads", "resources", dropped)
+				slog.Info("Dropped idle resources", "resources", dropped)
 			}
 		}
 	}
 }
 
-// Get answers one object's body.
+// Get returns the body of one object.
 func (s *Service) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchfanoutv1.GetResponse, error) {
 	return s.listServer.Get(ctx, r)
 }
 
-// List answers a list's body.
+// List streams the body of a list.
 func (s *Service) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
 	return s.listServer.List(r, stream)
 }
 
-// Watch streams frames until the caller goes away.
+// Watch streams frames until the caller cancels.
 func (s *Service) Watch(r *watchfanoutv1.WatchRequest,
 	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
 	return s.watchServer.Watch(r, stream)
 }
 
-// Drain ends every watch stream, so that the gateways resume them on other replicas.
+// Drain ends every watch stream, so that the gateways resume the watches on other replicas.
 func (s *Service) Drain() { s.logReader.Drain() }

@@ -20,12 +20,12 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// unreachableNATS is a NATS that nobody reaches.
+// unreachableNATS is a NATS server that refuses every connection.
 type unreachableNATS struct{}
 
 func (unreachableNATS) InProcessConn() (net.Conn, error) { return nil, errors.New("away") }
 
-// fakeRegistry tells of pods.
+// fakeRegistry serves discovery with one resource, pods.
 type fakeRegistry struct {
 	registryv1.UnimplementedSourceServer
 	registryv1.UnimplementedDiscoveryServer
@@ -45,7 +45,7 @@ func (fakeRegistry) Watch(
 	return s.Context().Err()
 }
 
-// newReplica is one whose log nobody brings, but by hand.
+// newReplica returns a replica without a log: tests apply events by hand.
 func newReplica(t *testing.T, flags ...string) *Service {
 	t.Helper()
 	p := rpc.NewInProcess(false)
@@ -69,10 +69,11 @@ func newReplica(t *testing.T, flags ...string) *Service {
 	return s
 }
 
-// A replica is not ready before it has read the log and been told what is served, and says for which it waits.
+// A replica is not ready before it has received discovery and has read the log. Its readiness names the missing
+// condition.
 func TestReadinessNamesTheMissingDependency(t *testing.T) {
 	s := newReplica(t)
-	if err := s.Ready().Err(); err == nil || !strings.HasPrefix(err.Error(), "the catalog: ") {
+	if err := s.Ready().Err(); err == nil || !strings.HasPrefix(err.Error(), "discovery: ") {
 		t.Errorf("%v", err)
 	}
 	done := make(chan struct{})
@@ -81,7 +82,7 @@ func TestReadinessNamesTheMissingDependency(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 	defer cancel()
 	s.Ready().OnChange(ctx, func(why error) {
-		if why == nil || !strings.HasPrefix(why.Error(), "the catalog: ") {
+		if why == nil || !strings.HasPrefix(why.Error(), "discovery: ") {
 			cancel()
 		}
 	})
@@ -90,7 +91,7 @@ func TestReadinessNamesTheMissingDependency(t *testing.T) {
 	}
 }
 
-// What an operator sees of a replica, as text, as JSON and as metrics.
+// The status page has the replica's state as text and as JSON, and the metrics register.
 func TestAReplicasPage(t *testing.T) {
 	s := newReplica(t)
 	s.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 10, Epoch: "h"})
@@ -126,7 +127,7 @@ func TestAReplicasPage(t *testing.T) {
 	}
 }
 
-// A draining replica ends its watches.
+// Drain ends a replica's watches.
 func TestDrain(t *testing.T) {
 	s := newReplica(t)
 	s.Drain()

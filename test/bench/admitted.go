@@ -17,7 +17,7 @@ import (
 	"time"
 )
 
-// admitted measures what a create costs whose user is known by a token, allowed by RBAC and admitted by a webhook.
+// admitted measures the cost of a create with token authentication, RBAC and an admission webhook.
 func admitted(s *server) map[string]float64 {
 	const creates, parallel = 1000, 4
 	hook := newHook()
@@ -26,7 +26,7 @@ func admitted(s *server) map[string]float64 {
 	defer s.do("DELETE", "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/"+name, "", nil, 200)
 	token := s.robot(name, hook)
 	client := &http.Client{Transport: &http.Transport{
-		TLSClientConfig:     &tls.Config{InsecureSkipVerify: true}, // the token says who it is
+		TLSClientConfig:     &tls.Config{InsecureSkipVerify: true}, // the token identifies the user
 		MaxIdleConnsPerHost: parallel,
 	}}
 	create := func(i int) int {
@@ -42,9 +42,9 @@ func admitted(s *server) map[string]float64 {
 		check(err)
 		return resp.StatusCode
 	}
-	for n := 0; create(creates+n) != 201 || hook.calls.Load() == 0; n++ { // until policy and webhook are known
+	for n := 0; create(creates+n) != 201 || hook.calls.Load() == 0; n++ { // until policy and webhook are in force
 		if n > 200 {
-			log.Fatalf("%s: the token may not create, or the webhook is not asked", s.name)
+			log.Fatalf("%s: the token may not create, or the webhook is not called", s.name)
 		}
 		time.Sleep(50 * time.Millisecond)
 	}
@@ -66,7 +66,7 @@ func admitted(s *server) map[string]float64 {
 	wg.Wait()
 	cpu := (s.cpu() - before) * 1000 / creates
 	if n := hook.calls.Load() - callsBefore; n != creates {
-		log.Fatalf("%s asked the webhook %d times of %d", s.name, n, creates)
+		log.Fatalf("%s called the webhook %d times for %d creates", s.name, n, creates)
 	}
 	slices.Sort(took)
 	const row = "create by a token's user, through a webhook"
@@ -77,7 +77,7 @@ func admitted(s *server) map[string]float64 {
 	}
 }
 
-// webhook lets everything in.
+// webhook is an admission webhook that allows every request.
 type webhook struct {
 	*httptest.Server
 	calls atomic.Int64
@@ -99,8 +99,8 @@ func newHook() *webhook {
 	return h
 }
 
-// robot makes a namespace with a service account that may make config maps, each of which the webhook is asked about,
-// and answers the account's token.
+// robot creates a namespace and a service account that may create config maps, with a webhook for each of them. It
+// returns the account's token.
 func (s *server) robot(name string, hook *webhook) string {
 	token := s.account(name, `{"apiGroups":[""],"resources":["configmaps"],"verbs":["create","list"]}`)
 	ca := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: hook.Certificate().Raw})

@@ -6,11 +6,11 @@ import (
 	"time"
 )
 
-// definitionsMade is how many CustomResourceDefinitions come at once.
+// definitionsMade is the number of CustomResourceDefinitions that are created at once.
 const definitionsMade = 1000
 
-// definitions makes them while somebody else reads and writes: how long do others stall, and how long does it take
-// until the last one is served?
+// definitions creates CRDs while other clients read and write. It measures the latency of these clients and the time
+// until the last CRD is served.
 func definitions(s *server) map[string]float64 {
 	round := time.Now().UnixNano()
 	body := func(i int) []byte {
@@ -47,7 +47,7 @@ func definitions(s *server) map[string]float64 {
 		})
 	}
 	wg.Wait()
-	for i := range definitionsMade { // each is served
+	for i := range definitionsMade { // until each is served
 		path := fmt.Sprintf("/apis/g%[1]d.r%[2]d.example.com/v1/namespaces/default/things%[1]d?limit=1", i, round)
 		for s.status("GET", path) != 200 {
 			time.Sleep(20 * time.Millisecond)

@@ -13,10 +13,10 @@ import (
 	"time"
 )
 
-// point is one measured value.
+// point is one measurement.
 type point struct{ x, y float64 }
 
-// growth measures how the cost of a delivery grows with watchers, and memory with objects, and plots both.
+// growth measures CPU per delivery against watchers and memory against objects, and plots both.
 func growth(dir string) {
 	delivery, memory := map[string][]point{}, map[string][]point{}
 	for _, name := range []string{"kube-apiserver", "up"} {
@@ -50,7 +50,7 @@ func growth(dir string) {
 			open.done.Wait()
 		}
 		s.stop()
-		s = fresh("-objects") // what watching left behind does not count
+		s = fresh("-objects") // a new process has no memory from the watches
 		have := 0
 		for _, objects := range []int{1000, 10000, 100000} {
 			s.each("", objects-have, func(i int) {
@@ -59,7 +59,7 @@ func growth(dir string) {
 			})
 			have = objects
 			s.do("GET", "/api/v1/namespaces/more/configmaps", "", nil, 200)
-			time.Sleep(5 * time.Second) // what was garbage is given back
+			time.Sleep(5 * time.Second) // the runtime returns freed memory
 			memory[name] = append(memory[name], point{float64(objects), s.rss()})
 			log.Printf("%-15s %6d objects: %.0f MB", name, objects, s.rss())
 		}
@@ -124,7 +124,7 @@ func namesOf(series map[string][]point) []string {
 	return names
 }
 
-// plot draws series over a logarithmic axis.
+// plot returns an SVG plot of series with a logarithmic x axis.
 func plot(title, of string, series map[string][]point) string {
 	const width, height, left, bottom, top = 640, 320, 60, 40, 40
 	var lowest, highest, most = math.Inf(1), 0.0, 0.0

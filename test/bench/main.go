@@ -1,6 +1,6 @@
-// Command bench measures Watershed beside kube-apiserver: each with a fresh etcd of the same settings, taking turns at
-// the same work. CPU is the servers' user and system time from the operating system, never the client's or etcd's; for
-// Watershed it is the sum over all its processes and NATS. It prints a table, and writes it into docs/performance.md.
+// Command bench measures Watershed and kube-apiserver with the same work in alternation, each with a fresh etcd of
+// equal settings. CPU is the servers' user and system time, without the client's and etcd's. For Watershed it is the
+// sum over all processes and NATS. The command prints a table, and writes it to docs/performance.md.
 package main
 
 import (
@@ -23,12 +23,12 @@ import (
 )
 
 var (
-	bin       = flag.String("bin", ".build/bin", "Where kube-apiserver and etcd are.")
+	bin       = flag.String("bin", ".build/bin", "The directory of kube-apiserver and etcd.")
 	watershed = flag.String("watershed", "bin/watershed", "The binary under test.")
 	baseline  = flag.String("baseline", "",
-		"Another binary, measured beside the one under test: what a change costs or gains.")
-	pods   = flag.Int("pods", 10000, "How many pods the lists hold.")
-	rounds = flag.Int("rounds", 3, "How often each piece of work is done; the table has the medians.")
+		"Another binary to measure beside the binary under test, to show the effect of a change.")
+	pods   = flag.Int("pods", 10000, "The number of pods in the lists.")
+	rounds = flag.Int("rounds", 3, "The number of rounds; the table has the medians.")
 	out    = flag.String("out", "../docs/performance.md", "The page whose table is replaced.")
 	only   = flag.String("only", "", "Servers to measure, comma separated; all by default.")
 	grow   = flag.Bool("growth", false,
@@ -36,7 +36,7 @@ var (
 			"docs/performance/.")
 	with = flag.String("with", "", "Flags that kube-apiserver and Watershed get beside their own, separated by spaces; "+
 		"{server} in one stands for each one's name.")
-	page = flag.Bool("page", false, "Rewrite the page also where not everything was measured.")
+	page = flag.Bool("page", false, "Rewrite the page even if only a part was measured.")
 	rows = flag.String("rows", "",
 		"Measure only work whose name has one of these in it, comma separated; the page is then left alone.")
 )
@@ -89,7 +89,7 @@ func main() {
 					used[name] -= before[name]
 				}
 				if cpuRows(values) > 1 {
-					used = nil // which of them took it cannot be told
+					used = nil // the processes' shares of each row are unknown
 				}
 				for row, v := range values {
 					results.record(row, s.name, v, used)
@@ -109,13 +109,13 @@ func main() {
 	}
 }
 
-// kind is what may be measured: of is what -only calls it.
+// kind is a kind of server to measure. of is its name in -only.
 type kind struct {
 	of, name string
 	start    func(dir string) *server
 }
 
-// kinds are all, in the order of the table's columns.
+// kinds returns all kinds, in the order of the table's columns.
 func kinds() []kind {
 	all := []kind{{"kube-apiserver", "kube-apiserver", startReference}}
 	binaries := []struct{ suffix, path string }{{"", *watershed}}
@@ -139,13 +139,13 @@ const (
 	rowServed = "memory with the pods served (MB)"
 )
 
-// piece is one piece of work, and do what does it and answers values by row.
+// piece is one piece of work. do runs it and returns values by row.
 type piece struct {
 	name string
 	do   func(*server) map[string]float64
 }
 
-// work is done in turns.
+// work is the list of work. The servers alternate within each piece.
 var work = []piece{
 	{"LIST pods, JSON", func(s *server) map[string]float64 {
 		return s.lists("LIST pods, JSON (CPU ms/MB)", "application/json", 0)
@@ -175,17 +175,17 @@ var work = []piece{
 	{"a loud tenant", tenant},
 }
 
-// podsRead is how many pods a row reads.
+// podsRead is the number of pods that a row reads.
 const podsRead = 2000
 
-// getPods reads pods that nobody has read before: in as many rounds as there are pods for.
+// getPods reads pods that no request has read before. After the last pod it starts again.
 func getPods(s *server) map[string]float64 {
 	s.firstRead = s.read
 	s.read += podsRead
 	return s.each("GET a pod, JSON (CPU ms)", podsRead, s.readPod)
 }
 
-// getPodsAgain reads those that were read last.
+// getPodsAgain reads the pods of the previous read again.
 func getPodsAgain(s *server) map[string]float64 {
 	if s.read == 0 {
 		getPods(s)
@@ -197,11 +197,11 @@ func (s *server) readPod(i int) {
 	s.do("GET", fmt.Sprintf("/api/v1/namespaces/bench/pods/p%d", (s.firstRead+i)%*pods), "", nil, 200)
 }
 
-// replicasWarm is after how many lists each replica has very likely been asked for one.
+// replicasWarm is the number of lists after which very likely every replica has served one.
 const replicasWarm = 6
 
 func (s *server) lists(row, accept string, limit int) map[string]float64 {
-	for range replicasWarm { // each replica holds what it was asked for once
+	for range replicasWarm { // each replica caches the response that it has served once
 		s.list(s.client, accept, limit)
 	}
 	before, megabytes := s.cpu(), 0.0
@@ -211,14 +211,14 @@ func (s *server) lists(row, accept string, limit int) map[string]float64 {
 	return map[string]float64{row: (s.cpu() - before) * 1000 / megabytes}
 }
 
-// compressedLists lists as client-go and kubectl do, which take gzip: what is as it was, and three times each what is
-// not, one pod of a hundred. Megabytes are those that are in it.
+// compressedLists lists with gzip, as client-go and kubectl do. Some rows list unchanged pods; the others change one
+// pod in a hundred before every three lists. Megabytes are uncompressed.
 func (s *server) compressedLists() map[string]float64 {
 	out := map[string]float64{}
 	const (
 		asJSON     = "application/json"
 		asProtobuf = "application/vnd.kubernetes.protobuf"
-		asTable    = "application/json;as=Table;v=v1;g=meta.k8s.io" // kubectl's
+		asTable    = "application/json;as=Table;v=v1;g=meta.k8s.io" // kubectl's media type
 	)
 	some := max(1, *pods/100)
 	for _, row := range []struct {
@@ -246,9 +246,9 @@ func (s *server) compressedLists() map[string]float64 {
 			for range 3 {
 				if row.limit > 0 {
 					s.list(s.gzipClient, row.accept, row.limit)
-					// what is in it takes the client longer than the server, which is idle meanwhile
+					// the client reads longer than the server works, and the server is idle meanwhile
 				} else if !s.packed(context.Background(), "/api/v1/namespaces/bench/pods", row.accept) {
-					log.Fatalf("%s: %s is not answered as gzip", s.name, row.name)
+					log.Fatalf("%s: %s: the response is not gzip", s.name, row.name)
 				}
 				megabytes += float64(size) / 1e6
 			}
@@ -259,7 +259,7 @@ func (s *server) compressedLists() map[string]float64 {
 	return out
 }
 
-// packed asks for an answer as gzip and does not read what is in it. It says whether it got one.
+// packed requests a response with gzip and discards the body. It returns true if the response is compressed.
 func (s *server) packed(ctx context.Context, path, accept string) bool {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.url+path, nil)
 	check(err)
@@ -294,7 +294,7 @@ func (s *server) list(client *http.Client, accept string, limit int) (n int) {
 	}
 }
 
-// each does n calls, 16 in flight, and answers CPU milliseconds a call.
+// each makes n calls, 16 in flight, and returns CPU milliseconds per call.
 func (s *server) each(row string, n int, f func(i int)) map[string]float64 {
 	before := s.cpu()
 	var next atomic.Int64
@@ -378,13 +378,13 @@ func prepare(s *server) {
 			[]byte(fmt.Sprintf(`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":"l%d"}}`, i)),
 			201)
 	}
-	time.Sleep(time.Second) // informers of admission see the service accounts
+	time.Sleep(time.Second) // admission's informers receive the service accounts
 	s.each("", *pods, func(i int) {
 		s.do("POST", "/api/v1/namespaces/bench/pods", "", pod(fmt.Sprintf("p%d", i)), 201)
 	})
 }
 
-// pod is one of about 7.6 KB as JSON, most of it in what pods are made of.
+// pod returns a pod of about 7.6 KB as JSON. Most of it is the container spec.
 func pod(name string) []byte {
 	var env []string
 	for i := range 40 {
@@ -425,7 +425,7 @@ func (s *server) doBy(client *http.Client, method, path, accept string, body []b
 	}
 }
 
-// status is what a request is answered with.
+// status sends a request and returns the status code.
 func (s *server) status(method, path string) int {
 	req, err := http.NewRequest(method, s.url+path, nil)
 	check(err)

@@ -14,17 +14,16 @@ import (
 	"time"
 )
 
-// measured is what was measured of each server, by row: one value a round.
+// measured holds the results of each server by row, with one value per round.
 type measured struct {
 	servers []string
 	rows    map[string]map[string]*sample
 }
 
-// sample is a row's values, and how much processor time each of the server's processes took for them.
+// sample holds a row's values, and the share of CPU time of each of the server's processes.
 type sample struct {
 	Values []float64 `json:"values"`
-	// Shares are of all the time that the work took, 0 to 1; nil where the row is none of processor time, or the server
-	// is one process.
+	// Shares are fractions of the work's CPU time, 0 to 1. It is nil for other rows, and for a server of one process.
 	Shares map[string]float64 `json:"shares,omitempty"`
 
 	seconds map[string]float64
@@ -34,7 +33,7 @@ func newMeasured(servers []string) *measured {
 	return &measured{servers: servers, rows: map[string]map[string]*sample{}}
 }
 
-// record adds a round's value; used is the processor time of the server's processes meanwhile.
+// record adds a round's value. used is the CPU time of the server's processes in the round.
 func (m *measured) record(row, server string, value float64, used map[string]float64) {
 	if m.rows[row] == nil {
 		m.rows[row] = map[string]*sample{}
@@ -57,10 +56,10 @@ func (m *measured) record(row, server string, value float64, used map[string]flo
 	log.Printf("%-70s %-15s %10s  %s", row, server, plain(value), byShare(s.Shares))
 }
 
-// ofCPU says whether a row is one of processor time, which its unit tells.
+// ofCPU returns true if a row's unit is CPU time.
 func ofCPU(row string) bool { return strings.Contains(row, "(CPU") }
 
-// cpuRows is how many of the rows that one piece of work answers are of processor time.
+// cpuRows returns the number of CPU-time rows among values.
 func cpuRows(values map[string]float64) (n int) {
 	for row := range values {
 		if ofCPU(row) {
@@ -85,7 +84,7 @@ func shares(seconds map[string]float64) map[string]float64 {
 	return of
 }
 
-// byShare writes shares, the largest first, without those below one in a hundred.
+// byShare formats shares in descending order, without shares below 1 %.
 func byShare(of map[string]float64) string {
 	names := slices.SortedFunc(maps.Keys(of), func(a, b string) int {
 		return cmp.Or(cmp.Compare(of[b], of[a]), cmp.Compare(a, b))
@@ -99,7 +98,7 @@ func byShare(of map[string]float64) string {
 	return strings.Join(parts, " · ")
 }
 
-// median is the middle of some values, or between the two in the middle.
+// median returns the median of values.
 func median(values []float64) float64 {
 	v := slices.Sorted(slices.Values(values))
 	if n := len(v); n%2 == 0 {
@@ -108,7 +107,7 @@ func median(values []float64) float64 {
 	return v[len(v)/2]
 }
 
-// plain writes a number with three digits that count, and no exponent.
+// plain formats a number with three significant digits, without an exponent.
 func plain(v float64) string {
 	if v == 0 || math.IsNaN(v) || math.IsInf(v, 0) {
 		return strconv.FormatFloat(v, 'f', -1, 64)
@@ -120,7 +119,7 @@ func plain(v float64) string {
 	return strings.TrimRight(strings.TrimRight(strconv.FormatFloat(v, 'f', digits, 64), "0"), ".")
 }
 
-// cell is a sample in the table: the median and, of several rounds, the least and the most.
+// cell formats a sample for the table: the median, and for several rounds the minimum and maximum.
 func (s *sample) cell() string {
 	if s == nil {
 		return ""
@@ -132,7 +131,7 @@ func (s *sample) cell() string {
 		plain(slices.Max(s.Values)))
 }
 
-// markdown is the page's part.
+// markdown returns the page's table.
 func (m *measured) markdown(head string) string {
 	var b strings.Builder
 	b.WriteString(head + "\n\n| work |")
@@ -163,7 +162,7 @@ func (m *measured) markdown(head string) string {
 	return b.String()
 }
 
-// document is the same for programs.
+// document returns the results as JSON.
 func (m *measured) document() ([]byte, error) {
 	return json.MarshalIndent(map[string]any{
 		"date":       time.Now().UTC().Format(time.DateOnly),
@@ -175,7 +174,7 @@ func (m *measured) document() ([]byte, error) {
 	}, "", "  ")
 }
 
-// bars draws each row of processor time as a part of what the first server takes for it.
+// bars returns an SVG chart of the CPU-time rows, relative to the first server.
 func (m *measured) bars() string {
 	const width, left, right, step, top = 760, 330, 60, 34, 40
 	colours := []string{"#c0392b", "#2471a3", "#1e8449"}

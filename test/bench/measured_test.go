@@ -33,7 +33,7 @@ func TestTheMedianIsInTheMiddle(t *testing.T) {
 	}
 }
 
-// A process' name may hold anything, brackets and spaces among it.
+// TestProcessorTimeIsUserAndSystem checks process names with brackets and spaces.
 func TestProcessorTimeIsUserAndSystem(t *testing.T) {
 	const rest = " S 1 2 3 0 -1 4194560 100 0 0 0 250 50 9 9 20 0 14 0 100 1000 200"
 	for _, name := range []string{"(watershed)", "(a) b (c)", "( 1 2 3 )"} {
@@ -56,7 +56,7 @@ func TestAProcessIsOfItsService(t *testing.T) {
 	}
 }
 
-// tables is two servers with a row of processor time, and one of another kind that only one has.
+// tables returns results of two servers: a CPU-time row, and a row of another kind for one server only.
 func tables() *measured {
 	m := newMeasured([]string{"kube-apiserver", "split"})
 	const work = "GET a pod <b> & more (CPU ms)"

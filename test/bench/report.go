@@ -9,7 +9,7 @@ import (
 
 const begin, end = "<!-- measured -->", "<!-- end -->"
 
-// publish puts the table between the page's marks, and the values and a plot of them beside it.
+// publish writes the table between the page's markers, and the values and a plot beside the page.
 func publish(m *measured, table string) error {
 	data, err := m.document()
 	if err != nil {

@@ -21,21 +21,21 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// server is one thing that is measured.
+// server is a server under measurement.
 type server struct {
 	name   string
 	url    string
 	client *http.Client
-	// gzipClient is a client that takes gzip, as client-go and kubectl do; client does not.
+	// gzipClient accepts gzip, as client-go and kubectl do. client does not.
 	gzipClient *http.Client
-	// pids are its processes, but for etcd, by what each one is.
+	// pids returns the server's processes, without etcd, with their services' names.
 	pids func() map[int]string
 	stop func()
-	// firstRead is the first of the pods that were read last, and read how many were.
+	// firstRead is the first pod of the last read. read is the number of pods read so far.
 	firstRead, read int
 }
 
-// cpu is the seconds of processor time that the server's processes have used.
+// cpu returns the CPU time that the server's processes have used, in seconds.
 func (s *server) cpu() (total float64) {
 	for _, seconds := range s.usage() {
 		total += seconds
@@ -43,7 +43,7 @@ func (s *server) cpu() (total float64) {
 	return total
 }
 
-// usage is cpu by what the processes are; those of a service are together.
+// usage returns the CPU time in seconds by service.
 func (s *server) usage() map[string]float64 {
 	used := map[string]float64{}
 	for pid, name := range s.pids() {
@@ -55,8 +55,8 @@ func (s *server) usage() map[string]float64 {
 	return used
 }
 
-// secondsOf is a process' user and system time, from its line in /proc (proc_pid_stat(5)): in hundredths of a second,
-// and after a name that may hold anything.
+// secondsOf returns a process's user and system time from /proc/PID/stat (proc_pid_stat(5)). The times are in
+// hundredths of a second. The process name before them may contain any character.
 func secondsOf(stat []byte) float64 {
 	f := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
 	if len(f) < 13 {
@@ -67,7 +67,7 @@ func secondsOf(stat []byte) float64 {
 	return (user + system) / 100
 }
 
-// rss is their resident memory in megabytes.
+// rss returns the processes' resident memory in megabytes.
 func (s *server) rss() float64 {
 	total := 0.0
 	for pid := range s.pids() {
@@ -80,8 +80,8 @@ func (s *server) rss() float64 {
 	return total
 }
 
-// memory is what the server takes of a machine, in megabytes: what its processes have of their own, and their binary
-// once though each has it mapped.
+// memory returns the memory that the server occupies, in megabytes: each process's anonymous memory, and each
+// mapped binary once.
 func (s *server) memory() float64 {
 	own, mapped := 0.0, map[string]float64{}
 	for pid := range s.pids() {
@@ -129,7 +129,7 @@ func absolute(p string) string {
 	return a
 }
 
-// startEtcd starts one over TLS, as split's is. dir has the certificates.
+// startEtcd starts etcd with TLS, like split's etcd. dir contains the certificates.
 func startEtcd(dir string) (string, *exec.Cmd) {
 	client, peer := fmt.Sprintf("https://127.0.0.1:%d", freePort()), fmt.Sprintf("http://127.0.0.1:%d", freePort())
 	cmd, _ := run(dir, "etcd", absolute(filepath.Join(*bin, "etcd")), "--name", "e", "--data-dir",
@@ -191,7 +191,7 @@ func startUp(dir, name, binary string) *server {
 	}
 }
 
-// serviceOf is what a process is, by the name of the file with its number.
+// serviceOf returns a process's service from the name of its PID file.
 func serviceOf(file string) string {
 	return strings.TrimRight(strings.TrimSuffix(file, ".pid"), "-0123456789")
 }
@@ -256,7 +256,7 @@ func (s *server) ready() {
 	log.Fatalf("%s is not ready", s.name)
 }
 
-// clientOf is an HTTP/2 client with a kubeconfig's certificate, which takes gzip or does not.
+// clientOf returns an HTTP/2 client with a kubeconfig's certificate, with or without gzip.
 func clientOf(kubeconfig string, gzip bool) *http.Client {
 	b, err := os.ReadFile(kubeconfig)
 	check(err)
@@ -289,7 +289,8 @@ func freePort() int {
 	return l.Addr().(*net.TCPAddr).Port
 }
 
-// peak samples the resident memory until the answered function is called, which answers the highest in megabytes.
+// peak samples the resident memory until the caller calls the returned function, which returns the maximum in
+// megabytes.
 func (s *server) peak() func() float64 {
 	highest, stop, done := s.rss(), make(chan struct{}), make(chan struct{})
 	go func() {
@@ -311,7 +312,7 @@ func (s *server) peak() func() float64 {
 	}
 }
 
-// rest is a client-go configuration for the server; the transport comes from elsewhere.
+// rest returns a client-go configuration without a transport, which the caller sets.
 func (s *server) rest() *rest.Config {
 	return &rest.Config{
 		Host:          s.url,

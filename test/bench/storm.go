@@ -9,11 +9,11 @@ import (
 	"time"
 )
 
-// stormClients list all pods at once, every second: informers whose watches break again and again.
+// stormClients is the number of clients that list all pods every second, like informers with failing watches.
 const stormClients = 20
 
-// storm measures how long writes take, without and beside clients that list all pods. Those take gzip, as client-go
-// does, and do not read what is in it: their own work is not to be what the writes wait for.
+// storm measures the latency of writes, without and beside clients that list all pods. These clients accept gzip, as
+// client-go does. They discard the body, because their own CPU work would delay the writes.
 func storm(s *server) map[string]float64 {
 	writes := map[string]other{"writes": {
 		every: 20 * time.Millisecond,

@@ -23,19 +23,19 @@ import (
 )
 
 const (
-	// tenantObjects, of tenantBytes each, are what the loud tenant lists.
+	// tenantObjects is the number of objects that the loud tenant lists, of tenantBytes each.
 	tenantObjects, tenantBytes = 500, 8 << 10
-	// tenantListers try to list that 100 times a second together.
+	// tenantListers list them, together at most tenantLists times a second.
 	tenantListers, tenantLists = 50, 100
 	tenantWatches              = 5000
 	tenantBodies               = 50
-	// beside is how long the others are measured, without the tenant and beside it.
+	// beside is how long the other clients are measured, without the tenant and beside it.
 	beside = 20 * time.Second
 )
 
-// tenant measures how long others wait, and how often in vain, beside a tenant that lists all it has 100 times a
-// second, watches one of its objects 5,000 times while it changes it 20 times a second, and sends 50 bodies a byte at a
-// time.
+// tenant measures the latency and the failures of other clients beside a loud tenant. The tenant lists all its objects
+// 100 times a second. It watches one object 5,000 times and changes it 20 times a second. It also sends 50 request
+// bodies byte by byte.
 func tenant(s *server) map[string]float64 {
 	name := fmt.Sprint("tenant", serial.Add(1))
 	loud := s.account(name, `{"apiGroups":[""],"resources":["configmaps"],"verbs":["*"]}`)
@@ -83,17 +83,17 @@ func tenant(s *server) map[string]float64 {
 	return out
 }
 
-// warmUp is how long the tenant is loud before the others are measured: by then its watches are open.
+// warmUp is how long the tenant is loud before the measurement. Its watches are open by then.
 const warmUp = 10 * time.Second
 
-// loudTenantCommand is what this program is told to be the tenant. It is a process of its own: the others' requests are
-// not to wait for a turn among its goroutines.
+// loudTenantCommand is the argument that makes this program the tenant. The tenant is a separate process, because its
+// goroutines would delay the other clients' requests.
 const loudTenantCommand = "loud-tenant"
 
-// tenantCPU is what the tenant's own process takes of the processors that it shares with the servers.
+// tenantCPU is the metric of the tenant's own CPU time, because the tenant shares the machine with the servers.
 const tenantCPU = "ms of its own CPU"
 
-// startLoudTenant begins it; stop ends it, and answers what it got.
+// startLoudTenant starts the tenant's process. stop ends it and returns its counters.
 func (s *server) startLoudTenant(name, token string) (stop func() map[string]int64) {
 	self, err := os.Executable()
 	check(err)
@@ -114,7 +114,7 @@ func (s *server) startLoudTenant(name, token string) (stop func() map[string]int
 	}
 }
 
-// runLoudTenant is the tenant, until its input ends.
+// runLoudTenant is the tenant's process. It runs until its standard input ends.
 func runLoudTenant(args []string) {
 	ctx, cancel := context.WithCancel(context.Background())
 	t := &loudTenant{url: args[0], path: args[0] + "/api/v1/namespaces/" + args[1] + "/configmaps", token: args[2]}
@@ -128,10 +128,10 @@ func runLoudTenant(args []string) {
 	}))
 }
 
-// other is somebody whose requests are measured.
+// other is a client whose requests are measured.
 type other struct {
 	every time.Duration
-	// single: it asks one thing after the other, later where an answer takes longer than every.
+	// single allows one request at a time. The next one is late if a response takes longer than every.
 	single bool
 
 	ask func(ctx context.Context, i int) (*http.Response, error)
@@ -142,7 +142,7 @@ type outcome struct {
 	failed int
 }
 
-// percentile is of what was measured, which is in order.
+// percentile returns the p-th percentile of the sorted latencies.
 func (o *outcome) percentile(p int) time.Duration {
 	if len(o.took) == 0 {
 		return 0
@@ -150,10 +150,10 @@ func (o *outcome) percentile(p int) time.Duration {
 	return o.took[(len(o.took)-1)*p/100]
 }
 
-// requestTimeout is after how long an answer is late: the time in which a kubelet or an election would have to renew.
+// requestTimeout is the limit above which a response is late: the time for a kubelet or a leader to renew its Lease.
 const requestTimeout = 5 * time.Second
 
-// measured sends the others' requests, each at its own pace.
+// measured sends the requests of the others, each at its own rate.
 func (s *server) measured(others map[string]other) map[string]*outcome {
 	out := map[string]*outcome{}
 	var wg sync.WaitGroup
@@ -197,7 +197,8 @@ func (s *server) measured(others map[string]other) map[string]*outcome {
 
 const renewTime = "2006-01-02T15:04:05.000000Z"
 
-// others are 20 kubelets' heartbeats (each at ten times its pace), an election, and another tenant at work.
+// others returns the other clients: heartbeats of 20 kubelets (at ten times their rate), a leader election and another
+// tenant.
 func (s *server) others(name, token string) map[string]other {
 	lease := func(ns, name string) string {
 		path := "/apis/coordination.k8s.io/v1/namespaces/" + ns + "/leases"
@@ -215,7 +216,7 @@ func (s *server) others(name, token string) map[string]other {
 		node := fmt.Sprintf("%s-n%d", name, i)
 		beats = append(beats, lease("kube-node-lease", node))
 	}
-	election := lease("kube-system", "kube-controller-manager") // whose role names it
+	election := lease("kube-system", "kube-controller-manager") // its role names this Lease
 	renewal := func() string {
 		return fmt.Sprintf(`{"spec":{"renewTime":%q}}`, time.Now().UTC().Format(renewTime))
 	}
@@ -238,7 +239,7 @@ func (s *server) others(name, token string) map[string]other {
 			})
 		}},
 		"an election": {every: 200 * time.Millisecond, single: true, ask: func(ctx context.Context, _ int) (*http.Response, error) {
-			// it may update this Lease, and not patch it
+			// its role allows an update of this Lease, and no patch
 			as := map[string]string{"Impersonate-User": "system:kube-controller-manager"}
 			resp, err := send(ctx, "GET", election, "", "", as)
 			if err != nil || resp.StatusCode != http.StatusOK {
@@ -274,7 +275,7 @@ func (s *server) others(name, token string) map[string]other {
 	}
 }
 
-// loudTenant is the tenant at work.
+// loudTenant is the tenant's load.
 type loudTenant struct {
 	url, path, token                         string
 	lists, refused, events, changes, watches atomic.Int64
@@ -296,7 +297,7 @@ func (l *loudTenant) begin(ctx context.Context, name string) {
 		_, err = io.Copy(io.Discard, resp.Body)
 		return resp.StatusCode, err
 	}
-	for range 20 { // connections of 250 watches each
+	for range 20 { // each connection has 250 watches
 		do := bearer(token)
 		for range tenantWatches / 20 {
 			l.done.Go(func() { l.watch(ctx, do) })
@@ -354,7 +355,7 @@ func (l *loudTenant) begin(ctx context.Context, name string) {
 	}
 }
 
-// watch keeps one watch of the object open, and counts its events.
+// watch keeps a watch of the object open, and counts its events.
 func (l *loudTenant) watch(ctx context.Context, do func(*http.Request) (*http.Response, error)) {
 	for ctx.Err() == nil {
 		req, err := http.NewRequestWithContext(ctx, "GET", l.path+"?watch=1&fieldSelector=metadata.name%3Dc0", nil)
@@ -375,14 +376,14 @@ func (l *loudTenant) watch(ctx context.Context, do func(*http.Request) (*http.Re
 			}
 		}
 		resp.Body.Close()
-		time.Sleep(time.Second) // as a client's backoff
+		time.Sleep(time.Second) // like a client's backoff
 	}
 }
 
-// bearer sends requests with a token, over a connection of its own.
+// bearer returns a function that sends requests with a token over its own connection.
 func bearer(token string) func(*http.Request) (*http.Response, error) {
 	c := &http.Client{Transport: &http.Transport{
-		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, // the token says who it is
+		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, // the token identifies the user
 		ForceAttemptHTTP2: true,
 	}}
 	return func(req *http.Request) (*http.Response, error) {
@@ -391,8 +392,8 @@ func bearer(token string) func(*http.Request) (*http.Response, error) {
 	}
 }
 
-// account makes a namespace and a service account of it that may do what a rule says there, and answers its token once
-// it may.
+// account creates a namespace and a service account that a rule grants permissions there. It returns the account's
+// token once the permissions are in force.
 func (s *server) account(name, rule string) string {
 	post := func(path, text string, args ...any) []byte {
 		return s.do("POST", path, "", fmt.Appendf(nil, text, args...), 201)

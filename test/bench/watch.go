@@ -22,8 +22,8 @@ import (
 	"k8s.io/client-go/tools/cache"
 )
 
-// deliver measures events to many watchers over 20 connections: CPU a delivery, how old an event is when its watcher
-// has it, and what a watcher weighs.
+// deliver measures the delivery of events to many watches over 20 connections. It returns CPU per delivery, the age of
+// events on arrival, and memory per watch.
 func deliver(s *server, watchers, rate, updates int) map[string]float64 {
 	ctx, cancel := context.WithCancel(context.Background())
 	before := s.rss()
@@ -41,13 +41,13 @@ func deliver(s *server, watchers, rate, updates int) map[string]float64 {
 		name + ": age p99 (ms)":          ms(at(ages, 99)),
 		name + ": the writer's p50 (ms)": ms(at(writes, 50)),
 	}
-	if watchers >= 5000 { // fewer fit into what the process has already
+	if watchers >= 5000 { // fewer watches fit into the process's free memory
 		rows[name+": growth of resident memory a watcher (KB)"] = weight * 1000 / float64(watchers)
 	}
 	return rows
 }
 
-// watches are open watches that note when each event comes.
+// watches are open watches that record the arrival of each event.
 type watches struct {
 	done      sync.WaitGroup
 	delivered atomic.Int64
@@ -108,8 +108,8 @@ func (w *watches) read(lines *bufio.Reader) {
 	w.mu.Unlock()
 }
 
-// deliveries makes updates at a rate and waits until everyone has each: CPU microseconds a delivery, the events' ages
-// and the writer's latencies. The ages are read once the watches are closed.
+// deliveries makes updates at a rate and waits until every watch has all events. It returns CPU microseconds per
+// delivery, the events' ages and the writer's latencies. The ages are complete once the watches are closed.
 func (s *server) deliveries(w *watches, watchers, rate, updates int) (float64, func() []time.Duration,
 	func() []time.Duration) {
 	before := s.cpu()
@@ -144,7 +144,7 @@ func at(f func() []time.Duration, percent int) time.Duration {
 
 func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 
-// herd is fifty informers that begin at once, as after the loss of an API server. Each has a connection of its own.
+// herd starts fifty informers at once, as after the loss of an API server. Each has its own connection.
 func herd(s *server) map[string]float64 {
 	before, began := s.cpu(), time.Now()
 	peak := s.peak()
@@ -166,7 +166,7 @@ func herd(s *server) map[string]float64 {
 					Name:            p.Name,
 					Namespace:       p.Namespace,
 					ResourceVersion: p.ResourceVersion,
-				}}, nil // the clients' memory is not what is measured
+				}}, nil // the clients' memory is not measured
 			}))
 		informer := f.Core().V1().Pods().Informer()
 		f.Start(stop)

@@ -24,8 +24,8 @@ import (
 	"watershed.dev/test/node"
 )
 
-// autoscale has the watch tier's HorizontalPodAutoscaler scale it, by what its pods say of themselves: up while their
-// watches are more than it wants of one, and down once they are not.
+// autoscale checks that the watch tier's HorizontalPodAutoscaler scales it by its pods' metrics. It scales up while the
+// watches exceed the target, and down when they no longer do.
 func (h *hosted) autoscale(c *clients) {
 	h.Helper()
 	h.customMetrics()
@@ -54,7 +54,7 @@ func (h *hosted) autoscale(c *clients) {
 	h.outer.Kubectl("-n", "watershed", "delete", "hpa", "watchfanout")
 }
 
-// has waits until a Deployment has as many pods, all of them ready.
+// has waits until a Deployment has exactly that number of pods, all of them ready.
 func (h *hosted) has(service string, replicas int) {
 	h.Helper()
 	harness.Eventually(h, 5*time.Minute, func() error {
@@ -64,7 +64,7 @@ func (h *hosted) has(service string, replicas int) {
 			hpa, _ := h.outer.TryKubectl("", "-n", "watershed", "describe", "hpa", service)
 			return fmt.Errorf("%s: %s\n%s", service, out, hpa)
 		}
-		// those that go have gone
+		// terminating pods have gone
 		pods := h.outer.Kubectl("-n", "watershed", "get", "pods", "-l", "app.kubernetes.io/name="+service, "-o", "name")
 		if n := len(strings.Fields(pods)); n != replicas {
 			return fmt.Errorf("%d pods of %s", n, service)
@@ -74,7 +74,7 @@ func (h *hosted) has(service string, replicas int) {
 	h.rollout("watershed", "deployment/"+service)
 }
 
-// customMetrics serves custom.metrics.k8s.io as an adapter does, from what pods tell at the moment, and makes it known.
+// customMetrics registers and serves custom.metrics.k8s.io as an adapter does, with the pods' current values.
 func (h *hosted) customMetrics() {
 	h.Helper()
 	certificate := h.selfSigned()
@@ -116,7 +116,7 @@ spec:
 
 const metricsPath = "/apis/custom.metrics.k8s.io/v1beta2"
 
-// serveMetrics answers discovery, and one metric of the pods that a selector finds.
+// serveMetrics serves discovery, and one metric of the pods that a selector matches.
 func (h *hosted) serveMetrics(w http.ResponseWriter, req *http.Request) {
 	answer := func(doc any) {
 		w.Header().Set("Content-Type", "application/json")
@@ -146,7 +146,7 @@ func (h *hosted) serveMetrics(w http.ResponseWriter, req *http.Request) {
 	for _, p := range pods.Items {
 		n, err := scrape(p.Status.PodIP, metric)
 		if err != nil {
-			continue // it has not started, or goes
+			continue // it is starting or terminating
 		}
 		items = append(items, object{
 			"describedObject": object{"kind": "Pod", "namespace": namespace, "name": p.Name, "apiVersion": "v1"},
@@ -163,7 +163,7 @@ func (h *hosted) serveMetrics(w http.ResponseWriter, req *http.Request) {
 	})
 }
 
-// scrape is the sum of a metric over its labels, as a pod tells it.
+// scrape returns a pod's metric, summed over its labels.
 func scrape(address, metric string) (sum float64, err error) {
 	client := &http.Client{Timeout: time.Second}
 	resp, err := client.Get("http://" + net.JoinHostPort(address, "8081") + "/metrics")

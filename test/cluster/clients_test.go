@@ -19,15 +19,15 @@ import (
 )
 
 const (
-	// writePause is the pause between two writes, where a test does not want another.
+	// writePause is the default pause between two writes.
 	writePause = 20 * time.Millisecond
-	// writeTimeout is how long a write is tried again.
+	// writeTimeout is how long a write is retried.
 	writeTimeout = 60 * time.Second
-	// object is the name of each that is written.
+	// object is the name of each written object.
 	object = "written"
 )
 
-// kinds are what is written, in turns: an object of each, by what it needs beside its metadata.
+// kinds are the kinds of the written objects, with the fields that they need beside metadata.
 var kinds = []struct {
 	resource   schema.GroupVersionResource
 	kind, spec string
@@ -48,17 +48,16 @@ var kinds = []struct {
 		"EndpointSlice", `, "addressType": "IPv4", "endpoints": []`},
 }
 
-// noticed is what clients noticed of one phase.
+// noticed are the effects on clients in one phase.
 type noticed struct {
 	writes, retried, failed   int
 	events, resumed, relisted int
-	// oldest is the largest age of an event when its client had it, and longest what a write took with all its
-	// attempts.
+	// oldest is the largest age of an event on arrival. longest is the longest time of a write with all its attempts.
 	oldest, longest time.Duration
 }
 
-// clients are a writer and many watchers, each of one resource, which check that each of them sees every write of it in
-// order.
+// clients are one writer and many watchers, each of one resource. Each watcher checks that it receives every write of
+// its resource in order.
 type clients struct {
 	client metadata.Interface
 	pause  time.Duration
@@ -70,12 +69,12 @@ type clients struct {
 	seen   []int // by watcher
 	finish context.CancelFunc
 	done   sync.WaitGroup
-	// endWrites ends the writer alone, and writing waits for it.
+	// endWrites ends only the writer, and writing waits for its end.
 	endWrites context.CancelFunc
 	writing   sync.WaitGroup
 }
 
-// start begins to write, with a pause between two writes, and to watch.
+// start starts the writer, with a pause between two writes, and the watchers.
 func start(ctx context.Context, config *rest.Config, watchers int, pause time.Duration) (*clients, error) {
 	client, err := metadata.NewForConfig(config)
 	if err != nil {
@@ -108,12 +107,12 @@ func start(ctx context.Context, config *rest.Config, watchers int, pause time.Du
 	return c, nil
 }
 
-// resourceFor is what a watcher watches.
+// resourceFor returns the resource of a watcher.
 func (c *clients) resourceFor(watcher int) metadata.ResourceInterface {
 	return c.client.Resource(kinds[watcher%len(kinds)].resource).Namespace("default")
 }
 
-// phase answers what was noticed since it was called last.
+// phase returns the effects since its last call.
 func (c *clients) phase() noticed {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -122,7 +121,7 @@ func (c *clients) phase() noticed {
 	return n
 }
 
-// write writes until ctx is done. A write that fails is tried again.
+// write writes until ctx is done. It retries failed writes.
 func (c *clients) write(ctx context.Context) {
 	for n := 0; ctx.Err() == nil; n++ {
 		i := n % len(kinds)
@@ -166,8 +165,8 @@ func (c *clients) writeOne(ctx context.Context, i, n int) (retried bool, err err
 	return retried, err
 }
 
-// watch watches until ctx is done, as an informer does: a watch that ends goes on from the last revision, and only
-// where that is gone is everything listed again.
+// watch watches until ctx is done, as an informer does. It resumes an ended watch from the last revision, and lists
+// again only if that revision is gone.
 func (c *clients) watch(ctx context.Context, watcher int) {
 	revision := ""
 	for ctx.Err() == nil {
@@ -203,7 +202,7 @@ func (c *clients) watch(ctx context.Context, watcher int) {
 	}
 }
 
-// breathe waits a little before something is tried again.
+// breathe waits briefly before a retry.
 func breathe(ctx context.Context) {
 	select {
 	case <-ctx.Done():
@@ -211,7 +210,7 @@ func breathe(ctx context.Context) {
 	}
 }
 
-// follow reads a watch to its end; the error is the one that the server sent, if any.
+// follow reads a watch to its end. It returns the server's error, if any.
 func (c *clients) follow(w watch.Interface, revision string, watcher int) (string, error) {
 	for e := range w.ResultChan() {
 		if e.Type == watch.Error {
@@ -229,7 +228,7 @@ func (c *clients) follow(w watch.Interface, revision string, watcher int) (strin
 	return revision, nil
 }
 
-// saw checks an object against what its watcher has seen of it: the next write, or with a list a later one.
+// saw checks an object against the watcher's last one: it must be the next write, or in a list a later write.
 func (c *clients) saw(o *metav1.PartialObjectMetadata, watcher int, listed bool) {
 	if o.Name != object {
 		return
@@ -242,7 +241,7 @@ func (c *clients) saw(o *metav1.PartialObjectMetadata, watcher int, listed bool)
 		c.now.events++
 		c.now.oldest = max(c.now.oldest, time.Since(time.Unix(0, at)))
 	}
-	// a write whose answer was lost is sent again with the same number
+	// a write without a response is sent again with the same number
 	if before := c.seen[watcher]; n < before || !listed && n > before+1 {
 		c.wrong = append(c.wrong, fmt.Sprintf("%s: watcher %d saw %d after %d (listed: %v)",
 			kinds[watcher%len(kinds)].kind, watcher, n, before, listed))
@@ -250,7 +249,7 @@ func (c *clients) saw(o *metav1.PartialObjectMetadata, watcher int, listed bool)
 	c.seen[watcher] = n
 }
 
-// stop ends the writer, waits until every watcher has seen its last writes, and answers what was wrong.
+// stop ends the writer, waits until every watcher has received the last writes, and returns the errors.
 func (c *clients) stop() []string {
 	c.endWrites()
 	c.writing.Wait()
@@ -269,14 +268,14 @@ func (c *clients) stop() []string {
 	return c.wrong
 }
 
-// writes are how often each object has been written.
+// writes returns the number of writes of each object.
 func (c *clients) writes() []int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return slices.Clone(c.wrote)
 }
 
-// missing says which watcher has not seen what was written.
+// missing returns an error that names a watcher without the last write.
 func (c *clients) missing(wrote []int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()

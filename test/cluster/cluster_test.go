@@ -27,12 +27,12 @@ import (
 
 var (
 	run      = flag.Bool("cluster", false, "run: this machine becomes a node (as root)")
-	watchers = flag.Int("watchers", 200, "how many clients watch")
-	from     = flag.String("images", "images", "the directory in .build of the images to begin with")
-	issued   = flag.Bool("cert-manager", false, "with cert-manager's certificates, and not certgen's")
+	watchers = flag.Int("watchers", 200, "the number of watching clients")
+	from     = flag.String("images", "images", "the directory in .build of the first images")
+	issued   = flag.Bool("cert-manager", false, "with cert-manager's certificates, instead of certgen's")
 )
 
-// programs are what `make e2e-cluster` builds beside the images.
+// programs are the binaries that `make e2e-cluster` builds beside the images.
 var programs = []string{
 	"kubelet",
 	"kube-proxy",
@@ -44,10 +44,10 @@ var programs = []string{
 	"jaeger",
 }
 
-// services are what a rolling upgrade replaces, in the order of docs/deploying.md.
+// services are the Deployments that a rolling upgrade replaces, in the order of docs/deploying.md.
 var services = []string{"registry", "gateway", "watchfanout", "authn", "authz", "admission", "xds"}
 
-// hosted is the second Watershed, and the first that hosts it.
+// hosted is the second Watershed, and the first Watershed, which hosts it.
 type hosted struct {
 	*report
 	outer *harness.Server
@@ -55,7 +55,8 @@ type hosted struct {
 	inner *rest.Config
 }
 
-// Watershed runs as workloads of a cluster; what of it is scaled, deleted or replaced its clients do not notice.
+// TestWatershedAsWorkloads runs Watershed as workloads of a cluster. Clients must not notice that its pods are scaled,
+// deleted and replaced.
 func TestWatershedAsWorkloads(t *testing.T) {
 	if !*run {
 		t.Skip("it makes this machine a node, as root, and takes what `make e2e-cluster` builds: run that")
@@ -88,12 +89,12 @@ func TestWatershedAsWorkloads(t *testing.T) {
 	for _, s := range services {
 		h.phase(c, "a pod of "+s+" deleted", true, func() { h.deletePod(s) })
 	}
-	h.phase(c, "the pod of nats deleted", true, func() { h.deletePod("nats") }) // and its log with it
+	h.phase(c, "the pod of nats deleted", true, func() { h.deletePod("nats") }) // with its log
 	h.phase(c, "the pod of etcd deleted", true, func() { h.deletePod("etcd") })
 	h.phase(c, "an image that does not start", true, h.broken)
 	h.phase(c, "xds away for half a minute", true, func() {
 		h.outer.Kubectl("-n", "watershed", "scale", "deployment/xds", "--replicas=0")
-		time.Sleep(30 * time.Second) // in which nothing is to happen
+		time.Sleep(30 * time.Second) // a span without a change
 		h.scale("xds", 1)
 	})
 	for _, w := range c.stop() {
@@ -121,7 +122,7 @@ func (h *hosted) host() {
 			"watershed.dev/jaeger:test":  harness.Peer("jaeger"),
 		},
 	})
-	h.Cleanup(func() { // pods do not outlive their node's processes in an orderly way by themselves
+	h.Cleanup(func() { // the end of the node's processes does not end its pods
 		_, _ = h.outer.TryKubectl(
 			"",
 			"delete",
@@ -159,7 +160,7 @@ spec:
 	h.rollout("kube-system", "deployment/coredns")
 }
 
-// deploy applies overlays/dev as it is, but for Jaeger's image, which cannot be pulled here.
+// deploy applies overlays/dev unchanged, except for Jaeger's image, which cannot be pulled here.
 func (h *hosted) deploy() {
 	dir, err := os.MkdirTemp(filepath.Join(harness.Root(), ".build"), "cluster")
 	if err != nil {
@@ -195,7 +196,7 @@ images:
 	}
 }
 
-// admin is the kubeconfig of who administers the inner cluster.
+// admin returns the kubeconfig of the inner cluster's administrator.
 func (h *hosted) admin() []byte {
 	h.Helper()
 	data := func(secret, key string) string {
@@ -253,7 +254,7 @@ func (h *hosted) certManager() {
 	)
 }
 
-// kubectl uses the inner gateway's Service as a user does.
+// kubectl runs kubectl against the inner gateway's Service, as a user does.
 func (h *hosted) kubectl() {
 	cmd := exec.Command(
 		harness.Peer("kubectl"),
@@ -288,7 +289,7 @@ spec:
     spec: {containers: [{name: web, image: web}]}
 `
 
-// memory is what the processes of the pods have resident.
+// memory returns the resident memory of the pods' processes as a line of text.
 func memory() string {
 	all := "Resident, MB:"
 	sum := 0.0
@@ -328,7 +329,7 @@ func (h *hosted) scale(service string, replicas int) {
 	h.has(service, replicas)
 }
 
-// deletePod deletes the service's pods and waits for those that come in their place.
+// deletePod deletes the service's pods and waits for their replacements.
 func (h *hosted) deletePod(service string) {
 	h.Helper()
 	h.outer.Kubectl("-n", "watershed", "delete", "pod", "-l", "app.kubernetes.io/name="+service)
@@ -337,10 +338,10 @@ func (h *hosted) deletePod(service string) {
 		kind = "statefulset/"
 	}
 	h.rollout("watershed", kind+service)
-	h.rollout("watershed", "deployment/gateway") // which is ready when everything is
+	h.rollout("watershed", "deployment/gateway") // the gateway is ready when every service is
 }
 
-// upgrade replaces every service's image by the next one.
+// upgrade replaces every service's image by the next image.
 func (h *hosted) upgrade() {
 	h.Helper()
 	for _, s := range services {
@@ -349,11 +350,11 @@ func (h *hosted) upgrade() {
 		h.rollout("watershed", "deployment/"+s)
 	}
 	for _, s := range services {
-		h.has(s, 1) // the old ones have gone
+		h.has(s, 1) // the old pods have gone
 	}
 }
 
-// broken has every service roll out an image that there is none of, and back: what runs goes on.
+// broken rolls out a missing image for every service, and rolls back. The running pods must keep serving.
 func (h *hosted) broken() {
 	h.Helper()
 	for _, s := range services {
@@ -374,13 +375,13 @@ func (h *hosted) broken() {
 	}
 }
 
-// trace is a request's, by Jaeger's API.
+// trace is a request's trace in Jaeger's API.
 type trace struct {
 	Spans     []span
 	Processes map[string]struct{ ServiceName string }
 }
 
-// span is a part of it; times are in µs.
+// span is a span of a trace. Times are in µs.
 type span struct {
 	SpanID, OperationName string
 	References            []struct{ RefType, SpanID string }
@@ -388,14 +389,14 @@ type span struct {
 	ProcessID             string
 }
 
-// traces has a write traced, and shows it as Jaeger has it.
+// traces traces a write, and prints its trace from Jaeger.
 func (h *hosted) traces() {
 	const id = "4bf92f3577b34da6a3ce929d0e0e4736"
 	client, err := rest.HTTPClientFor(h.inner)
 	if err != nil {
 		h.Fatal(err)
 	}
-	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "default"}} // without which there is no pod
+	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "default"}} // pods require it
 	accounts := kubernetes.NewForConfigOrDie(h.inner).CoreV1().ServiceAccounts("default")
 	if _, err := accounts.Create(h.Context(), account, metav1.CreateOptions{}); err != nil {
 		h.Fatal(err)
@@ -451,7 +452,7 @@ func (h *hosted) traces() {
 	fmt.Print(t.picture())
 }
 
-// picture draws a trace: when each span began and how long it took, in ms, below the one that it is a part of.
+// picture draws a trace: the start and duration of each span in ms, indented below its parent.
 func (t *trace) picture() string {
 	slices.SortFunc(t.Spans, func(a, b span) int { return cmp.Compare(a.StartTime, b.StartTime) })
 	depth := map[string]int{}

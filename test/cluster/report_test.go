@@ -10,7 +10,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// report is a table of what clients noticed, phase by phase.
+// report is a table of the effects on clients, phase by phase.
 type report struct {
 	*testing.T
 	table *tabwriter.Writer
@@ -23,8 +23,8 @@ func newReport(t *testing.T) *report {
 	return r
 }
 
-// phase does something while clients watch and write, waits until every watcher has seen all that was written
-// meanwhile, and tells what they noticed. quiet: no watcher may have listed again.
+// phase runs do while clients watch and write, waits until every watcher has received all writes, and reports the
+// effects. quiet means that no watcher may list again.
 func (r *report) phase(c *clients, title string, quiet bool, do func()) {
 	r.Helper()
 	c.phase()

@@ -12,10 +12,10 @@ import (
 	"watershed.dev/test/harness"
 )
 
-var scaled = flag.Bool("scale", false, "with 5,000 watches, and not with 200")
+var scaled = flag.Bool("scale", false, "with 5,000 watches instead of 200")
 
-// The watch tier is scaled alone, from two replicas to six and back, while clients watch: what is open moves, and they
-// notice nothing.
+// TestTheWatchTierScalesAlone scales only the watch tier, from two replicas to six and back. Clients watch meanwhile;
+// open watches move, and the clients must not notice.
 func TestTheWatchTierScalesAlone(t *testing.T) {
 	watches, pause, settled := 200, writePause, time.Second
 	if *scaled {
@@ -47,7 +47,7 @@ func TestTheWatchTierScalesAlone(t *testing.T) {
 			}
 			return nil
 		})
-		time.Sleep(settled) // of what clients notice while the rest moves
+		time.Sleep(settled) // the effects of the remaining moves
 	})
 	r.phase(c, "six to two", true, func() {
 		s.Scale("watchfanout=2")
@@ -63,7 +63,7 @@ func TestTheWatchTierScalesAlone(t *testing.T) {
 	r.table.Flush()
 }
 
-// ready waits until a process says that it is.
+// ready waits until a process reports readiness.
 func ready(t *testing.T, s *harness.Server, process string) {
 	t.Helper()
 	harness.Eventually(t, time.Minute, func() error {

@@ -17,11 +17,11 @@ import (
 	"watershed.dev/test/node"
 )
 
-var swap = flag.Bool("swap", false, "swap on a real node (as root) and not on kwok's")
+var swap = flag.Bool("swap", false, "swap on a real node (as root) instead of kwok's nodes")
 
-// A cluster's kube-apiserver is stopped and Watershed started in its place, with the settings that `watershed migrate`
-// makes of its manifest, and the other way round, while clients watch and write, a Deployment is rolled out, and
-// somebody looks on. Nothing is lost, and Watershed has no watch listed again.
+// TestSwap replaces a cluster's kube-apiserver by Watershed, with the settings of `watershed migrate`, and back.
+// Clients watch and write meanwhile, a Deployment rolls out, and `kubectl get pods -w` runs. No write is lost, and no
+// watch of Watershed's lists again.
 func TestSwap(t *testing.T) {
 	dir := harness.TempDir(t)
 	if *swap {
@@ -71,7 +71,7 @@ func TestSwap(t *testing.T) {
 	}
 }
 
-// web is rolled out slowly enough to be amid it while servers change; quiet is what nobody touches.
+// web is a Deployment whose rollout lasts longer than a swap. quiet is a Deployment without changes.
 const web = `
 apiVersion: apps/v1
 kind: Deployment
@@ -110,7 +110,7 @@ type swapped struct {
 	podWatcher  *podWatcher
 }
 
-// migrate answers a file of settings that `watershed migrate` makes of a kube-apiserver's manifest.
+// migrate returns a file with the settings that `watershed migrate` derives from a kube-apiserver's manifest.
 func migrate(t *testing.T, reference *harness.Reference) string {
 	t.Helper()
 	manifest := filepath.Join(reference.Dir, "kube-apiserver.yaml")
@@ -129,10 +129,10 @@ func migrate(t *testing.T, reference *harness.Reference) string {
 }
 
 func (s *swapped) toWatershed() {
-	s.reference.StopListening() // from when on it is as one kube-apiserver of several
+	s.reference.StopListening() // from now on it is like one kube-apiserver of several
 	s.watershed = harness.Up(s.T, s.dir, "--config", s.config, fmt.Sprintf("--secure-port=%d", s.reference.Port))
 	s.dir = s.watershed.Dir
-	s.reference.Stop() // as a kubelet does: what it still serves ends
+	s.reference.Stop() // as a kubelet does: its open requests end
 }
 
 func (s *swapped) toReference() {
@@ -142,13 +142,13 @@ func (s *swapped) toReference() {
 	old.Stop()
 }
 
-// during swaps while a Deployment is rolled out, and waits for the rollout.
+// during swaps while a Deployment rolls out, and waits for the rollout.
 func (s *swapped) during(swap func()) {
 	s.Helper()
 	s.begin()
 	swap()
 	s.reference.Kubectl("rollout", "status", "deployment/web", "--timeout=110s")
-	shown := s.podWatcher.lines() // who looks on goes on to see what happens
+	shown := s.podWatcher.lines() // kubectl continues to show events
 	s.reference.Kubectl("delete", "pod", "-l", "app=web", "--wait=false")
 	harness.Eventually(s, time.Minute, func() error {
 		if n := s.podWatcher.lines(); n <= shown {
@@ -161,7 +161,7 @@ func (s *swapped) during(swap func()) {
 
 func (s *swapped) rollOut() { s.during(func() {}) }
 
-// begin begins a rollout.
+// begin starts a rollout.
 func (s *swapped) begin() {
 	s.Helper()
 	s.rollouts++
@@ -169,7 +169,7 @@ func (s *swapped) begin() {
 		fmt.Sprintf(`{"spec":{"template":{"metadata":{"annotations":{"rollout":"%d"}}}}}`, s.rollouts))
 }
 
-// pods are those that nobody touches: who they are and how often they were started.
+// pods returns the UIDs, phases and restart counts of quiet's pods.
 func (s *swapped) pods() string {
 	s.Helper()
 	return s.reference.Kubectl(
@@ -196,7 +196,7 @@ func (s *swapped) exec() {
 	}
 }
 
-// podWatcher is `kubectl get pods -w`, started again where it ends.
+// podWatcher is `kubectl get pods -w`, restarted when it ends.
 type podWatcher struct {
 	mu     sync.Mutex
 	out    bytes.Buffer
@@ -232,14 +232,14 @@ func startPodWatcher(t *testing.T, s *harness.Server) *podWatcher {
 	return l
 }
 
-// Write takes what kubectl shows.
+// Write receives kubectl's output.
 func (l *podWatcher) Write(b []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.out.Write(b)
 }
 
-// lines is how many lines kubectl has shown.
+// lines returns the number of lines that kubectl has printed.
 func (l *podWatcher) lines() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -251,7 +251,7 @@ func (l *podWatcher) stop() {
 	l.done.Wait()
 }
 
-// report says what somebody who looks on has seen.
+// report prints a summary of kubectl's output.
 func (l *podWatcher) report() {
 	l.stop()
 	fmt.Printf("kubectl get pods -w ended %d times and was started again; it showed %d lines\n", l.ended, l.lines())

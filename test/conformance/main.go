@@ -1,10 +1,12 @@
-// Command conformance runs the upstream e2e suite's conformance specs, one process a spec, against kube-apiserver and
-// against Watershed, each with kube-controller-manager and kube-scheduler, and writes both result lists side by side.
+// Command conformance runs the upstream e2e suite's conformance specs against kube-apiserver and against Watershed.
+// Each server runs with kube-controller-manager and kube-scheduler, and each spec in its own process. The command
+// writes both result lists side by side.
 //
-// With -node=real this machine is the node, with containerd, kubelet and kube-proxy, and all 446 specs are run. With
-// -node=kwok there are three nodes that run no containers, and the specs are those of sig-api-machinery, sig-apps,
-// sig-auth, sig-cli, sig-instrumentation and sig-scheduling; those of them that need a container fail or time out on
-// both. No spec is left out.
+// With -node=real this machine is the node, with containerd, kubelet and kube-proxy, and all 446 specs run.
+//
+// With -node=kwok three nodes run no containers. The specs are those of sig-api-machinery, sig-apps, sig-auth, sig-cli,
+// sig-instrumentation and sig-scheduling. Specs that need a container fail or time out on both servers. No spec is left
+// out.
 package main
 
 import (
@@ -36,13 +38,13 @@ var specs string
 var nodeSpecs string
 
 var (
-	out       = flag.String("out", "../.build/conformance", "Where results and the output of failed specs go.")
-	workers   = flag.Int("workers", 3, "Specs at a time; [Serial] ones run alone.")
-	limit     = flag.Duration("timeout", 3*time.Minute, "How long one spec may take.")
-	only      = flag.String("run", "", "A regular expression of specs to run.")
+	out       = flag.String("out", "../.build/conformance", "The directory of results and of failed specs' output.")
+	workers   = flag.Int("workers", 3, "Parallel specs; [Serial] specs run sequentially.")
+	limit     = flag.Duration("timeout", 3*time.Minute, "The timeout of one spec.")
+	only      = flag.String("run", "", "A regular expression that selects specs.")
 	reference = flag.Bool("reference", true, "Run kube-apiserver too.")
 	nodes     = flag.String("node", "kwok", "kwok, or real: this machine, as root.")
-	again     = flag.Bool("reference-failed", false, "Run on kube-apiserver those alone that Watershed does not pass.")
+	again     = flag.Bool("reference-failed", false, "Run on kube-apiserver only specs that fail on Watershed.")
 )
 
 func main() {
@@ -61,7 +63,7 @@ func main() {
 		}
 	}
 	results := map[string]map[string]string{}
-	// The harness belongs to tests: each server is one, so that all that it starts is gone when it ends.
+	// The harness needs a testing.TB, so each server runs as a test. Its processes end with the test.
 	var tests []testing.InternalTest
 	add := func(name string, start func(testing.TB) *harness.Server) {
 		tests = append(tests, testing.InternalTest{Name: name, F: func(t *testing.T) {
@@ -81,7 +83,7 @@ func main() {
 					return fmt.Errorf("%v: %s", err, out)
 				}
 				taints, err := s.TryKubectl("", "get", "nodes", "-o", "jsonpath={.items[*].spec.taints}")
-				if err != nil || taints != "" { // the suite wants nodes that pods can go to
+				if err != nil || taints != "" { // the suite requires schedulable nodes
 					return fmt.Errorf("%v: %s", err, taints)
 				}
 				return nil
@@ -110,7 +112,7 @@ func main() {
 	testing.Main(func(string, string) (bool, error) { return true, nil }, tests, nil, nil)
 }
 
-// wanted are the specs to run on a server.
+// wanted returns the specs to run on a server.
 func wanted(server string, list []string, results map[string]map[string]string) []string {
 	if server != "kube-apiserver" || !*again {
 		return list
@@ -153,7 +155,7 @@ func run(server, kubeconfig string, list []string) map[string]string {
 	return results
 }
 
-// runSpec runs one spec in a process of its own.
+// runSpec runs a spec in its own process.
 func runSpec(server, kubeconfig, spec string) string {
 	ctx, cancel := context.WithTimeout(context.Background(), *limit)
 	defer cancel()
@@ -182,7 +184,7 @@ func keep(server, spec string, output []byte) {
 	_ = os.WriteFile(filepath.Join(dir, name[:min(len(name), 150)]+".log"), output[max(0, len(output)-30000):], 0o644)
 }
 
-// report writes every result to a file, and answers the specs that the reference passes and Watershed does not.
+// report writes every result to a file. It returns the specs that kube-apiserver passes and Watershed does not.
 func report(list []string, results map[string]map[string]string) (lost []string) {
 	var b strings.Builder
 	fmt.Fprintf(&b, "kube-apiserver\twatershed\tspec\n")

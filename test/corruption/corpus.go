@@ -1,5 +1,5 @@
-// Package corruption puts into etcd what it accepts and nobody should have to expect: every stored kind with every string
-// of it odd, and values that are no objects at all.
+// Package corruption writes values to etcd that etcd accepts and that no API server would write. The values are objects
+// of every stored kind with unusual strings in all fields, and values that are not objects.
 package corruption
 
 import (
@@ -22,22 +22,22 @@ import (
 	"k8s.io/kubernetes/test/integration/etcd"
 )
 
-// Value is one thing to put into etcd.
+// Value is a value to write to etcd.
 type Value struct {
-	// Kind is what it is meant to be, and Corruption what is odd about it.
+	// Kind is the expected kind, and Corruption is the name of the defect.
 	Kind, Corruption string
 	Resource         schema.GroupVersionResource
 	Key              string
 	Data             []byte
 }
 
-// Namespace is where all of them are that have one. Lists of other namespaces must not notice.
+// Namespace contains all namespaced values. Lists of other namespaces must not be affected.
 const Namespace = "corrupt"
 
-// largeBytes is about how much all strings of a large object come to: less than etcd takes.
+// largeBytes is the approximate size of all strings of a large object. It is below etcd's limit.
 const largeBytes = 1 << 20
 
-// corruptions are the odd strings, by name; n is how many strings an object has.
+// corruptions are unusual strings by name. n is the number of strings in an object.
 var corruptions = map[string]func(n int) string{
 	"no-utf8": func(int) string { return "\xff\xfe\xc3\x28" },
 	"empty":   func(int) string { return "" },
@@ -46,7 +46,7 @@ var corruptions = map[string]func(n int) string{
 	"large":   func(n int) string { return strings.Repeat("x", largeBytes/n+1) },
 }
 
-// notObjects are values that are nothing of the kind. half is cut from a sound one.
+// notObjects returns values that are not objects of the kind. "half" is a truncated valid object.
 func notObjects(sound []byte) map[string][]byte {
 	return map[string][]byte{
 		"garbage":         []byte("rubbish\x00\xff"),
@@ -58,8 +58,8 @@ func notObjects(sound []byte) map[string][]byte {
 	}
 }
 
-// Values is the whole corpus, in order: every resource that is stored by default in kube-apiserver 1.36, as upstream's
-// own test of etcd's paths lists them.
+// Values returns the whole corpus in a stable order: every resource that kube-apiserver 1.36 stores by default, by
+// upstream's own list of etcd paths.
 func Values() ([]Value, error) {
 	all := etcd.GetEtcdStorageDataForNamespace(Namespace)
 	var out []Value
@@ -70,13 +70,16 @@ func Values() ([]Value, error) {
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", gvr, err)
 		}
-		if obj == nil { // a custom resource of that test's own
+		if obj == nil { // a custom resource of upstream's test
 			continue
 		}
 		kind := gvr.GroupResource().String()
 		dir := path.Dir(data.ExpectedEtcdPath)
 		add := func(corruption string, value []byte) {
-			out = append(out, Value{Kind: kind, Corruption: corruption, Resource: gvr, Key: dir + "/" + corruption, Data: value})
+			out = append(
+				out,
+				Value{Kind: kind, Corruption: corruption, Resource: gvr, Key: dir + "/" + corruption, Data: value},
+			)
 		}
 		for _, name := range slices.Sorted(maps.Keys(corruptions)) {
 			odd := obj.DeepCopyObject()
@@ -98,7 +101,7 @@ func Values() ([]Value, error) {
 	return out, nil
 }
 
-// CRD defines the custom resource whose odd objects Customs are.
+// CRD defines the custom resource of CustomResources.
 const CRD = `
 apiVersion: apiextensions.k8s.io/v1
 kind: CustomResourceDefinition
@@ -119,12 +122,21 @@ spec:
         properties: {spec: {type: object, x-kubernetes-preserve-unknown-fields: true, properties: {text: {type: string}}}}
 `
 
-// CustomResources are odd objects of a custom resource, which etcd holds in JSON.
+// CustomResources returns corrupt objects of a custom resource, which etcd stores as JSON.
 func CustomResources() []Value {
 	resource := schema.GroupVersionResource{Group: "corrupt.example.com", Version: "v1", Resource: "things"}
 	object := func(name, text string) []byte {
-		return fmt.Appendf(nil, `{"apiVersion":"corrupt.example.com/v1","kind":"Thing","metadata":{"name":%q,"namespace":%q,"labels":{"x":"%s"},"annotations":{"x":"%s"}},"spec":{"text":"%s","%s":["%s"]}}`,
-			name, Namespace, text, text, text, text, text)
+		return fmt.Appendf(
+			nil,
+			`{"apiVersion":"corrupt.example.com/v1","kind":"Thing","metadata":{"name":%q,"namespace":%q,"labels":{"x":"%s"},"annotations":{"x":"%s"}},"spec":{"text":"%s","%s":["%s"]}}`,
+			name,
+			Namespace,
+			text,
+			text,
+			text,
+			text,
+			text,
+		)
 	}
 	var out []Value
 	add := func(corruption string, value []byte) {
@@ -148,7 +160,7 @@ func CustomResources() []Value {
 	return out
 }
 
-// Count is how many kinds the values are of.
+// Count returns the number of different kinds of values.
 func Count(values []Value) int {
 	kinds := map[string]bool{}
 	for _, v := range values {
@@ -166,7 +178,7 @@ func schemeOf(gvk schema.GroupVersionKind) *runtime.Scheme {
 	return nil
 }
 
-// stored is a sound object as etcd holds it; a nil object where no Go type is known.
+// stored returns a valid object in its stored encoding. The object is nil if there is no Go type for it.
 func stored(gvr schema.GroupVersionResource, stub string,
 	stored *schema.GroupVersionKind) ([]byte, runtime.Object, error) {
 	var gvk schema.GroupVersionKind
@@ -187,15 +199,15 @@ func stored(gvr schema.GroupVersionResource, stub string,
 	if err != nil {
 		return nil, nil, err
 	}
-	// A stub is of the version that it is written in, which may name fields that the stored one lacks: what does not
-	// fit is left out.
+	// A stub may have another version than the stored object, with fields that the stored version lacks. These fields
+	// are left out.
 	_ = json.Unmarshal([]byte(stub), obj)
 	obj.GetObjectKind().SetGroupVersionKind(gvk)
 	data, err := encode(obj)
 	return data, obj, err
 }
 
-// kindOf finds a resource's kind by the name that it has in the plural.
+// kindOf returns the kind of a resource.
 func kindOf(gvr schema.GroupVersionResource) (string, bool) {
 	for _, s := range []*runtime.Scheme{legacyscheme.Scheme, apiextensionsapiserver.Scheme, aggregatorscheme.Scheme} {
 		for kind := range s.KnownTypes(gvr.GroupVersion()) {
@@ -213,7 +225,7 @@ func kindOf(gvr schema.GroupVersionResource) (string, bool) {
 func encode(obj runtime.Object) ([]byte, error) {
 	gvk := obj.GetObjectKind().GroupVersionKind()
 	var b bytes.Buffer
-	if _, ok := obj.(interface{ Marshal() ([]byte, error) }); !ok { // definitions are stored in JSON
+	if _, ok := obj.(interface{ Marshal() ([]byte, error) }); !ok { // CRDs are stored as JSON
 		err := json.NewEncoder(&b).Encode(obj)
 		return b.Bytes(), err
 	}
@@ -222,7 +234,7 @@ func encode(obj runtime.Object) ([]byte, error) {
 	return b.Bytes(), err
 }
 
-// setName gives an object the name and namespace that its key has, without which nobody could ask for it.
+// setName sets the name and namespace of an object's key. Without them no client could request the object.
 func setName(obj runtime.Object, name string, namespaced bool) {
 	m, ok := obj.(metav1.ObjectMetaAccessor)
 	if !ok {
@@ -235,7 +247,7 @@ func setName(obj runtime.Object, name string, namespaced bool) {
 	}
 }
 
-// fill sets every string that a value holds or could hold, pointers and one element of each slice and map among them.
+// fill sets every string in a value. It allocates pointers, and one element of each slice and map.
 func fill(v reflect.Value, with func() string, depth int) {
 	const deepest = 9
 	if depth > deepest {
@@ -283,10 +295,17 @@ func fill(v reflect.Value, with func() string, depth int) {
 	}
 }
 
-// special are types whose strings are not free: they are read as something else.
+// special returns true for types whose strings have a syntax.
 func special(t reflect.Type) bool {
 	switch t.String() {
-	case "resource.Quantity", "v1.Time", "v1.MicroTime", "intstr.IntOrString", "runtime.RawExtension", "v1.FieldsV1", "v1.JSON", "v1.JSONSchemaProps":
+	case "resource.Quantity",
+		"v1.Time",
+		"v1.MicroTime",
+		"intstr.IntOrString",
+		"runtime.RawExtension",
+		"v1.FieldsV1",
+		"v1.JSON",
+		"v1.JSONSchemaProps":
 		return true
 	}
 	return false

@@ -18,7 +18,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// mediaTypes are all forms that a list comes in.
+// mediaTypes are all media types of a list.
 var mediaTypes = []string{
 	"application/json",
 	"application/yaml",
@@ -28,14 +28,13 @@ var mediaTypes = []string{
 	"application/vnd.kubernetes.protobuf;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1",
 }
 
-// skipped are kinds whose odd objects change how the cluster itself is served, to both servers alike: what they are about
-// is tested by name.
+// skipped are kinds whose corrupt objects change how both servers serve the cluster. Other tests cover these kinds.
 var skipped = map[string]string{
 	"apiservices.apiregistration.k8s.io": "an APIService hands its group version to another server",
 }
 
-// Whatever is in etcd, nobody else notices: other resources and other namespaces are listed and watched as before, and
-// the odd objects themselves are answered with the status that kube-apiserver gives.
+// TestACorruptObjectAffectsNoOther checks that corrupt objects do not affect lists and watches of other resources and
+// namespaces. Requests for the corrupt objects return the status that kube-apiserver returns.
 func TestACorruptObjectAffectsNoOther(t *testing.T) {
 	t.Run("up", func(t *testing.T) { corpus(t, harness.Up) })
 }
@@ -76,7 +75,7 @@ func corpus(t *testing.T, start func(testing.TB, string, ...string) *harness.Ser
 				continue
 			}
 			if v.Resource.Group == "admissionregistration.k8s.io" && !objects {
-				continue // what might refuse and cannot be read refuses everything: security.md
+				continue // an unreadable webhook or policy rejects every request (security.md)
 			}
 			if _, err := etcd.Put(t.Context(), v.Key, string(v.Data)); err != nil {
 				t.Fatalf("%s, %s: %v", v.Kind, v.Corruption, err)
@@ -89,7 +88,7 @@ func corpus(t *testing.T, start func(testing.TB, string, ...string) *harness.Ser
 		}
 		bystander.receives(t, fmt.Sprintf("lists-%v", objects))
 	}
-	if len(compared) < 55 { // some are served only where alpha and beta versions are
+	if len(compared) < 55 { // some are served only with alpha and beta versions
 		t.Errorf("only %d kinds were compared", len(compared))
 	}
 	if log := s.Log(); strings.Contains(log, "panic") {
@@ -99,7 +98,7 @@ func corpus(t *testing.T, start func(testing.TB, string, ...string) *harness.Ser
 			}
 		}
 	}
-	for _, v := range values { // and all is well once they are gone
+	for _, v := range values { // everything recovers once they are deleted
 		if _, err := etcd.Delete(t.Context(), v.Key); err != nil {
 			t.Fatal(err)
 		}
@@ -115,10 +114,10 @@ func corpus(t *testing.T, start func(testing.TB, string, ...string) *harness.Ser
 	bystander.receives(t, "the-end")
 }
 
-// compared are the kinds that both servers were asked for.
+// compared are the kinds that the test listed at both servers.
 var compared = map[string]bool{}
 
-// compare lists one kind in every form, where its odd objects are and where they are not.
+// compare lists a kind in every media type, in the corrupt namespace and in others.
 func compare(t *testing.T, s, reference *harness.Server, kind string, v Value, objects bool) {
 	root := "/apis/" + v.Resource.Group
 	if v.Resource.Group == "" {
@@ -140,14 +139,14 @@ func compare(t *testing.T, s, reference *harness.Server, kind string, v Value, o
 			want, _ := get(reference, p, m)
 			var got int
 			var body string
-			for range 2 { // kube-apiserver's own cache may be on its way
+			for range 2 { // kube-apiserver's own cache may lag
 				if got, body = get(s, p, m); got == want || !objects && want >= 400 {
 					break
 				}
 				want, _ = get(reference, p, m)
 			}
 			if !objects && want != http.StatusOK && got >= 400 {
-				continue // 500 here; there 429, since its cache never comes to be
+				continue // Watershed returns 500, kube-apiserver 429 because its cache never becomes ready
 			}
 			if got != want {
 				t.Errorf("%s, sound objects %v, %s as %s: %d, kube-apiserver %d: %.300s",
@@ -159,7 +158,7 @@ func compare(t *testing.T, s, reference *harness.Server, kind string, v Value, o
 		p := root + "/namespaces/kube-public/" + v.Resource.Resource
 		for _, m := range mediaTypes {
 			if code, body := get(s, p, m); code != http.StatusOK &&
-				code != http.StatusNotAcceptable { // no protobuf of what has no Go type
+				code != http.StatusNotAcceptable { // types without a Go type have no protobuf
 				t.Errorf("%s, sound objects %v: the list of another namespace as %s: %d %.300s",
 					kind, objects, m, code, body)
 			}
@@ -167,7 +166,7 @@ func compare(t *testing.T, s, reference *harness.Server, kind string, v Value, o
 	}
 }
 
-// clients are kept: one for each server.
+// clients caches a client for each server.
 var clients = map[*harness.Server]*http.Client{}
 
 func get(s *harness.Server, path, accept string) (int, string) {
@@ -198,7 +197,7 @@ func get(s *harness.Server, path, accept string) (int, string) {
 	return resp.StatusCode, string(body)
 }
 
-// bystanderWatch is somebody who watches something else.
+// bystanderWatch is a watch of an unaffected resource.
 type bystanderWatch struct {
 	s *harness.Server
 	w watch.Interface
@@ -219,8 +218,8 @@ func (o *bystanderWatch) open(t *testing.T) {
 	}
 }
 
-// receives writes something and waits until the watch tells of it. A watch whose resource holds something unreadable is
-// told so and ends, as kube-apiserver's: this one's namespace holds nothing odd, but its resource does.
+// receives creates an object and waits for its event. A watch of a resource with an undecodable object ends with an
+// error, as kube-apiserver's does. This applies here too, although the corrupt object is in another namespace.
 func (o *bystanderWatch) receives(t *testing.T, name string) {
 	t.Helper()
 	if _, err := o.s.Client().CoreV1().ServiceAccounts("default").Create(t.Context(),
@@ -244,8 +243,9 @@ func (o *bystanderWatch) receives(t *testing.T, name string) {
 	}
 }
 
-// A CRD whose name has no dot makes a loop of upstream's panic when it goes (naming_controller.go,
-// requeueAllOtherGroupCRDs), which ends kube-apiserver. Here the loop goes on, and others' CRDs are established.
+// TestACRDWithoutADotStopsNoController deletes a CRD whose name has no dot. This panics in an upstream controller
+// (naming_controller.go, requeueAllOtherGroupCRDs) and ends kube-apiserver. In Watershed the controller continues, and
+// other CRDs become established.
 func TestACRDWithoutADotStopsNoController(t *testing.T) {
 	url := harness.Etcd(t, harness.TempDir(t))
 	s := harness.Up(t, "", "--etcd-servers="+url)

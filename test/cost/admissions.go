@@ -11,7 +11,7 @@ import (
 
 const admissionregistration = "/apis/admissionregistration.k8s.io/v1/"
 
-// onlyCheated selects the ConfigMaps that the policies and webhooks of the shapes look at.
+// onlyCheated selects the ConfigMaps that the shapes' policies and webhooks match.
 var onlyCheated = object{"matchLabels": object{"cheated": "yes"}}
 
 func cheated(i int, data object) object {
@@ -20,13 +20,13 @@ func cheated(i int, data object) object {
 	return o
 }
 
-// rulesOf matches the creation of ConfigMaps.
+// rulesOf returns rules that match the creation of ConfigMaps.
 func rulesOf() []object {
 	return []object{{"apiGroups": []string{""}, "apiVersions": []string{"v1"}, "operations": []string{"CREATE"},
 		"resources": []string{"configmaps"}}}
 }
 
-// creating creates n ConfigMaps that policies and webhooks look at.
+// creating returns a run that creates n ConfigMaps that policies and webhooks match.
 func creating(n int, data func() object) func(ctx context.Context, a *attempt) {
 	return func(ctx context.Context, a *attempt) {
 		times(ctx, n, 4, func(i int) {
@@ -36,7 +36,7 @@ func creating(n int, data func() object) func(ctx context.Context, a *attempt) {
 	}
 }
 
-// enforced waits until the creation of a ConfigMap is decided by what the shape has registered.
+// enforced waits until the shape's policy or webhook decides on the creation of a ConfigMap.
 func enforced(a *attempt, decided func(code int, text string) bool) error {
 	ctx, cancel := context.WithTimeout(a.s.t.Context(), longest)
 	defer cancel()
@@ -50,7 +50,7 @@ func enforced(a *attempt, decided func(code int, text string) bool) error {
 	return ctx.Err()
 }
 
-// policy registers a ValidatingAdmissionPolicy and its binding, and creates 10 ConfigMaps.
+// policy returns a shape that registers a ValidatingAdmissionPolicy and its binding, and creates 10 ConfigMaps.
 func policy(name, about string, validations []object, data func() object) *shape {
 	return &shape{
 		name:  name,
@@ -77,7 +77,7 @@ func policy(name, about string, validations []object, data func() object) *shape
 	}
 }
 
-// webhook registers a webhook of a kind with a timeout of 2 s, and creates n ConfigMaps.
+// webhook returns a shape that registers a webhook of a kind with a timeout of 2 s, and creates n ConfigMaps.
 func webhook(name, about, kind string, n int, h http.HandlerFunc) *shape {
 	return &shape{
 		name:  name,
@@ -105,7 +105,7 @@ func webhook(name, about, kind string, n int, h http.HandlerFunc) *shape {
 	}
 }
 
-// admitted answers an admission review with a patch.
+// admitted returns a handler that responds to an admission review with a patch.
 func admitted(patch func() []byte) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		var in struct {

@@ -14,7 +14,7 @@ const (
 	hostile     = "/apis/hostile.example.com/v1"
 )
 
-// register makes a backend the API server of a group.
+// register registers a backend as the API server of a group.
 func register(a *attempt, h http.HandlerFunc) error {
 	b, err := a.serve(h)
 	if err != nil {
@@ -35,8 +35,8 @@ func register(a *attempt, h http.HandlerFunc) error {
 			"service": object{"name": "hostile", "namespace": namespace, "port": port}}})
 }
 
-// aggregated registers an API server that is hostile below its discovery, and sends n requests to it. Each client
-// leaves after 4 s.
+// aggregated returns a shape that registers an API server and sends n requests to it. The server's discovery works, and
+// its other responses are hostile. Each client leaves after 4 s.
 func aggregated(name, about string, n int, h http.HandlerFunc) *shape {
 	return &shape{
 		name:  name,
@@ -67,7 +67,7 @@ func aggregated(name, about string, n int, h http.HandlerFunc) *shape {
 	}
 }
 
-// resources is the discovery of n resources.
+// resources returns a discovery document of n resources.
 func resources(n int) []byte {
 	return marshal(object{"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "hostile.example.com/v1",
 		"resources": many(n, func(i int) object {
@@ -80,8 +80,8 @@ func resources(n int) []byte {
 		})})
 }
 
-// discovered registers an API server whose discovery and OpenAPI are hostile, and asks for both over 8 s. The statuses
-// are of the group's own discovery, once it is there.
+// discovered returns a shape that registers an API server with hostile discovery and OpenAPI, and reads both for 8 s.
+// The statuses are those of the group's own discovery, once it is served.
 func discovered(name, about string, page http.HandlerFunc) *shape {
 	return &shape{
 		name:  name,

@@ -20,18 +20,18 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// attempt is one shape at one server: its clients, and the statuses that the clients saw.
+// attempt is a run of one shape against one server: its clients, and the statuses that they saw.
 type attempt struct {
 	s      *subject
 	client *http.Client
-	// closers end what the shape holds open at the client's side.
+	// closers close the client's side of the shape's open connections.
 	closers []func()
-	// made are the paths of objects to delete in the end.
+	// made are the paths of objects to delete at the end.
 	made []string
 
 	mu   sync.Mutex
 	seen map[string]int
-	// connections are those of the shape's HTTP/2 clients.
+	// connections are the connections of the shape's HTTP/2 clients.
 	connections []net.Conn
 }
 
@@ -41,7 +41,7 @@ func newAttempt(s *subject) *attempt {
 	return a
 }
 
-// newClient returns an HTTP/2 client with connections of its own, which end with the shape.
+// newClient returns an HTTP/2 client with its own connections, which the shape closes at its end.
 func (a *attempt) newClient() *http.Client {
 	dial := func(ctx context.Context, network, address string) (net.Conn, error) {
 		c, err := new(net.Dialer).DialContext(ctx, network, address)
@@ -61,16 +61,16 @@ func (a *attempt) newClient() *http.Client {
 	}
 }
 
-// newOldClient returns an HTTP/1.1 client that keeps no connections.
+// newOldClient returns an HTTP/1.1 client that opens a connection for each request.
 func newOldClient(s *subject) *http.Client {
 	return &http.Client{Transport: &http.Transport{TLSClientConfig: s.tls("http/1.1"), DisableCompression: true,
 		DisableKeepAlives: true, TLSNextProto: map[string]func(string, *tls.Conn) http.RoundTripper{}}}
 }
 
-// rest closes idle connections of the setup.
+// rest closes the setup's idle connections.
 func (a *attempt) rest() { a.client.CloseIdleConnections() }
 
-// close ends all clients of the shape.
+// close closes all clients of the shape.
 func (a *attempt) close() {
 	for _, f := range a.closers {
 		f()
@@ -80,10 +80,10 @@ func (a *attempt) close() {
 	for _, c := range a.connections {
 		c.Close()
 	}
-	a.client = a.newClient() // for the end
+	a.client = a.newClient() // for undo
 }
 
-// undo deletes what the shape made, the last first.
+// undo deletes the shape's objects in reverse order.
 func (a *attempt) undo() {
 	ctx, cancel := context.WithTimeout(a.s.t.Context(), longest)
 	defer cancel()
@@ -99,14 +99,14 @@ func (a *attempt) undo() {
 	a.client.CloseIdleConnections()
 }
 
-// saw records the outcome of a request: a status, or one of closed and no answer.
+// saw records the outcome of a request: a status, "closed" or "no answer".
 func (a *attempt) saw(outcome string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.seen[outcome]++
 }
 
-// statuses are all outcomes, each once.
+// statuses returns the distinct outcomes.
 func (a *attempt) statuses() string {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -118,7 +118,7 @@ const (
 	noAnswer = "no answer"
 )
 
-// failed classifies an error: the client's own deadline, or a connection or stream that the server ended.
+// failed classifies an error: the client's own deadline, or a connection or stream that the server closed.
 func failed(err error) string {
 	var timeout net.Error
 	if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) ||
@@ -137,7 +137,7 @@ type request struct {
 	client       *http.Client
 }
 
-// send sends a request and reads the whole answer, of which it returns the first megabyte.
+// send sends a request and reads the whole response. It returns the first megabyte of the body.
 func (a *attempt) send(ctx context.Context, r request) (*http.Response, []byte) {
 	req, err := http.NewRequestWithContext(ctx, r.method, "https://"+a.s.address()+r.path, bytes.NewReader(r.body))
 	if err != nil {
@@ -166,7 +166,8 @@ func (a *attempt) send(ctx context.Context, r request) (*http.Response, []byte) 
 	return resp, text
 }
 
-// ask sends a request, records its outcome and returns its status and the beginning of the answer; 0 without one.
+// ask sends a request and records its outcome. It returns the status and the start of the body, or 0 without a
+// response.
 func (a *attempt) ask(ctx context.Context, r request) (int, []byte) {
 	resp, text := a.send(ctx, r)
 	if resp == nil {
@@ -180,7 +181,7 @@ func (a *attempt) ask(ctx context.Context, r request) (int, []byte) {
 	return resp.StatusCode, text
 }
 
-// get asks for a path.
+// get sends a GET for a path.
 func (a *attempt) get(ctx context.Context, as sender, path string) (int, []byte) {
 	return a.ask(ctx, request{as: as, method: http.MethodGet, path: path})
 }
@@ -196,7 +197,7 @@ func (a *attempt) create(ctx context.Context, as sender, collection string, o ob
 	return a.write(ctx, as, http.MethodPost, collection, jsonMedia, marshal(o))
 }
 
-// prepare creates an object as the administrator, and deletes it in the end. Any status but 201 is an error.
+// prepare creates an object as the administrator, and registers it for deletion. Any status but 201 is an error.
 func (a *attempt) prepare(collection string, o object) error {
 	ctx, cancel := context.WithTimeout(a.s.t.Context(), longest)
 	defer cancel()
@@ -209,14 +210,14 @@ func (a *attempt) prepare(collection string, o object) error {
 	return nil
 }
 
-// remove has an object deleted in the end.
+// remove registers an object for deletion at the end.
 func (a *attempt) remove(path string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.made = append(a.made, path)
 }
 
-// until asks for a path as the administrator until its answer holds a text.
+// until requests a path as the administrator until the response contains a text.
 func (a *attempt) until(path, text string) error {
 	ctx, cancel := context.WithTimeout(a.s.t.Context(), longest)
 	defer cancel()
@@ -233,7 +234,7 @@ func (a *attempt) until(path, text string) error {
 	}
 }
 
-// times calls f n times, of which some run in parallel, until the context ends.
+// times calls f n times, at most parallel calls at once, until the context ends.
 func times(ctx context.Context, n, parallel int, f func(i int)) {
 	var g errgroup.Group
 	g.SetLimit(parallel)
@@ -276,10 +277,10 @@ const (
 	mine       = configMaps + "/mine"
 )
 
-// metadata names an object.
+// metadata returns an object's metadata with a name.
 func metadata(name string) object { return object{"name": name} }
 
-// configMap is a ConfigMap with some data.
+// configMap returns a ConfigMap with data.
 func configMap(name string, data object) object {
 	return object{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(name), "data": data}
 }

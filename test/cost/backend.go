@@ -13,14 +13,14 @@ import (
 	"net/http/httptest"
 )
 
-// backend is a TLS server of the shape's own on loopback: a webhook, an aggregated API server, or a kubelet.
+// backend is a TLS server on loopback that a shape starts: a webhook, an aggregated API server, or a kubelet.
 type backend struct {
 	*httptest.Server
 	// bundle is its certificate in PEM.
 	bundle []byte
 }
 
-// serve starts a backend with a certificate of its own.
+// serve starts a backend with a self-signed certificate.
 func (a *attempt) serve(h http.HandlerFunc) (*backend, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -33,7 +33,7 @@ func (a *attempt) serve(h http.HandlerFunc) (*backend, error) {
 	return a.serveAs(cert, h), nil
 }
 
-// serveAs starts a backend until the shape ends. All its connections and handlers end with it.
+// serveAs starts a backend until the shape ends. Its connections and handlers end with the shape.
 func (a *attempt) serveAs(cert tls.Certificate, h http.HandlerFunc) *backend {
 	ctx, cancel := context.WithCancel(context.Background())
 	s := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -14,7 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 )
 
-// laughs is YAML whose aliases grow to nine to the power of n values.
+// laughs returns YAML whose aliases expand to nine to the power of n values.
 func laughs(n int) string {
 	var b strings.Builder
 	b.WriteString("a0: &a0 [x,x,x,x,x,x,x,x,x]\n")
@@ -25,7 +25,7 @@ func laughs(n int) string {
 	return b.String()
 }
 
-// protobufOf is an object in the envelope of Kubernetes' protobuf.
+// protobufOf wraps raw bytes in Kubernetes' protobuf envelope.
 func protobufOf(raw []byte) []byte {
 	u := runtime.Unknown{TypeMeta: runtime.TypeMeta{APIVersion: "v1", Kind: "ConfigMap"}, Raw: raw}
 	b, err := u.Marshal()
@@ -43,7 +43,7 @@ func rawConfigMap(data map[string]string) []byte {
 	return b
 }
 
-// field is a length-delimited protobuf field.
+// field encodes a length-delimited protobuf field.
 func field(number int, content []byte) []byte {
 	b := binary.AppendUvarint(nil, uint64(number)<<3|2)
 	return append(binary.AppendUvarint(b, uint64(len(content))), content...)
@@ -57,7 +57,7 @@ func zipped(content []byte) []byte {
 	return b.Bytes()
 }
 
-// post sends one body of a media type to the tenant's ConfigMaps.
+// post returns a shape that sends one body of a media type to the tenant's ConfigMaps.
 func post(name, about, media string, body func() []byte) *shape {
 	return posts(name, about, configMaps, media, body)
 }

@@ -16,7 +16,7 @@ import (
 	"time"
 )
 
-// selfSigned is a certificate of a key, with some organizations and names.
+// selfSigned returns a certificate of a key, with organizations and names.
 func selfSigned(key any, public any, organizations, names []string) (tls.Certificate, error) {
 	template := &x509.Certificate{
 		SerialNumber:          big.NewInt(time.Now().UnixNano()),
@@ -34,7 +34,7 @@ func selfSigned(key any, public any, organizations, names []string) (tls.Certifi
 	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}, err
 }
 
-// certificates shows client certificates of odd sizes, which no CA has signed.
+// certificates returns a shape that presents client certificates of unusual sizes, which no CA signed.
 func certificates() *shape {
 	return &shape{
 		name:  "client certificates of odd size",

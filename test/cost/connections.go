@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// dial opens a TLS connection for a protocol of ALPN, which ends with the context.
+// dial opens a TLS connection with an ALPN protocol. The connection closes with the context.
 func (a *attempt) dial(ctx context.Context, protocol string) (net.Conn, error) {
 	d := &tls.Dialer{Config: a.s.tls(protocol)}
 	c, err := d.DialContext(ctx, "tcp", a.s.address())
@@ -26,7 +26,7 @@ func (a *attempt) dial(ctx context.Context, protocol string) (net.Conn, error) {
 	return c, nil
 }
 
-// raw runs f on n connections at once, for a time.
+// raw returns a shape that runs f on n connections in parallel, for a limited time.
 func raw(name, about string, n int, within time.Duration, protocol string,
 	f func(ctx context.Context, a *attempt, i int, c net.Conn) string,
 ) *shape {
@@ -45,7 +45,7 @@ func raw(name, about string, n int, within time.Duration, protocol string,
 	}}
 }
 
-// answered reads the status of an answer.
+// answered returns the status of a response.
 func answered(c net.Conn) string {
 	resp, err := http.ReadResponse(bufio.NewReader(c), nil)
 	if err != nil {
@@ -56,7 +56,7 @@ func answered(c net.Conn) string {
 	return fmt.Sprint(resp.StatusCode)
 }
 
-// slowly sends a text byte by byte, and reports whether it was sent whole.
+// slowly sends a text byte by byte, and returns true if it sent the whole text.
 func slowly(ctx context.Context, c net.Conn, text string, pause time.Duration) bool {
 	for i := range len(text) {
 		if _, err := io.WriteString(c, text[i:i+1]); err != nil {
@@ -75,7 +75,7 @@ func connections() []*shape {
 	const old = "http/1.1"
 	const host = "Host: x\r\n"
 	authorized := func(a *attempt) string { return host + "Authorization: Bearer " + a.s.tokens[tenant] + "\r\n" }
-	// one sends a text on each connection and reads the answer.
+	// sendText returns a shape that sends a text on each connection and reads the response.
 	sendText := func(name, about string, n int, text func(a *attempt, i int) string) *shape {
 		return raw(name, about, n, longest, old, func(_ context.Context, a *attempt, i int, c net.Conn) string {
 			go func() { _, _ = io.WriteString(c, text(a, i)) }()

@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// review is a ConversionReview as a webhook gets it.
+// review is the ConversionReview that a webhook receives.
 type review struct {
 	APIVersion string `json:"apiVersion"`
 	Kind       string `json:"kind"`
@@ -19,7 +19,7 @@ type review struct {
 	} `json:"request"`
 }
 
-// converted answers a conversion with the objects in the desired version, which a function may change.
+// converted responds to a conversion with the objects in the desired version. change may modify each object.
 func converted(w http.ResponseWriter, r *http.Request, change func(o object) object) {
 	var in review
 	if err := json.NewDecoder(r.Body).Decode(&in); err != nil {
@@ -36,7 +36,8 @@ func converted(w http.ResponseWriter, r *http.Request, change func(o object) obj
 		"uid": in.Request.UID, "convertedObjects": all, "result": object{"status": "Success"}}}))
 }
 
-// converting defines widgets with a conversion webhook, and reads n widgets n times in the version that it converts to.
+// converting returns a shape that defines widgets with a conversion webhook. It reads n widgets n times in the version
+// that needs the conversion.
 func converting(name, about string, n int, h http.HandlerFunc) *shape {
 	return &shape{
 		name:  name,

@@ -5,10 +5,11 @@ import (
 	"testing"
 )
 
-// The short form of `make cost`.
+// TestShort runs the short form of `make cost`.
 func TestShort(t *testing.T) { run(t, options{short: true}) }
 
-// Rows of the page and reasons name shapes, so each name is there once, and the short form has all of its shapes.
+// TestShapesHaveNames checks that names of shapes are unique, because the page and known.go use them as keys. Each name
+// of the short form must exist.
 func TestShapesHaveNames(t *testing.T) {
 	var names []string
 	for _, s := range shapes() {

@@ -12,7 +12,7 @@ const (
 	widgets = "/apis/cost.example.com/v1/namespaces/" + namespace + "/widgets"
 )
 
-// version is a version of the definition of widgets.
+// version returns a version of the widgets CRD.
 func version(name string, storage bool, spec object, more object) object {
 	v := object{"name": name, "served": true, "storage": storage, "schema": object{"openAPIV3Schema": object{
 		"type": "object", "properties": object{"spec": spec}}}}
@@ -22,7 +22,7 @@ func version(name string, storage bool, spec object, more object) object {
 	return v
 }
 
-// definition is the definition of widgets.
+// definition returns the widgets CRD.
 func definition(conversion object, versions ...object) object {
 	spec := object{"group": "cost.example.com", "scope": "Namespaced", "versions": versions,
 		"names": object{"plural": "widgets", "singular": "widget", "kind": "Widget", "listKind": "WidgetList"}}
@@ -33,7 +33,7 @@ func definition(conversion object, versions ...object) object {
 		"metadata": metadata("widgets.cost.example.com"), "spec": spec}
 }
 
-// define makes a definition and waits until it is served.
+// define creates a CRD and waits until it is served.
 func define(a *attempt, d object) error {
 	if err := a.prepare(crds, d); err != nil {
 		return err
@@ -50,10 +50,10 @@ func widget(version, name string, spec any) object {
 	}
 }
 
-// anything is a schema that keeps all fields.
+// anything returns a schema that preserves all fields.
 func anything() object { return object{"type": "object", "x-kubernetes-preserve-unknown-fields": true} }
 
-// custom defines widgets, then creates, reads, patches and lists n of them.
+// custom returns a shape that defines widgets, then creates, reads, patches and lists n widgets.
 func custom(name, about string, n int, schema func() object, spec func(i int) any) *shape {
 	return &shape{
 		name:  name,
@@ -80,7 +80,7 @@ func custom(name, about string, n int, schema func() object, spec func(i int) an
 	}
 }
 
-// largeSchema has n properties, each of a pattern and a description.
+// largeSchema returns a schema of n properties, each with a pattern and a description.
 func largeSchema(n int) object {
 	properties := object{}
 	for i := range n {
@@ -90,7 +90,7 @@ func largeSchema(n int) object {
 	return object{"type": "object", "properties": properties}
 }
 
-// deepSchema is a schema of some levels.
+// deepSchema returns a schema with depth levels.
 func deepSchema(depth int) object {
 	s := object{"type": "string"}
 	for range depth {
@@ -210,7 +210,7 @@ func definitions() []*shape {
 	}
 }
 
-// tables lists objects as Tables whose columns walk them by JSONPath.
+// tables returns a shape that lists objects as Tables, with columns that evaluate JSONPath.
 func tables() *shape {
 	return &shape{
 		name:  "Tables with columns of a definition's JSONPath",

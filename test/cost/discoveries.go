@@ -5,7 +5,7 @@ import (
 	"net/http"
 )
 
-// storm sends n requests of a path on clients without compression, with an Accept header.
+// storm returns a shape that sends n requests for a path with an Accept header, without compression.
 func storm(name, about string, n int, path, accept string) *shape {
 	return &shape{name: name, about: about, run: func(ctx context.Context, a *attempt) {
 		h := http.Header{"Accept": {accept}}

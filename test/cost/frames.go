@@ -13,18 +13,18 @@ import (
 	"golang.org/x/net/http2/hpack"
 )
 
-// framer is a client of HTTP/2 that writes its frames itself.
+// framer is an HTTP/2 client that writes its own frames.
 type framer struct {
 	*http2.Framer
 	a    *attempt
 	conn net.Conn
 	text bytes.Buffer
 	enc  *hpack.Encoder
-	// ended is closed when the server has ended the connection, if the client drains it.
+	// ended is closed when the server has closed the connection. Only drain closes it.
 	ended chan struct{}
 }
 
-// newFramer begins HTTP/2 on a connection.
+// newFramer starts HTTP/2 on a connection.
 func newFramer(a *attempt, c net.Conn, settings ...http2.Setting) (*framer, error) {
 	if _, err := io.WriteString(c, http2.ClientPreface); err != nil {
 		return nil, err
@@ -35,7 +35,7 @@ func newFramer(a *attempt, c net.Conn, settings ...http2.Setting) (*framer, erro
 	return f, f.WriteSettings(settings...)
 }
 
-// headers encodes the headers of a request, and more.
+// headers encodes a request's headers, with more headers at the end.
 func (f *framer) headers(as sender, method, path string, more ...string) []byte {
 	f.text.Reset()
 	all := []string{":method", method, ":scheme", "https", ":authority", "x", ":path", path}
@@ -49,19 +49,19 @@ func (f *framer) headers(as sender, method, path string, more ...string) []byte 
 	return f.text.Bytes()
 }
 
-// request opens a stream; ended says that it has no body.
+// request opens a stream. ended means that the request has no body.
 func (f *framer) request(stream uint32, as sender, method, path string, ended bool) error {
 	return f.WriteHeaders(http2.HeadersFrameParam{StreamID: stream, BlockFragment: f.headers(as, method, path),
 		EndStream: ended, EndHeaders: true})
 }
 
-// drain reads and drops what the server sends until the connection ends.
+// drain reads and discards the server's frames until the connection ends.
 func (f *framer) drain() {
 	defer close(f.ended)
 	_, _ = io.Copy(io.Discard, f.conn)
 }
 
-// outcome is closed if the server has ended the connection a second after the last frame, otherwise open.
+// outcome returns "closed" if the server closes the connection within 1 s of the last frame, otherwise "open".
 func (f *framer) outcome(ctx context.Context) string {
 	select {
 	case <-f.ended:
@@ -74,7 +74,7 @@ func (f *framer) outcome(ctx context.Context) string {
 	return "open"
 }
 
-// framed runs f on n connections of HTTP/2.
+// framed returns a shape that runs f on n HTTP/2 connections.
 func framed(name, about string, n int, within time.Duration, drained bool,
 	f func(ctx context.Context, c *framer) error, settings ...http2.Setting,
 ) *shape {
@@ -86,7 +86,7 @@ func framed(name, about string, n int, within time.Duration, drained bool,
 		if drained {
 			go fr.drain()
 		}
-		_ = f(ctx, fr) // a write that fails is a connection that has ended
+		_ = f(ctx, fr) // a failed write means that the connection has ended
 		return fr.outcome(ctx)
 	})
 }
@@ -114,7 +114,7 @@ func pause(ctx context.Context, d time.Duration) {
 }
 
 func frames() []*shape {
-	// A server may end the connection at some point, which depends on how fast it is.
+	// A server may close the connection at some point, which depends on its speed.
 	resets := func(name string, as sender, path string) *shape {
 		about := "2,000 on each of two connections"
 		return raw(name, about, 2, longest, "h2", func(ctx context.Context, a *attempt, _ int, c net.Conn) string {

@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// unsigned is a token in the form of a JWT with some bytes of header and claims.
+// unsigned returns a token in the form of a JWT, with header and claims as raw bytes.
 func unsigned(header, claims, signature string) string {
 	e := base64.RawURLEncoding
 	return e.EncodeToString([]byte(header)) + "." + e.EncodeToString([]byte(claims)) + "." +
@@ -17,7 +17,7 @@ func unsigned(header, claims, signature string) string {
 
 const issuer = "https://kubernetes.default.svc.cluster.local"
 
-// bearer sends n requests with a token of its own each.
+// bearer returns a shape that sends n requests, each with its own token.
 func bearer(name, about string, n int, token func(i int) string) *shape {
 	return &shape{name: name, about: about, run: func(ctx context.Context, a *attempt) {
 		c := newOldClient(a.s)
@@ -28,7 +28,7 @@ func bearer(name, about string, n int, token func(i int) string) *shape {
 	}}
 }
 
-// impersonating sends n requests of the administrator in the name of others.
+// impersonating returns a shape that sends n requests of the administrator with impersonation headers.
 func impersonating(name, about string, n int, headers func(i int) http.Header) *shape {
 	return &shape{name: name, about: about, run: func(ctx context.Context, a *attempt) {
 		times(ctx, n, 4, func(i int) {

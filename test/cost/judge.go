@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// Bounds beyond which a difference is a finding. Below the floors it is noise.
+// These bounds define a finding. A difference below a floor is noise.
 const (
 	moreCPU      = 2
 	cpuFloor     = 100 * time.Millisecond
@@ -15,7 +15,7 @@ const (
 	moreLog      = 1 * megabyte
 )
 
-// finding is one difference in price between kube-apiserver and a form of Watershed.
+// finding is one difference in cost between kube-apiserver and a form of Watershed.
 type finding struct {
 	shape *shape
 	form  string
@@ -27,12 +27,12 @@ func (f finding) String() string {
 	return fmt.Sprintf("%s: %s: %s: %s", f.form, f.shape, f.kind, f.detail)
 }
 
-// certain reports whether a finding is no noise: CPU, memory and goroutines vary with what else a machine does.
+// certain returns true if a finding cannot be noise. CPU, memory and goroutines vary with other work of the machine.
 func certain(f finding) bool { return f.reason == "" && f.kind == "log" }
 
 func unexplained(f finding) bool { return f.reason == "" }
 
-// judge compares the price of a shape at a form of Watershed with kube-apiserver's.
+// judge compares a shape's cost at a form of Watershed with kube-apiserver's.
 func judge(sh *shape, form string, theirs, ours *result) (found []finding) {
 	add := func(kind, format string, args ...any) {
 		f := finding{shape: sh, form: form, kind: kind, detail: fmt.Sprintf(format, args...)}
@@ -48,7 +48,7 @@ func judge(sh *shape, form string, theirs, ours *result) (found []finding) {
 	if ours.Peak > theirs.Peak+morePeak {
 		add("peak", "%.0f MB, kube-apiserver %.0f MB", mb(ours.Peak), mb(theirs.Peak))
 	}
-	if ours.Gone || theirs.Gone { // nothing is left of a dead server
+	if ours.Gone || theirs.Gone { // a dead server has no memory to compare
 		return found
 	}
 	if ours.Left > max(0, theirs.Left)+leftHeap {

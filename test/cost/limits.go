@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// http1Requests sends n requests over HTTP/1.1.
+// http1Requests returns a shape that sends n requests over HTTP/1.1.
 func http1Requests(name, about string, as sender, n int, path func(i int) string) *shape {
 	return &shape{name: name, about: about, run: func(ctx context.Context, a *attempt) {
 		c := newOldClient(a.s)

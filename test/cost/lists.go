@@ -10,7 +10,7 @@ import (
 	"strings"
 )
 
-// populate makes n ConfigMaps of some bytes with a label.
+// populate creates n labelled ConfigMaps of size bytes.
 func populate(a *attempt, n, size int) error {
 	ctx, cancel := context.WithTimeout(a.s.t.Context(), 2*longest)
 	defer cancel()
@@ -25,7 +25,7 @@ func populate(a *attempt, n, size int) error {
 	return a.until(configMaps+"?limit=1&labelSelector=many="+fmt.Sprint(n-1), "many-")
 }
 
-// continueToken is a token of the storage: the revision and the key after which a list goes on.
+// continueToken returns a continue token of the storage: the revision, and the key after which the list continues.
 func continueToken(rv int64, start string) string {
 	return base64.RawURLEncoding.EncodeToString(marshal(object{"v": "meta.k8s.io/v1", "rv": rv, "start": start}))
 }
@@ -167,7 +167,7 @@ func lists() []*shape {
 
 const tableMedia = "application/json;as=Table;v=v1;g=meta.k8s.io"
 
-// drop sends a request, and leaves after the headers of the answer.
+// drop sends a request, and leaves after the response's headers.
 func (a *attempt) drop(ctx context.Context, r request) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

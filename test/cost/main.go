@@ -1,6 +1,6 @@
-// Command cost sends the same hostile requests to kube-apiserver and to Watershed, and compares their price: status,
-// CPU, peak memory, and the heap and goroutines that stay. Each difference is a finding, and known.go has the reason
-// of each finding that is accepted. One server runs at a time, with an etcd that is not measured.
+// Command cost sends the same hostile requests to kube-apiserver and to Watershed, and compares their cost: status,
+// CPU, peak memory, and the heap and goroutines that remain. Each difference is a finding; known.go holds the reason
+// for each accepted finding. Servers run one after another. Their etcd is not measured.
 package main
 
 import (
@@ -16,20 +16,20 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// options select the shapes, the forms of Watershed and the patience of a run.
+// options select the shapes, the forms of Watershed and the timeout of a run.
 type options struct {
 	short bool
 	forms string
 	only  string
 	page  string
-	// settleTimeout is the longest wait for memory that a shape left behind.
+	// settleTimeout is the longest wait for the memory that a shape left to be freed.
 	settleTimeout time.Duration
 }
 
 func main() {
 	testing.Init()
 	o := options{}
-	flag.BoolVar(&o.short, "short", false, "Send 20 shapes to `up` only, and leave the page alone.")
+	flag.BoolVar(&o.short, "short", false, "Send 20 shapes to `up` only, and do not change the page.")
 	flag.StringVar(
 		&o.forms,
 		"forms",
@@ -48,7 +48,7 @@ func main() {
 		filepath.Join(harness.Root(), "docs", "cost.md"),
 		"The page with the table; may be empty.",
 	)
-	flag.DurationVar(&o.settleTimeout, "patience", time.Minute, "The longest wait for memory that a shape left behind.")
+	flag.DurationVar(&o.settleTimeout, "settle-timeout", time.Minute, "The longest wait for freed memory.")
 	flag.Parse()
 	testing.Main(func(string, string) (bool, error) { return true, nil }, []testing.InternalTest{{
 		Name: "cost",
@@ -56,10 +56,10 @@ func main() {
 	}}, nil, nil)
 }
 
-// kubeAPIServer is the form that Watershed's forms are compared with.
+// kubeAPIServer is the form that is the reference.
 const kubeAPIServer = "kube-apiserver"
 
-// run measures every selected shape at kube-apiserver, then at each form of Watershed, and fails on findings without a
+// run measures every selected shape at kube-apiserver, then at each form of Watershed. It fails if a finding has no
 // reason.
 func run(t *testing.T, o options) {
 	forms, settleTimeout := strings.Join(formsInOrder, ","), o.settleTimeout
@@ -100,7 +100,7 @@ func run(t *testing.T, o options) {
 	}
 }
 
-// selected returns the shapes that the options choose.
+// selected returns the shapes that the options select.
 func selected(o options) (chosen []*shape) {
 	only := regexp.MustCompile(o.only)
 	for _, s := range shapes() {

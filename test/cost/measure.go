@@ -15,19 +15,19 @@ import (
 
 const (
 	megabyte = 1e6
-	// ceiling is the anonymous memory at which a server is killed.
+	// ceiling is the anonymous memory at which the bench kills a server.
 	ceiling = 4000 * megabyte
-	// outgrown is the memory above its start with which a server does not see another shape.
+	// outgrown is the memory growth after which a server is replaced before the next shape.
 	outgrown = 50 * megabyte
-	// longest bounds the requests of one shape.
+	// longest limits the requests of one shape.
 	longest = 20 * time.Second
-	// overtime is the longest wait for work that goes on after the clients have left.
+	// overtime is the longest wait for work that continues after the clients have left.
 	overtime = 30 * time.Second
-	// retainedBytes is the memory left behind that is worth a second look.
+	// retainedBytes is the heap growth, beyond the reference's, above which left waits for memory to be freed.
 	retainedBytes = 1 * megabyte
 )
 
-// usage is the CPU time and the anonymous memory of a server's processes; largest is the memory of the largest one.
+// usage is the CPU time and the anonymous memory of a server's processes. largest is the memory of the largest process.
 type usage struct {
 	cpu           time.Duration
 	anon, largest int64
@@ -43,7 +43,7 @@ func (s *subject) usage() (u usage) {
 	return u
 }
 
-// cpuOf returns the user and system time of a process (proc_pid_stat(5)), which counts in hundredths of a second.
+// cpuOf returns a process's user and system time (proc_pid_stat(5)), in steps of 10 ms.
 func cpuOf(pid int) time.Duration {
 	stat, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	f := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
@@ -55,8 +55,8 @@ func cpuOf(pid int) time.Duration {
 	return time.Duration(user+system) * 10 * time.Millisecond
 }
 
-// anonOf returns the resident anonymous memory of a process in bytes: unlike the resident set it has no pages of the
-// binary, which differ by what has run before.
+// anonOf returns a process's resident anonymous memory in bytes. The resident set also contains pages of the binary,
+// which depend on the earlier load.
 func anonOf(pid int) int64 {
 	status, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 	for line := range bytes.Lines(status) {
@@ -68,15 +68,15 @@ func anonOf(pid int) int64 {
 	return 0
 }
 
-// result is the price of one shape at one server.
+// result is the cost of one shape at one server.
 type result struct {
 	Status    string
 	Wall, CPU time.Duration
-	// Peak and Largest are bytes above the level before: of all processes, and of the largest one.
+	// Peak and Largest are bytes above the level before the shape: of all processes, and of the largest process.
 	Peak, Largest int64
-	// Left, Goroutines and Logged are what stays: bytes of heap, goroutines a second later, bytes of log.
+	// Left, Goroutines and Logged remain after the shape: bytes of heap, goroutines after 1 s, bytes of log.
 	Left, Goroutines, Logged int64
-	// Gone says that the server died or was killed, or did not answer in the end.
+	// Gone means that the server died, was killed, or did not respond at the end.
 	Gone bool
 }
 
@@ -84,16 +84,16 @@ type result struct {
 type bench struct {
 	t             testing.TB
 	settleTimeout time.Duration
-	// together: families share a server.
+	// together makes families share a server.
 	together bool
-	// idle is the CPU time of an idle second by form, as the first server of the form used it.
+	// idle is a form's CPU time in an idle second, measured at the form's first server.
 	idle map[string]time.Duration
-	// profiles is the directory that gets heap and goroutine profiles of findings.
+	// profiles is the directory for heap and goroutine profiles of findings.
 	profiles string
 }
 
-// measureAll measures shapes at servers of a form, and adds the prices. A finding that may be noise is measured again
-// on a fresh server, and only counts if it is there again.
+// measureAll measures shapes at servers of a form, and adds the costs to all. A finding that may be noise is measured
+// again on a fresh server, and counts only if it recurs.
 func (b *bench) measureAll(form string, chosen []*shape, all results) {
 	var s *subject
 	renew := func() {
@@ -151,7 +151,7 @@ func (r *result) String() string {
 
 func mb(n int64) float64 { return float64(n) / megabyte }
 
-// measure sends one shape to a server. theirs is the reference's result, nil at the reference itself.
+// measure sends one shape to a server. theirs is the reference's result, nil at the reference.
 func (b *bench) measure(s *subject, sh *shape, theirs *result) *result {
 	a := newAttempt(s)
 	r := &result{}
@@ -175,7 +175,7 @@ func (b *bench) measure(s *subject, sh *shape, theirs *result) *result {
 		}
 		a.rest()
 		s.quiet(3 * time.Second)
-		if _, err := s.heap(); err != nil { // collects what the setup left
+		if _, err := s.heap(); err != nil { // frees the setup's garbage
 			return fail("setup", err)
 		}
 	}
@@ -193,7 +193,7 @@ func (b *bench) measure(s *subject, sh *shape, theirs *result) *result {
 	r.Wall = time.Since(began)
 	time.Sleep(time.Second)
 	after, err := s.goroutines()
-	if err == nil && after > routines+leftRoutines { // some end in their own time
+	if err == nil && after > routines+leftRoutines { // some end after a timeout
 		time.Sleep(time.Second)
 		after, err = s.goroutines()
 	}
@@ -224,7 +224,7 @@ func (b *bench) measure(s *subject, sh *shape, theirs *result) *result {
 	return r
 }
 
-// left returns the growth of the live heap. It waits, up to the bench's patience, while that is above the threshold.
+// left returns the growth of the live heap. While the growth is above the threshold, it waits up to settleTimeout.
 func (b *bench) left(s *subject, before int64, theirs *result) (int64, error) {
 	allowed := int64(retainedBytes)
 	if theirs != nil {
@@ -238,8 +238,8 @@ func (b *bench) left(s *subject, before int64, theirs *result) (int64, error) {
 	}
 }
 
-// watch samples the memory until the returned function is called, which returns the highest. It kills a server that
-// passes the ceiling.
+// watch samples the memory until the caller calls stop, which returns the highest sample. It kills a server that
+// exceeds the ceiling.
 func (s *subject) watch() (stop func() (top usage, killed bool)) {
 	var (
 		top     usage

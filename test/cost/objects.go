@@ -24,7 +24,7 @@ func meta(apiVersion, kind string, more object) object {
 	return o
 }
 
-// objects creates, reads, lists and updates a large object of each kind.
+// objects returns a shape for each kind that creates, reads, lists and updates a large object.
 func objects() []*shape {
 	var all []*shape
 	for _, l := range largeObjects() {

@@ -7,10 +7,10 @@ import (
 	"strings"
 )
 
-// operations is a JSON Patch of n operations.
+// operations returns a JSON Patch of n operations.
 func operations(n int, f func(i int) object) []byte { return marshal(many(n, f)) }
 
-// patch sends one patch of the tenant's ConfigMap. Its setup makes the ConfigMap anew with some data.
+// patch returns a shape that sends one patch of the tenant's ConfigMap. Its setup creates the ConfigMap with data.
 func patch(name, about, media string, data object, body func() []byte) *shape {
 	return &shape{
 		name:  name,
@@ -76,7 +76,7 @@ func jsonPatches() []*shape {
 	}
 }
 
-// podTemplate is a Deployment with n environment variables, which strategic merges match by name.
+// podTemplate returns a Deployment with n environment variables, which strategic merge patches match by name.
 func podTemplate(n int, prefix string) object {
 	env := many(n, func(i int) object { return object{"name": fmt.Sprintf("%s%d", prefix, i), "value": "v"} })
 	return object{"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata("patched"), "spec": object{
@@ -90,7 +90,8 @@ func podTemplate(n int, prefix string) object {
 
 const deployments = "/apis/apps/v1/namespaces/" + namespace + "/deployments"
 
-// strategic sends one strategic merge patch of a container in a Deployment with n environment variables.
+// strategic returns a shape that sends one strategic merge patch of a container in a Deployment with n environment
+// variables.
 func strategic(name, about string, n int, container func() object) *shape {
 	return &shape{
 		name:  name,

@@ -14,10 +14,10 @@ import (
 	"time"
 )
 
-// results are prices by shape and form.
+// results are costs by shape and form.
 type results map[string]map[string]*result
 
-// add adds a price of a shape at a server of a form.
+// add adds the cost of a shape at a form.
 func (r results) add(s *shape, form string, p *result) {
 	if r[s.String()] == nil {
 		r[s.String()] = map[string]*result{}
@@ -25,10 +25,10 @@ func (r results) add(s *shape, form string, p *result) {
 	r[s.String()][form] = p
 }
 
-// formsInOrder are all forms, as the cells of the table have them.
+// formsInOrder are all forms, in the order of the table's cells.
 var formsInOrder = []string{kubeAPIServer, "up", "split"}
 
-// findings returns the findings of all forms in the order of the shapes.
+// findings returns the findings of all forms, in the order of the shapes.
 func (r results) findings() (all []finding) {
 	for _, s := range shapes() {
 		for _, form := range formsInOrder[1:] {
@@ -41,7 +41,7 @@ func (r results) findings() (all []finding) {
 	return all
 }
 
-// table is Markdown: a row for each shape, with a value for each form in a cell.
+// table returns a Markdown table: a row for each shape, with one value for each form in a cell.
 func (r results) table() string {
 	var b strings.Builder
 	b.WriteString(
@@ -80,7 +80,7 @@ func (r results) table() string {
 	return b.String()
 }
 
-// reasons is a Markdown list of the findings, each with its reason.
+// reasons returns a Markdown list of the findings with their reasons.
 func (r results) reasons() string {
 	var b strings.Builder
 	for _, f := range r.findings() {
@@ -98,8 +98,8 @@ func (r results) reasons() string {
 
 const begin, end = "<!-- measured -->", "<!-- end -->"
 
-// publish puts the table and the findings between the page's marks, and the values beside the page. Rows of shapes that
-// this run has not measured stay.
+// publish writes the table and the findings between the page's markers, and the values to measured.json. Rows of shapes
+// that this run did not measure stay.
 func (r results) publish(path string) error {
 	page, err := os.ReadFile(path)
 	if err != nil {
@@ -138,12 +138,12 @@ func (r results) publish(path string) error {
 	return os.WriteFile(path, []byte(head+begin+"\n"+text+end+tail), 0o644)
 }
 
-// valuesOf is the file with the values of a page.
+// valuesOf returns the path of the file with a page's values.
 func valuesOf(page string) string {
 	return filepath.Join(strings.TrimSuffix(page, ".md"), "measured.json")
 }
 
-// earlier returns the values of some shapes that a page has; none if the page has none, or is empty.
+// earlier returns a page's values of some shapes. It returns no values if the page is "" or has no values.
 func earlier(page string, of []*shape) (results, error) {
 	values, err := os.ReadFile(valuesOf(page))
 	if page == "" || errors.Is(err, fs.ErrNotExist) {

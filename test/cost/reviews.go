@@ -11,7 +11,7 @@ const (
 	authentication = "/apis/authentication.k8s.io/v1/"
 )
 
-// reviewing sends n reviews of a kind.
+// reviewing returns a shape that sends n reviews of a kind.
 func reviewing(name, about string, as sender, n int, path string, spec func(i int) object) *shape {
 	return &shape{name: name, about: about, run: func(ctx context.Context, a *attempt) {
 		kind := map[string]string{"selfsubjectaccessreviews": "SelfSubjectAccessReview",

@@ -5,10 +5,10 @@ import (
 	"slices"
 )
 
-// shape is one hostile request, or several of a kind.
+// shape is one hostile request, or several of one kind.
 type shape struct {
 	family, name string
-	// about describes the shape in the report; empty if the name says enough.
+	// about describes the shape in the report; empty if the name is sufficient.
 	about string
 	// setup prepares the shape as an administrator. Its cost is not measured.
 	setup func(a *attempt) error

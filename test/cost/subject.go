@@ -23,7 +23,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// sender is the sender of a request.
+// sender is the user that a request authenticates as.
 type sender string
 
 const (
@@ -31,11 +31,11 @@ const (
 	anonymous sender = ""
 	// tenant is a service account with all rights in the namespace "tenant".
 	tenant sender = "tenant"
-	// admin is a service account that is bound to cluster-admin. Unlike system:masters, flow control bounds it.
+	// admin is a service account bound to cluster-admin. Flow control limits it, unlike system:masters.
 	admin sender = "admin"
 )
 
-// namespace belongs to the tenant.
+// namespace is the tenant's namespace.
 const namespace = "tenant"
 
 // subject is a running server under measurement.
@@ -45,17 +45,17 @@ type subject struct {
 	server *harness.Server
 	etcd   *harness.Member
 	tokens map[sender]string
-	// pids are the ids of the measured processes by name. Etcd is not among them.
+	// pids are the process IDs of the measured processes by name, without etcd.
 	pids map[string]int
-	// masters is a client of system:masters that keeps no connections.
+	// masters is a client in system:masters that opens a connection for each request.
 	masters *http.Client
-	// fresh is the anonymous memory after the start in bytes, and idle the CPU time that an idle second takes.
+	// fresh is the anonymous memory after the start, in bytes. idle is the CPU time of an idle second.
 	fresh int64
 	idle  time.Duration
 }
 
-// start starts a server of a form on an empty etcd, and waits until it is idle. idle is its CPU time of an idle second,
-// zero if it is not known.
+// start starts a server of a form on an empty etcd, and waits until it is idle. idle is the CPU time of an idle second,
+// or zero if it is not yet measured.
 func start(t testing.TB, form string, idle time.Duration) *subject {
 	t.Helper()
 	s := &subject{t: t, form: form, idle: idle, tokens: map[sender]string{}, pids: map[string]int{}}
@@ -114,7 +114,7 @@ func (s *subject) newMasters() *http.Client {
 		DisableKeepAlives: true}}
 }
 
-// prepare makes the namespace of the tenant and the credentials.
+// prepare creates the tenant's namespace and the credentials.
 func (s *subject) prepare() {
 	s.t.Helper()
 	manifest := `
@@ -177,7 +177,7 @@ data: {a: x}
 	s.age(ctx)
 }
 
-// age writes 15 MB in large events, so that the history of events that a server keeps in memory has its full size.
+// age writes 15 MB of large events, so that the server's in-memory event history reaches its full size.
 func (s *subject) age(ctx context.Context) {
 	s.t.Helper()
 	client := s.server.Client().CoreV1().ConfigMaps(namespace)
@@ -197,7 +197,7 @@ func (s *subject) age(ctx context.Context) {
 	}
 }
 
-// settle waits until the server is idle, and notes its memory and, if it is not known, its idle CPU time.
+// settle waits until the server is idle. It records the server's memory and, if not yet measured, its idle CPU time.
 func (s *subject) settle() {
 	s.quiet(10 * time.Second)
 	s.steady(5 * time.Second)
@@ -211,7 +211,8 @@ func (s *subject) settle() {
 	s.fresh = s.usage().anon
 }
 
-// steady waits, at most for a time, until as many goroutines run as half a second ago: those of the start have ended.
+// steady waits, at most within, until the number of goroutines is stable for half a second. Start-up goroutines have
+// ended then.
 func (s *subject) steady(within time.Duration) {
 	last := int64(-1)
 	for deadline := time.Now().Add(within); time.Now().Before(deadline); time.Sleep(500 * time.Millisecond) {
@@ -223,8 +224,8 @@ func (s *subject) steady(within time.Duration) {
 	}
 }
 
-// quiet waits, at most for a time, until the server uses less than a tenth of a processor in two spans. On a machine
-// with other work a server may not get a processor for one span.
+// quiet waits, at most within, until the server uses less than a tenth of a CPU in two consecutive spans. One span is
+// not enough, because other work may keep the server off the CPU.
 func (s *subject) quiet(within time.Duration) {
 	const span = 250 * time.Millisecond
 	for still, deadline := 0, time.Now().Add(within); still < 2 && time.Now().Before(deadline); {
@@ -238,7 +239,7 @@ func (s *subject) quiet(within time.Duration) {
 	}
 }
 
-// pages are the base URLs of the server's profiles, each with its client.
+// pages returns the base URLs of the server's profiles, each with its client.
 func (s *subject) pages() map[string]*http.Client {
 	if s.form == kubeAPIServer {
 		return map[string]*http.Client{s.server.Config().Host: s.masters}
@@ -262,7 +263,7 @@ func (s *subject) pages() map[string]*http.Client {
 	return pages
 }
 
-// sum adds the number that a pattern finds in a profile of every process.
+// sum returns the sum of a number that a pattern finds in a profile of each process.
 func (s *subject) sum(path string, number *regexp.Regexp) (total int64, err error) {
 	for base, c := range s.pages() {
 		resp, err := c.Get(base + path)
@@ -317,7 +318,7 @@ func (s *subject) logged() (bytes int64) {
 	return bytes
 }
 
-// died reports whether a process of the server has ended.
+// died returns true if a process of the server has ended.
 func (s *subject) died() bool {
 	for _, pid := range s.pids {
 		if _, err := os.Stat(fmt.Sprintf("/proc/%d/stat", pid)); err != nil {
@@ -327,15 +328,15 @@ func (s *subject) died() bool {
 	return false
 }
 
-// address is the host and port of the server's API.
+// address returns the host and port of the server's API.
 func (s *subject) address() string { return fmt.Sprintf("127.0.0.1:%d", s.server.Port) }
 
-// tls is a client configuration without a certificate for a protocol of ALPN.
+// tls returns a client configuration for an ALPN protocol, without a client certificate.
 func (s *subject) tls(protocol string) *tls.Config {
 	return &tls.Config{InsecureSkipVerify: true, NextProtos: []string{protocol}}
 }
 
-// profile writes the heap and the goroutines of every process, as they are after a shape, into a directory.
+// profile writes the heap and goroutine profiles of every process to a directory.
 func (s *subject) profile(dir string, sh *shape) error {
 	dir = filepath.Join(dir, strings.Map(func(r rune) rune {
 		if strings.ContainsRune(" :,'/", r) {

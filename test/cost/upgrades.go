@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// upgrade sends n requests to upgrade a connection, and keeps the connections open for 5 s.
+// upgrade returns a shape that sends n upgrade requests, and keeps the connections open for 5 s.
 func upgrade(name, about string, n int, path, protocol string, more string) *shape {
 	return &shape{
 		name:  name,
@@ -48,8 +48,8 @@ func upgrade(name, about string, n int, path, protocol string, more string) *sha
 	}
 }
 
-// served starts a kubelet, and makes its Node and a pod that is bound to the Node. Watershed verifies kubelets by the
-// cluster's CA; kube-apiserver has no CA for them here.
+// served starts a kubelet, and creates its Node and a pod bound to the Node. Watershed verifies kubelets with the
+// cluster's CA; kube-apiserver has no kubelet CA here.
 func served(a *attempt, kubelet http.HandlerFunc) error {
 	var b *backend
 	var err error
@@ -87,7 +87,7 @@ func served(a *attempt, kubelet http.HandlerFunc) error {
 		}})
 }
 
-// accept is a kubelet that accepts each upgrade to SPDY, and sends nothing more.
+// accept is a kubelet that accepts each upgrade to SPDY, and sends no data.
 func accept(w http.ResponseWriter, r *http.Request) {
 	conn, _, err := http.NewResponseController(w).Hijack()
 	if err != nil {
@@ -100,7 +100,7 @@ func accept(w http.ResponseWriter, r *http.Request) {
 	_, _ = io.Copy(io.Discard, conn)
 }
 
-// at has the pod of a shape be a kubelet's.
+// at makes kubelet serve the shape's pod.
 func (s *shape) at(kubelet http.HandlerFunc) *shape {
 	s.setup = func(a *attempt) error { return served(a, kubelet) }
 	return s

@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// opened starts n requests on as many clients as given, in turn, keeps their answers open and unread until the context
-// ends, and returns once all have answered.
+// opened starts n requests, distributed over the clients, and returns when all have responded. It keeps the responses
+// open and unread until the context ends.
 func (a *attempt) opened(ctx context.Context, clients []*http.Client, n int, path func(i int) string) {
 	answered := make(chan struct{}, n)
 	for i := range n {
@@ -40,12 +40,12 @@ func (a *attempt) opened(ctx context.Context, clients []*http.Client, n int, pat
 	}
 }
 
-// separate are n clients, each with connections of its own.
+// separate returns n clients, each with its own connections.
 func (a *attempt) separate(n int) []*http.Client {
 	return many(n, func(int) *http.Client { return a.newClient() })
 }
 
-// unread opens n watches that are never read, on some connections, and updates a ConfigMap of 900 kB meanwhile.
+// unread returns a run that opens n unread watches on some connections, and updates a ConfigMap of 900 kB meanwhile.
 func unread(n, connections, updates int, query func(i int) string) func(ctx context.Context, a *attempt) {
 	return func(ctx context.Context, a *attempt) {
 		watching, cancel := context.WithCancel(ctx)

@@ -19,7 +19,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// keyID is the id that kube-apiserver gives a key (k8s.io/kubernetes/pkg/serviceaccount, keyIDFromPublicKey).
+// keyID returns kube-apiserver's ID of a key (k8s.io/kubernetes/pkg/serviceaccount, keyIDFromPublicKey).
 func keyID(t testing.TB, key crypto.Signer) string {
 	t.Helper()
 	der, err := x509.MarshalPKIXPublicKey(key.Public())
@@ -30,7 +30,7 @@ func keyID(t testing.TB, key crypto.Signer) string {
 	return base64.RawURLEncoding.EncodeToString(sum[:])
 }
 
-// requestTokens has a side issue tokens.
+// requestTokens requests tokens from a side with TokenRequests.
 func (a *axis) requestTokens(s *side, made map[string]string, check func(error)) {
 	for name, spec := range map[string]authenticationv1.TokenRequestSpec{
 		"requested":          {},
@@ -46,7 +46,7 @@ func (a *axis) requestTokens(s *side, made map[string]string, check func(error))
 	}
 }
 
-// legacyTokens makes tokens in secrets, as the token controller does: one in force, and one that says it is not.
+// legacyTokens creates token Secrets, as the token controller does: a valid token and an invalidated token.
 func (a *axis) legacyTokens(s *side, made map[string]string, check func(error)) {
 	key := keyFile(a.t, s.server.SAKey)
 	for name, labels := range map[string]map[string]string{
@@ -74,7 +74,7 @@ func (a *axis) legacyTokens(s *side, made map[string]string, check func(error)) 
 	}
 }
 
-// bootstrapTokens makes the secrets of bootstrap tokens, good and bad, and waits until the side knows them.
+// bootstrapTokens creates Secrets of bootstrap tokens, good and bad, and waits until the side accepts the good ones.
 func (a *axis) bootstrapTokens(s *side, check func(error)) {
 	secrets := s.server.Client().CoreV1().Secrets(metav1.NamespaceSystem)
 	for id, change := range map[string]map[string]string{
@@ -109,7 +109,7 @@ func (a *axis) bootstrapTokens(s *side, check func(error)) {
 	})
 }
 
-// accounts makes service accounts and what their tokens are bound to on both sides, and tokens of them.
+// accounts creates service accounts, the objects that their tokens are bound to, and the tokens, on both sides.
 func (a *axis) accounts(p *pair, c *credentials) {
 	key := keyFile(a.t, p.theirs.server.SAKey)
 	made := map[*side]map[string]string{}
@@ -208,7 +208,7 @@ func (a *axis) accounts(p *pair, c *credentials) {
 	}
 }
 
-// filledIn replaces what stands for a side's own.
+// filledIn replaces the placeholders of a side's own values.
 func filledIn(v fields, by map[string]string) fields {
 	text, _ := json.Marshal(v)
 	s := string(text)
@@ -220,7 +220,7 @@ func filledIn(v fields, by map[string]string) fields {
 	return out
 }
 
-// makeAccounts makes the objects of a side, and answers their uids and what tokens it issued.
+// makeAccounts creates a side's objects, and returns their UIDs and the tokens that the side issued.
 func (a *axis) makeAccounts(s *side) map[string]string {
 	a.t.Helper()
 	c, ctx := s.server.Client().CoreV1(), a.t.Context()

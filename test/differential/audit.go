@@ -18,17 +18,17 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// auditIDs are what the audit ids of the test's requests begin with.
+// auditIDs is the prefix of the audit IDs of the test's requests.
 const auditIDs = "differential-"
 
-// everything is an audit policy that records all there is.
+// everything is an audit policy that records all requests at all stages.
 const everything = `apiVersion: audit.k8s.io/v1
 kind: Policy
 rules:
 - level: RequestResponse
 `
 
-// someOfIt is an audit policy of rules of every kind.
+// someOfIt is an audit policy with rules of every kind.
 const someOfIt = `apiVersion: audit.k8s.io/v1
 kind: Policy
 omitStages: [ResponseStarted]
@@ -46,7 +46,7 @@ rules:
 - {level: Metadata}
 `
 
-// audits compares what both servers' audit logs say of the same requests, record by record.
+// audits compares the records of the same requests in both servers' audit logs.
 func (a *axis) audits() {
 	a.configuration("audit of everything, to a file", func(dir string, _ *web) []string {
 		write(a.t, filepath.Join(dir, "tokens.csv"), "secret-of-alice,alice,1,\"readers\"\n")
@@ -72,7 +72,7 @@ func (a *axis) audits() {
 	})
 }
 
-// auditFlags have each server write a log of its own of what a policy says.
+// auditFlags return flags that make each server write its own audit log by a policy.
 func (a *axis) auditFlags(dir, policy string) []string {
 	write(a.t, filepath.Join(dir, "audit.yaml"), policy)
 	return []string{"--audit-policy-file=" + filepath.Join(dir, "audit.yaml"),
@@ -81,7 +81,7 @@ func (a *axis) auditFlags(dir, policy string) []string {
 
 func auditLog(dir, side string) string { return filepath.Join(dir, side, "audit.log") }
 
-// posts are the events that a webhook was sent, by server.
+// posts are the events that each server sent to the audit webhook.
 type posts struct {
 	mu  sync.Mutex
 	all map[string][]fields
@@ -126,7 +126,7 @@ func (a *axis) recordsOf(path string) (all []fields) {
 	return all
 }
 
-// audited sends the corpus, and compares what is recorded of it.
+// audited sends the corpus and compares its audit records.
 func (a *axis) audited(p *pair, records func(*side) []fields) {
 	answers := a.report
 	p.report, p.audited = newReport(slices.Concat(knownOfAudit, known, knownByConfiguration)), true
@@ -146,7 +146,7 @@ func (a *axis) audited(p *pair, records func(*side) []fields) {
 	a.compareAudits(p, records)
 }
 
-// compareAudits reports where the records of what was sent differ.
+// compareAudits reports the differences between the audit records of the same requests.
 func (a *axis) compareAudits(p *pair, records func(*side) []fields) {
 	theirs, ours := a.settled(p.theirs, records), a.settled(p.ours, records)
 	listed := p.report.known
@@ -158,10 +158,10 @@ func (a *axis) compareAudits(p *pair, records func(*side) []fields) {
 	fmt.Printf("%s: %d requests audited, %d not\n", a.t.Name(), len(theirs), len(p.sent)-len(theirs))
 }
 
-// anonymousClient comes without a certificate.
+// anonymousClient presents no certificate.
 var anonymousClient = &certificate{name: "none"}
 
-// settled are a side's records by audit id, once there come no more.
+// settled returns a side's records by audit ID, once their number is stable.
 func (a *axis) settled(s *side, records func(*side) []fields) map[string][]fields {
 	var all map[string][]fields
 	count := func() (n int) {
@@ -181,7 +181,7 @@ func (a *axis) settled(s *side, records func(*side) []fields) map[string][]field
 	return all
 }
 
-// identities sends requests whose users differ: impersonated, by token, by a wrong one, by none.
+// identities sends requests with different users: impersonated, with a token, with a wrong token, anonymous.
 func (p *pair) identities() {
 	const path = "/api/v1/namespaces/" + namespace + "/configmaps"
 	for about, header := range map[string]map[string]string{
@@ -211,7 +211,7 @@ func (p *pair) identities() {
 	}
 }
 
-// byID are the records of the test's requests by audit id, in the order that they were written.
+// byID returns the records of the test's requests by audit ID, in the order of the log.
 func byID(all []fields) map[string][]fields {
 	out := map[string][]fields{}
 	for _, r := range all {
@@ -222,7 +222,7 @@ func byID(all []fields) map[string][]fields {
 	return out
 }
 
-// compareRecords reports where the records of one request differ, as if they were an answer.
+// compareRecords reports the differences between one request's records, as it does for responses.
 func (p *pair) compareRecords(r *request, theirs, ours []fields) {
 	if r.repeated {
 		theirs, ours = lastOfEach(theirs), lastOfEach(ours)
@@ -230,7 +230,7 @@ func (p *pair) compareRecords(r *request, theirs, ours []fields) {
 	p.report.compare(r, asAnswer(theirs), asAnswer(ours))
 }
 
-// lastOfEach are the last records of each stage.
+// lastOfEach returns the last record of each stage.
 func lastOfEach(records []fields) (last []fields) {
 	for i, r := range records {
 		if !slices.ContainsFunc(records[i+1:], func(later fields) bool { return later["stage"] == r["stage"] }) {
@@ -240,7 +240,7 @@ func lastOfEach(records []fields) (last []fields) {
 	return last
 }
 
-// stageOf is a record's place among those of its request.
+// stageOf returns the index of a record's stage in the order of stages.
 func stageOf(record any) int {
 	stage, _ := record.(fields)["stage"].(string)
 	return slices.Index([]string{"RequestReceived", "ResponseStarted", "ResponseComplete", "Panic"}, stage)
@@ -268,7 +268,7 @@ func asAnswer(records []fields) answer {
 		}
 		stages = append(stages, r)
 	}
-	slices.SortStableFunc(stages, func(a, b any) int { return stageOf(a) - stageOf(b) }) // batches overtake each other
+	slices.SortStableFunc(stages, func(a, b any) int { return stageOf(a) - stageOf(b) }) // batches may be reordered
 	body, _ := json.Marshal(stages)
 	return answer{code: code, body: body, header: http.Header{"Content-Type": {"application/json"}}}
 }

@@ -16,17 +16,17 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// accountIssuer is who issues the tokens of service accounts (harness.Twins).
+// accountIssuer is the issuer of service account tokens (harness.Twins).
 const accountIssuer = "https://kubernetes.default.svc.cluster.local"
 
-// credentials are what a configuration knows and what it does not, by name.
+// credentials are the credentials that a configuration accepts and rejects, by name.
 type credentials struct {
 	tokens       map[string]func(*side) string
 	certificates []*certificate
 }
 
-// authenticators sends every kind of credential, good and bad in each of its ways, to servers with every authenticator
-// on: once with OpenID Connect by flags, once by AuthenticationConfiguration.
+// authenticators sends every kind of credential, valid and invalid in each way, to servers with every authenticator.
+// OpenID Connect is configured once by flags and once by an AuthenticationConfiguration.
 func (a *axis) authenticators() {
 	a.configuration("authenticators by flags", func(dir string, w *web) []string {
 		return append(a.everyAuthenticator(dir, w),
@@ -46,7 +46,7 @@ func (a *axis) authenticators() {
 	}, func(p *pair, w *web, _ string) { a.everyCredential(p, w.base+"/nobody", "x") })
 }
 
-// everyAuthenticator writes the files that the authenticators read, and answers the flags that name them.
+// everyAuthenticator writes the authenticators' files, and returns the flags that name them.
 func (a *axis) everyAuthenticator(dir string, w *web) []string {
 	rsaKey := newRSA(a.t)
 	a.keys = map[string]any{"rsa": rsaKey, "ec": newKey(a.t, elliptic.P256()), "ec384": newKey(a.t, elliptic.P384())}
@@ -73,7 +73,7 @@ filed-ünï,ünï,8
 	}
 }
 
-// structured writes an AuthenticationConfiguration of several issuers.
+// structured writes an AuthenticationConfiguration with several issuers, and returns its path.
 func (a *axis) structured(dir string, w *web) string {
 	ca, _ := json.Marshal(string(w.ca.pem()))
 	path := filepath.Join(dir, "authentication.yaml")
@@ -114,7 +114,7 @@ jwt:
 	return path
 }
 
-// everyCredential sends all of them.
+// everyCredential sends every credential.
 func (a *axis) everyCredential(p *pair, issuer, audience string) {
 	c := &credentials{tokens: map[string]func(*side) string{}}
 	a.opaque(c)
@@ -132,7 +132,7 @@ func (a *axis) everyCredential(p *pair, issuer, audience string) {
 			r.as, r.about = cert, "certificate "+cert.name
 			p.askLater(r)
 		}
-		r := plain()[0] // with a token beside it
+		r := plain()[0] // with a token beside the certificate
 		r.as, r.about = cert, "certificate and token: "+cert.name
 		r.header = merged(r.header, map[string]string{"Authorization": "Bearer filed-bob"})
 		p.askLater(r)
@@ -142,7 +142,7 @@ func (a *axis) everyCredential(p *pair, issuer, audience string) {
 	a.issuerDocuments(p)
 }
 
-// waitForIssuer waits until the servers have read the issuer's keys: until then its tokens are refused.
+// waitForIssuer waits until the servers have fetched the issuer's keys, because they reject its tokens until then.
 func (a *axis) waitForIssuer(p *pair, issuer, audience string) {
 	if strings.HasSuffix(issuer, "/nobody") {
 		return
@@ -154,7 +154,7 @@ func (a *axis) waitForIssuer(p *pair, issuer, audience string) {
 	for _, s := range []*side{p.theirs, p.ours} {
 		harness.Eventually(a.t, time.Minute, func() error {
 			if got := s.do(a.t.Context(), r); got.code != http.StatusCreated {
-				return fmt.Errorf("%s knows no token of %s: %d %s", s.name, issuer, got.code, got.body)
+				return fmt.Errorf("%s rejects the tokens of %s: %d %s", s.name, issuer, got.code, got.body)
 			}
 			return nil
 		})
@@ -163,7 +163,7 @@ func (a *axis) waitForIssuer(p *pair, issuer, audience string) {
 
 var noCertificate = &certificate{name: "none"}
 
-// plain are requests that tell who somebody is, what they may do, and whether they are let in at all.
+// plain returns requests for the user's identity, for an object that needs a permission, and for a public page.
 func plain() []*request {
 	return []*request{
 		{
@@ -176,7 +176,7 @@ func plain() []*request {
 	}
 }
 
-// tokenForms sends a token in each way that one comes.
+// tokenForms sends a token in each way that a client can send it.
 func (a *axis) tokenForms(p *pair, name string, value func(*side) string) {
 	for _, r := range plain() {
 		r.as, r.about = noCertificate, "bearer: "+name
@@ -201,7 +201,7 @@ func (a *axis) tokenForms(p *pair, name string, value func(*side) string) {
 	}
 }
 
-// review asks the administrator's way who a token is.
+// review returns the administrator's TokenReview of a token.
 func (a *axis) review(name string, value func(*side) string, audiences string) *request {
 	r := &request{
 		method: http.MethodPost, path: "/apis/authentication.k8s.io/v1/tokenreviews", about: "review: " + name,
@@ -219,7 +219,7 @@ func (a *axis) review(name string, value func(*side) string, audiences string) *
 	return r
 }
 
-// opaque are tokens that are no JWTs.
+// opaque adds tokens that are not JWTs.
 func (a *axis) opaque(c *credentials) {
 	for _, t := range []string{
 		"filed-alice", "filed-bob", "filed-comma", "filed-system", "filed-node", "filed-sa", "filed-empty-groups",
@@ -238,7 +238,7 @@ func (a *axis) opaque(c *credentials) {
 	}
 }
 
-// structuredTokens are for the issuers that only a configuration knows.
+// structuredTokens sends tokens of the issuers that only the AuthenticationConfiguration accepts.
 func (a *axis) structuredTokens(p *pair, w *web) {
 	now := time.Now()
 	base := fields{"iss": w.base + "/second", "aud": "two", "sub": "zoe", "jti": "42", "tenant": "acme",
@@ -284,7 +284,7 @@ func merge(a, b fields) fields {
 	return out
 }
 
-// frontProxy sends the headers of one, by who may and who may not.
+// frontProxy sends a front proxy's headers, with allowed and with other client certificates.
 func (a *axis) frontProxy(p *pair) {
 	ca := authorityOf(a.t, p.theirs.server.CA)
 	by := func(cn string) *certificate { return ca.sign(cn, template(pkix.Name{CommonName: cn})) }
@@ -318,7 +318,7 @@ func (a *axis) frontProxy(p *pair) {
 	}
 }
 
-// schemes sends good tokens in odd headers.
+// schemes sends valid tokens in unusual Authorization headers.
 func (a *axis) schemes(p *pair) {
 	basic := "Basic " + base64.StdEncoding.EncodeToString([]byte("alice:filed-alice"))
 	for _, values := range [][]string{
@@ -361,7 +361,7 @@ func (a *axis) schemes(p *pair) {
 	}
 }
 
-// issuerDocuments are the OpenID documents of service accounts' issuer.
+// issuerDocuments requests the OpenID documents of the service account issuer.
 func (a *axis) issuerDocuments(p *pair) {
 	for _, as := range []*certificate{nil, noCertificate} {
 		for _, path := range []string{"/.well-known/openid-configuration", "/openid/v1/jwks", "/.well-known/", "/openid/v1",

@@ -15,7 +15,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// authorizers asks what users may do under chains of authorizers.
+// authorizers compares authorization decisions under chains of authorizers.
 func (a *axis) authorizers() {
 	users := func(dir string) []string {
 		write(a.t, filepath.Join(dir, "tokens.csv"), `alice,alice,1,"readers"
@@ -61,7 +61,7 @@ root,root,7,system:masters
 //go:embed abac.jsonl
 var abac string
 
-// authorization is an AuthorizationConfiguration with two webhooks, of which one is away.
+// authorization is an AuthorizationConfiguration with two webhooks. One of them is unreachable.
 const authorization = `apiVersion: apiserver.config.k8s.io/v1
 kind: AuthorizationConfiguration
 authorizers:
@@ -98,7 +98,7 @@ authorizers:
   name: rbac
 `
 
-// authorizer has the server decide below a path, as a webhook of kube-apiserver's.
+// authorizer makes the server an authorization webhook below a path.
 func (w *web) authorizer(path string) {
 	w.HandleFunc(path, func(rw http.ResponseWriter, req *http.Request) {
 		var r authorizationv1.SubjectAccessReview
@@ -129,12 +129,12 @@ func (w *web) authorizer(path string) {
 	})
 }
 
-// policy is RBAC and what nodes' rights follow from.
+// policy holds RBAC objects, and the objects from which nodes get their rights.
 //
 //go:embed policy.yaml
 var policy string
 
-// everyRight asks every user's every right.
+// everyRight sends every request as every user.
 func (a *axis) everyRight(p *pair, rbac, nodes bool) {
 	for _, s := range []*side{p.theirs, p.ours} {
 		a.prepare(s, rbac, nodes)
@@ -154,10 +154,10 @@ func (a *axis) everyRight(p *pair, rbac, nodes bool) {
 	a.accessReviews(p)
 }
 
-// prepare makes the policy, and waits until it is in force.
+// prepare creates the policy, and waits until it is in force.
 func (a *axis) prepare(s *side, rbac, nodes bool) {
 	a.t.Helper()
-	// the roles that a server makes itself must be there: a binding to one is no more than what it gives
+	// A binding takes effect only if its role exists, so the server's bootstrap roles must exist first.
 	harness.Eventually(a.t, time.Minute, func() error {
 		if !rbac {
 			return nil
@@ -202,7 +202,7 @@ func (a *axis) prepare(s *side, rbac, nodes bool) {
 	}
 }
 
-// rights are requests, without credentials.
+// rights returns requests without credentials.
 func rights() (all []*request) {
 	get := func(paths ...string) {
 		for _, p := range paths {
@@ -363,7 +363,7 @@ func rights() (all []*request) {
 	return all
 }
 
-// reviewed are what access is reviewed for.
+// reviewed are the attributes of the access reviews.
 var reviewed = []string{
 	`"resourceAttributes":{"verb":"get","resource":"pods","namespace":"default","name":"here"}`,
 	`"resourceAttributes":{"verb":"get","resource":"pods","version":"v1","namespace":"default"}`,
@@ -386,7 +386,7 @@ var reviewed = []string{
 	`"resourceAttributes":{},"nonResourceAttributes":{}`,
 }
 
-// accessReviews are what the administrator asks of others.
+// accessReviews sends the administrator's access reviews of other users.
 func (a *axis) accessReviews(p *pair) {
 	users := []string{
 		`"user":"alice","groups":["readers"]`,
@@ -426,7 +426,7 @@ func (a *axis) accessReviews(p *pair) {
 	}
 }
 
-// impersonation is who may be whom.
+// impersonation checks which users may impersonate which.
 func (a *axis) impersonation(p *pair) {
 	for _, headers := range []http.Header{
 		{"Impersonate-User": {"alice"}}, {"Impersonate-User": {"bob"}}, {"Impersonate-User": {"root"}},

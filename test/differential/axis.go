@@ -6,21 +6,21 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// axis asks servers of many configurations, each pair of which has the same flags, keys and certificates.
+// axis compares pairs of servers with many configurations. Both servers of a pair have the same flags, keys and
+// certificates.
 type axis struct {
 	t      *testing.T
 	report *report
-	// keys are those of the test's OpenID issuers, by id.
+	// keys are the keys of the test's OpenID issuers, by ID.
 	keys map[string]any
-	// used: the next pair's stores have been served without its flags before.
+	// used means that the next pair's stores were already served without its flags.
 	used bool
 }
 
-// parallelRequests is how many requests that do not depend on each other are sent at a time.
+// parallelRequests is the number of independent requests in flight.
 const parallelRequests = 8
 
-// configuration starts a pair with flags, which may name files that it writes to a directory and a server of the
-// test's own, and asks it.
+// configuration starts a pair and calls ask with it. flags may write files to dir, and may name the web server w.
 func (a *axis) configuration(name string, flags func(dir string, w *web) []string,
 	ask func(p *pair, w *web, dir string)) {
 	a.report.begin(name)

@@ -22,10 +22,10 @@ import (
 //go:embed objects.yaml
 var objects string
 
-// namespace is where the corpus's objects are.
+// namespace is the namespace of the corpus's objects.
 const namespace = "diff"
 
-// object is a valid one, and where it belongs.
+// object is a valid object and its resource.
 type object struct {
 	kind       schema.GroupVersionKind
 	resource   metav1.APIResource
@@ -45,13 +45,13 @@ func must[T any](v T, err error) T {
 	return v
 }
 
-// discovered is what a server says that it has.
+// discovered is the API that a server's discovery lists.
 type discovered struct {
 	lists []*metav1.APIResourceList
 	kinds map[schema.GroupVersionKind]metav1.APIResource
 }
 
-// discover compares every page of discovery, and answers what kube-apiserver has.
+// discover compares every page of discovery, and returns kube-apiserver's.
 func (p *pair) discover() *discovered {
 	d := &discovered{kinds: map[schema.GroupVersionKind]metav1.APIResource{}}
 	get := func(path, accept string, into any) {
@@ -94,7 +94,7 @@ func (p *pair) discover() *discovered {
 	return d
 }
 
-// valid reads the objects that come with the corpus.
+// valid returns the corpus's objects.
 func (d *discovered) valid() []*object {
 	var all []*object
 	for _, doc := range strings.Split(objects, "\n---\n") {
@@ -111,7 +111,7 @@ func (d *discovered) object(body map[string]any) *object {
 	gv, _ := schema.ParseGroupVersion(body["apiVersion"].(string))
 	o := &object{kind: gv.WithKind(body["kind"].(string)), body: body}
 	r, ok := d.kinds[o.kind]
-	if !ok { // defined on the way
+	if !ok { // a custom resource of the corpus
 		plural := strings.ToLower(o.kind.Kind) + "s"
 		r = metav1.APIResource{
 			Name:       plural,
@@ -141,7 +141,7 @@ func root(gv schema.GroupVersion) string {
 
 var jsonBody = map[string]string{"Content-Type": "application/json"}
 
-// accepts are the ways to ask for an answer.
+// accepts are the Accept headers of the requests.
 var accepts = []string{"", "application/json", "application/yaml", "application/vnd.kubernetes.protobuf",
 	"application/cbor", "text/plain", "*/*",
 	"application/json;as=Table;g=meta.k8s.io;v=v1",
@@ -152,7 +152,7 @@ var accepts = []string{"", "application/json", "application/yaml", "application/
 	"application/vnd.kubernetes.protobuf;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1",
 	"application/yaml;as=Table;g=meta.k8s.io;v=v1", "application/json;as=Nothing;g=meta.k8s.io;v=v1"}
 
-// create makes every object, waiting where a definition has to be established first.
+// create creates every object. After a CRD it waits until the CRD is established.
 func (p *pair) create(all []*object) {
 	p.ask(&request{
 		method: "POST",
@@ -175,15 +175,14 @@ func (p *pair) create(all []*object) {
 		}
 		p.ask(&request{method: "POST", path: o.collection, header: jsonBody, body: o.json(), about: "create again"})
 	}
-	// kube-apiserver's loops (discovery, OpenAPI, the conditions of what was made) follow at their own pace, and not
-	// all of them show where they are.
+	// kube-apiserver's controllers (discovery, OpenAPI, conditions) lag, and not all of them show their progress.
 	time.Sleep(2500 * time.Millisecond)
 }
 
-// until waits until both servers' answers hold a text.
+// until waits until both servers' responses contain a text.
 func (p *pair) until(path, text string) { p.await(path, text, true) }
 
-// untilGone waits until neither server's answer holds a text.
+// untilGone waits until neither server's response contains a text.
 func (p *pair) untilGone(path, text string) { p.await(path, text, false) }
 
 func (p *pair) await(path, text string, there bool) {
@@ -199,7 +198,7 @@ func (p *pair) await(path, text string, there bool) {
 	}
 }
 
-// verbs asks for every object in every way that there is.
+// verbs sends every verb for every object.
 func (p *pair) verbs(all []*object) {
 	get := func(path, accept, about string) {
 		h := map[string]string{}
@@ -249,7 +248,7 @@ func (p *pair) verbs(all []*object) {
 			about:  "patch of a collection",
 		})
 		p.update(o)
-		if o.kind.Kind == "CustomResourceDefinition" { // an update of its status has taken its names
+		if o.kind.Kind == "CustomResourceDefinition" { // an update of its status has removed its accepted names
 			p.until(o.path(), `"reason":"InitialNamesAccepted"`)
 		}
 		p.patch(o)
@@ -284,7 +283,7 @@ func (p *pair) update(o *object) {
 	put(o.path(), with(map[string]any{"uid": "other"}), "update with another uid")
 	put(o.path()+"x", plain, "update of nothing")
 	put(o.path()+"/status", with(map[string]any{"resourceVersion": versionOf(o.path())}), "update of status")
-	if o.kind.Kind == "FlowSchema" { // flow control says again what the update has taken away, in its own time
+	if o.kind.Kind == "FlowSchema" { // flow control restores the removed condition later
 		p.until(o.path(), `"type":"Dangling"`)
 	}
 	put(o.path()+"?fieldManager="+strings.Repeat("x", 200), plain, "long field manager")
@@ -357,7 +356,7 @@ func (p *pair) patch(o *object) {
 		"apply managed fields")
 }
 
-// fuzz changes valid objects at random, and has both servers check what comes out.
+// fuzz changes valid objects at random, and compares both servers' validation.
 func (p *pair) fuzz(all []*object, rounds int, rng *rand.Rand) {
 	for range rounds {
 		for _, o := range all {
@@ -366,7 +365,7 @@ func (p *pair) fuzz(all []*object, rounds int, rng *rand.Rand) {
 			if m, ok := body["metadata"].(map[string]any); ok && m["name"] == o.name && o.name != "" {
 				m["name"] = o.name + "-fuzz"
 			}
-			if o.name != "" && rng.IntN(4) == 0 { // an update of what is there
+			if o.name != "" && rng.IntN(4) == 0 { // an update of the existing object
 				body["metadata"] = map[string]any{"name": o.name, "resourceVersion": versionOf(o.path())}
 				p.ask(&request{
 					method: "PUT",
@@ -390,7 +389,7 @@ func (p *pair) fuzz(all []*object, rounds int, rng *rand.Rand) {
 	}
 }
 
-// odd is a value to put where it does not belong.
+// odd returns a value that does not fit its field.
 func odd(rng *rand.Rand) any {
 	all := []any{nil, "", "x", "UPPER", "-bad-", strings.Repeat("long", 80), 0, -1, 1 << 40, 1.5, true, []any{},
 		map[string]any{}, []any{nil}, map[string]any{"a": "b"}, []any{map[string]any{}}, "10Gi", "80%",
@@ -398,7 +397,7 @@ func odd(rng *rand.Rand) any {
 	return all[rng.IntN(len(all))]
 }
 
-// mutate changes one or a few places of v.
+// mutate changes one or two places of v, and returns a description of the changes.
 func mutate(v map[string]any, rng *rand.Rand) string {
 	var did []string
 	for range 1 + rng.IntN(2) {
@@ -468,8 +467,7 @@ func clone(m map[string]any) map[string]any {
 	return out
 }
 
-// fixtures sends the bodies with which Kubernetes tests that its types survive a round trip: every field of every type
-// is set.
+// fixtures sends the bodies of Kubernetes' own round-trip tests, which set every field of every type.
 func (p *pair) fixtures(d *discovered, dir string) {
 	for gvk, r := range sortedKinds(d) {
 		group := gvk.Group
@@ -536,7 +534,7 @@ func (p *pair) fixtures(d *discovered, dir string) {
 				body:   must(json.Marshal(body)),
 				about:  "fixture with a name",
 			})
-			for _, k := range slices.Sorted(maps.Keys(body)) { // one part at a time says more
+			for _, k := range slices.Sorted(maps.Keys(body)) { // a separate request for each part finds more
 				if k == "apiVersion" || k == "kind" || k == "metadata" {
 					continue
 				}
@@ -568,7 +566,7 @@ func sortedKinds(d *discovered) func(func(schema.GroupVersionKind, metav1.APIRes
 	}
 }
 
-// remove deletes every object, in some of the ways that there are.
+// remove deletes every object, with varying delete options.
 func (p *pair) remove(all []*object) {
 	for i, o := range slices.Backward(all) {
 		if o.name == "" {
@@ -582,7 +580,7 @@ func (p *pair) remove(all []*object) {
 			p.ask(&request{method: http.MethodDelete, path: path, header: h, body: []byte(body), about: about})
 		}
 		del(o.path()+"?dryRun=All", "", "delete dry run")
-		// when it is gone is for its finalizer's loop to say, at no time that is the same on both
+		// a CRD's finalizer removes it at a time that differs between the sides
 		if o.kind.Kind == "CustomResourceDefinition" {
 			del(o.path(), "", "delete")
 			continue

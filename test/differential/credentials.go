@@ -25,7 +25,7 @@ import (
 	"k8s.io/client-go/util/keyutil"
 )
 
-// certificate is what a client shows; without a chain it shows none.
+// certificate is a client certificate. A client with an empty chain presents none.
 type certificate struct {
 	name  string
 	chain []tls.Certificate
@@ -38,7 +38,7 @@ type authority struct {
 	key  crypto.Signer
 }
 
-// authorityOf reads one from path.crt and path.key.
+// authorityOf reads an authority from path.crt and path.key.
 func authorityOf(t testing.TB, path string) *authority {
 	t.Helper()
 	pair, err := tls.LoadX509KeyPair(path+".crt", path+".key")
@@ -52,7 +52,7 @@ func authorityOf(t testing.TB, path string) *authority {
 	return &authority{t, cert, pair.PrivateKey.(crypto.Signer)}
 }
 
-// newAuthority is one that nobody knows.
+// newAuthority creates an authority that no server trusts.
 func newAuthority(t testing.TB, name string) *authority {
 	t.Helper()
 	key := newKey(t, elliptic.P256())
@@ -69,7 +69,7 @@ func newAuthority(t testing.TB, name string) *authority {
 	return &authority{t, cert, key}
 }
 
-// template is a client's certificate that is good now.
+// template returns the template of a client certificate that is valid now.
 func template(subject pkix.Name) *x509.Certificate {
 	serial, _ := rand.Int(rand.Reader, big.NewInt(1<<62))
 	return &x509.Certificate{
@@ -83,7 +83,7 @@ func template(subject pkix.Name) *x509.Certificate {
 	}
 }
 
-// sign makes a certificate with a key of its own; between are shown with it.
+// sign creates a certificate with a new key. The client presents between as intermediates.
 func (a *authority) sign(name string, c *x509.Certificate, between ...*authority) *certificate {
 	a.t.Helper()
 	key := newKey(a.t, elliptic.P256())
@@ -98,7 +98,7 @@ func (a *authority) sign(name string, c *x509.Certificate, between ...*authority
 	return &certificate{name, []tls.Certificate{chain}}
 }
 
-// below is an authority that this one has signed.
+// below returns an intermediate authority that this authority signed.
 func (a *authority) below(name string) *authority {
 	a.t.Helper()
 	b := newAuthority(a.t, name)
@@ -115,7 +115,7 @@ func (a *authority) below(name string) *authority {
 	return b
 }
 
-// file writes the authority's certificate.
+// file writes the authority's certificate and returns the path.
 func (a *authority) file(path string) string {
 	a.t.Helper()
 	if err := os.WriteFile(path, a.pem(), 0o600); err != nil {
@@ -128,7 +128,7 @@ func (a *authority) pem() []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: a.cert.Raw})
 }
 
-// serving is a server's certificate for loopback.
+// serving returns a serving certificate for loopback.
 func (a *authority) serving() tls.Certificate {
 	c := template(pkix.Name{CommonName: "loopback"})
 	c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
@@ -163,16 +163,16 @@ func keyFile(t testing.TB, path string) crypto.Signer {
 	return key.(crypto.Signer)
 }
 
-// fields is an object of JSON.
+// fields is a JSON object.
 type fields = map[string]any
 
-// token is a JWT as it is to be sent, well made or not.
+// token is a JWT, valid or malformed.
 type token struct {
 	header, claims fields
-	// key signs, by the algorithm that the header names unless alg is set.
+	// key signs with the algorithm of the header, unless alg is set.
 	key any
 	alg string
-	// bend changes the whole, nil: not.
+	// bend changes the encoded token. It may be nil.
 	bend func(string) string
 }
 
@@ -197,7 +197,7 @@ func (j *token) String() string {
 	return whole
 }
 
-// signature signs as an algorithm of JWS does (RFC 7518); one that it does not know gives nothing.
+// signature returns a JWS signature (RFC 7518). It is empty for an unknown algorithm.
 func signature(alg string, key any, data []byte) []byte {
 	var sum []byte
 	hash := crypto.SHA256
@@ -237,7 +237,7 @@ func signature(alg string, key any, data []byte) []byte {
 	return nil
 }
 
-// certificates are clients' certificates, good and bad.
+// certificates adds client certificates, valid and invalid.
 func (a *axis) certificates(p *pair, c *credentials) {
 	ca := authorityOf(a.t, p.theirs.server.CA)
 	other := newAuthority(a.t, "ca") // the same name and another key

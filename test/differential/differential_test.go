@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// The short form of `make differential`: everything once, and fewer steps at random.
+// TestAnswersAreKubeAPIServers runs the short form of `make differential`: every phase, with fewer random steps.
 func TestAnswersAreKubeAPIServers(t *testing.T) {
 	run(t, options{
 		seed:   7,
@@ -18,7 +18,8 @@ func TestAnswersAreKubeAPIServers(t *testing.T) {
 	})
 }
 
-// Every way to be known, to be allowed and to be admitted, under flags other than the default.
+// TestConfigurationsAnswerAsKubeAPIServers compares every kind of authentication, authorization and admission under
+// flags other than the default.
 func TestConfigurationsAnswerAsKubeAPIServers(t *testing.T) {
 	configurations(
 		t,

@@ -7,16 +7,16 @@ import (
 	"strings"
 )
 
-// difference is one that is known, with the reason for it; docs/compatibility.md lists the same.
+// difference is an accepted difference with its reason. docs/compatibility.md lists the same differences.
 type difference struct {
 	name, reason string
-	// request and what are patterns: of "METHOD path" and of the difference as it is written.
+	// request matches "METHOD path"; detail matches the difference's text.
 	request, detail *regexp.Regexp
-	// when narrows it further; nil: always.
+	// when limits the difference further. It may be nil.
 	when func(r *request, a, b answer) bool
 }
 
-// explained is the known difference that what is, or nil.
+// explained returns the accepted difference that matches, or nil.
 func (p *report) explained(r *request, a, b answer, detail string) *difference {
 	for _, d := range p.known {
 		if d.request.MatchString(r.String()) && d.detail.MatchString(detail) && (d.when == nil || d.when(r, a, b)) {
@@ -28,7 +28,7 @@ func (p *report) explained(r *request, a, b answer, detail string) *difference {
 
 func is(pattern string) *regexp.Regexp { return regexp.MustCompile(pattern) }
 
-// knownByConfiguration are those under flags other than the default.
+// knownByConfiguration are the accepted differences under flags other than the default.
 var knownByConfiguration = []*difference{
 	{
 		name:    "the services' own users",
@@ -36,10 +36,11 @@ var knownByConfiguration = []*difference{
 		detail:  is(`.`),
 		when: func(r *request, a, b answer) bool {
 			return strings.Contains(r.about, "system:watershed:authz") && (a.code == 403 && b.code == 200 ||
-				b.header.Get("X-Kubernetes-Pf-Flowschema-Uid") == "" || // flow control does not bound them
+				b.header.Get("X-Kubernetes-Pf-Flowschema-Uid") == "" || // flow control does not limit them
 				strings.Contains(string(b.body), "not among the rights of this service of the system"))
 		},
-		reason: "Who may be anybody may be one of the system's services too, whose rights no policy tells.",
+		reason: "A user that may impersonate every user may also impersonate an internal service. No policy grants " +
+			"the rights of internal services.",
 	},
 	{
 		name:    "anonymous users where everything is allowed",
@@ -48,8 +49,8 @@ var knownByConfiguration = []*difference{
 		when: func(_ *request, _, b answer) bool {
 			return strings.Contains(string(b.body), "anonymous requests are not allowed where everything is")
 		},
-		reason: "authz refuses them also where they are impersonated or asked about: it does not know what authn " +
-			"lets in.",
+		reason: "authz also rejects anonymous users that are impersonated or reviewed, because it does not receive " +
+			"the authentication method.",
 	},
 	{
 		name:    "ABAC's readonly and constrained impersonation",
@@ -59,18 +60,18 @@ var knownByConfiguration = []*difference{
 			return strings.Contains(r.about, "impersonates") && b.code == 403 &&
 				strings.Contains(string(b.body), "cannot impersonate-on:")
 		},
-		reason: "kube-apiserver takes impersonate-on:…:get for a reading, which ABAC's readonly lines then allow to " +
-			"whom they allow the reading; here the verb is what it says.",
+		reason: "kube-apiserver treats impersonate-on:…:get as a read, so ABAC's readonly lines allow it to readers. " +
+			"Watershed treats it as the impersonation verb.",
 	},
 	{
 		name:    "metrics are a page each",
 		request: is(`^GET /metrics$`),
 		detail:  is(`^: `),
-		reason:  "What is counted differs between any two servers.",
+		reason:  "The values of metrics differ between any two servers.",
 	},
 }
 
-// knownOfAudit are those in the records of audit logs.
+// knownOfAudit are the accepted differences in records of audit logs.
 var knownOfAudit = []*difference{
 	{
 		name:    "a patch that is no JSON",
@@ -80,8 +81,8 @@ var knownOfAudit = []*difference{
 			return !json.Valid(r.body) && !strings.Contains(string(a.body), "ResponseComplete") &&
 				strings.Contains(string(b.body), "ResponseComplete")
 		},
-		reason: "kube-apiserver cannot write an event that holds YAML or half an object, and drops it with its batch; " +
-			"here YAML is written as JSON, and anything else as a string.",
+		reason: "kube-apiserver cannot encode an event with YAML or a truncated object, and drops it with its batch. " +
+			"Watershed writes YAML as JSON, and other bodies as a string.",
 	},
 	{
 		name:    "a Table without managedFields",
@@ -90,12 +91,12 @@ var knownOfAudit = []*difference{
 		when: func(_ *request, a, b answer) bool {
 			return (a.err != nil || strings.Contains(string(a.body), `"stage":"Panic"`)) && b.code == 200
 		},
-		reason: "kube-apiserver panics where omitManagedFields is to be heeded in a Table whose rows have no object.",
+		reason: "kube-apiserver panics if omitManagedFields applies to a Table whose rows have no object.",
 	},
 }
 
-// repairs are the controllers of a server's own that leave Events of Services (pkg/registry/core/service/ipallocator
-// and portallocator).
+// repairs are the repair controllers that create Events of Services (pkg/registry/core/service/ipallocator and
+// portallocator).
 var repairs = []string{"ipallocator-repair-controller", "portallocator-repair-controller"}
 
 var known = []*difference{
@@ -103,8 +104,8 @@ var known = []*difference{
 		name:    "flow control's condition",
 		request: is(`flowschemas`),
 		detail:  is(`status|managedFields|rows\[\d+\]\.cells\[5\]|Dangling|Invalid value: `),
-		reason: "A controller says of each FlowSchema whether its level exists, in its own time, and writes it six " +
-			"times a minute at most: what it says after an update has taken it away may be there on one side alone.",
+		reason: "A controller writes a condition to each FlowSchema, at most six times a minute. After an update has " +
+			"removed the condition, it may be present on one side only.",
 	},
 	{
 		name:    "flow control's condition, meanwhile",
@@ -113,7 +114,7 @@ var known = []*difference{
 		when: func(r *request, a, b answer) bool {
 			return (a.code == 409) != (b.code == 409) && strings.Contains(string(r.body), "{{version")
 		},
-		reason: "The same controller may write it between the reading of the revision and the write that names it.",
+		reason: "The same controller may write the FlowSchema between the read of its revision and the write with it.",
 	},
 	{
 		name:    "an Event of a repair",
@@ -124,68 +125,68 @@ var known = []*difference{
 				return strings.Contains(string(a.body), name) != strings.Contains(string(b.body), name)
 			})
 		},
-		reason: "The controllers that repair cluster IPs and node ports, the same in both, may see a Service before " +
-			"its allocation, and then leave an Event.",
+		reason: "The repair controllers of cluster IPs and node ports are the same in both servers. They may see a " +
+			"Service before its allocation, and then create an Event.",
 	},
 	{
 		name:    "an Event of a repair, beyond the page",
 		request: is(`^GET .*/events\?.*limit=`),
 		detail:  is(`remainingItemCount`),
-		reason:  "As above: such an Event counts where it is not shown.",
+		reason:  "As above: the Event counts in remainingItemCount although the page does not show it.",
 	},
 	{
 		name:    "429 of a cache that begins",
 		request: is(`diff\.example\.com`),
 		detail:  is(`.`),
 		when:    func(_ *request, a, b answer) bool { return a.code == 429 && b.code == 200 },
-		reason:  "kube-apiserver refuses lists of a custom resource for a moment after its definition has changed.",
+		reason:  "kube-apiserver briefly rejects lists of a custom resource after its CRD has changed.",
 	},
 	{name: "order of a validation's errors", request: is(`horizontalpodautoscalers`), detail: is(`causes|message`),
 		when: func(_ *request, a, b answer) bool {
 			return a.code == 422 && b.code == 422 && len(a.body) == len(b.body)
 		},
-		reason: "The validation of metrics goes through a map, in another order each time."},
+		reason: "The validation of metrics iterates over a map in random order."},
 	{
 		name:    "internalTrafficPolicy of ExternalName services, watched",
 		request: is(`^WATCH .*/services`),
 		detail:  is(`internalTrafficPolicy`),
-		reason: "The field is to be dropped when it is read. kube-apiserver's watches show it until a list has " +
-			"dropped it from the object that they share; here it is dropped always.",
+		reason: "The field must be dropped on reads. kube-apiserver's watches show it until a list drops it from the " +
+			"shared object. Watershed always drops it.",
 	},
 	{name: "an empty namespace", request: is(`^(POST|DELETE) /api/v1/namespaces//`), detail: is(`.`),
-		reason: "kube-apiserver's web framework takes the path for one with a namespace that has no name; either " +
-			"refuses it."},
+		reason: "kube-apiserver's web framework routes the path as a namespaced path with an empty namespace. Both " +
+			"servers reject it."},
 	{
 		name:    "a connection without a name",
 		request: is(`/(pods|nodes)//(proxy|exec)`),
 		detail:  is(`.`),
 		when:    func(_ *request, _, b answer) bool { return b.code == 404 },
-		reason: "kube-apiserver authorizes it as a list, takes the name from the field selector, and connects; here " +
-			"it is refused.",
+		reason: "kube-apiserver authorizes it as a list, takes the name from the field selector, and connects. " +
+			"Watershed rejects it.",
 	},
 	{
 		name:    "an empty map that admission has seen",
 		request: is(`/persistentvolumes`),
 		detail:  is(`Unsupported value`),
 		when:    func(_ *request, a, b answer) bool { return a.code == 422 && b.code == 422 },
-		reason: "Admission hands objects over in protobuf, in which an empty map is none; the refusal shows null " +
-			"for {}.",
+		reason: "Admission passes objects in protobuf, which does not distinguish an empty map from none. The error " +
+			"shows null for {}.",
 	},
 	{
 		name:    "some empty Tables",
 		request: is(`^GET`),
 		detail:  is(`^\.rows: null \| \[\]$`),
-		reason:  "kube-apiserver says null of some empty Tables' rows; here they are always a list.",
+		reason:  "kube-apiserver returns null as the rows of some empty Tables. Watershed returns an empty list.",
 	},
 	{name: "pages of OpenAPI v3", request: is(`GET /openapi/v3$`), detail: is(`.`),
-		reason: "kube-apiserver has documents of its discovery pages too, and hashes of its own making."},
+		reason: "kube-apiserver also publishes documents of its discovery pages, and computes its own hashes."},
 	{
 		name:    "the index",
 		request: is(`GET /$`),
 		detail:  is(`\.paths`),
-		reason:  "kube-apiserver names a health check for each of its start hooks.",
+		reason:  "kube-apiserver lists a health check for each of its start hooks.",
 	},
 	{name: "metadata of DaemonSets", request: is(`daemonsets`), detail: is(`deprecated.daemonset.template.generation`),
-		reason: "Metadata is cut from the object as it is served; an annotation that the conversion to apps/v1 adds " +
-			"is part of that."},
+		reason: "Watershed cuts metadata from the served object, which contains an annotation that the conversion to " +
+			"apps/v1 adds."},
 }

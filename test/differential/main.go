@@ -1,6 +1,6 @@
-// Command differential starts kube-apiserver and Watershed side by side on fresh stores, sends both the same requests,
-// and compares what they answer: status, headers that matter and body, without what differs between any two servers.
-// Every difference is either listed in known.go with its reason, or a finding.
+// Command differential sends the same requests to kube-apiserver and to Watershed, both on fresh stores, and compares
+// the responses. It compares status, relevant headers and body, and masks the values that differ between any two
+// servers. Every difference is a finding, unless known.go accepts it with a reason.
 package main
 
 import (
@@ -18,7 +18,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// options are how much is sent.
+// options control the amount and the kind of requests.
 type options struct {
 	seed        uint64
 	steps, fuzz int
@@ -30,15 +30,15 @@ type options struct {
 func main() {
 	testing.Init()
 	o := options{}
-	flag.Uint64Var(&o.seed, "seed", 1, "Of the fuzzed objects and the random walk.")
+	flag.Uint64Var(&o.seed, "seed", 1, "Seed of the fuzzed objects and the random walk.")
 	flag.IntVar(&o.steps, "steps", 20000, "Requests of the random walk.")
-	flag.IntVar(&o.fuzz, "fuzz", 40, "Rounds of fuzzed objects, each some 80 requests.")
+	flag.IntVar(&o.fuzz, "fuzz", 40, "Rounds of fuzzed objects, about 80 requests each.")
 	flag.StringVar(&o.form, "form", "up", "up or split.")
 	flag.StringVar(&o.out, "out", filepath.Join(harness.Root(), ".build", "differential"),
-		"Where differences.txt goes.")
+		"The directory of differences.txt.")
 	flag.StringVar(&o.phases, "phases", "discovery,create,verbs,paths,definitions,fixtures,fuzz,walk,remove",
-		"What to do.")
-	flag.StringVar(&o.axes, "axes", "authn,authz,admission,audit", "Configurations of what to compare.")
+		"Comma-separated phases to run.")
+	flag.StringVar(&o.axes, "axes", "authn,authz,admission,audit", "Comma-separated axes of configuration.")
 	flag.Parse()
 	testing.Main(func(string, string) (bool, error) { return true, nil }, []testing.InternalTest{{
 		Name: "differential",
@@ -49,7 +49,7 @@ func main() {
 	}}, nil, nil)
 }
 
-// configurations asks servers of many configurations, and fails where anything differs that is not listed.
+// configurations compares servers with many configurations, and fails on any finding.
 func configurations(t *testing.T, o options) {
 	a := &axis{t: t, report: newReport(knownByConfiguration)}
 	axes := map[string]func(){"authn": a.authenticators, "authz": a.authorizers, "admission": a.plugins,
@@ -66,7 +66,7 @@ func configurations(t *testing.T, o options) {
 	}
 }
 
-// run does all of it, and fails where anything differs that is not listed.
+// run runs the selected phases, and fails on any finding.
 func run(t *testing.T, o options) {
 	theirs := harness.Oracle(t)
 	var ours *harness.Server
@@ -105,7 +105,7 @@ func run(t *testing.T, o options) {
 	phase("walk", func() { p.walk(all, o.steps, rng) })
 	phase("remove", func() { p.remove(all) })
 	phase("discovery", func() {
-		p.untilGone("/apis", "diff.example.com") // definitions go in their own time
+		p.untilGone("/apis", "diff.example.com") // a CRD's finalizer takes some time
 		p.discover()
 	})
 	fmt.Printf("seed %d, %s\n", o.seed, o.form)
@@ -115,8 +115,8 @@ func run(t *testing.T, o options) {
 	}
 }
 
-// withoutRepairs deletes what a server's own repair loops have said of the corpus's services. The loops race with their
-// creation, in kube-apiserver too, and find an address unallocated on one side and not on the other.
+// withoutRepairs deletes the Events of a server's repair controllers about the corpus's services. These controllers
+// race with the services' creation, in kube-apiserver too, and may see an unallocated address on one side only.
 func withoutRepairs(t testing.TB, s *harness.Server) {
 	events := s.Client().CoreV1().Events(metav1.NamespaceAll)
 	all, err := events.List(t.Context(), metav1.ListOptions{})
@@ -133,7 +133,7 @@ func withoutRepairs(t testing.TB, s *harness.Server) {
 	}
 }
 
-// withoutEvents deletes what a server has said of its own beginning.
+// withoutEvents deletes the Events of a server's start.
 func withoutEvents(t testing.TB, s *harness.Server) {
 	if err := s.Client().CoreV1().Events(metav1.NamespaceDefault).DeleteCollection(t.Context(), metav1.DeleteOptions{},
 		metav1.ListOptions{}); err != nil {
@@ -141,7 +141,7 @@ func withoutEvents(t testing.TB, s *harness.Server) {
 	}
 }
 
-// fixturesDir is where k8s.io/api keeps the bodies that its own tests use.
+// fixturesDir returns the directory of the test data of k8s.io/api's own tests.
 func fixturesDir(t testing.TB) string {
 	cmd := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "k8s.io/api")
 	cmd.Dir = filepath.Join(harness.Root(), "test")

@@ -19,15 +19,15 @@ import (
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
 	"sigs.k8s.io/yaml"
 
-	_ "k8s.io/kubernetes/pkg/controlplane" // every type's decoder
+	_ "k8s.io/kubernetes/pkg/controlplane" // decoders of every type
 )
 
-// masks hide what differs between any two servers: identities, times, addresses, revisions.
+// masks hide the values that differ between any two servers: identities, times, addresses, revisions.
 var masks = []struct {
 	pattern *regexp.Regexp
 	with    string
 }{
-	// before ages: five random characters may be those of one
+	// before the masks of ages, because five random characters may look like an age
 	{regexp.MustCompile(`kube-api-access-[a-z0-9]{5}`), "kube-api-access-RANDOM"},
 	{regexp.MustCompile(`\b(who-)[a-z0-9]{5}\b`), "${1}RANDOM"},
 	{regexp.MustCompile(`[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}`), "UID"},
@@ -42,14 +42,14 @@ var masks = []struct {
 		),
 		"$1ID",
 	},
-	{regexp.MustCompile(`(?s)(Apply failed with \d+ conflicts?: ).*`), "$1…"}, // in no order
+	{regexp.MustCompile(`(?s)(Apply failed with \d+ conflicts?: ).*`), "$1…"}, // in random order
 	{regexp.MustCompile(`X509SHA256=[0-9a-f]+`), "CREDENTIAL"},
 	{regexp.MustCompile(`\bkubernetes-admin\b`), "admin"},
 	{regexp.MustCompile(`current time [0-9-]+ [0-9:.]+ \+0000 UTC m=\+[0-9.]+`), "current time"},
 	{regexp.MustCompile(`(resourceVersion\\*":\\*")\d+`), "${1}RV"},
-	{regexp.MustCompile(`(resourceVersion=)\d+`), "${1}RV"}, // in an audit log's requestURI
-	// An object in the text of an error: the order of its managers is by the second. Where it is an object itself they
-	// are sorted and compared (normal).
+	{regexp.MustCompile(`(resourceVersion=)\d+`), "${1}RV"}, // in requestURI of an audit record
+	// An object in an error text: its managers are sorted with a precision of a second. normal sorts and compares the
+	// managers of other objects.
 	{regexp.MustCompile(`(managedFields\\*":\[)[^\]]*\]`), "${1}…]"},
 	{regexp.MustCompile(`\b10\.9[67]\.\d+\.\d+\b`), "CLUSTERIP"},
 }
@@ -61,7 +61,7 @@ func mask(s string) string {
 	return s
 }
 
-// decode reads a body as JSON, YAML, protobuf or text.
+// decode parses a body as JSON, YAML, protobuf or text.
 func decode(a answer) any {
 	contentType := a.header.Get("Content-Type")
 	switch {
@@ -96,7 +96,7 @@ func fromJSON(data []byte) any {
 	return v
 }
 
-// codecs read every built-in type, metadata and discovery.
+// codecs decode every built-in type, metadata and discovery.
 var codecs = func() serializer.CodecFactory {
 	scheme := legacyscheme.Scheme
 	for _, add := range []func(*runtime.Scheme) error{apidiscoveryv2.AddToScheme, apidiscoveryv2beta1.AddToScheme,
@@ -120,7 +120,7 @@ func fromProtobuf(data []byte) any {
 	return converted
 }
 
-// random fields are chosen by the server.
+// random fields have values that the server chooses.
 var random = map[string]bool{
 	"uid":                 true,
 	"resourceVersion":     true,
@@ -133,10 +133,10 @@ var random = map[string]bool{
 	"gitCommit":           true,
 }
 
-// unordered lists come in no order that means anything.
+// unordered lists have no defined order.
 var unordered = map[string]bool{"resourceRules": true, "nonResourceRules": true}
 
-// normal is v without what differs between any two servers.
+// normal returns v without the values that differ between any two servers.
 func normal(v any) any {
 	switch v := v.(type) {
 	case map[string]any:
@@ -152,7 +152,7 @@ func normal(v any) any {
 			}
 			out[k] = normal(e)
 			list, ok := out[k].([]any)
-			if ok && k == "managedFields" { // their order is by the second
+			if ok && k == "managedFields" { // the server's order has a precision of a second
 				slices.SortFunc(list, func(a, b any) int { return strings.Compare(manager(a), manager(b)) })
 			} else if ok && (unordered[k] || k == "resources" && v["groupVersion"] == "diff.example.com/v1" ||
 				strings.Contains(fmt.Sprint(v["kind"], out[k]), "ipallocator") || v["reason"] == nil && k == "causes" &&
@@ -180,13 +180,13 @@ func normal(v any) any {
 	return v
 }
 
-// manager names one entry of managedFields.
+// manager identifies an entry of managedFields.
 func manager(entry any) string {
 	m, _ := entry.(map[string]any)
 	return fmt.Sprint(m["manager"], " ", m["operation"], " ", m["subresource"], " ", m["apiVersion"])
 }
 
-// differences lists where two values differ.
+// differences returns the paths and values that differ.
 func differences(at string, a, b any) []string {
 	switch x := a.(type) {
 	case map[string]any:
@@ -231,7 +231,7 @@ func differences(at string, a, b any) []string {
 	return nil
 }
 
-// names are those of a list's objects, where it is one of objects.
+// names returns the names of a list's objects. If the elements are not objects, it returns the list.
 func names(list []any) any {
 	var all []string
 	for _, e := range list {

@@ -2,7 +2,7 @@ package main
 
 import "testing"
 
-// What is random may look like something else that is masked.
+// TestMasks checks that a mask is not applied to a random value that looks like another kind of value.
 func TestMasks(t *testing.T) {
 	for is, want := range map[string]string{
 		"kube-api-access-2zh9s": "kube-api-access-RANDOM",

@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// paths are odd ways to write a path: encoded slashes, dots, doubled slashes, names that are none.
+// paths sends unusual paths: encoded slashes, dots, doubled slashes, invalid names.
 func (p *pair) paths() {
 	base := "/api/v1/namespaces/" + namespace
 	for _, path := range []string{
@@ -73,7 +73,7 @@ func merged(a, b map[string]string) map[string]string {
 	return out
 }
 
-// definitions are CustomResourceDefinitions that are wrong in many ways, each checked without being kept.
+// definitions sends CustomResourceDefinitions with many kinds of errors, as dry runs.
 func (p *pair) definitions() {
 	schemas := map[string]string{
 		"not an object":        `{"type":"string"}`,

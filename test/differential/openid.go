@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// openID are tokens of an issuer, well made and not.
+// openID returns tokens of an issuer, valid and invalid.
 func (a *axis) openID(issuer, audience string) map[string]*token {
 	now := time.Now()
 	base := fields{
@@ -138,7 +138,7 @@ func (a *axis) openID(issuer, audience string) map[string]*token {
 	return all
 }
 
-// bent is a JWT with another signature of the same length.
+// bent returns a JWT with a different signature of the same length.
 func bent(s string) string {
 	i := strings.LastIndex(s, ".") + 10
 	c := "A"

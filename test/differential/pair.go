@@ -22,28 +22,28 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// request is sent to both servers.
+// request is a request that is sent to both servers.
 type request struct {
 	method, path string
 	header       map[string]string
 	body         []byte
-	// more are headers that are not the same for both; a header may come several times.
+	// more returns headers that differ between the sides. A header may occur several times.
 	more func(s *side) http.Header
-	// bodyOf is the body where it is not the same for both; nil: body.
+	// bodyOf returns a body that differs between the sides. If it is nil, body is sent.
 	bodyOf func(s *side) []byte
-	// as is who sends it; nil: the administrator, by certificate.
+	// as is the sender's client certificate, nil for the administrator's.
 	as *certificate
-	// repeated: it is sent several times, of which the last one counts.
+	// repeated sends the request several times. Only the last response counts.
 	repeated bool
-	// mayFail: that neither answers compares as equal.
+	// mayFail makes two failed requests count as equal.
 	mayFail bool
-	// about is what it tries, for the report.
+	// about describes the request in the report.
 	about string
 }
 
 func (r *request) String() string { return r.method + " " + r.path }
 
-// side is one server.
+// side is one of the two servers.
 type side struct {
 	name   string
 	server *harness.Server
@@ -51,9 +51,9 @@ type side struct {
 	base   string
 
 	mu sync.Mutex
-	// clients are those of other certificates.
+	// clients are the clients with other certificates.
 	clients map[*certificate]*http.Client
-	// seen are the resource versions and uids of objects, by path: a request may name them.
+	// seen are the resource versions and UIDs of objects by path, because later requests may use them.
 	seen map[string]identity
 }
 
@@ -76,14 +76,14 @@ func newSide(t testing.TB, name string, s *harness.Server) *side {
 }
 
 func newClient(c *tls.Config) *http.Client {
-	c.NextProtos = []string{"http/1.1"} // more connections than one, as many clients have
+	c.NextProtos = []string{"http/1.1"} // opens several connections, as many clients do
 	return &http.Client{Timeout: 45 * time.Second,
 		Transport: &http.Transport{TLSClientConfig: c, MaxIdleConnsPerHost: 8,
 			TLSNextProto: map[string]func(string, *tls.Conn) http.RoundTripper{}, DisableCompression: true},
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 }
 
-// clientOf is a client with a certificate; nil: the administrator's.
+// clientOf returns a client with a certificate, or the administrator's client for nil.
 func (s *side) clientOf(c *certificate) *http.Client {
 	if c == nil {
 		return s.client
@@ -91,13 +91,13 @@ func (s *side) clientOf(c *certificate) *http.Client {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.clients[c] == nil {
-		// Either serves whatever it has; who it is is not what is compared.
+		// The server's certificate is not compared, so any certificate is accepted.
 		s.clients[c] = newClient(&tls.Config{InsecureSkipVerify: true, Certificates: c.chain})
 	}
 	return s.clients[c]
 }
 
-// answer is what a server said.
+// answer is a server's response.
 type answer struct {
 	code   int
 	header http.Header
@@ -105,13 +105,13 @@ type answer struct {
 	err    error
 }
 
-// versionOf and uidOf stand in a request for what each server has of an object, by the object's path.
+// versionOf and uidOf return placeholders for the resource version and UID that each server has for an object.
 func versionOf(path string) string { return "{{version " + path + "}}" }
 func uidOf(path string) string     { return "{{uid " + path + "}}" }
 
 var marks = regexp.MustCompile(`\{\{(version|uid) ([^}]+)\}\}`)
 
-// fill puts the side's own values in.
+// fill replaces placeholders with the side's own values.
 func (s *side) fill(text string) string {
 	if !strings.Contains(text, "{{") {
 		return text
@@ -160,7 +160,7 @@ func (s *side) do(ctx context.Context, r *request) answer {
 	return a
 }
 
-// remember keeps the version and uid of the object that was answered.
+// remember stores the version and UID of the returned object.
 func (s *side) remember(r *request, a answer) {
 	if a.code >= 300 || !strings.Contains(a.header.Get("Content-Type"), "json") {
 		return
@@ -180,19 +180,19 @@ func (s *side) remember(r *request, a answer) {
 	s.seen[strings.TrimSuffix(path, "/status")] = identity{o.Metadata.ResourceVersion, o.Metadata.UID}
 }
 
-// pair asks both and compares.
+// pair sends requests to both servers and compares the responses.
 type pair struct {
 	t            testing.TB
 	ours, theirs *side
 	report       *report
 	inFlight     errgroup.Group
-	// audited: each request has an audit id of its own, the same for both; sent are the requests by it.
+	// audited gives each request an audit ID, the same on both sides. sent maps that ID to the request.
 	audited bool
 	mu      sync.Mutex
 	sent    map[string]*request
 }
 
-// askLater is ask for what depends on nothing else.
+// askLater runs ask in the background, for requests that are independent of others.
 func (p *pair) askLater(r *request) {
 	p.inFlight.Go(func() error {
 		p.ask(r)
@@ -200,14 +200,14 @@ func (p *pair) askLater(r *request) {
 	})
 }
 
-// compared headers; of those in presence only whether they are there.
+// compared headers must have equal values. presence headers must be present on both sides or on neither.
 var (
 	compared = []string{"Content-Type", "Warning", "Retry-After", "Cache-Control", "Location",
 		"Allow", "X-Content-Type-Options", "Www-Authenticate"}
 	presence = []string{"Audit-Id", "X-Kubernetes-Pf-Flowschema-Uid", "X-Kubernetes-Pf-Prioritylevel-Uid"}
 )
 
-// ask sends a request to both and answers what kube-apiserver said.
+// ask sends a request to both servers, compares the responses and returns kube-apiserver's.
 func (p *pair) ask(r *request) answer {
 	ctx, cancel := context.WithTimeout(p.t.Context(), time.Minute)
 	defer cancel()
@@ -219,20 +219,20 @@ func (p *pair) ask(r *request) answer {
 		if p.audited || !strings.Contains(r.path, "resourceVersionMatch=NotOlderThan") || len(diff(r, a, b)) == 0 {
 			break
 		}
-		time.Sleep(behindPause) // either may answer as of a while ago, but not for ever
+		time.Sleep(behindPause) // either server may respond with slightly old state
 		a, b = p.both(ctx, r)
 	}
 	p.report.compare(r, a, b)
 	return a
 }
 
-// behindTries is how often a list of "not older than" is asked again, behindPause apart, while the answers differ.
+// behindTries is the number of retries of a NotOlderThan list while the responses differ, behindPause apart.
 const (
 	behindTries = 10
 	behindPause = 100 * time.Millisecond
 )
 
-// both sends a request to both.
+// both sends a request to both servers in parallel.
 func (p *pair) both(ctx context.Context, r *request) (a, b answer) {
 	var wg sync.WaitGroup
 	wg.Go(func() { a = p.theirs.do(ctx, r) })
@@ -241,7 +241,7 @@ func (p *pair) both(ctx context.Context, r *request) (a, b answer) {
 	return a, b
 }
 
-// withAuditID is a request that the audit log knows by an id.
+// withAuditID returns a copy of a request with a new audit ID.
 func (p *pair) withAuditID(r *request) *request {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -259,7 +259,7 @@ func (p *pair) withAuditID(r *request) *request {
 	return &marked
 }
 
-// diff lists what differs between two answers: "where: theirs | ours".
+// diff returns the differences between two responses, in the form "path: theirs | ours".
 func diff(r *request, a, b answer) []string {
 	if a.err != nil || b.err != nil {
 		if a.err != nil && b.err != nil && r.mayFail {

@@ -18,25 +18,25 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// corpusOfPlugins is requests that each admission plugin accepts, changes or refuses, with what kube-apiserver says.
+// corpusOfPlugins are requests that each admission plugin accepts, changes or rejects, with kube-apiserver's responses.
 //
 //go:embed plugins.yaml
 var corpusOfPlugins []byte
 
-// pluginSet is a configuration of admission.
+// pluginSet is an admission configuration and its requests.
 type pluginSet struct {
 	Name  string   `json:"name"`
 	Flags []string `json:"flags"`
-	// Config is that of --admission-control-config-file, and Files are named in it.
+	// Config is the content of --admission-control-config-file. It refers to Files.
 	Config string            `json:"config"`
 	Files  map[string]string `json:"files"`
-	// Bootstrap: kube-apiserver does not start with these flags on an etcd that it has not used before.
+	// Bootstrap means that kube-apiserver does not start with these flags on an unused etcd.
 	Bootstrap bool         `json:"bootstrap"`
 	Steps     []pluginStep `json:"steps"`
 }
 
 type pluginStep struct {
-	// Plugin is the one that the step shows, empty in steps that only prepare.
+	// Plugin is the plugin under test. It is empty in steps that only prepare.
 	Plugin string          `json:"plugin"`
 	About  string          `json:"about"`
 	As     string          `json:"as"`
@@ -45,14 +45,14 @@ type pluginStep struct {
 	Path   string          `json:"path"`
 	Type   string          `json:"type"`
 	Body   json.RawMessage `json:"body"`
-	// Code and Shows are of kube-apiserver's answer: its status, and a part of its body or warnings.
+	// Code and Shows describe kube-apiserver's response: its status, and a part of its body or warnings.
 	Code  int    `json:"code"`
 	Shows string `json:"shows"`
-	// Until: repeat it until that is what is answered; informers lag.
+	// Until repeats the request until the response matches, because informers lag.
 	Until bool `json:"until"`
 }
 
-// plugins asks for what every plugin accepts and refuses.
+// plugins compares the requests that every plugin accepts and rejects.
 func (a *axis) plugins() {
 	var corpus struct {
 		Sets []pluginSet `json:"sets"`
@@ -82,7 +82,7 @@ func (a *axis) plugins() {
 	}
 }
 
-// placed replaces what stands for the test's own server and directory.
+// placed replaces the placeholders of the test's web server and directory.
 func placed(text, dir string, w *web) string {
 	return strings.NewReplacer("{{dir}}", dir, "{{webhook}}", w.base, "{{webhookca}}", filepath.Join(dir, "webhook-ca.crt"),
 		"{{webhookcabundle}}", base64.StdEncoding.EncodeToString(w.ca.pem())).
@@ -105,10 +105,10 @@ func (s *pluginSet) flags(a *axis, dir string, w *web) (flags []string) {
 	return flags
 }
 
-// stepBound is how long an informer of either server may lag, or what discovery said be believed: half a minute.
+// stepBound limits the lag of a server's informer or cached discovery, which is half a minute.
 const stepBound = 45 * time.Second
 
-// step sends a step to both, and holds the corpus to what kube-apiserver says.
+// step sends a step to both servers, and checks kube-apiserver's response against the corpus.
 func (a *axis) step(p *pair, step pluginStep, place func(string) string) {
 	r := &request{
 		method: step.Method, path: step.Path, about: step.Plugin + ": " + step.About,
@@ -153,7 +153,7 @@ func (a *axis) step(p *pair, step pluginStep, place func(string) string) {
 	p.report.compare(r, theirs, ours)
 }
 
-// shown says whether an answer is what the step is to show.
+// shown returns true if a response matches the step.
 func (s *pluginStep) shown(a answer) bool {
 	if a.err != nil || a.code != s.Code {
 		return false
@@ -165,10 +165,10 @@ func (s *pluginStep) shown(a answer) bool {
 		strings.Contains(fmt.Sprint(a.header.Values("Warning")), s.Shows)
 }
 
-// unescaped undoes what Go's encoding of JSON does to text for HTML.
+// unescaped reverts the HTML escapes of Go's JSON encoder.
 var unescaped = strings.NewReplacer(`\u003c`, "<", `\u003e`, ">", `\u0026`, "&")
 
-// reviews has the server answer what admission asks webhooks: which images may run, and reviews that refuse or change.
+// reviews makes the server an admission webhook: image policies, and reviews that deny or change objects.
 func (w *web) reviews() {
 	answer := func(rw http.ResponseWriter, of fields, key string, v fields) {
 		rw.Header().Set("Content-Type", "application/json")
@@ -202,7 +202,7 @@ func (w *web) reviews() {
 		})
 	})
 	w.HandleFunc("/slow", func(_ http.ResponseWriter, req *http.Request) {
-		_, _ = io.Copy(io.Discard, req.Body) // from when on it is told that its client has gone
+		_, _ = io.Copy(io.Discard, req.Body) // after this read the server detects the client's disconnect
 		<-req.Context().Done()
 	})
 	w.HandleFunc("/broken", func(rw http.ResponseWriter, _ *http.Request) {

@@ -10,7 +10,7 @@ import (
 	"sync"
 )
 
-// report counts and keeps what differed.
+// report counts and stores the differences.
 type report struct {
 	mu              sync.Mutex
 	phase           string
@@ -18,7 +18,7 @@ type report struct {
 	listed          map[*difference]int
 	unexplained     []finding
 	codes           map[int]int
-	// known are the differences that are listed.
+	// known are the accepted differences.
 	known []*difference
 }
 
@@ -66,7 +66,7 @@ func (p *report) compare(r *request, a, b answer) {
 	p.unexplained = append(p.unexplained, finding{p.phase, r, a, b, left})
 }
 
-// write tells what came out, and keeps every finding in a file.
+// write prints a summary, and writes every finding to a file.
 func (p *report) write(dir string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

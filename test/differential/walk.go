@@ -16,7 +16,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// walker makes requests at random over a few names of a few types, so that they meet each other's results.
+// walker sends random requests for a few names of a few types, so that requests affect each other's objects.
 type walker struct {
 	*pair
 	rng   *rand.Rand
@@ -24,7 +24,7 @@ type walker struct {
 	names []string
 }
 
-// walk sends n requests, while watches of several kinds follow; then it compares what these were told.
+// walk sends n requests while several kinds of watches run, and then compares the events of the watches.
 func (p *pair) walk(all []*object, n int, rng *rand.Rand) {
 	w := &walker{pair: p, rng: rng, names: []string{"w1", "w2", "w3", "w4"}}
 	for _, o := range all {
@@ -62,7 +62,7 @@ func (p *pair) walk(all []*object, n int, rng *rand.Rand) {
 	for range n {
 		w.step()
 	}
-	// Each watch is told of the end by objects that come last.
+	// The last objects mark the end for each watch.
 	for _, o := range w.kinds {
 		last := clone(o.body)
 		last["metadata"] = map[string]any{"name": "w1", "labels": map[string]any{"app": "a", "last": "yes"}}
@@ -82,18 +82,18 @@ func (p *pair) walk(all []*object, n int, rng *rand.Rand) {
 			about:  "the end",
 		})
 	}
-	// A quiet second rather than a wait for the last event: one too many counts too. On a slow machine this can
-	// tell of a difference that is none.
+	// Waits for a quiet second instead of the last event, because an extra event is a difference too. A slow machine
+	// may report a false difference here.
 	time.Sleep(time.Second)
 	for _, watch := range watches {
 		watch.compare(p)
 	}
 }
 
-// walkers are users who may all of some resources, read everything, all of one name, and nothing.
+// walkers are users with different rights: all verbs on some resources, read everything, all verbs on one name, none.
 var walkers = []string{"editor", "reader", "namer", "system:serviceaccount:default:default", "nobody"}
 
-// allowWalkers makes their rights on both sides, and waits until they are in force.
+// allowWalkers creates the walkers' rights on both sides, and waits until they are in force.
 func (p *pair) allowWalkers() {
 	const rbac = "/apis/rbac.authorization.k8s.io/v1/"
 	post := func(path, body string, args ...any) {
@@ -160,7 +160,7 @@ func (w *walker) step() {
 				r.body = must(json.Marshal(body))
 			}
 		}
-		if w.rng.IntN(4) == 0 { // somebody else than the administrator
+		if w.rng.IntN(4) == 0 { // a user other than the administrator
 			r.header["Impersonate-User"] = walkers[w.rng.IntN(len(walkers))]
 			r.about += " as " + r.header["Impersonate-User"]
 		}
@@ -223,7 +223,7 @@ func (w *walker) step() {
 		}
 		fallthrough
 	case 17:
-		send("GET", path, "", nil, "get") // with resourceVersion=0 either may be behind
+		send("GET", path, "", nil, "get") // with resourceVersion=0 either server may be stale
 	default:
 		q := w.pick("", "?limit=2", "?labelSelector=app%3Da", "?labelSelector=app%20in%20(a,b),n",
 			"?fieldSelector=metadata.name%21%3Dw1", "?fieldSelector=metadata.name%3Dw2",
@@ -274,8 +274,8 @@ func (p *pair) watch(path, accept string) *watching {
 	return w
 }
 
-// compare holds what one server told against what the other did. Events of different objects at the same time come in
-// the order of etcd, which is the order of the requests: it is the same on both.
+// compare compares the events of both servers. Concurrent events of different objects have etcd's order on both sides,
+// because it is the order of the requests.
 func (w *watching) compare(p *pair) {
 	w.cancel()
 	w.wg.Wait()
@@ -303,7 +303,7 @@ func (w *watching) compare(p *pair) {
 	}, answer{code: 200, header: head, body: body(p.ours)})
 }
 
-// settle puts the initial events, which come in no order, by name.
+// settle sorts the initial events by name, because their order is undefined.
 func settle(events []any) []any {
 	n := 0
 	for n < len(events) {

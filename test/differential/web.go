@@ -18,7 +18,7 @@ import (
 
 var loopback = []net.IP{net.IPv4(127, 0, 0, 1)}
 
-// web is an HTTPS server of the test's own, whose certificate an authority of its own has signed.
+// web is an HTTPS server that the test runs. The test's own authority signed its certificate.
 type web struct {
 	*http.ServeMux
 	base string
@@ -36,7 +36,7 @@ func newWeb(t testing.TB) *web {
 	return w
 }
 
-// issuer has the server be an OpenID issuer below a path, with keys by id, and answers its URL.
+// issuer makes the server an OpenID issuer below a path, with keys by ID, and returns its URL.
 func (w *web) issuer(path string, keys map[string]any) string {
 	url := w.base + path
 	w.HandleFunc(path+"/.well-known/openid-configuration", func(rw http.ResponseWriter, _ *http.Request) {
@@ -56,14 +56,14 @@ func (w *web) issuer(path string, keys map[string]any) string {
 	return url
 }
 
-// jwk is a public key (RFC 7517).
+// jwk returns a public key as a JWK (RFC 7517).
 func jwk(id string, key any) fields {
 	number := func(n *big.Int) string { return base64.RawURLEncoding.EncodeToString(n.Bytes()) }
 	switch k := key.(type) {
 	case *rsa.PrivateKey:
 		return fields{"kid": id, "kty": "RSA", "use": "sig", "n": number(k.N), "e": number(big.NewInt(int64(k.E)))}
 	case *ecdsa.PrivateKey:
-		raw, err := k.PublicKey.Bytes() // 4, then both coordinates
+		raw, err := k.PublicKey.Bytes() // 0x04, then both coordinates
 		if err != nil {
 			return nil
 		}
@@ -77,7 +77,7 @@ func jwk(id string, key any) fields {
 	return nil
 }
 
-// reviewer has the server review tokens below a path, as a webhook of kube-apiserver's.
+// reviewer makes the server a TokenReview webhook below a path.
 func (w *web) reviewer(path string) {
 	w.HandleFunc(path, func(rw http.ResponseWriter, req *http.Request) {
 		var r fields

@@ -37,7 +37,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// as is a client of a server with nothing but what change gives it.
+// as returns a client of a server with only the credentials that change sets.
 func as(t testing.TB, s *harness.Server, change func(*rest.Config)) *kubernetes.Clientset {
 	t.Helper()
 	c := rest.AnonymousClientConfig(s.Config())
@@ -47,7 +47,7 @@ func as(t testing.TB, s *harness.Server, change func(*rest.Config)) *kubernetes.
 	return kubernetes.NewForConfigOrDie(c)
 }
 
-// whoami is whom a server takes a client for.
+// whoami returns the name of the user that the server authenticates the client as.
 func whoami(t testing.TB, c *kubernetes.Clientset) (string, error) {
 	t.Helper()
 	raw, err := c.AuthenticationV1().RESTClient().Post().Resource("selfsubjectreviews").
@@ -69,8 +69,8 @@ func writeFile(t testing.TB, path, text string) string {
 	return path
 }
 
-// What a file of credentials says is in force soon after it is written; a bad one is told of, and what was read before
-// stays.
+// TestCredentialFilesAreReloaded checks that a changed credential file takes effect soon after it is written. A
+// malformed file is logged and counted, and the credentials that were read before stay in force.
 func TestCredentialFilesAreReloaded(t *testing.T) {
 	dir := t.TempDir()
 	tokens := writeFile(t, filepath.Join(dir, "tokens.csv"), "first,alice,1\n")
@@ -92,7 +92,7 @@ func TestCredentialFilesAreReloaded(t *testing.T) {
 				return nil
 			}
 			if err == nil && got != want {
-				err = fmt.Errorf("taken for %q, not %q", got, want)
+				err = fmt.Errorf("authenticated as %q, not %q", got, want)
 			}
 			return err
 		})
@@ -130,11 +130,11 @@ func TestCredentialFilesAreReloaded(t *testing.T) {
 	) ||
 		!strings.Contains(text, `watershed_authn_attempts_total{authenticator="basic",result="error"}`) ||
 		!strings.Contains(text, `watershed_authn_deprecated{authenticator="basic"} 1`) {
-		t.Error("the metrics do not tell")
+		t.Error("the metrics do not count the failure")
 	}
-	if log := s.Log(); !strings.Contains(log, "A file was not read anew") ||
+	if log := s.Log(); !strings.Contains(log, "A file was not reloaded") ||
 		!strings.Contains(log, "--basic-auth-file is on") {
-		t.Errorf("the log does not tell")
+		t.Errorf("the log does not contain the failure")
 	}
 	conf := s.Config()
 	client, err := rest.HTTPClientFor(
@@ -150,11 +150,12 @@ func TestCredentialFilesAreReloaded(t *testing.T) {
 	resp.Body.Close()
 	if resp.StatusCode != http.StatusUnauthorized ||
 		resp.Header.Get("Www-Authenticate") != `Basic realm="kubernetes-master"` {
-		t.Errorf("a browser is not asked for a password: %s %v", resp.Status, resp.Header)
+		t.Errorf("a browser gets no password prompt: %s %v", resp.Status, resp.Header)
 	}
 }
 
-// Tokens that an external signer signs are issued and known as kube-apiserver does it (KEP-740).
+// TestAnExternalSignerSigns checks that tokens of an external signer (KEP-740) are issued and accepted, and that the
+// signer's keys are published, as kube-apiserver does it.
 func TestAnExternalSignerSigns(t *testing.T) {
 	socket := filepath.Join(harness.TempDir(t), "signer.sock")
 	mock := signer.NewMockSigner(t, socket)
@@ -167,7 +168,7 @@ func TestAnExternalSignerSigns(t *testing.T) {
 			"--service-account-signing-key-file=")...),
 	} {
 		s.Kubectl("create", "serviceaccount", "robot")
-		said := strings.Fields(s.Kubectl("create", "token", "robot")) // a warning, that it is shorter than asked for
+		said := strings.Fields(s.Kubectl("create", "token", "robot")) // a warning: it expires sooner than requested
 		token := said[len(said)-1]
 		if username, err := whoami(t, as(t, s, func(c *rest.Config) { c.BearerToken = token })); err != nil ||
 			username != "system:serviceaccount:default:robot" {
@@ -181,7 +182,7 @@ func TestAnExternalSignerSigns(t *testing.T) {
 		if err := json.Unmarshal([]byte(document), &set); err != nil || len(set.Keys) != len(mock.GetSupportedKeys()) {
 			t.Errorf("%s: keys %s: %v", name, document, err)
 		}
-		keyIDs := map[string]bool{} // the signer tells them in no order
+		keyIDs := map[string]bool{} // the signer returns them in random order
 		for _, k := range set.Keys {
 			keyIDs[string(k)] = true
 		}
@@ -194,7 +195,7 @@ func TestAnExternalSignerSigns(t *testing.T) {
 	}
 }
 
-// A quota holds whoever creates at once, with admission in two processes.
+// TestAQuotaHoldsWithTwoReplicas checks that concurrent creates do not exceed a quota with two admission replicas.
 func TestAQuotaHoldsWithTwoReplicas(t *testing.T) {
 	s := harness.Split(t, "")
 	s.Scale("admission=2")
@@ -208,7 +209,7 @@ func TestAQuotaHoldsWithTwoReplicas(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// what kube-controller-manager does
+	// kube-controller-manager would set this status
 	q.Status = corev1.ResourceQuotaStatus{
 		Hard: hard,
 		Used: corev1.ResourceList{"count/configmaps": resource.MustParse("0")},
@@ -222,8 +223,8 @@ func TestAQuotaHoldsWithTwoReplicas(t *testing.T) {
 		}, metav1.CreateOptions{DryRun: dry})
 		return err
 	}
-	// A replica that has not read a quota lets all through, as kube-apiserver does. Another, of nothing, in another
-	// namespace tells when both have: it is younger.
+	// A replica that has not read a quota admits every object, as kube-apiserver does. A second quota, of zero objects
+	// in another namespace, is younger than the first. A replica that enforces it has therefore read both.
 	s.Kubectl("create", "namespace", "full")
 	s.Apply(
 		`{apiVersion: v1, kind: ResourceQuota, metadata: {name: q, namespace: full}, spec: {hard: {count/configmaps: "0"}}}`,
@@ -236,7 +237,7 @@ func TestAQuotaHoldsWithTwoReplicas(t *testing.T) {
 			refusals = 0
 		}
 		if refusals < 20 { // each replica has answered some of them
-			return errors.New("a replica does not know the quotas")
+			return errors.New("a replica has not read the quotas")
 		}
 		return nil
 	})
@@ -245,7 +246,7 @@ func TestAQuotaHoldsWithTwoReplicas(t *testing.T) {
 	for n := range tries {
 		wg.Go(func() {
 			err := create("default", fmt.Sprintf("c-%d", n))
-			for apierrors.IsConflict(err) { // the quota has moved too often meanwhile, as with several kube-apiservers
+			for apierrors.IsConflict(err) { // the quota changed too often meanwhile, as with several kube-apiservers
 				err = create("default", fmt.Sprintf("c-%d", n))
 			}
 			switch {
@@ -280,8 +281,8 @@ func TestAQuotaHoldsWithTwoReplicas(t *testing.T) {
 	}
 }
 
-// A kubelet that has a bootstrap token comes to a certificate of its node's, with which it may be that node and no
-// other.
+// TestAKubeletBootstraps checks that a kubelet with a bootstrap token gets a certificate of its node. With it the
+// kubelet may act as that node and as no other.
 func TestAKubeletBootstraps(t *testing.T) {
 	s := harness.Up(t, "")
 	s.Managers()
@@ -299,7 +300,7 @@ func TestAKubeletBootstraps(t *testing.T) {
 	harness.Eventually(t, 20*time.Second, func() error {
 		username, err := whoami(t, bootstrap)
 		if err == nil && username != "system:bootstrap:abcdef" {
-			err = fmt.Errorf("taken for %s", username)
+			err = fmt.Errorf("authenticated as %s", username)
 		}
 		return err
 	})
@@ -341,7 +342,7 @@ func TestAKubeletBootstraps(t *testing.T) {
 		!strings.Contains(err.Error(), "no relationship found between node 'mine' and this object") {
 		t.Errorf("a secret that no pod of the node's has: %v", err)
 	}
-	// whoever is given more by RBAC is still held to its own node
+	// a node that RBAC grants more is still limited to its own objects
 	if _, err := s.Client().RbacV1().ClusterRoleBindings().Create(t.Context(), &rbacv1.ClusterRoleBinding{
 		ObjectMeta: metav1.ObjectMeta{Name: "nodes-are-admins"},
 		RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "cluster-admin"},
@@ -361,7 +362,7 @@ func TestAKubeletBootstraps(t *testing.T) {
 	if _, err := node.CoordinationV1().Leases("kube-node-lease").Update(t.Context(), lease,
 		metav1.UpdateOptions{}); !apierrors.IsForbidden(err) || !strings.Contains(err.Error(),
 		"can only access node lease with the same name as the requesting node") {
-		t.Errorf("it takes another node's lease: %v", err)
+		t.Errorf("it updates another node's lease: %v", err)
 	}
 	if err := node.CoordinationV1().Leases("kube-node-lease").Delete(t.Context(), "theirs",
 		metav1.DeleteOptions{}); !apierrors.IsForbidden(err) {
@@ -376,7 +377,7 @@ func TestAKubeletBootstraps(t *testing.T) {
 	}
 }
 
-// signedFor asks for a kubelet's client certificate, and waits until the controllers have approved and signed it.
+// signedFor requests a kubelet's client certificate, and waits until the controllers have approved and signed it.
 func signedFor(t *testing.T, c *kubernetes.Clientset, node string) (cert, key []byte) {
 	t.Helper()
 	private, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

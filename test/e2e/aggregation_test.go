@@ -13,7 +13,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// registration is an APIService and the service behind it, at an address of this machine.
+// registration returns the manifest of an APIService and of its Service, at an address of this machine.
 func registration(t *testing.T, port int) string {
 	t.Helper()
 	return fmt.Sprintf(`
@@ -40,8 +40,8 @@ spec: {insecureSkipTLSVerify: true, group: wardle.example.com, groupPriorityMini
 `, port, harness.HostAddress(t))
 }
 
-// The sample API server is served through the gateway, with the identity of who asks; while it is away its own paths
-// are 503 and nothing else is harmed.
+// TestAnAggregatedServerIsServed checks that the gateway proxies the sample API server with the identity of the client.
+// While the server is down only its own paths return 503.
 func TestAnAggregatedServerIsServed(t *testing.T) {
 	s := harness.Up(t, "", "--enable-aggregator-routing")
 	dir := harness.TempDir(t)
@@ -67,7 +67,7 @@ func TestAnAggregatedServerIsServed(t *testing.T) {
 		})
 	}
 	available("True")
-	harness.Eventually(t, 10*time.Second, func() error { // discovery follows
+	harness.Eventually(t, 10*time.Second, func() error { // discovery catches up
 		out, err := s.TryKubectl("", "api-resources", "--api-group=wardle.example.com")
 		if err != nil || !strings.Contains(out, "flunders") {
 			return fmt.Errorf("%v: %s", err, out)
@@ -78,7 +78,7 @@ func TestAnAggregatedServerIsServed(t *testing.T) {
 	contains(t, "apply", s.Apply(flunder), "flunder.wardle.example.com/f created")
 	contains(t, "get", s.Kubectl("get", "flunders"), "f ")
 	contains(t, "explain", s.Kubectl("explain", "flunder.spec.reference"), "<string>")
-	// The user is the one that authenticated, whatever headers the client sends.
+	// The server sees the authenticated user, even if the client sends identity headers.
 	if out, err := s.TryKubectl("", "get", "flunders", "--as=nobody"); err == nil ||
 		!strings.Contains(out, "forbidden") {
 		t.Errorf("as nobody: %s", out)

@@ -20,7 +20,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// auditPolicy writes one that records everything at a level, and answers its path.
+// auditPolicy writes a policy that records every request at a level, and returns its path.
 func auditPolicy(t *testing.T, dir, level string) string {
 	t.Helper()
 	path := filepath.Join(dir, "audit-policy.yaml")
@@ -31,7 +31,7 @@ func auditPolicy(t *testing.T, dir, level string) string {
 	return path
 }
 
-// audited are the audit ids of completed requests below a path of the API, by the log's files.
+// audited returns the audit IDs of completed requests below an API path, and how often the log's files record each.
 func audited(t *testing.T, pattern, uri string) map[string]int {
 	t.Helper()
 	ids := map[string]int{}
@@ -49,7 +49,7 @@ func audited(t *testing.T, pattern, uri string) map[string]int {
 		for lines.Scan() {
 			var e struct{ AuditID, Stage, RequestURI string }
 			if err := json.Unmarshal(lines.Bytes(), &e); err != nil {
-				t.Errorf("%s: a line is no event: %.200s", f, lines.Text())
+				t.Errorf("%s: a line is not an event: %.200s", f, lines.Text())
 			}
 			if e.Stage == "ResponseComplete" && strings.HasPrefix(e.RequestURI, uri) {
 				ids[e.AuditID]++
@@ -62,7 +62,7 @@ func audited(t *testing.T, pattern, uri string) map[string]int {
 
 const someMaps = "/api/v1/namespaces/default/configmaps"
 
-// create makes n config maps, and answers the audit ids of those that were acknowledged.
+// create creates n config maps and returns the audit IDs of the acknowledged requests.
 func create(t *testing.T, s *harness.Server, n, bytes int) []string {
 	t.Helper()
 	c, err := rest.HTTPClientFor(s.Config())
@@ -82,7 +82,7 @@ func create(t *testing.T, s *harness.Server, n, bytes int) []string {
 				)
 				resp, err := c.Post(s.Config().Host+someMaps, "application/json", strings.NewReader(body))
 				if err != nil {
-					continue // the server is gone
+					continue // the server is down
 				}
 				resp.Body.Close()
 				if resp.StatusCode == http.StatusCreated {
@@ -97,14 +97,15 @@ func create(t *testing.T, s *harness.Server, n, bytes int) []string {
 	return ids
 }
 
-// A log that is rotated, of a server that is killed, has every request that was acknowledged, once.
+// TestTheAuditLogHasEveryAcknowledgedRequest checks that the rotated log of a killed server records every acknowledged
+// request exactly once.
 func TestTheAuditLogHasEveryAcknowledgedRequest(t *testing.T) {
 	dir := harness.TempDir(t)
 	s := harness.Up(t, "", "--audit-policy-file="+auditPolicy(t, dir, "RequestResponse"),
 		"--audit-log-path="+filepath.Join(dir, "audit.log"), "--audit-log-maxsize=1", "--audit-log-maxbackup=0")
 	acknowledged := make(chan []string)
 	go func() { acknowledged <- create(t, s, 4000, 1000) }()
-	harness.Eventually(t, time.Minute, func() error { // it is rotated, and yet there is more to come
+	harness.Eventually(t, time.Minute, func() error { // it has been rotated, while requests continue
 		if files, _ := filepath.Glob(filepath.Join(dir, "audit*.log")); len(files) < 2 {
 			return fmt.Errorf("the log was not rotated: %q", files)
 		}
@@ -125,7 +126,7 @@ func TestTheAuditLogHasEveryAcknowledgedRequest(t *testing.T) {
 
 var auditErrors = regexp.MustCompile(`(?m)^apiserver_audit_error_total\{plugin="(\w+)"\} (\d+)`)
 
-// errorsOf are how many events each part of the audit could not record.
+// errorsOf returns the number of events that each audit backend could not record.
 func errorsOf(s *harness.Server) map[string]int {
 	_, page := s.Get("/metrics")
 	out := map[string]int{}
@@ -135,7 +136,8 @@ func errorsOf(s *harness.Server) map[string]int {
 	return out
 }
 
-// A webhook that hangs and a disk that is full cost no request anything; what is lost is counted.
+// TestADeadAuditBackendCostsRequestsNothing checks that a hanging webhook and a full disk delay no request. Lost events
+// are counted.
 func TestADeadAuditBackendCostsRequestsNothing(t *testing.T) {
 	hanging := make(chan struct{})
 	hook := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { <-hanging }))
@@ -160,7 +162,7 @@ func TestADeadAuditBackendCostsRequestsNothing(t *testing.T) {
 	}
 }
 
-// Whoever wants no request without its record gets that.
+// TestBlockingStrictRejectsUnrecordedRequests checks that blocking-strict rejects a request that cannot be recorded.
 func TestBlockingStrictRejectsUnrecordedRequests(t *testing.T) {
 	dir := harness.TempDir(t)
 	policy := filepath.Join(dir, "policy.yaml")
@@ -180,6 +182,6 @@ func TestBlockingStrictRejectsUnrecordedRequests(t *testing.T) {
 		t.Errorf("%d %s", code, body)
 	}
 	if code, _ := s.Get("/api/v1/namespaces"); code != http.StatusOK {
-		t.Errorf("what is not audited: %d", code)
+		t.Errorf("a request outside of the policy: %d", code)
 	}
 }

@@ -22,7 +22,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// tenant is a service account that may do everything in one namespace.
+// tenant creates a service account that may do everything in one namespace, and returns its token.
 func tenant(t *testing.T, s *harness.Server, namespace string) string {
 	t.Helper()
 	s.Apply(fmt.Sprintf(`
@@ -48,7 +48,7 @@ subjects: [{kind: ServiceAccount, name: tenant, namespace: %[1]s}]
 	return strings.TrimSpace(s.Kubectl("create", "token", "tenant", "-n", namespace))
 }
 
-// send sends a request as whoever has a token, or as a stranger.
+// send sends a request with a token. An empty token makes it anonymous.
 func send(t *testing.T, s *harness.Server, token, method, path, contentType string, body []byte) (int, string) {
 	t.Helper()
 	c := rest.CopyConfig(s.Config())
@@ -72,8 +72,8 @@ func send(t *testing.T, s *harness.Server, token, method, path, contentType stri
 	return resp.StatusCode, string(data)
 }
 
-// What a tenant may write is the tenant's matter: nobody else's watches and lists are touched, also when the watch tier
-// starts anew (S1, S5).
+// TestATenantCannotHurtTheOthers checks that a tenant's objects do not affect other tenants' watches and lists, also
+// when the watch tier restarts (S1, S5).
 func TestATenantCannotHurtTheOthers(t *testing.T) {
 	s := harness.Split(t, "")
 	token := tenant(t, s, "t")
@@ -95,7 +95,7 @@ func TestATenantCannotHurtTheOthers(t *testing.T) {
 					return
 				}
 			case <-until:
-				t.Fatalf("the watch of another namespace does not hear of %s", name)
+				t.Fatalf("the watch of another namespace does not receive %s", name)
 			}
 		}
 	}
@@ -129,7 +129,7 @@ func TestATenantCannotHurtTheOthers(t *testing.T) {
 		}
 	}
 	waitForEvent("after-large")
-	for i := range 20 { // each is some 14 MB as an event
+	for i := range 20 { // each event is about 14 MB
 		send(t, s, token, http.MethodPatch, "/api/v1/namespaces/t/configmaps/big-0", "application/merge-patch+json",
 			fmt.Appendf(nil, `{"metadata":{"labels":{"n":"%d"}}}`, i))
 	}
@@ -162,7 +162,7 @@ func TestATenantCannotHurtTheOthers(t *testing.T) {
 	waitForEvent("at-the-end")
 }
 
-// resident is a process's memory in MB.
+// resident returns a process's resident memory in MB.
 func resident(t *testing.T, pid int) (mb int) {
 	t.Helper()
 	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
@@ -176,7 +176,8 @@ func resident(t *testing.T, pid int) (mb int) {
 	return mb / 1024
 }
 
-// What strangers send is not kept: 600 requests of 900 KB leave no 540 MB behind (S2).
+// TestAnonymousRequestsLeaveNoMemory checks that anonymous requests leave no memory behind: 600 of 900 KB would be
+// 540 MB (S2).
 func TestAnonymousRequestsLeaveNoMemory(t *testing.T) {
 	s := harness.Up(t, "")
 	data, err := os.ReadFile(filepath.Join(s.Dir, "lock"))
@@ -199,11 +200,14 @@ func TestAnonymousRequestsLeaveNoMemory(t *testing.T) {
 		}
 		return nil
 	})
-	t.Logf("%d MB before 600 requests of strangers, %d after", before, resident(t, process))
+	t.Logf("%d MB before 600 anonymous requests, %d after", before, resident(t, process))
 }
 
-// A policy whose parameters are of a kind that is defined later works once it is (features F3); tokens of an issuer of
-// the operator's are taken (F4); a webhook whose condition authorizes is not asked about its own question (S14).
+// TestAPolicyUsesALaterCRD checks three findings:
+//
+//   - A policy works once the CRD of its parameters exists (features F3).
+//   - Tokens with the operator's issuer are accepted (F4).
+//   - A webhook whose match condition authorizes is not called for its own SubjectAccessReview (S14).
 func TestAPolicyUsesALaterCRD(t *testing.T) {
 	s := harness.Up(t, "", "--service-account-issuer=https://issuer.example.com")
 	token := tenant(t, s, "t")
@@ -279,6 +283,6 @@ spec:
 	began := time.Now()
 	s.Kubectl("create", "configmap", "quick", "-n", "default")
 	if took := time.Since(began); took > 15*time.Second {
-		t.Errorf("a creation takes %v: the webhook is asked about its own question", took)
+		t.Errorf("a creation takes %v: the webhook is called for its own SubjectAccessReview", took)
 	}
 }

@@ -44,7 +44,7 @@ metadata: {name: web, namespace: work}
 spec: {selector: {app: web}, ports: [{port: 80}]}
 `
 
-// workloadsCometo runs kube-controller-manager, kube-scheduler and kwok against s until everything is Ready.
+// workloadsComeTo runs kube-controller-manager, kube-scheduler and kwok against s until every workload is ready.
 func workloadsComeTo(t *testing.T, s *harness.Server) {
 	t.Helper()
 	s.Controllers()
@@ -78,7 +78,8 @@ func workloadsComeTo(t *testing.T, s *harness.Server) {
 
 func TestControllersWorkOnUp(t *testing.T) { workloadsComeTo(t, harness.Up(t, "")) }
 
-// Watershed starts on an etcd that kube-apiserver filled, and kube-apiserver again on what Watershed left.
+// TestEtcdIsKubeAPIServersBothWays checks that Watershed starts on an etcd that kube-apiserver filled. kube-apiserver
+// then starts on the same etcd.
 func TestEtcdIsKubeAPIServersBothWays(t *testing.T) {
 	dir := harness.TempDir(t)
 	etcd := harness.Etcd(t, dir)

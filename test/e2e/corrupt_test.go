@@ -13,8 +13,9 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// What cannot be decoded is never passed on, and never silently left out: whoever watches the resource is sent back to
-// list it, the list says what is wrong, nobody else notices, and all is well once it is gone.
+// TestAnObjectThatCannotBeReadIsNotHidden checks that an undecodable object is not delivered, and not silently skipped.
+// Watches of its resource end, so that clients list again, and the list returns an error. Other resources are not
+// affected, and the resource recovers once the object is deleted.
 func TestAnObjectThatCannotBeReadIsNotHidden(t *testing.T) {
 	etcd := harness.Etcd(t, harness.TempDir(t))
 	s := harness.Up(t, "", "--etcd-servers="+etcd)
@@ -84,8 +85,8 @@ func TestAnObjectThatCannotBeReadIsNotHidden(t *testing.T) {
 	})
 }
 
-// What cannot be read grants nothing, and is no reason not to decide: neither an object of policy, nor the one that
-// sorts before all others of its resource.
+// TestDecisionsGoOnBesideUnreadableObjects checks that an undecodable object grants nothing and blocks no decision. The
+// test covers policy objects and the objects that sort first in their resource.
 func TestDecisionsGoOnBesideUnreadableObjects(t *testing.T) {
 	etcd := harness.Etcd(t, harness.TempDir(t))
 	s := harness.Up(t, "", "--etcd-servers="+etcd)
@@ -99,7 +100,7 @@ func TestDecisionsGoOnBesideUnreadableObjects(t *testing.T) {
 	bind(t, s, "bob")
 	bob := impersonator(t, s, "bob")
 	began := time.Now()
-	// what the event log does not bring within 4 s is read with lists
+	// policy that the event log does not deliver within 4 s is read with lists
 	bound := 10 * time.Second
 	for n := 0; time.Since(began) < 13*time.Second; n++ { // past --policy-freshness-bound
 		harness.Eventually(t, bound, func() error {
@@ -108,7 +109,7 @@ func TestDecisionsGoOnBesideUnreadableObjects(t *testing.T) {
 			return err
 		})
 		bound = 3 * time.Second
-		time.Sleep(200 * time.Millisecond) // what is asked for is the whole span
+		time.Sleep(200 * time.Millisecond) // spreads the requests over the whole span
 	}
 	if err := s.Client().RbacV1().ClusterRoleBindings().Delete(t.Context(), "bob", metav1.DeleteOptions{}); err != nil {
 		t.Fatal(err)

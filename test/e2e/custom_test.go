@@ -30,10 +30,10 @@ import (
 
 var widgets = schema.GroupVersionResource{Group: "e2e.example.com", Version: "v1", Resource: "widgets"}
 
-// large is a number that a float cannot hold.
+// large is an integer that a float64 cannot represent exactly.
 const large = 1759900000123456789
 
-// widgetsDefinition has two versions; conversion is put into its spec.
+// widgetsDefinition returns the manifest of a CRD with two versions. conversion becomes its spec.conversion.
 func widgetsDefinition(conversion string) string {
 	return fmt.Sprintf(`
 apiVersion: apiextensions.k8s.io/v1
@@ -76,18 +76,18 @@ spec:
 func define(t *testing.T, s *harness.Server, definition string) {
 	t.Helper()
 	s.Apply(definition)
-	// A CustomResourceDefinition's conditions are null until its names are accepted, and kubectl's wait for a condition
-	// fails on null at once, whichever server answers it.
+	// The CRD's conditions are null until its names are accepted. kubectl wait fails on a null condition at once, with
+	// either server.
 	s.Kubectl("wait", "--for=jsonpath={.status.acceptedNames.kind}=Widget", "crd/widgets.e2e.example.com")
 	s.Kubectl("wait", "--for=condition=Established", "crd/widgets.e2e.example.com")
-	// Established is told by one gateway; another may hear of the resource a moment later (docs/compatibility.md).
+	// One gateway reports Established; another may serve the resource a moment later (docs/compatibility.md).
 	conf, err := rest.TLSConfigFor(s.Config())
 	if err != nil {
 		t.Fatal(err)
 	}
 	client := &http.Client{Transport: &http.Transport{TLSClientConfig: conf, DisableKeepAlives: true}}
 	harness.Eventually(t, 10*time.Second, func() error {
-		for range 10 { // connections of their own: to both gateways of split
+		for range 10 { // each request has its own connection, so both gateways of split get some
 			resp, err := client.Get(s.Config().Host + "/apis/e2e.example.com/v1/widgets")
 			if err != nil {
 				return err
@@ -118,7 +118,7 @@ func dynamicFor(t *testing.T, s *harness.Server) dynamic.Interface {
 	return c
 }
 
-// next waits for a watch's next event that is no bookmark.
+// next returns a watch's next event that is not a bookmark.
 func next(t *testing.T, w watch.Interface) watch.Event {
 	t.Helper()
 	for {
@@ -136,9 +136,11 @@ func next(t *testing.T, w watch.Interface) watch.Event {
 	}
 }
 
-// A definition's objects are served at once, by both forms: checked, pruned, with defaults, scaled, selected and
-// watched; when the definition changes its watches end and what is read has the new defaults; when it goes, so do its
-// objects.
+// TestCustomResources checks that both `up` and `split` serve custom resources:
+//
+//   - Objects are validated, pruned, defaulted, scaled, selected and watched.
+//   - A changed CRD ends its watches, and reads then apply the new defaults.
+//   - Deleting the CRD deletes its objects.
 func TestCustomResources(t *testing.T) {
 	for name, start := range map[string]func(testing.TB, string, ...string) *harness.Server{
 		"up":    harness.Up,
@@ -201,10 +203,10 @@ func TestCustomResources(t *testing.T) {
 				other.Items[0].Object["spec"].(map[string]any)["large"] != int64(large) {
 				t.Errorf("in v2: %v %v", other, err)
 			}
-			// The definition changes.
+			// The CRD changes.
 			s.Apply(strings.Replace(widgetsDefinition("{strategy: None}"), "status: {type: object, properties:",
 				"added: {type: string, default: new}\n          status: {type: object, properties:", 1))
-			for e := (watch.Event{Type: watch.Modified}); e.Type != ""; { // what came before the change, then the end
+			for e := (watch.Event{Type: watch.Modified}); e.Type != ""; { // events before the change, then the end
 				if e = next(t, w); e.Type == watch.Error {
 					t.Errorf("ended with %v", e.Object)
 				}
@@ -216,7 +218,7 @@ func TestCustomResources(t *testing.T) {
 				}
 				return nil
 			})
-			// What was the last thing to happen is told before the watch ends.
+			// The watch delivers the last event before it ends.
 			last, err := c.Watch(ctx, metav1.ListOptions{
 				SendInitialEvents:    new(false),
 				ResourceVersionMatch: metav1.ResourceVersionMatchNotOlderThan,
@@ -318,8 +320,8 @@ func (c *converter) serve(w http.ResponseWriter, req *http.Request) {
 	})
 }
 
-// Versions that a webhook converts between are listed, watched and selected by each version's own fields. A list asks
-// the webhook once. One that fails or hangs harms nobody else.
+// TestConversionWebhook checks that lists, watches and selectors use each version's own fields. A list calls the
+// webhook once. A webhook that fails or hangs affects no other resource.
 func TestConversionWebhook(t *testing.T) {
 	s := harness.Up(t, "")
 	hook := newConverter(t)
@@ -343,7 +345,7 @@ func TestConversionWebhook(t *testing.T) {
 		t.Fatalf("in v2: %v %v", list, err)
 	}
 	if n := hook.calls.Load() - before; n != 1 {
-		t.Errorf("the webhook was asked %d times for one list", n)
+		t.Errorf("one list called the webhook %d times", n)
 	}
 	if list, err = v2.List(ctx, metav1.ListOptions{FieldSelector: "spec.host=host1"}); err != nil ||
 		len(list.Items) != 10 {
@@ -373,9 +375,9 @@ func TestConversionWebhook(t *testing.T) {
 	if want := []string{"ADDED map[host:host9 port:1 replicas:1]",
 		"MODIFIED map[host:host9 port:2 replicas:1]"}; !slices.Equal(received[:2], want) ||
 		!strings.HasPrefix(received[2], "DELETED") {
-		t.Errorf("told %v", received)
+		t.Errorf("received %v", received)
 	}
-	// What is stored in v1 is read without the webhook, whatever that does.
+	// Objects stored in v1 are read in v1 without the webhook, even if it fails.
 	hook.fail.Store(true)
 	if list, err = v1.List(ctx, metav1.ListOptions{}); err != nil || len(list.Items) != 20 {
 		t.Errorf("%v %v", list, err)

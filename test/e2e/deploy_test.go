@@ -16,10 +16,10 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// overlays are those of deploy/k8s.
+// overlays are the overlays of deploy/k8s.
 var overlays = []string{"dev", "ha"}
 
-// rendered is what kustomize makes of an overlay.
+// rendered returns the manifests that kustomize builds from an overlay.
 func rendered(t *testing.T, overlay string) string {
 	t.Helper()
 	out, err := exec.Command(harness.Peer("kubectl"), "kustomize",
@@ -30,7 +30,8 @@ func rendered(t *testing.T, overlay string) string {
 	return string(out)
 }
 
-// What is checked in as rendered is what the overlays make: a change of a base shows what becomes of it.
+// TestManifestsAreRendered checks that deploy/k8s/rendered is current, so that a diff shows the effect of a change to
+// a base.
 func TestManifestsAreRendered(t *testing.T) {
 	for _, overlay := range overlays {
 		file := filepath.Join(harness.Root(), "deploy", "k8s", "rendered", overlay+".yaml")
@@ -39,13 +40,13 @@ func TestManifestsAreRendered(t *testing.T) {
 			t.Fatal(err)
 		}
 		if rendered(t, overlay) != string(want) {
-			t.Errorf("%s is not what the overlay makes: `make manifests`", file)
+			t.Errorf("%s is out of date: run `make manifests`", file)
 		}
 	}
 }
 
-// Both overlays are taken by Watershed and by kube-apiserver, by strict validation and where Pod security is enforced,
-// without a warning.
+// TestManifestsAreTaken checks that Watershed and kube-apiserver accept both overlays without a warning, with strict
+// validation and enforced Pod security.
 func TestManifestsAreTaken(t *testing.T) {
 	for name, s := range map[string]*harness.Server{"watershed": harness.Up(t, ""), "kube-apiserver": harness.Oracle(t)} {
 		s.Kubectl("apply", "-f", filepath.Join(harness.Root(), "deploy", "k8s", "overlays", "dev", "namespace.yaml"))
@@ -59,7 +60,7 @@ func TestManifestsAreTaken(t *testing.T) {
 	}
 }
 
-// Services of a running split are scaled while a client watches; an xDS server that dies does not matter.
+// TestSplitScales checks that services of a running split scale while a client watches, even if the xDS server dies.
 func TestSplitScales(t *testing.T) {
 	s := harness.Split(t, "", "--replicas=watchfanout=1")
 	seen := filepath.Join(s.Dir, "seen")
@@ -99,9 +100,9 @@ func TestSplitScales(t *testing.T) {
 		harness.Eventually(t, 20*time.Second, func() error {
 			files, err := filepath.Glob(
 				filepath.Join(s.Dir, "xds", "gateway-*", "watchfanout"),
-			) // of gateways that have asked
+			) // only gateways that have sent calls
 			if len(files) == 0 {
-				return fmt.Errorf("no gateway knows a replica: %v", err)
+				return fmt.Errorf("no gateway has a replica: %v", err)
 			}
 			for _, f := range files {
 				text, err := os.ReadFile(f)
@@ -133,12 +134,12 @@ func TestSplitScales(t *testing.T) {
 	for _, odd := range []string{"watchfanout=0", "nobody=2", "watchfanout=x", "watchfanout=1000"} {
 		out, err := exec.Command(harness.Watershed(), "split", "scale", "--data-dir", s.Dir, odd).CombinedOutput()
 		if err == nil || !strings.Contains(string(out), odd) {
-			t.Errorf("%s is taken: %s", odd, out)
+			t.Errorf("%s is accepted: %s", odd, out)
 		}
 	}
 }
 
-// The README's first Deployment gets its pods.
+// TestUpWithControllers checks that the README's first Deployment gets its pods.
 func TestUpWithControllers(t *testing.T) {
 	s := harness.Up(t, "", "--with-controllers", "--controllers-path", filepath.Join(harness.Root(), ".build", "bin"))
 	s.Kubectl("create", "deployment", "web", "--image=web", "--replicas=2")
@@ -150,7 +151,8 @@ func TestUpWithControllers(t *testing.T) {
 	}
 }
 
-// Every flag of kube-apiserver's is offered, or there is a reason why not: `watershed migrate` knows it.
+// TestEveryFlagOfKubeAPIServersIsKnown checks that Watershed offers every flag of kube-apiserver's, or that
+// `watershed migrate` gives the reason why it does not.
 func TestEveryFlagOfKubeAPIServersIsKnown(t *testing.T) {
 	named := regexp.MustCompile(`(?m)^ +(?:-\w, )?--([a-z0-9-]+)`)
 	flags := func(program string, args ...string) map[string]bool {
@@ -183,15 +185,15 @@ func TestEveryFlagOfKubeAPIServersIsKnown(t *testing.T) {
 	}
 	out, err := exec.Command(harness.Watershed(), "migrate", "--from", path).CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "--etcd-servers-overrides") {
-		t.Errorf("a cluster of several etcds is taken (%v):\n%s", err, out)
+		t.Errorf("a cluster of several etcds is accepted (%v):\n%s", err, out)
 	}
 	if strings.Contains(string(out), "has no such flag") {
 		t.Errorf("%s", out)
 	}
 }
 
-// With cert-manager's component every file of the PKI that a pod names is one that it mounts, of a Secret that a
-// Certificate makes.
+// TestCertManagersSecretsMatchThePods checks cert-manager's component: a pod mounts every PKI file that its config
+// names, from a Secret that a Certificate creates.
 func TestCertManagersSecretsMatchThePods(t *testing.T) {
 	dir, err := os.MkdirTemp(filepath.Join(harness.Root(), ".build"), "certmanager")
 	if err != nil {
@@ -246,7 +248,7 @@ components: [../../deploy/k8s/components/cert-manager]
 					continue
 				}
 				if !made[source.Secret.Name] {
-					t.Errorf("%s mounts %s, which nobody makes", w.Metadata.Name, source.Secret.Name)
+					t.Errorf("%s mounts %s, which no Certificate creates", w.Metadata.Name, source.Secret.Name)
 				}
 				for _, i := range source.Secret.Items {
 					mounted[i.Path] = true
@@ -264,7 +266,7 @@ components: [../../deploy/k8s/components/cert-manager]
 	}
 }
 
-// workload is what a manifest says of pods, or of what is made for them.
+// workload is the part of a manifest that describes pods or the objects that they mount.
 type workload struct {
 	Kind     string
 	Metadata struct{ Name string }

@@ -35,8 +35,8 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// beyond is what lies outside of the control plane: one server that is everything there. Its names mean nothing on this
-// machine; a proxy alone leads to it.
+// beyond is the network outside of the control plane: one server that plays every remote host. Its host names do not
+// resolve on this machine, so clients reach it only through a proxy.
 type beyond struct {
 	*httptest.Server
 	ca string // PEM
@@ -65,13 +65,13 @@ func newBeyond(t *testing.T) *beyond {
 	return b
 }
 
-// answerBeyond is an issuer, a kubelet and every webhook.
+// answerBeyond responds as an issuer, a kubelet and every webhook.
 func answerBeyond(w http.ResponseWriter, req *http.Request) {
 	var review map[string]any
 	_ = json.NewDecoder(req.Body).Decode(&review)
 	w.Header().Set("Content-Type", "application/json")
 	answer := func(values map[string]any) { _ = json.NewEncoder(w).Encode(values) }
-	switch name, _, _ := strings.Cut(req.Host, "."); name { // a Service by its own name
+	switch name, _, _ := strings.Cut(req.Host, "."); name { // a Service by its DNS name
 	case "issuer", "second":
 		answer(map[string]any{"issuer": "https://" + req.Host, "jwks_uri": "https://" + req.Host + "/keys"})
 	case "tokens":
@@ -108,14 +108,14 @@ func answerBeyond(w http.ResponseWriter, req *http.Request) {
 	}
 }
 
-// proxy is an HTTP proxy at a socket that takes CONNECT to whatever name, as konnectivity's does.
+// proxy is an HTTP CONNECT proxy on a Unix socket that accepts every host name, as konnectivity's does.
 type proxy struct {
 	socket    string
 	mu        sync.Mutex
 	requested map[string]bool
 }
 
-// newProxy leads to a server whatever it is asked for.
+// newProxy starts a proxy that connects every request to one server.
 func newProxy(t *testing.T, dir, name, to string) *proxy {
 	p := &proxy{socket: filepath.Join(dir, name), requested: map[string]bool{}}
 	l, err := net.Listen("unix", p.socket)
@@ -156,14 +156,14 @@ func (p *proxy) serve(c net.Conn, to string) {
 	_, _ = io.Copy(c, out)
 }
 
-// names are what it was asked for.
+// names returns the host names that clients requested.
 func (p *proxy) names() []string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return slices.Sorted(maps.Keys(p.requested))
 }
 
-// egress writes an EgressSelectorConfiguration that sends networks through proxies of this host.
+// egress writes an EgressSelectorConfiguration that sends networks through proxies on this host.
 func egress(t *testing.T, file string, by map[string]*proxy) {
 	t.Helper()
 	type object = map[string]any
@@ -196,7 +196,8 @@ jwt:
   claimMappings: {username: {claim: sub, prefix: ""}}
 `
 
-// What is outside is dialled by the proxy of its network, as kube-apiserver dials it, and by no other way.
+// TestEgressGoesByItsProxies checks that outbound connections use only the proxy of their network, as in
+// kube-apiserver.
 func TestEgressGoesByItsProxies(t *testing.T) {
 	dir, b := harness.TempDir(t), newBeyond(t)
 	proxies := map[string]map[string]*proxy{}
@@ -269,12 +270,12 @@ func TestEgressGoesByItsProxies(t *testing.T) {
 				me, err := client.AuthenticationV1().SelfSubjectReviews().Create(t.Context(),
 					&authenticationv1.SelfSubjectReview{}, metav1.CreateOptions{})
 				if err != nil || me.Status.UserInfo.Username != "from-beyond" {
-					return fmt.Errorf("who has a token: %w, %v", err, me)
+					return fmt.Errorf("the token's user: %w, %v", err, me)
 				}
 				if _, err := client.CoreV1().ConfigMaps("default").List(t.Context(), metav1.ListOptions{}); err != nil {
-					return fmt.Errorf("what the webhook allows: %w", err)
+					return fmt.Errorf("a request that the webhook allows: %w", err)
 				}
-				for _, object := range []string{"configmap", "secret generic"} { // by URL, and of a Service
+				for _, object := range []string{"configmap", "secret generic"} { // by URL, and by a Service
 					args := append([]string{"create"}, strings.Fields(object)...)
 					out, err := s.TryKubectl("", append(args, "refused")...)
 					if err == nil || !strings.Contains(out, "hook says no") {
@@ -283,11 +284,11 @@ func TestEgressGoesByItsProxies(t *testing.T) {
 				}
 				if out, err := s.TryKubectl(`{apiVersion: beyond.example.com/v1, kind: Thing, metadata: {name: t}}`,
 					"apply", "-f", "-"); err != nil {
-					return fmt.Errorf("what is converted: %s", out)
+					return fmt.Errorf("a converted object: %s", out)
 				}
 				const path = "/apis/aggregated.example.com/v1/things"
 				if out, err := s.TryKubectl("", "get", "--raw", path); err != nil || !strings.Contains(out, path) {
-					return fmt.Errorf("what another server answers: %v %s", err, out)
+					return fmt.Errorf("the aggregated server's response: %v %s", err, out)
 				}
 				if got := seen(side); !slices.Equal(got, want) {
 					return fmt.Errorf("the proxies saw\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
@@ -298,7 +299,7 @@ func TestEgressGoesByItsProxies(t *testing.T) {
 	}
 }
 
-// beyondObjects need what is outside.
+// beyondObjects are objects that make the server call remote hosts.
 const beyondObjects = `
 apiVersion: v1
 kind: ServiceAccount
@@ -367,7 +368,7 @@ spec:
   - {name: v2, served: true, storage: true, schema: {openAPIV3Schema: {type: object}}}
 `
 
-// etcd is reached by its own network's proxy, and by nothing else.
+// TestEtcdIsReachedByItsProxy checks that etcd is reached only through the proxy of its own network.
 func TestEtcdIsReachedByItsProxy(t *testing.T) {
 	dir := harness.TempDir(t)
 	etcd := harness.Etcd(t, dir)

@@ -17,8 +17,8 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// encryption answers the flag of an EncryptionConfiguration of Secrets and custom resources, and what writes it:
-// providers are in the order given.
+// encryption returns the flag of an EncryptionConfiguration for Secrets and custom resources. write writes that file,
+// with providers in the given order.
 func encryption(t *testing.T) (flag string, write func(providers ...string)) {
 	t.Helper()
 	file := filepath.Join(harness.TempDir(t), "encryption.json")
@@ -32,7 +32,8 @@ func encryption(t *testing.T) (flag string, write func(providers ...string)) {
 	}
 }
 
-// written are the keys of what TestEncryptionAtRestIsKubeAPIServersBothWays has both servers write.
+// written are the etcd keys of the objects that both servers write in
+// TestEncryptionAtRestIsKubeAPIServersBothWays.
 var written = []string{
 	"/registry/secrets/default/ours", "/registry/secrets/default/theirs", "/registry/e2e.example.com/things/default/t",
 }
@@ -60,13 +61,13 @@ spec:
 `
 )
 
-// raw is what etcd has below a key.
+// raw returns the value that etcd stores at a key.
 func raw(t *testing.T, etcd, key string) []byte {
 	t.Helper()
 	return rawBy(t, clientv3.Config{Endpoints: []string{etcd}}, key)
 }
 
-// rawBy is raw of an etcd that asks who reads.
+// rawBy is raw for an etcd that requires a client certificate.
 func rawBy(t *testing.T, config clientv3.Config, key string) []byte {
 	t.Helper()
 	config.DialTimeout = 10 * time.Second
@@ -82,7 +83,8 @@ func rawBy(t *testing.T, config clientv3.Config, key string) []byte {
 	return resp.Kvs[0].Value
 }
 
-// What kube-apiserver has encrypted Watershed reads, and the other way round, with every provider.
+// TestEncryptionAtRestIsKubeAPIServersBothWays checks, with every provider, that Watershed decrypts objects that
+// kube-apiserver encrypted, and the reverse.
 func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
 	kms := harness.NewKMS(t)
 	for name, provider := range map[string]string{
@@ -154,7 +156,7 @@ func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
 			)
 			theirs.Stop()
 
-			// Storage is migrated back to plaintext, by rewriting.
+			// Storage is migrated back to plaintext: every object is rewritten.
 			config(noEncryption, provider)
 			ours = harness.Up(t, "", "--etcd-servers="+etcd, flag)
 			list := ours.Kubectl("get", "secrets,things", "-o", "json")
@@ -170,7 +172,8 @@ func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
 	}
 }
 
-// Without its key an object is unreadable, by name; others are read, and kube-apiserver says the same.
+// TestAMissingKeyHidesOnlyItsObjects checks that an object whose key is missing is unreadable, and its error names it.
+// Other objects are readable, and kube-apiserver behaves the same.
 func TestAMissingKeyHidesOnlyItsObjects(t *testing.T) {
 	dir := harness.TempDir(t)
 	etcd := harness.Etcd(t, dir)
@@ -202,15 +205,15 @@ func TestAMissingKeyHidesOnlyItsObjects(t *testing.T) {
 		t.Errorf("%d %s", code, body)
 	}
 	if code, body := ours.Get("/apis/e2e.example.com/v1/things"); code == http.StatusOK {
-		t.Errorf("a list hides what cannot be read: %s", body)
+		t.Errorf("a list hides undecryptable objects: %s", body)
 	}
 	if code, _ := ours.Get("/apis/e2e.example.com/v1/namespaces/n/things"); code != http.StatusOK {
-		t.Errorf("a list of what can be read: %d", code)
+		t.Errorf("a list of readable objects: %d", code)
 	}
 }
 
-// A KMS that hangs, or answers rubbish, is named; everything else goes on, also the watches, and what it has given
-// before is good. When it is back, with another key, so is all.
+// TestAKMSThatIsAwayIsNamed checks that readiness names a KMS that hangs or returns garbage. Other resources and their
+// watches go on, and cached data keys still decrypt. Everything works when the KMS returns, with another key.
 func TestAKMSThatIsAwayIsNamed(t *testing.T) {
 	kms := harness.NewKMS(t)
 	flag, config := encryption(t)
@@ -220,7 +223,7 @@ func TestAKMSThatIsAwayIsNamed(t *testing.T) {
 	s.Kubectl("create", "secret", "generic", "before", "--from-literal=k=v")
 	ready := func(want int) {
 		t.Helper()
-		harness.Eventually(t, 2*time.Minute, func() error { // KMS v2's state is asked for each minute where it is well
+		harness.Eventually(t, 2*time.Minute, func() error { // a healthy KMS v2 plugin is polled once a minute
 			code, body := s.Get("/readyz?verbose")
 			if code != want || strings.Contains(body, "[-]kms-providers") == (want == http.StatusOK) ||
 				!strings.Contains(body, "[+]etcd ok") {
@@ -248,8 +251,8 @@ func TestAKMSThatIsAwayIsNamed(t *testing.T) {
 	contains(t, "both keys' secrets", s.Kubectl("get", "secrets", "-o", "name"), "secret/after\nsecret/before")
 }
 
-// Once registries encrypt by another KMS, a StorageVersionMigration has what the one before encrypted written anew, and
-// the one before is not needed any more.
+// TestStorageIsMigratedToAnotherKMS checks that a StorageVersionMigration re-encrypts every object after the registries
+// switch to another KMS. The former KMS is then no longer needed.
 func TestStorageIsMigratedToAnotherKMS(t *testing.T) {
 	before, after := harness.NewKMS(t), harness.NewKMS(t)
 	flag, config := encryption(t)
@@ -301,7 +304,7 @@ func TestStorageIsMigratedToAnotherKMS(t *testing.T) {
 	}
 }
 
-// etcdOf is how split's etcd is asked.
+// etcdOf returns the config of a client for split's etcd.
 func etcdOf(t *testing.T, s *harness.Server) clientv3.Config {
 	t.Helper()
 	data, err := os.ReadFile(filepath.Join(s.Dir, "config", "registry-0.yaml"))
@@ -324,8 +327,8 @@ func etcdOf(t *testing.T, s *harness.Server) clientv3.Config {
 	return clientv3.Config{Endpoints: strings.Split(conf.Servers, ","), TLS: with}
 }
 
-// Nothing of a Secret that etcd has encrypted is anywhere in NATS, neither on its disk nor in its memory, and watches
-// see it all the same; also those that resume from the log.
+// TestNATSNeverSeesASecret checks that no byte of an encrypted Secret is on NATS' disk or in its memory. Watches still
+// deliver the Secret, also watches that resume from the log.
 func TestNATSNeverSeesASecret(t *testing.T) {
 	flag, config := encryption(t)
 	config(`{"aesgcm":`+aKey+`}`, noEncryption)
@@ -345,7 +348,7 @@ func TestNATSNeverSeesASecret(t *testing.T) {
 	contains(t, "a list", s.Kubectl("get", "secrets", "-l", "of="+plain, "-o", "name"), "secret/s")
 	memory := memoryOf(t, pid(t, s, "nats-0"))
 	if !bytes.Contains(memory, []byte("SEENBYNATS")) {
-		t.Error("what is looked at is not NATS' memory: a config map is not in it")
+		t.Error("a config map is not in the memory that was read: it is not NATS'")
 	}
 	for _, text := range []string{plain, "SU5ERUVEQVNFQ1JFV"} {
 		if bytes.Contains(memory, []byte(text)) {
@@ -354,7 +357,7 @@ func TestNATSNeverSeesASecret(t *testing.T) {
 	}
 }
 
-// memoryOf is what a core file of a process would hold.
+// memoryOf returns a process's writable memory, as a core file would hold it.
 func memoryOf(t *testing.T, pid int) (all []byte) {
 	t.Helper()
 	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
@@ -363,7 +366,7 @@ func memoryOf(t *testing.T, pid int) (all []byte) {
 	}
 	mem, err := os.Open(fmt.Sprintf("/proc/%d/mem", pid))
 	if err != nil {
-		t.Skipf("the memory of another process is root's to read: %v", err)
+		t.Skipf("only root may read another process's memory: %v", err)
 	}
 	defer mem.Close()
 	for line := range strings.Lines(string(maps)) {

@@ -19,20 +19,20 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// hanging is an HTTPS server that answers no request below /hang and counts the requests that wait. It plays the
+// hanging is an HTTPS server that never responds to requests below /hang, and counts them while they wait. It plays the
 // webhooks, the aggregated server, the kubelet, the pod and the service.
 type hanging struct {
 	*httptest.Server
 	certificate   atomic.Pointer[tls.Certificate]
 	come, waiting atomic.Int64
-	// open: requests are answered at once, as a sound server would.
+	// open makes the server respond to every request at once, as a healthy server would.
 	open atomic.Bool
 }
 
 func newHanging(t *testing.T) *hanging {
 	h := &hanging{}
 	h.Server = httptest.NewUnstartedServer(h)
-	l, err := net.Listen("tcp", "0.0.0.0:0") // endpoints and nodes may not have loopback addresses
+	l, err := net.Listen("tcp", "0.0.0.0:0") // endpoints and nodes cannot have loopback addresses
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -52,7 +52,7 @@ func newHanging(t *testing.T) *hanging {
 	return h
 }
 
-// known gives the server a certificate that a cluster trusts.
+// known gives the server a certificate that the cluster's CA signed.
 func (h *hanging) known(t *testing.T, s *harness.Server) {
 	cert, err := tls.LoadX509KeyPair(s.ServingCertificate("hanging", "127.0.0.1", harness.HostAddress(t)))
 	if err != nil {
@@ -61,13 +61,13 @@ func (h *hanging) known(t *testing.T, s *harness.Server) {
 	h.certificate.Store(&cert)
 }
 
-// port is the server's port.
+// port returns the server's port.
 func (h *hanging) port() string {
 	_, port, _ := net.SplitHostPort(h.Listener.Addr().String())
 	return port
 }
 
-// webhook is a webhook's clientConfig.
+// webhook returns a webhook's clientConfig.
 func (h *hanging) webhook(t *testing.T, s *harness.Server, path string) string {
 	ca, err := os.ReadFile(s.CA + ".crt")
 	if err != nil {
@@ -97,7 +97,7 @@ func (h *hanging) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	<-req.Context().Done()
 }
 
-// answer answers a conversion, which is the one question that the test asks in earnest.
+// answer responds to a conversion review. No other review's content matters to the test.
 func (h *hanging) answer(w http.ResponseWriter, _ *http.Request, body []byte) {
 	var review struct {
 		APIVersion string `json:"apiVersion"`
@@ -124,7 +124,7 @@ func (h *hanging) answer(w http.ResponseWriter, _ *http.Request, body []byte) {
 	})
 }
 
-// kubeconfig is a webhook's configuration file.
+// kubeconfig writes a webhook's kubeconfig file and returns its path.
 func (h *hanging) kubeconfig(t *testing.T, dir, name string) string {
 	path := filepath.Join(dir, name+".kubeconfig")
 	text := fmt.Sprintf(`{apiVersion: v1, kind: Config, current-context: x, clusters: [{name: c, cluster: {`+

@@ -14,10 +14,10 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// many is how many ConfigMaps are listed, and doomed how many are deleted together.
+// many is the number of ConfigMaps that are listed; doomed is the number that one request deletes.
 const many, doomed = 5000, 2000
 
-// prepare makes what the requests are for.
+// prepare creates the objects that the requests use.
 func prepare(t *testing.T, s *harness.Server, h *hanging) {
 	address := harness.HostAddress(t)
 	hook := func(kind, phase, namespace string) string {
@@ -156,7 +156,7 @@ spec: {policyName: costly, validationActions: [Deny]}
 	})
 }
 
-// requests are the kinds of costly requests.
+// requests returns one request of each costly kind.
 func requests(t *testing.T, h *hanging) []costly {
 	const (
 		yaml     = "application/yaml"

@@ -22,7 +22,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// debugs are clients of the debug addresses of a server's processes.
+// debugs returns clients of the debug addresses of a server's processes.
 func debugs(t *testing.T, s *harness.Server) (all []*http.Client) {
 	t.Helper()
 	configs, err := filepath.Glob(filepath.Join(s.Dir, "config", "*.yaml"))
@@ -45,8 +45,7 @@ func debugs(t *testing.T, s *harness.Server) (all []*http.Client) {
 	}}}
 }
 
-// stacks are the goroutines of processes, counted by the functions that they are in. Functions of libraries count only
-// for a goroutine that is in none of ours, and for what began it.
+// stacks returns the goroutines of processes, counted by signature.
 func stacks(processes []*http.Client) (map[string]int, error) {
 	all := map[string]int{}
 	for _, c := range processes {
@@ -66,7 +65,8 @@ func stacks(processes []*http.Client) (map[string]int, error) {
 	return all, nil
 }
 
-// signature names a goroutine by its functions, the outermost one last.
+// signature names a goroutine by our functions on its stack, the outermost last. A library's functions count only for a
+// goroutine without any of ours, and for the function that started it.
 func signature(goroutine string) string {
 	var functions []string
 	for _, line := range strings.Split(goroutine, "\n")[1:] {
@@ -89,8 +89,8 @@ func signature(goroutine string) string {
 	return strings.Join(relevant, " < ")
 }
 
-// pools are parts of the signatures of goroutines that serve no request while they are in none of the services' code:
-// pools, connections that are kept, and clients' background work.
+// pools are parts of the signatures of goroutines that serve no request: pools, idle connections and background work of
+// clients. A goroutine that is also in the services' code does not count as one.
 var pools = []string{
 	"net/http.(*persistConn)", "http2.(*ClientConn).readLoop", "http2.(*clientConnReadLoop)",
 	"net/http.(*Server).Serve", "http2.(*serverConn)", "google.golang.org/grpc", "net/http/pprof", "go.etcd.io/etcd/",
@@ -98,14 +98,14 @@ var pools = []string{
 	"nats.go", "k8s.io/client-go/util/workqueue", "go.opentelemetry.io",
 }
 
-// ours are those that the services have themselves.
+// ours are signatures of the services' own long-lived goroutines.
 var ours = []string{
 	"watershed.dev/services/gateway/server.(*workerPool).work < created by",
 	"watershed.dev/services/gateway/server.serveHTTP2", "watershed.dev/services/gateway/h2writer.(*Conn)",
 	"watershed.dev/platform/apiclient.(*Cluster)",
 }
 
-// lasts says whether a goroutine belongs to no request.
+// lasts returns true if a goroutine belongs to no request.
 func lasts(signature string) bool {
 	in := func(parts []string) bool {
 		return slices.ContainsFunc(parts, func(p string) bool { return strings.Contains(signature, p) })
@@ -114,7 +114,7 @@ func lasts(signature string) bool {
 		(in(ours) || in(pools) && !strings.Contains(signature, "watershed.dev/services/"))
 }
 
-// left are the goroutines that are there beside those of before.
+// left returns the request goroutines of now that were not in before.
 func left(before, now map[string]int) (all []string) {
 	for s, n := range now {
 		if n > before[s] && !lasts(s) {
@@ -124,28 +124,29 @@ func left(before, now map[string]int) (all []string) {
 	return all
 }
 
-// costly is a request that is given up.
+// costly is a request that its client cancels.
 type costly struct {
 	name, method, path, contentType, accept string
 	headers                                 map[string]string
 	body                                    []byte
-	// comes: the request is given up once it has reached the hanging server, rather than after a while.
+	// comes: the client cancels when the request has reached the hanging server, instead of after a time.
 	comes bool
 	after time.Duration
-	// library: most of the work is one call of a library, which goes on until its end (docs/security.md).
+	// library: a library call does most of the work, and cannot be cancelled (docs/security.md).
 	library bool
-	// read is how many bytes of the answer are read before that.
+	// read is the number of bytes of the response that the client reads before it cancels.
 	read int
 }
 
-// leftFor is how long the work of a request may go on after its client left: a second, and one for reading the stacks.
+// leftFor is how long a request's work may continue after its client left: 1 s, and 1 s to read the stacks.
 const leftFor = 2 * time.Second
 
-// leftForGood is how long the work may go on at a busy machine, or in a call of a library.
+// leftForGood is the limit on a busy machine, or for a library call.
 const leftForGood = 10 * time.Second
 
-// A request whose client leaves has no goroutine anywhere a moment later. Each webhook, aggregated server, kubelet and
-// pod that it waits for sees its own request cancelled. The same holds over HTTP/1.1 and HTTP/2, and in both forms.
+// TestARequestLeavesNothingRunning checks that a request has no goroutine left soon after its client cancels it. Each
+// webhook, aggregated server, kubelet and pod that it waits for sees its own request cancelled. The same holds over
+// HTTP/1.1 and HTTP/2, and in `up` and `split`.
 func TestARequestLeavesNothingRunning(t *testing.T) {
 	for name, start := range map[string]func(testing.TB, string, ...string) *harness.Server{
 		"up":    harness.Up,
@@ -176,7 +177,7 @@ func leaving(t *testing.T, start func(testing.TB, string, ...string) *harness.Se
 			for k, n := range now {
 				before[k] = max(before[k], n)
 			}
-			time.Sleep(100 * time.Millisecond) // samples of what comes and goes by itself
+			time.Sleep(100 * time.Millisecond) // samples of goroutines that come and go on their own
 		}
 	}
 	settle()
@@ -184,7 +185,7 @@ func leaving(t *testing.T, start func(testing.TB, string, ...string) *harness.Se
 		for _, c := range requests(t, h) {
 			t.Run(version+" "+c.name, func(t *testing.T) {
 				took, err := c.ends(t, s, h, version, debug, before)
-				if err != nil { // a machine that has much to do may be late, but not for each request
+				if err != nil { // a busy machine may be late, but not for each request
 					t.Logf("once more: after %s: %v", took, err)
 					took, err = c.ends(t, s, h, version, debug, before)
 				}
@@ -197,13 +198,13 @@ func leaving(t *testing.T, start func(testing.TB, string, ...string) *harness.Se
 	}
 }
 
-// ends drops the request, and waits until nothing is left of it. The error names the work that is left after leftFor.
-// Work that is left after leftForGood fails the test.
+// ends drops the request, and waits until none of its work is left. The error names the work that is left after
+// leftFor. Work that is left after leftForGood fails the test.
 func (c costly) ends(t *testing.T, s *harness.Server, h *hanging, version string, debug []*http.Client,
 	before map[string]int) (took time.Duration, err error) {
 	within := func(limit time.Duration) (took time.Duration, err error) {
 		for began := time.Now(); ; time.Sleep(20 * time.Millisecond) {
-			asked := time.Since(began) // the stacks are of a later time
+			asked := time.Since(began) // the stacks are read after this time
 			now, failed := stacks(debug)
 			if failed != nil {
 				t.Fatal(failed)
@@ -232,8 +233,8 @@ func (c costly) ends(t *testing.T, s *harness.Server, h *hanging, version string
 	return took, err
 }
 
-// drop sends the request and gives it up. Over HTTP/2 its stream is reset, and the connection stays until closed is
-// called.
+// drop sends the request and cancels it. Over HTTP/2 its stream is reset, and the connection stays open until the
+// caller calls closed.
 func (c costly) drop(t *testing.T, s *harness.Server, h *hanging, version string) (closed func()) {
 	conf, err := rest.TLSConfigFor(s.Config())
 	if err != nil {
@@ -298,9 +299,9 @@ func (c costly) drop(t *testing.T, s *harness.Server, h *hanging, version string
 			return nil
 		})
 	} else {
-		time.Sleep(c.after) // the client gives up in the midst of the work
-		// An answer is no failure here. Watches begin to answer at once. Whether a list, a document or discovery takes
-		// longer than this depends on the machine, and no webhook or other server has a part in it that could hang.
+		time.Sleep(c.after) // the client cancels while the server works
+		// A response is no failure here. Watches begin to respond at once. The machine decides whether a list, a
+		// document or discovery takes longer than this, and these requests involve no server that hangs.
 		select {
 		case text := <-answered:
 			t.Logf("it was answered: %.60s", text)
@@ -315,7 +316,7 @@ func (c costly) drop(t *testing.T, s *harness.Server, h *hanging, version string
 			}
 		}
 	}
-	if transport.Protocols.HTTP1() { // one that was upgraded does not end with its context
+	if transport.Protocols.HTTP1() { // an upgraded connection does not end with its context
 		closed()
 	}
 	wg.Wait()

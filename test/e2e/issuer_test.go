@@ -24,8 +24,8 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// loginAs has this program log in at an issuer, as kubectl's exec credential asks it to: the issuer, its CA's file, a
-// user and a client, separated by commas.
+// loginAs is the environment variable that makes this test binary log in at an issuer, as kubectl's exec credential
+// plugin. Its value is the issuer, its CA's file, a user and a client, separated by commas.
 const loginAs = "E2E_LOGIN_AS"
 
 func TestMain(m *testing.M) {
@@ -39,7 +39,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// login prints a credential (client.authentication.k8s.io/v1).
+// login prints an ExecCredential (client.authentication.k8s.io/v1).
 func login(credentials []string) error {
 	ca, err := os.ReadFile(credentials[1])
 	if err != nil {
@@ -77,7 +77,7 @@ func login(credentials []string) error {
 	return json.NewEncoder(os.Stdout).Encode(cred)
 }
 
-// dex is one that runs.
+// dex is a running dex server.
 type dex struct{ issuer, ca string }
 
 func startDex(t *testing.T) *dex {
@@ -123,7 +123,7 @@ staticPasswords:
 	return d
 }
 
-// kubeconfig is one of a server whose user logs in at dex.
+// kubeconfig writes a kubeconfig for a server, with a user that logs in at dex. It returns the path.
 func (d *dex) kubeconfig(t *testing.T, s *harness.Server, user, client string) string {
 	t.Helper()
 	self, err := os.Executable()
@@ -149,15 +149,15 @@ func (d *dex) kubeconfig(t *testing.T, s *harness.Server, user, client string) s
 	return path
 }
 
-// kubectl is what kubectl says, with its mistakes.
+// kubectl returns kubectl's output, including its errors.
 func kubectl(kubeconfig string, args ...string) string {
 	out, _ := exec.Command(harness.Peer("kubectl"), append([]string{"--kubeconfig", kubeconfig}, args...)...).
 		CombinedOutput()
 	return strings.TrimSpace(string(out))
 }
 
-// A real issuer's users come in by kubectl's exec credential, and what they may do follows their names and groups: the
-// same with kube-apiserver.
+// TestDexIsTheIssuer checks that dex's users log in with kubectl's exec credential, and that their permissions follow
+// their names and groups. kube-apiserver behaves the same.
 func TestDexIsTheIssuer(t *testing.T) {
 	d := startDex(t)
 	flags := []string{"--oidc-issuer-url=" + d.issuer, "--oidc-client-id=kubernetes", "--oidc-ca-file=" + d.ca,
@@ -168,7 +168,7 @@ func TestDexIsTheIssuer(t *testing.T) {
 		"kube-apiserver": harness.Oracle(t, flags...),
 	} {
 		alice := d.kubeconfig(t, s, "alice@example.com", "kubernetes")
-		harness.Eventually(t, 30*time.Second, func() error { // until the issuer's keys have been read
+		harness.Eventually(t, 30*time.Second, func() error { // until the server has read the issuer's keys
 			if out := kubectl(alice, "auth", "whoami"); !strings.Contains(out, "alice@example.com") {
 				return fmt.Errorf("%s: %s", name, out)
 			}
@@ -203,7 +203,8 @@ func TestDexIsTheIssuer(t *testing.T) {
 	}
 }
 
-// kubeadm's phases that need no node set a cluster up, and what they upload is there for those who join.
+// TestKubeadmSetsUp checks kubeadm's phases that need no node, and that a joining node finds the objects that kubeadm
+// uploads.
 func TestKubeadmSetsUp(t *testing.T) {
 	s := harness.Up(t, "")
 	dir := harness.TempDir(t)
@@ -259,7 +260,7 @@ networking: {serviceSubnet: 10.96.0.0/16, podSubnet: 10.244.0.0/16}
 		if err != nil {
 			t.Fatal(err)
 		}
-		for _, c := range conf.Clusters { // some name the advertised address, where nobody is
+		for _, c := range conf.Clusters { // some of them name the advertised address, which has no listener
 			c.Server = s.Config().Host
 		}
 		if err := clientcmd.WriteToFile(*conf, filepath.Join(dir, file)); err != nil {

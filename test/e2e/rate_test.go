@@ -17,14 +17,14 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// hot is an object that changes, and those who watch it.
+// hot is an object that changes often, and its watches.
 type hot struct {
 	t *testing.T
 	s *harness.Server
-	// changes is how often it changes, and filler what it holds beside their number.
+	// changes is the number of changes. filler is the data beside the change's number.
 	changes int
 	filler  string
-	// seen are the events of the tenant's watches, and whole how many of these have the last.
+	// seen counts the events of the tenant's watches. whole counts the watches that received the last event.
 	seen, whole atomic.Int64
 }
 
@@ -40,7 +40,7 @@ func newHot(t *testing.T, s *harness.Server, changes int, filler string) *hot {
 	return h
 }
 
-// tenant is a user who may read it, over HTTP/1 or HTTP/2.
+// tenant returns the client of a user with read access to the object, over HTTP/1.1 or HTTP/2.
 func (h *hot) tenant(http1 bool) kubernetes.Interface {
 	config := h.s.Config()
 	config.Impersonate = rest.ImpersonationConfig{UserName: "tenant"}
@@ -64,7 +64,7 @@ type roundTripper func(*http.Request) (*http.Response, error)
 // RoundTrip implements http.RoundTripper.
 func (r roundTripper) RoundTrip(req *http.Request) (*http.Response, error) { return r(req) }
 
-// follow watches it; every change is to come, one after the other.
+// follow watches the object. It fails the test unless every change arrives in order.
 func (h *hot) follow(client kubernetes.Interface, changed func(n int)) {
 	t := h.t
 	t.Helper()
@@ -74,7 +74,7 @@ func (h *hot) follow(client kubernetes.Interface, changed func(n int)) {
 		t.Fatal(err)
 	}
 	t.Cleanup(w.Stop)
-	<-w.ResultChan() // it is there
+	<-w.ResultChan() // the object's Added event
 	go func() {
 		last := 0
 		for e := range w.ResultChan() {
@@ -96,7 +96,7 @@ func (h *hot) follow(client kubernetes.Interface, changed func(n int)) {
 	}()
 }
 
-// follows are the tenant's watches, over one connection where it is HTTP/2's.
+// follows opens the tenant's watches, which share one connection if it is HTTP/2.
 func (h *hot) follows(client kubernetes.Interface, watches int) {
 	for range watches {
 		h.follow(client, func(n int) {
@@ -119,7 +119,7 @@ func (h *hot) change() {
 	}
 }
 
-// all waits until so many watches have everything.
+// all waits until that number of watches has received every event.
 func (h *hot) all(watches int) {
 	h.t.Helper()
 	harness.Eventually(h.t, time.Minute, func() error {
@@ -130,8 +130,8 @@ func (h *hot) all(watches int) {
 	})
 }
 
-// A user's watches are delivered at the user's rate: what is over comes later, all of it and in order, and nobody else
-// waits for it.
+// TestAUsersWatchesComeAtTheirRate checks that a user's watches receive events at the user's rate. Excess events arrive
+// later, complete and in order, and other users' watches do not wait.
 func TestAUsersWatchesComeAtTheirRate(t *testing.T) {
 	const watches, rate, burst = 40, 100, 1000
 	h := newHot(t, harness.Up(t, "", fmt.Sprintf("--max-watch-rate-per-user=%d", rate)), 100, "")
@@ -147,18 +147,19 @@ func TestAUsersWatchesComeAtTheirRate(t *testing.T) {
 	h.change()
 	select {
 	case n := <-at:
-		// where anything is left one watch is given all that it waits for, which is a debt then: every change at most
+		// one watch may exceed the limit with its whole backlog, at most every change, and the limiter goes into debt
 		most := burst + rate*time.Since(began).Seconds() + float64(h.changes)
 		if float64(n) > most {
 			t.Errorf("the tenant had %d events in %v, and may have %.0f", n, time.Since(began), most)
 		}
 	case <-time.After(30 * time.Second):
-		t.Fatal("who has no bound waits")
+		t.Fatal("a user without a limit waits")
 	}
 	h.all(watches)
 }
 
-// What is more than a connection's queue holds comes in turns, all of it and in order.
+// TestEventsThatFillAConnectionComeInOrder checks that events beyond a connection's queue arrive, complete and in
+// order.
 func TestEventsThatFillAConnectionComeInOrder(t *testing.T) {
 	const watches = 100
 	h := newHot(t, harness.Up(t, "", "--max-watch-rate-per-user=0"), 20, strings.Repeat("y", 100<<10))

@@ -22,7 +22,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// varying is what differs between any two servers.
+// varying matches the values that differ between any two servers.
 var varying = []*regexp.Regexp{
 	regexp.MustCompile(`"(resourceVersion|uid|creationTimestamp|time)": ?"[^"]*"`),
 	regexp.MustCompile(`too old resource version: \d+ \(\d+\)`),
@@ -71,8 +71,9 @@ func ask(t *testing.T, s *harness.Server, method, path, accept string) answer {
 	return answer{resp.StatusCode, resp.Header.Get("Content-Type"), resp.Header.Get("Retry-After"), body}
 }
 
-// compressed asks for a list as gzip, and answers what its headers say, its plain body, and the list as it is without,
-// which has been the same before and after it: lists tell etcd's revision, and Tables ages.
+// compressed requests a list with gzip, and returns its headers, its decompressed body and the list without gzip. It
+// retries until the plain list is the same before and after, because lists contain etcd's revision and Tables contain
+// ages.
 func compressed(t *testing.T, s *harness.Server, protocol, path, accept string) (head, body, plain string) {
 	t.Helper()
 	config := rest.CopyConfig(s.Config())
@@ -89,7 +90,7 @@ func compressed(t *testing.T, s *harness.Server, protocol, path, accept string) 
 			t.Fatal(err)
 		}
 		req.Header.Set("Accept", accept)
-		req.Header.Set("Accept-Encoding", encoding) // so the client leaves it as it is
+		req.Header.Set("Accept-Encoding", encoding) // an explicit header stops the client from decompressing
 		resp, err := client.Do(req)
 		if err != nil {
 			t.Fatal(err)
@@ -121,7 +122,8 @@ func compressed(t *testing.T, s *harness.Server, protocol, path, accept string) 
 	return "", "", ""
 }
 
-// What is compressed is the list, in every form, whatever has changed since it was compressed last.
+// TestCompressedListsAreTheLists checks that a compressed list equals the plain list, in every encoding, after every
+// kind of change.
 func TestCompressedListsAreTheLists(t *testing.T) {
 	ours, theirs := harness.Up(t, ""), harness.Oracle(t)
 	const ns, objects = "compressed", 300
@@ -184,7 +186,7 @@ func TestCompressedListsAreTheLists(t *testing.T) {
 
 func token(json string) string { return base64.RawURLEncoding.EncodeToString([]byte(json)) }
 
-// Every odd way to ask for a list or a watch is answered as kube-apiserver answers it.
+// TestListsAndWatchesAreAnsweredAsByKubeAPIServer checks unusual lists and watches against kube-apiserver's responses.
 func TestListsAndWatchesAreAnsweredAsByKubeAPIServer(t *testing.T) {
 	ours, theirs := harness.Up(t, ""), harness.Oracle(t)
 	for _, s := range []*harness.Server{ours, theirs} {
@@ -280,7 +282,8 @@ func decode(token string) string {
 	return string(b)
 }
 
-// A watch goes on from further back than any replica's memory goes, as long as the log does.
+// TestAnOldWatchIsReplayedFromTheLog checks that a watch resumes from a revision older than every replica's ring, as
+// long as the log holds it.
 func TestAnOldWatchIsReplayedFromTheLog(t *testing.T) {
 	s := harness.Up(t, "", "--watch-ring-bytes=20000", "--watch-broadcast-bytes=2000")
 	maps := s.Client().CoreV1().ConfigMaps("default")

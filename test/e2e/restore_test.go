@@ -16,9 +16,9 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// An etcd that is restored from a backup counts revisions anew, and writes may carry it past the log's end before
-// anybody looks. Nothing of the two histories mixes: open watches end, lists say what etcd has, and who names a
-// revision that etcd has not come to is told so (F3).
+// TestARestoredEtcdIsAnotherEpoch checks that the epochs before and after a restore do not mix. A restored etcd repeats
+// revisions, and writes may pass the log's end before the publisher checks. Open watches end, and lists return etcd's
+// data. A request with a revision that etcd has not reached gets an error (F3).
 func TestARestoredEtcdIsAnotherEpoch(t *testing.T) {
 	dir := harness.TempDir(t)
 	etcd := harness.NewMember(t, dir)
@@ -56,7 +56,7 @@ func TestARestoredEtcdIsAnotherEpoch(t *testing.T) {
 	etcd.Stop()
 	etcd.Restore(backup)
 	etcd.Start()
-	for i := range 60 { // past where the log had been
+	for i := range 60 { // past the log's former end
 		create(fmt.Sprint("new-", i))
 	}
 	for until := time.After(40 * time.Second); ; {
@@ -93,11 +93,11 @@ func TestARestoredEtcdIsAnotherEpoch(t *testing.T) {
 			}
 		}
 		if !names["before"] {
-			return fmt.Errorf("what was before the backup is missing")
+			return fmt.Errorf("the objects of the backup are missing")
 		}
 		return nil
 	})
-	// A revision that etcd has not come to is of another history.
+	// A revision that etcd has not reached belongs to another epoch.
 	future, err := s.Client().CoreV1().ConfigMaps("default").Watch(context.Background(),
 		metav1.ListOptions{ResourceVersion: "1000000000"})
 	if err == nil {
@@ -111,7 +111,7 @@ func TestARestoredEtcdIsAnotherEpoch(t *testing.T) {
 		}
 		future.Stop()
 	}
-	// And the watch that begins anew hears of what comes.
+	// A new watch delivers new events.
 	fresh, err := s.Client().CoreV1().ConfigMaps("default").Watch(context.Background(), metav1.ListOptions{})
 	if err != nil {
 		t.Fatal(err)

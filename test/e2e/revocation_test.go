@@ -23,7 +23,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// impersonator is a client that asks as somebody else, over a connection of its own.
+// impersonator returns a client that impersonates a user over its own connections.
 func impersonator(t *testing.T, s *harness.Server, name string) *kubernetes.Clientset {
 	t.Helper()
 	c := s.Config()
@@ -54,15 +54,15 @@ func reads(t *testing.T, c *kubernetes.Clientset) bool {
 	return err == nil
 }
 
-// A permission that is taken away is gone at every gateway, though decisions are kept there. How soon is printed; it is
-// a measurement, not a promise of this machine's. REVOCATIONS sets how many.
+// TestARevokedPermissionIsGoneEverywhere checks that a revoked permission is gone at every gateway, although gateways
+// cache decisions. It logs the delay, which is a measurement and not a limit. REVOCATIONS sets the number of rounds.
 func TestARevokedPermissionIsGoneEverywhere(t *testing.T) {
 	s := harness.Split(t, "", "--replicas", "gateway=3,authz=2")
 	rounds := 10
 	if n, err := strconv.Atoi(os.Getenv("REVOCATIONS")); err == nil {
 		rounds = n
 	}
-	const connections = 9 // more than enough that each of the three gateways has some
+	const connections = 9 // enough for each of the three gateways to get some
 	var took []time.Duration
 	for round := range rounds {
 		user := fmt.Sprintf("user-%d", round)
@@ -112,12 +112,12 @@ func TestARevokedPermissionIsGoneEverywhere(t *testing.T) {
 		took[len(took)*99/100].Round(100*time.Microsecond), took[len(took)-1].Round(100*time.Microsecond))
 }
 
-// What authn, authz and admission decide by comes from registry. A replica of the watch tier can neither make it up nor
-// hold it back: with every replica stopped, permissions come and go as ever (S9).
+// TestAuthzDoesNotDependOnReplicas checks that authn, authz and admission get policy from the registry only. With every
+// replica of the watch tier stopped, grants and revocations still take effect (S9).
 func TestAuthzDoesNotDependOnReplicas(t *testing.T) {
 	s := harness.Split(t, "")
 	bob := impersonator(t, s, "bob")
-	may := func() bool { // a GET, which no replica has a part in
+	may := func() bool { // a GET, which no replica serves
 		_, err := bob.CoreV1().ConfigMaps("default").Get(t.Context(), "none", metav1.GetOptions{})
 		return apierrors.IsNotFound(err)
 	}
@@ -134,7 +134,7 @@ func TestAuthzDoesNotDependOnReplicas(t *testing.T) {
 	}
 	const within = 3 * time.Second // sooner than policy is read with lists (apiclient, stalledAfter)
 	stopped, worst := time.Now(), time.Duration(0)
-	// the last is past --policy-freshness-bound
+	// the last round is past --policy-freshness-bound
 	for round := 0; round < 3 || time.Since(stopped) < 12*time.Second; round++ {
 		bind(t, s, "bob")
 		given := time.Now()
@@ -160,8 +160,8 @@ func TestAuthzDoesNotDependOnReplicas(t *testing.T) {
 	t.Logf("with no replica of the watch tier, permissions came and went within %v", worst.Round(time.Millisecond))
 }
 
-// With NATS stopped, writes go on, and so does what they say of permissions: policies reach those who decide by another
-// way, within the bound that is told (S4).
+// TestARevokedPermissionIsGoneThoughNATSStalls checks that writes go on while NATS is stopped. Revocations take effect
+// within the documented bound, because policy is then read with lists (S4).
 func TestARevokedPermissionIsGoneThoughNATSStalls(t *testing.T) {
 	s := harness.Split(t, "")
 	bob := impersonator(t, s, "bob")
@@ -189,7 +189,7 @@ func TestARevokedPermissionIsGoneThoughNATSStalls(t *testing.T) {
 		return nil
 	})
 	t.Logf("refused %v after the deletion, with NATS stopped", time.Since(revoked).Round(100*time.Millisecond))
-	// Everybody else goes on, for as long as it is stopped: what is decided by is read with lists.
+	// Other users are served for as long as NATS is stopped, because policy is read with lists.
 	bind(t, s, "alice")
 	alice := impersonator(t, s, "alice")
 	harness.Eventually(t, bound+10*time.Second, func() error {
@@ -198,12 +198,12 @@ func TestARevokedPermissionIsGoneThoughNATSStalls(t *testing.T) {
 		}
 		return nil
 	})
-	stalled := 45 * time.Second // longer than any stream is held open (gateway/watch, heldOpen)
+	stalled := 45 * time.Second // longer than any stream is kept for a resume (gateway/watch, resumeTimeout)
 	if n, err := strconv.Atoi(os.Getenv("STALL_SECONDS")); err == nil {
 		stalled = time.Duration(n) * time.Second
 	}
 	for n, until := 0, time.Now().Add(stalled); time.Now().Before(until); time.Sleep(time.Second) {
-		n++ // so that etcd moves
+		n++ // advances etcd's revision
 		if _, err := s.Client().CoreV1().ConfigMaps("kube-public").Create(t.Context(),
 			&corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("n", n)}},
 			metav1.CreateOptions{}); err != nil {
@@ -217,7 +217,7 @@ func TestARevokedPermissionIsGoneThoughNATSStalls(t *testing.T) {
 		}
 	}
 	if code, body := s.Get("/readyz/watch-tier"); code == http.StatusOK {
-		t.Errorf("the watch tier is told to be as far as etcd: %s", body)
+		t.Errorf("the watch tier is reported to be at etcd's revision: %s", body)
 	}
 	if err := syscall.Kill(nats, syscall.SIGCONT); err != nil {
 		t.Fatal(err)
@@ -230,11 +230,11 @@ func TestARevokedPermissionIsGoneThoughNATSStalls(t *testing.T) {
 	})
 }
 
-// Nothing of a Secret is in what NATS stores (S10).
+// TestTheLogIsEncryptedOnDisk checks that NATS stores no byte of a Secret (S10).
 func TestTheLogIsEncryptedOnDisk(t *testing.T) {
 	s := harness.Up(t, "")
 	s.Kubectl("create", "secret", "generic", "s", "--from-literal=k=SUPERSECRET")
-	_, _ = s.TryKubectl("", "get", "secrets", "--watch", "--request-timeout=1s") // it has gone through the log
+	_, _ = s.TryKubectl("", "get", "secrets", "--watch", "--request-timeout=1s") // the Secret has gone through the log
 	for i := range 50 {
 		s.Kubectl("create", "configmap", fmt.Sprint("c", i), "--from-literal=k=SUPERSECRET")
 	}

@@ -24,7 +24,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// counted counts the requests for config maps, of many connections together.
+// counted counts the list and watch requests for config maps over all connections.
 type counted struct{ lists, watches atomic.Int64 }
 
 type counting struct {
@@ -43,7 +43,7 @@ func (c *counting) RoundTrip(req *http.Request) (*http.Response, error) {
 	return c.RoundTripper.RoundTrip(req)
 }
 
-// connections opens connections of their own, as so many processes would.
+// connections returns n clients with separate connections, as n processes would have.
 func connections(t *testing.T, s *harness.Server, n int, count *counted) []*http.Client {
 	t.Helper()
 	var all []*http.Client
@@ -59,8 +59,8 @@ func connections(t *testing.T, s *harness.Server, n int, count *counted) []*http
 	return all
 }
 
-// With a thousand informers connected, every watchfanout replica is restarted in an orderly way, and then each is
-// killed: no client relists, none loses its connection, and each sees every event once.
+// TestInformersDoNotNoticeThatTheWatchTierIsReplaced restarts every watchfanout replica, and then kills each, while a
+// thousand informers are connected. No informer relists or loses its connection, and each sees every event once.
 func TestInformersDoNotNoticeThatTheWatchTierIsReplaced(t *testing.T) {
 	const number, replicas = 1000, 4
 	s := harness.Split(t, "", fmt.Sprintf("--replicas=watchfanout=%d", replicas))
@@ -117,7 +117,7 @@ func TestInformersDoNotNoticeThatTheWatchTierIsReplaced(t *testing.T) {
 				continue
 			}
 			written.Add(1)
-			time.Sleep(50 * time.Millisecond) // the writer's pace; nothing is waited for
+			time.Sleep(50 * time.Millisecond) // the writer's pace; not a wait for an event
 		}
 	})
 	for _, signal := range []syscall.Signal{syscall.SIGTERM, syscall.SIGKILL} {
@@ -153,7 +153,7 @@ func TestInformersDoNotNoticeThatTheWatchTierIsReplaced(t *testing.T) {
 	}
 }
 
-// replace ends a process and waits until the next one in its place is ready.
+// replace ends a process and waits until its replacement is ready.
 func replace(t *testing.T, s *harness.Server, name string, signal syscall.Signal) {
 	t.Helper()
 	pidFile := filepath.Join(s.Dir, name+".pid")
@@ -182,7 +182,7 @@ func replace(t *testing.T, s *harness.Server, name string, signal syscall.Signal
 	})
 }
 
-// However many replicas and clients there are, etcd serves one watch.
+// TestEtcdServesOneWatchWhateverTheTier checks that etcd serves one watch for any number of replicas and clients.
 func TestEtcdServesOneWatchWhateverTheTier(t *testing.T) {
 	for _, replicas := range []int{1, 2, 4} {
 		t.Run(fmt.Sprint(replicas), func(t *testing.T) {
@@ -231,7 +231,8 @@ func TestEtcdServesOneWatchWhateverTheTier(t *testing.T) {
 	}
 }
 
-// When the registry that publishes is killed, the other one takes over: a watch sees the next event within seconds.
+// TestAnotherPublisherTakesOver checks that another registry publishes if the publishing registry is killed: a watch
+// receives the next event within seconds.
 func TestAnotherPublisherTakesOver(t *testing.T) {
 	s := harness.Split(t, "")
 	maps := s.Client().CoreV1().ConfigMaps("default")
@@ -240,7 +241,7 @@ func TestAnotherPublisherTakesOver(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer w.Stop()
-	for n := range 2 { // one of the two publishes
+	for n := range 2 { // one of the two is the publisher
 		name := fmt.Sprintf("registry-%d", n)
 		killed := time.Now()
 		replace(t, s, name, syscall.SIGKILL)

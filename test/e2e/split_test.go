@@ -24,7 +24,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// etcdWatchers asks etcd itself how many watches it serves.
+// etcdWatchers returns the number of watches that etcd reports.
 func etcdWatchers(t *testing.T, s *harness.Server) int {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join(s.Dir, "config", "etcd-0.yaml"))
@@ -58,7 +58,8 @@ func TestSplitServesControllersWithOneEtcdWatch(t *testing.T) {
 	}
 }
 
-// Any one process may be killed: kubectl goes on, and a watch stays open and misses nothing.
+// TestAnyProcessOfSplitMayBeKilled kills each process in turn: kubectl goes on, and a watch stays open without a lost
+// event.
 func TestAnyProcessOfSplitMayBeKilled(t *testing.T) {
 	s := harness.Split(t, "")
 	client := s.Client()
@@ -83,7 +84,7 @@ func TestAnyProcessOfSplitMayBeKilled(t *testing.T) {
 	for _, f := range pids {
 		name := strings.TrimSuffix(filepath.Base(f), ".pid")
 		if strings.HasPrefix(name, "gateway") {
-			continue // a gateway's own connections end with it; below
+			continue // a gateway's client connections end with it; see below
 		}
 		kill(t, f)
 		s.Kubectl("create", "configmap", "k-"+name)
@@ -104,7 +105,7 @@ func TestAnyProcessOfSplitMayBeKilled(t *testing.T) {
 		}
 		old := kill(t, f)
 		s.Kubectl("get", "configmaps")
-		harness.Eventually(t, 20*time.Second, func() error { // the next one is killed when this one is back
+		harness.Eventually(t, 20*time.Second, func() error { // the next process is killed when this one has restarted
 			b, err := os.ReadFile(f)
 			if err != nil || string(b) == old {
 				return fmt.Errorf("%s is not started again", f)
@@ -131,7 +132,7 @@ func kill(t *testing.T, pidFile string) string {
 	return string(b)
 }
 
-// listening says whether a process has a socket that listens on port.
+// listening returns an error unless a process listens on port.
 func listening(pid, port int) error {
 	f, err := os.Open(fmt.Sprintf("/proc/%d/net/tcp", pid))
 	if err != nil {
@@ -154,7 +155,8 @@ func listening(pid, port int) error {
 	return fmt.Errorf("process %d does not listen on %d", pid, port)
 }
 
-// A client of the cluster is nobody on the inner network, and one service may not call what is not its own to call.
+// TestTheInnerNetworkIsClosedToClients checks that the inner network rejects certificates of the cluster's clients, and
+// rejects a service that is not an allowed client of etcd.
 func TestTheInnerNetworkIsClosedToClients(t *testing.T) {
 	s := harness.Split(t, "")
 	b, err := os.ReadFile(filepath.Join(s.Dir, "config", "registry-0.yaml"))
@@ -173,7 +175,8 @@ func TestTheInnerNetworkIsClosedToClients(t *testing.T) {
 	}
 }
 
-// What a process will not be told stops the start, in the process's own words, as it does of `up`.
+// TestSplitStopsAtARejectedFlag checks that split stops, as `up` does, if a process rejects a flag. It prints the
+// process's own error.
 func TestSplitStopsAtARejectedFlag(t *testing.T) {
 	dir := harness.TempDir(t)
 	p := harness.Start(t, dir, "split", harness.Watershed(), "split", "--data-dir", dir, "--bind-address=127.0.0.1",
@@ -194,8 +197,8 @@ func TestSplitStopsAtARejectedFlag(t *testing.T) {
 	}
 }
 
-// A registry that is frozen, and so neither answers nor goes away, is passed by: reads wait for much less than the 13
-// seconds after which its connections give it up (platform/rpc, Dial).
+// TestAFrozenRegistryIsPassedBy checks that reads avoid a frozen registry, which keeps its connections open without a
+// response. Reads take much less than the 13 s after which its connections time out (platform/rpc, Dial).
 func TestAFrozenRegistryIsPassedBy(t *testing.T) {
 	s := harness.Split(t, "")
 	config := s.Config()
@@ -205,7 +208,7 @@ func TestAFrozenRegistryIsPassedBy(t *testing.T) {
 		t.Fatal(err)
 	}
 	configMaps := client.CoreV1().ConfigMaps("default")
-	const many = 20 // some of them are one registry's to answer, and some the other's
+	const many = 20 // each registry serves some of them
 	for i := range many {
 		if _, err := configMaps.Create(t.Context(), &corev1.ConfigMap{
 			ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("c", i)},
@@ -232,7 +235,7 @@ func TestAFrozenRegistryIsPassedBy(t *testing.T) {
 	}
 	for _, name := range []string{"registry-0", "registry-1"} {
 		registry := pid(t, s, name)
-		harness.Eventually(t, 20*time.Second, func() error { // both answer
+		harness.Eventually(t, 20*time.Second, func() error { // both registries respond
 			for i := range many {
 				for _, r := range reads {
 					if err := r.read(i); err != nil {

@@ -23,8 +23,8 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// kubelet is the part of a kubelet that streams, which is upstream's own code; its containers are processes of this
-// machine. The whole kubelet, with containerd, is the conformance suite's.
+// kubelet is the streaming server of a kubelet, in upstream's code. Its containers are processes of this machine. The
+// conformance suite runs a complete kubelet with containerd.
 type kubelet struct {
 	*httptest.Server
 	requests chan *http.Request
@@ -60,7 +60,7 @@ func newKubelet(t *testing.T, s *harness.Server) *kubelet {
 		fmt.Fprintln(w, "first line")
 		if req.URL.Query().Get("follow") == "true" {
 			http.NewResponseController(w).Flush()
-			// the writer's pace: the second line comes after the follower has the first; nothing is waited for
+			// the writer's pace: the second line comes after the client has read the first
 			time.Sleep(300 * time.Millisecond)
 			fmt.Fprintln(w, "second line")
 		}
@@ -74,7 +74,7 @@ func newKubelet(t *testing.T, s *harness.Server) *kubelet {
 		}
 		mux.ServeHTTP(w, req)
 	}))
-	l, err := net.Listen("tcp", "0.0.0.0:0") // a node's address is not loopback
+	l, err := net.Listen("tcp", "0.0.0.0:0") // a node's address cannot be loopback
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -115,8 +115,9 @@ func (k *kubelet) PortForward(_ context.Context, _, _ string, port int32, stream
 	return err
 }
 
-// exec, logs, port-forward and the proxies go to the kubelet with its client certificate, over WebSocket and over SPDY;
-// exit codes, half-closed input and large outputs arrive whole, and nobody goes there who may not.
+// TestStreaming checks exec, logs, port-forward and the proxies over WebSocket and over SPDY. The gateway connects with
+// the kubelet client certificate. Exit codes, half-closed input and large outputs arrive complete. Users without the
+// permission are rejected.
 func TestStreaming(t *testing.T) {
 	for name, start := range map[string]func(testing.TB, string, ...string) *harness.Server{
 		"up":    harness.Up,
@@ -199,7 +200,7 @@ func streams(t *testing.T, s *harness.Server) {
 			t.Errorf("%v as bob: %v %s", args, err, out)
 		}
 	}
-	// Whoever may only read gets no further by writing the old form of a watch, which is authorized as one.
+	// A write to the deprecated watch path is authorized as a watch, so it gives a read-only user no write access.
 	s.Kubectl("create", "clusterrole", "reader", "--verb=get,list,watch", "--resource=*.*")
 	s.Kubectl("create", "clusterrolebinding", "reader", "--clusterrole=reader", "--user=reader")
 	for _, path := range []string{"/api/v1/watch/nodes/node/proxy/run/x",

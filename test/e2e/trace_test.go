@@ -20,16 +20,16 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// collector is an OpenTelemetry collector that remembers the spans of each trace.
+// collector is an OpenTelemetry collector that stores the spans of each trace.
 type collector struct {
 	collectorv1.UnimplementedTraceServiceServer
 	mu     sync.Mutex
 	traces map[string]map[string]bool // trace → "service: span"
-	// names and parents are those of spans, by their ids.
+	// names and parents map a span's ID to its name and to its parent's ID.
 	names, parents map[string]string
 }
 
-// below says whether a span of a trace is somewhere below another. The lock is held.
+// below returns true if a span of a trace is a descendant of another. The caller holds the lock.
 func (c *collector) below(name, above string) bool {
 	for id, n := range c.names {
 		if n != name {
@@ -44,7 +44,7 @@ func (c *collector) below(name, above string) bool {
 	return false
 }
 
-// Export implements the collector's service.
+// Export implements TraceServiceServer.
 func (c *collector) Export(_ context.Context,
 	r *collectorv1.ExportTraceServiceRequest) (*collectorv1.ExportTraceServiceResponse, error) {
 	c.mu.Lock()
@@ -71,7 +71,7 @@ func (c *collector) Export(_ context.Context,
 	return &collectorv1.ExportTraceServiceResponse{}, nil
 }
 
-// collect runs a collector until the test ends, and answers where.
+// collect runs a collector until the test ends, and returns its endpoint.
 func collect(t *testing.T) (c *collector, endpoint string) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -86,7 +86,8 @@ func collect(t *testing.T) (c *collector, endpoint string) {
 	return c, l.Addr().String()
 }
 
-// One trace tells an event's way, through three processes: from etcd into the log, into a replica, to the clients.
+// TestAnEventIsTracedFromEtcdToItsWatchers checks that one trace covers an event from etcd to the log, to a replica and
+// to the clients, through three processes.
 func TestAnEventIsTracedFromEtcdToItsWatchers(t *testing.T) {
 	c, endpoint := collect(t)
 	s := harness.Split(t, "", "--tracing-endpoint="+endpoint, "--tracing-sampling-ratio=1")
@@ -116,9 +117,8 @@ func TestAnEventIsTracedFromEtcdToItsWatchers(t *testing.T) {
 	})
 }
 
-// A request whose administrator asks for it is one trace through every process that it passes, to etcd, and from there
-// with its event to those who watch; one of anybody else is not, whatever its traceparent says, and nothing else is
-// traced.
+// TestARequestIsOneTrace checks that an administrator's traced request is one trace through every process, to etcd, and
+// with its event to the watchers. Other users' traceparent headers are ignored, and untraced requests produce no trace.
 func TestARequestIsOneTrace(t *testing.T) {
 	c, endpoint := collect(t)
 	s := harness.Split(t, "", "--tracing-endpoint="+endpoint)
@@ -170,11 +170,11 @@ func TestARequestIsOneTrace(t *testing.T) {
 	ask("", list, "GET", maps, "")
 	ask(token, "4bf92f3577b34da6a3ce929d0e0e4738", "GET", "/api", "")
 	if got := ask("", "", "POST", maps, body(none)).Header.Get("Traceresponse"); got != "" {
-		t.Errorf("a request that nobody asked to trace says %q", got)
+		t.Errorf("the response to an untraced request says %q", got)
 	}
 	tries := 0
 	harness.Eventually(t, 20*time.Second, func() error {
-		if tries++; tries%40 == 0 { // a publisher that was told too late has traced nothing
+		if tries++; tries%40 == 0 { // the publisher received the trace context after the event, and traced nothing
 			ask("", write, "POST", maps, body(fmt.Sprint("traced-", tries)))
 		}
 		c.mu.Lock()

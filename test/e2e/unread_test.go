@@ -20,8 +20,8 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// unread opens n watches of a tenant's ConfigMaps, each with a selector of its own, over connections whose windows are
-// as small as HTTP/2 allows without a word, and reads nothing of them.
+// unread opens n watches of a tenant's ConfigMaps and reads no event. Each watch has its own selector. The connections
+// have small HTTP/2 windows.
 func unread(t *testing.T, s *harness.Server, token string, n int) {
 	t.Helper()
 	tls, err := rest.TLSConfigFor(&rest.Config{TLSClientConfig: rest.TLSClientConfig{CAData: s.Config().CAData,
@@ -56,7 +56,7 @@ func unread(t *testing.T, s *harness.Server, token string, n int) {
 					return
 				}
 				context.AfterFunc(t.Context(), func() { resp.Body.Close() })
-				if resp.StatusCode != http.StatusOK { // a watch is accepted also while its user holds too much
+				if resp.StatusCode != http.StatusOK { // a watch is accepted even if its user holds too much memory
 					t.Errorf("watch %d: %s", i, resp.Status)
 					return
 				}
@@ -68,18 +68,18 @@ func unread(t *testing.T, s *harness.Server, token string, n int) {
 	t.Logf("%d of %d watches are open", opened.Load(), n)
 }
 
-// One tenant's watches that nobody reads cost a bounded part of the watch tier and of the gateways, whatever the tenant
-// writes, and the watches of others are on time (N4 of 2026-11).
+// TestUnreadWatchesAreBounded checks that one tenant's unread watches use bounded memory in the watch tier and the
+// gateways, whatever the tenant writes. Other tenants' watches stay on time (N4 of 2026-11).
 func TestUnreadWatchesAreBounded(t *testing.T) {
 	for name, initial := range map[string]bool{"initial events": true, "changes": false} {
 		t.Run(name, func(t *testing.T) { unreadWatches(t, initial) })
 	}
 }
 
-// unreadWatches has a tenant open watches and update a large object. initial: the object is there before the watches.
+// unreadWatches opens a tenant's watches and updates a large object. initial creates the object before the watches.
 func unreadWatches(t *testing.T, initial bool) {
 	const watches, updates = 2000, 20
-	t.Setenv("GOMEMLIMIT", "1GiB") // as the manifests have it of both services
+	t.Setenv("GOMEMLIMIT", "1GiB") // the manifests set it for both services
 	s := harness.Split(t, "")
 	token := tenant(t, s, "t")
 	write := func(n int) {
@@ -100,7 +100,7 @@ func unreadWatches(t *testing.T, initial bool) {
 	unread(t, s, token, watches)
 	ages := others(t, s, tenant(t, s, "other"), "other")
 	processes := []string{"watchfanout-0", "watchfanout-1", "gateway-0", "gateway-1"}
-	most := []int{512, 512, 1200, 1200} // a gateway holds 1 GiB, and the program itself
+	most := []int{512, 512, 1200, 1200} // a gateway's limit is 1 GiB, plus the program itself
 	peaks := make([]int, len(processes))
 	look := func() {
 		for i, name := range processes {
@@ -117,7 +117,7 @@ func unreadWatches(t *testing.T, initial bool) {
 		look()
 	}
 	for until := time.Now().Add(10 * time.Second); time.Now().Before(until); time.Sleep(100 * time.Millisecond) {
-		look() // the last update may still be on its way
+		look() // the last update may still be in flight
 	}
 	t.Logf("at most: %v %v MB", processes, peaks)
 	for i, name := range processes {
@@ -133,8 +133,8 @@ func unreadWatches(t *testing.T, initial bool) {
 	}
 }
 
-// others watches ConfigMaps as another tenant, which bounds apply to, and creates ten a second. The returned function
-// ends both, and returns the ages of the events in order: from before the write to the watch.
+// others watches ConfigMaps as another tenant, which has the same limits, and creates ten a second. The returned
+// function ends both. It returns the events' ages in ascending order: the time from before the write to the watch.
 func others(t *testing.T, s *harness.Server, token, namespace string) func() []time.Duration {
 	t.Helper()
 	config := rest.AnonymousClientConfig(s.Config())
@@ -190,7 +190,7 @@ func others(t *testing.T, s *harness.Server, token, namespace string) func() []t
 		harness.Eventually(t, 30*time.Second, func() error {
 			mu.Lock()
 			defer mu.Unlock()
-			if len(written) > 1 { // the last write may have been cut off
+			if len(written) > 1 { // the last write may have been interrupted
 				return fmt.Errorf("%d events have not come", len(written))
 			}
 			return nil

@@ -1,4 +1,5 @@
-// Package e2e drives Watershed with the clients that its users have.
+// Package e2e tests `up` and `split` with real clients: kubectl, client-go, kubeadm and the controllers. It compares
+// many responses with kube-apiserver's.
 package e2e
 
 import (
@@ -68,7 +69,8 @@ func TestKubectlSession(t *testing.T) {
 	contains(t, "metrics", s.Kubectl("get", "--raw", "/metrics"), "apiserver_request_total")
 }
 
-// Every resource type that can be listed is listed, and api-resources is kube-apiserver's own.
+// TestEveryResourceIsKubeAPIServers checks that api-resources prints kube-apiserver's output, and that every listable
+// resource can be listed.
 func TestEveryResourceIsKubeAPIServers(t *testing.T) {
 	s, oracle := harness.Up(t, ""), harness.Oracle(t)
 	for _, args := range [][]string{{"api-resources", "-o", "wide", "--sort-by=name"}, {"api-versions"}} {
@@ -81,7 +83,7 @@ func TestEveryResourceIsKubeAPIServers(t *testing.T) {
 		if out, err := s.TryKubectl("", "get", r, "-A"); err != nil {
 			t.Errorf("get %s: %v\n%s", r, err, out)
 		}
-		name, _, _ := strings.Cut(r, ".") // explain takes dots for fields
+		name, _, _ := strings.Cut(r, ".") // kubectl explain takes dots for fields
 		if out, err := s.TryKubectl("", "explain", name); err != nil {
 			t.Errorf("explain %s: %v\n%s", r, err, out)
 		}
@@ -109,7 +111,7 @@ func TestAFreshClusterLooksLikeKubeAPIServers(t *testing.T) {
 	})
 }
 
-// Racing read-modify-write loops lose nothing.
+// TestRacingWritersLoseNothing checks that concurrent read-modify-write loops lose no update.
 func TestRacingWritersLoseNothing(t *testing.T) {
 	s := harness.Up(t, "", "--max-requests-inflight=0", "--max-mutating-requests-inflight=0", "--enable-priority-and-fairness=false")
 	c := s.Client().CoreV1().ConfigMaps("default")
@@ -148,7 +150,8 @@ func TestRacingWritersLoseNothing(t *testing.T) {
 	}
 }
 
-// An informer sees every change, and a consistent list sees every acknowledged write.
+// TestInformersAndConsistentLists checks that an informer sees every change, and a consistent list every acknowledged
+// write.
 func TestInformersAndConsistentLists(t *testing.T) {
 	s := harness.Up(t, "")
 	ctx, cancel := context.WithCancel(t.Context())
@@ -199,7 +202,7 @@ func TestInformersAndConsistentLists(t *testing.T) {
 	}
 }
 
-// A revoked permission is gone at once, though decisions are cached.
+// TestARevokedPermissionIsGoneAtOnce checks that a revoked permission is gone at once, although decisions are cached.
 func TestARevokedPermissionIsGoneAtOnce(t *testing.T) {
 	s := harness.Up(t, "")
 	s.Kubectl("create", "clusterrole", "reader", "--verb=list", "--resource=configmaps")
@@ -272,7 +275,7 @@ func TestKillAndRestartLosesNothing(t *testing.T) {
 
 func TestASecondUpIsRefused(t *testing.T) {
 	s := harness.Up(t, "")
-	for range 3 { // the lock once went with a garbage collection
+	for range 3 { // a garbage collection once closed the lock file
 		s.Kubectl("get", "--raw", "/debug/pprof/heap?gc=1&debug=1")
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
@@ -290,8 +293,9 @@ func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
 		args []string
 		want string
 	}{
-		"unknown flag": {[]string{"up", "--nope"}, "unknown flag: --nope"},
-		"bad value":    {[]string{"up", "--secure-port=abc"}, `"abc"`},
+		"unknown flag": {[]string{"up", "--secure-prot=1"}, `unknown flag: --secure-prot (did you mean "secure-port"?)`},
+		"bad value":    {[]string{"up", "--secure-port=abc"}, "--secure-port=abc: not a port (1–65535)"},
+		"bad size":     {[]string{"up", "--watch-ring-bytes=-3"}, "--watch-ring-bytes=-3: want 1 or more"},
 		"missing file": {[]string{"gateway", "--config", "/none.yaml"}, "/none.yaml"},
 		"no identity": {[]string{"watchfanout", "--registry-addresses=127.0.0.1:1", "--nats-url=tls://127.0.0.1:1"},
 			"--rpc-"},
@@ -315,8 +319,8 @@ func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
 	}
 }
 
-// Up takes a cluster's etcd, port and PKI: its own authn, authz and admission are strangers to that PKI, and known all
-// the same.
+// TestUpTakesAClustersPKI checks that `up` takes over a cluster's etcd, port and PKI. The cluster's PKI did not sign
+// the certificates of up's authn, authz and admission, and they work all the same.
 func TestUpTakesAClustersPKI(t *testing.T) {
 	dir := harness.TempDir(t)
 	etcd := harness.Etcd(t, dir)
@@ -337,7 +341,7 @@ func TestUpTakesAClustersPKI(t *testing.T) {
 	}
 	reference.Kubectl("create", "configmap", "new", "--from-literal=by=watershed")
 	reference.Kubectl("create", "serviceaccount", "ours")
-	// a token that kube-apiserver issued, and one of our own
+	// a token that kube-apiserver issued, and a token of Watershed's
 	for _, token := range []string{token, strings.TrimSpace(reference.Kubectl("create", "token", "ours"))} {
 		out, err := up.TryKubectl("", "--kubeconfig=/dev/null", "--server="+fmt.Sprintf("https://127.0.0.1:%d", up.Port),
 			"--insecure-skip-tls-verify", "--token="+token, "auth", "whoami", "-o", "jsonpath={.status.userInfo.username}")
@@ -345,15 +349,15 @@ func TestUpTakesAClustersPKI(t *testing.T) {
 			t.Errorf("%s, %v", out, err)
 		}
 	}
-	// who the inner authority signs for is nobody to the cluster but for the services
+	// a certificate of the inner authority authenticates no cluster client
 	if out, err := reference.TryKubectl("", "get", "namespaces", "--client-certificate="+filepath.Join(up.Dir, "pki",
 		"inner-registry.crt"), "--client-key="+filepath.Join(up.Dir, "pki", "inner-registry.key")); err == nil {
 		t.Errorf("a service of the inner network reads the cluster: %s", out)
 	}
 }
 
-// Where everybody may do everything, nobody is let in without a name, also where that was asked for: kube-apiserver
-// does the same.
+// TestAlwaysAllowRejectsAnonymousClients checks that AlwaysAllow rejects anonymous clients even with
+// --anonymous-auth=true, as kube-apiserver does.
 func TestAlwaysAllowRejectsAnonymousClients(t *testing.T) {
 	flags := []string{"--authorization-mode=AlwaysAllow", "--anonymous-auth=true"}
 	for name, s := range map[string]*harness.Server{

@@ -12,7 +12,7 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// readers starts readers, and returns a channel that receives the revision of every event that each of them reads.
+// readers starts n readers, and returns a channel that receives the revision of every event that each reads.
 func (c *cluster) readers(n int) chan int64 {
 	ctx, cancel := context.WithCancel(context.Background())
 	c.t.Cleanup(cancel)
@@ -31,7 +31,7 @@ func (c *cluster) readers(n int) chan int64 {
 	return seen
 }
 
-// await waits until n readers have each read the revision.
+// await waits until n readers have read the revision.
 func await(t testing.TB, seen chan int64, n int, revision int64) {
 	t.Helper()
 	deadline := time.After(time.Minute)
@@ -64,7 +64,7 @@ func BenchmarkDelivery(b *testing.B) {
 	for b.Loop() {
 		c := start(b)
 		data := make([]byte, 3<<10)
-		_, _ = rand.Read(data) // it does not compress
+		_, _ = rand.Read(data) // random data does not compress
 		event := func(revision int64) *logv1.Event {
 			e := added(revision, "pods")
 			e.Object.Json = data

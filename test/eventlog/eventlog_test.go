@@ -34,7 +34,7 @@ type cluster struct {
 	js     jetstream.JetStream
 }
 
-// InProcessConn implements nats.InProcessConnProvider over whichever server runs.
+// InProcessConn implements nats.InProcessConnProvider with the current server.
 func (c *cluster) InProcessConn() (net.Conn, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -63,7 +63,7 @@ func start(t testing.TB) *cluster {
 	return c
 }
 
-// stored is the stream as registries read it.
+// stored returns the stream in the way that registries read it.
 func (c *cluster) stored() eventlog.StreamReader { return eventlog.DirectGetReader{JS: c.js} }
 
 func (c *cluster) run() {
@@ -98,17 +98,17 @@ func (c *cluster) stop() {
 	}
 }
 
-// begin makes the stream.
+// begin creates the stream.
 func (c *cluster) begin() {
 	c.t.Helper()
-	// as publishers do: NATS may not be through with the files of a stream that was just deleted
+	// retries as publishers do, because NATS may still be removing the files of a deleted stream
 	harness.Eventually(c.t, 10*time.Second, func() error {
 		_, err := c.log.Stream(c.t.Context(), c.js)
 		return err
 	})
 }
 
-// write appends events as the publisher does, until the log has them: a writer of its own for each try.
+// write appends events as the publisher does, until the log has them. Each attempt uses a new writer.
 func (c *cluster) write(events ...*logv1.Event) {
 	c.t.Helper()
 	for _, e := range events {
@@ -128,7 +128,7 @@ func (c *cluster) write(events ...*logv1.Event) {
 	}
 }
 
-// last is the id of the log's last message.
+// last returns the ID of the log's last message.
 func (c *cluster) last() string {
 	w, err := c.writer()
 	if err != nil {
@@ -137,7 +137,7 @@ func (c *cluster) last() string {
 	return w.Last().String()
 }
 
-// writer goes on where the log ends, or begins one that is empty.
+// writer returns a writer that continues after the log's last message, or begins an empty log.
 func (c *cluster) writer() (*eventlog.Writer, error) {
 	last, sequence, ok, err := eventlog.Last(c.t.Context(), c.js)
 	if err != nil {
@@ -164,7 +164,7 @@ func reset(revision int64) *logv1.Event {
 	return &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision}
 }
 
-// reading is what a reader was given.
+// reading records the events that a reader receives.
 type reading struct {
 	mu   sync.Mutex
 	seen string
@@ -215,7 +215,8 @@ func TestAReaderSurvivesNATS(t *testing.T) {
 	r.is(t, "!10 11 12 ")
 }
 
-// A message that does not follow the one that was read before it is told after a reset, up to where there may be a gap.
+// TestAGapIsAReset checks that a reader gets a reset before a message that does not follow the previous message. The
+// reset covers the possible gap.
 func TestAGapIsAReset(t *testing.T) {
 	c := start(t)
 	c.write(reset(10), added(11, "pods"), added(12, "pods"), added(13, "pods"))
@@ -223,7 +224,7 @@ func TestAGapIsAReset(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := stream.DeleteMsg(t.Context(), 3); err != nil { // the third message is lost
+	if err := stream.DeleteMsg(t.Context(), 3); err != nil { // deletes the third message
 		t.Fatal(err)
 	}
 	r := c.read()
@@ -232,7 +233,7 @@ func TestAGapIsAReset(t *testing.T) {
 	r.is(t, "!10 11 !12 13 14 ")
 }
 
-// A log that is found empty is begun with a reset.
+// TestAnEmptiedLogBeginsWithAReset checks that the publisher begins an empty log with a reset.
 func TestAnEmptiedLogBeginsWithAReset(t *testing.T) {
 	c := start(t)
 	c.write(reset(10), added(11, "pods"))
@@ -249,7 +250,7 @@ func TestAnEmptiedLogBeginsWithAReset(t *testing.T) {
 	r.is(t, "!10 11 !20 21 ")
 }
 
-// Of two writers that begin after the same message one goes on, and the other's appends are all refused.
+// TestTwoWritersDoNotForkTheLog checks that of two writers after the same message only one succeeds.
 func TestTwoWritersDoNotForkTheLog(t *testing.T) {
 	c := start(t)
 	c.write(reset(10))
@@ -275,7 +276,7 @@ func TestTwoWritersDoNotForkTheLog(t *testing.T) {
 		}
 	}
 	if err := other.Flush(t.Context()); err == nil {
-		t.Error("the log has taken two messages after one")
+		t.Error("the log accepted two messages after the same message")
 	}
 	select {
 	case err := <-other.Failed():
@@ -283,12 +284,13 @@ func TestTwoWritersDoNotForkTheLog(t *testing.T) {
 			t.Error("no reason is given")
 		}
 	case <-time.After(10 * time.Second):
-		t.Error("nobody is told of the refusal")
+		t.Error("no writer received the rejection")
 	}
 	c.read().is(t, "!10 11 12 ")
 }
 
-// What can be no message is said before NATS is asked, and the writer goes on.
+// TestATooLargeEventIsNoMessage checks that an event above the limit fails before any call to NATS, and that the writer
+// goes on.
 func TestATooLargeEventIsNoMessage(t *testing.T) {
 	c := start(t)
 	w, err := c.writer()
@@ -300,7 +302,7 @@ func TestATooLargeEventIsNoMessage(t *testing.T) {
 	}
 	large := added(11, "pods")
 	large.Object.Json = make([]byte, 33<<20)
-	_, _ = rand.Read(large.Object.Json) // it does not compress
+	_, _ = rand.Read(large.Object.Json) // random data does not compress
 	var unsendable *eventlog.UnsendableError
 	if err := w.Append(large); !errors.As(err, &unsendable) {
 		t.Errorf("%v", err)
@@ -323,7 +325,7 @@ func TestARecreatedLogIsAReset(t *testing.T) {
 		t.Fatal(err)
 	}
 	c.begin()
-	c.write(added(30, "pods")) // a publisher that forgot to say so
+	c.write(added(30, "pods")) // from a publisher that writes no reset
 	r.is(t, "!10 11 12 !29 30 ")
 }
 
@@ -384,7 +386,7 @@ func TestReplayReturnsLaterEvents(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got, err := replay(27, 32); !errors.Is(err, eventlog.ErrExpired) || got != "" {
-		t.Errorf("from what was forgotten: %q, %v", got, err)
+		t.Errorf("a replay from removed messages: %q, %v", got, err)
 	}
 	if got, err := replay(28, 32); err != nil || got != "30 32 " {
 		t.Errorf("from the oldest that is kept: %q, %v", got, err)
@@ -395,7 +397,8 @@ func TestReplayReturnsLaterEvents(t *testing.T) {
 	}
 }
 
-// A replay that retention overtakes says so; what it has given until then has no gap (F2).
+// TestAReplayThatIsOvertakenSaysSo checks that a replay fails if retention removes its next message. The events before
+// that have no gap (F2).
 func TestAReplayThatIsOvertakenSaysSo(t *testing.T) {
 	c := start(t)
 	c.write(reset(10))
@@ -413,7 +416,7 @@ func TestAReplayThatIsOvertakenSaysSo(t *testing.T) {
 			t.Fatalf("after %d came %d", next-1, e.Revision)
 		}
 		next++
-		if !purged { // what comes a good deal later is forgotten
+		if !purged { // retention removes much later messages
 			purged = true
 			if err := stream.Purge(t.Context(), jetstream.WithPurgeSequence(650)); err != nil {
 				t.Fatal(err)
@@ -426,7 +429,7 @@ func TestAReplayThatIsOvertakenSaysSo(t *testing.T) {
 	}
 }
 
-// A replay whose rest is gone does not wait for it.
+// TestAReplayWhoseRestIsGoneSaysSo checks that a replay fails at once if its remaining messages are gone.
 func TestAReplayWhoseRestIsGoneSaysSo(t *testing.T) {
 	c := start(t)
 	c.write(reset(10))
@@ -447,7 +450,8 @@ func TestAReplayWhoseRestIsGoneSaysSo(t *testing.T) {
 	}
 }
 
-// A message of any size that an object may have comes back as it was, and one that claims to be larger is corrupt.
+// TestLargeEventsComeBack checks that messages of objects up to the maximum size arrive unchanged. A message that
+// claims to be larger is corrupt.
 func TestLargeEventsComeBack(t *testing.T) {
 	c := start(t)
 	big := added(11, "pods")

@@ -14,17 +14,17 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// memory is a stream of the log in this process. A test may lose its end.
+// memory is a log stream in this process. A test may remove its end.
 type memory struct {
 	t        *testing.T
 	mu       sync.Mutex
 	messages []*logv1.StoredMessage
-	// failing is how many reads fail. failed is when the first of them did.
+	// failing is the number of reads that fail. failed is the time of the first failed read.
 	failing int
 	failed  time.Time
 }
 
-// append appends events, each of which follows the message before it.
+// append appends events. Each follows the message before it.
 func (m *memory) append(events ...*logv1.Event) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -45,7 +45,7 @@ func (m *memory) append(events ...*logv1.Event) {
 	}
 }
 
-// lose removes the messages after a sequence.
+// lose removes the messages after a sequence number.
 func (m *memory) lose(after int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -80,7 +80,7 @@ func (m *memory) Messages(_ context.Context, r *logv1.ReadRequest, each func(*lo
 	return each(chunk)
 }
 
-// readOf reads the log of a memory. handle is called for each event before its reading has it.
+// readOf starts a reader of a memory. The reader calls handle for each event before it records the event.
 func (c *cluster) readOf(m *memory, handle func(*logv1.Event)) *reading {
 	r := &reading{}
 	ctx, cancel := context.WithCancel(context.Background())
@@ -97,7 +97,7 @@ func (c *cluster) readOf(m *memory, handle func(*logv1.Event)) *reading {
 	return r
 }
 
-// nudge has readers compare themselves with the stream.
+// nudge makes readers compare their position with the stream.
 func (c *cluster) nudge() {
 	c.t.Helper()
 	m := nats.NewMsg("watershed.stored.x")
@@ -107,8 +107,8 @@ func (c *cluster) nudge() {
 	}
 }
 
-// If the log loses its end and other messages come in their places, a reader cannot have read these. The next message
-// follows a reset.
+// TestALostEndThatIsRefilledIsAReset checks a log that loses its end and gets other messages in its place. A reader has
+// not read these messages, so the next message follows a reset.
 func TestALostEndThatIsRefilledIsAReset(t *testing.T) {
 	c, m := start(t), &memory{t: t}
 	m.append(reset(10), added(11, "pods"), added(12, "pods"), added(13, "pods"), added(14, "pods"))
@@ -123,8 +123,8 @@ func TestALostEndThatIsRefilledIsAReset(t *testing.T) {
 	r.is(t, "!10 11 12 13 14 !23 24 ")
 }
 
-// A reader that has a new connection compares itself with the stream until that succeeds, and not only when it has
-// received nothing for 3 s.
+// TestANewConnectionIsComparedUntilThatSucceeds checks that a reader with a new connection compares itself with the
+// stream until the comparison succeeds. It does not wait for 3 s without messages.
 func TestANewConnectionIsComparedUntilThatSucceeds(t *testing.T) {
 	c, m := start(t), &memory{t: t}
 	m.append(reset(10), added(11, "pods"))
@@ -142,7 +142,8 @@ func TestANewConnectionIsComparedUntilThatSucceeds(t *testing.T) {
 	}
 }
 
-// A reader that learns that NATS' client dropped messages reads the stream at once: the last one may be among them.
+// TestADroppedLastMessageIsFoundAtOnce checks that a reader reads the stream at once if NATS' client reports dropped
+// messages, because the last message may be among them.
 func TestADroppedLastMessageIsFoundAtOnce(t *testing.T) {
 	c, m := start(t), &memory{t: t}
 	m.append(reset(10), added(11, "pods"))
@@ -157,7 +158,7 @@ func TestADroppedLastMessageIsFoundAtOnce(t *testing.T) {
 	m.append(added(12, "pods"))
 	c.nudge()
 	<-began
-	for range 20_000 { // more than what may wait
+	for range 20_000 { // more than the pending limit
 		if err := c.nc.Publish("watershed.stored.x", nil); err != nil {
 			t.Fatal(err)
 		}

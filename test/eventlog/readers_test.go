@@ -26,7 +26,7 @@ func (c *cluster) consumers() int {
 	return stream.CachedInfo().State.Consumers
 }
 
-// Neither a reader nor a replay has a consumer (N3).
+// TestReadersHaveNoConsumer checks that readers and replays create no consumer (N3).
 func TestReadersHaveNoConsumer(t *testing.T) {
 	c := start(t)
 	c.write(reset(10), added(11, "pods"))
@@ -41,8 +41,8 @@ func TestReadersHaveNoConsumer(t *testing.T) {
 	}
 }
 
-// The stream of an older release is updated in place: it keeps its messages and loses its consumers. It then accepts
-// one consumer, the smallest limit that JetStream has.
+// TestAnOlderStreamIsUpdated checks that an older release's stream is updated in place. It keeps its messages, loses
+// its consumers, and accepts one consumer, which is JetStream's smallest limit.
 func TestAnOlderStreamIsUpdated(t *testing.T) {
 	c := start(t)
 	if err := c.js.DeleteStream(t.Context(), eventlog.StreamName); err != nil {
@@ -91,16 +91,16 @@ func TestAnOlderStreamIsUpdated(t *testing.T) {
 		_, err = after.CreateConsumer(t.Context(), jetstream.ConsumerConfig{Durable: fmt.Sprint("new", n)})
 	}
 	if err == nil {
-		t.Error("the stream takes more than one consumer")
+		t.Error("the stream accepts more than one consumer")
 	}
 }
 
-// A reader that is slower than the log exceeds the bounds of its subscription. It reads the dropped messages from the
-// stream.
+// TestASlowReaderMissesNothing checks a reader that exceeds the pending limits of its subscription. It reads the
+// dropped messages from the stream.
 func TestASlowReaderMissesNothing(t *testing.T) {
 	c := start(t)
 	c.write(reset(10))
-	const last = 10 + 40_000 // more than what may wait
+	const last = 10 + 40_000 // more than the pending limit
 	next, failed := int64(10), make(chan error, 1)
 	hold := make(chan struct{})
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -139,7 +139,7 @@ func TestASlowReaderMissesNothing(t *testing.T) {
 
 var errEnough = errors.New("enough")
 
-// NATS may lose the last message on its way to a reader. The reader then finds it in the stream.
+// TestALostLastMessageIsFound checks that a reader finds a lost last message in the stream.
 func TestALostLastMessageIsFound(t *testing.T) {
 	c := start(t)
 	c.write(reset(10), added(11, "pods"))
@@ -160,8 +160,8 @@ func TestALostLastMessageIsFound(t *testing.T) {
 	t.Logf("found in %v", time.Since(began))
 }
 
-// A replica of the stream that lags answers too few messages, and a message of its answer may be lost. Direct reads the
-// others from the leader.
+// TestALaggingReplicaHidesNothing checks direct gets from a lagging replica, which returns too few messages, and a lost
+// message of a response. The reader gets the missing messages from the leader.
 func TestALaggingReplicaHidesNothing(t *testing.T) {
 	for name, answer := range map[string]func(c *cluster, m *nats.Msg){
 		"it has no message": func(_ *cluster, m *nats.Msg) {
@@ -201,7 +201,7 @@ func TestALaggingReplicaHidesNothing(t *testing.T) {
 	}
 }
 
-// A read that is canceled does not wait for the answer to its direct get.
+// TestACanceledReadEndsAtOnce checks that a canceled read does not wait for the response to its direct get.
 func TestACanceledReadEndsAtOnce(t *testing.T) {
 	c := start(t)
 	c.write(reset(10), added(11, "pods"))
@@ -222,7 +222,7 @@ func TestACanceledReadEndsAtOnce(t *testing.T) {
 	}
 }
 
-// directGet answers a direct get as NATS does, except that the lost message does not arrive.
+// directGet responds to a direct get as NATS does, without the lost message.
 func (c *cluster) directGet(m *nats.Msg, lost int) {
 	var request struct {
 		Sequence uint64 `json:"seq"`
@@ -253,7 +253,7 @@ func endOfBatch(m *nats.Msg) {
 	_ = m.RespondMsg(&nats.Msg{Header: nats.Header{"Status": {"204"}, "Description": {"EOB"}}})
 }
 
-// withoutDirectGets has the stream answer no direct get.
+// withoutDirectGets makes the stream ignore direct gets.
 func (c *cluster) withoutDirectGets() {
 	c.t.Helper()
 	stream, err := c.js.Stream(c.t.Context(), eventlog.StreamName)

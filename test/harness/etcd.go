@@ -10,12 +10,12 @@ import (
 	"time"
 )
 
-// Etcd starts etcd on loopback and answers its URL.
+// Etcd starts etcd on loopback and returns its URL.
 func Etcd(t testing.TB, dir string) string {
 	return NewMember(t, dir).URL
 }
 
-// Member is an etcd on loopback that can be stopped, restored from a backup and started again.
+// Member is an etcd member on loopback that a test can stop, restore from a backup and start again.
 type Member struct {
 	t         testing.TB
 	dir, peer string
@@ -23,7 +23,7 @@ type Member struct {
 	process   *Process
 }
 
-// NewMember starts one.
+// NewMember starts a single-member etcd with its data under dir.
 func NewMember(t testing.TB, dir string) *Member {
 	m := &Member{
 		t:    t,
@@ -35,7 +35,7 @@ func NewMember(t testing.TB, dir string) *Member {
 	return m
 }
 
-// Start starts it with what data it has.
+// Start starts etcd with the data that its data directory holds.
 func (m *Member) Start() {
 	m.t.Helper()
 	m.process = Start(m.t, m.dir, "etcd", Peer("etcd"), "--name", "e", "--data-dir", filepath.Join(m.dir, "etcd-data"),
@@ -45,10 +45,10 @@ func (m *Member) Start() {
 	Eventually(m.t, 20*time.Second, func() error { return get(http.DefaultClient, m.URL+"/health") })
 }
 
-// Stop ends it.
+// Stop stops etcd with SIGTERM.
 func (m *Member) Stop() { m.process.Stop() }
 
-// Restore makes its data that of a backup, as etcdutl does. It must be stopped.
+// Restore replaces the member's data with a backup, as etcdutl does. The member must be stopped.
 func (m *Member) Restore(backup string) {
 	m.t.Helper()
 	data := filepath.Join(m.dir, "etcd-data")

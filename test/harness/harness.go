@@ -1,6 +1,5 @@
-// Package harness starts what the tests talk to: Watershed in both its forms, kube-apiserver beside it as the oracle,
-// and the controllers that make a cluster of either. Everything uses free ports and a directory of its own, and is gone
-// when the test ends.
+// Package harness starts the servers of the tests: Watershed as `up` and as `split`, kube-apiserver as the oracle, and
+// the controllers of a cluster. Every process uses free ports and its own directory, and ends with the test.
 package harness
 
 import (
@@ -30,7 +29,7 @@ import (
 	"watershed.dev/platform/pki"
 )
 
-// Root is the repository.
+// Root returns the root directory of the repository.
 func Root() string {
 	dir, err := os.Getwd()
 	if err != nil {
@@ -44,14 +43,14 @@ func Root() string {
 	}
 }
 
-// Peer is the path of a real peer's binary; `make peers` builds them.
+// Peer returns the path of a peer's binary, which `make peers` builds.
 func Peer(name string) string { return filepath.Join(Root(), ".build", "bin", name) }
 
-// Watershed is the path of the binary under test; `make build` builds it.
+// Watershed returns the path of the binary under test, which `make build` builds.
 func Watershed() string { return filepath.Join(Root(), "bin", "watershed") }
 
-// FreePort is one that nobody listens at. It is below those that connections take (ip_local_port_range) and node ports:
-// what is free when it is asked for is so when it is listened at.
+// FreePort returns a port without a listener. The port is below ip_local_port_range and the node ports, so no
+// connection takes it before the caller listens.
 func FreePort(t testing.TB) int {
 	const lowest, highest = 12000, 29999
 	for range 1000 {
@@ -65,18 +64,18 @@ func FreePort(t testing.TB) int {
 	return 0
 }
 
-// Server is a running API server of either kind.
+// Server is a running API server: Watershed or kube-apiserver.
 type Server struct {
 	t          testing.TB
 	Dir        string
 	Kubeconfig string
 	Port       int
-	// SAKey and CA (a path without its ending) are what a controller manager signs with.
+	// SAKey and CA (a path without its extension) are the keys that a controller manager signs with.
 	SAKey, CA string
 	process   *Process
 }
 
-// Process is a child in a process group of its own.
+// Process is a child process with its own process group.
 type Process struct {
 	Cmd  *exec.Cmd
 	Log  string
@@ -84,7 +83,7 @@ type Process struct {
 	err  error
 }
 
-// Start runs a program until the test ends. Its output goes to dir/name.log, which is shown if the test fails.
+// Start runs a program until the test ends. Its output goes to dir/name.log; a failed test prints the end of that file.
 func Start(t testing.TB, dir, name, program string, args ...string) *Process {
 	t.Helper()
 	log := filepath.Join(dir, name+".log")
@@ -113,7 +112,7 @@ func Start(t testing.TB, dir, name, program string, args ...string) *Process {
 	return p
 }
 
-// Stop ends the process and waits.
+// Stop sends SIGTERM and waits for the process to end. It kills the process after 20 s.
 func (p *Process) Stop() {
 	_ = p.Cmd.Process.Signal(syscall.SIGTERM)
 	select {
@@ -123,8 +122,7 @@ func (p *Process) Stop() {
 	}
 }
 
-// Wait waits until the process has ended by itself, and answers how. One that goes on longer than within fails the
-// test's expectations: it is killed.
+// Wait waits for the process to exit and returns its error. After within it kills the process and returns nil.
 func (p *Process) Wait(within time.Duration) error {
 	select {
 	case <-p.done:
@@ -135,7 +133,7 @@ func (p *Process) Wait(within time.Duration) error {
 	}
 }
 
-// Kill ends it as kill -9 does.
+// Kill ends the process group with SIGKILL.
 func (p *Process) Kill() {
 	_ = syscall.Kill(-p.Cmd.Process.Pid, syscall.SIGKILL)
 	<-p.done
@@ -146,10 +144,10 @@ func tail(path string, n int) string {
 	return string(b[max(0, len(b)-n):])
 }
 
-// Up starts `watershed up` in dir ("" for a new one) with more flags.
+// Up starts `watershed up` in dir ("" for a new directory) with more flags.
 func Up(t testing.TB, dir string, flags ...string) *Server { return start(t, "up", dir, flags) }
 
-// Split starts `watershed split`.
+// Split starts `watershed split` in dir ("" for a new directory) with more flags.
 func Split(t testing.TB, dir string, flags ...string) *Server { return start(t, "split", dir, flags) }
 
 func start(t testing.TB, form, dir string, flags []string) *Server {
@@ -174,7 +172,7 @@ func start(t testing.TB, form, dir string, flags []string) *Server {
 	if s.Port == 0 {
 		s.Port = FreePort(t)
 	}
-	_ = os.Remove(filepath.Join(dir, form+".log")) // an earlier run's says that it was ready
+	_ = os.Remove(filepath.Join(dir, form+".log")) // an earlier run's log contains the line that marks readiness
 	args := append([]string{form, "--data-dir", dir, "--bind-address", "127.0.0.1",
 		"--secure-port", fmt.Sprint(s.Port)}, flags...)
 	s.process = Start(t, dir, form, Watershed(), args...)
@@ -182,7 +180,7 @@ func start(t testing.TB, form, dir string, flags []string) *Server {
 	return s
 }
 
-// TempDir is a directory with a path short enough for sockets.
+// TempDir returns a directory whose path is short enough for Unix sockets.
 func TempDir(t testing.TB) string {
 	dir, err := os.MkdirTemp("", "ws")
 	if err != nil {
@@ -197,7 +195,7 @@ func (s *Server) waitFor(text string) {
 	Eventually(s.t, time.Minute, func() error {
 		select {
 		case <-s.process.done:
-			s.t.Fatalf("it ended (%v):\n%s", s.process.err, tail(s.process.Log, 3000))
+			s.t.Fatalf("the server ended (%v):\n%s", s.process.err, tail(s.process.Log, 3000))
 		default:
 		}
 		if b, _ := os.ReadFile(s.process.Log); !bytes.Contains(b, []byte(text)) {
@@ -207,14 +205,14 @@ func (s *Server) waitFor(text string) {
 	})
 }
 
-// Stop ends the server in an orderly way; Kill as kill -9 does. The directory stays.
+// Stop stops the server with SIGTERM. Its directory stays.
 func (s *Server) Stop() { s.process.Stop() }
 
-// Kill ends it as kill -9 does.
+// Kill ends the server with SIGKILL.
 func (s *Server) Kill() { s.process.Kill() }
 
-// StopListening tells the server to stop and waits until nobody listens at its port any more. It may take longer to
-// end: with clients that watch kube-apiserver takes a minute.
+// StopListening sends SIGTERM and waits until the server's port has no listener. The process may take longer to end:
+// kube-apiserver takes a minute if clients watch.
 func (s *Server) StopListening() {
 	s.t.Helper()
 	_ = s.process.Cmd.Process.Signal(syscall.SIGTERM)
@@ -224,17 +222,17 @@ func (s *Server) StopListening() {
 			return nil
 		}
 		c.Close()
-		return errors.New("it still listens")
+		return errors.New("the server still listens")
 	})
 }
 
-// PID returns the process id of the server; of `split` that of its supervisor.
+// PID returns the process ID of the server. For `split` it is the supervisor's.
 func (s *Server) PID() int { return s.process.Cmd.Process.Pid }
 
-// Output is what the server has printed.
+// Output returns the last 1 MiB that the server printed.
 func (s *Server) Output() string { return tail(s.process.Log, 1<<20) }
 
-// Config is the administrator's, without client-side rate limits.
+// Config returns the administrator's client config, without client-side rate limits.
 func (s *Server) Config() *rest.Config {
 	c, err := clientcmd.BuildConfigFromFlags("", s.Kubeconfig)
 	if err != nil {
@@ -244,10 +242,10 @@ func (s *Server) Config() *rest.Config {
 	return c
 }
 
-// Client is the administrator's clientset.
+// Client returns the administrator's clientset.
 func (s *Server) Client() *kubernetes.Clientset { return kubernetes.NewForConfigOrDie(s.Config()) }
 
-// Kubectl runs kubectl and fails the test if it fails.
+// Kubectl runs kubectl and returns its output. It fails the test if kubectl fails.
 func (s *Server) Kubectl(args ...string) string {
 	s.t.Helper()
 	out, err := s.TryKubectl("", args...)
@@ -257,7 +255,7 @@ func (s *Server) Kubectl(args ...string) string {
 	return out
 }
 
-// TryKubectl runs kubectl with some input.
+// TryKubectl runs kubectl with input on stdin.
 func (s *Server) TryKubectl(input string, args ...string) (string, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
@@ -269,7 +267,7 @@ func (s *Server) TryKubectl(input string, args ...string) (string, error) {
 	return string(out), err
 }
 
-// Apply runs kubectl apply.
+// Apply runs kubectl apply with a manifest and returns its output.
 func (s *Server) Apply(manifest string, flags ...string) string {
 	s.t.Helper()
 	out, err := s.TryKubectl(manifest, append([]string{"apply", "-f", "-"}, flags...)...)
@@ -279,8 +277,8 @@ func (s *Server) Apply(manifest string, flags ...string) string {
 	return out
 }
 
-// Managers runs kube-controller-manager, with flags beside its usual ones, and kube-scheduler, without nodes. It
-// answers the directory of their logs.
+// Managers runs kube-controller-manager, with more flags, and kube-scheduler, without nodes. It returns the directory
+// of their logs.
 func (s *Server) Managers(flags ...string) string {
 	s.t.Helper()
 	dir := TempDir(s.t)
@@ -296,7 +294,7 @@ func (s *Server) Managers(flags ...string) string {
 	return dir
 }
 
-// Identity is the kubeconfig of a user in some groups, who is known by a certificate of the cluster's CA.
+// Identity returns the path of a kubeconfig for a user in groups. Its client certificate is signed by the cluster's CA.
 func (s *Server) Identity(user string, groups ...string) string {
 	s.t.Helper()
 	name := strings.ReplaceAll(user, ":", "-")
@@ -313,7 +311,7 @@ func (s *Server) Identity(user string, groups ...string) string {
 	return path
 }
 
-// ServingCertificate is one that the cluster's CA has signed for a server at some names and addresses.
+// ServingCertificate returns a serving certificate for names and addresses, signed by the cluster's CA.
 func (s *Server) ServingCertificate(name string, names ...string) (cert, key string) {
 	s.t.Helper()
 	return s.leaf(pki.Leaf{Name: name, CommonName: name, SANs: names, Usage: pki.Server})
@@ -352,12 +350,12 @@ status: {allocatable: {cpu: 32, memory: 256Gi, pods: 110}, capacity: {cpu: 32, m
 	s.Apply(nodes.String())
 }
 
-// stages gathers kwok's own stages: nodes become Ready and pods Running or complete.
+// stages writes kwok's default stages into one file: nodes become Ready, pods run or complete.
 func stages(t testing.TB, dir string) string {
 	out, err := exec.Command("go", "list", "-C", filepath.Join(Root(), "test"), "-m", "-f",
 		"{{.Dir}}", "sigs.k8s.io/kwok").Output()
 	if err != nil {
-		t.Fatalf("where is kwok's module: %v", err)
+		t.Fatalf("find kwok's module: %v", err)
 	}
 	var all bytes.Buffer
 	for _, s := range []string{"node/fast", "node/heartbeat-with-lease", "pod/fast"} {
@@ -381,7 +379,7 @@ func stages(t testing.TB, dir string) string {
 	return path
 }
 
-// Eventually polls until f is nil; it fails the test with f's last error.
+// Eventually polls f until it returns nil. After within it fails the test with f's last error.
 func Eventually(t testing.TB, within time.Duration, f func() error) {
 	t.Helper()
 	deadline := time.Now().Add(within)
@@ -410,7 +408,8 @@ func get(c *http.Client, url string) error {
 	return nil
 }
 
-// Dialer dials anew: client-go shares connections between those whose configurations are the same.
+// Dialer returns a dial function of its own. A config with this function gets new connections, because client-go
+// shares connections between equal configs.
 func (s *Server) Dialer() func(context.Context, string, string) (net.Conn, error) {
 	d := &net.Dialer{Timeout: 10 * time.Second, KeepAlive: 30 * time.Second}
 	return func(ctx context.Context, network, address string) (net.Conn, error) {
@@ -418,7 +417,7 @@ func (s *Server) Dialer() func(context.Context, string, string) (net.Conn, error
 	}
 }
 
-// HostAddress is an address of this machine that is not loopback: endpoints may not be there.
+// HostAddress returns an address of this machine that is not loopback, because endpoints cannot be loopback addresses.
 func HostAddress(t testing.TB) string {
 	all, err := net.InterfaceAddrs()
 	if err != nil {
@@ -433,7 +432,7 @@ func HostAddress(t testing.TB) string {
 	return ""
 }
 
-// Scale has a `split` run as many processes of services as each "service=N" says.
+// Scale sets the number of a split's processes, one "service=N" for each service.
 func (s *Server) Scale(to ...string) {
 	s.t.Helper()
 	args := append([]string{"split", "scale", "--data-dir", s.Dir}, to...)
@@ -442,7 +441,8 @@ func (s *Server) Scale(to ...string) {
 	}
 }
 
-// Debug is a client of the debug address of a process of `split`, such as "gateway-0", whatever host it asks for.
+// Debug returns a client of the debug address of a process of `split`, such as "gateway-0". It ignores the host of
+// the URL.
 func (s *Server) Debug(process string) *http.Client {
 	s.t.Helper()
 	conf, err := os.ReadFile(filepath.Join(s.Dir, "config", process+".yaml"))
@@ -458,7 +458,7 @@ func (s *Server) Debug(process string) *http.Client {
 	}}
 }
 
-// Metric is a metric without labels of a process of `split`.
+// Metric returns the value of a metric without labels of a process of `split`.
 func (s *Server) Metric(process, name string) (n float64) {
 	s.t.Helper()
 	resp, err := s.Debug(process).Get("http://" + process + "/metrics")
@@ -475,13 +475,13 @@ func (s *Server) Metric(process, name string) (n float64) {
 	return n
 }
 
-// Log is what a server of `up` has logged.
+// Log returns the log of a server of `up`.
 func (s *Server) Log() string {
 	b, _ := os.ReadFile(filepath.Join(s.Dir, "watershed.log"))
 	return string(b)
 }
 
-// Get asks for a path as the administrator, and answers the code and the body.
+// Get requests a path as the administrator and returns the status code and the body.
 func (s *Server) Get(path string) (int, string) {
 	c, err := rest.HTTPClientFor(s.Config())
 	if err != nil {

@@ -15,9 +15,9 @@ import (
 	"k8s.io/kms/pkg/service"
 )
 
-// KMS is a KMS v2 plugin of the test's own, which encrypts with AES-GCM.
+// KMS is a KMS v2 plugin inside the test's process. It encrypts with AES-GCM.
 type KMS struct {
-	// Endpoint is its socket, as an EncryptionConfiguration names it.
+	// Endpoint is the plugin's socket, in the form that an EncryptionConfiguration takes.
 	Endpoint string
 
 	server *service.GRPCService
@@ -40,7 +40,7 @@ func NewKMS(t testing.TB) *KMS {
 	return k
 }
 
-// Rotate has it encrypt with a new key, and decrypt with those before it too.
+// Rotate makes the plugin encrypt with a new key. It still decrypts with the earlier keys.
 func (k *KMS) Rotate(t testing.TB, id string) {
 	t.Helper()
 	raw := make([]byte, 32)
@@ -58,7 +58,7 @@ func (k *KMS) Rotate(t testing.TB, id string) {
 	k.keys[id], k.now = aead, id
 }
 
-// Break has it fail for a reason, "hang" or "garbage"; empty: it works again.
+// Break makes the plugin fail with a reason, "hang" or "garbage". An empty reason makes it work again.
 func (k *KMS) Break(reason string) {
 	k.mu.Lock()
 	defer k.mu.Unlock()

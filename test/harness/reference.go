@@ -24,13 +24,13 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// Reference is the real kube-apiserver.
+// Reference is a kube-apiserver process.
 type Reference struct {
 	*Server
 	args []string
 }
 
-// KubeAPIServer starts the real thing on an etcd, with certificates of its own and with more flags.
+// KubeAPIServer starts kube-apiserver on an etcd, with its own certificates and with more flags.
 func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Reference {
 	t.Helper()
 	s := &Server{
@@ -62,8 +62,8 @@ func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Reference {
 	return r
 }
 
-// clusterFlags are flags with which kube-apiserver and Watershed serve a cluster whose certificates and keys lie in
-// dir/pki, and more, which replace those of their names.
+// clusterFlags returns flags for kube-apiserver and for Watershed. Both then serve a cluster with the certificates and
+// keys of dir/pki. A flag of more replaces the flag of the same name.
 func clusterFlags(dir string, more []string) []string {
 	p := func(f string) string { return filepath.Join(dir, "pki", f) }
 	flags := []string{
@@ -98,7 +98,7 @@ func clusterFlags(dir string, more []string) []string {
 			return given == name || replaces[given] == name
 		})
 	})
-	for _, m := range more { // a flag with no value only takes the place of one
+	for _, m := range more { // a flag without a value only removes the flag of its name
 		if !strings.HasSuffix(m, "=") {
 			flags = append(flags, m)
 		}
@@ -106,17 +106,17 @@ func clusterFlags(dir string, more []string) []string {
 	return flags
 }
 
-// replaces are flags that cannot be given with another.
+// replaces maps a flag to the flag that cannot be set beside it.
 var replaces = map[string]string{"--authorization-config": "--authorization-mode"}
 
-// UsedTwins are Twins whose stores have been served without the flags before.
+// UsedTwins returns Twins with stores that both servers have already served without flags.
 func UsedTwins(t testing.TB, flags ...string) (theirs, ours *Server) {
 	t.Helper()
 	dir := TempDir(t)
 	etcd := Etcd(t, dir)
 	first := KubeAPIServer(t, dir, etcd)
 	client := first.Client()
-	Eventually(t, time.Minute, func() error { // the last of what it makes for itself
+	Eventually(t, time.Minute, func() error { // the last object that it creates for itself
 		_, err := client.SchedulingV1().PriorityClasses().Get(t.Context(), "system-node-critical", metav1.GetOptions{})
 		return err
 	})
@@ -126,14 +126,14 @@ func UsedTwins(t testing.TB, flags ...string) (theirs, ours *Server) {
 	return twins(t, dir, etcd, ours.Dir, flags)
 }
 
-// Twins are kube-apiserver and Watershed, each on a fresh etcd, with the same certificates, keys and flags.
+// Twins starts kube-apiserver and Watershed with the same certificates, keys and flags, each on a fresh etcd.
 func Twins(t testing.TB, flags ...string) (theirs, ours *Server) {
 	t.Helper()
 	dir := TempDir(t)
 	return twins(t, dir, Etcd(t, dir), "", flags)
 }
 
-// Side stands in a flag of twins for each one's own name, kube-apiserver or watershed.
+// Side is a placeholder in a flag of Twins for the server's own name, kube-apiserver or watershed.
 const Side = "{side}"
 
 func twins(t testing.TB, dir, etcd, data string, flags []string) (theirs, ours *Server) {
@@ -160,7 +160,7 @@ func twins(t testing.TB, dir, etcd, data string, flags []string) (theirs, ours *
 	return theirs, ours
 }
 
-// Restart starts it as it was when it was stopped, and waits until it is ready.
+// Restart starts the stopped kube-apiserver with the same arguments, and waits until it is ready.
 func (s *Reference) Restart() {
 	s.t.Helper()
 	s.process = Start(s.t, s.Dir, "kube-apiserver", Peer("kube-apiserver"), s.args...)
@@ -174,7 +174,7 @@ func (s *Reference) Restart() {
 	})
 }
 
-// Manifest is it as a static pod, as kubeadm writes it.
+// Manifest returns the manifest of this kube-apiserver as a static pod, in the form that kubeadm writes.
 func (s *Reference) Manifest() string {
 	type object = map[string]any
 	containers := []object{{"name": "kube-apiserver", "command": append([]string{"kube-apiserver"}, s.args...)}}
@@ -190,7 +190,7 @@ func (s *Reference) Manifest() string {
 	return string(text)
 }
 
-// Oracle is kube-apiserver on a fresh etcd, with more flags.
+// Oracle starts kube-apiserver on a fresh etcd, with more flags.
 func Oracle(t testing.TB, flags ...string) *Server {
 	dir := TempDir(t)
 	return KubeAPIServer(t, dir, Etcd(t, dir), flags...).Server

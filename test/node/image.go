@@ -12,7 +12,7 @@ import (
 	"strings"
 )
 
-// image is one that is put together here: no registry can be reached from everywhere.
+// image is an image that the test builds, because a registry is not reachable from every machine.
 type image struct {
 	tags            []string
 	entrypoint, cmd []string
@@ -20,7 +20,7 @@ type image struct {
 	files           map[string][]byte // by path in the image
 }
 
-// archive is the image as `docker save` writes it.
+// archive returns the image in the format of `docker save`.
 func (i *image) archive() ([]byte, error) {
 	layer, err := i.layer()
 	if err != nil {

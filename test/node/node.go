@@ -1,6 +1,6 @@
-// Package node makes this machine a real node of whatever API server the harness has started: containerd, kubelet and
-// kube-proxy from their modules, images that are put together here. It needs root, and Debian's runc, CNI plugins,
-// iptables and busybox, which it installs.
+// Package node makes this machine a node of an API server of the harness. It runs containerd, kubelet and kube-proxy
+// from their modules, with images that it builds itself. It requires root, and installs Debian's runc, CNI plugins,
+// iptables and busybox.
 package node
 
 import (
@@ -19,32 +19,32 @@ import (
 )
 
 const (
-	// Name is the node's.
+	// Name is the node's name.
 	Name = "real-1"
-	// Address is the node's, on a bridge of its own: pods reach the API server there.
+	// Address is the node's address, on its own bridge. Pods reach the API server at this address.
 	Address = "10.99.0.1"
 	bridge  = "watershed0"
 	pods    = "10.244.77.0/24"
 )
 
-// Options are what a test wants of the node beside what the upstream suite needs.
+// Options are a test's requirements for the node, beyond the requirements of the upstream suite.
 type Options struct {
-	// DNS is the address of the cluster's DNS; without one pods have the machine's resolv.conf.
+	// DNS is the address of the cluster's DNS. If it is empty, pods get the machine's resolv.conf.
 	DNS string
-	// Archives are tar files of images, and Programs static binaries to make images of, by the image's name.
+	// Archives are tar files of images. Programs maps an image's name to the static binary that it is built from.
 	Archives []string
 	Programs map[string]string
-	// Lean leaves out the suite's own images but pause.
+	// Lean leaves out the suite's images, except pause.
 	Lean bool
 }
 
-// Flags are those that an API server needs for the node.
+// Flags returns the flags that an API server needs for the node.
 func Flags() []string {
 	return []string{"--kubelet-preferred-address-types=InternalIP", "--enable-aggregator-routing",
 		"--advertise-address=" + Address}
 }
 
-// Prepare makes the bridge. An API server that is to be reached from pods is started after it.
+// Prepare creates the bridge. An API server that pods must reach starts after it.
 func Prepare(t testing.TB) {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -65,7 +65,7 @@ func Prepare(t testing.TB) {
 		run(t, "ip", "addr", "add", Address+"/24", "dev", bridge)
 	}
 	run(t, "ip", "link", "set", bridge, "up")
-	const forwards = "/proc/sys/net/ipv4/ip_forward" // which the CNI plugins set
+	const forwards = "/proc/sys/net/ipv4/ip_forward" // the CNI plugins set it
 	before, _ := os.ReadFile(forwards)
 	t.Cleanup(func() {
 		_ = exec.Command("ip", "link", "del", bridge).Run()
@@ -80,16 +80,16 @@ func run(t testing.TB, command string, args ...string) {
 	}
 }
 
-// Node is a running one.
+// Node is a running node.
 type Node struct{ socket string }
 
-// Import hands a tar file of images to the node's containerd.
+// Import imports a tar file of images into the node's containerd.
 func (n *Node) Import(t testing.TB, archive string) {
 	t.Helper()
 	run(t, harness.Peer("ctr"), "-a", n.socket, "-n", "k8s.io", "images", "import", archive)
 }
 
-// Join starts the node; it is gone when the test ends.
+// Join starts the node, which ends with the test.
 func Join(t testing.TB, s *harness.Server, o Options) *Node {
 	t.Helper()
 	dir := harness.TempDir(t)
@@ -152,7 +152,7 @@ maxPods: 200
 `, dir, socket, s.CA+".crt", Address, dnsOf(o), serving, key))
 	t.Cleanup(func() { sweep(dir) })
 	t.Setenv("PATH", filepath.Dir(harness.Peer("containerd"))+":"+
-		os.Getenv("PATH")) // containerd looks for its shim there
+		os.Getenv("PATH")) // containerd finds its shim there
 	harness.Start(t, dir, "containerd", harness.Peer("containerd"), "-c", config)
 	harness.Eventually(t, 30*time.Second, func() error {
 		return exec.Command(harness.Peer("ctr"), "-a", socket, "version").Run()
@@ -189,7 +189,7 @@ maxPods: 200
 	return n
 }
 
-// dnsOf is a line of kubelet's configuration.
+// dnsOf returns the DNS line of kubelet's configuration.
 func dnsOf(o Options) string {
 	if o.DNS == "" {
 		return ""
@@ -197,7 +197,7 @@ func dnsOf(o Options) string {
 	return "clusterDNS: [" + o.DNS + "]"
 }
 
-// images are pause, what the test adds, and what the upstream suite runs.
+// images returns pause, the test's own images, and the upstream suite's images.
 func images(t testing.TB, o Options) []*image {
 	t.Helper()
 	file := func(path string) []byte {
@@ -229,7 +229,7 @@ func images(t testing.TB, o Options) []*image {
 	return append(all, suite(t)...)
 }
 
-// suite is what the upstream suite runs: its own agnhost, and stand-ins of busybox for servers.
+// suite returns the upstream suite's images: its own agnhost, and busybox in place of other servers.
 func suite(t testing.TB) []*image {
 	t.Helper()
 	file := func(path string) []byte {
@@ -292,7 +292,7 @@ func module(t testing.TB, name string) string {
 	return strings.TrimSpace(string(out))
 }
 
-// sweep ends what outlives containerd and unmounts what kubelet mounted.
+// sweep ends the processes that outlive containerd, and unmounts kubelet's mounts.
 func sweep(dir string) {
 	for _, proc := range must(filepath.Glob("/proc/[0-9]*/cmdline")) {
 		line, err := os.ReadFile(proc)
@@ -308,19 +308,19 @@ func sweep(dir string) {
 	endPods()
 	mounts, _ := os.ReadFile("/proc/mounts")
 	lines := strings.Split(string(mounts), "\n")
-	for i := len(lines) - 1; i >= 0; i-- { // the innermost first
+	for i := len(lines) - 1; i >= 0; i-- { // innermost first
 		if fields := strings.Fields(lines[i]); len(fields) > 1 && strings.HasPrefix(fields[1], dir) {
 			_ = syscall.Unmount(fields[1], syscall.MNT_DETACH)
 		}
 	}
 	_ = exec.Command("ip", "link", "del", "watershed1").Run()
-	for _, tables := range []string{"iptables", "ip6tables"} { // kube-proxy's rules and the CNI plugins'
+	for _, tables := range []string{"iptables", "ip6tables"} { // rules of kube-proxy and of the CNI plugins
 		const text = "%[1]s-save | grep -v 'KUBE-\\|CNI-' | %[1]s-restore"
 		_ = exec.Command("sh", "-c", fmt.Sprintf(text, tables)).Run()
 	}
 }
 
-// endPods ends what still runs in kubelet's control groups, and removes these and pods' network namespaces.
+// endPods kills the processes in kubelet's cgroups, and removes these cgroups and the pods' network namespaces.
 func endPods() {
 	const groups = "/sys/fs/cgroup/kubepods /sys/fs/cgroup/*/kubepods" // of cgroup v2, and of v1
 	procs := exec.Command("sh", "-c", "find "+groups+" -name cgroup.procs -exec cat {} + 2>/dev/null | sort -u")
@@ -333,7 +333,7 @@ func endPods() {
 		_ = syscall.Unmount(ns, syscall.MNT_DETACH)
 		_ = os.Remove(ns)
 	}
-	for range 50 { // the last process leaves its group a moment after it was killed
+	for range 50 { // a killed process leaves its cgroup with a delay
 		if exec.Command("sh", "-c", "for g in "+groups+"; do ! test -d $g || find $g -depth -type d -exec rmdir {} + || exit 1; done").
 			Run() ==
 			nil {

@@ -12,12 +12,12 @@ import (
 	"strings"
 )
 
-// breakage is a mistake made on purpose: some code is replaced by other code, and the judge has to find it.
+// breakage is a deliberate defect: a build replaces code with instead, and the checker must detect it.
 type breakage struct {
 	name, file, code, instead string
 }
 
-// mistakes are replaced while building; the source is left alone (go build -overlay).
+// mistakes are the defects. `go build -overlay` applies them, so the source files do not change.
 var mistakes = []breakage{
 	{
 		name:    "drop",
@@ -52,7 +52,7 @@ func breakages() (names []string) {
 	return names
 }
 
-// runBroken builds and runs each broken Watershed and answers the exit code: 0 where the judge found every mistake.
+// runBroken builds and runs each broken Watershed. It returns the exit code: 0 if the checker detected every defect.
 func runBroken(ctx context.Context, o options, which string) int {
 	code := 0
 	for _, b := range mistakes {
@@ -127,10 +127,10 @@ func (b breakage) build(ctx context.Context) (string, error) {
 	return binary, nil
 }
 
-// applies is an error where the code that is to be replaced is not in the text once.
+// applies returns an error unless text contains the code to replace exactly once.
 func (b breakage) applies(text string) error {
 	if strings.Count(text, b.code) != 1 {
-		return fmt.Errorf("-break %s: %s does not have this once any more: %q", b.name, b.file, b.code)
+		return fmt.Errorf("-break %s: %s does not contain this code exactly once: %q", b.name, b.file, b.code)
 	}
 	return nil
 }

@@ -8,7 +8,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// The mistakes that are made on purpose can still be made.
+// TestEveryMistakeApplies checks that the source still contains the code that each defect replaces.
 func TestEveryMistakeApplies(t *testing.T) {
 	for _, b := range mistakes {
 		text, err := os.ReadFile(filepath.Join(harness.Root(), b.file))

@@ -21,10 +21,12 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// process is one of the cluster's, which is started again whenever it ends.
+// process is a process of the cluster. It restarts whenever it ends.
+//
+//	running → (fault, or an unexpected end) → down for p.down → lost data removed → running
 type process struct {
 	name, command, config string
-	// data is its --data-dir, if it has one.
+	// data is the process's --data-dir, if it has one.
 	data    string
 	cluster *cluster
 
@@ -32,15 +34,15 @@ type process struct {
 	cmd     *exec.Cmd
 	done    chan struct{}
 	stopped bool
-	// down is how long it stays away after its next end.
+	// down is the delay before the next restart.
 	down           time.Duration
 	endExpected    bool
 	unexpectedEnds int
-	// lost is what is removed before it is started the next time.
+	// lost is a path to remove before the next restart.
 	lost string
 }
 
-// link is the way from one process to another's address, through a proxy that can be cut.
+// link is a connection from a process to another process's address, through a proxy that faults can cut.
 type link struct {
 	from, to string
 	*proxy
@@ -52,12 +54,11 @@ type cluster struct {
 	processes      []*process
 	links          []*link
 	etcd           []string
-	// corrupt writes something odd.
+	// corrupt writes undecodable or unusual objects.
 	corrupt func(n int)
 }
 
-// startCluster writes the configuration of the split form, puts a proxy into every way between two processes, and
-// starts all.
+// startCluster writes the configuration of `split`, puts a proxy between every two processes, and starts all processes.
 func startCluster(ctx context.Context, o options) (*cluster, error) {
 	c := &cluster{dir: o.dir, watershed: o.watershed}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -68,7 +69,7 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 	l.Close()
 	plan := exec.CommandContext(ctx, o.watershed, "split", "--dry-run", "--data-dir", o.dir, "--bind-address",
 		"127.0.0.1", "--secure-port", fmt.Sprint(c.port), "--replicas", o.replicas,
-		"--rpc-network", "tcp") // whose links can be cut
+		"--rpc-network", "tcp") // faults cut TCP links
 	if out, err := plan.CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("plan: %w\n%s", err, out)
 	}
@@ -89,7 +90,7 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 		}
 		name := strings.TrimSuffix(filepath.Base(f), ".yaml")
 		if strings.HasPrefix(name, "xds-") {
-			continue // it would tell of addresses past the links that are cut
+			continue // it would publish addresses that bypass the links
 		}
 		delete(conf, "xds-servers")
 		configs[name] = conf
@@ -129,7 +130,7 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 		switch command, _, _ := strings.Cut(name, "-"); command {
 		case "watchfanout":
 			conf["watch-progress-period"] = "1s"
-			conf["watch-ring-bytes"] = "65536" // resumes from further back are replayed from the log
+			conf["watch-ring-bytes"] = "65536" // resumes from older revisions are replayed from the log
 		case "gateway":
 			conf["watch-bookmark-period"] = "2s"
 		case "registry":
@@ -202,7 +203,7 @@ func (c *cluster) died() (n int) {
 	return n
 }
 
-// start runs the process, and again whenever it ends.
+// start runs the process, and restarts it whenever it ends.
 func (p *process) start() {
 	p.done = make(chan struct{})
 	go func() {
@@ -284,16 +285,16 @@ func (p *process) stop() {
 	}
 }
 
-// fault is one thing that goes wrong, and for how long.
+// fault is a fault and its duration.
 type fault struct {
 	kind     string
 	target   int
 	lasts    time.Duration
 	pause    time.Duration
-	together bool // the next one begins before this one is over
+	together bool // the next fault begins before this fault ends
 }
 
-// faults draws them all from the seed.
+// faults generates all faults from the seed.
 func (c *cluster) faults(o options) []fault {
 	r := rand.New(rand.NewPCG(o.seed, 1))
 	var all []fault
@@ -306,9 +307,9 @@ func (c *cluster) faults(o options) []fault {
 		switch n := r.IntN(24); {
 		case n == 23:
 			f.kind = "lose the log"
-		case n == 22: // what memory held is gone just when the log cannot be read
+		case n == 22: // the replicas' memory is lost while the log cannot be read
 			f.kind, f.lasts = "blackout", time.Duration(2000+r.IntN(6000))*time.Millisecond
-		case n == 20: // longer than it takes replicas to say that they are behind
+		case n == 20: // longer than replicas take to report that they are behind
 			f.kind, f.lasts = "stall", time.Duration(2000+r.IntN(10000))*time.Millisecond
 		case n == 21:
 			f.kind, f.target = "corrupt", r.IntN(1<<20)
@@ -330,10 +331,10 @@ func (c *cluster) faults(o options) []fault {
 	return all
 }
 
-// calmEvery is how many faults come before the cluster is given time to be whole again.
+// calmEvery is the number of faults between pauses for the cluster to recover.
 const calmEvery = 25
 
-// inject does every fault in turn and answers how many of each kind there were.
+// inject injects the faults in order, and returns the number of faults of each kind.
 func (c *cluster) inject(ctx context.Context, o options, progress func() string) map[string]int {
 	counts := map[string]int{}
 	var wg sync.WaitGroup
@@ -362,7 +363,7 @@ func (c *cluster) do(f fault) {
 	switch f.kind {
 	case "kill":
 		c.processes[f.target].kill(f.lasts)
-	case "term": // an orderly end, as of a rolling restart
+	case "term": // an orderly stop, as in a rolling restart
 		p := c.processes[f.target]
 		p.mu.Lock()
 		p.endExpected, p.down = true, f.lasts
@@ -373,8 +374,8 @@ func (c *cluster) do(f fault) {
 		p.signal(syscall.SIGSTOP)
 		time.Sleep(2 * f.lasts)
 		p.signal(syscall.SIGCONT)
-	case "stall", "blackout": // of all NATS servers: they are there, and do nothing
-		if f.kind == "blackout" { // and the replicas are new
+	case "stall", "blackout": // all NATS servers are stopped but not dead
+		if f.kind == "blackout" { // and the replicas restart
 			for _, p := range c.processes {
 				if strings.HasPrefix(p.name, "watchfanout-") {
 					p.kill(0)
@@ -391,7 +392,7 @@ func (c *cluster) do(f fault) {
 				time.Sleep(f.lasts)
 			}
 		}
-	case "lose the log": // NATS comes back without its disk
+	case "lose the log": // NATS restarts with an empty disk
 		for _, p := range c.processes {
 			if strings.HasPrefix(p.name, "nats-") {
 				p.mu.Lock()
@@ -406,7 +407,7 @@ func (c *cluster) do(f fault) {
 		c.links[f.target].set(refuse)
 		time.Sleep(f.lasts)
 		c.links[f.target].set(pass)
-	case "hang": // packets vanish: nobody is told
+	case "hang": // packets are lost without a reset
 		c.links[f.target].set(hang)
 		time.Sleep(4 * f.lasts)
 		c.links[f.target].set(pass)
@@ -428,7 +429,11 @@ func (c *cluster) do(f fault) {
 	}
 }
 
-// proxy passes TCP connections on, until it is told otherwise.
+// proxy forwards TCP connections, until set changes its mode.
+//
+//	pass: forwards bytes
+//	refuse: closes every connection, also new connections
+//	hang: keeps connections open and holds their bytes
 type proxy struct {
 	listener net.Listener
 	to       string
@@ -518,7 +523,7 @@ func (p *proxy) serve(in net.Conn) {
 	wg.Wait()
 }
 
-// copy passes bytes on; while the link hangs they wait.
+// copy forwards bytes. While the link hangs, it holds them.
 func (p *proxy) copy(to io.Writer, from io.Reader) {
 	buf := make([]byte, 32<<10)
 	for {

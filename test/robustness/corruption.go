@@ -11,8 +11,8 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 )
 
-// corrupt writes objects that kube-apiserver accepts and nobody should have to expect: strings that are not UTF-8, as
-// protobuf lets them through, and one that is six times as large in JSON. Whoever watches config maps must not notice.
+// corrupt writes unusual objects that kube-apiserver accepts in protobuf: strings that are not UTF-8, and a string that
+// JSON escapes to six times its size. Watches of config maps must not be affected.
 func (w *workload) corrupt(n int) {
 	bad := string([]byte{0xff, 0xfe, byte(n)})
 	name := fmt.Sprintf("corrupt-%d", n)
@@ -31,7 +31,7 @@ func (w *workload) corrupt(n int) {
 	}
 	for path, obj := range map[string]runtime.Object{"secrets": secret, "events": event} {
 		data, err := runtime.Encode(protobuf.NewSerializer(scheme.Scheme, scheme.Scheme), obj)
-		if err == nil { // whether it is accepted just now is not what this is about
+		if err == nil { // the response's status does not matter here
 			_, _, _ = w.do(context.Background(), w.client(), "POST", "/api/v1/namespaces/"+namespace+"/"+path,
 				runtime.ContentTypeProtobuf, string(data))
 		}

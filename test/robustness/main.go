@@ -1,9 +1,9 @@
-// Command robustness runs the split form while its processes are killed (-9), paused (STOP and CONT) and cut off from
-// each other, lets clients read, write and watch through it all, and then judges everything that they were told
-// (package history). Every fault comes from a seed: the same seed gives the same faults in the same order.
+// Command robustness runs `split` while its processes are killed (SIGKILL), paused (SIGSTOP, SIGCONT) and disconnected
+// from each other. Clients read, write and watch meanwhile. At the end a checker validates all responses and watch
+// events (package history). A seed determines all faults and their order.
 //
 //	robustness -faults 1000 -seed 7
-//	robustness -break drop          a Watershed that loses an event: the judge has to find it
+//	robustness -break drop          a Watershed that loses an event: the checker must detect it
 package main
 
 import (
@@ -22,7 +22,7 @@ import (
 	"time"
 )
 
-// options are what a run is told.
+// options are the parameters of a run.
 type options struct {
 	watershed string
 	dir       string
@@ -37,14 +37,15 @@ func main() {
 	log.SetFlags(log.Ltime)
 	var o options
 	flag.StringVar(&o.watershed, "watershed", "bin/watershed", "The binary under test.")
-	flag.StringVar(&o.dir, "out", "", "Where the cluster and the history are kept; a temporary directory by "+
-		"default, kept where something is wrong.")
-	flag.IntVar(&o.faults, "faults", 1000, "How many faults are injected.")
-	flag.Uint64Var(&o.seed, "seed", 0, "The seed of the faults; 0: chosen.")
-	flag.StringVar(&o.replicas, "replicas", "watchfanout=3", "As of `watershed split`.")
-	flag.IntVar(&o.writers, "writers", 6, "How many clients write.")
-	flag.IntVar(&o.watchers, "watchers", 24, "How many clients watch.")
-	breakAs := flag.String("break", "", "Build a Watershed that is broken on purpose, and expect the judge to find it: "+strings.Join(breakages(), ", ")+", all.")
+	flag.StringVar(&o.dir, "out", "", "The directory of the cluster and the history; a temporary directory by "+
+		"default, which stays after a failure.")
+	flag.IntVar(&o.faults, "faults", 1000, "The number of faults.")
+	flag.Uint64Var(&o.seed, "seed", 0, "The seed of the faults; 0 for a random seed.")
+	flag.StringVar(&o.replicas, "replicas", "watchfanout=3", "The --replicas of `watershed split`.")
+	flag.IntVar(&o.writers, "writers", 6, "The number of writing clients.")
+	flag.IntVar(&o.watchers, "watchers", 24, "The number of watching clients.")
+	breakAs := flag.String("break", "", "Build a Watershed with a deliberate defect, which the checker must detect: "+
+		strings.Join(breakages(), ", ")+", all.")
 	flag.Parse()
 	if o.seed == 0 {
 		o.seed = rand.Uint64N(1 << 32)
@@ -64,7 +65,7 @@ func main() {
 	}
 }
 
-// result is what a run has to say.
+// result is the outcome of a run.
 type result struct {
 	seed   uint64
 	dir    string
@@ -98,7 +99,7 @@ func (r *result) String() string {
 	return b.String()
 }
 
-// run runs one cluster through its faults and judges.
+// run runs a cluster through its faults, and checks the history.
 func run(ctx context.Context, o options) (*result, error) {
 	var err error
 	if o.watershed, err = filepath.Abs(o.watershed); err != nil {

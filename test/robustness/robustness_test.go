@@ -7,7 +7,8 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// The short form: a few faults, chosen anew each time. `make robustness` is the long one.
+// TestClientsSeeTheTruthUnderFaults runs the short form: a few faults with a random seed. `make robustness` is the long
+// form.
 func TestClientsSeeTheTruthUnderFaults(t *testing.T) {
 	seed := rand.Uint64N(1 << 32)
 	t.Logf("seed %d", seed)
@@ -24,6 +25,6 @@ func TestClientsSeeTheTruthUnderFaults(t *testing.T) {
 	}
 	t.Log(r)
 	if len(r.found) > 0 {
-		t.Error("clients were told what was not so")
+		t.Error("clients received false responses")
 	}
 }

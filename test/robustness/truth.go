@@ -20,7 +20,7 @@ import (
 	"watershed.dev/test/robustness/history"
 )
 
-// truth is etcd's own account of what happened, read past all that is under test.
+// truth reads etcd's own event sequence, without the components under test.
 type truth struct {
 	client  *clientv3.Client
 	history *history.History
@@ -31,7 +31,7 @@ type truth struct {
 
 const etcdPrefix = "/registry/configmaps/" + namespace + "/"
 
-// tailEtcd reads etcd's events from now on.
+// tailEtcd records etcd's events from now on.
 func tailEtcd(ctx context.Context, c *cluster, h *history.History) (*truth, error) {
 	id := filepath.Join(c.dir, "pki", "inner-registry")
 	cert, err := tls.LoadX509KeyPair(id+".crt", id+".key")
@@ -94,7 +94,8 @@ func (t *truth) record(e *clientv3.Event) {
 	t.history.Changes = append(t.history.Changes, c)
 }
 
-// finish does the last writes and answers the first one's revision, once everything up to the last one has been read.
+// finish calls write until it succeeds, and waits until truth has read etcd's last revision. It returns the revision
+// of the first final write.
 func (t *truth) finish(ctx context.Context, write func() error) (int64, error) {
 	err := write()
 	for ; err != nil && ctx.Err() == nil; err = write() {

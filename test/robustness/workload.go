@@ -32,10 +32,10 @@ const (
 	path      = "/api/v1/namespaces/" + namespace + "/configmaps"
 )
 
-// shards are the labels between which objects move.
+// shards are the label values between which objects move.
 var shards = []string{"x", "y", "z"}
 
-// workload is the clients.
+// workload runs the clients.
 type workload struct {
 	*truth
 	history  *history.History
@@ -47,7 +47,7 @@ type workload struct {
 	readers  sync.WaitGroup
 	watchers sync.WaitGroup
 	serial   atomic.Int64
-	// final is the revision that every watch has to come to, once it is known.
+	// final is the revision that every watch must reach; 0 until it is set.
 	final                                                          atomic.Int64
 	writes, acknowledged, reads, events, resumes, relists, expired atomic.Int64
 	complaintsMu                                                   sync.Mutex
@@ -70,7 +70,7 @@ func newWorkload(ctx context.Context, c *cluster, o options) (*workload, error) 
 	return w, nil
 }
 
-// client is a client with connections of its own, as every real one.
+// client returns an HTTP client with its own connections, as separate processes have.
 func (w *workload) client() *http.Client {
 	cert, err := tls.X509KeyPair(w.config.CertData, w.config.KeyData)
 	if err != nil {
@@ -124,7 +124,8 @@ func (w *workload) complain(format string, args ...any) {
 	w.complaints = append(w.complaints, fmt.Sprintf(format, args...))
 }
 
-// finish stops reading and writing, waits until every watch has come to the end, and answers what did not.
+// finish stops readers and writers, and waits until every watch has reached the final revision. It returns the
+// complaints.
 func (w *workload) finish(ctx context.Context) []string {
 	w.stop()
 	w.writers.Wait()
@@ -132,7 +133,7 @@ func (w *workload) finish(ctx context.Context) []string {
 	end, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	last := map[string]*history.Write{}
-	revision, err := w.truth.finish(end, func() error { // a last change that every watch sees, so that it has an end
+	revision, err := w.truth.finish(end, func() error { // a last change that every watch receives, as its end
 		for _, s := range shards {
 			if last[s] == nil {
 				last[s] = &history.Write{
@@ -147,7 +148,7 @@ func (w *workload) finish(ctx context.Context) []string {
 			}
 			body := fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"final-%s","labels":{"shard":%q}},"data":{"value":"final-%s"}}`, s, s, s)
 			code, answer, err := w.do(end, w.client(), "POST", path, "", body)
-			if code != http.StatusCreated && code != http.StatusConflict { // an earlier attempt may have done it
+			if code != http.StatusCreated && code != http.StatusConflict { // an earlier attempt may have created it
 				return fmt.Errorf("%d %s %v", code, answer, err)
 			}
 			last[s].End = w.history.Now()
@@ -157,7 +158,7 @@ func (w *workload) finish(ctx context.Context) []string {
 	})
 	if err != nil {
 		w.complain("the cluster does not recover: %v", err)
-		revision = 1 // let the watches end
+		revision = 1 // lets the watches end
 	}
 	w.final.Store(revision)
 	w.watchers.Wait()
@@ -179,7 +180,7 @@ func (o *object) item() history.Item {
 	return history.Item{Key: o.Metadata.Name, Revision: rv, Value: o.Data["value"], Shard: o.Metadata.Labels["shard"]}
 }
 
-// callTimeout is when a client gives up on an answer.
+// callTimeout is the timeout of a client's request.
 const callTimeout = 15 * time.Second
 
 func (w *workload) do(ctx context.Context, c *http.Client, method, path, contentType,
@@ -203,7 +204,7 @@ func (w *workload) do(ctx context.Context, c *http.Client, method, path, content
 	return resp.StatusCode, data, err
 }
 
-// write changes objects at random, knowing each as it last saw it.
+// write changes objects at random, each with the revision that the client saw last.
 func (w *workload) write(ctx context.Context, r *rand.Rand) {
 	client := w.client()
 	known := map[string]int64{}
@@ -244,7 +245,7 @@ func (w *workload) writeOne(client *http.Client, r *rand.Rand, known map[string]
 	h.End, h.Code = w.history.Now(), code
 	switch {
 	case err != nil || code >= 500 || code == 429:
-		// Unknown: it may have been done. A 429 comes from where nothing was tried, but need not be told apart.
+		// Unknown: the write may have happened. A 429 means that it did not, but the checker accepts Unknown too.
 	case code < 300:
 		h.Outcome = history.Acknowledged
 	default:
@@ -263,7 +264,7 @@ func (w *workload) writeOne(client *http.Client, r *rand.Rand, known map[string]
 		}
 	}
 	w.history.Wrote(h)
-	if h.Outcome != history.Acknowledged { // look again
+	if h.Outcome != history.Acknowledged { // read the object again
 		begin := w.history.Now()
 		code, answer, err := w.do(context.Background(), client, "GET", path+"/"+key, "", "")
 		read := history.Read{Key: key, Begin: begin, End: w.history.Now()}
@@ -283,7 +284,7 @@ func (w *workload) writeOne(client *http.Client, r *rand.Rand, known map[string]
 	}
 }
 
-// read lists: consistent, of any age, selected, in pages.
+// read lists objects: consistently, at any revision, with a selector, or in pages.
 func (w *workload) read(ctx context.Context, r *rand.Rand) {
 	client := w.client()
 	for ctx.Err() == nil {
@@ -309,7 +310,7 @@ func (w *workload) read(ctx context.Context, r *rand.Rand) {
 	}
 }
 
-// list reads one list, with all its pages. A page that expired or failed leaves nothing to judge.
+// list reads all pages of a list. It returns false if a page expired or failed, because the list then proves nothing.
 func (w *workload) list(client *http.Client, q url.Values, h *history.Read) bool {
 	first := true
 	for {
@@ -321,7 +322,7 @@ func (w *workload) list(client *http.Client, q url.Values, h *history.Read) bool
 		if err != nil || code != 200 || json.Unmarshal(answer, &l) != nil {
 			return false
 		}
-		if first { // the first page says how fresh the list is
+		if first { // the first page determines the list's revision
 			h.End = w.history.Now()
 			h.Revision, _ = strconv.ParseInt(l.Metadata.ResourceVersion, 10, 64)
 			first = false
@@ -338,7 +339,11 @@ func (w *workload) list(client *http.Client, q url.Values, h *history.Read) bool
 	}
 }
 
-// watch keeps one watch going, over any number of connections, until it has seen the end.
+// watch keeps a watch open over any number of connections, until it receives the final revision.
+//
+//	list, or initial events → segment at a revision → (ended or stalled) next segment from position
+//	                                                → (410) list again
+//	                                                → (position = final) done
 func (w *workload) watch(n int) {
 	client := w.client()
 	shard := ""
@@ -360,7 +365,7 @@ func (w *workload) watch(n int) {
 			return
 		}
 		s := &history.Segment{Shard: shard, Start: position, Initial: position == 0, Begin: w.history.Now()}
-		if position == 0 && n%2 == 0 { // half of them list and watch, half ask for initial events
+		if position == 0 && n%2 == 0 { // half of the watches list first, the others request initial events
 			h := history.Read{Shard: shard, Begin: s.Begin}
 			q := url.Values{}
 			if shard != "" {
@@ -392,7 +397,7 @@ func (w *workload) connection(client *http.Client, s *history.Segment, position 
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	stall := time.AfterFunc(30*time.Second,
-		cancel) // no bookmark for so long: a real client's connection would be found dead
+		cancel) // no bookmark for 30 s: a real client would detect a dead connection
 	defer stall.Stop()
 	q := url.Values{"watch": {"true"}, "allowWatchBookmarks": {"true"}}
 	if s.Shard != "" {

@@ -10,7 +10,7 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// declared finds the names of all functions, methods and types of the project.
+// declared returns the names of all functions, methods and types of the project.
 func declared(t *testing.T) map[string]bool {
 	t.Helper()
 	cmd := exec.Command("git", "grep", "-hE", `^(func|type|var) |^\t[A-Z][A-Za-z]*\(`, "--", "*.go", ":!*_test.go")
@@ -26,7 +26,8 @@ func declared(t *testing.T) map[string]bool {
 	return names
 }
 
-// The ways of a request in docs/architecture.md name functions that there are.
+// TestTheWaysNameFunctionsThatThereAre checks that the functions named by the request walkthroughs in
+// docs/architecture.md exist.
 func TestTheWaysNameFunctionsThatThereAre(t *testing.T) {
 	text, err := os.ReadFile(harness.Root() + "/docs/architecture.md")
 	if err != nil {
@@ -34,13 +35,13 @@ func TestTheWaysNameFunctionsThatThereAre(t *testing.T) {
 	}
 	_, ways, _ := strings.Cut(string(text), "## The way of a GET")
 	ways, _, ok := strings.Cut(ways, "## Packages")
-	ways = regexp.MustCompile(`(?m)^\|[^|]*\|`).ReplaceAllString(ways, "") // which package it is in
+	ways = regexp.MustCompile(`(?m)^\|[^|]*\|`).ReplaceAllString(ways, "") // the column of packages
 	names, found := declared(t), 0
 	named := regexp.MustCompile("`([a-zA-Z]+)(?:\\.([A-Za-z]+))?(?:\\.([A-Za-z]+))?`")
 	for _, m := range named.FindAllStringSubmatch(ways, -1) {
 		name := m[1]
 		switch {
-		case m[1] == "rest": // upstream's
+		case m[1] == "rest": // a package of upstream
 			continue
 		case m[3] != "":
 			name = m[3]
@@ -74,8 +75,8 @@ func tests(t *testing.T) map[string]bool {
 
 var namedTest = regexp.MustCompile("`((?:Test|Fuzz)[A-Za-z0-9]+)`")
 
-// Each row of docs/bounds.md names tests that exist, or gives the reason why it has none. So it is with each test that
-// docs/security.md names.
+// TestTheBoundsNameTestsThatThereAre checks docs/bounds.md and docs/security.md. Each row of bounds.md names existing
+// tests, or gives the reason why it has none. The tests that security.md names must exist.
 func TestTheBoundsNameTestsThatThereAre(t *testing.T) {
 	exists := tests(t)
 	for name, least := range map[string]int{"bounds.md": 60, "security.md": 2} {

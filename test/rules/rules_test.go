@@ -1,4 +1,4 @@
-// Package rules holds the structure to what docs/architecture.md says of it.
+// Package rules checks the code and the documents against the structure that docs/architecture.md describes.
 package rules
 
 import (
@@ -10,11 +10,11 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// deps lists every package that a module's packages import, directly or not.
+// deps returns every package that a module's packages import, directly or indirectly.
 func deps(t *testing.T, dir string) []string {
 	t.Helper()
 	packages := list(t, dir, "./...")
-	if dir == "platform" { // definitions are for registry and admission alone
+	if dir == "platform" { // only registry and admission may import it
 		packages = slices.DeleteFunc(packages, func(p string) bool { return p == crdPackage })
 	}
 	return list(t, dir, append([]string{"-deps"}, packages...)...)
@@ -80,7 +80,7 @@ func TestNoServiceImportsAnother(t *testing.T) {
 	}
 }
 
-// Only registry's own packages open a connection to etcd: nothing else of ours imports its client.
+// TestOnlyRegistryOpensEtcd checks that only registry imports etcd's client.
 func TestOnlyRegistryOpensEtcd(t *testing.T) {
 	for _, dir := range []string{"services/gateway", "services/authn", "services/authz", "services/admission",
 		"services/watchfanout", "platform"} {
@@ -98,8 +98,8 @@ func TestOnlyRegistryOpensEtcd(t *testing.T) {
 	}
 }
 
-// floors are the packages of each service from the bottom up: a package imports only those of floors below its own. The
-// root, named ".", only puts the others together.
+// floors are the layers of each service's packages, from the bottom up. A package imports only packages of lower
+// layers. The root package, named ".", only assembles the others.
 var floors = map[string][][]string{
 	"platform": {
 		{

@@ -16,12 +16,12 @@ import (
 )
 
 var (
-	updateWords = flag.Bool("update-words", false, "record the figures of words.json as they are")
-	otherTree   = flag.String("tree", "", "print the figures of this checkout, and compare nothing")
+	updateWords = flag.Bool("update-words", false, "write the current figures to words.json")
+	otherTree   = flag.String("tree", "", "print the figures of another checkout, without a comparison")
 )
 
-// The figures of etcd, boulder, tempo and kcp decide the bounds: twice the highest rate of these, and 8 % of sentences
-// with more than 30 words.
+// TestWordsGetNoWorse checks the rates of forbidden words. The limits are twice the highest rate of etcd, boulder,
+// tempo and kcp, and 8 % of sentences with more than 30 words.
 func TestWordsGetNoWorse(t *testing.T) {
 	root := harness.Root()
 	if *otherTree != "" {

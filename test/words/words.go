@@ -62,12 +62,13 @@ func (f Figures) Rate(i int) float64 { return 1e4 * float64(f.Hits[i]) / float64
 func (f Figures) LongShare() float64 { return 100 * float64(f.Long) / float64(max(1, f.Sentences)) }
 
 var (
-	code    = regexp.MustCompile("``[^`]+``|`[^`]+`")
-	link    = regexp.MustCompile(`\]\([^)]*\)|https?://\S+`)
-	word    = regexp.MustCompile(`[A-Za-z][A-Za-z0-9'’/_.-]*`)
-	stop    = regexp.MustCompile(`[.!?]['")\]]*(?:\s+|$)|\n\s*\n`)
-	bullet  = regexp.MustCompile(`(?m)^\s*(?:[-*]|\d+\.)\s`)
-	fence   = regexp.MustCompile("(?s)```.*?```|<!--.*?-->")
+	code   = regexp.MustCompile("``[^`]+``|`[^`]+`")
+	link   = regexp.MustCompile(`\]\([^)]*\)|https?://\S+`)
+	word   = regexp.MustCompile(`[A-Za-z][A-Za-z0-9'’/_.-]*`)
+	stop   = regexp.MustCompile(`[.!?]['")\]]*(?:\s+|$)|\n\s*\n`)
+	bullet = regexp.MustCompile(`(?m)^\s*(?:[-*]|\d+\.)\s`)
+	fence  = regexp.MustCompile("(?s)```.*?```|<!-- generated -->.*?<!-- /generated -->|" +
+		"<!-- measured -->.*?<!-- end -->|<!--.*?-->")
 	heading = regexp.MustCompile(`(?m)^#+ .*$`)
 )
 
@@ -95,7 +96,7 @@ func Of(text string) (f Figures) {
 	return f
 }
 
-// Markdown counts a document without its code blocks. A cell of a table is a sentence.
+// Markdown counts a document without its code blocks and generated parts. A cell of a table is a sentence.
 func Markdown(text string) Figures {
 	var out strings.Builder
 	for line := range strings.Lines(heading.ReplaceAllString(fence.ReplaceAllString(text, ""), "$0\n")) {
@@ -140,7 +141,8 @@ func prose(text string) string {
 	return out.String()
 }
 
-var definesFlag = regexp.MustCompile(`^(Bool|Int|Int32|Int64|Uint|Uint32|Float64|String|StringSlice|StringArray|Duration|Func)?(Var|P|VarP)?$`)
+var definesFlag = regexp.MustCompile(
+	`^(Bool|Int|Int32|Int64|Uint|Uint32|Float64|String|StringSlice|StringArray|Duration|Func)?(Var|P|VarP)?$`)
 
 // help returns the help text of a call that defines a flag.
 func help(call *ast.CallExpr) string {
@@ -167,9 +169,11 @@ func Tree(tree fs.FS) (map[string]Figures, error) {
 		switch {
 		case err != nil:
 			return err
-		case d.IsDir() && path != "." && (strings.HasPrefix(d.Name(), ".") || d.Name() == "vendor" || d.Name() == "testdata"):
-			return fs.SkipDir
 		case d.IsDir():
+			hidden := path != "." && strings.HasPrefix(d.Name(), ".")
+			if hidden || d.Name() == "vendor" || d.Name() == "testdata" {
+				return fs.SkipDir
+			}
 			return nil
 		}
 		var f Figures

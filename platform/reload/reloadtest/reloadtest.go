@@ -1,4 +1,4 @@
-// Package reloadtest is what tests of files that are read anew share.
+// Package reloadtest has helpers for tests of reloaded files.
 package reloadtest
 
 import (
@@ -12,10 +12,10 @@ import (
 	"watershed.dev/platform/reload"
 )
 
-// timeout is how long a change may take to be read: nothing but a lost notification takes longer.
+// timeout bounds the wait for a reload. Only a lost notification takes longer.
 const timeout = 10 * time.Second
 
-// Replace makes a file say a text, at once: it is never there in part.
+// Replace replaces the content of a file atomically.
 func Replace(t testing.TB, path, text string) {
 	t.Helper()
 	if err := os.WriteFile(path+".new", []byte(text), 0o600); err != nil {
@@ -26,7 +26,7 @@ func Replace(t testing.TB, path, text string) {
 	}
 }
 
-// Watch has files followed until the test ends.
+// Watch runs files until the test ends.
 func Watch(t testing.TB, files *reload.Files) {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
@@ -37,10 +37,10 @@ func Watch(t testing.TB, files *reload.Files) {
 	t.Cleanup(func() { cancel(); <-done })
 }
 
-// Until waits until something is so; it fails the test where that does not come.
+// Until waits until condition is true. It fails the test after timeout.
 func Until(t testing.TB, name string, condition func() bool) {
 	t.Helper()
-	const interval = 5 * time.Millisecond // how often it is looked whether it is so
+	const interval = 5 * time.Millisecond // between two checks
 	for deadline := time.Now().Add(timeout); !condition(); time.Sleep(interval) {
 		if time.Now().After(deadline) {
 			t.Fatalf("not within %s: %s", timeout, name)
@@ -48,7 +48,7 @@ func Until(t testing.TB, name string, condition func() bool) {
 	}
 }
 
-// WaitForPage waits until files show a text.
+// WaitForPage waits until the page of files contains a text.
 func WaitForPage(t testing.TB, files *reload.Files, text string) {
 	t.Helper()
 	Until(t, text, func() bool {

@@ -1,7 +1,11 @@
-// Package aggregation hands requests for group versions of other servers to them, with the identity of who asks, and
-// learns what these servers serve.
+// Package aggregation forwards requests to aggregated API servers with the identity of their user, and caches the
+// discovery and OpenAPI documents of these servers. It does not decide the availability of an APIService: registry
+// does.
 //
 // The behaviour is that of k8s.io/kube-aggregator/pkg/apiserver at 0.36 (handler_proxy.go).
+//
+// DiscoveryManager.Run needs a goroutine of its own. Calls of Proxy.Set must not overlap. All other methods are safe
+// for concurrent use.
 package aggregation
 
 import (
@@ -29,7 +33,8 @@ import (
 	"watershed.dev/services/gateway/upgrade"
 )
 
-// Config is how the gateway proves to other servers that it may speak for users, under kube-apiserver's names.
+// Config is the client certificate that identifies the gateway to aggregated servers, under kube-apiserver's names.
+// With it, a server trusts the gateway's headers about the user.
 type Config struct {
 	CertFile, KeyFile string
 	RejectRedirects   bool
@@ -43,10 +48,10 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.KeyFile, "proxy-client-key-file", "",
 		"Private key for the client certificate of --proxy-client-cert-file.")
 	fs.BoolVar(&c.RejectRedirects, "aggregator-reject-forwarding-redirect", true,
-		"Whether a redirect that an aggregated API server answers is refused rather than passed on.")
+		"Whether the gateway rejects a redirect of an aggregated API server instead of passing it on.")
 }
 
-// Proxy hands requests to other servers.
+// Proxy forwards requests to aggregated servers.
 type Proxy struct {
 	config      *Config
 	dialer      *transport.DialHolder
@@ -54,14 +59,15 @@ type Proxy struct {
 	servers     atomic.Pointer[map[schema.GroupVersion]*server]
 }
 
-// server is one group version's server.
+// server is the aggregated server of a group version.
 type server struct {
 	*registryv1.APIService
 	transport http.RoundTripper
 	err       error
 }
 
-// New checks the certificate. dialer dials the servers; nil: directly.
+// New returns a proxy after it has checked the certificate. dialer dials the servers. If it is nil, connections are
+// direct.
 func New(c *Config, dialer *transport.DialHolder) (*Proxy, error) {
 	if c.CertFile != "" {
 		if _, err := tls.LoadX509KeyPair(c.CertFile, c.KeyFile); err != nil {
@@ -74,7 +80,7 @@ func New(c *Config, dialer *transport.DialHolder) (*Proxy, error) {
 	return p, nil
 }
 
-// Set makes v the view whose servers are known, and says whether they are others than before. What is the same keeps
+// Set replaces the servers by the servers of a view, and reports whether they have changed. An unchanged server keeps
 // its connections.
 func (p *Proxy) Set(v *discovery.View) (changed bool) {
 	before := p.apiServices
@@ -116,21 +122,21 @@ func (p *Proxy) dial(r *registryv1.APIService) (http.RoundTripper, error) {
 		ServerName: r.ServiceName + "." + r.ServiceNamespace + ".svc",
 		CAData:     r.CaBundle,
 	}}
-	if p.config.CertFile != "" { // it is read again when it is renewed
+	if p.config.CertFile != "" { // the file is reloaded when it changes
 		c.TLS.CertFile, c.TLS.KeyFile, c.TLS.ReloadTLSFiles = p.config.CertFile, p.config.KeyFile, true
 	}
 	return transport.New(c)
 }
 
-// serverFor finds who answers for a group version other than this system.
+// serverFor returns the aggregated server of a group version, or nil.
 func (p *Proxy) serverFor(gv schema.GroupVersion) *server { return (*p.servers.Load())[gv] }
 
-// Handles says whether another server answers for a group version.
+// Handles reports whether an aggregated server serves a group version.
 func (p *Proxy) Handles(group, version string) bool {
 	return p.serverFor(schema.GroupVersion{Group: group, Version: version}) != nil
 }
 
-// Serve hands a request to the server of a group version.
+// Serve forwards a request to the server of a group version.
 func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version string) {
 	s := p.serverFor(schema.GroupVersion{Group: group, Version: version})
 	u, ok := request.UserFrom(req.Context())
@@ -156,7 +162,7 @@ func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version s
 	out, cancel := proxyutil.NewRequestForProxy(location, req)
 	defer cancel()
 	h := proxy.NewUpgradeAwareHandler(location, withUser(u, s.transport), true, upgrades, unavailableResponder{})
-	if upgrades { // it is dialled past the transport that names the user
+	if upgrades { // the upgrade does not use the transport that adds the user's headers
 		transport.SetAuthProxyHeaders(out, u.GetName(), u.GetUID(), u.GetGroups(), u.GetExtra())
 		upgraded, err := upgrade.Transport(req.Context(), s.transport)
 		if err != nil {
@@ -166,11 +172,11 @@ func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version s
 		h.UpgradeTransport = upgraded
 	}
 	h.RejectForwardingRedirects = p.config.RejectRedirects
-	flowcontrol.RequestDelegated(req.Context()) // a watch there takes no seats here
+	flowcontrol.RequestDelegated(req.Context()) // releases the seats of a watch
 	h.ServeHTTP(w, out)
 }
 
-// urlFor is a path of the server, at any of its addresses.
+// urlFor returns the URL of a path at a random address of the server.
 func (s *server) urlFor(path string) *url.URL {
 	return &url.URL{Scheme: "https", Host: s.Addresses[rand.IntN(len(s.Addresses))], Path: path}
 }
@@ -179,7 +185,7 @@ func withUser(u user.Info, rt http.RoundTripper) http.RoundTripper {
 	return transport.NewAuthProxyRoundTripper(u.GetName(), u.GetUID(), u.GetGroups(), u.GetExtra(), rt)
 }
 
-// unavailableResponder answers that a server could not be reached.
+// unavailableResponder writes 503 if a server is unreachable.
 type unavailableResponder struct{}
 
 // Error implements proxy.ErrorResponder.

@@ -22,7 +22,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// newAggregatedServer is an aggregated API server, at whatever name it is called by.
+// newAggregatedServer returns an aggregated API server that accepts every host name.
 func newAggregatedServer(t *testing.T, h http.HandlerFunc) *registryv1.APIService {
 	t.Helper()
 	s := httptest.NewTLSServer(h)
@@ -63,13 +63,13 @@ func serve(p *Proxy, u user.Info, header http.Header) *httptest.ResponseRecorder
 	return w
 }
 
-// signal is flow control's, which gives a watch's seats back when it comes.
+// signal is flow control's initialization signal, which releases a watch's seats.
 type signal chan struct{}
 
 func (s signal) Signal() { close(s) }
 func (s signal) Wait()   { <-s }
 
-// A watch's seats are given back before the other server answers it.
+// A watch's seats are released before the aggregated server responds.
 func TestAWatchOfAnotherServerGivesItsSeatsBack(t *testing.T) {
 	released := make(signal)
 	p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, r *http.Request) {
@@ -89,7 +89,7 @@ func TestAWatchOfAnotherServerGivesItsSeatsBack(t *testing.T) {
 	}
 }
 
-// A request reaches the other server as its user's, whatever it says itself of who it is.
+// A request reaches the aggregated server with the headers of its user. Headers that the client set are removed.
 func TestRequestCarriesItsUser(t *testing.T) {
 	p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, r *http.Request) {
 		fmt.Fprintf(w, "%s %s as %s of %s, %s", r.Method, r.URL, r.Header.Get("X-Remote-User"),
@@ -102,14 +102,14 @@ func TestRequestCarriesItsUser(t *testing.T) {
 		t.Errorf("%d %q", w.Code, got)
 	}
 	if w := serve(p, nil, nil); w.Code != http.StatusInternalServerError {
-		t.Errorf("of nobody: %d", w.Code)
+		t.Errorf("without a user: %d", w.Code)
 	}
 	if !p.Handles("metrics.k8s.io", "v1") || p.Handles("metrics.k8s.io", "v2") {
-		t.Error("it hands on the wrong ones")
+		t.Error("it handles the wrong group versions")
 	}
 }
 
-// A server that is not available, cannot be reached or shows a certificate of nobody's is 503; a redirect is refused.
+// A server that is unavailable, unreachable, or has an untrusted certificate leads to 503. A redirect is rejected.
 func TestUnreachableServerIsUnavailable(t *testing.T) {
 	bob := &user.DefaultInfo{Name: "bob"}
 	notAvailable, unchecked, unreachable := newAggregatedServer(
@@ -128,7 +128,7 @@ func TestUnreachableServerIsUnavailable(t *testing.T) {
 	for name, r := range map[string]*registryv1.APIService{
 		"not available":         notAvailable,
 		"another's certificate": unchecked,
-		"nobody there":          unreachable,
+		"unreachable":           unreachable,
 	} {
 		if w := serve(proxyTo(t, r), bob, nil); w.Code != http.StatusServiceUnavailable {
 			t.Errorf("%s: %d %s", name, w.Code, w.Body)
@@ -150,7 +150,7 @@ func TestUnreachableServerIsUnavailable(t *testing.T) {
 	}
 }
 
-// What a server serves is learned in either form of discovery, is kept while it does not answer, and goes with it.
+// Discovery works in both forms, stays cached while the server fails, and is deleted with the APIService.
 func TestDiscoveryIsRefreshed(t *testing.T) {
 	var down atomic.Bool
 	p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, r *http.Request) {
@@ -183,7 +183,7 @@ func TestDiscoveryIsRefreshed(t *testing.T) {
 		select {
 		case <-changed:
 		case <-time.After(10 * time.Second):
-			t.Fatal("nothing is learned")
+			t.Fatal("discovery does not change")
 		}
 	}
 	wait()

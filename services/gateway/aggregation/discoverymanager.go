@@ -25,25 +25,25 @@ import (
 )
 
 const (
-	// refreshInterval is how often a server is asked what it serves, kube-aggregator's.
+	// refreshInterval is the period of discovery, as in kube-aggregator.
 	refreshInterval = time.Minute
 	fetchTimeout    = 5 * time.Second
-	// maxConcurrentFetches is how many servers are read at a time: each may fill the bounds below.
+	// maxConcurrentFetches is the number of concurrent fetches, because each may use the limits below.
 	maxConcurrentFetches = 4
 )
 
-// responseLimit is how large a server's answer may be: in bytes, and in JSON values, because three bytes of JSON become a
-// struct of hundreds. kube-aggregator has no such bound.
+// responseLimit bounds a server's response in bytes and in JSON values, because three bytes of JSON become a struct of
+// hundreds of bytes. kube-aggregator has no such limit.
 type responseLimit struct{ bytes, values int }
 
 var (
-	// discoveryLimit is 25 times what kube-apiserver itself lists in aggregated discovery.
+	// discoveryLimit is 25 times the size of kube-apiserver's own aggregated discovery.
 	discoveryLimit = responseLimit{4 << 20, 50_000}
-	// openAPILimit is three times kube-apiserver's own OpenAPI v2, which has all groups.
+	// openAPILimit is three times the size of kube-apiserver's own OpenAPI v2, which has all groups.
 	openAPILimit = responseLimit{16 << 20, 200_000}
 )
 
-// check fails for an answer that exceeds the bound.
+// check returns an error for a response that exceeds the limit.
 func (b responseLimit) check(path string, data []byte) error {
 	if len(data) > b.bytes {
 		return fmt.Errorf("%s is larger than %d bytes", path, b.bytes)
@@ -54,10 +54,16 @@ func (b responseLimit) check(path string, data []byte) error {
 	return nil
 }
 
-// aggregator is who learns, kube-aggregator's own name.
+// aggregator is the user of discovery requests, under kube-aggregator's name.
 var aggregator = &user.DefaultInfo{Name: "system:kube-aggregator", Groups: []string{"system:masters"}}
 
-// DiscoveryManager asks the servers what they serve.
+// DiscoveryManager caches the discovery of aggregated servers. The cache entry of a group version has these states:
+//
+//	absent ──► current ◄──► stale
+//
+//	absent   no fetch has finished, or the APIService was deleted.
+//	current  the last fetch succeeded.
+//	stale    the last fetch failed. Resources and documents of the last success remain, if any.
 type DiscoveryManager struct {
 	proxy   *Proxy
 	changed func()
@@ -67,27 +73,28 @@ type DiscoveryManager struct {
 	cached map[schema.GroupVersion]*CachedDiscovery
 }
 
-// NewDiscoveryManager asks p's servers; changed is called when what one serves has changed.
+// NewDiscoveryManager returns a manager for p's servers. It calls changed after a server's discovery or documents have
+// changed.
 func NewDiscoveryManager(p *Proxy, changed func()) *DiscoveryManager {
 	return &DiscoveryManager{proxy: p, changed: changed, wake: make(chan struct{}, 1)}
 }
 
-// CachedDiscovery is what one server says of a group version.
+// CachedDiscovery is the discovery of a group version, as its server sent it.
 type CachedDiscovery struct {
-	// Resources is nil where the server has never answered.
+	// Resources is nil if the server has never responded.
 	Resources []apidiscoveryv2.APIResourceDiscovery
-	// Stale: it did not answer the last time.
+	// Stale is set if the last fetch failed.
 	Stale bool
-	// OpenAPI and OpenAPIV2 are its documents in JSON, if it has any: of the group version in v3, of all that it serves
-	// in v2.
+	// OpenAPI and OpenAPIV2 are the server's documents in JSON, or nil. The v3 document covers the group version, the
+	// v2 document all of the server's paths.
 	OpenAPI, OpenAPIV2 []byte
-	// OpenAPIDigest and OpenAPIV2Digest name the documents. Every request for a document compares them, and a document
-	// has up to 16 MB.
+	// OpenAPIDigest and OpenAPIV2Digest are hashes of the documents. They are stored because every request for a
+	// document compares them, and a document has up to 16 MB.
 	OpenAPIDigest, OpenAPIV2Digest string
 	hash                           string
 }
 
-// RefreshSoon asks again soon: the servers have changed.
+// RefreshSoon makes Run refresh without delay, because the servers have changed.
 func (m *DiscoveryManager) RefreshSoon() {
 	select {
 	case m.wake <- struct{}{}:
@@ -95,7 +102,7 @@ func (m *DiscoveryManager) RefreshSoon() {
 	}
 }
 
-// Run asks until ctx is done.
+// Run refreshes at each interval and after RefreshSoon, until ctx ends.
 func (m *DiscoveryManager) Run(ctx context.Context) {
 	m.RefreshSoon()
 	tick := time.NewTicker(refreshInterval)
@@ -111,7 +118,7 @@ func (m *DiscoveryManager) Run(ctx context.Context) {
 	}
 }
 
-// refresh asks the servers, some in parallel, and publishes each answer as it arrives.
+// refresh fetches from all servers, some in parallel, and publishes each response when it arrives.
 func (m *DiscoveryManager) refresh(ctx context.Context) {
 	servers := *m.proxy.servers.Load()
 	m.mu.Lock()
@@ -140,13 +147,13 @@ func (m *DiscoveryManager) refresh(ctx context.Context) {
 	wg.Wait()
 }
 
-// refreshServer asks one server, and says whether what is known of it has changed. What it does not answer this time is as it
-// was.
+// refreshServer fetches discovery and documents of a server, and reports whether the cache entry has changed. A
+// document that cannot be fetched keeps its old content.
 func (m *DiscoveryManager) refreshServer(ctx context.Context, gv schema.GroupVersion, s *server) bool {
 	before := m.Lookup(gv)
 	now, err := s.fetchDiscovery(ctx, gv)
 	if err != nil {
-		slog.Debug("An aggregated server does not say what it serves", "group", gv, "error", err)
+		slog.Debug("Aggregated server's discovery failed", "groupVersion", gv, "error", err)
 		now = &CachedDiscovery{Stale: true}
 		if before != nil {
 			*now = *before
@@ -187,7 +194,7 @@ func (m *DiscoveryManager) refreshServer(ctx context.Context, gv schema.GroupVer
 
 func digest(data []byte) string { return fmt.Sprintf("%x", sha256.Sum256(data)) }
 
-// fetchDocument is one of the server's in JSON, or nil.
+// fetchDocument returns a document of the server in JSON, or nil.
 func (s *server) fetchDocument(ctx context.Context, path string) []byte {
 	data, _, err := s.get(ctx, path, "application/json", openAPILimit)
 	if err != nil || !json.Valid(data) || !bytes.HasPrefix(bytes.TrimSpace(data), []byte("{")) {
@@ -203,14 +210,14 @@ func firstNonNil(a, b []byte) []byte {
 	return b
 }
 
-// Lookup is what is known of a group version; nil where nothing is.
+// Lookup returns the cached discovery of a group version, or nil.
 func (m *DiscoveryManager) Lookup(gv schema.GroupVersion) *CachedDiscovery {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.cached[gv]
 }
 
-// fetchDiscovery asks one server, in the aggregated form or else in the old one.
+// fetchDiscovery fetches a server's discovery, in the aggregated form or else in the old form.
 func (s *server) fetchDiscovery(ctx context.Context, gv schema.GroupVersion) (*CachedDiscovery, error) {
 	const accept = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList," +
 		"application/json;g=apidiscovery.k8s.io;v=v2beta1;as=APIGroupDiscoveryList"
@@ -227,7 +234,7 @@ func (s *server) fetchDiscovery(ctx context.Context, gv schema.GroupVersion) (*C
 				}
 			}
 		}
-		return nil, fmt.Errorf("it does not list %s", gv)
+		return nil, fmt.Errorf("aggregated discovery does not contain %s", gv)
 	}
 	data, _, err = s.get(ctx, "/apis/"+gv.String(), "application/json", discoveryLimit)
 	if err != nil {
@@ -238,7 +245,7 @@ func (s *server) fetchDiscovery(ctx context.Context, gv schema.GroupVersion) (*C
 		return nil, err
 	}
 	if list.GroupVersion != gv.String() {
-		return nil, fmt.Errorf("it answers of %q when asked of %s", list.GroupVersion, gv)
+		return nil, fmt.Errorf("discovery is for %q, want %s", list.GroupVersion, gv)
 	}
 	resources, err := genericapi.ConvertGroupVersionIntoToDiscovery(list.APIResources)
 	if err != nil {
@@ -254,7 +261,7 @@ func newCachedDiscovery(resources []apidiscoveryv2.APIResourceDiscovery) (*Cache
 	return &CachedDiscovery{Resources: resources}, nil
 }
 
-// get reads a page of the server's as the aggregator itself.
+// get fetches a path of the server as the user aggregator.
 func (s *server) get(ctx context.Context, path, accept string,
 	limit responseLimit) (data []byte, contentType string, err error) {
 	if !s.Available || len(s.Addresses) == 0 || s.err != nil {
@@ -274,7 +281,7 @@ func (s *server) get(ctx context.Context, path, accept string,
 	}
 	defer resp.Body.Close()
 	if resp.StatusCode != http.StatusOK {
-		return nil, "", fmt.Errorf("%s answered %s", path, resp.Status)
+		return nil, "", fmt.Errorf("GET %s: %s", path, resp.Status)
 	}
 	data, err = io.ReadAll(io.LimitReader(resp.Body, int64(limit.bytes)+1))
 	if err == nil {
@@ -283,7 +290,7 @@ func (s *server) get(ctx context.Context, path, accept string,
 	return data, resp.Header.Get("Content-Type"), err
 }
 
-// GroupVersions are the group versions that others answer for.
+// GroupVersions returns the group versions of aggregated servers, sorted.
 func (m *DiscoveryManager) GroupVersions() []schema.GroupVersion {
 	return slices.SortedFunc(maps.Keys(*m.proxy.servers.Load()), func(a, b schema.GroupVersion) int {
 		return strings.Compare(a.String(), b.String())

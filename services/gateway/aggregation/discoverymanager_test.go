@@ -17,7 +17,7 @@ import (
 
 var metrics = schema.GroupVersion{Group: "metrics.k8s.io", Version: "v1"}
 
-// An aggregated server's answer that is too large, in bytes or in values, is not decoded: the server is stale.
+// A discovery response that is too large, in bytes or in values, is not decoded. The server is then stale.
 func TestLargeDiscoveryIsRefused(t *testing.T) {
 	for name, items := range map[string]string{
 		"bytes":   `{"resource":"` + strings.Repeat("x", 60<<20) + `"}`,
@@ -39,14 +39,14 @@ func TestLargeDiscoveryIsRefused(t *testing.T) {
 			if got := manager.Lookup(metrics); got == nil || !got.Stale || got.Resources != nil {
 				t.Errorf("%.200v", got)
 			}
-			if mb := (after.TotalAlloc - before.TotalAlloc) >> 20; mb > 100 { // two readings of 4 MB that grow
+			if mb := (after.TotalAlloc - before.TotalAlloc) >> 20; mb > 100 { // two growing reads of 4 MB
 				t.Errorf("%d MB are allocated", mb)
 			}
 		})
 	}
 }
 
-// Documents of more than 16 MB or 200,000 values are left out. What a string holds are no values.
+// Documents of more than 16 MB or 200,000 values are omitted. The content of a string does not count as values.
 func TestLargeDocumentsAreLeftOut(t *testing.T) {
 	for name, x := range map[string]struct {
 		document string
@@ -90,7 +90,7 @@ func (h *held) RoundTrip(*http.Request) (*http.Response, error) {
 	return nil, errors.New("held")
 }
 
-// A few servers are read at a time.
+// Concurrent fetches are bounded.
 func TestConcurrentFetchesAreBounded(t *testing.T) {
 	const servers = 12
 	synctest.Test(t, func(t *testing.T) {
@@ -109,10 +109,10 @@ func TestConcurrentFetchesAreBounded(t *testing.T) {
 		}
 		manager := NewDiscoveryManager(p, func() {})
 		go manager.refresh(t.Context())
-		for i := range 2 * servers { // the aggregated form and the old one of each
+		for i := range 2 * servers { // the aggregated form and the old form of each
 			synctest.Wait()
 			if n := h.waiting.Load(); n > maxConcurrentFetches || i == 0 && n != maxConcurrentFetches {
-				t.Errorf("%d servers are read at a time, want %d", n, maxConcurrentFetches)
+				t.Errorf("%d concurrent fetches, want %d", n, maxConcurrentFetches)
 			}
 			h.may <- struct{}{}
 		}

@@ -15,7 +15,8 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 )
 
-// upgraded is a client's connection through p, whose request has a deadline, and the end of the request's handler.
+// upgraded returns a client's connection through p, whose request has a deadline. The channel closes when the request's
+// handler ends.
 func upgraded(t *testing.T, p *Proxy, deadline time.Duration) (conn net.Conn, ended <-chan struct{}) {
 	t.Helper()
 	done := make(chan struct{})
@@ -49,7 +50,7 @@ func await(t *testing.T, end <-chan struct{}, failure string) {
 	}
 }
 
-// A connection that the other server has upgraded outlives the request's deadline, and ends with its client.
+// A connection that the aggregated server has upgraded outlives the request's deadline, and ends with its client.
 func TestAnUpgradeOutlivesTheRequestsDeadline(t *testing.T) {
 	gone := make(chan struct{})
 	p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, _ *http.Request) {
@@ -78,7 +79,7 @@ func TestAnUpgradeOutlivesTheRequestsDeadline(t *testing.T) {
 	await(t, ended, "the handler goes on")
 }
 
-// Another server that accepts the connection and answers nothing loses it at the request's deadline.
+// An aggregated server that accepts the connection and never responds loses it at the request's deadline.
 func TestAnUpgradeWithoutAnAnswerEndsAtTheDeadline(t *testing.T) {
 	gone := make(chan struct{})
 	p := proxyTo(t, newAggregatedServer(t, func(_ http.ResponseWriter, req *http.Request) {

@@ -26,7 +26,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// sink keeps what it is given; while gate is not nil, each batch waits for it.
+// sink collects events. If release is not nil, each batch waits for it.
 type sink struct {
 	mu      sync.Mutex
 	events  []*auditinternal.Event
@@ -49,7 +49,7 @@ func (s *sink) Run(<-chan struct{}) error { return nil }
 func (s *sink) Shutdown()                 {}
 func (s *sink) String() string            { return "sink" }
 
-// auditedContext is a request's context that is audited at a level.
+// auditedContext returns the context of a request with an audit level.
 func auditedContext(t *testing.T, to audit.Sink, level auditinternal.Level, omitManaged bool) context.Context {
 	t.Helper()
 	ctx := audit.WithAuditContext(t.Context())
@@ -62,7 +62,7 @@ func auditedContext(t *testing.T, to audit.Sink, level auditinternal.Level, omit
 	return ctx
 }
 
-// loggedEvent is the request's event as the log has it.
+// loggedEvent returns the request's event in JSON.
 func loggedEvent(t *testing.T, ctx context.Context, s *sink) string {
 	t.Helper()
 	audit.AuditContextFrom(ctx).ProcessEventStage(ctx, auditinternal.StageResponseComplete)
@@ -73,8 +73,8 @@ func loggedEvent(t *testing.T, ctx context.Context, s *sink) string {
 	return string(data)
 }
 
-// A request that hangs its backend up costs others no more than the queue, in events and in bytes; what does not fit
-// loses its objects first, and all room comes back.
+// If a backend hangs, the queue stays within its bounds, in events and in bytes. An event that does not fit is
+// truncated first. All reservations are released in the end.
 func TestTheQueueIsBounded(t *testing.T) {
 	backend := &sink{release: make(chan struct{})}
 	b := newBoundedQueue(
@@ -100,7 +100,7 @@ func TestTheQueueIsBounded(t *testing.T) {
 	close(stop)
 	b.Shutdown()
 	if b.outstanding() != 0 || b.usedBytes != 0 {
-		t.Errorf("%d events of %d bytes are held by nobody", b.outstanding(), b.usedBytes)
+		t.Errorf("%d events of %d bytes are still reserved", b.outstanding(), b.usedBytes)
 	}
 	whole, truncated := 0, 0
 	for _, e := range backend.events {
@@ -115,7 +115,7 @@ func TestTheQueueIsBounded(t *testing.T) {
 	}
 }
 
-// A queue that is smaller than a batch loses nothing while its backend keeps up.
+// A queue that is smaller than a batch loses no event while its backend is fast enough.
 func TestASmallQueueOfLargeBatchesLosesNothing(t *testing.T) {
 	backend := &sink{}
 	b := newBoundedQueue(
@@ -176,13 +176,13 @@ func TestRegistryAuditContextIsRecorded(t *testing.T) {
 			}
 		}
 	}
-	RecordContext(t.Context(), auditContext, nil) // what is not audited at all
+	RecordContext(t.Context(), auditContext, nil) // a request without an audit context
 	if Level(t.Context()) != commonv1.AuditLevel_AUDIT_LEVEL_UNSPECIFIED || IncludesResponse(t.Context()) {
 		t.Error("a request without an audit context is audited")
 	}
 }
 
-// Leaving managedFields out takes no longer for an object that is deep.
+// A deeply nested object does not change, and removing managedFields from it takes no longer.
 func TestDeepObjectIsUnchanged(t *testing.T) {
 	deep := strings.Repeat(`{"rows":[{"object":`, 3000) + `{}` + strings.Repeat(`}]}`, 3000)
 	if got := withoutManagedFields([]byte(deep)); len(got) != len(deep) {
@@ -195,7 +195,7 @@ func TestDeepObjectIsUnchanged(t *testing.T) {
 	}
 }
 
-// An event that its file does not take is written without its objects, and the bytes of all its parts count.
+// An event that its file rejects is written without its objects. sizeOf counts the bytes of all its parts.
 func TestALargeEventIsWrittenShort(t *testing.T) {
 	dir := t.TempDir()
 	policy := filepath.Join(dir, "policy")
@@ -231,7 +231,7 @@ func TestALargeEventIsWrittenShort(t *testing.T) {
 	}
 }
 
-// Whatever a patch is, the event with it can be written.
+// An event can be written with any patch.
 func TestAPatchIsWritten(t *testing.T) {
 	for patch, want := range map[string]string{
 		`{"a": 1}`:         `{"a": 1}`,
@@ -251,7 +251,7 @@ func TestAPatchIsWritten(t *testing.T) {
 	}
 }
 
-// Protobuf is recorded as the JSON that kube-apiserver would write.
+// Protobuf is recorded in the JSON that kube-apiserver would write.
 func TestProtobufIsRecordedAsJSON(t *testing.T) {
 	in := func(obj runtime.Object) []byte {
 		var b strings.Builder
@@ -301,7 +301,8 @@ func config(t *testing.T, flags ...string) *Config {
 	return c
 }
 
-// A wrong setting stops the start with a line that names its flag; settings that are not used are not looked at.
+// An invalid flag stops the start with a single line that names the flag. Flags of a disabled backend are not
+// validated.
 func TestABadSettingNamesItsFlag(t *testing.T) {
 	dir := t.TempDir()
 	bad := filepath.Join(dir, "bad")
@@ -330,7 +331,7 @@ func TestABadSettingNamesItsFlag(t *testing.T) {
 	a.Close()
 }
 
-// A policy is read anew; a bad one leaves what was in force.
+// A policy is reloaded. An invalid policy does not replace the current policy.
 func TestPolicyIsReloaded(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "policy")

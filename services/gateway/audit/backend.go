@@ -30,7 +30,8 @@ import (
 	"watershed.dev/platform/reload"
 )
 
-// Auditor decides what is audited, and writes it. Sink and Policy are nil where nothing is, as the filters want it.
+// Auditor evaluates the audit policy and writes events. Sink and Policy are nil if auditing is disabled, as WithAudit
+// requires.
 type Auditor struct {
 	Sink   audit.Sink
 	Policy audit.PolicyRuleEvaluator
@@ -40,8 +41,8 @@ type Auditor struct {
 	stop    chan struct{}
 }
 
-// New opens the backends and reads the policy, which files follows. As with kube-apiserver, nothing is audited without
-// a policy, or without a backend. dial dials the webhook; nil: directly.
+// New opens the backends and loads the policy, which files reloads. As in kube-apiserver, auditing needs both a policy
+// and a backend. dial dials the webhook. If it is nil, connections are direct.
 func New(ctx context.Context, c *Config, dial utilnet.DialFunc, files *reload.Files) (*Auditor, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
@@ -79,11 +80,11 @@ func New(ctx context.Context, c *Config, dial utilnet.DialFunc, files *reload.Fi
 	return a, a.backend.Run(a.stop)
 }
 
-// FlushTimeout is how long Close waits at most.
+// FlushTimeout bounds Close.
 const FlushTimeout = 10 * time.Second
 
-// Close writes what is queued, or gives it up and counts it where its backend does not take it in time. It is called
-// after the last request has ended; what comes later is dropped and counted.
+// Close writes the queued events. After FlushTimeout it drops the rest and logs their number. The caller calls it after
+// the last request has ended. Later events are dropped and counted.
 func (a *Auditor) Close() {
 	close(a.stop)
 	if a.backend == nil {
@@ -98,11 +99,11 @@ func (a *Auditor) Close() {
 		for _, q := range a.queues {
 			lost += q.outstanding()
 		}
-		slog.Error("Audit events are lost: their backend did not take them before the gateway stopped", "events", lost)
+		slog.Error("Audit events lost: the backend did not accept them before shutdown", "events", lost)
 	}
 }
 
-// reloadingPolicy is the policy as its file says now.
+// reloadingPolicy is the policy in its file's newest valid version.
 type reloadingPolicy struct {
 	evaluator atomic.Pointer[audit.PolicyRuleEvaluator]
 }
@@ -122,7 +123,7 @@ func (p *reloadingPolicy) EvaluatePolicyRule(attrs authorizer.Attributes) audit.
 	return (*p.evaluator.Load()).EvaluatePolicyRule(attrs)
 }
 
-// open opens the file for appending, readable by its owner alone.
+// open opens the file for appending. Only the owner can read it.
 func (l *LogConfig) open() (io.Writer, error) {
 	if l.Path == "-" {
 		return os.Stdout, nil
@@ -143,7 +144,7 @@ func (l *LogConfig) open() (io.Writer, error) {
 	}, f.Close()
 }
 
-// wrap hands events to a backend as the flags say.
+// wrap returns a backend with the queue and the truncation that the options require.
 func (d *backendOptions) wrap(a *Auditor, b audit.Backend) audit.Backend {
 	switch d.Mode {
 	case modeBatch:
@@ -159,7 +160,7 @@ func (d *backendOptions) wrap(a *Auditor, b audit.Backend) audit.Backend {
 	return b
 }
 
-// ignoreErrors lets requests go on that could not be recorded. The backend has counted them.
+// ignoreErrors lets a request continue if its event cannot be written. The backend counts the error.
 type ignoreErrors struct{ audit.Backend }
 
 // ProcessEvents implements audit.Sink.
@@ -168,18 +169,19 @@ func (i ignoreErrors) ProcessEvents(events ...*auditinternal.Event) bool {
 	return true
 }
 
-// boundedQueue queues events for a backend: no more of them, and no more bytes, than it is told. The bytes of those that are
-// being sent count, since a server that hangs would otherwise gather them without end (kubernetes 85489).
+// boundedQueue queues events for a backend, with a bound on their number and their bytes. The bytes include events that
+// are being sent. Otherwise a server that hangs would make them grow without end (kubernetes 85489).
 type boundedQueue struct {
 	audit.Backend
 	maxEvents, maxBytes int64
 
 	mu sync.Mutex
-	// queued are events that are not being sent yet, sending those that are, and held the bytes of both.
+	// queued is the number of waiting events, sending of events being sent, and usedBytes the bytes of both.
 	queued, sending, usedBytes int64
 }
 
-// newBoundedQueue puts a queue before a backend. A batch that is being gathered has room of its own.
+// newBoundedQueue returns a queue before a backend. The batch that is being collected does not count against the buffer
+// size.
 func newBoundedQueue(b audit.Backend, c pluginbuffered.BatchConfig, bytes int64) *boundedQueue {
 	c.BufferSize += c.MaxBatchSize
 	q := &boundedQueue{maxEvents: int64(c.BufferSize), maxBytes: bytes}
@@ -187,11 +189,11 @@ func newBoundedQueue(b audit.Backend, c pluginbuffered.BatchConfig, bytes int64)
 	return q
 }
 
-// errFull is why an event is dropped, in upstream's words (k8s.io/apiserver/plugin/pkg/audit/buffered).
+// errFull is the error of a dropped event, with upstream's text (k8s.io/apiserver/plugin/pkg/audit/buffered).
 var errFull = errors.New("audit buffer queue blocked")
 
-// ProcessEvents implements audit.Sink. An event that there is no room for loses its objects, or is dropped and counted
-// as upstream's queue does (apiserver_audit_error_total).
+// ProcessEvents implements audit.Sink. It truncates an event that does not fit. If the event still does not fit, it
+// drops and counts the event as upstream's queue does (apiserver_audit_error_total).
 func (q *boundedQueue) ProcessEvents(events ...*auditinternal.Event) bool {
 	for _, e := range events {
 		reserved := q.reserve(e)
@@ -222,14 +224,14 @@ func (q *boundedQueue) reserve(e *auditinternal.Event) bool {
 	return true
 }
 
-// outstanding is how many events have not been written.
+// outstanding returns the number of events that are not yet written.
 func (q *boundedQueue) outstanding() int {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return int(q.queued + q.sending)
 }
 
-// accountingBackend tells the queue of what its backend begins with and is done with.
+// accountingBackend updates the queue's counters before and after the backend processes events.
 type accountingBackend struct {
 	audit.Backend
 	queue *boundedQueue
@@ -252,7 +254,7 @@ func (b accountingBackend) ProcessEvents(events ...*auditinternal.Event) bool {
 	return b.Backend.ProcessEvents(events...)
 }
 
-// sizeOf is about what an event takes.
+// sizeOf returns the approximate memory of an event in bytes.
 func sizeOf(e *auditinternal.Event) int64 {
 	n := 1<<10 + len(e.RequestURI) + len(e.UserAgent)
 	for k, v := range e.Annotations {
@@ -300,11 +302,11 @@ func userBytes(u *authenticationv1.UserInfo) (n int) {
 	return n
 }
 
-// maxTextBytes is how much of a text that a client chose a short event keeps.
+// maxTextBytes is the maximum length of a client's text in a truncated event, in bytes.
 const maxTextBytes = 4 << 10
 
-// truncate is an event without what it says of objects' contents, and with no more than the beginning of what else a
-// client made long; marked as upstream marks it (k8s.io/apiserver/plugin/pkg/audit/truncate).
+// truncate returns an event without objects and with shortened texts. It has upstream's mark of a truncated event
+// (k8s.io/apiserver/plugin/pkg/audit/truncate).
 func truncate(e *auditinternal.Event) *auditinternal.Event {
 	out := *e
 	out.RequestObject, out.ResponseObject = nil, nil
@@ -328,7 +330,8 @@ func truncate(e *auditinternal.Event) *auditinternal.Event {
 
 func truncateText(text string) string { return text[:min(len(text), maxTextBytes)] }
 
-// truncatingBackend writes an event short where its file does not take it whole: a file takes no line that is longer than itself.
+// truncatingBackend truncates an event that its file rejects. A file rejects a line that is longer than its maximum
+// size.
 type truncatingBackend struct{ audit.Backend }
 
 // ProcessEvents implements audit.Sink.
@@ -346,6 +349,6 @@ func (b truncatingBackend) ProcessEvents(events ...*auditinternal.Event) bool {
 	return ok
 }
 
-// truncateAbove is from which size an event that could not be written is tried again without its objects: less is not what
-// it failed for.
+// truncateAbove is the size in bytes above which an event is written again without its objects after an error. A
+// smaller event did not fail because of its size.
 const truncateAbove = 128 << 10

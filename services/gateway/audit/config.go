@@ -1,6 +1,10 @@
-// Package audit writes the audit log: one event for each request and stage, however many services act on it. The
-// filters are upstream's (k8s.io/apiserver/pkg/endpoints/filters, WithAudit) and so are the backends; what other
-// services know of a request comes to the gateway as an AuditTrail, and what was answered in the bytes that were sent.
+// Package audit writes the audit log: an event for each stage of a request. The filter
+// (k8s.io/apiserver/pkg/endpoints/filters, WithAudit) and the backends are upstream's. Package audit adds the bound in
+// bytes and a faster JSON line. It does not decide the content of a write's event: registry sends an AuditContext.
+// Response objects come from the bytes that the client received.
+//
+// The recording functions run on the request's goroutine. A backend in batch mode owns its own goroutine from New until
+// Auditor.Close.
 package audit
 
 import (
@@ -18,28 +22,28 @@ import (
 	pluginwebhook "k8s.io/apiserver/plugin/pkg/audit/webhook"
 )
 
-// How a backend is handed events (k8s.io/apiserver/pkg/server/options/audit.go).
+// Modes of a backend (k8s.io/apiserver/pkg/server/options/audit.go).
 const (
-	// modeBatch queues them: requests do not wait, and what the queue has no room for is counted and dropped.
+	// modeBatch queues events. Requests do not wait, and events beyond the queue's bounds are dropped and counted.
 	modeBatch = "batch"
-	// modeBlocking has requests wait until they are written, or could not be.
+	// modeBlocking makes requests wait until their events are written or have failed.
 	modeBlocking = "blocking"
-	// modeBlockingStrict also refuses a request whose receipt could not be written.
+	// modeBlockingStrict also rejects a request if its RequestReceived event cannot be written.
 	modeBlockingStrict = "blocking-strict"
 )
 
 var modes = []string{modeBatch, modeBlocking, modeBlockingStrict}
 
-// Config says what is audited and where events go, under kube-apiserver's names and with its defaults.
+// Config is the audit policy and its backends, under kube-apiserver's names and with its defaults.
 type Config struct {
 	PolicyFile string
 	Log        LogConfig
 	Webhook    WebhookConfig
 }
 
-// LogConfig is the file that events are written to, a line each.
+// LogConfig is the log file, with a line for each event.
 type LogConfig struct {
-	// Path is the file's; - is standard output, empty is none.
+	// Path is the path of the file. "-" is standard output, and empty is no file.
 	Path string
 	// MaxAge is in days, MaxSize in megabytes.
 	MaxAge, MaxBackups, MaxSize int
@@ -48,48 +52,48 @@ type LogConfig struct {
 	backendOptions
 }
 
-// WebhookConfig is the server that events are posted to.
+// WebhookConfig is the server that receives events.
 type WebhookConfig struct {
-	// ConfigFile is a kubeconfig; empty is none.
+	// ConfigFile is the path of a kubeconfig. Empty is no webhook.
 	ConfigFile     string
 	InitialBackoff time.Duration
 	Version        string
 	backendOptions
 }
 
-// backendOptions is how a backend is handed events.
+// backendOptions are the options of a backend.
 type backendOptions struct {
 	Mode  string
 	Batch pluginbuffered.BatchConfig
-	// BatchBytes bounds what is queued, and what a batch that is being sent holds.
+	// BatchBytes bounds the bytes of the queued events and of the batches that are being sent.
 	BatchBytes      int64
 	TruncateEnabled bool
 	Truncate        plugintruncate.Config
 }
 
-// upstream's defaults
+// Upstream's defaults.
 const (
 	bufferSize, batchSize      = 10000, 400
 	batchWait                  = 30 * time.Second
 	throttleQPS, throttleBurst = 10, 15
-	// batchBytes is this gateway's own bound: 10,000 events with their objects are gigabytes (kubernetes 85489).
+	// batchBytes is a bound of this gateway: 10,000 events with their objects are gigabytes (kubernetes 85489).
 	batchBytes = 64 << 20
 )
 
 // AddFlags registers the flags --audit-*, with their defaults.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.PolicyFile, "audit-policy-file", "",
-		"Path to the file that defines the audit policy configuration. It is read anew when it changes.")
+		"Path to the file that defines the audit policy configuration. The gateway reloads it when it changes.")
 	l := &c.Log
 	fs.StringVar(&l.Path, "audit-log-path", "",
 		"If set, all requests coming to the apiserver will be logged to this file. '-' means standard out.")
 	fs.IntVar(&l.MaxAge, "audit-log-maxage", 366,
 		"The maximum number of days to retain old audit log files based on the timestamp encoded in their filename. "+
-			"0: they are not removed for their age.")
+			"0 disables the limit.")
 	fs.IntVar(&l.MaxBackups, "audit-log-maxbackup", 100,
-		"The maximum number of old audit log files to retain. 0: there is no restriction.")
+		"The maximum number of old audit log files to retain. 0 disables the limit.")
 	fs.IntVar(&l.MaxSize, "audit-log-maxsize", 100,
-		"The maximum size in megabytes of the audit log file before it gets rotated. 0: it is not rotated.")
+		"The maximum size in megabytes of the audit log file before it gets rotated. 0 disables rotation.")
 	fs.StringVar(&l.Format, "audit-log-format", pluginlog.FormatJson,
 		`Format of saved audits. "legacy" indicates 1-line text format for each event. "json" indicates structured `+
 			"json format.")
@@ -131,8 +135,8 @@ func (d *backendOptions) addFlags(fs *pflag.FlagSet, plugin, mode string, batch 
 	fs.IntVar(&b.BufferSize, name("batch-buffer-size"), b.BufferSize,
 		"The size of the buffer to store events before batching and writing. Only used in batch mode.")
 	fs.Int64Var(&d.BatchBytes, name("batch-buffer-bytes"), batchBytes,
-		"How many bytes of events may be stored or on their way. Beyond it events lose their objects, then are dropped "+
-			"and counted. Only used in batch mode.")
+		"The maximum bytes of events in the buffer or being sent. Above it, events lose their objects, then are "+
+			"dropped and counted. Only used in batch mode.")
 	fs.IntVar(&b.MaxBatchSize, name("batch-max-size"), b.MaxBatchSize,
 		"The maximum size of a batch. Only used in batch mode.")
 	fs.DurationVar(&b.MaxBatchWait, name("batch-max-wait"), b.MaxBatchWait,
@@ -154,14 +158,15 @@ func (d *backendOptions) addFlags(fs *pflag.FlagSet, plugin, mode string, batch 
 			"number, first request and response are removed, and if this doesn't reduce the size enough, event is discarded.")
 }
 
-// Validate is what is wrong with the settings, naming the flag.
+// Validate returns an error that names the first invalid flag.
 func (c *Config) Validate() error {
 	if l := &c.Log; l.Path != "" {
 		if err := l.validate(pluginlog.PluginName, l.Version); err != nil {
 			return err
 		}
 		if !slices.Contains(pluginlog.AllowedFormats, l.Format) {
-			return fmt.Errorf("--audit-log-format %q: is none of %s", l.Format, strings.Join(pluginlog.AllowedFormats, ", "))
+			return fmt.Errorf("--audit-log-format %q: must be one of %s", l.Format,
+				strings.Join(pluginlog.AllowedFormats, ", "))
 		}
 		for _, f := range []struct {
 			name  string
@@ -185,7 +190,7 @@ func (d *backendOptions) validate(plugin, version string) error {
 	const positive = "must be a positive number"
 	switch b := d.Batch; {
 	case !slices.Contains(modes, d.Mode):
-		return wrong("mode", fmt.Sprintf("%q", d.Mode), "is none of "+strings.Join(modes, ", "))
+		return wrong("mode", fmt.Sprintf("%q", d.Mode), "must be one of "+strings.Join(modes, ", "))
 	case d.Mode != modeBatch:
 	case b.BufferSize <= 0:
 		return wrong("batch-buffer-size", b.BufferSize, positive)

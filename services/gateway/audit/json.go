@@ -20,7 +20,7 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// protobufScheme are the types that protobuf is read into.
+// protobufScheme has the types that protobuf is decoded into.
 var protobufScheme = func() *runtime.Scheme {
 	s := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{scheme.AddToScheme, apiextensionsv1.AddToScheme,
@@ -32,7 +32,7 @@ var protobufScheme = func() *runtime.Scheme {
 	return s
 }()
 
-// toJSON is an answer's object in JSON. What is in JSON already is not copied.
+// toJSON returns a response's object in JSON. It does not copy a body that is JSON already.
 func toJSON(mediaType string, body []byte) ([]byte, error) {
 	switch mediaTypeOf(mediaType) {
 	case runtime.ContentTypeJSON:
@@ -53,11 +53,11 @@ func toJSON(mediaType string, body []byte) ([]byte, error) {
 		obj.GetObjectKind().SetGroupVersionKind(*gvk)
 		return json.Marshal(asServed(obj, *gvk))
 	}
-	return nil, fmt.Errorf("an answer in %q is not recorded", mediaType)
+	return nil, fmt.Errorf("audit: unsupported media type %q", mediaType)
 }
 
-// asServed gives an object back what protobuf does not carry: that a list is empty and not null, and of what kind the
-// items of a PartialObjectMetadataList are.
+// asServed restores two facts that protobuf does not encode. An empty list is not null, and the items of a
+// PartialObjectMetadataList have a kind.
 func asServed(obj runtime.Object, gvk schema.GroupVersionKind) runtime.Object {
 	if list, ok := obj.(*metav1.PartialObjectMetadataList); ok {
 		for i := range list.Items {
@@ -66,14 +66,15 @@ func asServed(obj runtime.Object, gvk schema.GroupVersionKind) runtime.Object {
 		return obj
 	}
 	if meta.IsListType(obj) && meta.LenList(obj) == 0 {
-		_ = meta.SetList(obj, []runtime.Object{}) // one that cannot be set stays as it is
+		_ = meta.SetList(obj, []runtime.Object{}) // a list without a settable Items field stays unchanged
 	}
 	return obj
 }
 
-// patchJSON is a patch as an audit event can hold it. Server-side apply takes YAML, and a patch that is refused may be
-// anything: an event with either could not be written, nor the batch that it is in. What is no YAML is a string, and so
-// is YAML that may have aliases: 100 KB of these are hundreds of megabytes of JSON.
+// patchJSON returns a patch in the form that an audit event can contain. Server-side apply accepts YAML, and a rejected
+// patch may have any content. Neither would be valid in an event, and would fail the event's whole batch. A patch that
+// is not YAML becomes a string. YAML that may contain aliases does too, because 100 KB of aliases expand to hundreds of
+// megabytes of JSON.
 func patchJSON(patch []byte) []byte {
 	if json.Valid(patch) {
 		return patch

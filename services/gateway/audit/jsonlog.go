@@ -14,10 +14,11 @@ import (
 	pluginlog "k8s.io/apiserver/plugin/pkg/audit/log"
 )
 
-// jsonLogBackend is upstream's log backend in its json format (k8s.io/apiserver/plugin/pkg/audit/log): the same bytes, for
-// less, for events without objects, which are all at Metadata. Each event is one write.
+// jsonLogBackend is upstream's log backend in its json format (k8s.io/apiserver/plugin/pkg/audit/log). It writes the
+// same bytes at less cost for events without objects, which include all events at level Metadata. Each event is a
+// single write.
 type jsonLogBackend struct {
-	audit.Backend // upstream's, which writes the rest
+	audit.Backend // upstream's; writes events with objects
 	out           io.Writer
 }
 
@@ -44,10 +45,10 @@ func (l *jsonLogBackend) ProcessEvents(events ...*auditinternal.Event) bool {
 	return ok
 }
 
-// maxBuffer is the largest buffer that is kept: annotations may be long.
+// maxBuffer is the size in bytes above which a buffer does not return to the pool, because annotations may be long.
 const maxBuffer = 64 << 10
 
-// appendEvent appends an event without objects as a line of audit.k8s.io/v1 JSON, as encoding/json has it.
+// appendEvent appends an event without objects as a line of audit.k8s.io/v1 JSON, in the format of encoding/json.
 func appendEvent(b []byte, e *auditinternal.Event) []byte {
 	b = append(b, `{"kind":"Event","apiVersion":"audit.k8s.io/v1","level":`...)
 	b = appendString(b, string(e.Level))
@@ -96,7 +97,7 @@ func appendEvent(b []byte, e *auditinternal.Event) []byte {
 	return append(b, '}', '\n')
 }
 
-// fields appends those of an object; first: none has been yet.
+// fields appends the fields of a JSON object. first is set until it has appended a field.
 type fields struct {
 	b     []byte
 	first bool
@@ -110,7 +111,7 @@ func (f *fields) key(name string) {
 	f.b = append(appendString(f.b, name), ':')
 }
 
-// text appends a field that is left out where it is empty.
+// text appends a field, unless its value is empty.
 func (f *fields) text(name, value string) {
 	if value != "" {
 		f.key(name)
@@ -157,7 +158,7 @@ func appendUser(b []byte, u *authenticationv1.UserInfo) []byte {
 }
 
 func appendStatus(b []byte, s *metav1.Status) []byte {
-	if *s == (metav1.Status{Code: s.Code}) && s.Code != 0 { // of a request that went well
+	if *s == (metav1.Status{Code: s.Code}) && s.Code != 0 { // a successful request
 		b = append(b, `{"metadata":{},"code":`...)
 		return append(strconv.AppendInt(b, int64(s.Code), 10), '}')
 	}
@@ -172,7 +173,7 @@ func appendTime(b []byte, t metav1.MicroTime) []byte {
 	return append(t.UTC().AppendFormat(b, metav1.RFC3339Micro), '"')
 }
 
-// appendString appends a string as encoding/json has it, with what HTML would take for its own escaped.
+// appendString appends a string in the format of encoding/json, which escapes HTML's special characters.
 func appendString(b []byte, s string) []byte {
 	for i := range len(s) {
 		if c := s[i]; c < ' ' || c > '~' || c == '"' || c == '\\' || c == '<' || c == '>' || c == '&' {

@@ -15,7 +15,7 @@ import (
 	"sigs.k8s.io/randfill"
 )
 
-// A line is upstream's, byte by byte, whatever the event holds.
+// A line is identical to upstream's line, for every content of the event.
 func TestLinesAreUpstreams(t *testing.T) {
 	var want, got bytes.Buffer
 	upstream := pluginlog.NewBackend(&want, pluginlog.FormatJson, auditv1.SchemeGroupVersion)
@@ -56,7 +56,7 @@ func TestLinesAreUpstreams(t *testing.T) {
 	}
 }
 
-// A field that upstream adds is to be written as well.
+// The test fails if upstream adds a field, because appendEvent must then write it.
 func TestEveryFieldOfAnEventIsKnown(t *testing.T) {
 	for _, c := range []struct {
 		of   any

@@ -19,20 +19,21 @@ import (
 
 var truncatedEvents = prometheus.NewCounter(prometheus.CounterOpts{
 	Name: "watershed_gateway_audit_truncated_events_total",
-	Help: "Audit events that lost their objects because the queue (--audit-*-batch-buffer-bytes) was full.",
+	Help: "Audit events written without objects: the queue (--audit-*-batch-buffer-bytes) or the log file had no room.",
 })
 
-// Metrics are the package's own; upstream's apiserver_audit_* are in the registry of Kubernetes' libraries.
+// Metrics returns the collectors of the package. Upstream's apiserver_audit_* are in the registry of Kubernetes'
+// libraries.
 func Metrics() []prometheus.Collector { return []prometheus.Collector{truncatedEvents} }
 
-// levels are upstream's.
+// levels maps upstream's levels to the contract's.
 var levels = map[auditinternal.Level]commonv1.AuditLevel{
 	auditinternal.LevelMetadata:        commonv1.AuditLevel_AUDIT_LEVEL_METADATA,
 	auditinternal.LevelRequest:         commonv1.AuditLevel_AUDIT_LEVEL_REQUEST,
 	auditinternal.LevelRequestResponse: commonv1.AuditLevel_AUDIT_LEVEL_REQUEST_RESPONSE,
 }
 
-// Level is how much of the request of ctx is audited.
+// Level returns the audit level of the request of ctx.
 func Level(ctx context.Context) commonv1.AuditLevel {
 	ac := audit.AuditContextFrom(ctx)
 	if ac == nil {
@@ -41,14 +42,14 @@ func Level(ctx context.Context) commonv1.AuditLevel {
 	return levels[ac.GetEventLevel()]
 }
 
-// Annotate adds what another service says of the request of ctx. What has been said before stays.
+// Annotate adds another service's annotations to the event of ctx. Existing annotations keep their values.
 func Annotate(ctx context.Context, annotations map[string]string) {
 	if len(annotations) > 0 {
 		audit.AddAuditAnnotationsMap(ctx, annotations)
 	}
 }
 
-// RecordContext takes over what registry says of a write's request. body is the request's.
+// RecordContext adds registry's audit context to the event of a write. body is the request's body.
 func RecordContext(ctx context.Context, auditContext *commonv1.AuditContext, body []byte) {
 	if auditContext == nil || Level(ctx) == commonv1.AuditLevel_AUDIT_LEVEL_UNSPECIFIED {
 		return
@@ -76,13 +77,13 @@ func RecordContext(ctx context.Context, auditContext *commonv1.AuditContext, bod
 	}
 }
 
-// IncludesResponse says whether the answer to the request of ctx is recorded whole.
+// IncludesResponse reports whether the event of ctx contains the response object.
 func IncludesResponse(ctx context.Context) bool {
 	return Level(ctx) == commonv1.AuditLevel_AUDIT_LEVEL_REQUEST_RESPONSE
 }
 
-// RecordResponse records the body of an answer in a media type. What is no object, or of a type that nobody here knows, is
-// left out.
+// RecordResponse adds the body of a response to the event. It omits a body that is no object or whose type is unknown
+// here.
 func RecordResponse(ctx context.Context, mediaType string, body []byte) {
 	data, err := toJSON(mediaType, body)
 	if err != nil {
@@ -92,25 +93,25 @@ func RecordResponse(ctx context.Context, mediaType string, body []byte) {
 	audit.LogResponseObject(ctx, &rawObject{json: data}, schema.GroupVersion{}, rawSerializer{})
 }
 
-// rawObject is one whose JSON is there already, as upstream's recording takes objects.
+// rawObject is an object that is already encoded in JSON, in the form that upstream's audit functions accept.
 type rawObject struct {
 	metav1.TypeMeta
 	metav1.ObjectMeta
 	json []byte
-	// omitManagedFields: the policy has managedFields left out.
+	// omitManagedFields is set if the policy omits managedFields.
 	omitManagedFields bool
 }
 
-// DeepCopyObject implements runtime.Object. The bytes do not change.
+// DeepCopyObject implements runtime.Object. The copy shares the bytes, which are immutable.
 func (o *rawObject) DeepCopyObject() runtime.Object {
 	copied := *o
 	return &copied
 }
 
-// SetManagedFields implements metav1.Object. It is how upstream has managedFields left out.
+// SetManagedFields implements metav1.Object. Upstream calls it with nil to omit managedFields.
 func (o *rawObject) SetManagedFields(f []metav1.ManagedFieldsEntry) { o.omitManagedFields = f == nil }
 
-// rawSerializer encodes an object's own bytes.
+// rawSerializer writes a rawObject's bytes.
 type rawSerializer struct{ runtime.NegotiatedSerializer }
 
 // SupportedMediaTypes implements runtime.NegotiatedSerializer.
@@ -137,8 +138,8 @@ func (rawSerializer) Encode(obj runtime.Object, w io.Writer) error {
 	return err
 }
 
-// withoutManagedFields leaves managedFields out of an object, of the items of a list and of the objects of a Table.
-// What cannot be read stays as it is. It looks no deeper: an object may have rows of its own, one in the other.
+// withoutManagedFields removes managedFields from an object, from the items of a list and from the objects of a Table.
+// It keeps content that it cannot decode. It does not recurse, because an object may contain rows in rows to any depth.
 func withoutManagedFields(data []byte) []byte {
 	var top map[string]json.RawMessage
 	if json.Unmarshal(data, &top) != nil {
@@ -158,7 +159,7 @@ func withoutManagedFields(data []byte) []byte {
 	return mustMarshal(top)
 }
 
-// eachItem changes every object of a list.
+// eachItem calls change for each object of a list.
 func eachItem(top map[string]json.RawMessage, key string, change func(map[string]json.RawMessage)) {
 	var items []map[string]json.RawMessage
 	if raw, ok := top[key]; !ok || json.Unmarshal(raw, &items) != nil || items == nil {
@@ -183,7 +184,7 @@ func removeManagedFields(object map[string]json.RawMessage) {
 	}
 }
 
-// mustMarshal is v in JSON; what was read from JSON can be written.
+// mustMarshal returns v in JSON. It panics on an error, which values that were decoded from JSON cannot cause.
 func mustMarshal(v any) []byte {
 	data, err := json.Marshal(v)
 	if err != nil {
@@ -192,7 +193,7 @@ func mustMarshal(v any) []byte {
 	return data
 }
 
-// mediaTypeOf is a Content-Type without its parameters.
+// mediaTypeOf returns a Content-Type without its parameters.
 func mediaTypeOf(contentType string) string {
 	t, _, _ := strings.Cut(contentType, ";")
 	return strings.TrimSpace(t)

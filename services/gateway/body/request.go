@@ -1,5 +1,7 @@
-// Package body reads requests' bodies, ahead of their turn and within bounds, and writes answers' bodies, compressed
-// where that pays.
+// Package body reads request bodies before requests count as in flight, within quotas, and writes response bodies,
+// compressed if that saves time. It does not decode bodies.
+//
+// A request's goroutine owns its body. Reader.mu guards the quotas.
 package body
 
 import (
@@ -21,47 +23,48 @@ import (
 	"watershed.dev/services/gateway/responsewriters"
 )
 
-// MaxBytes is the largest body of a request for a resource, kube-apiserver's.
+// MaxBytes is the maximum size of a resource request's body, as in kube-apiserver.
 const MaxBytes = 3 << 20
 
 const (
-	// maxInflightBytes bounds the bodies that are being read or waiting for their request's turn, and maxOwnerBytes those of
-	// one owner.
+	// maxInflightBytes limits the bodies that are being read or whose requests are in progress. maxOwnerBytes is the
+	// limit of an owner.
 	maxInflightBytes = 512 << 20
 	maxOwnerBytes    = 64 << 20
-	// smallBody is up to which size a body is taken though others fill the room, for as long as its owner's share has
-	// some: a Lease, an Event, a review. maxSmallBytes bounds even those.
+	// smallBody is the size up to which a body is accepted although maxInflightBytes is reached: a Lease, an Event, a
+	// review. maxOwnerBytes still applies. maxSmallBytes limits even these bodies.
 	smallBody     = 64 << 10
 	maxSmallBytes = 2 * maxInflightBytes
 	// readTimeout is how long a client may take to send a body.
 	readTimeout = 30 * time.Second
 	// readGracePeriod is the extra time that a body is read after its request's deadline. The 504 comes first.
 	readGracePeriod = 100 * time.Millisecond
-	// initialBufferBytes is the room that a body begins with; it grows as the body comes.
+	// initialBufferBytes is the initial size of a body's buffer, which grows as the body arrives.
 	initialBufferBytes = 4 << 10
 )
 
 var inflightBytes = prometheus.NewGauge(prometheus.GaugeOpts{
 	Name: "watershed_gateway_inflight_body_bytes",
-	Help: "Bytes of request bodies that have been read and whose requests are not answered yet.",
+	Help: "Bytes of request bodies that are being read or whose requests are in progress.",
 })
 
-// Metrics are this package's collectors.
+// Metrics returns this package's collectors.
 func Metrics() []prometheus.Collector { return []prometheus.Collector{inflightBytes} }
 
-// exemptGroups are the groups whose bodies are taken even where others' fill the room: what runs the cluster goes on.
+// exemptGroups are the groups whose bodies are accepted regardless of quotas, because they run the cluster.
 var exemptGroups = []string{user.SystemPrivilegedGroup, user.NodesGroup, identity.ServicesGroup}
 
-// Reader reads requests' bodies before the requests are counted as in flight: a client that sends slowly takes up what
-// it has sent, and nobody's slot. Its zero value is ready to use.
+// Reader reads bodies before the requests count as in flight. A slow client occupies the bytes it has sent, and no
+// seat. The zero value is ready to use.
 type Reader struct {
 	mu     sync.Mutex
 	bytes  int
 	owners map[string]int
 }
 
-// ReadAhead has next find the whole body of those requests that buffered says are for the gateway itself. What is too
-// large is passed on so: next answers it. Strangers' bodies are not read: next refuses most of them without.
+// ReadAhead reads the whole body before it calls next, for the requests that `buffered` selects. next also gets bodies
+// that are too large, and responds to them. Bodies of anonymous clients are not read, because next rejects most of them
+// without the body.
 func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		if req.Body == nil || req.Body == http.NoBody || req.ContentLength == 0 {
@@ -92,8 +95,8 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 			)
 		}
 		defer buffer.release()
-		// A client has a while to send it, not for ever. Where the connection does not take deadlines the request's own
-		// ends it.
+		// A client may not send its body forever. If the connection has no deadlines, the request's own deadline ends
+		// it.
 		if deadline := time.Now().Add(readTimeout); !hasDeadline || deadline.Before(readDeadline) {
 			_ = control.SetReadDeadline(deadline)
 		}
@@ -104,7 +107,7 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 		}
 		_ = control.SetReadDeadline(time.Time{})
 		rest := io.Reader(bytes.NewReader(buffer.data))
-		if err != nil { // the client broke off; next finds out as it would by itself
+		if err != nil { // the client disconnected; next sees the same error
 			rest = io.MultiReader(rest, errorReader{err})
 		}
 		req.Body = &bufferedBody{
@@ -117,31 +120,31 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 	})
 }
 
-var errQuotaExceeded = errors.New("too many bytes of request bodies are waiting, please try again later")
+var errQuotaExceeded = errors.New("too many bytes of request bodies are in flight, please try again later")
 
-// bodyBuffer is one request's body, accounted for as it comes.
+// bodyBuffer is a request's body. Its bytes are accounted for as they arrive.
 type bodyBuffer struct {
 	reader *Reader
 	owner  string
-	// exempt: it is not refused for want of room.
+	// exempt: no quota applies.
 	exempt   bool
 	data     []byte
 	reserved int
 }
 
-// read reads the whole body, or one byte more than is allowed. length is how long it is said to be; below 0: nobody
-// says.
+// read reads the whole body, or one byte more than MaxBytes. length is the Content-Length, or negative if unknown. It
+// is only a hint for the size of the buffer.
 func (h *bodyBuffer) read(body io.Reader, length int64) error {
 	size := initialBufferBytes
 	if length >= 0 {
-		size = int(min(length, initialBufferBytes-1)) + 1 // one more, to find its end without growing
+		size = int(min(length, initialBufferBytes-1)) + 1 // an extra byte, to find the end without growing
 	}
 	for len(h.data) <= MaxBytes {
 		if len(h.data) == cap(h.data) {
 			if err := h.grow(size); err != nil {
 				return err
 			}
-			size = cap(h.data) // twice as much each time
+			size = cap(h.data) // doubles each time
 			if length >= 0 {
 				size = min(size, max(int(min(length, MaxBytes))+1-len(h.data), initialBufferBytes))
 			}
@@ -158,7 +161,7 @@ func (h *bodyBuffer) read(body io.Reader, length int64) error {
 	return nil
 }
 
-// grow makes room for n more bytes, where there is any.
+// grow enlarges the buffer by n bytes if the quota allows it.
 func (h *bodyBuffer) grow(n int) error {
 	n = min(n, MaxBytes+1-cap(h.data))
 	if !h.reserve(n) {
@@ -170,7 +173,7 @@ func (h *bodyBuffer) grow(n int) error {
 	return nil
 }
 
-// reserve accounts for n more bytes; false where there is no room.
+// reserve accounts for n more bytes. It returns false if a quota is exceeded.
 func (h *bodyBuffer) reserve(n int) bool {
 	b := h.reader
 	b.mu.Lock()
@@ -210,8 +213,8 @@ type bufferedBody struct {
 	complete bool
 }
 
-// Read is a request's whole body, which must not be changed: what ReadAhead has read of it, or what comes now. One of
-// more than MaxBytes is kube-apiserver's error.
+// Read returns a request's whole body, which must not be changed: the body that ReadAhead read, or it reads it now.
+// More than MaxBytes is kube-apiserver's error.
 func Read(req *http.Request) ([]byte, error) {
 	if req.Body == nil {
 		return nil, nil
@@ -238,7 +241,7 @@ func Read(req *http.Request) ([]byte, error) {
 	return data, nil
 }
 
-// bufferedData is a request's body where all of it has been read ahead.
+// bufferedData returns a request's body if ReadAhead read all of it.
 func bufferedData(req *http.Request) (data []byte, ok bool) {
 	b, ok := req.Body.(*bufferedBody)
 	if !ok || !b.complete {

@@ -21,8 +21,8 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 )
 
-// A body that comes slowly holds what has come of it, and no slot; what one owner's bodies take is bounded, and small
-// ones and the control plane's are always taken (S6).
+// A slow body occupies only the bytes that have arrived, and no seat. The bodies of an owner are bounded. Small bodies
+// and the control plane's bodies are always accepted (S6).
 func TestBodiesAreBoundedPerUser(t *testing.T) {
 	b := &Reader{}
 	inside := 0
@@ -48,7 +48,7 @@ func TestBodiesAreBoundedPerUser(t *testing.T) {
 		h.ServeHTTP(w, req.WithContext(ctx))
 		return w
 	}
-	const each = 1 << 20 // its room has then been doubled
+	const each = 1 << 20 // its buffer has then doubled
 	var writers []*io.PipeWriter
 	var wg sync.WaitGroup
 	for range maxOwnerBytes / (2 * each) {
@@ -61,12 +61,12 @@ func TestBodiesAreBoundedPerUser(t *testing.T) {
 	}
 	mu.Lock()
 	if inside != 0 {
-		t.Errorf("%d requests whose bodies are on their way have begun", inside)
+		t.Errorf("%d requests started before their bodies had arrived", inside)
 	}
 	mu.Unlock()
 	large := func() io.Reader { return strings.NewReader(strings.Repeat("x", 1<<20)) }
 	if w := send("system:serviceaccount:t:b", large()); w.Code != http.StatusTooManyRequests {
-		t.Errorf("another account of the namespace goes beyond its share: %d", w.Code)
+		t.Errorf("another service account of the namespace exceeds the owner's limit: %d", w.Code)
 	}
 	for client, w := range map[string]*httptest.ResponseRecorder{
 		"another namespace": send("system:serviceaccount:u:a", large()),
@@ -79,12 +79,12 @@ func TestBodiesAreBoundedPerUser(t *testing.T) {
 		}
 	}
 	if w := send("system:serviceaccount:t:b", strings.NewReader("{}")); w.Code != http.StatusTooManyRequests {
-		t.Errorf("small bodies go beyond their owner's share: %d", w.Code)
+		t.Errorf("small bodies exceed their owner's limit: %d", w.Code)
 	}
 	before := b.bytes
-	if w := send(user.Anonymous, iotest.ErrReader(errors.New("a stranger's body was read")),
+	if w := send(user.Anonymous, iotest.ErrReader(errors.New("an anonymous client's body was read")),
 		user.AllUnauthenticated); w.Code != http.StatusOK || b.bytes != before {
-		t.Errorf("a stranger: %d, %d bytes", w.Code, b.bytes-before)
+		t.Errorf("an anonymous client: %d, %d bytes", w.Code, b.bytes-before)
 	}
 	for _, w := range writers {
 		w.Close()
@@ -98,7 +98,7 @@ func TestBodiesAreBoundedPerUser(t *testing.T) {
 func TestABodyThatIsTooLargeIsPassedOnSo(t *testing.T) {
 	h := new(Reader).ReadAhead(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		if _, complete := bufferedData(req); complete {
-			t.Error("it is whole")
+			t.Error("ReadAhead marks it complete")
 		}
 		if n, _ := io.Copy(io.Discard, req.Body); n != MaxBytes+1 {
 			t.Errorf("%d bytes come through", n)
@@ -108,14 +108,14 @@ func TestABodyThatIsTooLargeIsPassedOnSo(t *testing.T) {
 		bytes.NewReader(make([]byte, MaxBytes+1000))))
 }
 
-// Nothing that a request says of its length is believed.
+// Any Content-Length is accepted, and the body decides.
 func TestContentLengthIsNotTrusted(t *testing.T) {
 	for _, length := range []int64{math.MaxInt64, 1, 3, 4095, 4096, 1 << 20, -1} {
 		for _, n := range []int{1, 3, 4095, 4096, 4097, 100_000} {
 			b := &Reader{}
 			h := b.ReadAhead(http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
 				if data, ok := bufferedData(req); !ok || len(data) != n {
-					t.Errorf("said to be %d, a body of %d comes as %d: %v", length, n, len(data), ok)
+					t.Errorf("Content-Length %d, body of %d bytes: read %d, %v", length, n, len(data), ok)
 				}
 			}), func(*http.Request) bool { return true })
 			req := httptest.NewRequest(http.MethodPost, "/", iotest.OneByteReader(bytes.NewReader(make([]byte, n))))
@@ -128,8 +128,8 @@ func TestContentLengthIsNotTrusted(t *testing.T) {
 	}
 }
 
-// A client that sends a part of its body and waits keeps no goroutine once its request's time is over, read ahead or
-// not.
+// If a client sends a part of its body and stops, no goroutine remains after the request's deadline, with or without
+// read ahead.
 func TestReadingABodyEndsWithItsRequestsTime(t *testing.T) {
 	for name, ahead := range map[string]bool{"read ahead": true, "read by the handler": false} {
 		t.Run(name, func(t *testing.T) {
@@ -141,7 +141,7 @@ func TestReadingABodyEndsWithItsRequestsTime(t *testing.T) {
 			s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 				ctx, cancel := context.WithTimeout(req.Context(), 50*time.Millisecond)
 				defer cancel()
-				go h.ServeHTTP(w, req.WithContext(ctx)) // as edge.timely does
+				go h.ServeHTTP(w, req.WithContext(ctx)) // as server.withTimeout does
 				<-ctx.Done()
 			}))
 			t.Cleanup(s.Close)
@@ -156,7 +156,7 @@ func TestReadingABodyEndsWithItsRequestsTime(t *testing.T) {
 			select {
 			case err := <-read:
 				if err == nil {
-					t.Error("half a body is taken for a whole one")
+					t.Error("half a body is read without an error")
 				}
 			case <-time.After(10 * time.Second):
 				t.Error("the body is still being read")
@@ -176,7 +176,7 @@ func (d *deadlines) SetReadDeadline(at time.Time) error {
 	return nil
 }
 
-// A whole body has 30 s, however steadily its bytes arrive.
+// The client must send a whole body within 30 s, even if bytes arrive steadily.
 func TestAWholeBodyHas30Seconds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		began := time.Now()
@@ -191,7 +191,7 @@ func TestAWholeBodyHas30Seconds(t *testing.T) {
 		d := &deadlines{ResponseRecorder: httptest.NewRecorder()}
 		h := new(Reader).ReadAhead(http.NotFoundHandler(), func(*http.Request) bool { return true })
 		h.ServeHTTP(d, httptest.NewRequest(http.MethodPost, "/", r))
-		want := []time.Time{began.Add(30 * time.Second), {}} // the last one ends the deadline
+		want := []time.Time{began.Add(30 * time.Second), {}} // the last deadline is the zero time: none
 		if !slices.EqualFunc(d.set, want, time.Time.Equal) {
 			t.Errorf("deadlines are %v, want %v", d.set, want)
 		}

@@ -16,18 +16,18 @@ var gzipWriters = sync.Pool{New: func() any {
 	return w
 }}
 
-// flushBytes is from how many compressed bytes on they are written to the client.
+// flushBytes is how many compressed bytes are buffered before they are written to the client.
 const flushBytes = 16 << 10
 
-// Writer writes an answer, compressed where that pays.
+// Writer writes a response body, compressed if that saves time.
 type Writer struct {
 	w  http.ResponseWriter
 	gz *gzip.Writer
-	// out is what gz has made and nobody has sent yet.
+	// out holds compressed bytes that are not written yet.
 	out bytes.Buffer
 }
 
-// NewWriter sends the head. size is the body's, or -1 where it is not known.
+// NewWriter sends the response headers. size is the body's, or -1 if it is unknown.
 func NewWriter(w http.ResponseWriter, req *http.Request, contentType string, code int, size int64) *Writer {
 	h := w.Header()
 	h.Set("Content-Type", contentType)
@@ -43,8 +43,8 @@ func NewWriter(w http.ResponseWriter, req *http.Request, contentType string, cod
 	return b
 }
 
-// NewEncoded sends the head of an answer whose body the caller has as it goes out. gzip says that
-// it is compressed.
+// NewEncoded sends the headers of a response whose body the caller writes already encoded. gzip reports whether it is
+// compressed.
 func NewEncoded(w http.ResponseWriter, contentType string, code int, gzip bool) *Writer {
 	h := w.Header()
 	h.Set("Content-Type", contentType)
@@ -60,12 +60,12 @@ func setGzipHeaders(h http.Header) {
 	h.Add("Vary", "Accept-Encoding")
 }
 
-// ShouldCompress says whether an answer of some size is compressed for who asks.
+// ShouldCompress reports whether a response of `size` bytes is compressed for this client.
 func ShouldCompress(req *http.Request, size int64) bool {
 	return size > deflate.Threshold && deflate.AcceptsGzip(req.Header)
 }
 
-// Write implements io.Writer. No turn at compressing is held while the client is waited for.
+// Write implements io.Writer. It holds no compression slot while it waits for the client.
 func (b *Writer) Write(p []byte) (int, error) {
 	if b.gz == nil {
 		return b.w.Write(p)
@@ -83,7 +83,7 @@ func (b *Writer) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// flushCompressed writes what is compressed, if that is some bytes at least.
+// flushCompressed writes the compressed bytes if there are at least `minimum`.
 func (b *Writer) flushCompressed(minimum int) error {
 	if b.out.Len() < minimum {
 		return nil
@@ -98,7 +98,7 @@ func (b *Writer) Close() error {
 		return nil
 	}
 	err := deflate.Turn(b.gz.Close)
-	b.gz.Reset(nil) // it is not to keep what it wrote to
+	b.gz.Reset(nil) // the pool must not retain the ResponseWriter
 	gzipWriters.Put(b.gz)
 	b.gz = nil
 	if err != nil {

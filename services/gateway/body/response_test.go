@@ -13,7 +13,7 @@ import (
 	"watershed.dev/platform/deflate"
 )
 
-// blockedWriter is a client that takes nothing until it is let go.
+// blockedWriter is a client that accepts nothing until release is closed.
 type blockedWriter struct {
 	http.ResponseWriter
 	started, release chan struct{}
@@ -29,11 +29,12 @@ func (h *blockedWriter) Write(p []byte) (int, error) {
 	return h.ResponseWriter.Write(p)
 }
 
-// An answer is whole in whatever pieces it is compressed, and who takes nothing keeps nobody else from compressing.
+// A response is complete regardless of the pieces in which it is compressed. A client that accepts nothing does not
+// block compression for others.
 func TestCompressedResponseIsComplete(t *testing.T) {
 	body := make([]byte, 5*deflate.TurnBytes+17)
 	random := rand.NewChaCha8([32]byte{})
-	_, _ = random.Read(body) // which compresses badly: much is to be written
+	_, _ = random.Read(body) // random data compresses badly, so much is written
 	writeResponse := func(w http.ResponseWriter) {
 		req := httptest.NewRequest(http.MethodGet, "/", nil)
 		req.Header.Set("Accept-Encoding", "gzip")

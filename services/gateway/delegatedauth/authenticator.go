@@ -21,11 +21,11 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// rpcTimeout bounds one question to authn or authz.
+// rpcTimeout bounds a call to authn or authz.
 const rpcTimeout = 10 * time.Second
 
 const (
-	// authnCacheBytes bounds what is remembered of who is who, and authnOwnerBytes what of it is one user's.
+	// authnCacheBytes bounds the cached users in bytes, and authnOwnerBytes the entries of each user.
 	authnCacheBytes = 32 << 20
 	authnOwnerBytes = 1 << 20
 )
@@ -33,30 +33,30 @@ const (
 var (
 	cacheBytes = prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "watershed_gateway_auth_cache_bytes",
-		Help: "Bytes of answers of authn and authz that are kept, by which of them.",
+		Help: "Bytes of cached responses of authn and authz, by service.",
 	}, []string{"service"})
 	reauthorizationTimeouts = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "watershed_gateway_watch_reauthorization_timeouts_total",
-		Help: "Open watches that were ended because nobody could say within the bound whether they are still allowed.",
+		Help: "Open watches that ended because authz did not confirm their permission in time.",
 	})
 )
 
-// Metrics are this package's collectors.
+// Metrics returns the collectors of the package.
 func Metrics() []prometheus.Collector {
 	return []prometheus.Collector{cacheBytes, reauthorizationTimeouts}
 }
 
-// Authenticator asks authn, and keeps its answers for as long as authn says. What a stranger sends leaves nothing
-// behind: neither a refusal nor an anonymous user is kept.
+// Authenticator calls authn and caches its responses for the time that authn sets. Unauthenticated clients leave no
+// state: it caches no refusals and no anonymous users.
 type Authenticator struct {
 	client authnv1.AuthnClient
-	// headerNames and prefixes are of the headers that carry identities beside Authorization: the front proxy's.
+	// headerNames and headerPrefixes select the front proxy's headers, which carry an identity besides Authorization.
 	headerNames, headerPrefixes []string
 	users                       *cache[*cachedUser]
 }
 
-// NewAuthenticator returns one that passes on, beside credentials, the headers of those names or whose names begin with
-// a prefix.
+// NewAuthenticator returns an authenticator. Besides credentials it passes to authn the headers with the given names or
+// name prefixes.
 func NewAuthenticator(client authnv1.AuthnClient, names, prefixes []string) *Authenticator {
 	return &Authenticator{
 		client:         client,
@@ -66,19 +66,19 @@ func NewAuthenticator(client authnv1.AuthnClient, names, prefixes []string) *Aut
 	}
 }
 
-// cachedUser is an answer. It does not change.
+// cachedUser is a response of authn. It is immutable.
 type cachedUser struct {
 	response *authenticator.Response
-	// replacedHeaders are headers as they are to be from here on; one without values is removed.
+	// replacedHeaders are new values of headers. A header without values is removed.
 	replacedHeaders map[string][]string
-	// consultedHeaders are the headers that authn reads, where they are not all passed on to it.
+	// consultedHeaders are the headers that authn reads but this gateway does not pass to it.
 	consultedHeaders []string
 	warnings         []string
-	// annotations are for the audit event of each request.
+	// annotations are for each request's audit event.
 	annotations map[string]string
 }
 
-// AuthenticateRequest implements authenticator.Request. It fails closed: an authn that cannot be asked is an error.
+// AuthenticateRequest implements authenticator.Request. It fails closed: it returns an error if authn does not respond.
 func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
 	r := a.authenticateRequest(req)
 	key, cacheable := requestKey(r)
@@ -139,14 +139,13 @@ func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.R
 
 type challengeKey struct{}
 
-// Challenge is what a client of a request that nobody is authenticated for is asked for (WWW-Authenticate); empty:
-// nothing.
+// Challenge returns the value of WWW-Authenticate for an unauthenticated request, or "".
 func Challenge(ctx context.Context) string {
 	c, _ := ctx.Value(challengeKey{}).(string)
 	return c
 }
 
-// authenticateRequest is what authn needs to know of a request.
+// authenticateRequest returns the parts of a request that authn reads.
 func (a *Authenticator) authenticateRequest(req *http.Request) *authnv1.AuthenticateRequest {
 	r := &authnv1.AuthenticateRequest{Path: req.URL.Path, Headers: map[string]*commonv1.Values{}}
 	add := func(name string) {
@@ -177,7 +176,8 @@ func (a *Authenticator) authenticateRequest(req *http.Request) *authnv1.Authenti
 	return r
 }
 
-// requestKey is all that an answer that may be kept depends on. Without credentials there is none.
+// requestKey returns the key of a cacheable response. It covers everything that the response depends on. ok is false
+// for a request without credentials.
 func requestKey(r *authnv1.AuthenticateRequest) (key digest, ok bool) {
 	if len(r.Headers) == 0 && len(r.PeerCertificates) == 0 {
 		return key, false
@@ -216,13 +216,14 @@ func userBytes(u user.Info) int {
 	return n
 }
 
-// completeRequest removes the credentials' headers from the request, so that they are not forwarded.
+// completeRequest removes credentials from the request's headers, so that they are not forwarded. It adds warnings and
+// audit annotations.
 func (a *Authenticator) completeRequest(req *http.Request, k *cachedUser) (*authenticator.Response, bool, error) {
 	for _, h := range k.consultedHeaders {
 		for name := range req.Header {
 			if matchesHeader(h, name) && !a.forwardsHeader(name) {
-				return nil, false, fmt.Errorf("authn reads the header %q, which this gateway does not pass on: give "+
-					"both the same --requestheader-* settings", name)
+				return nil, false, fmt.Errorf("authn reads the header %q, which this gateway does not pass on: set "+
+					"the same --requestheader-* flags on both", name)
 			}
 		}
 	}
@@ -240,7 +241,8 @@ func (a *Authenticator) completeRequest(req *http.Request, k *cachedUser) (*auth
 	return &authenticator.Response{User: k.response.User, Audiences: k.response.Audiences}, true, nil
 }
 
-// forwardsHeader says whether the headers that a name stands for, with a final * all that begin so, are passed on.
+// forwardsHeader reports whether this gateway passes a header to authn. A final * makes header a prefix, and then all
+// headers with that prefix must be passed.
 func (a *Authenticator) forwardsHeader(header string) bool {
 	if prefix, ok := strings.CutSuffix(header, "*"); ok {
 		return slices.ContainsFunc(a.headerPrefixes, func(p string) bool { return matchesHeader(p+"*", prefix) })
@@ -249,7 +251,7 @@ func (a *Authenticator) forwardsHeader(header string) bool {
 		slices.ContainsFunc(a.headerPrefixes, func(p string) bool { return matchesHeader(p+"*", header) })
 }
 
-// matchesHeader says whether a header's name is the one given or, with a final *, begins so.
+// matchesHeader reports whether name equals pattern or, with a final *, begins with it. Case does not matter.
 func matchesHeader(pattern, name string) bool {
 	prefix, ok := strings.CutSuffix(pattern, "*")
 	if !ok {

@@ -1,5 +1,8 @@
-// Package access asks authn who a request is of and authz what they may do, and keeps the answers for as long as those
-// say.
+// Package delegatedauth authenticates requests with authn and authorizes them with authz, and caches both results. It
+// does not decide anything itself. It fails closed: if a service does not respond, the request gets an error.
+//
+// Authorizer.Run needs a goroutine of its own, and starts another for the heartbeat. Requests use both types from any
+// goroutine.
 package delegatedauth
 
 import (
@@ -24,40 +27,49 @@ import (
 )
 
 const (
-	// authzCacheBytes bounds the decisions that are kept, and authzOwnerBytes those of one user.
+	// authzCacheBytes bounds the cached decisions in bytes, and authzOwnerBytes the decisions of each user.
 	authzCacheBytes = 64 << 20
 	authzOwnerBytes = 4 << 20
-	// maxNamespaces bounds the namespaces whose generations are told apart; past it all count as one.
+	// maxNamespaces bounds the namespaces with their own policy revisions. If another namespace changes, all cached
+	// decisions become invalid and the count starts again.
 	maxNamespaces = 20000
 )
 
-// Authorizer asks authz, and keeps its decisions until the policy's generation moves in their scope, or for as long as
-// authz says.
+// Authorizer calls authz and caches its decisions. A decision is valid until the policy revision of its scope changes,
+// or until the expiry that authz sets. Revisions come from the stream Authz.PolicyRevisions:
+//
+//	                 first message                     no message for PolicyRevisionLease
+//	no stream ──────────────────────────► current ──────────────────────────────► lease expired
+//	    ▲      watches are reauthorized      │  ▲                                  │
+//	    └──────── the stream breaks ─────────┘  └─────────── next message ─────────┘
+//
+// Decisions with a policy revision are cacheable only in the state "current". If no message arrives for
+// heartbeatTimeout, in any state, all open watches are reauthorized once.
 type Authorizer struct {
 	Client authzv1.AuthzClient
 
 	once      sync.Once
 	decisions *cache[decision]
-	// reauthorizations shares questions about open watches: one that began before a permission was taken away answers nobody who
-	// asks after it.
+	// reauthorizations shares the calls that reauthorize open watches. A watch joins only a call that starts after it,
+	// so the response is never from before a revocation.
 	reauthorizations coalesce.Group[decision]
 
 	mu sync.RWMutex
-	// replica counts the generations, and was heard of last at lastMessage. Empty: nobody tells of changes, and nothing
-	// may be kept.
+	// replica counted the policy revisions below, and lastMessage is the time of its last message. If replica is empty,
+	// no stream is open and no decision is cacheable.
 	replica     string
 	lastMessage time.Time
-	// cluster is the policy of the whole cluster, spaces that of namespaces.
+	// cluster is the revision of the cluster-wide policy, and namespaces of the policy in each namespace.
 	cluster    policyRevisions
 	namespaces map[string]policyRevisions
-	// policyChanged, by namespace, is closed when permissions there may have been taken away; "" is for what is no
-	// namespace's.
+	// policyChanged has a channel for each namespace with open watches, and "" for requests without a namespace. A
+	// channel closes when a change may have revoked permissions there.
 	policyChanged map[string]chan struct{}
 }
 
-// policyRevisions is where a policy stands.
+// policyRevisions is the state of a policy.
 type policyRevisions struct {
-	// latest is its newest generation, and revoked the newest that may have taken a permission away.
+	// latest is the newest revision. revoked is the newest revision that may have revoked a permission.
 	latest, revoked uint64
 }
 
@@ -69,14 +81,14 @@ func (s policyRevisions) observe(g *authzv1.PolicyRevision) policyRevisions {
 	return s
 }
 
-// decision is what authz said. It does not change.
+// decision is a response of authz. It is immutable.
 type decision struct {
 	decision       authorizer.Decision
 	reason         string
 	replica        string
 	policyRevision uint64
 	namespace      string
-	// transient: it may not be kept.
+	// transient decisions are not cacheable.
 	transient bool
 }
 
@@ -87,21 +99,22 @@ func (a *Authorizer) cache() *cache[decision] {
 	return a.decisions
 }
 
-// Run learns of the policy's changes until ctx is done.
+// Run receives policy revisions until ctx ends.
 func (a *Authorizer) Run(ctx context.Context) {
 	go a.checkHeartbeats(ctx)
 	open := func(ctx context.Context) (grpc.ServerStreamingClient[authzv1.PolicyRevision], error) {
-		// It must not wait for an authz that is away: nobody is heard of meanwhile.
+		// The call fails at once if authz is unavailable. Otherwise the authorizer would wait without messages and
+		// without an error.
 		return a.Client.PolicyRevisions(ctx, &authzv1.PolicyRevisionsRequest{}, grpc.WaitForReady(false))
 	}
 	rpc.RetryWatch(ctx, revisionsRetryInterval, open, a.observe, func(error) { a.observe(nil, false) })
 	a.observe(nil, false)
 }
 
-// revisionsRetryInterval is how long to wait before authz is asked for its generations again.
+// revisionsRetryInterval is the pause before the stream of policy revisions is opened again.
 const revisionsRetryInterval = 100 * time.Millisecond
 
-// checkHeartbeats looks whether anybody is heard of, until ctx is done.
+// checkHeartbeats calls expireHeartbeat every second until ctx ends.
 func (a *Authorizer) checkHeartbeats(ctx context.Context) {
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
@@ -115,11 +128,11 @@ func (a *Authorizer) checkHeartbeats(ctx context.Context) {
 	}
 }
 
-// heartbeatTimeout is how long Generations may be silent before open watches are authorized again.
+// heartbeatTimeout is the time without a message of PolicyRevisions after which open watches are reauthorized.
 const heartbeatTimeout = 20 * time.Second
 
-// expireHeartbeat has open watches asked about where nobody has told of the policy for long: a permission may have been
-// taken away.
+// expireHeartbeat reauthorizes open watches if no message arrived for heartbeatTimeout, because a permission may have
+// been revoked.
 func (a *Authorizer) expireHeartbeat() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -129,8 +142,8 @@ func (a *Authorizer) expireHeartbeat() {
 	}
 }
 
-// observe takes note of a generation; nil means that nobody tells of them. The first of a stream is where its replica
-// stands.
+// observe records a policy revision. A nil revision means that the stream is broken. first marks the first message of a
+// stream, which has the current revision of its replica.
 func (a *Authorizer) observe(g *authzv1.PolicyRevision, first bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -154,7 +167,7 @@ func (a *Authorizer) observe(g *authzv1.PolicyRevision, first bool) {
 	switch {
 	case g.Namespace == "":
 		a.cluster = a.cluster.observe(g)
-	case !known && len(a.namespaces) >= maxNamespaces: // too many to tell apart: everything is void, and it begins anew
+	case !known && len(a.namespaces) >= maxNamespaces: // too many namespaces
 		a.cluster, a.namespaces = policyRevisions{g.Revision, g.Revision}, map[string]policyRevisions{}
 		a.notify("")
 		return
@@ -166,7 +179,7 @@ func (a *Authorizer) observe(g *authzv1.PolicyRevision, first bool) {
 	}
 }
 
-// notify tells those whom a change may concern; the lock is held.
+// notify closes the channels of a namespace, or all channels for "". The caller holds the lock.
 func (a *Authorizer) notify(namespace string) {
 	for n, c := range a.policyChanged {
 		if namespace == "" || n == namespace {
@@ -176,7 +189,8 @@ func (a *Authorizer) notify(namespace string) {
 	}
 }
 
-// PolicyChanged is closed when permissions in a namespace may have been taken away; "" is for what is no namespace's.
+// PolicyChanged returns a channel that closes when permissions in a namespace may have been revoked. The namespace ""
+// stands for requests without a namespace.
 func (a *Authorizer) PolicyChanged(namespace string) <-chan struct{} {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -191,9 +205,9 @@ func (a *Authorizer) PolicyChanged(namespace string) <-chan struct{} {
 	return c
 }
 
-// isCurrent says whether no change of the policy since a decision was made can alter it.
+// isCurrent reports whether no policy change since a decision can alter it.
 func (a *Authorizer) isCurrent(d decision) bool {
-	if d.policyRevision == 0 { // no policy has a part in it
+	if d.policyRevision == 0 { // it depends on no policy
 		return true
 	}
 	a.mu.RLock()
@@ -212,15 +226,17 @@ func (a *Authorizer) isCurrent(d decision) bool {
 }
 
 const (
-	// reauthorizeTimeout is for how long a watch goes on whose permission cannot be asked after it may have been taken away.
+	// reauthorizeTimeout is how long a watch stays open without a valid decision after its permission may have been
+	// revoked.
 	reauthorizeTimeout = 10 * time.Second
-	// minReauthorizeDelay and maxReauthorizeDelay are how long to wait before it is asked again: longer each time.
+	// minReauthorizeDelay and maxReauthorizeDelay bound the pause between two attempts. It doubles each time.
 	minReauthorizeDelay = 20 * time.Millisecond
 	maxReauthorizeDelay = 500 * time.Millisecond
 )
 
-// Reauthorize authorizes an open watch again. It retries while authz cannot be asked, and answers false after reauthorizeTimeout.
-// Many watches that ask the same at once, as they do when the generation has moved, cost authz one question.
+// Reauthorize authorizes an open watch again. It retries while authz does not respond, and returns false after
+// reauthorizeTimeout. When the policy revision changes, many watches with equal attributes share a single call to
+// authz.
 func (a *Authorizer) Reauthorize(ctx context.Context, attrs authorizer.Attributes) bool {
 	keys, cacheable := newCacheKeys(attrs)
 	deadline := time.Now().Add(reauthorizeTimeout)
@@ -228,7 +244,7 @@ func (a *Authorizer) Reauthorize(ctx context.Context, attrs authorizer.Attribute
 	defer cancel()
 	for delay := minReauthorizeDelay; ; delay = min(2*delay, maxReauthorizeDelay) {
 		if cacheable {
-			if d, ok := a.cached(keys); ok { // as when the watch is only now being opened
+			if d, ok := a.cached(keys); ok { // for example, the watch is just opening
 				return d.decision == authorizer.DecisionAllow
 			}
 		}
@@ -251,12 +267,12 @@ func (a *Authorizer) Reauthorize(ctx context.Context, attrs authorizer.Attribute
 		case err == nil && a.isCurrent(d):
 			return true
 		case ctx.Err() != nil:
-			return true // nobody is there any more
+			return true // the client has left
 		case time.Now().After(deadline):
 			reauthorizationTimeouts.Inc()
 			return false
 		}
-		select { // it could not be asked, or a replica answered that may not have seen yet what has changed
+		select { // authz did not respond, or the replica may not have the newest policy
 		case <-ctx.Done():
 		case <-time.After(delay):
 		}
@@ -268,7 +284,7 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 	keys, cacheable := newCacheKeys(attrs)
 	if cacheable {
 		if d, ok := a.cached(keys); ok {
-			telemetry.AddSpanEvent(ctx, "Decision kept", nil)
+			telemetry.AddSpanEvent(ctx, "Decision cached", nil)
 			return d.decision, d.reason, nil
 		}
 	}
@@ -288,10 +304,10 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 		}
 		expiresAt := time.Now().Add(ttl)
 		key := keys.exact
-		if keys.isResource && d.decision == authorizer.DecisionAllow { // others than this one may have the same answer
+		if keys.isResource && d.decision == authorizer.DecisionAllow { // the decision may cover other requests
 			switch {
 			case resp.WildcardNamespace:
-				key, d.namespace = keys.wildcardNamespace, "" // no namespace's policy has a part in it
+				key, d.namespace = keys.wildcardNamespace, "" // it depends on no namespace's policy
 			case resp.WildcardName:
 				key = keys.wildcardName
 			}
@@ -324,7 +340,8 @@ func decisionOf(resp *authzv1.AuthorizeResponse, attrs authorizer.Attributes) de
 	return d
 }
 
-// cached is a decision that stands, if one was made: of every object, of those of the namespace, or of this one.
+// cached returns a valid decision about the request. Its key covers every namespace, every name in the namespace, or
+// only this request.
 func (a *Authorizer) cached(k cacheKeys) (decision, bool) {
 	candidates := []digest{k.wildcardNamespace, k.wildcardName, k.exact}
 	if !k.isResource {
@@ -338,7 +355,7 @@ func (a *Authorizer) cached(k cacheKeys) (decision, bool) {
 	return decision{}, false
 }
 
-// Decide is Authorize in the contract's words. It is not remembered.
+// Decide is Authorize with the types of the contract. It bypasses the cache.
 func (a *Authorizer) Decide(ctx context.Context, attrs *commonv1.Attributes) (*authzv1.AuthorizeResponse, error) {
 	ctx, cancel := context.WithTimeout(ctx, rpcTimeout)
 	defer cancel()
@@ -349,15 +366,15 @@ func (a *Authorizer) Decide(ctx context.Context, attrs *commonv1.Attributes) (*a
 	return resp, nil
 }
 
-// cacheKeys are those under which a decision about a request may be kept: one that holds everywhere, for every name in its
-// namespace, or for this request alone. What is no resource has the last alone.
+// cacheKeys are the keys under which a decision may be cached: for every namespace, for every name in the namespace, or
+// for this request. A non-resource request has only the key exact.
 type cacheKeys struct {
 	wildcardNamespace, wildcardName, exact digest
 	isResource                             bool
 }
 
-// newCacheKeys is made of everything that a decision may depend on; ok is false where nothing may be kept: the selectors did
-// not parse, or it is all too long.
+// newCacheKeys returns the keys, which cover everything that a decision may depend on. ok is false if the decision is
+// not cacheable: a selector does not parse, or the input is too long.
 func newCacheKeys(a authorizer.Attributes) (k cacheKeys, ok bool) {
 	d := newDigester()
 	writeUser(d, a.GetUser())

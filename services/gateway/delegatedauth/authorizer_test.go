@@ -55,24 +55,24 @@ func TestDecisionsAreCachedUntilPolicyChanges(t *testing.T) {
 			t.Fatalf("%v %v", d, err)
 		}
 		if p.calls != want {
-			t.Errorf("%s: asked %d times, want %d", reason, p.calls, want)
+			t.Errorf("%s: %d calls, want %d", reason, p.calls, want)
 		}
 	}
 	expectCalls(1, "the first")
-	expectCalls(2, "nothing is kept before the generation is known")
+	expectCalls(2, "nothing is cached before the policy revision is known")
 	a.observe(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
-	expectCalls(3, "the first of the generation")
-	expectCalls(3, "kept")
+	expectCalls(3, "the first with the revision")
+	expectCalls(3, "cached")
 	a.observe(&authzv1.PolicyRevision{Revision: 6, Replica: "a", MayRevoke: true}, false)
-	expectCalls(4, "the policy moved")
-	expectCalls(5, "made at an older generation, so not kept")
+	expectCalls(4, "the policy changed")
+	expectCalls(5, "its revision is older, so it is not cached")
 	p.response.PolicyRevision, p.response.Replica = 9, "b"
 	expectCalls(6, "another replica's")
-	expectCalls(7, "another replica's generations mean nothing here")
+	expectCalls(7, "revisions of another replica cannot be compared")
 	a.observe(nil, false)
 	p.response.Replica = "a"
-	expectCalls(8, "nobody tells of changes")
-	expectCalls(9, "so nothing is kept")
+	expectCalls(8, "the stream is broken")
+	expectCalls(9, "so nothing is cached")
 }
 
 func TestCacheKeysAreDistinct(t *testing.T) {
@@ -88,16 +88,16 @@ func TestCacheKeysAreDistinct(t *testing.T) {
 		keys, cacheable := newCacheKeys(r)
 		k := keys.exact
 		if !cacheable {
-			t.Errorf("%v is not kept", r)
+			t.Errorf("%v is not cacheable", r)
 		}
 		if other, ok := seen[k]; ok {
-			t.Errorf("%v and %v are kept as one", r, other)
+			t.Errorf("%v and %v have the same key", r, other)
 		}
 		seen[k] = r
 	}
 }
 
-// Who walks many objects is asked about once, where what is decided holds for all of them, and no further than that.
+// A decision that covers many objects is requested once for all of them, but not for objects that it does not cover.
 func TestWildcardDecisionsAreShared(t *testing.T) {
 	allow := func(anyName, anyNamespace bool) *authzv1.AuthorizeResponse {
 		return &authzv1.AuthorizeResponse{
@@ -130,37 +130,37 @@ func TestWildcardDecisionsAreShared(t *testing.T) {
 			}
 		}
 		if p.calls != x.asked {
-			t.Errorf("%s: asked %d times, want %d", x.what, p.calls, x.asked)
+			t.Errorf("%s: %d calls, want %d", x.what, p.calls, x.asked)
 		}
 		a.observe(&authzv1.PolicyRevision{Revision: 6, Replica: "a", Namespace: "x", MayRevoke: true}, false)
 		before := p.calls
 		p.set(&authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_DENY, PolicyRevision: 6, Replica: "a"})
 		d, _, _ := a.Authorize(t.Context(), attributes("get", "x", "one"))
 		if x.answer.WildcardNamespace != (d == authorizer.DecisionAllow && p.calls == before) {
-			t.Errorf("%s: a namespace's policy has moved: %v, asked %d times", x.what, d, p.calls-before)
+			t.Errorf("%s: after a namespace's policy change: %v, %d calls", x.what, d, p.calls-before)
 		}
 		a.observe(&authzv1.PolicyRevision{Revision: 7, Replica: "a", MayRevoke: true}, false)
 		if d, _, _ := a.Authorize(t.Context(), attributes("get", "x", "one")); d == authorizer.DecisionAllow {
-			t.Errorf("%s: everybody's policy has moved, and it is still allowed", x.what)
+			t.Errorf("%s: still allowed after a cluster-wide policy change", x.what)
 		}
 	}
 }
 
-// No name and no namespace makes a request's own key that of a wider decision.
+// The key of a request with an empty name or namespace differs from every wildcard key.
 func TestEmptyNameIsNoWildcard(t *testing.T) {
 	keysFor := func(namespace, name string) cacheKeys {
 		r := podAttributes("bob", "get").(authorizer.AttributesRecord)
 		r.Namespace, r.Name = namespace, name
 		k, ok := newCacheKeys(r)
 		if !ok {
-			t.Fatal("nothing is kept")
+			t.Fatal("the request is not cacheable")
 		}
 		return k
 	}
 	seen := map[digest]string{}
 	note := func(d digest, label string) {
 		if other, ok := seen[d]; ok && other != label {
-			t.Errorf("%s and %s are kept as one", other, label)
+			t.Errorf("%s and %s have the same key", other, label)
 		}
 		seen[d] = label
 	}
@@ -174,7 +174,7 @@ func TestEmptyNameIsNoWildcard(t *testing.T) {
 	}
 }
 
-// A watch that is opened under a decision that is kept costs no second question; once the policy has moved it does.
+// A cached decision also reauthorizes a watch that is opening. It does not after a policy change.
 func TestReauthorizeUsesCachedDecision(t *testing.T) {
 	p := &fakeAuthz{response: &authzv1.AuthorizeResponse{
 		Decision:       authzv1.Decision_DECISION_ALLOW,
@@ -187,7 +187,7 @@ func TestReauthorizeUsesCachedDecision(t *testing.T) {
 		t.Fatal(err)
 	}
 	if !a.Reauthorize(t.Context(), podAttributes("bob", "watch")) || p.calls != 1 {
-		t.Errorf("asked %d times", p.calls)
+		t.Errorf("%d calls", p.calls)
 	}
 	p.response = &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_DENY, PolicyRevision: 6, Replica: "a"}
 	a.observe(&authzv1.PolicyRevision{Revision: 6, Replica: "a", MayRevoke: true}, false)
@@ -196,7 +196,7 @@ func TestReauthorizeUsesCachedDecision(t *testing.T) {
 	}
 }
 
-// BenchmarkCachedDecision is what a decision that is kept costs each request.
+// BenchmarkCachedDecision measures the cost of a cached decision, which each request pays.
 func BenchmarkCachedDecision(b *testing.B) {
 	a := &Authorizer{Client: &fakeAuthz{response: &authzv1.AuthorizeResponse{
 		Decision:       authzv1.Decision_DECISION_ALLOW,

@@ -11,16 +11,16 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// cache remembers answers for a while, in a bounded number of bytes, of which one owner may take a part. What was used
-// least lately goes first. Its methods may be called by any number of goroutines.
+// cache holds values until they expire, in a bounded number of bytes, with a lower bound for each owner. It evicts the
+// least recently used entry first. Its methods are safe for concurrent use.
 type cache[V any] struct {
-	// limit bounds all entries in bytes, and share those of one owner.
+	// limit bounds all entries in bytes, and ownerLimit the entries of each owner.
 	limit, ownerLimit int
 	sizeGauge         prometheus.Gauge
 
 	mu      sync.Mutex
 	entries map[digest]*cacheEntry[V]
-	lru     list.List // of *cacheEntry[V], the newest first
+	lru     list.List // of *cacheEntry[V], most recently used first
 	owners  map[string]*cacheOwner
 	bytes   int
 }
@@ -39,7 +39,7 @@ type cacheEntry[V any] struct {
 	inAll, inOwner *list.Element
 }
 
-// entryBytes is about what an entry takes beside its value: its key, its places in two lists and in two maps.
+// entryBytes is the approximate size of an entry without its value: the key, two list elements and two map entries.
 const entryBytes = 400
 
 func newCache[V any](limit, share int, size prometheus.Gauge) *cache[V] {
@@ -52,7 +52,7 @@ func newCache[V any](limit, share int, size prometheus.Gauge) *cache[V] {
 	}
 }
 
-// get is what was kept under a key and has not expired.
+// get returns the value of a key, unless it has expired.
 func (c *cache[V]) get(key digest) (V, bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -70,7 +70,7 @@ func (c *cache[V]) get(key digest) (V, bool) {
 	return e.value, true
 }
 
-// put keeps a value of some bytes for an owner.
+// put adds a value with its size in bytes and its owner. A value larger than ownerLimit is not added.
 func (c *cache[V]) put(key digest, owner string, value V, bytes int, expiresAt time.Time) {
 	bytes += entryBytes + len(owner)
 	c.mu.Lock()
@@ -118,20 +118,21 @@ func (c *cache[V]) remove(e *cacheEntry[V]) {
 	c.sizeGauge.Set(float64(c.bytes))
 }
 
-// digest is a cache key: a SHA-256 over a secret of this process and the inputs. Its length is not the client's to
-// choose, and credentials cannot be recovered from it.
+// digest is a cache key: a SHA-256 over a secret of this process and the inputs. Its length does not depend on the
+// client, and credentials cannot be recovered from it.
 type digest [sha256.Size]byte
 
-// digestKey is this process's own.
+// digestKey is the secret of this process.
 var digestKey = func() (key [32]byte) {
 	_, _ = rand.Read(key[:]) // never fails
 	return key
 }()
 
-// maxKeyBytes is the length of a key's inputs, in bytes, above which nothing is kept.
+// maxKeyBytes is the length of a key's inputs, in bytes, above which nothing is cached.
 const maxKeyBytes = 16 << 10
 
-// digester makes a digest of parts. Each is preceded by its length: no two sequences of parts are the same.
+// digester computes a digest of parts. The length of a part precedes it, so that different sequences of parts have
+// different digests.
 type digester struct{ data []byte }
 
 var digesters = sync.Pool{New: func() any { return &digester{data: make([]byte, 0, 4<<10)} }}
@@ -144,15 +145,15 @@ func newDigester() *digester {
 
 func (d *digester) part(s string) {
 	d.number(len(s))
-	if len(d.data) <= maxKeyBytes { // beyond it nothing will be kept
+	if len(d.data) <= maxKeyBytes { // sum fails above it
 		d.data = append(d.data, s...)
 	}
 }
 
 func (d *digester) number(n int) { d.data = binary.BigEndian.AppendUint32(d.data, uint32(n)) }
 
-// sumSoFar is the digest of the parts so far. It is never that of more parts, whatever they are: it ends with a length
-// that no part has.
+// sumSoFar returns the digest of the parts so far. It differs from the digest of any longer sequence, because it ends
+// with a length that no part can have.
 func (d *digester) sumSoFar() (sum digest) {
 	n := len(d.data)
 	d.number(-1)
@@ -161,7 +162,7 @@ func (d *digester) sumSoFar() (sum digest) {
 	return sum
 }
 
-// sum is the digest; ok is false where the parts are too long to be kept under one. The digester must not be used
+// sum returns the digest. ok is false if the parts are too long for a key. The caller must not use the digester
 // afterwards.
 func (d *digester) sum() (sum digest, ok bool) {
 	ok = len(d.data) <= maxKeyBytes

@@ -33,21 +33,21 @@ func digestOf(s string) digest {
 	return sum
 }
 
-// However much is put, no more than the bound is kept, and no more than a share of it for one owner.
+// The cache never exceeds its bound, and an owner's entries never exceed the owner's bound.
 func TestCacheIsBoundedInBytes(t *testing.T) {
 	k := newCache[int](100_000, 20_000, gauge())
 	for i := range 1000 {
 		k.put(digestOf(fmt.Sprint("mallory", i)), "mallory", i, 1000, time.Now().Add(time.Hour))
 	}
 	if k.bytes > 20_000 {
-		t.Errorf("one owner has %d bytes", k.bytes)
+		t.Errorf("an owner has %d bytes", k.bytes)
 	}
 	k.put(digestOf("alice"), "alice", 1, 1000, time.Now().Add(time.Hour))
 	for i := range 5000 {
 		k.put(digestOf(fmt.Sprint("mallory", i)), "mallory", i, 1000, time.Now().Add(time.Hour))
 	}
 	if _, ok := k.get(digestOf("alice")); !ok {
-		t.Error("one owner has driven out another")
+		t.Error("an owner has evicted another")
 	}
 	for i := range 5000 {
 		k.put(digestOf(fmt.Sprint("many", i)), fmt.Sprint("user", i), i, 1000, time.Now().Add(time.Hour))
@@ -57,7 +57,7 @@ func TestCacheIsBoundedInBytes(t *testing.T) {
 	}
 	k.put(digestOf("huge"), "x", 1, 30_000, time.Now().Add(time.Hour))
 	if _, ok := k.get(digestOf("huge")); ok {
-		t.Error("more than a share is kept at once")
+		t.Error("an entry above the owner's bound is cached")
 	}
 }
 
@@ -66,11 +66,11 @@ func TestCacheEntriesExpire(t *testing.T) {
 		k := newCache[int](100_000, 20_000, gauge())
 		k.put(digestOf("a"), "a", 1, 10, time.Now().Add(time.Second))
 		if _, ok := k.get(digestOf("a")); !ok {
-			t.Error("it is not kept")
+			t.Error("it is not cached")
 		}
 		time.Sleep(2 * time.Second)
 		if _, ok := k.get(digestOf("a")); ok || k.bytes != 0 {
-			t.Errorf("it is kept for too long (%d bytes)", k.bytes)
+			t.Errorf("it is cached for too long (%d bytes)", k.bytes)
 		}
 	})
 }
@@ -95,7 +95,7 @@ func TestPartsAreNotMixedUp(t *testing.T) {
 	}
 }
 
-// Groups and extra that say the same one after the other are not the same user (S25).
+// Two users with equal strings in groups and extra, divided differently, have different keys (S25).
 func TestUsersAreNotMixedUp(t *testing.T) {
 	seen := map[digest]user.Info{}
 	for _, u := range []user.Info{
@@ -113,7 +113,7 @@ func TestUsersAreNotMixedUp(t *testing.T) {
 	}
 }
 
-// fakeAuthn is one that knows who anybody is by the token.
+// fakeAuthn authenticates with a function and counts its calls.
 type fakeAuthn struct {
 	authnv1.AuthnClient
 	calls       int
@@ -134,7 +134,7 @@ func authenticated(name string, groups ...string) *authnv1.AuthenticateResponse 
 	}
 }
 
-// Whatever strangers send, nothing of it stays, and nobody who is known is forgotten for it (S2).
+// Requests of unauthenticated clients leave no cache entries and do not evict known users (S2).
 func TestAnonymousClientsAreNotCached(t *testing.T) {
 	fake := &fakeAuthn{responseFor: func(r *authnv1.AuthenticateRequest) *authnv1.AuthenticateResponse {
 		if v := r.Headers["Authorization"].GetValues(); len(v) > 0 && v[0] == "Bearer alice" {
@@ -165,15 +165,15 @@ func TestAnonymousClientsAreNotCached(t *testing.T) {
 		})
 	}
 	if a.users.bytes != cachedBytes {
-		t.Errorf("%d bytes are kept, %d before", a.users.bytes, cachedBytes)
+		t.Errorf("%d bytes are cached, %d before", a.users.bytes, cachedBytes)
 	}
 	fake.calls = 0
 	if authenticate(alice); fake.calls != 0 {
-		t.Error("somebody who is known was forgotten")
+		t.Error("a known user was evicted")
 	}
 }
 
-// An answer for one path says nothing of another: anonymous ones are never kept (S7).
+// Responses for anonymous users are never cached, because they depend on the path (S7).
 func TestAnonymousResponseIsPerPath(t *testing.T) {
 	fake := &fakeAuthn{responseFor: func(r *authnv1.AuthenticateRequest) *authnv1.AuthenticateResponse {
 		if r.Path == "/healthz" {
@@ -194,7 +194,7 @@ func TestAnonymousResponseIsPerPath(t *testing.T) {
 	}
 }
 
-// What authn replaces is replaced, also by an answer that was kept; and every value of a header is asked about.
+// Replaced headers are replaced for a cached response too. authn receives every value of a header.
 func TestCredentialsAreRemoved(t *testing.T) {
 	fake := &fakeAuthn{responseFor: func(r *authnv1.AuthenticateRequest) *authnv1.AuthenticateResponse {
 		out := authenticated("alice")
@@ -203,7 +203,7 @@ func TestCredentialsAreRemoved(t *testing.T) {
 			"Sec-Websocket-Protocol": {Values: []string{"v4.channel.k8s.io"}},
 		}
 		if len(r.Headers["Sec-Websocket-Protocol"].GetValues()) != 2 {
-			t.Errorf("asked with %v", r.Headers)
+			t.Errorf("called with %v", r.Headers)
 		}
 		return out
 	}}
@@ -221,11 +221,11 @@ func TestCredentialsAreRemoved(t *testing.T) {
 		}
 	}
 	if fake.calls != 1 {
-		t.Errorf("asked %d times", fake.calls)
+		t.Errorf("%d calls", fake.calls)
 	}
 }
 
-// A decision that names no generation is kept for as long as it says, and one that says nothing is not kept (S3).
+// A decision without a policy revision is cached for its TTL. Without a TTL it is not cached (S3).
 func TestDecisionExpiresWithItsTTL(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := &fakeAuthz{response: &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Replica: "a"}}
@@ -238,16 +238,16 @@ func TestDecisionExpiresWithItsTTL(t *testing.T) {
 		}
 		callsFor(podAttributes("webhook", "get"))
 		if callsFor(podAttributes("webhook", "get")) != 1 {
-			t.Error("a decision of no generation is kept")
+			t.Error("a decision without a policy revision is cached")
 		}
 		p.response.CacheMilliseconds = 1000
 		callsFor(podAttributes("timed", "get"))
 		if callsFor(podAttributes("timed", "get")) != 0 {
-			t.Error("one that may be kept for a second is not")
+			t.Error("a decision with a TTL of a second is not cached")
 		}
 		time.Sleep(2 * time.Second)
 		if callsFor(podAttributes("timed", "get")) != 1 {
-			t.Error("one that may be kept for a second is kept for longer")
+			t.Error("a decision with a TTL of a second is cached for longer")
 		}
 		p.response.CacheMilliseconds, p.response.PolicyRevision = 0, 5
 		a.observe(&authzv1.PolicyRevision{Revision: 5, Replica: "a", Heartbeat: true}, false)
@@ -258,17 +258,17 @@ func TestDecisionExpiresWithItsTTL(t *testing.T) {
 		}
 		callsFor(anonymous)
 		if callsFor(anonymous) != 1 {
-			t.Error("a stranger's decision is kept")
+			t.Error("an anonymous user's decision is cached")
 		}
 		p.response.EvaluationError = "the webhook does not answer"
 		callsFor(podAttributes("erring", "get"))
 		if callsFor(podAttributes("erring", "get")) != 1 {
-			t.Error("a decision is kept though an authorizer erred")
+			t.Error("a decision is cached though an authorizer failed")
 		}
 	})
 }
 
-// A replica that is frozen says nothing; what it has decided is not kept for longer than its lease (S23).
+// A frozen replica sends no messages. Its decisions are not used after PolicyRevisionLease (S23).
 func TestUnresponsiveReplicaExpiresDecisions(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := &fakeAuthz{response: &authzv1.AuthorizeResponse{
@@ -281,11 +281,11 @@ func TestUnresponsiveReplicaExpiresDecisions(t *testing.T) {
 		_, _, _ = a.Authorize(t.Context(), podAttributes("bob", "get"))
 		time.Sleep(2 * time.Second)
 		if _, _, _ = a.Authorize(t.Context(), podAttributes("bob", "get")); p.calls != 1 {
-			t.Errorf("asked %d times", p.calls)
+			t.Errorf("%d calls", p.calls)
 		}
 		time.Sleep(2 * time.Second)
 		if _, _, _ = a.Authorize(t.Context(), podAttributes("bob", "get")); p.calls != 2 {
-			t.Errorf("a frozen replica's decision is kept: asked %d times", p.calls)
+			t.Errorf("a frozen replica's decision is used: %d calls", p.calls)
 		}
 	})
 }
@@ -300,7 +300,8 @@ func namespacedAttributes(namespace, name, verb string) authorizer.Attributes {
 	}
 }
 
-// What changes in one namespace touches no other's decisions and watches; what is only given voids no permission (S12).
+// A policy change in a namespace does not affect decisions and watches of other namespaces. A change that only grants
+// permissions invalidates no allow decision (S12).
 func TestNamespacePolicyIsIndependent(t *testing.T) {
 	p := &fakeAuthz{response: &authzv1.AuthorizeResponse{
 		Decision:       authzv1.Decision_DECISION_ALLOW,
@@ -327,32 +328,32 @@ func TestNamespacePolicyIsIndependent(t *testing.T) {
 	mine, other, cluster := a.PolicyChanged("mine"), a.PolicyChanged("other"), a.PolicyChanged("")
 	a.observe(&authzv1.PolicyRevision{Revision: 6, Replica: "a", Namespace: "mine"}, false)
 	if called(namespacedAttributes("mine", "bob", "get")) || isClosed(mine) {
-		t.Error("a permission that was given voids another")
+		t.Error("a granted permission invalidates another")
 	}
 	p.response.PolicyRevision = 7
 	a.observe(&authzv1.PolicyRevision{Revision: 7, Replica: "a", Namespace: "mine", MayRevoke: true}, false)
 	if !called(namespacedAttributes("mine", "bob", "get")) || !isClosed(mine) {
-		t.Error("a permission that was taken away stands")
+		t.Error("a revoked permission is still cached")
 	}
 	if called(namespacedAttributes("other", "bob", "get")) || isClosed(other) || isClosed(cluster) {
-		t.Error("another namespace is touched")
+		t.Error("another namespace is affected")
 	}
 	p.response.PolicyRevision = 8
 	a.observe(&authzv1.PolicyRevision{Revision: 8, Replica: "a", MayRevoke: true}, false)
 	if !called(namespacedAttributes("mine", "bob", "get")) || !called(namespacedAttributes("other", "bob", "get")) ||
 		!isClosed(other) ||
 		!isClosed(cluster) {
-		t.Error("what is everybody's is not")
+		t.Error("a cluster-wide change does not affect every namespace")
 	}
 	p.response.Decision = authzv1.Decision_DECISION_UNSPECIFIED
 	called(namespacedAttributes("mine", "eve", "get"))
 	a.observe(&authzv1.PolicyRevision{Revision: 9, Replica: "a", Namespace: "mine"}, false)
 	if !called(namespacedAttributes("mine", "eve", "get")) {
-		t.Error("a refusal stands though a permission was given")
+		t.Error("a refusal is still cached after a grant")
 	}
 }
 
-// A watch whose permission cannot be asked is asked about again, and ends after a bound (S11).
+// Reauthorize retries while authz gives no valid decision, and ends the watch after a timeout (S11).
 func TestReauthorizationTimeoutEndsWatch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := &fakeAuthz{response: &authzv1.AuthorizeResponse{
@@ -367,9 +368,9 @@ func TestReauthorizationTimeoutEndsWatch(t *testing.T) {
 			t.Error("it goes on")
 		}
 		took := time.Since(began)
-		synctest.Wait() // for the last question, which nobody waits for any more
+		synctest.Wait() // for the last call, which has no waiter left
 		if took < reauthorizeTimeout || took > reauthorizeTimeout+time.Second || p.calls < 5 {
-			t.Errorf("after %v and %d questions", took, p.calls)
+			t.Errorf("after %v and %d calls", took, p.calls)
 		}
 		go func() {
 			time.Sleep(time.Second)
@@ -384,7 +385,7 @@ func TestReauthorizationTimeoutEndsWatch(t *testing.T) {
 	})
 }
 
-// unresponsiveAuthz is an authz whose stream of generations ends and cannot be opened again.
+// unresponsiveAuthz is an authz whose stream of policy revisions cannot be opened.
 type unresponsiveAuthz struct {
 	fakeAuthz
 	opened       int
@@ -403,8 +404,8 @@ func (s *unresponsiveAuthz) PolicyRevisions(_ context.Context, _ *authzv1.Policy
 	return nil, status.Error(codes.Unavailable, "away")
 }
 
-// While no authz is heard of, open watches are asked about after a while, once; whoever cannot be told is ended by
-// Still (S11).
+// Without heartbeats, open watches are reauthorized once after heartbeatTimeout. Reauthorize ends a watch that authz
+// does not confirm (S11).
 func TestWatchesAreReauthorizedWithoutHeartbeats(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &unresponsiveAuthz{}
@@ -421,19 +422,19 @@ func TestWatchesAreReauthorizedWithoutHeartbeats(t *testing.T) {
 		}
 		select {
 		case <-a.PolicyChanged("x"):
-			t.Error("they are asked about again and again")
+			t.Error("they are reauthorized repeatedly")
 		case <-time.After(time.Minute):
 		}
 		cancel()
 		<-done
 		if s.waitForReady || s.opened < 100 {
-			t.Errorf("it waits for authz to be back: %v, opened %d times", s.waitForReady, s.opened)
+			t.Errorf("it waits for a ready authz: %v, opened %d times", s.waitForReady, s.opened)
 		}
 	})
 }
 
-// What no generation tells of is not kept, and an open watch believes it of the replica alone that has seen what has
-// changed.
+// A transient decision is not cached. For an open watch it counts only if it comes from the replica with the newest
+// policy.
 func TestTransientDecisionIsNotCached(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := &fakeAuthz{response: &authzv1.AuthorizeResponse{
@@ -446,7 +447,7 @@ func TestTransientDecisionIsNotCached(t *testing.T) {
 		a.observe(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
 		for want := 1; want < 3; want++ {
 			if _, _, err := a.Authorize(t.Context(), podAttributes("bob", "get")); err != nil || p.calls != want {
-				t.Errorf("asked %d times: %v", p.calls, err)
+				t.Errorf("%d calls: %v", p.calls, err)
 			}
 		}
 		if !a.Reauthorize(t.Context(), podAttributes("bob", "watch")) {
@@ -460,13 +461,13 @@ func TestTransientDecisionIsNotCached(t *testing.T) {
 		})
 		a.observe(&authzv1.PolicyRevision{Revision: 6, Replica: "a", MayRevoke: true}, false)
 		if a.Reauthorize(t.Context(), podAttributes("bob", "watch")) {
-			t.Error("a replica is believed that may not have seen what has changed")
+			t.Error("a decision of a replica with an older policy counts")
 		}
 	})
 }
 
-// A user is not believed whose groups or scopes came in headers that authn reads and this gateway did not pass on, also
-// where the answer to the rest is known (S26).
+// A user is rejected if its request has headers that authn reads and this gateway does not pass on. This also holds if
+// the response to the other headers is cached (S26).
 func TestUnforwardedHeaderIsRejected(t *testing.T) {
 	fake := &fakeAuthn{responseFor: func(*authnv1.AuthenticateRequest) *authnv1.AuthenticateResponse {
 		out := authenticated("proxied")

@@ -1,4 +1,5 @@
-// Package discovery tells clients what is served: /api, /apis, each group and version, and the aggregated documents.
+// Package discovery serves the discovery documents: /api, /apis, each group and version, and the aggregated documents.
+// It does not cache discovery of aggregated servers: package aggregation does. Requests use it from any goroutine.
 package discovery
 
 import (
@@ -20,16 +21,16 @@ import (
 	"watershed.dev/services/gateway/responsewriters"
 )
 
-// Handler serves discovery of the newest view.
+// Handler serves the discovery documents of the newest view.
 type Handler struct {
-	// Address is what /api tells clients to use: host:port.
+	// Address is the server address in the response to /api, as host:port.
 	Address string
-	// Aggregated knows what other servers serve.
+	// Aggregated caches the discovery of aggregated servers.
 	Aggregated *aggregation.DiscoveryManager
 	current    atomic.Pointer[lazy]
 }
 
-// documents is discovery of one view.
+// documents are the discovery documents of a view.
 type documents struct {
 	view         *discovery.View
 	versions     map[string][]metav1.APIResource
@@ -37,11 +38,12 @@ type documents struct {
 	legacy, apis http.Handler
 }
 
-// Set makes v the view that is told of. Its documents are made when somebody asks.
+// Set replaces the view. Its documents are built at the first request.
 func (h *Handler) Set(v *discovery.View) {
 	h.current.Store(&lazy{make: sync.OnceValue(func() *documents { return h.documents(v) })})
 }
 
+// lazy builds the documents of a view at most once.
 type lazy struct{ make func() *documents }
 
 func (h *Handler) documents(v *discovery.View) *documents {
@@ -88,7 +90,7 @@ func (h *Handler) documents(v *discovery.View) *documents {
 			if err != nil {
 				continue
 			}
-			if !v.BuiltIn(g.Name) { // custom resources say whose kind they answer with
+			if !v.BuiltIn(g.Name) { // discovery of custom resources has full response kinds
 				fillResponseKinds(converted, gv)
 			}
 			manager.AddGroupVersion(g.Name, apidiscoveryv2.APIVersionDiscovery{
@@ -96,7 +98,7 @@ func (h *Handler) documents(v *discovery.View) *documents {
 				Freshness: apidiscoveryv2.DiscoveryFreshnessCurrent,
 				Resources: converted,
 			})
-			manager.SetGroupVersionPriority(gv, 100000-i, 1000-j) // the catalog's order is the order
+			manager.SetGroupVersionPriority(gv, 100000-i, 1000-j) // priorities keep the view's order
 		}
 	}
 	d.legacy = aggregated.WrapAggregatedDiscoveryToHandler(http.HandlerFunc(h.versions), legacy, nil)
@@ -104,7 +106,7 @@ func (h *Handler) documents(v *discovery.View) *documents {
 	return d
 }
 
-// fillResponseKinds names the group version of kinds that are said without.
+// fillResponseKinds sets the group and version of response kinds that have neither.
 func fillResponseKinds(resources []apidiscoveryv2.APIResourceDiscovery, gv metav1.GroupVersion) {
 	fill := func(k *metav1.GroupVersionKind) {
 		if k != nil && k.Group == "" && k.Version == "" {
@@ -128,7 +130,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	}
 	d := current.make()
 	parts := strings.Split(strings.Trim(req.URL.Path, "/"), "/")
-	// Only the pages that kube-apiserver's web framework serves know methods.
+	// Only pages of kube-apiserver's web framework check the method.
 	framework := parts[0] == "api" || len(parts) == 3 && d.view.BuiltIn(parts[1])
 	if framework && req.Method != http.MethodGet {
 		responsewriters.Error(w, req, responsewriters.V1, responsewriters.MethodNotAllowed)

@@ -64,7 +64,7 @@ func get(h http.Handler, method, path, accept string) (int, string) {
 	return w.Code, w.Body.String()
 }
 
-// Every group and version is told of in the catalog's order, and what is not established is not.
+// Discovery lists every group and version in the view's order, and omits resources that are not established.
 func TestDiscoveryListsServedResources(t *testing.T) {
 	h := handler(t)
 	for _, x := range []struct {
@@ -98,8 +98,8 @@ func TestDiscoveryListsServedResources(t *testing.T) {
 	}
 }
 
-// The aggregated document says the same in one, with a group version of another server's as stale until it has said
-// what it serves.
+// The aggregated document has the same content. A group version of an aggregated server is stale until its discovery is
+// known.
 func TestAggregatedDiscovery(t *testing.T) {
 	code, body := get(handler(t), "GET", "/apis",
 		"application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList")

@@ -7,9 +7,9 @@ import (
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 )
 
-// LoopbackAuthorizer is what flow control may do by the gateway's own API: follow its objects, and say of each FlowSchema whether
-// its level exists. The gateway says so itself: nobody else can be that client, and an authz of an older release does
-// not know it.
+// LoopbackAuthorizer authorizes flow control's calls to the gateway's own API. It may read its objects and patch the
+// status of FlowSchemas, to report whether their priority level exists. The gateway decides this itself: no other
+// client can use this identity, and an authz of an older release does not have it.
 var LoopbackAuthorizer = authorizer.AuthorizerFunc(func(_ context.Context,
 	a authorizer.Attributes) (authorizer.Decision, string, error) {
 	allowed := false
@@ -22,7 +22,7 @@ var LoopbackAuthorizer = authorizer.AuthorizerFunc(func(_ context.Context,
 	if allowed {
 		return authorizer.DecisionAllow, "", nil
 	}
-	return authorizer.DecisionDeny, "flow control needs no more", nil
+	return authorizer.DecisionDeny, "flow control needs no other permission", nil
 })
 
 func isRead(a authorizer.Attributes) bool {

@@ -15,18 +15,18 @@ import (
 )
 
 const (
-	// bytesPerSeat is how much of a list costs as much as a request of one object: by PERFORMANCE's measure a megabyte
-	// takes some 2 CPU ms between processes, and a GET half of one.
+	// bytesPerSeat is the size of a list that costs as much as a request for a single object. In docs/performance.md, a
+	// megabyte takes some 2 CPU ms between processes, and a GET a quarter of that.
 	bytesPerSeat = 256 << 10
-	// maxSeats is what a list may take at most, as upstream's by size (k8s.io/apiserver/pkg/util/flowcontrol/request,
-	// config.go). A priority level's own bound is lower where it has fewer seats.
+	// maxSeats is the maximum of a list, as in upstream's estimate by size
+	// (k8s.io/apiserver/pkg/util/flowcontrol/request, config.go). A priority level with fewer seats lowers it.
 	maxSeats = 100
-	// maxListSizes is how many different lists are remembered, at some 100 bytes each.
+	// maxListSizes is how many lists the gateway remembers, at some 100 bytes each.
 	maxListSizes = 8 << 10
 )
 
-// estimate is how many seats a request takes. A write takes one: whom it is delivered to is not its writer's matter,
-// and is another process' work. A list takes what the same list took last, and one that is not known takes one.
+// estimate returns the number of seats of a request. A write takes a single seat: another process delivers its events
+// to watchers. A list takes the seats of its last response, or a single seat if its size is unknown.
 func (f *Fairness) estimate(req *http.Request, _, level string) fcrequest.WorkEstimate {
 	info, ok := request.RequestInfoFrom(req.Context())
 	if !ok || info.Verb != "list" && info.Verb != "watch" || info.Name != "" {
@@ -47,30 +47,30 @@ func (f *Fairness) estimate(req *http.Request, _, level string) fcrequest.WorkEs
 	return fcrequest.WorkEstimate{InitialSeats: min(max(seats, 1), limit)}
 }
 
-// RecordListSize takes down how many bytes the list that a request asks for has, or the watch's initial events, and whether
-// it came compressed from whoever answered it.
+// RecordListSize records the size of a list, or of a watch's initial events. compressed reports whether the source
+// returned it compressed. It works on nil.
 func (f *Fairness) RecordListSize(req *http.Request, bytes int64, compressed bool) {
 	if f != nil {
 		f.sizes.record(req, listSize{bytes, compressed})
 	}
 }
 
-// listSize is what is known of a list.
+// listSize is the recorded size of a list.
 type listSize struct {
-	// bytes are those of the list as it is.
+	// bytes is the uncompressed size.
 	bytes int64
-	// compressed: who accepted it compressed got it so from the watch tier, which keeps it. It is said of lists that
-	// were asked for before, just so: others may have to be compressed first. Of Tables it is not: what is kept of them
-	// is soon of no use; nor of pages after the first.
+	// compressed: the watch tier returned the list compressed and caches that. It applies only to lists requested
+	// before in exactly this form, because others may have to be compressed first. It does not apply to Tables, whose
+	// cache entries soon expire, or to pages after the first.
 	compressed bool
 }
 
-// compressedDiscount is how many bytes of such a list cost as much as one that is sent as it is: by the rows "LIST
-// pods, JSON" and "LIST pages of 500, JSON" of docs/performance.md, with and without gzip, five and more of a whole
-// list and two of a page.
+// compressedDiscount is the cost of an uncompressed list relative to a cached compressed list. It follows
+// the rows "LIST pods, JSON" and "LIST pages of 500, JSON" of docs/performance.md, with and without gzip. A cached
+// compressed list costs five times less or better, a page two times less.
 const compressedDiscount = 4
 
-// cost is as how many bytes the answer counts that a request gets.
+// cost returns the size of the response in bytes, reduced for a compressed list.
 func (s listSize) cost(req *http.Request, verb string) int64 {
 	if verb == "list" && s.compressed && deflate.AcceptsGzip(req.Header) {
 		return s.bytes / compressedDiscount
@@ -78,8 +78,8 @@ func (s listSize) cost(req *http.Request, verb string) int64 {
 	return s.bytes
 }
 
-// listSizes are the bytes of lists as they were answered last: of each list, and of what it is a part of. A list that has
-// not been seen counts as the whole: whoever spells a list in a new way each time gains nothing.
+// listSizes caches the sizes of the last responses: of each list, and of the whole list that it is a part of. An
+// unknown list counts as the whole, so a client gains nothing by varying the query.
 type listSizes struct {
 	seed         maphash.Seed
 	exact, whole *lru.Cache
@@ -102,13 +102,13 @@ func (s *listSizes) lookup(req *http.Request) listSize {
 	return listSize{bytes: whole}
 }
 
-// assumedObjectBytes is how large an object of a page is taken to be that has not been seen: a pod's JSON.
+// assumedObjectBytes is the assumed size of an object on an unknown page: a pod's JSON.
 const assumedObjectBytes = 8 << 10
 
 func (s *listSizes) record(req *http.Request, n listSize) {
 	l := s.keyOf(req)
 	info, ok := request.RequestInfoFrom(req.Context())
-	// who takes no compressed list, and a watch, say nothing of those who do
+	// a watch or a client without gzip says nothing about compressed responses
 	if !deflate.AcceptsGzip(req.Header) || ok && info.Verb == "watch" {
 		cached, _ := s.exact.Get(l.exact)
 		previous, _ := cached.(listSize)
@@ -122,13 +122,14 @@ func (s *listSizes) record(req *http.Request, n listSize) {
 	}
 }
 
-// listKey is what a request asks for, as far as its size depends on it. A watch's initial events are its list's.
+// listKey holds the properties of a request that affect its response size. A watch's initial events have the key of
+// their list.
 type listKey struct {
 	exact, whole uint64
 	limit        int64
-	// partial: it selects, or is a page. paged: it is a page after the first; what is known of one is of all.
+	// partial: it has selectors or is a page. laterPage: it is a page after the first; these pages share a record.
 	partial, laterPage bool
-	// table: as a Table.
+	// table: the response is a Table.
 	table bool
 }
 
@@ -148,11 +149,11 @@ func (s *listSizes) keyOf(req *http.Request) listKey {
 		part(q.Get(name))
 		l.partial = l.partial || q.Get(name) != ""
 	}
-	if q.Get("continue") != "" { // the pages after the first are about as long as each other
+	if q.Get("continue") != "" { // the pages after the first have similar sizes
 		part("continue")
 		l.partial, l.laterPage = true, true
 	}
-	// these are answered by registry, or as they are
+	// registry serves these, or they are uncompressed
 	part(q.Get("resourceVersionMatch"))
 	part(q.Get("pretty"))
 	part(strconv.FormatBool(audit.IncludesResponse(req.Context())))
@@ -161,10 +162,10 @@ func (s *listSizes) keyOf(req *http.Request) listKey {
 	return l
 }
 
-// tableFormat is the form of Tables.
+// tableFormat is the format of Tables.
 const tableFormat = "as=Table"
 
-// outputFormat is what of an Accept header an answer's size depends on.
+// outputFormat returns the part of an Accept header that affects the response size.
 func outputFormat(accept string) string {
 	for _, f := range []string{tableFormat, "as=PartialObjectMetadata", "protobuf", "cbor", "yaml"} {
 		if strings.Contains(accept, f) {

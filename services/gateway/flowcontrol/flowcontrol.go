@@ -1,8 +1,14 @@
-// Package fairness is API Priority and Fairness (KEP-1040) over upstream's own flow control
-// (k8s.io/apiserver/pkg/util/flowcontrol): its objects, defaults, headers, metrics and debug pages.
+// Package flowcontrol implements API Priority and Fairness (KEP-1040) with upstream's flow control
+// (k8s.io/apiserver/pkg/util/flowcontrol): its objects, defaults, headers, metrics and debug pages. It does not limit
+// watches after their initial events, or the size of bodies.
 //
-// Two things are other than in kube-apiserver. The limit is the cluster's, and each gateway that lives has its part of
-// it; and a LIST's seats come from the bytes that the same list took when it was sent last.
+// It differs from kube-apiserver in two ways. The concurrency limit is the cluster's, and each live gateway has an
+// equal share of it. The seats of a LIST come from the size of its last response.
+//
+// Goroutines: Run owns the controllers and the gateway count. A change of the count starts a new controller, because
+// upstream's cannot change its limit.
+//
+//	new --- run ---> syncing --- awaitSynced ---> active --- Swap ---> draining --- drainTimeout ---> retired.
 package flowcontrol
 
 import (
@@ -32,7 +38,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// Config says whether requests are bounded by flow.
+// Config holds the setting of flow control.
 type Config struct {
 	Enabled bool
 }
@@ -44,35 +50,35 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 			"fairness.")
 }
 
-// Fairness bounds requests by flow. Its methods may be called by any number of goroutines.
+// Fairness limits requests by flow. It is safe for concurrent use.
 type Fairness struct {
 	client kubernetes.Interface
-	// seats are the cluster's.
+	// seats is the cluster's limit.
 	seats  int
 	peers  *peers
 	sizes  *listSizes
 	active atomic.Pointer[controller]
-	// ready is closed once a controller has digested its objects.
+	// ready is closed once a controller has synced.
 	ready chan struct{}
 	once  sync.Once
 }
 
-// controller is upstream's for a number of seats, which it cannot change.
+// controller is upstream's controller for a fixed number of seats.
 type controller struct {
 	flowcontrol.Interface
 	seats int
 	pages *mux.PathRecorderMux
-	// run follows the objects until its context is done or retired is closed; digested is closed once what they say is
-	// in force.
+	// run watches the objects until its context is done or retired is closed. synced is closed once the controller has
+	// applied the objects.
 	run             func(context.Context)
 	synced, retired chan struct{}
 }
 
-// syncPollInterval is how long to wait before a controller is asked again whether it knows its levels.
+// syncPollInterval is the delay between two checks of a controller's priority levels.
 const syncPollInterval = 20 * time.Millisecond
 
-// awaitSynced waits until the controller has taken over the levels that there are: it knows how many seats a request of each
-// may take. There is no better sign of it. It answers false where ctx is done first.
+// awaitSynced waits until the controller has applied the existing priority levels: it then has the maximum seats of
+// each queuing level. Upstream has no better signal. It returns false if ctx is done first.
 func (c *controller) awaitSynced(ctx context.Context, levels flowcontrollisters.PriorityLevelConfigurationLister) bool {
 	for {
 		list, err := levels.List(labels.Everything())
@@ -92,8 +98,8 @@ func (c *controller) awaitSynced(ctx context.Context, levels flowcontrollisters.
 	}
 }
 
-// New returns the flow control of a gateway that calls the API by config; registry counts the gateways. seats are the
-// cluster's concurrency limit.
+// New returns the flow control of a gateway. config is for calls to the API, registry counts the gateways, and seats is
+// the cluster's concurrency limit.
 func New(config *rest.Config, registry registryv1.DiscoveryClient, seats int) (*Fairness, error) {
 	client, err := kubernetes.NewForConfig(config)
 	if err != nil {
@@ -110,7 +116,8 @@ func New(config *rest.Config, registry registryv1.DiscoveryClient, seats int) (*
 	return f, nil
 }
 
-// controller returns one that is not running yet. Until it has read the objects it has upstream's mandatory ones.
+// controller returns a controller that is not running yet. Until it has read the objects, it has upstream's mandatory
+// objects.
 func (f *Fairness) controller(seats int) *controller {
 	factory := informers.NewSharedInformerFactoryWithOptions(f.client, 0, informers.WithTransform(sanitize))
 	c := &controller{
@@ -145,10 +152,10 @@ func (f *Fairness) controller(seats int) *controller {
 	return c
 }
 
-// Ready is closed once what the objects say is in force.
+// Ready is closed once the configured objects are in effect.
 func (f *Fairness) Ready() <-chan struct{} { return f.ready }
 
-// Run keeps the gateway's part of the seats until ctx is done.
+// Run adjusts the gateway's share of the seats until ctx is done.
 func (f *Fairness) Run(ctx context.Context) {
 	genericfilters.StartPriorityAndFairnessWatermarkMaintenance(ctx.Done())
 	var wg sync.WaitGroup
@@ -170,7 +177,7 @@ func (f *Fairness) Run(ctx context.Context) {
 			if share == seats {
 				continue
 			}
-			slog.Info("Other gateways have come or gone: the seats of flow control are divided anew",
+			slog.Info("The number of gateways changed, flow control adjusts its seats",
 				"gateways", n, "seats", share, "totalSeats", f.seats)
 			seats, next = share, f.controller(share)
 			begin(next)
@@ -180,34 +187,34 @@ func (f *Fairness) Run(ctx context.Context) {
 			return
 		case <-next.synced:
 		}
-		// Requests that the old one has let in end there; those that wait are let in or refused as they would be. For
-		// as long both count to their own limits.
+		// Requests admitted by the old controller finish there, and it still dispatches its queue. Until then, each
+		// controller applies its own limit.
 		old := f.active.Swap(next)
 		time.AfterFunc(drainTimeout, func() { close(old.retired) })
 	}
 }
 
-// drainTimeout is how long a controller goes on that has been replaced.
+// drainTimeout is how long a replaced controller still runs.
 const drainTimeout = time.Minute
 
-// InfoOf returns a request's own RequestInfo. shown is the one in ctx, which metrics take their labels from: it may
-// lack the path and the resource, by which a FlowSchema matches.
+// InfoOf returns a request's own RequestInfo. shown is the RequestInfo in ctx, from which metrics take their labels. It
+// may lack the path and the resource, which FlowSchemas match.
 type InfoOf func(ctx context.Context, shown *request.RequestInfo) *request.RequestInfo
 
-// Filter bounds the requests that next answers, as upstream's filter does. A request waits for its turn for a quarter
-// of timeout at most.
+// Filter limits the requests to next, as upstream's filter does. A request waits in a queue for at most a quarter of
+// timeout.
 func (f *Fairness) Filter(next http.Handler, longRunning request.LongRunningRequestCheck, own InfoOf,
 	timeout time.Duration) http.Handler {
 	return genericfilters.WithPriorityAndFairness(next, longRunning, activeController{f, own}, f.estimate, timeout/4)
 }
 
-// activeController is the controller of now, to upstream's filter.
+// activeController passes the active controller to upstream's filter.
 type activeController struct {
 	*Fairness
 	own InfoOf
 }
 
-// Handle implements flowcontrol.Interface. A request stays with the controller that let it in.
+// Handle implements flowcontrol.Interface. A request stays with the controller that admitted it.
 func (c activeController) Handle(ctx context.Context, r flowcontrol.RequestDigest,
 	note func(*flowcontrolv1.FlowSchema, *flowcontrolv1.PriorityLevelConfiguration, string),
 	estimate func() fcrequest.WorkEstimate, queued fairqueuing.QueueNoteFn, run func()) {
@@ -215,13 +222,13 @@ func (c activeController) Handle(ctx context.Context, r flowcontrol.RequestDiges
 	c.active.Load().Handle(ctx, r, note, estimate, queued, run)
 }
 
-// Run implements flowcontrol.Interface; Fairness.Run does it.
+// Run implements flowcontrol.Interface. Fairness.Run does the work.
 func (activeController) Run(<-chan struct{}) error { return nil }
 
-// Install implements flowcontrol.Interface; Fairness.ServeHTTP does it.
+// Install implements flowcontrol.Interface. Fairness.ServeHTTP serves the pages.
 func (activeController) Install(*mux.PathRecorderMux) {}
 
-// RegisterWatch implements flowcontrol.Interface. Nobody is charged for others' watches.
+// RegisterWatch implements flowcontrol.Interface. Writes are not charged for watches of others.
 func (activeController) RegisterWatch(*http.Request) flowcontrol.ForgetWatchFunc { return nil }
 
 // GetInterestedWatchCount implements flowcontrol.Interface.
@@ -230,13 +237,13 @@ func (activeController) GetInterestedWatchCount(*request.RequestInfo) int { retu
 // GetMaxSeats implements flowcontrol.Interface.
 func (c activeController) GetMaxSeats(level string) uint64 { return c.active.Load().GetMaxSeats(level) }
 
-// SetMaxSeats implements flowcontrol.Interface; the controller does it for itself.
+// SetMaxSeats implements flowcontrol.Interface. The controller sets its own.
 func (activeController) SetMaxSeats(string, uint64) {}
 
-// ForgetPriorityLevel implements flowcontrol.Interface; the controller does it for itself.
+// ForgetPriorityLevel implements flowcontrol.Interface. The controller forgets its own.
 func (activeController) ForgetPriorityLevel(string) {}
 
-// ServeHTTP answers upstream's debug pages, /debug/api_priority_and_fairness/….
+// ServeHTTP serves upstream's debug pages, /debug/api_priority_and_fairness/….
 func (f *Fairness) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	f.active.Load().pages.ServeHTTP(w, req)
 }

@@ -20,7 +20,7 @@ import (
 	"watershed.dev/platform/paths"
 )
 
-// newRequest is a request as the filter sees it.
+// newRequest returns a request as the filter sees it.
 func newRequest(t *testing.T, method, target string) *http.Request {
 	t.Helper()
 	req := httptest.NewRequest(method, target, strings.NewReader(""))
@@ -39,7 +39,7 @@ func newTestFairness(seats int) *Fairness {
 	return f
 }
 
-// A list takes as many seats as the bytes it had last are worth; everything else takes one.
+// A list takes seats by the size of its last response. Every other request takes a single seat.
 func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 	f := newTestFairness(600)
 	const pods = "/api/v1/namespaces/x/pods"
@@ -50,10 +50,10 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 	f.RecordListSize(newRequest(t, "GET", "/api/v1/secrets"), 100, false)
 	for target, want := range map[string]uint64{
 		pods:                                10,
-		pods + "?resourceVersion=0":         10, // from a cache it has as many bytes
+		pods + "?resourceVersion=0":         10, // the same size from a cache
 		pods + "?limit=500":                 3,
 		pods + "?limit=500&continue=def":    2,
-		pods + "?labelSelector=a":           10, // it may be all
+		pods + "?labelSelector=a":           10, // it may match all objects
 		pods + "?limit=64":                  2,
 		pods + "?limit=1001":                10,
 		pods + "?watch=1":                   10,
@@ -95,7 +95,7 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 	}
 	f.RecordListSize(compressed(pods+"?pretty=1"), 16*bytesPerSeat, false)
 	if got := f.estimate(compressed(pods), "", "none"); got.InitialSeats != 4 {
-		t.Errorf("that somebody has it pretty makes it %v", got)
+		t.Errorf("after a pretty request it takes %v", got)
 	}
 	asTable := compressed(pods)
 	asTable.Header.Set("Accept", "application/json;as=Table;g=meta.k8s.io;v=v1")
@@ -105,7 +105,7 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 	}
 	f.RecordListSize(compressed(pods), 16*bytesPerSeat, false)
 	if got := f.estimate(compressed(pods), "", "none"); got.InitialSeats != 16 {
-		t.Errorf("what the tier does not compress any more takes %v", got)
+		t.Errorf("a list that the tier no longer compresses takes %v", got)
 	}
 	for _, method := range []string{"POST", "PUT", "PATCH", "DELETE"} {
 		if got := f.estimate(newRequest(t, method, pods+"/a"), "", "none"); got.InitialSeats != 1 || got.AdditionalLatency != 0 {
@@ -120,13 +120,13 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 		f.RecordListSize(newRequest(t, "GET", fmt.Sprintf("%s?labelSelector=l%d", pods, i)), 1<<30, false)
 	}
 	if n := f.sizes.exact.Len() + f.sizes.whole.Len(); n > 2*maxListSizes {
-		t.Errorf("%d lists are remembered", n)
+		t.Errorf("%d lists are cached", n)
 	}
 	var none *Fairness
 	none.RecordListSize(newRequest(t, "GET", pods), 5, false) // flow control is off
 }
 
-// A write takes one seat, however large the list of its resource was.
+// A write takes a single seat, regardless of the size of its resource's list.
 func TestAWriteTakesOneSeat(t *testing.T) {
 	f := newTestFairness(600)
 	const pods = "/api/v1/namespaces/x/pods"
@@ -138,7 +138,7 @@ func TestAWriteTakesOneSeat(t *testing.T) {
 	}
 }
 
-// Flow control matches a request by its own RequestInfo, not by the one that labels its metrics.
+// Flow control matches a request by its own RequestInfo, not by the RequestInfo that labels its metrics.
 func TestFlowsAreOfTheRequestsOwnInfo(t *testing.T) {
 	seen := &handled{}
 	f := newTestFairness(1)
@@ -153,7 +153,7 @@ func TestFlowsAreOfTheRequestsOwnInfo(t *testing.T) {
 	}
 }
 
-// handled is flow control that lets every request in.
+// handled is flow control that admits every request.
 type handled struct {
 	flowcontrol.Interface
 	info *request.RequestInfo

@@ -8,17 +8,17 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// renewPeriod is how often a gateway says that it lives: several times within what registry counts it for.
+// renewPeriod is how often a gateway renews its lease with registry: several times before it expires.
 const renewPeriod = 10 * time.Second
 
-// peers counts the gateways that live.
+// peers counts the live gateways.
 type peers struct {
 	registry registryv1.DiscoveryClient
 	name     string
 }
 
-// run says that this gateway lives until ctx is done, and tells how many do whenever it has been told and somebody
-// listens.
+// run renews the gateway's lease until ctx is done, and then releases it. After each renewal it sends the number of
+// live gateways, unless the receiver is busy.
 func (p *peers) run(ctx context.Context, counted chan<- int) {
 	defer func() {
 		leaveCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
@@ -33,10 +33,10 @@ func (p *peers) run(ctx context.Context, counted chan<- int) {
 		case err == nil:
 			select {
 			case counted <- max(1, int(resp.Alive)):
-			default: // it is still being seen to; it is counted again soon
+			default: // the receiver is busy; the next renewal sends a count
 			}
 		case ctx.Err() == nil:
-			slog.Warn("The gateways are not counted; the seats of flow control stay as they are", "error", err)
+			slog.Warn("Failed to count the gateways, flow control keeps its seats", "error", err)
 		}
 		select {
 		case <-ctx.Done():

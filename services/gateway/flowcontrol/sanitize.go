@@ -6,9 +6,9 @@ import (
 	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
 )
 
-// sanitize gives an object that validation would not have let in, but that etcd holds, a form that upstream's controller
-// takes: it reads what validation promises, and stops at one that lacks it, for all. A level without its limits lets
-// nothing in; a rule without its subject is none.
+// sanitize corrects an object in etcd that validation would have rejected. Upstream's controller relies on validation,
+// and an invalid object would stop it for all objects. A level without valid limits admits nothing. A subject without
+// its field is removed.
 func sanitize(obj any) (any, error) {
 	switch o := obj.(type) {
 	case *flowcontrolv1.PriorityLevelConfiguration:

@@ -1,16 +1,29 @@
-// Package wire lets many long-lived responses of one HTTP/2 connection be written together, by whoever has the data.
+// Package h2writer writes many long-lived responses of an HTTP/2 connection together, from the goroutine that has the
+// data. It does not implement HTTP/2: golang.org/x/net/http2 does.
 //
-// Go's HTTP/2 server writes each flush of each response by itself: the handler's goroutine hands a frame to the
-// connection's goroutine and waits, and mostly every frame is a TLS record and a system call of its own. A gateway that
-// delivers one event to a thousand watchers does little else. A Conn stands between the TLS connection and the server.
-// The server still speaks the protocol: settings, headers, priorities, errors, the beginning and the end of every
-// response. But a handler may take its stream over; from then on the body is written as DATA frames that the Conn puts
-// between the server's own frames, all that are due at once in one write, by no goroutine of the stream's own.
+// Go's HTTP/2 server writes each flush of each response separately. The handler's goroutine passes a frame to the
+// connection's goroutine and waits, and mostly each frame is a TLS record and a system call. This is most of the work
+// of a gateway that delivers one event to a thousand watchers.
 //
-// Flow control stays whole because the Conn sees every frame. A stream that was taken has its window counted here, and
-// the server no longer hears of it. Of the connection's window a part is withheld from the server, out of what the
-// client adds to the first 65,535 bytes; only that part is spent on taken streams, and what the client gives back for
-// it returns to it.
+// A Conn sits between the TLS connection and the server. The server still handles settings, headers, priorities,
+// errors, and the start and end of every response. A handler may hijack its stream. From then on the Conn writes the
+// body as DATA frames between the server's own frames. It writes all pending frames at once and needs no goroutine per
+// stream.
+//
+// Flow control stays correct because the Conn sees every frame. It counts the window of a hijacked stream itself and
+// hides WINDOW_UPDATE frames for that stream from the server. It withholds a part of the connection's window from the
+// server, out of what the client adds to the first 65,535 bytes. Only hijacked streams spend that part, and the
+// client's updates refill it.
+//
+// Goroutines: the server's reading goroutine calls Read, its writing goroutine calls Write. drain runs on a goroutine
+// that ends with the queue. Any goroutine may call the methods of a Stream.
+//
+// Review notes:
+//
+//   - Nothing may be inserted inside a frame or between the frames of a header block: atFrameBoundary guards every
+//     insertion.
+//   - The window sent to the server plus the window withheld must never exceed the client's.
+//   - Waiter.Unblock runs without the lock and must not wait for a client: the connection writes nothing meanwhile.
 package h2writer
 
 import (
@@ -27,7 +40,7 @@ import (
 	"golang.org/x/net/http2"
 )
 
-// Frame types and flags (RFC 9113, section 6), as the bytes that they are in a frame's head.
+// Frame types and flags (RFC 9113, section 6), as the bytes in a frame header.
 const (
 	frameData         = byte(http2.FrameData)
 	frameHeaders      = byte(http2.FrameHeaders)
@@ -38,9 +51,9 @@ const (
 	frameWindowUpdate = byte(http2.FrameWindowUpdate)
 	frameContinuation = byte(http2.FrameContinuation)
 
-	flagEndStream  = byte(http2.FlagDataEndStream) // of HEADERS too
+	flagEndStream  = byte(http2.FlagDataEndStream) // also of HEADERS
 	flagAck        = byte(http2.FlagSettingsAck)
-	flagEndHeaders = byte(http2.FlagHeadersEndHeaders) // of CONTINUATION and PUSH_PROMISE too
+	flagEndHeaders = byte(http2.FlagHeadersEndHeaders) // also of CONTINUATION and PUSH_PROMISE
 	flagPadded     = byte(http2.FlagHeadersPadded)
 
 	settingInitialWindow = http2.SettingInitialWindowSize
@@ -52,28 +65,27 @@ const (
 )
 
 const (
-	// minSendWindow is how much of the connection's window must have been withheld for a stream to be taken over. Go's
-	// client opens with 1 GB and curl with 32 MB; who keeps to the protocol's 64 KB is served by the server alone.
+	// minSendWindow is how much of the connection's window must be withheld before a stream may be hijacked. Go's
+	// client opens with 1 GB and curl with 32 MB. Clients with the protocol's 64 KB are served by the server only.
 	minSendWindow = 256 << 10
-	// maxQueueBytes is how many bytes may wait for one connection's socket. Past it writers wait.
+	// maxQueueBytes limits the bytes that wait for a connection's socket. Writers wait while the queue is full.
 	maxQueueBytes = 1 << 20
-	// smallBuffer is what a connection keeps for itself; for more it borrows a large one.
+	// smallBuffer is the size of the buffer that a connection owns. It borrows a large buffer if it needs more.
 	smallBuffer = 128 << 10
-	largeBuffer = maxQueueBytes + maxQueueBytes/256 + smallBuffer // with frames' heads
-	// minWriteWindow is how much of a stream's window must be open before more of a long write is sent.
+	largeBuffer = maxQueueBytes + maxQueueBytes/256 + smallBuffer // with frame headers
+	// minWriteWindow is how much of a stream's window must be open before Write continues a long write.
 	minWriteWindow = 64 << 10
-	// writeChunkBytes is how much is written to the socket at once: each has the connection's patience anew.
+	// writeChunkBytes is how much is written to the socket at once. writeTimeout applies to each chunk.
 	writeChunkBytes = 64 << 10
-	// maxStreams is how many streams of a connection are known here at most; the server bounds those that it answers
-	// much lower.
+	// maxStreams is the maximum number of streams that a Conn tracks. The server's limit on open streams is much lower.
 	maxStreams = 4096
-	// maxBufferedFrame is up to which length a frame is read as a whole; longer ones are passed on as they come.
+	// maxBufferedFrame is the maximum length of a frame that is read as a whole. Longer frames pass through.
 	maxBufferedFrame = 64 << 10
 )
 
 var largeBuffers = sync.Pool{New: func() any { return new([largeBuffer]byte) }}
 
-// grow makes room for n more bytes in the queue.
+// grow makes space for n more bytes in the queue.
 func (c *Conn) grow(n int) {
 	if need := len(c.queue) + n; need <= cap(c.queue) || need <= smallBuffer {
 		return
@@ -83,16 +95,17 @@ func (c *Conn) grow(n int) {
 	}
 }
 
-// Conn is one HTTP/2 connection, between TLS and the server. Give it to http2.Server.ServeConn.
+// Conn is an HTTP/2 connection, between TLS and the server. Pass it to http2.Server.ServeConn. mu guards all fields but
+// the reading side's.
 type Conn struct {
 	*tls.Conn
-	// writeTimeout is how long the socket may take nothing before the connection is given up.
+	// writeTimeout is how long the socket may accept no byte before the connection is closed.
 	writeTimeout time.Duration
-	// streamHeader is the request header that tells a handler which stream it answers: the server does not say. It is as
-	// random as need be for no client to know it.
+	// streamHeader is the request header with the stream's id, because the server does not expose it to handlers. Its
+	// name is random, so that no client can guess it.
 	streamHeader string
 
-	// The reading side belongs to the server's reading goroutine.
+	// Only the server's reading goroutine uses the reading side.
 	in      *bufio.Reader
 	ready   []byte
 	raw     int
@@ -100,38 +113,38 @@ type Conn struct {
 
 	mu             sync.Mutex
 	streams        map[uint32]*Stream
-	lastStreamID   uint32 // the newest stream
-	goAwaySent     bool   // the server has said that it takes no more
-	initialWindow  int64  // a new stream's
+	lastStreamID   uint32 // of the newest stream
+	goAwaySent     bool   // the server has sent GOAWAY
+	initialWindow  int64  // of a new stream
 	maxFrame       int
-	sendWindow     int64 // what may be spent on taken streams
-	sendUsed       int64 // what was, and has not been given back
-	serverUsed     int64 // what the server spent, and has not been given back
-	serverWindow   int64 // what the server believes to have left of the connection's window
+	sendWindow     int64 // the window left for hijacked streams
+	sendUsed       int64 // spent by hijacked streams and not yet returned
+	serverUsed     int64 // spent by the server and not yet returned
+	serverWindow   int64 // the connection's window as the server counts it
 	header         [frameHeaderBytes]byte
-	headerRead     int  // of head
-	payloadLeft    int  // of the server's frame that is being written
-	headerBlock    bool // a header block goes on in the next frame: nothing may come between
+	headerRead     int  // bytes of header
+	payloadLeft    int  // of the server's current frame
+	headerBlock    bool // a header block continues in the next frame, so nothing may be inserted
 	queue          []byte
 	spare          []byte
 	writing        bool
 	draining       bool
 	err            error
-	serverTurn     sync.Cond     // the server waits for its turn to write
-	serverWaiting  int           // how many of its writes do
-	changed        chan struct{} // closed when a waiting writer may go on
+	serverTurn     sync.Cond     // signaled when a write of the server may start
+	serverWaiting  int           // writes of the server that wait
+	changed        chan struct{} // closed when waiting writers should check again
 	writersWaiting int
-	waiters        []Waiter // who waits for room in the queue
-	// partial is what the server has written of frames that are not whole yet; nothing of it is known to observe.
+	waiters        []Waiter // wait for space in the queue
+	// partial holds incomplete frames that the server has written. observe has not processed them.
 	partial []byte
-	// corked: the queue ends with an answer's beginning, which release has written.
+	// corked: the queue ends with the start of a response. corkTimer schedules its write.
 	corked    bool
 	corkDelay time.Duration
 	corkTimer *time.Timer
 }
 
-// NewConn returns a Conn on c, whose handshake is done and has chosen h2. When the client's side takes no byte for as
-// long as patience, the connection is closed.
+// NewConn returns a Conn on c, whose handshake is complete and has negotiated h2. If the client's side accepts no byte
+// for writeTimeout, the connection is closed.
 func NewConn(c *tls.Conn, writeTimeout time.Duration) *Conn {
 	conn := &Conn{
 		Conn:          c,
@@ -150,7 +163,7 @@ func NewConn(c *tls.Conn, writeTimeout time.Duration) *Conn {
 	return conn
 }
 
-// Read gives the server what the client sends, without what concerns taken streams alone.
+// Read returns the client's frames to the server, without the frames that concern only hijacked streams.
 func (c *Conn) Read(p []byte) (int, error) {
 	for len(c.ready) == 0 && c.raw == 0 {
 		if err := c.readFrame(); err != nil {
@@ -167,11 +180,11 @@ func (c *Conn) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// readFrame reads one frame's head, and the whole of a frame that matters here.
+// readFrame reads a frame's header, and the whole frame if its type is tracked.
 func (c *Conn) readFrame() error {
 	header, err := c.in.Peek(frameHeaderBytes)
 	if err != nil {
-		if len(header) > 0 { // the server is to see what there was
+		if len(header) > 0 { // the server should receive the partial header
 			c.raw = len(header)
 			return nil
 		}
@@ -197,16 +210,16 @@ func (c *Conn) readFrame() error {
 	return nil
 }
 
-// receivedFrame takes note of a client's frame and answers what the server is to see of it.
+// receivedFrame processes a client's frame and returns the part that the server should see.
 func (c *Conn) receivedFrame(frame []byte, kind, flags byte, id uint32) []byte {
 	body := frame[frameHeaderBytes:]
 	switch kind {
 	case frameHeaders:
-		if id <= c.lastStreamID { // trailers, or nothing that the server will take
+		if id <= c.lastStreamID { // trailers, or a frame that the server rejects
 			return frame
 		}
 		c.lastStreamID = id
-		if c.goAwaySent || len(c.streams) >= maxStreams { // the server will ignore it, or refuse it; or answer it alone
+		if c.goAwaySent || len(c.streams) >= maxStreams { // untracked: the server ignores, refuses or serves it
 			return frame
 		}
 		s := &Stream{conn: c, id: id, window: c.initialWindow}
@@ -227,7 +240,7 @@ func (c *Conn) receivedFrame(frame []byte, kind, flags byte, id uint32) []byte {
 		}
 		n := int64(binary.BigEndian.Uint32(body) & (1<<31 - 1))
 		if n == 0 {
-			return frame // an error, which is the server's to name
+			return frame // a protocol error, which the server reports
 		}
 		if id == 0 {
 			return c.distributeWindow(frame, n)
@@ -243,8 +256,8 @@ func (c *Conn) receivedFrame(frame []byte, kind, flags byte, id uint32) []byte {
 	return frame
 }
 
-// addStreamHeader adds a header with the stream's id to a request: a literal without indexing (RFC 7541, section
-// 6.2.2), which leaves the compression's state as it is.
+// addStreamHeader adds the header with the stream's id to a request. It is a literal without indexing (RFC 7541,
+// section 6.2.2), so the compression state does not change.
 func (c *Conn) addStreamHeader(frame []byte, id uint32) []byte {
 	value := strconv.FormatUint(uint64(id), 10)
 	frame = append(frame, 0, byte(len(c.streamHeader)))
@@ -270,7 +283,7 @@ func (c *Conn) updateSettings(body []byte) {
 			}
 		}
 	}
-	if change := window - c.initialWindow; change != 0 { // once, however often a frame says it
+	if change := window - c.initialWindow; change != 0 { // a repeated setting counts only as its last value
 		c.initialWindow = window
 		for _, s := range c.streams {
 			s.window += change
@@ -279,10 +292,10 @@ func (c *Conn) updateSettings(body []byte) {
 	c.wake()
 }
 
-// distributeWindow shares what the client adds to the connection's window: first what was spent here returns, then what the
-// server spent; of what is new each gets half.
+// distributeWindow divides an increment of the connection's window. It first returns the bytes that hijacked streams
+// spent, then the bytes that the server spent. Each side gets half of the rest.
 func (c *Conn) distributeWindow(frame []byte, n int64) []byte {
-	// streams that the client leaves unread must not starve the server
+	// streams that the client does not read must not starve the server
 	if c.serverWindow < defaultWindow && c.sendWindow > minSendWindow {
 		c.sendUsed -= min(n, c.sendUsed)
 		c.serverWindow += n
@@ -306,7 +319,7 @@ func (c *Conn) distributeWindow(frame []byte, n int64) []byte {
 	return frame
 }
 
-// Close ends the connection.
+// Close closes the connection.
 func (c *Conn) Close() error {
 	c.mu.Lock()
 	if c.err == nil {
@@ -317,14 +330,14 @@ func (c *Conn) Close() error {
 	return c.Conn.Close()
 }
 
-// Flush writes what is queued, without waiting for it.
+// Flush starts to write the queue and does not wait for it.
 func (c *Conn) Flush() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.scheduleDrain()
 }
 
-// scheduleDrain has what is queued written, and what waits for room queued, unless somebody does so already.
+// scheduleDrain starts drain if the queue or waiters are pending and no other goroutine writes. The lock is held.
 func (c *Conn) scheduleDrain() {
 	if (len(c.queue) > 0 || len(c.waiters) > 0) && !c.draining && !c.writing && c.err == nil {
 		c.draining = true
@@ -332,8 +345,8 @@ func (c *Conn) scheduleDrain() {
 	}
 }
 
-// drain writes the queue as long as there is one, and lets those return who wait for room in it. The server's own
-// frames go first: its Write takes the queue along.
+// drain writes the queue until it is empty, and unblocks the waiters. The server's own frames go first: its Write
+// includes the queue.
 func (c *Conn) drain() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -343,7 +356,7 @@ func (c *Conn) drain() {
 			if len(c.waiters) == 0 {
 				break
 			}
-			continue // the server has taken the queue along meanwhile: there is room again
+			continue // the server has written the queue meanwhile, so there is space again
 		}
 		if c.atFrameBoundary() && !c.writing && c.serverWaiting == 0 && c.err == nil {
 			c.flushQueue()
@@ -353,7 +366,7 @@ func (c *Conn) drain() {
 	c.draining = false
 }
 
-// unblockWaiters lets those who wait for room return until the queue is half full, each once.
+// unblockWaiters unblocks each waiter at most once, until the queue is half full. It releases the lock for each call.
 func (c *Conn) unblockWaiters() {
 	for n := len(c.waiters); n > 0 && len(c.queue) < maxQueueBytes/2 && c.err == nil; n-- {
 		next := c.waiters[0]

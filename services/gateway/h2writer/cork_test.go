@@ -24,7 +24,7 @@ func (c countingConn) Write(p []byte) (int, error) {
 	return c.Conn.Write(p)
 }
 
-// An answer's headers, body and end are one write; what a handler flushes reaches the client though nothing follows.
+// A response's headers, body and end are a single write. Flushed data reaches the client before the response continues.
 func TestResponseIsOneWrite(t *testing.T) {
 	var writes atomic.Int64
 	var hold atomic.Int64
@@ -59,13 +59,13 @@ func TestResponseIsOneWrite(t *testing.T) {
 			t.Fatalf("%d bytes, %v", len(data), err)
 		}
 	}
-	readResponse() // and settings
+	readResponse() // also reads the settings
 	const answers = 50
 	before := writes.Load()
 	for range answers {
 		readResponse()
 	}
-	if n := writes.Load() - before; n > answers+answers/2 { // there may be window updates and the like
+	if n := writes.Load() - before; n > answers+answers/2 { // window updates and the like may add writes
 		t.Errorf("%d writes for %d answers", n, answers)
 	}
 	hold.Store(int64(corkDelay))

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// newReadConn is a Conn whose client has sent some bytes.
+// newReadConn returns a Conn whose client has sent data.
 func newReadConn(data []byte) *Conn {
 	c := &Conn{
 		serverWindow:  defaultWindow,
@@ -30,8 +30,8 @@ func frameOf(kind, flags byte, id uint32, body []byte) []byte {
 	return append(out, body...)
 }
 
-// Whatever a client sends, the server is given whole frames, no more streams are noted than there may be, and the
-// windows are what the client has said. What comes between is what the server itself writes, in two pieces.
+// FuzzConn sends arbitrary client frames. The server must receive whole frames, the number of tracked streams must stay
+// bounded, and the windows must match the client's. Between them the server writes its own frames, in two pieces.
 func FuzzConn(f *testing.F) {
 	f.Add(frameOf(frameHeaders, flagEndHeaders, 1, []byte("block")), frameOf(frameData, 0, 1, []byte("x")))
 	f.Add(frameOf(frameSettings, 0, 0, []byte{0, byte(settingInitialWindow), 0, 0, 0, 1, 0, byte(settingInitialWindow),
@@ -58,7 +58,7 @@ func FuzzConn(f *testing.F) {
 				break
 			}
 			if len(got) > 4*len(fromClient)+1000*len(fromClient)/frameHeaderBytes {
-				t.Fatal("more comes out than went in")
+				t.Fatal("Read returns more than the client sent")
 			}
 		}
 		c.mu.Lock()
@@ -69,17 +69,17 @@ func FuzzConn(f *testing.F) {
 		}
 		for id, s := range c.streams {
 			if s.id != id || s.closed {
-				t.Errorf("stream %d is %d, over: %v", id, s.id, s.closed)
+				t.Errorf("stream %d is %d, closed: %v", id, s.id, s.closed)
 			}
 		}
-		for len(got) >= frameHeaderBytes { // whole frames, but for the last
+		for len(got) >= frameHeaderBytes { // whole frames, except the last
 			n := int(got[0])<<16 | int(got[1])<<8 | int(got[2])
 			got = got[min(len(got), frameHeaderBytes+n):]
 		}
 	})
 }
 
-// What comes after the server has said goodbye leaves nothing here (S17).
+// Streams after the server's GOAWAY are not tracked (S17).
 func TestIgnoredStreamsAreNotTracked(t *testing.T) {
 	var sent []byte
 	for id := uint32(1); id < 2*20_000; id += 2 {
@@ -92,7 +92,7 @@ func TestIgnoredStreamsAreNotTracked(t *testing.T) {
 		}
 		_, _ = io.Copy(io.Discard, struct{ io.Reader }{connReader(c)})
 		if n := len(c.streams); n > maxStreams || goAway && n > 0 {
-			t.Errorf("after goodbye %v: %d streams are noted", goAway, n)
+			t.Errorf("after GOAWAY %v: %d streams are tracked", goAway, n)
 		}
 	}
 }

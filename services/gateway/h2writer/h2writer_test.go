@@ -26,7 +26,7 @@ func serve(t *testing.T, h http.Handler) *httptest.Server {
 	return serveAs(t, h, func(*httptest.Server) {}, func(*Conn) {})
 }
 
-// serveAs is serve with a server and Conns that are changed before they are used.
+// serveAs is serve with hooks that change the server and its Conns before use.
 func serveAs(t *testing.T, h http.Handler, server func(*httptest.Server), conn func(*Conn)) *httptest.Server {
 	s := httptest.NewUnstartedServer(h)
 	h2 := &http2.Server{}
@@ -74,7 +74,7 @@ func open(t *testing.T, c *http.Client, url string) *http.Response {
 	return resp
 }
 
-// hijackHandler gives every taken stream to take, and ends it when end is closed.
+// hijackHandler passes each hijacked stream to use and finishes it when end is closed.
 func hijackHandler(use func(*Stream), end chan struct{}) http.HandlerFunc {
 	return func(w http.ResponseWriter, req *http.Request) {
 		if req.URL.Path != "/watch" {
@@ -98,7 +98,7 @@ func hijackHandler(use func(*Stream), end chan struct{}) http.HandlerFunc {
 	}
 }
 
-// Fifty streams are written by one goroutine while other requests go on on the same connection.
+// A single goroutine writes fifty streams while other requests continue on the same connection.
 func TestHijackedStreamsShareConnection(t *testing.T) {
 	hijacked, end := make(chan *Stream, 50), make(chan struct{})
 	srv := serve(t, hijackHandler(func(s *Stream) { hijacked <- s }, end))
@@ -169,14 +169,13 @@ func TestHijackedStreamsShareConnection(t *testing.T) {
 	others.Wait()
 }
 
-// A client that does not read one of its streams still gets the others, and what it misses waits in its own window
-// alone.
+// If a client does not read a stream, its other streams continue. The unread data waits only in that stream's window.
 func TestSlowStreamDoesNotBlockOthers(t *testing.T) {
 	hijacked, end := make(chan *Stream, 2), make(chan struct{})
 	defer close(end)
 	srv := serve(t, hijackHandler(func(s *Stream) { hijacked <- s }, end))
 	c := client(srv)
-	open(t, c, srv.URL+"/watch") // nobody reads it
+	open(t, c, srv.URL+"/watch") // this stream is not read
 	slow := <-hijacked
 	quick := open(t, c, srv.URL+"/watch")
 	s := <-hijacked
@@ -187,7 +186,7 @@ func TestSlowStreamDoesNotBlockOthers(t *testing.T) {
 	}()
 	chunk := bytes.Repeat([]byte("y"), 10000)
 	queueFull := false
-	for range 2000 { // 20 MB; a Go client takes 4 MB of a stream
+	for range 2000 { // 20 MB; a Go client accepts 4 MB per stream
 		hijacked, _ := slow.TryWrite(chunk)
 		if !queueFull && !hijacked {
 			queueFull = errors.Is(slow.Write(t.Context(), 50*time.Millisecond, chunk), ErrSlowClient)
@@ -198,7 +197,7 @@ func TestSlowStreamDoesNotBlockOthers(t *testing.T) {
 		s.Flush()
 	}
 	if !queueFull {
-		t.Error("the slow stream took everything")
+		t.Error("the slow stream accepted everything")
 	}
 }
 
@@ -216,18 +215,18 @@ func TestAClientThatLeavesEndsItsStream(t *testing.T) {
 			}
 			return
 		}
-		time.Sleep(time.Millisecond) // between tries, until the client's leaving has come here
+		time.Sleep(time.Millisecond) // between tries, until the client's RST_STREAM has arrived
 	}
 }
 
-// A peer that reads nothing at all does not hold its handlers for longer than the connection's patience.
+// A peer that reads nothing does not block its handlers for longer than the connection's write timeout.
 func TestDeadPeerClosesConnection(t *testing.T) {
 	ended := make(chan struct{}, 1)
 	srv := serve(t, http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		defer func() { ended <- struct{}{} }()
 		w.(http.Flusher).Flush()
 		s := StreamFrom(req)
-		// the connection's window comes after the request
+		// the connection's window update comes after the request
 		until := time.Now().Add(10 * time.Second)
 		for s != nil && !s.Hijack(req.Context(), 0) && time.Now().Before(until) {
 			time.Sleep(time.Millisecond)
@@ -259,7 +258,7 @@ func TestDeadPeerClosesConnection(t *testing.T) {
 	}
 }
 
-// A client with the protocol's own window of 64 KB is served by the server, which knows how to share so little.
+// The server, not the Conn, serves a client with the protocol's own window of 64 KB, which is too small to divide.
 func TestASmallWindowIsNotShared(t *testing.T) {
 	end := make(chan struct{})
 	defer close(end)
@@ -328,7 +327,7 @@ func TestHandlersDoNotSeeStreamHeader(t *testing.T) {
 	}
 }
 
-// lines offers so many lines to a stream, and comes back where there is no room.
+// lines writes `total` lines to a stream, and waits in the connection's queue if it has no space.
 type lines struct {
 	t        *testing.T
 	s        *Stream
@@ -340,7 +339,7 @@ func (l *lines) line(n int) []byte {
 	return fmt.Appendf(nil, "%d%s\n", n, strings.Repeat("z", 100<<10))
 }
 
-// Unblock implements Returner.
+// Unblock implements Waiter.
 func (l *lines) Unblock() {
 	for l.n < l.total {
 		accepted, queueFull := l.s.TryWrite(l.line(l.n))
@@ -349,7 +348,7 @@ func (l *lines) Unblock() {
 			return
 		}
 		if !accepted {
-			l.t.Error("the stream takes nothing")
+			l.t.Error("the stream accepts no data")
 			break
 		}
 		l.n++
@@ -358,8 +357,8 @@ func (l *lines) Unblock() {
 	l.done <- struct{}{}
 }
 
-// Who finds a connection's queue full is let return when there is room, until all is sent: where the server writes
-// nothing of its own that would carry the rest along, and where it does.
+// Waiters for a full connection queue are unblocked until all their data is sent. This holds with and without frames of
+// the server that would carry the queue along.
 func TestWaitersAreUnblocked(t *testing.T) {
 	for _, others := range []bool{false, true} {
 		t.Run(fmt.Sprintf("others %v", others), func(t *testing.T) { testWaiters(t, others) })
@@ -367,7 +366,7 @@ func TestWaitersAreUnblocked(t *testing.T) {
 }
 
 func testWaiters(t *testing.T, others bool) {
-	const streams, each = 20, 30 // 3 MB for each, of which a Go client takes 4
+	const streams, each = 20, 30 // 3 MB each; a Go client accepts 4 MB
 	hijacked, end, done := make(chan *Stream, streams), make(chan struct{}), make(chan struct{}, streams)
 	srv := serve(t, hijackHandler(func(s *Stream) { hijacked <- s }, end))
 	c := client(srv)

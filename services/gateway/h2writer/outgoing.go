@@ -8,17 +8,17 @@ import (
 )
 
 const (
-	// corkBytes bounds what is held back of the server's frames: one TLS record.
+	// corkBytes limits the server's frames that are held back, to a TLS record.
 	corkBytes = 16 << 10
-	// corkDelay is how long the beginning of an answer waits for what follows it.
+	// corkDelay is how long the start of a response waits for the rest.
 	corkDelay = 200 * time.Microsecond
 )
 
-// Write takes the server's frames, in whatever pieces they come. What is queued goes before them: the server may be
-// about to end a stream.
+// Write accepts the server's frames, in pieces of any size. It writes the queue first, because the server may be about
+// to end a stream.
 //
-// The server writes an answer's headers, its body and its end one after the other, each by itself. The first two are
-// held for a moment, so that an answer is one write and one TLS record.
+// The server writes the headers, the body and the end of a response separately. Write holds the first two for
+// corkDelay, so that a response is a single write and TLS record.
 func (c *Conn) Write(p []byte) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -66,8 +66,8 @@ func (c *Conn) Write(p []byte) (int, error) {
 
 var partialBuffers = sync.Pool{New: func() any { return new([corkBytes]byte) }}
 
-// bufferFrames adds p to what the server has begun to write, and queues that once it is whole frames: its own buffer is cut
-// every 4 KB. It answers false, with p added, where those may not wait, or be among others.
+// bufferFrames adds p to the partial frames and queues them once they are complete: the server's own buffer flushes
+// every 4 KB. It returns false, with p added to partial, if the frames must be written directly.
 func (c *Conn) bufferFrames(p []byte) bool {
 	if c.partial == nil {
 		c.partial = partialBuffers.Get().(*[corkBytes]byte)[:0]
@@ -97,9 +97,12 @@ func (c *Conn) dropPartial() {
 	c.partial = nil
 }
 
-// inspectFrames says of what the server has begun to write whether it ends with a frame; whether it may wait at all, and be
-// put between other frames (no leave of the server, and no header block that goes on); and whether it is the beginning
-// of answers that go on: headers and data, without an end.
+// inspectFrames classifies frames that the server has written.
+//
+//   - complete: p ends at a frame boundary.
+//   - bufferable: the frames may be delayed and mixed with other frames. GOAWAY, an open header block and frames over
+//     corkBytes may not.
+//   - continues: the frames start responses that continue, because they are HEADERS and DATA without END_STREAM.
 func inspectFrames(p []byte) (complete, bufferable, continues bool) {
 	continues = true
 	for len(p) >= frameHeaderBytes {
@@ -117,7 +120,7 @@ func inspectFrames(p []byte) (complete, bufferable, continues bool) {
 	return len(p) == 0, true, continues
 }
 
-// cork has what is queued written after a moment, unless that happens before.
+// cork schedules a write of the queue after corkDelay, unless it is written before.
 func (c *Conn) cork() {
 	if c.corked {
 		return
@@ -135,12 +138,12 @@ func (c *Conn) cork() {
 	c.corkTimer.Reset(c.corkDelay)
 }
 
-// atFrameBoundary says whether a frame may be put in: the server is amid none, and no header block is open.
+// atFrameBoundary reports whether frames may be inserted: the server's last frame and header block are complete.
 func (c *Conn) atFrameBoundary() bool {
 	return c.headerRead == 0 && c.payloadLeft == 0 && !c.headerBlock
 }
 
-// frameRemainder is how many bytes at least belong to the frame that the server is amid.
+// frameRemainder returns how many bytes belong at least to the server's current frame.
 func (c *Conn) frameRemainder() int {
 	if c.payloadLeft > 0 {
 		return c.payloadLeft
@@ -148,7 +151,7 @@ func (c *Conn) frameRemainder() int {
 	return frameHeaderBytes - c.headerRead
 }
 
-// writeOut writes p, with the lock released; others queue meanwhile.
+// writeOut writes p to the socket. It releases the lock, so that others can queue meanwhile.
 func (c *Conn) writeOut(p []byte) {
 	c.writing = true
 	c.mu.Unlock()
@@ -163,12 +166,12 @@ func (c *Conn) writeOut(p []byte) {
 	c.writing = false
 	if err != nil && c.err == nil {
 		c.err = err
-		_ = c.NetConn().Close() // whoever reads is to know it as well
+		_ = c.NetConn().Close() // so that Read fails too
 		c.wake()
 	}
 }
 
-// flushQueue writes what is queued now.
+// flushQueue writes the queue.
 func (c *Conn) flushQueue() {
 	if c.corked {
 		c.corked = false
@@ -186,7 +189,7 @@ func (c *Conn) flushQueue() {
 	c.wake()
 }
 
-// observe follows the server's frames.
+// observe parses the server's frames.
 func (c *Conn) observe(p []byte) {
 	for len(p) > 0 {
 		if c.payloadLeft > 0 {
@@ -207,7 +210,7 @@ func (c *Conn) observe(p []byte) {
 	}
 }
 
-// sentFrame takes note of one of the server's frames.
+// sentFrame processes a frame of the server.
 func (c *Conn) sentFrame(kind, flags byte, id uint32, length int64) {
 	switch kind {
 	case frameData:
@@ -222,13 +225,13 @@ func (c *Conn) sentFrame(kind, flags byte, id uint32, length int64) {
 		if s := c.streams[id]; s != nil {
 			s.headersSent = !c.headerBlock
 		}
-		if kind != frameHeaders { // their flag of this value is no end of a stream
+		if kind != frameHeaders { // this flag's value means END_STREAM only in HEADERS
 			return
 		}
 	case frameReset:
 		c.removeStream(id)
 		return
-	case frameGoAway: // of streams that come now the server says nothing, so nothing would end them here
+	case frameGoAway: // the server ignores later streams, so nothing would remove them here
 		c.goAwaySent = true
 		return
 	default:
@@ -251,7 +254,7 @@ func (c *Conn) removeStream(id uint32) {
 	}
 }
 
-// wake lets every waiting writer look again.
+// wake makes all waiting writers check again.
 func (c *Conn) wake() {
 	if c.writersWaiting > 0 {
 		close(c.changed)

@@ -8,37 +8,43 @@ import (
 	"time"
 )
 
-// Stream is one request's. It is the server's until it is taken.
+// Stream is a request's stream.
+//
+//	server's --- Hijack ---> hijacked.
+//	server's or hijacked --- END_STREAM, RST_STREAM ---> closed.
+//
+// The server writes the body until a handler hijacks the stream. Then TryWrite and Write do, and the server writes only
+// END_STREAM, when the handler returns.
 type Stream struct {
 	conn *Conn
 	id   uint32
 
-	// All below is guarded by the connection's lock.
-	window      int64 // how much the client takes of this stream
+	// The connection's lock guards all fields below.
+	window      int64 // how much the client accepts
 	sent        int64 // bytes of the body that the server has written
-	headersSent bool  // the answer's headers have been written
+	headersSent bool  // the response's headers have been written
 	hijacked    bool
 	closed      bool
 }
 
 var (
 	errConnClosed = errors.New("the connection is closed")
-	// ErrStreamClosed is what a write finds when the client has ended the stream.
-	ErrStreamClosed = errors.New("the stream is over")
-	// ErrSlowClient is what a write ends with when the client takes nothing.
-	ErrSlowClient = errors.New("the client takes nothing")
+	// ErrStreamClosed is returned by writes after the stream was closed.
+	ErrStreamClosed = errors.New("the stream is closed")
+	// ErrSlowClient is returned by writes if the client accepts no data for the timeout.
+	ErrSlowClient = errors.New("the client accepts no data")
 )
 
 type connKey struct{}
 
 type streamKey struct{}
 
-// WithConn marks what is served over c.
+// WithConn adds c to the context of the requests that c serves.
 func (c *Conn) WithConn(ctx context.Context) context.Context {
 	return context.WithValue(ctx, connKey{}, c)
 }
 
-// Handler gives next requests that Of knows the streams of.
+// Handler adds the Stream of each request to its context, for StreamFrom.
 func Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		c, ok := req.Context().Value(connKey{}).(*Conn)
@@ -61,20 +67,20 @@ func Handler(next http.Handler) http.Handler {
 	})
 }
 
-// StreamFrom is the stream that req came on; nil where it came over HTTP/1 or cannot be taken.
+// StreamFrom returns the stream of req. It is nil over HTTP/1, or if the stream is not tracked.
 func StreamFrom(req *http.Request) *Stream {
 	s, _ := req.Context().Value(streamKey{}).(*Stream)
 	return s
 }
 
-// Hijack makes the rest of the body the caller's to write, with Offer and Write alone. The handler must have flushed
-// what it has written, which is written bytes, and must not return before it has made its last call here. It answers
-// false where the client's window is too small to be shared; then nothing has changed.
+// Hijack gives the rest of the body to the caller, which writes it with TryWrite and Write only. The handler must have
+// flushed its own output, which is `written` bytes, and must not return before its last call here. Hijack returns false
+// and changes nothing if the client's window is too small to divide.
 func (s *Stream) Hijack(ctx context.Context, written int64) bool {
 	c := s.conn
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for !s.closed && c.err == nil && (!s.headersSent || s.sent < written) { // the server buffers the rest
+	for !s.closed && c.err == nil && (!s.headersSent || s.sent < written) { // the server has buffered it
 		if c.await(ctx) != nil {
 			return false
 		}
@@ -86,7 +92,7 @@ func (s *Stream) Hijack(ctx context.Context, written int64) bool {
 	return true
 }
 
-// await waits for anything to change, with the lock released.
+// await waits for the next wake, with the lock released.
 func (c *Conn) await(ctx context.Context) error {
 	changed := c.changed
 	c.writersWaiting++
@@ -112,9 +118,9 @@ func (s *Stream) closedErr() error {
 	return nil
 }
 
-// TryWrite queues all of parts, or nothing where there is no room for them now. Then full says whether it is the
-// connection's queue that has none, to all of whose streams that happens: come Later. Otherwise it is the client that
-// takes no more of this stream: Write. Flush the connection afterwards.
+// TryWrite queues all parts or none. If none, queueFull reports whether the connection's queue is full, which concerns
+// all its streams: call EnqueueWaiter. Otherwise the client's window for this stream is full: call Write. Call Flush
+// after TryWrite.
 func (s *Stream) TryWrite(parts ...[]byte) (accepted, queueFull bool) {
 	n := 0
 	for _, p := range parts {
@@ -133,8 +139,8 @@ func (s *Stream) TryWrite(parts ...[]byte) (accepted, queueFull bool) {
 	return true, false
 }
 
-// EnqueueWaiter has r come back, once, when the connection's queue has room, after those who came before. A thousand streams
-// that wait so wake no goroutine of theirs. Who finds no room all the same comes Later again, last.
+// EnqueueWaiter calls r.Unblock once, when the connection's queue has space, in FIFO order. A thousand waiting streams
+// thus wake no goroutine of their own. A waiter that finds no space again calls EnqueueWaiter again and goes last.
 func (s *Stream) EnqueueWaiter(r Waiter) {
 	c := s.conn
 	c.mu.Lock()
@@ -143,14 +149,14 @@ func (s *Stream) EnqueueWaiter(r Waiter) {
 	c.scheduleDrain()
 }
 
-// Waiter is whoever waits for room. Return offers what there is by then. It must not wait for the client: nothing of
-// the connection is written meanwhile.
+// Waiter waits for space. Unblock queues its pending data. It must not wait for the client, because the connection
+// writes nothing meanwhile.
 type Waiter interface{ Unblock() }
 
-// Flush writes what is queued for any stream of this one's connection.
+// Flush writes the queue of the stream's connection.
 func (s *Stream) Flush() { s.conn.Flush() }
 
-// partReader is what is left of some parts.
+// partReader holds the unread rest of some parts.
 type partReader struct {
 	parts [][]byte
 	rest  []byte
@@ -170,7 +176,7 @@ func (p *partReader) appendNext(dst []byte, n int) []byte {
 	return dst
 }
 
-// enqueue queues the parcel's next n bytes, in frames as long as may be.
+// enqueue queues the next n bytes of p, in the longest frames that the client accepts.
 func (s *Stream) enqueue(p *partReader, n int) {
 	c := s.conn
 	s.window -= int64(n)
@@ -186,8 +192,8 @@ func (s *Stream) enqueue(p *partReader, n int) {
 	}
 }
 
-// Write queues parts and writes them, as fast as the client takes them. It is ErrSlowClient when the client takes no byte for
-// as long as patience.
+// Write queues parts at the pace of the client and starts to write them. It returns ErrSlowClient if the client accepts
+// no byte for writeTimeout.
 func (s *Stream) Write(ctx context.Context, writeTimeout time.Duration, parts ...[]byte) error {
 	remaining := 0
 	for _, p := range parts {
@@ -197,13 +203,13 @@ func (s *Stream) Write(ctx context.Context, writeTimeout time.Duration, parts ..
 	c := s.conn
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	var blockedSince time.Time // since when nothing was taken
+	var blockedSince time.Time // since when nothing was queued
 	for remaining > 0 {
 		if err := s.closedErr(); err != nil {
 			return err
 		}
 		n := int(min(int64(remaining), s.window, c.sendWindow, int64(maxQueueBytes-len(c.queue))))
-		// A larger window is waited for rather than many small frames sent (the silly window syndrome).
+		// Wait for a larger window instead of sending many small frames (the silly window syndrome).
 		minWindow := min(int64(remaining), minWriteWindow, c.initialWindow/2)
 		if n <= 0 || s.window < minWindow {
 			if blockedSince.IsZero() {
@@ -228,7 +234,7 @@ func (s *Stream) Write(ctx context.Context, writeTimeout time.Duration, parts ..
 	return nil
 }
 
-// Finish waits until what was queued has been written, so that the handler may return: the server ends the stream then.
+// Finish waits until the queue has been written. The handler may then return, and the server ends the stream.
 func (s *Stream) Finish(ctx context.Context) error {
 	c := s.conn
 	c.mu.Lock()

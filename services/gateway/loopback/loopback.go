@@ -1,4 +1,5 @@
-// Package loopback lets client-go call the gateway's own API within the process. Nobody is asked who a request is of.
+// Package loopback lets client-go call the gateway's own API within the process, without a connection and without
+// authentication. Each request runs on a goroutine of its own until its handler returns.
 package loopback
 
 import (
@@ -18,10 +19,10 @@ import (
 	"watershed.dev/platform/paths"
 )
 
-// requestTimeout bounds a request that is no watch, as a server's does.
+// requestTimeout bounds a request that is not a watch, as the server's --request-timeout does.
 const requestTimeout = time.Minute
 
-// ClientConfig is the configuration of a client that calls h as a user. h is what says what the user may do.
+// ClientConfig returns the configuration of a client that calls h as a user. h must authorize the requests.
 func ClientConfig(h http.Handler, as user.Info) *rest.Config {
 	return &rest.Config{
 		Host:          "https://gateway.internal",
@@ -37,7 +38,7 @@ type transport struct {
 	user    user.Info
 }
 
-// RoundTrip implements http.RoundTripper. The answer's body comes as it is written, so that watches work.
+// RoundTrip implements http.RoundTripper. The body is streamed while the handler writes it, so that watches work.
 func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	info, err := paths.RequestInfo.NewRequestInfo(req)
 	if err != nil {
@@ -56,9 +57,9 @@ func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 		defer cancel()
 		defer inner.Body.Close()
 		defer func() {
-			if r := recover(); r != nil { // as a server does: the answer is cut
+			if r := recover(); r != nil { // as a server does: the response is cut off
 				if r != http.ErrAbortHandler { //nolint:errorlint // it is this very value
-					slog.Error("A request of the gateway's own panicked", "path", inner.URL.Path, "panic", r,
+					slog.Error("Loopback request panicked", "path", inner.URL.Path, "panic", r,
 						"stack", string(debug.Stack()))
 				}
 				w.sendHeaders(http.StatusInternalServerError)
@@ -90,7 +91,7 @@ func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	}, nil
 }
 
-// withRequestTimeout is a request's context, which a watch's client ends.
+// withRequestTimeout returns a request's context. Only the client ends a watch.
 func withRequestTimeout(ctx context.Context, info *request.RequestInfo) (context.Context, context.CancelFunc) {
 	if info.Verb == "watch" {
 		return context.WithCancel(ctx)
@@ -98,7 +99,7 @@ func withRequestTimeout(ctx context.Context, info *request.RequestInfo) (context
 	return context.WithTimeout(ctx, requestTimeout)
 }
 
-// responseBody ends its request when it is closed.
+// responseBody is a response body whose Close cancels the request.
 type responseBody struct {
 	*io.PipeReader
 	cancel context.CancelFunc
@@ -109,13 +110,13 @@ func (b *responseBody) Close() error {
 	return b.PipeReader.Close()
 }
 
-// writer is the server's side of an answer.
+// writer is the handler's ResponseWriter.
 type writer struct {
 	header      http.Header
 	out         *io.PipeWriter
 	once        sync.Once
 	headersSent chan struct{}
-	// code and sent may be read once begun is closed.
+	// code and sentHeader may be read once headersSent is closed.
 	code       int
 	sentHeader http.Header
 }
@@ -139,5 +140,5 @@ func (w *writer) Write(p []byte) (int, error) {
 	return w.out.Write(p)
 }
 
-// Flush implements http.Flusher: what is written has been read.
+// Flush implements http.Flusher. It only sends the headers, because the pipe has no buffer.
 func (w *writer) Flush() { w.sendHeaders(http.StatusOK) }

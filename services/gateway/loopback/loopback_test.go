@@ -20,7 +20,8 @@ func client(h http.HandlerFunc) *http.Client {
 	return &http.Client{Transport: c.Transport}
 }
 
-// A request is the user's and reaches its handler whole; its answer comes whole, and as it is written.
+// A request reaches its handler with its user and its whole body. The response is complete, and is streamed while the
+// handler writes it.
 func TestARequestIsAnsweredAsItIsWritten(t *testing.T) {
 	next := make(chan string)
 	c := client(func(w http.ResponseWriter, req *http.Request) {
@@ -55,7 +56,7 @@ func TestARequestIsAnsweredAsItIsWritten(t *testing.T) {
 	}
 }
 
-// Who closes an answer, or gives a request up, ends its handler; a handler that panics cuts its answer.
+// A client that closes a response or cancels a request ends the handler. A panic cuts the response off.
 func TestARequestEnds(t *testing.T) {
 	ended := make(chan struct{}, 1)
 	c := client(func(w http.ResponseWriter, req *http.Request) {

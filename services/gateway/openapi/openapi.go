@@ -1,5 +1,6 @@
-// Package openapi serves /openapi/v2 and /openapi/v3. Registry makes the documents when they are first asked for; the
-// gateway keeps them for as long as the catalog is the same.
+// Package openapi serves /openapi/v2 and /openapi/v3. It does not build documents of this system's resources: registry
+// does, at the first request. The package caches a document until its hash in the discovery view changes. Requests use
+// it from any goroutine.
 package openapi
 
 import (
@@ -35,19 +36,19 @@ import (
 // Handler serves the documents.
 type Handler struct {
 	registry registryv1.DiscoveryClient
-	// aggregated knows what other servers say of themselves.
+	// aggregated caches the documents of aggregated servers.
 	aggregated *aggregation.DiscoveryManager
 
 	mu     sync.Mutex
 	view   *discovery.View
 	cached map[string]*document
-	// builds shares the making of a document among the requests for it.
+	// builds shares a document's build among the requests for it.
 	builds coalesce.Group[*document]
 }
 
-// New returns a handler of the documents that registry and other servers have. A document that is being made is
-// finished, within a minute, after all its clients have left. Clients that give up and return would otherwise have it
-// made from the beginning each time.
+// New returns a handler for the documents of registry and of aggregated servers. A build that has started finishes
+// within a minute, even if all its clients leave. Otherwise, clients that give up and return would restart it from the
+// beginning each time.
 func New(registry registryv1.DiscoveryClient, aggregated *aggregation.DiscoveryManager) *Handler {
 	return &Handler{
 		registry:   registry,
@@ -56,18 +57,18 @@ func New(registry registryv1.DiscoveryClient, aggregated *aggregation.DiscoveryM
 	}
 }
 
-// document is what registry or another server has made. Its protobuf is made when a client asks for that: what another
-// server says may be no proper OpenAPI, and is then served as it came.
+// document is a document of registry or of an aggregated server. Its protobuf encoding is built when a client accepts
+// it. An aggregated server's document may be invalid OpenAPI, and is then served only as JSON.
 type document struct {
 	etag string
-	// aggregated: an aggregated server's own.
+	// aggregated is set for an aggregated server's document.
 	aggregated bool
 	json       []byte
 	encode     sync.Once
 	protobuf   []byte
 }
 
-// Set makes v the view whose documents are served. What is the same stays.
+// Set replaces the view whose documents are served. Documents with an unchanged etag stay cached.
 func (h *Handler) Set(v *discovery.View) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -82,7 +83,7 @@ func (h *Handler) Set(v *discovery.View) {
 	}
 }
 
-// etag names what a document is made of. The caller holds the lock.
+// etag returns a hash of everything that a document depends on. The caller holds the lock.
 func (h *Handler) etag(path string) string {
 	if discovered := h.aggregatedDiscovery(path); discovered != nil {
 		return hashOf(discovered.OpenAPIDigest, path)
@@ -98,7 +99,8 @@ func (h *Handler) etag(path string) string {
 	return hashOf(depends, path)
 }
 
-// aggregatedDiscovery is what another server says of itself, where a document of v3 is its.
+// aggregatedDiscovery returns the aggregated server's cache entry for a v3 document, or nil if the document is not a
+// server's.
 func (h *Handler) aggregatedDiscovery(path string) *aggregation.CachedDiscovery {
 	name, ok := strings.CutPrefix(path, "v3/apis/")
 	gv, err := schema.ParseGroupVersion(name)
@@ -155,9 +157,9 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	http.ServeContent(w, req, "", time.Time{}, bytes.NewReader(data))
 }
 
-// maxRemoteProtobuf is how large an aggregated server's document of v3 may be to be served in protobuf. The conversion
-// takes many times the document's size. kube-apiserver converts none: it proxies these requests. Its own largest
-// document has 1.7 MB.
+// maxRemoteProtobuf is the size in bytes above which an aggregated server's v3 document has no protobuf encoding. The
+// conversion takes many times the document's size. kube-apiserver converts none, because it proxies these requests. Its
+// own largest document has 1.7 MB.
 const maxRemoteProtobuf = 2 << 20
 
 // negotiate chooses an encoding, as kube-openapi's handlers do.
@@ -184,7 +186,7 @@ func (d *document) negotiate(accept, path, version string) ([]byte, string, bool
 	return nil, "", false
 }
 
-// index names the documents of v3 and their hashes.
+// index writes the paths of the v3 documents with their hashes.
 func (h *Handler) index(w http.ResponseWriter) {
 	h.mu.Lock()
 	v := h.view
@@ -213,22 +215,22 @@ func (h *Handler) index(w http.ResponseWriter) {
 		http.Error(w, err.Error(), http.StatusInternalServerError)
 		return
 	}
-	_, _ = w.Write(data) // without a Content-Type, as kube-apiserver: Go takes it for text
+	_, _ = w.Write(data) // without a Content-Type, as in kube-apiserver; Go then sets text/plain
 }
 
-// hashOf names one document: what registry makes depends on nothing but the hash that the catalog has of it.
+// hashOf returns the etag of a document. A document of registry depends only on its hash in the discovery view.
 func hashOf(etag, path string) string {
 	return fmt.Sprintf("%X", sha512.Sum512([]byte(etag+path)))
 }
 
-// document finds or makes one. Nobody else waits while it is made, but those who want the same.
+// document returns a cached document or builds it. Only requests for the same document wait for a build.
 func (h *Handler) document(ctx context.Context, path string) (*document, error) {
 	d, etag, err := h.lookup(path)
 	if d != nil || err != nil {
 		return d, err
 	}
 	return h.builds.Get(ctx, path+" "+etag, func(ctx context.Context) (*document, error) {
-		if d, now, err := h.lookup(path); err != nil || d != nil && now == etag { // made while this one waited
+		if d, now, err := h.lookup(path); err != nil || d != nil && now == etag { // built while this request waited
 			return d, err
 		}
 		data, err := h.fetch(ctx, path)
@@ -245,7 +247,7 @@ func (h *Handler) document(ctx context.Context, path string) (*document, error) 
 	})
 }
 
-// lookup is a document that has been made, or nil, and its etag as it is now.
+// lookup returns a cached document or nil, and the current etag.
 func (h *Handler) lookup(path string) (*document, string, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -263,7 +265,7 @@ func (h *Handler) lookup(path string) (*document, string, error) {
 	return nil, etag, nil
 }
 
-// fetch has registry make a document, within a minute; that of v2 holds what others serve too.
+// fetch gets a document from registry. The v2 document is merged with the documents of aggregated servers.
 func (h *Handler) fetch(ctx context.Context, path string) ([]byte, error) {
 	var data []byte
 	stream, err := h.registry.OpenAPI(ctx, &registryv1.OpenAPIRequest{Path: path})
@@ -279,8 +281,8 @@ func (h *Handler) fetch(ctx context.Context, path string) ([]byte, error) {
 	return data, nil
 }
 
-// withAggregated adds what other servers say of their group versions to the document of v2. What cannot be read, or would spoil
-// the rest, is left out.
+// withAggregated merges the v2 documents of aggregated servers into data. It omits a document that cannot be decoded or
+// that would make the result invalid.
 func (h *Handler) withAggregated(data []byte) ([]byte, error) {
 	var merged *spec.Swagger
 	for _, gv := range h.aggregated.GroupVersions() {
@@ -304,7 +306,7 @@ func (h *Handler) withAggregated(data []byte) ([]byte, error) {
 			err = aggregator.MergeSpecsIgnorePathConflictRenamingDefinitionsAndParameters(merged, other)
 		}
 		if err != nil {
-			slog.Warn("An aggregated server's OpenAPI is left out", "group", gv, "error", err)
+			slog.Warn("Aggregated server's OpenAPI document is omitted", "groupVersion", gv, "error", err)
 		}
 	}
 	if merged == nil {
@@ -313,7 +315,7 @@ func (h *Handler) withAggregated(data []byte) ([]byte, error) {
 	return json.Marshal(merged)
 }
 
-// validate says whether a document is one that clients can read.
+// validate returns an error if clients cannot decode a document.
 func validate(s *spec.Swagger) error {
 	data, err := json.Marshal(s)
 	if err == nil {
@@ -322,7 +324,7 @@ func validate(s *spec.Swagger) error {
 	return err
 }
 
-// toProtobuf is nil where the document is not what OpenAPI allows.
+// toProtobuf returns a document in protobuf, or nil if it is not valid OpenAPI.
 func toProtobuf(path string, data []byte) []byte {
 	var doc proto.Message
 	var err error
@@ -336,7 +338,7 @@ func toProtobuf(path string, data []byte) []byte {
 		out, err = proto.Marshal(doc)
 	}
 	if err != nil {
-		slog.Warn("A document of OpenAPI has no protobuf", "document", path, "error", err)
+		slog.Warn("OpenAPI document has no protobuf encoding", "document", path, "error", err)
 		return nil
 	}
 	return out

@@ -20,11 +20,11 @@ import (
 	"watershed.dev/services/gateway/aggregation"
 )
 
-// fakeRegistry is registry's part.
+// fakeRegistry is a registry that counts the documents that it builds.
 type fakeRegistry struct {
 	registryv1.UnimplementedDiscoveryServer
 	calls atomic.Int32
-	// finish lets the making of "v3/apis/slow/v1" go on.
+	// finish lets the build of "v3/apis/slow/v1" finish.
 	finish chan struct{}
 }
 
@@ -81,7 +81,7 @@ func get(h http.Handler, path string, headers ...string) *httptest.ResponseRecor
 	return w
 }
 
-// Documents are made by registry once, named by their hash, and kept until what they are made of changes.
+// Registry builds each document once. It is addressed by its hash, and is cached until the hash changes.
 func TestDocumentsAreBuiltOnce(t *testing.T) {
 	h, d := handler(t)
 	index := get(h, "/openapi/v3")
@@ -98,7 +98,7 @@ func TestDocumentsAreBuiltOnce(t *testing.T) {
 		}
 	}
 	if n := d.calls.Load(); n != 1 {
-		t.Errorf("registry is asked %d times", n)
+		t.Errorf("registry is called %d times", n)
 	}
 	if w := get(h, "/openapi/v3/apis/apps/v1?hash=OLD"); w.Code != http.StatusMovedPermanently ||
 		!strings.Contains(w.Header().Get("Location"), hash) {
@@ -107,14 +107,14 @@ func TestDocumentsAreBuiltOnce(t *testing.T) {
 	w := get(h, "/openapi/v3/apis/apps/v1")
 	if again := get(h, "/openapi/v3/apis/apps/v1", "If-None-Match",
 		w.Header().Get("Etag")); again.Code != http.StatusNotModified {
-		t.Errorf("what the client has: %d", again.Code)
+		t.Errorf("with the client's etag: %d", again.Code)
 	}
 	h.Set(
 		discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "C"}}),
 	)
 	get(h, "/openapi/v3/apis/apps/v1")
 	if n := d.calls.Load(); n != 2 {
-		t.Errorf("registry is asked %d times for two documents", n)
+		t.Errorf("registry is called %d times for two documents", n)
 	}
 }
 
@@ -127,7 +127,7 @@ func TestUnknownDocumentIsNotFound(t *testing.T) {
 	}
 }
 
-// A client that leaves does not wait for a document. The document is made all the same, once, for those that return.
+// A client that leaves does not wait for a document. The build finishes once, for clients that return.
 func TestADocumentIsFinishedWithoutClients(t *testing.T) {
 	const path = "/openapi/v3/apis/slow/v1"
 	h, d := handler(t)

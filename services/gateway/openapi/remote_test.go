@@ -16,7 +16,7 @@ import (
 	"watershed.dev/services/gateway/aggregation"
 )
 
-// A large document of an aggregated server has no protobuf: clients that take JSON too get JSON.
+// A large document of an aggregated server has no protobuf encoding. Clients that also accept JSON get JSON.
 func TestALargeRemoteDocumentHasNoProtobuf(t *testing.T) {
 	const protobuf = "application/com.github.proto-openapi.spec.v3.v1.0+protobuf"
 	description := ""
@@ -44,7 +44,7 @@ func TestALargeRemoteDocumentHasNoProtobuf(t *testing.T) {
 	}
 }
 
-// aggregated is a handler that has learned what a server says of metrics.k8s.io/v1.
+// aggregated returns a handler that has the documents of metrics.k8s.io/v1 from a server.
 func aggregated(t *testing.T, s *httptest.Server) *Handler {
 	t.Helper()
 	h, _ := handler(t)
@@ -70,7 +70,7 @@ func aggregated(t *testing.T, s *httptest.Server) *Handler {
 	return h
 }
 
-// Requests do not read an aggregated server's documents for their etags: a document has up to 16 MB.
+// Requests do not hash an aggregated server's documents for their etags, because a document has up to 16 MB.
 func TestRemoteDocumentsAreHashedOnce(t *testing.T) {
 	document := []byte(`{"swagger":"2.0","info":{"title":"m","version":"1"},"paths":{}}`)
 	s := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -1,4 +1,5 @@
-// Package streaming carries bytes between clients and kubelets, pods, services and nodes. Registry has said where to.
+// Package proxy connects clients with kubelets, pods, services and nodes: exec, attach, port-forward, logs and proxy.
+// It does not choose or authorize the backend: registry returns its URL. A request runs on its handler's goroutine.
 package proxy
 
 import (
@@ -27,10 +28,10 @@ import (
 	"watershed.dev/services/gateway/upgrade"
 )
 
-// Config is how kubelets are reached, under kube-apiserver's names.
+// Config is the gateway's client configuration for kubelets, under kube-apiserver's names.
 type Config struct {
 	KubeletCertFile, KubeletKeyFile, KubeletCAFile string
-	// Rate bounds a stream, in bytes a second; 0: none.
+	// Rate bounds a connection in bytes per second. 0 means no bound.
 	Rate int64
 }
 
@@ -47,14 +48,14 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 			"port-forward and proxy.")
 }
 
-// Handler proxies exec, attach, port-forward, logs and proxy requests to where registry says. It may be used by any
-// number of goroutines.
+// Handler proxies requests to the URL that registry returned. Its methods are safe for concurrent use.
 type Handler struct {
 	config     *Config
 	transports map[registryv1.Transport]http.RoundTripper
 }
 
-// New reads the certificates. dialer dials into the cluster; nil: directly.
+// New returns a handler with the configured certificates. dialer dials into the cluster. If it is nil, connections are
+// direct.
 func New(c *Config, dialer *transport.DialHolder) (*Handler, error) {
 	kubelet := func(insecure bool) (http.RoundTripper, error) {
 		t := transport.TLSConfig{
@@ -87,7 +88,7 @@ func New(c *Config, dialer *transport.DialHolder) (*Handler, error) {
 	}
 	proxied := utilnet.SetTransportDefaults(&http.Transport{
 		DialContext:     dial,
-		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, // pods have certificates of their own making
+		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, // pods have self-signed certificates
 	})
 	return &Handler{c, map[registryv1.Transport]http.RoundTripper{
 		registryv1.Transport_TRANSPORT_KUBELET:          checked,
@@ -96,17 +97,17 @@ func New(c *Config, dialer *transport.DialHolder) (*Handler, error) {
 	}}, nil
 }
 
-// Serve carries one request for the object with a name over c. fail answers an error before anything else was answered.
+// Serve proxies a request for the object with a name over c. fail writes an error if the response has not started.
 func (p *Handler) Serve(w http.ResponseWriter, req *http.Request, name string, c *registryv1.Connection,
 	fail func(error)) {
-	if c.Url == "" { // a log of a pod that is nowhere yet
+	if c.Url == "" { // a log of a pod that is not scheduled yet
 		w.WriteHeader(http.StatusNoContent)
 		return
 	}
 	location, err := url.Parse(c.Url)
 	roundTripper, ok := p.transports[c.Transport]
 	if err != nil || !ok {
-		fail(fmt.Errorf("no way to %q by %s", c.Url, c.Transport))
+		fail(fmt.Errorf("cannot connect to %q with transport %s", c.Url, c.Transport))
 		return
 	}
 	if c.ContentType != "" {
@@ -149,7 +150,7 @@ type responder func(error)
 // Error implements proxy.ErrorResponder.
 func (r responder) Error(_ http.ResponseWriter, _ *http.Request, err error) { r(err) }
 
-// serveLog answers a container's log, or what the kubelet says is wrong, in the API's own words.
+// serveLog serves a container's log. A kubelet's error becomes an API error.
 func (p *Handler) serveLog(
 	w http.ResponseWriter,
 	req *http.Request,

@@ -28,7 +28,7 @@ func newTestHandler(t *testing.T) *Handler {
 	return k
 }
 
-// serve carries one GET, and answers what the client sees and what failed.
+// serve proxies a GET. It returns the client's response and the error.
 func serve(k *Handler, c *registryv1.Connection) (w *httptest.ResponseRecorder, failed error) {
 	w = httptest.NewRecorder()
 	k.Serve(w, httptest.NewRequest("GET", "/api/v1/namespaces/x/pods/a/proxy/page", nil), "a", c, func(err error) {
@@ -37,7 +37,7 @@ func serve(k *Handler, c *registryv1.Connection) (w *httptest.ResponseRecorder, 
 	return w, failed
 }
 
-// A proxied request reaches the pod, and its answer the client; a pod that cannot be reached is an error.
+// A proxied request reaches the pod, and its response reaches the client. An unreachable pod is an error.
 func TestARequestIsProxied(t *testing.T) {
 	pod := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("X-From", "pod")
@@ -57,14 +57,14 @@ func TestARequestIsProxied(t *testing.T) {
 		Url:       "http://127.0.0.1:1/",
 		Transport: registryv1.Transport_TRANSPORT_PROXY,
 	}); err == nil {
-		t.Error("nobody is there, and nothing is said of it")
+		t.Error("an unreachable pod is no error")
 	}
 	if _, err := serve(newTestHandler(t), &registryv1.Connection{Url: pod.URL}); err == nil {
-		t.Error("it is carried by no way that there is")
+		t.Error("an unknown transport is no error")
 	}
 }
 
-// A log is the kubelet's answer as it is; what the kubelet refuses is the API's error, and its redirects are not
+// A log is the kubelet's unchanged response. A rejection of the kubelet becomes an API error, and redirects are not
 // followed.
 func TestLogs(t *testing.T) {
 	kubelet := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -98,7 +98,7 @@ func TestLogs(t *testing.T) {
 		t.Errorf("a redirect is followed: %d %q", w.Code, w.Body)
 	}
 	if w, err := serve(newTestHandler(t), &registryv1.Connection{}); err != nil || w.Code != http.StatusNoContent {
-		t.Errorf("of a pod that is nowhere yet: %d, %v", w.Code, err)
+		t.Errorf("a pod that is not scheduled yet: %d, %v", w.Code, err)
 	}
 }
 
@@ -111,7 +111,7 @@ func TestBadFilesNameTheirFlags(t *testing.T) {
 	}
 }
 
-// Nodes and pods are dialled by the way that leads into the cluster, where there is one.
+// Nodes and pods are dialled through the egress proxy, if it is configured.
 func TestClusterIsDialledThroughEgress(t *testing.T) {
 	var dialled []string
 	k, err := New(&Config{}, &transport.DialHolder{Dial: func(_ context.Context, _, address string) (net.Conn, error) {
@@ -136,7 +136,7 @@ func TestClusterIsDialledThroughEgress(t *testing.T) {
 	}
 }
 
-// Of a kubelet's error 50 KB are read, as in kube-apiserver.
+// The gateway reads 50 KB of a kubelet's error, as kube-apiserver does.
 func TestAKubeletsErrorIsCut(t *testing.T) {
 	kubelet := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		http.Error(w, strings.Repeat("x", 60_000), http.StatusInternalServerError)
@@ -152,7 +152,7 @@ func TestAKubeletsErrorIsCut(t *testing.T) {
 	}
 }
 
-// An upgraded connection carries --max-connection-bytes-per-sec at most.
+// An upgraded connection transfers at most --max-connection-bytes-per-sec.
 func TestAnUpgradeHasItsRate(t *testing.T) {
 	const rate, bytes = 20_000, 40_000
 	backend := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {

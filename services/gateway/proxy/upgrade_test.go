@@ -11,8 +11,8 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// A backend that accepts an upgrade's connection and answers nothing loses it when the client leaves. So it is with
-// each protocol that a client upgrades to, and the request's goroutines end.
+// If a backend accepts an upgrade's connection and never responds, it loses the connection when the client leaves. This
+// holds for each upgrade protocol, and the request's goroutines end.
 func TestAnUpgradeEndsWithItsClient(t *testing.T) {
 	const pod = "/api/v1/namespaces/x/pods/a/"
 	for name, c := range map[string]struct {

@@ -1,5 +1,5 @@
-// Package answer writes what the gateway itself says: statuses, discovery's objects, and refusals in the words of
-// kube-apiserver's web framework. What resources answer is written by package body.
+// Package responsewriters writes the gateway's own responses: statuses, discovery objects, and the errors of
+// kube-apiserver's web framework (go-restful). Package body writes the responses of resources.
 package responsewriters
 
 import (
@@ -23,7 +23,7 @@ import (
 	"watershed.dev/services/gateway/audit"
 )
 
-// Codecs encode what the gateway itself says.
+// Scheme and Codecs encode the gateway's own objects.
 var (
 	Scheme = runtime.NewScheme()
 	Codecs = serializer.NewCodecFactory(Scheme)
@@ -44,34 +44,34 @@ func init() {
 	)
 }
 
-// Error answers err as a metav1.Status in the encoding that the client accepts.
+// Error writes err as a metav1.Status in the encoding that the client accepts.
 func Error(w http.ResponseWriter, req *http.Request, gv schema.GroupVersion, err error) {
 	responsewriters.ErrorNegotiated(err, Codecs, gv, w, req)
 }
 
-// WriteObject answers one of the gateway's own objects.
+// WriteObject writes an object of the gateway's own in the encoding that the client accepts.
 func WriteObject(w http.ResponseWriter, req *http.Request, code int, obj runtime.Object) {
 	responsewriters.WriteObjectNegotiated(Codecs, negotiation.DefaultEndpointRestrictions, V1, w, req, code, obj, false)
 }
 
-// NewFrameworkError is what kube-apiserver's web framework says of a request that no resource takes: a Status with the code's own
-// name.
+// NewFrameworkError returns the web framework's error for a request that no route serves: a Status with the reason of
+// its code.
 func NewFrameworkError(code int, message string) error {
 	return apierrors.NewGenericServerResponse(code, "", schema.GroupResource{}, "",
 		fmt.Sprintf("%d: %s", code, message), 0, false)
 }
 
-// PageNotFound is what the web framework says of a path that it does not have, and MethodNotAllowed of a method.
+// PageNotFound is the web framework's error for an unknown path, and MethodNotAllowed for an unsupported method.
 var (
 	PageNotFound     = NewFrameworkError(http.StatusNotFound, "Page Not Found")
 	MethodNotAllowed = NewFrameworkError(http.StatusMethodNotAllowed, "Method Not Allowed")
 )
 
-// V1 is the group version that a Status is written in where the request is for none.
+// V1 is the group version of a Status if the request has none.
 var V1 = schema.GroupVersion{Version: "v1"}
 
-// Acceptable is what kube-apiserver's web framework asks of Accept before anything else does: one media type that is
-// among those served, whatever its parameters, or */*.
+// Acceptable reports whether the web framework accepts an Accept header, which it checks first. The header must contain
+// a served media type, with any parameters, or */*.
 func Acceptable(accept string, types []string) bool {
 	if accept == "" {
 		return true
@@ -85,13 +85,13 @@ func Acceptable(accept string, types []string) bool {
 	return false
 }
 
-// NewNotAcceptable is its answer where there is none.
+// NewNotAcceptable returns the web framework's error for an Accept header without a served media type.
 func NewNotAcceptable(types []string) error {
 	return apierrors.NewGenericServerResponse(http.StatusNotAcceptable, "", schema.GroupResource{}, "",
 		"406: Not Acceptable\n\nAvailable representations: "+strings.Join(types, ", "), 0, false)
 }
 
-// WriteUnversioned answers one of the oldest documents, which are as Kubernetes 1.0 had them: without an apiVersion.
+// WriteUnversioned writes a document in its Kubernetes 1.0 form, without an apiVersion.
 func WriteUnversioned(w http.ResponseWriter, req *http.Request, obj runtime.Object) {
 	var types []string
 	for _, m := range Codecs.SupportedMediaTypes() {
@@ -119,12 +119,12 @@ func WriteUnversioned(w http.ResponseWriter, req *http.Request, obj runtime.Obje
 	_ = s.Encode(obj, w)
 }
 
-// NotFound is the answer to a path that nothing serves.
+// NotFound writes the response for a path that no server handles.
 func NotFound(w http.ResponseWriter, _ *http.Request) {
 	http.Error(w, "404 page not found", http.StatusNotFound)
 }
 
-// WithAbort is ctx of a request whose handler may Abort, and says whether it has.
+// WithAbort returns a context for a request whose handler may call Abort, and a function that reports whether it did.
 func WithAbort(ctx context.Context) (context.Context, func() bool) {
 	var aborted atomic.Bool
 	return context.WithValue(ctx, abortKey{}, &aborted), aborted.Load
@@ -132,8 +132,9 @@ func WithAbort(ctx context.Context) (context.Context, func() bool) {
 
 type abortKey struct{}
 
-// Abort has the answer of ctx's request end as broken off once its handler has returned: its client does not take what
-// it has, or must not take it for the whole. To the audit log it has been answered, unlike where a handler panics.
+// Abort marks the response of ctx's request as aborted. The server breaks the response off after the handler has
+// returned. The reason is that the client does not read it, or must not take it for a complete response. The audit log
+// records the response as sent, unlike after a panic.
 func Abort(ctx context.Context) {
 	if aborted, ok := ctx.Value(abortKey{}).(*atomic.Bool); ok {
 		aborted.Store(true)

@@ -10,7 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 )
 
-// The web framework looks at media types alone: parameters and qualities do not count.
+// The web framework checks only media types. It ignores parameters and qualities.
 func TestAcceptable(t *testing.T) {
 	types := []string{"application/json", "application/yaml"}
 	for accept, want := range map[string]bool{
@@ -26,7 +26,7 @@ func TestAcceptable(t *testing.T) {
 	}
 }
 
-// An error is a Status in what the client accepts, with its code and when to come back.
+// An error is a Status in an accepted encoding, with its code and Retry-After.
 func TestErrors(t *testing.T) {
 	for name, c := range map[string]struct {
 		accept string
@@ -36,9 +36,9 @@ func TestErrors(t *testing.T) {
 	}{
 		"JSON": {"", apierrors.NewNotFound(schema.GroupResource{Resource: "pods"}, "a"), 404,
 			`"message":"pods \"a\" not found"`},
-		"YAML":         {"application/yaml", PageNotFound, 404, "reason: NotFound"},
-		"protobuf":     {"application/vnd.kubernetes.protobuf", MethodNotAllowed, 405, "k8s\x00"},
-		"to come back": {"", apierrors.NewTooManyRequests("wait", 7), 429, "wait"},
+		"YAML":        {"application/yaml", PageNotFound, 404, "reason: NotFound"},
+		"protobuf":    {"application/vnd.kubernetes.protobuf", MethodNotAllowed, 405, "k8s\x00"},
+		"Retry-After": {"", apierrors.NewTooManyRequests("wait", 7), 429, "wait"},
 	} {
 		req := httptest.NewRequest("GET", "/api/v1/pods", nil)
 		req.Header.Set("Accept", c.accept)
@@ -47,13 +47,13 @@ func TestErrors(t *testing.T) {
 		if w.Code != c.code || !strings.Contains(w.Body.String(), c.has) {
 			t.Errorf("%s: %d %q", name, w.Code, w.Body)
 		}
-		if name == "to come back" && w.Header().Get("Retry-After") != "7" {
+		if name == "Retry-After" && w.Header().Get("Retry-After") != "7" {
 			t.Errorf("%v", w.Header())
 		}
 	}
 }
 
-// The oldest documents have no apiVersion.
+// Unversioned documents have no apiVersion.
 func TestWriteUnversioned(t *testing.T) {
 	for accept, code := range map[string]int{"": 200, "application/yaml": 200, "text/html": 406} {
 		req := httptest.NewRequest("GET", "/api", nil)

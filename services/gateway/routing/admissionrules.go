@@ -13,17 +13,18 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// AdmissionRules follows what the admission chain looks at. Until admission has said so, it looks at everything.
+// AdmissionRules caches the admission rules, which say for which requests the admission chain needs a call. Without
+// rules, every write needs a call.
 type AdmissionRules struct {
 	Client  admissionv1.AdmissionClient
 	current atomic.Pointer[admissionv1.AdmissionRuleSet]
 }
 
-// rulesRetryInterval is how long to wait before admission is asked again what it looks at.
+// rulesRetryInterval is the pause before the stream of rules is opened again.
 const rulesRetryInterval = 100 * time.Millisecond
 
-// Run follows until ctx is done. When the stream breaks, what admission may since have become interested in is not
-// known: everything goes there again.
+// Run receives rules until ctx ends. If the stream breaks, the rules may have changed, so every write needs a call
+// until new rules arrive.
 func (r *AdmissionRules) Run(ctx context.Context) {
 	open := func(ctx context.Context) (grpc.ServerStreamingClient[admissionv1.AdmissionRuleSet], error) {
 		return r.Client.AdmissionRules(ctx, &admissionv1.AdmissionRulesRequest{})
@@ -37,7 +38,7 @@ var allOperations = []admissionv1.Operation{admissionv1.Operation_OPERATION_CREA
 	admissionv1.Operation_OPERATION_UPDATE,
 	admissionv1.Operation_OPERATION_DELETE, admissionv1.Operation_OPERATION_CONNECT}
 
-// SetOperations names in a write the operations that each phase looks at.
+// SetOperations sets the operations of a write that match an admission rule, for each phase.
 func (r *AdmissionRules) SetOperations(w *registryv1.WriteRequest) {
 	rules := r.current.Load()
 	if rules == nil {

@@ -5,7 +5,7 @@ import (
 	"k8s.io/apiserver/pkg/warning"
 )
 
-// connect asks registry where the request goes, and carries it there.
+// connect gets the backend's URL from registry and connects the client to it.
 func (c *requestContext) connect() {
 	r := c.writeRequest()
 	if c.apiResource.ConnectSubpath {

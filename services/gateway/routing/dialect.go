@@ -15,22 +15,22 @@ import (
 	"watershed.dev/services/gateway/responsewriters"
 )
 
-// dialect is where kube-apiserver answers the two sorts of resources differently: requests for built-in resources pass
-// its web framework (go-restful) first, which refuses in words of its own; requests for custom resources reach its CRD
-// handler directly.
+// dialect is the difference between kube-apiserver's responses for built-in and custom resources. Its web framework
+// (go-restful) rejects a request for a built-in resource first, with texts of its own. A request for a custom resource
+// reaches its CRD handler directly.
 type dialect interface {
-	// hasPath says whether the request's path is one that the resource has.
+	// hasPath reports whether the resource has the request's path.
 	hasPath(*registryv1.APIResource, *request.RequestInfo, *http.Request) bool
-	// missingSubresource is the answer to a subresource that the resource does not have; nil where its path is one that nothing
-	// serves.
+	// missingSubresource returns the error for a subresource that does not exist. It returns nil if no server handles
+	// the path.
 	missingSubresource(*registryv1.APIResource, *request.RequestInfo) error
-	// checkVerb is nil where the request's verb and, of a patch, its media type are ones that the resource takes.
+	// checkVerb returns an error if the resource does not support the request's verb or, for a patch, its media type.
 	checkVerb(*requestContext) error
-	// checkAccept is nil where the answer may be in what the client accepts, as far as is seen before it is negotiated.
+	// checkAccept returns an error if the Accept header rules out a response before negotiation.
 	checkAccept(*requestContext) error
-	// offersMediaType says whether objects as they are can be answered in application/subtype.
+	// offersMediaType reports whether unconverted objects are served as application/subtype.
 	offersMediaType(subtype string) bool
-	// deprecated says whether the request counts as one for a deprecated API.
+	// deprecated reports whether the request counts as a request for a deprecated API.
 	deprecated(*requestContext) bool
 }
 
@@ -41,7 +41,7 @@ func dialectOf(e *registryv1.APIResource) dialect {
 	return builtIn{}
 }
 
-// errUnwatchable is not nil where a watch was asked for of what can only be listed.
+// errUnwatchable returns an error for a watch of a resource that only supports list.
 func (c *requestContext) errUnwatchable() error {
 	if c.info.Verb == "watch" && c.req.Method == http.MethodGet && c.hasVerb("list") && !c.hasVerb("watch") {
 		return apierrors.NewMethodNotSupported(c.groupResource(), c.info.Verb)
@@ -51,21 +51,21 @@ func (c *requestContext) errUnwatchable() error {
 
 var patchTypes = []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.ApplyYAMLPatchType)}
 
-// builtIn is the dialect of the resources of Go's types.
+// builtIn is the dialect of the resources with Go types.
 type builtIn struct{}
 
 func (builtIn) missingSubresource(*registryv1.APIResource, *request.RequestInfo) error { return nil }
 
-// hasPath follows the routes that k8s.io/apiserver/pkg/endpoints/installer.go registers: a cluster's own objects have no
-// namespace, a namespaced object has one, and what can only be created has neither lists nor names.
+// hasPath follows the routes that k8s.io/apiserver/pkg/endpoints/installer.go registers. A cluster-scoped object has no
+// namespace, and a namespaced object has a namespace. A create-only resource has no lists and no named objects.
 func (builtIn) hasPath(e *registryv1.APIResource, info *request.RequestInfo, req *http.Request) bool {
 	servesAny := func(verbs ...string) bool {
 		return slices.ContainsFunc(verbs, func(v string) bool { return slices.Contains(e.Verbs, v) })
 	}
 	switch {
 	case len(e.ConnectMethods) > 0:
-		// What was authorized is what the path said. There is one path to what is connected to, and it says what the
-		// method does.
+		// The authorizer has seen only the path. So a connect request must use the single canonical path of its object,
+		// and the verb must be the method's.
 		if info.Name == "" || watchPath(req) || len(info.Parts) < 2 || info.Parts[1] != info.Name ||
 			info.Verb != methodVerbs[req.Method] {
 			return false
@@ -94,7 +94,7 @@ func (d builtIn) checkVerb(c *requestContext) error {
 	if c.req.Method == http.MethodHead || !d.verbRouted(c) {
 		return responsewriters.MethodNotAllowed
 	}
-	// Only types of Go's own can be merged strategically.
+	// A strategic merge patch needs a Go type.
 	if t := mediaType(c.req); c.info.Verb == "patch" && !slices.Contains(patchTypes, t) &&
 		t != string(types.StrategicMergePatchType) {
 		return responsewriters.NewFrameworkError(http.StatusUnsupportedMediaType, "Unsupported Media Type")
@@ -102,7 +102,7 @@ func (d builtIn) checkVerb(c *requestContext) error {
 	return nil
 }
 
-// verbRouted says whether the verb exists where it was asked for: create on a collection, update on an object.
+// verbRouted reports whether the path supports the verb: create on a collection, update on an object.
 func (builtIn) verbRouted(c *requestContext) bool {
 	named, scoped := c.info.Name != "", c.info.Namespace != "" || !c.apiResource.Namespaced
 	if watchPath(c.req) && c.req.Method != http.MethodGet || !c.hasVerb(c.info.Verb) {
@@ -135,7 +135,7 @@ func (builtIn) checkAccept(c *requestContext) error {
 
 func (builtIn) offersMediaType(string) bool { return true }
 
-// deprecated does not count what the web framework refuses.
+// deprecated ignores requests that the web framework rejects.
 func (d builtIn) deprecated(c *requestContext) bool {
 	return c.apiResource.Deprecation != "" && d.checkVerb(c) == nil && d.checkAccept(c) == nil
 }
@@ -144,7 +144,7 @@ func (d builtIn) deprecated(c *requestContext) bool {
 // (k8s.io/apiextensions-apiserver/pkg/apiserver/customresource_handler.go).
 type custom struct{}
 
-// missingSubresource is the CRD handler's answer where the object might be there.
+// missingSubresource returns the CRD handler's error if the path could name an object.
 func (custom) missingSubresource(main *registryv1.APIResource, info *request.RequestInfo) error {
 	if !scoped(main, info) {
 		return nil
@@ -152,7 +152,7 @@ func (custom) missingSubresource(main *registryv1.APIResource, info *request.Req
 	return apierrors.NewNotFound(schema.GroupResource{Group: info.APIGroup, Resource: info.Resource}, info.Name)
 }
 
-// hasPath looks at the path's namespace alone.
+// hasPath checks only the path's namespace.
 func (custom) hasPath(e *registryv1.APIResource, info *request.RequestInfo, _ *http.Request) bool {
 	return scoped(e, info)
 }
@@ -164,7 +164,8 @@ func scoped(e *registryv1.APIResource, info *request.RequestInfo) bool {
 	return info.Namespace != "" || info.Verb == "list" || info.Verb == "watch"
 }
 
-// customVerbs are those that the handler knows; a resource that is being deleted refuses some in its own words.
+// customVerbs are the verbs of the CRD handler. A resource that is being deleted rejects some of them with its own
+// error.
 var customVerbs = []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}
 
 func (custom) checkVerb(c *requestContext) error {
@@ -186,7 +187,7 @@ func (custom) checkVerb(c *requestContext) error {
 
 func (custom) checkAccept(*requestContext) error { return nil }
 
-// offersMediaType leaves out protobuf and CBOR: a custom resource has no message of its own.
+// offersMediaType excludes protobuf and CBOR, because a custom resource has no protobuf message.
 func (custom) offersMediaType(subtype string) bool { return subtype == "json" || subtype == "yaml" }
 
 func (custom) deprecated(c *requestContext) bool {

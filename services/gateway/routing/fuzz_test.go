@@ -45,7 +45,7 @@ func newRequestContext(query, accept string) *requestContext {
 	}
 }
 
-// What is negotiated is one of the forms that are served, whatever is accepted.
+// FuzzNegotiation checks that every Accept header leads to a served media type or an error.
 func FuzzNegotiation(f *testing.F) {
 	f.Add("application/json;as=Table;g=meta.k8s.io;v=v1,application/json")
 	f.Add("*/*;q=0.1, application/yaml;pretty=1")
@@ -62,8 +62,8 @@ func FuzzNegotiation(f *testing.F) {
 	})
 }
 
-// Whatever a list asks for, it is for the watch tier in a form that it knows, or for registry to refuse; and the key of
-// a shared list is of what it depends on alone.
+// FuzzListOptions checks that a list either goes to the watch tier with a valid query, or to registry. The key of a
+// shared list depends only on parameters that affect the list.
 func FuzzListOptions(f *testing.F) {
 	f.Add("limit=5&continue=x&labelSelector=a%3Db&fieldSelector=metadata.name%3Dx")
 	f.Add("resourceVersion=%FF&timeoutSeconds=-1&fieldSelector=nobody%3Dx")

@@ -11,7 +11,7 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// get answers one object, from who planGet says; what the watch tier does not hold, registry is asked for.
+// get serves an object from the watch tier, if planGet allows it and the tier holds the object, or from registry.
 func (c *requestContext) get() {
 	if r := c.planGet(); r != nil {
 		if body, ok := c.getFromTier(r); ok {
@@ -42,7 +42,7 @@ func (c *requestContext) getRequest() *registryv1.GetRequest {
 	}
 }
 
-// getFromTier reads one object, as it is stored, from the watch tier's bytes; ok is false where it does not hold it.
+// getFromTier returns an object's encoded bytes from the watch tier. ok is false if the tier cannot serve it.
 func (c *requestContext) getFromTier(r *watchfanoutv1.GetRequest) (body []byte, ok bool) {
 	ctx, cancel := context.WithTimeout(c.req.Context(), tierTimeout)
 	defer cancel()

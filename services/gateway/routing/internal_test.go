@@ -15,7 +15,7 @@ import (
 	"watershed.dev/services/gateway/watch"
 )
 
-// The services that decide are answered by registry: lists, watches and GETs.
+// Registry serves the lists, watches and GETs of authn, authz and admission.
 func TestInternalReadsGoToRegistry(t *testing.T) {
 	var nowhere grpc.ClientConnInterface
 	r := &Router{

@@ -27,17 +27,17 @@ import (
 	"watershed.dev/services/gateway/responsewriters"
 )
 
-// Lister answers lists from encoded bytes.
+// Lister serves lists from encoded bytes.
 type Lister interface {
 	List(context.Context, *watchfanoutv1.ListRequest,
 		...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.ListChunk], error)
 }
 
-// tierTimeout is how long the watch tier may be silent before registry is asked in its place: a replica may be there,
-// and yet not move.
+// tierTimeout is how long the gateway waits for the watch tier's first chunk before it calls registry. A replica may be
+// connected but frozen.
 const tierTimeout = 5 * time.Second
 
-// list answers a list, from who plan says.
+// list serves a list from the source in its plan.
 func (c *requestContext) list() {
 	p, err := c.plan()
 	switch {
@@ -50,13 +50,14 @@ func (c *requestContext) list() {
 	}
 }
 
-// listFromSource answers a list from a source, or from registry where the source cannot.
+// listFromSource serves a list from a source, or from registry if the source cannot serve it.
 func (c *requestContext) listFromSource(p *plan) {
 	ctx := c.req.Context()
 	listCtx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	tierTimer := time.AfterFunc(tierTimeout, cancel)
-	// nobody else is to be asked; of one object another registry may be, where this one hangs
+	// An internal list has no other source. A list of a single object can move to another registry replica if this
+	// replica hangs.
 	if p.isInternal && !c.singleObject(p.query) {
 		tierTimer.Stop()
 	}
@@ -68,7 +69,7 @@ func (c *requestContext) listFromSource(p *plan) {
 			ResourceVersionMatch: string(p.opts.ResourceVersionMatch),
 			Limit:                p.opts.Limit,
 			Continue:             p.opts.Continue,
-			// an audit event has the body as it is
+			// The audit event contains the response uncompressed.
 			Gzip: deflate.AcceptsGzip(c.req.Header) && !audit.IncludesResponse(ctx),
 		},
 		grpc.WaitForReady(false),
@@ -91,33 +92,33 @@ func (c *requestContext) listFromSource(p *plan) {
 	for err == nil {
 		writeErr := write(chunk.Data)
 		chunk.Free()
-		if writeErr != nil { // the client's matter
+		if writeErr != nil { // the client does not read
 			responsewriters.Abort(ctx)
 			return
 		}
 		chunk, err = rpc.ReceiveChunk(stream)
 	}
 	if !errors.Is(err, io.EOF) {
-		panic(http.ErrAbortHandler) // the client must not take half a list for a whole one
+		panic(http.ErrAbortHandler) // the client must not take half a list for a complete list
 	}
 	end()
 }
 
-// shouldDelegate says whether a source's error means that registry has to be asked: the source does not hold it, nobody is
-// there, or gRPC itself could not carry it.
+// shouldDelegate reports whether registry must serve a list after a source's error. This is so if the source does not
+// hold the resource, no replica is available, or gRPC itself could not transport the list.
 func shouldDelegate(ctx context.Context, err error) bool {
 	switch status.Code(err) {
 	case codes.FailedPrecondition, codes.Unavailable, codes.Unimplemented:
 		return true
 	case codes.Canceled:
-		return ctx.Err() == nil // it was silent for too long
+		return ctx.Err() == nil // tierTimeout passed
 	case codes.ResourceExhausted, codes.Internal:
 		return len(status.Convert(err).Details()) == 0
 	}
 	return false
 }
 
-// singleObject says whether a query is of one object.
+// singleObject reports whether a query selects a single object.
 func (c *requestContext) singleObject(q *watchfanoutv1.Query) bool {
 	if c.apiResource.Namespaced && q.Namespace == "" {
 		return false
@@ -130,7 +131,7 @@ func (c *requestContext) singleObject(q *watchfanoutv1.Query) bool {
 	return ok
 }
 
-// listFromRegistry answers a list that the watch tier does not.
+// listFromRegistry serves a list from registry.
 func (c *requestContext) listFromRegistry() {
 	data, err := c.readShared(c.getRequest())
 	if err != nil {
@@ -141,12 +142,12 @@ func (c *requestContext) listFromRegistry() {
 	c.writeResponse(&registryv1.ObjectResponse{Code: http.StatusOK, Body: data})
 }
 
-// readShared reads a list from registry. Equal requests, as all clients send when the tier is away, share one reading
-// of etcd that began after they came. Router.Lists bounds how many readings are under way.
+// readShared reads a list from registry. Equal requests, which all clients send when the tier is unavailable, share one
+// read of etcd. That read starts after the requests arrived. Router.Lists bounds the number of concurrent reads.
 func (c *requestContext) readShared(r *registryv1.GetRequest) ([]byte, error) {
 	user, query := r.User, r.Query
 	values, _ := url.ParseQuery(query)
-	r.User, r.Query = nil, listQuery(values) // a list is the same for each user who may see it
+	r.User, r.Query = nil, listQuery(values) // the list does not depend on the authorized user
 	key, err := proto.MarshalOptions{Deterministic: true}.Marshal(r)
 	if err != nil {
 		return nil, err
@@ -172,10 +173,11 @@ func (c *requestContext) recordListSize(bytes int64, compressed bool) {
 	}
 }
 
-// priorityGroups are the groups whose lists do not wait for everybody's: what decides, what administers, and nodes.
+// priorityGroups are the groups whose lists do not wait behind other users' lists: internal services, administrators
+// and nodes.
 var priorityGroups = []string{identity.ServicesGroup, user.SystemPrivilegedGroup, user.NodesGroup}
 
-// listQuery is a query without what no list depends on, in one order.
+// listQuery returns a query with only the parameters that affect a list, in canonical order.
 func listQuery(q url.Values) string {
 	for k := range q {
 		switch k {
@@ -189,7 +191,7 @@ func listQuery(q url.Values) string {
 	return q.Encode()
 }
 
-// readList reads a list from a registry, or from another one where that is silent.
+// readList reads a list from a registry replica. If that replica is unresponsive, it also tries another.
 func (c *requestContext) readList(ctx context.Context, r *registryv1.GetRequest) ([]byte, error) {
 	return rpc.Hedged(rpc.TrackReplica(ctx), rpc.HedgeDelay, func(ctx context.Context) (data []byte, err error) {
 		stream, err := c.router.Objects.List(ctx, r)

@@ -15,7 +15,7 @@ import (
 	"watershed.dev/services/gateway/responsewriters"
 )
 
-// negotiate chooses the answer's encoding.
+// negotiate chooses the response's encoding.
 func (c *requestContext) negotiate() (*registryv1.Output, error) {
 	if err := c.dialect.checkAccept(c); err != nil {
 		return nil, err
@@ -35,7 +35,7 @@ func (c *requestContext) negotiate() (*registryv1.Output, error) {
 	return out, nil
 }
 
-// serializers are the media types that the resource is served in.
+// serializers returns the media types of the resource.
 func (c *requestContext) serializers() []runtime.SerializerInfo {
 	var infos []runtime.SerializerInfo
 	for _, s := range responsewriters.Codecs.SupportedMediaTypes() {
@@ -48,7 +48,7 @@ func (c *requestContext) serializers() []runtime.SerializerInfo {
 	return infos
 }
 
-// restrictions is which conversions an endpoint offers.
+// restrictions are the conversions that a resource supports (negotiation.EndpointRestrictions).
 type restrictions struct {
 	dialect     dialect
 	apiResource *registryv1.APIResource
@@ -73,7 +73,7 @@ func (r restrictions) AllowsMediaTypeTransform(mimeType, mimeSubType string, gvk
 func (restrictions) AllowsServerVersion(v string) bool { return v == "v1" }
 func (restrictions) AllowsStreamSchema(s string) bool  { return s == "watch" }
 
-// pretty recognizes people: curl, wget and browsers get indented JSON unless they say otherwise.
+// pretty reports whether JSON is indented. curl, wget and browsers get indented JSON by default.
 func pretty(req *http.Request) bool {
 	if strings.Contains(req.URL.RawQuery, "pretty") {
 		if p := req.URL.Query().Get("pretty"); p != "" {

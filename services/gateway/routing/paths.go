@@ -5,7 +5,7 @@ import (
 	"strings"
 )
 
-// watchPath recognizes the old form of a watch, /api/v1/watch/….
+// watchPath reports whether the path is the old form of a watch, /api/v1/watch/….
 func watchPath(req *http.Request) bool {
 	parts := strings.SplitN(strings.TrimPrefix(req.URL.Path, "/"), "/", 5)
 	switch {
@@ -17,7 +17,7 @@ func watchPath(req *http.Request) bool {
 	return false
 }
 
-// methodVerbs are what RequestInfo makes of methods for a path that names an object.
+// methodVerbs maps methods to the verbs that RequestInfo sets for a path with a name.
 var methodVerbs = map[string]string{
 	http.MethodPost:    "create",
 	http.MethodGet:     "get",
@@ -28,7 +28,8 @@ var methodVerbs = map[string]string{
 	http.MethodOptions: "",
 }
 
-// namespace is the request's; a cluster's own objects have none, though RequestInfo gives a namespace its own name.
+// namespace returns the request's namespace. It is empty for a cluster-scoped resource, although RequestInfo sets the
+// namespace of a Namespace object to its name.
 func (c *requestContext) namespace() string {
 	if !c.apiResource.Namespaced {
 		return ""
@@ -36,7 +37,7 @@ func (c *requestContext) namespace() string {
 	return c.info.Namespace
 }
 
-// subpath is what follows the subresource in the path, as kube-apiserver reads it.
+// subpath returns the path after the subresource, as kube-apiserver parses it.
 func (c *requestContext) subpath() string {
 	const before = 3 // resource, name, subresource
 	p := ""

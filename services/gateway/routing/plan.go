@@ -19,19 +19,19 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// plan says who answers a list or a watch. It is made once, before anybody is asked. Who answers a GET planGet says;
-// what writes or connects is registry's.
+// plan is the source of a list or a watch. It is computed once, before any call. The source of a GET is in planGet.
+// Writes and connections always go to registry.
 type plan struct {
-	// source answers query; where query is nil, registry answers the request itself, from etcd.
+	// source serves query. If query is nil, registry serves the request from etcd.
 	source *Source
 	query  *watchfanoutv1.Query
 	opts   *internalversion.ListOptions
-	// isInternal: authn, authz or admission asks, which nobody else than from may answer, and which measure by bookmarks
-	// how fresh they are.
+	// isInternal is set for authn, authz and admission. Only source may serve them, and they use bookmarks to measure
+	// how current they are.
 	isInternal bool
 }
 
-// plan decides who answers a list or a watch; the error refuses it, in kube-apiserver's words
+// plan returns the source of a list or a watch. An error rejects the request with kube-apiserver's text
 // (k8s.io/apiserver/pkg/endpoints/handlers/get.go, ListResource).
 func (c *requestContext) plan() (*plan, error) {
 	opts, err := listOptions(c.req.URL)
@@ -46,7 +46,7 @@ func (c *requestContext) plan() (*plan, error) {
 	if err != nil {
 		return nil, err
 	}
-	if !supported { // the words are those of the resource's own field label conversion
+	if !supported { // the resource's field label conversion has the error text
 		return p, nil
 	}
 	q := &watchfanoutv1.Query{
@@ -73,7 +73,7 @@ func (c *requestContext) plan() (*plan, error) {
 	return p, nil
 }
 
-// planGet is what the watch tier is asked for one object; nil where registry answers.
+// planGet returns the request for the watch tier to get an object, or nil if registry serves the GET.
 func (c *requestContext) planGet() *watchfanoutv1.GetRequest {
 	if c.router.TierGets == nil || c.isInternal() || c.apiResource.StorageResource == "" ||
 		c.apiResource.Resource.Subresource != "" ||
@@ -103,7 +103,7 @@ func (c *requestContext) planGet() *watchfanoutv1.GetRequest {
 	return r
 }
 
-// listOptions reads a list's or watch's options.
+// listOptions decodes and validates the options of a list or a watch.
 func listOptions(u *url.URL) (*internalversion.ListOptions, error) {
 	opts := &internalversion.ListOptions{}
 	if u.RawQuery != "" {
@@ -119,7 +119,7 @@ func listOptions(u *url.URL) (*internalversion.ListOptions, error) {
 	return opts, nil
 }
 
-// sourceCanServe says whether the answer is made of the bytes that a source holds.
+// sourceCanServe reports whether the response consists of bytes that a source holds.
 func (c *requestContext) sourceCanServe() bool {
 	if c.apiResource.StorageResource == "" || c.apiResource.Resource.Subresource != "" ||
 		len(content.IsPathSegmentName(c.namespace())) > 0 {
@@ -129,15 +129,15 @@ func (c *requestContext) sourceCanServe() bool {
 		c.out.GetAs().GetKind() != "PartialObjectMetadata"
 }
 
-// sourceMediaType says whether a media type is one that sources write.
+// sourceMediaType reports whether sources encode a media type.
 func sourceMediaType(mediaType string) bool {
 	return mediaType == runtime.ContentTypeJSON || mediaType == runtime.ContentTypeProtobuf
 }
 
-var errUnknownField = errors.New("a field that the catalog does not know")
+var errUnknownField = errors.New("field label not in the discovery view")
 
-// fieldSelector is the request's selector in stored fields, with the name that the path has. known is false where it
-// names a field that the catalog does not know.
+// fieldSelector returns the request's selector over stored fields, plus the name in the path. supported is false if the
+// selector has a field that the discovery view does not contain.
 func (c *requestContext) fieldSelector(
 	requested fields.Selector,
 ) (selector fields.Selector, supported bool, err error) {
@@ -169,7 +169,7 @@ func (c *requestContext) fieldSelector(
 	return selector, true, nil
 }
 
-// source is what answers the request's lists and fills its watches.
+// source returns the source of the request's lists and watches.
 func (c *requestContext) source() *Source {
 	if c.isInternal() {
 		return &c.router.Internal
@@ -177,15 +177,15 @@ func (c *requestContext) source() *Source {
 	return &c.router.Tier
 }
 
-// isInternal says whether the caller is authn, authz or admission, who decide by what they read. Registry answers them, so
-// that a replica of the watch tier can neither forge a permission nor keep one that was taken away.
+// isInternal reports whether the client is authn, authz or admission. These services base decisions on their reads, so
+// registry serves them. A replica of the watch tier then cannot forge a permission or keep a revoked permission.
 func (c *requestContext) isInternal() bool {
 	return slices.Contains(c.user.GetGroups(), identity.ServicesGroup)
 }
 
-// skipUnreadable says whether unreadable objects are left out of a list: for authn, authz and admission, to whom an unreadable
-// role grants nothing. Not for admissionregistration.k8s.io: a policy that is missing would let through what it
-// refuses, so that list is refused.
+// skipUnreadable reports whether a list omits unreadable objects. This is so for authn, authz and admission, because an
+// unreadable role grants nothing. It is not so for admissionregistration.k8s.io: a missing policy would admit requests
+// that it rejects, so the list fails.
 func (c *requestContext) skipUnreadable() bool {
 	return c.apiResource.Resource.GetGroup() != "admissionregistration.k8s.io" && c.isInternal()
 }

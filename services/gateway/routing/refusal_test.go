@@ -17,7 +17,8 @@ import (
 
 const asTable = "application/json;as=Table;v=v1;g=meta.k8s.io"
 
-// A refused watch has registry read one object: a selector that nothing matches would have it read the resource.
+// A rejected watch makes registry read at most one object. A selector without a match would make it read the whole
+// resource.
 func TestARefusedWatchReadsNoMoreThanOneObject(t *testing.T) {
 	const pods = "/api/v1/namespaces/x/pods?watch=1&resourceVersion=1&"
 	for query, wantSelector := range map[string]string{
@@ -41,7 +42,7 @@ func TestARefusedWatchReadsNoMoreThanOneObject(t *testing.T) {
 	}
 }
 
-// Refused watches are among the lists that Router.Lists bounds: newTestRouter lets one run at a time.
+// Router.Lists also bounds the lists for rejected watches. newTestRouter allows a single list at a time.
 func TestRefusedWatchesShareTheBoundOfLists(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var underWay, read int

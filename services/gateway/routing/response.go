@@ -13,14 +13,14 @@ import (
 	"watershed.dev/services/gateway/responsewriters"
 )
 
-// fail answers an error, with what came beside it.
+// fail writes an error, with its warnings and its audit context.
 func (c *requestContext) fail(err error) {
 	warnings.Forward(c.req.Context(), rpc.Warnings(err))
 	audit.RecordContext(c.req.Context(), rpc.AuditContextOf(err), c.body)
 	responsewriters.Error(c.w, c.req, c.groupVersion(), rpc.WithoutDetails(err))
 }
 
-// writeResponse answers what registry has answered.
+// writeResponse writes registry's response.
 func (c *requestContext) writeResponse(resp *registryv1.ObjectResponse) {
 	ctx := c.req.Context()
 	warnings.Forward(ctx, resp.Warnings)
@@ -33,11 +33,12 @@ func (c *requestContext) writeResponse(resp *registryv1.ObjectResponse) {
 	_ = to.Close()
 }
 
-// hijackAbove is the size from which a body is written past the HTTP/2 server, which copies and frames it piece by
-// piece.
+// hijackAbove is the body size in bytes above which a body bypasses the HTTP/2 server, because the server copies and
+// frames it in small pieces.
 const hijackAbove = 64 << 10
 
-// startResponse begins the answer whose first chunk there is, and says how to write it and how to end it.
+// startResponse starts the response that begins with a chunk. It returns functions that write data and end the
+// response.
 func (c *requestContext) startResponse(first *rpc.Chunk) (write func([][]byte) error, end func()) {
 	ctx := c.req.Context()
 	if audit.IncludesResponse(ctx) {
@@ -68,7 +69,7 @@ func (c *requestContext) startResponse(first *rpc.Chunk) (write func([][]byte) e
 	}, func() { _ = to.Close() }
 }
 
-// startAuditedResponse is begin for an answer that is audited whole.
+// startAuditedResponse is startResponse for a response whose body is audited. It buffers the whole body.
 func (c *requestContext) startAuditedResponse(
 	ctx context.Context,
 	size int64,

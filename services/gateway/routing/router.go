@@ -1,9 +1,14 @@
-// Package routing finds who answers a request and carries it there: reads of stored resources to the watch tier (to
-// registry, where authn, authz or admission read), all else to registry, with admission and authorization asked for on
-// registry's behalf.
+// Package routing routes a request for a resource to the service that serves it. Reads of stored resources go to the
+// watch tier, or to registry if the client is authn, authz or admission. All other requests go to registry. During a
+// write, the package also calls admission, authz and authn on the registry's behalf.
 //
-// The way of a request: Router.ServeHTTP finds the resource, call.dispatch negotiates and goes by verb: get, list and
-// watch go where plan says, write converses with registry, and connect carries bytes to where registry says.
+// Router.ServeHTTP finds the resource. requestContext.dispatch negotiates the encoding and switches on the verb:
+//
+//	get, list, watch   plan and planGet choose the source.
+//	create, …, delete  write sends the request to registry and serves its callbacks.
+//	connect            registry returns the URL, and package proxy connects the client.
+//
+// A request runs on its handler's goroutine. AdmissionRules.Run needs a goroutine of its own.
 package routing
 
 import (
@@ -39,37 +44,37 @@ import (
 type Router struct {
 	Discovery      *discovery.Watcher
 	AdmissionRules *AdmissionRules
-	// Objects is registry, for what the watch tier does not answer.
+	// Objects is the registry, for requests that the watch tier does not serve.
 	Objects registryv1.ObjectsClient
-	// Tier is the watch tier, and Policy what answers its questions for the services that decide by the answers:
-	// registry.
+	// Tier is the watch tier. Internal is the registry, which serves the reads of authn, authz and admission.
 	Tier, Internal Source
-	// TierGets answers a GET of an object as it is stored; nil: registry does.
+	// TierGets serves a GET of a stored object. If it is nil, registry does.
 	TierGets watchfanoutv1.WatchClient
-	// Lists shares the lists that registry answers, and PriorityLists those that do not wait for anybody else's.
+	// Lists shares the lists that registry serves. PriorityLists does so for priorityGroups, whose lists do not wait
+	// behind other users' lists.
 	Lists, PriorityLists *coalesce.Group[[]byte]
-	// Admission, Authn and Authz are asked what registry asks about a write.
+	// Admission, Authn and Authz serve the registry's callbacks during a write.
 	Admission  admissionv1.AdmissionClient
 	Authn      authnv1.AuthnClient
 	Authz      authzv1.AuthzClient
 	Authorizer *delegatedauth.Authorizer
-	// Proxy carries bytes to kubelets, pods, services and nodes.
+	// Proxy connects clients with kubelets, pods, services and nodes.
 	Proxy *proxy.Handler
-	// MinRequestTimeout is the least time that a watch without timeoutSeconds stays open.
+	// MinRequestTimeout is the least duration of a watch without timeoutSeconds.
 	MinRequestTimeout time.Duration
-	// RecordListSize is told how many bytes a list has, and whether it came compressed; nil: nobody asks.
+	// RecordListSize receives the size of each list in bytes, and whether it is compressed. It may be nil.
 	RecordListSize func(r *http.Request, bytes int64, compressed bool)
-	// Stopping answers what ends a watch when it is closed: the gateway is shutting down.
+	// Stopping returns a channel that closes when the gateway shuts down. The watch then ends.
 	Stopping func() <-chan struct{}
 }
 
-// Source answers lists from encoded bytes and says what comes after them.
+// Source serves lists from encoded bytes, and the watches that continue them.
 type Source struct {
 	Lists   Lister
 	Watches *watch.Hub
 }
 
-// requestContext is one request for a resource.
+// requestContext is the state of a request for a resource. One goroutine uses it.
 type requestContext struct {
 	router      *Router
 	w           http.ResponseWriter
@@ -78,9 +83,9 @@ type requestContext struct {
 	apiResource *registryv1.APIResource
 	dialect     dialect
 	user        *commonv1.User
-	// out is what was negotiated.
+	// out is the negotiated encoding.
 	out *registryv1.Output
-	// body is a write's.
+	// body is the body of a write.
 	body []byte
 }
 
@@ -132,10 +137,10 @@ func errStarting() error {
 	return e
 }
 
-// errNoPath is the answer to a path that nothing serves: a plain 404.
-var errNoPath = errors.New("nothing serves the path")
+// errNoPath is the error for a path that no server handles. The response is a plain 404.
+var errNoPath = errors.New("no server for the path")
 
-// findResource is the entry of the resource that a path names, or the error that there is none.
+// findResource returns the resource that a path names, or the error that it does not exist.
 func findResource(view *discovery.View, info *request.RequestInfo, req *http.Request) (*registryv1.APIResource, error) {
 	apiResource, ok := view.APIResource(info.APIGroup, info.APIVersion, info.Resource, info.Subresource)
 	if ok && dialectOf(apiResource).hasPath(apiResource, info, req) {
@@ -152,7 +157,7 @@ func findResource(view *discovery.View, info *request.RequestInfo, req *http.Req
 	return nil, errNoPath
 }
 
-// dispatch answers the request, by its verb.
+// dispatch serves the request by its verb.
 func (c *requestContext) dispatch() {
 	for _, text := range c.apiResource.Warnings {
 		warning.AddWarning(c.req.Context(), "", text)

@@ -32,13 +32,13 @@ import (
 	"watershed.dev/services/gateway/watch"
 )
 
-// fakeBackends is registry and the watch tier, which say who was asked.
+// fakeBackends is a registry and a watch tier. Each response names the backend and the call.
 type fakeBackends struct {
 	registryv1.UnimplementedObjectsServer
 	registryv1.UnimplementedDiscoveryServer
 	watchfanoutv1.UnimplementedWatchServer
-	tierErr error // what the tier answers lists with
-	// listFunc answers registry's lists in place of List's own answer.
+	tierErr error // the tier's error for lists
+	// listFunc replaces List of the registry.
 	listFunc func(*registryv1.GetRequest, grpc.ServerStreamingServer[registryv1.ListChunk]) error
 }
 
@@ -93,7 +93,7 @@ func (b *fakeBackends) Write(s grpc.BidiStreamingServer[registryv1.WriteCall, re
 	return s.Send(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: result}})
 }
 
-// WriteUnary answers but where the body says that something is to be asked, or that it is refused.
+// WriteUnary succeeds, unless the body requests a callback, a rejection, or an older release.
 func (b *fakeBackends) WriteUnary(_ context.Context, r *registryv1.WriteRequest) (*registryv1.WriteUnaryReply, error) {
 	switch string(r.Body) {
 	case "asks":
@@ -109,7 +109,7 @@ func (b *fakeBackends) WriteUnary(_ context.Context, r *registryv1.WriteRequest)
 	return &registryv1.WriteUnaryReply{Result: result}, nil
 }
 
-// What nobody is to be asked about is written in one call; all else in a stream, also where the call says so.
+// A write without callbacks is a unary call. Any other write is a stream, also if the unary call requires a callback.
 func TestWritesWithCallbacks(t *testing.T) {
 	const pods = "/api/v1/namespaces/x/pods"
 	r := newTestRouter(t, &fakeBackends{})
@@ -119,7 +119,7 @@ func TestWritesWithCallbacks(t *testing.T) {
 		"PUT",
 		pods+"/a",
 		"plain",
-	); got != "registry update a plain" { // admission is not heard
+	); got != "registry update a plain" { // there are no admission rules
 		t.Errorf("%d %s", code, got)
 	}
 	r.AdmissionRules.current.Store(&admissionv1.AdmissionRuleSet{
@@ -159,7 +159,7 @@ func TestWritesWithCallbacks(t *testing.T) {
 	}
 }
 
-// fakeTier is the watch tier's part, whose List is another.
+// fakeTier is the watch tier of fakeBackends. It needs its own type because List differs.
 type fakeTier struct {
 	watchfanoutv1.UnimplementedWatchServer
 	*fakeBackends
@@ -180,7 +180,7 @@ func (t fakeTier) List(r *watchfanoutv1.ListRequest, s grpc.ServerStreamingServe
 	return s.Send(&watchfanoutv1.ListChunk{Data: [][]byte{[]byte("tier list "), []byte(r.Query.LabelSelector)}})
 }
 
-// newTestRouter is a router whose services are b's.
+// newTestRouter returns a router for b.
 func newTestRouter(t *testing.T, b *fakeBackends) *Router {
 	t.Helper()
 	p := rpc.NewInProcess(false)
@@ -204,7 +204,7 @@ func newTestRouter(t *testing.T, b *fakeBackends) *Router {
 	t.Cleanup(func() { cancel(); <-ended })
 	for until := time.Now().Add(10 * time.Second); r.Discovery.View() == nil; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
-			t.Fatal("no catalog comes")
+			t.Fatal("registry sends no resources")
 		}
 	}
 	return r
@@ -231,8 +231,8 @@ func doRequest(t *testing.T, r *Router, method, path, body string, headers ...st
 	return w.Code, string(data)
 }
 
-// A request goes where it is answered, and what nobody takes is refused in the words of kube-apiserver's web framework
-// or of its CRD handler.
+// A request goes to the service that serves it. If none does, the error has the text of kube-apiserver's web framework
+// or CRD handler.
 func TestRequestsAreRouted(t *testing.T) {
 	r := newTestRouter(t, &fakeBackends{})
 	const pods, widgets = "/api/v1/namespaces/x/pods", "/apis/example.com/v1/namespaces/x/widgets"
@@ -245,7 +245,7 @@ func TestRequestsAreRouted(t *testing.T) {
 		{"GET", pods + "/a", nil, 200, "registry get a"},
 		{"GET", pods + "?labelSelector=a%3Db", nil, 200, "tier list a=b"},
 		{"GET", pods + "?pretty=true", nil, 200, "registry list pretty=true"},
-		{"GET", pods + "?fieldSelector=none%3Dx", nil, 200, "registry list fieldSelector"}, // which knows the words
+		{"GET", pods + "?fieldSelector=none%3Dx", nil, 200, "registry list fieldSelector"}, // it has the error text
 		{"GET", pods, []string{"Accept", "application/yaml"}, 200, "registry list"},
 		{"GET", pods + "?limit=x", nil, 400, "BadRequest: "},
 		{"GET", pods + "?resourceVersionMatch=Exact", nil, 422, "Invalid: ListOptions"},
@@ -279,7 +279,8 @@ func TestRequestsAreRouted(t *testing.T) {
 	}
 }
 
-// What the watch tier does not hold or cannot answer is asked of registry; an error of the API's own is the client's.
+// Registry serves a list that the watch tier does not hold or cannot serve. The client receives an API error of the
+// tier.
 func TestListsFallBackToRegistry(t *testing.T) {
 	for name, x := range map[string]struct {
 		err  error
@@ -287,7 +288,7 @@ func TestListsFallBackToRegistry(t *testing.T) {
 		has  string
 	}{
 		"not held":      {status.Error(codes.FailedPrecondition, "not held here"), 200, "registry list"},
-		"nobody there":  {status.Error(codes.Unavailable, "away"), 200, "registry list"},
+		"unavailable":   {status.Error(codes.Unavailable, "away"), 200, "registry list"},
 		"too large":     {status.Error(codes.ResourceExhausted, "a message of 70 MB"), 200, "registry list"},
 		"an API error":  {rpc.ToStatus(errStarting()), 503, "ServiceUnavailable"},
 		"not permitted": {status.Error(codes.PermissionDenied, "no"), 500, ""},
@@ -305,7 +306,7 @@ func TestListsFallBackToRegistry(t *testing.T) {
 	}
 }
 
-// Before registry has said what is served, clients are told to come back.
+// A client receives 503 until registry has sent the served resources.
 func TestNotReadyWithoutDiscovery(t *testing.T) {
 	if code, body := doRequest(t, &Router{Discovery: &discovery.Watcher{}}, "GET", "/api/v1/pods", ""); code != 503 ||
 		!strings.Contains(body, "starting") {

@@ -16,7 +16,7 @@ import (
 	"watershed.dev/services/gateway/watch"
 )
 
-// httpSink writes frames as a body without end.
+// httpSink writes frames as a chunked response body.
 type httpSink struct {
 	call    *requestContext
 	control *http.ResponseController
@@ -34,7 +34,7 @@ func (s *httpSink) SendHeaders() {
 	_ = s.control.Flush()
 }
 
-// writeAtOnce is how many bytes a client takes within its patience.
+// writeAtOnce is the number of bytes that a client must read within the write timeout.
 const writeAtOnce = 64 << 10
 
 // Write implements watch.Sink.
@@ -62,7 +62,7 @@ func (s *httpSink) Write(ctx context.Context, patience time.Duration, frames ...
 	return slow(s.control.Flush(), deadline)
 }
 
-// earlier returns until, or the end of ctx if that is earlier.
+// earlier returns the earlier of until and ctx's deadline.
 func earlier(ctx context.Context, until time.Time) time.Time {
 	if end, ok := ctx.Deadline(); ok && end.Before(until) {
 		return end
@@ -70,7 +70,7 @@ func earlier(ctx context.Context, until time.Time) time.Time {
 	return until
 }
 
-// slow returns the error of a write that had time until then.
+// slow returns ErrSlowClient for a failed write whose deadline has passed, and err otherwise.
 func slow(err error, until time.Time) error {
 	if err != nil && !time.Now().Before(until) {
 		return h2writer.ErrSlowClient
@@ -88,14 +88,14 @@ func (s *httpSink) Hijack(ctx context.Context) *h2writer.Stream {
 	return nil
 }
 
-// serveWebSocket sends each event as one message.
+// serveWebSocket sends each event as a WebSocket message.
 func (c *requestContext) serveWebSocket(hub *watch.Hub, r *watch.Request) {
 	ctx, cancel := context.WithCancel(c.req.Context())
 	defer cancel()
 	c.w.Header().Set("Content-Type", c.out.MediaType)
 	handler := websocket.Handler(func(ws *websocket.Conn) {
 		defer ws.Close()
-		go func() { // a client that closes ends the watch
+		go func() { // the watch ends when the client closes the connection
 			defer cancel()
 			_, _ = io.Copy(io.Discard, ws)
 		}()
@@ -113,7 +113,7 @@ func (s *socketSink) SendHeaders()                            {}
 func (s *socketSink) Fail(error)                              {}
 func (s *socketSink) Hijack(context.Context) *h2writer.Stream { return nil }
 
-// Write implements watch.Sink. A client takes one event within its patience.
+// Write implements watch.Sink. A client must read each event within the write timeout.
 func (s *socketSink) Write(ctx context.Context, patience time.Duration, frames ...[]byte) error {
 	for _, f := range frames {
 		for len(f) > 0 {
@@ -132,18 +132,19 @@ func (s *socketSink) Write(ctx context.Context, patience time.Duration, frames .
 	return nil
 }
 
-// split takes one event off: a message is a binary one as it is, or text.
+// split returns the first event as a message, and the rest. A protobuf event becomes a binary message, a JSON event a
+// text message.
 func (s *socketSink) split(frames []byte) (message any, rest []byte, err error) {
 	if !s.binary {
 		line, rest, _ := bytes.Cut(frames, []byte{'\n'})
 		return string(line) + "\n", rest, nil
 	}
 	if len(frames) < 4 {
-		return nil, nil, errors.New("a frame is cut short")
+		return nil, nil, errors.New("truncated watch frame")
 	}
 	n := 4 + int(binary.BigEndian.Uint32(frames))
 	if n > len(frames) {
-		return nil, nil, errors.New("a frame is cut short")
+		return nil, nil, errors.New("truncated watch frame")
 	}
 	return frames[4:n], frames[n:], nil
 }

@@ -12,7 +12,7 @@ import (
 	"watershed.dev/services/gateway/h2writer"
 )
 
-// taker is a client that takes a write of up to 64 KB each pace.
+// taker is a client that reads up to 64 KB in each interval of pace.
 type taker struct {
 	http.ResponseWriter
 	pace  time.Duration
@@ -33,7 +33,8 @@ func (c *taker) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// A client that takes a large write slowly gets it all. A client that takes nothing of it is slow after its patience.
+// A client that reads a large write slowly receives all of it. A client that reads none of it within the write timeout
+// is slow.
 func TestAWatchIsCutOffIfItsClientTakesNothing(t *testing.T) {
 	const patience, bytes = 250 * time.Millisecond, 1 << 20
 	for pace, want := range map[time.Duration]error{patience / 2: nil, time.Hour: h2writer.ErrSlowClient} {
@@ -54,7 +55,7 @@ func TestAWatchIsCutOffIfItsClientTakesNothing(t *testing.T) {
 	}
 }
 
-// A write ends with the watch's time, and then its client is not slow.
+// A write ends at the watch's deadline, and its client does not count as slow.
 func TestAWriteEndsWithItsWatch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)

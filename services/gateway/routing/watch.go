@@ -24,7 +24,7 @@ import (
 	"watershed.dev/services/gateway/watch"
 )
 
-// watch keeps a client's stream open, over the loss of any number of replicas.
+// watch serves a client's stream. The stream survives the loss of replicas.
 func (c *requestContext) watch() {
 	r, hub, err := c.watchRequest()
 	if err != nil {
@@ -40,7 +40,7 @@ func (c *requestContext) watch() {
 	})
 }
 
-// watchRequest is what a watch asks, and of whom; the error refuses it.
+// watchRequest returns the request for a watch and the hub that serves it. An error rejects the watch.
 func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 	p, err := c.plan()
 	if err != nil {
@@ -67,7 +67,7 @@ func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 		bookmarks = 0
 	}
 	timeout := time.Duration(float64(c.router.MinRequestTimeout) * (rand.Float64() + 1))
-	if s := p.opts.TimeoutSeconds; s != nil && *s != 0 { // a negative one is over at once
+	if s := p.opts.TimeoutSeconds; s != nil && *s != 0 { // a negative timeout ends the watch at once
 		timeout = time.Duration(*s) * time.Second
 	}
 	return &watch.Request{
@@ -89,7 +89,8 @@ func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 	}, p.source.Watches, nil
 }
 
-// initialized frees a watch's seats, and has flow control know what its initial events take: informers may never list.
+// initialized releases a watch's seats and reports the size of its initial events to flow control, because informers
+// may never list.
 func (c *requestContext) initialized(bytes int64) {
 	flowcontrol.WatchInitialized(c.req.Context())
 	if bytes > 0 {
@@ -97,8 +98,8 @@ func (c *requestContext) initialized(bytes int64) {
 	}
 }
 
-// watchVersion reads a watch's resourceVersion as kube-apiserver does, with its error: a number of 64 bits, however
-// written.
+// watchVersion parses a watch's resourceVersion as kube-apiserver does, with its error: any spelling of a 64-bit
+// number.
 func watchVersion(v string) (string, error) {
 	if v == "" {
 		return "", nil
@@ -107,13 +108,13 @@ func watchVersion(v string) (string, error) {
 	return strconv.FormatUint(min(n, math.MaxInt64), 10), err
 }
 
-// reauthorizer asks again what the authorization filter asked.
+// reauthorizer returns a function that repeats the authorization filter's check.
 func (c *requestContext) reauthorizer() func(context.Context) bool {
 	attrs, err := filters.GetAuthorizerAttributes(c.req.Context())
 	return func(ctx context.Context) bool { return err == nil && c.router.Authorizer.Reauthorize(ctx, attrs) }
 }
 
-// servedChecker says whether the catalog has the watch's resource.
+// servedChecker returns a function that reports whether the discovery view still contains the watch's resource.
 func (c *requestContext) servedChecker() func() bool {
 	discovery, r := c.router.Discovery, c.apiResource.Resource
 	return func() bool {
@@ -122,18 +123,18 @@ func (c *requestContext) servedChecker() func() bool {
 	}
 }
 
-// watchRefusal returns the error of a watch that no source takes, in the words of registry: those of a list of one object.
-// Registry finds most errors before it reads. It finds an unknown includeObject after it has read, so that list is
-// without selectors: one that matches nothing would have registry read the whole resource.
+// watchRefusal returns the error for a watch that no source can serve. The text comes from registry: it rejects a list
+// with limit 1. Registry finds most errors before it reads. It checks includeObject only after the read, so the list
+// has no selectors. A selector without a match would make registry read the whole resource.
 func (c *requestContext) watchRefusal(opts *internalversion.ListOptions) error {
 	r := c.getRequest()
 	r.Output = &registryv1.Output{MediaType: runtime.ContentTypeJSON, As: c.out.As}
 	q := c.req.URL.Query()
 	q.Set("limit", "1")
 	q.Del("labelSelector")   // plan has parsed it
-	q.Del("resourceVersion") // with a limit it is an exact one
+	q.Del("resourceVersion") // with a limit it would be an exact version
 	if !q.Has("sendInitialEvents") {
-		q.Del("resourceVersionMatch") // which needs one
+		q.Del("resourceVersionMatch") // it requires a resourceVersion
 	}
 	if _, supported, err := c.fieldSelector(opts.FieldSelector); supported && err == nil {
 		q.Del("fieldSelector")

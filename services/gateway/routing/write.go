@@ -27,7 +27,7 @@ import (
 	"watershed.dev/services/gateway/body"
 )
 
-// write carries one write to registry and answers what registry asks on the way.
+// write sends a write to registry, serves its callbacks, and writes the response.
 func (c *requestContext) write() {
 	data, err := body.Read(c.req)
 	if err != nil {
@@ -56,12 +56,12 @@ func (c *requestContext) write() {
 	c.writeResponse(m.GetResult())
 }
 
-// callbackGroups are the groups whose writes registry mostly has to ask about, whatever admission looks at: reviews are
-// answered by what others say, and roles and requests for certificates are for who may grant them.
+// callbackGroups are the groups whose writes mostly need a callback, independent of the admission rules. Other services
+// supply the content of reviews. Roles and certificate requests need an authorization check.
 var callbackGroups = []string{"authentication.k8s.io", "authorization.k8s.io", "certificates.k8s.io",
 	"rbac.authorization.k8s.io"}
 
-// verbOperations are those that a verb's write may be.
+// verbOperations maps a verb to the admission operations that its write may have.
 var verbOperations = map[string][]admissionv1.Operation{
 	"create": {admissionv1.Operation_OPERATION_CREATE},
 	"update": {admissionv1.Operation_OPERATION_CREATE, admissionv1.Operation_OPERATION_UPDATE},
@@ -69,7 +69,7 @@ var verbOperations = map[string][]admissionv1.Operation{
 	"delete": {admissionv1.Operation_OPERATION_DELETE},
 }
 
-// needsCallback says whether registry is expected to ask something about a write.
+// needsCallback reports whether registry probably needs a callback for a write.
 func (c *requestContext) needsCallback(r *registryv1.WriteRequest) bool {
 	ops, ok := verbOperations[r.Verb]
 	return !ok || slices.Contains(callbackGroups, c.apiResource.Resource.GetGroup()) ||
@@ -79,13 +79,13 @@ func (c *requestContext) needsCallback(r *registryv1.WriteRequest) bool {
 		})
 }
 
-// writeUnary carries a write to registry that nothing is expected to be asked about. asks: it has to be, and nothing
-// was written.
+// writeUnary sends registry a write that probably needs no callback. If callbackRequired is set, the write needs a
+// callback, and registry wrote nothing.
 func (c *requestContext) writeUnary(
 	r *registryv1.WriteRequest,
 ) (result *registryv1.ObjectResponse, callbackRequired bool, err error) {
 	reply, err := c.router.Objects.WriteUnary(c.withAffinity(c.req.Context(), r.Namespace, r.Name), r)
-	if status.Code(err) == codes.Unimplemented { // by an older release
+	if status.Code(err) == codes.Unimplemented { // an older release
 		return nil, true, nil
 	}
 	if err != nil {
@@ -101,7 +101,8 @@ func (c *requestContext) writeUnary(
 	return reply.Result, reply.CallbackRequired, nil
 }
 
-// withAffinity sends what is about one object to one registry, which knows what it has written and answered last.
+// withAffinity routes all calls for an object to the same registry replica, because that replica has cached its last
+// write and response.
 func (c *requestContext) withAffinity(ctx context.Context, namespace, name string) context.Context {
 	if name == "" {
 		return ctx
@@ -128,23 +129,23 @@ func (c *requestContext) writeRequest() *registryv1.WriteRequest {
 	return r
 }
 
-// isSelfReview says whether the request is a SubjectAccessReview that admission posts while it reviews another request.
-// Admission is not asked about it, which might recurse without end; kube-apiserver's plugins ask its authorizer without
-// a request.
+// isSelfReview reports whether the request is a SubjectAccessReview that admission creates while it reviews another
+// request. Such a review skips admission, because it might recurse without end. kube-apiserver's plugins call its
+// authorizer without a request.
 func (c *requestContext) isSelfReview() bool {
 	return c.user.GetName() == identity.Admission && slices.Contains(c.user.GetGroups(), identity.ServicesGroup) &&
 		c.apiResource.Resource.GetGroup() == "authorization.k8s.io" &&
 		c.apiResource.Resource.GetResource() == "subjectaccessreviews"
 }
 
-// callbackStream is a stream on which registry may ask back before it answers.
+// callbackStream is a stream on which registry may send callbacks before its response.
 type callbackStream = grpc.BidiStreamingClient[registryv1.WriteCall, registryv1.WriteReply]
 
-// callbackTimeout is how long what registry asks about one object's write may take, all together: a little longer than
-// the write itself may (services/registry/handlers), so that registry says so.
+// callbackTimeout bounds all callbacks of a write to one object together. It is slightly longer than the write's own
+// timeout (services/registry/handlers), so that registry reports the timeout.
 const callbackTimeout = 34*time.Second + 100*time.Millisecond
 
-// callWithCallbacks sends one request and answers what registry asks until it has an answer.
+// callWithCallbacks sends a request and serves registry's callbacks until registry responds.
 func (c *requestContext) callWithCallbacks(r *registryv1.WriteRequest,
 	open func(context.Context, ...grpc.CallOption) (callbackStream, error)) (*registryv1.WriteReply, error) {
 	ctx, cancel := context.WithCancel(c.req.Context())
@@ -174,7 +175,7 @@ func (c *requestContext) callWithCallbacks(r *registryv1.WriteRequest,
 		}
 		if m.GetResult() != nil || m.GetConnection() != nil {
 			if trace.SpanContextFromContext(ctx).IsSampled() {
-				_, _ = stream.Recv() // its end: a call that is given up is shown as failed
+				_, _ = stream.Recv() // receive the end, because a trace shows a cancelled call as failed
 			}
 			return m, nil
 		}
@@ -183,7 +184,7 @@ func (c *requestContext) callWithCallbacks(r *registryv1.WriteRequest,
 	return nil, rpc.WithAuditContext(rpc.FromStatus(err), auditContext)
 }
 
-// handleCallback asks the service that registry's question is for. A question that cannot be answered refuses the write.
+// handleCallback sends a callback to its service. A callback that fails rejects the write.
 func (c *requestContext) handleCallback(ctx context.Context, q *registryv1.WriteReply) *registryv1.WriteCall {
 	switch q := q.Reply.(type) {
 	case *registryv1.WriteReply_Admission:

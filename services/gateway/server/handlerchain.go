@@ -26,19 +26,20 @@ import (
 	"watershed.dev/services/gateway/responsewriters"
 )
 
-// LongRunning recognizes requests without a time limit.
+// LongRunning reports whether a request has no time limit.
 var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("watch", "proxy"),
 	sets.NewString("attach", "exec", "proxy", "log", "portforward"))
 
-// MetricsInfoFunc returns the RequestInfo from which metrics take their labels: without anything that a client chooses freely.
+// MetricsInfoFunc returns the RequestInfo from which metrics take their labels. It contains nothing that a client
+// chooses freely.
 type MetricsInfoFunc func(*request.RequestInfo) *request.RequestInfo
 
-// ChainConfig are the parts of a gateway that its filters use.
+// ChainConfig holds the parts of a gateway that the filters use.
 type ChainConfig struct {
 	Authn   *delegatedauth.Authenticator
 	Authz   *delegatedauth.Authorizer
 	Auditor *audit.Auditor
-	// Fairness is nil if requests are not bounded by flow.
+	// Fairness is nil if API Priority and Fairness is off.
 	Fairness *flowcontrol.Fairness
 	// BuffersBody reports whether a request's body is read before the request counts as in flight.
 	BuffersBody func(*http.Request) bool
@@ -54,7 +55,7 @@ func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler
 		return genericapifilters.WithAuthorization(h, p.Authz, responsewriters.Codecs)
 	})
 	h = exemptInternal(s.limited(h, p), h)
-	bodies := new(body.Reader) // one, which bounds all
+	bodies := new(body.Reader) // its quota applies to all bodies
 	h = withFilterSpan("body", h, func(h http.Handler) http.Handler { return bodies.ReadAhead(h, p.BuffersBody) })
 	h = withFilterSpan("userlimits", h, s.userLimits.filter)
 	if utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ConstrainedImpersonation) {
@@ -90,7 +91,7 @@ func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler
 	return genericapifilters.WithAuditInit(h)
 }
 
-// limited bounds the requests that next answers: by flow, or those in flight.
+// limited limits the requests to next, by flow control or by the number in flight.
 func (s *Server) limited(next http.Handler, p ChainConfig) http.Handler {
 	c := s.config
 	longRunning := func(req *http.Request, info *request.RequestInfo) bool {
@@ -106,8 +107,8 @@ func (s *Server) limited(next http.Handler, p ChainConfig) http.Handler {
 	})
 }
 
-// BuildLoopbackChain is api for a client within the process, which may do what authz says. It is audited, and passes none of the
-// filters that bound what clients do.
+// BuildLoopbackChain wraps api for a client within the process, which authz authorizes. Its requests are audited. They
+// skip the filters that limit clients.
 func BuildLoopbackChain(api http.Handler, authz authorizer.Authorizer, auditor *audit.Auditor) http.Handler {
 	h := genericapifilters.WithAuthorization(api, authz, responsewriters.Codecs)
 	h = genericapifilters.WithAudit(h, auditor.Sink, auditor.Policy, LongRunning)
@@ -117,9 +118,9 @@ func BuildLoopbackChain(api http.Handler, authz authorizer.Authorizer, auditor *
 	return genericapifilters.WithAuditInit(h)
 }
 
-// withPanicRecovery logs a panic and ends its request as aborted, as kube-apiserver does: a client must not take what it has of
-// the answer for the whole. Upstream's filter panics again only while runtime.ReallyCrash is set, which it is not here
-// (cmd/watershed). An abort after the client has left is neither logged nor counted.
+// withPanicRecovery logs a panic and aborts its response, as kube-apiserver does: a client must not take a partial
+// response for the whole. Upstream's filter panics again only if runtime.ReallyCrash is set, and cmd/watershed does not
+// set it. An abort after the client has left is neither logged nor counted.
 func withPanicRecovery(h http.Handler, metricsInfo MetricsInfoFunc) http.Handler {
 	filtered := genericfilters.WithPanicRecovery(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		defer func() {
@@ -143,7 +144,7 @@ func withPanicRecovery(h http.Handler, metricsInfo MetricsInfoFunc) http.Handler
 	})
 }
 
-// metricsInfoResolver resolves requests for upstream's filters that label metrics by what they are given.
+// metricsInfoResolver resolves requests for upstream's filters that label metrics by RequestInfo.
 type metricsInfoResolver MetricsInfoFunc
 
 // NewRequestInfo implements request.RequestInfoResolver.
@@ -155,9 +156,9 @@ func (metricsInfo metricsInfoResolver) NewRequestInfo(req *http.Request) (*reque
 	return metricsInfo(info), nil
 }
 
-// withMetricsInfo wraps next in filters that label metrics by the RequestInfo in the context: a request that they refuse leaves
-// its resource, or its path, as a label for good. They get labelled's. Where a filter decides, it takes ownInfo. next
-// gets the request's own.
+// withMetricsInfo wraps next in filters that label metrics by the RequestInfo in the context. A request that they
+// reject would leave its resource or path as a label for good, so they get the result of metricsInfo. Filters use
+// ownInfo for decisions. next gets the request's own RequestInfo.
 func withMetricsInfo(
 	next http.Handler,
 	metricsInfo MetricsInfoFunc,
@@ -180,10 +181,10 @@ func withMetricsInfo(
 	})
 }
 
-// ownKey is the context's key of a request's own RequestInfo within filters that get another.
+// ownKey is the context key of a request's own RequestInfo, within filters that get another.
 type ownKey struct{}
 
-// ownInfo returns a request's own RequestInfo: info, unless counted has put another in its place.
+// ownInfo returns a request's own RequestInfo. It is info unless withMetricsInfo has replaced it.
 func ownInfo(ctx context.Context, info *request.RequestInfo) *request.RequestInfo {
 	if own, ok := ctx.Value(ownKey{}).(*request.RequestInfo); ok {
 		return own
@@ -191,7 +192,7 @@ func ownInfo(ctx context.Context, info *request.RequestInfo) *request.RequestInf
 	return info
 }
 
-// authnUnavailable turns an authn that cannot be asked into an answer that a client retries, rather than a 401.
+// authnUnavailable turns an unavailable authn into a response that a client retries, instead of 401.
 type authnUnavailable struct{ *delegatedauth.Authenticator }
 
 var errAuthnUnavailable = errors.New("authentication is unavailable")
@@ -207,7 +208,7 @@ func (a authnUnavailable) AuthenticateRequest(req *http.Request) (*authenticator
 
 type authnUnavailableKey struct{}
 
-// unauthorized answers what nobody vouched for: 401, or 503 where nobody could be asked.
+// unauthorized responds to requests without a valid credential: 401, or 503 if authn is unavailable.
 type unauthorized struct{}
 
 func (unauthorized) ServeHTTP(w http.ResponseWriter, req *http.Request) {
@@ -222,8 +223,8 @@ func (unauthorized) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	genericapifilters.Unauthorized(responsewriters.Codecs).ServeHTTP(w, req)
 }
 
-// exemptInternal passes the system's own services by the limit of requests in flight and by flow control, as if they had an
-// exempt level of their own: what everybody is decided by is not to wait for everybody.
+// exemptInternal exempts the system's own services from flow control and the limit of requests in flight, like an
+// exempt priority level. Every other request depends on their decisions, so theirs must not queue behind it.
 func exemptInternal(limited, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		if u, ok := request.UserFrom(req.Context()); ok && slices.Contains(u.GetGroups(), identity.ServicesGroup) {

@@ -18,15 +18,15 @@ import (
 	"watershed.dev/platform/paths"
 )
 
-// unchangedInfo labels every request by itself.
+// unchangedInfo labels every request by its own RequestInfo.
 func unchangedInfo(info *request.RequestInfo) *request.RequestInfo { return info }
 
-// A client sees that an answer was cut short, whatever upstream's loops may do in this process: half a list is not to
-// be taken for a whole one.
+// A client notices a truncated response, with and without upstream's runtime.ReallyCrash. A partial list must not pass
+// for a complete list.
 func TestAbortedResponseIsSeen(t *testing.T) {
 	before := runtime.ReallyCrash
 	defer func() { runtime.ReallyCrash = before }()
-	for _, crash := range []bool{true, false} { // false: as cmd/watershed has it
+	for _, crash := range []bool{true, false} { // false: as in cmd/watershed
 		runtime.ReallyCrash = crash
 		for _, http2 := range []bool{true, false} {
 			for name, value := range map[string]any{"abort": http.ErrAbortHandler, "panic": "a bug"} {
@@ -53,7 +53,7 @@ func TestAbortedResponseIsSeen(t *testing.T) {
 	}
 }
 
-// A panic before anything is answered is a 500 or a connection that breaks off, and the next request is served.
+// A panic before the response starts is a 500 or a closed connection. The next request is served.
 func TestPanicEndsOnlyItsRequest(t *testing.T) {
 	before := runtime.ReallyCrash
 	defer func() { runtime.ReallyCrash = before }()
@@ -84,7 +84,7 @@ func TestPanicEndsOnlyItsRequest(t *testing.T) {
 	}
 }
 
-// Filters that label metrics get the labelled RequestInfo, and the handler below them the request's own.
+// Filters that label metrics get the labeled RequestInfo. The handler below them gets the request's own.
 func TestFiltersCountLabelledRequests(t *testing.T) {
 	for _, own := range []*request.RequestInfo{
 		{IsResourceRequest: true, Resource: "a client's choice"},
@@ -109,8 +109,8 @@ func TestFiltersCountLabelledRequests(t *testing.T) {
 	}
 }
 
-// inFlight is a server that answers one request at a time. Requests for a path that ends in "held" last until the test
-// ends. It returns the status of a request for a path.
+// inFlight returns a function that sends a request to a server with a limit of a single request, and returns the
+// status. Requests for a path with "/held" last until the test ends, and return 0.
 func inFlight(t *testing.T) (get func(path string) int) {
 	s := &Server{config: &Config{MaxInFlight: 1, MaxMutating: 1}}
 	held, entered := make(chan struct{}), make(chan struct{}, 10)
@@ -144,7 +144,7 @@ func inFlight(t *testing.T) (get func(path string) int) {
 	}
 }
 
-// A request that is refused because too many are in flight leaves nothing that its client chose in metrics.
+// A rejected request leaves nothing that its client chose in metrics.
 func TestRefusedRequestsLeaveNoPath(t *testing.T) {
 	metrics.Register()
 	get := inFlight(t)
@@ -176,13 +176,13 @@ func TestRefusedRequestsLeaveNoPath(t *testing.T) {
 	}
 }
 
-// A stream of a resource that another server has is long-running: it takes no seat of the requests in flight.
+// A stream of an aggregated server's resource is long-running, so it does not count as a request in flight.
 func TestStreamsOfOtherServersTakeNoSeat(t *testing.T) {
 	get := inFlight(t)
 	if code := get("/apis/build.example/v1/namespaces/x/builds/held/log"); code != 0 {
 		t.Fatalf("the held request is answered %d", code)
 	}
 	if code := get("/api/v1/pods"); code != http.StatusOK {
-		t.Errorf("beside a stream a request is answered %d", code)
+		t.Errorf("with an open stream, a request gets %d", code)
 	}
 }

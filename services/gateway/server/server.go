@@ -1,5 +1,8 @@
-// Package edge is the gateway's outer side: the HTTPS server and the filters that every request passes. Nothing inside
-// the gateway imports it.
+// Package server is the gateway's HTTPS server and its filter chain. It does not route requests. Only package gateway
+// imports it.
+//
+// Goroutines: Run owns the listener. net/http and golang.org/x/net/http2 own a goroutine per connection and request.
+// withTimeout runs each handler with a time limit on a goroutine of its workerPool.
 package server
 
 import (
@@ -25,7 +28,7 @@ import (
 	"watershed.dev/services/gateway/h2writer"
 )
 
-// Config is the outer side's settings, under kube-apiserver's names.
+// Config holds the settings of the server, under kube-apiserver's names.
 type Config struct {
 	BindAddress                string
 	SecurePort                 int
@@ -64,7 +67,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"Any request presenting a client certificate signed by one of the authorities in this file is authenticated "+
 			"with its common name.")
 	fs.StringVar(&c.ServicesCAFile, "services-client-ca-file", "",
-		"The certificate authority of authn's, authz's and admission's client certificates, as authn has it.")
+		"CA bundle for the client certificates of authn, authz and admission. authn must have the same bundle.")
 	fs.StringVar(&c.RequestHeaderCAFile, "requestheader-client-ca-file", "",
 		"Root certificate bundle for front proxies' client certificates.")
 	fs.IntVar(&c.MaxInFlight, "max-requests-inflight", 400,
@@ -77,22 +80,22 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 			"requests in flight of a gateway, or a zero value disables the limit completely.")
 	c.UserLimits.addFlags(fs)
 	fs.DurationVar(&c.RequestTimeout, "request-timeout", time.Minute,
-		"How long a request may take before it times out; watches and the like are exempt.")
+		"The time after which a request times out. Watches and other long-running requests have no limit.")
 	fs.StringSliceVar(&c.CORS, "cors-allowed-origins", nil,
 		"List of allowed origins for CORS, comma separated regular expressions.")
 	fs.StringSliceVar(&c.HSTS, "strict-transport-security-directives", nil,
 		"List of directives for HSTS, comma separated.")
 	fs.Float64Var(&c.GoawayChance, "goaway-chance", 0,
-		"To prevent HTTP/2 clients from getting stuck on a single gateway, randomly close a connection (GOAWAY): a "+
-			"chance from 0 to 0.02.")
+		"To prevent HTTP/2 clients from getting stuck on a single gateway, randomly close a connection (GOAWAY). "+
+			"The probability per request, from 0 to 0.02.")
 	fs.StringSliceVar(&c.APIAudiences, "api-audiences", nil, "Identifiers of the API.")
 	fs.Uint32Var(&c.HTTP2MaxStreams, "http2-max-streams-per-connection", defaultMaxStreams,
 		"The limit that the server gives to clients for the maximum number of streams in an HTTP/2 connection. 0: 100.")
 	fs.DurationVar(&c.ShutdownDelay, "shutdown-delay-duration", 0,
-		"How long to go on serving after SIGTERM while /readyz fails.")
+		"The time after SIGTERM during which the gateway still serves and /readyz fails.")
 	fs.DurationVar(&c.WatchGracePeriod, "shutdown-watch-termination-grace-period", 0,
-		"Over how long watches are ended after --shutdown-delay-duration, so that their clients do not all come "+
-			"back at once. 0: at once.")
+		"The period after --shutdown-delay-duration over which watches are ended, so that their clients do not all "+
+			"reconnect at once. 0: all end immediately.")
 	fs.StringSliceVar(&c.RequestHeaderUserHeaders, "requestheader-username-headers", []string{"X-Remote-User"},
 		"Request headers to inspect for usernames.")
 	fs.StringSliceVar(&c.RequestHeaderUIDHeaders, "requestheader-uid-headers", nil,
@@ -103,8 +106,8 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"Request header prefixes to inspect.")
 }
 
-// Validate refuses what kube-apiserver refuses (k8s.io/apiserver/pkg/server/options, ServerRunOptions.Validate), and
-// names the flag.
+// Validate rejects the values that kube-apiserver rejects (k8s.io/apiserver/pkg/server/options,
+// ServerRunOptions.Validate), and names the flag.
 func (c *Config) Validate() error {
 	var errs []error
 	for _, f := range []struct {
@@ -126,32 +129,40 @@ func (c *Config) Validate() error {
 	return errors.Join(append(errs, c.UserLimits.Validate())...)
 }
 
-// FrontProxyHeaders are the headers that may carry an identity, by name and by how their names begin. They are taken
-// out of every request, also where no front proxy is configured, since whoever a request is passed on to may believe
-// them.
+// FrontProxyHeaders returns the headers that may carry an identity, by name and by prefix. The gateway removes them
+// from every request, even without a front proxy, because a server behind it may trust them.
 func (c *Config) FrontProxyHeaders() (names, prefixes []string) {
 	names = slices.Concat(c.RequestHeaderUserHeaders, c.RequestHeaderUIDHeaders, c.RequestHeaderGroupHeaders)
 	return names, c.RequestHeaderExtraPrefixes
 }
 
 // Server serves HTTPS.
+//
+//	NewServer ---> listening --- ctx done ---> shutting down ---> draining ---> stopped.
+//
+// The states:
+//
+//   - listening: Run accepts connections.
+//   - shutting down: ShuttingDown is closed. The server is not ready and still serves, for --shutdown-delay-duration.
+//   - draining: the listener is closed. Watches end in 64 steps over the grace period, and other requests finish.
 type Server struct {
 	config *Config
-	// ShuttingDown is closed when the server is told to stop: it is not ready any more, and serves on for
+	// ShuttingDown is closed when the shutdown starts: the server is not ready and still serves for
 	// --shutdown-delay-duration.
 	ShuttingDown chan struct{}
 	InFlight     *waitgroup.SafeWaitGroup
-	// shutdownStagger are closed one after the other, over the watches' grace period.
+	// shutdownStagger channels are closed in turn, over the grace period of watches.
 	shutdownStagger [64]chan struct{}
 	userLimits      *userLimits
 }
 
-// ShutdownStagger is what a watch ends by when the server stops: one of many, so that clients do not all come back at once.
+// ShutdownStagger returns a channel that ends a watch when the server shuts down. It is picked at random, so that
+// clients do not all reconnect at once.
 func (s *Server) ShutdownStagger() <-chan struct{} {
 	return s.shutdownStagger[rand.IntN(len(s.shutdownStagger))]
 }
 
-// NewServer returns a server that is not listening yet.
+// NewServer returns a server that does not listen yet.
 func NewServer(c *Config) *Server {
 	s := &Server{config: c, ShuttingDown: make(chan struct{}), InFlight: new(waitgroup.SafeWaitGroup),
 		userLimits: newUserLimits(&c.UserLimits)}
@@ -161,16 +172,16 @@ func NewServer(c *Config) *Server {
 	return s
 }
 
-// defaultMaxStreams is kube-apiserver's default, and what clients of golang.org/x/net/http2 expect before they have the
-// server's settings. A connection is closed when it has four times as many requests that have not begun, so the bound
-// is also one on rapid resets (k8s.io/apiserver/pkg/server/secure_serving.go).
+// defaultMaxStreams is kube-apiserver's default. Clients of golang.org/x/net/http2 assume it before they have the
+// server's settings. A connection is closed when four times as many of its requests have not started, so this also
+// limits rapid resets (k8s.io/apiserver/pkg/server/secure_serving.go).
 const defaultMaxStreams = 100
 
-// resourceBody99Percentile is what 99 of 100 objects fit into, and so a frame and a stream's window
-// (k8s.io/apiserver/pkg/server/secure_serving.go).
+// resourceBody99Percentile is the size that 99 of 100 objects do not exceed. It is the size of a frame and of a
+// stream's window (k8s.io/apiserver/pkg/server/secure_serving.go).
 const resourceBody99Percentile = 256 << 10
 
-// Run listens until ctx is done, then lets the requests in flight end.
+// Run listens until ctx is done, then waits for the requests in flight.
 func (s *Server) Run(ctx context.Context, h http.Handler) error {
 	c := s.config
 	serving, stop := context.WithCancel(context.WithoutCancel(ctx)) // until the last request has ended
@@ -203,7 +214,7 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 	return s.shutDown(srv)
 }
 
-// server returns net/http's server with kube-apiserver's bounds of headers and HTTP/2.
+// server returns net/http's server with kube-apiserver's limits for headers and HTTP/2.
 func (c *Config) server(h http.Handler, conf *tls.Config) *http.Server {
 	streams := int64(c.HTTP2MaxStreams)
 	if streams == 0 {
@@ -225,9 +236,9 @@ func (c *Config) server(h http.Handler, conf *tls.Config) *http.Server {
 	}
 }
 
-// shutDown ends a server in kube-apiserver's order (k8s.io/apiserver/pkg/server/genericapiserver.go): not ready; served
-// on for the delay; no new connections, and GOAWAY on those there are; requests end by themselves, watches over their
-// grace period.
+// shutDown stops the server in kube-apiserver's order (k8s.io/apiserver/pkg/server/genericapiserver.go). First it is
+// not ready and still serves for the delay. Then it accepts no connection and sends GOAWAY on the open connections.
+// Requests finish by themselves, and watches end over their grace period.
 func (s *Server) shutDown(srv *http.Server) error {
 	c := s.config
 	close(s.ShuttingDown)
@@ -243,7 +254,7 @@ func (s *Server) shutDown(srv *http.Server) error {
 	if err := srv.Shutdown(drain); err != nil {
 		return srv.Close()
 	}
-	idle := make(chan struct{}) // of requests that have taken their connection over
+	idle := make(chan struct{}) // no request uses a hijacked connection
 	go func() { s.InFlight.Wait(); close(idle) }()
 	select {
 	case <-idle:
@@ -252,18 +263,17 @@ func (s *Server) shutDown(srv *http.Server) error {
 	return nil
 }
 
-// StopTimeout is how long a server takes to stop at most.
+// StopTimeout returns the longest time that the server takes to stop.
 func (c *Config) StopTimeout() time.Duration {
 	return c.ShutdownDelay + c.WatchGracePeriod + c.RequestTimeout + 5*time.Second
 }
 
-// connWriteTimeout is how long a connection's peer may take nothing before the connection is closed: it is gone, or
-// as good as gone. A stream that is not read is another matter, and ends by itself.
+// connWriteTimeout is how long a connection's peer may accept no byte before the connection is closed. A stream that
+// the client does not read is not affected; it ends by its own timeout.
 const connWriteTimeout = 30 * time.Second
 
-// serveHTTP2 serves HTTP/2 over connections that watches may write to together. net/http has no way to serve it
-// over a connection that is not its own, so golang.org/x/net/http2 does. within makes the context of a connection's
-// requests.
+// serveHTTP2 serves HTTP/2 over h2writer connections. net/http can serve HTTP/2 only over its own connections, so
+// golang.org/x/net/http2 serves it. connContext returns the context of a connection's requests.
 func serveHTTP2(srv *http.Server, connContext func(context.Context, net.Conn) context.Context) error {
 	h2 := &http2.Server{}
 	if err := http2.ConfigureServer(srv, h2); err != nil {
@@ -280,8 +290,8 @@ func serveHTTP2(srv *http.Server, connContext func(context.Context, net.Conn) co
 	return nil
 }
 
-// listen opens the port; with --permit-port-sharing several gateways of one machine share it and the kernel spreads
-// connections over those that live.
+// listen opens the port. With --permit-port-sharing, several gateways on a machine share it, and the kernel spreads
+// connections over them.
 func (c *Config) listen(ctx context.Context, addr string) (net.Listener, error) {
 	lc := net.ListenConfig{}
 	if c.PermitPortSharing {
@@ -296,5 +306,5 @@ func (c *Config) listen(ctx context.Context, addr string) (net.Listener, error) 
 	return lc.Listen(ctx, "tcp", addr)
 }
 
-// discardLogger drops what net/http says of clients that hang up.
+// discardLogger discards net/http's messages about clients that disconnect.
 func discardLogger() *log.Logger { return log.New(io.Discard, "", 0) }

@@ -37,7 +37,7 @@ func serve(t *testing.T, c *Config, h http.Handler) *httptest.Server {
 	return s
 }
 
-// preface opens a connection that speaks HTTP/2 and sends the client's preface.
+// preface opens an HTTP/2 connection and sends the client's preface.
 func preface(t *testing.T, s *httptest.Server) (net.Conn, *http2.Framer) {
 	t.Helper()
 	conn, err := tls.Dial("tcp", s.Listener.Addr().String(),
@@ -70,7 +70,7 @@ func defaults(t *testing.T, args ...string) *Config {
 	return c
 }
 
-// A connection begins with kube-apiserver's settings: those of its secure_serving.go.
+// A connection has kube-apiserver's settings (its secure_serving.go).
 func TestAConnectionHasKubeAPIServersSettings(t *testing.T) {
 	const body = 256 << 10
 	for flag, streams := range map[string]uint32{
@@ -107,7 +107,7 @@ func TestAConnectionHasKubeAPIServersSettings(t *testing.T) {
 	}
 }
 
-// A client that resets each request at once has its connection closed when 400 handlers have not begun.
+// The server closes the connection of a client that resets each request at once, when 400 handlers have not started.
 func TestRapidResetsCloseTheConnection(t *testing.T) {
 	done := make(chan struct{})
 	s := serve(t, defaults(t), http.HandlerFunc(func(http.ResponseWriter, *http.Request) { <-done }))
@@ -144,7 +144,7 @@ func TestRapidResetsCloseTheConnection(t *testing.T) {
 	}
 }
 
-// Headers of more than 1 MB are refused, and the times of a connection are kube-apiserver's.
+// Headers of more than 1 MB are rejected. A connection's timeouts are kube-apiserver's.
 func TestHeadersAreBounded(t *testing.T) {
 	s := serve(t, defaults(t), http.NotFoundHandler())
 	if c := s.Config; c.ReadHeaderTimeout != 32*time.Second || c.IdleTimeout != 90*time.Second {
@@ -167,7 +167,7 @@ func TestHeadersAreBounded(t *testing.T) {
 	}
 }
 
-// More requests at a time than a connection takes go over further connections, as Go's clients open them.
+// Go's clients open further connections for requests beyond a connection's stream limit.
 func TestGosClientsOpenFurtherConnections(t *testing.T) {
 	const watches = 250
 	s := serve(t, defaults(t), http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
@@ -200,7 +200,7 @@ func TestGosClientsOpenFurtherConnections(t *testing.T) {
 	}
 }
 
-// Flags that are bounds are refused outside of kube-apiserver's ranges, by a line that names the flag and its value.
+// Flags outside kube-apiserver's ranges are rejected by a line that names the flag and its value.
 func TestFlagsOutOfRangeAreRefused(t *testing.T) {
 	for _, flag := range []string{
 		"--goaway-chance=0.03", "--goaway-chance=-0.01", "--goaway-chance=NaN", "--request-timeout=-1s",

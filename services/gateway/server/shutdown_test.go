@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// A server that is told to stop is not ready at once, goes on serving for the delay, and then ends its watches one wave
-// after the other, while requests in flight go on to their end: kube-apiserver's order (features F5).
+// A stopping server is not ready at once, serves for the delay, and then ends its watches in steps. Requests in flight
+// finish. This is kube-apiserver's order (features F5).
 func TestAServerStopsInOrder(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -63,7 +63,7 @@ func TestAServerStopsInOrder(t *testing.T) {
 	stop()
 	<-s.ShuttingDown
 	if err := get("/"); err != nil {
-		t.Errorf("it serves no longer as soon as it is told to stop: %v", err)
+		t.Errorf("it does not serve during --shutdown-delay-duration: %v", err)
 	}
 	var endTimes []time.Duration
 	for _, w := range s.shutdownStagger {
@@ -72,7 +72,7 @@ func TestAServerStopsInOrder(t *testing.T) {
 	}
 	if first, last := endTimes[0], endTimes[len(endTimes)-1]; first < c.ShutdownDelay ||
 		last-first < c.WatchGracePeriod/2 {
-		t.Errorf("watches end from %v to %v after it is told to stop", first, last)
+		t.Errorf("watches end from %v to %v after the shutdown started", first, last)
 	}
 	select {
 	case err := <-long:

@@ -22,14 +22,14 @@ import (
 	"k8s.io/apiserver/pkg/server/httplog"
 )
 
-// withTimeout answers 504 in place of a handler that is not done when the request's time is over, or ends the answer that it
-// has begun; long-running requests have no time (k8s.io/apiserver/pkg/server/filters/timeout.go,
-// WithTimeoutForNonLongRunningRequests). One without RequestInfo, which the chain does not let happen, has no time. The
-// handler runs on another goroutine, since it may go on: on one that has run
-// handlers before, whose stack has grown to what they need.
+// withTimeout responds 504 if the handler has not returned before the request's deadline, or aborts a response that has
+// started. Long-running requests and requests without RequestInfo have no deadline; the chain produces none of the
+// latter. It copies WithTimeoutForNonLongRunningRequests (k8s.io/apiserver/pkg/server/filters/timeout.go). The handler
+// runs on another goroutine, because it may outlive the request. The goroutine is reused, because its stack has already
+// grown.
 //
-// A client that leaves ends its request as well. Upstream counts and logs that as a timeout. timely does neither,
-// because a client can leave as often as it likes. It counts handlers that go on after either.
+// A client that leaves ends its request as well. Upstream counts and logs that as a timeout. withTimeout does neither,
+// because a client can leave as often as it likes. It counts handlers that continue after either.
 func withTimeout(h http.Handler, metricsInfo MetricsInfoFunc) http.Handler {
 	pool := &workerPool{}
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
@@ -62,19 +62,19 @@ func withTimeout(h http.Handler, metricsInfo MetricsInfoFunc) http.Handler {
 	})
 }
 
-// clientGone reports whether the request's client has closed its connection or its stream. The deadline of a request ends its
-// context with another error.
+// clientGone reports whether the client has closed its connection or its stream. A deadline ends the context with
+// another error.
 func clientGone(req *http.Request) bool { return errors.Is(req.Context().Err(), context.Canceled) }
 
-// cloneRequest is a handler's own request: it changes its headers and its URL, and may outlive the one that it was made of.
-// What the headers' values are, nobody changes.
+// cloneRequest returns a copy of req for its handler, which changes headers and the URL and may outlive req. Header
+// values are shared, because no code changes them.
 func cloneRequest(req *http.Request) *http.Request {
 	own, url := *req, *req.URL
 	own.Header, own.URL = maps.Clone(req.Header), &url
 	return &own
 }
 
-// recoverPanic is what f panics with, with its stack where that is worth telling, or nil.
+// recoverPanic runs f and returns its panic value, or nil. It adds the stack unless the panic is http.ErrAbortHandler.
 func recoverPanic(f func()) (err any) {
 	defer func() {
 		err = recover()
@@ -86,15 +86,15 @@ func recoverPanic(f func()) (err any) {
 	return nil
 }
 
-// afterTimeout waits for a handler that nobody waits for any more.
+// afterTimeout waits for a handler whose request timed out, and records its outcome.
 func afterTimeout(req *http.Request, since time.Time, ended <-chan any) {
 	err := <-ended
 	metrics.RecordRequestPostTimeout(metrics.PostTimeoutSourceTimeoutHandler, outcome(err))
-	slog.ErrorContext(req.Context(), "A request went on after its time", "for", time.Since(since), "method", req.Method,
-		"path", req.URL.Path, "panic", err)
+	slog.ErrorContext(req.Context(), "A handler returned after its request timed out", "duration", time.Since(since),
+		"method", req.Method, "path", req.URL.Path, "panic", err)
 }
 
-// outcome is the metric's label of how a handler ended.
+// outcome returns the metric label for a handler's result.
 func outcome(err any) string {
 	if err != nil {
 		return metrics.PostTimeoutHandlerPanic
@@ -102,10 +102,10 @@ func outcome(err any) string {
 	return metrics.PostTimeoutHandlerOK
 }
 
-// sourceClientLeft is the metric's label of handlers that go on after their clients have left.
+// sourceClientLeft is the metric label of handlers that continue after their clients have left.
 const sourceClientLeft = "client-left"
 
-// afterClientGone waits for the handler of a request whose client has left, and logs its panic if it is a fault.
+// afterClientGone waits for the handler of a request whose client has left, and logs its panic unless it is an abort.
 func afterClientGone(req *http.Request, ended <-chan any) {
 	err := <-ended
 	if err == http.ErrAbortHandler { //nolint:errorlint // a panic's value, not an error
@@ -113,24 +113,24 @@ func afterClientGone(req *http.Request, ended <-chan any) {
 	}
 	metrics.RecordRequestPostTimeout(sourceClientLeft, outcome(err))
 	if err != nil {
-		slog.ErrorContext(req.Context(), "A handler panicked after its client had left", "method", req.Method,
+		slog.ErrorContext(req.Context(), "A handler panicked after its client disconnected", "method", req.Method,
 			"path", req.URL.Path, "panic", err)
 	}
 }
 
-// maxIdleWorkers bounds the goroutines that wait for something to run, and workerIdleTimeout how long each waits.
+// maxIdleWorkers is the maximum number of idle goroutines, and workerIdleTimeout how long each stays idle.
 const (
 	maxIdleWorkers    = 64
 	workerIdleTimeout = 500 * time.Millisecond
 )
 
-// workerPool are goroutines that run one function after the other.
+// workerPool reuses goroutines for functions.
 type workerPool struct {
 	mu   sync.Mutex
-	idle []chan func() // the last one that has run something comes first: its stack is the warmest
+	idle []chan func() // a stack: the last worker has the warmest memory
 }
 
-// run runs f on another goroutine. f does not panic.
+// run runs f on another goroutine. f must not panic.
 func (p *workerPool) run(f func()) {
 	p.mu.Lock()
 	n := len(p.idle)
@@ -170,7 +170,7 @@ func (p *workerPool) work(f func()) {
 	}
 }
 
-// retire takes an idle goroutine out. It reports whether no function is on its way to it.
+// retire removes an idle goroutine. It returns false if a function is already assigned to it.
 func (p *workerPool) retire(next chan func()) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -182,10 +182,14 @@ func (p *workerPool) retire(next chan func()) bool {
 	return true
 }
 
-// timeoutWriter is a handler's answer, which is nobody's any more once the time is over.
+// timeoutWriter is a handler's ResponseWriter. After the deadline it discards output.
+//
+//	open --- first Write or WriteHeader ---> headersSent.
+//	open --- timeOut ---> timedOut: it sends 504.
+//	headersSent or hijacked --- timeOut ---> timedOut: it aborts.
 type timeoutWriter struct {
 	w      http.ResponseWriter
-	header http.Header // the handler's
+	header http.Header // of the handler
 
 	mu                              sync.Mutex
 	timedOut, headersSent, hijacked bool
@@ -204,7 +208,7 @@ func (tw *timeoutWriter) Header() http.Header {
 	return tw.header
 }
 
-// sendHeaders sends the handler's headers with the answer. The lock is held.
+// sendHeaders copies the handler's headers to the response. The lock is held.
 func (tw *timeoutWriter) sendHeaders() {
 	to := tw.w.Header()
 	for k, v := range tw.header {
@@ -239,7 +243,7 @@ func (tw *timeoutWriter) WriteHeader(code int) {
 	tw.w.WriteHeader(code)
 }
 
-// Flush implements http.Flusher, as the writer below does.
+// Flush implements http.Flusher.
 func (tw *timeoutWriter) Flush() {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
@@ -248,7 +252,7 @@ func (tw *timeoutWriter) Flush() {
 	}
 }
 
-// CloseNotify implements http.CloseNotifier, as the writer below does.
+// CloseNotify implements http.CloseNotifier.
 func (tw *timeoutWriter) CloseNotify() <-chan bool {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
@@ -260,7 +264,7 @@ func (tw *timeoutWriter) CloseNotify() <-chan bool {
 	return tw.w.(http.CloseNotifier).CloseNotify() //nolint:staticcheck // upstream's wrapper asks for it
 }
 
-// Hijack implements http.Hijacker, as the writer below does.
+// Hijack implements http.Hijacker.
 func (tw *timeoutWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
@@ -272,8 +276,8 @@ func (tw *timeoutWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	return conn, rw, err
 }
 
-// timeOut answers in the handler's place, or aborts what it has begun to answer: the client is to know that it has not
-// all of it.
+// timeOut responds 504 instead of the handler. If the handler's response has started, it aborts that, so that the
+// client sees that it is incomplete.
 func (tw *timeoutWriter) timeOut() {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()

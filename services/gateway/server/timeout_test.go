@@ -18,7 +18,7 @@ import (
 	"k8s.io/component-base/metrics/legacyregistry"
 )
 
-// timed serves a handler for as long as the request says in its header Within.
+// timed serves a handler with the timeout in the request's header Within.
 func timed(t *testing.T, info *request.RequestInfo, h http.HandlerFunc) *httptest.Server {
 	t.Helper()
 	inner := withTimeout(h, unchangedInfo)
@@ -52,8 +52,8 @@ func getWithin(s *httptest.Server, within string) (code int, body string, err er
 	return resp.StatusCode, string(data), err
 }
 
-// A request whose time is over is answered in its handler's place; what the handler has begun is cut off; what it does
-// later reaches nobody.
+// After the deadline, the gateway responds for the handler or aborts its response. The handler's later output is
+// discarded.
 func TestARequestHasItsTime(t *testing.T) {
 	short := &request.RequestInfo{Verb: "get"}
 	release := make(chan struct{})
@@ -70,7 +70,7 @@ func TestARequestHasItsTime(t *testing.T) {
 			<-release
 			w.Header().Set("Late", "yes")
 			if _, err := w.Write([]byte("late")); !errors.Is(err, http.ErrHandlerTimeout) {
-				t.Errorf("a late answer is written: %v", err)
+				t.Errorf("a late response is written: %v", err)
 			}
 		}
 	}
@@ -79,7 +79,7 @@ func TestARequestHasItsTime(t *testing.T) {
 		t.Errorf("%d %s, %v", code, body, err)
 	}
 	if code, body, err := getWithin(timed(t, short, hang(true)), "50ms"); err == nil {
-		t.Errorf("half an answer is taken for a whole one: %d %s", code, body)
+		t.Errorf("a partial response ends without an error: %d %s", code, body)
 	}
 	close(release)
 	later.Wait()
@@ -92,7 +92,7 @@ func TestARequestHasItsTime(t *testing.T) {
 	}
 	if _, _, err := getWithin(timed(t, short, func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }),
 		"1m"); err == nil {
-		t.Error("a handler that aborts answers")
+		t.Error("a handler that aborts sends a response")
 	}
 	watch := &request.RequestInfo{Verb: "watch"}
 	if code, body, err := getWithin(timed(t, watch, func(w http.ResponseWriter, req *http.Request) {
@@ -103,7 +103,7 @@ func TestARequestHasItsTime(t *testing.T) {
 	}
 }
 
-// Handlers that go on after their clients have left are counted.
+// Handlers that continue after their clients have left are counted.
 func TestWorkAfterAClientHasLeftIsCounted(t *testing.T) {
 	metrics.Register()
 	count := func(status string) (n float64) {
@@ -149,7 +149,7 @@ func TestWorkAfterAClientHasLeftIsCounted(t *testing.T) {
 	}
 }
 
-// Workers run everything that they are given. No more than maxIdleWorkers of them wait, and none for long.
+// Workers run every function. At most maxIdleWorkers of them are idle, and none for long.
 func TestWorkersAreUsedAgain(t *testing.T) {
 	p := &workerPool{}
 	var ran atomic.Int64

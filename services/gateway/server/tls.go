@@ -13,14 +13,14 @@ import (
 	"watershed.dev/platform/identity"
 )
 
-// TLSConfig is how the gateway serves TLS. Certificates and authorities are read again when their files change, by the
-// controllers that kube-apiserver has for it.
+// TLSConfig holds the TLS settings of the server. kube-apiserver's controllers reload certificates and CAs when their
+// files change.
 type TLSConfig struct {
 	CertFile, KeyFile string
-	// SNI are the certificates for single names.
+	// SNI holds certificates for specific names.
 	SNI []cliflag.NamedCertKey
-	// ServicesCertFile and ServicesKeyFile are what authn, authz and admission are shown, which ask for
-	// identity.Gateway; empty: what everybody is.
+	// ServicesCertFile and ServicesKeyFile are the certificate for connections of authn, authz and admission, which
+	// request identity.Gateway. Empty: the default certificate.
 	ServicesCertFile, ServicesKeyFile string
 
 	MinVersion   string
@@ -33,21 +33,22 @@ func (c *TLSConfig) addFlags(fs *pflag.FlagSet) {
 		"File containing the default x509 private key matching --tls-cert-file.")
 	fs.Var(cliflag.NewNamedCertKeyArray(&c.SNI), "tls-sni-cert-key",
 		"A pair of x509 certificate and private key file paths, optionally suffixed with a list of domain patterns: "+
-			"cert.pem,key.pem:*.example.com. It may be given several times.")
+			"cert.pem,key.pem:*.example.com. The flag may be repeated.")
 	fs.StringVar(&c.ServicesCertFile, "services-tls-cert-file", "",
-		"The certificate that authn, authz and admission are shown, who ask for the name gateway. Empty: the one that "+
-			"everybody is.")
-	fs.StringVar(&c.ServicesKeyFile, "services-tls-private-key-file", "", "The key of --services-tls-cert-file.")
+		"File containing the x509 certificate for connections of authn, authz and admission, which request the "+
+			"server name gateway. Empty: --tls-cert-file.")
+	fs.StringVar(&c.ServicesKeyFile, "services-tls-private-key-file", "",
+		"File containing the x509 private key matching --services-tls-cert-file.")
 	fs.StringVar(&c.MinVersion, "tls-min-version", "",
 		"Minimum TLS version supported: VersionTLS12 (the default) or VersionTLS13.")
 	fs.StringSliceVar(&c.CipherSuites, "tls-cipher-suites", nil,
-		"Comma-separated list of cipher suites for TLS 1.2; Go's defaults where it is not given.")
+		"Comma-separated list of cipher suites for TLS 1.2. Empty: Go's defaults.")
 }
 
-// clientCA is a file with CAs that the handshake lists, by the flag that names it; authn verifies certificates.
+// clientCA is a CA file that the handshake advertises, and its flag. authn verifies the certificates.
 type clientCA struct{ flag, file string }
 
-// config is the server's TLS configuration, kept up to date until ctx is done.
+// config returns the server's TLS configuration, which reloads its files until ctx is done.
 func (c *TLSConfig) config(ctx context.Context, clientCAs ...clientCA) (*tls.Config, error) {
 	if c.CertFile == "" || c.KeyFile == "" {
 		return nil, errors.New("--tls-cert-file and --tls-private-key-file are required")
@@ -109,7 +110,7 @@ func (c *TLSConfig) config(ctx context.Context, clientCAs ...clientCA) (*tls.Con
 	return base, nil
 }
 
-// base is what does not change while the server runs.
+// base returns the settings that do not change while the server runs.
 func (c *TLSConfig) base() (*tls.Config, error) {
 	minimum, err := cliflag.TLSVersion(c.MinVersion)
 	if err != nil {
@@ -128,7 +129,7 @@ func (c *TLSConfig) base() (*tls.Config, error) {
 	}, nil
 }
 
-// reloader is a file or two that are read again when they change.
+// reloader reloads files when they change.
 type reloader interface {
 	dynamiccertificates.Notifier
 	dynamiccertificates.ControllerRunner

@@ -32,8 +32,7 @@ func leaf(t *testing.T, ca *pki.CA, name string, sans ...string) (crt, key strin
 	return crt, key
 }
 
-// handshake is what a client sees of a server: whose certificate it shows for a name, and which authorities it asks clients'
-// certificates of.
+// handshake holds the server's certificate for a name and the CAs that it advertises for client certificates.
 type handshake struct {
 	serving   string
 	clientCAs []string
@@ -72,8 +71,7 @@ func dial(t *testing.T, conf *tls.Config, name string, most uint16) (s handshake
 	return s, nil
 }
 
-// Certificates and the authorities that clients are told of are read again when their files change, and each name is
-// shown its own (S29).
+// Certificates and advertised CAs are reloaded when their files change, and each name gets its own certificate (S29).
 func TestTLSReloadsItsFiles(t *testing.T) {
 	dir := t.TempDir()
 	ca, clients, others := authority(t, dir, "ca"), authority(t, dir, "clients"), authority(t, dir, "others")
@@ -95,7 +93,7 @@ func TestTLSReloadsItsFiles(t *testing.T) {
 		t.Errorf("%q, %v", s, err)
 	}
 	if _, err := dial(t, conf, "localhost", tls.VersionTLS12); err == nil {
-		t.Error("TLS 1.2 is spoken below --tls-min-version")
+		t.Error("TLS 1.2 is accepted below --tls-min-version")
 	}
 	move := func(to, from string) {
 		t.Helper()
@@ -146,7 +144,7 @@ func TestBadTLSSettingsNameTheirFlag(t *testing.T) {
 	}
 }
 
-// A server without --tls-min-version speaks TLS 1.2, and nothing older.
+// A server without --tls-min-version accepts TLS 1.2 and nothing older.
 func TestTLS11IsRefused(t *testing.T) {
 	c := &TLSConfig{}
 	c.CertFile, c.KeyFile = leaf(t, authority(t, t.TempDir(), "ca"), "x", "localhost")

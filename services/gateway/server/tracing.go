@@ -14,13 +14,14 @@ import (
 	"watershed.dev/platform/telemetry"
 )
 
-// traceResponse tells whoever may ask for a trace which one its request is in (W3C Trace Context, level 2 draft).
+// traceResponse is the response header with the trace of a request, for users that may request traces (W3C Trace
+// Context, level 2 draft).
 const traceResponse = "Traceresponse"
 
-// withTracing makes a span of each request that is chosen: by kube-apiserver's filter and rules
-// (k8s.io/apiserver/pkg/endpoints/filters/traces.go). system:masters and system:monitoring choose by their traceparent,
-// anybody else's becomes a link; of the others a share is chosen. The choice comes first, so that a request that is not
-// traced costs nothing: upstream's filter alone takes 4 µs.
+// withTracing starts a span for each sampled request, with kube-apiserver's filter and rules
+// (k8s.io/apiserver/pkg/endpoints/filters/traces.go). system:masters and system:monitoring sample requests by their
+// traceparent. The traceparent of other users becomes a link, and their requests are sampled at a fixed rate. The
+// decision comes first, so that a request without a trace costs nothing: upstream's filter takes 4 µs.
 func withTracing(h http.Handler) http.Handler {
 	if !telemetry.TracingEnabled() {
 		return h
@@ -44,8 +45,8 @@ func withTracing(h http.Handler) http.Handler {
 	})
 }
 
-// withFilterSpan puts a filter before next and, where a request is traced, makes a span of it, which ends where the request is
-// passed on or answered. The names are kube-apiserver's where it has the filter
+// withFilterSpan puts a filter before next. If the request is traced, the filter has a span, which ends when the filter
+// calls next or responds. The names are kube-apiserver's, if it has the filter
 // (k8s.io/apiserver/pkg/endpoints/filterlatency).
 func withFilterSpan(name string, next http.Handler, filter func(http.Handler) http.Handler) http.Handler {
 	plain := filter(next)
@@ -69,10 +70,10 @@ func withFilterSpan(name string, next http.Handler, filter func(http.Handler) ht
 	})
 }
 
-// requestSpanKey is the span of the request that a step is of.
+// requestSpanKey is the context key of a request's span, within a filter's span.
 type requestSpanKey struct{}
 
-// maySample says whether the request's user chooses what is traced.
+// maySample reports whether the request's user may choose which requests are traced.
 func maySample(req *http.Request) bool {
 	u, ok := request.UserFrom(req.Context())
 	return ok && (slices.Contains(u.GetGroups(), user.SystemPrivilegedGroup) ||

@@ -18,24 +18,24 @@ import (
 	"watershed.dev/services/gateway/responsewriters"
 )
 
-// UserLimitsConfig is how much of a gateway one user may take that lasts: flow control counts what ends.
+// UserLimitsConfig limits the connections and streams of a user. Flow control limits only requests that end.
 type UserLimitsConfig struct {
-	// Connections and Streams are of one user at one gateway; 0: no bound.
+	// Connections and Streams are maximums per user and gateway. 0: no limit.
 	Connections, Streams int
 }
 
 func (c *UserLimitsConfig) addFlags(fs *pflag.FlagSet) {
 	fs.IntVar(&c.Connections, "max-connections-per-user", 10000,
-		"How many connections one user may have open to a gateway; a request on a further one is answered 429. "+
-			"The service accounts of a namespace are one user. 0: no bound. Nodes, system:masters and the service "+
-			"accounts of kube-system have none.")
+		"The maximum number of open connections of a user per gateway. Requests on further connections get 429. "+
+			"The service accounts of a namespace count as a single user. 0: no limit. Nodes, system:masters and the "+
+			"service accounts of kube-system have no limit.")
 	fs.IntVar(&c.Streams, "max-streams-per-user", 5000,
-		"How many watches and other long-running requests (logs, exec, port-forward, proxies) one user may have "+
-			"open at a gateway; a further one is answered 429, as with "+
-			"--max-connections-per-user. 0: no bound.")
+		"The maximum number of open watches and other long-running requests (logs, exec, port-forward, proxies) of "+
+			"a user per gateway. Further requests get 429. 0: no limit. The exemptions are those of "+
+			"--max-connections-per-user.")
 }
 
-// Validate names the flag that is wrong.
+// Validate returns an error that names the invalid flag.
 func (c *UserLimitsConfig) Validate() error {
 	for name, n := range map[string]int{
 		"max-connections-per-user": c.Connections,
@@ -50,30 +50,31 @@ func (c *UserLimitsConfig) Validate() error {
 
 var overUserLimit = prometheus.NewCounterVec(prometheus.CounterOpts{
 	Name: "watershed_gateway_user_limit_exceeded_total",
-	Help: "Requests refused because their user had --max-connections-per-user or --max-streams-per-user open.",
+	Help: "Requests rejected because their user reached --max-connections-per-user or --max-streams-per-user.",
 }, []string{"limit"})
 
-// Metrics are this package's collectors.
+// Metrics returns this package's collectors.
 func Metrics() []prometheus.Collector { return []prometheus.Collector{overUserLimit} }
 
-// userLimits counts what users have open. A user is, as to flow control, whom a request is for: the impersonated one.
+// userLimits counts the connections and streams of users. As in flow control, a request counts for the impersonated
+// user.
 type userLimits struct {
 	config *UserLimitsConfig
 
 	mu sync.Mutex
-	// connections are the open ones, and whom each has had requests of. users are only those who have something open.
+	// connections holds the open connections. users holds only users with an open connection or stream.
 	connections map[net.Conn]*trackedConn
 	users       map[string]*usage
 }
 
-// trackedConn is one client's. Its users are guarded by the bounds' lock.
+// trackedConn is a client's connection. userLimits.mu guards it. users are the users that it counts for.
 type trackedConn struct {
 	users map[string]struct{}
-	// exempt: somebody has requests on it who has no bound.
+	// exempt: the connection has carried requests of a user without a limit.
 	exempt, closed bool
 }
 
-// usage is how much a user has.
+// usage is the number of a user's open connections and streams.
 type usage struct{ connections, streams int }
 
 func newUserLimits(c *UserLimitsConfig) *userLimits {
@@ -82,7 +83,7 @@ func newUserLimits(c *UserLimitsConfig) *userLimits {
 
 type connKey struct{}
 
-// trackConnections has a server's connections counted.
+// trackConnections makes srv count its connections.
 func (l *userLimits) trackConnections(srv *http.Server) {
 	srv.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
 		conn := &trackedConn{users: map[string]struct{}{}}
@@ -92,13 +93,13 @@ func (l *userLimits) trackConnections(srv *http.Server) {
 		return context.WithValue(ctx, connKey{}, conn)
 	}
 	srv.ConnState = func(c net.Conn, state http.ConnState) {
-		if state == http.StateClosed || state == http.StateHijacked { // of who took it over, its stream counts
+		if state == http.StateClosed || state == http.StateHijacked { // a hijacked connection counts as a stream
 			l.connClosed(c)
 		}
 	}
 }
 
-// connContext is ctx with the connection of c, for a server that is not net/http's.
+// connContext adds the trackedConn of c to ctx, for a server that is not net/http's.
 func (l *userLimits) connContext(ctx context.Context, c net.Conn) context.Context {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -119,7 +120,7 @@ func (l *userLimits) connClosed(c net.Conn) {
 	}
 }
 
-// updateUsage is called with the lock held.
+// updateUsage updates a user's usage. The lock is held.
 func (l *userLimits) updateUsage(name string, update func(*usage)) {
 	o := l.users[name]
 	if o == nil {
@@ -132,7 +133,7 @@ func (l *userLimits) updateUsage(name string, update func(*usage)) {
 	}
 }
 
-// usageOf is what a user has open, with the lock held.
+// usageOf returns a user's usage. The lock is held.
 func (l *userLimits) usageOf(name string) usage {
 	if o := l.users[name]; o != nil {
 		return *o
@@ -140,19 +141,19 @@ func (l *userLimits) usageOf(name string) usage {
 	return usage{}
 }
 
-// isUnattributed says whether a connection counts for nobody.
+// isUnattributed reports whether a connection counts for no user.
 func (l *userLimits) isUnattributed(c *trackedConn) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return len(c.users) == 0 && !c.exempt
 }
 
-// maxConnUsers is how many users a connection counts for, the first that it has requests of: a front proxy's has those
-// of any number.
+// maxConnUsers is the maximum number of users that a connection counts for: the first that send requests on it. A front
+// proxy's connection carries requests of any number of users.
 const maxConnUsers = 16
 
-// isProbe says whether a path is asked by load balancers and kubelets, who are to be answered whoever else has
-// connections open; flow control exempts them too.
+// isProbe reports whether load balancers and kubelets probe the path. Probes must succeed even if others hold all
+// connections; flow control exempts them too.
 func isProbe(path string) bool {
 	return slices.ContainsFunc([]string{"/healthz", "/livez", "/readyz"}, func(p string) bool {
 		rest, ok := strings.CutPrefix(path, p)
@@ -160,7 +161,7 @@ func isProbe(path string) bool {
 	})
 }
 
-// acquireConnection counts a connection as the user's, once; false where the user has too many.
+// acquireConnection counts a connection for the user, once. It returns false if the user is at its limit.
 func (l *userLimits) acquireConnection(c *trackedConn, name string) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -179,7 +180,7 @@ func (l *userLimits) acquireConnection(c *trackedConn, name string) bool {
 	return true
 }
 
-// acquireStream counts a long-running request until end is called; false where the user has too many.
+// acquireStream counts a long-running request until end is called. ok is false if the user is at its limit.
 func (l *userLimits) acquireStream(name string) (end func(), ok bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -194,16 +195,16 @@ func (l *userLimits) acquireStream(name string) (end func(), ok bool) {
 	}, true
 }
 
-// limitRetryAfter is after how many seconds who is over a bound is to come back.
+// limitRetryAfter is the Retry-After of a user over a limit, in seconds.
 const limitRetryAfter = 10
 
-// filter refuses what a user has too much of.
+// filter rejects requests over a user's limit.
 func (l *userLimits) filter(next http.Handler) http.Handler {
 	refuse := func(w http.ResponseWriter, req *http.Request, limit string, maximum int) {
 		overUserLimit.WithLabelValues(limit).Inc()
 		w.Header().Set("Retry-After", fmt.Sprint(limitRetryAfter))
 		responsewriters.Error(w, req, responsewriters.V1, apierrors.NewTooManyRequests(fmt.Sprintf(
-			"the user has %d %s open at this server, and may have no more", maximum, limit), limitRetryAfter))
+			"the user has %d %s open at this server, which is the limit", maximum, limit), limitRetryAfter))
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		u, ok := request.UserFrom(req.Context())
@@ -214,7 +215,7 @@ func (l *userLimits) filter(next http.Handler) http.Handler {
 		owner := identity.QuotaOwner(u, req.RemoteAddr)
 		if c, ok := req.Context().Value(connKey{}).(*trackedConn); ok && c != nil && !l.acquireConnection(c, owner) {
 			if l.isUnattributed(c) {
-				w.Header().Set("Connection", "close") // GOAWAY, over HTTP/2
+				w.Header().Set("Connection", "close") // sends GOAWAY over HTTP/2
 			}
 			refuse(w, req, "connections", l.config.Connections)
 			return

@@ -15,7 +15,8 @@ import (
 	"watershed.dev/platform/paths"
 )
 
-// serveLimited serves whoever the X-User header names, over HTTP/1 or HTTP/2. A watch lasts until its client leaves.
+// serveLimited serves the user named by the X-User header, over HTTP/1 or HTTP/2. A watch lasts until its client
+// leaves.
 func serveLimited(t *testing.T, c UserLimitsConfig, http2 bool) (*httptest.Server, *userLimits) {
 	t.Helper()
 	l := newUserLimits(&c)
@@ -44,7 +45,7 @@ func serveLimited(t *testing.T, c UserLimitsConfig, http2 bool) (*httptest.Serve
 	return s, l
 }
 
-// clientOf has a connection of its own.
+// clientOf returns a client with its own connection.
 func clientOf(t *testing.T, s *httptest.Server) *http.Client {
 	transport := s.Client().Transport.(*http.Transport).Clone()
 	t.Cleanup(transport.CloseIdleConnections)
@@ -66,7 +67,7 @@ func doRequest(ctx context.Context, t *testing.T, c *http.Client, url, username 
 	return resp
 }
 
-// eventually waits for what the server learns by itself.
+// eventually waits for a condition that the server reaches asynchronously.
 func eventually(t *testing.T, condition string, done func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(10 * time.Second); !done(); time.Sleep(time.Millisecond) {

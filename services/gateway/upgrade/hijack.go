@@ -7,10 +7,10 @@ import (
 	"net/http"
 )
 
-// hijackableWriter is a ResponseWriter whose connection, once it is taken over, ends a context when it is closed.
+// hijackableWriter is a ResponseWriter. Once its connection is hijacked, closing the connection cancels a context.
 type hijackableWriter struct {
 	http.ResponseWriter
-	// untie has the request's context end the other one no longer.
+	// untie detaches the new context from the request's context.
 	untie  func() bool
 	cancel context.CancelFunc
 }
@@ -31,6 +31,7 @@ func (t *hijackableWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	return &cancelingConn{conn, t.cancel}, buffered, nil
 }
 
+// cancelingConn is a hijacked connection whose Close cancels a context.
 type cancelingConn struct {
 	net.Conn
 	cancel context.CancelFunc

@@ -1,6 +1,14 @@
-// Package upgrade ties upgraded connections to the requests that they are for. Upstream's proxies dial a backend past
-// its transport, and wait for its answer without a context (k8s.io/apimachinery/pkg/util/proxy, tryUpgrade). A backend
-// that accepts the connection and answers nothing would keep it, and its request's goroutines, after the client left.
+// Package upgrade closes an upgraded connection's backend connection when its request ends. Upstream's proxies dial a
+// backend without its transport, and wait for its response without a context (k8s.io/apimachinery/pkg/util/proxy,
+// tryUpgrade). A backend that accepts the connection and sends nothing would keep it after the client left, together
+// with the request's goroutines.
+//
+// The context of the request has these states:
+//
+//	request's context ──(client's connection hijacked)──► connection's context ──► ended
+//
+//	request's context     ends with the deadline, or when the client leaves.
+//	connection's context  ends when the handler closes the client's connection, or with cancel.
 package upgrade
 
 import (
@@ -13,7 +21,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/proxy"
 )
 
-// Transport returns a transport that dials as via does, and closes its connections when ctx ends.
+// Transport returns a transport that dials as via does. It closes its connections when ctx ends.
 func Transport(ctx context.Context, via http.RoundTripper) (proxy.UpgradeRequestRoundTripper, error) {
 	dial, err := utilnet.DialerFor(via)
 	if err != nil {
@@ -41,10 +49,10 @@ func Transport(ctx context.Context, via http.RoundTripper) (proxy.UpgradeRequest
 	}, proxy.MirrorRequest), nil
 }
 
-// WithCloseCancel returns w and req for a handler that takes the client's connection over. The context of req ends when the
-// request's context ends, until the connection is taken over. From then on it ends when the connection is closed:
-// net/http does not notice that a client left, and the request's deadline does not apply to an upgraded connection, as
-// in kube-apiserver. cancel ends it as well.
+// WithCloseCancel returns w and req for a handler that may hijack the client's connection. Before the hijack, the new
+// context ends with the request's context. After the hijack, it ends when the connection is closed, because net/http
+// does not notice then that a client left. The request's deadline does not apply to an upgraded connection, as in
+// kube-apiserver. cancel also ends the context.
 func WithCloseCancel(w http.ResponseWriter, req *http.Request) (_ http.ResponseWriter, _ *http.Request, cancel func()) {
 	ctx, end := context.WithCancel(context.WithoutCancel(req.Context()))
 	untie := context.AfterFunc(req.Context(), end)

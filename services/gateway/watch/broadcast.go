@@ -20,28 +20,29 @@ import (
 	"watershed.dev/services/gateway/h2writer"
 )
 
-// watchBroadcast is one stream from the watch tier and the clients that share it.
+// watchBroadcast is a stream from the watch tier that equal watches share. Its goroutine executes run. It ends when
+// cancel is called or the stream cannot resume. Reassignments run on their own goroutines.
 type watchBroadcast struct {
 	hub   *Hub
 	key   key
 	query *watchfanoutv1.Query
-	// storageResource is the query's stored resource.
+	// storageResource is the resource that the query's objects are stored as. It selects the replica.
 	storageResource string
-	// owner is the user of the client that the feed began with.
+	// owner is the quota owner of the watches.
 	owner string
-	// served says whether it is served still.
+	// served reports whether discovery still has the resource.
 	served func() bool
 	cancel context.CancelFunc
 
 	mu sync.Mutex
-	// entries are the recent events.
+	// entries is a ring of the recent events.
 	entries events.Ring[entry]
 	bytes   int
-	// Everything after low is in entries. The feed has come to high.
+	// entries holds every event after low. high is the position that the stream has reached.
 	low, high events.Position
-	// bookmark is the newest one: everything up to it has been in entries.
+	// bookmark is the newest bookmark. Every event before it is or was in entries.
 	bookmark entry
-	// bookmarkCount counts them.
+	// bookmarkCount counts the bookmarks received.
 	bookmarkCount int64
 	receivers     []*receiver
 	ended         bool
@@ -53,38 +54,83 @@ type entry struct {
 	position events.Position
 }
 
-// receiver is one client of a feed. All its fields belong to the feed's lock.
+// receiver is a client's part in a broadcast. broadcast.mu guards all its fields.
+//
+// States, as synced and blocked encode them:
+//
+//	                +---------- wake ----------+
+//	                v                          |
+//	join ------> active --- all sent ----> synced
+//	             |  ^ |                      ^ |
+//	             |  | +-- no tokens --+      | |
+//	             |  |                 v      | |
+//	             |  +---- wake ---- blocked -+ |
+//	             v                       ^-----+
+//	          unsynced
+//
+// The states:
+//
+//   - active (neither flag): the client's own goroutine calls next and writes the result. It waits for wake if the
+//     result is empty. A receiver without a stream (HTTP/1.1) is never synced.
+//   - synced: the client has received every entry. dispatch writes the next event to stream, from the broadcast's
+//     goroutine.
+//   - blocked: the owner's limiter has no tokens, or the connection's queue is full. dispatch skips the receiver. The
+//     limiter or the connection calls Unblock later; queued is set until then.
+//   - unsynced: the ring has dropped an entry that the receiver needs. The receiver is no longer part of the broadcast:
+//     runJoined leaves it, and runUnsynced opens a stream.
+//
+// Transitions:
+//
+//   - active to synced: next finds no entry and no due bookmark.
+//   - active to blocked: next finds no tokens (throttled is set).
+//   - active to unsynced: next finds the cursor below the ring's base, or the broadcast ended and all its entries sent.
+//     In the first case, a throttled receiver's watch ends instead.
+//   - synced to blocked: tryWrite finds no tokens (throttled is set) or a full queue.
+//   - synced to active: the stream's window is full, other entries are pending, or the broadcast ends.
+//   - blocked to synced: Unblock has queued every entry. throttled is reset.
+//   - blocked to blocked: Unblock has queued unblockBytes and more entries follow, or it finds no tokens or a full
+//     queue again.
+//   - blocked to active: Unblock finds the entries dropped, the broadcast ended, no stream, a full window or a due
+//     bookmark.
+//   - any to active: the client's goroutine calls next or bookmarkNow.
+//
+// Lock order: Hub.mu, then watchBroadcast.mu, then a single lock of these: limiter.mu, h2writer.Conn's, MemoryQuota.mu.
+// RateLimiter.mu comes before limiter.mu. Hub.mu comes before sharedInitialEvents.mu. InflightQuota.mu is taken with no
+// other lock held. The limiter, the connection and MemoryQuota.trim release their lock before they call back into a
+// broadcast.
 type receiver struct {
 	broadcast *watchBroadcast
 	cursor    int64
 	position  events.Position
-	// limiter is what its events cost; nil: nothing.
+	// limiter is charged for the receiver's events. Nil has no limit.
 	limiter *limiter
-	// stream is set where events may be written without the client's own goroutine.
+	// stream is set if other goroutines may write to the client.
 	stream *h2writer.Stream
-	// synced: the client has seen everything, so the next event is written to stream as it comes.
+	// synced: the client has received every entry, so dispatch writes the next event to stream.
 	synced bool
-	// blocked: there was no room on its connection, or nothing left of its user's budget. What comes meanwhile it is sent
-	// with the rest, when it is let return. listed: it will be.
+	// blocked: dispatch skips the receiver until Unblock, which sends the pending entries together. queued: the limiter
+	// or the connection will call Unblock.
 	blocked, queued bool
-	// throttled: it has waited for the budget since it had last seen everything.
+	// throttled: the receiver has waited for limiter since it was last synced.
 	throttled bool
-	// charged: the entries before this have been taken from the budget, and its own goroutine is to write them.
+	// charged: the limiter is already charged for entries before this sequence number, which the client's goroutine
+	// writes.
 	charged int64
-	// wake tells the client's own goroutine that it has something to do.
+	// wake makes the client's goroutine call next. Its capacity is 1.
 	wake           chan struct{}
 	allowBookmarks bool
-	// bookmarkPeriod is how often it gets one.
+	// bookmarkPeriod is the minimum time between two bookmarks.
 	bookmarkPeriod time.Duration
-	// lastBookmark is which bookmark of the feed's it was sent last.
+	// lastBookmark is the bookmarkCount of the last bookmark sent.
 	lastBookmark int64
-	// nextBookmarkTime is when the next bookmark is; zero for none.
+	// nextBookmarkTime is when the next bookmark is due. Zero: now.
 	nextBookmarkTime time.Time
-	// skipUntil: events up to here were sent before.
+	// skipUntil: the client already has events up to this position.
 	skipUntil events.Position
 }
 
-// join adds a client; nil where what it needs next is gone, or the feed has ended.
+// join adds a receiver at a position. It returns nil if the broadcast has ended or has dropped the next event of the
+// position.
 func (b *watchBroadcast) join(position events.Position) *receiver {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -108,21 +154,21 @@ func (b *watchBroadcast) join(position events.Position) *receiver {
 	return r
 }
 
-// releaseEntries lets go of the entries of a feed that has ended, once nobody reads them any more.
+// releaseEntries frees the entries of an ended broadcast after its last receiver has left. The lock is held.
 func (b *watchBroadcast) releaseEntries() {
 	if b.ended && len(b.receivers) == 0 {
 		b.entries = events.Ring[entry]{}
 	}
 }
 
-// isBehind says whether a position is further than the feed has come.
+// isBehind reports whether the broadcast has not reached position.
 func (b *watchBroadcast) isBehind(position events.Position) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.high.Revision < position.Revision
 }
 
-// leave takes a client off and answers its place.
+// leave removes a receiver and returns its position.
 func (b *watchBroadcast) leave(r *receiver) events.Position {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -138,12 +184,12 @@ func (b *watchBroadcast) leave(r *receiver) events.Position {
 	}
 	r.synced, r.blocked = false, false
 	b.advancePosition(r)
-	r.stream = nil // whoever lets it return may do so much later
+	r.stream = nil // the limiter or the connection may hold the receiver for much longer
 	b.releaseEntries()
 	return r.position
 }
 
-// advancePosition makes the place of a client that has seen everything that of the feed.
+// advancePosition sets the position of a receiver without pending entries to the broadcast's.
 func (b *watchBroadcast) advancePosition(r *receiver) {
 	if r.cursor == b.entries.Next() && r.position.Before(b.high) {
 		r.position = b.high
@@ -151,16 +197,18 @@ func (b *watchBroadcast) advancePosition(r *receiver) {
 }
 
 var (
-	// errUnsynced says that the feed does not hold what comes next: a client has to go on alone for a while.
-	errUnsynced = errors.New("behind")
-	// errThrottled says the same of a client that was kept waiting for its user's budget: a stream of its own would cost
-	// more than what it waited for, so its watch ends.
-	errThrottled = errors.New("behind, for its user's budget")
-	// errBroadcastEnded says that the feed is over: every client has to find out why by itself.
-	errBroadcastEnded = errors.New("the feed has ended")
+	// errUnsynced: the broadcast does not hold the receiver's next event. The watch opens its own stream until it has
+	// caught up.
+	errUnsynced = errors.New("unsynced")
+	// errThrottled is errUnsynced for a throttled receiver. Its watch ends, because a stream of its own would cost more
+	// than the events it waited for.
+	errThrottled = errors.New("throttled: over --max-watch-rate-per-user")
+	// errBroadcastEnded: the broadcast has ended. Each watch opens its own stream, which returns the reason to its
+	// client.
+	errBroadcastEnded = errors.New("the watch broadcast has ended")
 )
 
-// closeIdle ends a feed that nobody has come back to.
+// closeIdle ends a broadcast that has had no receiver for idleTimeout.
 func (b *watchBroadcast) closeIdle() {
 	b.mu.Lock()
 	unused := len(b.receivers) == 0
@@ -171,17 +219,17 @@ func (b *watchBroadcast) closeIdle() {
 	}
 }
 
-// next is what comes next for a client: events, or a bookmark that is due. Where there is nothing, events are from now
-// on written to its stream as they come, if it has one.
+// next returns the pending entries of a receiver, or a due bookmark, for the client's goroutine to write. If it returns
+// nothing and the receiver has a stream, the receiver is synced: dispatch writes later events to the stream.
 func (b *watchBroadcast) next(r *receiver) ([][]byte, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.nextLocked(r)
 }
 
-// nextLocked is next, with the lock held.
+// nextLocked is next with the lock held.
 func (b *watchBroadcast) nextLocked(r *receiver) ([][]byte, error) {
-	// until it has seen everything; what this answers is written by the client's own goroutine
+	// the receiver stays active unless nothing is pending: the caller writes the result
 	r.synced, r.blocked = false, false
 	if r.cursor < b.entries.Base() {
 		return nil, r.unsyncedReason()
@@ -219,7 +267,8 @@ func (b *watchBroadcast) nextLocked(r *receiver) ([][]byte, error) {
 	return nil, nil
 }
 
-// pendingEvents is what comes next for a client, at most so many entries and about so many bytes, and its place after them.
+// pendingEvents returns the data of a receiver's next entries, and its cursor and position after them. It returns at
+// most `entries` entries, and stops after about `bytes` bytes.
 func (b *watchBroadcast) pendingEvents(
 	r *receiver,
 	entries, bytes int,
@@ -232,7 +281,7 @@ func (b *watchBroadcast) pendingEvents(
 		cursor++
 		if r.skipUntil.Before(
 			e.position,
-		) { // else it was sent before the client came, which may be further than the feed had come
+		) { // the client already has other entries: it may have joined at a position past high
 			parts, position = append(parts, e.data), e.position
 			bytes -= len(e.data)
 		}
@@ -240,7 +289,7 @@ func (b *watchBroadcast) pendingEvents(
 	return parts, cursor, position
 }
 
-// unsyncedReason is why a client cannot go on with the feed that does not hold what comes next for it.
+// unsyncedReason returns the error of a receiver whose next entry was dropped.
 func (r *receiver) unsyncedReason() error {
 	if r.throttled {
 		return errThrottled
@@ -248,7 +297,7 @@ func (r *receiver) unsyncedReason() error {
 	return errUnsynced
 }
 
-// waitForLimiter has the client return when something is left of its user's budget.
+// waitForLimiter blocks the receiver until the limiter calls Unblock.
 func (r *receiver) waitForLimiter() {
 	r.synced, r.blocked, r.throttled = false, true, true
 	if !r.queued {
@@ -257,7 +306,7 @@ func (r *receiver) waitForLimiter() {
 	}
 }
 
-// waitForQueue has the client return when its connection's queue has room.
+// waitForQueue blocks the receiver until its connection calls Unblock, when the queue has space.
 func (r *receiver) waitForQueue() {
 	r.synced, r.blocked = false, true
 	if !r.queued {
@@ -266,14 +315,14 @@ func (r *receiver) waitForQueue() {
 	}
 }
 
-// bookmarkDue says whether a client that has seen every event is due the newest bookmark.
+// bookmarkDue reports whether a receiver without pending entries is due the newest bookmark.
 func (b *watchBroadcast) bookmarkDue(r *receiver, now time.Time) bool {
 	return r.allowBookmarks && r.lastBookmark < b.bookmarkCount && !now.Before(r.nextBookmarkTime) &&
 		!b.bookmark.position.Before(r.position) &&
 		!b.bookmark.position.Before(r.skipUntil)
 }
 
-// bookmarkSent notes that the newest bookmark was sent.
+// bookmarkSent records that the receiver was sent the newest bookmark. next is when the following bookmark is due.
 func (b *watchBroadcast) bookmarkSent(r *receiver, next time.Time) {
 	r.position, r.skipUntil = b.bookmark.position, b.bookmark.position
 	r.nextBookmarkTime, r.lastBookmark = next, b.bookmarkCount
@@ -286,7 +335,7 @@ func (b *watchBroadcast) bookmarkNow(r *receiver) {
 	r.nextBookmarkTime, r.synced, r.blocked = time.Time{}, false, false
 }
 
-// dispatch takes what came from the watch tier and writes it to everyone who has seen all before it.
+// dispatch adds a frame's events to the ring and writes them to the synced receivers.
 func (b *watchBroadcast) dispatch(m *watchfanoutv1.WatchFrame) {
 	start := time.Now()
 	b.mu.Lock()
@@ -299,7 +348,7 @@ func (b *watchBroadcast) dispatch(m *watchfanoutv1.WatchFrame) {
 		e := entry{m.Data[offset:boundary.End], events.FromProto(boundary.Position)}
 		offset = boundary.End
 		if e.position.Before(b.high) || !boundary.Bookmark && !b.high.Before(e.position) {
-			continue // the stream took over from another, which had sent it
+			continue // the stream replaced another, which had sent this event
 		}
 		if boundary.Bookmark {
 			b.bookmark, bookmarkReceived = e, true
@@ -329,7 +378,7 @@ func (b *watchBroadcast) dispatch(m *watchfanoutv1.WatchFrame) {
 	}
 }
 
-// entryBytes is what an entry takes beside its data.
+// entryBytes is the size of an entry without its data.
 const entryBytes = 48
 
 func (b *watchBroadcast) deliver(added []entry) {
@@ -342,7 +391,7 @@ func (b *watchBroadcast) deliver(added []entry) {
 	n, cost, now := 0, partsCost(parts), time.Now()
 	for _, r := range b.receivers {
 		switch {
-		case r.blocked: // it comes for them
+		case r.blocked: // Unblock sends them
 		case r.synced && r.cursor == end-int64(len(added)) && r.skipUntil.Before(added[0].position):
 			if b.tryWrite(r, now, cost, end, parts...) {
 				r.cursor, r.position = end, last
@@ -364,9 +413,9 @@ func partsCost(parts [][]byte) float64 {
 	return eventCost(len(parts), bytes)
 }
 
-// tryWrite gives parts to a client that has seen everything before. One whose user's budget is spent, or whose connection
-// has no room now, comes later, and one that takes no more itself is its own goroutine's to wait for. end is the place
-// after the parts.
+// tryWrite queues parts for a receiver that has all entries before them. It reports whether they are queued; end is the
+// cursor after them. Without tokens or space in the connection's queue, the receiver becomes blocked. If its stream's
+// window is full, it becomes active, and its goroutine waits for the window.
 func (b *watchBroadcast) tryWrite(r *receiver, now time.Time, cost float64, end int64, parts ...[]byte) bool {
 	if !r.limiter.tryAcquire(now, cost) {
 		r.waitForLimiter()
@@ -386,10 +435,10 @@ func (b *watchBroadcast) tryWrite(r *receiver, now time.Time, cost float64, end 
 	return false
 }
 
-// unblockBytes is about how many bytes a client is offered at once when there is room again: others wait as well.
+// unblockBytes is about how many bytes Unblock queues at once, because other receivers wait too.
 const unblockBytes = 64 << 10
 
-// Unblock implements wire.Returner: it offers what has come meanwhile.
+// Unblock implements h2writer.Waiter: it queues the pending entries of a blocked receiver.
 func (r *receiver) Unblock() {
 	b := r.broadcast
 	b.mu.Lock()
@@ -431,7 +480,7 @@ func (r *receiver) Unblock() {
 	}
 }
 
-// sendBookmarks gives the newest bookmark to those who are due one.
+// sendBookmarks sends the newest bookmark to the receivers that are due a bookmark.
 func (b *watchBroadcast) sendBookmarks(now time.Time) {
 	for _, r := range b.receivers {
 		switch {
@@ -445,7 +494,7 @@ func (b *watchBroadcast) sendBookmarks(now time.Time) {
 	b.flush()
 }
 
-// flush writes what was offered: one write for each connection.
+// flush flushes the streams of synced receivers. A connection writes the events of all its streams at once.
 func (b *watchBroadcast) flush() {
 	for _, r := range b.receivers {
 		if r.synced {
@@ -454,7 +503,7 @@ func (b *watchBroadcast) flush() {
 	}
 }
 
-// wake makes the client's own goroutine go on.
+// wake makes a receiver active and its goroutine call next.
 func (b *watchBroadcast) wake(r *receiver) {
 	r.synced, r.blocked = false, false
 	select {
@@ -463,19 +512,19 @@ func (b *watchBroadcast) wake(r *receiver) {
 	}
 }
 
-// retainedBytes is what a feed keeps of events that every client of it has seen, for those who come to join it; it may
-// keep twice as much until it looks again who has seen what.
+// retainedBytes is how many bytes of entries that all receivers have seen a broadcast retains, for watches that join
+// later. trim runs at twice this size.
 const retainedBytes = 64 << 10
 
-// account accounts for bytes that the feed begins or, below 0, ceases to keep.
+// account adds n bytes to the size of the ring. n is negative for dropped entries.
 func (b *watchBroadcast) account(n int) {
 	b.hub.quota().account(b.bytes, n)
 	b.bytes += n
 }
 
-// trim drops the oldest entries: those that every client has seen, beyond retainedBytes bytes, and any beyond BroadcastBytes
-// or, where all feeds together keep more than BroadcastTotalBytes, beyond the feed's share. A client that still needs one goes
-// on with a stream of its own.
+// trim drops the oldest entries until the ring is within its limits. Entries that all receivers have seen are limited
+// to retainedBytes. All entries are limited to BroadcastBytes, and to the broadcast's share if all broadcasts exceed
+// BroadcastTotalBytes. A receiver that still needs a dropped entry becomes unsynced.
 func (b *watchBroadcast) trim() {
 	limit, retained := b.hub.quota().share(b.hub.Config.BroadcastTotalBytes)
 	limit = min(limit, b.hub.Config.BroadcastBytes)
@@ -500,7 +549,7 @@ func (b *watchBroadcast) trim() {
 	})
 }
 
-// end lets every client go on alone.
+// end ends the broadcast. Its receivers become active. Each sends its pending entries and then opens its own stream.
 func (b *watchBroadcast) end() {
 	b.mu.Lock()
 	b.ended = true
@@ -514,8 +563,8 @@ func (b *watchBroadcast) end() {
 	b.hub.drop(b)
 }
 
-// run follows the watch tier until the feed is closed or the stream ends in a way that every client must see for
-// itself.
+// run receives from the watch tier until ctx is done. After Unavailable it resumes, for up to resumeTimeout. Other
+// errors end the broadcast, because each client must see them on its own stream.
 func (b *watchBroadcast) run(ctx context.Context) {
 	defer b.end()
 	r := &watchfanoutv1.WatchRequest{
@@ -545,8 +594,7 @@ func (b *watchBroadcast) run(ctx context.Context) {
 	}
 }
 
-// watchReplicas receives from one replica after the other, each of which takes over from the one before while that still
-// sends, until one breaks off.
+// watchReplicas receives from a replica, and from each successor that replaces it, until a stream breaks.
 func (b *watchBroadcast) watchReplicas(ctx context.Context, r *watchfanoutv1.WatchRequest, onFrame func()) error {
 	s, err := b.openReplica(ctx, r)
 	for err == nil {
@@ -559,7 +607,7 @@ func (b *watchBroadcast) watchReplicas(ctx context.Context, r *watchfanoutv1.Wat
 	return err
 }
 
-// receive broadcasts what a replica sends, until it breaks off.
+// receive dispatches a replica's frames until its stream ends.
 func (b *watchBroadcast) receive(s *replicaStream, onFrame func()) (err error) {
 	m := s.firstFrame
 	for {

@@ -20,30 +20,30 @@ import (
 	"watershed.dev/services/gateway/h2writer"
 )
 
-// Request is a client's watch.
+// Request is a client's watch request.
 type Request struct {
 	*watchfanoutv1.WatchRequest
-	// StorageResource is the stored resource whose events it asks for: by it a replica is chosen.
+	// StorageResource is the resource that the watched objects are stored as. It selects the replica.
 	StorageResource string
-	// Deadline is when its time is up.
+	// Deadline is when the watch times out.
 	Deadline time.Time
-	// BookmarkPeriod is how often it gets a bookmark, if it allows them; 0: as often as there is one.
+	// BookmarkPeriod is the minimum time between bookmarks, if the client allows bookmarks. 0: every bookmark is sent.
 	BookmarkPeriod time.Duration
-	// Stopping ends it early: the gateway shuts down.
+	// Stopping ends the watch before Deadline, when the gateway shuts down.
 	Stopping <-chan struct{}
-	// PolicyChanged is closed when permissions may have been taken away, and Allowed then says whether the client may still
-	// watch. It waits, for a while, where nobody can be asked.
+	// PolicyChanged returns a channel that is closed when a permission may have been revoked. Allowed then reports
+	// whether the client may still watch. Allowed waits for a while if authz is unavailable.
 	PolicyChanged func() <-chan struct{}
 	Allowed       func(ctx context.Context) bool
-	// Initialized is called, perhaps more than once, when the initial events have been sent, or have taken long, with
-	// the bytes of those that have: flow control counts a watch until then. Nil: nobody asks.
+	// Initialized is called, perhaps more than once, when the initial events have been sent or initializedTimeout has
+	// passed. bytes is their size so far. The watch occupies its flow control seats until then. Nil: no call.
 	Initialized func(bytes int64)
-	// Served says whether the resource is served still: one whose CRD is gone has nobody to go on with.
+	// Served reports whether discovery still has the resource. A watch of a deleted CRD ends, because no replica serves
+	// it.
 	Served func() bool
 }
 
-// Serve keeps a client's watch open until its time is up, the client leaves, or it ends in an error that the client
-// sees.
+// Serve serves a client's watch until its deadline, until the client leaves, or until an error that the client sees.
 func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 	clients.Inc()
 	defer clients.Dec()
@@ -64,18 +64,19 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 	w.inflight = h.InflightQuota.join(r.Owner)
 	defer w.inflight.leave()
 	w.policyChanged = r.PolicyChanged()
-	if !r.Allowed(ctx) { // it may have been revoked since the request was let in
+	if !r.Allowed(ctx) { // the permission may have been revoked since the authorization filter ran
 		out.SendHeaders()
 		return
 	}
-	// who measures by bookmarks is to have the response at once, also where nothing is to come
+	// The internal services have period 0. They measure freshness by bookmarks and need the response before the first
+	// event.
 	if r.BookmarkPeriod == 0 {
 		w.sendHeaders()
 	}
-	// One that waits for the tier does no work, and keeps nobody else out.
+	// A watch that waits for the tier does no work, so it should not occupy a seat.
 	initializedTimer := time.AfterFunc(initializedTimeout, w.initialized)
 	defer initializedTimer.Stop()
-	// A watch from a known revision has no initial events: it may share from the start.
+	// A watch from a known revision has no initial events, so it may join a broadcast at once.
 	initial := r.SendInitialEvents != nil && *r.SendInitialEvents
 	if position, ok := positionAfter(r.ResourceVersion); ok && !initial {
 		w.setPosition(position)
@@ -88,10 +89,22 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 	}
 }
 
-// initializedTimeout is how long a watch counts as a request in flight at most.
+// initializedTimeout is the longest time that a watch counts as a request in flight.
 const initializedTimeout = 5 * time.Second
 
-// clientWatch is one client's open watch.
+// clientWatch is a client's open watch. The goroutine that called Serve owns it, except initialBytes. In
+// runUnsynced a second goroutine owns policyChanged.
+//
+//	start --> unsynced --- caught up ---> joined.
+//	             ^                          |
+//	             +---- errUnsynced or errBroadcastEnded.
+//
+// The states:
+//
+//   - unsynced (runUnsynced): the watch has its own stream, or shares a stream for the initial events.
+//   - joined (runJoined): the watch is a receiver of a broadcast.
+//
+// ResumeAfter is the position of the last event sent, in both states. After a lost stream, retry resumes there.
 type clientWatch struct {
 	*Request
 	hub         *Hub
@@ -100,20 +113,20 @@ type clientWatch struct {
 	stream      *h2writer.Stream
 	limiter     *limiter
 	inflight    *ownerQuota
-	hijackTried bool // whether out can be taken
+	hijackTried bool // whether sink.Hijack was called
 	headersSent bool
-	// positioned: everything up to ResumeAfter was sent, so the watch may share.
+	// positioned: the client has every event up to ResumeAfter, so the watch may join a broadcast.
 	positioned bool
-	// positionReached: the watch tier has come to that place, so a feed may begin there.
+	// positionReached: the watch tier has reached ResumeAfter, so a broadcast may start there.
 	positionReached bool
-	// asTable: the first row brings the columns, so it must come on a stream of the client's own.
+	// asTable: the first row carries the column definitions, so it must come on the client's own stream.
 	asTable, columnsSent bool
-	// initialBytes is how many bytes of initial events have been sent.
+	// initialBytes is the size of the initial events sent so far.
 	initialBytes atomic.Int64
-	// nextBookmarkTime is when the next bookmark is.
+	// nextBookmarkTime is when the next bookmark is due.
 	nextBookmarkTime time.Time
 	unavailableSince time.Time
-	// rejoinAfter is when a client that shared what ended may share again.
+	// rejoinAfter is when the watch may join a broadcast again after its last broadcast ended.
 	rejoinAfter   time.Time
 	policyChanged <-chan struct{}
 }
@@ -132,10 +145,10 @@ func (w *clientWatch) initialized() {
 
 func (w *clientWatch) position() events.Position { return events.FromProto(w.ResumeAfter) }
 
-// errDone ends a session without a word.
+// errDone ends a watch without an error for the client.
 var errDone = errors.New("done")
 
-// errCaughtUp says that a session may share now.
+// errCaughtUp: the watch may join a broadcast now.
 var errCaughtUp = errors.New("caught up")
 
 func (w *clientWatch) run(ctx context.Context) {
@@ -168,12 +181,12 @@ func (w *clientWatch) run(ctx context.Context) {
 	}
 }
 
-// retry waits a little for another replica; false once that has taken too long.
+// retry waits before the next stream. It returns false if the watch must end.
 func (w *clientWatch) retry(ctx context.Context) bool {
 	if !w.Served() {
 		return false
 	}
-	if w.ResumeAfter == nil && w.headersSent { // broken amid the initial events: what was sent cannot be taken back
+	if w.ResumeAfter == nil && w.headersSent { // the initial events were sent in part and cannot be repeated
 		return false
 	}
 	if w.unavailableSince.IsZero() {
@@ -199,12 +212,12 @@ func (w *clientWatch) sendHeaders() {
 	}
 }
 
-// mayJoin says whether nothing keeps the session from sharing.
+// mayJoin reports whether the watch may join a broadcast.
 func (w *clientWatch) mayJoin() bool {
 	return w.positioned && (!w.asTable || w.columnsSent) && time.Now().After(w.rejoinAfter)
 }
 
-// hijack makes the client's stream one that a feed may write to, if that can be.
+// hijack makes the client's response writable by the broadcast, if its connection supports that.
 func (w *clientWatch) hijack(ctx context.Context) {
 	if !w.hijackTried {
 		w.hijackTried = true
@@ -212,13 +225,13 @@ func (w *clientWatch) hijack(ctx context.Context) {
 	}
 }
 
-// runJoined follows the feed of all who ask the same.
+// runJoined makes the watch a receiver of the broadcast of its query until it becomes unsynced or ends.
 func (w *clientWatch) runJoined(ctx context.Context) error {
 	if !w.mayJoin() {
 		return errUnsynced
 	}
 	if !w.positionReached && !w.hub.revisionExists(ctx, w.key, w.position()) {
-		return errUnsynced // the tier says what is wrong with it
+		return errUnsynced // the watch's own stream returns the tier's error
 	}
 	b, rcv := w.hub.joinBroadcast(w.key, w.Request, w.position(), w.positionReached)
 	if rcv == nil {
@@ -257,7 +270,7 @@ func (w *clientWatch) runJoined(ctx context.Context) error {
 				return errDone
 			}
 			timer.Reset(time.Until(w.Deadline))
-			b.bookmarkNow(rcv) // of the last bookmark
+			b.bookmarkNow(rcv) // the last bookmark
 		case <-ctx.Done():
 			return errDone
 		case <-w.Stopping:
@@ -270,7 +283,7 @@ func (w *clientWatch) runJoined(ctx context.Context) error {
 	}
 }
 
-// closedChan is a channel on which nobody has to wait.
+// closedChan is always ready to receive from.
 var closedChan = func() chan struct{} { c := make(chan struct{}); close(c); return c }()
 
 func (w *clientWatch) reauthorize(ctx context.Context) bool {
@@ -278,8 +291,8 @@ func (w *clientWatch) reauthorize(ctx context.Context) bool {
 	return w.Allowed(ctx)
 }
 
-// write sends frames; a client that takes nothing for too long is cut off, alone. If its user holds too much of what
-// clients have not taken, that is overQuotaTimeout.
+// write sends frames to the client. It ends the watch if the client accepts no data for WriteTimeout, or for
+// overQuotaTimeout if its user exceeds the in-flight quota. Other watches are not affected.
 func (w *clientWatch) write(ctx context.Context, frames ...[]byte) error {
 	writeTimeout, hijacking, cancel := w.hub.Config.WriteTimeout, ctx, context.CancelFunc(func() {})
 	n := 0
@@ -308,18 +321,18 @@ func (w *clientWatch) write(ctx context.Context, frames ...[]byte) error {
 	return nil
 }
 
-// runUnsynced follows a stream that is no feed, its own or a flight's, until it has caught up.
+// runUnsynced forwards a stream of the watch's own, or the shared initial events, until the watch has caught up.
 func (w *clientWatch) runUnsynced(ctx context.Context) error {
 	ctx, cancel := context.WithDeadline(ctx, w.Deadline)
 	defer cancel()
 	var wg sync.WaitGroup
 	leave := func() {}
-	defer func() { // whoever leaves a flight must not be about to take a frame of it
+	defer func() { // leave must not run while Recv does
 		cancel()
 		wg.Wait()
 		leave()
 	}()
-	wg.Go(func() { // what ends it early; who shares needs no goroutine for this
+	wg.Go(func() { // ends the stream early; runJoined selects on these channels itself
 		for {
 			select {
 			case <-ctx.Done():
@@ -357,7 +370,7 @@ func (w *clientWatch) runUnsynced(ctx context.Context) error {
 	select {
 	case got = <-first:
 	case <-t.C:
-		w.sendHeaders() // a client learns at once that its watch is accepted
+		w.sendHeaders() // the client should see at once that its watch is accepted
 		got = <-first
 	}
 	for got.err == nil {
@@ -372,8 +385,8 @@ func (w *clientWatch) runUnsynced(ctx context.Context) error {
 	return got.err
 }
 
-// openStream begins the stream that an alone session goes on with: with others that ask the same, where it is to bring the
-// initial events and there is room to keep them for the slowest.
+// openStream opens the stream of an unsynced watch. It joins the shared initial events if the watch needs initial
+// events and the buffer for slow members is less than half full.
 func (w *clientWatch) openStream(ctx context.Context, r *watchfanoutv1.WatchRequest) (frameReceiver, func(), error) {
 	if w.ResumeAfter == nil && w.wantsInitialEvents() &&
 		w.hub.bufferedBytes.Load() < w.hub.Config.BroadcastTotalBytes/2 {
@@ -383,7 +396,7 @@ func (w *clientWatch) openStream(ctx context.Context, r *watchfanoutv1.WatchRequ
 	return stream, func() {}, err
 }
 
-// forward passes one frame on.
+// forward sends a frame to the client.
 func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) error {
 	w.unavailableSince = time.Time{}
 	w.sendHeaders()
@@ -400,7 +413,7 @@ func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) 
 		if err := w.write(ctx, data); err != nil {
 			return err
 		}
-		if len(m.Initial) == 0 && w.positioned { // initial events are flow control's
+		if len(m.Initial) == 0 && w.positioned { // flow control accounts for initial events
 			w.limiter.charge(eventCost(len(m.Boundaries), len(data)))
 			if w.limiter.wait(ctx) != nil {
 				return errDone
@@ -422,7 +435,7 @@ func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) 
 	return nil
 }
 
-// wantsInitialEvents says whether the watch begins with all objects.
+// wantsInitialEvents reports whether the watch starts with all objects.
 func (w *clientWatch) wantsInitialEvents() bool {
 	if w.SendInitialEvents != nil {
 		return *w.SendInitialEvents
@@ -430,7 +443,7 @@ func (w *clientWatch) wantsInitialEvents() bool {
 	return w.ResourceVersion == "" || w.ResourceVersion == "0"
 }
 
-// withoutEarlyBookmarks is a frame without the bookmarks that are not due.
+// withoutEarlyBookmarks returns a frame's data without the bookmarks that are not due.
 func (w *clientWatch) withoutEarlyBookmarks(m *watchfanoutv1.WatchFrame) []byte {
 	if !slices.ContainsFunc(m.Boundaries, func(k *watchfanoutv1.EventBoundary) bool { return k.Bookmark }) {
 		return m.Data

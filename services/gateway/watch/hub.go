@@ -1,16 +1,30 @@
-// Package watch keeps clients' watches open and lets those that ask the same share one stream from their source: the
-// watch tier or, for authn, authz and admission, registry.
+// Package watch serves clients' watches. Watches with equal queries share a stream from their source: the watch tier
+// or, for authn, authz and admission, registry. The package does not authorize requests and does not encode events.
 //
-// A watch begins alone, with a stream of its own, for as long as it is behind: its initial events, or a replay. Once it
-// has come to where the shared stream (a feed) is, it joins it. It leaves when the feed no longer holds what comes next
-// for it, and is alone again. Either way its place is the position of the last event that it was sent, and so a lost
-// replica, a lost feed and a slow client all come to the same: go on after that position.
+// A watch starts unsynced, with its own stream, until it has received its initial events or a replay. When it has
+// reached the position of the shared stream (a watchBroadcast), it joins it as a receiver. It becomes unsynced again if
+// the broadcast no longer holds its next event. In both states its position is that of the last event sent. A lost
+// replica, a lost broadcast and a slow client therefore have the same remedy: resume after that position.
+//
+// Goroutines: the request's goroutine runs Hub.Serve and is the only user of its Sink. A broadcast's goroutine receives
+// frames and writes them to synced receivers. The goroutine of shared initial events reads ahead for their members.
+// Limiters and connections call Unblock from timers or from their own goroutine.
+//
+// Review notes:
+//
+//   - No path may wait for a client while it holds watchBroadcast.mu: the broadcast's goroutine serves all receivers.
+//   - Callbacks (Waiter.Unblock, MemoryQuota.trim) must run without the caller's lock. The receiver type documents the
+//     lock order.
+//   - A receiver must not drop or repeat an event. Every transition keeps cursor, position and skipUntil consistent.
+//   - A goroutine per receiver was the obvious alternative. It costs a wakeup, a TLS record and a system call for every
+//     event and watcher (see h2writer).
+//   - A broadcast across owners was another. It fails because a replica delays large events by owner.
 package watch
 
 import (
 	"context"
 	"crypto/sha256"
-	"fmt"
+	"errors"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -22,91 +36,98 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"watershed.dev/platform/coalesce"
+	"watershed.dev/platform/config"
 	"watershed.dev/platform/events"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/h2writer"
 )
 
-// Config is how watches are kept.
+// Config holds the settings of watches.
 type Config struct {
-	// BookmarkPeriod is how often a watch that allows bookmarks gets one.
+	// BookmarkPeriod is the minimum time between two bookmarks of a watch that allows them.
 	BookmarkPeriod time.Duration
-	// WriteTimeout is how long a client may take no byte of what is due to it before it is cut off.
+	// WriteTimeout is how long a client may accept no pending byte before its watch ends.
 	WriteTimeout time.Duration
-	// BroadcastBytes bounds the recent events that a feed keeps for those who fall behind.
+	// BroadcastBytes limits the recent events that a broadcast holds for receivers that are behind.
 	BroadcastBytes int
-	// BroadcastTotalBytes bounds what all feeds together keep, and again what is kept of initial events that watches share.
-	// Where that is used up those go at the pace of the slowest that shares them.
+	// BroadcastTotalBytes limits the recent events of all broadcasts. The same limit applies separately to the buffered
+	// frames of shared initial events. When that buffer is full, shared initial events proceed at the pace of their
+	// slowest member.
 	BroadcastTotalBytes int64
-	// UserRate is how many events a second the watches of one user are delivered; an event counts as one, and as one
-	// more for each KB. 0: there is no bound.
+	// UserRate is how many tokens per second the watches of one user receive. An event costs a token, plus
+	// a token per KiB of data. 0: no limit.
 	UserRate int
 }
 
-// AddFlags registers the flags --watch-*, with their defaults.
+// AddFlags registers the flags --watch-* and --max-watch-rate-per-user, with their defaults.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.DurationVar(&c.BookmarkPeriod, "watch-bookmark-period", time.Minute,
-		"How often a watch that allows bookmarks gets one.")
+		"The minimum time between two bookmarks of a watch that allows them.")
 	fs.DurationVar(&c.WriteTimeout, "watch-write-timeout", 30*time.Second,
-		"How long a watch's client may take no byte of what is due to it before its stream is ended.")
+		"How long a client may accept no pending byte of a watch before the gateway ends the watch.")
 	fs.IntVar(&c.UserRate, "max-watch-rate-per-user", 100000,
-		"How many events a second all watches of one user together are delivered by a gateway, ten seconds' worth of "+
-			"them at once; an event counts as one, and as one more for each KB. What is over comes later, and a watch "+
-			"that falls too far behind so is ended. 0: no bound. Nodes, system:masters and the service accounts of "+
-			"kube-system have none.")
+		"The rate limit, in events per second, for all watches of a user at a gateway. The burst is ten seconds' "+
+			"worth. An event counts as one, plus one per KB. Events over the rate are delayed, and a watch that falls "+
+			"too far behind is ended. 0: no limit. Nodes, system:masters and the service accounts of kube-system "+
+			"have no limit.")
 	fs.Int64Var(&c.BroadcastTotalBytes, "watch-broadcast-total-bytes", 256<<20,
-		"How many bytes of recent events all shared streams together keep for clients that are behind.")
+		"The total size in bytes of the recent events that all watch broadcasts hold for clients that are behind.")
 	fs.IntVar(&c.BroadcastBytes, "watch-broadcast-bytes", 4<<20,
-		"How many bytes of recent events are kept for the clients of one shared stream; who falls further behind "+
-			"goes on with a stream of its own.")
+		"The size in bytes of the recent events that a watch broadcast holds. A watch that falls further behind "+
+			"continues with its own stream.")
 }
 
-// Validate names the flag that is wrong.
+// Validate returns an error that names the invalid flag.
 func (c *Config) Validate() error {
-	if c.UserRate < 0 {
-		return fmt.Errorf("--max-watch-rate-per-user %d: must not be negative; 0 is no bound", c.UserRate)
-	}
-	return nil
+	return errors.Join(
+		config.AtLeast("watch-bookmark-period", c.BookmarkPeriod, time.Millisecond),
+		config.AtLeast("watch-write-timeout", c.WriteTimeout, time.Millisecond),
+		config.AtLeast("max-watch-rate-per-user", c.UserRate, 0),
+		config.AtLeast("watch-broadcast-total-bytes", c.BroadcastTotalBytes, 1),
+		config.AtLeast("watch-broadcast-bytes", c.BroadcastBytes, 1),
+	)
 }
 
 const (
-	// resumeTimeout is how long a stream waits for its source to come back before it is closed and the client asks anew.
+	// resumeTimeout is how long an open watch waits for its source to return. After it the watch ends, and the client
+	// retries.
 	resumeTimeout = 30 * time.Second
-	// idleTimeout is how long a feed outlives its last client: client-go watches again at once when its watch has timed out.
+	// idleTimeout is how long a broadcast outlives its last receiver. client-go watches again at once when its watch
+	// times out.
 	idleTimeout = 500 * time.Millisecond
-	// lastBookmarkLead is how long before a watch's time is up its last bookmark is sent, as kube-apiserver's
+	// lastBookmarkLead is how long before its deadline a watch gets its last bookmark, as in kube-apiserver
 	// (k8s.io/apiserver/pkg/storage/cacher, cacheWatcher.nextBookmarkTime).
 	lastBookmarkLead = 2 * time.Second
-	// firstBookmarkDelay is how long after its beginning a watch's first bookmark is due, as kube-apiserver's.
+	// firstBookmarkDelay is how long after its start a watch's first bookmark is due, as in kube-apiserver.
 	firstBookmarkDelay = time.Second
-	// headersDelay is how long an answer may wait for its first frame before its head is sent without one.
+	// headersDelay is how long a response waits for its first frame before its headers are sent.
 	headersDelay = 50 * time.Millisecond
-	// revisionTimeout is how long a watch waits to be told whether etcd has come to where it begins, before it begins
-	// alone.
+	// revisionTimeout is how long a watch waits for etcd's current revision. After it the watch starts unsynced.
 	revisionTimeout = time.Second
-	// rejoinBackoff is how long a client whose feed has ended stays away from the next one: what ended it may end that as
-	// well.
+	// rejoinBackoff is how long a watch joins no broadcast after its last broadcast ended. The cause may end the next
+	// broadcast too.
 	rejoinBackoff = 10 * time.Second
-	// minRetryDelay is the pause before the next replica is tried, and maxRetryDelay what it grows to while none answers.
+	// minRetryDelay is the first delay before the next replica is tried. The delay grows to maxRetryDelay while no
+	// replica responds.
 	minRetryDelay = 20 * time.Millisecond
 	maxRetryDelay = 500 * time.Millisecond
 )
 
-// retryDelay is how long to wait before the next try, by for how long none has succeeded.
+// retryDelay returns the delay before the next attempt: a quarter of the time since the first failure, within bounds.
 func retryDelay(unavailableSince time.Time) time.Duration {
 	return min(maxRetryDelay, max(minRetryDelay, time.Since(unavailableSince)/4))
 }
 
-// Sink is a client's open response. Its methods are called by one goroutine.
+// Sink is a client's open response. Only the goroutine of Serve calls its methods.
 type Sink interface {
-	// SendHeaders sends the head, once.
+	// SendHeaders sends the response headers. It is called once.
 	SendHeaders()
-	// Write sends whole frames. It is wire.ErrSlow when the client takes nothing for as long as patience.
+	// Write sends whole frames. It returns h2writer.ErrSlowClient if the client accepts no data for writeTimeout.
 	Write(ctx context.Context, writeTimeout time.Duration, frames ...[]byte) error
-	// Fail answers an error; only before SendHeaders.
+	// Fail sends an error response. It is called only before SendHeaders.
 	Fail(error)
-	// Hijack makes the response one that others may write as well; nil where that is impossible. Only after
-	// SendHeaders.
+	// Hijack makes the response writable by other goroutines, and returns nil if that is impossible. It is called only
+	// after SendHeaders.
 	Hijack(ctx context.Context) *h2writer.Stream
 }
 
@@ -116,18 +137,18 @@ type Watcher interface {
 		...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error)
 }
 
-// Hub is all open watches that a gateway fills from one source.
+// Hub holds the open watches of a source. It is safe for concurrent use.
 type Hub struct {
 	Client Watcher
 	Config *Config
-	// MemoryQuota is what the feeds of all hubs keep together; its own where it is nil.
+	// MemoryQuota is the quota of the broadcasts of all hubs. Nil: this hub has its own.
 	MemoryQuota *MemoryQuota
-	// RateLimiter are those of the users of all hubs; nil: nobody has one.
+	// RateLimiter holds the rate limiters of users for all hubs. Nil: no limit.
 	RateLimiter *RateLimiter
-	// InflightQuota is what watches of all hubs hold for their clients.
+	// InflightQuota accounts for bytes that watches of all hubs hold until clients have accepted them. Nil: no limit.
 	InflightQuota *InflightQuota
-	// Revision is etcd's now. Without it a client that names a place further than a feed has come does not join it at
-	// once.
+	// Revision returns etcd's current revision. If it is nil, a watch whose resourceVersion the broadcast has not
+	// reached starts unsynced.
 	Revision func(context.Context) (int64, error)
 
 	revisions coalesce.Group[int64]
@@ -135,11 +156,12 @@ type Hub struct {
 	ownQuota   MemoryQuota
 	mu         sync.Mutex
 	broadcasts map[key]*watchBroadcast
-	// initialEvents are those that have not answered, by what is asked; those that have are known to who is in them.
+	// initialEvents holds the streams without a first frame, by request. Later only their members refer to them.
 	initialEvents map[string]*initialEventsQueue
-	// bufferedBytes is what all flights keep, up to Config.BroadcastTotalBytes.
+	// bufferedBytes is the size of all frames buffered for shared initial events, limited by
+	// Config.BroadcastTotalBytes.
 	bufferedBytes atomic.Int64
-	// startDelay is how long those who ask wait for the flight before theirs to answer; 0: defaultStartDelay.
+	// startDelay is how long shared initial events wait for the running stream's first frame. 0: defaultStartDelay.
 	startDelay time.Duration
 }
 
@@ -152,7 +174,7 @@ func (h *Hub) quota() *MemoryQuota {
 	return &h.ownQuota
 }
 
-// Gauges and counters of this package.
+// Metrics of this package, in addition to inflightBytes.
 var (
 	clients = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_gateway_watch_clients",
@@ -160,45 +182,45 @@ var (
 	})
 	receivers = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_gateway_watch_broadcast_receivers",
-		Help: "Open watches that share a stream with others that ask the same.",
+		Help: "Open watches that are receivers of a watch broadcast.",
 	})
 	broadcasts = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_gateway_watch_broadcasts",
-		Help: "Streams that watches share.",
+		Help: "Streams from the watch tier or registry that watches with equal queries share.",
 	})
 	broadcastBytes = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_gateway_watch_broadcast_bytes",
-		Help: "Bytes of recent events that shared streams keep.",
+		Help: "Bytes of recent events that watch broadcasts hold.",
 	})
 	delivered = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "watershed_gateway_watch_events_total",
-		Help: "Events written to clients from shared streams.",
+		Help: "Events written to clients from watch broadcasts.",
 	})
 	resumes = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "watershed_gateway_watch_resumes_total",
-		Help: "Times that a stream went on with another replica of their source, unseen by clients.",
+		Help: "Streams that resumed after their source was unavailable. Clients do not notice.",
 	})
 	reassignments = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "watershed_gateway_watch_reassignments_total",
-		Help: "Times that a stream was taken over by a replica that serves its resource now, while the one before still did.",
+		Help: "Watch broadcasts that moved to a replica that now owns their resource, before the old stream ended.",
 	})
 	slowClients = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "watershed_gateway_watch_slow_clients_total",
-		Help: "Watches ended because the client took nothing for --watch-write-timeout.",
+		Help: "Watches ended because the client accepted no data for --watch-write-timeout (over quota: 250 ms).",
 	})
 )
 
 var overRate = prometheus.NewCounter(prometheus.CounterOpts{
 	Name: "watershed_gateway_watches_over_rate_total",
-	Help: "Watches ended because their user's were delivered more than --max-watch-rate-per-user, and they fell too far behind.",
+	Help: "Watches ended because their user exceeded --max-watch-rate-per-user and they fell too far behind.",
 })
 
 var throttledWatches = prometheus.NewGauge(prometheus.GaugeOpts{
 	Name: "watershed_gateway_watches_throttled",
-	Help: "Watches that wait because their user's are delivered more than --max-watch-rate-per-user.",
+	Help: "Watches that wait because their user exceeds --max-watch-rate-per-user.",
 })
 
-// Metrics are this package's collectors.
+// Metrics returns this package's collectors.
 func Metrics() []prometheus.Collector {
 	return []prometheus.Collector{
 		clients,
@@ -215,9 +237,9 @@ func Metrics() []prometheus.Collector {
 	}
 }
 
-// keyOf returns the key of the feed that a query of an owner uses. Owners have feeds of their own, because a replica
-// delays the large events of an owner with many streams: another owner's watches must not wait behind these. When the
-// resource was defined is no part of the key, because the source ends the watches of a resource that is redefined.
+// keyOf returns the key of the broadcast for a query and an owner. Owners have separate broadcasts, because a replica
+// delays the large events of an owner with many streams. Watches of other owners must not wait behind these events. The
+// crd_revision is not part of the key, because the source ends the watches of a changed CRD.
 func keyOf(q *watchfanoutv1.Query, owner string) (key, error) {
 	identity := &watchfanoutv1.Query{
 		Resource:      q.Resource,
@@ -235,9 +257,9 @@ func keyOf(q *watchfanoutv1.Query, owner string) (key, error) {
 	return sha256.Sum256(append(ownerHash[:], data...)), nil
 }
 
-// joinBroadcast adds a client at a position to the feed of its query, which is begun there if there is none and the tier has
-// reached the position: a client may name any revision, and the others are not to wait for it. It answers nil where
-// there is no feed that holds what comes after the position.
+// joinBroadcast adds a receiver to the broadcast of a query. If there is none, it starts a broadcast at position. It
+// does so only if the tier has reached position, because a client may name any revision and others must not wait for
+// it. It returns nil if no broadcast holds the events after position.
 func (h *Hub) joinBroadcast(k key, r *Request, position events.Position, reached bool) (*watchBroadcast, *receiver) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -269,8 +291,8 @@ func (h *Hub) joinBroadcast(k key, r *Request, position events.Position, reached
 	return b, b.join(position)
 }
 
-// revisionExists says whether etcd has come to the client's resourceVersion. A larger one is of another history, from before a
-// backup was restored: a feed would leave out in silence what comes before it.
+// revisionExists reports whether etcd has reached the client's resourceVersion. A larger revision is from another
+// epoch, before a backup was restored. A broadcast would silently skip all events up to it.
 func (h *Hub) revisionExists(ctx context.Context, k key, position events.Position) bool {
 	h.mu.Lock()
 	b := h.broadcasts[k]
@@ -287,7 +309,7 @@ func (h *Hub) revisionExists(ctx context.Context, k key, position events.Positio
 	return err == nil && position.Revision <= now
 }
 
-// joinable says whether a client at a position could join.
+// joinable reports whether a watch at position could join.
 func (h *Hub) joinable(k key, position events.Position) bool {
 	h.mu.Lock()
 	b := h.broadcasts[k]
@@ -300,7 +322,7 @@ func (h *Hub) joinable(k key, position events.Position) bool {
 	return !b.ended && !position.Before(b.low) && !position.DifferentEpoch(b.high)
 }
 
-// drop forgets a feed: it has ended.
+// drop removes an ended broadcast and cancels its stream.
 func (h *Hub) drop(b *watchBroadcast) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -311,7 +333,8 @@ func (h *Hub) drop(b *watchBroadcast) {
 	b.cancel()
 }
 
-// positionAfter is the place after everything of a resourceVersion; ok is false where it is none that a log has.
+// positionAfter returns the position after all events of a resourceVersion. ok is false if the version is not a
+// positive number.
 func positionAfter(resourceVersion string) (events.Position, bool) {
 	n, err := strconv.ParseInt(resourceVersion, 10, 64)
 	return events.Position{Revision: n, Index: events.LastIndex}, err == nil && n > 0

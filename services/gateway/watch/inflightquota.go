@@ -8,30 +8,30 @@ import (
 )
 
 const (
-	// maxInflightBytes bounds what all watches together hold for clients that have not taken it yet; maxOwnerBytes is one
-	// user's share of it. Beyond the bound each user's share is minOwnerBytes.
+	// maxInflightBytes limits the bytes that all watches hold until their clients have accepted them. maxOwnerBytes is
+	// the limit of a user. While the total exceeds maxInflightBytes, a user's limit is minOwnerBytes.
 	maxInflightBytes = 256 << 20
 	maxOwnerBytes    = 32 << 20
 	minOwnerBytes    = 2 << 20
-	// overQuotaTimeout is how long a client may take nothing of a write while its user is over the share.
+	// overQuotaTimeout is how long a client may accept no data of a write while its user is over the limit.
 	overQuotaTimeout = 250 * time.Millisecond
 )
 
 var inflightBytes = prometheus.NewGauge(prometheus.GaugeOpts{
 	Name: "watershed_gateway_watch_inflight_bytes",
-	Help: "Bytes of events that watches hold because their clients have not taken them yet.",
+	Help: "Bytes of events that watches hold because clients have not accepted them yet.",
 })
 
-// InflightQuota counts the bytes that watches hold while they write them to their clients, by user. A watch whose user is over
-// the share ends if its client takes nothing for overQuotaTimeout. The zero value is ready to use.
+// InflightQuota accounts for the bytes that watches hold while they write them to clients, by user. If a user is over
+// the limit, its watches end when the client accepts no data for overQuotaTimeout. The zero value is ready to use.
 type InflightQuota struct {
 	mu sync.Mutex
-	// total counts at most maxOwnerBytes of each user: what one holds beyond it does not take from the others' shares.
+	// total counts at most maxOwnerBytes of each user, so a user over the limit does not reduce the limits of others.
 	total  int64
 	owners map[string]*ownerQuota
 }
 
-// ownerQuota is one user's part. Its methods work on nil, which has no bound.
+// ownerQuota is a user's account. Nil has no limit.
 type ownerQuota struct {
 	quota   *InflightQuota
 	owner   string
@@ -39,8 +39,8 @@ type ownerQuota struct {
 	bytes   int64
 }
 
-// join returns the part of a user, until leave. It is nil for the empty owner: the system's own services and
-// administrators have no bound.
+// join returns the account of a user, until leave. It is nil for the empty owner: the system's own services and
+// administrators have no limit.
 func (q *InflightQuota) join(owner string) *ownerQuota {
 	if q == nil || owner == "" {
 		return nil
@@ -78,8 +78,8 @@ func (q *InflightQuota) ownerLimit() int64 {
 	return maxOwnerBytes
 }
 
-// account counts n bytes for as long as a watch writes them, and fewer with a negative n. It reports whether the user is
-// over its share.
+// account adds n bytes while a watch writes them, and removes them with a negative n. It reports whether the user is
+// over its limit.
 func (o *ownerQuota) account(n int) (over bool) {
 	if o == nil {
 		return false

@@ -5,7 +5,8 @@ import (
 	"testing"
 )
 
-// A user is over its share with what its own watches hold, and with little once all users together hold too much.
+// A user is over its limit by the bytes of its own watches only. The limit is small while all users together exceed the
+// quota.
 func TestInflightQuotaIsPerUser(t *testing.T) {
 	quota := &InflightQuota{}
 	loud, quiet := quota.join("loud"), quota.join("quiet")
@@ -14,14 +15,14 @@ func TestInflightQuotaIsPerUser(t *testing.T) {
 	}
 	loud.leave()
 	if loud.account(maxOwnerBytes) || quiet.account(1) {
-		t.Error("a user within the share is over it")
+		t.Error("a user within its limit is over it")
 	}
 	if !loud.account(1) || quiet.account(1) {
-		t.Error("a user is over the share with what it holds itself, and with nothing else")
+		t.Error("a user's limit does not depend on its own bytes only")
 	}
 	loud.account(maxInflightBytes)
 	if quiet.account(minOwnerBytes) {
-		t.Error("one user alone takes the others' shares")
+		t.Error("a single user reduces the limits of others")
 	}
 	var crowd []*ownerQuota
 	for n := range maxInflightBytes / maxOwnerBytes {
@@ -30,7 +31,7 @@ func TestInflightQuotaIsPerUser(t *testing.T) {
 		crowd = append(crowd, o)
 	}
 	if quiet.account(-2) || !quiet.account(2) {
-		t.Error("beyond the bound a user has the least share")
+		t.Error("over the quota, the limit is not minOwnerBytes")
 	}
 	for _, o := range crowd {
 		o.account(-maxOwnerBytes)
@@ -47,7 +48,7 @@ func TestInflightQuotaIsPerUser(t *testing.T) {
 	}
 	for _, o := range []*ownerQuota{quota.join(""), (*InflightQuota)(nil).join("a")} {
 		if o.account(maxInflightBytes * 2) {
-			t.Error("it has a bound")
+			t.Error("it has a limit")
 		}
 		o.leave()
 	}

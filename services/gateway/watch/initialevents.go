@@ -14,59 +14,68 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// Fifty informers that begin at once ask the same, and each is to have the whole of it. What they are sent is read once
-// for all who ask while the one before has not answered: a flight. It begins after the last of them has asked, so each
-// gets what is as fresh as what a stream of its own would bring (platform/coalesce has the same rule). A frame is kept
-// until everybody in the flight has taken it; where all flights keep too much, each goes at the pace of its slowest.
+// Shared initial events. Fifty informers that start together send equal requests, and each needs all objects. A watch
+// that arrives while a stream of its query has no first frame yet joins the next stream. That stream starts after its
+// last member has joined, so its data is as fresh as a private stream's (platform/coalesce has the same rule).
+//
+// A frame stays in memory until every member has received it. If the buffer is full, the stream proceeds at the pace of
+// its slowest member. Lock order: Hub.mu, then sharedInitialEvents.mu.
 
 const (
-	// defaultStartDelay is how long those who ask wait for the flight before theirs to answer.
+	// defaultStartDelay is how long a watch waits for the first frame of the stream before its own.
 	defaultStartDelay = 100 * time.Millisecond
-	// readAheadFrames is how many frames are read for several before any of them asks.
+	// readAheadFrames is how many frames are read in advance if a stream has several members.
 	readAheadFrames = 4
-	// evictTimeout is how long the slowest in a flight may keep the others waiting where there is no room.
+	// evictTimeout is how long the slowest member may delay the others while the buffer is full.
 	evictTimeout = 5 * time.Second
 )
 
-// frameReceiver are what a session goes on with while it is alone.
+// frameReceiver is the stream of an unsynced watch.
 type frameReceiver interface {
 	Recv() (*watchfanoutv1.WatchFrame, error)
 }
 
-// sharedInitialEvents is one stream for all who are in it.
+// sharedInitialEvents is a stream that all its members receive.
+//
+//	queued --- first frame of the previous stream, or startDelay ---> running.
+//	running --- stream ended, or no member left ---> ended.
+//
+// The goroutine of run reads frames while members request them. A member leaves by itself, or evict removes it.
 type sharedInitialEvents struct {
 	hub *Hub
 
 	mu              sync.Mutex
-	members         map[*member]struct{} // who have not left
+	members         map[*member]struct{} // without members that have left
 	frames          []bufferedFrame
-	base            int // the number of kept[0]
-	requestedFrames int // how many frames there are to be
+	base            int // the number of frames[0]
+	requestedFrames int // how many frames run should read
 	err             error
-	changed         chan struct{} // closed when there is more
+	changed         chan struct{} // closed when a frame or an error is added
 	demand          sync.Cond
-	evictTimer      *time.Timer // runs while the slowest keeps the others waiting
+	evictTimer      *time.Timer // runs while the slowest member delays the others
 	cancel          context.CancelFunc
 }
 
-// bufferedFrame is a frame, and how many are still to take it.
+// bufferedFrame is a frame and the number of members that have not received it.
 type bufferedFrame struct {
 	frame   *watchfanoutv1.WatchFrame
 	readers int
 }
 
-// initialEventsQueue are those of one question: ahead has begun and not answered, and next is for those who ask now.
+// initialEventsQueue holds the streams of a request. running has started and has no first frame yet; next collects
+// members.
 type initialEventsQueue struct{ running, next *sharedInitialEvents }
 
-// member is one session's part in a flight.
+// member is a watch's part in shared initial events.
 type member struct {
 	ctx           context.Context
 	initialEvents *sharedInitialEvents
 	nextFrame     int
-	err           error // why its part has ended before the flight
+	err           error // why its part ended before the stream
 }
 
-// joinInitialEvents has the watch begin with others of its owner that ask the same; leave says that it goes on by itself.
+// joinInitialEvents adds the watch to the initial events that its owner's equal watches share. The caller must call
+// leave when it stops receiving.
 func (h *Hub) joinInitialEvents(
 	ctx context.Context,
 	storageResource string,
@@ -118,7 +127,7 @@ func newInitialEvents(h *Hub) *sharedInitialEvents {
 	return e
 }
 
-// startNext begins the next flight, or forgets the question where nobody waits for one. The hub's lock is held.
+// startNext starts the next stream, or removes the queue if no watch has joined it. The hub's lock is held.
 func (h *Hub) startNext(ctx context.Context, queryKey string, queue *initialEventsQueue, storageResource string,
 	r *watchfanoutv1.WatchRequest) {
 	e := queue.next
@@ -138,7 +147,7 @@ func (h *Hub) startNext(ctx context.Context, queryKey string, queue *initialEven
 	go e.run(detachedCtx, storageResource, r, func() { h.startNextAfter(detachedCtx, queryKey, e, storageResource, r) })
 }
 
-// startNextAfter says that a flight has answered, or is not waited for any longer: the next one begins.
+// startNextAfter starts the next stream after e has its first frame or startDelay has passed.
 func (h *Hub) startNextAfter(ctx context.Context, queryKey string, e *sharedInitialEvents, storageResource string,
 	r *watchfanoutv1.WatchRequest) {
 	h.mu.Lock()
@@ -148,7 +157,7 @@ func (h *Hub) startNextAfter(ctx context.Context, queryKey string, e *sharedInit
 	}
 }
 
-// run reads the stream, as far as anybody asks for it.
+// run reads frames from the stream while members request them.
 func (e *sharedInitialEvents) run(
 	ctx context.Context,
 	storageResource string,
@@ -170,8 +179,8 @@ func (e *sharedInitialEvents) run(
 	}
 }
 
-// add adds a frame or the error that there is in place of one, and waits until another is asked for; false where none
-// will be.
+// add adds a frame, or the error that ended the stream, and waits until a member requests another frame. It returns
+// false if run should stop.
 func (e *sharedInitialEvents) add(m *watchfanoutv1.WatchFrame, err error) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -196,19 +205,19 @@ func (e *sharedInitialEvents) add(m *watchfanoutv1.WatchFrame, err error) bool {
 	return false
 }
 
-// notify has everybody look again. The lock is held.
+// notify wakes all members. The lock is held.
 func (e *sharedInitialEvents) notify() {
 	close(e.changed)
 	e.changed = make(chan struct{})
 }
 
-// overQuota says whether there is no room for more: then the slowest says how fast the flight goes. The lock is held.
+// overQuota reports whether the buffer is full, so that the slowest member sets the pace. The lock is held.
 func (e *sharedInitialEvents) overQuota() bool {
 	return len(e.frames) > 0 && e.hub.bufferedBytes.Load() > e.hub.Config.BroadcastTotalBytes
 }
 
-// evict ends the part of those who have not taken the frame that the others wait behind: what they were sent of the
-// initial events cannot be taken back, so they ask anew.
+// evict removes the slowest members if they still delay the others since base. Initial events already sent cannot be
+// taken back, so the clients of removed members must watch again.
 func (e *sharedInitialEvents) evict(base int) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -225,7 +234,7 @@ func (e *sharedInitialEvents) evict(base int) {
 	e.demand.Signal()
 }
 
-var errTooSlow = status.Error(codes.Unavailable, "the watch is too slow for those who share its beginning")
+var errTooSlow = status.Error(codes.Unavailable, "the watch is too slow to share its initial events with other watches")
 
 func frameBytes(m *watchfanoutv1.WatchFrame) (n int64) {
 	for _, p := range m.Initial {
@@ -234,7 +243,7 @@ func frameBytes(m *watchfanoutv1.WatchFrame) (n int64) {
 	return n + int64(len(m.Data))
 }
 
-// releaseFrame notes that one who was to take the frame with some number has it, or needs it no more. The lock is held.
+// releaseFrame records that a member has received frame `number` or no longer needs it. The lock is held.
 func (e *sharedInitialEvents) releaseFrame(number int) {
 	e.frames[number-e.base].readers--
 	for len(e.frames) > 0 && e.frames[0].readers == 0 {
@@ -246,7 +255,7 @@ func (e *sharedInitialEvents) releaseFrame(number int) {
 	}
 }
 
-// Recv is the next frame.
+// Recv returns the next frame.
 func (p *member) Recv() (*watchfanoutv1.WatchFrame, error) {
 	e := p.initialEvents
 	e.mu.Lock()
@@ -285,17 +294,17 @@ func (p *member) Recv() (*watchfanoutv1.WatchFrame, error) {
 	}
 }
 
-// leave ends the session's part. It must not be called while Recv is.
+// leave removes the member. It must not run while Recv does.
 func (p *member) leave() {
 	e := p.initialEvents
-	e.hub.mu.Lock() // it may not have begun
+	e.hub.mu.Lock() // the stream may not have started
 	defer e.hub.mu.Unlock()
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.remove(p)
 }
 
-// remove takes a member out. The lock is held.
+// remove removes a member. The lock is held.
 func (e *sharedInitialEvents) remove(p *member) {
 	if _, ok := e.members[p]; !ok {
 		return

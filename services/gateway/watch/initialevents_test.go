@@ -15,11 +15,11 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// fakeSource answers each stream with frames that say which stream it is; the frames of a stream come when it may go.
+// fakeSource opens streams whose frames carry the stream's number. A stream sends frames after it is released.
 type fakeSource struct {
 	mu      sync.Mutex
 	opened  []*fakeStream
-	started chan struct{} // one for each stream
+	started chan struct{} // a value per stream
 }
 
 type fakeStream struct {
@@ -27,7 +27,7 @@ type fakeStream struct {
 	ctx      context.Context
 	openedAt time.Time
 	n        int
-	release  chan struct{} // closed when it may answer
+	release  chan struct{} // closed when the stream may respond
 	total    int
 	sent     int
 	err      error
@@ -81,7 +81,7 @@ func (s *fakeSource) hub() *Hub {
 	return &Hub{Client: s, Config: &Config{BroadcastTotalBytes: 1 << 20}, startDelay: time.Minute}
 }
 
-// drain is everything that one is sent, and how it ends.
+// drain returns the data that a member receives, and the error at the end.
 func drain(p *member) (string, error) {
 	var b strings.Builder
 	for {
@@ -110,8 +110,8 @@ func (s *fakeSource) join(t *testing.T, h *Hub) (*member, func()) {
 	return p, leave
 }
 
-// Those who ask while a stream has not answered share the next one, which begins after they have asked; each has all of
-// it, at its own pace while there is room, and nothing is kept when all have it.
+// Watches that arrive while a stream has no first frame share the next stream, which starts after they have joined.
+// Each receives all of it, at its own pace while the buffer has space. No frame is retained after all have received it.
 func TestConcurrentWatchesShareInitialEvents(t *testing.T) {
 	s := newSource()
 	h := s.hub()
@@ -128,7 +128,7 @@ func TestConcurrentWatchesShareInitialEvents(t *testing.T) {
 	close(s.stream(0).release)
 	<-s.started
 	if s.streamCount() != 2 || s.stream(1).openedAt.Before(lastJoin) {
-		t.Errorf("%d streams, the second %v after the last one has asked", s.streamCount(), s.stream(1).openedAt.Sub(lastJoin))
+		t.Errorf("%d streams, the second %v after the last join", s.streamCount(), s.stream(1).openedAt.Sub(lastJoin))
 	}
 	close(s.stream(1).release)
 	if got, err := drain(first); got != streamText(0) || status.Code(err) != codes.Unavailable {
@@ -142,7 +142,7 @@ func TestConcurrentWatchesShareInitialEvents(t *testing.T) {
 	var wg sync.WaitGroup
 	for i, p := range fast {
 		wg.Go(func() {
-			if i%7 == 3 { // some leave amid it
+			if i%7 == 3 { // some leave during the stream
 				_, _ = p.Recv()
 			} else if got, err := drain(p); got != streamText(1) || status.Code(err) != codes.Unavailable {
 				t.Errorf("%d: %s, %v", i, got, err)
@@ -152,23 +152,23 @@ func TestConcurrentWatchesShareInitialEvents(t *testing.T) {
 	}
 	wg.Wait()
 	if held := h.bufferedBytes.Load(); held == 0 {
-		t.Error("nothing is kept for the slowest")
+		t.Error("nothing is buffered for the slowest")
 	}
 	if got, _ := drain(slow); "1.1 "+got != streamText(1) {
-		t.Errorf("the slowest has %s", got)
+		t.Errorf("the slowest received %s", got)
 	}
 	leaves[0]()
 	if held := h.bufferedBytes.Load(); held != 0 {
 		t.Errorf("%d bytes are kept for nobody", held)
 	}
 	if n := len(h.initialEvents); n != 0 {
-		t.Errorf("%d questions are waited for", n)
+		t.Errorf("%d queues remain", n)
 	}
-	s.join(t, h) // by itself again
+	s.join(t, h) // a single member again
 	<-s.started
 }
 
-// A stream that does not answer keeps those after it for a moment only, and one that everybody has left is ended.
+// An unresponsive stream delays the next stream only briefly, and a stream without members is ended.
 func TestUnresponsiveInitialEventsDoNotBlock(t *testing.T) {
 	s := newSource()
 	h := s.hub()
@@ -192,7 +192,7 @@ func TestUnresponsiveInitialEventsDoNotBlock(t *testing.T) {
 	}
 	leave()
 	<-s.stream(0).ctx.Done()
-	// all leave before it begins
+	// all leave before it starts
 	_, leave = s.join(t, h)
 	<-s.started
 	_, leaveNext = s.join(t, h)
@@ -203,8 +203,8 @@ func TestUnresponsiveInitialEventsDoNotBlock(t *testing.T) {
 	leave()
 }
 
-// fullInitialEvents is one with two in it and room for a frame, after one that its first has for himself. leave ends all
-// three's parts.
+// fullInitialEvents returns two members of a stream, with a buffer for a single frame. An earlier stream has another
+// member. leave removes all three.
 func fullInitialEvents(t *testing.T) (h *Hub, slow, fast *member, leave func()) {
 	t.Helper()
 	s := newSource()
@@ -224,7 +224,7 @@ func fullInitialEvents(t *testing.T) (h *Hub, slow, fast *member, leave func()) 
 	}
 }
 
-// Where all flights keep as much as they may, the slowest says how fast one goes.
+// When the buffer is full, the stream proceeds at the pace of its slowest member.
 func TestInitialEventsBufferIsBounded(t *testing.T) {
 	_, slow, fast, leave := fullInitialEvents(t)
 	got := make(chan string, 1)
@@ -236,18 +236,19 @@ func TestInitialEventsBufferIsBounded(t *testing.T) {
 		e.mu.Unlock()
 		if retained > readAheadFrames+1 || blocked || time.Now().After(until) {
 			if !blocked {
-				t.Errorf("%d frames are kept", retained)
+				t.Errorf("%d frames are buffered", retained)
 			}
 			break
 		}
 	}
 	if data, _ := drain(slow); data != streamText(1) || <-got != streamText(1) {
-		t.Errorf("the slow one has %s", data)
+		t.Errorf("the slow member received %s", data)
 	}
 	leave()
 }
 
-// The slowest does not keep the others waiting for long where there is no room: its part ends, and theirs goes on.
+// While the buffer is full, the slowest member does not delay the others for long. It is evicted, and the stream
+// continues.
 func TestSlowestMemberIsEvicted(t *testing.T) {
 	h, slow, fast, leave := fullInitialEvents(t)
 	if m, err := slow.Recv(); err != nil || string(m.Initial[0]) != "1.1 " {
@@ -262,16 +263,16 @@ func TestSlowestMemberIsEvicted(t *testing.T) {
 		base := e.base
 		e.mu.Unlock()
 		if blocked {
-			e.evict(base - 1) // it has moved on since
+			e.evict(base - 1) // the member has since received that frame
 			e.evict(base)
 			break
 		}
 		if time.Now().After(until) {
-			t.Fatal("nobody waits")
+			t.Fatal("no member is blocked")
 		}
 	}
 	if data := <-got; data != streamText(1) {
-		t.Errorf("the fast one has %s", data)
+		t.Errorf("the fast member received %s", data)
 	}
 	if m, err := slow.Recv(); status.Code(err) != codes.Unavailable || m != nil {
 		t.Errorf("%v, %v", m, err)

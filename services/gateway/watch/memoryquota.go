@@ -7,20 +7,20 @@ import (
 	"time"
 )
 
-// MemoryQuota accounts for the bytes that feeds keep, up to Config.BroadcastTotalBytes. Its zero value is ready to use.
+// MemoryQuota accounts for the bytes that broadcasts hold, up to Config.BroadcastTotalBytes. Its zero value is ready to
+// use.
 type MemoryQuota struct {
 	used atomic.Int64
-	// aboveRetained is how many feeds keep more than retainedBytes, and aboveRetainedUsed how much those keep.
+	// aboveRetained is the number of broadcasts that hold more than retainedBytes, and aboveRetainedUsed their size.
 	aboveRetained, aboveRetainedUsed atomic.Int64
 
 	mu         sync.Mutex
 	broadcasts map[*watchBroadcast]struct{}
-	// trimming: all feeds are about to be trimmed.
+	// trimming: trim of all broadcasts is scheduled.
 	trimming bool
 }
 
-// trimAllDelay is how long all feeds together may keep more than their bound before those that no event comes to are
-// trimmed too.
+// trimAllDelay is how long the broadcasts may exceed their quota before idle broadcasts are trimmed too.
 const trimAllDelay = time.Second
 
 func (q *MemoryQuota) enter(b *watchBroadcast) {
@@ -38,10 +38,9 @@ func (q *MemoryQuota) leave(b *watchBroadcast) {
 	delete(q.broadcasts, b)
 }
 
-// share is how many bytes a feed may keep at most, and how many of what every client has seen, by a bound for all.
-// While more than the bound is kept, those that keep more than retainedBytes have equal parts of what the others leave,
-// which is half of it at least: one that keeps less than its part loses nothing to those that keep more. Then all feeds
-// are trimmed, a little later.
+// share returns how many bytes a broadcast may hold, and how many bytes that all receivers have seen, for a quota of
+// `bound` bytes. When the quota is exceeded, broadcasts above retainedBytes share the remaining bytes equally, at least
+// half of the quota. Small broadcasts are not trimmed for large broadcasts. share then schedules trim for all of them.
 func (q *MemoryQuota) share(bound int64) (limit, retained int) {
 	used := q.used.Load()
 	if used <= bound {
@@ -60,7 +59,7 @@ func (q *MemoryQuota) share(bound int64) (limit, retained int) {
 	return int(max(retainedBytes, max(bound-belowRetained, bound/2)/max(1, q.aboveRetained.Load()))), retained
 }
 
-// account accounts for bytes that a feed begins or, below 0, ceases to keep beside those that it keeps.
+// account adds n bytes to a broadcast that holds `size` bytes. n is negative for dropped entries.
 func (q *MemoryQuota) account(size, n int) {
 	if size > retainedBytes {
 		q.aboveRetained.Add(-1)
@@ -73,7 +72,7 @@ func (q *MemoryQuota) account(size, n int) {
 	broadcastBytes.Set(float64(q.used.Add(int64(n))))
 }
 
-// trim trims every feed.
+// trim trims every broadcast.
 func (q *MemoryQuota) trim() {
 	q.mu.Lock()
 	broadcasts := make([]*watchBroadcast, 0, len(q.broadcasts))

@@ -7,7 +7,7 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// newTestBroadcast is a feed of a hub's that nobody reads a stream for.
+// newTestBroadcast returns a broadcast without a stream.
 func newTestBroadcast(h *Hub) *watchBroadcast {
 	b := &watchBroadcast{
 		hub:    h,
@@ -19,14 +19,14 @@ func newTestBroadcast(h *Hub) *watchBroadcast {
 	return b
 }
 
-// size is how many bytes a feed keeps.
+// size returns how many bytes the broadcast holds.
 func (b *watchBroadcast) size() int {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.bytes
 }
 
-// newTestFrame is one event of n bytes.
+// newTestFrame returns a frame with an event of n bytes.
 func newTestFrame(revision int64, n int) *watchfanoutv1.WatchFrame {
 	return &watchfanoutv1.WatchFrame{
 		Data:     make([]byte, n),
@@ -37,14 +37,14 @@ func newTestFrame(revision int64, n int) *watchfanoutv1.WatchFrame {
 	}
 }
 
-// Where there is not enough for all each feed has an equal part, and one that keeps less loses nothing to others.
+// When the quota is exceeded, large broadcasts share it equally, and small broadcasts are not trimmed.
 func TestBroadcastsShareMemoryQuota(t *testing.T) {
 	const bound = 10 << 20
 	h := hub(newTier())
 	h.Config.BroadcastBytes, h.Config.BroadcastTotalBytes = 4<<20, bound
 	behind := func(events int64) *watchBroadcast {
 		b := newTestBroadcast(h)
-		b.join(b.low) // and never reads
+		b.join(b.low) // its receiver never reads
 		for r := range events {
 			b.dispatch(newTestFrame(2+r, 10_000))
 		}
@@ -53,30 +53,30 @@ func TestBroadcastsShareMemoryQuota(t *testing.T) {
 	quiet := behind(15)
 	retained := quiet.size()
 	for range 3 {
-		behind(1000) // together they take all that there is
+		behind(1000) // together they use the whole quota
 	}
 	for range 40 {
 		behind(40)
 	}
 	quiet.dispatch(newTestFrame(100, 10_000))
 	if n := quiet.size(); n < retained {
-		t.Errorf("of the %d bytes that one that is little behind kept it has %d", retained, n)
+		t.Errorf("a small broadcast held %d bytes and now holds %d", retained, n)
 	}
 	h.quota().trim()
 	if n := h.quota().used.Load(); n > bound {
-		t.Errorf("all keep %d bytes", n)
+		t.Errorf("all broadcasts hold %d bytes", n)
 	}
-	for range 300 { // which keep little
+	for range 300 { // these hold little
 		b := behind(1)
 		b.leave(b.receivers[0])
 	}
 	h.quota().trim()
 	if n := quiet.size(); n < retained {
-		t.Errorf("of the %d bytes that one that is little behind kept it has %d", retained, n)
+		t.Errorf("a small broadcast held %d bytes and now holds %d", retained, n)
 	}
 }
 
-// A feed keeps little of what everybody has seen, and all feeds together keep no more than the bound (F5, S13).
+// A broadcast holds few events that all receivers have seen, and all broadcasts stay within the quota (F5, S13).
 func TestBroadcastsTrimSeenEvents(t *testing.T) {
 	h := hub(newTier())
 	h.Config.BroadcastBytes, h.Config.BroadcastTotalBytes = 4<<20, 3<<20
@@ -93,23 +93,23 @@ func TestBroadcastsTrimSeenEvents(t *testing.T) {
 			}
 		}
 		if n := b.size(); n > 2*retainedBytes+40_000 {
-			t.Fatalf("a feed whose only client has seen everything keeps %d bytes", n)
+			t.Fatalf("a broadcast whose receivers have seen everything holds %d bytes", n)
 		}
 		b.leave(s)
 		b.end()
 	}
 	if n := h.quota().used.Load(); n != 0 {
-		t.Errorf("%d bytes are told to be kept by feeds that have ended", n)
+		t.Errorf("%d bytes are accounted to ended broadcasts", n)
 	}
 	for i := range broadcasts {
 		broadcasts[i] = newTestBroadcast(h)
-		broadcasts[i].join(events.Position{Revision: 1}) // and never reads
+		broadcasts[i].join(events.Position{Revision: 1}) // its receiver never reads
 		for r := int64(2); r < 30; r++ {
 			broadcasts[i].dispatch(newTestFrame(r, 20_000))
 		}
 	}
-	h.quota().trim() // which comes by itself, a little later
+	h.quota().trim() // it also runs by itself, after trimAllDelay
 	if n := h.quota().used.Load(); n > 3<<20+100*(retainedBytes+20_000) {
-		t.Errorf("%d bytes are kept for clients that do not read", n)
+		t.Errorf("%d bytes are held for clients that do not read", n)
 	}
 }

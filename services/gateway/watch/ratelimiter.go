@@ -9,23 +9,23 @@ import (
 )
 
 const (
-	// burstSeconds is for how many seconds' worth of events a user may be ahead of the rate.
+	// burstSeconds is the burst of a user, in seconds of its rate.
 	burstSeconds = 10
-	// waiterInterval is how often it is looked whether those who wait may go on.
+	// waiterInterval is the period at which waiters are checked.
 	waiterInterval = 10 * time.Millisecond
-	// bytesPerToken is how many bytes of an event cost as much as an event.
+	// bytesPerToken is how many bytes of event data cost a token.
 	bytesPerToken = 1 << 10
 )
 
-// RateLimiter are what users' watches may be delivered: a token bucket for each user, of Config.UserRate. Who has spent it
-// gets what comes later and together, and nothing less of it. The zero value is ready to use.
+// RateLimiter limits the events that users' watches receive, with a token bucket per user that refills at
+// Config.UserRate. Over the rate, events arrive later and in batches; none is dropped. The zero value is ready to use.
 type RateLimiter struct {
 	mu       sync.Mutex
 	limiters map[string]*limiter
 }
 
-// join is the budget of a user, until leave; nil, which never ends, where there is no rate or the user is nobody's in
-// particular.
+// join returns the limiter of a user, until leave. It is nil, which never limits, without a rate or for the empty
+// owner.
 func (r *RateLimiter) join(owner string, rate int) *limiter {
 	if r == nil || rate <= 0 || owner == "" {
 		return nil
@@ -50,24 +50,24 @@ func (r *RateLimiter) join(owner string, rate int) *limiter {
 	return l
 }
 
-// limiter is one user's token bucket. Its methods may be called by any number of goroutines, and but for later on nil,
-// which never ends.
+// limiter is a user's token bucket. It is safe for concurrent use. Nil never limits; enqueueWaiter must not be called
+// on nil.
 type limiter struct {
 	parent  *RateLimiter
 	owner   string
-	rate    float64 // a second
-	watches int     // watches that have it; guarded by all's lock
+	rate    float64 // tokens per second
+	watches int     // watches that hold it; guarded by parent.mu
 
 	mu         sync.Mutex
-	tokens     float64 // below 0: a debt
+	tokens     float64 // negative: a debt
 	refilledAt time.Time
 	waiters    []h2writer.Waiter
-	// scheduled: somebody will look after those who wait. turn: one of them is let return; whoever else takes something
-	// meanwhile passes by the others.
+	// scheduled: a timer will call unblockWaiters. unblocking: a waiter's Unblock is running, so tryAcquire ignores the
+	// queue.
 	scheduled, unblocking bool
 }
 
-// leave gives the budget back. It is forgotten once it would be full again: who comes back at once has what was left.
+// leave releases the limiter. It is deleted when its bucket would be full, so a user that reconnects gets no new burst.
 func (l *limiter) leave() {
 	if l == nil {
 		return
@@ -93,7 +93,7 @@ func (l *limiter) leave() {
 	})
 }
 
-// refill is called with the lock held.
+// refill adds the tokens since the last call. The lock is held.
 func (l *limiter) refill(now time.Time) {
 	if elapsed := now.Sub(l.refilledAt).Seconds(); elapsed > 0 {
 		l.tokens = min(l.tokens+elapsed*l.rate, burstSeconds*l.rate)
@@ -101,11 +101,11 @@ func (l *limiter) refill(now time.Time) {
 	}
 }
 
-// eventCost is what events of some bytes together cost.
+// eventCost returns the tokens that events with some bytes of data cost.
 func eventCost(events, bytes int) float64 { return float64(events + bytes/bytesPerToken) }
 
-// tryAcquire spends a cost where anything is left and nobody waits for it who has not the turn. What costs more is a debt:
-// the user's others wait for that.
+// tryAcquire takes cost tokens if any token is left and no other watch waits. A cost above the balance becomes a debt,
+// for which the user's other watches wait.
 func (l *limiter) tryAcquire(now time.Time, cost float64) bool {
 	if l == nil {
 		return true
@@ -120,7 +120,7 @@ func (l *limiter) tryAcquire(now time.Time, cost float64) bool {
 	return true
 }
 
-// charge is take of what is sent in any case; below 0 it gives back.
+// charge takes cost tokens unconditionally. A negative cost returns tokens.
 func (l *limiter) charge(cost float64) {
 	if l == nil {
 		return
@@ -131,7 +131,7 @@ func (l *limiter) charge(cost float64) {
 	l.tokens -= cost
 }
 
-// exhausted says whether nothing is left, and how long it takes until something is.
+// exhausted reports whether no token is left, and how long it takes until a token is.
 func (l *limiter) exhausted() (delay time.Duration, exhausted bool) {
 	if l == nil {
 		return 0, false
@@ -142,7 +142,7 @@ func (l *limiter) exhausted() (delay time.Duration, exhausted bool) {
 	return time.Duration(-l.tokens / l.rate * float64(time.Second)), l.tokens <= 0
 }
 
-// wait waits until something is left.
+// wait waits until a token is left.
 func (l *limiter) wait(ctx context.Context) error {
 	delay, exhausted := l.exhausted()
 	if !exhausted {
@@ -160,7 +160,7 @@ func (l *limiter) wait(ctx context.Context) error {
 	return nil
 }
 
-// enqueueWaiter has r return when something is left, in the order in which they came.
+// enqueueWaiter calls r.Unblock when a token is left, in FIFO order.
 func (l *limiter) enqueueWaiter(r h2writer.Waiter) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -172,7 +172,7 @@ func (l *limiter) enqueueWaiter(r h2writer.Waiter) {
 	}
 }
 
-// unblockWaiters lets those return who wait, as long as something is left.
+// unblockWaiters unblocks waiters while tokens are left. It releases the lock for each call.
 func (l *limiter) unblockWaiters() {
 	l.mu.Lock()
 	defer l.mu.Unlock()

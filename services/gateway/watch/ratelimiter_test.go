@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// waiter counts how often it was let return, and takes what it costs.
+// waiter counts its Unblock calls that acquired tokens.
 type waiter struct {
 	l         *limiter
 	cost      float64
@@ -22,21 +22,21 @@ func (r *waiter) Unblock() {
 	r.l.enqueueWaiter(r)
 }
 
-// A user has a burst, and then the rate; who waits comes in order, and nobody is left out.
+// A user has a burst, and then the rate. Waiters run in FIFO order, each exactly once.
 func TestRateLimiterRefillsAtItsRate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		limiters := &RateLimiter{}
 		l := limiters.join("a", 100)
 		if limiters.join("a", 100) != l || limiters.join("b", 100) == l {
-			t.Error("a budget is not its user's")
+			t.Error("a limiter belongs to another user")
 		}
 		for range burstSeconds * 100 {
 			if !l.tryAcquire(time.Now(), 1) {
-				t.Fatal("the burst is not there")
+				t.Fatal("the burst is too small")
 			}
 		}
 		if _, exhausted := l.exhausted(); l.tryAcquire(time.Now(), 1) || !exhausted {
-			t.Fatal("there is more than the burst")
+			t.Fatal("the burst is too large")
 		}
 		var waiting []*waiter
 		for range 50 {
@@ -44,27 +44,27 @@ func TestRateLimiterRefillsAtItsRate(t *testing.T) {
 			waiting = append(waiting, r)
 			l.enqueueWaiter(r)
 		}
-		time.Sleep(time.Second + time.Millisecond) // of the bubble's clock, as all here
+		time.Sleep(time.Second + time.Millisecond) // the synctest bubble's clock, as everywhere in this test
 		synctest.Wait()
 		sum := int64(0)
 		for i, r := range waiting {
 			if sum += r.unblocked.Load(); i > 0 && r.unblocked.Load() > waiting[i-1].unblocked.Load() {
-				t.Errorf("%d came before its turn", i)
+				t.Errorf("waiter %d ran before its turn", i)
 			}
 		}
 		if sum < 9 || sum > 11 {
-			t.Errorf("%d came in a second, want 10", sum)
+			t.Errorf("%d waiters ran in a second, want 10", sum)
 		}
 		time.Sleep(5 * time.Second)
 		for i, r := range waiting {
 			if r.unblocked.Load() != 1 {
-				t.Errorf("%d came %d times", i, r.unblocked.Load())
+				t.Errorf("waiter %d ran %d times", i, r.unblocked.Load())
 			}
 		}
 	})
 }
 
-// Who leaves and comes back at once has no new burst; who comes back late has, and nothing is kept of who is gone.
+// A user that reconnects at once has no new burst. After its bucket is full, its limiter is deleted.
 func TestLimiterSurvivesReconnect(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		limiters := &RateLimiter{}
@@ -73,7 +73,7 @@ func TestLimiterSurvivesReconnect(t *testing.T) {
 		l.leave()
 		again := limiters.join("a", 100)
 		if delay, exhausted := again.exhausted(); again != l || !exhausted || delay < burstSeconds*time.Second {
-			t.Errorf("leaving pays debts: %v are left", delay)
+			t.Errorf("reconnecting clears the debt: %v left", delay)
 		}
 		l.leave()
 		time.Sleep(burstSeconds*2*time.Second + time.Second)
@@ -81,7 +81,7 @@ func TestLimiterSurvivesReconnect(t *testing.T) {
 		limiters.mu.Lock()
 		defer limiters.mu.Unlock()
 		if len(limiters.limiters) > 0 {
-			t.Error("the budget of who is gone is kept")
+			t.Error("the limiter of a user without watches remains")
 		}
 	})
 }
@@ -91,7 +91,7 @@ func TestNilLimiterIsUnlimited(t *testing.T) {
 	for _, l := range []*limiter{limiters.join("", 1), limiters.join("a", 0), (*RateLimiter)(nil).join("a", 1)} {
 		l.charge(1e9)
 		if _, exhausted := l.exhausted(); !l.tryAcquire(time.Now(), 1e9) || exhausted || l.wait(t.Context()) != nil {
-			t.Error("it has ended")
+			t.Error("a nil limiter limits")
 		}
 		l.leave()
 	}

@@ -13,20 +13,21 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// replicaStream is a stream from one replica of the watch tier.
+// replicaStream is a stream from a replica of the watch tier.
 type replicaStream struct {
 	grpc.ServerStreamingClient[watchfanoutv1.WatchFrame]
 	cancel context.CancelFunc
 
 	mu sync.Mutex
-	// firstFrame has been received before it was used. next takes over; over says that nobody does any more.
+	// firstFrame was received before the stream replaced another. next is the successor. ended: no stream may replace
+	// this stream any longer.
 	firstFrame *watchfanoutv1.WatchFrame
 	next       *replicaStream
 	ended      bool
 }
 
-// openReplica begins a stream after where the feed is. When its replica does not serve the resource any more, another is
-// opened beside it and takes over.
+// openReplica opens a stream that resumes after the broadcast's position. When its replica no longer owns the resource,
+// reassign opens a stream to the new owner, which replaces this stream.
 func (b *watchBroadcast) openReplica(ctx context.Context, r *watchfanoutv1.WatchRequest) (*replicaStream, error) {
 	streamCtx, cancel := context.WithCancel(ctx)
 	s := &replicaStream{cancel: cancel}
@@ -48,10 +49,10 @@ func (b *watchBroadcast) openReplica(ctx context.Context, r *watchfanoutv1.Watch
 	return s, nil
 }
 
-// reassignJitter is over how long feeds move that are to move at the same time. A replica that goes serves on for longer.
+// reassignJitter spreads broadcasts that move at the same time. A replica that shuts down serves longer than this.
 const reassignJitter = rpc.LameDuckPeriod / 2
 
-// sleep is false if ctx ended meanwhile.
+// sleep reports whether d has passed before ctx was done.
 func sleep(ctx context.Context, d time.Duration) bool {
 	select {
 	case <-ctx.Done():
@@ -61,8 +62,8 @@ func sleep(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// reassign opens a stream at a replica that serves the resource now and has it take over from s once its first frame has
-// come: that replica has what comes next. own is s' context.
+// reassign opens a stream to the replica that owns the resource now. The new stream replaces s after its first frame,
+// which proves that the replica holds the next event. streamCtx is the context of s.
 func (b *watchBroadcast) reassign(
 	ctx, streamCtx context.Context,
 	s *replicaStream,
@@ -72,11 +73,11 @@ func (b *watchBroadcast) reassign(
 	if err != nil {
 		return false
 	}
-	stop := context.AfterFunc(streamCtx, next.cancel) // s has broken off, and is begun anew by itself
+	stop := context.AfterFunc(streamCtx, next.cancel) // s is broken; run opens a new stream
 	next.firstFrame, err = next.Recv()
 	if err != nil || next.firstFrame.End || !stop() || !s.replaceWith(next) {
 		next.cancel()
-		if successor := next.successor(); successor != nil { // its resource has moved on meanwhile
+		if successor := next.successor(); successor != nil { // the resource has moved again
 			successor.cancel()
 		}
 		return false
@@ -85,7 +86,7 @@ func (b *watchBroadcast) reassign(
 	return true
 }
 
-// replaceWith ends s, with next to go on; false where s has broken off, or another goes on.
+// replaceWith ends s and makes next its successor. It returns false if s is broken or has a successor.
 func (s *replicaStream) replaceWith(next *replicaStream) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -97,7 +98,7 @@ func (s *replicaStream) replaceWith(next *replicaStream) bool {
 	return true
 }
 
-// successor is what goes on after s, which has ended.
+// successor returns the stream that replaces s, which has ended.
 func (s *replicaStream) successor() *replicaStream {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -21,13 +21,13 @@ import (
 	"watershed.dev/services/gateway/h2writer"
 )
 
-// fakeTier is a watch tier with a log of numbered events; it remembers what it was asked.
+// fakeTier is a watch tier with a log of numbered events. It records its requests.
 type fakeTier struct {
 	watchfanoutv1.WatchClient
 	mu          sync.Mutex
 	log         []int64
 	low         int64
-	maxRevision int64 // how far the tier has come; 0: as far as anybody asks
+	maxRevision int64 // the revision that the tier has reached; 0: any
 	changed     chan struct{}
 	requests    []*watchfanoutv1.WatchRequest
 	contexts    []context.Context
@@ -44,7 +44,7 @@ func (t *fakeTier) write(revisions ...int64) {
 	t.changed = make(chan struct{})
 }
 
-// breakStreams ends every stream as a killed replica does.
+// breakStreams ends every stream, like a killed replica.
 func (t *fakeTier) breakStreams() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -52,7 +52,7 @@ func (t *fakeTier) breakStreams() {
 	t.broken = make(chan struct{})
 }
 
-// waitForStreams waits until n streams have been begun.
+// waitForStreams waits until n streams have been opened.
 func (t *fakeTier) waitForStreams(tt *testing.T, n int) {
 	tt.Helper()
 	for until := time.Now().Add(10 * time.Second); len(t.streams()) < n; time.Sleep(time.Millisecond) {
@@ -89,7 +89,7 @@ func (t *fakeTier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest,
 	case r.ResumeAfter != nil:
 		s.revision = r.ResumeAfter.Revision
 		s.expired = s.revision < t.low
-	default: // initial events: the state is one object
+	default: // initial events: the state is a single object
 		s.revision = t.log[len(t.log)-1]
 		s.first = append(s.first, &watchfanoutv1.WatchFrame{
 			Data:              []byte("initial\n"),
@@ -119,7 +119,7 @@ func (s *tierStream) Recv() (*watchfanoutv1.WatchFrame, error) {
 	for {
 		s.tier.mu.Lock()
 		select {
-		case <-s.broken: // a killed replica sends nothing that was written after it was lost
+		case <-s.broken: // a killed replica sends no later event
 			s.tier.mu.Unlock()
 			return nil, status.Error(codes.Unavailable, "killed")
 		default:
@@ -156,7 +156,7 @@ func (s *tierStream) Recv() (*watchfanoutv1.WatchFrame, error) {
 	}
 }
 
-// recordingSink is a client that shows what it got.
+// recordingSink is a client that records the data it receives.
 type recordingSink struct {
 	mu      sync.Mutex
 	text    strings.Builder
@@ -205,7 +205,7 @@ func (s *recordingSink) expect(t *testing.T, want string) {
 		select {
 		case <-s.changed:
 		case <-deadline:
-			t.Fatalf("it shows %q, not %q", got, want)
+			t.Fatalf("received %q, want %q", got, want)
 		}
 	}
 }
@@ -268,7 +268,7 @@ func TestEqualQueriesShareOneBroadcast(t *testing.T) {
 	a.expect(t, "e6 e7 e8 e9 e11 ")
 	b.expect(t, "e7 e8 e9 e11 ")
 	c.expect(t, "e11 ")
-	if n := len(up.streams()); n != 2 { // the first client's own, and the feed
+	if n := len(up.streams()); n != 2 { // the first client's own, and the broadcast's
 		t.Errorf("%d streams", n)
 	}
 	other := h.watch(t, func(r *Request) { r.Query.LabelSelector = "a=b" })
@@ -286,7 +286,7 @@ func TestOwnersShareNoStream(t *testing.T) {
 	for i, owner := range []string{"a", "b", "a"} {
 		h.watch(t, func(r *Request) { r.Owner = owner }).expect(t, "e6 ")
 		if i < 2 {
-			up.waitForStreams(t, 2*i+2) // the client's own stream, and the feed
+			up.waitForStreams(t, 2*i+2) // the client's own stream, and the broadcast's
 		}
 	}
 	owners := map[string]int{}
@@ -303,7 +303,7 @@ func TestInitialEventsPrecedeBroadcast(t *testing.T) {
 	up.write(6, 7)
 	h := hub(up)
 	first := h.watch(t, func(r *Request) { r.ResourceVersion = "7" })
-	up.waitForStreams(t, 2) // its own, and the feed
+	up.waitForStreams(t, 2) // its own, and the broadcast's
 	unsynced := h.watch(t, func(r *Request) { r.ResourceVersion = "" })
 	unsynced.expect(t, "initial ")
 	up.write(8)
@@ -346,7 +346,7 @@ func TestClientsDoNotSeeReplicaLoss(t *testing.T) {
 	}
 }
 
-// A feed whose resource is served by another replica now goes on there; what comes meanwhile comes once and in order.
+// A broadcast moves to the replica that now owns its resource. Events arrive once and in order.
 func TestBroadcastFollowsReassignment(t *testing.T) {
 	up := newTier()
 	up.write(6)
@@ -374,9 +374,9 @@ func TestBroadcastFollowsReassignment(t *testing.T) {
 		up.mu.Unlock()
 		go rpc.ReassignmentOf(last)()
 		select {
-		case <-last.Done(): // another has taken over
+		case <-last.Done(): // another stream has replaced it
 		case <-time.After(20 * time.Second):
-			t.Fatal("it stays")
+			t.Fatal("the stream is not replaced")
 		}
 	}
 	close(stop)
@@ -388,13 +388,13 @@ func TestBroadcastFollowsReassignment(t *testing.T) {
 	if n := len(up.streams()); n != 5 {
 		t.Errorf("%d streams", n)
 	}
-	up.breakStreams() // and is begun anew as any other
+	up.breakStreams() // the stream resumes like any other
 	up.write(end)
 	a.expect(t, want+fmt.Sprintf("e%d ", end))
 	a.cancel()
 }
 
-// waitForOpen waits until n of the streams that were begun are open.
+// waitForOpen waits until n streams are open.
 func (t *fakeTier) waitForOpen(tt *testing.T, n int) {
 	tt.Helper()
 	for until := time.Now().Add(20 * time.Second); ; time.Sleep(time.Millisecond) {
@@ -415,14 +415,14 @@ func (t *fakeTier) waitForOpen(tt *testing.T, n int) {
 	}
 }
 
-// reassign tells the nth stream that its resource has moved.
+// reassign reports to the nth stream that its resource has moved.
 func (t *fakeTier) reassign(n int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	go rpc.ReassignmentOf(t.contexts[n-1])()
 }
 
-// Where replicas change again while a feed moves, it ends with one stream.
+// If owners change again while a broadcast moves, a single stream remains.
 func TestSupersededReassignmentLeavesNoStream(t *testing.T) {
 	up := newTier()
 	up.write(6)
@@ -430,7 +430,7 @@ func TestSupersededReassignmentLeavesNoStream(t *testing.T) {
 	a.expect(t, "e6 ")
 	up.waitForStreams(t, 2)
 	up.mu.Lock()
-	up.maxRevision = 1 // replicas that come have nothing to send yet
+	up.maxRevision = 1 // new replicas have no frame to send yet
 	up.mu.Unlock()
 	up.reassign(2)
 	up.waitForStreams(t, 3)
@@ -444,7 +444,7 @@ func TestSupersededReassignmentLeavesNoStream(t *testing.T) {
 	a.expect(t, "e6 e7 ")
 }
 
-// A replica that cannot go on from where a feed is does not take over: the one before still can.
+// A replica that does not hold the broadcast's next event does not replace the current stream.
 func TestReassignmentNeedsNextEvent(t *testing.T) {
 	up := newTier()
 	up.write(6)
@@ -467,7 +467,7 @@ func TestReassignmentNeedsNextEvent(t *testing.T) {
 	a.expect(t, "e6 e7 e8 ")
 }
 
-// The feed of many may have begun too early for the log; that is its first client's answer, not everybody's.
+// A broadcast may start too early for the log. Only its first client gets the error.
 func TestExpiredWatchDoesNotEndOthers(t *testing.T) {
 	up := newTier()
 	up.low = 5
@@ -495,7 +495,7 @@ func TestSlowClientDoesNotEndOthers(t *testing.T) {
 	quick.expect(t, "e6 e7 ")
 }
 
-// What a client falls behind is bounded for all of them together; it goes on with a stream of its own.
+// The events held for receivers that are behind are bounded. A receiver that is trimmed continues with its own stream.
 func TestTrimmedReceiverBecomesUnsynced(t *testing.T) {
 	up := newTier()
 	h := hub(up)
@@ -562,7 +562,7 @@ func TestARevokedPermissionEndsAWatch(t *testing.T) {
 	other.expect(t, "e6 e7 ")
 }
 
-// removableTier is a tier that no longer knows what is watched once it is gone.
+// removableTier is a tier that does not serve the resource once gone is set.
 type removableTier struct {
 	*fakeTier
 	gone *atomic.Bool
@@ -571,12 +571,12 @@ type removableTier struct {
 func (u removableTier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest,
 	o ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error) {
 	if u.gone.Load() {
-		return nil, status.Error(codes.Unavailable, "not in the catalog")
+		return nil, status.Error(codes.Unavailable, "not in discovery")
 	}
 	return u.fakeTier.Watch(ctx, r, o...)
 }
 
-// A watch whose CRD is gone ends, in place of being held open for a replica that knows it.
+// A watch of a deleted CRD ends. It is not held open for another replica.
 func TestWatchEndsWithItsCRD(t *testing.T) {
 	up := newTier()
 	up.write(6)
@@ -597,7 +597,7 @@ func TestWatchEndsWithItsCRD(t *testing.T) {
 	}
 }
 
-// A Table's first row brings the columns, so it comes on the client's own stream.
+// A Table's first row carries the columns, so it comes on the client's own stream.
 func TestTableJoinsAfterFirstRow(t *testing.T) {
 	up := newTier()
 	h := hub(up)
@@ -618,12 +618,12 @@ func TestTableJoinsAfterFirstRow(t *testing.T) {
 		}
 	}
 	if n := len(up.streams()); own != 2 ||
-		n != 3 { // two of their own and the feed, in whichever order the clients came
+		n != 3 { // their own two and the broadcast's, in any order
 		t.Errorf("%d streams, %d without columns sent", n, own)
 	}
 }
 
-// A client that has seen more than the feed has come to is not set back by what it is spared.
+// A client that is ahead of the broadcast keeps its position when events before it are skipped.
 func TestJoinRepeatsNoEvent(t *testing.T) {
 	b := &watchBroadcast{
 		hub:    hub(newTier()),
@@ -638,11 +638,11 @@ func TestJoinRepeatsNoEvent(t *testing.T) {
 		t.Errorf("%q %v", parts, err)
 	}
 	if position := b.leave(r); position != (events.Position{Revision: 100, Index: events.LastIndex}) {
-		t.Errorf("set back to %v", position)
+		t.Errorf("its position is %v", position)
 	}
 }
 
-// A client may name a revision that is yet to come. Nobody else waits for it.
+// A client may name a future revision. Other clients do not wait for it.
 func TestFutureRevisionStartsNoBroadcast(t *testing.T) {
 	up := newTier()
 	up.write(6)
@@ -654,7 +654,7 @@ func TestFutureRevisionStartsNoBroadcast(t *testing.T) {
 	h.mu.Lock()
 	for _, b := range h.broadcasts {
 		if b.low.Revision > 6 {
-			t.Errorf("a feed begins at %v", b.low)
+			t.Errorf("a broadcast starts at %v", b.low)
 		}
 	}
 	h.mu.Unlock()
@@ -663,7 +663,7 @@ func TestFutureRevisionStartsNoBroadcast(t *testing.T) {
 	future.expect(t, "")
 }
 
-// A bookmark brings no columns: the next row has to.
+// A bookmark carries no columns, so the next row must.
 func TestABookmarkIsNotATablesFirstRow(t *testing.T) {
 	up := newTier()
 	h := hub(up)
@@ -681,8 +681,8 @@ func TestABookmarkIsNotATablesFirstRow(t *testing.T) {
 	}
 }
 
-// A client that names a revision which etcd has not come to has it from another history: it does not join a feed, which
-// would leave out what comes before that (F3).
+// A revision that etcd has not reached is from another epoch. The client does not join a broadcast, which would skip
+// the events up to that revision (F3).
 func TestUnknownRevisionIsNotJoined(t *testing.T) {
 	up := newTier()
 	up.write(6, 7)
@@ -694,7 +694,7 @@ func TestUnknownRevisionIsNotJoined(t *testing.T) {
 	h.watch(t, func(r *Request) { r.ResourceVersion = "500" })
 	for until := time.Now().Add(5 * time.Second); len(up.streams()) == before; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
-			t.Fatal("the tier is not asked")
+			t.Fatal("the tier receives no request")
 		}
 	}
 }

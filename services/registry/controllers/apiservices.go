@@ -21,7 +21,8 @@ import (
 	"watershed.dev/services/registry/installer"
 )
 
-// registerAPIServices keeps an APIService for each group version that is built in, and says that it is available.
+// registerAPIServices starts the controllers that keep an APIService for each group version, built in or of a CRD. It
+// also starts the controllers that set the APIServices' availability.
 func (cs *Controllers) registerAPIServices(ctx context.Context) error {
 	client, err := clientset.NewForConfig(cs.Loopback)
 	if err != nil {
@@ -43,7 +44,7 @@ func (cs *Controllers) registerAPIServices(ctx context.Context) error {
 	}
 	priorities := installer.Priorities()
 	for _, g := range cs.Groups {
-		if g.Name == apiregistrationv1.GroupName { // the registration's own group is nobody's to register
+		if g.Name == apiregistrationv1.GroupName { // as in kube-apiserver, this group has no APIService
 			continue
 		}
 		for _, v := range g.Versions {
@@ -67,7 +68,7 @@ func (cs *Controllers) registerAPIServices(ctx context.Context) error {
 	informers.Start(ctx.Done())
 	go crdRegistration.Run(5, ctx.Done())
 	go func() {
-		// what defines nothing any more is not to be taken for something to remove too early
+		// before that, registration would delete the APIServices of existing CRDs
 		crdRegistration.WaitForInitialSync()
 		registration.Run(5, ctx.Done())
 	}()
@@ -76,7 +77,8 @@ func (cs *Controllers) registerAPIServices(ctx context.Context) error {
 	return nil
 }
 
-// proxyCertificate is what the system proves itself with to aggregated servers.
+// proxyCertificate reads the client certificate that the registry presents to aggregated servers. It returns nil if
+// there is no certificate.
 func (cs *Controllers) proxyCertificate() (cert, key []byte) {
 	if cs.ProxyClientCertFile == "" {
 		return nil, nil
@@ -86,7 +88,7 @@ func (cs *Controllers) proxyCertificate() (cert, key []byte) {
 		key, err = os.ReadFile(cs.ProxyClientKeyFile)
 	}
 	if err != nil {
-		slog.Error("The proxy's certificate cannot be read", "error", err)
+		slog.Error("Cannot read the proxy client certificate", "error", err)
 		return nil, nil
 	}
 	return cert, key

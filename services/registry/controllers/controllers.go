@@ -1,6 +1,20 @@
-// Package loops keeps a cluster as kube-apiserver would: its namespaces, the kubernetes Service and its endpoints,
-// bootstrap RBAC, priority classes, flow-control defaults, service addresses, and the published authentication data.
-// One registry at a time runs them, elected through etcd.
+// Package controllers runs the controllers that are part of kube-apiserver. The controllers are upstream's. They
+// maintain:
+//
+//   - the system namespaces, bootstrap RBAC, priority classes and flow-control defaults.
+//   - the kubernetes Service, its endpoints and the addresses of Services.
+//   - the conditions of CRDs and the APIServices.
+//   - the published authentication configuration and the identity lease.
+//
+// A single registry runs them at a time, elected through etcd. Each controller has its own goroutines, which end with
+// the context of Run.
+//
+// # Review notes
+//
+//   - Run must start the ServiceCIDR controller first, and kubernetesService after allocatorsReady. Otherwise the
+//     kubernetes Service appears 10 s later.
+//   - registration must wait for the CRDs. Otherwise it deletes the APIServices of existing CRDs.
+//   - The value of ElectionKey must not change. Replicas of two releases share it during a rolling upgrade.
 package controllers
 
 import (
@@ -45,13 +59,13 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// ElectionKey is where registries elect the one that runs the loops.
+// ElectionKey is the key in etcd by which registries elect the registry that runs the controllers.
 const ElectionKey = "/watershed/loops"
 
-// identityName is what kube-apiserver's identity leases are labelled with.
+// identityName is the label value of kube-apiserver's identity leases.
 const identityName = "kube-apiserver"
 
-// Options are kube-apiserver's flags that the loops need.
+// Options are kube-apiserver's flags that the controllers need.
 type Options struct {
 	AdvertiseAddress         string
 	SecurePort               int
@@ -67,21 +81,21 @@ type Options struct {
 	ProxyClientKeyFile       string
 }
 
-// AddFlags registers the flags of the control plane's loops, with their defaults.
+// AddFlags registers the controllers' flags with their defaults.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.AdvertiseAddress, "advertise-address", "",
 		"The IP address of the gateway (or its load balancer) that the kubernetes Service points to. Empty: the "+
-			"host's default interface. none: the Service has no endpoints of ours.")
+			"host's default interface. none: this registry does not manage the Service.")
 	fs.IntVar(&o.SecurePort, "secure-port", 6443, "The port of the gateway that the kubernetes Service points to.")
 	fs.StringVar(&o.ClientCAFile, "client-ca-file", "",
 		"The clients' certificate authority, published in extension-apiserver-authentication.")
 	fs.StringVar(&o.RequestHeaderCAFile, "requestheader-client-ca-file", "",
-		"The front proxies' certificate authority, published likewise.")
+		"The front proxies' certificate authority, published in extension-apiserver-authentication.")
 	fs.BoolVar(&o.AggregatorRouting, "enable-aggregator-routing", false,
 		"Turns on routing of requests for aggregated API servers and webhooks to endpoints' addresses rather than "+
 			"to cluster IPs.")
 	fs.StringVar(&o.ProxyClientCertFile, "proxy-client-cert-file", "",
-		"Client certificate with which aggregated API servers are asked whether they are there.")
+		"Client certificate for the availability checks of aggregated API servers.")
 	fs.StringVar(&o.ProxyClientKeyFile, "proxy-client-key-file", "",
 		"Private key for the client certificate of --proxy-client-cert-file.")
 	fs.StringSliceVar(&o.RequestHeaderNames, "requestheader-allowed-names", nil,
@@ -107,18 +121,19 @@ type Controllers struct {
 	Storage   *storage.Storage
 	APIs      *installer.Options
 	Identity  string
-	// Extensions and Customs are the definitions and what they define.
+	// Extensions has the informer of CRDs. CRClients deletes the objects of a CRD.
 	Extensions extensions.SharedInformerFactory
 	CRClients  finalizer.CRClientGetter
-	// Services finds the addresses of aggregated servers.
+	// Services resolves the addresses of aggregated servers.
 	Services aggregator.ServiceResolver
-	// Dialer dials them; nil: directly.
+	// Dialer dials aggregated servers. nil means a direct connection.
 	Dialer *transport.DialHolder
 
 	address net.IP
 }
 
-// Prepare registers the informers that the loops read, before these start.
+// Prepare registers the informers that the controllers read, and resolves the advertised address. It must run before
+// the informers start.
 func (cs *Controllers) Prepare() error {
 	cs.Informers.Core().V1().Namespaces().Informer()
 	cs.Informers.Core().V1().Services().Informer()
@@ -128,12 +143,12 @@ func (cs *Controllers) Prepare() error {
 	}
 	cs.address = net.ParseIP(cs.AdvertiseAddress)
 	if cs.AdvertiseAddress != "" && cs.address == nil {
-		return fmt.Errorf("--advertise-address %q: not an IP address, nor none", cs.AdvertiseAddress)
+		return fmt.Errorf("--advertise-address %q: neither an IP address nor none", cs.AdvertiseAddress)
 	}
 	if cs.address == nil {
 		ip, err := utilnet.ResolveBindAddress(net.IPv4zero)
 		if err != nil {
-			slog.Warn("No address to advertise: the kubernetes Service will have no endpoints", "flag",
+			slog.Warn("No address to advertise: the kubernetes Service is not managed", "flag",
 				"--advertise-address", "error", err)
 			return nil
 		}
@@ -142,7 +157,7 @@ func (cs *Controllers) Prepare() error {
 	return nil
 }
 
-// Run runs every loop until ctx is done.
+// Run runs every controller until ctx ends.
 func (cs *Controllers) Run(ctx context.Context) error {
 	if !cs.waitSynced(ctx) {
 		return ctx.Err()
@@ -151,7 +166,7 @@ func (cs *Controllers) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// Service addresses can be given once the default ServiceCIDR is there.
+	// Addresses of Services can be allocated once the default ServiceCIDR exists.
 	defaultservicecidr.NewController(primary, secondary, createOrGetClient{cs.Client}).Start(ctx)
 	go systemnamespaces.NewController([]string{metav1.NamespaceSystem, metav1.NamespacePublic,
 		corev1.NamespaceNodeLease, metav1.NamespaceDefault}, cs.Client,
@@ -162,7 +177,7 @@ func (cs *Controllers) Run(ctx context.Context) error {
 				LoopbackClientConfig: cs.Loopback,
 				Context:              ctx,
 			}); err != nil && ctx.Err() == nil {
-				slog.Error("A start hook failed", "hook", h.Name, "error", err)
+				slog.Error("A post-start hook failed", "hook", h.Name, "error", err)
 			}
 		}()
 	}
@@ -196,8 +211,8 @@ func (cs *Controllers) waitSynced(ctx context.Context) bool {
 	return true
 }
 
-// allocatorsReady waits until a Service could get an address: before that the kubernetes Service would be refused and
-// tried again ten seconds later.
+// allocatorsReady waits until a Service can get an address. Otherwise the create of the kubernetes Service would fail,
+// and the controller would retry 10 s later.
 func (cs *Controllers) allocatorsReady(ctx context.Context) error {
 	probe := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{GenerateName: "address-probe-"},
@@ -209,7 +224,7 @@ func (cs *Controllers) allocatorsReady(ctx context.Context) error {
 		if err == nil || ctx.Err() != nil {
 			return ctx.Err()
 		}
-		slog.Debug("Service addresses cannot be given yet", "error", err)
+		slog.Debug("Addresses of Services cannot be allocated yet", "error", err)
 		select {
 		case <-ctx.Done():
 		case <-time.After(50 * time.Millisecond):
@@ -217,7 +232,7 @@ func (cs *Controllers) allocatorsReady(ctx context.Context) error {
 	}
 }
 
-// kubernetesService keeps default/kubernetes and its endpoints.
+// kubernetesService starts the controller of default/kubernetes and its endpoints. Without an address it does nothing.
 func (cs *Controllers) kubernetesService(ctx context.Context, ipRange net.IPNet) error {
 	if cs.address == nil {
 		return nil
@@ -250,7 +265,7 @@ func (cs *Controllers) kubernetesService(ctx context.Context, ipRange net.IPNet)
 	return nil
 }
 
-// publishTrust keeps kube-system/extension-apiserver-authentication.
+// publishTrust starts the controller of kube-system/extension-apiserver-authentication.
 func (cs *Controllers) publishTrust(ctx context.Context) error {
 	info := clusterauthenticationtrust.ClusterAuthenticationInfo{}
 	for _, f := range []struct {
@@ -280,7 +295,7 @@ func (cs *Controllers) publishTrust(ctx context.Context) error {
 	return nil
 }
 
-// startIdentityLease keeps the API server's identity lease and removes those of servers that are gone.
+// startIdentityLease renews the API server's identity lease, and deletes the leases of servers that have stopped.
 func (cs *Controllers) startIdentityLease(ctx context.Context) {
 	seconds := int32(controlplaneapiserver.IdentityLeaseDurationSeconds)
 	c := lease.NewController(clock.RealClock{}, cs.Client, cs.Identity, seconds, nil,

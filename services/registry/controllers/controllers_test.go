@@ -14,7 +14,7 @@ import (
 func newControllers(t *testing.T, flags ...string) *Controllers {
 	t.Helper()
 	l := &Controllers{Informers: informers.NewSharedInformerFactory(fake.NewClientset(), 0)}
-	fs := pflag.NewFlagSet("loops", pflag.ContinueOnError)
+	fs := pflag.NewFlagSet("controllers", pflag.ContinueOnError)
 	l.AddFlags(fs)
 	if err := fs.Parse(flags); err != nil {
 		t.Fatal(err)
@@ -22,7 +22,7 @@ func newControllers(t *testing.T, flags ...string) *Controllers {
 	return l
 }
 
-// An address that is none stops the start, by the name of its flag.
+// An invalid address stops the start. The error has the name of the flag.
 func TestAdvertiseAddress(t *testing.T) {
 	l := newControllers(t, "--advertise-address=192.0.2.1")
 	if err := l.Prepare(); err != nil || l.address.String() != "192.0.2.1" {
@@ -34,7 +34,8 @@ func TestAdvertiseAddress(t *testing.T) {
 	}
 }
 
-// The proxy's certificate is read each time: it is replaced while the registry runs. One that cannot be read is none.
+// proxyCertificate reads the files on each call, because they are replaced while the registry runs. It returns nil if
+// it cannot read them.
 func TestProxyCertificate(t *testing.T) {
 	dir := t.TempDir()
 	cert, key := filepath.Join(dir, "cert"), filepath.Join(dir, "key")
@@ -58,10 +59,10 @@ func TestProxyCertificate(t *testing.T) {
 	}
 }
 
-// Trust that cannot be read stops the loops, and so another registry may try.
+// A client CA that cannot be read stops the controllers, so that another registry can run them.
 func TestUnreadableClientCA(t *testing.T) {
 	l := newControllers(t, "--client-ca-file="+filepath.Join(t.TempDir(), "none"))
 	if err := l.publishTrust(t.Context()); err == nil {
-		t.Error("a file that is not there is published")
+		t.Error("a missing file is published")
 	}
 }

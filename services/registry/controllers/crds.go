@@ -16,12 +16,13 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// establishAfter is how long a definition whose names are accepted waits until it is established. It is served
-// meanwhile, so that every gateway knows it before a client may rely on it. kube-apiserver waits not at all where it is
-// alone, and 5 s where it is not.
+// establishAfter is the delay between accepted names and Established. The CRD is served in between, so that every
+// gateway has it before a client relies on it. kube-apiserver has no delay for a single server, and 5 s for several
+// servers.
 const establishAfter = 100 * time.Millisecond
 
-// startCRDControllers keeps the conditions of CustomResourceDefinitions, and removes the objects of those that are deleted.
+// startCRDControllers starts the controllers that set the conditions of CRDs and that delete the objects of deleted
+// CRDs.
 func (cs *Controllers) startCRDControllers(ctx context.Context) error {
 	client, err := clientset.NewForConfig(cs.Loopback)
 	if err != nil {

@@ -11,11 +11,11 @@ import (
 )
 
 // Upstream's controller of the default ServiceCIDR (k8s.io/kubernetes/pkg/controlplane/controller/defaultservicecidr)
-// looks for it again as soon as it has created it, before its informer has come to that, and creates it once more. What
-// it is answered with the refusal is empty, and it tells in an Event that this is not what the flags say. Here it is
-// answered with what is there.
+// syncs again right after it has created the ServiceCIDR. Its informer may not have the object yet, so the controller
+// creates it a second time. The response is AlreadyExists with an empty object. The controller then reports in an Event
+// that the empty object does not match the flags. createOrGetClient returns the existing object instead.
 
-// createOrGetClient is a client whose refusal to create a ServiceCIDR that exists comes with that.
+// createOrGetClient is a client whose Create of an existing ServiceCIDR returns AlreadyExists and the existing object.
 type createOrGetClient struct{ kubernetes.Interface }
 
 func (e createOrGetClient) NetworkingV1() typednetworkingv1.NetworkingV1Interface {

@@ -9,7 +9,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 )
 
-// Whoever creates a ServiceCIDR that exists is told so, and what it is.
+// The create of an existing ServiceCIDR returns AlreadyExists and the existing object.
 func TestCreateOrGetServiceCIDR(t *testing.T) {
 	cidrs := createOrGetClient{fake.NewClientset()}.NetworkingV1().ServiceCIDRs()
 	const first = "10.96.0.0/16"

@@ -1,5 +1,14 @@
-// Package encoder makes, for the watch tier, what its bytes are not yet: another version of an object, or the rows of a
-// Table.
+// Package conversion encodes objects for the watch tier: in another version, or as rows of a Table. The event log
+// contains an object only in its storage version, without rows.
+//
+// The package starts no goroutine and keeps no state. Each call runs on the goroutine of its RPC.
+//
+// # Review notes
+//
+//   - encodeRow moves the timestamps of its object while it prints. No other goroutine may have that object.
+//   - Do not take each word like "5m" for an age: a cell can contain a duration that does not follow the clock.
+//   - RowAges.complete may be set only if the row without its ages does not follow the clock. The watch tier serves
+//     such rows from its cache.
 package conversion
 
 import (
@@ -19,7 +28,7 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// Encode answers one encoding for each object of r.
+// Encode returns an encoding of each object of r, in their order.
 func Encode(ctx context.Context, scope *handlers.RequestScope, st *storage.Resource,
 	r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
 	objects := make([]runtime.Object, len(r.Json))
@@ -79,7 +88,7 @@ func convertObjects(scope *handlers.RequestScope, st *storage.Resource, objects 
 	return resp, nil
 }
 
-// encodeRows makes a Table's rows; hub is the version that the storage has objects in.
+// encodeRows returns a Table's columns and the row of each object. hub is the version of objects in the storage.
 func encodeRows(ctx context.Context, scope *handlers.RequestScope, hub schema.GroupVersion, objects []runtime.Object,
 	r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
 	convertor := scope.TableConvertor()
@@ -87,7 +96,7 @@ func encodeRows(ctx context.Context, scope *handlers.RequestScope, hub schema.Gr
 		return nil, fmt.Errorf("%s has no table", scope)
 	}
 	resp := &registryv1.EncodeResponse{}
-	// The columns are those of an empty list.
+	// An empty list has the columns.
 	lister, ok := scope.Storage.(rest.Lister)
 	if !ok {
 		return nil, fmt.Errorf("%s has no list", scope)
@@ -100,7 +109,7 @@ func encodeRows(ctx context.Context, scope *handlers.RequestScope, hub schema.Gr
 		return nil, err
 	}
 	for _, obj := range objects {
-		if err := ctx.Err(); err != nil { // nobody waits for it any more
+		if err := ctx.Err(); err != nil { // the caller has canceled the call
 			return nil, err
 		}
 		internal, err := scope.Convertor.ConvertToVersion(obj, hub)
@@ -127,8 +136,8 @@ func encodeRows(ctx context.Context, scope *handlers.RequestScope, hub schema.Gr
 	return resp, nil
 }
 
-// includeObject puts the whole object into its row where that was asked for. Metadata is the watch tier's to put in: it has
-// it encoded.
+// includeObject sets the row's object if policy is Object. The watch tier adds metadata itself, because it has the
+// metadata encoded.
 func includeObject(scope *handlers.RequestScope, row *metav1.TableRow, obj runtime.Object, policy string) error {
 	row.Object = runtime.RawExtension{}
 	if metav1.IncludeObjectPolicy(policy) != metav1.IncludeObject {

@@ -18,7 +18,7 @@ import (
 
 const (
 	hpaResource = "horizontalpodautoscalers.autoscaling"
-	// hpa is an autoscaler as the log has it, in autoscaling/v2.
+	// hpa is an autoscaler as the event log contains it, in autoscaling/v2.
 	hpa = `{"metadata":{"name":"h","namespace":"x"},"spec":{"scaleTargetRef":{"kind":"Deployment","name":"d"},` +
 		`"minReplicas":1,"maxReplicas":5,"metrics":[{"type":"Resource","resource":{"name":"cpu",` +
 		`"target":{"type":"Utilization","averageUtilization":50}}}]},"status":{"currentMetrics":null,"desiredReplicas":0}}`
@@ -53,7 +53,7 @@ func requestScope(t *testing.T, fx *fixture.Fixture, version string) (*handlers.
 	return scope, st
 }
 
-// What the log has is encoded in the version and form that are asked for, without apiVersion and kind.
+// Encode returns objects of the event log in the requested version and format, without apiVersion and kind.
 func TestOtherVersionsAndRows(t *testing.T) {
 	fx := fixture.New(t)
 	if _, st := requestScope(t, fx, "v2"); st.Kind.Version != "v2" {
@@ -92,6 +92,6 @@ func TestOtherVersionsAndRows(t *testing.T) {
 		t.Errorf("%s, %v", resp.Objects[0], err)
 	}
 	if _, err := encode(t, fx, "v1", `{"spec":`, &registryv1.Output{MediaType: runtime.ContentTypeJSON}); err == nil {
-		t.Error("half an object is encoded")
+		t.Error("an incomplete object is encoded")
 	}
 }

@@ -1,4 +1,4 @@
 package conversion
 
-// EncodeRow is printed.
+// EncodeRow exports encodeRow.
 var EncodeRow = encodeRow

@@ -17,24 +17,32 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// A row tells ages, so it is not what it was a second ago though its object is. Whoever keeps rows is told which parts
-// of one are ages, and of when. Upstream's printers do not say so; it is found out by trying. A printer sees of a time
-// only how long ago it was, so the row of an object with all its times moved is the row as it is at another time. A
-// word that looks like an age is that of one of the object's times if it tells seconds as soon as that is seconds ago,
-// and is no age at all if it stays as it is when all times are moved. Which time to try is what the word tells where
-// each time is another few seconds ago, in the order that they have: a printer may choose the latest. A word is looked
-// for where it is the only one of its cell; where an age is not found the ages are not complete.
+// A Table row contains ages, so it changes with the clock even if its object does not. The watch tier caches rows. For
+// this reason encodeRow marks the cells that are ages, and the timestamp each is computed from.
+//
+// Upstream's table printers do not report which cells are ages. encodeRow finds them by printing the row again with
+// shifted timestamps. A printer uses only the time since a timestamp. If all timestamps are shifted by the same
+// duration, the row is the row of another moment.
+//
+// A word of a cell is the age of a timestamp if a shift that moves this timestamp to 60 s ago changes it to "60s".
+// It is not an age if shifting all timestamps far back leaves it unchanged.
+//
+// rank finds the timestamp to try: it gives each timestamp another age of some seconds, and the word then identifies
+// the timestamp. It keeps the order of the timestamps, because a printer may choose the latest.
+//
+// encodeRow tries a word only if its cell has no second duration. If it does not find the timestamp of an age, the ages
+// are not complete.
 
-// durationWord is a word that is a duration as duration.HumanDuration writes it.
+// durationWord matches a duration as duration.HumanDuration formats it.
 var durationWord = regexp.MustCompile(`^(([0-9]+[smhdy]){1,2}|<invalid>)$`)
 
-// separators are what parts the words of a cell.
+// separators are the characters between the words of a cell.
 const separators = " (),"
 
-// maxDurationBytes is how many bytes a durationWord has at most, with room to spare.
+// maxDurationBytes bounds the length of a durationWord, with a margin.
 const maxDurationBytes = 16
 
-// durations are where in a cell words are that look like durations.
+// durations returns the positions of words in a cell that look like durations.
 func durations(cell string) (spans [][2]int) {
 	begin := 0
 	for i := 0; i <= len(cell); i++ {
@@ -49,10 +57,11 @@ func durations(cell string) (spans [][2]int) {
 	return spans
 }
 
-// cellsHead is how a row's JSON begins.
+// cellsHead is the beginning of a row's JSON.
 const cellsHead = `{"cells":[`
 
-// encodeRow is an object's row as JSON, and its ages. The row was made after from; its cells are replaced by their JSON.
+// encodeRow returns an object's row as JSON, and its ages. from is the time before the row was printed. encodeRow
+// replaces the row's cells with their JSON.
 func encodeRow(ctx context.Context, convertor rest.TableConvertor, obj runtime.Object,
 	row *metav1.TableRow, from time.Time) (data []byte, ages *registryv1.RowAges, err error) {
 	p := &printer{
@@ -106,9 +115,9 @@ func encodeRow(ctx context.Context, convertor rest.TableConvertor, obj runtime.O
 	return data, ages, nil
 }
 
-// ageIn is the age that a word of a cell is, which begins at offset in its row.
+// ageIn returns the age at a word of a cell. offset is the position of the cell in its row, in bytes.
 func ageIn(cell string, word [2]int, offset int, when time.Time) *registryv1.Age {
-	before, _ := json.Marshal(cell[:word[0]]) // a string has an encoding
+	before, _ := json.Marshal(cell[:word[0]]) // every string has an encoding
 	through, _ := json.Marshal(cell[:word[1]])
 	return &registryv1.Age{
 		Offset:  int32(offset + len(before) - len(`"`)),
@@ -118,49 +127,48 @@ func ageIn(cell string, word [2]int, offset int, when time.Time) *registryv1.Age
 	}
 }
 
-// printer prints an object's row again and again, each time with other times.
+// printer prints an object's row several times, each time with other timestamps.
 type printer struct {
 	ctx       context.Context
 	convertor rest.TableConvertor
 	obj       runtime.Object
-	// cells are the row's, made between from and to.
+	// cells are the row's cells, printed between from and to.
 	cells    []any
 	from, to time.Time
-	// timestamps are the object's times, once they were asked for.
+	// timestamps are the object's timestamps. Method times sets them.
 	timestamps []timestamp
-	// shifted are the cells as they are lately after a time, ranked those where each time has an age of its own, and
-	// before those where all are shiftBack.
+	// shifted caches the cells after a shift. ranked are the cells in which each timestamp has another age. shiftedBack
+	// are the cells in which all timestamps are moved by shiftBack.
 	shifted             map[shift][]any
 	ranked, shiftedBack []any
-	// timestampByAge are the object's times by the ages that they have in ranked.
+	// timestampByAge maps the ages in ranked to the object's timestamps.
 	timestampByAge map[string]time.Time
 	prints         int
 }
 
-// shift is a time that is moved, with all others, until it is so long ago.
+// shift is a move of all timestamps by the same duration, after which value is ago in the past.
 type shift struct {
 	value time.Time
 	ago   time.Duration
 }
 
 const (
-	// shiftBack is by how much times are moved so that no duration stays what it was.
+	// shiftBack is a shift after which every age is different.
 	shiftBack = -1000 * 24 * time.Hour
-	// recentAge is how long ago a time is moved to so that its age is told by the second, and otherRecentAge the same for a
-	// word that tells that already. half keeps what is told from changing meanwhile.
+	// recentAge is the age of a shifted timestamp. Printers show it in seconds. otherRecentAge replaces it for a word
+	// that already shows recentAge. halfSecond keeps the age from changing during the print.
 	recentAge, otherRecentAge = 60 * time.Second, 90 * time.Second
 	halfSecond                = 500 * time.Millisecond
-	// firstRank is the youngest age that times are told apart by, a second for each.
+	// firstRank is the youngest age in ranked. The other ages follow in steps of a second.
 	firstRank = 10 * time.Second
-	// maxTimestamps is how many times an object may have whose ages are looked for: those who rank have ages that are
-	// told by the second.
+	// maxTimestamps bounds the timestamps of an object whose ages are searched, because ages in ranked must be printed
+	// in seconds.
 	maxTimestamps = 256
-	// maxPrints is how often one row is printed again at most: definitions of custom resources may have columns of
-	// many times.
+	// maxPrints bounds the additional prints of a row, because CRDs can have columns of many timestamps.
 	maxPrints = 16
 )
 
-// ageOf is when that was whose age a word of the cell with number i is.
+// ageOf returns the timestamp whose age is a word of cell i.
 func (p *printer) ageOf(i int, cell string, word [2]int) (when time.Time, found bool, err error) {
 	m, err := meta.Accessor(p.obj)
 	if err != nil {
@@ -181,12 +189,12 @@ func (p *printer) ageOf(i int, cell string, word [2]int) (when time.Time, found 
 	if !before || !after {
 		return when, false, nil
 	}
-	when = p.timestampByAge[age] // zero, which is no age, where it is none of them
+	when = p.timestampByAge[age] // zero if no timestamp has this age
 	found, err = p.isAgeOf(when, i, cell, word)
 	return when, found, err
 }
 
-// isAgeOf says whether a word of the cell with number i is how long ago a time was.
+// isAgeOf reports whether a word of cell i is the age of ts.
 func (p *printer) isAgeOf(ts time.Time, i int, cell string, word [2]int) (found bool, err error) {
 	if ts.IsZero() || !p.matchesAge(ts, cell[word[0]:word[1]]) {
 		return false, nil
@@ -206,12 +214,12 @@ func (p *printer) isAgeOf(ts time.Time, i int, cell string, word [2]int) (found 
 	return cellAt(cells, i) == cell[:word[0]]+duration.HumanDuration(try.ago)+cell[word[1]:], nil
 }
 
-// matchesAge says whether a word is how long ago a time was when the row was made.
+// matchesAge reports whether word was the age of ts when the row was printed.
 func (p *printer) matchesAge(ts time.Time, word string) bool {
 	return word == duration.HumanDuration(p.from.Sub(ts)) || word == duration.HumanDuration(p.to.Sub(ts))
 }
 
-// rank prints the row with each time moved so that its age tells its rank: the latest of them is firstRank old.
+// rank prints the row with another age for each timestamp. The latest timestamp has the age firstRank.
 func (p *printer) rank() (err error) {
 	var ranks []time.Time
 	for _, m := range p.times() {
@@ -233,8 +241,8 @@ func (p *printer) rank() (err error) {
 	return err
 }
 
-// isConstant says whether the cell with number i is what it is though all times are others: a duration between two of them,
-// or no duration at all.
+// isConstant reports whether cell i is the same after all timestamps are shifted. It then contains a duration between
+// two timestamps, or no duration.
 func (p *printer) isConstant(i int) (bool, error) {
 	if p.shiftedBack == nil {
 		var err error
@@ -245,7 +253,8 @@ func (p *printer) isConstant(i int) (bool, error) {
 	return cellAt(p.shiftedBack, i) == p.cells[i], nil
 }
 
-// print is the same row's cells, were all the object's times others; none, where that is too much to ask.
+// print returns the row's cells after move is applied to all timestamps, and restores the timestamps. It returns no
+// cells if the object exceeds maxTimestamps or the row exceeds maxPrints.
 func (p *printer) print(move func(time.Time) time.Time) ([]any, error) {
 	if p.prints++; p.prints > maxPrints || len(p.times()) > maxTimestamps {
 		return []any{}, nil
@@ -264,7 +273,7 @@ func (p *printer) print(move func(time.Time) time.Time) ([]any, error) {
 	return t.Rows[0].Cells, nil
 }
 
-// cellAt is a row's cell, or nil where it has not so many.
+// cellAt returns cell i, or nil if the row has fewer cells.
 func cellAt(cells []any, i int) any {
 	if i < len(cells) {
 		return cells[i]
@@ -272,7 +281,7 @@ func cellAt(cells []any, i int) any {
 	return nil
 }
 
-// times are the object's.
+// times returns the object's timestamps.
 func (p *printer) times() []timestamp {
 	if p.timestamps == nil {
 		p.timestamps = timestampsOf(p.obj)

@@ -28,10 +28,10 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// timestampPattern is a time in an object's JSON, with or without microseconds.
+// timestampPattern matches a time in an object's JSON, with or without microseconds.
 var timestampPattern = regexp.MustCompile(`"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z"`)
 
-// earlier is an object's JSON with all its times so much earlier.
+// earlier returns an object's JSON with all its times moved back.
 func earlier(t *testing.T, body []byte, by time.Duration) []byte {
 	t.Helper()
 	return timestampPattern.ReplaceAllFunc(body, func(text []byte) []byte {
@@ -47,7 +47,7 @@ func earlier(t *testing.T, body []byte, by time.Duration) []byte {
 	})
 }
 
-// filler fills an object with times of all ages.
+// filler fills an object with times of different ages.
 func filler(seed int64) *randfill.Filler {
 	randomTime := func(c randfill.Continue) time.Time {
 		ago := []time.Duration{time.Second, time.Minute, time.Hour, 24 * time.Hour, 365 * 24 * time.Hour}[c.Intn(5)]
@@ -75,11 +75,11 @@ func filler(seed int64) *randfill.Filler {
 	)
 }
 
-// seeds is how many random objects there are of each kind.
+// seeds is the number of random objects of each kind.
 const seeds = 20
 
-// A row that is said to follow the clock by its ages alone does: whatever kind, whatever object, the row of the same
-// object with all its times earlier is that row with its ages told of earlier times.
+// A row with complete ages follows the clock only in these ages, for every kind and any object. If all times of the
+// object are earlier, only the marked ages differ.
 func TestRowAgesFollowTheClock(t *testing.T) {
 	fx := fixture.New(t)
 	kinds := 0
@@ -101,23 +101,23 @@ func TestRowAgesFollowTheClock(t *testing.T) {
 		if lasting > 0 {
 			kinds++
 		} else {
-			t.Logf("no row of %s lasts", apiResource.StorageResource)
+			t.Logf("no row of %s has complete ages", apiResource.StorageResource)
 		}
 	}
 	if kinds < 45 {
-		t.Errorf("rows of %d kinds last", kinds)
+		t.Errorf("rows of %d kinds have complete ages", kinds)
 	}
 }
 
-// followsClock compares what is said of an object's row with the row of one that is earlier; it answers whether the row
-// follows the clock by its ages alone, and has some.
+// followsClock compares an object's row with the row of an earlier object. It returns whether the ages of the row are
+// complete and not empty.
 func followsClock(t *testing.T, scope *handlers.RequestScope, st *storage.Resource, seed int64) bool {
 	t.Helper()
 	obj := scope.Storage.New()
 	filler(seed).Fill(obj)
 	versioned, err := scope.UnsafeConvertor.ConvertToVersion(obj, st.Kind.GroupVersion())
 	if err != nil {
-		return false // what is random may be nothing that the version can say
+		return false // the version cannot represent every random object
 	}
 	body, err := json.Marshal(versioned)
 	if err != nil {
@@ -135,7 +135,7 @@ func followsClock(t *testing.T, scope *handlers.RequestScope, st *storage.Resour
 			got += row[offset:a.Offset] + duration.HumanDuration(time.Since(time.Unix(a.Seconds, int64(a.Nanos)))+by)
 			offset = int(a.Offset + a.Length)
 		}
-		got = string(earlier(t, []byte(got+row[offset:]), by)) // some cells are times as they are
+		got = string(earlier(t, []byte(got+row[offset:]), by)) // some cells are times
 		if got == want {
 			return len(ages.Ages) > 0
 		}
@@ -146,8 +146,7 @@ func followsClock(t *testing.T, scope *handlers.RequestScope, st *storage.Resour
 	}
 }
 
-// The ages that people look at most are found: of a pod that has restarted, of Jobs, of Events, and of whatever columns
-// a custom resource's definition says are dates.
+// The most important ages are found: of restarted pods, Jobs, CronJobs and Events.
 func TestAgesAreFound(t *testing.T) {
 	fx := fixture.New(t)
 	ago := func(d time.Duration) string { return time.Now().Add(-d).UTC().Format(time.RFC3339) }
@@ -187,13 +186,13 @@ func TestAgesAreFound(t *testing.T) {
 		}
 		for _, a := range ages.Ages {
 			if word := row[a.Offset:][:a.Length]; word != duration.HumanDuration(time.Since(time.Unix(a.Seconds, 0))) {
-				t.Errorf("%s: %q is told to be of %v", stored, word, time.Unix(a.Seconds, 0))
+				t.Errorf("%s: %q is marked as the age of %v", stored, word, time.Unix(a.Seconds, 0))
 			}
 		}
 	}
 }
 
-// Of a custom resource's row the ages are found that its definition says are dates, among many times, and no others.
+// In the row of a custom resource, the ages of date columns are found among many times. No other cell is marked.
 func TestAgesOfCustomResources(t *testing.T) {
 	convertor, err := tableconvertor.New([]apiextensionsv1.CustomResourceColumnDefinition{
 		{Name: "Renewed", Type: "date", JSONPath: ".status.renewed"},
@@ -217,14 +216,14 @@ func TestAgesOfCustomResources(t *testing.T) {
 		complete              bool
 	}{
 		"a date":                     {"5m", "5m", ago(5*time.Minute + 200*time.Millisecond), nil, 2, true},
-		"constants as the trial's":   {"60s", "60s", ago(60*time.Second + 200*time.Millisecond), nil, 2, true},
+		"constants like recentAge":   {"60s", "60s", ago(60*time.Second + 200*time.Millisecond), nil, 2, true},
 		"many of the same age":       {"a", "45d", ago(45*24*time.Hour + 10*time.Second), times(100), 2, true},
-		"more than are looked at":    {"a", "a", ago(time.Hour), times(1000), 0, false},
+		"more than maxTimestamps":    {"a", "a", ago(time.Hour), times(1000), 0, false},
 		"a duration beside a date":   {"a", "1h (5m ago)", ago(5*time.Minute + 200*time.Millisecond), nil, 2, true},
-		"a date that is none":        {"a", "a", "yesterday", nil, 1, true},
+		"an invalid date":            {"a", "a", "yesterday", nil, 1, true},
 		"an hour of one digit":       {"a", "a", "2020-01-02T3:04:05Z", nil, 2, true},
 		"a long fraction":            {"a", "a", "2020-01-02T03:04:05.0000000000000000000001Z", nil, 2, true},
-		"of the future":              {"a", "a", ago(-24 * time.Hour), nil, 2, true},
+		"a future date":              {"a", "a", ago(-24 * time.Hour), nil, 2, true},
 		"long words and many spaces": {"a", strings.Repeat(" ,7d7d7d7d7d7d7d7d7d", 1000), ago(time.Hour), nil, 2, true},
 	} {
 		u := &unstructured.Unstructured{Object: map[string]any{
@@ -242,7 +241,7 @@ func TestAgesOfCustomResources(t *testing.T) {
 			t.Errorf("%s: %s of %v, %v", desc, data, ages, err)
 		}
 		if !reflect.DeepEqual(u, before) {
-			t.Errorf("%s: the object is %v, not what it was, %v", desc, u, before)
+			t.Errorf("%s: the object is %v, want %v", desc, u, before)
 		}
 	}
 }

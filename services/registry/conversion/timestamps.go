@@ -8,14 +8,14 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 )
 
-// timestamp is a time that an object has.
+// timestamp is a time in an object.
 type timestamp struct {
 	value time.Time
 	set   func(time.Time)
 }
 
-// timestampsOf are an object's times that are not zero: of a custom resource the strings that are such. Where there are
-// more than maxTimestamps not all are there.
+// timestampsOf returns an object's times that are not zero. In a custom resource, times are strings in RFC 3339. The
+// result is incomplete if there are more than maxTimestamps.
 func timestampsOf(obj runtime.Object) []timestamp {
 	all := []timestamp{}
 	if u, ok := obj.(runtime.Unstructured); ok {
@@ -41,8 +41,8 @@ func timestampsOf(obj runtime.Object) []timestamp {
 	return all
 }
 
-// walk visits every struct that can be set in v, and what is within it where visit says so. It does not go into maps
-// and interfaces: API types have no times there.
+// walk visits every settable struct in v. It visits the contents of a struct if visit returns true. It skips maps and
+// interfaces, because API types contain no times there.
 func walk(v reflect.Value, visit func(reflect.Value) bool) {
 	switch v.Kind() {
 	case reflect.Pointer:
@@ -71,7 +71,7 @@ func mayHoldStructs(t reflect.Type) bool {
 	return t.Kind() == reflect.Struct || t.Kind() == reflect.Pointer || t.Kind() == reflect.Slice
 }
 
-// appendTimestamps appends to all the strings of a value of JSON that are times.
+// appendTimestamps appends the strings in a JSON value that are times.
 func appendTimestamps(value any, all *[]timestamp) {
 	each := func(child any, set func(any)) {
 		text, ok := child.(string)

@@ -7,15 +7,15 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/apimachinery/pkg/util/json" // it reads whole numbers as such
+	"k8s.io/apimachinery/pkg/util/json" // decodes whole numbers as int64
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/handlers"
 	"watershed.dev/services/registry/storage"
 )
 
-// EncodeUnstructured is Encode for custom resources. Objects that are stored in another version are converted together:
-// a webhook is asked once.
+// EncodeUnstructured encodes custom resources. It converts all objects together if a stored version differs, so that a
+// webhook is called once.
 func EncodeUnstructured(ctx context.Context, scope *handlers.RequestScope,
 	r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
 	list := &unstructured.UnstructuredList{Items: make([]unstructured.Unstructured, len(r.Json))}

@@ -20,7 +20,7 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// The verbs of custom resources, in the order that discovery tells them.
+// These are the verbs of custom resources, in the order of discovery.
 var (
 	allVerbs         = []string{"delete", "deletecollection", "get", "list", "patch", "create", "update", "watch"}
 	terminatingVerbs = []string{"delete", "deletecollection", "get", "list", "watch"}
@@ -29,7 +29,7 @@ var (
 
 var mediaTypes = []string{runtime.ContentTypeJSON, runtime.ContentTypeYAML, runtime.ContentTypeProtobuf}
 
-// setDigest gives an entry its digest.
+// setDigest sets e.Digest: a hash of the entry without its CrdRevision.
 func setDigest(e *registryv1.APIResource) *registryv1.APIResource {
 	crdRevision := e.CrdRevision
 	e.CrdRevision, e.Digest = 0, 0
@@ -42,7 +42,7 @@ func setDigest(e *registryv1.APIResource) *registryv1.APIResource {
 	return e
 }
 
-// apiResourcesOf writes a definition's catalog entries, one for each served version and subresource.
+// apiResourcesOf returns a CRD's discovery entries: an entry for each served version and each of its subresources.
 func apiResourcesOf(d *crd.CRD, st *storage.Resource) []*registryv1.APIResource {
 	var all []*registryv1.APIResource
 	for _, v := range d.Spec.Versions {
@@ -84,10 +84,10 @@ func apiResourcesOf(d *crd.CRD, st *storage.Resource) []*registryv1.APIResource 
 	return all
 }
 
-// apiResourceOf is the entry of one version.
+// apiResourceOf returns the discovery entry of a version.
 func apiResourceOf(d *crd.CRD, st *storage.Resource,
 	v apiextensionsv1.CustomResourceDefinitionVersion) *registryv1.APIResource {
-	crdRevision, _ := storage.Revision(d) // it has one, or it would not be served
+	crdRevision, _ := storage.Revision(d) // Set.set accepts no CRD without a revision
 	names := d.Status.AcceptedNames
 	verbs := allVerbs
 	if apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Terminating) {
@@ -132,7 +132,7 @@ func apiResourceOf(d *crd.CRD, st *storage.Resource,
 	return apiResource
 }
 
-// warningsOf is what every answer in a deprecated version carries.
+// warningsOf returns the warnings in each response of a deprecated version.
 func warningsOf(d *crd.CRD, v apiextensionsv1.CustomResourceDefinitionVersion) []string {
 	if !v.Deprecated {
 		return nil

@@ -36,8 +36,8 @@ import (
 	"watershed.dev/services/registry/managed"
 )
 
-// builder builds what serves one definition, as k8s.io/apiextensions-apiserver/pkg/apiserver's
-// getOrCreateServingInfoFor does.
+// builder builds the storages and scopes of a CRD, as getOrCreateServingInfoFor of
+// k8s.io/apiextensions-apiserver/pkg/apiserver does.
 type builder struct {
 	*crd.CRD
 	set         *Set
@@ -47,7 +47,7 @@ type builder struct {
 	statusReset map[fieldpath.APIVersion]*fieldpath.Set
 	equivalents runtime.EquivalentResourceMapper
 	terminating func() bool
-	// open opens a version's storages; safe converts what they read.
+	// open opens a version's storages. safe converts the objects that they read.
 	open         map[string]func(safe runtime.ObjectConvertor) (customresource.CustomResourceStorage, error)
 	apiResources []*registryv1.APIResource
 }
@@ -71,8 +71,9 @@ func (s *servedCRD) build(t *Set) {
 	s.builder = b
 }
 
-// requestScopeFor is the endpoint of a resource whose conversions end with ctx. It is made for each request, of parts that were
-// built once: a webhook's calls are to end with the request, and upstream's storages and codecs pass no context on.
+// requestScopeFor returns a scope whose conversions end with ctx. It builds the scope for each request, of parts that
+// were built once. A shared scope would not do: a webhook's calls must end with the request, and upstream's storages
+// and codecs pass no context.
 func (b *builder) requestScopeFor(ctx context.Context, r *commonv1.Resource) (*handlers.RequestScope, error) {
 	safe, unsafe := b.converter.WithContext(ctx)
 	st, err := b.open[r.GetVersion()](safe)
@@ -90,7 +91,7 @@ func (b *builder) build() (map[string]*servedVersion, error) {
 	if b.converter, err = b.Converter(b.set.Converters); err != nil {
 		return nil, err
 	}
-	safe, unsafe := b.converter.WithContext(context.Background()) // the finalizer's, or where no webhook is called
+	safe, unsafe := b.converter.WithContext(context.Background()) // for the finalizer and without webhooks
 	if b.types, err = b.typeConverter(); err != nil {
 		return nil, err
 	}
@@ -135,7 +136,7 @@ func (b *builder) build() (map[string]*servedVersion, error) {
 	return all, nil
 }
 
-// replicasPath is where an object has the replicas that its scale shows.
+// replicasPath returns the path of the replicas that a scale subresource shows, or nil.
 func replicasPath(sub *apiextensionsv1.CustomResourceSubresources) fieldpath.Path {
 	if sub == nil || sub.Scale == nil {
 		return nil
@@ -147,7 +148,7 @@ func replicasPath(sub *apiextensionsv1.CustomResourceSubresources) fieldpath.Pat
 	return path
 }
 
-// typeConverter knows objects' fields for who manages them.
+// typeConverter returns the types of objects' fields for managedFields. It deduces them if a schema cannot be built.
 func (b *builder) typeConverter() (managedfields.TypeConverter, error) {
 	specs := []*spec3.OpenAPI{{
 		Version:    "3.0.0",
@@ -168,7 +169,7 @@ func (b *builder) typeConverter() (managedfields.TypeConverter, error) {
 	return managedfields.NewTypeConverter(merged.Components.Schemas, b.Spec.PreserveUnknownFields)
 }
 
-// storage builds what takes long of one version's storages, and returns how to open them.
+// storage builds the expensive parts of a version's storages, and returns a function that opens the storages.
 func (b *builder) storage(v *apiextensionsv1.CustomResourceDefinitionVersion) (
 	func(runtime.ObjectConvertor) (customresource.CustomResourceStorage, error), error) {
 	internal, err := crd.Validation(b.CustomResourceDefinition, v.Name)
@@ -208,7 +209,7 @@ func (b *builder) storage(v *apiextensionsv1.CustomResourceDefinitionVersion) (
 		}
 	}
 	table, err := tableconvertor.New(columns(v.AdditionalPrinterColumns))
-	if err != nil { // a bad column: the name and the age are still to be shown
+	if err != nil { // an invalid column: show only the name
 		table, _ = tableconvertor.New(nil)
 	}
 	kind := b.Kind(v.Name)
@@ -238,7 +239,7 @@ func columns(own []apiextensionsv1.CustomResourceColumnDefinition) []apiextensio
 	return []apiextensionsv1.CustomResourceColumnDefinition{age}
 }
 
-// scaleColumns are what a Table of a scale shows.
+// scaleColumns returns the Table columns of a scale subresource.
 func scaleColumns(sub *apiextensionsv1.CustomResourceSubresources) []apiextensionsv1.CustomResourceColumnDefinition {
 	var all []apiextensionsv1.CustomResourceColumnDefinition
 	if sub != nil && sub.Scale != nil {
@@ -262,7 +263,7 @@ func scaleColumns(sub *apiextensionsv1.CustomResourceSubresources) []apiextensio
 	return append(all, age)
 }
 
-// requestScope makes what answers requests for one entry.
+// requestScope builds the RequestScope of a discovery entry.
 func (b *builder) requestScope(apiResource *registryv1.APIResource, st customresource.CustomResourceStorage,
 	safe, unsafe runtime.ObjectConvertor) (*handlers.RequestScope, error) {
 	v := apiResource.Resource.Version
@@ -326,7 +327,7 @@ func (b *builder) requestScope(apiResource *registryv1.APIResource, st customres
 	return scope, err
 }
 
-// statusStorage and scaled say of upstream's storages that they are some: these lack Destroy.
+// statusStorage and scaleStorage make upstream's storages implement rest.Storage. Upstream's lack Destroy.
 type (
 	statusStorage struct{ *customresource.StatusREST }
 	scaleStorage  struct{ *customresource.ScaleREST }

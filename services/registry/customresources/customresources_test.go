@@ -32,7 +32,8 @@ var (
 	widgets = &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"}
 )
 
-// establishedCRD is a world with a CRD whose names are accepted, as the controllers of a running registry do it.
+// establishedCRD returns a fixture with an established CRD. It sets the conditions that the controllers of a running
+// registry set.
 func establishedCRD(t *testing.T) *fixture.Fixture {
 	t.Helper()
 	fx := fixture.New(t)
@@ -79,8 +80,8 @@ func establishedCRD(t *testing.T) *fixture.Fixture {
 	return fx
 }
 
-// A custom resource is served with the verbs that serve everything else: defaulted, pruned, checked by its schema and
-// by CEL, with a status of its own.
+// A custom resource is served with the verbs of built-in resources. It is defaulted, pruned and validated by its schema
+// and CEL, and has a status subresource.
 func TestCustomResource(t *testing.T) {
 	fx := establishedCRD(t)
 	types := map[string]string{"patch": "application/merge-patch+json"}
@@ -128,7 +129,7 @@ func TestCustomResource(t *testing.T) {
 	}
 }
 
-// It is told of: an entry for the gateway and the watch tier, and how it is stored.
+// A CRD has discovery entries for the gateway and the watch tier, and a stored resource.
 func TestAPIResources(t *testing.T) {
 	fx := establishedCRD(t)
 	apiResources := fx.Resources.Custom.APIResources()
@@ -141,12 +142,12 @@ func TestAPIResources(t *testing.T) {
 		t.Errorf("%v, %v", st, err)
 	}
 	if _, err := fx.Resources.StorageResource(t.Context(), "nones.example.com"); err == nil {
-		t.Error("what nobody defines is stored")
+		t.Error("an undefined resource is stored")
 	}
 }
 
-// What is known of a CRD is not set back by what is older, but for where etcd was restored from a backup: then what is
-// read is the truth, whatever its revision. An entry that says the same has the same digest.
+// An older state does not replace a CRD, unless etcd was restored from a backup. After a restore, any state in etcd is
+// valid, even at a lower revision. Entries of equal content have equal digests.
 func TestRestoredEtcdSetsCRDsBack(t *testing.T) {
 	fx := establishedCRD(t)
 	apiResource := func() *registryv1.APIResource { return fx.Resources.Custom.APIResources()[0] }
@@ -167,36 +168,36 @@ func TestRestoredEtcdSetsCRDsBack(t *testing.T) {
 	h := fx.Resources.Custom.Handler()
 	h.OnUpdate(nil, older)
 	if got := apiResource(); got.CrdRevision != before.CrdRevision {
-		t.Errorf("it is set back to %d", got.CrdRevision)
+		t.Errorf("an older state replaced the CRD: revision %d", got.CrdRevision)
 	}
 	fx.Resources.Custom.EpochChanged()
 	h.OnUpdate(nil, older)
 	if got := apiResource(); got.CrdRevision != 1 || got.Digest != before.Digest {
 		t.Errorf("at %d with digest %x, before at %d with %x", got.CrdRevision, got.Digest, before.CrdRevision, before.Digest)
 	}
-	// the backup is from before it was made: a list tells that it is gone, and then it is made again
+	// The backup is older than the CRD: a list does not contain the CRD, and then the CRD is created again.
 	newer := older.DeepCopy()
 	newer.ResourceVersion = "5000"
 	h.OnUpdate(nil, newer)
 	fx.Resources.Custom.EpochChanged()
 	h.OnDelete(cache.DeletedFinalStateUnknown{Key: newer.Name, Obj: newer})
 	if n := len(fx.Resources.Custom.APIResources()); n != 0 {
-		t.Errorf("%d entries of what is gone", n)
+		t.Errorf("%d entries of a deleted CRD", n)
 	}
 	again := older.DeepCopy()
 	again.ResourceVersion = "2600"
 	h.OnAdd(again, false)
 	if n := len(fx.Resources.Custom.APIResources()); n == 0 {
-		t.Error("what is made again is not served")
+		t.Error("a recreated CRD is not served")
 	}
 	h.OnDelete(again)
 	h.OnAdd(older, false)
 	if n := len(fx.Resources.Custom.APIResources()); n != 0 {
-		t.Errorf("what was read before it went brings back %d entries", n)
+		t.Errorf("a state from before the deletion restored %d entries", n)
 	}
 }
 
-// Documents of OpenAPI are not built or merged for a request that has ended.
+// OpenAPI documents are not built or merged for a request that has ended.
 func TestDocumentsEndWithTheirRequest(t *testing.T) {
 	custom := establishedCRD(t).Resources.Custom
 	ctx, cancel := context.WithCancel(t.Context())

@@ -15,14 +15,14 @@ import (
 	"k8s.io/kube-openapi/pkg/validation/spec"
 )
 
-// documents are what OpenAPI says of one definition, made when somebody asks.
+// documents holds the OpenAPI documents of a CRD by version. They are built on the first request.
 type documents struct {
 	mu sync.Mutex
 	v3 map[string]*spec3.OpenAPI
 	v2 map[string]*spec.Swagger
 }
 
-// Hashes names each group version's document and what it depends on.
+// Hashes returns a hash of the inputs of each group version's document.
 func (t *Set) Hashes() map[schema.GroupVersion]string {
 	parts := map[schema.GroupVersion]string{}
 	_ = t.eachServed(func(s *servedCRD, version string) error {
@@ -35,7 +35,7 @@ func (t *Set) Hashes() map[schema.GroupVersion]string {
 	return parts
 }
 
-// OpenAPIV3 is the document of one group version; nil where no definition has it. It fails once ctx has ended.
+// OpenAPIV3 returns the document of a group version, or nil if no CRD has it. It fails once ctx has ended.
 func (t *Set) OpenAPIV3(ctx context.Context, gv schema.GroupVersion) (*spec3.OpenAPI, error) {
 	var all []*spec3.OpenAPI
 	err := t.eachServed(func(s *servedCRD, version string) error {
@@ -70,7 +70,7 @@ func (t *Set) OpenAPIV3(ctx context.Context, gv schema.GroupVersion) (*spec3.Ope
 	return openapibuilder.MergeSpecsV3(all...)
 }
 
-// OpenAPIV2 adds what the definitions have to the document of what is built in. It fails once ctx has ended.
+// OpenAPIV2 returns the built-in document with the CRDs' documents merged into it. It fails once ctx has ended.
 func (t *Set) OpenAPIV2(ctx context.Context, builtIn *spec.Swagger) (*spec.Swagger, error) {
 	var all []*spec.Swagger
 	err := t.eachServed(func(s *servedCRD, version string) error {
@@ -105,7 +105,7 @@ func (t *Set) OpenAPIV2(ctx context.Context, builtIn *spec.Swagger) (*spec.Swagg
 	return openapibuilder.MergeSpecs(builtIn, all...)
 }
 
-// eachServed visits every served version of every established definition, by group and name, until a visit fails.
+// eachServed visits every served version of every established CRD, by group and name, until a visit fails.
 func (t *Set) eachServed(visit func(s *servedCRD, version string) error) error {
 	for _, s := range t.all() {
 		if !apihelpers.IsCRDConditionTrue(s.CustomResourceDefinition, apiextensionsv1.Established) {

@@ -1,5 +1,16 @@
-// Package customresources serves what CustomResourceDefinitions define, with the verbs that serve everything else:
-// which resources there are, how their objects are read, stored and converted, and what OpenAPI says of them.
+// Package customresources serves the resources of CustomResourceDefinitions (CRDs) with the verbs of built-in
+// resources. It has their discovery entries, storages, conversions and OpenAPI documents.
+//
+// Set has a lock, and all goroutines may use it. An informer's goroutine updates it through Handler. CRDs belongs to
+// the goroutine of the publisher's term.
+//
+// # Review notes
+//
+//   - An older state of a CRD must not replace a newer state, and must not restore a deleted CRD. EpochChanged is the
+//     only exception: revisions of a restored etcd can be lower.
+//   - A lookup that fails must read etcd, because another registry's informer may be ahead of this registry's.
+//   - Storages and schemas are built on first use. The informer's handler must not build them.
+//   - The publisher must not call a webhook: it reads each object in its stored version.
 package customresources
 
 import (
@@ -27,34 +38,45 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// Set is every definition that can be served. What takes long to build is built when it is first asked for.
+// Set holds every CRD whose names are accepted. Expensive parts of a CRD are built on first use.
 type Set struct {
 	Storage *storage.Storage
-	// Converters call the webhooks of definitions that have one.
+	// Converters call the conversion webhooks of CRDs.
 	Converters *crd.Converters
-	// Models are the schemas that every object has parts of: ObjectMeta and the like.
+	// Models are the schemas that every object refers to, such as ObjectMeta.
 	Models map[string]*spec.Schema
-	// OnChange is called after any definition has.
+	// OnChange is called after a CRD has changed.
 	OnChange func()
 
 	mu     sync.RWMutex
 	byName map[string]*servedCRD
-	// removedAt is the revision at which a definition was last known to go: what is read of it from before does not bring
-	// it back.
+	// removedAt is the last known revision of each CRD's deletion. An older state does not restore the CRD.
 	removedAt map[string]uint64
 }
 
-// servedCRD is one definition.
+// servedCRD is a CRD that the registry serves. These are its states:
+//
+//	             names accepted          Established         deleted
+//	(not served) --------------> hidden ------------> listed --------> terminating
+//	     ^                          |                    |                  |
+//	     +--------------------------+-- removed from etcd +------------------+
+//
+// The registry serves requests in each state except the first. Discovery lists the CRD's resources once the CRD is
+// established. The resources of a terminating CRD have no create, patch and update in discovery, and their creates are
+// forbidden.
+//
+// EpochChanged sets otherEpoch in any state. The next state that is read then replaces the CRD.
 type servedCRD struct {
 	*crd.CRD
-	// otherEpoch: its revision is of another history of etcd, and whatever is read now is newer.
+	// otherEpoch is set if the revision belongs to another epoch of etcd. Any state that is read now is newer.
 	otherEpoch      bool
 	storageResource *storage.Resource
 	apiResources    []*registryv1.APIResource
 	*servingInfo
 }
 
-// servingInfo is what takes long: it is built when it is first asked for, and stands while nothing but conditions change.
+// servingInfo holds the expensive parts of a CRD. They are built on first use, and reused if only conditions of the CRD
+// change.
 type servingInfo struct {
 	once     sync.Once
 	versions map[string]*servedVersion
@@ -63,19 +85,19 @@ type servingInfo struct {
 	docs     documents
 }
 
-// servedVersion is how requests in one version are served.
+// servedVersion holds the storages and scopes of a version.
 type servedVersion struct {
 	storage customresource.CustomResourceStorage
 	scopes  map[string]*handlers.RequestScope // by subresource
 }
 
-// Handler follows an informer of definitions.
+// Handler returns the event handler for an informer of CRDs.
 func (t *Set) Handler() cache.ResourceEventHandler {
 	return cache.ResourceEventHandlerFuncs{
 		AddFunc:    func(obj any) { t.set(obj.(*apiextensionsv1.CustomResourceDefinition)) },
 		UpdateFunc: func(_, obj any) { t.set(obj.(*apiextensionsv1.CustomResourceDefinition)) },
 		DeleteFunc: func(obj any) {
-			// a list found it gone: its revision is not its deletion's
+			// a list did not contain the CRD: obj has an older revision than the deletion
 			tombstone, unknown := obj.(cache.DeletedFinalStateUnknown)
 			if unknown {
 				obj = tombstone.Obj
@@ -87,8 +109,8 @@ func (t *Set) Handler() cache.ResourceEventHandler {
 	}
 }
 
-// remove forgets a definition as of d's revision; what is known of a later one stays. known says that it went at that
-// revision, so that what is read of it from before does not bring it back.
+// remove removes a CRD as of d's revision. A CRD that is known at a later revision stays. known reports whether d's
+// revision is the deletion's. In that case, older states do not restore the CRD.
 func (t *Set) remove(d *apiextensionsv1.CustomResourceDefinition, known bool) {
 	revision, err := storage.Revision(d)
 	if err != nil {
@@ -112,8 +134,8 @@ func (t *Set) remove(d *apiextensionsv1.CustomResourceDefinition, known bool) {
 	}
 }
 
-// EpochChanged says that etcd has another history, as after a backup was restored: what is read from now on is newer
-// than what is known, whatever its revision.
+// EpochChanged marks all CRDs as from another epoch of etcd, for example after a restored backup. Any state that is
+// read from now on replaces a marked CRD, even at a lower revision.
 func (t *Set) EpochChanged() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -149,7 +171,7 @@ func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *servedCRD {
 		return old
 	}
 	var s *servedCRD
-	if old != nil && crd.Same(old.CustomResourceDefinition, d) { // nothing but its conditions: what was built stands
+	if old != nil && crd.Same(old.CustomResourceDefinition, d) { // only conditions changed: keep servingInfo
 		crdInfo := *old.CRD
 		crdInfo.CustomResourceDefinition = d
 		s = &servedCRD{CRD: &crdInfo, storageResource: old.storageResource, servingInfo: old.servingInfo}
@@ -157,7 +179,7 @@ func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *servedCRD {
 		crdInfo, err := crd.New(d)
 		if err != nil {
 			t.mu.Unlock()
-			slog.Warn("A definition cannot be served", "name", d.Name, "error", err)
+			slog.Warn("A CustomResourceDefinition cannot be served", "name", d.Name, "error", err)
 			t.remove(d, true)
 			return nil
 		}
@@ -174,21 +196,22 @@ func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *servedCRD {
 	return s
 }
 
-// newer says whether a is a later state than b of the same definition.
+// newer reports whether a is a later state of a CRD than b.
 func newer(a, b *apiextensionsv1.CustomResourceDefinition) bool {
 	av, aerr := storage.Revision(a)
 	bv, berr := storage.Revision(b)
 	return aerr == nil && berr == nil && av > bv
 }
 
-// Servable says whether a definition's names are accepted; it is served from then on, and told of once it is
-// established.
+// Servable reports whether a CRD's names are accepted. The registry serves the CRD from then on. Discovery lists it
+// once it is established.
 func Servable(d *apiextensionsv1.CustomResourceDefinition) bool {
 	return apihelpers.IsCRDConditionTrue(d, apiextensionsv1.NamesAccepted) ||
 		apihelpers.IsCRDConditionTrue(d, apiextensionsv1.Established)
 }
 
-// get finds a definition. One that this registry has not heard of is looked for in etcd: another one may have.
+// get returns a CRD. It reads a CRD that the set lacks from etcd, because another registry may have received it
+// earlier.
 func (t *Set) get(ctx context.Context, name string) (*servedCRD, error) {
 	if s := t.crd(name); s != nil {
 		return s, nil
@@ -196,7 +219,7 @@ func (t *Set) get(ctx context.Context, name string) (*servedCRD, error) {
 	return t.refresh(ctx, name)
 }
 
-// refresh is a definition as etcd has it now; nil where there is none to serve.
+// refresh reads a CRD from etcd and updates the set. It returns nil if etcd has no servable CRD of this name.
 func (t *Set) refresh(ctx context.Context, name string) (*servedCRD, error) {
 	d, err := ReadCRD(ctx, t.Storage, name)
 	if err != nil || d == nil {
@@ -205,14 +228,14 @@ func (t *Set) refresh(ctx context.Context, name string) (*servedCRD, error) {
 	return t.set(d), nil
 }
 
-// RequestScope finds what answers requests for r; nil where nothing does.
+// RequestScope returns the scope that serves r, or nil.
 func (t *Set) RequestScope(ctx context.Context, r *commonv1.Resource) (*handlers.RequestScope, error) {
 	if r.GetGroup() == "" {
 		return nil, nil
 	}
 	name := r.GetResource() + "." + r.GetGroup()
 	s, err := t.get(ctx, name)
-	if err == nil && s != nil && !s.serves(r) { // the gateway has heard of it from another registry
+	if err == nil && s != nil && !s.serves(r) { // another registry may have a later state
 		s, err = t.refresh(ctx, name)
 	}
 	if err != nil || s == nil || !s.serves(r) {
@@ -229,14 +252,14 @@ func (t *Set) RequestScope(ctx context.Context, r *commonv1.Resource) (*handlers
 	return s.versions[r.GetVersion()].scopes[r.GetSubresource()], nil
 }
 
-// serves says whether the definition serves a resource or subresource in a version.
+// serves reports whether the CRD serves a resource or subresource in a version.
 func (s *servedCRD) serves(r *commonv1.Resource) bool {
 	return slices.ContainsFunc(s.apiResources, func(apiResource *registryv1.APIResource) bool {
 		return apiResource.Resource.Version == r.GetVersion() && apiResource.Resource.Subresource == r.GetSubresource()
 	})
 }
 
-// RefreshIfOlder sees to it that a definition is not used as it was before a revision.
+// RefreshIfOlder reads a CRD from etcd if the set has it at an older revision than revision.
 func (t *Set) RefreshIfOlder(ctx context.Context, name string, revision int64) error {
 	s := t.crd(name)
 	if revision == 0 || s == nil {
@@ -249,7 +272,8 @@ func (t *Set) RefreshIfOlder(ctx context.Context, name string, revision int64) e
 	return err
 }
 
-// StorageResource finds how a definition's objects are read, as the definition is now in etcd.
+// StorageResource returns the stored resource of a CRD's objects, after it has read the CRD from etcd. It returns nil
+// if the CRD is not servable.
 func (t *Set) StorageResource(ctx context.Context, name string) (*storage.Resource, error) {
 	s, err := t.refresh(ctx, name)
 	if err != nil || s == nil {
@@ -258,15 +282,15 @@ func (t *Set) StorageResource(ctx context.Context, name string) (*storage.Resour
 	return s.storageResource, nil
 }
 
-// crd finds a definition that this registry has heard of, by its resource's name; nil where there is none.
+// crd returns a CRD of the set by its name, or nil.
 func (t *Set) crd(name string) *servedCRD {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
 	return t.byName[name]
 }
 
-// GetCustomResourceListerCollectionDeleter implements finalizer.CRClientGetter: a deleted definition's objects go
-// first.
+// GetCustomResourceListerCollectionDeleter implements finalizer.CRClientGetter. The finalizer deletes a CRD's objects
+// before the CRD.
 func (t *Set) GetCustomResourceListerCollectionDeleter(
 	d *apiextensionsv1.CustomResourceDefinition) (finalizer.ListerCollectionDeleter, error) {
 	s := t.crd(d.Name)
@@ -283,7 +307,7 @@ func (t *Set) GetCustomResourceListerCollectionDeleter(
 	return s.versions[s.StorageVersion].storage.CustomResource, nil
 }
 
-// all is every definition, by group and name.
+// all returns every CRD, by group and name.
 func (t *Set) all() []*servedCRD {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
@@ -297,7 +321,7 @@ func (t *Set) all() []*servedCRD {
 	return all
 }
 
-// APIResources is what the catalog says of the definitions.
+// APIResources returns the discovery entries of all CRDs.
 func (t *Set) APIResources() []*registryv1.APIResource {
 	var all []*registryv1.APIResource
 	for _, s := range t.all() {

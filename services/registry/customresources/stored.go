@@ -17,15 +17,15 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// crdResource is the stored resource of the definitions themselves.
+// crdResource is the stored resource of CRDs.
 const crdResource = "customresourcedefinitions.apiextensions.k8s.io"
 
-// IsCRD says whether a stored resource is that of the definitions.
+// IsCRD reports whether st is the stored resource of CRDs.
 func IsCRD(st *storage.Resource) bool { return st.Name() == crdResource }
 
-// StorageResourceOf is how the publisher and the watch tier read a definition's objects: each in the version that it is stored
-// in, so that no webhook has to be asked. Their fields are those that any version may select by; where another version
-// of an object is more than its apiVersion, they are what they are in the version stored.
+// StorageResourceOf returns the stored resource of a CRD's objects, for the publisher and the watch tier. Each object
+// is decoded in its stored version, so that no webhook is called. The selectable fields are the fields that any version
+// can select by. If versions differ in more than apiVersion, the fields have the values of the stored version.
 func StorageResourceOf(s *storage.Storage, d *crd.CRD) *storage.Resource {
 	var selectable []apiextensionsv1.SelectableField
 	seen := map[string]bool{}
@@ -44,21 +44,21 @@ func StorageResourceOf(s *storage.Storage, d *crd.CRD) *storage.Resource {
 		d.UsesWebhook() && len(selectable) > 0)
 }
 
-// CRDs knows, for the publisher, how to read custom resources as of each definition's change: it is told of
-// every change in etcd's order.
+// CRDs finds the stored resources of custom resources as of a revision, for the publisher. The publisher applies every
+// event of a CRD, in etcd's order. CRDs is not safe for concurrent use.
 type CRDs struct {
 	storage  *storage.Storage
 	byName   map[string]crdAt
 	byPrefix map[string]*storage.Resource
 }
 
-// crdAt is a definition and how its objects are read.
+// crdAt is a CRD and the stored resource of its objects.
 type crdAt struct {
 	crd             *apiextensionsv1.CustomResourceDefinition
 	storageResource *storage.Resource
 }
 
-// CRDsAt reads the definitions as they were at a revision.
+// CRDsAt reads the CRDs at a revision. It skips CRDs that cannot be decoded.
 func CRDsAt(ctx context.Context, s *storage.Storage, revision int64) (*CRDs, error) {
 	f := &CRDs{storage: s, byName: map[string]crdAt{}, byPrefix: map[string]*storage.Resource{}}
 	crds, ok := s.ByName(crdResource)
@@ -77,7 +77,7 @@ func CRDsAt(ctx context.Context, s *storage.Storage, revision int64) (*CRDs, err
 	return f, nil
 }
 
-// ReadCRD is a definition as etcd has it; nil where there is none.
+// ReadCRD reads a CRD from etcd. It returns nil if the CRD does not exist.
 func ReadCRD(ctx context.Context, s *storage.Storage, name string) (*apiextensionsv1.CustomResourceDefinition, error) {
 	crds, ok := s.ByName(crdResource)
 	if !ok || name != path.Base(name) {
@@ -109,7 +109,7 @@ func convertToV1(obj runtime.Object) (*apiextensionsv1.CustomResourceDefinition,
 	return d, apiextensionsapiserver.Scheme.Convert(internal, d, nil)
 }
 
-// ByKey finds whose etcd key it is.
+// ByKey returns the stored resource of an etcd key. prefix is the prefix of all keys.
 func (f *CRDs) ByKey(key, prefix string) (*storage.Resource, bool) {
 	if len(f.byPrefix) == 0 || len(key) <= len(prefix) {
 		return nil, false
@@ -128,8 +128,8 @@ func (f *CRDs) ByKey(key, prefix string) (*storage.Resource, bool) {
 	return st, ok
 }
 
-// Apply tells of an event of obj, a definition: gone says that it was deleted. The answer is the stored resource
-// whose objects are read in another way from now on, or empty.
+// Apply applies an event of obj, a CRD. It returns the stored resource whose objects are decoded differently from now
+// on, or an empty name.
 func (f *CRDs) Apply(obj runtime.Object, deleted bool) string {
 	d, err := convertToV1(obj)
 	if err != nil {
@@ -161,7 +161,7 @@ func (f *CRDs) set(d *apiextensionsv1.CustomResourceDefinition) {
 	f.forget(d.Name)
 	crdInfo, err := crd.New(d)
 	if err != nil {
-		return // its names are not accepted yet
+		return // the names are not accepted yet
 	}
 	st := StorageResourceOf(f.storage, crdInfo)
 	f.byName[d.Name], f.byPrefix[st.Prefix] = crdAt{d, st}, st

@@ -27,18 +27,18 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// APIServices are which group versions other servers answer for, and where these are.
+// APIServices lists the group versions that aggregated API servers serve, with the addresses of these servers.
 type APIServices struct {
 	Informers   registrations.SharedInformerFactory
 	apiServices registrationlisters.APIServiceLister
 	services    corelisters.ServiceLister
 	slices      discoverylisters.EndpointSliceLister
-	// routeToEndpoints: a service is reached by its endpoints' addresses rather than by its own.
+	// routeToEndpoints: connect to a service's endpoints, not to its cluster IP (--enable-aggregator-routing).
 	routeToEndpoints bool
 }
 
-// WatchAPIServices has the catalog tell of the APIServices that a client of the cluster's own finds, and where the
-// services are that they name. Run the informers of both.
+// WatchAPIServices adds APIServices and their services' addresses to discovery. config is a client of the cluster
+// itself. The caller runs the informers of APIServices and of core.
 func (d *Discovery) WatchAPIServices(config *restclient.Config,
 	core informers.SharedInformerFactory, routeToEndpoints bool) error {
 	client, err := registrationsclient.NewForConfig(config)
@@ -62,7 +62,7 @@ func (d *Discovery) WatchAPIServices(config *restclient.Config,
 	}); err != nil {
 		return err
 	}
-	// Where a service is matters only while a group version is served by it.
+	// A service is relevant only while an APIService refers to it.
 	onServiceChange := func(name func(any) (namespace, service string)) cache.ResourceEventHandler {
 		check := func(o any) {
 			if tombstone, ok := o.(cache.DeletedFinalStateUnknown); ok {
@@ -99,7 +99,7 @@ func (d *Discovery) WatchAPIServices(config *restclient.Config,
 	return err
 }
 
-// remoteAPIServices is every registration that has a service.
+// remoteAPIServices returns the APIServices that have a service, sorted by name.
 func (r *APIServices) remoteAPIServices() []*apiregistrationv1.APIService {
 	registered, err := r.apiServices.List(labels.Everything())
 	if err != nil {
@@ -118,7 +118,7 @@ func (r *APIServices) references(namespace, service string) bool {
 	})
 }
 
-// add tells of them in a catalog.
+// add adds the APIServices to a discovery response, and their group versions to into.
 func (r *APIServices) add(c *registryv1.DiscoveryResponse, into *groups) {
 	for _, a := range r.remoteAPIServices() {
 		into.add(schema.GroupVersion{
@@ -141,7 +141,7 @@ func (r *APIServices) add(c *registryv1.DiscoveryResponse, into *groups) {
 	}
 }
 
-// addresses is where a service's port is: its own address, an external name, or whatever endpoints are ready.
+// addresses returns the addresses of a service's port: its cluster IP, its external name, or its ready endpoints.
 func (r *APIServices) addresses(namespace, name string, port int32) ([]string, error) {
 	service, err := r.services.Services(namespace).Get(name)
 	if err != nil {

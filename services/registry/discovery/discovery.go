@@ -1,4 +1,8 @@
-// Package catalog tells the others what is served: every resource, and which group versions other servers answer for.
+// Package discovery implements the Discovery contract: a stream of the served resources, their OpenAPI documents, and
+// the group versions of aggregated API servers.
+//
+// It does not decide which resources are served: packages installer and customresources do. Run owns the rebuilds. Each
+// Watch stream runs in the goroutine of its call and reads the current response.
 package discovery
 
 import (
@@ -21,35 +25,35 @@ import (
 	"watershed.dev/services/registry/lookup"
 )
 
-// rebuildPeriod is the least time between two catalogs: where a thousand definitions come at once, not each makes a
-// new one.
+// rebuildPeriod is the least time between two rebuilds, so that a thousand new CRDs do not cause a thousand rebuilds.
 const rebuildPeriod = 50 * time.Millisecond
 
-// The priorities of a custom resource's group and version, kube-apiserver's.
+// The priorities of a custom resource's group and version, as in kube-apiserver.
 const (
 	customGroupPriority   = 1000
 	customVersionPriority = 100
 )
 
-// Discovery tells what is served, and whenever that changes.
+// Discovery holds the current response and sends it, and its changes, to every watcher.
 type Discovery struct {
 	registryv1.UnimplementedDiscoveryServer
 	resources *lookup.Resources
-	// APIServices are the group versions that other servers answer for.
+	// APIServices are the group versions of aggregated API servers.
 	APIServices *APIServices
 
 	dirty   chan struct{}
 	current watchable.Value[*registryv1.DiscoveryResponse]
-	// making holds a value while a document of OpenAPI is made: each takes many times its size in memory.
+	// making is a semaphore: it holds a value while an OpenAPI document is made. Each takes many times its size in
+	// memory.
 	making chan struct{}
 }
 
-// New returns the catalog of what is served. It is empty until Renew.
+// New returns the discovery of the resources. It has no response before Rebuild.
 func New(r *lookup.Resources) *Discovery {
 	return &Discovery{resources: r, dirty: make(chan struct{}, 1), making: make(chan struct{}, 1)}
 }
 
-// Invalidate has the catalog made anew soon.
+// Invalidate schedules a rebuild.
 func (d *Discovery) Invalidate() {
 	select {
 	case d.dirty <- struct{}{}:
@@ -57,7 +61,7 @@ func (d *Discovery) Invalidate() {
 	}
 }
 
-// Run makes catalogs until ctx is done.
+// Run rebuilds the response after Invalidate, until ctx is done.
 func (d *Discovery) Run(ctx context.Context) error {
 	for {
 		select {
@@ -74,10 +78,10 @@ func (d *Discovery) Run(ctx context.Context) error {
 	}
 }
 
-// Rebuild makes the catalog anew.
+// Rebuild builds the current response and wakes the watchers.
 func (d *Discovery) Rebuild() { d.current.Set(d.build()) }
 
-// Watch sends what is served now and whenever it changes.
+// Watch sends the current response, then a delta after each change.
 func (d *Discovery) Watch(_ *registryv1.DiscoveryRequest,
 	stream grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
 	var sent *registryv1.DiscoveryResponse
@@ -103,11 +107,11 @@ func (d *Discovery) Watch(_ *registryv1.DiscoveryRequest,
 	}
 }
 
-// partBytes is about how many bytes of entries one message has: CRDs may be many, and each have many versions, names
-// and categories.
+// partBytes is about how many bytes of resources a message has. A cluster may have many CRDs, each with many versions,
+// names and categories.
 const partBytes = 4 << 20
 
-// splitResponse are m in messages that are within gRPC's bound: those after the first are deltas.
+// splitResponse splits m into messages within gRPC's limit. The messages after the first are deltas.
 func splitResponse(m *registryv1.DiscoveryResponse) (out []*registryv1.DiscoveryResponse) {
 	begin, bytes := 0, 0
 	for i, e := range m.Resources {
@@ -126,7 +130,7 @@ func splitResponse(m *registryv1.DiscoveryResponse) (out []*registryv1.Discovery
 	return out
 }
 
-// partOf is m with some of its entries. What is not an entry comes with the first.
+// partOf returns m with a range of its resources. The OpenAPI hashes and the removals are in the first part.
 func partOf(m *registryv1.DiscoveryResponse, begin, end int, first bool) *registryv1.DiscoveryResponse {
 	p := &registryv1.DiscoveryResponse{
 		Groups:      m.Groups,
@@ -140,7 +144,8 @@ func partOf(m *registryv1.DiscoveryResponse, begin, end int, first bool) *regist
 	return p
 }
 
-// delta is what makes now out of before. Entries do not change, so that those that are the same are so by identity.
+// delta returns the changes from before to now. It compares resources by pointer, so a resource must not be changed
+// after it was published.
 func delta(before, now *registryv1.DiscoveryResponse) *registryv1.DiscoveryResponse {
 	d := &registryv1.DiscoveryResponse{
 		Delta:       true,
@@ -177,7 +182,7 @@ func delta(before, now *registryv1.DiscoveryResponse) *registryv1.DiscoveryRespo
 	return d
 }
 
-// build puts together what is built in, what definitions define and what other servers answer for.
+// build merges built-in resources, custom resources and APIServices.
 func (d *Discovery) build() *registryv1.DiscoveryResponse {
 	builtIn, crds := d.resources.BuiltIn, d.resources.Custom
 	apiResources := crds.APIResources()
@@ -218,10 +223,10 @@ func (d *Discovery) build() *registryv1.DiscoveryResponse {
 	return out
 }
 
-// documentPath is where a group version's OpenAPI document is found, below /openapi/.
+// documentPath returns the path of a group version's OpenAPI document, below /openapi/.
 func documentPath(gv schema.GroupVersion) string { return "v3" + installer.RootPath(gv) }
 
-// groups gathers group versions with kube-aggregator's priorities.
+// groups collects group versions with kube-aggregator's priorities.
 type groups struct {
 	byName map[string]*group
 }
@@ -245,8 +250,8 @@ func (g *groups) add(gv schema.GroupVersion, groupPriority, versionPriority int3
 	grp.versions[gv.Version] = max(grp.versions[gv.Version], versionPriority)
 }
 
-// sorted orders groups and versions as kube-aggregator does: by priority, groups then by name and versions as
-// Kubernetes counts.
+// sorted returns the groups by priority, then by name, and versions by priority, then by Kubernetes' version order
+// (kube-aggregator).
 func (g *groups) sorted() []*registryv1.Group {
 	var all []*registryv1.Group
 	for _, grp := range g.byName {

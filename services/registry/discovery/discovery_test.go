@@ -16,7 +16,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// Groups stand by priority, then by name; versions by priority, then as Kubernetes counts.
+// Groups are sorted by priority, then by name. Versions are sorted by priority, then in Kubernetes' version order.
 func TestGroupsAreInKubeAggregatorsOrder(t *testing.T) {
 	var all groups
 	for _, x := range []struct {
@@ -46,7 +46,7 @@ func apiResource(name string) *registryv1.APIResource {
 	return &registryv1.APIResource{Resource: &commonv1.Resource{Group: "g", Version: "v1", Resource: name}}
 }
 
-// watchStream is a follower of the catalog.
+// watchStream is a watcher's stream.
 type watchStream struct {
 	grpc.ServerStreamingServer[registryv1.DiscoveryResponse]
 	ctx context.Context
@@ -60,7 +60,7 @@ func (s *watchStream) Send(m *registryv1.DiscoveryResponse) error {
 	return nil
 }
 
-// Who follows is told the whole, and then what changes.
+// A watcher receives the whole response first, then deltas.
 func TestWatchSendsDeltas(t *testing.T) {
 	a, b, b2, c := apiResource("a"), apiResource("b"), apiResource("b"), apiResource("c")
 	b2.Singular = "changed"
@@ -95,7 +95,7 @@ func TestWatchSendsDeltas(t *testing.T) {
 	<-ended
 }
 
-// A catalog that is larger than a message comes in several, which a follower puts together.
+// A response that is larger than a message is split, and the watcher can merge the parts.
 func TestLargeResponsesAreSplit(t *testing.T) {
 	whole := &registryv1.DiscoveryResponse{
 		Groups:  []*registryv1.Group{{Name: "g"}},
@@ -124,11 +124,11 @@ func TestLargeResponsesAreSplit(t *testing.T) {
 		t.Errorf("%q", got)
 	}
 	if single := splitResponse(&registryv1.DiscoveryResponse{}); len(single) != 1 || single[0].Delta || single[0].More {
-		t.Errorf("of an empty one: %v", single)
+		t.Errorf("parts of an empty response: %v", single)
 	}
 }
 
-// documents is a client of OpenAPI.
+// documents is the stream of an OpenAPI call.
 type documents struct {
 	grpc.ServerStreamingServer[registryv1.OpenAPIChunk]
 	ctx context.Context
@@ -136,7 +136,7 @@ type documents struct {
 
 func (d documents) Context() context.Context { return d.ctx }
 
-// One document is made at a time. A call that waits for its turn ends with its client, and nothing is made for it.
+// Documents are made sequentially. A call that waits for its turn ends with its client, and no document is made for it.
 func TestADocumentOfALeftClientIsNotMade(t *testing.T) {
 	cat := New(nil)
 	ctx, cancel := context.WithCancel(t.Context())

@@ -12,17 +12,18 @@ import (
 )
 
 const (
-	// gatewaysPrefix is where etcd has the gateways that live, each under its name, in keys that are leased: out of reach of
-	// the API, whose users must not be able to say how many there are.
+	// gatewaysPrefix is the etcd prefix of the live gateways' names, in leased keys. They are not API objects, because
+	// any user with write access to the objects could change the count and so every gateway's share of seats.
 	gatewaysPrefix = "/watershed/gateways/"
-	// gatewayTTL is for how many seconds a gateway counts that does not ask again.
+	// gatewayTTL is how many seconds a gateway counts after its last call.
 	gatewayTTL = 35
 )
 
-// Gateways implements registryv1.CatalogServer.
+// Gateways implements registryv1.DiscoveryServer: it registers or removes a gateway and returns the number of live
+// gateways.
 func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest) (*registryv1.GatewaysResponse, error) {
 	if r.Name == "" {
-		return nil, status.Error(codes.InvalidArgument, "a gateway has a name")
+		return nil, status.Error(codes.InvalidArgument, "the name of the gateway is missing")
 	}
 	etcd := d.resources.Storage.Client.Client
 	var err error

@@ -8,7 +8,7 @@ import (
 	"watershed.dev/services/registry/internal/fixture"
 )
 
-// Gateways are counted over all registries, each once, until they leave.
+// Gateways are counted once across all registries, until they leave.
 func TestGatewaysAreCounted(t *testing.T) {
 	fx := fixture.New(t)
 	first, second := discovery.New(fx.Resources), discovery.New(fx.Resources)
@@ -27,6 +27,6 @@ func TestGatewaysAreCounted(t *testing.T) {
 		}
 	}
 	if _, err := first.Gateways(t.Context(), &registryv1.GatewaysRequest{}); err == nil {
-		t.Error("nobody is counted")
+		t.Error("a gateway without a name is counted")
 	}
 }

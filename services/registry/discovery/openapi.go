@@ -17,7 +17,7 @@ import (
 	"watershed.dev/services/registry/lookup"
 )
 
-// OpenAPI sends one document in JSON. The gateways keep it.
+// OpenAPI sends a document in JSON. The gateways cache it.
 func (d *Discovery) OpenAPI(r *registryv1.OpenAPIRequest,
 	stream grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
 	data, err := d.encoded(stream.Context(), r.Path)
@@ -29,7 +29,7 @@ func (d *Discovery) OpenAPI(r *registryv1.OpenAPIRequest,
 	})
 }
 
-// encoded makes one document at a time. It stops between two steps once ctx has ended.
+// encoded makes a document. It makes only one document at a time, and stops between two steps once ctx has ended.
 func (c *Discovery) encoded(ctx context.Context, path string) ([]byte, error) {
 	select {
 	case c.making <- struct{}{}:
@@ -59,7 +59,7 @@ func (d *Discovery) document(ctx context.Context, path string) (any, error) {
 	case path == "v2":
 		builtIn, ok := doc.(*spec.Swagger)
 		if !ok {
-			return nil, fmt.Errorf("the document of v2 is a %T", doc)
+			return nil, fmt.Errorf("the OpenAPI v2 document is a %T", doc)
 		}
 		return d.resources.Custom.OpenAPIV2(ctx, builtIn)
 	case ok:

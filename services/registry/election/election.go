@@ -1,4 +1,7 @@
-// Package election has one registry at a time do what only one may.
+// Package election elects a single registry for a task, by a leased key in etcd. It does not fence the leader's writes:
+// each task must refuse the writes of a deposed leader itself.
+//
+// Run calls lead in the caller's goroutine. A goroutine per term drains the lease's keepalives.
 package election
 
 import (
@@ -9,19 +12,25 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
-// leaseSeconds is how long a dead leader keeps the others waiting.
+// leaseSeconds is the TTL of the lease: how long a dead leader blocks the election.
 const leaseSeconds = 2
 
-// Run runs lead whenever this candidate holds key in etcd, and cancels its context when it no longer does. It ends
-// with ctx. another is called whenever somebody else is seen to hold the key. Candidates poll, since a waiting watch
-// each would be watches that etcd has to serve.
+// Run calls lead while this candidate holds key in etcd, and cancels its context when the lease is lost. It returns
+// when ctx ends. It calls onOtherLeader whenever it reads that another candidate holds the key.
+//
+//	candidate ── key absent, lease put ──▶ leader
+//	candidate ── key held, or error ──▶ 300 ms ──▶ candidate
+//	leader ── lead returns ──▶ resigned ── leaseSeconds ──▶ candidate
+//	leader ── lease lost ──▶ candidate
+//
+// Candidates poll, because a watch per candidate would be watches that etcd has to serve.
 func Run(ctx context.Context, client *clientv3.Client, key, identity string, lead func(context.Context) error,
 	onOtherLeader func()) error {
 	for ctx.Err() == nil {
 		lease, err := campaign(ctx, client, key, identity, onOtherLeader)
 		if err != nil || lease == nil {
 			if err != nil && ctx.Err() == nil {
-				slog.Debug("No election", "key", key, "error", err)
+				slog.Debug("Election failed", "key", key, "error", err)
 			}
 			select {
 			case <-ctx.Done():
@@ -31,7 +40,7 @@ func Run(ctx context.Context, client *clientv3.Client, key, identity string, lea
 		}
 		slog.Info("Elected", "key", key, "identity", identity)
 		if holdLease(ctx, client, *lease, lead) {
-			select { // it resigned: somebody else is to have a try
+			select { // it resigned: another candidate goes first
 			case <-ctx.Done():
 			case <-time.After(leaseSeconds * time.Second):
 			}
@@ -40,7 +49,7 @@ func Run(ctx context.Context, client *clientv3.Client, key, identity string, lea
 	return ctx.Err()
 }
 
-// campaign takes the key if nobody has it. A nil lease means that somebody has.
+// campaign acquires the key if it is absent. A nil lease without an error means that another candidate holds it.
 func campaign(ctx context.Context, client *clientv3.Client, key, identity string,
 	onOtherLeader func()) (*clientv3.LeaseID, error) {
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
@@ -68,8 +77,8 @@ func campaign(ctx context.Context, client *clientv3.Client, key, identity string
 	return &lease.ID, nil
 }
 
-// holdLease leads until the lease is lost or ctx ends, or lead gives up, which is a resignation. A panic of lead gives
-// the key up too.
+// holdLease calls lead and keeps the lease alive until it is lost, ctx ends, or lead returns. The last case is a
+// resignation. holdLease revokes the lease in each case, also if lead panics.
 func holdLease(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID,
 	lead func(context.Context) error) (resigned bool) {
 	leading, cancel := context.WithCancel(ctx)
@@ -89,7 +98,7 @@ func holdLease(ctx context.Context, client *clientv3.Client, lease clientv3.Leas
 		err := lead(leading)
 		resigned = leading.Err() == nil
 		if err != nil && ctx.Err() == nil {
-			slog.Warn("Leading ended", "resigned", resigned, "error", err)
+			slog.Warn("The leader's task ended", "resigned", resigned, "error", err)
 		}
 	}
 	return resigned

@@ -10,7 +10,7 @@ import (
 	"watershed.dev/services/registry/internal/fixture"
 )
 
-// leaders says who leads, and counts how many ever led at a time.
+// leaders records the current leaders and the largest number of concurrent leaders.
 type leaders struct {
 	mu            sync.Mutex
 	current       map[string]bool
@@ -45,12 +45,12 @@ func (l *leaders) next(t *testing.T) string {
 	case name := <-l.elected:
 		return name
 	case <-time.After(30 * time.Second):
-		t.Fatal("nobody is elected")
+		t.Fatal("no candidate is elected")
 		return ""
 	}
 }
 
-// One leads at a time; who resigns, or ends, is followed by another.
+// Only a single candidate leads at a time. Another follows after a resignation or the end of the leader.
 func TestOneLeadsAtATime(t *testing.T) {
 	fx := fixture.New(t)
 	l := &leaders{current: map[string]bool{}, elected: make(chan string, 10)}
@@ -76,7 +76,7 @@ func TestOneLeadsAtATime(t *testing.T) {
 	if second == first {
 		t.Errorf("%s resigns and leads again", first)
 	}
-	all[second].stop() // its key goes with it, and need not run out
+	all[second].stop() // the leader revokes its lease, which need not run out
 	if third := l.next(t); third != first {
 		t.Errorf("%s leads", third)
 	}

@@ -15,16 +15,16 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// auditContext gathers what a write's audit event is to say of it (k8s.io/apiserver/pkg/audit, request.go). Of a write that is
-// not audited it is nil, and gathers nothing.
+// auditContext collects a write's part of its audit event (k8s.io/apiserver/pkg/audit, request.go). It is nil for a
+// write that is not audited, and then collects nothing.
 type auditContext struct {
 	level commonv1.AuditLevel
-	// annotations are what upstream's storages write.
+	// annotations collects the audit annotations of upstream's storages.
 	annotations *audit.AuditContext
 	proto       commonv1.AuditContext
 }
 
-// newAuditContext returns a context in which annotations are gathered, and what gathers them.
+// newAuditContext returns a context that collects audit annotations, and its auditContext.
 func newAuditContext(ctx context.Context, level commonv1.AuditLevel) (context.Context, *auditContext) {
 	if level == commonv1.AuditLevel_AUDIT_LEVEL_UNSPECIFIED {
 		return ctx, nil
@@ -33,7 +33,7 @@ func newAuditContext(ctx context.Context, level commonv1.AuditLevel) (context.Co
 	return ctx, &auditContext{level: level, annotations: audit.AuditContextFrom(ctx)}
 }
 
-// recordRequest takes down the request's object as it was read. One that cannot be written is left out.
+// recordRequest records the request's decoded object. It omits an object that cannot be encoded.
 func (a *auditContext) recordRequest(ctx context.Context, obj runtime.Object, gv schema.GroupVersion,
 	codecs runtime.NegotiatedSerializer) {
 	if a == nil {
@@ -57,21 +57,21 @@ func (a *auditContext) recordRequest(ctx context.Context, obj runtime.Object, gv
 	}
 	var b bytes.Buffer
 	if err := codecs.EncoderForVersion(info.Serializer, gv).Encode(obj, &b); err != nil {
-		slog.ErrorContext(ctx, "A request's object is not audited", "error", err)
+		slog.ErrorContext(ctx, "Cannot encode a request's object for its audit event", "error", err)
 		a.proto.Object = nil
 		return
 	}
 	a.proto.RequestObject = b.Bytes()
 }
 
-// recordPatch says that the request's body is its object.
+// recordPatch records that the request's body is the audited object.
 func (a *auditContext) recordPatch() {
 	if a != nil {
 		a.proto.RequestIsBody = a.level >= commonv1.AuditLevel_AUDIT_LEVEL_REQUEST
 	}
 }
 
-// recordStatus takes down the answer where it is a Status.
+// recordStatus records the response if it is a Status.
 func (a *auditContext) recordStatus(result runtime.Object) {
 	s, ok := result.(*metav1.Status)
 	if a == nil || !ok {
@@ -82,7 +82,7 @@ func (a *auditContext) recordStatus(result runtime.Object) {
 	}
 }
 
-// finish is what has been gathered, or nil.
+// finish returns the collected data, or nil.
 func (a *auditContext) finish() *commonv1.AuditContext {
 	if a == nil {
 		return nil

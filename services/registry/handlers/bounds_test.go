@@ -12,7 +12,7 @@ import (
 	apistorage "k8s.io/apiserver/pkg/storage"
 )
 
-// A read of a revision that does not come ends after 3 s, with kube-apiserver's error.
+// A read of a revision that has not arrived ends after 3 s, with kube-apiserver's error.
 func TestAReadWaits3SecondsForItsRevision(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		began := time.Now()
@@ -34,7 +34,7 @@ func TestAnErrorQuotes30BytesOfABody(t *testing.T) {
 	}
 }
 
-// A patched object is printed for a refusal only: to print 150,000 keys takes half a second.
+// Only an error prints the patched object, because printing 150,000 keys takes half a second.
 func TestAPatchIsPrintedForARefusalOnly(t *testing.T) {
 	odd := []error{errors.New(`unknown field "x"`)}
 	for directive, want := range map[string]bool{

@@ -31,11 +31,12 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// Callbacks is whom a write asks while it runs: the gateway, at the other end of the Write stream.
+// Callbacks is the set of calls that a running write makes to the gateway, at the other end of the Write stream.
 type Callbacks interface {
-	// Lifecycle is NamespaceLifecycle over what this registry knows; nil where it does not know enough.
+	// Lifecycle returns the registry's own NamespaceLifecycle plugin. It returns nil if the registry's namespaces are
+	// not synced or not fresh.
 	Lifecycle() admission.MutationInterface
-	// Review runs one admission phase. An error refuses the write.
+	// Review runs an admission phase. An error rejects the write.
 	Review(ctx context.Context, phase registryv1.Phase, r *admissionv1.Review) (*admissionv1.Verdict, error)
 	Authorize(ctx context.Context, a *commonv1.Attributes) (*authzv1.AuthorizeResponse, error)
 	ReviewToken(ctx context.Context, r *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error)
@@ -44,7 +45,7 @@ type Callbacks interface {
 
 type callbacksKey struct{}
 
-// WithCallbacks makes g the one that ctx's write asks.
+// WithCallbacks returns ctx with callbacks. Authorizer, RuleResolver and TokenReviews read them from it.
 func WithCallbacks(ctx context.Context, callbacks Callbacks) context.Context {
 	return context.WithValue(ctx, callbacksKey{}, callbacks)
 }
@@ -52,13 +53,13 @@ func WithCallbacks(ctx context.Context, callbacks Callbacks) context.Context {
 func callbacksFrom(ctx context.Context) (Callbacks, error) {
 	callbacks, ok := ctx.Value(callbacksKey{}).(Callbacks)
 	if !ok {
-		return nil, errors.New("nobody to ask: the call did not come through a write stream")
+		return nil, errors.New("no callbacks: the call did not come through a Write stream")
 	}
 	return callbacks, nil
 }
 
-// Authorizer asks the Gate of the write at hand. The storages take it for escalation and approval checks. It fails
-// closed: without a Gate nothing is allowed.
+// Authorizer authorizes through the Callbacks of the current write. Upstream's storages use it for escalation and
+// approval checks. It fails closed: without Callbacks it denies.
 type Authorizer struct{}
 
 // Authorize implements authorizer.Authorizer.
@@ -77,26 +78,26 @@ func (Authorizer) Authorize(ctx context.Context, a authorizer.Attributes) (autho
 	return identity.Decision(resp.Decision), resp.Reason, err
 }
 
-// TokenReviews is the TokenReview resource. Upstream's storage asks with a context of its own making, in which there is
-// no Gate; all but that is upstream's.
+// TokenReviews serves the TokenReview resource. It wraps upstream's storage, which would authenticate with a new
+// context that lacks Callbacks. TokenReviews makes that call itself.
 type TokenReviews struct {
 	*tokenreview.REST
 	audiences authenticator.Audiences
 }
 
-// NewTokenReviews wraps upstream's storage. audiences are the API's own, which a review without any is for.
+// NewTokenReviews wraps upstream's storage. audiences are the API's own: a review without audiences is for them.
 func NewTokenReviews(audiences []string) *TokenReviews {
 	return &TokenReviews{tokenreview.NewREST(nil, nil), audiences}
 }
 
-// errAudiences is upstream's answer to an authenticator that does not know of audiences
+// errAudiences is upstream's error for an authenticator that ignores audiences
 // (k8s.io/kubernetes/pkg/registry/authentication/tokenreview, badAuthenticatorAuds).
 var errAudiences = apierrors.NewInternalError(errors.New("error validating audiences"))
 
 // Create implements rest.Creater.
 func (t *TokenReviews) Create(ctx context.Context, obj runtime.Object, validate rest.ValidateObjectFunc,
 	opts *metav1.CreateOptions) (runtime.Object, error) {
-	out, err := t.REST.Create(ctx, obj, validate, opts) // without an authenticator it checks the review, and no more
+	out, err := t.REST.Create(ctx, obj, validate, opts) // without an authenticator it only validates the review
 	if err != nil {
 		return nil, err
 	}
@@ -136,7 +137,7 @@ func (t *TokenReviews) Create(ctx context.Context, obj runtime.Object, validate 
 	return review, nil
 }
 
-// RuleResolver asks the Gate what a user may do.
+// RuleResolver resolves a user's rules through the Callbacks of the current write.
 type RuleResolver struct{}
 
 // RulesFor implements authorizer.RuleResolver.
@@ -169,14 +170,16 @@ func (RuleResolver) RulesFor(ctx context.Context, u user.Info, namespace string)
 	return rr, nr, resp.Incomplete, err
 }
 
-// remoteAdmission is the admission chain as the storages see it: each review goes through the Gate. It asks only for the
-// operations that somebody looks at, and runs what lifecycle holds itself where it can.
+// remoteAdmission is the admission chain that the storages run. It sends reviews to the gateway through Callbacks, but
+// only for the operations in admit and validate. lifecycle lists the operations that only NamespaceLifecycle reviews.
+// remoteAdmission runs that plugin in the registry if Callbacks has it.
 type remoteAdmission struct {
 	callbacks                  Callbacks
 	scope                      *RequestScope
 	admit, lifecycle, validate []admissionv1.Operation
-	// validateInAdmit are those of validate that are asked about with admit. validated says, once, whether what was admitted
-	// last is valid: one that is then stored under another generated name is asked about.
+	// validateInAdmit is the part of validate that the gateway validates in the review of Admit. validated is the
+	// verdict of the last Admit, and Validate uses it once. An object that is stored again under another generated name
+	// is reviewed again.
 	validateInAdmit []admissionv1.Operation
 	validated       *admissionv1.Verdict
 }
@@ -192,7 +195,7 @@ func (ra *remoteAdmission) Handles(op admission.Operation) bool {
 	return slices.Contains(ra.admit, operations[op]) || slices.Contains(ra.validate, operations[op])
 }
 
-// Admit implements admission.MutationInterface: the attributes' object is changed in place.
+// Admit implements admission.MutationInterface. It changes the attributes' object in place.
 func (ra *remoteAdmission) Admit(ctx context.Context, a admission.Attributes, _ admission.ObjectInterfaces) error {
 	op := operations[a.GetOperation()]
 	if !slices.Contains(ra.admit, op) {
@@ -201,7 +204,8 @@ func (ra *remoteAdmission) Admit(ctx context.Context, a admission.Attributes, _ 
 	lifecycleOnly := slices.Contains(ra.lifecycle, op)
 	if lifecycleOnly || op == admissionv1.Operation_OPERATION_DELETE && a.GetResource() == namespaces {
 		if lifecycle := ra.callbacks.Lifecycle(); lifecycle != nil {
-			// It is told of a namespace's deletion even where admission answers: it looks twice at that namespace then.
+			// NamespaceLifecycle must see each namespace's deletion, even if the gateway reviews it. It then uses live
+			// lookups of that namespace for a while.
 			if err := lifecycle.Admit(ctx, a, ra.scope); lifecycleOnly {
 				return err
 			}
@@ -236,7 +240,7 @@ func (ra *remoteAdmission) Validate(ctx context.Context, a admission.Attributes,
 	return err
 }
 
-// terminatingAdmission is an admission chain that lets nothing new in.
+// terminatingAdmission is an admission chain that forbids creates.
 type terminatingAdmission struct{ admission.Interface }
 
 func (terminatingAdmission) forbidden(a admission.Attributes) error {
@@ -367,7 +371,7 @@ func (ra *remoteAdmission) decodeInto(data []byte, obj runtime.Object) error {
 	}
 	dst, src := reflect.ValueOf(obj), reflect.ValueOf(decoded)
 	if dst.Type() != src.Type() {
-		return apierrors.NewInternalError(fmt.Errorf("admission turned a %T into a %T", obj, decoded))
+		return apierrors.NewInternalError(fmt.Errorf("admission changed a %T to a %T", obj, decoded))
 	}
 	dst.Elem().Set(src.Elem())
 	return nil

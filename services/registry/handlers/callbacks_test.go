@@ -13,7 +13,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// reviewer is a gate that knows who a token is, and for which audiences.
+// reviewer is a Callbacks that returns response for every token, and records the requested audiences.
 type reviewer struct {
 	Callbacks
 	response  *authnv1.AuthenticateResponse
@@ -26,7 +26,7 @@ func (r *reviewer) ReviewToken(_ context.Context,
 	return r.response, nil
 }
 
-// A review says that a token is good only where it is good for who asks (S24).
+// A TokenReview is authenticated only if the token is valid for the requested audiences (S24).
 func TestTokenReviewAudiences(t *testing.T) {
 	for name, c := range map[string]struct {
 		own, asked, answered []string
@@ -35,14 +35,14 @@ func TestTokenReviewAudiences(t *testing.T) {
 		"the API's own":   {own: []string{"api"}, answered: []string{"api"}},
 		"another's":       {own: []string{"api"}, asked: []string{"vault"}, answered: []string{"vault"}},
 		"not for the API": {own: []string{"api"}, answered: []string{"vault"}, fails: true},
-		"not for who asks": {
+		"not for the requested audience": {
 			own:      []string{"api"},
 			asked:    []string{"vault"},
 			answered: []string{"api"},
 			fails:    true,
 		},
-		"nobody says for whom":    {own: []string{"api"}, fails: true},
-		"the API has none either": {},
+		"without audiences": {own: []string{"api"}, fails: true},
+		"the API has none":  {},
 	} {
 		t.Run(name, func(t *testing.T) {
 			callbacks := &reviewer{response: &authnv1.AuthenticateResponse{
@@ -56,7 +56,7 @@ func TestTokenReviewAudiences(t *testing.T) {
 				func(context.Context, runtime.Object) error { return nil }, &metav1.CreateOptions{})
 			if c.fails {
 				if err == nil {
-					t.Errorf("it is good: %+v", out.(*authentication.TokenReview).Status)
+					t.Errorf("the token is authenticated: %+v", out.(*authentication.TokenReview).Status)
 				}
 				return
 			}

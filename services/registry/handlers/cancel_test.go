@@ -11,8 +11,7 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 )
 
-// A strategic merge ends with its request, between one list and the next at the latest, and merges as upstream's does
-// until then.
+// A strategic merge ends with its request, at the latest between two lists. Until then it merges as upstream does.
 func TestStrategicMergeIsCanceled(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	pod := func(image string) map[string]any {
@@ -24,11 +23,11 @@ func TestStrategicMergeIsCanceled(t *testing.T) {
 	}
 	cancel()
 	if _, err := strategicMerge(ctx, pod("a"), pod("b"), &corev1.Pod{}); !errors.Is(err, context.Canceled) {
-		t.Errorf("after its request: %v", err)
+		t.Errorf("after its request has ended: %v", err)
 	}
 }
 
-// Encoding a list ends with its request; an object that was written is answered still.
+// Encoding a list ends with its request. An object that was written is encoded in any case.
 func TestListEncodingIsCanceled(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()

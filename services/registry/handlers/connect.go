@@ -31,7 +31,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// Connect decides where a request that carries bytes goes: to a kubelet, a pod, a service or a node.
+// Connect returns the target of a streaming request: a kubelet, a pod, a service or a node. The gateway dials it.
 func (scope *RequestScope) Connect(ctx context.Context, r *registryv1.WriteRequest,
 	callbacks Callbacks) (c *registryv1.Connection, err error) {
 	if r.Name == "" {
@@ -69,7 +69,7 @@ func (scope *RequestScope) Connect(ctx context.Context, r *registryv1.WriteReque
 	return scope.resolveConnection(ctx, r, opts)
 }
 
-// admitConnect asks admission in both phases, one after the other.
+// admitConnect runs both admission phases: first Admit, then Validate.
 func (scope *RequestScope) admitConnect(
 	ctx context.Context,
 	r *registryv1.WriteRequest,
@@ -104,7 +104,7 @@ func (scope *RequestScope) admitConnect(
 	return remote.Validate(ctx, attrs, scope)
 }
 
-// resolveConnection is where a connection goes, which upstream's handlers dial themselves.
+// resolveConnection returns the target of a connection. Upstream's handlers dial the target themselves.
 func (scope *RequestScope) resolveConnection(ctx context.Context, r *registryv1.WriteRequest,
 	opts runtime.Object) (*registryv1.Connection, error) {
 	switch s := scope.Storage.(type) {
@@ -153,10 +153,10 @@ func (scope *RequestScope) resolveConnection(ctx context.Context, r *registryv1.
 		}
 		return proxyConnection(location, opts.(*api.NodeProxyOptions).Path, transport, err)
 	}
-	return nil, apierrors.NewInternalError(fmt.Errorf("nothing is known of where %s leads", scope))
+	return nil, apierrors.NewInternalError(fmt.Errorf("no connection is defined for %s", scope))
 }
 
-// proxyConnection is a connection that rewrites what it carries.
+// proxyConnection returns a connection in which the gateway rewrites links of responses.
 func proxyConnection(
 	location *url.URL,
 	path string,
@@ -170,7 +170,8 @@ func proxyConnection(
 	return &registryv1.Connection{Url: location.String(), Transport: transport, Rewrite: true}, nil
 }
 
-// upgradeConnection is a connection to a kubelet. A WebSocket is translated for a kubelet that speaks SPDY alone.
+// upgradeConnection returns a connection to a kubelet. The gateway translates a WebSocket if the kubelet supports only
+// SPDY.
 func (scope *RequestScope) upgradeConnection(
 	ctx context.Context,
 	r *registryv1.WriteRequest,
@@ -201,7 +202,7 @@ func (scope *RequestScope) upgradeConnection(
 	return c, nil
 }
 
-// authorizeUpgrade asks for the permission to create where a WebSocket came with a GET (kubernetes issue 133515).
+// authorizeUpgrade authorizes create if a WebSocket upgrade came with a GET (kubernetes issue 133515).
 func (scope *RequestScope) authorizeUpgrade(ctx context.Context, r *registryv1.WriteRequest) error {
 	info, ok := request.RequestInfoFrom(ctx)
 	needsCreate := utilfeature.DefaultFeatureGate.Enabled(features.AuthorizePodWebsocketUpgradeCreatePermission)
@@ -229,7 +230,7 @@ func (scope *RequestScope) authorizeUpgrade(ctx context.Context, r *registryv1.W
 	return nil
 }
 
-// logConnection is a connection to a kubelet that answers a container's log.
+// logConnection returns a connection to the kubelet that serves a container's log.
 func (scope *RequestScope) logConnection(ctx context.Context, s *podrest.LogREST, name string,
 	values url.Values) (*registryv1.Connection, error) {
 	opts, _, _ := s.NewGetOptions()
@@ -242,7 +243,7 @@ func (scope *RequestScope) logConnection(ctx context.Context, s *podrest.LogREST
 	}
 	streamer, ok := obj.(*genericrest.LocationStreamer)
 	if !ok {
-		return nil, apierrors.NewInternalError(fmt.Errorf("a log is a %T", obj))
+		return nil, apierrors.NewInternalError(fmt.Errorf("a log is a %T, not a LocationStreamer", obj))
 	}
 	c := &registryv1.Connection{
 		ContentType: streamer.ContentType,

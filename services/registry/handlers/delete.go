@@ -42,7 +42,7 @@ func (w *writeOperation) delete(ctx context.Context) (*registryv1.ObjectResponse
 		return nil, err
 	}
 	code := http.StatusOK
-	// clients still set it, and kube-apiserver still answers 202
+	// clients still set OrphanDependents, and kube-apiserver still responds with 202
 	if orphan := opts.OrphanDependents; !deleted && orphan != nil && !*orphan { //nolint:staticcheck
 		code = http.StatusAccepted
 	}
@@ -88,7 +88,7 @@ func (w *writeOperation) deleteCollection(ctx context.Context) (*registryv1.Obje
 	return w.encodeResult(ctx, http.StatusOK, result)
 }
 
-// deleteOptions come from the body, or else from the query.
+// deleteOptions decodes the options from the body. If the body is empty, it decodes them from the query.
 func (w *writeOperation) deleteOptions(ctx context.Context) (*metav1.DeleteOptions, error) {
 	opts := &metav1.DeleteOptions{}
 	if len(w.req.Body) > 0 {

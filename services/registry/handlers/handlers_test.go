@@ -20,7 +20,7 @@ import (
 	"watershed.dev/services/registry/internal/fixture"
 )
 
-// object is what the tests look at of an answer.
+// object is the part of a response that the tests check.
 type object struct {
 	Kind     string
 	Metadata metav1.ObjectMeta
@@ -36,7 +36,7 @@ func decodeObject(t *testing.T, body []byte) (o object) {
 	return o
 }
 
-// status is the API's error, by code, reason and the beginning of its message.
+// status formats an API error: its code, reason and message.
 func status(err error) string {
 	var warned *rpc.WarnedError
 	if errors.As(err, &warned) {
@@ -50,7 +50,7 @@ func status(err error) string {
 	return fmt.Sprintf("%d %s %s", s.Code, s.Reason, s.Message)
 }
 
-// write is a write of a ConfigMap, unless it says of what.
+// write is a write and its expected response. Without a resource it writes a ConfigMap.
 type write struct {
 	resource          *commonv1.Resource
 	verb, name, query string
@@ -83,7 +83,7 @@ func run(t *testing.T, fx *fixture.Fixture, writes ...write) {
 		}, callbacks)
 		step := fmt.Sprintf("%d: %s %s?%s", i, x.verb, x.name, x.query)
 		if x.reviews != nil && !slices.Equal(callbacks.Reviews, x.reviews) {
-			t.Errorf("%s asks %q", step, callbacks.Reviews)
+			t.Errorf("%s made the callbacks %q", step, callbacks.Reviews)
 		}
 		if err != nil || x.fails != "" {
 			if err == nil || !strings.HasPrefix(status(err), x.fails) || x.fails == "" {
@@ -111,7 +111,7 @@ func configMap(name, rest string) string {
 	return fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":%q%s}`, name, rest)
 }
 
-// copies is a JSON Patch that adds a value and copies it n times.
+// copies returns a JSON Patch that adds a value and copies it n times.
 func copies(n int, value string) string {
 	ops := []string{fmt.Sprintf(`{"op":"add","path":"/data/x","value":%q}`, value)}
 	for i := range n {
@@ -134,7 +134,7 @@ func data(want ...string) func(*testing.T, object) {
 	}
 }
 
-// Each verb does what it does in kube-apiserver, and refuses in its words.
+// Each verb behaves as in kube-apiserver, and returns kube-apiserver's errors.
 func TestWrites(t *testing.T) {
 	fx := fixture.New(t)
 	const apply, merge = "application/apply-patch+yaml", "application/merge-patch+json"
@@ -170,7 +170,7 @@ func TestWrites(t *testing.T) {
 			write{verb: "delete", name: "a", body: `{"preconditions":{"uid":"other"}}`, fails: "409 Conflict"},
 			write{verb: "delete", name: "a", code: 200, check: func(t *testing.T, o object) {
 				if o.Kind != "Status" {
-					t.Errorf("a deletion answers a %s", o.Kind)
+					t.Errorf("a deletion returned a %s", o.Kind)
 				}
 			}},
 			write{verb: "delete", name: "a", fails: `404 NotFound configmaps "a" not found`},
@@ -193,7 +193,7 @@ func TestWrites(t *testing.T) {
 				code: 201,
 				check: func(t *testing.T, o object) {
 					if !strings.HasPrefix(o.Metadata.Name, "g-") || len(o.Metadata.Name) != 7 {
-						t.Errorf("it is called %q", o.Metadata.Name)
+						t.Errorf("the name is %q", o.Metadata.Name)
 					}
 				},
 			},
@@ -328,7 +328,7 @@ func managers(o object) (all []string) {
 	return all
 }
 
-// Who wrote what is noted, and an apply takes nothing from others unless it is forced.
+// managedFields records each manager's fields. Only a forced apply takes a field from another manager.
 func TestManagedFields(t *testing.T) {
 	fx := fixture.New(t)
 	const apply = "application/apply-patch+yaml"
@@ -371,9 +371,9 @@ func TestManagedFields(t *testing.T) {
 			body:        configMap("m", "}"),
 			code:        200,
 			check:       data("b=3"),
-		}, // what one no longer applies goes
+		}, // a field that its manager no longer applies is removed
 	)
-	// What is noted is given up where the object would be too large with it.
+	// An object that is too large with its managedFields is stored without them.
 	keys := map[string]string{}
 	for i := range 22000 {
 		keys[fmt.Sprintf("key-%032d", i)] = ""
@@ -390,7 +390,7 @@ func TestManagedFields(t *testing.T) {
 		}})
 }
 
-// Admission is asked in both phases where somebody looks, may change and may refuse.
+// A write calls both admission phases. Admission can change the object and can reject the write.
 func TestAdmissionCallbacks(t *testing.T) {
 	fx := fixture.New(t)
 	both := func(operation string) []string {
@@ -428,7 +428,7 @@ func TestAdmissionCallbacks(t *testing.T) {
 	)
 }
 
-// What admission has validated as it admitted it is not asked about again; what it has not is.
+// An object that was validated in the admit phase is not reviewed again. Any other object is.
 func TestValidateInAdmit(t *testing.T) {
 	fx := fixture.New(t)
 	pods := &commonv1.Resource{Version: "v1", Resource: "pods"}
@@ -438,14 +438,14 @@ func TestValidateInAdmit(t *testing.T) {
 		atOnce    []admissionv1.Operation
 		asks      string
 	}{
-		"validated":              {true, fixture.Operations, "ADMIT CREATE"},
-		"with something to say":  {false, fixture.Operations, "ADMIT CREATE, VALIDATE CREATE"},
-		"not to be validated so": {true, nil, "ADMIT CREATE, VALIDATE CREATE"},
+		"validated":     {true, fixture.Operations, "ADMIT CREATE"},
+		"not validated": {false, fixture.Operations, "ADMIT CREATE, VALIDATE CREATE"},
+		"not requested": {true, nil, "ADMIT CREATE, VALIDATE CREATE"},
 	} {
 		callbacks := &fixture.Callbacks{
 			OnReview: func(p registryv1.Phase, r *admissionv1.Review) (*admissionv1.Verdict, error) {
 				if r.Validate != (p == registryv1.Phase_PHASE_ADMIT && c.atOnce != nil) {
-					t.Errorf("%s: %v is to validate: %v", name, p, r.Validate)
+					t.Errorf("%s: %v has Validate %v", name, p, r.Validate)
 				}
 				return &admissionv1.Verdict{Validated: c.validated}, nil
 			},
@@ -457,12 +457,12 @@ func TestValidateInAdmit(t *testing.T) {
 			ValidateInAdmit: c.atOnce,
 		}, callbacks)
 		if got := strings.Join(callbacks.Reviews, ", "); err != nil || got != c.asks {
-			t.Errorf("%s: it asks %s, %v", name, got, err)
+			t.Errorf("%s: callbacks %s, error %v", name, got, err)
 		}
 	}
 }
 
-// A collection is deleted object by object, by what the options select.
+// deletecollection deletes each object that the options select.
 func TestDeleteCollection(t *testing.T) {
 	fx := fixture.New(t)
 	var made []write
@@ -497,7 +497,7 @@ func TestDeleteCollection(t *testing.T) {
 	}
 }
 
-// Reads are answered as kube-apiserver answers them, their options' faults in its words.
+// Reads respond as kube-apiserver does, with its errors for invalid options.
 func TestReads(t *testing.T) {
 	fx := fixture.New(t)
 	var rv string

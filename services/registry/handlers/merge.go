@@ -7,8 +7,9 @@ import (
 	"k8s.io/apimachinery/pkg/util/strategicpatch"
 )
 
-// strategicMerge is strategicpatch.StrategicMergeMapPatch until ctx ends. Upstream merges a list by key in quadratic
-// time, and kube-apiserver goes on after it has answered 504. One list is merged to its end.
+// strategicMerge merges as strategicpatch.StrategicMergeMapPatch does, until ctx ends. Upstream merges a list by key in
+// quadratic time, and kube-apiserver continues after its 504 response. A list whose merge has begun is merged to its
+// end.
 func strategicMerge(
 	ctx context.Context,
 	original, patch map[string]any,
@@ -21,7 +22,7 @@ func strategicMerge(
 	return strategicpatch.StrategicMergeMapPatchUsingLookupPatchMeta(original, patch, cancelablePatchMeta{schema, ctx})
 }
 
-// cancelablePatchMeta answers how fields are merged for as long as ctx lasts: a merge asks it of each field of each element.
+// cancelablePatchMeta returns the merge rules of fields until ctx ends. A merge looks up each field of each element.
 type cancelablePatchMeta struct {
 	strategicpatch.LookupPatchMeta
 	ctx context.Context

@@ -24,7 +24,7 @@ import (
 
 type fieldErrors = field.ErrorList
 
-// decodeError says what was expected where a body does not decode.
+// decodeError returns a 400 error that names the expected kind.
 func (w *writeOperation) decodeError(base error, into runtime.Object, gvk *schema.GroupVersionKind) error {
 	kinds, _, err := w.Typer.ObjectKinds(into)
 	if err != nil {
@@ -38,7 +38,7 @@ func (w *writeOperation) decodeError(base error, into runtime.Object, gvk *schem
 		kinds[0].Kind, base, summarizeData(w.req.Body)))
 }
 
-// summarizeData shows the beginning of a body: text where it is JSON, hexadecimal otherwise.
+// summarizeData returns the first 30 bytes of a body: JSON as text, anything else in hexadecimal.
 func summarizeData(data []byte) string {
 	const maxLen = 30
 	if len(data) == 0 {
@@ -65,7 +65,7 @@ func hasUID(obj runtime.Object) (bool, error) {
 	return m.GetUID() != "", nil
 }
 
-// checkName holds the object's own name and namespace against the URL's.
+// checkName returns a 400 error if the object's name or namespace differs from the URL's.
 func checkName(obj runtime.Object, name, namespace string) error {
 	objNamespace, objName, err := objectName(obj)
 	switch {
@@ -91,9 +91,9 @@ const (
 		"your requests; duplicate UID(s) observed: %v"
 )
 
-// dedupOwnerReferences drops equal owner references and warns of them, as kube-apiserver does
-// (k8s.io/apiserver/pkg/endpoints/handlers/rest.go). It takes time in proportion to their number, because an object of
-// 3 MB holds 170,000 of them.
+// dedupOwnerReferences removes equal owner references and warns about them, as kube-apiserver does
+// (k8s.io/apiserver/pkg/endpoints/handlers/rest.go). It takes linear time, because an object of 3 MB can hold 170,000
+// references.
 func dedupOwnerReferences(ctx context.Context, obj runtime.Object, afterAdmission bool) {
 	m, err := meta.Accessor(obj)
 	if err != nil {
@@ -111,7 +111,7 @@ func dedupOwnerReferences(ctx context.Context, obj runtime.Object, afterAdmissio
 	m.SetOwnerReferences(unique)
 }
 
-// distinctOwners splits references into the first of each and the UIDs of the repeated ones.
+// distinctOwners returns the first of each group of equal references, and the UIDs of the other references.
 func distinctOwners(refs []metav1.OwnerReference) (unique []metav1.OwnerReference, duplicates []string) {
 	type key struct {
 		ref                            metav1.OwnerReference // without its pointers
@@ -137,7 +137,8 @@ func distinctOwners(refs []metav1.OwnerReference) (unique []metav1.OwnerReferenc
 	return unique, duplicates
 }
 
-// managerOrUserAgent is the field manager's name: the option's, or the user agent's part before the slash.
+// managerOrUserAgent returns the field manager's name: the option, or the user agent's part before the slash. The
+// latter has at most 128 bytes.
 func managerOrUserAgent(option, userAgent string) string {
 	if option != "" {
 		return option
@@ -156,7 +157,7 @@ func managerOrUserAgent(option, userAgent string) string {
 	return b.String()
 }
 
-// warnStrict warns of each strict decoding error; YAML's come many in one text.
+// warnStrict adds a warning for each strict decoding error. A YAML error contains several errors, a line for each.
 func warnStrict(ctx context.Context, errs []error) {
 	for _, e := range errs {
 		text := e.Error()
@@ -177,7 +178,7 @@ func warnStrict(ctx context.Context, errs []error) {
 	}
 }
 
-// isTooLarge recognizes etcd's and gRPC's refusals of a value that is too large.
+// isTooLarge reports whether etcd or gRPC rejected a value because of its size.
 func isTooLarge(err error) bool {
 	if err == nil {
 		return false

@@ -19,30 +19,30 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/mergepatch"
 	"k8s.io/apimachinery/pkg/util/validation/field"
-	"k8s.io/apimachinery/pkg/util/yaml" // it reads whole numbers as such, which structured merges compare
+	"k8s.io/apimachinery/pkg/util/yaml" // decodes whole numbers as int64, which structured merges compare
 	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/registry/rest"
 	kjson "sigs.k8s.io/json"
 
-	_ "watershed.dev/platform/patchlimit" // bounds the copies of the patches applied here
+	_ "watershed.dev/platform/patchlimit" // limits the copy operations of JSON patches
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// maxJSONPatchOperations bounds a JSON patch, as kube-apiserver does.
+// maxJSONPatchOperations bounds the operations of a JSON patch, as in kube-apiserver.
 const maxJSONPatchOperations = 10000
 
-// PatchTypes are the media types that a patch of the endpoint may have.
+// PatchTypes returns the media types of patches that the scope supports.
 func (scope *RequestScope) PatchTypes() []string {
-	if scope.APIResource.GetUnstructured() { // there are no Go types to merge by
+	if scope.APIResource.GetUnstructured() { // no Go types exist to merge by
 		return []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.ApplyYAMLPatchType)}
 	}
 	return []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.StrategicMergePatchType),
 		string(types.ApplyYAMLPatchType)}
 }
 
-// patcher applies one patch; the storage calls it again after each conflict, with the newer object.
+// patcher applies a patch. After each conflict the storage calls it again, with the newer object.
 type patcher struct {
 	*writeOperation
 	opts      *metav1.PatchOptions
@@ -139,13 +139,13 @@ func (p *patcher) run(ctx context.Context) (runtime.Object, bool, error) {
 		}
 		return result, err
 	})
-	if apierrors.IsTimeout(err) { // the storage may still be at work: created must not be read
+	if apierrors.IsTimeout(err) { // as in upstream, a timeout does not report created
 		return nil, false, err
 	}
 	return result, created, err
 }
 
-// applyPatch makes the object to store out of the current one.
+// applyPatch returns the current object with the patch applied.
 func (p *patcher) applyPatch(ctx context.Context, _, current runtime.Object) (runtime.Object, error) {
 	exists, err := hasUID(current)
 	if err != nil {
@@ -212,7 +212,8 @@ func (p *patcher) applyJSON(ctx context.Context, current runtime.Object) (runtim
 	return p.FieldManager.UpdateNoErrors(current, obj, managerOrUserAgent(p.opts.FieldManager, p.req.UserAgent)), nil
 }
 
-// handleStrictErrors warns of errs or refuses for them, as fieldValidation says. Only a refusal prints the patched object.
+// handleStrictErrors adds errs as warnings or returns an error for them, as fieldValidation requires. It calls patched
+// only for the error.
 func (p *patcher) handleStrictErrors(ctx context.Context, errs []error, patched func() string) error {
 	switch {
 	case len(errs) == 0:
@@ -229,8 +230,8 @@ func invalidPatch(value string, err error) error {
 		field.ErrorList{field.Invalid(field.NewPath("patch"), value, err.Error())})
 }
 
-// jsonPatchOp is an operation of a JSON patch. Strict decoding finds its unknown fields. kube-apiserver's type has the
-// same name, which errors of Go's JSON decoder contain.
+// jsonPatchOp is an operation of a JSON patch. Strict decoding finds its unknown fields. It has the name of
+// kube-apiserver's type, because errors of Go's JSON decoder contain it.
 type jsonPatchOp struct {
 	Op    string `json:"op"`
 	Path  string `json:"path"`
@@ -329,8 +330,8 @@ func (p *patcher) applyStrategicMerge(ctx context.Context, current runtime.Objec
 	return p.FieldManager.UpdateNoErrors(current, obj, managerOrUserAgent(p.opts.FieldManager, p.req.UserAgent)), nil
 }
 
-// strategicError is the API's error for one of a strategic merge patch, as
-// k8s.io/apiserver/pkg/endpoints/handlers/patch.go has it.
+// strategicError returns the API error for an error of a strategic merge patch, as
+// k8s.io/apiserver/pkg/endpoints/handlers/patch.go does.
 func strategicError(err error) error {
 	matches := func(targets ...error) bool {
 		return slices.ContainsFunc(targets, func(e error) bool { return errors.Is(err, e) })

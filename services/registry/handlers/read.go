@@ -24,7 +24,7 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// Get answers one object.
+// Get returns an object in the encoding that r.Output requires.
 func (scope *RequestScope) Get(ctx context.Context, r *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
 	if r.Name == "" {
 		return nil, errEmptyName
@@ -32,7 +32,7 @@ func (scope *RequestScope) Get(ctx context.Context, r *registryv1.GetRequest) (*
 	ctx, span := telemetry.StartSpan(request.WithNamespace(ctx, r.Namespace), "Get")
 	defer span.End()
 	getter, ok := scope.Storage.(rest.Getter)
-	if !ok { // a GetterWithOptions is connected to
+	if !ok { // Connect serves a GetterWithOptions
 		return nil, scope.MethodNotSupported("get")
 	}
 	opts, err := getOptions(r.Query)
@@ -56,7 +56,8 @@ func (scope *RequestScope) Get(ctx context.Context, r *registryv1.GetRequest) (*
 	return resp, err
 }
 
-// cacheable says whether a request asks for what may be kept: an object as it is now, in JSON or protobuf.
+// cacheable reports whether ResponseCache can serve a request: it must be for the current object, as JSON or protobuf.
+// protobuf is the encoding.
 func (scope *RequestScope) cacheable(r *registryv1.GetRequest, opts *metav1.GetOptions) (ok, protobuf bool) {
 	if scope.ResponseCache == nil || scope.Namespaced != (r.Namespace != "") || r.Output.GetAs() != nil || r.Output.GetPretty() ||
 		opts.ResourceVersion != "" && opts.ResourceVersion != "0" {
@@ -67,7 +68,7 @@ func (scope *RequestScope) cacheable(r *registryv1.GetRequest, opts *metav1.GetO
 		mediaType == runtime.ContentTypeProtobuf
 }
 
-// cacheResponse has an answer kept.
+// cacheResponse caches a response's body under the revision of its object.
 func (scope *RequestScope) cacheResponse(r *registryv1.GetRequest, obj runtime.Object, protobuf bool, body []byte) {
 	m, err := meta.Accessor(obj)
 	if err != nil {
@@ -96,7 +97,7 @@ func getOptions(query string) (*metav1.GetOptions, error) {
 	return opts, decodeOptions(query, opts)
 }
 
-// List answers a list, straight from etcd. It is also how bad options get kube-apiserver's own answers.
+// List returns a list, read from etcd. It also returns kube-apiserver's errors for invalid options.
 func (scope *RequestScope) List(ctx context.Context, r *registryv1.GetRequest) ([]byte, error) {
 	lister, ok := scope.Storage.(rest.Lister)
 	if !ok {
@@ -122,13 +123,13 @@ func (scope *RequestScope) List(ctx context.Context, r *registryv1.GetRequest) (
 }
 
 const (
-	// freshnessTimeout is how long a read waits for a revision that has not come yet, as kube-apiserver's cache does
+	// freshnessTimeout bounds the wait for a revision that has not arrived yet, as in kube-apiserver's cache
 	// (k8s.io/apiserver/pkg/storage/cacher, blockTimeout).
 	freshnessTimeout = 3 * time.Second
 	freshnessPoll    = 50 * time.Millisecond
 )
 
-// waitUntilFresh repeats a read that asks for a revision that has not come yet, for a while.
+// waitUntilFresh repeats a read of a revision that has not arrived yet, for at most freshnessTimeout.
 func waitUntilFresh(ctx context.Context, read func() error) error {
 	deadline := time.Now().Add(freshnessTimeout)
 	for {
@@ -147,7 +148,7 @@ func waitUntilFresh(ctx context.Context, read func() error) error {
 	}
 }
 
-// withRetryAfter makes the error one that clients try again after a second.
+// withRetryAfter makes clients retry after 1 s.
 func withRetryAfter(err error) error {
 	var api *apierrors.StatusError
 	if errors.As(err, &api) && api.ErrStatus.Details != nil {

@@ -22,7 +22,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// outputKind is the conversion that out asks for, or nil.
+// outputKind returns the kind that out converts to, or nil.
 func outputKind(out *registryv1.Output) *schema.GroupVersionKind {
 	if out.GetAs() == nil {
 		return nil
@@ -30,7 +30,7 @@ func outputKind(out *registryv1.Output) *schema.GroupVersionKind {
 	return &schema.GroupVersionKind{Group: out.As.Group, Version: out.As.Version, Kind: out.As.Kind}
 }
 
-// encodeResponse encodes obj as out asks.
+// encodeResponse encodes obj in out's media type and kind.
 func (scope *RequestScope) encodeResponse(ctx context.Context, out *registryv1.Output, query string, code int,
 	obj runtime.Object) (*registryv1.ObjectResponse, error) {
 	body, err := scope.Encode(ctx, out, query, obj)
@@ -40,7 +40,7 @@ func (scope *RequestScope) encodeResponse(ctx context.Context, out *registryv1.O
 	return &registryv1.ObjectResponse{Code: int32(code), Body: body}, nil
 }
 
-// Encode converts obj (a Table, partial metadata, or the served version) and encodes it in out's media type.
+// Encode converts obj to a Table, partial metadata or the served version, and encodes it in out's media type.
 func (scope *RequestScope) Encode(ctx context.Context, out *registryv1.Output, query string,
 	obj runtime.Object) ([]byte, error) {
 	ctx, span := telemetry.StartSpan(ctx, "SerializeObject")
@@ -50,7 +50,7 @@ func (scope *RequestScope) Encode(ctx context.Context, out *registryv1.Output, q
 	if err != nil {
 		return nil, err
 	}
-	if meta.IsListType(obj) && meta.LenList(obj) == 0 { // an empty list says [], not null
+	if meta.IsListType(obj) && meta.LenList(obj) == 0 { // an empty list is [], not null
 		if err := meta.SetList(obj, []runtime.Object{}); err != nil {
 			return nil, err
 		}
@@ -79,8 +79,8 @@ func (scope *RequestScope) Encode(ctx context.Context, out *registryv1.Output, q
 	return buf.Bytes(), nil
 }
 
-// cancelableBuffer is a buffer. That of a list fails once ctx has ended: upstream's encoders write a list object by object.
-// An object is what a write has made of it, so it is answered if it still can be.
+// cancelableBuffer is a buffer of an encoder. A list's buffer fails once ctx has ended, because upstream's encoders
+// write a list object by object. A single object can be the result of a write, so its buffer does not fail.
 type cancelableBuffer struct {
 	bytes.Buffer
 	ctx  context.Context
@@ -161,7 +161,7 @@ func partialList(obj runtime.Object, gv schema.GroupVersion) (runtime.Object, er
 		return nil, notAcceptable(fmt.Sprintf("you requested PartialObjectMetadataList, but the requested object is "+
 			"not a list (%T)", obj))
 	}
-	list := &metav1.PartialObjectMetadataList{} // kube-apiserver says null of no items
+	list := &metav1.PartialObjectMetadataList{} // kube-apiserver encodes no items as null
 	err := meta.EachListItem(obj, func(item runtime.Object) error {
 		p, err := partial(item, gv)
 		if err == nil {
@@ -180,7 +180,7 @@ func partialList(obj runtime.Object, gv schema.GroupVersion) (runtime.Object, er
 	return list, nil
 }
 
-// table renders obj, an object or a list, as the storage's columns.
+// table converts obj, an object or a list, to a Table with the storage's columns.
 func (scope *RequestScope) table(ctx context.Context, obj runtime.Object, opts *metav1.TableOptions,
 	gv schema.GroupVersion) (runtime.Object, error) {
 	convertor := scope.TableConvertor()

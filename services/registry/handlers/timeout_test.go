@@ -15,7 +15,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// hanging is a storage whose deletions last as long as their contexts.
+// hanging is a storage whose deletions block until their contexts end.
 type hanging struct{ rest.Storage }
 
 func (hanging) Delete(ctx context.Context, _ string, _ rest.ValidateObjectFunc,
@@ -30,7 +30,8 @@ func (hanging) DeleteCollection(ctx context.Context, _ rest.ValidateObjectFunc, 
 	return nil, ctx.Err()
 }
 
-// A write is answered 504 after 34 s, a deletecollection only at its request's own deadline: as in kube-apiserver.
+// A write returns 504 after 34 s. A deletecollection ends only at its request's own deadline. Both are as in
+// kube-apiserver.
 func TestWriteTimeout(t *testing.T) {
 	for verb, want := range map[string]time.Duration{"delete": 34 * time.Second, "deletecollection": time.Minute} {
 		synctest.Test(t, func(t *testing.T) {

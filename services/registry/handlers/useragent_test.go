@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// A field manager that the user agent names has at most 128 bytes, without half a rune.
+// A field manager's name from the user agent has at most 128 bytes and no partial rune.
 func TestAFieldManagersNameIsBounded(t *testing.T) {
 	for agent, want := range map[string]string{
 		strings.Repeat("x", 500) + "/v1": strings.Repeat("x", 128),

@@ -30,10 +30,10 @@ import (
 	"watershed.dev/services/registry/managed"
 )
 
-// timeout bounds every write but deletecollection, as kube-apiserver's requestTimeoutUpperBound.
+// timeout bounds every write except deletecollection, as kube-apiserver's requestTimeoutUpperBound does.
 const timeout = 34 * time.Second
 
-// writeOperation is one write on its way.
+// writeOperation is the state of a running write.
 type writeOperation struct {
 	*RequestScope
 	req             *registryv1.WriteRequest
@@ -43,7 +43,8 @@ type writeOperation struct {
 	auditContext    *auditContext
 }
 
-// Write runs one write. ctx carries the user, the RequestInfo and the Gate.
+// Write runs a write. ctx must carry the user and the RequestInfo. A write other than deletecollection returns 504
+// after 34 s.
 func (scope *RequestScope) Write(ctx context.Context, r *registryv1.WriteRequest,
 	callbacks Callbacks) (resp *registryv1.ObjectResponse, err error) {
 	ctx, warned := warnings.WithRecorder(WithCallbacks(ctx, callbacks))
@@ -95,7 +96,7 @@ func (scope *RequestScope) Write(ctx context.Context, r *registryv1.WriteRequest
 	return resp, nil
 }
 
-// spanNames are the verbs' spans, by kube-apiserver's names.
+// spanNames maps each verb to the name of its span in kube-apiserver.
 var spanNames = map[string]string{
 	"create":           "Create",
 	"update":           "Update",
@@ -104,7 +105,7 @@ var spanNames = map[string]string{
 	"deletecollection": "DeleteCollection",
 }
 
-// encodeResult encodes what a write has made of its object.
+// encodeResult encodes the result of a write, and records it for the audit event if it is a Status.
 func (w *writeOperation) encodeResult(
 	ctx context.Context,
 	code int,
@@ -114,9 +115,9 @@ func (w *writeOperation) encodeResult(
 	return w.encodeResponse(ctx, w.req.Output, w.req.Query, code, result)
 }
 
-// finish runs what stores an object, for as long as the request has, and answers as upstream does
-// (k8s.io/apiserver/pkg/endpoints/handlers/finisher), but on its own goroutine: whatever waits in it heeds ctx, and
-// another goroutine's stack would have to grow.
+// finish calls store and maps its result as upstream does (k8s.io/apiserver/pkg/endpoints/handlers/finisher). Upstream
+// calls store on a new goroutine. finish calls it on the caller's goroutine, because store ends with ctx and a new
+// goroutine's stack would have to grow.
 func finish(ctx context.Context, store func() (runtime.Object, error)) (runtime.Object, error) {
 	telemetry.AddSpanEvent(ctx, "About to store object in database", nil)
 	result, err := store()
@@ -131,7 +132,7 @@ func finish(ctx context.Context, store func() (runtime.Object, error)) (runtime.
 	return result, err
 }
 
-// decodeBody reads the request's object into the hub version and applies fieldValidation.
+// decodeBody decodes the request's object into the hub version and applies fieldValidation.
 func (w *writeOperation) decodeBody(ctx context.Context, fieldValidation string,
 	original runtime.Object) (runtime.Object, error) {
 	info, err := negotiation.NegotiateInputSerializerForMediaType(w.req.ContentType, false, w.Serializer)
@@ -167,8 +168,8 @@ func directiveOf(d string) string {
 	return d
 }
 
-// attributes are what admission is asked about. A namespace is in itself, as its path says
-// (k8s.io/apiserver/pkg/endpoints/request, RequestInfoFactory).
+// attributes returns the attributes that admission reviews. The namespace of a Namespace is its own name, as in its
+// path (k8s.io/apiserver/pkg/endpoints/request, RequestInfoFactory).
 func (w *writeOperation) attributes(obj, old runtime.Object, name string, op admission.Operation, opts runtime.Object,
 	dryRun []string) admission.Attributes {
 	namespace := w.req.Namespace
@@ -183,7 +184,7 @@ func invalidOptions(kind string, errs fieldErrors) error {
 	return apierrors.NewInvalid(schema.GroupKind{Group: metav1.GroupName, Kind: kind}, "", errs)
 }
 
-// create follows k8s.io/apiserver/pkg/endpoints/handlers/create.go.
+// create stores a new object, as k8s.io/apiserver/pkg/endpoints/handlers/create.go does.
 func (w *writeOperation) create(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	creater, named := w.creater()
 	switch {
@@ -230,11 +231,11 @@ func (w *writeOperation) create(ctx context.Context) (*registryv1.ObjectResponse
 	return w.encodeResult(ctx, http.StatusCreated, result)
 }
 
-// prepareNew takes from a new object's metadata what is the server's to say.
+// prepareNew clears the system fields of a new object's metadata, and sets its namespace.
 func (w *writeOperation) prepareNew(obj runtime.Object) error {
 	m, err := meta.Accessor(obj)
 	if err != nil {
-		return nil // it has none
+		return nil // an object without metadata
 	}
 	preserve := false
 	if p, ok := w.Storage.(rest.SubresourceObjectMetaPreserver); ok && w.Subresource != "" {
@@ -246,13 +247,13 @@ func (w *writeOperation) prepareNew(obj runtime.Object) error {
 	return w.matchNamespace(m)
 }
 
-// matchNamespace gives an object its request's namespace, and refuses one that has another.
+// matchNamespace sets an object's namespace to the request's. It returns an error if the object has another namespace.
 func (w *writeOperation) matchNamespace(m metav1.Object) error {
 	expected := rest.ExpectedNamespaceForResource(w.req.Namespace, w.Resource)
 	return rest.EnsureObjectNamespaceMatchesRequestNamespace(expected, m)
 }
 
-// storeNew admits a new object and stores it.
+// storeNew admits and stores a new object.
 func (w *writeOperation) storeNew(ctx context.Context, creater rest.NamedCreater, name string, obj runtime.Object,
 	opts *metav1.CreateOptions) (runtime.Object, error) {
 	obj, err := w.FieldManager.Create(func() (runtime.Object, error) {
@@ -273,8 +274,8 @@ func (w *writeOperation) storeNew(ctx context.Context, creater rest.NamedCreater
 	}, obj, func() {})
 }
 
-// retrySmaller stores an object and, where it is too large, once more without its managedFields, which can be done
-// without. smaller is called between the two.
+// retrySmaller calls store. If the object is too large, retrySmaller removes its managedFields, calls onRetry, and
+// calls store again.
 func retrySmaller(store func() (runtime.Object, error), obj runtime.Object, onRetry func()) (runtime.Object, error) {
 	result, err := store()
 	if !isTooLarge(err) {
@@ -291,7 +292,7 @@ func retrySmaller(store func() (runtime.Object, error), obj runtime.Object, onRe
 
 var namespaces = schema.GroupVersionResource{Version: "v1", Resource: "namespaces"}
 
-// creater is the storage's creater, and whether the name comes from the URL.
+// creater returns the storage's creater, and whether the URL contains the object's name.
 func (w *writeOperation) creater() (rest.NamedCreater, bool) {
 	switch s := w.Storage.(type) {
 	case rest.NamedCreater:
@@ -368,7 +369,7 @@ func (w *writeOperation) update(ctx context.Context) (*registryv1.ObjectResponse
 	return w.encodeResult(ctx, createdOrOK(created), result)
 }
 
-// updateOptions reads an update's options.
+// updateOptions decodes and validates an update's options.
 func (w *writeOperation) updateOptions() (*metav1.UpdateOptions, error) {
 	opts := &metav1.UpdateOptions{}
 	if err := decodeOptions(w.req.Query, opts); err != nil {
@@ -381,7 +382,7 @@ func (w *writeOperation) updateOptions() (*metav1.UpdateOptions, error) {
 	return opts, nil
 }
 
-// updatedBody reads the object that an update stores, which is to be the one that the path names.
+// updatedBody decodes the object of an update. Its name and namespace must equal the path's.
 func (w *writeOperation) updatedBody(ctx context.Context, opts *metav1.UpdateOptions,
 	into runtime.Object) (runtime.Object, error) {
 	obj, err := w.decodeBody(ctx, opts.FieldValidation, into)
@@ -403,7 +404,7 @@ func createdOrOK(created bool) int {
 	return http.StatusOK
 }
 
-// mutate runs the mutating phase of an update, which is a create where nothing is there yet.
+// mutate runs the mutating phase of an update, or of a create if no object exists yet.
 func (w *writeOperation) mutate(ctx context.Context, obj, old runtime.Object, create,
 	update runtime.Object, dryRun []string) error {
 	m, ok := w.admit.(admission.MutationInterface)
@@ -426,7 +427,8 @@ func (w *writeOperation) mutate(ctx context.Context, obj, old runtime.Object, cr
 	return m.Admit(ctx, w.attributes(obj, old, w.req.Name, admission.Update, update, dryRun), w)
 }
 
-// validateCreate lets an update or apply create the object only where the user may create it.
+// validateCreate returns a validation that authorizes create first. An update or apply of a missing object requires
+// that permission.
 func (w *writeOperation) validateCreate(validate rest.ValidateObjectFunc) rest.ValidateObjectFunc {
 	attrs := authorizer.AttributesRecord{
 		User:            w.user,

@@ -1,5 +1,15 @@
-// Package apis is which APIs are served: the built-in groups from upstream's storage providers, turned into endpoints
-// for the verbs, entries of the catalog, and OpenAPI documents.
+// Package installer builds the built-in APIs. It turns upstream's storage providers into RequestScopes, discovery
+// entries and OpenAPI documents. Package customresources serves CRDs.
+//
+// A Set does not change after InstallAPIs, so all goroutines may read it. Only the OpenAPI documents are built later,
+// under a lock.
+//
+// # Review notes
+//
+//   - The order of groups, the operations' names and their descriptions must equal upstream's, because generated
+//     clients depend on them.
+//   - providers and Priorities copy kube-apiserver at 1.36. Compare both with the new release when the version changes.
+//   - OpenAPI must be built on the first request: the definitions take tens of megabytes.
 package installer
 
 import (
@@ -66,7 +76,7 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// Options are kube-apiserver's flags for what is served and how services get their addresses.
+// Options are kube-apiserver's flags for the served APIs, the addresses of Services, and kubelets.
 type Options struct {
 	RuntimeConfig         cliflag.ConfigurationMap
 	ServiceClusterIPRange string
@@ -87,7 +97,7 @@ func NewOptions() Options {
 	}
 }
 
-// AddFlags registers the flags of what is served, with their defaults.
+// AddFlags registers the flags with their defaults.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.Var(&o.RuntimeConfig, "runtime-config",
 		"A set of key=value pairs that enable or disable built-in APIs, as kube-apiserver's: api/all, api/ga, "+
@@ -109,7 +119,7 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.DurationVar(&o.KubeletTimeout, "kubelet-timeout", 5*time.Second, "Timeout for kubelet operations.")
 }
 
-// ServiceIPRanges parses --service-cluster-ip-range.
+// ServiceIPRanges parses --service-cluster-ip-range. The secondary range is empty if the flag has a single range.
 func (o *Options) ServiceIPRanges() (primary, secondary net.IPNet, err error) {
 	for i, s := range strings.Split(o.ServiceClusterIPRange, ",") {
 		_, n, err := net.ParseCIDR(strings.TrimSpace(s))
@@ -129,7 +139,7 @@ func (o *Options) ServiceIPRanges() (primary, secondary net.IPNet, err error) {
 	return primary, secondary, nil
 }
 
-// APIResourceConfig is the set of APIs to serve: the default-enabled ones as --runtime-config changes them.
+// APIResourceConfig returns the served APIs: the defaults, changed by --runtime-config.
 func (o *Options) APIResourceConfig() (*serverstorage.ResourceConfig, error) {
 	enabled := serveroptions.APIEnablementOptions{RuntimeConfig: o.RuntimeConfig}
 	if errs := enabled.Validate(legacyscheme.Scheme, apiextensionsapiserver.Scheme,
@@ -145,9 +155,9 @@ func (o *Options) APIResourceConfig() (*serverstorage.ResourceConfig, error) {
 	return merged, nil
 }
 
-// Deps is what the storages need beside etcd.
+// Deps are the dependencies of the storages besides etcd.
 type Deps struct {
-	// Loopback reaches this very registry without HTTP or a socket.
+	// Loopback is a client config that reaches this registry without HTTP or a socket.
 	Loopback  *restclient.Config
 	Client    *kubernetes.Clientset
 	Informers informers.SharedInformerFactory
@@ -159,7 +169,7 @@ type Deps struct {
 	MaxExtendedTime time.Duration
 }
 
-// restStorageProvider is upstream's contract for one group.
+// restStorageProvider is upstream's interface of a group's storages.
 type restStorageProvider interface {
 	GroupName() string
 	NewRESTStorage(serverstorage.APIResourceConfigSource,
@@ -171,7 +181,7 @@ func init() {
 	storage.AddScheme(aggregatorscheme.Scheme)
 }
 
-// PostStartHook is work that upstream does once its server has started: bootstrap policy, repair loops.
+// PostStartHook is work that upstream does after its server has started: bootstrap policy and repair loops.
 type PostStartHook struct {
 	Name string
 	Run  genericapiserver.PostStartHookFunc
@@ -179,7 +189,8 @@ type PostStartHook struct {
 
 // InstallAPIs builds every built-in group, in kube-apiserver's order.
 func InstallAPIs(o *Options, s *storage.Storage, resources *serverstorage.ResourceConfig, d Deps) (*Set, error) {
-	// The validation of pods asks; what a connection may carry is the gateway's to bound.
+	// Pod validation reads AllowPrivileged. The registry sets no bandwidth limit, because the gateway carries the
+	// connections.
 	capabilities.Setup(o.AllowPrivileged, 0)
 	all, err := providers(o, s, d)
 	if err != nil {
@@ -214,7 +225,7 @@ func InstallAPIs(o *Options, s *storage.Storage, resources *serverstorage.Resour
 	return set, set.install(s)
 }
 
-// providers are upstream's storages by group, in the order of k8s.io/kubernetes/pkg/controlplane/instance.go.
+// providers returns upstream's storage providers, in the order of k8s.io/kubernetes/pkg/controlplane/instance.go.
 func providers(o *Options, s *storage.Storage, d Deps) ([]restStorageProvider, error) {
 	config, err := coreConfig(o, s, d)
 	if err != nil {
@@ -255,7 +266,7 @@ func providers(o *Options, s *storage.Storage, d Deps) ([]restStorageProvider, e
 	}, nil
 }
 
-// coreConfig is what the core group is built with.
+// coreConfig returns the configuration of the core group.
 func coreConfig(o *Options, s *storage.Storage, d Deps) (corerest.Config, error) {
 	primary, secondary, err := o.ServiceIPRanges()
 	return corerest.Config{
@@ -290,7 +301,7 @@ func coreConfig(o *Options, s *storage.Storage, d Deps) (corerest.Config, error)
 	}, err
 }
 
-// crdGroup is apiextensions.k8s.io, stored as kube-apiserver stores it.
+// crdGroup returns the group apiextensions.k8s.io. etcd holds its objects in the same encoding as with kube-apiserver.
 func crdGroup(s *storage.Storage) (genericapiserver.APIGroupInfo, error) {
 	info := genericapiserver.NewDefaultAPIGroupInfo(apiextensionsv1.GroupName, apiextensionsapiserver.Scheme,
 		metav1.ParameterCodec, apiextensionsapiserver.Codecs)
@@ -310,7 +321,7 @@ func crdGroup(s *storage.Storage) (genericapiserver.APIGroupInfo, error) {
 	return info, nil
 }
 
-// apiServiceGroup is apiregistration.k8s.io.
+// apiServiceGroup returns the group apiregistration.k8s.io.
 func apiServiceGroup(s *storage.Storage, resources *serverstorage.ResourceConfig) genericapiserver.APIGroupInfo {
 	return apiservicerest.NewRESTStorage(resources, s.RESTOptionsFor(
 		aggregatorscheme.Codecs.LegacyCodec(apiregistrationv1.SchemeGroupVersion,
@@ -319,10 +330,10 @@ func apiServiceGroup(s *storage.Storage, resources *serverstorage.ResourceConfig
 			schema.GroupKind{Group: apiregistrationv1.GroupName})), false)
 }
 
-// Priority orders groups and versions in /apis, as kube-aggregator does by its APIServices.
+// Priority orders groups and versions in /apis, as the priorities of APIServices do in kube-aggregator.
 type Priority = controlplaneapiserver.APIServicePriority
 
-// Priorities are kube-apiserver's own (cmd/kube-apiserver/app/aggregator.go at 1.36).
+// Priorities returns kube-apiserver's priorities (cmd/kube-apiserver/app/aggregator.go at 1.36).
 func Priorities() map[schema.GroupVersion]Priority {
 	p := controlplaneapiserver.DefaultGenericAPIServicePriorities()
 	for group, priority := range map[string]struct {

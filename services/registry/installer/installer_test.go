@@ -12,7 +12,7 @@ import (
 	"watershed.dev/services/registry/internal/fixture"
 )
 
-// Whatever is served is described: clients, the gateway and the watch tier know it from its entry alone.
+// Every served resource has a complete discovery entry. Clients, the gateway and the watch tier have no other source.
 func TestEveryResourceIsDescribed(t *testing.T) {
 	fx := fixture.New(t)
 	stored, subresources := 0, 0
@@ -45,7 +45,7 @@ func TestEveryResourceIsDescribed(t *testing.T) {
 	}
 }
 
-// OpenAPI has a document for every group version, and one for all.
+// OpenAPI has a v3 document for each group version, and a v2 document of all group versions.
 func TestOpenAPI(t *testing.T) {
 	fx := fixture.New(t)
 	set := fx.Resources.BuiltIn
@@ -65,14 +65,14 @@ func TestOpenAPI(t *testing.T) {
 		t.Errorf("v2: %v, %v", ok, err)
 	}
 	if _, ok, _ := set.OpenAPI("v3/apis/none/v1"); ok {
-		t.Error("there is a document of nothing")
+		t.Error("an unknown group version has a document")
 	}
 	if set.OpenAPIHash() == "" {
 		t.Error("documents have no hash")
 	}
 }
 
-// --runtime-config takes versions away and adds others.
+// --runtime-config disables and enables versions.
 func TestRuntimeConfig(t *testing.T) {
 	versions := func(fx *fixture.Fixture, group string) string {
 		for _, g := range fx.Resources.BuiltIn.Groups {
@@ -91,7 +91,7 @@ func TestRuntimeConfig(t *testing.T) {
 	}
 }
 
-// An event has etcd's lease of an hour.
+// An event has a lease of an hour in etcd.
 func TestAnEventIsKeptForAnHour(t *testing.T) {
 	w := fixture.New(t)
 	events := &commonv1.Resource{Version: "v1", Resource: "events"}

@@ -27,8 +27,8 @@ import (
 	"watershed.dev/services/registry/handlers"
 )
 
-// documents makes OpenAPI out of the endpoints, when somebody asks: the definitions take tens of megabytes and few
-// clients read them.
+// documents builds OpenAPI documents from RequestScopes on the first request. The definitions take tens of megabytes,
+// and few clients read them.
 type documents struct {
 	groups []genericapiserver.APIGroupInfo
 	etag   string
@@ -56,7 +56,7 @@ func newDocuments(groups []genericapiserver.APIGroupInfo) (*documents, error) {
 		v3:     genericapiserver.DefaultOpenAPIV3Config(get, namer),
 		v2:     genericapiserver.DefaultOpenAPIConfig(get, namer),
 	}
-	// upstream sets it, for go-restful's routes; it must not be set for ours
+	// upstream sets these functions for go-restful's routes; they must be nil for our routes
 	d.v2.GetOperationIDAndTags, d.v3.GetOperationIDAndTags = nil, nil //nolint:staticcheck
 	d.v2.GetOperationIDAndTagsFromRoute, d.v3.GetOperationIDAndTagsFromRoute = operationID, operationID
 	d.v2.Info.Title, d.v3.Info.Title = "Kubernetes", "Kubernetes"
@@ -80,12 +80,12 @@ func newDocuments(groups []genericapiserver.APIGroupInfo) (*documents, error) {
 	return d, nil
 }
 
-// idVerbs begin an operation's name.
+// idVerbs are the verbs at the beginning of an operation's name.
 var idVerbs = []string{"get", "log", "read", "replace", "patch", "delete", "watch", "connect",
 	"proxy", "list", "create"}
 
-// operationID puts the group and version behind the verb, as k8s.io/apiserver/pkg/endpoints/openapi does, so that
-// generated clients name their methods alike.
+// operationID inserts the group and version after the verb, as k8s.io/apiserver/pkg/endpoints/openapi does. Generated
+// clients then have the same method names.
 func operationID(r common.Route) (string, []string, error) {
 	for _, verb := range idVerbs {
 		rest, ok := strings.CutPrefix(r.OperationName(), verb)
@@ -105,7 +105,7 @@ func operationID(r common.Route) (string, []string, error) {
 	return "", nil, fmt.Errorf("operation names begin with a verb: %q", r.OperationName())
 }
 
-// resourceModels are the schemas that server-side apply merges by, of a group's resources, or of every group's.
+// resourceModels returns the schemas that server-side apply merges by. group "*" means every group.
 func (d *documents) resourceModels(group string) (map[string]*spec.Schema, error) {
 	var names []string
 	for i := range d.groups {
@@ -145,7 +145,7 @@ func (d *documents) get(path string, scopes []*handlers.RequestScope) (any, bool
 		}
 		var swagger *spec.Swagger
 		if swagger, err = builder.BuildOpenAPISpecFromRoutes(all, d.v2); err == nil {
-			// kubectl's older versions stumble over them
+			// older versions of kubectl fail on defaults
 			swagger.Definitions = handler.PruneDefaults(swagger.Definitions)
 			doc = swagger
 		}
@@ -164,7 +164,7 @@ func (d *documents) get(path string, scopes []*handlers.RequestScope) (any, bool
 	return doc, true, nil
 }
 
-// RootPath is where a group version is served: /api/v1, or /apis/ and its group and version.
+// RootPath returns the path of a group version: /api/v1, or /apis/ and its group and version.
 func RootPath(gv schema.GroupVersion) string {
 	if gv.Group == "" {
 		return "/api/" + gv.Version

@@ -34,7 +34,7 @@ func (w *routeWriter) get(path string, params []common.Parameter) {
 	})
 }
 
-// versionedOptions are the parameters of an internal options type in the version that is served.
+// versionedOptions returns the parameters of an internal options type in the served version.
 func (w *routeWriter) versionedOptions(internal any) []common.Parameter {
 	if _, ok := internal.(interface{ GetObjectKind() schema.ObjectKind }); !ok || reflect.ValueOf(internal).IsNil() {
 		return nil
@@ -214,7 +214,7 @@ func concat(lists ...[]common.Parameter) []common.Parameter {
 	return all
 }
 
-// parameters are the query parameters that an options type's fields make.
+// parameters returns the query parameters of an options type's fields, without the fields in except.
 func parameters(options any, except ...string) []common.Parameter {
 	docs := map[string]string{}
 	if d, ok := options.(interface{ SwaggerDoc() map[string]string }); ok {

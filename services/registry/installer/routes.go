@@ -15,7 +15,7 @@ import (
 	"watershed.dev/services/registry/handlers"
 )
 
-// container is one group version's routes. It implements common.RouteContainer.
+// container holds the routes of a group version. It implements common.RouteContainer.
 type container struct {
 	root   string
 	routes []common.Route
@@ -75,8 +75,8 @@ func (p parameter) Kind() common.ParameterKind { return p.kind }
 func (p parameter) DataType() string           { return p.dataType }
 func (p parameter) AllowMultiple() bool        { return false }
 
-// routesOf writes down the operations of one group version, in the order and with the names of upstream's installer
-// (k8s.io/apiserver/pkg/endpoints/installer.go), which generated clients depend on.
+// routesOf returns the operations of a group version. Their order and names are upstream's
+// (k8s.io/apiserver/pkg/endpoints/installer.go), because generated clients depend on them.
 func routesOf(gv schema.GroupVersion, scopes []*handlers.RequestScope) *container {
 	c := &container{root: RootPath(gv)}
 	types := []string{"application/json", "application/yaml", "application/vnd.kubernetes.protobuf"}
@@ -181,7 +181,7 @@ func (w *routeWriter) write() {
 	}
 }
 
-// pathParameter is a parameter that a path has.
+// pathParameter returns a required parameter of a path.
 func pathParameter(name, description string) parameter {
 	return parameter{
 		name:        name,
@@ -192,7 +192,7 @@ func pathParameter(name, description string) parameter {
 	}
 }
 
-// operation is an operation's name: verb, scope, kind, subresource and suffix.
+// operation returns an operation's name: verb, scope, kind, subresource and suffix.
 func (w *routeWriter) operation(verb string, all bool, suffix string) string {
 	namespaced := ""
 	if w.scope.Namespaced && !all {
@@ -208,7 +208,7 @@ func (w *routeWriter) operation(verb string, all bool, suffix string) string {
 	return verb + namespaced + kind + cases.Title(language.English).String(w.scope.Subresource) + suffix
 }
 
-// doc is an operation's description.
+// doc returns an operation's description. It replaces % in ofSub with the subresource.
 func (w *routeWriter) doc(plain, ofSub string) string {
 	if w.scope.Subresource == "" {
 		return plain + w.scope.Kind.Kind
@@ -240,7 +240,7 @@ func (w *routeWriter) mediaTypes(stream bool) []string {
 	return all
 }
 
-// sample is an empty object of a kind, by value, as the OpenAPI builder wants it.
+// sample returns an empty object of a kind, by value, as the OpenAPI builder requires.
 func (w *routeWriter) sample(kind schema.GroupVersionKind) any {
 	obj, err := w.scope.Creater.New(kind)
 	if err != nil {
@@ -275,7 +275,7 @@ func responses(model any, codes ...int) []common.StatusCodeResponse {
 	return all
 }
 
-// body is the parameter of a request's payload.
+// body returns the parameter of a request's payload.
 func body(required bool) parameter {
 	return parameter{
 		name:     "body",

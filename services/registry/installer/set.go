@@ -26,7 +26,7 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// Set is everything that is served. It does not change once built.
+// Set holds the built-in APIs. It does not change after InstallAPIs.
 type Set struct {
 	Hooks  []PostStartHook
 	Groups []*registryv1.Group
@@ -38,7 +38,8 @@ type Set struct {
 	openapi       *documents
 }
 
-// newSet makes an empty set. identity names what is stored: resources that share it are the same one.
+// newSet returns an empty set. identity returns a resource's prefix in etcd. Resources of the same prefix are
+// equivalent.
 func newSet(identity func(schema.GroupResource) string) *Set {
 	return &Set{
 		scopes:      map[string]*handlers.RequestScope{},
@@ -46,7 +47,7 @@ func newSet(identity func(schema.GroupResource) string) *Set {
 	}
 }
 
-// RequestScope finds a served resource or subresource.
+// RequestScope returns the scope of a built-in resource or subresource.
 func (s *Set) RequestScope(r *commonv1.Resource) (*handlers.RequestScope, bool) {
 	scope, ok := s.scopes[key(r.GetGroup(), r.GetVersion(), r.GetResource(), r.GetSubresource())]
 	return scope, ok
@@ -56,7 +57,7 @@ func key(group, version, resource, subresource string) string {
 	return group + "/" + version + "/" + resource + "/" + subresource
 }
 
-// install turns the groups' storages into endpoints and catalog entries.
+// install builds the groups' RequestScopes and discovery entries.
 func (s *Set) install(store *storage.Storage) error {
 	priorities := Priorities()
 	var err error
@@ -178,7 +179,7 @@ func newRequestScope(
 	return scope, err
 }
 
-// describe writes the endpoint's catalog entry, as upstream's installer fills an APIResource.
+// describe sets the scope's discovery entry, as upstream's installer fills an APIResource.
 func describe(scope *handlers.RequestScope, store *storage.Storage) error {
 	apiResource := &registryv1.APIResource{
 		Resource: &commonv1.Resource{
@@ -209,7 +210,7 @@ func describe(scope *handlers.RequestScope, store *storage.Storage) error {
 	return nil
 }
 
-// describeStorage says what the storage says of itself.
+// describeStorage sets the fields that the storage determines.
 func describeStorage(apiResource *registryv1.APIResource, scope *handlers.RequestScope) {
 	for _, m := range scope.Serializer.SupportedMediaTypes() {
 		apiResource.MediaTypes = append(apiResource.MediaTypes, m.MediaType)
@@ -234,7 +235,7 @@ func describeStorage(apiResource *registryv1.APIResource, scope *handlers.Reques
 	_, apiResource.Table = scope.Storage.(rest.TableConvertor)
 }
 
-// describeVersion says what depends on the version that is served.
+// describeVersion sets the fields that the served version determines.
 func describeVersion(apiResource *registryv1.APIResource, scope *handlers.RequestScope) error {
 	versioned, err := scope.Creater.New(scope.Kind)
 	if err != nil {
@@ -265,8 +266,8 @@ func describeVersion(apiResource *registryv1.APIResource, scope *handlers.Reques
 	return nil
 }
 
-// decoratorOf is what a storage does to every object that it reads: Services and claims that are older than a field get
-// its default. It is a field of the store that upstream's storages embed.
+// decoratorOf returns the function that a storage applies to every object that it reads. It sets defaults in Services
+// and claims that are older than a field. The function is a field of the store that upstream's storages embed.
 func decoratorOf(st rest.Storage) func(runtime.Object) {
 	v := reflect.Indirect(reflect.ValueOf(st))
 	if v.Kind() != reflect.Struct {
@@ -280,7 +281,8 @@ func decoratorOf(st rest.Storage) func(runtime.Object) {
 	return decorator
 }
 
-// storageResourceOf finds what the endpoint's reads come from: its own resource, or the one it shares with another group.
+// storageResourceOf returns the stored resource of the scope's reads: its own, or the stored resource that it shares
+// with another group.
 func storageResourceOf(scope *handlers.RequestScope, store *storage.Storage) (*storage.Resource, bool) {
 	if st, ok := store.ByName(scope.Resource.GroupResource().String()); ok {
 		return st, true
@@ -291,7 +293,7 @@ func storageResourceOf(scope *handlers.RequestScope, store *storage.Storage) (*s
 	return nil, false
 }
 
-// fieldLabelAliases are field labels that some kind accepts beside the names of its stored fields.
+// fieldLabelAliases are field labels that a kind may accept besides the names of its stored fields.
 var fieldLabelAliases = []string{
 	"metadata.name",
 	"metadata.namespace",
@@ -309,7 +311,7 @@ var fieldLabelAliases = []string{
 	"status.podIPs",
 }
 
-// fieldLabels asks the scheme which labels a selector may use and what each one means.
+// fieldLabels returns the labels that selectors can use, and the stored field of each. The scheme defines both.
 func fieldLabels(scope *handlers.RequestScope, st *storage.Resource) map[string]string {
 	labels := map[string]string{}
 	for _, l := range append(st.SelectableFields(), fieldLabelAliases...) {
@@ -325,7 +327,7 @@ func kindProto(k schema.GroupVersionKind) *commonv1.Kind {
 	return &commonv1.Kind{Group: k.Group, Version: k.Version, Kind: k.Kind}
 }
 
-// verbsOf is what discovery lists for a storage, sorted.
+// verbsOf returns the verbs that discovery lists for a storage, sorted.
 func verbsOf(st rest.Storage) []string {
 	set := []string{}
 	add := func(verb string, has bool) {
@@ -367,7 +369,7 @@ func verbsOf(st rest.Storage) []string {
 	return set
 }
 
-// APIResources is what the catalog says of all endpoints.
+// APIResources returns the discovery entries of all scopes.
 func (s *Set) APIResources() []*registryv1.APIResource {
 	var all []*registryv1.APIResource
 	for _, scope := range s.orderedScopes {
@@ -376,15 +378,15 @@ func (s *Set) APIResources() []*registryv1.APIResource {
 	return all
 }
 
-// OpenAPIHash names what the documents of the built-in groups depend on.
+// OpenAPIHash returns a hash of the inputs of the built-in groups' documents.
 func (s *Set) OpenAPIHash() string { return s.openapi.etag }
 
-// Models are the schemas of one group's objects and of all that they hold.
+// Models returns the schemas of a group's objects, and of all types that they contain.
 func (s *Set) Models(group string) (map[string]*spec.Schema, error) {
 	return s.openapi.resourceModels(group)
 }
 
-// OpenAPI answers a document: "v2", or "v3/" and a group version's path. ok is false where there is none.
+// OpenAPI returns a document: "v2", or "v3/" and a group version's path. ok is false if the document does not exist.
 func (s *Set) OpenAPI(path string) (doc any, ok bool, err error) {
 	return s.openapi.get(path, s.orderedScopes)
 }

@@ -1,5 +1,8 @@
-// Package policy answers authn, authz and admission, who decide by what they read: lists from etcd, and events from the
-// tail of the log that registry itself reads.
+// Package internalwatch implements the InternalWatch contract for authn, authz and admission, which decide by these
+// reads. Lists come from etcd. Watch events come from the registry's own watch cache.
+//
+// The watch tier must not serve these reads, because a compromised replica could then grant itself any permission. Each
+// List and Watch runs in the goroutine of its call. A watch owns its position.
 package internalwatch
 
 import (
@@ -29,7 +32,7 @@ import (
 	"watershed.dev/services/registry/watchcache"
 )
 
-// InternalWatch answers them.
+// InternalWatch serves the lists and watches.
 type InternalWatch struct {
 	watchfanoutv1.UnimplementedInternalWatchServer
 	resources *lookup.Resources
@@ -37,14 +40,14 @@ type InternalWatch struct {
 	cache     *watchcache.Cache
 	draining  chan struct{}
 	drainOnce sync.Once
-	// listSlots are the turns of lists: each is a whole resource in memory.
+	// listSlots is a semaphore of lists, because a list holds a whole resource in memory.
 	listSlots chan struct{}
 }
 
 // maxConcurrentLists is how many lists are read at a time.
 const maxConcurrentLists = 4
 
-// New returns a policy of what is served, whose events t has.
+// New returns a server of the resources. Its watches read events from cache.
 func New(r *lookup.Resources, s *source.Source, cache *watchcache.Cache) *InternalWatch {
 	return &InternalWatch{
 		resources: r,
@@ -55,10 +58,10 @@ func New(r *lookup.Resources, s *source.Source, cache *watchcache.Cache) *Intern
 	}
 }
 
-// Drain ends every watch, so that the gateways resume them on another registry.
+// Drain ends every watch, so that the gateways resume them at another registry.
 func (p *InternalWatch) Drain() { p.drainOnce.Do(func() { close(p.draining) }) }
 
-// isSingleObject says whether a query is of one object.
+// isSingleObject reports whether a query selects a single object by name.
 func (p *InternalWatch) isSingleObject(ctx context.Context, q *watchfanoutv1.Query) (bool, error) {
 	if _, named := exactName(q.GetFieldSelector()); !named {
 		return false, nil
@@ -70,17 +73,17 @@ func (p *InternalWatch) isSingleObject(ctx context.Context, q *watchfanoutv1.Que
 	return !scope.APIResource.GetNamespaced() || q.GetNamespace() != "", nil
 }
 
-// List answers a whole list as it is in etcd.
+// List sends a whole list as etcd has it.
 func (p *InternalWatch) List(
 	r *watchfanoutv1.ListRequest,
 	stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk],
 ) error {
-	limited := r.Limit != 0 && r.ResourceVersion != "0" // with "0" a limit does not count
+	limited := r.Limit != 0 && r.ResourceVersion != "0" // resourceVersion "0" makes the limit void
 	if limited || r.Continue != "" || r.ResourceVersionMatch == "Exact" {
 		return rpc.ErrDelegate
 	}
 	ctx := stream.Context()
-	// A list of one object waits for no other: how fresh policy is is asked by one.
+	// A list of a single object does not wait for a slot: authn, authz and admission measure their freshness with it.
 	single, err := p.isSingleObject(ctx, r.Query)
 	if err != nil {
 		return rpc.ToStatus(err)
@@ -126,7 +129,7 @@ func (p *InternalWatch) List(
 	return list.Body(v.form.Protobuf, v.form.Items(items)).Send(out)
 }
 
-// view is which objects are read, and in which form.
+// view is a query's selection of objects, and their encoding.
 type view struct {
 	server          *InternalWatch
 	apiResource     *registryv1.APIResource
@@ -134,13 +137,13 @@ type view struct {
 	form            frame.Encoding
 	storageResource *storage.Resource
 	selector        watchcache.Selector
-	// revision was etcd's before the definition was read that objects are read by: a later one is told of after it.
+	// revision is etcd's before the view read the CRD. A later change of the CRD is in the log after revision.
 	revision int64
-	// prefix is where in etcd all that is selected lies.
+	// prefix is the etcd prefix of all selected objects.
 	prefix string
-	// skipUnreadable: what cannot be read is left out in place of the whole being refused.
+	// skipUnreadable: objects that cannot be decoded are skipped. Otherwise they fail the list.
 	skipUnreadable bool
-	// native: the log's encodings are in the version asked for.
+	// native: the log's encodings are in the requested version.
 	native bool
 }
 
@@ -178,7 +181,7 @@ func (p *InternalWatch) view(ctx context.Context, q *watchfanoutv1.Query) (*view
 		v.prefix += namespace + "/"
 	}
 	if name, ok := exactName(q.GetFieldSelector()); ok && (namespace != "" || !apiResource.Namespaced) {
-		v.prefix += name // and what else begins so, which is not selected
+		v.prefix += name // and longer names, which the selector excludes
 	}
 	if apiResource.ConvertedFields && convertedField(q.GetFieldSelector()) {
 		return nil, rpc.ErrDelegate
@@ -187,13 +190,13 @@ func (p *InternalWatch) view(ctx context.Context, q *watchfanoutv1.Query) (*view
 	return v, err
 }
 
-// supportedOutput says whether objects are written in a form.
+// supportedOutput reports whether the package can encode an output.
 func supportedOutput(o *registryv1.Output) bool {
 	return slices.Contains([]string{frame.JSON, frame.Protobuf}, o.GetMediaType()) &&
 		slices.Contains([]string{"", "PartialObjectMetadata", "PartialObjectMetadataList"}, o.GetAs().GetKind())
 }
 
-// convertedField says whether a selector names what only converting an object can tell.
+// convertedField reports whether a selector has a field that only a converted object has.
 func convertedField(selector string) bool {
 	fs, err := fields.ParseSelector(selector)
 	return err == nil && slices.ContainsFunc(fs.Requirements(), func(r fields.Requirement) bool {
@@ -201,7 +204,7 @@ func convertedField(selector string) bool {
 	})
 }
 
-// exactName is the one name that a field selector allows.
+// exactName returns the name that a field selector requires.
 func exactName(selector string) (string, bool) {
 	fs, err := fields.ParseSelector(selector)
 	if err != nil {
@@ -211,8 +214,8 @@ func exactName(selector string) (string, bool) {
 	return name, ok && len(content.IsPathSegmentName(name)) == 0
 }
 
-// canUseLogEncoding says whether the log's encodings of an object are what is asked for. version is the one that an object of a
-// custom resource is in.
+// canUseLogEncoding reports whether the log's encoding of an object is the requested encoding. version is the version
+// of a custom resource's object.
 func (v *view) canUseLogEncoding(version string) bool {
 	switch {
 	case v.form.Partial: // metadata is the same in every version
@@ -223,12 +226,11 @@ func (v *view) canUseLogEncoding(version string) bool {
 	return v.native
 }
 
-// readRows are the objects that are selected, as etcd had them at the view's revision, which is not to be
-// older than resourceVersion.
+// readRows returns the selected objects at the view's revision, which must not be older than resourceVersion.
 func (v *view) readRows(ctx context.Context, resourceVersion string) ([]*registryv1.Row, error) {
 	if resourceVersion != "" {
 		if minRevision, err := strconv.ParseInt(resourceVersion, 10, 64); err != nil || minRevision > v.revision {
-			return nil, rpc.ErrDelegate // which knows in which words that is refused
+			return nil, rpc.ErrDelegate // the delegate returns the API's error
 		}
 	}
 	var out []*registryv1.Row

@@ -21,16 +21,17 @@ import (
 )
 
 const (
-	// bookmarkPeriod is how often a watch says how far it has come.
+	// bookmarkPeriod is how often a watch sends its position.
 	bookmarkPeriod = time.Second
-	// messageBytes is about how many bytes of events one message holds.
+	// messageBytes is about how many bytes of events a message holds.
 	messageBytes = 1 << 20
 )
 
-// errStalled ends a watch that another registry may know more for.
+// errStalled ends a watch if the event log stalls. Another registry may receive more of it.
 var errStalled = status.Error(codes.Unavailable, "the event log does not bring what etcd has")
 
-// Watch streams events of the tail. What is no longer there has expired, and is listed.
+// Watch streams events of the watch cache. If the cache no longer holds the next event, the watch ends with 410 and the
+// client lists.
 func (p *InternalWatch) Watch(r *watchfanoutv1.WatchRequest,
 	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
 	v, err := p.view(stream.Context(), r.Query)
@@ -50,7 +51,12 @@ func (p *InternalWatch) Watch(r *watchfanoutv1.WatchRequest,
 	return rpc.ToStatus(w.run(stream.Context()))
 }
 
-// watch is one stream: a place in the tail.
+// watch is an open stream and its position in the log. Its states:
+//
+//	start ── initial events, or a position in the cache ──▶ streaming
+//	start ── another epoch, position too old ──▶ ended with 410
+//	streaming ── watchcache.ErrExpired ──▶ ended with 410
+//	streaming ── log stalls, registry drains ──▶ ended with Unavailable, resumed at another registry
 type watch struct {
 	*view
 	cache    *watchcache.Cache
@@ -72,14 +78,14 @@ func (w *watch) run(ctx context.Context) error {
 	if !ok {
 		return err
 	}
-	data, err := w.form.Error(api.Status()) // the client is to see it
+	data, err := w.form.Error(api.Status()) // the client receives the API error
 	if err != nil {
 		return err
 	}
 	return w.stream.Send(&watchfanoutv1.WatchFrame{Data: data, End: true})
 }
 
-// start finds where the watch goes on from, and sends the objects that come before.
+// start finds the position at which the watch begins, and sends the initial events.
 func (w *watch) start(ctx context.Context) error {
 	start, err := events.StartOf(w.request)
 	if err != nil {
@@ -89,26 +95,26 @@ func (w *watch) start(ctx context.Context) error {
 	if start.At.DifferentEpoch(events.Position{Epoch: epoch}) {
 		return watchcache.ErrExpired
 	}
-	// which the reading corrects, where nobody knows it yet
+	// an unknown epoch is set by the first Next of the watcher
 	w.position = events.Position{Index: events.LastIndex, Epoch: cmp.Or(start.At.Epoch, epoch)}
 	switch {
 	case start.Initial:
 		return w.sendInitialEvents(ctx)
-	case start.At.Revision == 0: // from now on
+	case start.At.Revision == 0: // from the current revision
 		w.position.Revision = w.revision
 	default:
 		w.position.Revision, w.position.Index = start.At.Revision, start.At.Index
 	}
-	if w.position.Revision > max(revision, w.revision) { // etcd that has not reached it either is of another history
+	if w.position.Revision > max(revision, w.revision) { // etcd is behind too: it is in another epoch
 		return watchcache.ErrExpired
 	}
 	if w.position.Revision > revision {
 		return nil
 	}
-	return w.send(nil, nil) // the stream is open, and can be resumed from here
+	return w.send(nil, nil) // the stream is open, and can be resumed from this position
 }
 
-// sendInitialEvents sends every object as ADDED.
+// sendInitialEvents sends every selected object as ADDED.
 func (w *watch) sendInitialEvents(ctx context.Context) error {
 	rows, err := w.readRows(ctx, w.request.ResourceVersion)
 	if err != nil {
@@ -144,7 +150,7 @@ func (w *watch) sendInitialEvents(ctx context.Context) error {
 	})
 }
 
-// sendEvents sends events, and now and then how far that is, until the caller goes away or the reading is at its end.
+// sendEvents sends events, and a position every bookmarkPeriod, until the caller leaves or the watcher ends.
 func (w *watch) sendEvents(ctx context.Context) error {
 	watcher := w.cache.Watch(w.apiResource.StorageResource, w.position)
 	bookmarks := time.NewTicker(bookmarkPeriod)
@@ -180,7 +186,7 @@ func (w *watch) sendEvents(ctx context.Context) error {
 	}
 }
 
-// sendProgress sends where the watch is: to the client as a bookmark, or to the gateway alone.
+// sendProgress sends the position of the watch: as a bookmark to the client, or without data to the gateway.
 func (w *watch) sendProgress() error {
 	if !w.request.AllowBookmarks {
 		return w.send(nil, nil)
@@ -232,7 +238,7 @@ func (w *watch) send(data []byte, boundaries []*watchfanoutv1.EventBoundary) err
 	return w.stream.Send(&watchfanoutv1.WatchFrame{Data: data, Boundaries: boundaries, Position: w.position.Proto()})
 }
 
-// encodeEvent is one event's frame.
+// encodeEvent returns the frame of an event.
 func (v *view) encodeEvent(ctx context.Context, kind string, o *logv1.Object) ([]byte, error) {
 	if v.canUseLogEncoding(o.Version) {
 		return v.form.Event(kind, o.Json, o.Protobuf)
@@ -253,7 +259,7 @@ func (v *view) encodeEvent(ctx context.Context, kind string, o *logv1.Object) ([
 		return nil, err
 	}
 	if len(resp.Objects) != 1 {
-		return nil, status.Errorf(codes.Internal, "encode: asked for one object, got %d", len(resp.Objects))
+		return nil, status.Errorf(codes.Internal, "encode: requested one object, got %d", len(resp.Objects))
 	}
 	return v.form.Event(kind, resp.Objects[0], resp.Objects[0])
 }

@@ -24,7 +24,7 @@ import (
 	"watershed.dev/services/registry/watchcache"
 )
 
-// recordingStream is a stream that keeps what it was sent.
+// recordingStream is a stream that records its frames.
 type recordingStream struct {
 	grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]
 	ctx    context.Context
@@ -38,8 +38,8 @@ func (s *recordingStream) Send(m *watchfanoutv1.WatchFrame) error {
 	return nil
 }
 
-// events is what a client sees: types and names, or where a bookmark is. Each mark is checked to end where its event
-// does.
+// events returns the types and names that a client receives, or the revisions of bookmarks. It checks that each
+// boundary is the end of an event.
 func (s *recordingStream) events(t *testing.T) string {
 	t.Helper()
 	var out []string
@@ -47,7 +47,7 @@ func (s *recordingStream) events(t *testing.T) string {
 		begin := int32(0)
 		for _, m := range f.Boundaries {
 			if !bytes.HasSuffix(f.Data[begin:m.End], []byte("}\n")) {
-				t.Errorf("a mark amid an event: %q", f.Data[begin:m.End])
+				t.Errorf("a boundary within an event: %q", f.Data[begin:m.End])
 			}
 			begin = m.End
 		}
@@ -122,7 +122,7 @@ func newCacheOf(t *testing.T, all ...*logv1.Event) *watchcache.Cache {
 	return out
 }
 
-// newWatch begins a watch of roles over a tail.
+// newWatch returns a watch of roles over a cache.
 func newWatch(
 	t *testing.T,
 	cache *watchcache.Cache,
@@ -146,8 +146,7 @@ func newWatch(
 		}}, s
 }
 
-// Whoever decides is told of every change once, from wherever it goes on: also of objects that come into its selection
-// and leave it.
+// A watch delivers every change once from any start position, also of objects that enter or leave its selection.
 func TestWatchDeliversEachChangeOnce(t *testing.T) {
 	selected, unselected := map[string]string{"team": "a"}, map[string]string{"team": "b"}
 	leaves := role(13, 0, logv1.Type_TYPE_MODIFIED, "c", unselected)
@@ -177,13 +176,13 @@ func TestWatchDeliversEachChangeOnce(t *testing.T) {
 			ResourceVersion: "11",
 			AllowBookmarks:  true,
 		}, "", "DELETED a, MODIFIED c, BOOKMARK 20"},
-		"amid a transaction": {log(progress(20)), resumeAt(11, 0, "h"), "team=a",
+		"within a transaction": {log(progress(20)), resumeAt(11, 0, "h"), "team=a",
 			"ADDED c, DELETED a, DELETED c, BOOKMARK 20"},
 		"no bookmarks": {log(progress(20)), &watchfanoutv1.WatchRequest{ResourceVersion: "12"},
 			"team=a", "DELETED c"},
-		"of another history":  {log(), resumeAt(11, 0, "restored"), "team=a", "ERROR 410"},
+		"of another epoch":    {log(), resumeAt(11, 0, "restored"), "team=a", "ERROR 410"},
 		"from before the log": {log(), &watchfanoutv1.WatchRequest{ResourceVersion: "5"}, "team=a", "ERROR 410"},
-		"to be read anew": {log(reset(14, 1, "roles"), role(15, 0, logv1.Type_TYPE_ADDED, "d", selected)),
+		"after a reset": {log(reset(14, 1, "roles"), role(15, 0, logv1.Type_TYPE_ADDED, "d", selected)),
 			resumeAt(12, events.LastIndex, "h"), "team=a", "DELETED c, ERROR 410"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -194,21 +193,21 @@ func TestWatchDeliversEachChangeOnce(t *testing.T) {
 				defer cancel()
 				err := w.run(ctx)
 				if got := s.events(t); got != c.want {
-					t.Errorf("it shows %q, not %q (%v)", got, c.want, err)
+					t.Errorf("it delivers %q, not %q (%v)", got, c.want, err)
 				}
 				last := s.frames[len(s.frames)-1]
 				if strings.Contains(c.want, "ERROR") != last.End {
 					t.Errorf("ended: %v", last.End)
 				}
 				if strings.HasSuffix(c.want, "20") && last.Position.Revision != 20 {
-					t.Errorf("it is said to be at %v", last.Position)
+					t.Errorf("its last position is %v", last.Position)
 				}
 			})
 		})
 	}
 }
 
-// A registry that drains gives its watches to another, at the places where they are.
+// A draining registry ends its watches with Unavailable after their pending events.
 func TestDrainedWatchIsUnavailable(t *testing.T) {
 	w, s := newWatch(t, newCacheOf(t, reset(9, 0, ""), role(10, 0, logv1.Type_TYPE_ADDED, "a", nil)),
 		&watchfanoutv1.WatchRequest{ResourceVersion: "9"}, "")
@@ -220,8 +219,8 @@ func TestDrainedWatchIsUnavailable(t *testing.T) {
 	}
 }
 
-// The tail is compared with etcd; the publisher is asked for what is in no log, and where that does not come, readers
-// go elsewhere.
+// The cache compares its revision with etcd's and requests progress if it is behind. If progress does not arrive,
+// watches end with Unavailable.
 func TestRequestProgress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		cache := newCacheOf(t, reset(9, 0, ""))
@@ -243,7 +242,7 @@ func TestRequestProgress(t *testing.T) {
 				return nil
 			})
 		}()
-		wait := func(d time.Duration) { // of the bubble's own time
+		wait := func(d time.Duration) { // in the bubble's time
 			ctx, cancel := context.WithTimeout(t.Context(), d)
 			defer cancel()
 			<-ctx.Done()
@@ -256,12 +255,12 @@ func TestRequestProgress(t *testing.T) {
 		}
 		wait(10 * watchcache.ProgressPeriod)
 		if requests != 0 || cache.Stalled() {
-			t.Errorf("asked %d times for nothing", requests)
+			t.Errorf("%d progress requests of a cache that is not behind", requests)
 		}
 		set(12, true)
 		wait(10 * watchcache.ProgressPeriod)
 		if requests != 1 || cache.Stalled() {
-			t.Errorf("asked %d times", requests)
+			t.Errorf("%d progress requests", requests)
 		}
 		set(15, false)
 		wait(10 * watchcache.ProgressPeriod)
@@ -272,14 +271,14 @@ func TestRequestProgress(t *testing.T) {
 		set(15, true)
 		wait(2 * watchcache.ProgressPeriod)
 		if cache.Stalled() {
-			t.Error("it is still said to be behind")
+			t.Error("the cache is still stalled")
 		}
-		for r := int64(20); r < 60; r++ { // always a little late, and it comes
+		for r := int64(20); r < 60; r++ { // always behind, and advancing
 			set(r+5, false)
 			wait(watchcache.ProgressPeriod)
 			_ = cache.Apply(progress(r))
 			if cache.Stalled() {
-				t.Fatal("a log that is late, and comes, is said to stall")
+				t.Fatal("a log that is behind and advances is stalled")
 			}
 		}
 		cancel()

@@ -1,5 +1,5 @@
-// Package resources finds what is served, built in or custom: the endpoint of a resource, and how its objects are
-// stored.
+// Package lookup finds served resources, built in or custom: the RequestScope of a resource, and how etcd stores its
+// objects. It holds no state of its own and starts no goroutine.
 package lookup
 
 import (
@@ -22,14 +22,14 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// Resources is everything that is served.
+// Resources is the set of all served resources.
 type Resources struct {
 	BuiltIn *installer.Set
 	Custom  *customresources.Set
 	Storage *storage.Storage
 }
 
-// NotServed is the API's error for a resource that there is not.
+// NotServed returns kube-apiserver's 404 for a resource that is not served.
 func NotServed(r *commonv1.Resource) error {
 	return apierrors.NewGenericServerResponse(404, "", schema.GroupResource{
 		Group:    r.GetGroup(),
@@ -37,7 +37,7 @@ func NotServed(r *commonv1.Resource) error {
 	}, "", "404 page not found", 0, true)
 }
 
-// RequestScope finds a resource or subresource; an error is the API's own.
+// RequestScope returns the scope of a resource or subresource. An error is an API status.
 func (r *Resources) RequestScope(ctx context.Context, resource *commonv1.Resource) (*handlers.RequestScope, error) {
 	if scope, ok := r.BuiltIn.RequestScope(resource); ok {
 		return scope, nil
@@ -48,13 +48,12 @@ func (r *Resources) RequestScope(ctx context.Context, resource *commonv1.Resourc
 	return nil, NotServed(resource)
 }
 
-// APIResources are the catalog's, built in first.
+// APIResources returns all served resources, built-in resources first.
 func (r *Resources) APIResources() []*registryv1.APIResource {
 	return slices.Concat(r.BuiltIn.APIResources(), r.Custom.APIResources())
 }
 
-// StorageResource finds how a stored resource's objects are read: those of a custom resource by its definition as it is now in
-// etcd.
+// StorageResource returns a stored resource by name. A custom resource has the decoding of its CRD as etcd has it now.
 func (r *Resources) StorageResource(ctx context.Context, name string) (*storage.Resource, error) {
 	if st, ok := r.Storage.ByName(name); ok {
 		return st, nil
@@ -69,7 +68,7 @@ func (r *Resources) StorageResource(ctx context.Context, name string) (*storage.
 	return st, nil
 }
 
-// WithRequestInfo is ctx with what upstream's storages and strategies look for in it.
+// WithRequestInfo returns ctx with the user and RequestInfo that upstream's storages and strategies read from it.
 func WithRequestInfo(ctx context.Context, verb string, r *commonv1.Resource, u *commonv1.User,
 	namespace, name string) context.Context {
 	prefix := "apis"

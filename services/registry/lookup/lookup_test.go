@@ -13,7 +13,7 @@ import (
 	"watershed.dev/services/registry/lookup"
 )
 
-// What is served is found by its group, version, resource and subresource; what is not is the API's 404.
+// RequestScope finds a resource by group, version, resource and subresource. For others it returns the API's 404.
 func TestRequestScope(t *testing.T) {
 	fx := fixture.New(t)
 	for _, c := range []struct {
@@ -40,7 +40,7 @@ func TestRequestScope(t *testing.T) {
 	}
 }
 
-// Storages and strategies find in the context who asks, and for what.
+// Storages and strategies find the user and the request in the context.
 func TestWithRequestInfo(t *testing.T) {
 	ctx := lookup.WithRequestInfo(t.Context(), "update", &commonv1.Resource{
 		Group:       "apps",

@@ -1,6 +1,8 @@
-// Package loopback lets client-go, which upstream's allocators and loops are written against, call the registry's own
-// verbs: a request goes to the verb and its answer comes back, and a watch reads the event log. Nothing is listened on.
-// It is the system itself, so it is not asked who it is, and admission does not apply.
+// Package loopback is a client-go transport to the registry's own handlers, for upstream's allocators and controllers,
+// which are written against client-go. A request runs its handler in the caller's goroutine. A watch reads the watch
+// cache in a goroutine that ends with its response body. No socket is opened.
+//
+// Requests run as system:apiserver. The package does not authenticate or authorize them and does not call admission.
 package loopback
 
 import (
@@ -34,26 +36,26 @@ import (
 	"watershed.dev/services/registry/watchcache"
 )
 
-// Registry is what a loopback calls.
+// Registry is the set of served resources that a loopback calls.
 type Registry interface {
-	// RequestScope finds a resource; an error is the API's own.
+	// RequestScope returns the scope of a resource. An error is an API status.
 	RequestScope(context.Context, *commonv1.Resource) (*handlers.RequestScope, error)
-	// APIResources are what is served.
+	// APIResources returns all served resources.
 	APIResources() []*registryv1.APIResource
 }
 
-// Loopback is a transport to a registry's own verbs.
+// Loopback is an http.RoundTripper to the registry's handlers.
 type Loopback struct {
 	registry Registry
 	cache    *watchcache.Cache
 }
 
-// New returns a loopback to r, whose watches read t.
+// New returns a loopback to r. Its watches read cache.
 func New(r Registry, cache *watchcache.Cache) *Loopback { return &Loopback{r, cache} }
 
 var systemUser = &commonv1.User{Name: "system:apiserver", Groups: []string{"system:masters"}}
 
-// Config is a client's configuration that goes through the loopback.
+// Config returns a client configuration that uses the loopback.
 func (l *Loopback) Config() *restclient.Config {
 	return &restclient.Config{
 		Host:          "https://registry.internal",
@@ -94,7 +96,7 @@ func (l *Loopback) RoundTrip(req *http.Request) (*http.Response, error) {
 	return l.serve(req, scope, r, info, body), nil
 }
 
-// serve has an endpoint answer a request.
+// serve runs a request on its scope.
 func (l *Loopback) serve(
 	req *http.Request,
 	scope *handlers.RequestScope,
@@ -102,7 +104,7 @@ func (l *Loopback) serve(
 	info *request.RequestInfo,
 	body []byte,
 ) *http.Response {
-	// The parent context may be a write's; its Gate must not be asked on the system's behalf.
+	// The parent context may belong to a write. Its callbacks must not be used for the system user.
 	ctx := lookup.WithRequestInfo(context.Background(), info.Verb, r, systemUser, info.Namespace, info.Name)
 	ctx, cancel := context.WithCancel(ctx)
 	stop := context.AfterFunc(req.Context(), cancel)
@@ -145,7 +147,7 @@ func (l *Loopback) serve(
 	return objectResponse(req, resp, err)
 }
 
-// systemCallbacks is the Gate of loopback writes: the system may do everything, and nothing asks admission.
+// systemCallbacks allows and admits every write of the loopback. It is its handlers.Callbacks.
 type systemCallbacks struct{}
 
 func (systemCallbacks) Lifecycle() admission.MutationInterface { return nil }
@@ -160,10 +162,10 @@ func (systemCallbacks) ReviewToken(
 	context.Context,
 	*authnv1.ReviewTokenRequest,
 ) (*authnv1.AuthenticateResponse, error) {
-	return nil, errors.New("not asked by the system itself")
+	return nil, errors.New("the loopback does not serve token reviews and rules reviews")
 }
 func (systemCallbacks) Rules(context.Context, *authzv1.RulesRequest) (*authzv1.RulesResponse, error) {
-	return nil, errors.New("not asked by the system itself")
+	return nil, errors.New("the loopback does not serve token reviews and rules reviews")
 }
 
 func objectResponse(req *http.Request, resp *registryv1.ObjectResponse, err error) *http.Response {
@@ -197,7 +199,8 @@ func newResponse(req *http.Request, code int, body []byte) *http.Response {
 	}
 }
 
-// discovery answers the one thing a policy's validation asks for: what resources a version has.
+// discovery returns the resources of a version. It is the only discovery request of upstream's code here: the
+// validation of policies.
 func (l *Loopback) discovery(req *http.Request, info *request.RequestInfo) (*http.Response, error) {
 	gv, err := schema.ParseGroupVersion(strings.TrimPrefix(strings.TrimPrefix(info.Path, "/apis/"), "/api/"))
 	if err != nil || gv.Version == "" {

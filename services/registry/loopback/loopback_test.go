@@ -15,7 +15,7 @@ import (
 	"watershed.dev/services/registry/internal/fixture"
 )
 
-// client-go finds the registry's verbs, and errors come back as the API's.
+// client-go calls the registry's handlers, and receives their errors as API errors.
 func TestClientGoCallsHandlers(t *testing.T) {
 	c, ctx := fixture.New(t).Client, t.Context()
 	maps := c.CoreV1().ConfigMaps("x")
@@ -28,14 +28,14 @@ func TestClientGoCallsHandlers(t *testing.T) {
 	}
 	if _, err := maps.Create(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "a"}},
 		metav1.CreateOptions{}); !apierrors.IsAlreadyExists(err) {
-		t.Errorf("made twice: %v", err)
+		t.Errorf("created twice: %v", err)
 	}
 	made.Data["k"] = "w"
 	if _, err := maps.Update(ctx, made, metav1.UpdateOptions{}); err != nil {
 		t.Error(err)
 	}
 	if _, err := maps.Update(ctx, made, metav1.UpdateOptions{}); !apierrors.IsConflict(err) {
-		t.Errorf("an update of what has changed: %v", err)
+		t.Errorf("an update of an old version: %v", err)
 	}
 	if o, err := maps.Patch(ctx, "a", types.MergePatchType, []byte(`{"data":{"l":"x"}}`),
 		metav1.PatchOptions{}); err != nil || len(o.Data) != 2 {
@@ -55,7 +55,7 @@ func TestClientGoCallsHandlers(t *testing.T) {
 	}
 }
 
-// A watch is told of what comes after its revision, as its selection sees it; one from before the log has expired.
+// A watch receives the selected events after its revision. A watch from before the log ends with Expired.
 func TestWatchReadsTheCache(t *testing.T) {
 	fx := fixture.New(t)
 	event := func(revision int64, name, team string) *logv1.Event {

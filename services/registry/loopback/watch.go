@@ -23,11 +23,11 @@ import (
 	"watershed.dev/services/registry/watchcache"
 )
 
-// watch streams events of the log that come after the resource version asked for.
+// watch streams the selected events after the requested resourceVersion.
 func (l *Loopback) watch(ctx context.Context, done func(), req *http.Request, apiResource *registryv1.APIResource,
 	info *request.RequestInfo) *http.Response {
 	q := req.URL.Query()
-	if q.Get("sendInitialEvents") != "" { // a reflector then lists and watches
+	if q.Get("sendInitialEvents") != "" { // a reflector falls back to list and watch
 		done()
 		return errorResponse(req, apierrors.NewInvalid(schema.GroupKind{
 			Group: metav1.GroupName,
@@ -80,10 +80,10 @@ func (p *pipeBody) Close() error {
 	return p.PipeReader.Close()
 }
 
-// writeExpired ends a watch with the API's error: the client lists and watches anew.
+// writeExpired ends a watch with 410: the client lists and watches again.
 func writeExpired(w io.Writer, after int64) error {
 	err := apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d", after))
-	data, _ := json.Marshal(responsewriters.ErrorToAPIStatus(err)) // with its kind, without which no client reads it
+	data, _ := json.Marshal(responsewriters.ErrorToAPIStatus(err)) // with kind and apiVersion, which clients require
 	_, _ = fmt.Fprintf(w, `{"type":"ERROR","object":%s}`+"\n", data)
 	return io.EOF
 }

@@ -1,7 +1,7 @@
 package managed
 
-// ShapeOf is an object's shape.
+// ShapeOf exports shapeOf.
 var ShapeOf = shapeOf
 
-// ResetCache has everything computed anew.
+// ResetCache empties the cache.
 func ResetCache() { cache = newCache() }

@@ -29,7 +29,7 @@ import (
 	"watershed.dev/services/registry/managed"
 )
 
-// filler fills objects of any type: with few names, so that lists hold some of the same, and some text besides.
+// filler fills objects of any type. It uses few strings, so that lists contain equal elements.
 func filler(seed int64) *randfill.Filler {
 	text := func(c randfill.Continue) string {
 		return []string{"", "a", "b", "80", "/x", "kubernetes.io/y", c.String(5)}[c.Intn(7)]
@@ -59,15 +59,16 @@ func filler(seed int64) *randfill.Filler {
 	)
 }
 
-// times are two, and two that are none: a client may send one with a zone.
+// times holds two times and two zero times. A client can send a zero time with a zone.
 var times = []time.Time{time.Unix(1, 0), time.Unix(2, 0), {}, time.Time{}.Local()}
 
 const (
-	// nothing, timesAlone and textAlone, outside of lists, are what is changed in place of one in so many values.
+	// nothing, timesAlone and textAlone are values of oneIn: change no value, only times, or only strings outside
+	// lists.
 	nothing, timesAlone, textAlone = -2, -1, 0
 )
 
-// change changes some of what an object says.
+// change changes some values of an object. A positive oneIn changes each value with the probability 1/oneIn.
 func change(v reflect.Value, r *rand.Rand, inList bool, oneIn int) {
 	changed := func() bool { return oneIn > 0 && r.Intn(oneIn) == 0 }
 	switch v.Kind() {
@@ -113,7 +114,7 @@ func change(v reflect.Value, r *rand.Rand, inList bool, oneIn int) {
 	}
 }
 
-// fields is what is said of an object's managers, but for when.
+// fields formats an object's managedFields without their times. It fails the test if a time is not recent.
 func fields(t *testing.T, obj runtime.Object) string {
 	t.Helper()
 	m, err := meta.Accessor(obj)
@@ -130,8 +131,8 @@ func fields(t *testing.T, obj runtime.Object) string {
 	return out
 }
 
-// Whatever objects there are, and whatever was created before them: their managers are those that upstream's field
-// manager says.
+// Created objects have the managedFields that upstream's field manager computes. This holds for all built-in kinds and
+// any content of the cache.
 func TestCreatedFieldsAreUpstreams(t *testing.T) {
 	fx := fixture.New(t)
 	kinds, same := 0, 0
@@ -151,8 +152,8 @@ func TestCreatedFieldsAreUpstreams(t *testing.T) {
 	}
 }
 
-// created compares what two managers say of an object, and of others that are like it; it answers how many of those had
-// its shape.
+// created compares Create with upstream for an object and for objects that are similar. It returns the number of
+// similar objects with the same shape.
 func created(t *testing.T, scope *handlers.RequestScope, seed int64) (same int) {
 	t.Helper()
 	obj, err := scope.UnsafeConvertor.ConvertToVersion(newOf(t, scope), scope.HubGroupVersion())
@@ -195,7 +196,7 @@ func newOf(t *testing.T, scope *handlers.RequestScope) runtime.Object {
 	return obj
 }
 
-// A custom resource's object is a map, and its elements' keys are what its schema says.
+// A custom resource's object is a map, and its schema defines the keys of its lists.
 func TestCreatedFieldsOfCustomResources(t *testing.T) {
 	types, err := managedfields.NewTypeConverter(map[string]*spec.Schema{"g.v.K": {
 		VendorExtensible: spec.VendorExtensible{Extensions: spec.Extensions{
@@ -274,14 +275,14 @@ func TestCreatedFieldsOfCustomResources(t *testing.T) {
 	}
 }
 
-// convertor converts nothing.
+// convertor returns objects unchanged.
 type convertor struct{ runtime.ObjectConvertor }
 
 func (convertor) ConvertToVersion(in runtime.Object, _ runtime.GroupVersioner) (runtime.Object, error) {
 	return in, nil
 }
 
-// mutating is admission that sets an object's managedFields.
+// mutating is an admission plugin that sets an object's managedFields.
 type mutating struct {
 	*admission.Handler
 	to []metav1.ManagedFieldsEntry
@@ -294,7 +295,8 @@ func (m mutating) Admit(_ context.Context, a admission.Attributes, _ admission.O
 	return nil
 }
 
-// What admission makes of managedFields is kept if it can be read; it is as it was before if not.
+// Validating keeps managedFields that admission has changed if they are valid. Otherwise it restores the previous
+// managedFields.
 func TestValidating(t *testing.T) {
 	entry := func(manager, fields string) []metav1.ManagedFieldsEntry {
 		return []metav1.ManagedFieldsEntry{{
@@ -306,10 +308,10 @@ func TestValidating(t *testing.T) {
 		to   []metav1.ManagedFieldsEntry
 		want string
 	}{
-		"nothing":       {nil, "before"},
-		"what is good":  {entry("after", `{"f:a":{}}`), "after"},
-		"no good":       {entry("after", `{"x"`), "before"},
-		"an odd change": {entry("before", `{"x"`), "before"},
+		"nothing": {nil, "before"},
+		"valid":   {entry("after", `{"f:a":{}}`), "after"},
+		"invalid": {entry("after", `{"x"`), "before"},
+		"changed": {entry("before", `{"x"`), "before"},
 	} {
 		obj := &metav1.PartialObjectMetadata{}
 		obj.SetManagedFields(entry("before", `{"f:b":{}}`))
@@ -326,7 +328,8 @@ func TestValidating(t *testing.T) {
 	}
 }
 
-// What is odd is upstream's to say: a manager that its encoding changes, and what is too large to be told apart.
+// Upstream computes the managedFields of objects that cannot be cached. Examples are a manager's name that JSON changes
+// and a shape that is too long.
 func TestUncacheableIsUpstreams(t *testing.T) {
 	fx := fixture.New(t)
 	scope, _ := fx.Resources.BuiltIn.RequestScope(&commonv1.Resource{Version: "v1", Resource: "configmaps"})
@@ -336,7 +339,7 @@ func TestUncacheableIsUpstreams(t *testing.T) {
 		large.Data[fmt.Sprint(i)] = ""
 	}
 	if _, ok := managed.ShapeOf(nil, large); ok {
-		t.Error("a shape of 20,000 keys")
+		t.Error("20,000 keys have a shape")
 	}
 	empty := func() (runtime.Object, error) { return newOf(t, scope), nil }
 	for manager, obj := range map[string]*core.ConfigMap{"\xff": small, "": small, "m": large} {
@@ -350,7 +353,7 @@ func TestUncacheableIsUpstreams(t *testing.T) {
 	}
 }
 
-// BenchmarkCreate is what a new pod's managedFields cost, of a shape that is known and by upstream alone.
+// BenchmarkCreate measures the managedFields of a new pod, with a cached shape and by upstream.
 func BenchmarkCreate(b *testing.B) {
 	fx := fixture.New(b)
 	scope, _ := fx.Resources.BuiltIn.RequestScope(&commonv1.Resource{Version: "v1", Resource: "pods"})

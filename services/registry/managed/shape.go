@@ -16,14 +16,18 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 )
 
-// An object's shape is what its field set can depend on: which fields there are, the keys of maps and the order of
-// lists, and of values those that may tell a list's elements apart: some of the elements' own fields do
-// (x-kubernetes-list-map-keys), or they do themselves (sets). Of text outside of lists, and of maps' values, a shape
-// has only whether it is what an empty object has, which is nobody's. All else, numbers and booleans among it, it has
-// as it is: more than it needs tells two objects apart that have the same fields, which costs time; less would give an
-// object another's fields.
+// An object's shape contains everything that its field set can depend on: its fields, the keys of maps, the order of
+// lists, and some values. A value matters if it can identify an element of a list. Such a value is an element of a set,
+// or a field of an element (x-kubernetes-list-map-keys).
+//
+// For strings outside lists and for values of maps, a shape contains only whether the string is empty. An empty string
+// has no manager, as in an empty object. A shape contains all other values, such as numbers and booleans, as they are.
+//
+// A shape with too much in it differs for objects with equal fields, which costs time. A shape with too little in it
+// would give an object the fields of another object.
 
-// shapeOf appends an object's shape to dst; false where only the JSON of some part tells which fields that has.
+// shapeOf appends an object's shape to dst. It returns false if the shape is too long, or if only the JSON of some part
+// has that part's fields.
 func shapeOf(dst []byte, obj runtime.Object) ([]byte, bool) {
 	if u, ok := obj.(*unstructured.Unstructured); ok {
 		return walkerOf(reflect.TypeOf(u.Object))(dst, reflect.ValueOf(u.Object), false)
@@ -35,7 +39,7 @@ func shapeOf(dst []byte, obj runtime.Object) ([]byte, bool) {
 	return walkerOf(v.Type().Elem())(dst, v.Elem(), false)
 }
 
-// walker appends a value's shape. element says that the value is a list's element, or in one.
+// walker appends a value's shape to dst. element reports whether the value is a list's element, or part of an element.
 type walker func(dst []byte, v reflect.Value, element bool) ([]byte, bool)
 
 var walkers sync.Map // reflect.Type to walker
@@ -44,7 +48,7 @@ func walkerOf(t reflect.Type) walker {
 	if w, ok := walkers.Load(t); ok {
 		return w.(walker)
 	}
-	// a type may be a part of itself: who needs it meanwhile takes this one
+	// a type may contain itself: other callers use this walker while newWalker runs
 	var once sync.Once
 	var made walker
 	w, _ := walkers.LoadOrStore(t, walker(func(dst []byte, v reflect.Value, element bool) ([]byte, bool) {
@@ -62,7 +66,7 @@ const (
 
 var (
 	marshaler = reflect.TypeFor[json.Marshaler]()
-	// texts are types that are one value in JSON, and are told apart by their JSON where that matters.
+	// texts contains the types that JSON encodes as a single value. In a list's element, the shape contains their JSON.
 	texts = map[reflect.Type]bool{
 		reflect.TypeFor[metav1.Time]():        true,
 		reflect.TypeFor[metav1.MicroTime]():   true,
@@ -75,7 +79,7 @@ var (
 
 func newWalker(t reflect.Type) walker {
 	switch {
-	case t.Kind() == reflect.Pointer: // it has its element's methods
+	case t.Kind() == reflect.Pointer: // a pointer has its element's methods
 		return pointerWalker(t)
 	case texts[t]:
 		return textWalker(t)
@@ -117,7 +121,7 @@ func newWalker(t reflect.Type) walker {
 
 func unsupported(dst []byte, _ reflect.Value, _ bool) ([]byte, bool) { return dst, false }
 
-// appendText appends whole text, or whether there is some; false where that makes the shape too long.
+// appendText appends text if whole is set, otherwise whether text is empty. It returns false if the shape is too long.
 func appendText[T string | []byte](dst []byte, text T, whole bool) ([]byte, bool) {
 	switch {
 	case len(text) == 0:
@@ -137,7 +141,7 @@ func walkBool(dst []byte, v reflect.Value, _ bool) ([]byte, bool) {
 	return append(dst, 0), true
 }
 
-// textWalker goes by JSON: a time that is zero in some zone is the null that it is without one.
+// textWalker returns a walker that compares JSON, because JSON encodes a zero time of any zone as null.
 func textWalker(t reflect.Type) walker {
 	none, err := json.Marshal(reflect.Zero(t).Interface())
 	if err != nil {
@@ -160,7 +164,8 @@ func textWalker(t reflect.Type) walker {
 	}
 }
 
-// walkRaw takes all of what is JSON in a field's place, or refuses what is to become that.
+// walkRaw appends the JSON of a raw extension. It returns false if the extension holds an object that is not encoded
+// yet.
 func walkRaw(dst []byte, v reflect.Value, _ bool) ([]byte, bool) {
 	r, _ := v.Interface().(runtime.RawExtension)
 	if r.Object != nil {
@@ -198,7 +203,7 @@ func structWalker(t reflect.Type) walker {
 	}
 }
 
-// appendLength says how many a list or a map has, and whether it is there.
+// appendLength appends the length of a list or map, or that it is nil.
 func appendLength(dst []byte, v reflect.Value) []byte {
 	if v.IsNil() {
 		return append(dst, absent)
@@ -237,7 +242,7 @@ func mapWalker(t reflect.Type) walker {
 	elem := walkerOf(t.Elem())
 	return func(dst []byte, v reflect.Value, element bool) (_ []byte, ok bool) {
 		dst = appendLength(dst, v)
-		if v.Len() > maxShapeBytes { // each key takes a byte at least
+		if v.Len() > maxShapeBytes { // each key takes at least a byte
 			return dst, false
 		}
 		keys := v.MapKeys()
@@ -255,7 +260,7 @@ func mapWalker(t reflect.Type) walker {
 	}
 }
 
-// walkInterface takes what JSON decodes to.
+// walkInterface appends the shape of a value that JSON decodes to. It returns false for other types.
 func walkInterface(dst []byte, v reflect.Value, element bool) ([]byte, bool) {
 	if v.IsNil() {
 		return append(dst, absent), true

@@ -20,8 +20,8 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// streamCallbacks asks the gateway at the other end of a write's stream. Questions are asked one at a time: deletecollection
-// asks from several goroutines.
+// streamCallbacks sends callbacks to the gateway in a write's stream. It sends them one after another, because
+// deletecollection sends them from several goroutines.
 type streamCallbacks struct {
 	*Namespaces
 	mu     sync.Mutex
@@ -99,13 +99,14 @@ func (s *streamCallbacks) Rules(ctx context.Context, r *authzv1.RulesRequest) (*
 	return a.GetRules(), nil
 }
 
-// noCallbacks refuses every question, and notes that there was one: nothing is written but what needs no answer.
+// noCallbacks fails every callback and records that it was called. A write under noCallbacks stores an object only if
+// it needs no callback.
 type noCallbacks struct {
 	*Namespaces
 	callbackRequired atomic.Bool
 }
 
-var errCallbackRequired = apierrors.NewInternalError(errors.New("the write is to be asked about"))
+var errCallbackRequired = apierrors.NewInternalError(errors.New("the write requires a callback"))
 
 func (c *noCallbacks) requireCallback() error {
 	c.callbackRequired.Store(true)

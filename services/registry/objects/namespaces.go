@@ -9,20 +9,19 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// Namespaces runs NamespaceLifecycle where nothing else in the admission chain looks at a write: it spares ConfigMaps,
-// Secrets, Events, Leases and EndpointSlices the hop to admission. It is upstream's plugin over registry's own
-// informer.
+// Namespaces runs NamespaceLifecycle if no other admission plugin checks a write. This saves the call to admission for
+// ConfigMaps, Secrets, Events, Leases and EndpointSlices. It is upstream's plugin over the registry's own informer.
 type Namespaces struct {
 	lifecycle *lifecycle.Lifecycle
 	synced    func() bool
 	fresh     func() bool
 }
 
-// immortal are the namespaces that may not be deleted (k8s.io/apiserver/pkg/admission/plugin/namespace/lifecycle).
+// immortal are the namespaces that cannot be deleted (k8s.io/apiserver/pkg/admission/plugin/namespace/lifecycle).
 var immortal = sets.New(metav1.NamespaceDefault, metav1.NamespaceSystem, metav1.NamespacePublic)
 
-// NewNamespaces reads namespaces by f, and in doubt by client. fresh says whether what f reads is new enough to decide
-// by.
+// NewNamespaces returns a plugin that reads namespaces from f, and with live lookups by client. fresh reports whether f
+// is fresh enough to decide by.
 func NewNamespaces(f informers.SharedInformerFactory, client kubernetes.Interface,
 	fresh func() bool) (*Namespaces, error) {
 	plugin, err := lifecycle.NewLifecycle(immortal)
@@ -35,7 +34,8 @@ func NewNamespaces(f informers.SharedInformerFactory, client kubernetes.Interfac
 	return &Namespaces{plugin, synced, fresh}, plugin.ValidateInitialization()
 }
 
-// Lifecycle implements verbs.Gate: it is nil where registry does not know the namespaces, or not as they are now.
+// Lifecycle implements handlers.Callbacks. It returns nil if the informer is not synced or not fresh: admission then
+// decides.
 func (n *Namespaces) Lifecycle() admission.MutationInterface {
 	if n == nil || !n.synced() || !n.fresh() {
 		return nil

@@ -14,8 +14,8 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 )
 
-// Registry answers NamespaceLifecycle's question as the plugin does in admission, and not at all while what it knows of
-// namespaces is not what they are.
+// The registry's NamespaceLifecycle decides as the plugin in admission does. It does not decide while its informer is
+// stale.
 func TestNamespaceLifecycle(t *testing.T) {
 	namespace := func(name string, phase corev1.NamespacePhase) *corev1.Namespace {
 		return &corev1.Namespace{
@@ -32,7 +32,7 @@ func TestNamespaceLifecycle(t *testing.T) {
 		t.Fatal(err)
 	}
 	if n.Lifecycle() != nil {
-		t.Error("it answers before it has read the namespaces")
+		t.Error("it decides before the informer is synced")
 	}
 	f.Start(t.Context().Done())
 	f.WaitForCacheSync(t.Context().Done())
@@ -65,7 +65,7 @@ func TestNamespaceLifecycle(t *testing.T) {
 			t.Errorf("%s in %q lacks its cause: %v", c.op, c.namespace, err)
 		}
 	}
-	// It is deleted, and the informer has not heard of it: the namespace is looked at itself.
+	// The namespace is deleted and the informer has not received it: the plugin makes a live lookup.
 	if _, err := client.CoreV1().Namespaces().UpdateStatus(t.Context(), namespace("lives", corev1.NamespaceTerminating),
 		metav1.UpdateOptions{}); err != nil {
 		t.Fatal(err)
@@ -73,14 +73,14 @@ func TestNamespaceLifecycle(t *testing.T) {
 	a := admission.NewAttributesRecord(nil, nil, maps, "lives", "m", core.WithResource("configmaps"), "",
 		admission.Create, nil, false, &user.DefaultInfo{Name: "jane"})
 	if err := n.Lifecycle().Admit(t.Context(), a, nil); err == nil {
-		t.Error("something is created in a namespace that was deleted")
+		t.Error("an object is created in a deleted namespace")
 	}
 	fresh = false
 	if n.Lifecycle() != nil {
-		t.Error("it answers by what is too old")
+		t.Error("it decides by a stale informer")
 	}
 	var none *Namespaces
 	if none.Lifecycle() != nil {
-		t.Error("it answers without knowing any namespace")
+		t.Error("a nil Namespaces decides")
 	}
 }

@@ -1,4 +1,5 @@
-// Package objects answers the gateway: the verbs, each over the endpoint of its resource.
+// Package objects implements the Objects contract for the gateway: it runs each verb on the RequestScope of its
+// resource. It does not authorize requests, the gateway does. Each call runs in the goroutine of its RPC.
 package objects
 
 import (
@@ -18,19 +19,20 @@ import (
 	"watershed.dev/services/registry/lookup"
 )
 
-// Objects answers the gateway.
+// Objects serves the verbs.
 type Objects struct {
 	registryv1.UnimplementedObjectsServer
 	resources *lookup.Resources
-	// Namespaces is what registry knows of them itself; nil: admission is asked about each creation.
+	// Namespaces runs NamespaceLifecycle in the registry. Nil: admission runs it for every write.
 	Namespaces *Namespaces
 }
 
-// New returns the objects of what is served.
+// New returns the server of the resources.
 func New(r *lookup.Resources) *Objects { return &Objects{resources: r} }
 
-// requestScope finds what a request is for. One in a namespace is for nothing that has none: a CRD may have been defined
-// anew, and the permission that the gateway asked for is for a namespace.
+// requestScope returns the scope of a request. It is not found if the request has a namespace and the resource is
+// cluster scoped, because the gateway authorized the request for a namespace. This happens if a CRD was deleted and
+// created again with another scope.
 func (o *Objects) requestScope(
 	ctx context.Context,
 	r *commonv1.Resource,
@@ -43,7 +45,7 @@ func (o *Objects) requestScope(
 	return scope, err
 }
 
-// Get answers one object.
+// Get returns an object.
 func (o *Objects) Get(ctx context.Context, r *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
 	scope, err := o.requestScope(ctx, r.Resource, r.Namespace)
 	if err != nil {
@@ -53,7 +55,7 @@ func (o *Objects) Get(ctx context.Context, r *registryv1.GetRequest) (*registryv
 	return resp, rpc.ToStatus(err)
 }
 
-// List answers a list from etcd.
+// List sends a list from etcd.
 func (o *Objects) List(r *registryv1.GetRequest, stream grpc.ServerStreamingServer[registryv1.ListChunk]) error {
 	scope, err := o.requestScope(stream.Context(), r.Resource, r.Namespace)
 	if err != nil {
@@ -71,7 +73,7 @@ func (o *Objects) List(r *registryv1.GetRequest, stream grpc.ServerStreamingServ
 	})
 }
 
-// receiveRequest reads a stream's request, and finds what it is for.
+// receiveRequest reads a stream's request and finds its scope.
 func (o *Objects) receiveRequest(stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) (
 	*registryv1.WriteRequest, *handlers.RequestScope, context.Context, error) {
 	first, err := stream.Recv()
@@ -80,7 +82,7 @@ func (o *Objects) receiveRequest(stream grpc.BidiStreamingServer[registryv1.Writ
 	}
 	r := first.GetRequest()
 	if r == nil {
-		return nil, nil, nil, apierrors.NewBadRequest("the stream begins with its request")
+		return nil, nil, nil, apierrors.NewBadRequest("the first message of the stream must be the request")
 	}
 	scope, err := o.requestScope(stream.Context(), r.Resource, r.Namespace)
 	if err != nil {
@@ -89,7 +91,7 @@ func (o *Objects) receiveRequest(stream grpc.BidiStreamingServer[registryv1.Writ
 	return r, scope, lookup.WithRequestInfo(stream.Context(), r.Verb, r.Resource, r.User, r.Namespace, r.Name), nil
 }
 
-// Write runs one write, asking back in its own stream.
+// Write runs a write. Callbacks go to the gateway in the same stream.
 func (o *Objects) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
 	r, scope, ctx, err := o.receiveRequest(stream)
 	if err != nil {
@@ -97,7 +99,7 @@ func (o *Objects) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, re
 	}
 	resp, err := scope.Write(ctx, r, &streamCallbacks{Namespaces: o.Namespaces, stream: stream})
 	if err != nil {
-		if auditCtx := rpc.AuditContextOf(err); auditCtx != nil { // it is too large for what an error has room for
+		if auditCtx := rpc.AuditContextOf(err); auditCtx != nil { // it exceeds the size of an error
 			if serr := stream.Send(&registryv1.WriteReply{Audit: auditCtx}); serr != nil {
 				return serr
 			}
@@ -107,16 +109,17 @@ func (o *Objects) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, re
 	return stream.Send(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: resp}})
 }
 
-// withoutAuditContext is a write's error as a status, without what is told of it beside it.
+// withoutAuditContext returns a write's error as a status without the audit context, which is sent separately.
 func withoutAuditContext(err error) error {
 	return rpc.ToStatus(rpc.WithWarnings(rpc.WithoutDetails(err), rpc.Warnings(err)))
 }
 
-// reviewGroups are the groups of what is never stored, and tells in its answer what was asked, also where that failed: an
-// error is no sign of a question there.
+// reviewGroups are the groups of reviews, which are never stored. A review reports a failed callback in its status, so
+// an error does not show that it needs one.
 var reviewGroups = []string{"authentication.k8s.io", "authorization.k8s.io"}
 
-// WriteUnary runs one write about which nothing is to be asked.
+// WriteUnary runs a write without callbacks. If the write needs a callback, nothing is stored and the reply has
+// CallbackRequired.
 func (o *Objects) WriteUnary(ctx context.Context, r *registryv1.WriteRequest) (*registryv1.WriteUnaryReply, error) {
 	if r.Verb == "deletecollection" || slices.Contains(reviewGroups, r.Resource.GetGroup()) {
 		return &registryv1.WriteUnaryReply{CallbackRequired: true}, nil
@@ -140,7 +143,8 @@ func (o *Objects) WriteUnary(ctx context.Context, r *registryv1.WriteRequest) (*
 	return &registryv1.WriteUnaryReply{Error: statusProto, Audit: rpc.AuditContextOf(err)}, nil
 }
 
-// Connect decides where a request that carries bytes goes, asking back in its own stream.
+// Connect returns the address that an exec, attach, port-forward or proxy request connects to. Callbacks go to the
+// gateway in the same stream.
 func (o *Objects) Connect(stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
 	r, scope, ctx, err := o.receiveRequest(stream)
 	if err != nil {

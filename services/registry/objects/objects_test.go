@@ -29,7 +29,7 @@ var (
 	plain = &registryv1.Output{MediaType: "application/json"}
 )
 
-// newObjectsClient calls a registry's objects as a gateway does.
+// newObjectsClient returns a client of a registry's Objects, as the gateway has it.
 func newObjectsClient(t *testing.T) registryv1.ObjectsClient {
 	fx := fixture.New(t)
 	p := rpc.NewInProcess(false)
@@ -37,7 +37,7 @@ func newObjectsClient(t *testing.T) registryv1.ObjectsClient {
 	return registryv1.NewObjectsClient(p.Client("gateway"))
 }
 
-// serveCallbacks answers what is asked back until the call ends.
+// serveCallbacks starts a call and answers its callbacks with respond until the call ends.
 func serveCallbacks(ctx context.Context, call func(context.Context, ...grpc.CallOption) (grpc.BidiStreamingClient[
 	registryv1.WriteCall, registryv1.WriteReply], error), r *registryv1.WriteRequest,
 	respond func(*registryv1.WriteReply) *registryv1.WriteCall) (*registryv1.WriteReply, error) {
@@ -83,7 +83,7 @@ func admissionResult(a *registryv1.AdmissionResult) *registryv1.WriteCall {
 	return &registryv1.WriteCall{Call: &registryv1.WriteCall_Admission{Admission: a}}
 }
 
-// A write asks back in its own stream, and what it is told is what happens.
+// A write sends its callbacks in its own stream, and their results decide its outcome.
 func TestWriteCallbacks(t *testing.T) {
 	o := newObjectsClient(t)
 	for name, c := range map[string]struct {
@@ -131,11 +131,11 @@ func TestWriteCallbacks(t *testing.T) {
 		User:      admin,
 		Output:    plain,
 	}); status.Code(err) != codes.NotFound {
-		t.Errorf("what was refused is there: %v", err)
+		t.Errorf("a refused object is stored: %v", err)
 	}
 }
 
-// A write about which nothing is asked is one call, and one about which something is leaves nothing behind.
+// WriteUnary runs a write that needs no callback. A write that needs a callback stores nothing.
 func TestWriteUnary(t *testing.T) {
 	o := newObjectsClient(t)
 	writeUnary := func(r *registryv1.WriteRequest) *registryv1.WriteUnaryReply {
@@ -148,11 +148,11 @@ func TestWriteUnary(t *testing.T) {
 	}
 	admitted := create("asked")
 	if reply := writeUnary(admitted); !reply.CallbackRequired || reply.Result != nil || len(reply.Error) > 0 {
-		t.Errorf("what admission looks at is answered: %v", reply)
+		t.Errorf("a write that needs admission has a result: %v", reply)
 	}
-	admitted.NamespaceLifecycleOnly = admitted.Admit // which this registry does not know
+	admitted.NamespaceLifecycleOnly = admitted.Admit // this registry has no Namespaces
 	if reply := writeUnary(admitted); !reply.CallbackRequired {
-		t.Errorf("what is known of no namespace is answered: %v", reply)
+		t.Errorf("a write that needs NamespaceLifecycle has a result: %v", reply)
 	}
 	plain := create("plain")
 	plain.Admit = nil
@@ -169,10 +169,10 @@ func TestWriteUnary(t *testing.T) {
 		t.Errorf("%v, %v", reply, err)
 	}
 	if err := rpc.FromStatus(status.ErrorProto(st)); !apierrors.IsAlreadyExists(err) {
-		t.Errorf("what is there already is %v", err)
+		t.Errorf("creating an existing object returns %v", err)
 	}
 	if !strings.Contains(string(reply.GetAudit().GetRequestObject()), `"plain"`) {
-		t.Errorf("a refused write's trail is lost: %v", reply.Audit)
+		t.Errorf("a refused write has no audit context: %v", reply.Audit)
 	}
 	role := create("made")
 	role.Admit, role.User = nil, &commonv1.User{Name: "jane"}
@@ -180,11 +180,11 @@ func TestWriteUnary(t *testing.T) {
 	role.Body = []byte(`{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"Role","metadata":{"name":"made"},` +
 		`"rules":[{"apiGroups":[""],"resources":["pods"],"verbs":["get"]}]}`)
 	if reply := writeUnary(role); !reply.CallbackRequired {
-		t.Errorf("who may grant what is not asked: %v", reply)
+		t.Errorf("a Role is written without authorization: %v", reply)
 	}
 	role.Verb, role.Name = "deletecollection", ""
 	if reply := writeUnary(role); !reply.CallbackRequired {
-		t.Errorf("a collection is deleted without being asked about: %v", reply)
+		t.Errorf("a collection is deleted without callbacks: %v", reply)
 	}
 	for _, r := range []*registryv1.GetRequest{{Resource: fixture.ConfigMaps, Name: "asked"}, {Resource: role.Resource,
 		Name: "made"}} {
@@ -195,7 +195,7 @@ func TestWriteUnary(t *testing.T) {
 	}
 }
 
-// A list comes in pieces that follow each other.
+// A list is sent in consecutive chunks.
 func TestListChunks(t *testing.T) {
 	o := newObjectsClient(t)
 	for _, name := range []string{"a", "b"} {
@@ -228,7 +228,7 @@ func TestListChunks(t *testing.T) {
 	}
 }
 
-// What is not served is refused, and so is a stream that begins with anything but its request.
+// A resource that is not served is not found. A stream that does not begin with its request is invalid.
 func TestNotServed(t *testing.T) {
 	o := newObjectsClient(t)
 	nothing := &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "nothings"}
@@ -271,7 +271,7 @@ func TestNotServed(t *testing.T) {
 	}
 }
 
-// A request in a namespace is for nothing that has none: the permission that was asked for is for a namespace.
+// A request with a namespace does not reach a cluster-scoped resource, because it was authorized for a namespace.
 func TestNamespaceOfClusterScoped(t *testing.T) {
 	o := newObjectsClient(t)
 	nodes := &commonv1.Resource{Version: "v1", Resource: "nodes"}

@@ -5,11 +5,11 @@ import (
 	"time"
 )
 
-// askPace is the least time between two answers to readers that ask for progress. One answer is for all that asked
-// before it.
+// askPace is the least time between two progress responses. One response serves all requests before it. Without the
+// pace, a reader that sends requests in a loop makes etcd respond as fast as it can.
 const askPace = 2 * time.Millisecond
 
-// paced returns a channel that repeats asked, at most once in each askPace, until ctx is done.
+// paced returns a channel that repeats its input at most once per askPace, until ctx is done.
 func paced(ctx context.Context, asked <-chan struct{}) <-chan struct{} {
 	answer := make(chan struct{})
 	go func() {

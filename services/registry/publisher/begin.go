@@ -14,9 +14,16 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// beginTerm reads where the log ends and goes on from there. A log that is lost is refilled with what etcd still has,
-// where this publisher can prove that etcd is as it was; else one begins: with etcd's past where there never was one,
-// as on a cluster that comes from kube-apiserver, and from now on otherwise.
+// beginTerm reads the end of the log and decides how the term continues it:
+//
+//	log has messages, etcd in the same epoch      resume: continue after the last message
+//	log has messages, otherwise                   startEpoch: begin at etcd's revision
+//	log lost, etcd proved unchanged               refill: begin with etcd's history
+//	log lost, otherwise                           startEpoch: begin at etcd's revision
+//	no log and no record, such as a cluster
+//	that kube-apiserver served                    startEpoch: begin with etcd's history
+//
+// The checkpoint of this publisher is the proof that etcd is unchanged.
 func (p *Publisher) beginTerm(ctx context.Context) (*term, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
@@ -32,7 +39,7 @@ func (p *Publisher) beginTerm(ctx context.Context) (*term, error) {
 	if err != nil {
 		return nil, err
 	}
-	reason := "there was none"
+	reason := "etcd has no epoch"
 	switch {
 	case ok:
 		reason, err = p.continuesEpoch(ctx, last, h, revision)
@@ -48,19 +55,19 @@ func (p *Publisher) beginTerm(ctx context.Context) (*term, error) {
 	case same:
 		return w, p.refill(ctx, w, h, modRevision, sequence)
 	}
-	slog.Warn("The event log begins with a history of its own", "reason", reason)
-	// what clients hold may be of a history that was
+	slog.Warn("The event log starts a new epoch", "reason", reason)
+	// clients may hold revisions of an earlier epoch
 	otherEpoch := ok || modRevision != 0 || p.checkpoint.epoch.ID != ""
 	return w, p.startEpoch(ctx, w, modRevision, sequence, otherEpoch)
 }
 
-// resume goes on with a log of the history h.
+// resume continues a log of the epoch h.
 func (p *Publisher) resume(ctx context.Context, w *term, h epoch, modRevision int64) (err error) {
-	if h.Since == 0 { // as older releases wrote it
+	if h.Since == 0 { // older releases did not write it
 		h.Since = w.log.Last().Revision
 	}
 	w.epoch, w.token = h, h.Token
-	// It is written again: whatever an earlier leadership has still under way is void.
+	// Writing the record again invalidates the pending transactions of an earlier term.
 	if w.epochModRevision, err = p.writeEpoch(ctx, h, modRevision); err != nil {
 		return err
 	}
@@ -68,8 +75,8 @@ func (p *Publisher) resume(ctx context.Context, w *term, h epoch, modRevision in
 	return nil
 }
 
-// startEpoch begins a log of a history of its own: of what comes from now on or, unless another's revisions may be about, of
-// all that etcd has.
+// startEpoch starts an epoch and its log. The log begins at etcd's current revision if clients may hold revisions of
+// another epoch (otherEpoch). Otherwise it begins with the history that etcd still has.
 func (p *Publisher) startEpoch(
 	ctx context.Context,
 	w *term,
@@ -78,7 +85,7 @@ func (p *Publisher) startEpoch(
 	otherEpoch bool,
 ) (err error) {
 	h := epoch{ID: rand.Text(), Token: rand.Text()}
-	if h.Since, err = p.writeEpoch(ctx, h, modRevision); err != nil { // only now it is known when that is
+	if h.Since, err = p.writeEpoch(ctx, h, modRevision); err != nil { // the write returns the revision that Since needs
 		return err
 	}
 	w.epochModRevision = h.Since
@@ -95,7 +102,7 @@ func (p *Publisher) startEpoch(
 	return p.restartLog(ctx, w, sequence, h.Since)
 }
 
-// refill begins a log of the history that the lost one was of.
+// refill begins a new log of the epoch h with the history that etcd still has, because the old log was lost.
 func (p *Publisher) refill(ctx context.Context, w *term, h epoch, modRevision int64, sequence uint64) (err error) {
 	w.epoch, w.token = h, h.Token
 	if w.epochModRevision, err = p.writeEpoch(ctx, h, modRevision); err != nil {
@@ -107,11 +114,11 @@ func (p *Publisher) refill(ctx context.Context, w *term, h epoch, modRevision in
 		return err
 	}
 	after = max(after, h.Since)
-	slog.Warn("The event log was lost; what etcd still has goes into a new one", "after", after)
+	slog.Warn("The event log was lost; it is refilled from etcd", "after", after)
 	return p.restartLog(ctx, w, sequence, after)
 }
 
-// restartLog has the log's first message be that everything after a revision follows. sequence is the stream's.
+// restartLog begins the log with a reset: all events after a revision follow. sequence is the stream's last sequence.
 func (p *Publisher) restartLog(ctx context.Context, w *term, sequence uint64, revision int64) error {
 	p.published.Store(0)
 	w.log.Restart(sequence)
@@ -122,14 +129,15 @@ func (p *Publisher) restartLog(ctx context.Context, w *term, sequence uint64, re
 	return w.log.Flush(ctx)
 }
 
-// maxBacklog is how many revisions a log that begins goes back at most: it is behind until it has them.
+// maxBacklog is how many revisions a new log holds at most when it begins. Readers are behind until the publisher has
+// published them.
 const maxBacklog = 50_000
 
-// maxBacklogBytes is how large an etcd may be for that: its client holds all that has come and is not published yet, and
-// how much that is nothing tells.
+// maxBacklogBytes is the largest etcd that a new log is filled from. The etcd client buffers all events that are not
+// published yet, and etcd does not report their size.
 const maxBacklogBytes = 512 << 20
 
-// dbSize is how many bytes etcd uses, old revisions and all; false where no member says.
+// dbSize returns the bytes in use of etcd's database, old revisions included. It is false if no member responds.
 func dbSize(ctx context.Context, client *clientv3.Client) (int64, bool) {
 	for _, endpoint := range client.Endpoints() {
 		statusCtx, cancel := context.WithTimeout(ctx, 2*time.Second)
@@ -142,8 +150,8 @@ func dbSize(ctx context.Context, client *clientv3.Client) (int64, bool) {
 	return 0, false
 }
 
-// oldestRevision is the first revision, of the last most ones up to now, that etcd can be read at: it has all events after it.
-// It is now where the events may be too many bytes.
+// oldestRevision returns the oldest readable revision among the last limit revisions before now: etcd has all events
+// after it. It returns now if etcd's database exceeds maxBacklogBytes.
 func (p *Publisher) oldestRevision(ctx context.Context, now, limit int64) (int64, error) {
 	client := p.Storage.Client.Client
 	if size, ok := dbSize(ctx, client); !ok || size > maxBacklogBytes {

@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// compact removes revisions that are older than the interval. Only the leader does.
+// compact compacts etcd revisions that are older than the interval. It runs only on the leader.
 func (p *Publisher) compact(ctx context.Context) error {
 	tick := time.NewTicker(p.CompactionInterval)
 	defer tick.Stop()
@@ -21,7 +21,7 @@ func (p *Publisher) compact(ctx context.Context) error {
 		if err != nil {
 			continue
 		}
-		if before = min(before, p.published.Load()); before > 0 { // never what is not in the log yet
+		if before = min(before, p.published.Load()); before > 0 { // never compact a revision that the log lacks
 			if _, err := p.Storage.Client.Compact(ctx, before); err != nil {
 				slog.Warn("Compaction failed", "revision", before, "error", err)
 			}

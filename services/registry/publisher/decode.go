@@ -18,11 +18,11 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// errPrevCompacted says that etcd has compacted what an object was before: who watched it with a selector cannot be told
-// whether it left. The log starts anew.
-var errPrevCompacted = errors.New("etcd compacted the object's last state")
+// errPrevCompacted means that etcd has compacted the previous state of an object. A watch with a selector then cannot
+// see whether the object left the selection, so the log is reset.
+var errPrevCompacted = errors.New("etcd compacted the object's previous state")
 
-// resourceByKey finds whose etcd key it is.
+// resourceByKey finds the resource of an etcd key.
 func (p *Publisher) resourceByKey(key string) (*storage.Resource, bool) {
 	if st, ok := p.Storage.ByKey(key); ok {
 		return st, true
@@ -30,8 +30,8 @@ func (p *Publisher) resourceByKey(key string) (*storage.Resource, bool) {
 	return p.crds.ByKey(key, p.Storage.Prefix())
 }
 
-// decodeEvent decodes one etcd event; nil for a key of nothing served. redefined is the stored resource whose objects are
-// read in another way after it, since it is its definition's.
+// decodeEvent decodes an etcd event. It returns nil if no served resource has the key. If the event is of a CRD,
+// crdChanged is the stored resource whose objects decode differently after it.
 func (p *Publisher) decodeEvent(
 	ctx context.Context,
 	e *clientv3.Event,
@@ -70,7 +70,7 @@ func (p *Publisher) newLogEvent(ctx context.Context, e *clientv3.Event,
 		if e.PrevKv == nil {
 			return nil, nil, errPrevCompacted
 		}
-		value = e.PrevKv.Value // its last state, at the revision of the deletion
+		value = e.PrevKv.Value // the last state, at the revision of the deletion
 	case e.IsCreate():
 		out.Type = logv1.Type_TYPE_ADDED
 	default:
@@ -105,7 +105,7 @@ func (p *Publisher) newLogEvent(ctx context.Context, e *clientv3.Event,
 	return out, obj, err
 }
 
-// encrypt hides from NATS what etcd has encrypted.
+// encrypt encrypts an event whose object is encrypted in etcd, so that NATS does not hold it in plain text.
 func (p *Publisher) encrypt(ctx context.Context, e *logv1.Event, st *storage.Resource) error {
 	key, secret, err := p.DataKeys.Current(ctx, st)
 	if err != nil {
@@ -115,19 +115,20 @@ func (p *Publisher) encrypt(ctx context.Context, e *logv1.Event, st *storage.Res
 }
 
 const (
-	// slowDecryption is how long the decryption of an event may take in vain until its resource is left alone, and decryptBackoffPeriod
-	// for how long: a KMS that hangs takes its timeout for each, and every other resource waits behind it.
+	// slowDecryption is how long a failing decryption may take before its resource is skipped for decryptBackoffPeriod.
+	// A KMS that hangs delays each event by its timeout, and the events of all resources wait.
 	slowDecryption       = time.Second
 	decryptBackoffPeriod = 10 * time.Second
 )
 
-// decryptBackoff are the resources whose events cannot be decrypted and take long to find that out. It is one goroutine's.
+// decryptBackoff holds the resources whose events failed to decrypt slowly, with the time of the failure. It is used by
+// one goroutine.
 type decryptBackoff map[string]time.Time
 
-// check is why a resource's events are not decrypted now, or nil.
+// check returns an error while events of a resource are not decrypted.
 func (s decryptBackoff) check(storageResource string) error {
 	if since, ok := s[storageResource]; ok && time.Since(since) < decryptBackoffPeriod {
-		return fmt.Errorf("%s could not be decrypted a moment ago, and took long", storageResource)
+		return fmt.Errorf("%s: a recent decryption failed, and was slow", storageResource)
 	}
 	return nil
 }

@@ -17,34 +17,44 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// EpochKey is where etcd says which history it is of, outside of what kube-apiserver stores.
+// EpochKey is the etcd key that holds the epoch's record. It is outside of kube-apiserver's prefix.
 //
-// An etcd that is restored from a backup counts revisions that the log has with another meaning, and nothing in etcd
-// itself tells: writes may carry it past the log's end before any publisher looks. So the publisher keeps a mark here
-// that it changes every tokenPeriod, and writes to the log what the mark is about to be before it changes it. Where the
-// two differ, or the log's last event is not in etcd at its revision, this is another history: it gets an id of its
-// own, and nothing is carried over.
+// An etcd restored from a backup reuses revisions that the log holds with other contents. etcd does not record the
+// restore, and new writes may pass the log's last revision before a publisher checks. The publisher therefore stores a
+// fencing token in this key and rotates it every tokenPeriod. It writes the next token to the log before it writes it
+// to etcd. If etcd's token matches neither of the log's, or etcd lacks the log's last event, etcd is in another epoch.
+// The publisher then starts an epoch with a new ID, and nothing of the log is reused.
+//
+// The JSON names and the key are storage: replicas of two releases share them during a rolling upgrade.
+//
+//	no record ── startEpoch, log filled from etcd's history ──▶ epoch
+//	epoch ── rotateToken, every tokenPeriod ──▶ same epoch, next token
+//	epoch ── next term, continuesEpoch: resume ──▶ same epoch, log continues
+//	epoch ── next revision compacted: reset ──▶ same epoch, log reset after a later revision
+//	epoch ── log lost, matchesCheckpoint: refill ──▶ same epoch, log filled from etcd's history
+//	epoch ── log lost, checkpoint differs: startEpoch ──▶ another epoch, log begins at etcd's revision
+//	epoch ── etcd restored, token or last event differ: startEpoch ──▶ another epoch, log begins at etcd's revision
 const EpochKey = "/watershed/history"
 
 const (
 	tokenPeriod = 10 * time.Second
-	// tokenCheckPeriod is how often the leader looks whether the mark is still its own.
+	// tokenCheckPeriod is how often the leader checks that the token in etcd is its own.
 	tokenCheckPeriod = 2 * time.Second
 )
 
-// epoch is the value of EpochKey.
+// epoch is the record at EpochKey.
 type epoch struct {
 	ID    string `json:"id"`
 	Token string `json:"mark"`
-	// Since is the revision after which etcd's events are this history's: those before may be other than what clients
-	// have seen. 0: nobody knows.
+	// Since is the revision after which etcd's events belong to this epoch. Earlier events may differ from the events
+	// that clients have seen. 0: unknown.
 	Since int64 `json:"since,omitempty"`
 }
 
-var errEpochChanged = errors.New("etcd has another history than the log, or somebody else publishes")
+var errEpochChanged = errors.New("etcd is in another epoch than the log, or another publisher is elected")
 
-// readEpoch is what etcd says; the zero value where it says nothing. written is since which revision it says so, and
-// revision is etcd's.
+// readEpoch returns the epoch in etcd, or the zero value if there is no record or it cannot be decoded. modRevision is
+// the key's mod revision. revision is etcd's.
 func readEpoch(ctx context.Context, client *clientv3.Client) (h epoch, modRevision, revision int64, err error) {
 	resp, err := client.Get(ctx, EpochKey)
 	if err != nil {
@@ -53,15 +63,16 @@ func readEpoch(ctx context.Context, client *clientv3.Client) (h epoch, modRevisi
 	if len(resp.Kvs) > 0 {
 		modRevision = resp.Kvs[0].ModRevision
 		if err := json.Unmarshal(resp.Kvs[0].Value, &h); err != nil {
-			slog.Warn("What etcd says of its history cannot be read; it begins anew", "key", EpochKey, "error", err)
+			slog.Warn("The epoch in etcd cannot be decoded; a new one starts", "key", EpochKey, "error", err)
 			h = epoch{}
 		}
 	}
 	return h, modRevision, resp.Header.Revision, nil
 }
 
-// writeEpoch writes h if this publisher is still elected and nobody has written since the revision after (0: ever);
-// else errEpochChanged. A transaction that is late can so change nothing.
+// writeEpoch writes h if this publisher is still elected and the mod revision of EpochKey is still after (0: the key
+// does not exist). Otherwise it returns errEpochChanged. A delayed transaction of an earlier term therefore changes
+// nothing.
 func (p *Publisher) writeEpoch(ctx context.Context, h epoch, after int64) (revision int64, err error) {
 	data, err := json.Marshal(h)
 	if err != nil {
@@ -79,8 +90,8 @@ func (p *Publisher) writeEpoch(ctx context.Context, h epoch, after int64) (revis
 	return resp.Header.Revision, nil
 }
 
-// continuesEpoch says whether etcd is at a later point of the history h, of which it has this revision, that the log was
-// written from. A reason is why not.
+// continuesEpoch checks that etcd, at this revision and with the record h, is a later state of the etcd that the log
+// was written from. reason says why it is not.
 func (p *Publisher) continuesEpoch(ctx context.Context, last eventlog.ID, h epoch,
 	revision int64) (reason string, err error) {
 	if last.Revision > revision {
@@ -91,11 +102,11 @@ func (p *Publisher) continuesEpoch(ctx context.Context, last eventlog.ID, h epoc
 		return "", err
 	}
 	switch {
-	case progress == nil: // none within the log's retention: its events say the rest
+	case progress == nil: // the log's retention holds none: only its events are checked
 	case progress.Epoch != h.ID:
-		return fmt.Sprintf("etcd's history is %q, the log's %q", h.ID, progress.Epoch), nil
+		return fmt.Sprintf("etcd's epoch is %q, the log's %q", h.ID, progress.Epoch), nil
 	case h.Token != progress.FencingToken && (progress.NextFencingToken == "" || h.Token != progress.NextFencingToken):
-		return "etcd's mark is not the log's last", nil
+		return "etcd's fencing token is not the log's last", nil
 	}
 	same, err := p.hasLastEvent(ctx)
 	if err == nil && !same {
@@ -104,7 +115,7 @@ func (p *Publisher) continuesEpoch(ctx context.Context, last eventlog.ID, h epoc
 	return reason, err
 }
 
-// lastProgress is the log's last progress or reset of everything; nil where there is none.
+// lastProgress returns the log's last progress message or reset of all resources, or nil.
 func (p *Publisher) lastProgress(ctx context.Context) (*logv1.Event, error) {
 	m, err := eventlog.GetLast(ctx, p.JS, eventlog.ProgressSubject)
 	if errors.Is(err, jetstream.ErrMsgNotFound) {
@@ -116,10 +127,11 @@ func (p *Publisher) lastProgress(ctx context.Context) (*logv1.Event, error) {
 	return eventlog.Event(m.Header, m.Data)
 }
 
-// lastEventLookback is how far back the last event is looked for.
+// lastEventLookback is how many messages hasLastEvent reads back from the end of the log.
 const lastEventLookback = 32
 
-// hasLastEvent says whether etcd has the log's last event at its revision.
+// hasLastEvent reports whether etcd has the log's last event at its revision. It is true if the last messages hold no
+// event that can be checked.
 func (p *Publisher) hasLastEvent(ctx context.Context) (bool, error) {
 	stream, err := p.JS.Stream(ctx, eventlog.StreamName)
 	if err != nil {
@@ -142,15 +154,15 @@ func (p *Publisher) hasLastEvent(ctx context.Context) (bool, error) {
 	return true, nil
 }
 
-// etcdEvent is an event by what etcd can be asked of it.
+// etcdEvent identifies an event by the fields that etcd can confirm.
 type etcdEvent struct {
 	key      string
 	revision int64
 	deleted  bool
 }
 
-// keyOf is where an event's object is in etcd; false for a custom resource's, whose definition would have to be known
-// as it was.
+// keyOf returns the etcd key of an event's object. It is false for a custom resource, because its CRD as of the event's
+// revision is unknown.
 func (p *Publisher) keyOf(e *logv1.Event) (string, bool) {
 	st, ok := p.Storage.ByName(e.StorageResource)
 	if !ok {
@@ -159,7 +171,7 @@ func (p *Publisher) keyOf(e *logv1.Event) (string, bool) {
 	return st.Key(e.Namespace, e.Name), true
 }
 
-// hasEvent says whether etcd has an event at its revision; true where nobody can say any more.
+// hasEvent reports whether etcd has an event at its revision. It is true if etcd has compacted the revision.
 func (p *Publisher) hasEvent(ctx context.Context, e etcdEvent) (bool, error) {
 	resp, err := p.Storage.Client.Client.Get(ctx, e.key, clientv3.WithRev(e.revision), clientv3.WithKeysOnly())
 	switch {
@@ -175,17 +187,17 @@ func (p *Publisher) hasEvent(ctx context.Context, e etcdEvent) (bool, error) {
 	return len(resp.Kvs) == 1 && resp.Kvs[0].ModRevision == e.revision, nil
 }
 
-// checkpoint is what a publisher knows, without the log, of the history that it published last: what it wrote to EpochKey
-// and at which revision, how far it came, and the last event. It has none once another has been elected.
+// checkpoint is the state that a publisher last published, independent of the log. It holds the record at EpochKey with
+// its mod revision, the last published revision, and the last event. It is cleared when another publisher is elected.
 type checkpoint struct {
 	epoch                      epoch
 	epochModRevision, revision int64
 	last                       etcdEvent
 }
 
-// matchesCheckpoint says whether etcd, at this revision of the history h, which is written there since another, is at a later
-// point of the history that this publisher published last. A reason is why not. The mark says that nobody has published
-// since, and the last event that etcd was not set back.
+// matchesCheckpoint checks that etcd is a later state of the etcd that this publisher published last. etcd is at this
+// revision and has the record h at modRevision. reason says why it is not. The record proves that no other publisher
+// has published since. The last event proves that etcd was not restored.
 func (p *Publisher) matchesCheckpoint(
 	ctx context.Context,
 	h epoch,
@@ -194,21 +206,22 @@ func (p *Publisher) matchesCheckpoint(
 	m := p.checkpoint
 	switch {
 	case h != m.epoch || modRevision != m.epochModRevision || h.Since == 0:
-		return "the log was lost, and it was not this publisher that wrote the history last", nil
+		return "the log was lost, and another publisher wrote the epoch last", nil
 	case revision < m.revision:
-		return fmt.Sprintf("etcd is at revision %d, and was at %d", revision, m.revision), nil
+		return fmt.Sprintf("etcd is at revision %d, and was at %d before", revision, m.revision), nil
 	case m.last.key == "":
 		return "", nil
 	}
 	same, err := p.hasEvent(ctx, m.last)
 	if err == nil && !same {
-		reason = "etcd does not hold the last event that was published"
+		reason = "etcd does not hold the last published event"
 	}
 	return reason, err
 }
 
-// rotateToken changes the mark: what it is about to be is in the log first, so that whoever finds either knows it. It is done
-// between two transactions only, since it says that everything up to the log's last revision has been published.
+// rotateToken replaces the fencing token. It writes the next token to the log before etcd, so that a publisher that
+// finds either token recognizes the epoch. It runs only between two transactions, because its messages state that all
+// events up to the log's last revision are published.
 func (p *Publisher) rotateToken(ctx context.Context, w *term) error {
 	if !w.log.Last().Progress && !w.transactionCompleted {
 		return nil
@@ -232,7 +245,7 @@ func (p *Publisher) rotateToken(ctx context.Context, w *term) error {
 	return w.append(&logv1.Event{Revision: w.log.Last().Revision})
 }
 
-// checkToken is errEpochChanged once the mark is not what this publisher wrote, or etcd has gone back.
+// checkToken returns errEpochChanged if the token is not this publisher's, or if etcd's revision is before the log's.
 func (p *Publisher) checkToken(ctx context.Context, w *term) error {
 	h, _, revision, err := readEpoch(ctx, p.Storage.Client.Client)
 	if err != nil {

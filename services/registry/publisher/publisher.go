@@ -1,6 +1,12 @@
-// Package publisher turns etcd's events into the event log. One publisher at a time, elected through etcd, holds the
-// only watch that etcd serves; it decodes each event once, encodes it once for each media type, and publishes it with
-// the id of the message before, so that a publisher that lost its election without noticing can do no harm.
+// Package publisher writes the event log from etcd's events. One replica at a time publishes: it is elected through
+// etcd and holds the only watch that etcd serves.
+//
+// The publisher decodes each event once and encodes it once per media type. It publishes each message with the expected
+// ID of the previous message, so JetStream refuses a publisher that lost its election without noticing. The package
+// does not deliver events to readers: platform/eventlog and the watch tier do.
+//
+// Publisher.Run owns two goroutines: the election, which calls lead, and sendTraceContexts. lead owns the compaction
+// task. All other state of a term belongs to the goroutine of lead.
 package publisher
 
 import (
@@ -25,11 +31,11 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// ElectionKey is where publishers elect, outside of what kube-apiserver stores.
+// ElectionKey is the etcd key of the publisher's election. It is outside of kube-apiserver's prefix.
 const ElectionKey = "/watershed/publisher"
 
-// idleProgress is how often progress is published when nothing happens: well within the log's retention, so that the
-// log's last message always says where to go on.
+// idleProgress is the interval of progress messages while etcd has no events. It is far below the log's retention, so
+// the last message of the log always holds a revision to resume from.
 const idleProgress = 30 * time.Second
 
 var (
@@ -39,24 +45,24 @@ var (
 	}, []string{"resource"})
 	resetCount = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "watershed_publisher_resets_total",
-		Help: "Times the log had to start anew: etcd had compacted what came next, or was of another history, or " +
-			"the log was empty.",
+		Help: "Resets of the whole log: etcd had compacted the next revision, etcd was in another epoch, or the log " +
+			"was empty.",
 	})
 	rejectedEvents = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "watershed_publisher_rejected_events_total",
-		Help: "Events that could not be decoded, or are too large for a message: readers are told to read the " +
-			"resource anew.",
+		Help: "Events that could not be decoded, or are too large for a message. Each resets its resource: readers " +
+			"list it again.",
 	})
 )
 
 var (
 	failures = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "watershed_publisher_failures_total",
-		Help: "Times that publishing broke off, because of NATS or etcd, and went on from the log's last message.",
+		Help: "Terms that an error of NATS or etcd ended. The next term resumes from the log's last message.",
 	})
 	publishedRevision = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_publisher_revision",
-		Help: "The revision up to which the log has everything, on the registry that publishes.",
+		Help: "The revision up to which the log is complete, on the registry that publishes.",
 	})
 	leading = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_publisher_leading",
@@ -64,36 +70,44 @@ var (
 	})
 )
 
-// Metrics are this package's collectors.
+// Metrics returns this package's collectors.
 func Metrics() []prometheus.Collector {
 	return []prometheus.Collector{publishedEvents, resetCount, rejectedEvents, failures, publishedRevision, leading}
 }
 
-// Publisher publishes while it is told to.
+// Publisher is a candidate in the election. It writes the event log while it is elected.
 type Publisher struct {
 	Storage  *storage.Storage
 	Log      *eventlog.Options
 	NATS     *nats.Conn
 	JS       jetstream.JetStream
 	Identity string
-	// DataKeys are those that events are sealed with whose objects etcd has encrypted; nil: none is.
+	// DataKeys encrypt events whose objects are encrypted in etcd. Nil: no event is encrypted.
 	DataKeys *storage.DataKeys
-	// CompactionInterval is how long etcd keeps old revisions; 0: somebody else compacts.
+	// CompactionInterval is the age at which etcd revisions are compacted. 0: the publisher does not compact etcd.
 	CompactionInterval time.Duration
 
 	decryptBackoff decryptBackoff
-	// crds knows how custom resources are read at the revision that is being published.
+	// crds decodes custom resources as of the revision that is being published.
 	crds *customresources.CRDs
-	// published is the revision that the log has come to; acknowledged counts the messages that it has taken.
+	// published is the last revision in the log. acknowledged counts the messages that JetStream has acknowledged.
 	published, acknowledged atomic.Int64
-	// traceContexts are traced writes whose events are to come, while publishes says that this publisher publishes them.
+	// traceContexts holds the trace contexts of writes whose events have not arrived. publishing is true while this
+	// publisher consumes them.
 	traceContexts traceContexts
 	publishing    atomic.Bool
-	// checkpoint is what this publisher knows of the history that it published last, should the log be lost.
+	// checkpoint identifies the last published state of etcd, for the case that the log is lost.
 	checkpoint checkpoint
 }
 
-// Run takes part in the election and publishes when elected, until ctx ends.
+// Run takes part in the election and publishes while elected, until ctx ends. The lifecycle of a publisher:
+//
+//	follower ── lease acquired ──▶ leader: beginTerm ──▶ publishing
+//	                                       ▲                 │
+//	                                       └── 200 ms ◀──────┤ any error; a reset after a compaction
+//	leader ── lease lost, ctx done ──▶ follower
+//	leader ── no acknowledgement for resignAfter ──▶ follower, which pauses before the next election
+//	follower ── sees another leader ──▶ follower with an empty checkpoint
 func (p *Publisher) Run(ctx context.Context) error {
 	go p.sendTraceContexts(ctx)
 	return election.Run(
@@ -106,9 +120,10 @@ func (p *Publisher) Run(ctx context.Context) error {
 	)
 }
 
-// resignAfter is for how long a leader may fail to publish before it lets another try, which may reach what it cannot.
+// resignAfter is how long a leader may fail to publish before it resigns. Another replica may reach NATS and etcd.
 const resignAfter = 8 * time.Second
 
+// lead publishes term after term until ctx ends, or fails if the leader must resign.
 func (p *Publisher) lead(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var tasks lifecycle.Supervisor
@@ -119,7 +134,7 @@ func (p *Publisher) lead(ctx context.Context) error {
 	}
 	leading.Set(1)
 	defer leading.Set(0)
-	var failing time.Time // since when nothing has been published
+	var failing time.Time // when the first failure without an acknowledgement since happened
 	for {
 		before := p.acknowledged.Load()
 		err := p.publish(ctx)
@@ -127,11 +142,11 @@ func (p *Publisher) lead(ctx context.Context) error {
 			return ctx.Err()
 		}
 		failures.Inc()
-		slog.Warn("Publishing broke off; going on from the log's last message", "error", err)
+		slog.Warn("Publishing failed; resuming from the log's last message", "error", err)
 		if failing.IsZero() || p.acknowledged.Load() != before {
 			failing = time.Now()
 		} else if time.Since(failing) > resignAfter {
-			return fmt.Errorf("nothing could be published for %v: %w", time.Since(failing).Round(time.Second), err)
+			return fmt.Errorf("no event could be published for %v: %w", time.Since(failing).Round(time.Second), err)
 		}
 		select {
 		case <-ctx.Done():
@@ -141,7 +156,7 @@ func (p *Publisher) lead(ctx context.Context) error {
 	}
 }
 
-// publish goes on from the log's last message, until something breaks.
+// publish runs one term: it resumes from the log's last message and returns with the term's error.
 func (p *Publisher) publish(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -172,7 +187,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 	last := w.log.Last()
 	from := last.Revision + 1
 	if !last.Progress {
-		from = last.Revision // its transaction may hold more
+		from = last.Revision // the log may lack the rest of its transaction
 	}
 	if p.crds, err = customresources.CRDsAt(ctx, p.Storage, from-1); err == nil {
 		watch := p.Storage.Client.Watch(clientv3.WithRequireLeader(ctx), p.Storage.Prefix(), clientv3.WithPrefix(),
@@ -187,7 +202,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if compacted { // some of what follows may still be there
+	if compacted { // etcd may still have later revisions
 		if after, err = p.oldestRevision(ctx, after, maxBacklog); err != nil {
 			return err
 		}
@@ -195,8 +210,8 @@ func (p *Publisher) publish(ctx context.Context) error {
 	return p.reset(ctx, w, after)
 }
 
-// watch publishes what etcd's one watch says, how far that is, and the marks of etcd's history. asked tells that a
-// reader wants to know how far it is.
+// watch publishes etcd's events and progress, and rotates the fencing token of the epoch. A receive from
+// progressRequests means that a reader requested progress.
 func (p *Publisher) watch(
 	ctx context.Context,
 	w *term,
@@ -237,12 +252,13 @@ func (p *Publisher) watch(
 	return err
 }
 
-// requestProgress has etcd say on the watch how far it is: the stream is the one of the same metadata.
+// requestProgress requests a progress notification on the watch. etcd finds the stream by the metadata of ctx, so the
+// metadata must be as in publish.
 func (p *Publisher) requestProgress(ctx context.Context) error {
 	return p.Storage.Client.RequestProgress(clientv3.WithRequireLeader(ctx))
 }
 
-// withTimeout bounds what is asked of etcd and NATS between two events.
+// withTimeout bounds the requests to etcd and NATS between two events.
 func (p *Publisher) withTimeout(ctx context.Context, w *term, fn func(context.Context, *term) error) error {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()

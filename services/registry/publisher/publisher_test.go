@@ -22,7 +22,7 @@ import (
 	"watershed.dev/services/registry/publisher"
 )
 
-// journal is the log of a world's etcd, in a NATS of the test's own, as a reader has it.
+// journal records the log of a fixture's etcd, in a NATS server of the test, as a reader receives it.
 type journal struct {
 	*fixture.Fixture
 	t    *testing.T
@@ -62,7 +62,7 @@ func newJournal(t *testing.T) *journal {
 	return j
 }
 
-// record notes what the log says, but for how far it is.
+// record appends an event of the log. It skips progress.
 func (j *journal) record(e *logv1.Event) error {
 	if e.Type == logv1.Type_TYPE_UNSPECIFIED {
 		return nil
@@ -84,7 +84,7 @@ func (j *journal) record(e *logv1.Event) error {
 	return nil
 }
 
-// expect waits until the log has said as many things as want has.
+// expect waits until the log has len(want) events, and compares them.
 func (j *journal) expect(want ...string) {
 	j.t.Helper()
 	for deadline := time.After(20 * time.Second); ; {
@@ -93,19 +93,19 @@ func (j *journal) expect(want ...string) {
 		j.mu.Unlock()
 		if len(heard) >= len(want) {
 			if !slices.Equal(heard, want) {
-				j.t.Fatalf("the log says %q, not %q", heard, want)
+				j.t.Fatalf("the log has %q, not %q", heard, want)
 			}
 			return
 		}
 		select {
 		case <-j.changed:
 		case <-deadline:
-			j.t.Fatalf("the log says no more than %q", heard)
+			j.t.Fatalf("the log has only %q", heard)
 		}
 	}
 }
 
-// publish runs a publisher until the answered function is called, which waits for its end.
+// publish runs a publisher until the caller calls stop, which waits for its end.
 func (j *journal) publish(identity string) (stop func()) { return j.run(j.publisher(identity)) }
 
 func (j *journal) publisher(identity string) *publisher.Publisher {
@@ -147,7 +147,7 @@ func (j *journal) write(verb, name, labels string) {
 	}
 }
 
-// Every write is in the log, once and in etcd's order, whoever publishes it and whatever was written meanwhile.
+// Every write is in the log once and in etcd's order, also if publishers change and writes happen in between.
 func TestEveryWriteIsPublishedOnce(t *testing.T) {
 	j := newJournal(t)
 	stop := j.publish("one")
@@ -163,7 +163,7 @@ func TestEveryWriteIsPublishedOnce(t *testing.T) {
 	j.expect(append(want, "deleted configmaps/a", "added configmaps/b")...)
 }
 
-// What cannot be read resets its resource alone; what comes after it is published.
+// A value that cannot be decoded resets only its resource. Later events are published.
 func TestUndecodableResetsItsResource(t *testing.T) {
 	j := newJournal(t)
 	j.publish("one")
@@ -176,7 +176,7 @@ func TestUndecodableResetsItsResource(t *testing.T) {
 	j.expect("reset", "reset configmaps/", "added configmaps/good")
 }
 
-// Where etcd no longer has what comes next, the log begins anew, and readers are told.
+// If etcd has compacted the next revision, the log is reset.
 func TestCompactionResetsTheLog(t *testing.T) {
 	j := newJournal(t)
 	stop := j.publish("one")
@@ -198,7 +198,8 @@ func TestCompactionResetsTheLog(t *testing.T) {
 	j.expect("reset", "reset", "added configmaps/b")
 }
 
-// An etcd that was restored from a backup has another history, though it may have come as far: nothing is carried over.
+// An etcd that was restored from a backup is in another epoch, even if its revision is past the log's: the log is
+// reset.
 func TestNewEpochResetsTheLog(t *testing.T) {
 	j := newJournal(t)
 	stop := j.publish("one")
@@ -219,7 +220,8 @@ func TestNewEpochResetsTheLog(t *testing.T) {
 	}
 }
 
-// The first log of a cluster that kube-apiserver served holds what etcd still has, so that its clients' watches go on.
+// The first log of a cluster that kube-apiserver served begins with etcd's history, so that watches of clients
+// continue.
 func TestFirstLogIsBackfilled(t *testing.T) {
 	j := newJournal(t)
 	j.write("create", "forgotten", "")
@@ -237,8 +239,8 @@ func TestFirstLogIsBackfilled(t *testing.T) {
 	j.expect("reset", "added configmaps/a", "modified configmaps/a was map[n:1]")
 }
 
-// A log that is lost begins again with what etcd has, where the publisher knows that etcd is as it was; else it begins
-// with what comes from then on, since etcd may have been restored too.
+// A lost log is refilled from etcd's history if the publisher can prove that etcd is unchanged. Otherwise etcd may have
+// been restored too, and the log begins at etcd's revision.
 func TestLostLogIsRefilled(t *testing.T) {
 	j := newJournal(t)
 	stop := j.publish("one")
@@ -263,13 +265,13 @@ func TestLostLogIsRefilled(t *testing.T) {
 	j.write("create", "c", "")
 	want = append(want, "added configmaps/c")
 	j.expect(want...)
-	lose() // what was before this history began stays out of it
+	lose() // revisions before this epoch stay out of the log
 	j.write("create", "d", "")
 	j.expect(append(want, "reset", "added configmaps/c", "added configmaps/d")...)
 }
 
-// A publisher that led before another did remembers nothing: the other may have published what etcd does not have any
-// more.
+// A publisher clears its checkpoint when another publisher leads, because etcd may have lost events that the other
+// published.
 func TestCheckpointEndsWithLeadership(t *testing.T) {
 	j := newJournal(t)
 	first := j.publisher("one")

@@ -10,22 +10,28 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// term is one publisher's writing, from the log's last message on until something breaks.
+// term is the state of one attempt to publish. It begins at the log's last message and ends with the first error:
+//
+//	beginTerm ──▶ resume, refill or startEpoch ──▶ watch ──▶ ended
+//	                                                 │         ▲
+//	                                  etcd compacted └─ reset ─┘
+//
+// A term is used by one goroutine. Only acknowledge runs in others.
 type term struct {
 	log *eventlog.Writer
-	// epoch is what etcd says at EpochKey, as this publisher wrote it, and written the revision at which etcd has
-	// it.
+	// epoch is the record at EpochKey as this publisher wrote it. epochModRevision is its mod revision.
 	epoch            epoch
 	epochModRevision int64
-	// token and nextToken are what the log says of the history's mark: what it is, and what it is about to be.
+	// token and nextToken are the fencing tokens in the log's progress messages: the current token, and the next if a
+	// rotation is under way.
 	token, nextToken string
-	// transactionCompleted: a transaction has been published to its end since the log was opened.
+	// transactionCompleted: a whole transaction was published since the term began.
 	transactionCompleted bool
-	// forceProgress: the next progress is published though nothing is new.
+	// forceProgress: the next progress is published even if the revision is unchanged.
 	forceProgress bool
 }
 
-// stamp is an event with what the log says of etcd's history.
+// stamp sets the epoch of an event, and the tokens if it is a progress message or a reset of all resources.
 func (w *term) stamp(e *logv1.Event) *logv1.Event {
 	e.Epoch = w.epoch.ID
 	if e.StorageResource == "" {
@@ -36,7 +42,7 @@ func (w *term) stamp(e *logv1.Event) *logv1.Event {
 
 func (w *term) append(e *logv1.Event) error { return w.log.Append(w.stamp(e)) }
 
-// progress says that everything up to revision is in the log.
+// progress publishes that the log is complete up to revision.
 func (w *term) progress(revision int64) error {
 	last := w.log.Last().Revision
 	if revision <= last && !w.forceProgress {
@@ -46,7 +52,7 @@ func (w *term) progress(revision int64) error {
 	return w.append(&logv1.Event{Revision: max(revision, last)})
 }
 
-// acknowledge notes that the log has a message.
+// acknowledge records that JetStream has stored a message.
 func (p *Publisher) acknowledge(id eventlog.ID) {
 	p.acknowledged.Add(1)
 	for { // acknowledgements come in any order
@@ -58,10 +64,10 @@ func (p *Publisher) acknowledge(id eventlog.ID) {
 	publishedRevision.Set(float64(p.published.Load()))
 }
 
-// reset starts the log anew after a revision, and says so in the log.
+// reset publishes a reset of all resources after a revision. It always returns an error, which ends the term.
 func (p *Publisher) reset(ctx context.Context, w *term, revision int64) error {
 	resetCount.Inc()
-	slog.Warn("The event log starts anew", "revision", revision, "last", w.log.Last().String())
+	slog.Warn("The event log is reset", "revision", revision, "last", w.log.Last().String())
 	if err := w.append(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision}); err != nil {
 		return err
 	}

@@ -14,17 +14,17 @@ import (
 )
 
 const (
-	// maxTraceContexts and traceContextTTL bound what is kept of writes whose events have not come.
+	// maxTraceContexts and traceContextTTL bound the trace contexts whose events have not arrived.
 	maxTraceContexts = 1000
 	traceContextTTL  = 10 * time.Second
-	// maxOutgoing bounds what waits for NATS, and traceContextTimeout for how long.
+	// maxOutgoing bounds the trace contexts that wait for NATS, and traceContextTimeout the time that each waits.
 	maxOutgoing         = 100
 	traceContextTimeout = 100 * time.Millisecond
 )
 
-// traceContexts are the traced writes that the publisher was told of and whose events have not come.
+// traceContexts holds the trace contexts of writes whose events have not arrived.
 type traceContexts struct {
-	count atomic.Int64 // how many, for whoever has nothing to ask
+	count atomic.Int64 // len(byWrite), so that pop needs no lock if it is 0
 
 	once     sync.Once
 	outgoing chan *outgoingTraceContext
@@ -33,7 +33,7 @@ type traceContexts struct {
 	byWrite map[writeKey]traceContext
 }
 
-// writeKey is one, by what it is made over.
+// writeKey identifies a write by its etcd key and the mod revision that it replaces.
 type writeKey struct {
 	key      string
 	expected int64
@@ -44,8 +44,9 @@ type traceContext struct {
 	receivedAt time.Time
 }
 
-// PublishTraceContext takes note of a write of this registry that is traced, before it is made: for itself, or with whoever publishes.
-// It takes traceContextTimeout at most, whatever NATS does.
+// PublishTraceContext announces a traced write of this registry before the write. If this registry does not publish, it
+// sends the trace context to the publisher and waits for that, because the event could arrive first otherwise. It
+// blocks for traceContextTimeout at most, also if NATS stalls.
 func (p *Publisher) PublishTraceContext(tc *logv1.TraceContext) {
 	if p.publishing.Load() {
 		p.traceContexts.add(tc)
@@ -56,7 +57,7 @@ func (p *Publisher) PublishTraceContext(tc *logv1.TraceContext) {
 	defer timeout.Stop()
 	select {
 	case p.traceContexts.queue() <- t:
-	default: // NATS stalls
+	default: // NATS stalls: the event loses its trace
 		return
 	}
 	select {
@@ -65,13 +66,13 @@ func (p *Publisher) PublishTraceContext(tc *logv1.TraceContext) {
 	}
 }
 
-// outgoingTraceContext is a cause that somebody else is to be told of. told is closed once that is done or given up.
+// outgoingTraceContext is a trace context for another publisher. done is closed once it is sent or dropped.
 type outgoingTraceContext struct {
 	*logv1.TraceContext
 	done chan struct{}
 }
 
-// sendTraceContexts tells whoever publishes, until ctx is done.
+// sendTraceContexts sends queued trace contexts to the publisher until ctx is done.
 func (p *Publisher) sendTraceContexts(ctx context.Context) {
 	for {
 		select {
@@ -80,7 +81,7 @@ func (p *Publisher) sendTraceContexts(ctx context.Context) {
 		case t := <-p.traceContexts.queue():
 			publishCtx, cancel := context.WithTimeout(ctx, traceContextTimeout)
 			if err := eventlog.PublishTraceContext(publishCtx, p.NATS, t.TraceContext); err != nil {
-				slog.Debug("The publisher is not told of a traced write", "error", err)
+				slog.Debug("The trace context of a write cannot be published", "error", err)
 			}
 			cancel()
 			close(t.done)
@@ -88,7 +89,7 @@ func (p *Publisher) sendTraceContexts(ctx context.Context) {
 	}
 }
 
-// queue are those that somebody else publishes, and is yet to be told of.
+// queue returns the channel of trace contexts for another publisher.
 func (c *traceContexts) queue() chan *outgoingTraceContext {
 	c.once.Do(func() { c.outgoing = make(chan *outgoingTraceContext, maxOutgoing) })
 	return c.outgoing
@@ -114,7 +115,7 @@ func (c *traceContexts) add(tc *logv1.TraceContext) {
 	c.count.Store(int64(len(c.byWrite)))
 }
 
-// pop is the trace that an event belongs to, or empty.
+// pop removes and returns the trace context of the write that an event belongs to, or returns "".
 func (c *traceContexts) pop(e *clientv3.Event) string {
 	if c.count.Load() == 0 {
 		return ""
@@ -128,7 +129,7 @@ func (c *traceContexts) pop(e *clientv3.Event) string {
 	found := c.byWrite[w]
 	delete(c.byWrite, w)
 	c.count.Store(int64(len(c.byWrite)))
-	if time.Since(found.receivedAt) > traceContextTTL { // a write that failed; this is another over the same
+	if time.Since(found.receivedAt) > traceContextTTL { // the context is of a failed write over the same revision
 		return ""
 	}
 	return found.trace

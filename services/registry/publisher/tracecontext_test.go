@@ -19,7 +19,7 @@ func over(key string, revision int64) *clientv3.Event {
 	return e
 }
 
-// An event belongs to the trace of the write over the same revision of the same key, once and for a while.
+// An event belongs to the trace of the write that replaced the same revision of the same key, once and until the TTL.
 func TestTraceContexts(t *testing.T) {
 	var c traceContexts
 	c.add(&logv1.TraceContext{Key: "a", ExpectedRevision: 5, Traceparent: "update"})
@@ -38,16 +38,16 @@ func TestTraceContexts(t *testing.T) {
 		{over("a", 0), "create"},
 	} {
 		if got := c.pop(w.event); got != w.want {
-			t.Errorf("%s over %v is of %q, not %q", w.event.Kv.Key, w.event.PrevKv, got, w.want)
+			t.Errorf("%s over %v is of trace %q, not %q", w.event.Kv.Key, w.event.PrevKv, got, w.want)
 		}
 	}
 	if c.count.Load() != 0 {
-		t.Errorf("%d are kept", c.count.Load())
+		t.Errorf("%d trace contexts remain", c.count.Load())
 	}
 	for i := range 3 * maxTraceContexts {
 		c.add(&logv1.TraceContext{Key: fmt.Sprint(i)})
 	}
 	if len(c.byWrite) != maxTraceContexts {
-		t.Errorf("%d are kept", len(c.byWrite))
+		t.Errorf("%d trace contexts are cached", len(c.byWrite))
 	}
 }

@@ -17,7 +17,7 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// handle publishes one response of the watch.
+// handle publishes one response of the etcd watch.
 func (p *Publisher) handle(ctx context.Context, w *term, resp clientv3.WatchResponse) error {
 	if resp.CompactRevision != 0 {
 		return rpctypes.ErrCompacted
@@ -48,16 +48,16 @@ func (p *Publisher) handle(ctx context.Context, w *term, resp clientv3.WatchResp
 	return nil
 }
 
-// transaction is what one revision of etcd says.
+// transaction is the events of one etcd revision.
 type transaction struct {
 	revision int64
-	// size is how many events etcd has of it, out those that are published and resets what is told beside them.
+	// size is the number of etcd events. events are published first, then resets.
 	size           int
 	events, resets []*logv1.Event
 }
 
-// reset adds the reset of a resource, for event i. Its place is past all events, by the event that it is for: the same
-// whoever publishes the transaction, and from wherever in it.
+// reset adds the reset of a resource for event i. Its index follows all events and depends only on i. Every publisher
+// therefore gives it the same index, also if it resumes within the transaction.
 func (t *transaction) reset(i int, storageResource string, crdChanged bool) {
 	index := t.size + 2*i
 	if crdChanged {
@@ -72,16 +72,16 @@ func (t *transaction) reset(i int, storageResource string, crdChanged bool) {
 	})
 }
 
-// reject resets a resource for event i, which cannot be published.
+// reject resets the resource of event i, which cannot be published.
 func (t *transaction) reject(i int, storageResource, key string, err error) {
 	rejectedEvents.Inc()
-	slog.Error("An event cannot be published; its resource is to be read anew",
+	slog.Error("An event cannot be published; its resource is reset",
 		"key", key, "revision", t.revision, "error", err)
 	t.reset(i, storageResource, false)
 }
 
-// publishTransaction publishes the events of one revision: readers apply them together. What is wrong with one of them is the
-// matter of its resource, which readers are told to read anew; an error here is one of NATS, of etcd, or of the past.
+// publishTransaction publishes the events of one revision. Readers apply them together. An event that cannot be
+// published resets only its resource. An error is therefore of NATS, of etcd, or errPrevCompacted.
 func (p *Publisher) publishTransaction(ctx context.Context, w *term, events []*clientv3.Event) error {
 	t := &transaction{revision: events[0].Kv.ModRevision, size: len(events)}
 	for i, e := range events {
@@ -103,10 +103,10 @@ func (p *Publisher) publishTransaction(ctx context.Context, w *term, events []*c
 	return t.append(ctx, w)
 }
 
-// append sends what the log does not have yet: it may end amid the transaction.
+// append publishes the events and resets that the log lacks. The log may end within the transaction.
 func (t *transaction) append(ctx context.Context, w *term) error {
 	for n, event := range t.events {
-		// The resets belong to the same transaction, so that readers apply both at once.
+		// The resets belong to the same transaction, because readers apply it as a whole.
 		event.More = n < len(t.events)-1 || len(t.resets) > 0
 		var bad *eventlog.UnsendableError
 		if err := publishEvent(ctx, w, event); errors.As(err, &bad) {
@@ -128,8 +128,8 @@ func (t *transaction) append(ctx context.Context, w *term) error {
 	return nil
 }
 
-// publishEvent publishes one event, unless the log has it; its trace is that of the write that it is of, if that is traced. What
-// cannot be a message is an *eventlog.UnsendableError, also where the log has what comes after it.
+// publishEvent publishes an event unless the log has it. The event's span belongs to the trace of its write, if that is
+// traced. An event that no message can hold is an *eventlog.UnsendableError, even if the log is past it.
 func publishEvent(ctx context.Context, w *term, event *logv1.Event) error {
 	if w.log.Has(event) {
 		return w.log.Check(w.stamp(event))

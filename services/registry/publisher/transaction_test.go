@@ -13,7 +13,7 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// fakeJetStream is a JetStream that keeps what is published.
+// fakeJetStream is a JetStream that records published messages.
 type fakeJetStream struct {
 	jetstream.JetStream
 	messages []*nats.Msg
@@ -35,7 +35,7 @@ func (a *fakeAck) Ok() <-chan *jetstream.PubAck { return a.ok }
 func (a *fakeAck) Err() <-chan error            { return nil }
 func (a *fakeAck) Msg() *nats.Msg               { return a.m }
 
-// summary is what the log was told: a resource, an index, and whether more of the transaction follows.
+// summary lists the published messages: resource, index, and whether more of the transaction follows.
 func (l *fakeJetStream) summary(t *testing.T) (out []string) {
 	t.Helper()
 	for _, m := range l.messages {
@@ -55,10 +55,10 @@ func (l *fakeJetStream) summary(t *testing.T) (out []string) {
 	return out
 }
 
-// A transaction is published once, whole and in one order, from wherever in it the log ends; what cannot be a message
-// resets its resource, also where the log is past it.
+// A transaction is published once, whole and in one order, from any point at which the log ends within it. An event
+// that no message can hold resets its resource, also if the log is past it.
 func TestTransactionResumes(t *testing.T) {
-	// Of four events one is a definition's and redefines "widgets", one cannot be read, and one is too large.
+	// Of four events, the second changes the CRD of "widgets", the third cannot be decoded, and the last is too large.
 	fresh := func() *transaction {
 		tx := &transaction{revision: 20, size: 4}
 		for i, name := range []string{"pods", "definitions", "", "configmaps"} {
@@ -87,7 +87,7 @@ func TestTransactionResumes(t *testing.T) {
 		"between two":      {Revision: 19, Progress: true},
 		"after its first":  {Revision: 20, Index: 0},
 		"after its events": {Revision: 20, Index: 1},
-		"amid its resets":  {Revision: 20, Index: 7},
+		"among its resets": {Revision: 20, Index: 7},
 		"before the last":  {Revision: 20, Index: 8},
 
 		"at its end": {Revision: 20, Index: 10},
@@ -96,7 +96,7 @@ func TestTransactionResumes(t *testing.T) {
 		"between two":      5,
 		"after its first":  4,
 		"after its events": 3,
-		"amid its resets":  2,
+		"among its resets": 2,
 		"before the last":  1,
 		"at its end":       0,
 	}
@@ -110,7 +110,7 @@ func TestTransactionResumes(t *testing.T) {
 			t.Error(err)
 		}
 		if got, want := js.summary(t), whole[len(whole)-left[name]:]; !slices.Equal(got, want) {
-			t.Errorf("%s it says %q, not %q", name, got, want)
+			t.Errorf("%s it publishes %q, not %q", name, got, want)
 		}
 	}
 }

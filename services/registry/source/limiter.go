@@ -16,59 +16,63 @@ import (
 )
 
 const (
-	// stallTimeout is how long a caller may take nothing of its call until that call is the first of its peer to end.
+	// stallTimeout is how long a call may receive no message before it is the first of its peer to be ended.
 	stallTimeout = time.Second
-	// stuckAfter is how long a caller may take nothing of its call until any other call may have its place. It is long,
-	// because 32 healthy snapshots send 4 MB each at a time.
+	// stuckAfter is how long a call may receive no message before any other call may take its slot. It is long, because
+	// 32 healthy snapshots send 4 MB each at a time.
 	stuckAfter = 10 * time.Second
-	// lookAgain is how often calls that wait for a place look for a stuck call.
+	// lookAgain is how often waiting calls check for a stuck call.
 	lookAgain = time.Second
-	// maxWaiting bounds the calls that wait for a place.
+	// maxWaiting bounds the calls that wait for a slot.
 	maxWaiting = 256
 )
 
 var (
-	errEnded = status.Error(codes.ResourceExhausted, "another caller needs the place of this call")
+	errEnded = status.Error(codes.ResourceExhausted, "another caller needs the slot of this call")
 	errFull  = status.Error(codes.Unavailable, "too many calls wait")
 )
 
-// callLimiter bounds the streaming calls of one method that run at a time, and the bytes of their messages. Further calls
-// wait. The peer that runs the fewest calls has the next place, and its calls have places in the order in which they
-// came. If a peer runs at least two calls more than the peer of a waiting call, its oldest call ends for that one.
+// callLimiter bounds the concurrent streaming calls of a method, and the bytes of their messages. Further calls wait.
+// The peer with the fewest running calls has the next slot, and its calls have slots in the order of their arrival. If
+// a peer runs at least two calls more than the peer of a waiting call, its oldest call ends for that call.
 type callLimiter struct {
 	maxCalls int
 
 	mu sync.Mutex
-	// slots have a place, and waiting have none yet, each in the order in which they came.
+	// slots are the running calls and waiting the calls without a slot, both in the order of their arrival.
 	slots, waiting []*callSlot
-	// ended counts the calls without a place that have not returned yet. There are most of them at most.
+	// ended counts the calls that lost their slot and have not returned yet, at most maxCalls.
 	ended int
 	timer *time.Timer
 
-	// messages wait for the transport, in the order in which they came. unsent are the bytes of these, and unread the
-	// bytes that the transport holds. A message that may not wait ends its call.
+	// messages wait for the transport, in the order of their arrival. unsent counts their bytes, and unread the bytes
+	// that the transport holds. A message that may not wait ends its call.
 	messages       []*message
 	unsent, unread weights
 }
 
-// callSlot is one of them. The lock of its calls guards what changes.
+// callSlot is a call of a callLimiter. The limiter's lock guards its fields. Its states:
+//
+//	waiting ── admit ──▶ running ── serve returns ──▶ released
+//	waiting ── refuse, or ctx done ──▶ left
+//	running ── victim for another peer ──▶ ended ── serve returns ──▶ released
 type callSlot struct {
 	limiter *callLimiter
 	peer    string
 	cancel  context.CancelCauseFunc
-	// begun is closed when the call has a place, or is refused.
+	// begun is closed when the call has a slot, or is refused.
 	begun   chan struct{}
 	refused bool
-	// ended is true if the call has lost its place to another one.
+	// ended is true if the call lost its slot to another call.
 	ended bool
-	// unread counts the messages that the transport holds. If there are any, taken is when their number last fell, or
-	// when the first of them came.
+	// unread counts the messages that the transport holds. If it is not 0, taken is when it last fell, or when it
+	// became 1.
 	unread int
 	taken  time.Time
 }
 
-// run calls serve once there is a place. It returns when serve has returned or the call is ended: a SendMsg that stalls
-// returns only after that. A call that is canceled keeps its place until serve returns.
+// run calls serve once the call has a slot. It returns when serve has returned or the call is ended, because a SendMsg
+// that stalls returns only after that. A canceled call keeps its slot until serve returns.
 func (c *callLimiter) run(ctx context.Context, serve func(context.Context, *callSlot) error) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -93,8 +97,8 @@ func (c *callLimiter) run(ctx context.Context, serve func(context.Context, *call
 	}
 }
 
-// peerOf returns the machine that a call comes from: its address, or the /64 of an IPv6 address. All calls by Unix
-// sockets, and all of this process, are of one peer.
+// peerOf returns the machine of a call's client: its address, or the /64 network of an IPv6 address. All calls by Unix
+// sockets, and all calls of this process, have the same peer.
 func peerOf(ctx context.Context) string {
 	p, ok := peer.FromContext(ctx)
 	if !ok {
@@ -111,7 +115,7 @@ func peerOf(ctx context.Context) string {
 	return ip.String()
 }
 
-// begin waits until the call has a place.
+// begin waits until the call has a slot.
 func (c *callLimiter) begin(ctx context.Context, slot *callSlot) error {
 	c.mu.Lock()
 	c.waiting = append(c.waiting, slot)
@@ -140,7 +144,7 @@ func (c *callLimiter) begin(ctx context.Context, slot *callSlot) error {
 	return context.Cause(ctx)
 }
 
-// admit gives places to waiting calls. The lock is held.
+// admit assigns slots to waiting calls. The caller holds the lock.
 func (c *callLimiter) admit() {
 	for len(c.waiting) > 0 {
 		running := count(c.slots)
@@ -193,8 +197,8 @@ func largest(all []*callSlot, counts map[string]int) (of string) {
 	return of
 }
 
-// victim returns the call that ends for a waiting call of a peer, or nil. Peers whose numbers differ by one end no
-// calls of each other, or they would do so for ever.
+// victim returns the call that ends for a waiting call of a peer, or nil. Peers whose numbers differ by 1 do not end
+// each other's calls, because they would do so for ever.
 func (c *callLimiter) victim(running map[string]int, waits string) *callSlot {
 	if from := largest(c.slots, running); running[from] > running[waits]+1 {
 		calls := slices.DeleteFunc(slices.Clone(c.slots), func(a *callSlot) bool { return a.peer != from })
@@ -206,7 +210,7 @@ func (c *callLimiter) victim(running map[string]int, waits string) *callSlot {
 	return stalledFor(c.slots, stuckAfter)
 }
 
-// stalledFor returns the call that has been stalled for the longest time, if that is more than least.
+// stalledFor returns the call that has been stalled for the longest time, if that is at least least.
 func stalledFor(all []*callSlot, least time.Duration) (longest *callSlot) {
 	for _, slot := range all {
 		if slot.unread > 0 && time.Since(slot.taken) >= least && (longest == nil || slot.taken.Before(longest.taken)) {
@@ -216,7 +220,7 @@ func stalledFor(all []*callSlot, least time.Duration) (longest *callSlot) {
 	return longest
 }
 
-// refuse removes the last waiting call of the peer of which most calls wait. The lock is held.
+// refuse removes the last waiting call of the peer with the most waiting calls. The caller holds the lock.
 func (c *callLimiter) refuse() {
 	of := largest(c.waiting, count(c.waiting))
 	for i, slot := range slices.Backward(c.waiting) {
@@ -235,7 +239,7 @@ func (c *callLimiter) release(slot *callSlot) {
 	c.leave(slot)
 }
 
-// leave gives back the place of a call. The lock is held.
+// leave frees the slot of a call. The caller holds the lock.
 func (c *callLimiter) leave(slot *callSlot) {
 	if slot.ended {
 		c.ended--

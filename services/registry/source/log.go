@@ -14,8 +14,7 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// ReadLog sends messages that the event log's stream holds. The call ends early if another caller needs its place
-// (calls).
+// ReadLog sends stored messages of the event log. The call ends early if another caller needs its slot (callLimiter).
 func (s *Source) ReadLog(r *logv1.ReadRequest, stream grpc.ServerStreamingServer[logv1.Chunk]) error {
 	err := s.logReads.run(stream.Context(), func(ctx context.Context, slot *callSlot) (err error) {
 		defer recovery.ToError("reading the event log", &err)

@@ -38,7 +38,7 @@ func endlessOf(ctx context.Context, each func(*logv1.Chunk) error, c *logv1.Chun
 	return ctx.Err()
 }
 
-// caller takes a chunk of a call each time that its pause has passed. Without a pause, it takes none.
+// caller receives a chunk after each pause. Without a pause it receives none.
 type caller struct {
 	grpc.ServerStreamingServer[logv1.Chunk]
 	ctx   context.Context
@@ -61,7 +61,7 @@ func (c *caller) SendMsg(m any) error {
 	}
 }
 
-// callers are the calls of one peer. ended holds the error of each call that has ended.
+// callers are the calls of a peer. ended holds the error of each call that has ended.
 type callers struct {
 	source *source.Source
 	ctx    context.Context
@@ -93,7 +93,7 @@ func (c *callers) call(n int) {
 	}
 }
 
-// have fails the test unless so many calls have ended, all with the code.
+// have fails the test unless exactly ended calls have ended, all with the code.
 func (c *callers) have(t *testing.T, ended int, code codes.Code) {
 	t.Helper()
 	synctest.Wait()
@@ -109,7 +109,7 @@ func (c *callers) have(t *testing.T, ended int, code codes.Code) {
 	}
 }
 
-// A peer that takes chunks slowly cannot hold all places: its calls end until another peer runs half of all (N3).
+// A slow peer cannot hold all slots: its calls end until another peer runs half of all (N3).
 func TestPeersShareThePlaces(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -133,7 +133,7 @@ func TestPeersShareThePlaces(t *testing.T) {
 	})
 }
 
-// Peers whose numbers of calls differ by one at most end no calls of each other.
+// Peers whose numbers of calls differ by 1 at most do not end each other's calls.
 func TestEqualPeersEndNoCalls(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -157,7 +157,7 @@ func TestEqualPeersEndNoCalls(t *testing.T) {
 	})
 }
 
-// Addresses of one /64 network are one peer, because one machine may have them all.
+// Addresses of a /64 network are the same peer, because a machine may have all of them.
 func TestANetworkIsOnePeer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -173,7 +173,8 @@ func TestANetworkIsOnePeer(t *testing.T) {
 	})
 }
 
-// Calls that have taken nothing for 10 s end for other calls of their peer, and calls that take a chunk in 9 s do not.
+// Calls that have received nothing for 10 s end for other calls of their peer. Calls that receive a chunk in 9 s do
+// not.
 func TestStuckCallsMakeRoom(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -192,7 +193,7 @@ func TestStuckCallsMakeRoom(t *testing.T) {
 	})
 }
 
-// At most 256 calls wait. The last one of the peer with the most waiting calls is refused.
+// At most 256 calls wait. Beyond that, the last call of the peer with the most waiting calls is refused.
 func TestWaitingCallsAreBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -212,7 +213,7 @@ func TestWaitingCallsAreBounded(t *testing.T) {
 	})
 }
 
-// deaf is a log whose reading goes on for an hour after its call is canceled. running counts these.
+// deaf is a log whose reads continue for an hour after their call is canceled. running counts these.
 type deaf struct {
 	mu      sync.Mutex
 	running int
@@ -233,8 +234,7 @@ func (d *deaf) add(n int) {
 	d.most = max(d.most, d.running)
 }
 
-// A call that is canceled keeps its place until its work has ended. Calls that ended for others count against a bound
-// of their own.
+// A canceled call keeps its slot until its work has ended. Calls that ended for others have a bound of their own.
 func TestCanceledCallsKeepTheirPlaces(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		defer synctest.Wait()
@@ -249,7 +249,7 @@ func TestCanceledCallsKeepTheirPlaces(t *testing.T) {
 			t.Errorf("%d reads of the log ran at a time", log.most)
 		}
 		ctx, cancel := context.WithCancel(t.Context())
-		for n := range 5 { // each of these peers ends calls of the ones before it
+		for n := range 5 { // each peer ends calls of the peers before it
 			newCallers(ctx, s, net.IPv4(10, 0, 1, byte(n)).String(), time.Second).call(40)
 		}
 		if log.most != 2*mostReads {
@@ -271,7 +271,7 @@ func (large) Messages(ctx context.Context, _ *logv1.ReadRequest, each func(*logv
 	return endlessOf(ctx, each, &logv1.Chunk{Messages: []*logv1.StoredMessage{{Data: data}}})
 }
 
-// queue is a caller whose transport takes messages without end. It keeps them.
+// queue is a caller whose transport accepts and holds every message.
 type queue struct {
 	grpc.ServerStreamingServer[logv1.Chunk]
 	ctx  context.Context
@@ -285,8 +285,8 @@ func (q *queue) SendMsg(m any) error {
 	return nil
 }
 
-// The messages that the transport holds unread take 64 MB at most, and 32 MB of one peer, also after their calls have
-// ended. A peer whose messages are all read has one at least.
+// The transport holds 64 MB of unread messages at most, and 32 MB of a peer, also after their calls have ended. A peer
+// without unread messages may always have a message.
 func TestUnreadBytesAreBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := source.New(nil, nil, large{})
@@ -354,7 +354,7 @@ func (expired) Messages(context.Context, *logv1.ReadRequest, func(*logv1.Chunk) 
 	return eventlog.ErrExpired
 }
 
-// ReadLog answers OUT_OF_RANGE for an expired log, which the watch tier does not retry.
+// ReadLog returns OUT_OF_RANGE for an expired log, which the watch tier does not retry.
 func TestExpiredLogIsOutOfRange(t *testing.T) {
 	err := source.New(nil, nil, expired{}).ReadLog(&logv1.ReadRequest{}, &caller{ctx: t.Context()})
 	if status.Code(err) != codes.OutOfRange {

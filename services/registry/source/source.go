@@ -1,5 +1,8 @@
-// Package source answers the watch tier: every object of a stored resource, etcd's revision, and objects in other
-// versions or as rows of Tables.
+// Package source implements the Source contract for the watch tier. It sends snapshots of stored resources, etcd's
+// revision, messages of the event log, and objects in other versions or as Table rows.
+//
+// It holds no state of objects: each snapshot reads etcd. Streaming calls have limits per peer (callLimiter). Each call
+// runs in its own goroutine, which may outlive a canceled call and keeps its slot until it returns.
 package source
 
 import (
@@ -29,21 +32,21 @@ import (
 )
 
 const (
-	// firstPage is how many objects the first read of a snapshot asks etcd for; the next ones ask for as many as make
-	// pageBytes of what those took, at most maxPage. Objects may be of 100 bytes or of 3 MB.
+	// firstPage is the page size of the first read of a snapshot, in objects. Each next page has as many objects as
+	// make pageBytes at the last page's average size, at most maxPage. Objects have between 100 bytes and 3 MB.
 	firstPage = 20
 	maxPage   = 2000
 	pageBytes = 8 << 20
-	// rowsBytes is about how many bytes of rows one message holds: one row at least, whatever it takes.
+	// rowsBytes is about how many bytes of rows a message holds. A larger row has a message to itself.
 	rowsBytes = 4 << 20
-	// maxSnapshots and maxLogReads bound the calls of Snapshot and of ReadLog that run at a time. A snapshot holds a
-	// page of objects and a message's rows in two encodings. A call of ReadLog holds a chunk of the log. mostUnread
-	// bounds what the transport holds.
+	// maxSnapshots and maxLogReads bound the concurrent calls of Snapshot and of ReadLog. A snapshot holds a page of
+	// objects and the rows of a message in two encodings. A call of ReadLog holds a chunk of the log. mostUnread bounds
+	// the bytes that the transport holds.
 	maxSnapshots = 32
 	maxLogReads  = 128
 )
 
-// Source reads etcd for the watch tier.
+// Source reads etcd and the event log for the watch tier.
 type Source struct {
 	registryv1.UnimplementedSourceServer
 	resources   *lookup.Resources
@@ -54,7 +57,7 @@ type Source struct {
 	logReads    callLimiter
 }
 
-// New returns a source of the served resources. Its log is read from stored, and sealed with keys.
+// New returns a source of the served resources. It reads the log from logMessages. dataKeys decrypt the log.
 func New(r *lookup.Resources, dataKeys *storage.DataKeys, logMessages eventlog.StreamReader) *Source {
 	return &Source{
 		resources:   r,
@@ -64,7 +67,7 @@ func New(r *lookup.Resources, dataKeys *storage.DataKeys, logMessages eventlog.S
 		snapshots: callLimiter{
 			maxCalls: maxSnapshots,
 			unread:   weights{most: mostUnread},
-			unsent:   weights{most: math.MaxInt}, // a snapshot that ends has to begin again
+			unsent:   weights{most: math.MaxInt}, // no limit: an interrupted snapshot starts over
 		},
 		logReads: callLimiter{
 			maxCalls: maxLogReads,
@@ -74,7 +77,7 @@ func New(r *lookup.Resources, dataKeys *storage.DataKeys, logMessages eventlog.S
 	}
 }
 
-// DataKey answers a key that messages of the log are sealed with.
+// DataKey returns a key that messages of the log are encrypted with.
 func (s *Source) DataKey(ctx context.Context, r *registryv1.DataKeyRequest) (*registryv1.DataKeyResponse, error) {
 	secret, err := s.ReadDataKey(ctx, r.StorageResource, r.Key)
 	if errors.Is(err, eventlog.ErrNoKey) {
@@ -86,19 +89,19 @@ func (s *Source) DataKey(ctx context.Context, r *registryv1.DataKeyRequest) (*re
 	return &registryv1.DataKeyResponse{Secret: secret}, nil
 }
 
-// ReadDataKey implements eventlog.Keys for the registry's own reading of the log.
+// ReadDataKey implements eventlog.Keys for the registry's own reads of the log.
 func (s *Source) ReadDataKey(ctx context.Context, storageResource, key string) ([]byte, error) {
 	st, err := s.resources.StorageResource(ctx, storageResource)
-	if err != nil { // nobody serves it any more
+	if err != nil { // the resource is not served
 		return nil, fmt.Errorf("%w: %w", eventlog.ErrNoKey, err)
 	}
 	return s.dataKeys.Get(ctx, st, key)
 }
 
-// readTimeout bounds one read of etcd's revision; its callers may give up sooner.
+// readTimeout bounds a read of etcd's revision. Callers may give up earlier.
 const readTimeout = 5 * time.Second
 
-// Revision answers etcd's current revision.
+// Revision returns etcd's current revision and the error of encryption at rest, if there is any.
 func (s *Source) Revision(ctx context.Context, _ *registryv1.RevisionRequest) (*registryv1.RevisionResponse, error) {
 	r, err := s.CurrentRevision(ctx)
 	if err != nil {
@@ -111,19 +114,19 @@ func (s *Source) Revision(ctx context.Context, _ *registryv1.RevisionRequest) (*
 	return resp, nil
 }
 
-// CurrentRevision is etcd's, as of a read that began after it was asked for; all who wait share one.
+// CurrentRevision returns etcd's revision from a read that began after the call. Concurrent callers share a read.
 func (s *Source) CurrentRevision(ctx context.Context) (int64, error) {
 	return s.revisions.Get(ctx, "", s.ReadRevision)
 }
 
-// ReadRevision is etcd's, by a read of its own.
+// ReadRevision returns etcd's revision from a read of its own.
 func (s *Source) ReadRevision(ctx context.Context) (int64, error) {
 	return s.resources.Storage.ReadRevision(ctx)
 }
 
-// Snapshot sends every object of a stored resource, as it was at one revision. An object that cannot be read is a row
-// that says so: it is the matter of those who ask for it. The call ends early if another caller needs its place
-// (calls).
+// Snapshot sends every object of a stored resource at one revision. An object that cannot be decoded is a row with an
+// error, because only requests that select the object fail. The call ends early if another caller needs its slot
+// (callLimiter).
 func (s *Source) Snapshot(r *registryv1.SnapshotRequest,
 	stream grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
 	return rpc.ToStatus(s.snapshots.run(stream.Context(), func(ctx context.Context, slot *callSlot) (err error) {
@@ -136,7 +139,7 @@ func (s *Source) Snapshot(r *registryv1.SnapshotRequest,
 
 func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 	send func(*registryv1.SnapshotChunk) error) error {
-	// The revision comes first: a definition that changes after it was read is told of in the log after this revision.
+	// Read the revision first: a later change of the CRD is then in the log after this revision.
 	revision, err := s.ReadRevision(ctx)
 	if err != nil {
 		return err
@@ -164,7 +167,7 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 	return out.flush()
 }
 
-// ReadPages reads all that lies below a prefix in etcd at one revision, in reads of about pageBytes.
+// ReadPages reads all keys with a prefix at one revision, in pages of about pageBytes.
 func (s *Source) ReadPages(
 	ctx context.Context,
 	prefix string,
@@ -176,7 +179,7 @@ func (s *Source) ReadPages(
 	for {
 		resp, err := s.resources.Storage.Client.Client.Get(ctx, key, clientv3.WithRange(end),
 			clientv3.WithLimit(limit), clientv3.WithRev(revision))
-		if status.Code(err) == codes.ResourceExhausted && limit > 1 { // these are larger than those before
+		if status.Code(err) == codes.ResourceExhausted && limit > 1 { // these objects are larger than the last
 			limit = max(1, limit/4)
 			continue
 		}
@@ -198,7 +201,7 @@ func (s *Source) ReadPages(
 	}
 }
 
-// snapshotChunks gathers rows into messages.
+// snapshotChunks collects rows into messages.
 type snapshotChunks struct {
 	send     func(*registryv1.SnapshotChunk) error
 	revision int64
@@ -218,7 +221,7 @@ func (c *snapshotChunks) add(row *registryv1.Row) error {
 	return nil
 }
 
-// flush sends what there is; an empty snapshot is a chunk without rows, which tells the revision.
+// flush sends the collected rows. An empty snapshot is a chunk without rows, which carries the revision.
 func (c *snapshotChunks) flush() error {
 	if len(c.rows) == 0 && c.sent {
 		return nil
@@ -228,7 +231,7 @@ func (c *snapshotChunks) flush() error {
 	return c.send(m)
 }
 
-// batchSize is how many of all come together to at most bound, at least one.
+// batchSize returns how many leading items have at most bound bytes together, at least 1.
 func batchSize[T any](all []T, bound int, size func(T) int) int {
 	n, bytes := 0, 0
 	for ; n < len(all); n++ {
@@ -239,7 +242,7 @@ func batchSize[T any](all []T, bound int, size func(T) int) int {
 	return n
 }
 
-// EncodeRows encodes on every processor.
+// EncodeRows encodes rows on all processors.
 func EncodeRows(ctx context.Context, st *storage.Resource, kvs []*mvccpb.KeyValue) []*registryv1.Row {
 	rows := make([]*registryv1.Row, len(kvs))
 	workers := min(runtime.GOMAXPROCS(0), len(kvs))
@@ -255,7 +258,7 @@ func EncodeRows(ctx context.Context, st *storage.Resource, kvs []*mvccpb.KeyValu
 	return rows
 }
 
-// Encode turns stored encodings into another version, or into Table rows.
+// Encode converts stored encodings into another version, or into Table rows.
 func (s *Source) Encode(ctx context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
 	if err := s.resources.Custom.RefreshIfOlder(ctx, r.StorageResource, r.CrdRevision); err != nil {
 		return nil, rpc.ToStatus(err)

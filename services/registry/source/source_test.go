@@ -15,7 +15,7 @@ import (
 	"watershed.dev/services/registry/internal/fixture"
 )
 
-// chunks is a snapshot's stream.
+// chunks records a snapshot's stream.
 type chunks struct {
 	grpc.ServerStreamingServer[registryv1.SnapshotChunk]
 	ctx context.Context
@@ -39,8 +39,8 @@ func create(t *testing.T, fx *fixture.Fixture, resource *commonv1.Resource, body
 	}
 }
 
-// A snapshot has every object of one revision, in messages of a bounded size, and says of what cannot be read that it
-// is there.
+// A snapshot has every object of one revision, in messages of bounded size. A value that cannot be decoded is a row
+// too.
 func TestSnapshot(t *testing.T) {
 	fx := fixture.New(t)
 	snapshot := func() (rows []*registryv1.Row, messages int) {
@@ -58,7 +58,7 @@ func TestSnapshot(t *testing.T) {
 		return rows, len(c.all)
 	}
 	if rows, messages := snapshot(); len(rows) != 0 || messages != 1 {
-		t.Errorf("of nothing there are %d rows in %d messages", len(rows), messages)
+		t.Errorf("an empty snapshot has %d rows in %d messages", len(rows), messages)
 	}
 	large := strings.Repeat("x", 900<<10)
 	for i := range 25 { // more than one page, and more than one message
@@ -78,7 +78,7 @@ func TestSnapshot(t *testing.T) {
 		switch {
 		case r.Name == "odd":
 			if r.Unreadable == "" {
-				t.Error("what cannot be read is not said to be")
+				t.Error("a row that cannot be decoded has no error")
 			}
 		case r.Namespace != "x" || r.Labels["n"] == "" || r.Revision == 0 ||
 			!bytes.Contains(r.Json, []byte(`"data":{"k":"xxx`)) || len(r.Protobuf) == 0:
@@ -87,7 +87,7 @@ func TestSnapshot(t *testing.T) {
 	}
 }
 
-// What is stored is told in another version, and as rows of a Table.
+// Encode converts stored objects to another version, and to rows of a Table.
 func TestEncode(t *testing.T) {
 	fx := fixture.New(t)
 	hpas := &commonv1.Resource{Group: "autoscaling", Version: "v2", Resource: "horizontalpodautoscalers"}
@@ -118,11 +118,11 @@ func TestEncode(t *testing.T) {
 		t.Errorf("%v, %s, %.300s", err, table.GetColumns(), table.GetObjects())
 	}
 	if _, err := encode("v3", nil); err == nil {
-		t.Error("it is told in a version that there is not")
+		t.Error("an unknown version is encoded")
 	}
 }
 
-// The revision is that of a read which begins after it is asked for.
+// Revision returns the revision of a read that begins after the call.
 func TestRevision(t *testing.T) {
 	fx := fixture.New(t)
 	before, err := fx.Source.Revision(t.Context(), &registryv1.RevisionRequest{})

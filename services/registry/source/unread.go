@@ -12,13 +12,13 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// mostUnread bounds the bytes of messages that the transport holds for the callers of one method, and the bytes of
-// messages of ReadLog that wait for that.
+// mostUnread bounds the bytes of messages that the transport holds for all callers of a method. It also bounds the
+// bytes of ReadLog messages that wait for the transport.
 const mostUnread = 64 << 20
 
 var errUnread = status.Error(codes.Unavailable, "too many messages wait for callers that read")
 
-// weights counts bytes by peer. One peer has at most half of most, but one message at least.
+// weights counts bytes by peer. A peer has at most half of most, but may always have a single message.
 type weights struct {
 	most, all int
 	by        map[string]int
@@ -48,7 +48,7 @@ type message struct {
 	handed chan struct{}
 }
 
-// send sends a message with SendMsg once the unread messages leave room for it.
+// send calls SendMsg once the unread messages leave space for the message.
 func (slot *callSlot) send(ctx context.Context, m proto.Message, sendMsg func(any) error) error {
 	message := &message{of: slot, bytes: proto.Size(m), handed: make(chan struct{})}
 	if err := slot.limiter.hand(ctx, message); err != nil {
@@ -90,8 +90,8 @@ func (c *callLimiter) hand(ctx context.Context, m *message) error {
 	return errUnread
 }
 
-// handOut lets the transport have messages, in the order in which they came. A peer whose messages are all read does
-// not wait for others. The lock is held.
+// handOut gives waiting messages to the transport, in the order of their arrival. A peer without unread messages does
+// not wait for others. The caller holds the lock.
 func (c *callLimiter) handOut() {
 	full, waits := false, map[string]bool{}
 	c.messages = slices.DeleteFunc(c.messages, func(m *message) bool {
@@ -113,7 +113,7 @@ func (c *callLimiter) handOut() {
 	})
 }
 
-// taken notes that the transport holds a message no more.
+// taken records that the transport has released a message.
 func (c *callLimiter) taken(m *message) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -16,28 +16,28 @@ import (
 )
 
 const (
-	// dataKeysPrefix is where etcd has the keys that messages of the event log are sealed with, by stored resource, each
-	// encrypted as the resource's own values are.
+	// dataKeysPrefix is the etcd prefix of the keys that encrypt messages of the event log, by stored resource. Each
+	// key is encrypted as the resource's own values are.
 	dataKeysPrefix = "/watershed/log-keys/"
-	// dataKeyLifetime is how long a key seals: long before its random nonces could meet. dataKeyRetention is how long it is kept after
-	// the next one was made, which is longer than the log keeps events.
+	// dataKeyLifetime is how long a key encrypts: its random nonces must not collide. dataKeyRetention is how long etcd
+	// holds a key after the next key was made. It is longer than the log holds events.
 	dataKeyLifetime  = 24 * time.Hour
 	dataKeyRetention = 7 * 24 * time.Hour
 )
 
-// encryptedPrefix is what every encrypted value begins with (k8s.io/apiserver/pkg/storage/value).
+// encryptedPrefix is the prefix of every encrypted value (k8s.io/apiserver/pkg/storage/value).
 var encryptedPrefix = []byte("k8s:enc:")
 
-// Encrypted says whether a value of etcd's is encrypted.
+// Encrypted reports whether an etcd value is encrypted.
 func Encrypted(value []byte) bool { return bytes.HasPrefix(value, encryptedPrefix) }
 
-// DataKeys are the keys that messages of the event log are sealed with. Its methods may be called by any number of
-// goroutines.
+// DataKeys creates and caches the keys that encrypt messages of the event log. Its methods are safe for concurrent use.
 type DataKeys struct {
 	storage *Storage
 
 	mu sync.Mutex
-	// current are those that this process seals with, by stored resource; read those that it opens with.
+	// current holds the keys that this process encrypts with, by stored resource. cache holds the keys that it decrypts
+	// with.
 	current map[string]dataKey
 	cache   eventlog.KeyCache
 }
@@ -46,16 +46,17 @@ type dataKey struct {
 	id        string
 	secret    []byte
 	createdAt time.Time
-	// err is why it could not be had.
+	// err is why the key could not be made.
 	err error
 }
 
-// NewDataKeys returns the keys of a storage.
+// NewDataKeys returns the data keys in the etcd of s.
 func NewDataKeys(s *Storage) *DataKeys {
 	return &DataKeys{storage: s, current: map[string]dataKey{}}
 }
 
-// Current is the key to seal events of st with, made and stored where this process has none yet, or an old one.
+// Current returns the key that encrypts events of st. It creates and stores a key if this process has none or if its
+// key is older than dataKeyLifetime. It caches an error for eventlog.NegativeTTL.
 func (l *DataKeys) Current(ctx context.Context, st *Resource) (id string, secret []byte, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -74,7 +75,7 @@ func (l *DataKeys) Current(ctx context.Context, st *Resource) (id string, secret
 
 func (l *DataKeys) create(ctx context.Context, st *Resource, now time.Time) (id string, secret []byte, err error) {
 	secret = make([]byte, eventlog.KeyBytes)
-	_, _ = rand.Read(secret) // it does not fail
+	_, _ = rand.Read(secret) // rand.Read never returns an error
 	id = strconv.FormatInt(now.Unix(), 10) + "-" + rand.Text()
 	path := dataKeysPrefix + st.Name() + "/" + id
 	wrapped, err := st.transformer.TransformToStorage(ctx, secret, authenticatedKey(path))
@@ -88,14 +89,14 @@ func (l *DataKeys) create(ctx context.Context, st *Resource, now time.Time) (id 
 	return id, secret, l.prune(ctx, st, now)
 }
 
-// prune deletes the keys of a resource that nothing in the log is sealed with any more.
+// prune deletes the keys of a resource that no event in the log can be encrypted with.
 func (l *DataKeys) prune(ctx context.Context, st *Resource, now time.Time) error {
 	etcd, below := l.storage.Client.Client, dataKeysPrefix+st.Name()+"/"
 	all, err := etcd.Get(ctx, below, clientv3.WithPrefix(), clientv3.WithKeysOnly())
 	if err != nil {
 		return err
 	}
-	for i := range len(all.Kvs) - 1 { // in the order of their times
+	for i := range len(all.Kvs) - 1 { // keys are in the order of their times
 		next, _, _ := strings.Cut(strings.TrimPrefix(string(all.Kvs[i+1].Key), below), "-")
 		made, err := strconv.ParseInt(next, 10, 64)
 		if err == nil && now.Sub(time.Unix(made, 0)) > dataKeyRetention {
@@ -107,16 +108,16 @@ func (l *DataKeys) prune(ctx context.Context, st *Resource, now time.Time) error
 	return nil
 }
 
-// Get is the key of an id, as whoever sealed with it stored it. An error of eventlog.ErrNoKey is final for a while.
+// Get returns the key with an id. An eventlog.ErrNoKey is cached for eventlog.NegativeTTL. Other errors are temporary.
 func (l *DataKeys) Get(ctx context.Context, st *Resource, id string) ([]byte, error) {
 	path := dataKeysPrefix + st.Name() + "/" + id
 	return l.cache.Get(path, func() ([]byte, error) {
 		resp, err := l.storage.Client.Client.Get(ctx, path)
 		if err != nil {
-			return nil, err // etcd's, which may go away
+			return nil, err // an etcd error is temporary
 		}
 		if len(resp.Kvs) == 0 {
-			return nil, fmt.Errorf("%w: etcd has none of the name %s", eventlog.ErrNoKey, id)
+			return nil, fmt.Errorf("%w: etcd has no key %s", eventlog.ErrNoKey, id)
 		}
 		secret, _, err := st.transformer.TransformFromStorage(ctx, resp.Kvs[0].Value, authenticatedKey(path))
 		if err != nil {

@@ -23,7 +23,7 @@ resources:
   - aesgcm: {keys: [{name: k, secret: AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=}]}
 `
 
-// A key of the log is one for every registry, and etcd has it encrypted as what is sealed with it is.
+// Every registry can read a data key, and etcd stores it encrypted as the values of its resource.
 func TestDataKeyIsEncrypted(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "encryption.yaml")
 	if err := os.WriteFile(file, []byte(encryption), 0o600); err != nil {
@@ -37,7 +37,7 @@ func TestDataKeyIsEncrypted(t *testing.T) {
 		t.Fatal(len(secret), err)
 	}
 	if again, _, _ := ours.Current(t.Context(), secrets); again != id {
-		t.Errorf("the key is made anew: %s, %s", id, again)
+		t.Errorf("a second key is made: %s, %s", id, again)
 	}
 	for _, keys := range []*storage.DataKeys{ours, theirs} {
 		if got, err := keys.Get(t.Context(), secrets, id); err != nil || !bytes.Equal(got, secret) {
@@ -46,7 +46,7 @@ func TestDataKeyIsEncrypted(t *testing.T) {
 	}
 	other, _, err := theirs.Current(t.Context(), secrets)
 	if err != nil || other == id {
-		t.Errorf("two registries seal with one key: %v", err)
+		t.Errorf("two registries encrypt with the same key: %v", err)
 	}
 	all, err := s.Client.Client.Get(t.Context(), "/watershed/log-keys/secrets/", clientv3.WithPrefix())
 	if err != nil || len(all.Kvs) != 2 {
@@ -60,7 +60,7 @@ func TestDataKeyIsEncrypted(t *testing.T) {
 	if _, err := ours.Get(t.Context(), secrets, "1-none"); !errors.Is(err, eventlog.ErrNoKey) {
 		t.Errorf("%v", err)
 	}
-	// A key that was put in another's place is none.
+	// A key that was copied to another name is invalid.
 	if _, err := s.Client.Client.Put(t.Context(), "/watershed/log-keys/secrets/2-moved",
 		string(all.Kvs[0].Value)); err != nil {
 		t.Fatal(err)
@@ -68,7 +68,7 @@ func TestDataKeyIsEncrypted(t *testing.T) {
 	if _, err := ours.Get(t.Context(), secrets, "2-moved"); !errors.Is(err, eventlog.ErrNoKey) {
 		t.Errorf("%v", err)
 	}
-	// Long after the next one was made, a key is forgotten.
+	// A key is deleted dataKeyRetention after the next key was made.
 	for _, key := range []string{"1000000000-a", "1000000001-b"} {
 		if _, err := s.Client.Client.Put(t.Context(), "/watershed/log-keys/secrets/"+key, "x"); err != nil {
 			t.Fatal(err)

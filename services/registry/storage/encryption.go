@@ -17,25 +17,26 @@ import (
 	"k8s.io/apiserver/pkg/storage/value/encrypt/identity"
 )
 
-// encryption is how values are encrypted at rest, as kube-apiserver does it: either reads what the other has written.
+// encryption encrypts values at rest with kube-apiserver's code. kube-apiserver and the registry read each other's
+// values.
 type encryption struct {
-	// transformers is nil where nothing is encrypted.
+	// transformers is nil if encryption is not configured.
 	transformers value.ResourceTransformers
 	health       []healthz.HealthChecker
-	// cancel closes the connections to KMS plugins; nil: nothing is encrypted.
+	// cancel closes the connections to KMS plugins. Nil: encryption is not configured.
 	cancel context.CancelFunc
-	// lastErr is what the last check said, nil where it was well.
+	// lastErr is the error of the last check, or nil.
 	lastErr atomic.Pointer[error]
 }
 
-// openEncryption follows k8s.io/apiserver/pkg/server/options/etcd.go, maybeApplyResourceTransformers. The connections
-// to KMS plugins end with ctx; id tells this process from others in metrics.
+// openEncryption follows maybeApplyResourceTransformers in k8s.io/apiserver/pkg/server/options/etcd.go. ctx bounds the
+// connections to KMS plugins. id identifies this process in metrics.
 func openEncryption(ctx context.Context, o *Options, id string) (*encryption, error) {
 	file, reload := o.EncryptionProviderConfig, o.EncryptionAutomaticReload
 	switch {
 	case file == "" && reload:
-		return nil, errors.New("--encryption-provider-config-automatic-reload true: set it with " +
-			"--encryption-provider-config alone")
+		return nil, errors.New("--encryption-provider-config-automatic-reload true: " +
+			"--encryption-provider-config must be set too")
 	case file == "":
 		return &encryption{}, nil
 	}
@@ -71,7 +72,7 @@ func (e *encryption) close() {
 	}
 }
 
-// transformerFor is how a resource's values are encrypted.
+// transformerFor returns the transformer that encrypts values of a resource.
 func (e *encryption) transformerFor(gr schema.GroupResource) value.Transformer {
 	if e.transformers == nil {
 		return identity.NewEncryptCheckTransformer()
@@ -79,11 +80,11 @@ func (e *encryption) transformerFor(gr schema.GroupResource) value.Transformer {
 	return e.transformers.TransformerForResource(gr)
 }
 
-// encryptionCheckPeriod is how often the providers are asked whether they can be used; their own caches bound how often a
-// KMS plugin is.
+// encryptionCheckPeriod is the interval of the health checks. The providers' own caches bound the calls to a KMS
+// plugin.
 const encryptionCheckPeriod = 5 * time.Second
 
-// CheckEncryption asks the providers whether they can be used until ctx is done.
+// CheckEncryption runs the health checks of the encryption providers until ctx is done.
 func (s *Storage) CheckEncryption(ctx context.Context) error {
 	e := s.encryption
 	if e.transformers == nil {
@@ -104,7 +105,7 @@ func (s *Storage) CheckEncryption(ctx context.Context) error {
 	}
 }
 
-// EncryptionErr is why values cannot be encrypted or decrypted, as of when the providers were asked last, or nil.
+// EncryptionErr returns the error of the last health check of the encryption providers, or nil.
 func (s *Storage) EncryptionErr() error {
 	if err := s.encryption.lastErr.Load(); err != nil {
 		return *err

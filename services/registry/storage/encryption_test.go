@@ -17,8 +17,8 @@ import (
 	"watershed.dev/services/registry/internal/fixture"
 )
 
-// A new encryption file is taken over while the registry runs: writes are by its first key, and what the others wrote
-// is read. A bad one changes nothing; one that lacks a key hides that key's objects alone.
+// A changed encryption file takes effect while the registry runs. Its first key encrypts writes, and all its keys
+// decrypt. An invalid file changes nothing. A file that lacks a key hides only objects that the key encrypted.
 func TestEncryptionFileReload(t *testing.T) {
 	before := controller.EncryptionConfigFileChangePollDuration
 	controller.EncryptionConfigFileChangePollDuration = 50 * time.Millisecond
@@ -45,7 +45,7 @@ func TestEncryptionFileReload(t *testing.T) {
 	fx := fixture.New(t, "--encryption-provider-config="+file, "--encryption-provider-config-automatic-reload")
 	secrets := fx.Client.CoreV1().Secrets("default")
 	n := 0
-	// by is the key that a new Secret is written by.
+	// by returns the name of the key that encrypts a new Secret.
 	by := func(ctx context.Context) string {
 		t.Helper()
 		n++
@@ -78,27 +78,27 @@ func TestEncryptionFileReload(t *testing.T) {
 		return err
 	}
 	if got := by(t.Context()); got != "first" {
-		t.Fatalf("written by %s", got)
+		t.Fatalf("the key is %s", got)
 	}
 	write(keys("second", "first"))
 	until("the second key writes", func() bool { return by(t.Context()) == "second" })
 	if err := reads("s1"); err != nil {
-		t.Errorf("what the first key wrote: %v", err)
+		t.Errorf("a Secret of the first key: %v", err)
 	}
 	last := fmt.Sprintf("s%d", n)
 	for _, bad := range []string{"kind: Nonsense", strings.ReplaceAll(keys("third"), "AAAAAAAA", "")} {
 		write(bad)
-		time.Sleep(200 * time.Millisecond) // it is looked at several times; nothing is waited for: nothing is to happen
+		time.Sleep(200 * time.Millisecond) // several polls of the file, after which nothing may have changed
 	}
 	if got := by(t.Context()); got != "second" {
-		t.Errorf("after a bad file it is written by %s", got)
+		t.Errorf("after an invalid file the key is %s", got)
 	}
 	write(keys("second"))
 	until("the first key is gone", func() bool { return reads("s1") != nil })
 	if err := reads("s1"); !strings.Contains(err.Error(), "no matching key was found") {
-		t.Errorf("what the first key wrote: %v", err)
+		t.Errorf("a Secret of the first key: %v", err)
 	}
 	if err := reads(last); err != nil {
-		t.Errorf("what the second key wrote: %v", err)
+		t.Errorf("a Secret of the second key: %v", err)
 	}
 }

@@ -1,4 +1,4 @@
 package storage
 
-// SetLatestRevision has the storage take a revision for one that etcd has told it.
+// SetLatestRevision sets the latest revision that etcd has returned.
 func (s *Storage) SetLatestRevision(revision int64) { s.latestRevision.Store(revision) }

@@ -24,12 +24,12 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// Resource is one resource as etcd has it.
+// Resource is a resource as etcd stores it: its key prefix, stored version and codec.
 type Resource struct {
 	GroupResource schema.GroupResource
-	// Prefix is the key prefix, with the slash that ends it.
+	// Prefix is the etcd key prefix, with a trailing slash.
 	Prefix string
-	// Kind is the kind and version that the log carries, which is the one stored.
+	// Kind is the kind and version that the log carries.
 	Kind schema.GroupVersionKind
 
 	codec       runtime.Decoder
@@ -38,20 +38,20 @@ type Resource struct {
 	transformer value.Transformer
 	versioner   apistorage.Versioner
 	convertor   runtime.ObjectConvertor
-	// decorator is what the resource's own storage does to every object that it has read, or nil.
+	// decorator is the Decorator of the resource's store, which changes every object that was read, or nil.
 	decorator func(runtime.Object)
-	// alwaysChanged: what selectors ask of an object is not all that attrs tells.
+	// alwaysChanged: selectors may use fields that attrs does not return.
 	alwaysChanged bool
-	// encrypted: an object of it was seen encrypted in etcd. It stays so until the process ends.
+	// encrypted: etcd returned an encrypted object. It stays true until the process ends.
 	encrypted atomic.Bool
 }
 
-// Name is the resource's name across the system.
+// Name returns the resource's name in all services, such as "deployments.apps".
 func (s *Resource) Name() string { return s.GroupResource.String() }
 
-// CustomResource is the stored resource of a definition: whoever follows definitions keeps it. kind is in the version that is
-// stored now; decode reads an object in the version that it is stored in, and attrs tells what selectors ask of it in
-// that version. converted: they may ask more, of other versions.
+// CustomResource returns the stored resource of a CRD. The caller caches it. kind has the current storage version.
+// decode reads an object in the version that it is stored in. attrs returns its selectable fields in that version.
+// converted: selectors may use fields of other versions.
 func (s *Storage) CustomResource(gr schema.GroupResource, kind schema.GroupVersionKind,
 	decode func([]byte) (*unstructured.Unstructured, error), attrs apistorage.AttrFunc, converted bool) *Resource {
 	return &Resource{
@@ -90,7 +90,7 @@ func (s *Resource) complete(config *storagebackend.ConfigForResource, example ru
 	if !ok {
 		return fmt.Errorf("no stored version for %s", s.GroupResource)
 	}
-	// The log carries the most preferred version of the group where that has the kind: clients mostly read that one.
+	// The log carries the preferred version of the group if it has the kind, because most clients read that version.
 	for _, gv := range scheme.PrioritizedVersionsForGroup(gvk.Group) {
 		if scheme.Recognizes(gv.WithKind(gvk.Kind)) {
 			gvk = gv.WithKind(gvk.Kind)
@@ -103,10 +103,10 @@ func (s *Resource) complete(config *storagebackend.ConfigForResource, example ru
 
 var schemes = []*runtime.Scheme{legacyscheme.Scheme}
 
-// AddScheme makes the types of another scheme storable.
+// AddScheme registers a scheme whose types can be stored. It is not safe for concurrent use.
 func AddScheme(s *runtime.Scheme) { schemes = append(schemes, s) }
 
-// SchemeFor is the scheme that knows obj's type.
+// SchemeFor returns the scheme that recognizes the type of obj, or the legacy scheme.
 func SchemeFor(obj runtime.Object) *runtime.Scheme {
 	for _, s := range schemes {
 		if _, _, err := s.ObjectKinds(obj); err == nil {
@@ -118,10 +118,10 @@ func SchemeFor(obj runtime.Object) *runtime.Scheme {
 
 type authenticatedKey string
 
-// AuthenticatedData implements value.Context: an encrypted value belongs to its key.
+// AuthenticatedData implements value.Context: an encrypted value is bound to its key.
 func (k authenticatedKey) AuthenticatedData() []byte { return []byte(k) }
 
-// Decode reads an etcd value.
+// Decode decrypts and decodes an etcd value.
 func (s *Resource) Decode(ctx context.Context, key string, data []byte, revision int64) (runtime.Object, error) {
 	plain, _, err := s.transformer.TransformFromStorage(ctx, data, authenticatedKey(key))
 	if err != nil {
@@ -137,10 +137,10 @@ func (s *Resource) Decode(ctx context.Context, key string, data []byte, revision
 	return obj, s.versioner.UpdateObject(obj, uint64(revision))
 }
 
-// SetDecorator has f change every object that is read.
+// SetDecorator makes Decode call f with every object.
 func (s *Resource) SetDecorator(f func(runtime.Object)) { s.decorator = f }
 
-// Encode makes what the log carries of obj.
+// Encode returns obj as the log carries it.
 func (s *Resource) Encode(obj runtime.Object) (*logv1.Object, error) {
 	l, f, err := s.attrs(obj)
 	if err != nil {
@@ -152,7 +152,7 @@ func (s *Resource) Encode(obj runtime.Object) (*logv1.Object, error) {
 		if versioned, err = s.convertor.ConvertToVersion(obj, s.Kind.GroupVersion()); err != nil {
 			return nil, err
 		}
-		// lists hold items without it, frames put it back
+		// list items have no apiVersion and kind, watch events get them from platform/frame
 		versioned.GetObjectKind().SetGroupVersionKind(schema.GroupVersionKind{})
 	}
 	if u, ok := versioned.(*unstructured.Unstructured); ok {
@@ -169,8 +169,8 @@ func (s *Resource) Encode(obj runtime.Object) (*logv1.Object, error) {
 	return out, nil
 }
 
-// encodeUnstructured writes an object without a Go type as the log carries it: metadata first, where what cuts it out
-// looks for it, and in protobuf once more, for those who watch nothing else.
+// encodeUnstructured encodes an object without a Go type. Its JSON begins with metadata, so that readers find metadata
+// without a full parse. Its protobuf holds only metadata, for watches of PartialObjectMetadata.
 func encodeUnstructured(u *unstructured.Unstructured, out *logv1.Object) error {
 	out.Version = u.GroupVersionKind().Version
 	var err error
@@ -186,7 +186,7 @@ func encodeUnstructured(u *unstructured.Unstructured, out *logv1.Object) error {
 	return err
 }
 
-// UnstructuredJSON is an object's JSON without apiVersion and kind, metadata first.
+// UnstructuredJSON returns an object's JSON without apiVersion and kind, metadata first.
 func UnstructuredJSON(u *unstructured.Unstructured) ([]byte, error) {
 	m, err := json.Marshal(u.Object["metadata"])
 	if err != nil {
@@ -207,7 +207,7 @@ func UnstructuredJSON(u *unstructured.Unstructured) ([]byte, error) {
 	return append(data, body[1:]...), nil
 }
 
-// Row decodes an etcd value and encodes it for the watch tier. What cannot be read is a row that says why.
+// Row decodes an etcd value and encodes it for the watch tier. If the value cannot be decoded, the row holds the error.
 func (s *Resource) Row(ctx context.Context, key string, data []byte, revision int64) *registryv1.Row {
 	row := &registryv1.Row{Revision: revision}
 	obj, o, err := s.Transcode(ctx, key, data, revision)
@@ -221,8 +221,8 @@ func (s *Resource) Row(ctx context.Context, key string, data []byte, revision in
 	return row
 }
 
-// Transcode decodes an etcd value and encodes it. A panic of a type's own code, which a value of an unknown making may
-// reach, is an error like any other.
+// Transcode decodes an etcd value and encodes it. It returns a panic of a type's code as an error, because any value
+// may be in etcd.
 func (s *Resource) Transcode(ctx context.Context, key string, data []byte,
 	revision int64) (m metav1.Object, o *logv1.Object, err error) {
 	defer recovery.ToError("reading an object", &err)
@@ -237,14 +237,14 @@ func (s *Resource) Transcode(ctx context.Context, key string, data []byte,
 	return m, o, err
 }
 
-// noteEncryption is told of a value that was read.
+// noteEncryption records whether a value that was read is encrypted.
 func (s *Resource) noteEncryption(value []byte) {
 	if Encrypted(value) {
 		s.encrypted.Store(true)
 	}
 }
 
-// Key is an object's in etcd.
+// Key returns an object's etcd key.
 func (s *Resource) Key(namespace, name string) string {
 	if namespace == "" {
 		return s.Prefix + name
@@ -252,7 +252,7 @@ func (s *Resource) Key(namespace, name string) string {
 	return s.Prefix + namespace + "/" + name
 }
 
-// splitKey is the namespace and name that an etcd key stands for, where the object itself cannot say.
+// splitKey returns the namespace and name in an etcd key. Row uses it if the object cannot be decoded.
 func (s *Resource) splitKey(key string) (namespace, name string) {
 	rest := strings.TrimPrefix(key, s.Prefix)
 	if i := strings.LastIndexByte(rest, '/'); i >= 0 {
@@ -261,7 +261,7 @@ func (s *Resource) splitKey(key string) (namespace, name string) {
 	return "", rest
 }
 
-// SelectableFields are the stored fields that the resource's objects have.
+// SelectableFields returns the names of the stored fields that selectors may use, sorted.
 func (s *Resource) SelectableFields() []string {
 	_, f, err := s.attrs(s.newFunc())
 	if err != nil {
@@ -275,7 +275,7 @@ func (s *Resource) SelectableFields() []string {
 	return names
 }
 
-// DecodeVersioned reads what the log carries back into the hub version.
+// DecodeVersioned decodes an object of the log into a new object of its kind, which the caller supplies.
 func (s *Resource) DecodeVersioned(o *logv1.Object,
 	into func(schema.GroupVersionKind) (runtime.Object, error)) (runtime.Object, error) {
 	obj, err := into(s.Kind)
@@ -288,7 +288,7 @@ func (s *Resource) DecodeVersioned(o *logv1.Object,
 	return obj, json.Unmarshal(o.Json, obj)
 }
 
-// SelectionChanged says whether a selector could tell old from the newer object.
+// SelectionChanged reports whether some selector selects only one of the old and the newer object.
 func (s *Resource) SelectionChanged(old runtime.Object, newer *logv1.Object) (bool, error) {
 	if s.alwaysChanged {
 		return true, nil
@@ -297,7 +297,7 @@ func (s *Resource) SelectionChanged(old runtime.Object, newer *logv1.Object) (bo
 	return err == nil && (!maps.Equal(l, newer.Labels) || !maps.Equal(f, newer.Fields)), err
 }
 
-// Revision is an object's resource version as a number.
+// Revision returns an object's resourceVersion as a number.
 func Revision(obj metav1.Object) (uint64, error) {
 	return apistorage.APIObjectVersioner{}.ParseResourceVersion(obj.GetResourceVersion())
 }

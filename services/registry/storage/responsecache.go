@@ -11,39 +11,39 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// responseCacheBytes bounds the answers that are kept, of all resources together, and maxResponseBytes one object's.
+// responseCacheBytes bounds the cached responses of all resources, and maxResponseBytes the responses of one object.
 const (
 	responseCacheBytes = 32 << 20
 	maxResponseBytes   = 1 << 20
 )
 
-// ResponseCache are the objects of one resource as they were last answered. A GET of an object that has not changed since
-// asks etcd for its revision alone, and nothing is decoded or encoded; the answer is as fresh as any other. None is
-// kept of a resource of which an object was seen encrypted in etcd: who may not decrypt it any more is not to answer
-// it.
+// ResponseCache caches the encoded objects of a single resource. A GET of a cached object reads only its mod revision
+// from etcd. If that is unchanged, the GET returns the cached bytes without decoding or encoding, and is linearizable.
+//
+// The cache skips resources with encrypted objects: a registry that lost the key must not serve them from memory.
 type ResponseCache struct {
 	resource *Resource
 	storage  *Storage
 }
 
-// objectKey is where an object is. It is not its key in etcd: "a/b" in namespace x, which is no name, and b in x/a, which
-// is no namespace, have the same.
+// objectKey identifies an object. The etcd key would be ambiguous for invalid names: name "a/b" in namespace "x" and
+// name "b" in namespace "x/a" have the same etcd key.
 type objectKey struct{ storageResource, namespace, name string }
 
 func (a *ResponseCache) keyOf(namespace, name string) objectKey {
 	return objectKey{a.resource.Name(), namespace, name}
 }
 
-// cachedResponse is one object at a revision: as JSON and as protobuf, or nil where that was not asked for.
+// cachedResponse is an object at a revision, as JSON and as protobuf. An encoding that no client requested is nil.
 type cachedResponse struct {
 	revision int64
 	bodies   [2][]byte
 }
 
-// size is about what an answer takes.
+// size returns the approximate memory of a response, in bytes.
 func (a *cachedResponse) size() int { return len(a.bodies[0]) + len(a.bodies[1]) + 256 }
 
-// bodyIndex is which of an answer's bodies has an encoding.
+// bodyIndex returns the index in bodies of an encoding.
 func bodyIndex(protobuf bool) int {
 	if protobuf {
 		return 1
@@ -53,18 +53,19 @@ func bodyIndex(protobuf bool) int {
 
 var getsTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 	Name: "watershed_registry_gets_total",
-	Help: "GETs of single objects as they are stored: kept, of an answer that etcd has confirmed, or read from etcd.",
+	Help: "GETs of single objects in the stored version, from the cache (etcd confirmed the revision) or from etcd.",
 }, []string{"from"})
 
-// Metrics are the storage's own.
+// Metrics returns this package's collectors.
 func Metrics() []prometheus.Collector { return []prometheus.Collector{getsTotal} }
 
-// ResponseCache are those of a resource's objects in the version that the log carries.
+// ResponseCache returns the cache of a resource's objects in the version that the log carries.
 func (s *Storage) ResponseCache(resource *Resource) *ResponseCache {
 	return &ResponseCache{resource, s}
 }
 
-// Get is an object's body, which must not be changed, as it was when Get began or later; nil: it has to be read.
+// Get returns the body of an object at the time of the call or later. The caller must not change it. Nil: the caller
+// must read the object.
 func (a *ResponseCache) Get(ctx context.Context, namespace, name string, protobuf bool) []byte {
 	cached, _ := a.storage.responses.Get(a.keyOf(namespace, name))
 	body := cached.bodies[bodyIndex(protobuf)]
@@ -76,8 +77,8 @@ func (a *ResponseCache) Get(ctx context.Context, namespace, name string, protobu
 	return nil
 }
 
-// modRevision is that of an object's last change, by a linearizable read; 0 where there is none, nobody can say, or it may
-// not be read by what is configured of encryption.
+// modRevision reads the mod revision of an object with a linearizable read. It returns 0 if the object does not exist,
+// if the read fails, or if the encryption configuration cannot decrypt the value.
 func (a *ResponseCache) modRevision(ctx context.Context, namespace, name string) int64 {
 	s, key := a.storage, a.resource.Key(namespace, name)
 	var options []clientv3.OpOption
@@ -93,7 +94,7 @@ func (a *ResponseCache) modRevision(ctx context.Context, namespace, name string)
 	}
 	now := resp.Header.Revision
 	s.latestRevision.CompareAndSwap(before, now)
-	if now < before { // etcd has another history, which the log has not told of yet
+	if now < before { // etcd is in another epoch, and the log has not delivered it yet
 		s.ClearCaches()
 		return 0
 	}
@@ -107,8 +108,8 @@ func (a *ResponseCache) modRevision(ctx context.Context, namespace, name string)
 	return kv.ModRevision
 }
 
-// Put keeps the body of an object that was read, which is not changed from here on, unless a later one is kept. Of two
-// encodings that are kept at once one may be lost, which costs a reading.
+// Put caches the body of an object that was read, unless a later revision is cached. The caller must not change the
+// body afterwards. Concurrent Puts of two encodings may lose either of them, which costs a read.
 func (a *ResponseCache) Put(namespace, name string, protobuf bool, revision int64, body []byte) {
 	p := a.keyOf(namespace, name)
 	response := cachedResponse{revision: revision}
@@ -123,8 +124,8 @@ func (a *ResponseCache) Put(namespace, name string, protobuf bool, revision int6
 	a.storage.responses.PutUnless(p, later, response, response.size())
 }
 
-// invalidate is told of an object's change: what was kept is of before. What the event has is not kept in its place: in a
-// rolling upgrade it is an older publisher's.
+// invalidate drops a response that is older than an event. The cache never stores the event's object, because an older
+// release may have encoded it during a rolling upgrade.
 func (a *ResponseCache) invalidate(e *logv1.Event) {
 	before := func(cached cachedResponse) bool { return cached.revision < e.Revision }
 	a.storage.responses.RemoveIf(a.keyOf(e.Namespace, e.Name), before)

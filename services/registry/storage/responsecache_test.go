@@ -13,7 +13,7 @@ import (
 	"watershed.dev/services/registry/internal/fixture"
 )
 
-// countReads has the values counted that are read from etcd.
+// countReads counts the values that are read from etcd.
 func countReads(fx *fixture.Fixture) *countingClient {
 	etcd := fx.Resources.Storage.Client
 	r := &countingClient{Interface: etcd.Kubernetes}
@@ -61,26 +61,26 @@ func TestResponseCache(t *testing.T) {
 		want   string
 	}{
 		{"read", func() { put("1") }, &registryv1.GetRequest{}, 1, `"k":"1"`},
-		{"kept", nil, &registryv1.GetRequest{}, 0, `"k":"1"`},
-		{"kept, at any revision", nil, &registryv1.GetRequest{Query: "resourceVersion=0&timeout=3s"}, 0, `"k":"1"`},
+		{"cached", nil, &registryv1.GetRequest{}, 0, `"k":"1"`},
+		{"cached, at any revision", nil, &registryv1.GetRequest{Query: "resourceVersion=0&timeout=3s"}, 0, `"k":"1"`},
 		{"at a revision", nil, old, 1, `"k":"1"`},
 		{"indented", nil, as(pretty), 1, `"k": "1"`},
 		{"as a Table", nil, as(table), 1, `"kind":"Table"`},
 		{"as YAML", nil, as(yaml), 1, "k: "},
 		{"as protobuf", nil, as(protobuf), 1, "k8s\x00"},
-		{"as protobuf, kept", nil, as(protobuf), 0, "k8s\x00"},
+		{"as protobuf, cached", nil, as(protobuf), 0, "k8s\x00"},
 		{"and as JSON", nil, &registryv1.GetRequest{}, 0, `"k":"1"`},
 		{"changed by another registry", func() { put("2") }, &registryv1.GetRequest{}, 1, `"k":"2"`},
-		{"told of late", func() { written(2) }, &registryv1.GetRequest{}, 0, `"k":"2"`},
-		{"told of a later change", func() { put("5"); written(1 << 40) }, &registryv1.GetRequest{}, 1, `"k":"5"`},
+		{"a late event", func() { written(2) }, &registryv1.GetRequest{}, 0, `"k":"2"`},
+		{"an event of a later change", func() { put("5"); written(1 << 40) }, &registryv1.GetRequest{}, 1, `"k":"5"`},
 		{"deleted", deleted, &registryv1.GetRequest{}, 1, "not found"},
-		{"made anew as it was", func() { put("5") }, &registryv1.GetRequest{}, 1, `"k":"5"`},
-		{"in another history", fx.Resources.Storage.ClearCaches, &registryv1.GetRequest{}, 1, `"k":"5"`},
-		{"and kept again", nil, &registryv1.GetRequest{}, 0, `"k":"5"`},
-		{"in another history that nobody has told of", func() { fx.Resources.Storage.SetLatestRevision(1 << 40) },
+		{"created again", func() { put("5") }, &registryv1.GetRequest{}, 1, `"k":"5"`},
+		{"in another epoch", fx.Resources.Storage.ClearCaches, &registryv1.GetRequest{}, 1, `"k":"5"`},
+		{"cached again", nil, &registryv1.GetRequest{}, 0, `"k":"5"`},
+		{"in another epoch that the log has not delivered", func() { fx.Resources.Storage.SetLatestRevision(1 << 40) },
 			&registryv1.GetRequest{}, 1, `"k":"5"`},
-		{"which goes on", nil, &registryv1.GetRequest{}, 0, `"k":"5"`},
-		{"too large to be kept", func() { put(strings.Repeat("6", 1<<20)) }, &registryv1.GetRequest{}, 1, `"k":"66`},
+		{"cached in that epoch", nil, &registryv1.GetRequest{}, 0, `"k":"5"`},
+		{"too large for the cache", func() { put(strings.Repeat("6", 1<<20)) }, &registryv1.GetRequest{}, 1, `"k":"66`},
 		{"and read again", nil, &registryv1.GetRequest{}, 1, `"k":"66`},
 	} {
 		if step.before != nil {
@@ -99,7 +99,7 @@ func TestResponseCache(t *testing.T) {
 	}
 }
 
-// What may not be decrypted any more is not answered, so what is encrypted is decrypted each time.
+// Encrypted objects are decrypted for each GET, because a removed key must not be bypassed.
 func TestEncryptedIsNotCached(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "encryption.yaml")
 	const config = "apiVersion: apiserver.config.k8s.io/v1\nkind: EncryptionConfiguration\nresources:\n" +
@@ -135,12 +135,12 @@ func TestEncryptedIsNotCached(t *testing.T) {
 	}
 }
 
-// A name is one of its namespace, whatever is in it: two that are none have the same key in etcd.
+// A response belongs to its namespace and name, also if two invalid names have the same key in etcd.
 func TestResponseCacheKey(t *testing.T) {
 	fx := fixture.New(t)
 	scope, ok := fx.Resources.BuiltIn.RequestScope(fixture.ConfigMaps)
 	if !ok {
-		t.Fatal("no endpoint")
+		t.Fatal("no request scope")
 	}
 	resp, err := fx.Resources.Storage.Client.Client.Put(t.Context(), "/registry/configmaps/x/a/b", "{}")
 	if err != nil {

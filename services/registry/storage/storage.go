@@ -1,5 +1,8 @@
-// Package storage keeps objects in etcd in kube-apiserver's own layout and encoding, over one shared client, and knows
-// for every stored resource how to turn an etcd value into what the event log and the watch tier carry.
+// Package storage stores objects in etcd with kube-apiserver's keys and encoding, over one shared client. For every
+// stored resource it converts an etcd value into the encodings that the event log and the watch tier carry.
+//
+// It does not watch etcd: package publisher holds the only watch. Callers own the goroutines; storage starts only the
+// reload of the encryption file.
 package storage
 
 import (
@@ -40,20 +43,20 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// Options say where etcd is. The names are kube-apiserver's.
+// Options hold the flags of etcd and of encryption at rest, with kube-apiserver's names.
 type Options struct {
 	Servers                   []string
 	CertFile, KeyFile, CAFile string
 	Prefix                    string
 	CompactionInterval        time.Duration
 	DefaultStorageMediaType   string
-	// EncryptionProviderConfig is a file, an EncryptionConfiguration (apiserver.config.k8s.io/v1); empty: nothing is
-	// encrypted.
+	// EncryptionProviderConfig is the path of an EncryptionConfiguration (apiserver.config.k8s.io/v1). Empty: no
+	// encryption.
 	EncryptionProviderConfig  string
 	EncryptionAutomaticReload bool
 }
 
-// AddFlags registers the flags --etcd-* and --storage-media-type, with their defaults.
+// AddFlags registers the flags --etcd-*, --storage-media-type and --encryption-provider-config* with their defaults.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringSliceVar(&o.Servers, "etcd-servers", o.Servers,
 		"etcd's client URLs (scheme://ip:port, or unix://path), comma separated.")
@@ -73,7 +76,7 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 			"contents change.")
 }
 
-// Storage is the one connection to etcd and everything that is stored through it.
+// Storage is the connection to etcd and the set of stored resources.
 type Storage struct {
 	Client  *etcdkubernetes.Client
 	Factory *serverstorage.DefaultStorageFactory
@@ -83,7 +86,7 @@ type Storage struct {
 	encryption *encryption
 	writeCache *writeCache
 	responses  *lru.Cache[objectKey, cachedResponse]
-	// latestRevision is the latest of etcd's revisions that a GET has been told.
+	// latestRevision is the latest etcd revision that a GET has returned.
 	latestRevision atomic.Int64
 
 	mu             sync.RWMutex
@@ -92,8 +95,8 @@ type Storage struct {
 	maxPrefixDepth int
 }
 
-// Open connects by out. resources says which resources are served, which decides the versions that are stored; id is
-// the process'. What is opened for encryption ends with ctx.
+// Open connects to etcd through out. resources selects the served resources and so the storage versions. id identifies
+// the process in metrics. ctx bounds the connections to KMS plugins.
 func Open(ctx context.Context, o Options, out egress.Selector, resources *serverstorage.ResourceConfig,
 	id string) (*Storage, error) {
 	if len(o.Servers) == 0 {
@@ -145,11 +148,11 @@ func Open(ctx context.Context, o Options, out egress.Selector, resources *server
 	}
 	eo := serveroptions.NewEtcdOptions(storagebackend.NewDefaultConfig(o.Prefix, nil))
 	to := &eo.StorageConfig.Transport
-	if dial != nil { // upstream's allocators have a client of their own
+	if dial != nil { // upstream's allocators open their own client
 		to.EgressLookup = out.Lookup()
 	}
 	to.ServerList, to.CertFile, to.KeyFile, to.TrustedCAFile = o.Servers, o.CertFile, o.KeyFile, o.CAFile
-	eo.StorageConfig.CompactionInterval = 0 // the publisher compacts: upstream's compactor holds a watch of its own
+	eo.StorageConfig.CompactionInterval = 0 // the publisher compacts, because upstream's compactor holds a watch
 	eo.StorageConfig.CountMetricPollPeriod = 0
 	eo.DefaultStorageMediaType = o.DefaultStorageMediaType
 	eo.EnableWatchCache = false
@@ -178,14 +181,14 @@ func Open(ctx context.Context, o Options, out egress.Selector, resources *server
 	return s, nil
 }
 
-// allUnixSockets says whether etcd is at sockets of this host, as that of `up` is. They are no network's: no proxy leads there.
+// allUnixSockets reports whether all etcd servers are Unix sockets, as in `watershed up`. A proxy cannot reach them.
 func allUnixSockets(servers []string) bool {
 	return !slices.ContainsFunc(servers, func(s string) bool {
 		return !strings.HasPrefix(s, "unix:") && !strings.HasPrefix(s, "unixs:")
 	})
 }
 
-// dialOptions are those of the connection to etcd's servers.
+// dialOptions returns the options of the connection to etcd.
 func dialOptions(dial utilnet.DialFunc) []grpc.DialOption {
 	options := rpc.TracingDialOptions()
 	if dial == nil {
@@ -196,33 +199,34 @@ func dialOptions(dial utilnet.DialFunc) []grpc.DialOption {
 	}))
 }
 
-// Close ends the connection.
+// Close closes the connection to etcd and the connections to KMS plugins.
 func (s *Storage) Close() error {
 	s.encryption.close()
 	return s.Client.Close()
 }
 
-// Invalidate is told of every event of the log: the value that this registry has written before, and what it has answered,
-// are forgotten.
+// Invalidate removes the object of an event from the write cache and the response cache, if they hold an older
+// revision. The caller calls it with every event of the log.
 func (s *Storage) Invalidate(e *logv1.Event) {
 	st, ok := s.ByName(e.StorageResource)
-	if !ok { // not known by name; what is kept of it may be old, which etcd finds out
+	if !ok { // a custom resource: a stale entry is found by etcd's transaction
 		return
 	}
 	s.writeCache.remove(st.Key(e.Namespace, e.Name), e.Revision)
 	s.ResponseCache(st).invalidate(e)
 }
 
-// ClearCaches is told that etcd's history is another one: what is kept at a revision may be of another value.
+// ClearCaches empties both caches. The caller calls it if etcd is in another epoch, because a revision may then belong
+// to another value.
 func (s *Storage) ClearCaches() {
 	s.writeCache.byKey.Clear()
 	s.responses.Clear()
 }
 
-// Prefix is what all keys begin with, "/registry/".
+// Prefix returns the prefix of all keys, such as "/registry/".
 func (s *Storage) Prefix() string { return s.prefix }
 
-// ReadRevision is etcd's revision after the call began: a linearizable read, of nothing.
+// ReadRevision returns etcd's revision with a linearizable read of absentKey.
 func (s *Storage) ReadRevision(ctx context.Context) (int64, error) {
 	resp, err := s.Client.Client.Get(ctx, absentKey)
 	if err != nil {
@@ -231,15 +235,15 @@ func (s *Storage) ReadRevision(ctx context.Context) (int64, error) {
 	return resp.Header.Revision, nil
 }
 
-// absentKey is a key that nobody writes.
+// absentKey is a key that no process writes.
 const absentKey = "/watershed/nothing"
 
-// RESTOptions is the options getter of the built-in resources.
+// RESTOptions returns the RESTOptionsGetter of the built-in resources.
 func (s *Storage) RESTOptions() genericregistry.RESTOptionsGetter {
 	return &optionsGetter{s: s, config: s.Factory.NewConfig}
 }
 
-// RESTOptionsFor is the options getter of resources with a codec of their own: CRDs, APIServices and custom resources.
+// RESTOptionsFor returns the RESTOptionsGetter of resources with their own codec: CRDs and APIServices.
 func (s *Storage) RESTOptionsFor(codec runtime.Codec,
 	versioner runtime.GroupVersioner) genericregistry.RESTOptionsGetter {
 	return &optionsGetter{
@@ -257,12 +261,12 @@ type optionsGetter struct {
 	s           *Storage
 	config      func(schema.GroupResource, runtime.Object) (*storagebackend.ConfigForResource, error)
 	groupPrefix bool
-	// unregistered: the decorator does not remember the resource.
+	// unregistered: the store is not registered in byPrefix and byName.
 	unregistered bool
 }
 
-// CustomRESTOptions is the options getter of one version of a custom resource. What Custom makes stands for all
-// versions.
+// CustomRESTOptions returns the RESTOptionsGetter of a custom resource in one version. The Resource of CustomResource
+// stands for all versions.
 func (s *Storage) CustomRESTOptions(codec runtime.Codec) genericregistry.RESTOptionsGetter {
 	return &optionsGetter{
 		s: s,
@@ -301,7 +305,7 @@ func (g *optionsGetter) GetRESTOptions(gr schema.GroupResource,
 	}, nil
 }
 
-// newStore opens the storage of one resource over the shared client.
+// newStore opens the store of a resource over the shared client.
 func (s *Storage) newStore(config *storagebackend.ConfigForResource, resourcePrefix string,
 	_ func(runtime.Object) (string, error),
 	newFunc, newListFunc func() runtime.Object, _ apistorage.AttrFunc, _ apistorage.IndexerFuncs,
@@ -328,7 +332,7 @@ func (s *Storage) newStore(config *storagebackend.ConfigForResource, resourcePre
 	}, func() { store.Close() }, nil
 }
 
-// decorate is open, and remembers how to read the resource's values.
+// decorate opens a store as newStore does, and registers its Resource, which decodes the resource's values.
 func (s *Storage) decorate(config *storagebackend.ConfigForResource, resourcePrefix string,
 	keyFunc func(runtime.Object) (string, error),
 	newFunc, newListFunc func() runtime.Object, attrs apistorage.AttrFunc, triggers apistorage.IndexerFuncs,
@@ -351,14 +355,14 @@ func (s *Storage) decorate(config *storagebackend.ConfigForResource, resourcePre
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if _, ok := s.byPrefix[st.Prefix]; !ok { // events are stored once and served by two groups
+	if _, ok := s.byPrefix[st.Prefix]; !ok { // two groups serve events, which are stored once
 		s.byPrefix[st.Prefix], s.byName[st.Name()] = st, st
 		s.maxPrefixDepth = max(s.maxPrefixDepth, strings.Count(st.Prefix, "/"))
 	}
 	return store, destroy, nil
 }
 
-// ByName finds a stored resource ("pods", "deployments.apps").
+// ByName returns a stored built-in resource, such as "pods" or "deployments.apps".
 func (s *Storage) ByName(name string) (*Resource, bool) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
@@ -366,7 +370,8 @@ func (s *Storage) ByName(name string) (*Resource, bool) {
 	return st, ok
 }
 
-// ByKey finds whose etcd key it is. Keys of nothing served (ranges, leases of the control plane) are nobody's.
+// ByKey returns the built-in resource of an etcd key. It is false for keys of no API object, such as allocator ranges
+// and apiserver leases, and for custom resources.
 func (s *Storage) ByKey(key string) (*Resource, bool) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()

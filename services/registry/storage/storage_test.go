@@ -10,7 +10,7 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// A key tells whose it is, whatever lies below it.
+// ByKey finds the resource of a key at any depth of prefix.
 func TestByKey(t *testing.T) {
 	s := fixture.New(t).Resources.Storage
 	for key, want := range map[string]string{
@@ -40,7 +40,7 @@ func TestByKey(t *testing.T) {
 	}
 }
 
-// A row holds an object in both encodings, or says why it cannot be read.
+// A row holds an object in both encodings, or the error if it cannot be decoded.
 func TestRow(t *testing.T) {
 	fx := fixture.New(t)
 	if _, err := fx.Write(t.Context(), fixture.ConfigMaps, &registryv1.WriteRequest{

@@ -9,25 +9,26 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// PublishTraceContexts has tell called before each write of a traced request. It is set before anything is written.
+// PublishTraceContexts makes the client call publish before each write of a traced request. Call it before the first
+// write.
 func (s *Storage) PublishTraceContexts(publish func(*logv1.TraceContext)) {
 	s.Client.Kubernetes = &tracingClient{s.Client.Kubernetes, publish}
 }
 
-// tracingClient is etcd's client as upstream's storage uses it.
+// tracingClient is the etcd client of upstream's storage. It publishes trace contexts.
 type tracingClient struct {
 	etcdkubernetes.Interface
 	publish func(*logv1.TraceContext)
 }
 
-// OptimisticPut implements etcd's client.
+// OptimisticPut implements kubernetes.Interface of etcd's client.
 func (t *tracingClient) OptimisticPut(ctx context.Context, key string, value []byte, expected int64,
 	opts etcdkubernetes.PutOptions) (etcdkubernetes.PutResponse, error) {
 	t.publishTraceContext(ctx, key, expected)
 	return t.Interface.OptimisticPut(ctx, key, value, expected, opts)
 }
 
-// OptimisticDelete implements etcd's client.
+// OptimisticDelete implements kubernetes.Interface of etcd's client.
 func (t *tracingClient) OptimisticDelete(ctx context.Context, key string, expected int64,
 	opts etcdkubernetes.DeleteOptions) (etcdkubernetes.DeleteResponse, error) {
 	t.publishTraceContext(ctx, key, expected)

@@ -13,20 +13,22 @@ import (
 )
 
 const (
-	// writeCacheBytes bounds the values that are kept, and maxValueBytes one of them.
+	// writeCacheBytes bounds all cached values, and maxValueBytes each of them.
 	writeCacheBytes = 16 << 20
 	maxValueBytes   = 256 << 10
 )
 
-// writeCache are the values that this registry has last written, as etcd has them. An update begins with what is kept, and
-// spares the read of what exists: it is one transaction, which etcd refuses where the value has changed since, and
-// answers with the one that it has (k8s.io/apiserver/pkg/storage, cachedExistingObject; kube-apiserver passes its watch
-// cache's object). What is kept may be old, and is never answered to anybody.
+// writeCache caches the values that this registry wrote last, as etcd stores them. An update starts from the cached
+// value and so saves the read of the existing object.
+//
+// The update is a transaction that fails if the value has changed, and then returns the current value. kube-apiserver
+// does the same with the object of its watch cache (cachedExistingObject in k8s.io/apiserver/pkg/storage). A cached
+// value may be old, so it is never returned to a client.
 type writeCache struct {
 	byKey *lru.Cache[string, cachedValue]
 }
 
-// cachedValue is one value, and the revision that it was written at.
+// cachedValue is an etcd value and its mod revision.
 type cachedValue struct {
 	data     []byte
 	revision int64
@@ -39,7 +41,7 @@ func (r *writeCache) get(key string) (data []byte, revision int64) {
 	return w.data, w.revision
 }
 
-// put keeps a value, unless a later one is kept. data is not changed from here on.
+// put caches a value, unless a later revision is cached. The caller must not change data afterwards.
 func (r *writeCache) put(key string, data []byte, revision int64) {
 	later := func(w cachedValue) bool { return w.revision > revision }
 	if len(data) > maxValueBytes {
@@ -49,18 +51,19 @@ func (r *writeCache) put(key string, data []byte, revision int64) {
 	r.byKey.PutUnless(key, later, cachedValue{data, revision}, len(key)+len(data))
 }
 
-// remove forgets a value that was written before a revision.
+// remove drops a value whose revision is less than before.
 func (r *writeCache) remove(key string, before int64) {
 	r.byKey.RemoveIf(key, func(w cachedValue) bool { return w.revision < before })
 }
 
-// cachingClient is etcd's client as upstream's storage uses it, with what it writes kept, and known of what is encrypted.
+// cachingClient is the etcd client of upstream's storage. It caches written values and records which resources have
+// encrypted values.
 type cachingClient struct {
 	etcdkubernetes.Interface
 	storage *Storage
 }
 
-// Get implements etcd's client.
+// Get implements kubernetes.Interface of etcd's client.
 func (r *cachingClient) Get(ctx context.Context, key string,
 	opts etcdkubernetes.GetOptions) (etcdkubernetes.GetResponse, error) {
 	resp, err := r.Interface.Get(ctx, key, opts)
@@ -72,7 +75,7 @@ func (r *cachingClient) Get(ctx context.Context, key string,
 	return resp, err
 }
 
-// OptimisticPut implements etcd's client.
+// OptimisticPut implements kubernetes.Interface of etcd's client.
 func (r *cachingClient) OptimisticPut(ctx context.Context, key string, value []byte, expected int64,
 	opts etcdkubernetes.PutOptions) (etcdkubernetes.PutResponse, error) {
 	resp, err := r.Interface.OptimisticPut(ctx, key, value, expected, opts)
@@ -82,7 +85,7 @@ func (r *cachingClient) OptimisticPut(ctx context.Context, key string, value []b
 	return resp, err
 }
 
-// OptimisticDelete implements etcd's client.
+// OptimisticDelete implements kubernetes.Interface of etcd's client.
 func (r *cachingClient) OptimisticDelete(ctx context.Context, key string, expected int64,
 	opts etcdkubernetes.DeleteOptions) (etcdkubernetes.DeleteResponse, error) {
 	resp, err := r.Interface.OptimisticDelete(ctx, key, expected, opts)
@@ -92,7 +95,7 @@ func (r *cachingClient) OptimisticDelete(ctx context.Context, key string, expect
 	return resp, err
 }
 
-// cachedStore is a store whose updates and deletions begin with what was last written, where that is kept.
+// cachedStore is a store whose updates and deletes start from the write cache.
 type cachedStore struct {
 	apistorage.Interface
 	writeCache *writeCache
@@ -104,7 +107,7 @@ type cachedStore struct {
 	transformer value.Transformer
 }
 
-// cachedExistingObject is what was last written at key; nil where that is not known.
+// cachedExistingObject returns the object that this registry last wrote at key, or nil.
 func (b *cachedStore) cachedExistingObject(ctx context.Context, key string) runtime.Object {
 	key = b.prefix + strings.TrimPrefix(key, "/")
 	data, revision := b.writeCache.get(key)

@@ -29,7 +29,7 @@ func (r *countingClient) Get(
 	return r.Interface.Get(ctx, key, o)
 }
 
-// An update begins with what this registry has written last, and ends with what etcd has.
+// An update starts from the value that this registry wrote last, and ends with the value in etcd.
 func TestUpdateUsesWriteCache(t *testing.T) {
 	fx := fixture.New(t)
 	etcd := fx.Resources.Storage.Client
@@ -44,7 +44,7 @@ func TestUpdateUsesWriteCache(t *testing.T) {
 		}, &fixture.Callbacks{})
 		return string(resp.GetBody()), err
 	}
-	behind := func(value string) { // as another registry writes
+	behind := func(value string) { // writes as another registry does
 		t.Helper()
 		const key = "/registry/configmaps/x/a"
 		var err error
@@ -66,23 +66,23 @@ func TestUpdateUsesWriteCache(t *testing.T) {
 		before     func()
 		verb, body string
 		reads      int
-		want       string // of the object, or the error's reason
+		want       string // part of the object, or of the error's reason
 	}{
 		{"made", nil, "create", object(`"k":"1"`), 0, `"k":"1"`},
 		{"patched", nil, "patch", `{"data":{"l":"2"}}`, 0, `"k":"1","l":"2"`},
-		{"the same again", nil, "patch", `{"data":{"l":"2"}}`, 1, `"k":"1","l":"2"`}, // nothing is written
+		{"the same again", nil, "patch", `{"data":{"l":"2"}}`, 1, `"k":"1","l":"2"`}, // no write to etcd
 		{"as of an old revision", nil, "update",
 			strings.Replace(object(`"k":"9"`), `"uid":"u"`, `"resourceVersion":"1"`, 1), 1, "Conflict"},
 		{"changed by another", func() { behind(object(`"k":"3"`)) }, "patch", `{"data":{"m":"4"}}`, 0, `"k":"3","m":"4"`},
-		{"its end is another's", func() { behind("") }, "patch", `{"data":{"m":"5"}}`, 0, "NotFound"},
-		{"made anew by another", func() { behind(object(`"k":"6"`)) }, "patch", `{"data":{"m":"7"}}`, 0, `"k":"6","m":"7"`},
-		{"another has told of a change", func() {
+		{"deleted by another", func() { behind("") }, "patch", `{"data":{"m":"5"}}`, 0, "NotFound"},
+		{"recreated", func() { behind(object(`"k":"6"`)) }, "patch", `{"data":{"m":"7"}}`, 0, `"k":"6","m":"7"`},
+		{"an event of another's change", func() {
 			behind(object(`"k":"8"`))
 			fx.Resources.Storage.Invalidate(&logv1.Event{StorageResource: "configmaps", Namespace: "x", Name: "a", Revision: 1 << 40})
 		}, "patch", `{"data":{"m":"9"}}`, 1, `"k":"8","m":"9"`},
-		{"etcd has another history", fx.Resources.Storage.ClearCaches, "patch", `{"data":{"m":"10"}}`, 1, `"k":"8","m":"10"`},
-		{"what is unreadable is not kept", func() { behind("rubbish") }, "patch", `{"data":{"m":"11"}}`, 0, "illegal base64"},
-		// upstream's store reads what it deletes
+		{"another epoch", fx.Resources.Storage.ClearCaches, "patch", `{"data":{"m":"10"}}`, 1, `"k":"8","m":"10"`},
+		{"undecodable: not cached", func() { behind("rubbish") }, "patch", `{"data":{"m":"11"}}`, 0, "illegal base64"},
+		// upstream's store reads an object before it deletes it
 		{"removed", func() { behind(object("")) }, "delete", "", 1, `"name":"a"`},
 		{"removed again", nil, "delete", "", 1, "NotFound"},
 	} {

@@ -1,5 +1,8 @@
-// Package tail keeps the end of the event log for the readers within registry: its own informers, and the watches of
-// authn, authz and admission.
+// Package watchcache caches the end of the event log for readers within the registry: its own informers, and the
+// watches of authn, authz and admission. It is smaller than the watch tier's cache and holds events only, no objects.
+//
+// The goroutine that reads the log calls Reset and Apply. RequestProgress runs in a task of its own. A Watcher belongs
+// to a single goroutine. A lock guards the rest.
 package watchcache
 
 import (
@@ -15,61 +18,62 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// Cache is the end of the event log, read once for all who read it here.
+// Cache holds the recent events of the log, by stored resource.
 type Cache struct {
 	mu sync.Mutex
-	// rings are the events of each stored resource, and bytes what all of them take.
+	// rings holds the events of each stored resource. bytes is their total size.
 	rings map[string]*ring
 	bytes int
-	// Events after low are in the rings, but for what those say is gone. Everything up to high has come.
+	// The rings hold the events after low, except evicted events. All events up to high have been applied.
 	low, high int64
 	epoch     string
 	started   bool
-	// OnEpochChange, if set, is called when the log goes on with another history of etcd: revisions mean something else from
-	// then on. It must not wait.
+	// OnEpochChange, if set, is called when the log continues in another epoch of etcd: revisions before and after it
+	// cannot be compared. It must not block.
 	OnEpochChange func()
-	// OnEvent, if set, is called with each event. It must not wait.
+	// OnEvent, if set, is called with each event. It must not block.
 	OnEvent func(*logv1.Event)
-	// resetCount counts how often everything was dropped.
+	// resetCount counts how often all events were dropped.
 	resetCount int
-	// behindSince is since when the tail stands at was though etcd has more; the zero time where it had all when it was last
-	// compared.
+	// behindSince is when the cache was first found behind etcd at stalledRevision. Zero: the last comparison found it
+	// not behind.
 	behindSince     time.Time
 	stalledRevision int64
-	// caughtUpAt is when etcd's revision was asked for that the tail has reached; asked and revision are of the next one.
+	// caughtUpAt is when etcd returned the latest revision that the cache has reached. requestedAt and etcdRevision
+	// belong to the next revision.
 	caughtUpAt, requestedAt time.Time
 	etcdRevision            int64
 }
 
-// ring is the newest events of one stored resource.
+// ring holds the newest events of a stored resource.
 type ring struct {
 	events.Ring[*logv1.Event]
 	bytes int
-	// evictedPosition is the newest event that is kept no longer.
+	// evictedPosition is the position of the newest evicted event.
 	evictedPosition events.Position
-	// crdRevision is since when objects are read as they are now: their definition changed.
+	// crdRevision is the revision of the last change of the CRD.
 	crdRevision int64
 	changed     watchable.Signal
 }
 
 const (
-	// maxBytes bounds the events that are kept, of all resources together, but for the newest one; those of whichever
-	// takes most are given up first.
+	// maxBytes bounds the cached events of all resources together, without the newest event. The resource with the most
+	// bytes loses its events first.
 	maxBytes = 8 << 20
-	// ProgressPeriod is how often the tail is compared with etcd.
+	// ProgressPeriod is how often the cache compares its revision with etcd's.
 	ProgressPeriod = time.Second
-	// stallTimeout is for how long the log may not bring what etcd has, until readers are sent to another registry.
+	// stallTimeout is how long the log may not advance while etcd has more. Watches then move to another registry.
 	stallTimeout = 3 * time.Second
 )
 
-// ErrExpired ends a reading whose next events are not kept any more, or whose resource is to be read anew.
-var ErrExpired = errors.New("what comes next is no longer kept")
+// ErrExpired ends a Watcher whose next event is not cached, or whose resource was reset.
+var ErrExpired = errors.New("the next event is no longer cached")
 
-// New returns a tail that has read nothing yet.
+// New returns an empty cache.
 func New() *Cache { return &Cache{rings: map[string]*ring{}} }
 
-// Reset makes ready for a reader that begins anew, at the log's beginning: what follows now may be cut off from what
-// was kept.
+// Reset prepares the cache for a reader that starts at the beginning of the log. The events may not follow the cached
+// events, so all are dropped.
 func (c *Cache) Reset() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -77,7 +81,7 @@ func (c *Cache) Reset() {
 	c.started = false
 }
 
-// clear forgets every event; those after low are to come. Whoever was reading is overrun.
+// clear drops every event and expires all watchers. Events after low follow.
 func (c *Cache) clear(low int64) {
 	c.resetCount++
 	c.bytes, c.low, c.high = 0, low, low
@@ -88,7 +92,7 @@ func (c *Cache) clear(low int64) {
 	}
 }
 
-// ring is a resource's, made where there is none. The lock is held.
+// ring returns a resource's ring and makes it if needed. The caller holds the lock.
 func (c *Cache) ring(storageResource string) *ring {
 	r := c.rings[storageResource]
 	if r == nil {
@@ -98,7 +102,12 @@ func (c *Cache) ring(storageResource string) *ring {
 	return r
 }
 
-// Apply adds the log's next message.
+// Apply applies the log's next message.
+//
+//	progress                                 high advances
+//	event, reset of a resource               added to its ring; an event that was published again is skipped
+//	reset of all resources                   the rings are cleared; a refill of the same epoch keeps them
+//	first message, message of another epoch  the rings are cleared
 func (c *Cache) Apply(e *logv1.Event) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -108,7 +117,7 @@ func (c *Cache) Apply(e *logv1.Event) error {
 	case c.started && events.IsRefill(e, c.epoch, c.high):
 	case e.Type == logv1.Type_TYPE_RESET && !event:
 		c.clear(e.Revision)
-	case !c.started, epochChanged: // the log's beginning is gone
+	case !c.started, epochChanged: // the log lacks the messages before this message
 		low := e.Revision
 		if event && e.Index == 0 {
 			low--
@@ -129,12 +138,12 @@ func (c *Cache) Apply(e *logv1.Event) error {
 	}
 	if !event {
 		c.high = max(c.high, e.Revision)
-		for _, r := range c.rings { // somebody may be due to be told
+		for _, r := range c.rings { // a watcher may have a bookmark due
 			r.changed.Notify()
 		}
 		return nil
 	}
-	// What is published again, after the log had lost its end, is here already.
+	// The publisher publishes an event again if the log lost its end. The ring already holds it.
 	if e.Revision > c.high || e.Revision == c.high && e.Type == logv1.Type_TYPE_RESET {
 		c.insert(e)
 	}
@@ -161,8 +170,8 @@ func (c *Cache) insert(e *logv1.Event) {
 	}
 }
 
-// evict gives up the oldest event of the resource that takes most, but for the newest of all, which somebody is to
-// read.
+// evict drops the oldest event of the resource with the most bytes. It never drops the newest event, because its
+// watchers have not read it.
 func (c *Cache) evict(newest *logv1.Event) {
 	var largest *ring
 	for _, r := range c.rings {
@@ -177,32 +186,32 @@ func (c *Cache) evict(newest *logv1.Event) {
 	largest.Drop(1)
 }
 
-// Progress is how far the tail has come, and in which history of etcd.
+// Progress returns the revision up to which the cache is complete, and its epoch.
 func (c *Cache) Progress() (revision int64, epoch string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.high, c.epoch
 }
 
-// CRDRevision is since when objects of a stored resource are read as they are now; 0: for as long as is known.
+// CRDRevision returns the revision of the last change of a stored resource's CRD. 0: the cache has seen none.
 func (c *Cache) CRDRevision(storageResource string) int64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.ring(storageResource).crdRevision
 }
 
-// Stalled says whether the log has not brought what etcd has for long.
+// Stalled reports whether the log has not advanced for stallTimeout while etcd has more.
 func (c *Cache) Stalled() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	advanced := c.high != c.stalledRevision // one that is late, and comes, is not stalled
+	advanced := c.high != c.stalledRevision // a log that is behind and advances is not stalled
 	return !c.behindSince.IsZero() && !advanced && time.Since(c.behindSince) > stallTimeout
 }
 
-// maxStaleness is how old what the tail tells may be for whoever decides by it.
+// maxStaleness is how old the cache may be for a decision.
 const maxStaleness = 4 * ProgressPeriod
 
-// Fresh says whether the tail has come as far as etcd was a moment ago.
+// Fresh reports whether the cache has reached a revision that etcd had less than maxStaleness ago.
 func (c *Cache) Fresh() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -210,15 +219,15 @@ func (c *Cache) Fresh() bool {
 	return time.Since(c.caughtUpAt) < maxStaleness
 }
 
-// updateCaughtUp notes that the tail has come to where etcd was when it was asked. The lock is held.
+// updateCaughtUp updates caughtUpAt if the cache has reached etcdRevision. The caller holds the lock.
 func (c *Cache) updateCaughtUp() {
 	if c.high >= c.etcdRevision && c.requestedAt.After(c.caughtUpAt) {
 		c.caughtUpAt = c.requestedAt
 	}
 }
 
-// RequestProgress compares the tail with etcd's revision every ProgressPeriod until ctx is done. Where the log lags it calls
-// ask, which has the publisher say how far it is: readers tell by it how fresh they are.
+// RequestProgress compares the cache with etcd's revision every ProgressPeriod until ctx is done. If the cache is
+// behind, it calls request, which makes the publisher publish its progress.
 func (c *Cache) RequestProgress(
 	ctx context.Context,
 	readRevision func(context.Context) (int64, error),
@@ -236,7 +245,7 @@ func (c *Cache) RequestProgress(
 		readCtx, cancel := context.WithTimeout(ctx, ProgressPeriod)
 		now, err := readRevision(readCtx)
 		cancel()
-		if err != nil { // nobody can say
+		if err != nil { // etcd does not respond
 			continue
 		}
 		c.mu.Lock()
@@ -253,22 +262,26 @@ func (c *Cache) RequestProgress(
 		}
 		c.mu.Unlock()
 		if behind {
-			_ = request() // again in a moment, where it fails
+			_ = request() // an error is retried in the next period
 		}
 	}
 }
 
-// Watcher reads the events of one stored resource from a place on: those after it.
+// Watcher reads the events of a stored resource after a position. Its states:
+//
+//	new ── Next before the log is read ──▶ new
+//	new ── Next, position in the cache ──▶ reading
+//	new, reading ── another epoch, evicted, reset ──▶ expired: Next returns ErrExpired
 type Watcher struct {
 	cache *Cache
 	ring  *ring
-	// position is the place of the newest event that was read.
+	// position is the position of the last event that was read.
 	position   events.Position
-	next       int64 // the sequence of the next event; -1 before the first reading
+	next       int64 // the sequence of the next event; -1 before the first read
 	resetCount int
 }
 
-// Watch begins to read a stored resource's events after a place.
+// Watch returns a watcher of a stored resource's events after a position.
 func (c *Cache) Watch(storageResource string, after events.Position) *Watcher {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -280,8 +293,8 @@ func (c *Cache) Watch(storageResource string, after events.Position) *Watcher {
 	}
 }
 
-// Next answers what has come since it was called last, and up to which revision that is everything: 0 before the log
-// has been read at all. changed is closed when there are more events. ErrExpired: the reading is at its end.
+// Next returns the events since the last call, and the revision up to which they are complete: 0 before the log is
+// read. changed is closed when there are more events. After ErrExpired the watcher must not be used.
 func (w *Watcher) Next() (batch []*logv1.Event, high int64, changed <-chan struct{}, err error) {
 	c, r := w.cache, w.ring
 	c.mu.Lock()
@@ -295,7 +308,7 @@ func (w *Watcher) Next() (batch []*logv1.Event, high int64, changed <-chan struc
 	if w.next < 0 {
 		after := w.position.Revision
 		if w.position.Index != events.LastIndex {
-			after-- // its transaction may hold more
+			after-- // the rest of its transaction follows
 		}
 		if after < c.low {
 			return nil, 0, nil, ErrExpired
@@ -311,7 +324,7 @@ func (w *Watcher) Next() (batch []*logv1.Event, high int64, changed <-chan struc
 			continue
 		}
 		if e.Type == logv1.Type_TYPE_RESET {
-			err = ErrExpired // after what has come before it
+			err = ErrExpired // the events before the reset are returned first
 			break
 		}
 		batch = append(batch, e)
@@ -321,10 +334,10 @@ func (w *Watcher) Next() (batch []*logv1.Event, high int64, changed <-chan struc
 	return batch, c.high, r.changed.C(), err
 }
 
-// Epoch is that of etcd which the reading is of; empty before anything is known.
+// Epoch returns the epoch that the watcher reads. It is empty if it is unknown.
 func (w *Watcher) Epoch() string { return w.position.Epoch }
 
-// Each calls handle with every event until ctx is done, handle fails, or the reading is at its end.
+// Each calls handle with every event until ctx is done, handle fails, or the watcher expires.
 func (w *Watcher) Each(ctx context.Context, handle func(*logv1.Event) error) error {
 	for {
 		batch, _, changed, err := w.Next()

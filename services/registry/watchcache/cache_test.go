@@ -45,7 +45,7 @@ func newCacheOf(t *testing.T, all ...*logv1.Event) *Cache {
 	return out
 }
 
-// next is what a reading of roles from a place on is told: events, how far that is, and what ended it.
+// next returns the result of Next as text: events, revision, and whether it expired.
 func next(w *Watcher) string {
 	batch, high, _, err := w.Next()
 	var out []string
@@ -60,7 +60,7 @@ func next(w *Watcher) string {
 }
 
 func TestWatcherReturnsEachEventOnce(t *testing.T) {
-	begun := func(revision int64) *logv1.Event { // the first of a transaction
+	begun := func(revision int64) *logv1.Event { // the first event of a transaction
 		e := event(revision, 0, "roles")
 		e.More = true
 		return e
@@ -73,23 +73,23 @@ func TestWatcherReturnsEachEventOnce(t *testing.T) {
 	}{
 		"from where it lists": {newCacheOf(t, reset(9, 0, ""), event(10, 0, "roles"), event(11, 0, "pods"),
 			event(12, 0, "roles")), 10, events.LastIndex, "12.0 to 12"},
-		"from before the log":        {newCacheOf(t, event(10, 0, "roles")), 8, events.LastIndex, " to 0 overrun"},
-		"from the log's beginning":   {newCacheOf(t, event(10, 0, "roles")), 9, events.LastIndex, "10.0 to 10"},
-		"from what has not come yet": {newCacheOf(t, event(10, 0, "roles")), 11, events.LastIndex, " to 10"},
-		"from amid a transaction": {newCacheOf(t, reset(9, 0, ""), begun(10), event(10, 1, "roles")),
+		"from before the log":      {newCacheOf(t, event(10, 0, "roles")), 8, events.LastIndex, " to 0 overrun"},
+		"from the log's beginning": {newCacheOf(t, event(10, 0, "roles")), 9, events.LastIndex, "10.0 to 10"},
+		"from a future revision":   {newCacheOf(t, event(10, 0, "roles")), 11, events.LastIndex, " to 10"},
+		"from within a transaction": {newCacheOf(t, reset(9, 0, ""), begun(10), event(10, 1, "roles")),
 			10, 0, "10.1 to 10"},
-		"amid a transaction":   {newCacheOf(t, reset(9, 0, ""), begun(12)), 9, events.LastIndex, "12.0 to 9"},
-		"nothing but progress": {newCacheOf(t, reset(9, 0, ""), progress(15)), 9, events.LastIndex, " to 15"},
+		"part of a transaction": {newCacheOf(t, reset(9, 0, ""), begun(12)), 9, events.LastIndex, "12.0 to 9"},
+		"nothing but progress":  {newCacheOf(t, reset(9, 0, ""), progress(15)), 9, events.LastIndex, " to 15"},
 		"published again": {newCacheOf(t, reset(9, 0, ""), event(10, 0, "roles"), event(11, 0, "roles"),
 			event(10, 0, "roles"), event(11, 0, "roles"), event(12, 0, "roles")), 9, events.LastIndex,
 			"10.0 11.0 12.0 to 12"},
-		"a log that was lost begins again": {newCacheOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(8, 0, ""),
+		"a lost log is refilled": {newCacheOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(8, 0, ""),
 			event(9, 0, "pods"), event(10, 0, "roles"), event(11, 0, "roles")), 9, events.LastIndex, "10.0 11.0 to 11"},
 		"a log that begins with a gap": {newCacheOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(11, 0, "")), 9,
 			events.LastIndex, " to 0 overrun"},
 		"a transaction begun twice": {newCacheOf(t, reset(9, 0, ""), begun(12), begun(12), event(12, 1, "roles")), 9,
 			events.LastIndex, "12.0 12.1 to 12"},
-		"its resource is to be read anew": {newCacheOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(11, 2, "roles"),
+		"its resource is reset": {newCacheOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(11, 2, "roles"),
 			event(12, 0, "roles")), 9, events.LastIndex, "10.0 to 12 overrun"},
 		"another resource is": {newCacheOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(11, 2, "pods"),
 			event(12, 0, "roles")), 9, events.LastIndex, "10.0 12.0 to 12"},
@@ -97,14 +97,14 @@ func TestWatcherReturnsEachEventOnce(t *testing.T) {
 			event(12, 0, "roles")), 9, events.LastIndex, " to 12 overrun"},
 		"a list from after that": {newCacheOf(t, reset(9, 0, ""), reset(11, 2, "roles"), event(12, 0, "roles")),
 			11, events.LastIndex, "12.0 to 12"},
-		"the log began anew": {newCacheOf(t, event(10, 0, "roles"), reset(20, 0, ""), event(21, 0, "roles")),
+		"the log was reset": {newCacheOf(t, event(10, 0, "roles"), reset(20, 0, ""), event(21, 0, "roles")),
 			10, events.LastIndex, " to 0 overrun"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if got := next(
 				c.tail.Watch("roles", events.Position{Revision: c.revision, Index: c.index}),
 			); got != c.want {
-				t.Errorf("told %q, not %q", got, c.want)
+				t.Errorf("Next returns %q, not %q", got, c.want)
 			}
 		})
 	}
@@ -122,12 +122,12 @@ func TestWatcherResumes(t *testing.T) {
 	if got := next(w); got != "11.0 to 11" {
 		t.Error(got)
 	}
-	l.Reset() // the reader of the log was started again
+	l.Reset() // the reader of the log was restarted
 	if got := next(w); got != " to 0 overrun" {
 		t.Error(got)
 	}
 	w = l.Watch("roles", events.Position{Revision: 11, Index: events.LastIndex})
-	if got := next(w); got != " to 0" { // nothing is known yet
+	if got := next(w); got != " to 0" { // no message was applied
 		t.Error(got)
 	}
 	_ = l.Apply(event(11, 0, "roles"))
@@ -139,7 +139,7 @@ func TestWatcherResumes(t *testing.T) {
 	other.Epoch = "restored"
 	_ = l.Apply(other)
 	if got := next(w); got != " to 0 overrun" {
-		t.Errorf("a reading goes on in another history: %s", got)
+		t.Errorf("a watcher continues in another epoch: %s", got)
 	}
 }
 
@@ -153,7 +153,7 @@ func TestCacheIsBounded(t *testing.T) {
 		e.Object = &logv1.Object{Json: big}
 		_ = l.Apply(e)
 		if l.bytes > maxBytes+len(big)+100 {
-			t.Fatalf("%d bytes are kept", l.bytes)
+			t.Fatalf("%d bytes are cached", l.bytes)
 		}
 	}
 	if got := next(early); got != " to 0 overrun" {
@@ -164,8 +164,7 @@ func TestCacheIsBounded(t *testing.T) {
 	}
 }
 
-// What one resource takes is given up before another's: whoever decides is not sent to list by a tenant's large
-// objects.
+// The events of the largest resource are evicted first, so a tenant's large objects do not make authz list again.
 func TestEvictionIsByResource(t *testing.T) {
 	l := newCacheOf(t, reset(1, 0, ""), event(2, 0, "roles"))
 	watcher := l.Watch("roles", events.Position{Revision: 1, Index: events.LastIndex, Epoch: "h"})
@@ -176,66 +175,66 @@ func TestEvictionIsByResource(t *testing.T) {
 	_ = l.Apply(event(3, 0, "roles"))
 	for r := int64(4); r < 20; r++ {
 		e := event(r, 0, "configmaps")
-		e.Object = &logv1.Object{Json: make([]byte, 9<<20)} // more than is kept at all
+		e.Object = &logv1.Object{Json: make([]byte, 9<<20)} // more than the cache holds
 		_ = l.Apply(e)
 	}
-	for r := int64(20); r < 40; r++ { // each of another resource, and larger than the one before
+	for r := int64(20); r < 40; r++ { // each in another resource, and larger than the last
 		e := event(r, 0, fmt.Sprint("resource", r))
 		e.Object = &logv1.Object{Json: make([]byte, 9<<20+r<<10)}
 		_ = l.Apply(e)
 		if l.bytes > maxBytes+10<<20 {
-			t.Fatalf("%d bytes are kept", l.bytes)
+			t.Fatalf("%d bytes are cached", l.bytes)
 		}
 	}
 	if got := next(watcher); got != "3.0 to 39" {
-		t.Errorf("who reads roles is told %q", got)
+		t.Errorf("a watcher of roles reads %q", got)
 	}
 	if got := next(idle); got != " to 39" {
-		t.Errorf("who reads nodes is told %q", got)
+		t.Errorf("a watcher of nodes reads %q", got)
 	}
 	if got := next(l.Watch("roles", events.Position{
 		Revision: 2,
 		Index:    events.LastIndex,
 		Epoch:    "h",
 	})); got != "3.0 to 39" {
-		t.Errorf("who comes from a list is told %q", got)
+		t.Errorf("a watcher after a list reads %q", got)
 	}
 	if got := next(l.Watch("configmaps", events.Position{
 		Revision: 5,
 		Index:    events.LastIndex,
 		Epoch:    "h",
 	})); got != " to 0 overrun" {
-		t.Errorf("who reads what is gone is told %q", got)
+		t.Errorf("a watcher of evicted events reads %q", got)
 	}
 	if got := next(l.Watch("configmaps", events.Position{
 		Revision: 19,
 		Index:    events.LastIndex,
 		Epoch:    "h",
 	})); got != " to 39" {
-		t.Errorf("who has seen it is told %q", got)
+		t.Errorf("a watcher past the evicted events reads %q", got)
 	}
 	if got := next(l.Watch("roles", events.Position{
 		Revision: 19,
 		Index:    events.LastIndex,
 		Epoch:    "restored",
 	})); got != " to 0 overrun" {
-		t.Errorf("who comes from another history is told %q", got)
+		t.Errorf("a watcher of another epoch reads %q", got)
 	}
 }
 
-// The tail is fresh once it has come to where etcd was, however far that is by now.
+// The cache is fresh once it has reached the revision that etcd returned, even if etcd has advanced since.
 func TestFresh(t *testing.T) {
 	l := newCacheOf(t, reset(9, 0, ""), event(10, 0, "roles"))
 	if l.Fresh() {
-		t.Error("it is fresh before etcd was asked")
+		t.Error("it is fresh before a revision was requested")
 	}
 	l.requestedAt, l.etcdRevision = time.Now(), 11
 	if l.Fresh() {
-		t.Error("it is fresh without what etcd has")
+		t.Error("it is fresh before it has reached etcd's revision")
 	}
 	_ = l.Apply(event(11, 0, "roles"))
 	if !l.Fresh() {
-		t.Error("it has what etcd had, and is not fresh")
+		t.Error("it has reached etcd's revision, and is not fresh")
 	}
 	l.caughtUpAt, l.requestedAt, l.etcdRevision = time.Now().Add(-maxStaleness), time.Now(), 12
 	if l.Fresh() {

@@ -9,10 +9,10 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// Selector says whether a namespace's object is selected.
+// Selector reports whether an object of a namespace is selected.
 type Selector func(namespace string, o *logv1.Object) bool
 
-// NewSelector is one of the objects of a namespace, or of all where it is empty, that have labels and stored fields.
+// NewSelector returns a selector by namespace, labels and stored fields. An empty namespace selects all namespaces.
 func NewSelector(namespace, labelSelector, fieldSelector string) (Selector, error) {
 	ls, err := labels.Parse(labelSelector)
 	if err != nil {
@@ -28,8 +28,8 @@ func NewSelector(namespace, labelSelector, fieldSelector string) (Selector, erro
 	}, nil
 }
 
-// Classify is an event as a selection sees it: an object that comes into it is ADDED, one that leaves it is DELETED in
-// the state that it was last seen in. The type is empty where the event is not of the selection.
+// Classify returns the watch event of a selection. An object that enters the selection is ADDED. An object that leaves
+// it is DELETED, in its last selected state. The type is empty if the selection does not include the event.
 func Classify(e *logv1.Event, selector Selector) (event string, o *logv1.Object) {
 	now := selector(e.Namespace, e.Object)
 	before := now

@@ -18,7 +18,7 @@ func large(revision int64, name string, n int) *logv1.Event {
 	return e
 }
 
-// A ring holds no more than its bound, with the states before and with what was made of its events (F9).
+// A ring stays within its bound, including previous objects and the frames built from its events (F9).
 func TestARingIsBoundedByAllThatItHolds(t *testing.T) {
 	const bound = 1 << 20
 	c := New(bound, 0)
@@ -44,7 +44,7 @@ func TestARingIsBoundedByAllThatItHolds(t *testing.T) {
 			}
 		}
 	}
-	c.Sweep() // frames of the newest came after its applying
+	c.Sweep() // the newest event's frames were built after Apply had trimmed the ring
 	s := c.Resources()[0]
 	if held := s.EventBytes; held > bound+200_000 || s.Events > 12 {
 		t.Errorf("%d events hold %d bytes of %d", s.Events, held, bound)
@@ -54,11 +54,11 @@ func TestARingIsBoundedByAllThatItHolds(t *testing.T) {
 		held += e.Size() + e.frames.bytes
 	}
 	if int64(held) != r.ringBytes.Load() {
-		t.Errorf("%d bytes are held, %d are told", held, r.ringBytes.Load())
+		t.Errorf("%d bytes are held, %d are reported", held, r.ringBytes.Load())
 	}
 }
 
-// However much happens while a resource is being loaded, the load comes to an end (F6).
+// A load ends, however many events arrive meanwhile (F6).
 func TestALoadIsNotStarvedByItsRing(t *testing.T) {
 	c := New(100_000, 0)
 	c.Apply(reset(10))
@@ -80,7 +80,7 @@ func TestALoadIsNotStarvedByItsRing(t *testing.T) {
 		done <- s
 	}()
 	<-began
-	for i := range int64(50) { // five times what the ring holds
+	for i := range int64(50) { // five times the ring's bound
 		c.Apply(large(11+i, fmt.Sprint("p", i), 10_000))
 	}
 	close(going)
@@ -89,11 +89,11 @@ func TestALoadIsNotStarvedByItsRing(t *testing.T) {
 	}
 	c.Apply(large(100, "after", 10))
 	if s := c.Resources()[0]; s.EventBytes > 150_000 {
-		t.Errorf("%d bytes are kept after the load", s.EventBytes)
+		t.Errorf("%d bytes are cached after the load", s.EventBytes)
 	}
 }
 
-// What cannot be read is said of those that ask for it, and of nobody else; it is forgotten when it is written anew.
+// An unreadable object fails only the lists that select it. A later event of the object makes it readable.
 func TestAnUnreadableObjectAffectsNoOther(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
@@ -113,7 +113,7 @@ func TestAnUnreadableObjectAffectsNoOther(t *testing.T) {
 	}
 	s := read()
 	if _, _, bad := s.Unreadable("ns/"); bad || s.Len() != 1 {
-		t.Error("another namespace hears of it")
+		t.Error("a list of another namespace fails")
 	}
 	for _, prefix := range []string{"", "bad/"} {
 		if key, why, bad := s.Unreadable(prefix); !bad || key != "bad/x" || why != "rubbish" {
@@ -124,14 +124,14 @@ func TestAnUnreadableObjectAffectsNoOther(t *testing.T) {
 	e.Namespace = "bad"
 	c.Apply(e)
 	if _, _, bad := read().Unreadable(""); bad {
-		t.Error("it is still unreadable though it was written anew")
+		t.Error("the object is still unreadable after an update")
 	}
 	if _, _, bad := s.Unreadable(""); !bad {
 		t.Error("a snapshot changed")
 	}
 }
 
-// Cursors of another history of etcd are overrun, also where its revisions are smaller (F3).
+// A change of epoch overruns every cursor, even if the new epoch's revisions are smaller (F3).
 func TestAnotherEpochOverrunsEveryCursor(t *testing.T) {
 	c := New(1<<20, 0)
 	first := reset(1000)
@@ -146,19 +146,19 @@ func TestAnotherEpochOverrunsEveryCursor(t *testing.T) {
 	second.Epoch = "b"
 	c.Apply(second)
 	if _, _, _, _, ok := r.Next(cur, 1); ok || c.Epoch() != "b" || c.Progress() != 500 {
-		t.Errorf("a cursor goes on in history %q at %d", c.Epoch(), c.Progress())
+		t.Errorf("a cursor is valid in epoch %q at %d", c.Epoch(), c.Progress())
 	}
-	// Also where the reset itself has been forgotten by the log.
+	// A change of epoch is detected even if the log no longer has its reset.
 	cur, _, _ = r.After(500, lastIndex)
 	third := event(logv1.Type_TYPE_ADDED, 400, "x")
 	third.Epoch = "c"
 	c.Apply(third)
 	if _, _, _, _, ok := r.Next(cur, 1); ok || c.Epoch() != "c" {
-		t.Errorf("a cursor goes on in history %q", c.Epoch())
+		t.Errorf("a cursor is valid in epoch %q", c.Epoch())
 	}
 }
 
-// An event that cannot be applied is forgotten with its resource, and with no other of its transaction; it is not met
+// An event that cannot be applied resets its resource, and no other resource of its transaction. It is not applied
 // again.
 func TestABrokenEventIsNotAppliedAgain(t *testing.T) {
 	c := New(1<<20, 0)
@@ -172,14 +172,14 @@ func TestABrokenEventIsNotAppliedAgain(t *testing.T) {
 		Revision:        11,
 		StorageResource: "pods",
 		More:            true,
-	} // without an object
+	} // it has no object
 	sound := event(logv1.Type_TYPE_ADDED, 11, "n")
 	sound.StorageResource, sound.Index = "nodes", 1
 	c.Apply(broken)
 	c.Apply(sound)
 	c.Apply(event(logv1.Type_TYPE_ADDED, 12, "a"))
 	if _, _, _, _, ok := a.Next(fromA, 10); ok {
-		t.Error("what could not be applied is left out in silence")
+		t.Error("a cursor is not overrun by an event that cannot be applied")
 	}
 	if events, _, _, _, ok := b.Next(fromB, 10); !ok || len(events) != 1 {
 		t.Errorf("the other resource has %d events: %v", len(events), ok)
@@ -189,7 +189,7 @@ func TestABrokenEventIsNotAppliedAgain(t *testing.T) {
 	}
 }
 
-// A frame that panics is an error for those who want it, and can be made again.
+// A panic while building a frame is an error for its callers. The next caller builds the frame again.
 func TestAFrameThatPanicsIsAnError(t *testing.T) {
 	e := &Event{Item: &Item{}}
 	if _, err := e.Frame(t.Context(), "k", func(context.Context) ([]byte, error) { panic("boom") }); err == nil {
@@ -205,7 +205,7 @@ func TestAFrameThatPanicsIsAnError(t *testing.T) {
 	}
 }
 
-// Many readers, a writer, loads, drops and resets do not disturb each other, and no list is older than it says.
+// Readers, a writer, loads, drops and resets run concurrently, and no list is older than its revision.
 func TestListsAreNeverOlderThanTheySay(t *testing.T) {
 	c := New(10_000, time.Nanosecond)
 	c.Apply(reset(10))
@@ -230,7 +230,7 @@ func TestListsAreNeverOlderThanTheySay(t *testing.T) {
 					return
 				}
 				if s.Revision < floor {
-					failed <- fmt.Errorf("a list at %d, though %d had been reached", s.Revision, floor)
+					failed <- fmt.Errorf("a list at %d after progress %d", s.Revision, floor)
 				}
 			}
 		}()

@@ -1,5 +1,7 @@
-// Package cache holds encoded objects and the recent events of every stored resource. It knows bytes, labels and
-// fields, and no type of any API.
+// Package cache holds the encoded objects and recent events of every stored resource. It handles bytes, labels and
+// fields, and no API types. It performs no I/O: callers pass the function that reads a resource.
+//
+// The goroutine that calls Apply owns the order of events. Readers are any number of goroutines.
 package cache
 
 import (
@@ -15,31 +17,32 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// Cache is every resource of one replica. One goroutine applies the log to it; any number reads.
+// Cache holds every resource of one replica. One goroutine applies the log to it; any number of goroutines read it.
 //
-// Each resource has a lock of its own. An event is applied to its resource before progress says so: whoever reads
-// progress first and the resource afterwards misses nothing up to it.
+// Each resource has its own lock. Apply applies an event to its resource before it stores progress. A reader that loads
+// progress first and then reads the resource therefore misses no event up to progress.
 type Cache struct {
-	// RingBytes bounds the recent events kept for each resource, with what was made of them.
+	// RingBytes bounds the bytes of each resource's recent events and their frames.
 	RingBytes int
-	// IdleTimeout is how long a resource that nobody reads is kept; 0 for ever.
+	// IdleTimeout is how long a resource without readers stays in memory; 0 is forever.
 	IdleTimeout time.Duration
 
-	// resetMu is held for writing while everything is forgotten: no reader sees some of it gone.
+	// reset holds resetMu for writing, so that no reader sees a partial reset.
 	resetMu  sync.RWMutex
 	progress atomic.Int64
 	epoch    atomic.Pointer[string]
 	resets   atomic.Int64
-	// observed is when the newest event was seen by the publisher, and applied when it was applied here.
+	// observed is when the publisher received the newest event, and applied when this replica applied it. Both are
+	// nanoseconds since 1970.
 	observed, applied atomic.Int64
 
-	mu        sync.Mutex // guards what follows
+	mu        sync.Mutex // guards the fields below
 	resources map[string]*Resource
 	low       int64
 	started   bool
 	advanced  watchable.Signal
 
-	pending []*logv1.Event // belongs to the goroutine that applies
+	pending []*logv1.Event // events of an open transaction; only the applying goroutine uses it
 }
 
 // New returns an empty cache.
@@ -49,7 +52,7 @@ func New(ringBytes int, idleTimeout time.Duration) *Cache {
 	return c
 }
 
-// Resource finds or makes a resource's entry.
+// Resource returns a resource's entry, and creates it if it is missing.
 func (c *Cache) Resource(name string) *Resource {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -68,7 +71,7 @@ func (c *Cache) Resource(name string) *Resource {
 	return r
 }
 
-// each calls f for every resource there is.
+// each calls f for every resource.
 func (c *Cache) each(f func(*Resource)) {
 	c.mu.Lock()
 	all := make([]*Resource, 0, len(c.resources))
@@ -81,12 +84,13 @@ func (c *Cache) each(f func(*Resource)) {
 	}
 }
 
-// Apply takes the log's next message. The events of one transaction are applied together, at its last one.
+// Apply applies the log's next message. It applies the events of a transaction together, when the last one arrives.
 func (c *Cache) Apply(e *logv1.Event) {
 	switch {
 	case e.Type == logv1.Type_TYPE_RESET && e.StorageResource != "" && c.hasStarted():
-		c.applyPending() // it is of one resource, in its place among the events
-		// Published again, it must not say that what was not applied again is there.
+		c.applyPending() // a reset of one resource is ordered among the events
+		// If the reset is a duplicate, low must be at least progress. Events up to progress are skipped as duplicates,
+		// so the ring does not have them.
 		c.Resource(e.StorageResource).forget(max(e.Revision, c.progress.Load()), e.CrdChanged, e.Revision)
 		if !e.CrdChanged {
 			c.resets.Add(1)
@@ -94,14 +98,14 @@ func (c *Cache) Apply(e *logv1.Event) {
 		c.advance(e.Revision)
 		return
 	case events.IsRefill(e, *c.epoch.Load(), c.progress.Load()) && c.hasStarted():
-		c.pending = nil // an open transaction comes whole
+		c.pending = nil // the refilled log repeats an open transaction from its start
 		return
 	case e.Type == logv1.Type_TYPE_RESET:
 		c.reset(e.Revision, e.Epoch)
 		c.resets.Add(1)
 		return
 	case e.Epoch != "" && *c.epoch.Load() != "" && e.Epoch != *c.epoch.Load():
-		c.reset(e.Revision, e.Epoch) // the log was made anew, and its beginning is gone
+		c.reset(e.Revision, e.Epoch) // a new log whose first messages are gone
 		c.resets.Add(1)
 	case !c.hasStarted():
 		c.start(e)
@@ -110,7 +114,7 @@ func (c *Cache) Apply(e *logv1.Event) {
 		c.advance(e.Revision)
 		return
 	}
-	if e.Revision <= c.progress.Load() { // published again, after the log had lost its end
+	if e.Revision <= c.progress.Load() { // a duplicate: the log lost its end, and the publisher wrote it again
 		return
 	}
 	c.pending = append(c.pending, e)
@@ -127,7 +131,7 @@ func (c *Cache) hasStarted() bool {
 	return c.started
 }
 
-// start takes the first message of a log whose beginning is gone.
+// start handles the first message of a log whose first messages are gone.
 func (c *Cache) start(e *logv1.Event) {
 	low := e.Revision
 	if e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Index == 0 {
@@ -140,7 +144,7 @@ func (c *Cache) start(e *logv1.Event) {
 	c.each(func(r *Resource) { r.forget(low, false, 0) })
 }
 
-// applyPending applies a transaction: to each resource at once.
+// applyPending applies a transaction, one batch for each resource.
 func (c *Cache) applyPending() {
 	pending := c.pending
 	c.pending = nil
@@ -161,12 +165,12 @@ func (c *Cache) applyPending() {
 	c.applied.Store(time.Now().UnixNano())
 }
 
-// applyTo applies a transaction's events of one resource. What cannot be applied is forgotten with the resource, which
-// readers bring back.
+// applyTo applies a transaction's events of one resource. If that fails, it resets the resource, and the next reader
+// loads it again.
 func (c *Cache) applyTo(name string, events []*logv1.Event) {
 	if err := c.tryApply(name, events); err != nil {
 		revision := events[0].Revision
-		slog.Error("Events cannot be applied; their resource is read anew", "resource", name, "revision", revision)
+		slog.Error("Cannot apply events; resetting their resource", "resource", name, "revision", revision)
 		c.Resource(name).forget(max(revision, c.progress.Load()), false, revision)
 		c.resets.Add(1)
 	}
@@ -196,8 +200,8 @@ func (c *Cache) notifyAdvanced() {
 	c.advanced.Notify()
 }
 
-// reset forgets everything: there may be a gap before revision, which may be less than before where etcd was restored
-// from a backup.
+// reset resets every resource, because events before revision may be missing. revision may be lower than progress if
+// etcd was restored from a backup.
 func (c *Cache) reset(revision int64, epoch string) {
 	c.resetMu.Lock()
 	defer c.resetMu.Unlock()
@@ -210,19 +214,21 @@ func (c *Cache) reset(revision int64, epoch string) {
 		c.epoch.Store(&epoch)
 	}
 	c.progress.Store(revision)
-	epochChanged := previous != "" && epoch != "" && previous != epoch // where a definition changed says nothing then
+	// A CRD revision of the previous epoch has no meaning in the new one.
+	epochChanged := previous != "" && epoch != "" && previous != epoch
 	c.each(func(r *Resource) { r.forget(revision, epochChanged, 0) })
 	c.notifyAdvanced()
 }
 
-// Progress is the revision up to which everything has been applied.
+// Progress returns the revision up to which every event has been applied.
 func (c *Cache) Progress() int64 { return c.progress.Load() }
 
-// Epoch names the history of etcd that revisions are of; empty where the log does not say. A cursor that was got
-// before it changed has been overrun.
+// Epoch returns the epoch of etcd that revisions belong to; empty if the log has not named it. A change of epoch
+// overruns every cursor.
 func (c *Cache) Epoch() string { return *c.epoch.Load() }
 
-// Wait waits until everything up to revision has been applied. ask is called when that does not come by itself.
+// Wait waits until every event up to revision has been applied. Between checks it calls requestProgress, which waits
+// for advanced or requests a progress message from the publisher.
 func (c *Cache) Wait(ctx context.Context, revision int64,
 	requestProgress func(ctx context.Context, advanced <-chan struct{})) error {
 	for {

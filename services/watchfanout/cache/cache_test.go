@@ -78,8 +78,8 @@ func TestASnapshotIncludesLaterEvents(t *testing.T) {
 	}
 }
 
-// A snapshot that is newer than the log's reading is not shown before the log has come as far: a list's
-// resourceVersion would be too low for what it holds.
+// A snapshot newer than the log is not returned until the log has reached its revision. Otherwise the list's
+// resourceVersion would be lower than its objects'.
 func TestASnapshotWaitsForTheLog(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
@@ -126,7 +126,7 @@ func TestATransactionIsAppliedAtOnce(t *testing.T) {
 	}
 }
 
-// Whoever has seen everything before a reset has a gap all the same.
+// A reset overruns every cursor, even a cursor after all events before the reset.
 func TestAResetEndsEveryCursor(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
@@ -148,8 +148,8 @@ func TestAResetEndsEveryCursor(t *testing.T) {
 	}
 }
 
-// A log that was lost and begins again, of the same history, before what is here leaves no gap: what comes again is
-// known, and an open transaction comes whole.
+// A log that begins again in the same epoch, before the cache's revision, leaves no gap. Its events are duplicates, and
+// an open transaction is repeated.
 func TestALogThatBeginsAgainOverrunsNoCursor(t *testing.T) {
 	c := New(1<<20, 0)
 	withEpoch := func(e *logv1.Event, more bool) *logv1.Event { e.Epoch, e.More = "h", more; return e }
@@ -187,7 +187,7 @@ func TestARingForgetsWholeRevisions(t *testing.T) {
 	}
 }
 
-// Slow readers iterate over what the ring forgets meanwhile.
+// Slow readers iterate over events that the ring drops meanwhile.
 func TestReadersAndWritersDoNotDisturbEachOther(t *testing.T) {
 	c := New(2000, 0)
 	c.Apply(reset(0))
@@ -236,18 +236,18 @@ func TestAFrameIsMadeOnceAndAnErrorIsNotCached(t *testing.T) {
 	if n != 2 {
 		t.Errorf("made %d times", n)
 	}
-	// One that is in no ring is accounted for by nobody, and so nothing is kept of it.
+	// an event in no ring is not accounted for, so its frames are not cached
 	again := &Event{Item: &Item{}}
 	for range 2 {
 		_, _ = again.Frame(t.Context(), "k", build)
 	}
 	if n != 4 || len(again.frames.entries) != 0 {
-		t.Errorf("%d frames are kept of an event in no ring", len(again.frames.entries))
+		t.Errorf("%d frames of an event in no ring are cached", len(again.frames.entries))
 	}
 }
 
-// Making a frame goes on for as long as any caller waits, and its context ends when the last caller leaves. The next
-// caller makes the frame again.
+// Building a frame continues while any caller waits. Its context ends when the last caller leaves, and the next caller
+// builds the frame again.
 func TestMakingAFrameEndsWithItsLastCaller(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		e := &Event{Item: &Item{}, resource: New(1<<20, 0).Resource("pods")}
@@ -286,7 +286,7 @@ func TestMakingAFrameEndsWithItsLastCaller(t *testing.T) {
 	})
 }
 
-// Who follows one topic is woken by its events alone, those by which an object leaves it among them.
+// Only the events of its trigger wake a subscription. An event by which an object leaves the trigger is among them.
 func TestATriggerHasItsOwnEvents(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
@@ -392,7 +392,7 @@ func TestAnIdleResourceIsDroppedAndReloaded(t *testing.T) {
 		return s
 	}
 	read()
-	time.Sleep(time.Millisecond) // the clock has to move
+	time.Sleep(time.Millisecond) // the clock must advance
 	if got := fmt.Sprint(c.Sweep()); got != "[pods]" {
 		t.Errorf("dropped %s", got)
 	}
@@ -401,7 +401,7 @@ func TestAnIdleResourceIsDroppedAndReloaded(t *testing.T) {
 	}
 }
 
-// One resource may have to be read again without the others.
+// A reset of one resource leaves the other resources loaded.
 func TestAResetOfOneResourceLeavesTheOthers(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
@@ -420,7 +420,7 @@ func TestAResetOfOneResourceLeavesTheOthers(t *testing.T) {
 	}
 }
 
-// Selecting objects ends soon after its context has.
+// Select ends soon after its context.
 func TestSelectingEndsWithItsContext(t *testing.T) {
 	c := New(1<<20, 0)
 	r := c.Resource("pods")

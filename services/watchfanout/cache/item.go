@@ -14,26 +14,27 @@ import (
 
 // Item is one object. It does not change.
 type Item struct {
-	// Key is "namespace/name", or "name" for a cluster's own objects: etcd's order.
+	// Key is "namespace/name", or "name" for cluster-scoped objects: the order of etcd's keys.
 	Key             string
 	Namespace, Name string
 	Revision        int64
 	Labels, Fields  map[string]string
 	// JSON has no apiVersion and kind; Protobuf has no envelope.
 	JSON, Protobuf []byte
-	// Version is the one that JSON is in, of a custom resource's object: each is as it is stored.
+	// Version is the API version of JSON. Only custom resources have it, because etcd holds each of their objects in
+	// the version that it was written in.
 	Version string
 
-	// Serial tells the item from every other that the process has made.
+	// Serial identifies the item among all items of the process.
 	Serial uint64
 
-	// selectorBytes is the memory that Labels and Fields take.
+	// selectorBytes is the memory of Labels and Fields.
 	selectorBytes int
-	// metadataEnd is where in JSON that ends, once it was asked for.
+	// metadataEnd is the offset in JSON at which the metadata ends; 0 until ThroughMetadata computes it.
 	metadataEnd atomic.Int32
 }
 
-// ThroughMetadata is frame.ThroughMetadata of JSON; where that ends is looked for once.
+// ThroughMetadata returns frame.ThroughMetadata of JSON. It finds the end of the metadata only once.
 func (i *Item) ThroughMetadata() ([]byte, error) {
 	if end := i.metadataEnd.Load(); end > 0 {
 		return i.JSON[:end], nil
@@ -46,13 +47,13 @@ func (i *Item) ThroughMetadata() ([]byte, error) {
 	return through, nil
 }
 
-// lastSerial is the last item's.
+// lastSerial is the serial of the newest item.
 var lastSerial atomic.Uint64
 
-// Size is the memory that the item takes.
+// Size returns the item's memory in bytes, approximately.
 func (i *Item) Size() int { return len(i.JSON) + len(i.Protobuf) + len(i.Key) + 200 + i.selectorBytes }
 
-// pairBytes is about what an entry of a map takes beside its strings' bytes.
+// pairBytes is about the memory of a map entry beside the bytes of its strings.
 const pairBytes = 50
 
 func sizeOf(pairs map[string]string) (n int) {
@@ -62,21 +63,21 @@ func sizeOf(pairs map[string]string) (n int) {
 	return n
 }
 
-// Event is one change. Item is the object after it (for a deletion the last state, at the deletion's revision);
-// Previous is the object before it at this revision, where a selector could tell the two apart.
+// Event is one change. Item is the object after it. For a deletion, Item is the last state, at the deletion's revision.
+// Previous is the object before the change, at this revision. It is set only if a selector could distinguish the two.
 type Event struct {
 	Type           logv1.Type
 	Revision       int64
 	Index          int32
 	Item, Previous *Item
-	// Traceparent is the event's span; empty where it is not traced.
+	// Traceparent is the event's trace context; empty if it is not traced.
 	Traceparent string
 
-	resource *Resource // whose ring it is in
+	resource *Resource // the resource whose ring has the event; nil in a backfill
 	frames   frameCache
 }
 
-// Size is the memory that the event takes before anything is made of it.
+// Size returns the event's memory in bytes without its frames.
 func (e *Event) Size() int {
 	n := e.Item.Size() + eventBytes
 	if e.Previous != nil {
@@ -85,11 +86,11 @@ func (e *Event) Size() int {
 	return n
 }
 
-// eventBytes is what an event takes beside its objects.
+// eventBytes is the memory of an event beside its objects.
 const eventBytes = 200
 
-// release takes the event out of its ring's account, and answers what it stood there for. Frames made later are their
-// maker's.
+// release removes the event from its ring's account, and returns the bytes that it counted. Frames built later are not
+// counted.
 func (e *Event) release() int {
 	e.frames.mu.Lock()
 	defer e.frames.mu.Unlock()
@@ -98,11 +99,11 @@ func (e *Event) release() int {
 	return n
 }
 
-// frameCache keeps what was made of an event, so that it is made once for all who want it.
+// frameCache caches the frames built from an event, so that each is built once for all watches.
 type frameCache struct {
 	mu      sync.Mutex
 	entries []*cachedFrame
-	// bytes is what was made, until the event is released.
+	// bytes counts the frames built before the event was released.
 	bytes    int
 	released bool
 }
@@ -112,14 +113,14 @@ type cachedFrame struct {
 	done  chan struct{}
 	bytes []byte
 	err   error
-	// waiters are the callers that wait for it, and cancel ends its making once there are none.
+	// waiters counts the callers that wait for the frame. cancel ends the build when there are none.
 	waiters int
 	cancel  context.CancelFunc
 }
 
-// get makes what is not there. Who wants the same waits for it; who wants something else does not. The context of build
-// ends when the context of every caller that waits has ended. grown accounts for what is kept; where it is nil nothing
-// is.
+// get returns the frame for key, and builds it if it is missing. Callers with the same key share one build; callers
+// with other keys do not wait. build's context ends when the contexts of all waiting callers have ended. get calls
+// addBytes with the size of a cached frame; if addBytes is nil, the frame is not cached.
 func (d *frameCache) get(ctx context.Context, key any, build func(context.Context) ([]byte, error),
 	addBytes func(int)) ([]byte, error) {
 	d.mu.Lock()
@@ -157,9 +158,9 @@ func (d *frameCache) get(ctx context.Context, key any, build func(context.Contex
 	m.bytes, m.err = withRecovery(func() ([]byte, error) { return build(buildCtx) })
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	close(m.done) // under the lock: leave does not count the callers of a frame that is made
+	close(m.done) // under the lock, because leave ignores the callers of a finished frame
 	m.waiters = max(m.waiters, 1)
-	if m.err != nil || addBytes == nil { // the next one makes it again
+	if m.err != nil || addBytes == nil { // the next caller builds it again
 		d.entries = slices.DeleteFunc(d.entries, func(o *cachedFrame) bool { return o == m })
 	} else if !d.released {
 		d.bytes += len(m.bytes)
@@ -168,7 +169,7 @@ func (d *frameCache) get(ctx context.Context, key any, build func(context.Contex
 	return m.bytes, m.err
 }
 
-// leave takes a caller's interest away whose context has ended.
+// leave removes a waiting caller whose context has ended.
 func (d *frameCache) leave(m *cachedFrame) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -182,23 +183,23 @@ func (d *frameCache) leave(m *cachedFrame) {
 	}
 }
 
-// withRecovery makes a panic an error: others wait for the frame.
+// withRecovery returns a panic as an error, because other callers wait for the frame.
 func withRecovery(build func() ([]byte, error)) (data []byte, err error) {
 	defer recovery.ToError("making a frame", &err)
 	return build()
 }
 
-// Frame is a frame of the event, made at most once for each key for as long as a ring holds the event. It counts among
-// what that holds. It ends early when ctx does.
+// Frame returns a frame of the event. It is built at most once for each key while a ring holds the event, and counts to
+// the ring's bytes. Frame returns early if ctx ends.
 func (e *Event) Frame(ctx context.Context, key any, build func(context.Context) ([]byte, error)) ([]byte, error) {
-	// a backfill's: no ring accounts for its frames, so none is kept beyond those who wait for it now
+	// An event of a backfill has no ring that accounts for its frames, so only concurrent callers share them.
 	if e.resource == nil {
 		return e.frames.get(ctx, key, build, nil)
 	}
 	return e.frames.get(ctx, key, build, func(n int) { e.resource.ringBytes.Add(int64(n)) })
 }
 
-// EventOf is the log's event as the cache has it.
+// EventOf returns the log's event as the cache holds it.
 func EventOf(p *logv1.Event) *Event {
 	e := &Event{
 		Type:        p.Type,
@@ -229,7 +230,7 @@ func itemOf(namespace, name string, revision int64, o *logv1.Object) *Item {
 	}
 }
 
-// Key is an object's place in the order of etcd's keys.
+// Key returns an object's key, in the order of etcd's keys.
 func Key(namespace, name string) string {
 	if namespace == "" {
 		return name

@@ -16,29 +16,38 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// Resource is one stored resource's objects and events.
+// Resource holds the objects and events of one stored resource. The states of its objects:
+//
+//	unloaded ── Snapshot ───────────────────────────────► loading
+//	loading ─── read, log at the read's revision ───────► loaded
+//	loading ─── error, reset, or ring trimmed too far ──► unloaded
+//	loaded ──── reset ──────────────────────────────────► unloaded
+//	loaded ──── no reader for IdleTimeout (Sweep) ──────► unloaded
+//
+// In the state unloaded, tree is nil; in the state loading, loading is set. The ring receives events in every state. A
+// watch without initial events therefore needs no load.
 type Resource struct {
 	Name  string
 	cache *Cache
-	// churn counts the bytes of objects that were replaced or deleted: what a snapshot from before keeps alive.
+	// churn counts the bytes of replaced and deleted objects, which older snapshots keep alive.
 	churn atomic.Int64
-	// ringBytes is what the recent events take, and what was made of them: frames, as watches ask for them.
+	// ringBytes counts the bytes of the recent events and of their frames, which watches add.
 	ringBytes atomic.Int64
 
-	mu       sync.Mutex           // guards what follows
+	mu       sync.Mutex           // guards the fields below
 	tree     *btree.BTreeG[*Item] // nil until loaded
 	indexes  map[string]*btree.BTreeG[indexed]
-	snapshot *Snapshot // of the tree, good until the next change
+	snapshot *Snapshot // of the tree; nil after a change
 	bytes    int
-	// unreadable are the objects that are there and cannot be read, by key. They are in no tree.
+	// unreadable has the reasons of the objects that cannot be read, by key. They are not in the trees.
 	unreadable map[string]string
-	applied    int64 // the newest event's revision
+	applied    int64 // revision of the newest event
 
-	resetCount    int64 // counts what was forgotten
+	resetCount    int64 // number of resets
 	events        ring
-	low           int64 // events after this revision are all in the ring
-	staleEvents   int   // events that topics still hold though the ring has forgotten them
-	crdChangedAt  int64 // where the definition last changed
+	low           int64 // the ring has all events after this revision
+	staleEvents   int   // events that triggers still hold after the ring has dropped them
+	crdChangedAt  int64 // revision of the last change of the CRD
 	triggers      map[Trigger]*triggerRing
 	triggerFields map[string]int
 
@@ -50,15 +59,15 @@ type Resource struct {
 type load struct {
 	done chan struct{}
 	err  error
-	// from: what came after it is kept in the ring until the load is done.
+	// from is the cache's revision when the load began. The ring keeps the events after it until the load is done.
 	from int64
-	// resetCount is the resource's when the load began: what was read before a reset is not of what comes after it.
+	// resetCount is the resource's when the load began. If a reset happened since, the load is discarded.
 	resetCount int64
 }
 
 func less(a, b *Item) bool { return a.Key < b.Key }
 
-// indexed is an object's place among those with the same value in a field.
+// indexed is an index entry: an object, ordered by a field's value and by key.
 type indexed struct {
 	value, key string
 	item       *Item
@@ -68,10 +77,10 @@ func lessIndexed(a, b indexed) bool {
 	return a.value < b.value || a.value == b.value && a.key < b.key
 }
 
-// maxIndexes bounds the fields of one resource that are indexed; they are indexed when they are first selected by.
+// maxIndexes bounds the indexed fields of one resource. The first list that selects by a field creates its index.
 const maxIndexes = 4
 
-// apply takes the events of one transaction.
+// apply applies the events of one transaction.
 func (r *Resource) apply(events []*Event) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -90,12 +99,12 @@ func (r *Resource) apply(events []*Event) {
 }
 
 const (
-	// idleShare is what part of the ring's bound is kept for a resource that nobody reads.
+	// idleShare divides the ring's bound for a resource without readers.
 	idleShare = 16
-	// loadShare is how many times the ring's bound may be kept while the resource is being loaded: what came meanwhile
-	// belongs to the load.
+	// loadShare multiplies the ring's bound while the resource is loading, because the load needs the events that
+	// arrive meanwhile.
 	loadShare = 8
-	// maxStaleEvents is how many events topics may hold beyond the ring before they are gone through.
+	// maxStaleEvents is the number of dropped events after which trim also trims the triggers.
 	maxStaleEvents = 256
 )
 
@@ -107,7 +116,8 @@ func (r *Resource) bound() int {
 	return r.cache.RingBytes
 }
 
-// trim forgets the oldest events beyond the bound; a revision goes whole.
+// trim drops the oldest events beyond the bound. It drops all events of a revision together. During a load it keeps the
+// events that the load needs, up to loadShare times the ring's bound.
 func (r *Resource) trim(bound int) {
 	forgotten := 0
 	for r.events.Len() > 1 {
@@ -128,7 +138,7 @@ func (r *Resource) trim(bound int) {
 	}
 }
 
-// trimTriggers lets topics go of what the ring has forgotten.
+// trimTriggers drops the events from the triggers that the ring has dropped.
 func (r *Resource) trimTriggers() {
 	for _, t := range r.triggers {
 		t.forget(r.low)
@@ -161,20 +171,21 @@ func (r *Resource) updateTree(e *Event) {
 	}
 }
 
-// drop forgets the objects; the next reader brings them back.
+// drop unloads the objects; the next reader loads them again.
 func (r *Resource) drop() {
 	r.churn.Add(int64(r.bytes))
 	r.tree, r.indexes, r.snapshot, r.bytes, r.unreadable = nil, nil, nil, 0, nil
 }
 
-// CRDChangedAt is the revision at which the resource's definition last changed, as far as this replica has seen.
+// CRDChangedAt returns the revision of the last change of the resource's CRD that this replica has received.
 func (r *Resource) CRDChangedAt() int64 {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.crdChangedAt
 }
 
-// forget forgets everything: there may be a gap before revision.
+// forget resets the resource, because events before revision may be missing. If crdChanged, changedAt is the revision
+// of the CRD's change.
 func (r *Resource) forget(revision int64, crdChanged bool, changedAt int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -194,22 +205,22 @@ func (r *Resource) forget(revision int64, crdChanged bool, changedAt int64) {
 	}
 }
 
-// Snapshot is a resource as it was at one revision.
+// Snapshot is a resource at one revision. It does not change.
 type Snapshot struct {
 	Revision int64
 	tree     *btree.BTreeG[*Item]
 	indexes  map[string]*btree.BTreeG[indexed]
-	// unreadable is shared with the resource's other snapshots, and does not change.
+	// unreadable is shared with other snapshots of the resource, and does not change.
 	unreadable map[string]string
 	resource   *Resource
 	churn      int64
 }
 
-// Pinned is about how many bytes of objects only this snapshot keeps alive, and those as old.
+// Pinned returns about how many bytes of objects only this snapshot and older ones keep alive.
 func (s *Snapshot) Pinned() int64 { return s.resource.churn.Load() - s.churn }
 
-// Unreadable says why an object whose key begins with prefix cannot be read, if there is one: a list that it belongs to
-// has no answer here.
+// Unreadable returns an unreadable object whose key begins with prefix, and the reason. The replica cannot serve a list
+// that selects the object.
 func (s *Snapshot) Unreadable(prefix string) (key, reason string, found bool) {
 	for key, reason := range s.unreadable {
 		if strings.HasPrefix(key, prefix) {
@@ -219,27 +230,28 @@ func (s *Snapshot) Unreadable(prefix string) (key, reason string, found bool) {
 	return "", "", false
 }
 
-// IsUnreadable says whether the object with the key is there and cannot be read.
+// IsUnreadable reports whether the object with the key exists and is unreadable.
 func (s *Snapshot) IsUnreadable(key string) bool {
 	_, found := s.unreadable[key]
 	return found
 }
 
-// Len is how many objects there are.
+// Len returns the number of readable objects.
 func (s *Snapshot) Len() int { return s.tree.Len() }
 
-// Get finds one object.
+// Get returns the object with a key.
 func (s *Snapshot) Get(key string) (*Item, bool) { return s.tree.Get(&Item{Key: key}) }
 
-// Scan calls visit with the objects whose keys begin with prefix, from the key from on, in order, until it returns
-// false.
+// Scan calls visit with the objects whose keys begin with prefix, in key order, starting at the key from. It stops if
+// visit returns false.
 func (s *Snapshot) Scan(prefix, from string, visit func(*Item) bool) {
 	s.tree.AscendGreaterOrEqual(&Item{Key: max(prefix, from)}, func(i *Item) bool {
 		return strings.HasPrefix(i.Key, prefix) && visit(i)
 	})
 }
 
-// ScanField is Scan for the objects with a value in a field that the snapshot was asked for with.
+// ScanField is Scan for the objects that match a trigger. It uses the trigger's index. Without an index it scans all
+// objects.
 func (s *Snapshot) ScanField(t Trigger, prefix, from string, visit func(*Item) bool) {
 	index := s.indexes[t.Field]
 	if index == nil {
@@ -251,10 +263,11 @@ func (s *Snapshot) ScanField(t Trigger, prefix, from string, visit func(*Item) b
 	})
 }
 
-// contextCheckInterval is how many objects Select visits before it looks at its context: a selector may have 10,000 terms.
+// contextCheckInterval is the number of objects that Select visits between two checks of its context. A check is needed
+// because a selector may have 10,000 terms.
 const contextCheckInterval = 64
 
-// Select is ScanField until ctx ends, which is its error.
+// Select is ScanField that stops when ctx ends. It then returns ctx's error.
 func (s *Snapshot) Select(ctx context.Context, t Trigger, prefix, from string, visit func(*Item) bool) error {
 	visited := 0
 	s.ScanField(t, prefix, from, func(i *Item) bool {
@@ -264,7 +277,8 @@ func (s *Snapshot) Select(ctx context.Context, t Trigger, prefix, from string, v
 	return ctx.Err()
 }
 
-// currentSnapshot is the snapshot of what is loaded, with an index for the field, if one is named.
+// currentSnapshot returns a snapshot of the loaded objects. If field is not empty, the snapshot has an index of it,
+// unless maxIndexes is reached.
 func (r *Resource) currentSnapshot(field string) *Snapshot {
 	if field != "" && r.indexes[field] == nil && len(r.indexes) < maxIndexes {
 		index := btree.NewG(64, lessIndexed)
@@ -296,10 +310,11 @@ func (r *Resource) currentSnapshot(field string) *Snapshot {
 	return &s
 }
 
-// Source reads a whole resource, and answers the revision that it was read at.
+// Source reads a whole resource and returns its rows and their revision.
 type Source func(ctx context.Context, storedAs string) ([]*registryv1.Row, int64, error)
 
-// Snapshot is the resource now; it is loaded first if it is not there. A field that is named is indexed.
+// Snapshot returns the resource at the cache's revision, and loads it first if necessary. If field is not empty, the
+// snapshot has an index of it.
 func (r *Resource) Snapshot(ctx context.Context, field string, source Source,
 	wait func(context.Context, int64) error) (*Snapshot, error) {
 	for range maxLoads {
@@ -319,12 +334,13 @@ func (r *Resource) Snapshot(ctx context.Context, field string, source Source,
 	return nil, errLoadOverrun
 }
 
-// maxLoads is how often a reader waits for the resource to be loaded: more may happen to it than is kept meanwhile.
+// maxLoads bounds the loads that a reader waits for. A load fails if the ring drops events that it needs.
 const maxLoads = 4
 
-var errLoadOverrun = errors.New("more happens to the resource while it is loaded than is kept")
+var errLoadOverrun = errors.New("the ring dropped events that loading the resource needed")
 
-// snapshotOrLoad is the snapshot, or the load under way.
+// snapshotOrLoad returns the snapshot or, if the resource is not loaded, the load in progress. It starts the load if
+// necessary.
 func (r *Resource) snapshotOrLoad(ctx context.Context, field string, source Source,
 	wait func(context.Context, int64) error) (*Snapshot, *load) {
 	r.cache.resetMu.RLock()
@@ -345,8 +361,8 @@ func (r *Resource) snapshotOrLoad(ctx context.Context, field string, source Sour
 	return nil, r.loading
 }
 
-// SnapshotAt is the resource as it was at a revision, where it is loaded and has not changed since. It lets a replica
-// go on with a list that another one began.
+// SnapshotAt returns the resource at a revision, if it is loaded and has not changed since. A replica can so continue a
+// paged list that another replica began.
 func (r *Resource) SnapshotAt(revision int64) (*Snapshot, bool) {
 	r.cache.resetMu.RLock()
 	defer r.cache.resetMu.RUnlock()
@@ -361,10 +377,10 @@ func (r *Resource) SnapshotAt(revision int64) (*Snapshot, bool) {
 	return s, true
 }
 
-// loadTimeout bounds the reading of one resource.
+// loadTimeout bounds the load of one resource.
 const loadTimeout = time.Minute
 
-// load reads a snapshot and adds the events that came after it.
+// load reads a snapshot and applies the events after it.
 func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(context.Context, int64) error) {
 	defer close(l.done)
 	tree, unreadable, bytes, revision, err := read(ctx, r.Name, source, wait)
@@ -376,7 +392,7 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 		return
 	}
 	if r.low > revision || r.resetCount != l.resetCount {
-		return // the events after the snapshot are gone from the ring: whoever waits loads again
+		return // the ring has dropped events after the snapshot, so the waiting readers load again
 	}
 	r.drop()
 	r.tree, r.unreadable, r.bytes = tree, unreadable, bytes
@@ -388,7 +404,7 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 	r.trim(r.bound())
 }
 
-// read reads a whole resource and waits until the log has come to its revision, so that no object is newer than
+// read reads a whole resource. It returns when the log has reached the read's revision, so that no object is newer than
 // Progress.
 func read(ctx context.Context, name string, source Source,
 	wait func(context.Context, int64) error) (tree *btree.BTreeG[*Item], unreadable map[string]string, bytes int,

@@ -8,7 +8,7 @@ import (
 	"watershed.dev/platform/watchable"
 )
 
-// ring is recent events, which can be waited for.
+// ring is the recent events, and a signal of new events.
 type ring struct {
 	events.Ring[*Event]
 	changed watchable.Signal
@@ -19,21 +19,21 @@ func (g *ring) forget(revision int64) {
 	g.DropWhile(func(e *Event) bool { return e.Revision <= revision })
 }
 
-// reset overruns every cursor and wakes whoever waits at one.
+// reset overruns every cursor and wakes the watches.
 func (g *ring) reset() {
 	g.Reset()
 	g.changed.Notify()
 }
 
-// Trigger is a part of a resource's events: those of objects, before or after the event, with a value in a field. With it
-// an event wakes those whom it concerns, not everyone who watches the resource.
+// Trigger selects part of a resource's events: those of objects with a value in a field, before or after the event.
+// Because of it an event wakes only the watches of its triggers, not all watches of the resource.
 type Trigger struct{ Field, Value string }
 
-// Fields that are not an object's selectable ones.
+// Trigger fields that are not selectable fields.
 const (
-	// ByKey is an object's key in etcd's order.
+	// ByKey is the object's key, in etcd's order.
 	ByKey = "\x00key"
-	// ByNamespace is an object's namespace.
+	// ByNamespace is the object's namespace.
 	ByNamespace = "\x00namespace"
 )
 
@@ -47,7 +47,7 @@ func (t Trigger) valueOf(i *Item) string {
 	return i.Fields[t.Field]
 }
 
-// Index is the selectable field whose values tell the topic's objects; empty where etcd's own order finds them.
+// Index returns the selectable field that finds the trigger's objects. It is empty if the key order finds them.
 func (t Trigger) Index() string {
 	if t.Field == ByKey || t.Field == ByNamespace {
 		return ""
@@ -59,20 +59,20 @@ func (t Trigger) matches(e *Event) bool {
 	return t.valueOf(e.Item) == t.Value || e.Previous != nil && t.valueOf(e.Previous) == t.Value
 }
 
-// triggerRing is a ring of its own, as long as anybody follows it.
+// triggerRing is the ring of one trigger. It exists while the trigger has subscribers.
 type triggerRing struct {
 	ring
 	subscribers int
 }
 
-// Subscription reads a resource's events, or those of one topic.
+// Subscription reads a resource's events, or the events of one trigger.
 type Subscription struct {
 	resource *Resource
 	trigger  Trigger
 	ring     *ring
 }
 
-// Subscribe begins to follow a topic; the zero one is every event. Close it.
+// Subscribe subscribes to a trigger's events; the zero trigger selects every event. The caller must call Close.
 func (r *Resource) Subscribe(t Trigger) *Subscription {
 	r.mu.Lock()
 	r.subscribers++
@@ -86,7 +86,7 @@ func (r *Resource) Subscribe(t Trigger) *Subscription {
 	}
 	past, next := r.events.All(), r.events.Next()
 	r.mu.Unlock()
-	var matching []*Event // the whole ring is gone through, with nobody waiting for that
+	var matching []*Event // the scan of the whole ring holds no lock
 	for _, e := range past {
 		if t.matches(e) {
 			matching = append(matching, e)
@@ -97,7 +97,7 @@ func (r *Resource) Subscribe(t Trigger) *Subscription {
 	trigger := r.triggers[t]
 	if trigger == nil {
 		trigger = &triggerRing{}
-		if r.events.Base() <= next { // else the ring has been reset meanwhile, or what was seen of it has gone by
+		if r.events.Base() <= next { // otherwise the ring was reset meanwhile, or has dropped the scanned events
 			for _, e := range matching {
 				trigger.Add(e)
 			}
@@ -121,7 +121,7 @@ func (r *Resource) join(t Trigger, trigger *triggerRing) *Subscription {
 	return &Subscription{resource: r, trigger: t, ring: &trigger.ring}
 }
 
-// Close ends the following.
+// Close ends the subscription.
 func (s *Subscription) Close() {
 	r := s.resource
 	r.mu.Lock()
@@ -138,7 +138,7 @@ func (s *Subscription) Close() {
 	}
 }
 
-// dispatchToTriggers adds an event to the topics that it belongs to.
+// dispatchToTriggers adds an event to the triggers that select it.
 func (r *Resource) dispatchToTriggers(e *Event) {
 	for field := range r.triggerFields {
 		value := Trigger{Field: field}.valueOf(e.Item)
@@ -158,11 +158,11 @@ func (r *Resource) dispatchTo(t Trigger, e *Event) {
 	}
 }
 
-// Cursor is a place between two events of what is followed.
+// Cursor is a place between two events of a subscription.
 type Cursor int64
 
-// After is the place after an event's position. ok is false where what comes next is no longer there; low is the
-// oldest revision that can be resumed from.
+// After returns the cursor after an event's position. ok is false if the ring has dropped events after it; low is the
+// oldest revision that a watch can resume from.
 func (s *Subscription) After(revision int64, index int32) (cur Cursor, low int64, ok bool) {
 	r := s.resource
 	r.cache.resetMu.RLock()
@@ -178,9 +178,9 @@ func (s *Subscription) After(revision int64, index int32) (cur Cursor, low int64
 	})), r.low, true
 }
 
-// Next is what came after the cursor, at most n events, and where to go on. Where nothing came, changed is closed when
-// something does. progress is the revision that has been reached once the events are seen, 0 where more is to come at
-// once. ok is false where the cursor was overrun.
+// Next returns at most n events after the cursor, and the cursor after them. If there are none, changed is closed when
+// one arrives. progress is the revision reached with the events, or 0 if more events wait. ok is false if the ring
+// overran the cursor.
 func (s *Subscription) Next(cur Cursor,
 	n int) (batch []*Event, next Cursor, progress int64, changed <-chan struct{}, ok bool) {
 	r := s.resource
@@ -200,7 +200,7 @@ func (s *Subscription) Next(cur Cursor,
 	return slices.Clone(rest), cur + Cursor(len(rest)), progress, s.ring.changed.C(), true
 }
 
-// Behind is how many events wait after a cursor.
+// Behind returns the number of events after a cursor.
 func (s *Subscription) Behind(cur Cursor) int64 {
 	s.resource.mu.Lock()
 	defer s.resource.mu.Unlock()

@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// Status is what an operator sees of one resource.
+// Status is the state of one resource, for the status page.
 type Status struct {
 	Name            string `json:"name"`
 	Loaded          bool   `json:"loaded"`
@@ -20,7 +20,7 @@ type Status struct {
 	Unreadable      int    `json:"unreadable"`
 }
 
-// Resources lists the resources by name.
+// Resources returns the status of every resource, by name.
 func (c *Cache) Resources() []Status {
 	var all []Status
 	c.each(func(r *Resource) {
@@ -47,10 +47,10 @@ func (c *Cache) Resources() []Status {
 	return all
 }
 
-// Resets is how often something had to be forgotten because the log had a gap, or held what could not be read.
+// Resets returns the number of resets of a resource or of the cache: the log had a gap or an unreadable message.
 func (c *Cache) Resets() int64 { return c.resets.Load() }
 
-// Lag is how long the newest event took from the publisher to here.
+// Lag returns the time from the publisher to this replica of the newest event.
 func (c *Cache) Lag() time.Duration {
 	observed := c.observed.Load()
 	if observed == 0 {
@@ -59,8 +59,8 @@ func (c *Cache) Lag() time.Duration {
 	return max(0, time.Duration(c.applied.Load()-observed))
 }
 
-// Sweep forgets the objects of resources that nobody has read for IdleTimeout, and most of their events; and of every
-// resource what frames have made too much of its events, and what topics hold that the ring has forgotten.
+// Sweep unloads the resources without readers for IdleTimeout, and trims their rings to a share of the bound. It trims
+// every ring that frames have grown beyond its bound, and the triggers. It returns the names of the unloaded resources.
 func (c *Cache) Sweep() (dropped []string) {
 	c.each(func(r *Resource) {
 		r.mu.Lock()

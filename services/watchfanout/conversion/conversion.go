@@ -1,5 +1,6 @@
-// Package convert asks registry for what a replica's bytes are not: other versions of objects, rows of Tables, and the
-// fields that only an object's conversion tells.
+// Package conversion requests encodings from registry that a replica does not have: other versions of objects, Table
+// rows, and fields that need a conversion. It caches the encodings and decodes nothing itself. It has no goroutines of
+// its own.
 package conversion
 
 import (
@@ -18,23 +19,23 @@ import (
 	"watershed.dev/services/watchfanout/query"
 )
 
-// Timeout bounds what registry is asked for on behalf of everyone who watches in one form.
+// Timeout bounds a request to registry on behalf of all watches with the same encoding.
 const Timeout = 10 * time.Second
 
-// Converter asks, and keeps for a while what it was answered.
+// Converter requests encodings from registry and caches them.
 type Converter struct {
 	source registryv1.SourceClient
 	cache  *cache.Cache
-	// rows are a Table's, and versions what is as large as objects.
+	// rows caches Table rows. versions caches encodings as large as objects.
 	rows, versions encodingCache
 	requests       *prometheus.CounterVec
 }
 
-// New returns a converter of a cache's objects.
+// New returns a converter of the objects of c.
 func New(source registryv1.SourceClient, c *cache.Cache) *Converter {
 	requests := prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "watershed_watchfanout_encodings_total",
-		Help: "Objects asked for as Table rows and in other versions, by whether what registry made was kept.",
+		Help: "Encodings of objects as Table rows and in other versions, by whether the cache had them.",
 	}, []string{"cached"})
 	return &Converter{
 		source:   source,
@@ -49,22 +50,22 @@ func New(source registryv1.SourceClient, c *cache.Cache) *Converter {
 func (c *Converter) Metrics() []prometheus.Collector {
 	return []prometheus.Collector{c.requests, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "watershed_watchfanout_encodings_bytes",
-		Help: "Bytes that are kept of what registry has made of objects: Table rows and other versions.",
+		Help: "Bytes of cached encodings: Table rows and objects in other versions.",
 	}, func() float64 { return float64(c.rows.entries.Bytes() + c.versions.entries.Bytes()) })}
 }
 
-// Sweep forgets what nobody has asked for for some time.
+// Sweep evicts encodings that were not requested lately.
 func (c *Converter) Sweep() {
 	c.rows.entries.EvictIdle(rowTTL)
 	c.versions.entries.EvictIdle(versionTTL)
 }
 
-// AllNative says whether items' own bytes are what a list in the form that q wants has: none is converted.
+// AllNative reports whether a list with q's encoding consists of the items' own bytes, without a conversion.
 func AllNative(q *query.Query, items []*cache.Item) bool {
 	return !q.Table && !slices.ContainsFunc(items, func(i *cache.Item) bool { return !q.IsNative(i) })
 }
 
-// Items are a list's in the form that q wants, and with rows their columns.
+// Items returns the items in q's encoding and, for a Table, its columns.
 func (c *Converter) Items(ctx context.Context, q *query.Query,
 	items []*cache.Item) (out *frame.Items, columns []byte, err error) {
 	if q.Table {
@@ -93,13 +94,13 @@ func (c *Converter) Items(ctx context.Context, q *query.Query,
 }
 
 const (
-	// encodeBatch is how many objects one Encode call carries at most, and encodeBytes about how many bytes of them:
-	// what comes back may be some times as much, and a message has a bound.
+	// encodeBatch bounds the objects of one Encode call, and encodeBytes their bytes, approximately. The response may
+	// be several times as large, and gRPC bounds a message.
 	encodeBatch = 250
 	encodeBytes = 4 << 20
 )
 
-// BatchSize is how many of items one Encode call carries: one at least.
+// BatchSize returns how many of items one Encode call carries: at least one.
 func BatchSize(items []*cache.Item) int {
 	n, bytes := 0, 0
 	for ; n < len(items) && n < encodeBatch; n++ {
@@ -110,7 +111,7 @@ func BatchSize(items []*cache.Item) int {
 	return n
 }
 
-// Convert is items in the version that q wants. What registry has made lately is not asked for again.
+// Convert returns the items in q's version. It requests from registry only encodings that are not cached.
 func (c *Converter) Convert(ctx context.Context, q *query.Query, items []*cache.Item) (all [][]byte, err error) {
 	k := c.keyOf(q)
 	encodings, misses := c.versions.lookup(k, items)
@@ -159,12 +160,12 @@ func (c *Converter) encode(ctx context.Context, q *query.Query,
 	}
 	if len(resp.Objects) != len(items) {
 		return nil, status.Errorf(codes.Internal,
-			"encode: asked for %d objects, got %d", len(items), len(resp.Objects))
+			"encode: requested %d objects, got %d", len(items), len(resp.Objects))
 	}
 	return resp, nil
 }
 
-// Fields are what items' fields are in the version that the query asks for.
+// Fields returns the items' selectable fields in q's version.
 func (c *Converter) Fields(ctx context.Context, q *query.Query, items []*cache.Item) ([]map[string]string, error) {
 	ctx, cancel := context.WithTimeout(ctx, Timeout)
 	defer cancel()
@@ -182,7 +183,7 @@ func (c *Converter) Fields(ctx context.Context, q *query.Query, items []*cache.I
 		return nil, rpc.FromStatus(err)
 	}
 	if len(resp.Fields) != len(items) {
-		return nil, status.Errorf(codes.Internal, "asked for the fields of %d objects, got %d",
+		return nil, status.Errorf(codes.Internal, "requested the fields of %d objects, got %d",
 			len(items), len(resp.Fields))
 	}
 	out := make([]map[string]string, len(items))

@@ -23,12 +23,12 @@ import (
 	"watershed.dev/services/watchfanout/query"
 )
 
-// fakeRegistry encodes an object as how many bytes it has, and says how many it was asked for at a time.
+// fakeRegistry encodes an object as its number of bytes, and records the size of each batch.
 type fakeRegistry struct {
 	registryv1.SourceClient
 	batches []int
 	short   bool
-	// columns, ages and cell are of the rows that it makes.
+	// columns, ages and cell define the rows that it returns.
 	columns string
 	ages    func(row string) *registryv1.RowAges
 	cell    string
@@ -51,7 +51,8 @@ func (r *fakeRegistry) Encode(_ context.Context, m *registryv1.EncodeRequest,
 	return out, nil
 }
 
-// newQuery asks for pods, which are stored in v2, in v1, or for a Table of those that are stored so.
+// newQuery returns a query for pods. They are stored in v2, and the query is for v1 or for a Table of the stored
+// version.
 func newQuery(t *testing.T, as string) *query.Query {
 	t.Helper()
 	stored := "v2"
@@ -81,7 +82,7 @@ func items(n, bytes int) (all []*cache.Item) {
 	return all
 }
 
-// Registry is asked for so many objects at a time, and for none twice.
+// Objects are encoded in bounded batches, each object once.
 func TestObjectsAreEncodedInBatches(t *testing.T) {
 	for name, c := range map[string]struct {
 		items []*cache.Item
@@ -107,12 +108,12 @@ func TestObjectsAreEncodedInBatches(t *testing.T) {
 			}
 		}
 		if got := fmt.Sprint(r.batches); got != c.asked {
-			t.Errorf("%s: asked for %s, not %s", name, got, c.asked)
+			t.Errorf("%s: requested %s, not %s", name, got, c.asked)
 		}
 	}
 }
 
-// An answer that lacks an object is an error, and nobody is shown another object's bytes.
+// A response that lacks an object is an error. No client receives another object's bytes.
 func TestAShortResponseIsAnError(t *testing.T) {
 	converter := conversion.New(&fakeRegistry{short: true}, cache.New(1<<20, 0))
 	if _, err := converter.Convert(t.Context(), newQuery(t, ""), items(3, 1)); status.Code(err) != codes.Internal {
@@ -123,7 +124,7 @@ func TestAShortResponseIsAnError(t *testing.T) {
 	}
 }
 
-// age is the ages of a row that has one cell more, which tells how long ago something was.
+// age returns the ages of a row with an additional cell, which is the time since a moment.
 func age(since time.Time) func(string) *registryv1.RowAges {
 	return func(row string) *registryv1.RowAges {
 		return &registryv1.RowAges{Complete: true, Ages: []*registryv1.Age{{
@@ -135,9 +136,10 @@ func age(since time.Time) func(string) *registryv1.RowAges {
 	}
 }
 
-// A row is made once, and its age is told anew. One that follows the clock in another way is made again after a second.
+// A row is encoded once, and its age is recomputed. A row with other time-dependent cells is encoded again after a
+// second.
 func TestRowsAreCachedAndTheirAgesRecomputed(t *testing.T) {
-	// The sleeps are synctest's: its clock moves, nobody waits.
+	// synctest's clock advances; nothing really sleeps.
 	synctest.Test(t, func(t *testing.T) {
 		r := &fakeRegistry{cell: `,"5s"`, ages: age(time.Now().Add(-5 * time.Second))}
 		converter := conversion.New(r, cache.New(1<<20, 0))
@@ -160,18 +162,18 @@ func TestRowsAreCachedAndTheirAgesRecomputed(t *testing.T) {
 		shows(`"65s"`)
 		time.Sleep(5 * time.Minute)
 		shows(`"6m5s"`)
-		if got := fmt.Sprint(r.batches); got != "[3 0 0]" { // for the columns after a second, for rows never
-			t.Errorf("asked for %s", got)
+		if got := fmt.Sprint(r.batches); got != "[3 0 0]" { // the columns after a second, the rows never
+			t.Errorf("requested %s", got)
 		}
 		time.Sleep(4 * time.Minute)
 		r.batches = nil
 		shows(`"10m"`)
 		if got := fmt.Sprint(r.batches); got != "[3]" {
-			t.Errorf("after their life asked for %s", got)
+			t.Errorf("after rowTTL requested %s", got)
 		}
 
 		q.IncludeObject = "None"
-		q.EncodingKey.Event = "another form"
+		q.EncodingKey.Event = "another encoding"
 		r.ages = age(time.Now().Add(time.Hour))
 		rows, err := converter.Rows(t.Context(), q, all)
 		if want := `{"cells":[29,"\u003cinvalid\u003e"],"object":null}`; err != nil ||
@@ -181,7 +183,7 @@ func TestRowsAreCachedAndTheirAgesRecomputed(t *testing.T) {
 
 		for name, ages := range map[string]func(string) *registryv1.RowAges{
 			"other cells":   func(string) *registryv1.RowAges { return &registryv1.RowAges{} },
-			"nobody knows":  func(string) *registryv1.RowAges { return nil },
+			"unknown ages":  func(string) *registryv1.RowAges { return nil },
 			"an older peer": nil,
 		} {
 			r.ages, r.batches, q.EncodingKey.Event = ages, nil, name
@@ -192,15 +194,15 @@ func TestRowsAreCachedAndTheirAgesRecomputed(t *testing.T) {
 				time.Sleep(600 * time.Millisecond)
 			}
 			if got := fmt.Sprint(r.batches); got != "[3 3]" {
-				t.Errorf("%s: asked for %s", name, got)
+				t.Errorf("%s: requested %s", name, got)
 			}
 		}
 	})
 }
 
-// Another version is made anew after a minute, and when the resource is defined anew.
+// An object in another version is encoded again after a minute, and after a change of its CRD.
 func TestVersionsAreCached(t *testing.T) {
-	// The sleeps are synctest's: its clock moves, nobody waits.
+	// synctest's clock advances; nothing really sleeps.
 	synctest.Test(t, func(t *testing.T) {
 		r, held := &fakeRegistry{}, cache.New(1<<20, 0)
 		held.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 5, Epoch: "h"})
@@ -224,20 +226,20 @@ func TestVersionsAreCached(t *testing.T) {
 				t.Fatal(err)
 			}
 			if got := fmt.Sprint(r.batches); got != step.asked {
-				t.Errorf("asked for %s, not %s", got, step.asked)
+				t.Errorf("requested %s, not %s", got, step.asked)
 			}
 		}
 		time.Sleep(time.Hour)
 		converter.Sweep()
 		for _, m := range converter.Metrics() {
 			if g, ok := m.(prometheus.Gauge); ok && testutil.ToFloat64(g) != 0 {
-				t.Errorf("%v bytes are kept of what nobody asks for", testutil.ToFloat64(g))
+				t.Errorf("%v bytes of idle encodings are cached", testutil.ToFloat64(g))
 			}
 		}
 	})
 }
 
-// Rows belong to the columns that they were made with: those of two releases are not mixed.
+// Rows belong to the columns that they were printed with. The rows of two releases are not mixed.
 func TestRowsAreOfTheirColumns(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &fakeRegistry{cell: `,"5s"`, ages: age(time.Now())}
@@ -249,18 +251,19 @@ func TestRowsAreOfTheirColumns(t *testing.T) {
 			}
 		}
 		r.columns, r.cell = " ", `,"5s",true`
-		rows, err := converter.Rows(t.Context(), q, all) // the third is not kept: registry is asked, and has others
+		// The third item is not cached, and registry returns other columns with it.
+		rows, err := converter.Rows(t.Context(), q, all)
 		if err != nil || string(rows.Columns) != "[] " ||
 			!strings.HasPrefix(string(rows.Heads[0]), `{"cells":[29,"0s",true]`) {
 			t.Errorf("%s %s, %v", rows.Columns, rows.Heads[0], err)
 		}
 		if got := fmt.Sprint(r.batches); got != "[2 1 3]" {
-			t.Errorf("asked for %s", got)
+			t.Errorf("requested %s", got)
 		}
 	})
 }
 
-// An age that points out of its row is an error.
+// An age outside its row is an error.
 func TestAWrongAgeIsAnError(t *testing.T) {
 	for name, a := range map[string]*registryv1.Age{
 		"before":   {Offset: -1, Length: 2},

@@ -12,45 +12,46 @@ import (
 )
 
 const (
-	// cacheBytes bounds what is kept of rows, and again of what is as large as objects: it is not to take their room.
+	// cacheBytes bounds the cache of rows, and again the cache of encodings as large as objects. The caches are
+	// separate so that large encodings do not evict rows.
 	cacheBytes = 64 << 20
-	// entryOverhead is about what keeping one encoding takes beside its bytes, and ageBytes what each of its ages adds.
+	// entryOverhead is about the memory of a cached encoding beside its bytes. ageBytes is the memory of each age.
 	entryOverhead = 300
 	ageBytes      = 40
-	// rowTTL is how long a row may be used whose ages are told anew. It has an end since a later release of registry
-	// may print another one.
+	// rowTTL is how long a row is used if its ages are recomputed. It is bounded because a later release of registry
+	// may print another row.
 	rowTTL = 10 * time.Minute
-	// versionTTL is how long another version of an object may be used: a webhook that converts may come to make
-	// another.
+	// versionTTL is how long a converted object is used. It is bounded because a conversion webhook may begin to return
+	// something else.
 	versionTTL = time.Minute
-	// shortTTL is how long a row may be used whose ages are not all known: what it tells is at most so much too young.
-	// So it is with a Table's columns, by which a change of release is noticed.
+	// shortTTL is how long a row is used if some of its ages are unknown: its ages are at most that much too young. It
+	// also applies to a Table's columns, so that a change of release is detected.
 	shortTTL = time.Second
 )
 
-// cacheKey is what registry was asked to encode, and in which form.
+// cacheKey identifies an encoding: the object and the encoding requested.
 type cacheKey struct {
-	// serial is the item's, and 0 for the columns of a Table.
+	// serial is the item's serial, or 0 for the columns of a Table.
 	serial      uint64
 	encodingKey unique.Handle[query.EncodingKey]
-	// crdRevision is where the resource's definition last changed, as the replica knew when it asked.
+	// crdRevision is the last change of the resource's CRD that the replica had received.
 	crdRevision int64
-	// columns are those of a row's Table.
+	// columns are the columns of a row's Table.
 	columns unique.Handle[string]
 }
 
-// encoding is what registry has made.
+// encoding is an encoding that registry returned.
 type encoding struct {
 	data []byte
-	// ages are the parts of a row's data that are told anew each time.
+	// ages are the cells in a row's data that are recomputed for each response.
 	ages    []age
 	expires time.Time
 }
 
-// encodingCache remembers what registry has made of objects: many ask for the same.
+// encodingCache caches registry's encodings, because many clients request the same.
 type encodingCache struct {
 	entries *lru.Cache[cacheKey, *encoding]
-	// requests counts encodings by whether they were kept.
+	// requests counts the requested encodings by whether the cache had them.
 	requests *prometheus.CounterVec
 }
 
@@ -58,13 +59,14 @@ func newEncodingCache(requests *prometheus.CounterVec) encodingCache {
 	return encodingCache{entries: lru.New[cacheKey, *encoding](cacheBytes), requests: requests}
 }
 
-// get is what is kept, and whether it may still be used.
+// get returns the cached encoding, and whether it has not expired.
 func (k encodingCache) get(key cacheKey, now time.Time) (e *encoding, fresh bool) {
 	e, ok := k.entries.Get(key)
 	return e, ok && now.Before(e.expires)
 }
 
-// lookup are items' encodings that are kept, each with a key that is k but for the item, and what is to be made.
+// lookup returns the cached encodings of items, and the items without one. Each item's key is key with the item's
+// serial.
 func (k encodingCache) lookup(key cacheKey, items []*cache.Item) (all []*encoding, misses cacheMisses) {
 	now := time.Now()
 	all = make([]*encoding, len(items))
@@ -84,13 +86,13 @@ func (k encodingCache) put(key cacheKey, e *encoding) {
 	k.entries.Put(key, e, len(e.data)+len(e.ages)*ageBytes+entryOverhead)
 }
 
-// cacheMisses is what registry is to be asked for: items, and where each one's encoding goes.
+// cacheMisses lists the items to request from registry, and the positions of their encodings.
 type cacheMisses struct {
 	positions []int
 	items     []*cache.Item
 }
 
-// nextBatch takes what one Encode call carries.
+// nextBatch removes and returns the items of the next Encode call.
 func (u *cacheMisses) nextBatch() (positions []int, items []*cache.Item) {
 	n := BatchSize(u.items)
 	positions, items = u.positions[:n], u.items[:n]
@@ -98,13 +100,13 @@ func (u *cacheMisses) nextBatch() (positions []int, items []*cache.Item) {
 	return positions, items
 }
 
-// keyOf is the key of what is made in the form that q wants, but for what it is made of.
+// keyOf returns the cache key of q's encoding, without an item's serial.
 func (c *Converter) keyOf(q *query.Query) cacheKey {
 	return cacheKey{encodingKey: unique.Make(q.EncodingKey), crdRevision: c.crdRevision(q)}
 }
 
-// crdRevision is where the resource's definition last changed, as far as the log and the catalog tell: a replica that has
-// just begun has seen no change in the log.
+// crdRevision returns the revision of the CRD's last change, from the log or from discovery. A replica that has just
+// started has received no change in the log.
 func (c *Converter) crdRevision(q *query.Query) int64 {
 	return max(c.cache.Resource(q.Entry.StorageResource).CRDChangedAt(), q.Entry.CrdRevision)
 }

@@ -16,21 +16,20 @@ import (
 	"watershed.dev/services/watchfanout/query"
 )
 
-// A Table's rows are made by registry, and tell how long ago things were. Registry says where in a row that is: the row
-// is kept for as long as its object, and its ages are told anew for each who asks. The metadata that rows
-// include is cut from the objects' own bytes, and sent from where those are.
+// registry prints a Table's rows, whose cells include ages. It marks each age and the timestamp that it is computed
+// from. A row is therefore cached with its object, and its ages are recomputed for each response. The metadata in a row
+// is a slice of the object's own bytes.
 
-// Rows are a Table's.
+// Rows are the rows and columns of a Table.
 type Rows struct {
 	frame.Items
 	Columns []byte
 }
 
-// errColumns is answered where registry's replicas do not agree on a Table's columns, as while one release follows
-// another.
+// errColumns is returned if registry's replicas disagree on a Table's columns, as they may during a rolling upgrade.
 var errColumns = status.Error(codes.Unavailable, "the Table's columns are changing")
 
-// Rows are the rows of a Table of items, as of now.
+// Rows returns the Table rows of items, with ages computed now.
 func (c *Converter) Rows(ctx context.Context, q *query.Query, items []*cache.Item) (*Rows, error) {
 	for range 2 {
 		rows, columns, err := c.encodeRows(ctx, q, items)
@@ -44,8 +43,8 @@ func (c *Converter) Rows(ctx context.Context, q *query.Query, items []*cache.Ite
 	return nil, errColumns
 }
 
-// encodeRows are items' rows, and the columns that they have. They are nil where registry has come to have others than those
-// that rows are kept of.
+// encodeRows returns the items' rows and their columns. rows is nil if registry's columns differ from those of the
+// cached rows.
 func (c *Converter) encodeRows(ctx context.Context, q *query.Query,
 	items []*cache.Item) (rows []*encoding, columns unique.Handle[string], err error) {
 	encodings := c.rows
@@ -55,7 +54,7 @@ func (c *Converter) encodeRows(ctx context.Context, q *query.Query,
 	columnsKey := c.keyOf(q)
 	cachedColumns, fresh := encodings.get(columnsKey, time.Now())
 	if cachedColumns == nil {
-		cachedColumns = &encoding{} // no row is kept of no columns
+		cachedColumns = &encoding{} // no row has empty columns
 	}
 	k := columnsKey
 	k.columns = unique.Make(string(cachedColumns.data))
@@ -89,13 +88,13 @@ func (c *Converter) encodeRows(ctx context.Context, q *query.Query,
 	return rows, k.columns, nil
 }
 
-// age is a part of a row that tells how long ago something was.
+// age is the position of an age in a row, and the timestamp that it is computed from.
 type age struct {
 	offset, end int
 	timestamp   time.Time
 }
 
-// rowOf is a row as it is kept: up to the metadata that it includes, or all of it.
+// rowOf returns a row as it is cached: up to its metadata, or the whole row if it has none.
 func rowOf(q *query.Query, item *cache.Item, data []byte, ages *registryv1.RowAges) (*encoding, error) {
 	ttl := shortTTL
 	switch {
@@ -119,7 +118,7 @@ func rowOf(q *query.Query, item *cache.Item, data []byte, ages *registryv1.RowAg
 	return e, err
 }
 
-// renderRows are rows with their ages told as of now.
+// renderRows returns the rows with ages computed now.
 func renderRows(q *query.Query, items []*cache.Item, rows []*encoding, columns unique.Handle[string]) (*Rows, error) {
 	out := &Rows{
 		Items: frame.Items{
@@ -152,13 +151,13 @@ func renderRows(q *query.Query, items []*cache.Item, rows []*encoding, columns u
 	return out, nil
 }
 
-// maxAge is the most that an age takes in JSON.
+// maxAge is the maximum length of an age in JSON.
 const maxAge = len(invalidAge)
 
-// invalidAge is an age of the future, in JSON.
+// invalidAge is the age of a future timestamp, in JSON.
 const invalidAge = `\u003cinvalid\u003e`
 
-// appendRow appends to dst the row with its ages as of now.
+// appendRow appends the row to dst, with ages computed at now.
 func (e *encoding) appendRow(dst []byte, now time.Time) []byte {
 	pos := 0
 	for _, a := range e.ages {

@@ -9,8 +9,8 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// continueToken is kube-apiserver's (k8s.io/apiserver/pkg/storage/continue.go), so that either server continues the
-// other's lists.
+// continueToken is kube-apiserver's continue token (k8s.io/apiserver/pkg/storage/continue.go). kube-apiserver and the
+// replica can therefore continue each other's lists.
 type continueToken struct {
 	APIVersion      string `json:"v"`
 	ResourceVersion int64  `json:"rv"`
@@ -22,7 +22,7 @@ func encodeContinue(revision int64, start string) string {
 	return base64.RawURLEncoding.EncodeToString(b)
 }
 
-// decodeContinue reads a token; what is odd about one is registry's to say, in kube-apiserver's words.
+// decodeContinue decodes a token. It delegates an invalid token to registry, which returns kube-apiserver's error.
 func decodeContinue(token string) (int64, string, error) {
 	b, err := base64.RawURLEncoding.DecodeString(token)
 	var t continueToken
@@ -30,7 +30,7 @@ func decodeContinue(token string) (int64, string, error) {
 		t.StartKey == "" {
 		return 0, "", rpc.ErrDelegate
 	}
-	start := "/" + strings.TrimPrefix(t.StartKey, "/") // with the slash or without: kube-apiserver writes both
+	start := "/" + strings.TrimPrefix(t.StartKey, "/") // kube-apiserver writes keys with and without the slash
 	if path.Clean(start) != start {
 		return 0, "", rpc.ErrDelegate
 	}

@@ -1,4 +1,4 @@
 package list
 
-// Seed has the same keys end runs in each run of a test.
+// Seed sets the seed of run boundaries, so that each run of a test has the same.
 func (l *Server) Seed(seed uint64) { l.runs.seed = seed }

@@ -6,7 +6,8 @@ import (
 	"testing"
 )
 
-// A token leads to a place under the list's own prefix, or to registry; one that is made comes back as it was.
+// A continue token decodes to a key under the list's own prefix, or is delegated. An encoded token decodes to the same
+// key.
 func FuzzContinue(f *testing.F) {
 	f.Add(encodeContinue(12, "/ns/name\x00"))
 	f.Add("eyJ2IjoibWV0YS5rOHMuaW8vdjEiLCJydiI6MSwic3RhcnQiOiIvLi4vc2VjcmV0cyJ9")

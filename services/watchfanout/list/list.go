@@ -1,4 +1,8 @@
-// Package lists answers lists and GETs from encoded bytes.
+// Package list serves LIST and GET from encoded bytes. It follows kube-apiserver's rules for resourceVersion, limit and
+// continue. It returns rpc.ErrDelegate for requests that only registry can serve.
+//
+// Requests run in their gRPC handlers' goroutines. Server's snapshots are guarded by mu, and runs have locks of their
+// own.
 package list
 
 import (
@@ -25,10 +29,10 @@ import (
 	"watershed.dev/services/watchfanout/query"
 )
 
-// coldTimeout is how long a list waits for a resource that has to be loaded first.
+// coldTimeout is how long a list waits for a resource that must be loaded first.
 const coldTimeout = 5 * time.Second
 
-// Server answers them, and keeps snapshots for those that are read in pages.
+// Server serves lists and GETs, and caches the snapshots of paged lists.
 type Server struct {
 	discovery *discovery.Watcher
 	cache     *cache.Cache
@@ -41,8 +45,8 @@ type Server struct {
 	snapshots []pageSnapshot
 }
 
-// New returns lists of a cache's objects, as fresh as a log is and served as a catalog says. compressed is how many
-// bytes of them are kept as they are compressed; where that is 0 nothing is compressed here.
+// New returns a server of lists of c's objects. l provides consistent reads, and served resolves queries. compressed
+// bounds the cached compressed runs in bytes; 0 disables compression.
 func New(served *discovery.Watcher, c *cache.Cache, l *logreader.Reader, converter *conversion.Converter,
 	compressed int) *Server {
 	return &Server{
@@ -52,7 +56,7 @@ func New(served *discovery.Watcher, c *cache.Cache, l *logreader.Reader, convert
 		converter: converter,
 		served: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "watershed_watchfanout_lists_total",
-			Help: "Lists answered, by stored resource.",
+			Help: "Lists served, by stored resource.",
 		}, []string{"resource"}),
 		runs: newRuns(compressed),
 	}
@@ -62,11 +66,12 @@ func New(served *discovery.Watcher, c *cache.Cache, l *logreader.Reader, convert
 func (l *Server) Metrics() []prometheus.Collector {
 	return []prometheus.Collector{l.served, l.runs.requests, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "watershed_watchfanout_compressed_bytes",
-		Help: "Bytes of compressed runs of lists' items that are kept.",
+		Help: "Bytes of cached compressed runs of list items.",
 	}, func() float64 { return float64(l.runs.bytes()) })}
 }
 
-// resolve reads what is asked for, and sees to it that the replica may answer.
+// resolve resolves a query. It returns rpc.ErrDelegate for an undiscovered resource, and an error if the replica is
+// stale.
 func (l *Server) resolve(p *watchfanoutv1.Query) (*query.Query, error) {
 	q, err := query.Resolve(l.discovery.View(), p)
 	if errors.Is(err, query.ErrNotDiscovered) {
@@ -78,7 +83,7 @@ func (l *Server) resolve(p *watchfanoutv1.Query) (*query.Query, error) {
 	return q, l.logReader.CheckFresh()
 }
 
-// List answers a list's body.
+// List streams the body of a list.
 func (l *Server) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
 	ctx := stream.Context()
 	q, err := l.resolve(r.Query)
@@ -108,7 +113,7 @@ func (l *Server) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 		Unstructured: q.Encoding.Unstructured && !q.Table && !q.Encoding.Partial,
 	}
 	body := head.Body(q.Encoding.Protobuf, items)
-	// what is converted changes though its items do not
+	// A converted encoding may change although its items do not, so it is not compressed in runs.
 	if r.Gzip && l.runs.limit > 0 && body.Size > deflate.Threshold && (q.Table || conversion.AllNative(q, page.items)) {
 		return l.compressed(stream, &content{encodingKey: q.EncodingKey, items: page.items, body: body})
 	}
@@ -117,18 +122,18 @@ func (l *Server) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 	}})
 }
 
-// compressedBytes is about how many compressed bytes one message carries.
+// compressedBytes is about the number of compressed bytes in one message.
 const compressedBytes = 64 << 10
 
-// compressed sends a list's body as gzip.
+// compressed sends the body of a list as gzip.
 func (l *Server) compressed(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], list *content) error {
 	body := list.body
 	out := &frame.Chunks{Bytes: compressedBytes, Send: func(pieces [][]byte, size int64) error {
-		// the first message, which has the size, says so for all
+		// Only the first message has the size; its Gzip is valid for all messages.
 		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size, Gzip: size > 0})
 	}}
 	out.Begin(body.Size)
-	_ = out.Add(deflate.Header()) // its error is there at the next one too
+	_ = out.Add(deflate.Header()) // the next Add returns the same error
 	var sum deflate.Sum
 	add := func(p *deflate.Part) error {
 		sum.Add(p)
@@ -136,7 +141,8 @@ func (l *Server) compressed(stream grpc.ServerStreamingServer[watchfanoutv1.List
 	}
 	err := add(deflate.Stored(body.Head))
 	if err == nil {
-		err = out.End() // whoever asks hears at once that there is an answer, however long others compress
+		// The first message is sent before anything is compressed, so that the gateway does not time out and delegate.
+		err = out.End()
 	}
 	for first := 0; first < len(list.items) && err == nil; {
 		end := l.runs.end(list, first)
@@ -145,7 +151,7 @@ func (l *Server) compressed(stream grpc.ServerStreamingServer[watchfanoutv1.List
 			err = add(part)
 		}
 		if err == nil {
-			err = stream.Context().Err() // nobody may want the rest
+			err = stream.Context().Err() // the client may be gone
 		}
 		first = end
 	}
@@ -157,10 +163,10 @@ func (l *Server) compressed(stream grpc.ServerStreamingServer[watchfanoutv1.List
 	return out.End()
 }
 
-// sortedTable is the one resource whose Tables are sorted by more than names.
+// sortedTable is the only resource whose Tables are not sorted by name.
 const sortedTable = "flowschemas.flowcontrol.apiserver.k8s.io"
 
-// Get answers one object's body.
+// Get returns the body of one object.
 func (l *Server) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchfanoutv1.GetResponse, error) {
 	q, err := l.resolve(r.Query)
 	if err != nil {
@@ -196,14 +202,14 @@ type page struct {
 	remaining *int64
 }
 
-// page selects a list's objects, by Kubernetes' rules for resourceVersion, limit and continue.
+// page selects the objects of a list, by Kubernetes' rules for resourceVersion, limit and continue.
 func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.ListRequest) (*page, error) {
 	limit := r.Limit
-	// kube-apiserver's cache knows no limit, and it has none of events
+	// kube-apiserver's watch cache ignores limit for resourceVersion "0"; it does not cache events.
 	if r.ResourceVersion == "0" && q.Entry.StorageResource != "events" {
 		limit = 0
 	}
-	epoch := l.cache.Epoch() // should it change now, the list goes on from registry
+	epoch := l.cache.Epoch() // if it changes meanwhile, registry serves the next page
 	snapshot, from, err := l.snapshotFor(ctx, q, r)
 	if err != nil {
 		return nil, err
@@ -222,7 +228,7 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 		return p, nil
 	}
 	if _, _, unreadable := snapshot.Unreadable(prefix); unreadable && !q.SkipUnreadable {
-		return nil, rpc.ErrDelegate // which says what is wrong with it
+		return nil, rpc.ErrDelegate // registry returns the error
 	}
 	total := int64(0)
 	err = snapshot.Select(ctx, q.Trigger(), prefix, from, func(i *cache.Item) bool {
@@ -253,7 +259,7 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 	return p, nil
 }
 
-// snapshotFor is the snapshot that a list is answered from, and the key to begin at.
+// snapshotFor returns the snapshot that serves a list, and the key to start at.
 func (l *Server) snapshotFor(
 	ctx context.Context,
 	q *query.Query,
@@ -262,7 +268,7 @@ func (l *Server) snapshotFor(
 	res := l.cache.Resource(q.Entry.StorageResource)
 	if r.Continue != "" {
 		if r.ResourceVersion != "" && r.ResourceVersion != "0" {
-			return nil, "", rpc.ErrDelegate // which is an error
+			return nil, "", rpc.ErrDelegate // registry returns the error
 		}
 		revision, start, err := decodeContinue(r.Continue)
 		if err != nil {
@@ -274,7 +280,7 @@ func (l *Server) snapshotFor(
 		if err := l.logReader.WaitUntilFresh(ctx, revision); err != nil {
 			return nil, "", rpc.ErrDelegate
 		}
-		if _, err := res.Snapshot(ctx, "", l.logReader.Load, l.logReader.Wait); err != nil { // loads it
+		if _, err := res.Snapshot(ctx, "", l.logReader.Load, l.logReader.Wait); err != nil { // loads the resource
 			return nil, "", rpc.ErrDelegate
 		}
 		if unchanged, ok := res.SnapshotAt(revision); ok {
@@ -287,13 +293,14 @@ func (l *Server) snapshotFor(
 		rv != "" && rv != "0" && r.Limit > 0 && r.ResourceVersionMatch == "":
 		return nil, "", rpc.ErrDelegate
 	case rv == "":
-		if err := l.logReader.WaitUntilConsistent(ctx); err != nil { // the log does not move: registry can still say
+		// If the log stalls, registry can still serve the list.
+		if err := l.logReader.WaitUntilConsistent(ctx); err != nil {
 			return nil, "", rpc.ErrDelegate
 		}
 	case rv != "0":
 		revision, err := strconv.ParseUint(rv, 10, 63)
 		if err != nil {
-			return nil, "", rpc.ErrDelegate // registry says what is wrong with it
+			return nil, "", rpc.ErrDelegate // registry returns the error
 		}
 		if err := l.logReader.WaitUntilFresh(ctx, int64(revision)); err != nil {
 			return nil, "", err
@@ -302,8 +309,9 @@ func (l *Server) snapshotFor(
 	loadCtx, cancel := context.WithTimeout(ctx, coldTimeout)
 	defer cancel()
 	snapshot, err := res.Snapshot(loadCtx, q.Trigger().Index(), l.logReader.Load, l.logReader.Wait)
-	if err != nil && ctx.Err() == nil { // it goes on being loaded, or cannot be
-		slog.Debug("Not loaded; registry is asked", "resource", q.Entry.StorageResource, "error", err)
+	// The load continues after coldTimeout, or has failed.
+	if err != nil && ctx.Err() == nil {
+		slog.Debug("Delegating a list to registry", "resource", q.Entry.StorageResource, "error", err)
 		err = rpc.ErrDelegate
 	}
 	return snapshot, "", err

@@ -37,7 +37,7 @@ func (b *body) Send(c *watchfanoutv1.ListChunk) error {
 	return nil
 }
 
-// listBody is a list's names and metadata.
+// listBody is the names and metadata of a decoded list.
 type listBody struct {
 	Kind     string
 	Metadata struct{ ResourceVersion, Continue string }
@@ -68,7 +68,7 @@ func getList(t *testing.T, l *list.Server, r *watchfanoutv1.ListRequest) (out li
 	return out, nil
 }
 
-// A list is what etcd has, selected, at a revision that it says.
+// A list has the selected objects of etcd at the revision that it names.
 func TestLists(t *testing.T) {
 	w := fixture.New(t)
 	l := list.New(w.Discovery, w.Cache, w.LogReader, w.Converter, 0)
@@ -129,7 +129,7 @@ func TestLists(t *testing.T) {
 	}
 }
 
-// The pages of a list are of one revision, whatever is written meanwhile.
+// All pages of a list have one revision, whatever is written meanwhile.
 func TestPagesAreOfOneRevision(t *testing.T) {
 	w := fixture.New(t)
 	l := list.New(w.Discovery, w.Cache, w.LogReader, w.Converter, 0)
@@ -153,11 +153,11 @@ func TestPagesAreOfOneRevision(t *testing.T) {
 		ResourceVersion: "0",
 		Limit:           1,
 	}); err != nil || now.names() != "a b d" {
-		t.Errorf("%+v, %v", now, err) // with "0" a limit does not count
+		t.Errorf("%+v, %v", now, err) // limit is ignored with resourceVersion "0"
 	}
 }
 
-// One object is answered as it is stored; what is not there is registry's to say.
+// Get returns one object as it is stored, and delegates a missing object to registry.
 func TestGet(t *testing.T) {
 	w := fixture.New(t)
 	l := list.New(w.Discovery, w.Cache, w.LogReader, w.Converter, 0)

@@ -19,43 +19,44 @@ import (
 	"watershed.dev/services/watchfanout/query"
 )
 
-// Clients ask for lists compressed, and compressing costs several times what all the rest of a list does. So a list is
-// made of runs: some items that follow each other, compressed by themselves. A run is compressed once, for every list
-// in one form that has those items; what changes is compressed anew with the few that are its neighbours. Where a run
-// ends depends on the key and the size of the item that it ends with, so what comes and goes elsewhere moves no end but
-// those few that are there since a run has become too long. Which keys end one nobody outside knows: names cannot be
-// chosen so that none does.
+// Clients request compressed lists, and compression costs several times as much as the rest of a list. A list is
+// therefore divided into runs: consecutive items that are compressed together. A run is compressed once for all lists
+// with the same encoding and the same items. A changed item invalidates only its own run and the next.
+//
+// Run boundaries are content-defined: they depend on the last item's key and size. A change elsewhere moves no
+// boundary, except boundaries that exist because a run reached maxRunBytes. The boundaries depend on a secret seed.
+// Clients therefore cannot choose names that prevent them.
 
 const (
-	// runBytes is about how many bytes of a body a run has, before it is compressed, and maxRunBytes how many at most,
-	// but for one item that is larger.
+	// runBytes is about the uncompressed size of a run. maxRunBytes is the maximum, unless a single item is larger.
 	runBytes    = 64 << 10
 	maxRunBytes = 4 * runBytes
-	// runTTL is how long a run is kept that nobody asks for.
+	// runTTL is how long a run stays cached without a request.
 	runTTL = 10 * time.Minute
-	// runOverhead is about what keeping a run takes beside its bytes, and itemOverhead what each of its items adds.
+	// runOverhead is about the memory of a cached run beside its bytes. itemOverhead is the memory of each of its
+	// items.
 	runOverhead  = 700
 	itemOverhead = 8
 )
 
-// runs keeps what runs are, compressed.
+// runs caches the compressed runs.
 type runs struct {
-	// limit is how many bytes are kept.
+	// limit bounds the cache in bytes.
 	limit int
-	// seed decides which keys end a run.
+	// seed determines the keys that end a run.
 	seed uint64
-	// headsSeed is that of rows' heads.
+	// headsSeed is the seed of the hash of rows' heads.
 	headsSeed maphash.Seed
-	// requests counts runs by whether they were kept.
+	// requests counts the requested runs by whether the cache had them.
 	requests *prometheus.CounterVec
-	// rows are those of Tables, which tell ages: most are soon of no use, and are not to take the others' room.
+	// rows has the runs of Tables. Their ages make most of them useless soon, and they must not evict the other runs.
 	objects, rows *lru.Cache[runKey, *run]
 }
 
-// rowsShare is what part of what is kept is of Tables.
+// rowsShare divides limit for the runs of Tables.
 const rowsShare = 8
 
-// cacheFor is where a run is kept.
+// cacheFor returns the cache of a run.
 func (r *runs) cacheFor(key runKey) *lru.Cache[runKey, *run] {
 	if key.heads != 0 {
 		return r.rows
@@ -63,35 +64,35 @@ func (r *runs) cacheFor(key runKey) *lru.Cache[runKey, *run] {
 	return r.objects
 }
 
-// forget forgets what nobody has asked for for some time.
+// forget evicts the runs that were not requested for the duration unused.
 func (r *runs) forget(unused time.Duration) {
 	r.objects.EvictIdle(unused)
 	r.rows.EvictIdle(unused)
 }
 
-// bytes is how much is kept.
+// bytes returns the size of both caches.
 func (r *runs) bytes() int { return r.objects.Bytes() + r.rows.Bytes() }
 
-// runKey tells runs apart, but for a collision of sums.
+// runKey identifies a run, except for hash collisions.
 type runKey struct {
 	encodingKey query.EncodingKey
-	// head is what items begin with beside that: a custom resource's kind.
+	// head is the beginning of every item beside encodingKey: the kind of a custom resource.
 	head string
-	// sum is of the items' serials, and last whether no item follows: in JSON that takes a comma away.
+	// sum hashes the items' serials. last is whether no item follows, because in JSON the last item has no comma.
 	sum  uint64
 	last bool
-	// heads are what rows of a Table begin with, which tells ages: a sum by a seed of this process' own.
+	// heads hashes the heads of a Table's rows, which include ages. Its seed is secret.
 	heads uint64
 }
 
-// content is a list's, as runs are made of it: a body that is made of items in a form.
+// content is a list to divide into runs: its body, its items and their encoding.
 type content struct {
 	encodingKey query.EncodingKey
 	items       []*cache.Item
 	body        *frame.Body
 }
 
-// run is one that is kept, or on its way to be.
+// run is a cached run. part compresses it at the first call.
 type run struct {
 	serials []uint64
 	part    func() (*deflate.Part, error)
@@ -107,17 +108,17 @@ func newRuns(limit int) *runs {
 		rows:    lru.New[runKey, *run](limit / rowsShare),
 		requests: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "watershed_watchfanout_compressed_runs_total",
-			Help: "Runs of lists' items that were asked for compressed, by whether they were kept so.",
+			Help: "Compressed runs of list items that were requested, by whether the cache had them.",
 		}, []string{"cached"}),
 	}
 }
 
-// end is where the run ends that begins with the item at first.
+// end returns the end of the run that starts at the item first.
 func (r *runs) end(c *content, first int) int {
 	size := 0
 	for i := first; i < len(c.items); i++ {
 		n := c.body.ItemBytes(i)
-		// one item in so many ends a run, for items of n bytes
+		// on average, an item ends a run every runBytes bytes
 		if size += n; size >= maxRunBytes || int(r.hash(c.items[i].Key)%runBytes) < n {
 			return i + 1
 		}
@@ -125,16 +126,16 @@ func (r *runs) end(c *content, first int) int {
 	return len(c.items)
 }
 
-// hash is a key's FNV-1a with a beginning of this process' own.
+// hash returns the FNV-1a hash of a key, with the secret seed.
 func (r *runs) hash(key string) uint64 {
 	h := r.seed
 	for i := range len(key) {
 		h = (h ^ uint64(key[i])) * 0x100000001b3
 	}
-	return (h ^ h>>32) * 0x9e3779b97f4a7c15 >> 32 // the last letters count for all of what is left
+	return (h ^ h>>32) * 0x9e3779b97f4a7c15 >> 32 // mixes the last characters into all bits that remain
 }
 
-// part is the run of some items, from first up to end, compressed.
+// part returns the compressed run of the items from first up to end.
 func (r *runs) part(c *content, first, end int) (*deflate.Part, error) {
 	key := runKey{encodingKey: c.encodingKey, head: string(c.body.Items.Head), last: end == len(c.items)}
 	for _, i := range c.items[first:end] {
@@ -159,7 +160,7 @@ func (r *runs) part(c *content, first, end int) (*deflate.Part, error) {
 	return entry.part()
 }
 
-// newRun is a run that is compressed when it is first asked for; others who want it wait.
+// newRun returns a run that its first caller compresses. Concurrent callers wait.
 func (r *runs) newRun(key runKey, c *content, first, end int) *run {
 	created := &run{serials: make([]uint64, end-first)}
 	for i, item := range c.items[first:end] {
@@ -167,7 +168,8 @@ func (r *runs) newRun(key runKey, c *content, first, end int) *run {
 	}
 	created.part = sync.OnceValues(func() (part *deflate.Part, err error) {
 		defer func() {
-			// what compresses badly takes the room of much that does not, and is made again as fast as copied
+			// A run that compresses badly takes memory from runs that compress well, and compressing it again is as
+			// fast as copying it.
 			if err != nil || 2*int64(len(part.Data)) > part.Size {
 				r.cacheFor(key).RemoveIf(key, func(entry *run) bool { return entry == created })
 				return
@@ -181,10 +183,10 @@ func (r *runs) newRun(key runKey, c *content, first, end int) *run {
 	return created
 }
 
-// overhead is what keeping the run takes beside its bytes.
+// overhead returns the memory of the run beside its bytes.
 func (r *run) overhead() int { return runOverhead + itemOverhead*len(r.serials) }
 
-// matches says whether the run is of these items.
+// matches reports whether the run consists of these items.
 func (r *run) matches(items []*cache.Item) bool {
 	return slices.EqualFunc(r.serials, items, func(serial uint64, i *cache.Item) bool { return serial == i.Serial })
 }

@@ -23,16 +23,16 @@ import (
 	"watershed.dev/services/watchfanout/list"
 )
 
-// many are enough pods for several runs.
+// many is a number of pods that needs several runs.
 const many = 6000
 
-// runsOf are lists of a replica that holds many pods.
+// runsOf returns a server of lists whose replica has many pods.
 func runsOf(t *testing.T, limit int) (*fixture.Fixture, *list.Server) {
 	t.Helper()
 	w := fixture.New(t)
 	l := list.New(w.Discovery, w.Cache, w.LogReader, w.Converter, limit)
 	l.Seed(1)
-	if _, err := getList(t, l, cached()); err != nil { // which has the resource loaded
+	if _, err := getList(t, l, cached()); err != nil { // loads the resource
 		t.Fatal(err)
 	}
 	for i := range many {
@@ -41,13 +41,13 @@ func runsOf(t *testing.T, limit int) (*fixture.Fixture, *list.Server) {
 	return w, l
 }
 
-// cached asks for what the replica has.
+// cached returns a request with resourceVersion "0", which the cache serves at its own revision.
 func cached() *watchfanoutv1.ListRequest {
 	return &watchfanoutv1.ListRequest{Query: fixture.Query(), ResourceVersion: "0"}
 }
 
-// compressed asks for a list as gzip, and for the same as it is, and compares them. It answers how many of the runs had
-// been kept, and how many were made.
+// compressed requests a list as gzip and uncompressed, and compares the two. It returns how many runs were cached and
+// how many were compressed.
 func compressed(t *testing.T, l *list.Server, name string, r *watchfanoutv1.ListRequest) (hits, misses float64) {
 	t.Helper()
 	r.Gzip = false
@@ -63,7 +63,7 @@ func compressed(t *testing.T, l *list.Server, name string, r *watchfanoutv1.List
 	}
 	hits, misses = runRequests(t, l)
 	if got.size != as.size || !got.gzip {
-		t.Errorf("%s: %d bytes are said to be %d, gzip %v", name, as.size, got.size, got.gzip)
+		t.Errorf("%s: %d bytes are reported as %d, gzip %v", name, as.size, got.size, got.gzip)
 	}
 	from, err := gzip.NewReader(&got.data)
 	if err != nil {
@@ -79,14 +79,14 @@ func compressed(t *testing.T, l *list.Server, name string, r *watchfanoutv1.List
 	return hits - hitsBefore, misses - missesBefore
 }
 
-// runRequests is how many runs were asked for that were kept, and that were not.
+// runRequests returns how many requested runs were cached and how many were not.
 func runRequests(t *testing.T, l *list.Server) (hits, misses float64) {
 	t.Helper()
 	by := gathered(t, l, "watershed_watchfanout_compressed_runs_total")
 	return by["true"], by["false"]
 }
 
-// gathered is what a metric says, by its label.
+// gathered returns the values of a metric, by its label.
 func gathered(t *testing.T, l *list.Server, name string) map[string]float64 {
 	t.Helper()
 	r := prometheus.NewRegistry()
@@ -111,49 +111,49 @@ func gathered(t *testing.T, l *list.Server, name string) map[string]float64 {
 	return out
 }
 
-// What is compressed is the list, and what has not changed is not compressed again.
+// The decompressed runs are the list. Unchanged runs are not compressed again.
 func TestRuns(t *testing.T) {
 	w, l := runsOf(t, 1<<20)
 	hits, runs := compressed(t, l, "the first", cached())
 	if hits != 0 || runs < 4 {
-		t.Errorf("%v runs kept and %v made", hits, runs)
+		t.Errorf("%v runs cached and %v compressed", hits, runs)
 	}
 	if hits, misses := compressed(t, l, "the same again", cached()); hits != runs || misses != 0 {
-		t.Errorf("of %v runs %v kept and %v made", runs, hits, misses)
+		t.Errorf("of %v runs %v cached and %v compressed", runs, hits, misses)
 	}
 	w.Apply(logv1.Type_TYPE_MODIFIED, 20000, "pod-03000", "node-1", "node-0")
 	if _, misses := compressed(t, l, "one changed", cached()); misses != 1 {
-		t.Errorf("%v runs made", misses)
+		t.Errorf("%v runs compressed", misses)
 	}
 	w.Apply(logv1.Type_TYPE_DELETED, 20001, "pod-00000", "node-0", "")
 	if hits, misses := compressed(t, l, "one gone", cached()); misses > 2 || hits < runs-2 {
-		t.Errorf("of %v runs %v kept and %v made", runs, hits, misses)
+		t.Errorf("of %v runs %v cached and %v compressed", runs, hits, misses)
 	}
 	w.Apply(logv1.Type_TYPE_ADDED, 20002, "zzz", "node-0", "")
 	if hits, misses := compressed(t, l, "one at the end", cached()); misses > 2 || hits < runs-2 {
-		t.Errorf("of %v runs %v kept and %v made", runs, hits, misses)
+		t.Errorf("of %v runs %v cached and %v compressed", runs, hits, misses)
 	}
 	page := cached()
 	page.ResourceVersion, page.Limit = "", many/2
 	page.Query.LabelSelector = "node=node-0"
 	if _, misses := compressed(t, l, "a page of what is selected", page); misses > 3 {
-		t.Errorf("%v runs made of those that it shares with the whole", misses)
+		t.Errorf("%v runs compressed that the whole list shares", misses)
 	}
 	partial := cached()
 	partial.Query.Output.As = &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: "PartialObjectMetadataList"}
-	if hits, _ := compressed(t, l, "metadata alone", partial); hits != 0 {
-		t.Errorf("%v runs of the same objects in another form", hits)
+	if hits, _ := compressed(t, l, "metadata only", partial); hits != 0 {
+		t.Errorf("%v runs shared with another encoding", hits)
 	}
 }
 
-// A Table's rows are compressed as they are told: what they tell may change though their objects do not.
+// A Table's rows are compressed with their cells, which may change although the objects do not.
 func TestRunsOfRows(t *testing.T) {
 	w, l := runsOf(t, 1<<20)
 	table := cached()
 	table.Query = fixture.Table(table.Query)
 	_, runs := compressed(t, l, "the first", table)
 	if hits, misses := compressed(t, l, "the same again", table); runs < 2 || hits != runs || misses != 0 {
-		t.Errorf("of %v runs %v kept and %v made", runs, hits, misses)
+		t.Errorf("of %v runs %v cached and %v compressed", runs, hits, misses)
 	}
 	w.Registry.Cell.Store(new("y"))
 	for deadline := time.Now().Add(10 * time.Second); ; {
@@ -166,16 +166,16 @@ func TestRunsOfRows(t *testing.T) {
 			break
 		}
 		if time.Now().After(deadline) {
-			t.Fatal("rows that nobody says may be kept are kept")
+			t.Fatal("rows without known ages are still cached")
 		}
-		time.Sleep(10 * time.Millisecond) // until it is asked again
+		time.Sleep(10 * time.Millisecond) // until the rows expire and registry prints them again
 	}
-	if hits, misses := compressed(t, l, "told anew", table); hits != 0 || misses != runs {
-		t.Errorf("of %v runs %v kept and %v made", runs, hits, misses)
+	if hits, misses := compressed(t, l, "printed again", table); hits != 0 || misses != runs {
+		t.Errorf("of %v runs %v cached and %v compressed", runs, hits, misses)
 	}
 }
 
-// What is small is answered as it is.
+// A small list is not compressed.
 func TestSmallListsAreNotCompressed(t *testing.T) {
 	_, l := runsOf(t, 1<<20)
 	small := cached()
@@ -186,15 +186,15 @@ func TestSmallListsAreNotCompressed(t *testing.T) {
 	for name, c := range map[string]struct {
 		of *list.Server
 		r  *watchfanoutv1.ListRequest
-	}{"one object": {l, small}, "where nothing is kept": {off, none}} {
+	}{"one object": {l, small}, "without a cache": {off, none}} {
 		got := &body{ctx: t.Context()}
 		if err := c.of.List(c.r, got); err != nil || got.gzip || got.size != int64(got.data.Len()) {
-			t.Errorf("%s: gzip %v, %d bytes are said to be %d, %v", name, got.gzip, got.data.Len(), got.size, err)
+			t.Errorf("%s: gzip %v, %d bytes are reported as %d, %v", name, got.gzip, got.data.Len(), got.size, err)
 		}
 	}
 }
 
-// Those who ask at once share what is made.
+// Concurrent clients share the compressed runs.
 func TestRunsAreShared(t *testing.T) {
 	_, l := runsOf(t, 1<<20)
 	const clients = 8
@@ -213,24 +213,24 @@ func TestRunsAreShared(t *testing.T) {
 	runs, misses := compressed(t, l, "once more", cached())
 	hits, all2 := runRequests(t, l)
 	if misses != 0 || hits-runs+all2 != clients*runs || together < (clients-2)*runs {
-		t.Errorf("%v runs: %v kept and %v made", runs, hits, all2)
+		t.Errorf("%v runs: %v cached and %v compressed", runs, hits, all2)
 	}
 }
 
-// What does not fit in the bound is made again.
+// A run that exceeds the limit is compressed again.
 func TestRunsAreBounded(t *testing.T) {
 	const limit = 40 << 10 * 8 / 7 // an eighth is for Tables
 	_, l := runsOf(t, limit)
 	compressed(t, l, "the first", cached())
 	if held := gathered(t, l, "watershed_watchfanout_compressed_bytes")[""]; held > limit || held < limit/2 {
-		t.Errorf("%v bytes are kept", held)
+		t.Errorf("%v bytes are cached", held)
 	}
 	if _, misses := compressed(t, l, "the second", cached()); misses == 0 {
-		t.Error("all was kept")
+		t.Error("every run was cached")
 	}
 }
 
-// A client that has gone has nothing more compressed for it.
+// Nothing is compressed for a client that has canceled.
 func TestNothingIsCompressedForAGoneClient(t *testing.T) {
 	_, l := runsOf(t, 1<<20)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -239,11 +239,11 @@ func TestNothingIsCompressedForAGoneClient(t *testing.T) {
 	r.Gzip = true
 	err := l.List(r, &body{ctx: ctx})
 	if _, misses := runRequests(t, l); err == nil || misses > 1 {
-		t.Errorf("%v runs are made, %v", misses, err)
+		t.Errorf("%v runs are compressed, %v", misses, err)
 	}
 }
 
-// What hardly shrinks does not take the room of what does.
+// A run that hardly shrinks does not stay in the cache.
 func TestNoiseIsNotCached(t *testing.T) {
 	w, l := runsOf(t, 1<<20)
 	noise := rand.NewChaCha8([32]byte{})
@@ -267,11 +267,11 @@ func TestNoiseIsNotCached(t *testing.T) {
 	r.Query.LabelSelector = "node=noise"
 	compressed(t, l, "noise", r)
 	if held := gathered(t, l, "watershed_watchfanout_compressed_bytes")[""]; held > 0 {
-		t.Errorf("%v bytes are kept", held)
+		t.Errorf("%v bytes are cached", held)
 	}
 }
 
-// firstChunkStream is a client that says when it is sent something.
+// firstChunkStream is a client that signals its first message.
 type firstChunkStream struct {
 	body
 	first chan struct{}
@@ -283,12 +283,13 @@ func (b *firstChunkStream) Send(c *watchfanoutv1.ListChunk) error {
 	return b.body.Send(c)
 }
 
-// A list is answered at once, however long others compress: whoever waits for it would ask registry for what is slow.
+// The first message of a list is sent before any compression. Otherwise the gateway would time out and delegate a slow
+// list to registry.
 func TestAListBeginsBeforeItIsCompressed(t *testing.T) {
 	_, l := runsOf(t, 1<<20)
 	let := make(chan struct{})
 	var holding, held sync.WaitGroup
-	for range max(1, runtime.GOMAXPROCS(0)-1) { // every turn
+	for range max(1, runtime.GOMAXPROCS(0)-1) { // occupies every compression slot
 		held.Add(1)
 		holding.Go(func() {
 			_ = deflate.Turn(func() error { held.Done(); <-let; return nil })

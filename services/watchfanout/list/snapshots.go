@@ -8,7 +8,7 @@ import (
 	"watershed.dev/services/watchfanout/cache"
 )
 
-// pageSnapshot lets the next page of a list be read at the first page's revision.
+// pageSnapshot is the snapshot from which the next pages of a list are read, at the first page's revision.
 type pageSnapshot struct {
 	storageResource, epoch string
 	snapshot               *cache.Snapshot
@@ -18,8 +18,8 @@ type pageSnapshot struct {
 const (
 	maxSnapshots = 64
 	snapshotTTL  = 5 * time.Minute
-	// maxPinnedBytes bounds what kept snapshots hold of objects that are no more, of all resources together. A list whose
-	// snapshot is gone goes on from registry.
+	// maxPinnedBytes bounds the bytes of replaced and deleted objects that cached snapshots keep alive, for all
+	// resources together. registry continues a list whose snapshot is gone.
 	maxPinnedBytes = 64 << 20
 )
 
@@ -38,12 +38,12 @@ func (l *Server) putSnapshot(storageResource, epoch string, snapshot *cache.Snap
 	l.unpin()
 }
 
-// unpin forgets the snapshots that hold most that nobody else does, until all of them hold little.
+// unpin drops the snapshots that pin most until all of them together pin at most maxPinnedBytes.
 func (l *Server) unpin() {
 	for len(l.snapshots) > 0 {
 		pinned := map[string]int64{}
 		total := int64(0)
-		for _, k := range l.snapshots { // a resource's oldest snapshot pins what the newer ones do
+		for _, k := range l.snapshots { // a resource's oldest snapshot pins all that its newer ones pin
 			if p := k.snapshot.Pinned(); p > pinned[k.storageResource] {
 				total += p - pinned[k.storageResource]
 				pinned[k.storageResource] = p
@@ -59,7 +59,7 @@ func (l *Server) unpin() {
 	}
 }
 
-// Sweep forgets the snapshots that nobody has paged through for long, and compressed runs that nobody has asked for.
+// Sweep drops expired snapshots and compressed runs without requests.
 func (l *Server) Sweep() {
 	l.runs.forget(runTTL)
 	l.mu.Lock()

@@ -10,8 +10,8 @@ import (
 	"watershed.dev/services/watchfanout/cache"
 )
 
-// Snapshots that are kept for lists in pages hold a bounded number of bytes of objects that are no more, whatever is
-// written meanwhile: those that hold most are forgotten, and their lists go on from registry.
+// The snapshots of paged lists pin a bounded number of bytes of replaced objects, whatever is written meanwhile. The
+// snapshots that pin most are dropped, and registry continues their lists.
 func TestCachedSnapshotsAreBoundedInBytes(t *testing.T) {
 	s := New(nil, cache.New(64<<20, 0), nil, nil, 0)
 	load := func(context.Context, string) ([]*registryv1.Row, int64, error) { return nil, 1, nil }
@@ -29,7 +29,7 @@ func TestCachedSnapshotsAreBoundedInBytes(t *testing.T) {
 	s.putSnapshot("small", "h", snapshot(small))
 	snapshot(configmaps)
 	body := make([]byte, 1<<20)
-	for revision := int64(2); revision < 200; revision++ { // a tenant who pages and writes
+	for revision := int64(2); revision < 200; revision++ { // a tenant that pages and writes
 		s.cache.Apply(&logv1.Event{
 			Type:            logv1.Type_TYPE_MODIFIED,
 			Revision:        revision,
@@ -42,7 +42,7 @@ func TestCachedSnapshotsAreBoundedInBytes(t *testing.T) {
 		if revision%10 == 0 {
 			s.putSnapshot("configmaps", "h", snapshot(configmaps))
 		}
-		s.Sweep() // as the sweep does
+		s.Sweep() // as Service.sweep does
 		held := int64(0)
 		for _, k := range s.snapshots {
 			if k.storageResource == "configmaps" {
@@ -50,13 +50,13 @@ func TestCachedSnapshotsAreBoundedInBytes(t *testing.T) {
 			}
 		}
 		if held > maxPinnedBytes {
-			t.Fatalf("at revision %d %d bytes of objects that are no more are kept", revision, held)
+			t.Fatalf("at revision %d, %d bytes of replaced objects are pinned", revision, held)
 		}
 	}
 	if len(s.snapshots) < 2 {
-		t.Errorf("%d snapshots are kept", len(s.snapshots))
+		t.Errorf("%d snapshots are cached", len(s.snapshots))
 	}
 	if _, ok := s.cachedSnapshot("small", s.snapshots[0].snapshot.Revision); !ok {
-		t.Error("a snapshot that holds nothing was forgotten for those that hold much")
+		t.Error("a snapshot that pins nothing was dropped")
 	}
 }

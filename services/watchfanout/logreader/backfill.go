@@ -15,33 +15,32 @@ import (
 )
 
 const (
-	// backfillBytes bounds what one backfill holds; a watch that is further behind goes on with the next one.
+	// backfillBytes bounds one backfill. A watch that is further behind continues with the next one.
 	backfillBytes = 8 << 20
-	// totalBackfillBytes bounds what all of them hold that anybody uses or that are kept, by what each may come to hold.
-	// Those beyond it wait.
+	// totalBackfillBytes bounds all backfills in use or cached, at backfillBytes each. Further backfills wait.
 	totalBackfillBytes = 128 << 20
-	// backfillTTL is how long a backfill is kept for others that resume from about the same place.
+	// backfillTTL is how long a backfill is cached for watches that resume from about the same revision.
 	backfillTTL = 15 * time.Second
-	// maxBackfillReads is how many read from the log at a time.
+	// maxBackfillReads bounds the concurrent reads of the log.
 	maxBackfillReads = 2
-	// backfillTimeout bounds one reading and its waiting for a turn, and how long a watch waits.
+	// backfillTimeout bounds the read of a backfill with its wait for quota, and the wait of a watch.
 	backfillTimeout = 30 * time.Second
-	// backfillRetry is how long a reading that broke off waits until it goes on from where it had come.
+	// backfillRetry is the pause before a failed read continues from its last revision.
 	backfillRetry = 200 * time.Millisecond
 )
 
-// errBackfillTimeout says that a watch has waited for too long.
-var errBackfillTimeout = errors.New("the log could not be read in time")
+// errBackfillTimeout means that a watch has waited for backfillTimeout.
+var errBackfillTimeout = errors.New("timed out reading the event log")
 
-// backfills are parts of the log that memory no longer holds, read again for watches that resume from there: once for
-// all that do, and never at the pace of a client.
+// backfills are parts of the log that the rings no longer hold, read for watches that resume from there. All watches
+// that need a part share it, and no client delays a read.
 type backfills struct {
-	// quota and reads are the turns: for holding what was read, and for reading.
+	// quota has a slot for each backfill in memory, and readSlots for each read in progress.
 	quota, readSlots chan struct{}
 
 	mu  sync.Mutex
 	all []*Backfill
-	// quotaWaiters is how many wait for room.
+	// quotaWaiters counts the backfills that wait for quota.
 	quotaWaiters int
 }
 
@@ -52,31 +51,39 @@ func newBackfills() backfills {
 	}
 }
 
-// Backfill is the events of a resource after a revision, up to another.
+// Backfill has the events of a resource from one revision to another. Its states:
+//
+//	waiting ── quota and a read slot acquired ────────────────────► reading
+//	waiting, reading ── last user left ───────────────────────────► dropped
+//	waiting, reading ── backfillTimeout, or error ────────────────► finished
+//	reading ── low reached, or backfillBytes exceeded ────────────► finished
+//	finished ─ last user left, then backfillTTL or quota needed ──► dropped
+//
+// A dropped backfill releases its quota when its read ends.
 type Backfill struct {
 	storageResource, epoch string
 	after                  int64
 	done                   chan struct{}
 	cancel                 context.CancelFunc
 
-	// What follows belongs to the lock of all. users is how many watches wait for it or send from it; without users the
-	// reading ends.
+	// backfills.mu guards users, readAt, hasQuota and dropped. users counts the watches that wait for the backfill or
+	// send from it. Without users the read is canceled.
 	users int
-	// readAt is when its reading ended.
+	// readAt is when the read ended.
 	readAt time.Time
-	// hasQuota: it has its room. dropped: nobody finds it any more, and its room is given up when its reading ends.
+	// hasQuota: it holds a quota slot. dropped: join does not return it, and its quota is released when its read ends.
 	hasQuota, dropped bool
 
-	// What follows may be read once done is closed.
-	UpTo   int64 // every event up to this revision is here
+	// The fields below are constant once done is closed.
+	UpTo   int64 // has every event up to this revision
 	Events []*cache.Event
 	err    error
-	// timedOut: its time was up before it came to where memory goes on.
+	// timedOut: the read was canceled or timed out before it reached low.
 	timedOut bool
 }
 
-// Backfill answers the resource's events after a revision, as far as fits, for anybody who asks. low is where memory
-// goes on. Call leave when they are sent.
+// Backfill returns the resource's events after a revision, up to about backfillBytes. low is the oldest revision that
+// the ring can resume from. The caller calls leave when it has sent the events.
 func (l *Reader) Backfill(
 	ctx context.Context,
 	storageResource string,
@@ -105,12 +112,12 @@ func (l *Reader) Backfill(
 		incomplete := b.err != nil || b.UpTo <= after
 		switch {
 		case b.after < after && incomplete:
-			// It began further back and has not come as far: this watch takes one of its own.
+			// It began at an earlier revision and does not reach past this watch's: this watch needs its own.
 			leave()
 			exact = true
 			continue
 		case b.timedOut && b.err != nil && time.Now().Before(deadline):
-			// It was given up, or its time was up, and this watch's is not.
+			// The read was canceled or timed out before this watch's deadline.
 			leave()
 			continue
 		case b.err != nil:
@@ -121,7 +128,8 @@ func (l *Reader) Backfill(
 	}
 }
 
-// join finds a backfill that holds what comes after a revision, or begins one. exact: only one that begins just there.
+// join returns a backfill with the events after a revision, or starts one. If exact, the backfill must begin at that
+// revision.
 func (b *backfills) join(storageResource, epoch string, after int64, exact bool,
 	start func(context.Context, *Backfill)) *Backfill {
 	b.mu.Lock()
@@ -163,8 +171,8 @@ func (b *backfills) leave(f *Backfill) {
 	}
 }
 
-// prune drops unused backfills older than backfillTTL, and then the oldest unused ones, one for each watch that waits
-// for room. The lock is held.
+// prune drops unused backfills older than backfillTTL. It then drops the oldest unused ones, one for each backfill that
+// waits for quota. The caller holds mu.
 func (b *backfills) prune() {
 	waiters := b.quotaWaiters
 	for _, f := range slices.Clone(b.all) {
@@ -186,7 +194,7 @@ func (b *backfills) sweep() {
 	b.prune()
 }
 
-// drop has nobody find a backfill any more; the lock is held.
+// drop removes a backfill from the list. The caller holds mu.
 func (b *backfills) drop(f *Backfill) {
 	b.all = slices.DeleteFunc(b.all, func(o *Backfill) bool { return o == f })
 	f.dropped = true
@@ -195,7 +203,7 @@ func (b *backfills) drop(f *Backfill) {
 	}
 }
 
-// releaseQuota gives a backfill's room to another; the lock is held.
+// releaseQuota releases a backfill's quota slot. The caller holds mu.
 func (b *backfills) releaseQuota(f *Backfill) {
 	if f.hasQuota {
 		f.hasQuota = false
@@ -203,7 +211,7 @@ func (b *backfills) releaseQuota(f *Backfill) {
 	}
 }
 
-// acquire waits for room, and for a turn to read.
+// acquire waits for a quota slot, and then for a read slot.
 func (b *backfills) acquire(ctx context.Context, f *Backfill) error {
 	if err := b.acquireQuota(ctx, f); err != nil {
 		return err
@@ -226,7 +234,7 @@ func (b *backfills) acquireQuota(ctx context.Context, f *Backfill) error {
 	default:
 	}
 	b.quotaWaiters++
-	b.prune() // which it could have
+	b.prune() // may release a slot
 	b.mu.Unlock()
 	var err error
 	select {
@@ -261,7 +269,8 @@ func (f *Backfill) isFinished() bool {
 	}
 }
 
-// fill reads from the log until it has come to where memory goes on, or holds enough. It ends between two revisions.
+// fill reads from the log until it reaches low, or has more than backfillBytes. The backfill ends between two
+// revisions.
 func (l *Reader) fill(ctx context.Context, b *Backfill, low int64) {
 	defer l.backfills.finish(b)
 	defer b.cancel()
@@ -275,7 +284,7 @@ func (l *Reader) fill(ctx context.Context, b *Backfill, low int64) {
 	l.replays.Inc()
 	bytes := 0
 	appendEvent := eventlog.WithDecryption(ctx, l.dataKeys, func(e *logv1.Event) error {
-		if e.Type == logv1.Type_TYPE_RESET { // it cannot be opened
+		if e.Type == logv1.Type_TYPE_RESET { // the message cannot be decrypted
 			return eventlog.ErrExpired
 		}
 		event := cache.EventOf(e)
@@ -291,7 +300,7 @@ func (l *Reader) fill(ctx context.Context, b *Backfill, low int64) {
 					return false, nil
 				}
 			}
-			if e.Type == logv1.Type_TYPE_UNSPECIFIED { // everything up to here has come
+			if e.Type == logv1.Type_TYPE_UNSPECIFIED { // every event up to here has been read
 				b.UpTo = e.Revision
 				return e.Revision < low, nil
 			}
@@ -306,12 +315,12 @@ func (l *Reader) fill(ctx context.Context, b *Backfill, low int64) {
 		if b.timedOut = ctx.Err() != nil; b.err == nil || errors.Is(b.err, eventlog.ErrExpired) || b.timedOut {
 			break
 		}
-		select { // NATS is away: what it holds is not forgotten for that
+		select { // NATS is unreachable, but the log still has the messages
 		case <-ctx.Done():
 		case <-time.After(backfillRetry):
 		}
 	}
-	if b.err != nil && b.UpTo > b.after { // what came before the log broke off is sound
+	if b.err != nil && b.UpTo > b.after { // the events before the failure are valid
 		b.err = nil
 	}
 }

@@ -17,7 +17,7 @@ import (
 	"watershed.dev/services/watchfanout/cache"
 )
 
-// Resumes from about the same place share a reading; one that nobody waits for ends (F8).
+// Watches that resume from about the same revision share a backfill. A read without users is canceled (F8).
 func TestBackfillsAreShared(t *testing.T) {
 	all := newBackfills()
 	b := &all
@@ -26,28 +26,28 @@ func TestBackfillsAreShared(t *testing.T) {
 	join := func(resource string, after int64) *Backfill { return b.join(resource, "h", after, false, begin) }
 	first := join("pods", 100)
 	if join("pods", 150) != first || join("nodes", 150) == first || join("pods", 50) == first {
-		t.Error("the wrong ones share")
+		t.Error("the wrong watches share")
 	}
-	if b.join("pods", "another history", 100, false, begin) == first {
-		t.Error("two histories share")
+	if b.join("pods", "another epoch", 100, false, begin) == first {
+		t.Error("two epochs share")
 	}
 	if b.join("pods", "h", 120, true, begin) == first {
-		t.Error("who has found that it does not come as far joins it again")
+		t.Error("an exact join returns a backfill that begins earlier")
 	}
 	b.leave(first)
 	if contexts[first].Err() != nil {
-		t.Error("it ends though somebody waits")
+		t.Error("the read is canceled although a watch waits")
 	}
 	b.leave(first)
 	if contexts[first].Err() == nil {
-		t.Error("it goes on though nobody waits")
+		t.Error("the read continues although no watch waits")
 	}
 	if join("pods", 100) == first {
-		t.Error("who comes joins one that was given up")
+		t.Error("join returns a dropped backfill")
 	}
 }
 
-// All backfills together are bounded, and those beyond the bound wait (S20).
+// All backfills together are bounded, and further backfills wait (S20).
 func TestBackfillsAreBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		all := newBackfills()
@@ -71,9 +71,9 @@ func TestBackfillsAreBounded(t *testing.T) {
 		}
 		synctest.Wait()
 		if holding.Load() != quota {
-			t.Errorf("%d hold what they have read, of %d", holding.Load(), quota)
+			t.Errorf("%d backfills hold quota, of %d", holding.Load(), quota)
 		}
-		slices.SortStableFunc(joined, func(f, g *Backfill) int { // those that have read first
+		slices.SortStableFunc(joined, func(f, g *Backfill) int { // finished backfills first
 			switch {
 			case f.isFinished() == g.isFinished():
 				return 0
@@ -82,7 +82,7 @@ func TestBackfillsAreBounded(t *testing.T) {
 			}
 			return 1
 		})
-		for _, f := range joined[:2] { // whoever has sent what it had makes room
+		for _, f := range joined[:2] { // a watch that has sent its backfill releases it
 			b.leave(f)
 		}
 		synctest.Wait()
@@ -97,7 +97,7 @@ func TestBackfillsAreBounded(t *testing.T) {
 		time.Sleep(backfillTimeout)
 		synctest.Wait()
 		if failed.Load() != 3 || waiting() != 0 {
-			t.Errorf("%d were told that it takes too long, and %d wait", failed.Load(), waiting())
+			t.Errorf("%d timed out, and %d wait", failed.Load(), waiting())
 		}
 		for _, f := range joined[2:] {
 			b.leave(f)
@@ -105,12 +105,12 @@ func TestBackfillsAreBounded(t *testing.T) {
 		time.Sleep(2 * backfillTTL)
 		b.sweep()
 		if len(b.all) != 0 || len(b.quota) != 0 {
-			t.Errorf("%d are left, and %d hold room", len(b.all), len(b.quota))
+			t.Errorf("%d are left, and %d hold quota", len(b.all), len(b.quota))
 		}
 	})
 }
 
-// failingLog is a log that cannot be read a few times, and then no longer has the messages.
+// failingLog fails a number of reads, and then no longer has the messages.
 type failingLog struct{ failures int }
 
 func (a *failingLog) Messages(context.Context, *logv1.ReadRequest, func(*logv1.Chunk) error) error {
@@ -120,8 +120,8 @@ func (a *failingLog) Messages(context.Context, *logv1.ReadRequest, func(*logv1.C
 	return eventlog.ErrExpired
 }
 
-// A watch is not sent to list because NATS was away when it resumed: only what is forgotten is gone, or what nobody
-// could say in time.
+// A watch does not expire because NATS is unreachable when it resumes. It expires if the log lost its events, or after
+// backfillTimeout.
 func TestABackfillWaitsForNATS(t *testing.T) {
 	fill := func(ctx context.Context, failing *failingLog) error {
 		s := New(cache.New(1<<20, 0), nil, nil, &lifecycle.Readiness{})
@@ -141,7 +141,7 @@ func TestABackfillWaitsForNATS(t *testing.T) {
 	}
 }
 
-// Who joins a reading late waits as long as anybody, though the reading's own time is up before; and no longer.
+// A watch that joins a backfill late waits for backfillTimeout, even if the read times out earlier.
 func TestAJoinerOutlivesTheReadingItJoined(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		failures := int((backfillTimeout + 5*time.Second) / backfillRetry)
@@ -169,13 +169,12 @@ func TestAJoinerOutlivesTheReadingItJoined(t *testing.T) {
 			t.Errorf("the second ends after %v: %v", second.after, second.err)
 		}
 		if len(s.backfills.quota)+len(s.backfills.readSlots) != 0 {
-			t.Errorf("%d hold room, %d read", len(s.backfills.quota), len(s.backfills.readSlots))
+			t.Errorf("%d hold quota, %d read", len(s.backfills.quota), len(s.backfills.readSlots))
 		}
 	})
 }
 
-// Readings that nobody waits for make no way for others while there is room: a watch that takes pieces finds its own
-// again.
+// An unused backfill stays cached while there is quota, so that a watch that reads pieces finds it again.
 func TestABackfillIsCachedBetweenPieces(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		all := newBackfills()
@@ -203,11 +202,11 @@ func TestABackfillIsCachedBetweenPieces(t *testing.T) {
 			}
 			b.leave(f)
 		}
-		extra := b.join("pods", "h", 1, false, read) // one too many: the oldest makes room
+		extra := b.join("pods", "h", 1, false, read) // exceeds the quota, so the oldest is dropped
 		<-extra.done
 		synctest.Wait()
 		if extra.err != nil || len(b.all) != quota || len(b.quota) != quota {
-			t.Errorf("%v, %d are kept, with %d rooms", extra.err, len(b.all), len(b.quota))
+			t.Errorf("%v, %d are cached, and %d hold quota", extra.err, len(b.all), len(b.quota))
 		}
 		b.leave(extra)
 		time.Sleep(2 * backfillTTL)

@@ -12,10 +12,10 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// keyTimeout bounds one question for a key.
+// keyTimeout bounds one request for a key.
 const keyTimeout = 5 * time.Second
 
-// newDataKeyFunc asks registry for the log's keys.
+// newDataKeyFunc returns a function that gets the log's data keys from registry, and caches them.
 func newDataKeyFunc(source registryv1.SourceClient) eventlog.DataKeyFunc {
 	var cached eventlog.KeyCache
 	return func(ctx context.Context, storageResource, key string) ([]byte, error) {

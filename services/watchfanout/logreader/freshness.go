@@ -14,24 +14,24 @@ import (
 )
 
 const (
-	// verifyPeriod is how often a replica compares itself with etcd.
+	// verifyPeriod is how often a replica compares its revision with etcd's.
 	verifyPeriod = time.Second
-	// staleAfter is how long the log may lack what etcd has until the replica reports itself unhealthy and ends its
-	// streams, which go on at another.
+	// staleAfter is how long the log may lack etcd's events before the replica is not ready and ends its streams. The
+	// streams resume on another replica.
 	staleAfter = 4 * time.Second
 )
 
-// freshness is what a replica knows of its own age. Where registry cannot be asked the replica cannot tell, and goes on
-// serving.
+// freshness is a replica's result of the comparison with etcd. While registry is unreachable the replica cannot
+// compare, and keeps the last result.
 type freshness struct {
-	// staleSince is when etcd first had what has not come; nil while nothing is missing.
+	// staleSince is when etcd had a revision that the log has not delivered; nil while the replica is fresh.
 	staleSince atomic.Pointer[time.Time]
 }
 
-// err says since when the replica is stale, or is nil.
+// err returns an UNAVAILABLE error if the replica is stale.
 func (f *freshness) err() error {
 	if since := f.staleSince.Load(); since != nil {
-		return status.Errorf(codes.Unavailable, "the event log has not brought what etcd has for %v",
+		return status.Errorf(codes.Unavailable, "the event log has not delivered etcd's newest events for %v",
 			time.Since(*since).Round(time.Second))
 	}
 	return nil
@@ -59,16 +59,16 @@ func (l *Reader) verify(ctx context.Context) error {
 		switch {
 		case ctx.Err() != nil:
 		case err != nil && l.cache.Progress() > progressBefore:
-			// It is late, and comes: everybody is, and another replica is not ahead.
+			// The log is late but advances: it is late for every replica, so another one is not ahead.
 		case err != nil && l.freshness.staleSince.CompareAndSwap(nil, &checkedAt):
-			slog.Warn("The event log does not bring what etcd has", "revision", l.cache.Progress(), "etcd", r.Revision)
-			l.ready.Set(eventLogCondition, fmt.Errorf("it has not brought what etcd had at %s", checkedAt.Format(time.TimeOnly)))
+			slog.Warn("The event log is behind etcd", "revision", l.cache.Progress(), "etcd", r.Revision)
+			l.ready.Set(eventLogCondition, fmt.Errorf("no etcd events since %s", checkedAt.Format(time.TimeOnly)))
 		case err == nil && l.freshness.staleSince.Swap(nil) != nil:
-			slog.Info("The event log has come as far as etcd again", "revision", l.cache.Progress())
+			slog.Info("The event log has caught up with etcd", "revision", l.cache.Progress())
 			l.ready.Set(eventLogCondition, nil)
 		}
 	}
 }
 
-// CheckFresh refuses a call where the replica is stale: another one may not be.
+// CheckFresh returns an UNAVAILABLE error if the replica is stale. The caller then tries another replica.
 func (l *Reader) CheckFresh() error { return l.freshness.err() }

@@ -14,7 +14,7 @@ import (
 	"watershed.dev/services/watchfanout/cache"
 )
 
-// ahead is a registry whose etcd has a revision that the log does not bring.
+// ahead is a registry whose etcd has a revision that the log does not deliver.
 type ahead struct{ registryv1.SourceClient }
 
 func (ahead) Revision(context.Context, *registryv1.RevisionRequest,
@@ -22,7 +22,7 @@ func (ahead) Revision(context.Context, *registryv1.RevisionRequest,
 	return &registryv1.RevisionResponse{Revision: 9}, nil
 }
 
-// A read of a revision that does not come ends after 3 s. Reads in the next 10 s end after 100 ms.
+// A read of a revision that never arrives fails after 3 s. Reads in the next 10 s fail after 100 ms.
 func TestAReadWaits3SecondsForTheLog(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := New(cache.New(1<<20, 0), nil, ahead{}, &lifecycle.Readiness{})

@@ -1,5 +1,8 @@
-// Package log reads the event log into a replica's cache, knows how far that has come, and reads again what memory no
-// longer holds.
+// Package logreader reads the event log into a replica's cache, compares its revision with etcd's, and reads events
+// again that the rings no longer hold. It does not serve clients.
+//
+// Run starts two tasks: one applies the log to the cache, and one catches up and then verifies. Each backfill has a
+// goroutine of its own.
 package logreader
 
 import (
@@ -28,7 +31,7 @@ import (
 	"watershed.dev/services/watchfanout/cache"
 )
 
-// Reader is the event log as one replica reads it.
+// Reader reads the event log for one replica.
 type Reader struct {
 	cache        *cache.Cache
 	nats         *nats.Conn
@@ -37,12 +40,12 @@ type Reader struct {
 	dataKeys     eventlog.DataKeyFunc
 
 	ready *lifecycle.Readiness
-	// revisions are readers' questions about etcd's revision.
+	// revisions shares concurrent requests for etcd's revision.
 	revisions coalesce.Group[int64]
-	// progressRequestedAt is when a publisher was last asked how far it is, in nanoseconds since 1970.
+	// progressRequestedAt is when the replica last requested a progress message, in nanoseconds since 1970.
 	progressRequestedAt atomic.Int64
-	// stalledAt is when a read last waited for etcd's revision in vain, in nanoseconds since 1970; 0: none has since one
-	// did not.
+	// stalledAt is when a read last timed out waiting for etcd's revision, in nanoseconds since 1970. A successful read
+	// sets it to 0.
 	stalledAt atomic.Int64
 	freshness freshness
 	backfills backfills
@@ -52,11 +55,11 @@ type Reader struct {
 	drainOnce sync.Once
 }
 
-// New returns a log that is read into c. source tells etcd's revision and what a resource's objects are; ready learns
-// whether the log is read as far as etcd.
+// New returns a reader that reads the log into c. source returns etcd's revision and a resource's objects. ready has a
+// condition until the log is read to etcd's revision.
 func New(c *cache.Cache, nc *nats.Conn, source registryv1.SourceClient,
 	ready *lifecycle.Readiness) *Reader {
-	ready.Set(eventLogCondition, errors.New("it is still being read"))
+	ready.Set(eventLogCondition, errors.New("the replica is still reading it"))
 	return &Reader{
 		cache:        c,
 		nats:         nc,
@@ -69,24 +72,24 @@ func New(c *cache.Cache, nc *nats.Conn, source registryv1.SourceClient,
 		draining:     make(chan struct{}),
 		replays: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "watershed_watchfanout_replays_total",
-			Help: "Watches resumed from further back than memory goes, out of the log.",
+			Help: "Backfills read from the event log for watches that resume from before the ring.",
 		}),
 	}
 }
 
-// eventLogCondition is what the replica's readiness calls the log.
+// eventLogCondition is the name of the log's readiness condition.
 const eventLogCondition = "the event log"
 
 // Metrics are this package's collectors.
 func (l *Reader) Metrics() []prometheus.Collector { return []prometheus.Collector{l.replays} }
 
-// Drain has every watch end.
+// Drain ends every watch.
 func (l *Reader) Drain() { l.drainOnce.Do(func() { close(l.draining) }) }
 
-// Draining is closed when watches are to end.
+// Draining returns a channel that Drain closes.
 func (l *Reader) Draining() <-chan struct{} { return l.draining }
 
-// Run reads the log until ctx is done, as tasks that start again when they end.
+// Run starts the tasks that read the log until ctx is done. tasks restarts a task that fails.
 func (l *Reader) Run(ctx context.Context, tasks *lifecycle.Supervisor) {
 	tasks.Go(ctx, "catch up", func(ctx context.Context) error {
 		l.catchUp(ctx)
@@ -97,15 +100,15 @@ func (l *Reader) Run(ctx context.Context, tasks *lifecycle.Supervisor) {
 	})
 }
 
-// Sweep forgets what was read again and nobody has asked for lately.
+// Sweep drops unused backfills.
 func (l *Reader) Sweep() { l.backfills.sweep() }
 
-// apply takes the log's next message. One that breaks what holds it is forgotten with its resource, which readers bring
-// back.
+// apply applies the log's next message. If that fails, it resets the message's resource, and the next reader loads it
+// again.
 func (l *Reader) apply(e *logv1.Event) error {
 	began := time.Now()
 	if err := l.tryApply(e); err != nil {
-		slog.Error("A message of the log cannot be applied; its resource is read anew", "resource", e.StorageResource,
+		slog.Error("Cannot apply a log message; resetting its resource", "resource", e.StorageResource,
 			"revision", e.Revision)
 		l.cache.Apply(
 			&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision, StorageResource: e.StorageResource},
@@ -122,22 +125,22 @@ func (l *Reader) tryApply(e *logv1.Event) (err error) {
 	return nil
 }
 
-// catchUpPause is how long to wait before etcd's revision is asked for again.
+// catchUpPause is the pause before catchUp retries.
 const catchUpPause = 200 * time.Millisecond
 
-// catchUp waits until the replica has reached what etcd had when it started.
+// catchUp waits until the replica has reached the revision that etcd had at the start. The replica is then ready.
 func (l *Reader) catchUp(ctx context.Context) {
 	for ctx.Err() == nil {
 		r, err := l.source.Revision(ctx, &registryv1.RevisionRequest{})
 		if err == nil {
 			if err = l.Wait(ctx, r.Revision); err == nil {
 				l.ready.Set(eventLogCondition, nil)
-				slog.Info("The event log is read to its end", "revision", r.Revision)
+				slog.Info("Read the event log to its end", "revision", r.Revision)
 				return
 			}
 		}
 		if ctx.Err() == nil {
-			slog.Warn("Not caught up yet", "error", err)
+			slog.Warn("Cannot catch up with etcd yet", "error", err)
 			select {
 			case <-ctx.Done():
 			case <-time.After(catchUpPause):
@@ -146,11 +149,11 @@ func (l *Reader) catchUp(ctx context.Context) {
 	}
 }
 
-// progressRequestDelay is how long a reader gives the log to move by itself before it asks how far it is.
+// progressRequestDelay is how long Wait waits for the log to advance before it requests a progress message.
 const progressRequestDelay = 2 * time.Millisecond
 
-// Wait waits until the replica has reached revision. When nothing happens in what is stored, the publisher has to be
-// asked to say so.
+// Wait waits until the replica has reached revision. If the log does not advance, it requests a progress message,
+// because the publisher sends none by itself while nothing is written.
 func (l *Reader) Wait(ctx context.Context, revision int64) error {
 	pause := progressRequestDelay
 	return l.cache.Wait(ctx, revision, func(ctx context.Context, advanced <-chan struct{}) {
@@ -170,8 +173,8 @@ func (l *Reader) Wait(ctx context.Context, revision int64) error {
 	})
 }
 
-// WaitUntilCurrent waits until the replica has applied etcd's current revision. Readers share one question about it, which began
-// after they had asked.
+// WaitUntilCurrent waits until the replica has applied etcd's current revision. Concurrent readers share a request for
+// the revision that begins after their calls.
 func (l *Reader) WaitUntilCurrent(ctx context.Context) error {
 	r, err := l.revisions.Get(ctx, "", func(ctx context.Context) (int64, error) {
 		getRevision := func(ctx context.Context) (*registryv1.RevisionResponse, error) {
@@ -187,16 +190,16 @@ func (l *Reader) WaitUntilCurrent(ctx context.Context) error {
 }
 
 const (
-	// freshnessTimeout is how long a read waits for a revision that has not been reached, as kube-apiserver's.
+	// freshnessTimeout is how long a read waits for a revision, as in kube-apiserver.
 	freshnessTimeout = 3 * time.Second
-	// stalledTimeout is how long, where the log has not moved lately.
+	// stalledTimeout is how long a read waits after another read has timed out.
 	stalledTimeout = 100 * time.Millisecond
-	// stalledPeriod is for how long, until one reader is patient again.
+	// stalledPeriod is how long stalledTimeout applies after a timeout.
 	stalledPeriod = 10 * time.Second
 )
 
-// WaitUntilConsistent brings the replica to etcd's revision. Once that has failed it is given little time until it succeeds:
-// nobody is to wait long for a log that does not move.
+// WaitUntilConsistent waits until the replica has reached etcd's revision. After a timeout, reads wait only
+// stalledTimeout for the next stalledPeriod, because a stalled log would delay every read.
 func (l *Reader) WaitUntilConsistent(ctx context.Context) error {
 	timeout := freshnessTimeout
 	if lastStall := l.stalledAt.Load(); lastStall > 0 && time.Now().UnixNano()-lastStall < int64(stalledPeriod) {
@@ -214,7 +217,8 @@ func (l *Reader) WaitUntilConsistent(ctx context.Context) error {
 	return err
 }
 
-// WaitUntilFresh waits a little for a revision that a client has seen elsewhere.
+// WaitUntilFresh waits up to freshnessTimeout for a revision that a client has received elsewhere. It returns
+// kube-apiserver's "Too large resource version" error.
 func (l *Reader) WaitUntilFresh(ctx context.Context, revision int64) error {
 	ctx, cancel := context.WithTimeout(ctx, freshnessTimeout)
 	defer cancel()
@@ -247,6 +251,6 @@ func (l *Reader) Load(ctx context.Context, storageResource string) ([]*registryv
 	if err != nil {
 		return nil, 0, fmt.Errorf("snapshot of %s: %w", storageResource, err)
 	}
-	slog.Debug("Loaded", "resource", storageResource, "objects", len(rows), "revision", revision)
+	slog.Debug("Loaded a resource", "resource", storageResource, "objects", len(rows), "revision", revision)
 	return rows, revision, nil
 }

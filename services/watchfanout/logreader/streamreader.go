@@ -13,10 +13,10 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// streamReader reads the log's stream through a registry.
+// streamReader reads the log's stream through registry.
 type streamReader struct{ source registryv1.SourceClient }
 
-// Messages implements eventlog.Stored.
+// Messages implements eventlog.StreamReader.
 func (s streamReader) Messages(ctx context.Context, r *logv1.ReadRequest, each func(*logv1.Chunk) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

@@ -10,8 +10,7 @@ import (
 	"watershed.dev/services/watchfanout/cache"
 )
 
-// Whatever a client selects by, it is a query or an error, and objects are matched without a panic and only in its
-// namespace.
+// New accepts or rejects any selector without a panic. A query matches objects only in its namespace.
 func FuzzQuery(f *testing.F) {
 	f.Add("ns", "a=b,c in (d,e),!f", "metadata.name=x,spec.nodeName!=y")
 	f.Add("", "\xff=\xfe", "a\\,b=c")
@@ -43,7 +42,7 @@ func FuzzQuery(f *testing.F) {
 		q.Describe()
 		q.Trigger()
 		if q.InNamespace(i) && namespace != "" && namespace != "other" {
-			t.Errorf("%q holds an object of another namespace", namespace)
+			t.Errorf("%q selects an object of another namespace", namespace)
 		}
 	})
 }

@@ -1,5 +1,5 @@
-// Package form has what a list or a watch asks for: which objects, and in which form. It makes bytes of bytes; nothing
-// in it waits for anybody.
+// Package query resolves the query of a list or a watch: the objects that it selects, and their encoding. It computes
+// bytes from bytes, and never waits. It has no goroutines.
 package query
 
 import (
@@ -25,7 +25,7 @@ import (
 	"watershed.dev/services/watchfanout/cache"
 )
 
-// Query is which objects, and in which form. It does not change.
+// Query is a resolved query. It does not change.
 type Query struct {
 	Entry         *registryv1.APIResource
 	Output        *registryv1.Output
@@ -33,35 +33,35 @@ type Query struct {
 	Labels        labels.Selector
 	Fields        fields.Selector
 	IncludeObject string
-	// SkipUnreadable: a list leaves out what cannot be read.
+	// SkipUnreadable makes a list omit unreadable objects.
 	SkipUnreadable bool
 
 	Encoding frame.Encoding
-	// Table: rows of a Table, of the kind As.
+	// Table requests rows of a Table, whose kind is As.
 	Table bool
 	As    *commonv1.Kind
-	// EncodingKey tells forms apart, for what is made once for all who ask in the same.
+	// EncodingKey identifies the query's encoding, so that clients with the same encoding share its results.
 	EncodingKey EncodingKey
-	// native: the log's encodings are in the version asked for.
+	// native means that the log's encodings are in the requested version.
 	native bool
 }
 
-// EncodingKey is a form, and with Event what is made of an event in it.
+// EncodingKey identifies an encoding and, with Event set, one frame of an event in it.
 type EncodingKey struct {
 	resource, version, mediaType, as, asVersion, include string
 	Event                                                string
 }
 
-// ForFields is the key of what objects' fields are in the query's version, whatever form they are asked for in.
+// ForFields returns the key of objects' fields in the query's version. It is the same for every encoding.
 func (k EncodingKey) ForFields(event string) EncodingKey {
 	return EncodingKey{resource: k.resource, version: k.version, Event: event}
 }
 
-// ErrNotDiscovered is what asks for a resource that the catalog has not come to, as the caller knows it.
-var ErrNotDiscovered = errors.New("the catalog has not come to what is asked for")
+// ErrNotDiscovered means that the replica's discovery does not have the resource as the caller has it.
+var ErrNotDiscovered = errors.New("the resource is not in this replica's discovery yet")
 
-// Resolve reads what a caller asks for, by a view of the catalog that is nil before the first; an error is ErrNotDiscovered
-// or the API's own.
+// Resolve resolves a caller's query with a view of discovery; the view is nil before the first response. The error is
+// ErrNotDiscovered, rpc.ErrDelegate or an API error.
 func Resolve(v *discovery.View, p *watchfanoutv1.Query) (*Query, error) {
 	if v == nil {
 		return nil, ErrNotDiscovered
@@ -71,13 +71,14 @@ func Resolve(v *discovery.View, p *watchfanoutv1.Query) (*Query, error) {
 	switch {
 	case !ok, e.CrdRevision < p.GetCrdRevision() && e.Digest != p.GetDigest():
 		return nil, ErrNotDiscovered
-	case p.GetNamespace() != "" && !e.Namespaced: // it was defined anew, and the caller's permission is for a namespace
+	// the CRD was recreated, and the caller's permission is for a namespace
+	case p.GetNamespace() != "" && !e.Namespaced:
 		return nil, ErrNotDiscovered
 	}
 	return New(e, p)
 }
 
-// New reads what a caller asks for of a resource; an error is rpc.ErrAskRegistry or the API's own.
+// New resolves a query of the resource e. The error is rpc.ErrDelegate or an API error.
 func New(e *registryv1.APIResource, p *watchfanoutv1.Query) (*Query, error) {
 	q := &Query{
 		SkipUnreadable: p.GetSkipUnreadable(),
@@ -102,7 +103,7 @@ func New(e *registryv1.APIResource, p *watchfanoutv1.Query) (*Query, error) {
 	switch q.Output.GetMediaType() {
 	case frame.JSON, frame.Protobuf:
 	default:
-		return nil, rpc.ErrDelegate // which writes every form
+		return nil, rpc.ErrDelegate // registry writes every encoding
 	}
 	switch q.As.GetKind() {
 	case "":
@@ -114,11 +115,12 @@ func New(e *registryv1.APIResource, p *watchfanoutv1.Query) (*Query, error) {
 	}
 	k := q.Entry.GetKind()
 	q.Encoding = frame.EncodingOf(k, q.As, q.Output.MediaType, q.Entry.Unstructured)
-	q.native = proto.Equal(k, q.Entry.GetStoredKind()) || q.Encoding.Partial // metadata is the same in every version
+	// Metadata is the same in every version.
+	q.native = proto.Equal(k, q.Entry.GetStoredKind()) || q.Encoding.Partial
 	q.EncodingKey = EncodingKey{
 		resource: q.Entry.StorageResource + " " + q.Entry.Resource.GetGroup() + " " + q.Entry.Resource.GetResource(),
 		version:  frame.APIVersion(k),
-		// a key is kept longer than what it is a part of, which may be a header of a megabyte
+		// The key outlives the request. Clones do not keep the request's headers alive, which may have a megabyte.
 		mediaType: strings.Clone(q.Output.MediaType),
 		as:        strings.Clone(q.As.GetKind()),
 		asVersion: strings.Clone(frame.APIVersion(q.As)),
@@ -127,7 +129,7 @@ func New(e *registryv1.APIResource, p *watchfanoutv1.Query) (*Query, error) {
 	return q, nil
 }
 
-// Prefix is how the keys of the namespace's objects begin.
+// Prefix returns the prefix of the keys of the query's namespace; empty for all namespaces.
 func (q *Query) Prefix() string {
 	if q.Namespace == "" {
 		return ""
@@ -135,7 +137,7 @@ func (q *Query) Prefix() string {
 	return q.Namespace + "/"
 }
 
-// IsNative says whether the item's bytes are what the query asks for, in the version that it asks for.
+// IsNative reports whether the item's bytes are in the requested version.
 func (q *Query) IsNative(i *cache.Item) bool {
 	if q.Encoding.Partial || !q.Encoding.Unstructured {
 		return q.native
@@ -143,28 +145,28 @@ func (q *Query) IsNative(i *cache.Item) bool {
 	return i.Version == q.Entry.Kind.Version
 }
 
-// NeedsConvertedFields says whether only converting an object can tell if it is selected.
+// NeedsConvertedFields reports whether the field selector needs the fields of converted objects.
 func (q *Query) NeedsConvertedFields() bool {
 	return q.Entry.ConvertedFields && slices.ContainsFunc(q.Fields.Requirements(), func(r fields.Requirement) bool {
 		return !strings.HasPrefix(r.Field, "metadata.")
 	})
 }
 
-// SelectsEverything says whether every object of the namespace is asked for.
+// SelectsEverything reports whether the query selects every object of the namespace.
 func (q *Query) SelectsEverything() bool { return q.Labels.Empty() && q.Fields.Empty() }
 
-// Matches says whether the selectors select an object, by its stored fields.
+// Matches reports whether the selectors match an object's stored labels and fields.
 func (q *Query) Matches(i *cache.Item) bool {
 	return (q.Labels.Empty() || q.Labels.Matches(labels.Set(i.Labels))) &&
 		(q.Fields.Empty() || q.Fields.Matches(fields.Set(i.Fields)))
 }
 
-// InNamespace says whether the object is of the namespace asked for.
+// InNamespace reports whether the object is in the query's namespace.
 func (q *Query) InNamespace(i *cache.Item) bool {
 	return q.Namespace == "" || i.Namespace == q.Namespace
 }
 
-// ExactName is the one name that the field selector allows.
+// ExactName returns the only name that the field selector allows, if there is one.
 func (q *Query) ExactName() (string, bool) {
 	if q.Entry.Namespaced && q.Namespace == "" {
 		return "", false
@@ -172,7 +174,7 @@ func (q *Query) ExactName() (string, bool) {
 	return q.Fields.RequiresExactMatch("metadata.name")
 }
 
-// Trigger is the smallest part of the resource's events, and of its objects, that holds all that the query selects.
+// Trigger returns the smallest trigger that includes everything that the query selects.
 func (q *Query) Trigger() cache.Trigger {
 	if name, ok := q.ExactName(); ok {
 		return cache.Trigger{Field: cache.ByKey, Value: cache.Key(q.Namespace, name)}
@@ -192,7 +194,7 @@ func (q *Query) Trigger() cache.Trigger {
 	return cache.Trigger{}
 }
 
-// ListKind is the kind of a list's body.
+// ListKind returns the kind and apiVersion of a list's body.
 func (q *Query) ListKind() (kind, apiVersion string) {
 	switch {
 	case q.Table:
@@ -204,13 +206,14 @@ func (q *Query) ListKind() (kind, apiVersion string) {
 	return q.Entry.ListKind, frame.APIVersion(gv)
 }
 
-// RowsHaveMetadata says whether a Table's rows include objects' metadata, which registry leaves for the tier to put in.
+// RowsHaveMetadata reports whether a Table's rows include objects' metadata. registry omits it, and the replica inserts
+// it.
 func (q *Query) RowsHaveMetadata() bool {
 	return q.IncludeObject != string(metav1.IncludeObject) && q.IncludeObject != string(metav1.IncludeNone)
 }
 
-// RowHead is a row as registry makes it, up to the opening brace of its object's metadata; or all of it, where it has
-// none.
+// RowHead returns registry's row up to the opening brace of its object's metadata, or the whole row if it has no
+// metadata.
 func (q *Query) RowHead(row []byte) ([]byte, error) {
 	if !q.RowsHaveMetadata() {
 		return row, nil
@@ -223,7 +226,7 @@ func (q *Query) RowHead(row []byte) ([]byte, error) {
 	return append(row[:len(head)+len(object):len(head)+len(object)], frame.PartialHead(frame.APIVersion(q.As))...), nil
 }
 
-// RowTail is what comes after a row's metadata.
+// RowTail returns the bytes after a row's metadata.
 func (q *Query) RowTail() []byte {
 	if !q.RowsHaveMetadata() {
 		return nil
@@ -231,7 +234,7 @@ func (q *Query) RowTail() []byte {
 	return []byte("}}")
 }
 
-// MayMatch is Matches, but where only converting an object can tell.
+// MayMatch is Matches, but returns true if only a conversion can decide.
 func (q *Query) MayMatch(i *cache.Item) bool {
 	if !q.NeedsConvertedFields() || q.IsNative(i) {
 		return q.Matches(i)
@@ -239,7 +242,7 @@ func (q *Query) MayMatch(i *cache.Item) bool {
 	return q.Labels.Empty() || q.Labels.Matches(labels.Set(i.Labels))
 }
 
-// Describe names what is selected, for people.
+// Describe describes the query, for the status page.
 func (q *Query) Describe() string {
 	var parts []string
 	for _, p := range [][2]string{
@@ -256,10 +259,10 @@ func (q *Query) Describe() string {
 	return strings.Join(parts, " ")
 }
 
-// noColumns stand for columns that the client has been told of.
+// noColumns replaces columns that the client already has.
 var noColumns = []byte("null")
 
-// Row is an event whose object is a Table of one row. columns is nil where the client has been told of them.
+// Row returns an event whose object is a Table of one row. columns is nil if the client already has them.
 func (q *Query) Row(event string, revision int64, row, columns []byte) []byte {
 	if columns == nil {
 		columns = noColumns
@@ -269,7 +272,8 @@ func (q *Query) Row(event string, revision int64, row, columns []byte) []byte {
 	return frame.WatchJSON(event, table)
 }
 
-// Bookmark says that everything up to a revision has been sent, or with initialEnd all initial events.
+// Bookmark returns a bookmark: every event up to revision has been sent. With initialEnd, it marks the end of the
+// initial events.
 func (q *Query) Bookmark(revision int64, initialEnd bool) []byte {
 	if !q.Table {
 		return q.Encoding.Bookmark(revision, initialEnd)

@@ -14,8 +14,8 @@ import (
 	"watershed.dev/services/watchfanout/cache"
 )
 
-// A query is answered by an entry that is the caller's or a newer one, and never beyond the namespace that the caller's
-// permission is for.
+// A query resolves with the caller's discovery entry or a newer one. It never exceeds the namespace of the caller's
+// permission.
 func TestAQueryIsResolvedByDiscovery(t *testing.T) {
 	widgets := &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"}
 	entry := func(namespaced bool) *discovery.View {
@@ -36,16 +36,16 @@ func TestAQueryIsResolvedByDiscovery(t *testing.T) {
 		namespace string
 		known     bool
 	}{
-		"the same":                              {entry(true), widgets, 10, 7, "x", true},
-		"a newer one":                           {entry(true), widgets, 9, 6, "x", true},
-		"an older one that says the same":       {entry(true), widgets, 11, 7, "x", true},
-		"an older one that says something else": {entry(true), widgets, 11, 8, "x", false},
-		"of all namespaces":                     {entry(true), widgets, 10, 7, "", true},
-		"a newer one that has no namespaces":    {entry(false), widgets, 9, 6, "x", false},
-		"one that has none, of a cluster's":     {entry(false), widgets, 10, 7, "", true},
-		"none":                                  {entry(true), &commonv1.Resource{Resource: "pods"}, 0, 0, "", false},
-		"no resource, as of an older gateway":   {entry(true), nil, 0, 0, "", false},
-		"nothing, before the catalog is told":   {nil, widgets, 10, 7, "", false},
+		"the same":                            {entry(true), widgets, 10, 7, "x", true},
+		"a newer one":                         {entry(true), widgets, 9, 6, "x", true},
+		"an older one with the same digest":   {entry(true), widgets, 11, 7, "x", true},
+		"an older one with another digest":    {entry(true), widgets, 11, 8, "x", false},
+		"of all namespaces":                   {entry(true), widgets, 10, 7, "", true},
+		"a newer one that has no namespaces":  {entry(false), widgets, 9, 6, "x", false},
+		"one that has none, of a cluster's":   {entry(false), widgets, 10, 7, "", true},
+		"none":                                {entry(true), &commonv1.Resource{Resource: "pods"}, 0, 0, "", false},
+		"no resource, as of an older gateway": {entry(true), nil, 0, 0, "", false},
+		"nothing, before the first response":  {nil, widgets, 10, 7, "", false},
 	} {
 		q, err := Resolve(c.view, &watchfanoutv1.Query{
 			Resource:    c.resource,
@@ -85,7 +85,7 @@ func pods(t *testing.T, change func(*registryv1.APIResource, *watchfanoutv1.Quer
 	return q
 }
 
-// A query reads the smallest part of a resource's events that holds all that it selects.
+// A trigger is the smallest part of a resource's events that includes everything that the query selects.
 func TestTriggers(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(*registryv1.APIResource, *watchfanoutv1.Query)
@@ -120,7 +120,7 @@ func TestTriggers(t *testing.T) {
 	}
 }
 
-// Which bytes are the query's own, in the version and form that it asks for.
+// A query's native bytes are the stored bytes in the requested version and encoding.
 func TestNativeBytes(t *testing.T) {
 	item := &cache.Item{Version: "v1"}
 	for name, c := range map[string]struct {
@@ -148,7 +148,7 @@ func TestNativeBytes(t *testing.T) {
 	}
 }
 
-// A row's object is put in from the bytes at hand, and its columns come once.
+// A row's object is inserted from the stored bytes, and its columns are sent once.
 func TestRows(t *testing.T) {
 	q := pods(t, func(_ *registryv1.APIResource, p *watchfanoutv1.Query) {
 		p.Output.As = &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: "Table"}
@@ -186,8 +186,7 @@ func TestRows(t *testing.T) {
 	}
 }
 
-// A key is kept for longer than the request that it is of, and nothing of that with it: what an Accept header names is
-// a part of the whole header.
+// A cached key outlives its request and keeps none of it alive. A media type is part of the whole Accept header.
 func TestAKeyHoldsNothingOfItsRequest(t *testing.T) {
 	pod := &commonv1.Kind{Version: "v1", Kind: "Pod"}
 	header := strings.Repeat("PartialObjectMetadataList", 2)

@@ -1,9 +1,9 @@
 package watch
 
-// BoundInFlight sets the bytes that the streams may have in flight.
+// BoundInFlight sets the limit of bytes in flight.
 func (s *Server) BoundInFlight(n int64) { s.inflight = newInflightQuota(n) }
 
-// Waiting returns the number of an owner's messages that wait.
+// Waiting returns the number of an owner's waiting messages.
 func (s *Server) Waiting(owner string) int {
 	s.inflight.mu.Lock()
 	defer s.inflight.mu.Unlock()

@@ -11,12 +11,13 @@ import (
 	"watershed.dev/services/watchfanout/conversion"
 )
 
-// eventFrame is made once for all who watch in the same form; of an event in a backfill, once for each watch.
+// eventFrame returns the frame of an event. All watches with the same encoding share it. A frame of a backfill's event
+// is built for each watch, because no ring accounts for its bytes.
 func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, item *cache.Item) ([]byte, error) {
 	key := w.query.EncodingKey
 	key.Event = kind
 	if w.query.Table {
-		columnsSent := w.columnsSent // others who have been told of the columns share the frame
+		columnsSent := w.columnsSent // watches that have sent the columns share the frame
 		w.columnsSent = true
 		if !columnsSent {
 			key.Event = kind + "+columns"
@@ -48,7 +49,7 @@ func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, i
 	})
 }
 
-// row is an event of a Table of one row; the stream's first one names the columns.
+// row returns an event whose object is a Table of one row. Only the stream's first row includes the columns.
 func (w *watcher) row(event string, revision int64, row, columns []byte) []byte {
 	if w.columnsSent {
 		columns = nil
@@ -73,16 +74,16 @@ type frames struct {
 	initial     [][]byte
 	initialSize int
 	initialDone bool
-	// tracedSince is when the first of the marked events that are traced was added.
+	// tracedSince is when the first event with a trace context was added to the current message.
 	tracedSince time.Time
-	// sendPosition: tell the position though there are no frames.
+	// sendPosition sends a message with the position even if there are no frames.
 	sendPosition bool
-	// release gives back the bytes that are reserved for the next message; nil: none are.
+	// release releases the bytes that are reserved for the next message; nil if none are.
 	release func()
 }
 
-// reserve reserves the bytes of an event, if it is large. It fails with errQuotaExceeded if the event must wait: the caller then
-// drops the events that it has, so that a waiting stream holds no bytes.
+// reserve reserves the bytes of an event that has at least sharedBytes. It returns errQuotaExceeded if the event must
+// wait. The caller then drops its events, so that a waiting stream holds no bytes.
 func (f *frames) reserve(bytes int) error {
 	if bytes < sharedBytes {
 		return nil
@@ -97,7 +98,7 @@ func (f *frames) reserve(bytes int) error {
 	return nil
 }
 
-// close gives back what was reserved and not sent.
+// close releases reserved bytes that were not sent.
 func (f *frames) close() {
 	if f.release != nil {
 		f.release()
@@ -105,13 +106,13 @@ func (f *frames) close() {
 	}
 }
 
-// addInitial adds initial events, which have no place in the log.
+// addInitial adds initial events. They have no position in the log, so they add no boundary.
 func (f *frames) addInitial(data []byte) error {
 	f.append(data)
 	return f.flushIfFull()
 }
 
-// addInitialPieces adds an initial event in pieces, which are not copied.
+// addInitialPieces adds an initial event in pieces, without copying them.
 func (f *frames) addInitialPieces(all ...[]byte) error {
 	f.initial = append(f.initial, all...)
 	for _, p := range all {
@@ -123,9 +124,9 @@ func (f *frames) addInitialPieces(all ...[]byte) error {
 	return nil
 }
 
-// addEvent adds one event, at the watcher's position.
+// addEvent adds one event, with the watcher's position as its boundary.
 func (f *frames) addEvent(data []byte, bookmark bool, traceparent string) error {
-	large := len(data) >= sharedBytes // it is sent from where it is, and so in a message of its own
+	large := len(data) >= sharedBytes // its bytes are shared, so it is a message of its own
 	if large && len(f.buf) > 0 {
 		if err := f.flush(); err != nil {
 			return err
@@ -149,7 +150,7 @@ func (f *frames) addEvent(data []byte, bookmark bool, traceparent string) error 
 
 func (f *frames) append(data []byte) {
 	if f.buf == nil {
-		f.buf = data[:len(data):len(data)] // one frame is sent as it is, shared with every other watcher
+		f.buf = data[:len(data):len(data)] // a single frame is sent without a copy, shared with all watchers
 	} else {
 		f.buf = append(f.buf, data...)
 	}
@@ -167,7 +168,7 @@ func (f *frames) flush() error {
 		return nil
 	}
 	position := f.watcher.position.Proto()
-	if n := len(f.boundaries); n > 0 { // the watcher may be at the next event already, which is not in this message
+	if n := len(f.boundaries); n > 0 { // the watcher may already be at the next event, which is not in this message
 		position = f.boundaries[n-1].Position
 	}
 	m := &watchfanoutv1.WatchFrame{
@@ -189,7 +190,7 @@ func (f *frames) flush() error {
 	return err
 }
 
-// send sends a message; one that is large and has nothing reserved once it may be in flight.
+// send sends a message. A large message without a reservation waits until its owner may have it in flight.
 func (f *frames) send(m *watchfanoutv1.WatchFrame) error {
 	release := f.release
 	f.release = nil
@@ -202,7 +203,7 @@ func (f *frames) send(m *watchfanoutv1.WatchFrame) error {
 	if release == nil {
 		return f.watcher.stream.Send(m)
 	}
-	// gRPC drops what it has of a stream that has ended
+	// gRPC drops the unsent messages of a stream that has ended, without calling Done.
 	stop := context.AfterFunc(f.watcher.stream.Context(), release)
 	return f.watcher.stream.SendMsg(&rpc.TrackedFrame{WatchFrame: m, Done: func() { stop(); release() }})
 }

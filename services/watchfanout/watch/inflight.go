@@ -12,14 +12,14 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// maxInflightBytes bounds the bytes of large messages that gRPC has accepted and not written yet, for all owners together.
-// One message of each owner may exceed it.
+// maxInflightBytes bounds the bytes of large messages that gRPC has accepted and not written yet, for all owners
+// together. Each owner's first message may exceed it.
 const maxInflightBytes = 32 << 20
 
-// inflightQuota bounds the bytes that a replica's streams have in flight. An owner has at most as many bytes as are free: an
-// owner alone has half of the bound. Each owner may always have one message in flight, so many owners may exceed the
-// bound by one message each. An owner's thousands of streams so receive a large event one after the other. A stream
-// that waits holds its cursor and no bytes.
+// inflightQuota bounds the bytes that a replica's streams have in flight. An owner may have as many bytes in flight as
+// are free, so a single owner gets half of the limit. Each owner may always have one message in flight, so many owners
+// may exceed the limit by one message each. The streams of one owner therefore receive a large event one after the
+// other. A waiting stream holds its cursor and no bytes.
 type inflightQuota struct {
 	limit int64
 
@@ -28,13 +28,13 @@ type inflightQuota struct {
 	owners map[string]*ownerQuota
 }
 
-// ownerQuota is one owner's part. It exists while the owner has bytes in flight or waiting.
+// ownerQuota is one owner's share. It exists while the owner has bytes in flight or waiting messages.
 type ownerQuota struct {
 	used    int64
-	waiting []*waiter // in the order in which they came
+	waiting []*waiter // in order of arrival
 }
 
-// waiter is a message that waits. Its channel is closed when it may be sent.
+// waiter is a waiting message. grant closes its channel when the message may be sent.
 type waiter struct {
 	bytes   int64
 	granted chan struct{}
@@ -44,9 +44,9 @@ func newInflightQuota(limit int64) *inflightQuota {
 	return &inflightQuota{limit: limit, owners: map[string]*ownerQuota{}}
 }
 
-// acquire waits until the owner may have n bytes more in flight. The caller calls release, any number of times, when they
-// are no longer. An empty owner never waits: the system's own services have no share. stop ends the waiting with a nil
-// release, as ctx does.
+// acquire waits until the owner may have n more bytes in flight. The caller calls release when the bytes are written;
+// further calls have no effect. An empty owner never waits, because the system's own services have no quota. acquire
+// returns nil if stop or ctx ends first.
 func (f *inflightQuota) acquire(ctx context.Context, stop <-chan struct{}, owner string, n int64) (release func()) {
 	if owner == "" {
 		return func() {}
@@ -83,7 +83,7 @@ func (f *inflightQuota) acquire(ctx context.Context, stop <-chan struct{}, owner
 	return nil
 }
 
-// tryAcquire is take for an owner that need not wait. It returns nil if it must.
+// tryAcquire is acquire without waiting. It returns nil if the owner would have to wait.
 func (f *inflightQuota) tryAcquire(owner string, n int64) (release func()) {
 	if owner == "" {
 		return func() {}
@@ -103,13 +103,13 @@ func (f *inflightQuota) tryAcquire(owner string, n int64) (release func()) {
 	return f.releaseOf(owner, o, n)
 }
 
-// fits reports whether an owner may have n bytes more in flight: as many as others have not, and one message in any
-// case. The lock is held.
+// fits reports whether an owner may have n more bytes in flight: as many as are free, and one message in any case. The
+// caller holds mu.
 func (f *inflightQuota) fits(o *ownerQuota, n int64) bool {
 	return o.used == 0 || o.used+n <= f.limit-f.used
 }
 
-// releaseOf returns the function that gives n bytes of an owner back, once.
+// releaseOf returns the function that releases n bytes of an owner, once.
 func (f *inflightQuota) releaseOf(owner string, o *ownerQuota, n int64) func() {
 	var done atomic.Bool
 	return func() {
@@ -121,18 +121,18 @@ func (f *inflightQuota) releaseOf(owner string, o *ownerQuota, n int64) func() {
 	}
 }
 
-// free gives bytes back and lets those go on that wait. The lock is held.
+// free releases bytes and grants waiting messages. The caller holds mu.
 func (f *inflightQuota) free(owner string, o *ownerQuota, n int64) {
 	f.used -= n
 	o.used -= n
-	f.grant(o) // its own first: the others have had what it leaves
+	f.grant(o) // its own messages first, because the other owners have had their part of the free bytes
 	for _, other := range f.owners {
 		f.grant(other)
 	}
 	f.forget(owner, o)
 }
 
-// grant grants the owner's messages that fit, in the order in which they came. The lock is held.
+// grant grants the owner's messages that fit, in order of arrival. The caller holds mu.
 func (f *inflightQuota) grant(o *ownerQuota) {
 	for len(o.waiting) > 0 {
 		w := o.waiting[0]
@@ -147,17 +147,17 @@ func (f *inflightQuota) grant(o *ownerQuota) {
 	}
 }
 
-// forget drops an owner that has nothing left. The lock is held.
+// forget removes an owner without bytes in flight and without waiting messages. The caller holds mu.
 func (f *inflightQuota) forget(owner string, o *ownerQuota) {
 	if o.used == 0 && len(o.waiting) == 0 && f.owners[owner] == o {
 		delete(f.owners, owner)
 	}
 }
 
-// errQuotaExceeded means that the watch's owner has too many bytes in flight for the next event.
+// errQuotaExceeded means that the watch's owner has too many bytes in flight to send the next event.
 var errQuotaExceeded = errors.New("the owner has too many bytes in flight")
 
-// tryReserve reserves n bytes for the watch's owner, and returns nil if they must be waited for.
+// tryReserve reserves n bytes for the watch's owner. It returns nil if the owner must wait.
 func (w *watcher) tryReserve(n int) (release func()) {
 	if w.granted != nil && w.wanted >= n {
 		release, w.granted = w.granted, nil
@@ -170,7 +170,7 @@ func (w *watcher) tryReserve(n int) (release func()) {
 	return release
 }
 
-// waitForQuota waits until the event may be in flight for which deliver failed with errQuotaExceeded.
+// waitForQuota waits until the event for which deliver returned errQuotaExceeded may be in flight.
 func (w *watcher) waitForQuota() (err error) {
 	w.granted, err = w.reserve(w.wanted)
 	return err
@@ -184,7 +184,7 @@ func (w *watcher) releaseGranted() {
 	}
 }
 
-// reserve waits until the watch's owner may have n bytes more in flight, and returns what gives them back.
+// reserve waits until the watch's owner may have n more bytes in flight, and returns the function that releases them.
 func (w *watcher) reserve(n int) (release func(), err error) {
 	ctx := w.stream.Context()
 	release = w.server.inflight.acquire(ctx, w.logReader.Draining(), w.request.Owner, int64(n))

@@ -7,7 +7,8 @@ import (
 	"testing/synctest"
 )
 
-// An owner has as many bytes in flight as it leaves to others, one message in any case, and its messages go in order.
+// An owner may have as many bytes in flight as are free, and always one message. Its messages are sent in order of
+// arrival.
 func TestBytesInFlightAreBoundedByOwner(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newInflightQuota(100)
@@ -23,14 +24,14 @@ func TestBytesInFlightAreBoundedByOwner(t *testing.T) {
 			}()
 			synctest.Wait()
 		}
-		if len(sent) != 3 || f.used != 60 { // 20+20 of 80 left, 40+20 of 60 left; 60+20 is more than 40
+		if len(sent) != 3 || f.used != 60 { // 20+20 of 80 free, 40+20 of 60 free; 60+20 exceeds 40
 			t.Fatalf("%d messages, %d bytes are in flight", len(sent), f.used)
 		}
 		quiet := f.acquire(t.Context(), nil, "quiet", 20)
-		large := f.acquire(t.Context(), nil, "large", 1000) // one message goes in any case
+		large := f.acquire(t.Context(), nil, "large", 1000) // one message is always granted
 		f.acquire(t.Context(), nil, "", 1<<40)()
 		quiet()
-		quiet() // a second call changes nothing
+		quiet() // a second release has no effect
 		large()
 		if f.used != 60 || len(f.owners) != 1 {
 			t.Errorf("%d bytes of %d owners are in flight", f.used, len(f.owners))
@@ -51,7 +52,7 @@ func TestBytesInFlightAreBoundedByOwner(t *testing.T) {
 	})
 }
 
-// A message that need not be sent any more gives its place in the queue, or its bytes, back.
+// A message whose stream has ended leaves the queue, or releases its bytes.
 func TestAnEndedStreamWaitsForNoBytes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newInflightQuota(10)
@@ -61,12 +62,12 @@ func TestAnEndedStreamWaitsForNoBytes(t *testing.T) {
 		var ended sync.WaitGroup
 		ended.Go(func() {
 			if f.acquire(ctx, nil, "o", 10) != nil {
-				t.Error("it was let go")
+				t.Error("acquire granted the bytes")
 			}
 		})
 		ended.Go(func() {
 			if f.acquire(t.Context(), stop, "o", 10) != nil {
-				t.Error("it was let go")
+				t.Error("acquire granted the bytes")
 			}
 		})
 		synctest.Wait()

@@ -11,7 +11,7 @@ import (
 	"watershed.dev/services/watchfanout/cache"
 )
 
-// begin sends the initial events, if any are due, and says where to go on.
+// begin sends the initial events, if the request needs them, and returns the cursor of the next event.
 func (w *watcher) begin(ctx context.Context) (cache.Cursor, error) {
 	start, err := events.StartOf(w.request)
 	switch {
@@ -26,16 +26,17 @@ func (w *watcher) begin(ctx context.Context) (cache.Cursor, error) {
 	switch {
 	case err != nil:
 		return 0, err
-	case !start.Initial: // from now on
+	case !start.Initial: // from the replica's current revision
 		return w.resume(ctx, events.Position{Revision: w.cache.Progress(), Index: events.LastIndex})
 	}
 	return w.initial(ctx)
 }
 
-// initial sends every object as ADDED, then a bookmark where initial events were asked for by name.
+// initial sends every object as ADDED. If the request has sendInitialEvents and allows bookmarks, the
+// initial-events-end bookmark follows.
 func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 	trigger := w.query.Trigger()
-	epoch := w.cache.Epoch() // should it change now, the watch does not go on
+	epoch := w.cache.Epoch() // if it changes before resume, the watch ends as expired
 	snapshot, err := w.resource.Snapshot(ctx, trigger.Index(), w.logReader.Load, w.logReader.Wait)
 	if err != nil {
 		return 0, err
@@ -80,7 +81,7 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 	return w.resume(ctx, events.Position{Revision: snapshot.Revision, Index: events.LastIndex, Epoch: epoch})
 }
 
-// initialNative sends objects as they are stored: their own bytes, with what belongs around them.
+// initialNative sends objects in their stored encoding: the stored bytes between the head and the tail of an event.
 func (w *watcher) initialNative(items []*cache.Item, out *frames) error {
 	head := frame.WatchJSONHead("ADDED", w.query.Encoding.Kind, w.query.Encoding.APIVersion)
 	for _, i := range items {

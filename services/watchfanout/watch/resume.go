@@ -19,7 +19,7 @@ import (
 	"watershed.dev/services/watchfanout/cache"
 )
 
-// resume goes on after a position, once the replica has come as far.
+// resume returns the cursor after a position. It replays events that the ring has dropped.
 func (w *watcher) resume(ctx context.Context, after events.Position) (cache.Cursor, error) {
 	w.setPosition(after.Revision, after.Index)
 	if w.position.Epoch = after.Epoch; after.Epoch == "" {
@@ -40,7 +40,7 @@ func (w *watcher) resume(ctx context.Context, after events.Position) (cache.Curs
 			return cur, err
 		}
 		err := w.replay(ctx, low)
-		if errors.Is(err, errQuotaExceeded) { // the piece is dropped, and read again after the waiting
+		if errors.Is(err, errQuotaExceeded) { // the piece is dropped; the next replay reads it again
 			err = w.waitForQuota()
 		}
 		if err != nil {
@@ -49,14 +49,14 @@ func (w *watcher) resume(ctx context.Context, after events.Position) (cache.Curs
 	}
 }
 
-// rejectFutureRevision refuses a revision that etcd has not come to: a client has it from another history, of before a backup was
-// restored, and would wait for what it believes to have seen.
+// rejectFutureRevision returns 410 Expired if etcd has not reached a revision. The client has such a revision from
+// before a backup was restored, and would wait for events that never come.
 func (w *watcher) rejectFutureRevision(ctx context.Context, revision int64) error {
 	if revision <= w.cache.Progress() {
 		return nil
 	}
 	r, err := w.server.source.Revision(ctx, &registryv1.RevisionRequest{})
-	if err != nil { // nobody can say; it waits
+	if err != nil { // registry is unreachable: the watch waits
 		return nil
 	}
 	if revision > r.Revision {
@@ -65,11 +65,11 @@ func (w *watcher) rejectFutureRevision(ctx context.Context, revision int64) erro
 	return nil
 }
 
-// replay sends events that memory no longer holds, from the log: as many as a backfill has.
+// replay sends events that the ring has dropped: one piece of a backfill of the log.
 func (w *watcher) replay(ctx context.Context, low int64) error {
 	after := w.position.Revision
 	if w.position.Index != events.LastIndex {
-		after-- // its transaction holds more; what was sent of it is left out
+		after-- // the transaction has more events; deliver skips those already sent
 	}
 	began := time.Now()
 	b, leave, err := w.logReader.Backfill(ctx, w.query.Entry.StorageResource, after, low)
@@ -80,7 +80,8 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 		return status.FromContextError(ctx.Err()).Err()
 	case errors.Is(err, rpc.ErrDraining):
 		return err
-	case err != nil: // forgotten, or nobody could say for as long as backfillTimeout: a list is the way to go on
+	// The log has expired, or was unreadable for backfillTimeout: the client must list again.
+	case err != nil:
 		return expired(w.position.Revision, low)
 	}
 	bound := backfillPiece
@@ -91,7 +92,7 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 	w.server.pieces.Add(int64(bytes))
 	defer w.server.pieces.Add(-int64(bytes))
 	upTo := b.UpTo
-	leave() // before anything is sent: a client that takes little holds a piece, and no backfill
+	leave() // before anything is sent: a slow client holds a piece, not a backfill
 	for len(piece) > 0 {
 		select {
 		case <-w.logReader.Draining():
@@ -106,7 +107,7 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 		piece = piece[n:]
 	}
 	if !complete {
-		return nil // at its place, from where it goes on with the next piece
+		return nil // the position is at the piece's end, where the next piece begins
 	}
 	if upTo <= after {
 		return expired(w.position.Revision, low)
@@ -117,15 +118,15 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 	return nil
 }
 
-// advanceTo notes that everything up to an event has been sent, or is not of the query.
+// advanceTo records that everything up to an event has been sent or is not selected by the query.
 func (w *watcher) advanceTo(e *cache.Event) {
 	if e.Revision > w.position.Revision || e.Revision == w.position.Revision && e.Index > w.position.Index {
 		w.setPosition(e.Revision, e.Index)
 	}
 }
 
-// piece is the next of a backfill's events that a watch sends at a time: one at least, and bound bytes at most beyond
-// it. whole says that they are all.
+// piece returns the next events of a backfill to send: at least one event, and further events up to bound bytes.
+// complete reports whether the backfill has no more events.
 func (w *watcher) piece(all []*cache.Event, bound int) (piece []*cache.Event, size int, complete bool) {
 	for len(all) > 0 && w.alreadySent(all[0]) {
 		all = all[1:]
@@ -138,28 +139,28 @@ func (w *watcher) piece(all []*cache.Event, bound int) (piece []*cache.Event, si
 		}
 		size += next
 	}
-	return slices.Clone(all[:n]), size, n == len(all) // a copy, which holds nothing else
+	return slices.Clone(all[:n]), size, n == len(all) // a copy, so that the backfill can be freed
 }
 
-// expired is kube-apiserver's answer to a watch from a revision that is no longer known.
+// expired returns kube-apiserver's error for a watch from a revision that is no longer available.
 func expired(revision, low int64) error {
 	return apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d (%d)", revision, low))
 }
 
-// errCRDChanged ends a watch of a resource whose definition has changed: objects are read in another way, and clients
-// begin anew.
-var errCRDChanged = errors.New("the resource was defined anew")
+// errCRDChanged ends a watch of a resource whose CRD has changed. Objects are converted differently from then on, so
+// clients must list again.
+var errCRDChanged = errors.New("the resource's CRD has changed")
 
-// isResumed says whether the client has been told something already: the gateway names a place also for a watch that only
-// begins at a revision.
+// isResumed reports whether the client has received anything on this watch. The gateway sets ResumeAfter also for a
+// watch that only starts at a revision.
 func isResumed(r *watchfanoutv1.WatchRequest) bool {
 	position := r.ResumeAfter
 	return position != nil && (position.Index != events.LastIndex ||
 		strconv.FormatInt(position.Revision, 10) != r.ResourceVersion)
 }
 
-// endError is why a watch cannot go on. One that was open when its resource was redefined ends without an error, as
-// kube-apiserver's do.
+// endError maps the reason that a watch cannot continue. A watch that was open when its CRD changed ends without an
+// error, as in kube-apiserver.
 func (w *watcher) endError(err error, open bool) error {
 	if open && apierrors.IsResourceExpired(err) && w.resource.CRDChangedAt() >= w.position.Revision {
 		return errCRDChanged

@@ -11,8 +11,8 @@ import (
 	"watershed.dev/services/watchfanout/conversion"
 )
 
-// classify is an event as the query sees it: an object that comes into a selector is ADDED, one that leaves it is
-// DELETED in the state that it was last seen in.
+// classify returns the type of an event as the query sees it, and its object. An object that begins to match the
+// selector is ADDED. An object that no longer matches is DELETED, with its last matching state.
 func (w *watcher) classify(ctx context.Context, e *cache.Event) (string, *cache.Item, error) {
 	now, err := w.matches(ctx, e, "fields", e.Item)
 	if err != nil {
@@ -31,8 +31,8 @@ func (w *watcher) classify(ctx context.Context, e *cache.Event) (string, *cache.
 	return kind, e.Item, nil
 }
 
-// filterItems are those of items that may match that do: registry is asked of all that have to be converted, many at a
-// time.
+// filterItems returns the items that the query's field selector matches. It requests the converted fields from registry
+// in batches.
 func (w *watcher) filterItems(ctx context.Context, items []*cache.Item) ([]*cache.Item, error) {
 	if !w.query.NeedsConvertedFields() {
 		return items, nil
@@ -54,8 +54,8 @@ func (w *watcher) filterItems(ctx context.Context, items []*cache.Item) ([]*cach
 	return out, nil
 }
 
-// matches says whether the query selects an object of an event. What only converting can tell is asked once for all
-// watchers.
+// matches reports whether the query selects an object of an event. If matching needs a conversion, all watchers share
+// its result.
 func (w *watcher) matches(ctx context.Context, e *cache.Event, fieldsKey string, i *cache.Item) (bool, error) {
 	if !w.query.NeedsConvertedFields() || w.query.IsNative(i) {
 		return w.query.Matches(i), nil

@@ -23,12 +23,12 @@ import (
 	"watershed.dev/services/watchfanout/watch"
 )
 
-// frames is a watch's stream.
+// frames is the client's end of a watch stream.
 type frames struct {
 	grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]
 	ctx context.Context
 	c   chan *watchfanoutv1.WatchFrame
-	// done receives the Done of each tracked message; nil: it is called at once.
+	// done receives the Done of each tracked message. If it is nil, SendMsg calls Done itself.
 	done chan func()
 }
 
@@ -53,7 +53,7 @@ func (f *frames) SendMsg(m any) error {
 	return f.Send(tracked.WatchFrame)
 }
 
-// testWatch is one watch: what it is told, and how it ended.
+// testWatch is one watch: the messages that it received, and its error.
 type testWatch struct {
 	t     *testing.T
 	c     chan *watchfanoutv1.WatchFrame
@@ -70,7 +70,7 @@ func start(t *testing.T, s *watch.Server, r *watchfanoutv1.WatchRequest) *testWa
 	return o
 }
 
-// receive waits for n events, and says what they are.
+// receive waits for n events and describes them.
 func (o *testWatch) receive(n int) string {
 	o.t.Helper()
 	var out []string
@@ -115,8 +115,8 @@ func newServer(t *testing.T) (*fixture.Fixture, *watch.Server) {
 	return w, watch.New(time.Hour, w.Discovery, w.Cache, w.LogReader, w.Source, w.Converter)
 }
 
-// A large event is a message of its own. Each message is at the position of its last event, from where another replica
-// goes on should this one be lost between two messages.
+// A large event is a message of its own. Each message has the position of its last event. If a message is lost, another
+// replica resumes from the position of the message before it.
 func TestALargeEventIsSentAlone(t *testing.T) {
 	w, s := newServer(t)
 	w.Apply(logv1.Type_TYPE_ADDED, 10, "before", "", "")
@@ -141,11 +141,10 @@ func TestALargeEventIsSentAlone(t *testing.T) {
 	}
 }
 
-// A watch is told of every change after its revision once, as its selection sees it.
-// A watch whose owner has too many bytes in flight waits without events. It then sends each of them once, in order, or
-// ends if the log has lost them.
+// A watch whose owner has too many bytes in flight waits without holding events. It then sends each event once, in
+// order, or ends if the log has lost them.
 func TestAWaitingWatchHoldsNoEvents(t *testing.T) {
-	const rounds, updates, size = 60, 8, 20_000 // the ring has a megabyte, and an object its name three times
+	const rounds, updates, size = 60, 8, 20_000 // the ring has a megabyte, and an object has its name three times
 	w, s := newServer(t)
 	s.BoundInFlight(1)
 	done := make(chan func(), 1)
@@ -172,7 +171,7 @@ func TestAWaitingWatchHoldsNoEvents(t *testing.T) {
 		all = append(all, w)
 		for until := time.Now().Add(10 * time.Second); s.Waiting("o") < n+2; time.Sleep(time.Millisecond) {
 			if time.Now().After(until) {
-				t.Fatalf("%d messages wait", s.Waiting("o"))
+				t.Fatalf("%d messages are waiting", s.Waiting("o"))
 			}
 		}
 		if n < rounds-1 {
@@ -185,7 +184,7 @@ func TestAWaitingWatchHoldsNoEvents(t *testing.T) {
 		t.Errorf("%d waiting watches hold %d bytes", rounds, grown)
 	}
 	last := all[rounds-1]
-	for _, w := range all[:rounds-1] { // the log, which has their events, is no part of this test
+	for _, w := range all[:rounds-1] { // this test has no log that could serve their events
 		w.leave()
 	}
 	cancel()
@@ -198,6 +197,7 @@ func TestAWaitingWatchHoldsNoEvents(t *testing.T) {
 	}
 }
 
+// A watch receives every change after its revision once, as its selector sees it.
 func TestAWatchReceivesSelectedEvents(t *testing.T) {
 	w, s := newServer(t)
 	q := fixture.Query()
@@ -217,7 +217,7 @@ func TestAWatchReceivesSelectedEvents(t *testing.T) {
 	}
 }
 
-// Initial events are every object, then a bookmark where they were asked for by name, then what comes.
+// A watch with initial events receives every object, then a bookmark if it has sendInitialEvents, then new events.
 func TestInitialEvents(t *testing.T) {
 	w, s := newServer(t)
 	yes := true
@@ -246,7 +246,7 @@ func TestInitialEvents(t *testing.T) {
 	}
 }
 
-// A watch goes on after the position that it names, and not from before the log or another history.
+// A watch resumes after its position. It expires if the position is before the log or of another epoch.
 func TestResume(t *testing.T) {
 	w, s := newServer(t)
 	w.Apply(logv1.Type_TYPE_ADDED, 11, "d", "node-0", "")
@@ -273,11 +273,11 @@ func TestResume(t *testing.T) {
 	}
 }
 
-// A replica that drains ends its watches as unavailable: another goes on.
+// A draining replica ends its watches with UNAVAILABLE, so that they resume on another replica.
 func TestADrainingReplicaEndsItsWatches(t *testing.T) {
 	w, s := newServer(t)
 	o := start(t, s, &watchfanoutv1.WatchRequest{Query: fixture.Query(), ResourceVersion: "10"})
-	<-o.c // it is open
+	<-o.c // the stream is open
 	if s.Len() != 1 {
 		t.Errorf("%d are open", s.Len())
 	}
@@ -292,8 +292,8 @@ func TestADrainingReplicaEndsItsWatches(t *testing.T) {
 	}
 }
 
-// A watch of a resource that the replica does not know as its caller does is for another to try, unless it is over: it
-// is of another history, or its CRD has changed since.
+// A watch of a resource that the replica has not discovered ends with UNAVAILABLE. It expires if its epoch is another,
+// and ends if its CRD has changed since.
 func TestAWatchOfAnUndiscoveredResource(t *testing.T) {
 	w, s := newServer(t)
 	w.Cache.Apply(&logv1.Event{
@@ -308,10 +308,10 @@ func TestAWatchOfAnUndiscoveredResource(t *testing.T) {
 		history  string
 		want     string
 	}{
-		"of another history": {10, "another", "ERROR 410"},
-		"before it was gone": {11, "h", "end"},
-		"after it was known": {13, "h", codes.Unavailable.String()},
-		"not yet open":       {0, "", codes.Unavailable.String()},
+		"of another epoch":           {10, "another", "ERROR 410"},
+		"before the CRD was deleted": {11, "h", "end"},
+		"after the CRD changed":      {13, "h", codes.Unavailable.String()},
+		"not yet open":               {0, "", codes.Unavailable.String()},
 	} {
 		q := fixture.Query()
 		q.Resource = &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"}

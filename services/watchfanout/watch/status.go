@@ -12,7 +12,7 @@ import (
 	"watershed.dev/services/watchfanout/cache"
 )
 
-// Slow is a watch for which events wait.
+// Slow is a watch that has not read all its events. Waiting is the number of unread events.
 type Slow struct {
 	Resource string `json:"resource"`
 	Query    string `json:"query"`
@@ -20,14 +20,14 @@ type Slow struct {
 	Waiting  int64  `json:"waiting"`
 }
 
-// Len is how many watches are open.
+// Len returns the number of open watches.
 func (s *Server) Len() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return len(s.watchers)
 }
 
-// Slowest are the watches for which most events wait, n at most.
+// Slowest returns at most n watches, those with the most unread events first.
 func (s *Server) Slowest(n int) []Slow {
 	var all []Slow
 	s.mu.Lock()
@@ -41,10 +41,10 @@ func (s *Server) Slowest(n int) []Slow {
 	return all[:min(len(all), n)]
 }
 
-// Rate is how many events were written to streams each second, lately.
+// Rate returns the recent rate of events written to streams, per second.
 func (s *Server) Rate() float64 { return s.rate.perSecond() }
 
-// Metrics are this package's collectors.
+// Metrics returns the package's collectors.
 func (s *Server) Metrics() []prometheus.Collector {
 	return []prometheus.Collector{s.delivered, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "watershed_watchfanout_watchers",
@@ -64,7 +64,7 @@ func (s *Server) track(w *watcher) func() {
 	}
 }
 
-// rate counts per second, over the last window.
+// rate computes events per second since windowStart. A call after rateWindow begins the next window.
 type rate struct {
 	count atomic.Int64
 

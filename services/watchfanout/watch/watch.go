@@ -1,4 +1,7 @@
-// Package streams fills watches: each is a cursor into the events of what it asks for.
+// Package watch serves watches. Each watch is a cursor into the events of the trigger that its query selects. It does
+// not encode objects (conversion, query) and does not buffer events: the resource's ring holds them.
+//
+// The goroutine of each stream owns its watcher. Server's fields are shared, and guarded by mu or atomic.
 package watch
 
 import (
@@ -27,23 +30,23 @@ import (
 )
 
 const (
-	// batchEvents is how many events are taken of the ring at a time.
+	// batchEvents bounds the events that one read of the ring returns.
 	batchEvents = 256
-	// frameBytes is about how many bytes of events or initial events one message gathers. Events of sharedBytes or more
-	// are messages of their own, which all streams share. A stream whose client stands still has two messages in
-	// memory: gRPC has accepted one, and one waits. They take 64 KB at most beside the bytes that streams share.
+	// frameBytes is about how many bytes of events or initial events one message gathers. An event of sharedBytes or
+	// more is a message of its own, whose bytes all streams share. A stream whose client does not read has two messages
+	// in memory: gRPC has accepted the first, and the second waits. Beside shared bytes, they take at most 64 KB.
 	frameBytes  = 32 << 10
 	sharedBytes = 4 << 10
-	// backfillPiece is what a watch takes of a backfill at a time and holds while its client takes it; smallPiece where
-	// all watches together hold piecesBytes.
+	// backfillPiece bounds the bytes of a backfill that a watch holds while its client reads. smallPiece is the bound
+	// while all watches together hold more than piecesBytes.
 	backfillPiece = 512 << 10
 	smallPiece    = 128 << 10
 	piecesBytes   = 128 << 20
 )
 
-// Server are the open watches of a replica.
+// Server serves a replica's watches.
 type Server struct {
-	// ProgressPeriod is how often a stream is told how far it has come.
+	// ProgressPeriod is how often a stream receives the replica's revision.
 	ProgressPeriod time.Duration
 
 	discovery *discovery.Watcher
@@ -53,7 +56,7 @@ type Server struct {
 	converter *conversion.Converter
 	delivered *prometheus.CounterVec
 	rate      rate
-	// pieces is what watches hold of backfills while their clients take it, in bytes.
+	// pieces counts the backfill bytes that watches hold while their clients read.
 	pieces   atomic.Int64
 	inflight *inflightQuota
 
@@ -61,7 +64,7 @@ type Server struct {
 	watchers map[*watcher]struct{}
 }
 
-// New returns the watches of what a log brings into a cache, served as a catalog says.
+// New returns a server of watches over c, which l fills. served resolves the watches' resources.
 func New(
 	progress time.Duration,
 	served *discovery.Watcher,
@@ -86,7 +89,8 @@ func New(
 	}
 }
 
-// Watch streams frames until the caller goes away.
+// Watch streams frames until the caller cancels. It rejects the call if the replica is stale or has not discovered the
+// resource.
 func (s *Server) Watch(r *watchfanoutv1.WatchRequest,
 	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
 	q, err := query.Resolve(s.discovery.View(), r.Query)
@@ -117,8 +121,10 @@ func (s *Server) Watch(r *watchfanoutv1.WatchRequest,
 	return rpc.ToStatus(w.run(stream.Context()))
 }
 
-// notDiscovered answers a watch of a resource that the replica does not know as the caller does: another replica may,
-// and this one soon. One of another history of etcd has expired, and one whose CRD has changed or gone since is over.
+// notDiscovered ends a watch of a resource that is not in the replica's discovery as the caller has it. Usually it
+// returns UNAVAILABLE, because another replica may have the resource, and this replica will soon. If the watch's
+// position is of another epoch, it sends 410 Expired. If the CRD changed or was deleted after the position, it ends the
+// watch.
 func (s *Server) notDiscovered(r *watchfanoutv1.WatchRequest,
 	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
 	position, resource := events.FromProto(r.ResumeAfter), r.GetQuery().GetResource()
@@ -130,7 +136,7 @@ func (s *Server) notDiscovered(r *watchfanoutv1.WatchRequest,
 		}
 		return stream.Send(&watchfanoutv1.WatchFrame{Data: data, End: true})
 	}
-	storageResource := resource.GetResource() + "." + resource.GetGroup() // as those of CRDs are
+	storageResource := resource.GetResource() + "." + resource.GetGroup() // as CRDs name it
 	changed := events.Position{Revision: s.cache.Resource(storageResource).CRDChangedAt()}
 	if position.Revision > 0 && resource.GetGroup() != "" && position.Before(changed) && isResumed(r) {
 		return stream.Send(&watchfanoutv1.WatchFrame{End: true})
@@ -138,7 +144,20 @@ func (s *Server) notDiscovered(r *watchfanoutv1.WatchRequest,
 	return status.Error(codes.Unavailable, query.ErrNotDiscovered.Error())
 }
 
-// watcher is one stream: a cursor into the resource's events.
+// watcher is one watch stream: a cursor into the resource's events. Its states:
+//
+//	begin ───── watch from a revision ───────────────► resume
+//	begin ───── initial events requested ────────────► initial
+//	initial ─── snapshot sent, then its bookmark ────► resume
+//	resume ──── position older than the ring ────────► replay
+//	replay ──── one backfill piece sent ─────────────► resume
+//	resume ──── position in the ring ────────────────► streaming
+//	streaming ─ ring overran the cursor ─────────────► resume
+//	streaming ─ owner has too many bytes in flight ──► waiting
+//	waiting ─── bytes granted ───────────────────────► resume
+//	any ─────── canceled, draining, stale, expired ──► ended
+//
+// A watcher in the state waiting holds no events. A watch whose CRD changed ends without an error.
 type watcher struct {
 	server    *Server
 	cache     *cache.Cache
@@ -151,12 +170,12 @@ type watcher struct {
 	resource    *cache.Resource
 	events      *cache.Subscription
 	position    events.Position
-	columnsSent bool // a Table's columns have been sent
-	// wanted is the size of the event for which deliver failed with errQuotaExceeded, and granted releases the bytes that have
-	// been reserved for it since.
+	columnsSent bool // whether the client has a Table's columns
+	// wanted is the size of the event for which deliver returned errQuotaExceeded. granted releases the bytes that
+	// waitForQuota has reserved for it since; nil if there are none.
 	wanted  int
 	granted func()
-	// cursor is the cursor's place and sent the last event's revision, for whoever asks how slow the watch is.
+	// cursor is the watch's cursor and sentRevision the revision of the last event sent. The status page reads both.
 	cursor, sentRevision atomic.Int64
 }
 
@@ -165,7 +184,8 @@ func (w *watcher) run(ctx context.Context) error {
 	if err != nil {
 		return w.sendError(w.endError(err, isResumed(w.request)))
 	}
-	// the stream is open, and can be resumed from here; not from what has not come yet
+	// The first message confirms that the stream is open and can resume from its position. It is omitted if the replica
+	// has not reached that position.
 	if w.position.Revision <= w.cache.Progress() {
 		if err := (&frames{watcher: w, sendPosition: true}).flush(); err != nil {
 			return err
@@ -173,9 +193,9 @@ func (w *watcher) run(ctx context.Context) error {
 	}
 	bookmarks := time.NewTicker(w.server.ProgressPeriod)
 	defer bookmarks.Stop()
-	for bookmarkDue := false; ; { // due: a bookmark, of where the replica is once the events before it are sent
+	for bookmarkDue := false; ; { // bookmarkDue: send a bookmark once all earlier events are sent
 		batch, next, progress, changed, ok := w.events.Next(cur, batchEvents)
-		if !ok { // more came at once than memory keeps; the log has it, unless it was reset
+		if !ok { // the ring overran the cursor; the log has the events, unless it was reset
 			if cur, err = w.resume(ctx, w.position); err != nil {
 				return w.sendError(w.endError(err, true))
 			}
@@ -184,7 +204,7 @@ func (w *watcher) run(ctx context.Context) error {
 		cur = next
 		w.cursor.Store(int64(cur))
 		switch err := w.deliver(ctx, batch); {
-		case errors.Is(err, errQuotaExceeded): // it waits without the events, which may leave the ring meanwhile
+		case errors.Is(err, errQuotaExceeded): // it waits without its events, because the ring may drop them meanwhile
 			batch = nil
 			if err = w.waitForQuota(); err != nil {
 				return err
@@ -199,10 +219,12 @@ func (w *watcher) run(ctx context.Context) error {
 		if progress == 0 {
 			continue
 		}
-		if bookmarkDue && progress >= w.position.Revision { // else it was resumed from what has not come here yet
+		// A watch may have resumed from a revision that this replica has not reached yet.
+		if bookmarkDue && progress >= w.position.Revision {
 			bookmarkDue = false
 			w.setPosition(progress, events.LastIndex)
-			if !w.request.AllowBookmarks { // the gateway alone is told how far the stream has come
+			// Only the gateway receives the position; the client did not request bookmarks.
+			if !w.request.AllowBookmarks {
 				err = (&frames{watcher: w, sendPosition: true}).flush()
 			} else {
 				err = w.bookmark(progress)
@@ -226,24 +248,24 @@ func (w *watcher) run(ctx context.Context) error {
 	}
 }
 
-// setPosition notes that everything up to a position has been sent.
+// setPosition records that everything up to a position has been sent.
 func (w *watcher) setPosition(revision int64, index int32) {
 	w.position.Revision, w.position.Index = revision, index
 }
 
-// alreadySent says whether the watch's position is at an event or past it.
+// alreadySent reports whether the watch's position is at or after an event.
 func (w *watcher) alreadySent(e *cache.Event) bool {
 	return e.Revision < w.position.Revision || e.Revision == w.position.Revision && e.Index <= w.position.Index
 }
 
-// deliver sends the frames of those events that the query selects. It fails with errQuotaExceeded at a large event that may not
-// be in flight yet. The position is then at the event before it.
+// deliver sends the frames of the events that the query selects. It returns errQuotaExceeded if the owner may not send
+// a large event yet. The position is then at the event before it.
 func (w *watcher) deliver(ctx context.Context, all []*cache.Event) error {
 	out := &frames{watcher: w}
 	defer out.close()
 	for i, e := range all {
 		if !w.query.InNamespace(e.Item) || w.alreadySent(e) {
-			continue // of another namespace, or seen by the client before this replica had it
+			continue // in another namespace, or another replica has sent it
 		}
 		kind, item, err := w.classify(ctx, e)
 		if err != nil {
@@ -253,7 +275,8 @@ func (w *watcher) deliver(ctx context.Context, all []*cache.Event) error {
 			continue
 		}
 		columns := w.columnsSent
-		if !w.query.Table && !w.query.Encoding.Partial { // its frame is as large as the object, and is not made before
+		// The frame is as large as the object. deliver reserves its bytes before it builds the frame.
+		if !w.query.Table && !w.query.Encoding.Partial {
 			err = out.reserve(len(item.JSON))
 		}
 		var data []byte
@@ -283,7 +306,8 @@ func (w *watcher) deliver(ctx context.Context, all []*cache.Event) error {
 	return out.flush()
 }
 
-// sendError ends the stream with an ERROR event where the error is the API's own, for the client to see.
+// sendError ends the stream with an ERROR event if err is an API error, because the client must receive that. It
+// returns every other error.
 func (w *watcher) sendError(err error) error {
 	if errors.Is(err, errCRDChanged) {
 		return w.stream.Send(&watchfanoutv1.WatchFrame{End: true})

@@ -7,8 +7,8 @@ import (
 	"watershed.dev/services/watchfanout/cache"
 )
 
-// A watch takes a backfill piece by piece: every event once, and little at a time, whatever its size and its
-// transaction's.
+// A watch sends a backfill in pieces. Each event is sent once, and each piece is bounded, whatever the size of the
+// backfill and of its transactions.
 func TestABackfillIsSentInPieces(t *testing.T) {
 	var all []*cache.Event
 	for revision := int64(10); revision < 30; revision++ {
@@ -32,7 +32,7 @@ func TestABackfillIsSentInPieces(t *testing.T) {
 			bytes += e.Size()
 		}
 		if size != bytes {
-			t.Errorf("said to be %d bytes, they are %d", size, bytes)
+			t.Errorf("piece reports %d bytes, its events have %d", size, bytes)
 		}
 		if len(events) == 0 || len(events) > 1 && bytes > backfillPiece || cap(events) > 2*len(events)+8 {
 			t.Fatalf("%d events of %d bytes, of a backfill of %d", len(events), bytes, len(all))

@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// Check holds everything that clients were told against what happened, and answers every contradiction.
+// Check compares all responses and watch events with etcd's changes, and returns every contradiction.
 func (h *History) Check() []string {
 	c := &checker{h: h, byKey: map[string][]Change{}, byValue: map[string][]Change{}, at: map[int64]Change{}}
 	c.index()
@@ -27,7 +27,7 @@ type checker struct {
 	byKey   map[string][]Change
 	byValue map[string][]Change
 	at      map[int64]Change
-	// seen: at a time, somebody knew of a revision. begun: a revision's write had not begun before a time.
+	// seen: a client had received the revision at that time. begun: its write had not begun before that time.
 	seen, begun []known
 	found       []string
 }
@@ -51,7 +51,7 @@ func (c *checker) index() {
 	}
 	for _, w := range c.h.Writes {
 		if r, ok := c.done(w); ok && (w.Outcome == Acknowledged ||
-			w.Verb != "delete") { // an unanswered deletion may have found it deleted
+			w.Verb != "delete") { // a deletion without a response may have found the object deleted
 			c.begun = append(c.begun, known{w.Begin, r})
 			if w.Outcome == Acknowledged {
 				c.seen = append(c.seen, known{w.End, r})
@@ -80,7 +80,7 @@ func (c *checker) index() {
 	}
 }
 
-// atLeast is the newest revision that somebody knew of before a time: what begins then must not be older.
+// atLeast returns the newest revision that any client had received before t. A later request must not be older.
 func (c *checker) atLeast(t time.Duration) int64 {
 	i := sort.Search(len(c.seen), func(i int) bool { return c.seen[i].at >= t })
 	if i == 0 {
@@ -89,7 +89,7 @@ func (c *checker) atLeast(t time.Duration) int64 {
 	return c.seen[i-1].revision
 }
 
-// before is the oldest revision whose write began after a time: what ended by then cannot have seen it.
+// before returns the oldest revision whose write began after t. A response that ended by t cannot contain it.
 func (c *checker) before(t time.Duration) int64 {
 	i := sort.Search(len(c.begun), func(i int) bool { return c.begun[i].at > t })
 	if i == len(c.begun) {
@@ -98,7 +98,7 @@ func (c *checker) before(t time.Duration) int64 {
 	return c.begun[i].revision
 }
 
-// done finds the change that a write made.
+// done returns the revision of a write's change, and whether there is a change.
 func (c *checker) done(w Write) (int64, bool) {
 	if w.Verb != "delete" {
 		if made := c.byValue[w.Value]; len(made) > 0 {
@@ -118,7 +118,7 @@ func (c *checker) done(w Write) (int64, bool) {
 	return 0, false
 }
 
-// current is a key's state at a revision: the change that made it. next is the revision of the one after.
+// current returns the change that made a key's state at a revision. next is the revision of the following change.
 func (c *checker) current(key string, revision int64) (e Change, exists bool, next int64) {
 	changes := c.byKey[key]
 	i := sort.Search(len(changes), func(i int) bool { return changes[i].Revision > revision })
@@ -141,7 +141,7 @@ func (c *checker) writes() {
 	}
 	for value, made := range c.byValue {
 		if _, ok := written[value]; !ok {
-			c.wrong("etcd has %q at %d, which nobody wrote", value, made[0].Revision)
+			c.wrong("etcd has %q at %d, which no client wrote", value, made[0].Revision)
 		}
 		if len(made) > 1 {
 			c.wrong("%q was written %d times: at %d and %d", value, len(made), made[0].Revision, made[1].Revision)
@@ -172,7 +172,7 @@ func (c *checker) write(w Write) {
 	case w.Outcome == Acknowledged && revision <= c.atLeast(w.Begin):
 		c.wrong("%s of %s began at %v, when %d was known, and was done at %d", w.Verb, w.Key,
 			w.Begin, c.atLeast(w.Begin), revision)
-	case w.Outcome == Refused && done && w.Verb != "delete": // another deletion may have done what this one could not
+	case w.Outcome == Refused && done && w.Verb != "delete": // a concurrent deletion may have deleted the object
 		c.wrong("%s of %s (%q) was refused with %d and done all the same at %d", w.Verb, w.Key,
 			w.Value, w.Code, revision)
 	case w.Outcome == Refused && w.Expect > 0 && w.Code == 409:
@@ -184,7 +184,7 @@ func (c *checker) write(w Write) {
 	}
 }
 
-// shown compares one object with the change that made it.
+// shown compares an object in a response with the change of its revision.
 func (c *checker) shown(source string, i Item) {
 	e, ok := c.at[i.Revision]
 	switch {
@@ -206,7 +206,7 @@ func (c *checker) read(r Read) {
 		c.wrong("stale %s: %d was known before it began", source, least)
 	}
 	if r.Revision >= most {
-		c.wrong("%s shows what had not begun when it ended: %d", source, most)
+		c.wrong("%s shows a write that began after the response: %d", source, most)
 	}
 	c.state(source, r.Shard, r.Revision, r.Items)
 }
@@ -221,20 +221,20 @@ func (c *checker) get(r Read, least, most int64) {
 		}
 		return
 	}
-	for revision := least; ; { // was it away at any moment?
+	for revision := least; ; { // was it deleted at any moment?
 		_, exists, next := c.current(r.Key, revision)
 		if !exists {
 			return
 		}
 		if next >= most {
-			c.wrong("%s found nothing, and it was there all the time (at %d)", source, revision)
+			c.wrong("%s found nothing, but the object existed all the time (at %d)", source, revision)
 			return
 		}
 		revision = next
 	}
 }
 
-// state compares objects with the whole state at a revision.
+// state compares a response's objects with the complete state at a revision.
 func (c *checker) state(source, shard string, revision int64, items []Item) {
 	got := map[string]Item{}
 	for _, i := range items {
@@ -259,14 +259,14 @@ func (c *checker) state(source, shard string, revision int64, items []Item) {
 	}
 }
 
-// segment holds a watch to the order of events: none missing, none twice, none that did not happen.
+// segment checks the events of a watch's connection: none is missing, repeated or invented.
 func (c *checker) segment(s *Segment) {
 	source := fmt.Sprintf("watch of %q from %d at %v", s.Shard, s.Start, s.Begin)
 	frames := s.Frames
 	position := s.Start
 	if s.Initial {
 		end := slices.IndexFunc(frames, func(f Frame) bool { return f.InitialEnd })
-		if end < 0 { // broken off before its end: what came must be true all the same
+		if end < 0 { // it ended during the initial events, which must be true all the same
 			for _, f := range frames {
 				c.shown(source, f.Item)
 			}
@@ -312,7 +312,7 @@ func (c *checker) segment(s *Segment) {
 	}
 }
 
-// expected is every event after a revision as a watch with the selector sees it.
+// expected returns every event after a revision, as a watch with the selector receives it.
 func (c *checker) expected(shard string, after int64) []Frame {
 	first := sort.Search(len(c.h.Changes), func(i int) bool { return c.h.Changes[i].Revision > after })
 	var out []Frame
@@ -327,7 +327,7 @@ func (c *checker) expected(shard string, after int64) []Frame {
 				continue
 			case e.Type == "MODIFIED" && now && !before:
 				f.Type = "ADDED"
-			case e.Type == "MODIFIED" && !now: // it leaves in the state that it was last seen in
+			case e.Type == "MODIFIED" && !now: // the event has the last state that matched the selector
 				f.Type, f.Item.Value, f.Item.Shard = "DELETED", old.Value, old.Shard
 			}
 		}

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// honest is a history without a fault: three objects, two shards, every kind of answer.
+// honest returns a history without a contradiction: three objects, two shards, every kind of response.
 func honest() *History {
 	h := New()
 	ms := time.Millisecond
@@ -117,7 +117,7 @@ func TestEveryKindOfFaultIsFound(t *testing.T) {
 		}, "stale get"},
 		"a get finds nothing": {func(h *History) {
 			h.Reads[0].Items = nil
-		}, "it was there all the time"},
+		}, "the object existed all the time"},
 		"an acknowledged write is lost":    {func(h *History) { h.Changes = h.Changes[:5] }, "lost: create of b"},
 		"an acknowledged deletion is lost": {func(h *History) { h.Changes = h.Changes[:4] }, "lost: delete of b"},
 		"a write is done twice": {func(h *History) {

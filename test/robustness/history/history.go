@@ -1,7 +1,7 @@
-// Package history is what clients did and saw while processes were killed, paused and cut off, and the judge of it.
+// Package history records the requests and responses of clients during faults, and checks them.
 //
-// The judge knows what happened from etcd itself: the sequence of all changes. Against that it holds every answer that
-// a client was given, and when.
+// The checker gets the sequence of all changes from etcd. It compares every response, and its time, with that sequence.
+// A History may be recorded from many goroutines. Check must run after they have ended.
 package history
 
 import (
@@ -9,33 +9,33 @@ import (
 	"time"
 )
 
-// Outcome is what a client knows of a write.
+// Outcome is a write's outcome, as far as the client can determine it.
 type Outcome int
 
 const (
-	// Unknown: no answer, or one that leaves open whether it was done.
+	// Unknown: no response, or a response that does not determine whether the write happened.
 	Unknown Outcome = iota
-	// Acknowledged: the answer says that it was done.
+	// Acknowledged: the response confirms the write.
 	Acknowledged
-	// Refused: the answer says that it was not done.
+	// Refused: the response confirms that the write did not happen.
 	Refused
 )
 
-// Write is one attempt to change an object. Times count from the history's beginning.
+// Write is one attempt to change an object. Times are durations since the history's start.
 type Write struct {
 	Verb, Key string
-	// Value is what only this write writes; empty for a deletion.
+	// Value is unique to this write; empty for a deletion.
 	Value string
-	// Expect is the resourceVersion that the object has to have; 0 for any.
+	// Expect is the precondition on resourceVersion; 0 for none.
 	Expect     int64
 	Begin, End time.Duration
 	Outcome    Outcome
 	Code       int
-	// Revision is the answer's resourceVersion; 0 where it has none.
+	// Revision is the response's resourceVersion; 0 if it has none.
 	Revision int64
 }
 
-// Item is one object as a client was shown it.
+// Item is an object as a response contains it.
 type Item struct {
 	Key      string
 	Revision int64
@@ -43,16 +43,16 @@ type Item struct {
 	Shard    string
 }
 
-// Read is an answered get or list.
+// Read is a successful get or list.
 type Read struct {
-	// Key is the object's of a get.
+	// Key is the key of a get; empty for a list.
 	Key string
-	// Shard is the label that a list selects; empty for all.
+	// Shard is the label that a list selects; empty for all objects.
 	Shard string
-	// Any: the list asked for no particular freshness (resourceVersion=0).
+	// Any means resourceVersion=0: the list may return any revision.
 	Any        bool
 	Begin, End time.Duration
-	// Revision is the list's.
+	// Revision is the list's revision.
 	Revision int64
 	Items    []Item
 }
@@ -61,22 +61,22 @@ type Read struct {
 type Frame struct {
 	Type string
 	Item Item
-	// InitialEnd: the bookmark that ends the initial events.
+	// InitialEnd marks the bookmark that ends the initial events.
 	InitialEnd bool
 	At         time.Duration
 }
 
-// Segment is one connection's share of a watch.
+// Segment is the part of a watch on one connection.
 type Segment struct {
 	Shard string
-	// Start is the revision after which events were asked for. Initial: all objects first.
+	// Start is the revision after which the watch starts. Initial means that the watch requests initial events.
 	Start   int64
 	Initial bool
 	Begin   time.Duration
 	Frames  []Frame
 }
 
-// Change is one event of etcd. For a deletion Value and Shard are those of the last state.
+// Change is one event of etcd. Value and Shard of a deletion are those of the last state.
 type Change struct {
 	Revision int64
 	Type     string
@@ -85,7 +85,7 @@ type Change struct {
 	Shard    string
 }
 
-// History is a whole run.
+// History is the record of a run.
 type History struct {
 	mu       sync.Mutex
 	began    time.Time
@@ -95,10 +95,10 @@ type History struct {
 	Changes  []Change
 }
 
-// New begins a history now.
+// New returns a history that starts now.
 func New() *History { return &History{began: time.Now()} }
 
-// Now is the time since the beginning.
+// Now returns the time since the history's start.
 func (h *History) Now() time.Duration { return time.Since(h.began) }
 
 // Wrote records a write.
@@ -115,7 +115,7 @@ func (h *History) Saw(r Read) {
 	h.Reads = append(h.Reads, r)
 }
 
-// Watched records a segment that is over.
+// Watched records a finished segment.
 func (h *History) Watched(s *Segment) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -1,4 +1,4 @@
-// Command certgen makes and renews the certificates of a Watershed in the Secrets of its namespace.
+// Command certgen creates and renews the certificates of a Watershed installation in the Secrets of its namespace.
 package main
 
 import (

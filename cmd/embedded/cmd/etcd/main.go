@@ -1,4 +1,4 @@
-// Command etcd runs an etcd member as Watershed's other processes know it.
+// Command etcd runs an etcd member with the configuration that Watershed's processes expect.
 package main
 
 import (

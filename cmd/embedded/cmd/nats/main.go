@@ -1,4 +1,4 @@
-// Command nats runs NATS with JetStream as Watershed's other processes know it.
+// Command nats runs NATS with JetStream, with the configuration that Watershed's processes expect.
 package main
 
 import (

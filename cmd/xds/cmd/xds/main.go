@@ -1,4 +1,4 @@
-// Command xds runs the xDS server that tells Watershed's processes where each service's replicas are.
+// Command xds runs the xDS server that publishes the replicas of each service.
 package main
 
 import (

@@ -1,4 +1,4 @@
-// Command admission runs the service of that name, and holds nothing of the others.
+// Command admission runs the admission service. It links no other service.
 package main
 
 import (

@@ -1,4 +1,4 @@
-// Command authn runs the service of that name, and holds nothing of the others.
+// Command authn runs the authn service. It links no other service.
 package main
 
 import (

@@ -1,4 +1,4 @@
-// Command authz runs the service of that name, and holds nothing of the others.
+// Command authz runs the authz service. It links no other service.
 package main
 
 import (

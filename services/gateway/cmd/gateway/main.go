@@ -1,4 +1,4 @@
-// Command gateway runs the service of that name, and holds nothing of the others.
+// Command gateway runs the gateway service and no other service.
 package main
 
 import (

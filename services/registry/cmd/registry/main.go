@@ -1,4 +1,4 @@
-// Command registry runs the service of that name, and holds nothing of the others.
+// Command registry runs the registry service in a process of its own.
 package main
 
 import (

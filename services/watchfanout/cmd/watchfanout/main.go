@@ -1,4 +1,4 @@
-// Command watchfanout runs the service of that name, and holds nothing of the others.
+// Command watchfanout runs the watchfanout service. It links no other service.
 package main
 
 import (
