@@ -17,7 +17,7 @@ import (
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 )
 
-// heartbeat is the period of heartbeats on a stream of policy revisions. It is well below identity.GenerationLease.
+// heartbeat is the period of heartbeats on a stream of policy revisions. It is well below identity.PolicyRevisionLease.
 const heartbeat = time.Second
 
 // maxChanges bounds the changes that a slow stream can still receive individually. Beyond that it receives a single

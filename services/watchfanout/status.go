@@ -94,22 +94,20 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // Collectors returns the service's metrics.
 func (s *Service) Collectors() []prometheus.Collector {
-	gauge := func(name, help string, f func() float64) prometheus.Collector {
-		return prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "watershed_watchfanout_" + name, Help: help}, f)
-	}
 	collectors := []prometheus.Collector{
 		&resourceCollector{s.cache},
-		gauge("revision", "The revision that the replica has reached.", func() float64 {
-			return float64(s.cache.Progress())
-		}),
-		gauge("event_lag_seconds", "Time from the publisher to this replica of the newest event.",
-			func() float64 {
-				return s.cache.Lag().Seconds()
-			}),
-		gauge("resets", "Resets of a resource or of the cache: the log had a gap or an unreadable "+
-			"message.", func() float64 {
-			return float64(s.cache.Resets())
-		}),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "watershed_watchfanout_revision",
+			Help: "The revision that the replica has reached.",
+		}, func() float64 { return float64(s.cache.Progress()) }),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "watershed_watchfanout_event_lag_seconds",
+			Help: "Time from the publisher to this replica of the newest event.",
+		}, func() float64 { return s.cache.Lag().Seconds() }),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "watershed_watchfanout_resets",
+			Help: "Resets of a resource or of the cache: the log had a gap or an unreadable message.",
+		}, func() float64 { return float64(s.cache.Resets()) }),
 	}
 	return slices.Concat(
 		collectors,
