@@ -9,9 +9,9 @@ import (
 	"testing"
 )
 
-// docs/security.md has the table of AllowedClients.
+// docs/operators/security.md has the table of AllowedClients.
 func TestDocumentedClients(t *testing.T) {
-	text, err := os.ReadFile("../../docs/security.md")
+	text, err := os.ReadFile("../../docs/operators/security.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -22,13 +22,13 @@ func TestDocumentedClients(t *testing.T) {
 		want += fmt.Sprintf("| `%s` | %s |\n", strings.TrimPrefix(m, "/"), strings.Join(AllowedClients[m], ", "))
 	}
 	if !ok || documented != want {
-		t.Errorf("docs/security.md must have:\n%s", want)
+		t.Errorf("docs/operators/security.md must have:\n%s", want)
 	}
 }
 
-// docs/architecture.md documents for every method how its callers handle a failure.
+// docs/contributors/rpc-failures.md documents for every method how its callers handle a failure.
 func TestEveryFailureIsDocumented(t *testing.T) {
-	text, err := os.ReadFile("../../docs/architecture.md")
+	text, err := os.ReadFile("../../docs/contributors/rpc-failures.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -47,7 +47,7 @@ func TestEveryFailureIsDocumented(t *testing.T) {
 	}
 	for m := range AllowedClients {
 		if short := m[strings.LastIndex(m, ".")+1:]; !documented[short] {
-			t.Errorf("docs/architecture.md does not document a failure of %s", short)
+			t.Errorf("docs/contributors/rpc-failures.md does not document a failure of %s", short)
 		}
 	}
 }

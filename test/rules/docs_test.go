@@ -1,9 +1,13 @@
 package rules
 
 import (
+	"maps"
 	"os"
 	"os/exec"
+	"path"
+	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -26,19 +30,23 @@ func declared(t *testing.T) map[string]bool {
 	return names
 }
 
-// TestTheWaysNameFunctionsThatThereAre checks that the functions named by the request walkthroughs in
-// docs/architecture.md exist.
-func TestTheWaysNameFunctionsThatThereAre(t *testing.T) {
-	text, err := os.ReadFile(harness.Root() + "/docs/architecture.md")
+// page returns the text of a document without its drawings.
+func page(t *testing.T, name string) string {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join(harness.Root(), "docs", name))
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, ways, _ := strings.Cut(string(text), "## The way of a GET")
-	ways, _, ok := strings.Cut(ways, "## Packages")
-	ways = regexp.MustCompile(`(?m)^\|[^|]*\|`).ReplaceAllString(ways, "") // the column of packages
+	return regexp.MustCompile("(?s)```.*?```").ReplaceAllString(string(text), "")
+}
+
+// TestWalkthroughsNameFunctions checks that the functions that the request walkthroughs name exist.
+func TestWalkthroughsNameFunctions(t *testing.T) {
+	text := page(t, "contributors/request-walkthroughs.md")
+	text = regexp.MustCompile(`(?m)^\|[^|]*\|`).ReplaceAllString(text, "") // the column of packages
 	names, found := declared(t), 0
 	named := regexp.MustCompile("`([a-zA-Z]+)(?:\\.([A-Za-z]+))?(?:\\.([A-Za-z]+))?`")
-	for _, m := range named.FindAllStringSubmatch(ways, -1) {
+	for _, m := range named.FindAllStringSubmatch(text, -1) {
 		name := m[1]
 		switch {
 		case m[1] == "rest": // a package of upstream
@@ -52,8 +60,58 @@ func TestTheWaysNameFunctionsThatThereAre(t *testing.T) {
 			t.Errorf("%s: there is no %s", m[0], name)
 		}
 	}
-	if !ok || found < 40 {
+	if found < 40 {
 		t.Errorf("%d functions are named", found)
+	}
+}
+
+// TestTheCodeMapListsEveryPackage compares the code map with the packages of the tree.
+func TestTheCodeMapListsEveryPackage(t *testing.T) {
+	cmd := exec.Command("git", "ls-files", "*.go", ":!test/peers/*", ":!proto/tools/*")
+	cmd.Dir = harness.Root()
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	missing := map[string]bool{}
+	for _, file := range strings.Fields(string(out)) {
+		missing[path.Dir(file)] = true
+	}
+	delete(missing, "test") // tools.go
+	for _, m := range regexp.MustCompile("`([a-z][a-z0-9/]+)`").FindAllStringSubmatch(page(t, "contributors/code-map.md"), -1) {
+		info, err := os.Stat(filepath.Join(harness.Root(), m[1]))
+		if strings.Contains(m[1], "/") && (err != nil || !info.IsDir()) {
+			t.Errorf("the code map lists %s, which does not exist", m[1])
+		}
+		delete(missing, m[1])
+	}
+	for _, p := range slices.Sorted(maps.Keys(missing)) {
+		t.Errorf("the code map lacks %s", p)
+	}
+}
+
+// TestLinksLeadSomewhere checks the relative links of all documents.
+func TestLinksLeadSomewhere(t *testing.T) {
+	cmd := exec.Command("git", "ls-files", "*.md")
+	cmd.Dir = harness.Root()
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	link := regexp.MustCompile(`\]\(([^)#\s]+)(#[^)]*)?\)`)
+	for _, file := range strings.Fields(string(out)) {
+		text, err := os.ReadFile(filepath.Join(harness.Root(), file))
+		if err != nil {
+			continue // removed and not committed
+		}
+		for _, m := range link.FindAllStringSubmatch(string(text), -1) {
+			if strings.Contains(m[1], ":") {
+				continue
+			}
+			if _, err := os.Stat(filepath.Join(harness.Root(), filepath.Dir(file), m[1])); err != nil {
+				t.Errorf("%s links to %s, which does not exist", file, m[1])
+			}
+		}
 	}
 }
 
@@ -75,18 +133,14 @@ func tests(t *testing.T) map[string]bool {
 
 var namedTest = regexp.MustCompile("`((?:Test|Fuzz)[A-Za-z0-9]+)`")
 
-// TestTheBoundsNameTestsThatThereAre checks docs/bounds.md and docs/security.md. Each row of bounds.md names existing
-// tests, or gives the reason why it has none. The tests that security.md names must exist.
+// TestTheBoundsNameTestsThatThereAre checks docs/operators/bounds.md, faults.md and security.md. Each row of bounds.md
+// names existing tests, or gives the reason why it has none. The tests that the other pages name must exist.
 func TestTheBoundsNameTestsThatThereAre(t *testing.T) {
 	exists := tests(t)
-	for name, least := range map[string]int{"bounds.md": 60, "security.md": 2} {
-		text, err := os.ReadFile(harness.Root() + "/docs/" + name)
-		if err != nil {
-			t.Fatal(err)
-		}
-		named := namedTest.FindAllSubmatch(text, -1)
+	for name, least := range map[string]int{"bounds.md": 60, "faults.md": 60, "security.md": 2} {
+		named := namedTest.FindAllStringSubmatch(page(t, "operators/"+name), -1)
 		for _, m := range named {
-			if !exists[string(m[1])] {
+			if !exists[m[1]] {
 				t.Errorf("%s: there is no %s", name, m[1])
 			}
 		}
@@ -94,12 +148,8 @@ func TestTheBoundsNameTestsThatThereAre(t *testing.T) {
 			t.Errorf("%s names %d tests, want %d", name, len(named), least)
 		}
 	}
-	text, err := os.ReadFile(harness.Root() + "/docs/bounds.md")
-	if err != nil {
-		t.Fatal(err)
-	}
 	rows := 0
-	for line := range strings.Lines(string(text)) {
+	for line := range strings.Lines(page(t, "operators/bounds.md")) {
 		cells := strings.Split(line, "|")
 		if len(cells) < 3 || strings.HasPrefix(line, "|---") || strings.TrimSpace(cells[1]) == "bound" {
 			continue

@@ -4,10 +4,8 @@ import (
 	"encoding/json"
 	"flag"
 	"fmt"
-	"maps"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 
@@ -20,8 +18,35 @@ var (
 	otherTree   = flag.String("tree", "", "print the figures of another checkout, without a comparison")
 )
 
-// TestWordsGetNoWorse checks the rates of forbidden words. The limits are twice the highest rate of etcd, boulder,
-// tempo and kcp, and 8 % of sentences with more than 30 words.
+// limits are the highest allowed rates of each column in 10,000 words, for comments and for documents. Each is twice the
+// highest rate of etcd, boulder, tempo and kcp.
+var limits = map[string][7]float64{
+	".go": {1.2, 0.2, 4.4, 15.6, 11.4, 71.8, 1.4},
+	".md": {7.6, 0.2, 4.4, 22.2, 22.8, 58.8, 0.8},
+}
+
+// maxLong is the highest allowed share of sentences with more than 30 words, in percent.
+const maxLong = 8
+
+// TestWordsStayWithinLimits compares the rates of the whole project with the limits.
+func TestWordsStayWithinLimits(t *testing.T) {
+	counted, err := words.Tree(os.DirFS(harness.Root()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for kind, f := range totals(counted) {
+		for i, column := range words.Columns {
+			if f.Rate(i) > limits[kind][i] {
+				t.Errorf("%s: %q has %.1f in 10,000 words, at most %.1f are allowed", kind, column, f.Rate(i), limits[kind][i])
+			}
+		}
+		if f.LongShare() > maxLong {
+			t.Errorf("%s: %.1f %% of sentences have more than %d words", kind, f.LongShare(), words.LongSentence)
+		}
+	}
+}
+
+// TestWordsGetNoWorse compares the counts of each file with its record in words.json.
 func TestWordsGetNoWorse(t *testing.T) {
 	root := harness.Root()
 	if *otherTree != "" {
@@ -75,19 +100,25 @@ func faults(f words.Figures) string {
 	return strings.Join(out, ", ")
 }
 
+// totals returns the sums of Go files and of documents, by extension.
+func totals(counted map[string]words.Figures) map[string]*words.Figures {
+	sums := map[string]*words.Figures{".go": {}, ".md": {}}
+	for path, f := range counted {
+		sums[filepath.Ext(path)].Add(f)
+	}
+	return sums
+}
+
 // printWords prints one row for comments and help texts, and one for documents.
 func printWords(counted map[string]words.Figures) {
-	totals := map[string]*words.Figures{".go": {}, ".md": {}}
-	for _, path := range slices.Sorted(maps.Keys(counted)) {
-		totals[filepath.Ext(path)].Add(counted[path])
-	}
+	all := totals(counted)
 	fmt.Printf("%-9s %8s", "", "words")
 	for _, column := range words.Columns {
 		fmt.Printf(" %10s", column)
 	}
 	fmt.Printf(" %10s %10s\n", "sentence", ">30 words")
 	for _, kind := range []struct{ name, ext string }{{"comments", ".go"}, {"documents", ".md"}} {
-		f := totals[kind.ext]
+		f := all[kind.ext]
 		fmt.Printf("%-9s %8d", kind.name, f.Words)
 		for i := range words.Columns {
 			fmt.Printf(" %10.1f", f.Rate(i))
