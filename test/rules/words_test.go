@@ -18,8 +18,8 @@ var (
 	otherTree   = flag.String("tree", "", "print the figures of another checkout, without a comparison")
 )
 
-// limits are the highest allowed rates of each column in 10,000 words, for comments and for documents. Each is twice the
-// highest rate of etcd, boulder, tempo and kcp.
+// limits are the highest allowed rates of each column in 10,000 words. Each is twice the highest rate of etcd, boulder,
+// tempo and kcp, in comments and in documents.
 var limits = map[string][7]float64{
 	".go": {1.2, 0.2, 4.4, 15.6, 11.4, 71.8, 1.4},
 	".md": {7.6, 0.2, 4.4, 22.2, 22.8, 58.8, 0.8},

@@ -205,7 +205,6 @@ func (w *watcher) run(ctx context.Context) error {
 		w.cursor.Store(int64(cur))
 		switch err := w.deliver(ctx, batch); {
 		case errors.Is(err, errQuotaExceeded): // it waits without its events, because the ring may drop them meanwhile
-			batch = nil
 			if err = w.waitForQuota(); err != nil {
 				return err
 			}
