@@ -77,6 +77,7 @@ type Server struct {
 
 // Process is a child process with its own process group.
 type Process struct {
+	t    testing.TB
 	Cmd  *exec.Cmd
 	Log  string
 	done chan struct{}
@@ -98,7 +99,7 @@ func Start(t testing.TB, dir, name, program string, args ...string) *Process {
 		t.Fatal(err)
 	}
 	f.Close()
-	p := &Process{Cmd: cmd, Log: log, done: make(chan struct{})}
+	p := &Process{t: t, Cmd: cmd, Log: log, done: make(chan struct{})}
 	go func() {
 		p.err = cmd.Wait()
 		close(p.done)
@@ -122,13 +123,14 @@ func (p *Process) Stop() {
 	}
 }
 
-// Wait waits for the process to exit and returns its error. After within it kills the process and returns nil.
+// Wait waits for the process to exit and returns its error. After within it kills the process and fails the test.
 func (p *Process) Wait(within time.Duration) error {
 	select {
 	case <-p.done:
 		return p.err
 	case <-time.After(within):
 		p.Kill()
+		p.t.Errorf("%s did not exit within %v", p.Cmd.Path, within)
 		return nil
 	}
 }

@@ -78,7 +78,7 @@ func campaign(ctx context.Context, client *clientv3.Client, key, identity string
 }
 
 // holdLease calls lead and keeps the lease alive until it is lost, ctx ends, or lead returns. The last case is a
-// resignation. holdLease revokes the lease in each case, also if lead panics.
+// resignation, and so is a lease that cannot be kept alive. holdLease revokes the lease in each case, also if lead panics.
 func holdLease(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID,
 	lead func(context.Context) error) (resigned bool) {
 	leading, cancel := context.WithCancel(ctx)
@@ -89,17 +89,18 @@ func holdLease(ctx context.Context, client *clientv3.Client, lease clientv3.Leas
 		_, _ = client.Revoke(revoke, lease) // the next leader need not wait
 	}()
 	alive, err := client.KeepAlive(leading, lease)
-	if err == nil {
-		go func() {
-			for range alive {
-			}
-			cancel() // the lease ran out, or ctx ended
-		}()
-		err := lead(leading)
-		resigned = leading.Err() == nil
-		if err != nil && ctx.Err() == nil {
-			slog.Warn("The leader's task ended", "resigned", resigned, "error", err)
+	if err != nil {
+		return true // another candidate goes first, instead of a loop of grants and revocations
+	}
+	go func() {
+		for range alive {
 		}
+		cancel() // the lease ran out, or ctx ended
+	}()
+	err = lead(leading)
+	resigned = leading.Err() == nil
+	if err != nil && ctx.Err() == nil {
+		slog.Warn("The leader's task ended", "resigned", resigned, "error", err)
 	}
 	return resigned
 }
