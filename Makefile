@@ -130,7 +130,7 @@ conformance: build peers node-peers $(PEERS)/e2e.test ## the upstream suite, wit
 differential: build peers ## the same 60,000 requests to kube-apiserver and to Watershed; every difference is named. ARGS="-seed N" for others
 	cd test && go run ./differential $(ARGS)
 
-cost: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd) ## the price of hostile requests at kube-apiserver and at Watershed; rewrites docs/cost.md's table. ARGS=-short: 20 shapes, `up` only
+cost: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd) ## the price of hostile requests at kube-apiserver and at Watershed; rewrites docs/benchmarks/cost.md's table. ARGS=-short: 20 shapes, `up` only
 	cd test && go run ./cost $(ARGS)
 
 robustness: build ## clients against the split form while 1,000 things go wrong, and a judge; ARGS="-seed N" repeats a run
@@ -139,7 +139,7 @@ robustness: build ## clients against the split form while 1,000 things go wrong,
 robustness-broken: build ## the same against a Watershed that is broken on purpose, in each way: the judge has to find it
 	cd test && go run ./robustness -watershed ../$(BIN)/watershed -faults 25 -break all $(ARGS)
 
-bench: build peers ## Watershed beside kube-apiserver; rewrites docs/performance.md's table. ROW="update a Lease" measures that alone
+bench: build peers ## Watershed beside kube-apiserver; rewrites docs/benchmarks/performance.md's table. ROW="update a Lease" measures that alone
 	cd test && go run ./bench -bin ../$(PEERS) -watershed ../$(BIN)/watershed $(if $(ROW),-rows "$(ROW)") $(ARGS)
 
 FUZZ_TIME  ?= 1m

@@ -129,7 +129,7 @@ func TestUnsupportedFlagsAreReported(t *testing.T) {
 	for name, text := range map[string]string{
 		"no container kube-apiserver": "spec: {containers: [{name: x}]}",
 		"is no flag":                  "spec: {containers: [{name: kube-apiserver, command: [sh, -c, kube-apiserver]}]}",
-		"only the kubelet knows this": "spec: {containers: [{command: [kube-apiserver, --advertise-address=$(HOST_IP)]}]}",
+		"only the kubelet can expand": "spec: {containers: [{command: [kube-apiserver, --advertise-address=$(HOST_IP)]}]}",
 		"cannot unmarshal":            "[]",
 		"is no flag: this reads":      "spec: {containers: [{command: [kube-apiserver, x]}]}",
 		"is no flag: this":            `spec: {containers: [{command: [kube-apiserver, "--audit-x\rauthorization-mode: x"]}]}`,

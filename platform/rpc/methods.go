@@ -4,7 +4,7 @@ import discovery "github.com/envoyproxy/go-control-plane/envoy/service/discovery
 
 // AllowedClients maps every method to the services that may call it, by the common names of their certificates on the
 // inner network. A method that is not in the map cannot be called, except health checks. Tests compare it with the
-// contracts and with docs/security.md.
+// contracts and with docs/operators/security.md.
 var AllowedClients = map[string][]string{
 	"/watershed.authn.v1.Authn/Authenticate":   {"gateway"},
 	"/watershed.authn.v1.Authn/ReviewToken":    {"gateway"},

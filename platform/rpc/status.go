@@ -17,8 +17,8 @@
 // # Review notes
 //
 // Check:
-//   - A new method has its clients in AllowedClients, in docs/security.md, and a row in "When an RPC fails". Tests
-//     compare them.
+//   - A new method has its clients in AllowedClients and in docs/operators/security.md, and a row in
+//     docs/contributors/rpc-failures.md. Tests compare them.
 //   - A method that must not run twice is in NonIdempotent. All other methods may be retried, and some are hedged.
 //   - A long stream is in EndOnDrain if another replica can continue it without loss.
 //
@@ -32,7 +32,7 @@
 // Why not the obvious alternative:
 //   - gRPC's round_robin and least_request: a frozen process keeps its connections until keepalive ends them. GETs
 //     then took 13.0 s; with this balancer and Hedged they take 1.1 s.
-//   - gRPC's own xDS client: each call costs more (docs/dependencies.md).
+//   - gRPC's own xDS client: each call costs more (docs/contributors/dependencies.md).
 //   - TLS records on Unix sockets: encryption was a third of the cost of a list between two processes.
 //   - Sockets without TLS: the certificates are the callers' identities, and the handshake detects a relay.
 package rpc

@@ -27,7 +27,7 @@ import (
 
 // XDS finds the replicas of services through an xDS server. It uses only endpoints (EDS, aggregated, state of the
 // world). Balancing, retries, identities and health checks belong to each connection, as with Addresses. Calls
-// therefore cost the same with both, unlike with gRPC's own xDS client (docs/dependencies.md).
+// therefore cost the same with both, unlike with gRPC's own xDS client (docs/contributors/dependencies.md).
 //
 // The endpoints of a service stay until the server sends valid endpoints.
 //

@@ -20,7 +20,7 @@
 //     no node.
 //   - A wildcard decision holds for every name, or every namespace. TestWildcardDecisionsMatchThePolicy compares it
 //     with the policy.
-//   - serviceRules and docs/security.md agree.
+//   - serviceRules and docs/operators/security.md agree.
 //
 // Never:
 //   - Decide from stale policies. A revoked permission would be granted.

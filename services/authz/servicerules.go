@@ -25,7 +25,7 @@ type rule struct {
 var (
 	readVerbs = []string{"get", "list", "watch"}
 
-	// serviceRules are the services' permissions, by user name. docs/security.md shows them.
+	// serviceRules are the services' permissions, by user name. docs/operators/security.md shows them.
 	serviceRules = map[string][]rule{
 		identity.Authn: {
 			{verbs: readVerbs, resources: []string{"namespaces", "serviceaccounts"}},

@@ -1,6 +1,6 @@
 // Command bench measures Watershed and kube-apiserver with the same work in alternation, each with a fresh etcd of
 // equal settings. CPU is the servers' user and system time, without the client's and etcd's. For Watershed it is the
-// sum over all processes and NATS. The command prints a table, and writes it to docs/performance.md.
+// sum over all processes and NATS. The command prints a table, and writes it to docs/benchmarks/performance.md.
 package main
 
 import (
@@ -29,11 +29,11 @@ var (
 		"Another binary to measure beside the binary under test, to show the effect of a change.")
 	pods   = flag.Int("pods", 10000, "The number of pods in the lists.")
 	rounds = flag.Int("rounds", 3, "The number of rounds; the table has the medians.")
-	out    = flag.String("out", "../docs/performance.md", "The page whose table is replaced.")
+	out    = flag.String("out", "../docs/benchmarks/performance.md", "The page whose table is replaced.")
 	only   = flag.String("only", "", "Servers to measure, comma separated; all by default.")
 	grow   = flag.Bool("growth", false,
 		"Measure instead how the cost of a delivery grows with watchers, and memory with objects; plots go to "+
-			"docs/performance/.")
+			"docs/benchmarks/performance/.")
 	with = flag.String("with", "", "Flags that kube-apiserver and Watershed get beside their own, separated by spaces; "+
 		"{server} in one stands for each one's name.")
 	page = flag.Bool("page", false, "Rewrite the page even if only a part was measured.")

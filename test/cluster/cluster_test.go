@@ -44,7 +44,7 @@ var programs = []string{
 	"jaeger",
 }
 
-// services are the Deployments that a rolling upgrade replaces, in the order of docs/deploying.md.
+// services are the Deployments that a rolling upgrade replaces, in the order of docs/operators/install.md.
 var services = []string{"registry", "gateway", "watchfanout", "authn", "authz", "admission", "xds"}
 
 // hosted is the second Watershed, and the first Watershed, which hosts it.

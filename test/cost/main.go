@@ -45,7 +45,7 @@ func main() {
 	flag.StringVar(
 		&o.page,
 		"page",
-		filepath.Join(harness.Root(), "docs", "cost.md"),
+		filepath.Join(harness.Root(), "docs", "benchmarks", "cost.md"),
 		"The page with the table; may be empty.",
 	)
 	flag.DurationVar(&o.settleTimeout, "settle-timeout", time.Minute, "The longest wait for freed memory.")

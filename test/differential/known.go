@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// difference is an accepted difference with its reason. docs/compatibility.md lists the same differences.
+// difference is an accepted difference with its reason. docs/operators/compatibility.md lists the same differences.
 type difference struct {
 	name, reason string
 	// request matches "METHOD path"; detail matches the difference's text.

@@ -80,7 +80,7 @@ func define(t *testing.T, s *harness.Server, definition string) {
 	// either server.
 	s.Kubectl("wait", "--for=jsonpath={.status.acceptedNames.kind}=Widget", "crd/widgets.e2e.example.com")
 	s.Kubectl("wait", "--for=condition=Established", "crd/widgets.e2e.example.com")
-	// One gateway reports Established; another may serve the resource a moment later (docs/compatibility.md).
+	// One gateway reports Established; another may serve the resource a moment later (docs/operators/compatibility.md).
 	conf, err := rest.TLSConfigFor(s.Config())
 	if err != nil {
 		t.Fatal(err)

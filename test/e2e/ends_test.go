@@ -132,7 +132,7 @@ type costly struct {
 	// comes: the client cancels when the request has reached the hanging server, instead of after a time.
 	comes bool
 	after time.Duration
-	// library: a library call does most of the work, and cannot be cancelled (docs/security.md).
+	// library: a library call does most of the work, and cannot be cancelled (docs/operators/security.md).
 	library bool
 	// read is the number of bytes of the response that the client reads before it cancels.
 	read int

@@ -1,4 +1,4 @@
-// Package rules checks the code and the documents against the structure that docs/architecture.md describes.
+// Package rules checks the code and the documents against the structure that docs/concepts/architecture.md describes.
 package rules
 
 import (

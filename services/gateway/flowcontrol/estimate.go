@@ -15,8 +15,8 @@ import (
 )
 
 const (
-	// bytesPerSeat is the size of a list that costs as much as a request for a single object. In docs/performance.md, a
-	// megabyte takes some 2 CPU ms between processes, and a GET a quarter of that.
+	// bytesPerSeat is the size of a list that costs as much as a request for a single object. A megabyte takes some
+	// 2 CPU ms between processes, and a GET a quarter of that (docs/benchmarks/performance.md).
 	bytesPerSeat = 256 << 10
 	// maxSeats is the maximum of a list, as in upstream's estimate by size
 	// (k8s.io/apiserver/pkg/util/flowcontrol/request, config.go). A priority level with fewer seats lowers it.
@@ -66,7 +66,7 @@ type listSize struct {
 }
 
 // compressedDiscount is the cost of an uncompressed list relative to a cached compressed list. It follows
-// the rows "LIST pods, JSON" and "LIST pages of 500, JSON" of docs/performance.md, with and without gzip. A cached
+// the rows "LIST pods, JSON" and "LIST pages of 500, JSON" of docs/benchmarks/performance.md, with and without gzip. A cached
 // compressed list costs five times less or better, a page two times less.
 const compressedDiscount = 4
 

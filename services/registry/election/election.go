@@ -78,7 +78,8 @@ func campaign(ctx context.Context, client *clientv3.Client, key, identity string
 }
 
 // holdLease calls lead and keeps the lease alive until it is lost, ctx ends, or lead returns. The last case is a
-// resignation, and so is a lease that cannot be kept alive. holdLease revokes the lease in each case, also if lead panics.
+// resignation, and so is a lease that cannot be kept alive. holdLease revokes the lease in each case,
+// also if lead panics.
 func holdLease(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID,
 	lead func(context.Context) error) (resigned bool) {
 	leading, cancel := context.WithCancel(ctx)
