@@ -2,39 +2,23 @@ package gateway
 
 import (
 	"context"
-	"errors"
-	"fmt"
-	"net"
 	"net/http"
-	"os"
 	"slices"
-	"strconv"
-	"strings"
 	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
-	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
-	"k8s.io/apiserver/pkg/endpoints/request"
 	flowcontrolmetrics "k8s.io/apiserver/pkg/util/flowcontrol/metrics"
-	"k8s.io/component-base/metrics/legacyregistry"
-	"k8s.io/component-base/metrics/prometheus/slis"
 	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
 
-	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/discovery"
-	"watershed.dev/platform/egress"
-	"watershed.dev/platform/features"
 	"watershed.dev/platform/identity"
-	"watershed.dev/platform/kubeversion"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/reload"
 	"watershed.dev/platform/rpc"
-	"watershed.dev/platform/telemetry"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -47,70 +31,10 @@ import (
 	"watershed.dev/services/gateway/flowcontrol"
 	"watershed.dev/services/gateway/loopback"
 	"watershed.dev/services/gateway/proxy"
-	"watershed.dev/services/gateway/responsewriters"
 	"watershed.dev/services/gateway/routing"
 	"watershed.dev/services/gateway/server"
 	"watershed.dev/services/gateway/watch"
 )
-
-// Config is the configuration of a gateway.
-type Config struct {
-	Server            server.Config
-	AdvertiseAddress  string
-	ExternalHostname  string
-	MinRequestTimeout int
-	Watch             watch.Config
-	TierGets          bool
-	Profiling         bool
-	Aggregation       aggregation.Config
-	Proxy             proxy.Config
-	Audit             audit.Config
-	FlowControl       flowcontrol.Config
-	Egress            egress.Config
-}
-
-// AddFlags registers every flag of the gateway, with its default.
-func (c *Config) AddFlags(fs *pflag.FlagSet) {
-	features.AddFlag(fs, true)
-	c.Server.AddFlags(fs)
-	c.Watch.AddFlags(fs)
-	c.Aggregation.AddFlags(fs)
-	c.Proxy.AddFlags(fs)
-	c.Audit.AddFlags(fs)
-	c.FlowControl.AddFlags(fs)
-	c.Egress.AddFlags(fs)
-	fs.BoolVar(&c.TierGets, "gets-from-watch-tier", false,
-		"Whether the watch tier, instead of registry, answers a GET of a stored object. The response is as fresh as "+
-			"etcd. This is cheaper if both run in one process.")
-	fs.BoolVar(&c.Profiling, "profiling", true, "Enable profiling via web interface host:port/debug/pprof/.")
-	fs.StringVar(&c.AdvertiseAddress, "advertise-address", "",
-		"The IP address on which to advertise the API to members of the cluster.")
-	fs.StringVar(&c.ExternalHostname, "external-hostname", "",
-		"The hostname to use when generating externalized URLs for this master (e.g. Swagger API Docs or OpenID "+
-			"Discovery).")
-	fs.IntVar(&c.MinRequestTimeout, "min-request-timeout", 1800,
-		"The minimum number of seconds a watch without timeoutSeconds stays open; each gets a random value above it.")
-}
-
-// externalAddress returns the host:port at which clients reach the gateway. The rules are from Config.Complete
-// (k8s.io/apiserver/pkg/server) and Complete (k8s.io/kubernetes/pkg/controlplane/apiserver/options).
-func (c *Config) externalAddress() string {
-	host := c.ExternalHostname
-	if host == "" {
-		host = c.AdvertiseAddress
-	}
-	if _, _, err := net.SplitHostPort(host); err == nil {
-		return host
-	}
-	if host == "" {
-		if ip, err := utilnet.ResolveBindAddress(net.ParseIP(c.Server.BindAddress)); err == nil {
-			host = ip.String()
-		} else if host, err = os.Hostname(); err != nil {
-			host = "localhost"
-		}
-	}
-	return net.JoinHostPort(host, strconv.Itoa(c.Server.SecurePort))
-}
 
 // Deps are the clients for the other services.
 type Deps struct {
@@ -151,9 +75,6 @@ type Service struct {
 	external string
 	ready    lifecycle.Readiness
 }
-
-// NewConfig returns a configuration without values. AddFlags sets the defaults.
-func NewConfig() *Config { return &Config{} }
 
 // New returns a gateway that is not running yet. It reads certificates and the audit policy, and opens the audit
 // backends.
@@ -215,159 +136,6 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	return g, nil
 }
 
-// validate follows k8s.io/apiserver/pkg/server/options/server_run_options.go.
-func (c *Config) validate() error {
-	switch reads, writes := c.Server.MaxInFlight, c.Server.MaxMutating; {
-	case reads < 0:
-		return fmt.Errorf("--max-requests-inflight %d: must not be negative", reads)
-	case writes < 0:
-		return fmt.Errorf("--max-mutating-requests-inflight %d: must not be negative", writes)
-	case c.FlowControl.Enabled && reads+writes == 0:
-		return errors.New(
-			"--max-requests-inflight 0 and --max-mutating-requests-inflight 0: their sum must be positive " +
-				"with --enable-priority-and-fairness",
-		)
-	case c.MinRequestTimeout < 0:
-		return fmt.Errorf("--min-request-timeout %d: must not be negative", c.MinRequestTimeout)
-	}
-	return errors.Join(c.Server.Validate(), c.Watch.Validate())
-}
-
-// router returns the handler for requests for resources.
-func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
-	c, d := g.config, &g.deps
-	memoryQuota, rateLimiter, inflightQuota := new(watch.MemoryQuota), new(watch.RateLimiter), new(watch.InflightQuota)
-	hub := func(source watch.Watcher) *watch.Hub {
-		return &watch.Hub{
-			Client:        source,
-			Config:        &c.Watch,
-			Revision:      g.revision,
-			MemoryQuota:   memoryQuota,
-			RateLimiter:   rateLimiter,
-			InflightQuota: inflightQuota,
-		}
-	}
-	lists := func() *coalesce.Group[[]byte] {
-		return &coalesce.Group[[]byte]{
-			Limit:   maxFallbackLists,
-			Queue:   maxFallbackQueue,
-			Timeout: c.Server.RequestTimeout,
-		}
-	}
-	r := &routing.Router{
-		Discovery:         g.discovery,
-		AdmissionRules:    g.admissionRules,
-		Objects:           d.Objects,
-		Tier:              routing.Source{Lists: d.Watch, Watches: hub(d.Watch)},
-		Internal:          routing.Source{Lists: d.InternalWatch, Watches: hub(d.InternalWatch)},
-		Lists:             lists(),
-		PriorityLists:     lists(),
-		Admission:         d.Admission,
-		Authn:             d.Authn,
-		Authz:             d.Authz,
-		Authorizer:        g.authz,
-		Proxy:             proxyHandler,
-		MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second,
-		Stopping:          g.server.ShutdownStagger,
-	}
-	if c.TierGets {
-		r.TierGets = d.Watch
-	}
-	return r
-}
-
-// mux returns a handler that sends a request to aggregated servers, resources, discovery, or the gateway's own pages.
-func (g *Service) mux(router *routing.Router) http.Handler {
-	pages := http.NewServeMux()
-	page(pages, "/version", "application/json", writeVersion)
-	pages.Handle("/openapi/", g.views.openapi)
-	pages.Handle("/metrics", legacyregistry.HandlerWithReset())
-	page(pages, "/.well-known/openid-configuration", "application/json", g.issuerDocument)
-	page(pages, "/openid/v1/jwks", "application/jwk-set+json", g.issuerDocument)
-	if g.config.Profiling {
-		telemetry.Profiles(pages)
-	}
-	slis.SLIMetricsWithReset{}.Install(pages)
-	if g.config.FlowControl.Enabled {
-		pages.HandleFunc("/debug/api_priority_and_fairness/", func(w http.ResponseWriter, req *http.Request) {
-			g.flowControl.ServeHTTP(w, req)
-		})
-	}
-	g.health = g.checks()
-	for _, name := range requiredChecks {
-		g.ready.Set(name, errNotResponded)
-	}
-	g.installHealth(pages)
-	pages.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
-		if req.URL.Path != "/" {
-			responsewriters.NotFound(w, req)
-			return
-		}
-		g.index(w)
-	})
-	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		info, ok := request.RequestInfoFrom(req.Context())
-		switch group, version := groupVersion(req.URL.Path); {
-		case group != "" && g.views.apiServices.Handles(group, version):
-			g.views.apiServices.Serve(w, req, group, version)
-		case ok && info.IsResourceRequest && (under(req.URL.Path, "/api") || under(req.URL.Path, "/apis")):
-			router.ServeHTTP(w, req)
-		case under(req.URL.Path, "/api"), under(req.URL.Path, "/apis"):
-			g.views.discovery.ServeHTTP(w, req)
-		case strings.Contains(req.URL.Path, "//"): // kube-apiserver does not clean such a path
-			responsewriters.NotFound(w, req)
-		default:
-			pages.ServeHTTP(w, req)
-		}
-	})
-}
-
-// revision returns etcd's current revision, from registry.
-func (g *Service) revision(ctx context.Context) (int64, error) {
-	r, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
-	return r.GetRevision(), err
-}
-
-// servedLocally reports whether this system serves the request's resource and the request is not long-running. Such a
-// request is no watch, and no connection to a kubelet, pod, service or node.
-func (g *Service) servedLocally(req *http.Request) bool {
-	info, ok := request.RequestInfoFrom(req.Context())
-	if !ok || !info.IsResourceRequest || server.LongRunning(req, info) {
-		return false
-	}
-	group, version := groupVersion(req.URL.Path)
-	return group == "" || !g.views.apiServices.Handles(group, version)
-}
-
-// groupVersion returns the group and version of a path /apis/<group>/<version>. Both are empty for another path.
-func groupVersion(path string) (group, version string) {
-	rest, ok := strings.CutPrefix(path, "/apis/")
-	if !ok {
-		return "", ""
-	}
-	group, rest, ok = strings.Cut(rest, "/")
-	if version, _, _ = strings.Cut(rest, "/"); !ok || version == "" {
-		return "", ""
-	}
-	return group, version
-}
-
-func under(path, root string) bool { return path == root || strings.HasPrefix(path, root+"/") }
-
-func (g *Service) issuerDocument(w http.ResponseWriter, req *http.Request) {
-	d, err := g.deps.Authn.IssuerDocument(req.Context(), &authnv1.IssuerDocumentRequest{
-		Path:            strings.TrimSuffix(req.URL.Path, "/"),
-		ExternalAddress: g.external,
-	})
-	if err != nil {
-		responsewriters.NotFound(w, req)
-		return
-	}
-	w.Header().Set("Content-Type", d.ContentType)
-	w.Header().Set("Cache-Control", fmt.Sprintf("public, max-age=%d", d.MaxAgeSeconds))
-	_, _ = w.Write(d.Body)
-}
-
 // Register registers no gRPC service: clients call the gateway over HTTPS only.
 func (g *Service) Register(grpc.ServiceRegistrar) {}
 
@@ -425,45 +193,3 @@ func (g *Service) watchServices(ctx context.Context) {
 
 // tierContext routes a call to the replicas that own namespaces.
 func tierContext(ctx context.Context) context.Context { return rpc.WithHashKey(ctx, "namespaces") }
-
-// page serves GET of a path in a single media type. It rejects other requests as kube-apiserver's web framework
-// (go-restful) does.
-func page(mux *http.ServeMux, path, mediaType string, serve http.HandlerFunc) {
-	getOnly := func(w http.ResponseWriter, req *http.Request) {
-		switch {
-		case req.Method != http.MethodGet:
-			responsewriters.Error(w, req, responsewriters.V1, responsewriters.MethodNotAllowed)
-		case !responsewriters.Acceptable(req.Header.Get("Accept"), []string{mediaType}):
-			responsewriters.Error(w, req, responsewriters.V1, responsewriters.NewNotAcceptable([]string{mediaType}))
-		default:
-			serve(w, req)
-		}
-	}
-	mux.HandleFunc(path, getOnly)
-	mux.HandleFunc(path+"/{$}", getOnly)
-}
-
-func writeVersion(w http.ResponseWriter, _ *http.Request) {
-	w.Header().Set("Content-Type", "application/json")
-	writeJSON(w, kubeversion.Info())
-}
-
-// index writes the list of served paths.
-func (g *Service) index(w http.ResponseWriter) {
-	paths := []string{"/.well-known/openid-configuration", "/api", "/apis", "/healthz", "/livez", "/metrics",
-		"/openapi/v2", "/openapi/v3", "/openid/v1/jwks", "/readyz", "/version"}
-	if v := g.discovery.View(); v != nil {
-		for _, group := range v.Groups {
-			if group.Name == "" {
-				paths = append(paths, "/api/v1")
-				continue
-			}
-			paths = append(paths, "/apis/"+group.Name)
-			for _, ver := range group.Versions {
-				paths = append(paths, "/apis/"+group.Name+"/"+ver)
-			}
-		}
-	}
-	w.Header().Set("Content-Type", "application/json")
-	writeJSON(w, map[string][]string{"paths": sorted(paths)})
-}

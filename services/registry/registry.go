@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"os"
 	"slices"
 	"time"
@@ -162,20 +161,14 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
-	if s.nats, err = c.Log.Connect("registry", d.ID); err != nil {
+	if s.nats, s.js, err = connect(&c.Log, d.ID); err != nil {
 		return nil, err
 	}
-	if s.js, err = eventlog.JetStream(s.nats); err != nil {
-		s.nats.Close()
-		return nil, err
-	}
-	if s.logNATS, err = c.Log.Connect("registry", d.ID); err != nil {
-		return nil, err
-	}
-	logJS, err := eventlog.JetStream(s.logNATS)
+	logNATS, logJS, err := connect(&c.Log, d.ID)
 	if err != nil {
 		return nil, err
 	}
+	s.logNATS = logNATS
 	s.publisher = &publisher.Publisher{
 		Storage:            store,
 		Log:                &c.Log,
@@ -197,18 +190,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	if err := s.waitForEtcd(ctx); err != nil {
 		return nil, err
 	}
-	s.loopback = loopback.New(s.resources, s.watchCache).Config()
-	if s.client, err = kubernetes.NewForConfig(s.loopback); err != nil {
-		return nil, err
-	}
-	s.informers = informers.NewSharedInformerFactory(s.client, 10*time.Minute)
-	liveConfig := restclient.CopyConfig(s.loopback)
-	liveConfig.Timeout = liveLookupTimeout
-	liveClient, err := kubernetes.NewForConfig(liveConfig)
-	if err != nil {
-		return nil, err
-	}
-	if s.objects.Namespaces, err = objects.NewNamespaces(s.informers, liveClient, s.watchCache.Fresh); err != nil {
+	if err := s.initLoopback(); err != nil {
 		return nil, err
 	}
 	if s.resources.BuiltIn, err = s.builtIn(ctx, served); err != nil {
@@ -218,6 +200,38 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		return nil, err
 	}
 	return s, s.discovery.WatchAPIServices(s.loopback, s.informers, c.Controllers.AggregatorRouting)
+}
+
+// connect connects to NATS as the registry.
+func connect(o *eventlog.Options, id rpc.TLS) (*nats.Conn, jetstream.JetStream, error) {
+	conn, err := o.Connect("registry", id)
+	if err != nil {
+		return nil, nil, err
+	}
+	js, err := eventlog.JetStream(conn)
+	if err != nil {
+		conn.Close()
+		return nil, nil, err
+	}
+	return conn, js, nil
+}
+
+// initLoopback creates the registry's own API client, its informers, and the namespaces that they track. A live lookup
+// of a namespace has a timeout of its own.
+func (s *Service) initLoopback() (err error) {
+	s.loopback = loopback.New(s.resources, s.watchCache).Config()
+	if s.client, err = kubernetes.NewForConfig(s.loopback); err != nil {
+		return err
+	}
+	s.informers = informers.NewSharedInformerFactory(s.client, 10*time.Minute)
+	liveConfig := restclient.CopyConfig(s.loopback)
+	liveConfig.Timeout = liveLookupTimeout
+	liveClient, err := kubernetes.NewForConfig(liveConfig)
+	if err != nil {
+		return err
+	}
+	s.objects.Namespaces, err = objects.NewNamespaces(s.informers, liveClient, s.watchCache.Fresh)
+	return err
 }
 
 // builtIn builds the built-in resources.
@@ -269,32 +283,6 @@ func (s *Service) initCustomResources() error {
 	return err
 }
 
-// waitForEtcd waits until etcd responds, because some stores read it while they are built.
-func (s *Service) waitForEtcd(ctx context.Context) error {
-	for {
-		readCtx, cancel := context.WithTimeout(ctx, 5*time.Second)
-		_, err := s.source.ReadRevision(readCtx)
-		cancel()
-		if err == nil {
-			return nil
-		}
-		if ctx.Err() != nil {
-			return ctx.Err()
-		}
-		slog.Warn("etcd does not respond; retrying", "servers", s.config.Storage.Servers, "error", err)
-		select {
-		case <-ctx.Done():
-		case <-time.After(etcdRetryPeriod):
-		}
-	}
-}
-
-// liveLookupTimeout bounds a live lookup of a namespace that the informer lacks.
-const liveLookupTimeout = 10 * time.Second
-
-// etcdRetryPeriod is the pause between two attempts of waitForEtcd.
-const etcdRetryPeriod = 200 * time.Millisecond
-
 // Register registers the four services on g.
 func (s *Service) Register(g grpc.ServiceRegistrar) {
 	registryv1.RegisterObjectsServer(g, s.objects)
@@ -314,24 +302,6 @@ func (s *Service) Collectors() []prometheus.Collector {
 // Ready returns the readiness of the registry. It is not ready if informers are not synced, a task is down, or etcd
 // does not respond.
 func (s *Service) Ready() *lifecycle.Readiness { return &s.tasks.Ready }
-
-// etcdCheckPeriod is the interval of checkEtcd.
-const etcdCheckPeriod = 250 * time.Millisecond
-
-// checkEtcd reads etcd's revision and sets readiness, until ctx is done.
-func (s *Service) checkEtcd(ctx context.Context) error {
-	tick := time.NewTicker(etcdCheckPeriod)
-	defer tick.Stop()
-	for {
-		_, err := s.source.CurrentRevision(ctx)
-		s.tasks.Ready.Set("etcd", err)
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-tick.C:
-		}
-	}
-}
 
 // Run runs all tasks until ctx is done. The publisher and the controllers run while this replica is elected.
 func (s *Service) Run(ctx context.Context) error {

@@ -8,14 +8,10 @@ package delegatedauth
 import (
 	"context"
 	"errors"
-	"maps"
 	"math"
-	"slices"
 	"sync"
 	"time"
 
-	"google.golang.org/grpc"
-	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 
 	"watershed.dev/platform/coalesce"
@@ -67,20 +63,6 @@ type Authorizer struct {
 	policyChanged map[string]chan struct{}
 }
 
-// policyRevisions is the state of a policy.
-type policyRevisions struct {
-	// latest is the newest revision. revoked is the newest revision that may have revoked a permission.
-	latest, revoked uint64
-}
-
-func (s policyRevisions) observe(g *authzv1.PolicyRevision) policyRevisions {
-	s.latest = max(s.latest, g.Revision)
-	if g.MayRevoke {
-		s.revoked = s.latest
-	}
-	return s
-}
-
 // decision is a response of authz. It is immutable.
 type decision struct {
 	decision       authorizer.Decision
@@ -97,132 +79,6 @@ func (a *Authorizer) cache() *cache[decision] {
 		a.decisions = newCache[decision](authzCacheBytes, authzOwnerBytes, cacheBytes.WithLabelValues("authz"))
 	})
 	return a.decisions
-}
-
-// Run receives policy revisions until ctx ends.
-func (a *Authorizer) Run(ctx context.Context) {
-	go a.checkHeartbeats(ctx)
-	open := func(ctx context.Context) (grpc.ServerStreamingClient[authzv1.PolicyRevision], error) {
-		// The call fails at once if authz is unavailable. Otherwise the authorizer would wait without messages and
-		// without an error.
-		return a.Client.PolicyRevisions(ctx, &authzv1.PolicyRevisionsRequest{}, grpc.WaitForReady(false))
-	}
-	rpc.RetryWatch(ctx, revisionsRetryInterval, open, a.observe, func(error) { a.observe(nil, false) })
-	a.observe(nil, false)
-}
-
-// revisionsRetryInterval is the pause before the stream of policy revisions is opened again.
-const revisionsRetryInterval = 100 * time.Millisecond
-
-// checkHeartbeats calls expireHeartbeat every second until ctx ends.
-func (a *Authorizer) checkHeartbeats(ctx context.Context) {
-	tick := time.NewTicker(time.Second)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-			a.expireHeartbeat()
-		}
-	}
-}
-
-// heartbeatTimeout is the time without a message of PolicyRevisions after which open watches are reauthorized.
-const heartbeatTimeout = 20 * time.Second
-
-// expireHeartbeat reauthorizes open watches if no message arrived for heartbeatTimeout, because a permission may have
-// been revoked.
-func (a *Authorizer) expireHeartbeat() {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if !a.lastMessage.IsZero() && time.Since(a.lastMessage) > heartbeatTimeout {
-		a.lastMessage = time.Time{}
-		a.notify("")
-	}
-}
-
-// observe records a policy revision. A nil revision means that the stream is broken. first marks the first message of a
-// stream, which has the current revision of its replica.
-func (a *Authorizer) observe(g *authzv1.PolicyRevision, first bool) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if g == nil {
-		a.replica = ""
-		return
-	}
-	a.lastMessage = time.Now()
-	if first || g.Replica != a.replica {
-		a.replica, a.cluster, a.namespaces = g.Replica, policyRevisions{
-			g.Revision,
-			g.Revision,
-		}, map[string]policyRevisions{}
-		a.notify("")
-		return
-	}
-	if g.Heartbeat {
-		return
-	}
-	_, known := a.namespaces[g.Namespace]
-	switch {
-	case g.Namespace == "":
-		a.cluster = a.cluster.observe(g)
-	case !known && len(a.namespaces) >= maxNamespaces: // too many namespaces
-		a.cluster, a.namespaces = policyRevisions{g.Revision, g.Revision}, map[string]policyRevisions{}
-		a.notify("")
-		return
-	default:
-		a.namespaces[g.Namespace] = a.namespaces[g.Namespace].observe(g)
-	}
-	if g.MayRevoke {
-		a.notify(g.Namespace)
-	}
-}
-
-// notify closes the channels of a namespace, or all channels for "". The caller holds the lock.
-func (a *Authorizer) notify(namespace string) {
-	for n, c := range a.policyChanged {
-		if namespace == "" || n == namespace {
-			close(c)
-			delete(a.policyChanged, n)
-		}
-	}
-}
-
-// PolicyChanged returns a channel that closes when permissions in a namespace may have been revoked. The namespace ""
-// stands for requests without a namespace.
-func (a *Authorizer) PolicyChanged(namespace string) <-chan struct{} {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.policyChanged == nil {
-		a.policyChanged = map[string]chan struct{}{}
-	}
-	c := a.policyChanged[namespace]
-	if c == nil {
-		c = make(chan struct{})
-		a.policyChanged[namespace] = c
-	}
-	return c
-}
-
-// isCurrent reports whether no policy change since a decision can alter it.
-func (a *Authorizer) isCurrent(d decision) bool {
-	if d.policyRevision == 0 { // it depends on no policy
-		return true
-	}
-	a.mu.RLock()
-	defer a.mu.RUnlock()
-	if a.replica == "" || d.replica != a.replica || time.Since(a.lastMessage) > identity.PolicyRevisionLease {
-		return false
-	}
-	revisions := a.namespaces[d.namespace]
-	if d.namespace == "" {
-		revisions = policyRevisions{}
-	}
-	if d.decision == authorizer.DecisionAllow {
-		return d.policyRevision >= max(a.cluster.revoked, revisions.revoked)
-	}
-	return d.policyRevision >= max(a.cluster.latest, revisions.latest)
 }
 
 const (
@@ -364,74 +220,4 @@ func (a *Authorizer) Decide(ctx context.Context, attrs *commonv1.Attributes) (*a
 		return nil, rpc.FromStatus(err)
 	}
 	return resp, nil
-}
-
-// cacheKeys are the keys under which a decision may be cached: for every namespace, for every name in the namespace, or
-// for this request. A non-resource request has only the key exact.
-type cacheKeys struct {
-	wildcardNamespace, wildcardName, exact digest
-	isResource                             bool
-}
-
-// newCacheKeys returns the keys, which cover everything that a decision may depend on. ok is false if the decision is
-// not cacheable: a selector does not parse, or the input is too long.
-func newCacheKeys(a authorizer.Attributes) (k cacheKeys, ok bool) {
-	d := newDigester()
-	writeUser(d, a.GetUser())
-	d.part(a.GetVerb())
-	if !a.IsResourceRequest() {
-		d.part("path")
-		d.part(a.GetPath())
-		k.exact, ok = d.sum()
-		return k, ok
-	}
-	k.isResource = true
-	for _, s := range []string{"resource", a.GetAPIGroup(), a.GetAPIVersion(), a.GetResource(), a.GetSubresource()} {
-		d.part(s)
-	}
-	fields, err := a.GetFieldSelector()
-	if err != nil {
-		return cacheKeys{}, false
-	}
-	d.number(len(fields))
-	for _, f := range fields {
-		d.part(f.Field)
-		d.part(string(f.Operator))
-		d.part(f.Value)
-	}
-	labels, err := a.GetLabelSelector()
-	if err != nil {
-		return cacheKeys{}, false
-	}
-	d.number(len(labels))
-	for _, l := range labels {
-		d.part(l.String())
-	}
-	k.wildcardNamespace = d.sumSoFar()
-	d.part(a.GetNamespace())
-	k.wildcardName = d.sumSoFar()
-	d.part(a.GetName())
-	k.exact, ok = d.sum()
-	return k, ok
-}
-
-func writeUser(d *digester, u user.Info) {
-	if u == nil {
-		d.part("nobody")
-		return
-	}
-	d.part(u.GetName())
-	d.part(u.GetUID())
-	d.number(len(u.GetGroups()))
-	for _, g := range u.GetGroups() {
-		d.part(g)
-	}
-	d.number(len(u.GetExtra()))
-	for _, k := range slices.Sorted(maps.Keys(u.GetExtra())) {
-		d.part(k)
-		d.number(len(u.GetExtra()[k]))
-		for _, v := range u.GetExtra()[k] {
-			d.part(v)
-		}
-	}
 }

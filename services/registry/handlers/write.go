@@ -3,14 +3,11 @@ package handlers
 import (
 	"context"
 	"fmt"
-	"net/http"
 	"sync"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/apis/meta/v1/validation"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/admission"
@@ -18,7 +15,6 @@ import (
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/handlers/responsewriters"
-	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/registry/rest"
 	"k8s.io/apiserver/pkg/util/dryrun"
 
@@ -184,226 +180,6 @@ func invalidOptions(kind string, errs fieldErrors) error {
 	return apierrors.NewInvalid(schema.GroupKind{Group: metav1.GroupName, Kind: kind}, "", errs)
 }
 
-// create stores a new object, as k8s.io/apiserver/pkg/endpoints/handlers/create.go does.
-func (w *writeOperation) create(ctx context.Context) (*registryv1.ObjectResponse, error) {
-	creater, named := w.creater()
-	switch {
-	case creater == nil:
-		return nil, w.MethodNotSupported("create")
-	case named && w.req.Name == "":
-		return nil, errEmptyName
-	}
-	opts := &metav1.CreateOptions{}
-	if err := decodeOptions(w.req.Query, opts); err != nil {
-		return nil, err
-	}
-	if errs := validation.ValidateCreateOptions(opts); len(errs) > 0 {
-		return nil, invalidOptions("CreateOptions", errs)
-	}
-	opts.TypeMeta.SetGroupVersionKind(metav1.SchemeGroupVersion.WithKind("CreateOptions"))
-	obj, err := w.decodeBody(ctx, opts.FieldValidation, creater.New())
-	if err != nil {
-		return nil, err
-	}
-	name := ""
-	if named {
-		name = w.req.Name
-	} else {
-		_, name, _ = objectName(obj)
-	}
-	if w.req.Namespace == "" && w.Resource == namespaces {
-		w.req.Namespace = name
-	}
-	ctx = request.WithNamespace(ctx, w.req.Namespace)
-	if err := w.prepareNew(obj); err != nil {
-		return nil, err
-	}
-	dedupOwnerReferences(ctx, obj, false)
-	result, err := finish(ctx, func() (runtime.Object, error) {
-		return w.storeNew(ctx, creater, name, obj, opts)
-	})
-	if err != nil {
-		return nil, err
-	}
-	if s, ok := result.(*metav1.Status); ok && s.Code == 0 {
-		s.Code = http.StatusCreated
-	}
-	return w.encodeResult(ctx, http.StatusCreated, result)
-}
-
-// prepareNew clears the system fields of a new object's metadata, and sets its namespace.
-func (w *writeOperation) prepareNew(obj runtime.Object) error {
-	m, err := meta.Accessor(obj)
-	if err != nil {
-		return nil // an object without metadata
-	}
-	preserve := false
-	if p, ok := w.Storage.(rest.SubresourceObjectMetaPreserver); ok && w.Subresource != "" {
-		preserve = p.PreserveRequestObjectMetaSystemFieldsOnSubresourceCreate()
-	}
-	if !preserve {
-		rest.WipeObjectMetaSystemFields(m)
-	}
-	return w.matchNamespace(m)
-}
-
-// matchNamespace sets an object's namespace to the request's. It returns an error if the object has another namespace.
-func (w *writeOperation) matchNamespace(m metav1.Object) error {
-	expected := rest.ExpectedNamespaceForResource(w.req.Namespace, w.Resource)
-	return rest.EnsureObjectNamespaceMatchesRequestNamespace(expected, m)
-}
-
-// storeNew admits and stores a new object.
-func (w *writeOperation) storeNew(ctx context.Context, creater rest.NamedCreater, name string, obj runtime.Object,
-	opts *metav1.CreateOptions) (runtime.Object, error) {
-	obj, err := w.FieldManager.Create(func() (runtime.Object, error) {
-		return w.Creater.New(w.Kind)
-	}, obj, managerOrUserAgent(opts.FieldManager, w.req.UserAgent))
-	if err != nil {
-		return nil, fmt.Errorf("failed to create new object (Create for %v): %v", w.Kind, err)
-	}
-	attrs := w.attributes(obj, nil, name, admission.Create, opts, opts.DryRun)
-	if m, ok := w.admit.(admission.MutationInterface); ok && m.Handles(admission.Create) {
-		if err := m.Admit(ctx, attrs, w); err != nil {
-			return nil, err
-		}
-	}
-	dedupOwnerReferences(ctx, obj, true)
-	return retrySmaller(func() (runtime.Object, error) {
-		return creater.Create(ctx, name, obj, rest.AdmissionToValidateObjectFunc(w.admit, attrs, w), opts)
-	}, obj, func() {})
-}
-
-// retrySmaller calls store. If the object is too large, retrySmaller removes its managedFields, calls onRetry, and
-// calls store again.
-func retrySmaller(store func() (runtime.Object, error), obj runtime.Object, onRetry func()) (runtime.Object, error) {
-	result, err := store()
-	if !isTooLarge(err) {
-		return result, err
-	}
-	m, merr := meta.Accessor(obj)
-	if merr != nil {
-		return result, err
-	}
-	m.SetManagedFields(nil)
-	onRetry()
-	return store()
-}
-
-var namespaces = schema.GroupVersionResource{Version: "v1", Resource: "namespaces"}
-
-// creater returns the storage's creater, and whether the URL contains the object's name.
-func (w *writeOperation) creater() (rest.NamedCreater, bool) {
-	switch s := w.Storage.(type) {
-	case rest.NamedCreater:
-		return s, true
-	case rest.Creater:
-		return unnamedCreater{s}, false
-	}
-	return nil, false
-}
-
-type unnamedCreater struct{ rest.Creater }
-
-func (u unnamedCreater) Create(ctx context.Context, _ string, obj runtime.Object, v rest.ValidateObjectFunc,
-	o *metav1.CreateOptions) (runtime.Object, error) {
-	return u.Creater.Create(ctx, obj, v, o)
-}
-
-func (w *writeOperation) update(ctx context.Context) (*registryv1.ObjectResponse, error) {
-	updater, ok := w.Storage.(rest.Updater)
-	if !ok {
-		return nil, w.MethodNotSupported("update")
-	}
-	name := w.req.Name
-	if name == "" {
-		return nil, errEmptyName
-	}
-	ctx = request.WithNamespace(ctx, w.req.Namespace)
-	opts, err := w.updateOptions()
-	if err != nil {
-		return nil, err
-	}
-	obj, err := w.updatedBody(ctx, opts, updater.New())
-	if err != nil {
-		return nil, err
-	}
-	createOpts := createOptions(opts.DryRun, opts.FieldManager, opts.FieldValidation)
-	trackManagers := true
-	transformers := []rest.TransformFunc{
-		func(_ context.Context, newObj, live runtime.Object) (runtime.Object, error) {
-			if !trackManagers {
-				return newObj, nil
-			}
-			return w.FieldManager.UpdateNoErrors(
-				live,
-				newObj,
-				managerOrUserAgent(opts.FieldManager, w.req.UserAgent),
-			), nil
-		},
-		func(ctx context.Context, newObj, old runtime.Object) (runtime.Object, error) {
-			return newObj, w.mutate(ctx, newObj, old, createOpts, opts, opts.DryRun)
-		},
-		func(ctx context.Context, newObj, _ runtime.Object) (runtime.Object, error) {
-			dedupOwnerReferences(ctx, newObj, true)
-			return newObj, nil
-		},
-	}
-	created := false
-	store := func() (result runtime.Object, err error) {
-		result, created, err = updater.Update(ctx, name, rest.DefaultUpdatedObjectInfo(obj, transformers...),
-			w.validateCreate(rest.AdmissionToValidateObjectFunc(w.admit,
-				w.attributes(nil, nil, name, admission.Create, createOpts, opts.DryRun), w)),
-			rest.AdmissionToValidateObjectUpdateFunc(w.admit,
-				w.attributes(nil, nil, name, admission.Update, opts, opts.DryRun), w),
-			false, opts)
-		return result, err
-	}
-	dedupOwnerReferences(ctx, obj, false)
-	result, err := finish(ctx, func() (runtime.Object, error) {
-		return retrySmaller(store, obj, func() { trackManagers = false })
-	})
-	if err != nil {
-		return nil, err
-	}
-	return w.encodeResult(ctx, createdOrOK(created), result)
-}
-
-// updateOptions decodes and validates an update's options.
-func (w *writeOperation) updateOptions() (*metav1.UpdateOptions, error) {
-	opts := &metav1.UpdateOptions{}
-	if err := decodeOptions(w.req.Query, opts); err != nil {
-		return nil, err
-	}
-	if errs := validation.ValidateUpdateOptions(opts); len(errs) > 0 {
-		return nil, invalidOptions("UpdateOptions", errs)
-	}
-	opts.TypeMeta.SetGroupVersionKind(metav1.SchemeGroupVersion.WithKind("UpdateOptions"))
-	return opts, nil
-}
-
-// updatedBody decodes the object of an update. Its name and namespace must equal the path's.
-func (w *writeOperation) updatedBody(ctx context.Context, opts *metav1.UpdateOptions,
-	into runtime.Object) (runtime.Object, error) {
-	obj, err := w.decodeBody(ctx, opts.FieldValidation, into)
-	if err != nil {
-		return nil, err
-	}
-	if m, err := meta.Accessor(obj); err == nil {
-		if err := w.matchNamespace(m); err != nil {
-			return nil, err
-		}
-	}
-	return obj, checkName(obj, w.req.Name, w.req.Namespace)
-}
-
-func createdOrOK(created bool) int {
-	if created {
-		return http.StatusCreated
-	}
-	return http.StatusOK
-}
-
 // mutate runs the mutating phase of an update, or of a create if no object exists yet.
 func (w *writeOperation) mutate(ctx context.Context, obj, old runtime.Object, create,
 	update runtime.Object, dryRun []string) error {
@@ -456,10 +232,4 @@ func (w *writeOperation) validateCreate(validate rest.ValidateObjectFunc) rest.V
 		}
 		return responsewriters.ForbiddenStatusError(attrs, reason)
 	}
-}
-
-func createOptions(dryRun []string, manager, fieldValidation string) *metav1.CreateOptions {
-	o := &metav1.CreateOptions{DryRun: dryRun, FieldManager: manager, FieldValidation: fieldValidation}
-	o.TypeMeta.SetGroupVersionKind(metav1.SchemeGroupVersion.WithKind("CreateOptions"))
-	return o
 }

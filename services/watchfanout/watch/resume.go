@@ -36,7 +36,7 @@ func (w *watcher) resume(ctx context.Context, after events.Position) (cache.Curs
 		if ok {
 			return cur, nil
 		}
-		if err := (&frames{watcher: w, sendPosition: true}).flush(); err != nil {
+		if err := w.flushPosition(); err != nil {
 			return cur, err
 		}
 		err := w.replay(ctx, low)

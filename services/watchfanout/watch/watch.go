@@ -187,7 +187,7 @@ func (w *watcher) run(ctx context.Context) error {
 	// The first message confirms that the stream is open and can resume from its position. It is omitted if the replica
 	// has not reached that position.
 	if w.position.Revision <= w.cache.Progress() {
-		if err := (&frames{watcher: w, sendPosition: true}).flush(); err != nil {
+		if err := w.flushPosition(); err != nil {
 			return err
 		}
 	}
@@ -221,14 +221,7 @@ func (w *watcher) run(ctx context.Context) error {
 		// A watch may have resumed from a revision that this replica has not reached yet.
 		if bookmarkDue && progress >= w.position.Revision {
 			bookmarkDue = false
-			w.setPosition(progress, events.LastIndex)
-			// Only the gateway receives the position; the client did not request bookmarks.
-			if !w.request.AllowBookmarks {
-				err = (&frames{watcher: w, sendPosition: true}).flush()
-			} else {
-				err = w.bookmark(progress)
-			}
-			if err != nil {
+			if err := w.sendProgress(progress); err != nil {
 				return err
 			}
 		}
@@ -245,6 +238,19 @@ func (w *watcher) run(ctx context.Context) error {
 			bookmarkDue = true
 		}
 	}
+}
+
+// flushPosition sends the watch's position without an event.
+func (w *watcher) flushPosition() error { return (&frames{watcher: w, sendPosition: true}).flush() }
+
+// sendProgress sends the replica's revision: as a bookmark, or as a position for the gateway if the client requested no
+// bookmarks.
+func (w *watcher) sendProgress(revision int64) error {
+	w.setPosition(revision, events.LastIndex)
+	if !w.request.AllowBookmarks {
+		return w.flushPosition()
+	}
+	return w.bookmark(revision)
 }
 
 // setPosition records that everything up to a position has been sent.

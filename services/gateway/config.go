@@ -1,0 +1,102 @@
+package gateway
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"strconv"
+
+	"github.com/spf13/pflag"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
+	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
+
+	"watershed.dev/platform/egress"
+	"watershed.dev/platform/features"
+	"watershed.dev/services/gateway/aggregation"
+	"watershed.dev/services/gateway/audit"
+	"watershed.dev/services/gateway/flowcontrol"
+	"watershed.dev/services/gateway/proxy"
+	"watershed.dev/services/gateway/server"
+	"watershed.dev/services/gateway/watch"
+)
+
+// Config is the configuration of a gateway.
+type Config struct {
+	Server            server.Config
+	AdvertiseAddress  string
+	ExternalHostname  string
+	MinRequestTimeout int
+	Watch             watch.Config
+	TierGets          bool
+	Profiling         bool
+	Aggregation       aggregation.Config
+	Proxy             proxy.Config
+	Audit             audit.Config
+	FlowControl       flowcontrol.Config
+	Egress            egress.Config
+}
+
+// AddFlags registers every flag of the gateway, with its default.
+func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	features.AddFlag(fs, true)
+	c.Server.AddFlags(fs)
+	c.Watch.AddFlags(fs)
+	c.Aggregation.AddFlags(fs)
+	c.Proxy.AddFlags(fs)
+	c.Audit.AddFlags(fs)
+	c.FlowControl.AddFlags(fs)
+	c.Egress.AddFlags(fs)
+	fs.BoolVar(&c.TierGets, "gets-from-watch-tier", false,
+		"Whether the watch tier, instead of registry, answers a GET of a stored object. The response is as fresh as "+
+			"etcd. This is cheaper if both run in one process.")
+	fs.BoolVar(&c.Profiling, "profiling", true, "Enable profiling via web interface host:port/debug/pprof/.")
+	fs.StringVar(&c.AdvertiseAddress, "advertise-address", "",
+		"The IP address on which to advertise the API to members of the cluster.")
+	fs.StringVar(&c.ExternalHostname, "external-hostname", "",
+		"The hostname to use when generating externalized URLs for this master (e.g. Swagger API Docs or OpenID "+
+			"Discovery).")
+	fs.IntVar(&c.MinRequestTimeout, "min-request-timeout", 1800,
+		"The minimum number of seconds a watch without timeoutSeconds stays open; each gets a random value above it.")
+}
+
+// externalAddress returns the host:port at which clients reach the gateway. The rules are from Config.Complete
+// (k8s.io/apiserver/pkg/server) and Complete (k8s.io/kubernetes/pkg/controlplane/apiserver/options).
+func (c *Config) externalAddress() string {
+	host := c.ExternalHostname
+	if host == "" {
+		host = c.AdvertiseAddress
+	}
+	if _, _, err := net.SplitHostPort(host); err == nil {
+		return host
+	}
+	if host == "" {
+		if ip, err := utilnet.ResolveBindAddress(net.ParseIP(c.Server.BindAddress)); err == nil {
+			host = ip.String()
+		} else if host, err = os.Hostname(); err != nil {
+			host = "localhost"
+		}
+	}
+	return net.JoinHostPort(host, strconv.Itoa(c.Server.SecurePort))
+}
+
+// NewConfig returns a configuration without values. AddFlags sets the defaults.
+func NewConfig() *Config { return &Config{} }
+
+// validate follows k8s.io/apiserver/pkg/server/options/server_run_options.go.
+func (c *Config) validate() error {
+	switch reads, writes := c.Server.MaxInFlight, c.Server.MaxMutating; {
+	case reads < 0:
+		return fmt.Errorf("--max-requests-inflight %d: must not be negative", reads)
+	case writes < 0:
+		return fmt.Errorf("--max-mutating-requests-inflight %d: must not be negative", writes)
+	case c.FlowControl.Enabled && reads+writes == 0:
+		return errors.New(
+			"--max-requests-inflight 0 and --max-mutating-requests-inflight 0: their sum must be positive " +
+				"with --enable-priority-and-fairness",
+		)
+	case c.MinRequestTimeout < 0:
+		return fmt.Errorf("--min-request-timeout %d: must not be negative", c.MinRequestTimeout)
+	}
+	return errors.Join(c.Server.Validate(), c.Watch.Validate())
+}

@@ -1,0 +1,202 @@
+package gateway
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"strings"
+	"time"
+
+	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/component-base/metrics/legacyregistry"
+	"k8s.io/component-base/metrics/prometheus/slis"
+	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
+
+	"watershed.dev/platform/coalesce"
+	"watershed.dev/platform/kubeversion"
+	"watershed.dev/platform/telemetry"
+	authnv1 "watershed.dev/proto/watershed/authn/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/proxy"
+	"watershed.dev/services/gateway/responsewriters"
+	"watershed.dev/services/gateway/routing"
+	"watershed.dev/services/gateway/server"
+	"watershed.dev/services/gateway/watch"
+)
+
+// router returns the handler for requests for resources.
+func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
+	c, d := g.config, &g.deps
+	memoryQuota, rateLimiter, inflightQuota := new(watch.MemoryQuota), new(watch.RateLimiter), new(watch.InflightQuota)
+	hub := func(source watch.Watcher) *watch.Hub {
+		return &watch.Hub{
+			Client:        source,
+			Config:        &c.Watch,
+			Revision:      g.revision,
+			MemoryQuota:   memoryQuota,
+			RateLimiter:   rateLimiter,
+			InflightQuota: inflightQuota,
+		}
+	}
+	lists := func() *coalesce.Group[[]byte] {
+		return &coalesce.Group[[]byte]{
+			Limit:   maxFallbackLists,
+			Queue:   maxFallbackQueue,
+			Timeout: c.Server.RequestTimeout,
+		}
+	}
+	r := &routing.Router{
+		Discovery:         g.discovery,
+		AdmissionRules:    g.admissionRules,
+		Objects:           d.Objects,
+		Tier:              routing.Source{Lists: d.Watch, Watches: hub(d.Watch)},
+		Internal:          routing.Source{Lists: d.InternalWatch, Watches: hub(d.InternalWatch)},
+		Lists:             lists(),
+		PriorityLists:     lists(),
+		Admission:         d.Admission,
+		Authn:             d.Authn,
+		Authz:             d.Authz,
+		Authorizer:        g.authz,
+		Proxy:             proxyHandler,
+		MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second,
+		Stopping:          g.server.ShutdownStagger,
+	}
+	if c.TierGets {
+		r.TierGets = d.Watch
+	}
+	return r
+}
+
+// mux returns a handler that sends a request to aggregated servers, resources, discovery, or the gateway's own pages.
+func (g *Service) mux(router *routing.Router) http.Handler {
+	pages := http.NewServeMux()
+	page(pages, "/version", "application/json", writeVersion)
+	pages.Handle("/openapi/", g.views.openapi)
+	pages.Handle("/metrics", legacyregistry.HandlerWithReset())
+	page(pages, "/.well-known/openid-configuration", "application/json", g.issuerDocument)
+	page(pages, "/openid/v1/jwks", "application/jwk-set+json", g.issuerDocument)
+	if g.config.Profiling {
+		telemetry.Profiles(pages)
+	}
+	slis.SLIMetricsWithReset{}.Install(pages)
+	if g.config.FlowControl.Enabled {
+		pages.HandleFunc("/debug/api_priority_and_fairness/", func(w http.ResponseWriter, req *http.Request) {
+			g.flowControl.ServeHTTP(w, req)
+		})
+	}
+	g.health = g.checks()
+	for _, name := range requiredChecks {
+		g.ready.Set(name, errNotResponded)
+	}
+	g.installHealth(pages)
+	pages.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
+		if req.URL.Path != "/" {
+			responsewriters.NotFound(w, req)
+			return
+		}
+		g.index(w)
+	})
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		info, ok := request.RequestInfoFrom(req.Context())
+		switch group, version := groupVersion(req.URL.Path); {
+		case group != "" && g.views.apiServices.Handles(group, version):
+			g.views.apiServices.Serve(w, req, group, version)
+		case ok && info.IsResourceRequest && (under(req.URL.Path, "/api") || under(req.URL.Path, "/apis")):
+			router.ServeHTTP(w, req)
+		case under(req.URL.Path, "/api"), under(req.URL.Path, "/apis"):
+			g.views.discovery.ServeHTTP(w, req)
+		case strings.Contains(req.URL.Path, "//"): // kube-apiserver does not clean such a path
+			responsewriters.NotFound(w, req)
+		default:
+			pages.ServeHTTP(w, req)
+		}
+	})
+}
+
+// revision returns etcd's current revision, from registry.
+func (g *Service) revision(ctx context.Context) (int64, error) {
+	r, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
+	return r.GetRevision(), err
+}
+
+// servedLocally reports whether this system serves the request's resource and the request is not long-running. Such a
+// request is no watch, and no connection to a kubelet, pod, service or node.
+func (g *Service) servedLocally(req *http.Request) bool {
+	info, ok := request.RequestInfoFrom(req.Context())
+	if !ok || !info.IsResourceRequest || server.LongRunning(req, info) {
+		return false
+	}
+	group, version := groupVersion(req.URL.Path)
+	return group == "" || !g.views.apiServices.Handles(group, version)
+}
+
+// groupVersion returns the group and version of a path /apis/<group>/<version>. Both are empty for another path.
+func groupVersion(path string) (group, version string) {
+	rest, ok := strings.CutPrefix(path, "/apis/")
+	if !ok {
+		return "", ""
+	}
+	group, rest, ok = strings.Cut(rest, "/")
+	if version, _, _ = strings.Cut(rest, "/"); !ok || version == "" {
+		return "", ""
+	}
+	return group, version
+}
+
+func under(path, root string) bool { return path == root || strings.HasPrefix(path, root+"/") }
+
+func (g *Service) issuerDocument(w http.ResponseWriter, req *http.Request) {
+	d, err := g.deps.Authn.IssuerDocument(req.Context(), &authnv1.IssuerDocumentRequest{
+		Path:            strings.TrimSuffix(req.URL.Path, "/"),
+		ExternalAddress: g.external,
+	})
+	if err != nil {
+		responsewriters.NotFound(w, req)
+		return
+	}
+	w.Header().Set("Content-Type", d.ContentType)
+	w.Header().Set("Cache-Control", fmt.Sprintf("public, max-age=%d", d.MaxAgeSeconds))
+	_, _ = w.Write(d.Body)
+}
+
+// page serves GET of a path in a single media type. It rejects other requests as kube-apiserver's web framework
+// (go-restful) does.
+func page(mux *http.ServeMux, path, mediaType string, serve http.HandlerFunc) {
+	getOnly := func(w http.ResponseWriter, req *http.Request) {
+		switch {
+		case req.Method != http.MethodGet:
+			responsewriters.Error(w, req, responsewriters.V1, responsewriters.MethodNotAllowed)
+		case !responsewriters.Acceptable(req.Header.Get("Accept"), []string{mediaType}):
+			responsewriters.Error(w, req, responsewriters.V1, responsewriters.NewNotAcceptable([]string{mediaType}))
+		default:
+			serve(w, req)
+		}
+	}
+	mux.HandleFunc(path, getOnly)
+	mux.HandleFunc(path+"/{$}", getOnly)
+}
+
+func writeVersion(w http.ResponseWriter, _ *http.Request) {
+	w.Header().Set("Content-Type", "application/json")
+	writeJSON(w, kubeversion.Info())
+}
+
+// index writes the list of served paths.
+func (g *Service) index(w http.ResponseWriter) {
+	paths := []string{"/.well-known/openid-configuration", "/api", "/apis", "/healthz", "/livez", "/metrics",
+		"/openapi/v2", "/openapi/v3", "/openid/v1/jwks", "/readyz", "/version"}
+	if v := g.discovery.View(); v != nil {
+		for _, group := range v.Groups {
+			if group.Name == "" {
+				paths = append(paths, "/api/v1")
+				continue
+			}
+			paths = append(paths, "/apis/"+group.Name)
+			for _, ver := range group.Versions {
+				paths = append(paths, "/apis/"+group.Name+"/"+ver)
+			}
+		}
+	}
+	w.Header().Set("Content-Type", "application/json")
+	writeJSON(w, map[string][]string{"paths": sorted(paths)})
+}

@@ -1,0 +1,160 @@
+package watch
+
+import (
+	"context"
+	"io"
+	"slices"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
+
+	"watershed.dev/platform/events"
+	"watershed.dev/platform/rpc"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+)
+
+// runUnsynced forwards a stream of the watch's own, or the shared initial events, until the watch has caught up.
+func (w *clientWatch) runUnsynced(ctx context.Context) error {
+	ctx, cancel := context.WithDeadline(ctx, w.Deadline)
+	defer cancel()
+	var wg sync.WaitGroup
+	leave := func() {}
+	defer func() { // leave must not run while Recv does
+		cancel()
+		wg.Wait()
+		leave()
+	}()
+	wg.Go(func() { // ends the stream early; runJoined selects on these channels itself
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-w.Stopping:
+				cancel()
+				return
+			case <-w.policyChanged:
+				if !w.reauthorize(ctx) {
+					cancel()
+					return
+				}
+			}
+		}
+	})
+	r := proto.Clone(w.WatchRequest).(*watchfanoutv1.WatchRequest)
+	r.ColumnsSent = w.columnsSent
+	stream, leaveStream, err := w.openStream(ctx, r)
+	if err != nil {
+		return err
+	}
+	leave = leaveStream
+	type received struct {
+		frame *watchfanoutv1.WatchFrame
+		err   error
+	}
+	first := make(chan received, 1)
+	wg.Go(func() {
+		m, err := stream.Recv()
+		first <- received{m, err}
+	})
+	var got received
+	t := time.NewTimer(headersDelay)
+	defer t.Stop()
+	select {
+	case got = <-first:
+	case <-t.C:
+		w.sendHeaders() // the client should see at once that its watch is accepted
+		got = <-first
+	}
+	for got.err == nil {
+		if err := w.forward(ctx, got.frame); err != nil {
+			return err
+		}
+		got.frame, got.err = stream.Recv()
+	}
+	if ctx.Err() != nil {
+		return errDone
+	}
+	return got.err
+}
+
+// openStream opens the stream of an unsynced watch. It joins the shared initial events if the watch needs initial
+// events and the buffer for slow members is less than half full.
+func (w *clientWatch) openStream(ctx context.Context, r *watchfanoutv1.WatchRequest) (frameReceiver, func(), error) {
+	if w.ResumeAfter == nil && w.wantsInitialEvents() &&
+		w.hub.bufferedBytes.Load() < w.hub.Config.BroadcastTotalBytes/2 {
+		return w.hub.joinInitialEvents(ctx, w.StorageResource, r)
+	}
+	stream, err := w.hub.Client.Watch(rpc.WithHashKey(ctx, w.StorageResource), r, grpc.WaitForReady(false))
+	return stream, func() {}, err
+}
+
+// forward sends a frame to the client.
+func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) error {
+	w.unavailableSince = time.Time{}
+	w.sendHeaders()
+	w.columnsSent = w.columnsSent || m.ColumnsSent
+	if len(m.Initial) > 0 {
+		if err := w.write(ctx, m.Initial...); err != nil {
+			return err
+		}
+		for _, part := range m.Initial {
+			w.initialBytes.Add(int64(len(part)))
+		}
+	}
+	if data := w.withoutEarlyBookmarks(m); len(data) > 0 {
+		if err := w.write(ctx, data); err != nil {
+			return err
+		}
+		if len(m.Initial) == 0 && w.positioned { // flow control accounts for initial events
+			w.limiter.charge(eventCost(len(m.Boundaries), len(data)))
+			if w.limiter.wait(ctx) != nil {
+				return errDone
+			}
+		}
+	}
+	if m.End {
+		return io.EOF
+	}
+	if m.Position.GetRevision() > 0 {
+		w.ResumeAfter, w.positionReached = m.Position, true
+		if m.InitialEventsDone || w.InitialEventsDone || !w.wantsInitialEvents() {
+			w.setPosition(events.FromProto(m.Position))
+		}
+	}
+	if w.mayJoin() && w.hub.joinable(w.key, w.position()) {
+		return errCaughtUp
+	}
+	return nil
+}
+
+// wantsInitialEvents reports whether the watch starts with all objects.
+func (w *clientWatch) wantsInitialEvents() bool {
+	if w.SendInitialEvents != nil {
+		return *w.SendInitialEvents
+	}
+	return w.ResourceVersion == "" || w.ResourceVersion == "0"
+}
+
+// withoutEarlyBookmarks returns a frame's data without the bookmarks that are not due.
+func (w *clientWatch) withoutEarlyBookmarks(m *watchfanoutv1.WatchFrame) []byte {
+	if !slices.ContainsFunc(m.Boundaries, func(k *watchfanoutv1.EventBoundary) bool { return k.Bookmark }) {
+		return m.Data
+	}
+	var data []byte
+	offset := int32(0)
+	for _, k := range m.Boundaries {
+		part := m.Data[offset:k.End]
+		offset = k.End
+		if k.Bookmark {
+			if now := time.Now(); !w.AllowBookmarks ||
+				now.Before(w.nextBookmarkTime) && now.Before(w.Deadline.Add(-lastBookmarkLead)) {
+				continue
+			}
+			w.nextBookmarkTime = time.Now().Add(w.BookmarkPeriod)
+		}
+		data = append(data, part...)
+	}
+	return data
+}

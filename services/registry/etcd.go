@@ -1,0 +1,51 @@
+package registry
+
+import (
+	"context"
+	"log/slog"
+	"time"
+)
+
+// waitForEtcd waits until etcd responds, because some stores read it while they are built.
+func (s *Service) waitForEtcd(ctx context.Context) error {
+	for {
+		readCtx, cancel := context.WithTimeout(ctx, 5*time.Second)
+		_, err := s.source.ReadRevision(readCtx)
+		cancel()
+		if err == nil {
+			return nil
+		}
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		slog.Warn("etcd does not respond; retrying", "servers", s.config.Storage.Servers, "error", err)
+		select {
+		case <-ctx.Done():
+		case <-time.After(etcdRetryPeriod):
+		}
+	}
+}
+
+// liveLookupTimeout bounds a live lookup of a namespace that the informer lacks.
+const liveLookupTimeout = 10 * time.Second
+
+// etcdRetryPeriod is the pause between two attempts of waitForEtcd.
+const etcdRetryPeriod = 200 * time.Millisecond
+
+// etcdCheckPeriod is the interval of checkEtcd.
+const etcdCheckPeriod = 250 * time.Millisecond
+
+// checkEtcd reads etcd's revision and sets readiness, until ctx is done.
+func (s *Service) checkEtcd(ctx context.Context) error {
+	tick := time.NewTicker(etcdCheckPeriod)
+	defer tick.Stop()
+	for {
+		_, err := s.source.CurrentRevision(ctx)
+		s.tasks.Ready.Set("etcd", err)
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-tick.C:
+		}
+	}
+}

@@ -1,0 +1,127 @@
+package cache
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/google/btree"
+
+	"watershed.dev/platform/recovery"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+type load struct {
+	done chan struct{}
+	err  error
+	// from is the cache's revision when the load began. The ring keeps the events after it until the load is done.
+	from int64
+	// resetCount is the resource's when the load began. If a reset happened since, the load is discarded.
+	resetCount int64
+}
+
+// Source reads a whole resource and returns its rows and their revision.
+type Source func(ctx context.Context, storedAs string) ([]*registryv1.Row, int64, error)
+
+// Snapshot returns the resource at the cache's revision, and loads it first if necessary. If field is not empty, the
+// snapshot has an index of it.
+func (r *Resource) Snapshot(ctx context.Context, field string, source Source,
+	wait func(context.Context, int64) error) (*Snapshot, error) {
+	for range maxLoads {
+		s, l := r.snapshotOrLoad(ctx, field, source, wait)
+		if s != nil {
+			return s, nil
+		}
+		select {
+		case <-l.done:
+			if l.err != nil {
+				return nil, l.err
+			}
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	return nil, errLoadOverrun
+}
+
+// maxLoads bounds the loads that a reader waits for. A load fails if the ring drops events that it needs.
+const maxLoads = 4
+
+var errLoadOverrun = errors.New("the ring dropped events that loading the resource needed")
+
+// snapshotOrLoad returns the snapshot or, if the resource is not loaded, the load in progress. It starts the load if
+// necessary.
+func (r *Resource) snapshotOrLoad(ctx context.Context, field string, source Source,
+	wait func(context.Context, int64) error) (*Snapshot, *load) {
+	r.cache.resetMu.RLock()
+	defer r.cache.resetMu.RUnlock()
+	progress := r.cache.progress.Load()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.lastUsed = time.Now()
+	if r.tree != nil {
+		s := r.currentSnapshot(field)
+		s.Revision = max(progress, r.applied)
+		return s, nil
+	}
+	if r.loading == nil {
+		r.loading = &load{done: make(chan struct{}), from: progress, resetCount: r.resetCount}
+		go r.load(context.WithoutCancel(ctx), r.loading, source, wait)
+	}
+	return nil, r.loading
+}
+
+// loadTimeout bounds the load of one resource.
+const loadTimeout = time.Minute
+
+// load reads a snapshot and applies the events after it.
+func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(context.Context, int64) error) {
+	defer close(l.done)
+	tree, unreadable, bytes, revision, err := read(ctx, r.Name, source, wait)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.loading = nil
+	if err != nil {
+		l.err = err
+		return
+	}
+	if r.low > revision || r.resetCount != l.resetCount {
+		return // the ring has dropped events after the snapshot, so the waiting readers load again
+	}
+	r.drop()
+	r.tree, r.unreadable, r.bytes = tree, unreadable, bytes
+	for _, e := range r.events.From(r.events.Base()) {
+		if e.Revision > revision {
+			r.updateTree(e)
+		}
+	}
+	r.trim(r.bound())
+}
+
+// read reads a whole resource. It returns when the log has reached the read's revision, so that no object is newer than
+// Progress.
+func read(ctx context.Context, name string, source Source,
+	wait func(context.Context, int64) error) (tree *btree.BTreeG[*Item], unreadable map[string]string, bytes int,
+	revision int64, err error) {
+	defer recovery.ToError("loading "+name, &err)
+	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
+	defer cancel()
+	rows, revision, err := source(ctx, name)
+	if err == nil {
+		err = wait(ctx, revision)
+	}
+	if err != nil {
+		return nil, nil, 0, 0, err
+	}
+	tree, unreadable = btree.NewG(64, less), map[string]string{}
+	for _, row := range rows {
+		if row.Unreadable != "" {
+			unreadable[Key(row.Namespace, row.Name)] = row.Unreadable
+			continue
+		}
+		i := itemOfRow(row)
+		tree.ReplaceOrInsert(i)
+		bytes += i.Size()
+	}
+	return tree, unreadable, bytes, revision, nil
+}
