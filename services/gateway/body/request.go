@@ -224,14 +224,7 @@ func Read(req *http.Request) ([]byte, error) {
 		return data, nil
 	}
 	limited := &io.LimitedReader{R: req.Body, N: MaxBytes + 1}
-	var data []byte
-	var err error
-	if n := req.ContentLength; n > 0 && n <= MaxBytes {
-		data = make([]byte, n)
-		_, err = io.ReadFull(limited, data)
-	} else {
-		data, err = io.ReadAll(limited)
-	}
+	data, err := io.ReadAll(limited) // the Content-Length of a body that does not arrive allocates nothing
 	if err != nil {
 		return nil, err
 	}

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -128,6 +129,27 @@ func TestContentLengthIsNotTrusted(t *testing.T) {
 	}
 }
 
+// A body that breaks off costs the bytes that have arrived, whatever its Content-Length is. 200 of these took 600 MB.
+func TestABrokenBodyCostsItsBytes(t *testing.T) {
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	for range 10 {
+		req := httptest.NewRequest(
+			http.MethodPost,
+			"/",
+			io.MultiReader(strings.NewReader("{"), iotest.ErrReader(io.ErrUnexpectedEOF)),
+		)
+		req.ContentLength = MaxBytes
+		if data, err := Read(req); err == nil {
+			t.Errorf("read %q", data)
+		}
+	}
+	runtime.ReadMemStats(&after)
+	if n := after.TotalAlloc - before.TotalAlloc; n > MaxBytes {
+		t.Errorf("10 broken bodies allocated %d bytes", n)
+	}
+}
+
 // If a client sends a part of its body and stops, no goroutine remains after the request's deadline, with or without
 // read ahead.
 func TestReadingABodyEndsWithItsRequestsTime(t *testing.T) {
@@ -150,7 +172,10 @@ func TestReadingABodyEndsWithItsRequestsTime(t *testing.T) {
 				t.Fatal(err)
 			}
 			t.Cleanup(func() { _ = conn.Close() })
-			if _, err := io.WriteString(conn, "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nbegun"); err != nil {
+			if _, err := io.WriteString(
+				conn,
+				"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nbegun",
+			); err != nil {
 				t.Fatal(err)
 			}
 			select {
