@@ -30,7 +30,7 @@ const (
 // AcceptsGzip returns true if the client accepts gzip. Like kube-apiserver, it ignores a gzip entry with a quality
 // value.
 func AcceptsGzip(h http.Header) bool {
-	for _, e := range strings.Split(h.Get("Accept-Encoding"), ",") {
+	for e := range strings.SplitSeq(h.Get("Accept-Encoding"), ",") {
 		if strings.TrimSpace(e) == "gzip" {
 			return true
 		}

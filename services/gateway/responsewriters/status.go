@@ -76,7 +76,7 @@ func Acceptable(accept string, types []string) bool {
 	if accept == "" {
 		return true
 	}
-	for _, a := range strings.Split(accept, ",") {
+	for a := range strings.SplitSeq(accept, ",") {
 		t, _, _ := strings.Cut(a, ";")
 		if t = strings.TrimSpace(t); t == "*/*" || slices.Contains(types, t) {
 			return true
