@@ -166,6 +166,7 @@ func leaving(t *testing.T, start func(testing.TB, string, ...string) *harness.Se
 	h.known(t, s)
 	prepare(t, s, h)
 	h.open.Store(false)
+	gatewaysAreCounted(t, s)
 	debug := debugs(t, s)
 	before := map[string]int{}
 	settle := func() {
@@ -196,6 +197,25 @@ func leaving(t *testing.T, start func(testing.TB, string, ...string) *harness.Se
 			})
 		}
 	}
+}
+
+// gatewaysAreCounted waits until each gateway of a split has counted the others. It then starts a flow controller with a
+// share of the seats, whose goroutines belong to no request.
+func gatewaysAreCounted(t *testing.T, s *harness.Server) {
+	t.Helper()
+	logs, err := filepath.Glob(filepath.Join(s.Dir, "gateway-*.log"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	harness.Eventually(t, time.Minute, func() error {
+		for _, name := range logs {
+			text, err := os.ReadFile(name)
+			if err != nil || !strings.Contains(string(text), "The number of gateways changed") {
+				return fmt.Errorf("%s has not counted the gateways (%v)", name, err)
+			}
+		}
+		return nil
+	})
 }
 
 // ends drops the request, and waits until none of its work is left. The error names the work that is left after
