@@ -185,7 +185,7 @@ func TestNATSIsByAllowLists(t *testing.T) {
 	n.publish(12)
 	n.expect(seen, 12)
 	registry, _ := n.connect("registry")
-	asked, err := registry.SubscribeSync(eventlog.ProgressRequestSubject)
+	requests, err := registry.SubscribeSync(eventlog.ProgressRequestSubject)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -196,7 +196,7 @@ func TestNATSIsByAllowLists(t *testing.T) {
 	if err := reader.Publish(eventlog.ProgressRequestSubject, nil); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := asked.NextMsg(5 * time.Second); err != nil {
+	if _, err := requests.NextMsg(5 * time.Second); err != nil {
 		t.Errorf("watchfanout may not ask how far the publisher is: %v", err)
 	}
 	next := int64(100)
@@ -314,7 +314,7 @@ func TestReadersHaveLimits(t *testing.T) {
 	seen := n.read()
 	n.expect(seen, 11)
 	registry, _ := n.connect("registry")
-	asked, err := registry.SubscribeSync(eventlog.ProgressRequestSubject)
+	requests, err := registry.SubscribeSync(eventlog.ProgressRequestSubject)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -351,7 +351,7 @@ func TestReadersHaveLimits(t *testing.T) {
 	if err == nil {
 		t.Error("watchfanout may publish 1 MB")
 	}
-	if m, err := asked.NextMsg(200 * time.Millisecond); err == nil {
+	if m, err := requests.NextMsg(200 * time.Millisecond); err == nil {
 		t.Errorf("the publisher receives %d bytes", len(m.Data))
 	}
 

@@ -110,9 +110,9 @@ func TestUndecryptableEventsResetTheirResource(t *testing.T) {
 func TestDataKeysAreCached(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var cache KeyCache
-		asked := 0
+		calls := 0
 		get := func(name string, answer error) ([]byte, error) {
-			return cache.Get(name, func() ([]byte, error) { asked++; return []byte(name), answer })
+			return cache.Get(name, func() ([]byte, error) { calls++; return []byte(name), answer })
 		}
 		for _, step := range []struct {
 			name   string
@@ -125,8 +125,8 @@ func TestDataKeysAreCached(t *testing.T) {
 		} {
 			time.Sleep(step.later) // on the clock of the synctest bubble
 			_, _ = get(step.name, step.answer)
-			if asked != step.asked {
-				t.Errorf("%s is fetched %d times, not %d", step.name, asked, step.asked)
+			if calls != step.asked {
+				t.Errorf("%s is fetched %d times, not %d", step.name, calls, step.asked)
 			}
 		}
 		for i := range 2 * maxCachedKeys {

@@ -105,9 +105,9 @@ func TestOnChange(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var r Readiness
 		r.Set("log", errors.New("still read"))
-		var told []string
+		var received []string
 		ctx, cancel := context.WithCancel(t.Context())
-		go r.OnChange(ctx, func(err error) { told = append(told, fmt.Sprint(err)) })
+		go r.OnChange(ctx, func(err error) { received = append(received, fmt.Sprint(err)) })
 		for _, change := range []func(){
 			func() { r.Set("catalog", errors.New("not told")) },
 			func() { r.Set("log", nil) },
@@ -121,7 +121,7 @@ func TestOnChange(t *testing.T) {
 		cancel()
 		synctest.Wait()
 		want := "log: still read, catalog: not told, catalog: not told, <nil>"
-		if got := strings.Join(told, ", "); got != want {
+		if got := strings.Join(received, ", "); got != want {
 			t.Error(got)
 		}
 	})

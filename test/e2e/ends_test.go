@@ -224,7 +224,7 @@ func (c costly) ends(t *testing.T, s *harness.Server, h *hanging, version string
 	before map[string]int) (took time.Duration, err error) {
 	within := func(limit time.Duration) (took time.Duration, err error) {
 		for began := time.Now(); ; time.Sleep(20 * time.Millisecond) {
-			asked := time.Since(began) // the stacks are read after this time
+			elapsed := time.Since(began) // the stacks are read after this time
 			now, failed := stacks(debug)
 			if failed != nil {
 				t.Fatal(failed)
@@ -234,10 +234,10 @@ func (c costly) ends(t *testing.T, s *harness.Server, h *hanging, version string
 				more = append(more, fmt.Sprintf("%d requests wait at the other server", n))
 			}
 			if len(more) == 0 {
-				return asked.Round(time.Millisecond), nil
+				return elapsed.Round(time.Millisecond), nil
 			}
-			if asked > limit {
-				return asked.Round(time.Millisecond), errors.New(strings.Join(more, "\n"))
+			if elapsed > limit {
+				return elapsed.Round(time.Millisecond), errors.New(strings.Join(more, "\n"))
 			}
 		}
 	}

@@ -34,11 +34,11 @@ func (s *httpSink) SendHeaders() {
 	_ = s.control.Flush()
 }
 
-// writeAtOnce is the number of bytes that a client must read within the write timeout.
-const writeAtOnce = 64 << 10
+// sliceBytes is the number of bytes that a client must read within the write timeout.
+const sliceBytes = 64 << 10
 
 // Write implements watch.Sink.
-func (s *httpSink) Write(ctx context.Context, patience time.Duration, frames ...[]byte) error {
+func (s *httpSink) Write(ctx context.Context, timeout time.Duration, frames ...[]byte) error {
 	defer func() { _ = s.control.SetWriteDeadline(time.Time{}) }()
 	var deadline time.Time
 	left := 0
@@ -48,7 +48,7 @@ func (s *httpSink) Write(ctx context.Context, patience time.Duration, frames ...
 				if err := ctx.Err(); err != nil {
 					return err
 				}
-				deadline, left = time.Now().Add(patience), writeAtOnce
+				deadline, left = time.Now().Add(timeout), sliceBytes
 				_ = s.control.SetWriteDeadline(earlier(ctx, deadline))
 			}
 			n, err := s.call.w.Write(f[:min(len(f), left)])
@@ -114,14 +114,14 @@ func (s *socketSink) Fail(error)                              {}
 func (s *socketSink) Hijack(context.Context) *h2writer.Stream { return nil }
 
 // Write implements watch.Sink. A client must read each event within the write timeout.
-func (s *socketSink) Write(ctx context.Context, patience time.Duration, frames ...[]byte) error {
+func (s *socketSink) Write(ctx context.Context, timeout time.Duration, frames ...[]byte) error {
 	for _, f := range frames {
 		for len(f) > 0 {
 			message, rest, err := s.split(f)
 			if err != nil {
 				return err
 			}
-			deadline := time.Now().Add(patience)
+			deadline := time.Now().Add(timeout)
 			_ = s.ws.SetWriteDeadline(earlier(ctx, deadline))
 			if err := websocket.Message.Send(s.ws, message); err != nil {
 				return slow(err, deadline)

@@ -36,16 +36,16 @@ func (c *taker) Write(p []byte) (int, error) {
 // A client that reads a large write slowly receives all of it. A client that reads none of it within the write timeout
 // is slow.
 func TestAWatchIsCutOffIfItsClientTakesNothing(t *testing.T) {
-	const patience, bytes = 250 * time.Millisecond, 1 << 20
-	for pace, want := range map[time.Duration]error{patience / 2: nil, time.Hour: h2writer.ErrSlowClient} {
+	const timeout, bytes = 250 * time.Millisecond, 1 << 20
+	for pace, want := range map[time.Duration]error{timeout / 2: nil, time.Hour: h2writer.ErrSlowClient} {
 		synctest.Test(t, func(t *testing.T) {
 			c, began := &taker{pace: pace}, time.Now()
 			s := &httpSink{call: &requestContext{w: c}, control: http.NewResponseController(c)}
-			err := s.Write(t.Context(), patience, make([]byte, bytes/2), make([]byte, bytes/2))
+			err := s.Write(t.Context(), timeout, make([]byte, bytes/2), make([]byte, bytes/2))
 			if !errors.Is(err, want) {
 				t.Errorf("a write of 64 KB each %s: %v", pace, err)
 			}
-			if took := time.Since(began); err == nil && c.taken != bytes || err != nil && took != patience {
+			if took := time.Since(began); err == nil && c.taken != bytes || err != nil && took != timeout {
 				t.Errorf("%d bytes are taken in %s", c.taken, took)
 			}
 			if !c.until.IsZero() {

@@ -101,11 +101,11 @@ func TestAnEventIsKeptForAnHour(t *testing.T) {
 		t.Fatal(err)
 	}
 	etcd := w.Resources.Storage.Client.Client
-	kept, err := etcd.Get(t.Context(), "/registry/events/x/e")
-	if err != nil || len(kept.Kvs) != 1 {
-		t.Fatal(kept, err)
+	event, err := etcd.Get(t.Context(), "/registry/events/x/e")
+	if err != nil || len(event.Kvs) != 1 {
+		t.Fatal(event, err)
 	}
-	lease, err := etcd.TimeToLive(t.Context(), clientv3.LeaseID(kept.Kvs[0].Lease))
+	lease, err := etcd.TimeToLive(t.Context(), clientv3.LeaseID(event.Kvs[0].Lease))
 	if err != nil || lease.TTL < 3500 || lease.TTL > 4000 { // upstream reuses a lease for a while
 		t.Errorf("%+v, %v", lease, err)
 	}

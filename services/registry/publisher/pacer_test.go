@@ -13,10 +13,10 @@ func TestAnswersToReadersArePaced(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer synctest.Wait()
 		defer cancel()
-		asked := make(chan struct{})
-		close(asked) // a receive always succeeds
+		requests := make(chan struct{})
+		close(requests) // a receive always succeeds
 		began := time.Now()
-		answers := paced(ctx, asked)
+		answers := paced(ctx, requests)
 		<-answers
 		if took := time.Since(began); took > 0 {
 			t.Errorf("the first response comes after %v", took)

@@ -10,12 +10,12 @@ import (
 const askPace = 2 * time.Millisecond
 
 // paced returns a channel that repeats its input at most once per askPace, until ctx is done.
-func paced(ctx context.Context, asked <-chan struct{}) <-chan struct{} {
+func paced(ctx context.Context, requests <-chan struct{}) <-chan struct{} {
 	answer := make(chan struct{})
 	go func() {
 		for {
 			select {
-			case <-asked:
+			case <-requests:
 			case <-ctx.Done():
 				return
 			}
