@@ -199,8 +199,8 @@ func leaving(t *testing.T, start func(testing.TB, string, ...string) *harness.Se
 	}
 }
 
-// gatewaysAreCounted waits until each gateway of a split has counted the others. A gateway then starts a flow controller
-// with a share of the seats, whose goroutines belong to no request.
+// gatewaysAreCounted waits until each gateway of a split has counted the others. A gateway then starts a flow
+// controller with a share of the seats, whose goroutines belong to no request.
 func gatewaysAreCounted(t *testing.T, s *harness.Server) {
 	t.Helper()
 	logs, err := filepath.Glob(filepath.Join(s.Dir, "gateway-*.log"))

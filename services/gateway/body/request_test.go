@@ -129,7 +129,7 @@ func TestContentLengthIsNotTrusted(t *testing.T) {
 	}
 }
 
-// A body that breaks off costs the bytes that have arrived, whatever its Content-Length is. 200 of these took 600 MB.
+// A body that breaks off costs the bytes that have arrived, for any Content-Length. 200 of these bodies took 600 MB.
 func TestABrokenBodyCostsItsBytes(t *testing.T) {
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)

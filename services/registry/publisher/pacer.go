@@ -5,13 +5,13 @@ import (
 	"time"
 )
 
-// askPace is the least time between two progress responses. One response serves all requests before it. Without the
-// pace, a reader that sends requests in a loop makes etcd respond as fast as it can.
-const askPace = 2 * time.Millisecond
+// progressResponsePeriod is the least time between two progress responses. A response serves all earlier requests.
+// Without the pause, a reader that sends requests in a loop makes etcd respond as fast as it can.
+const progressResponsePeriod = 2 * time.Millisecond
 
-// paced returns a channel that repeats its input at most once per askPace, until ctx is done.
+// paced returns a channel that repeats its input at most once per progressResponsePeriod, until ctx is done.
 func paced(ctx context.Context, requests <-chan struct{}) <-chan struct{} {
-	answer := make(chan struct{})
+	responses := make(chan struct{})
 	go func() {
 		for {
 			select {
@@ -20,16 +20,16 @@ func paced(ctx context.Context, requests <-chan struct{}) <-chan struct{} {
 				return
 			}
 			select {
-			case answer <- struct{}{}:
+			case responses <- struct{}{}:
 			case <-ctx.Done():
 				return
 			}
 			select {
-			case <-time.After(askPace):
+			case <-time.After(progressResponsePeriod):
 			case <-ctx.Done():
 				return
 			}
 		}
 	}()
-	return answer
+	return responses
 }

@@ -24,7 +24,7 @@ func TestAnswersToReadersArePaced(t *testing.T) {
 		for range 100 {
 			<-answers
 		}
-		if took := time.Since(began); took != 100*askPace {
+		if took := time.Since(began); took != 100*progressResponsePeriod {
 			t.Errorf("100 further responses take %v", took)
 		}
 	})
