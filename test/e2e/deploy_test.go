@@ -146,7 +146,7 @@ func TestUpWithControllers(t *testing.T) {
 	s.Kubectl("rollout", "status", "deployment/web", "--timeout=60s")
 	out, err := exec.Command(harness.Watershed(), "up", "--with-controllers", "--controllers-path=/does/not/exist",
 		"--data-dir", t.TempDir()).CombinedOutput()
-	if err == nil || !strings.Contains(string(out), "--with-controllers: there is no ") {
+	if err == nil || !strings.Contains(string(out), "--with-controllers: kwok-stages.yaml not found") {
 		t.Errorf("%v: %s", err, out)
 	}
 }
