@@ -15,7 +15,7 @@ var known = []accepted{
 		"object: Pod of 25,000 variables|definition: 50 versions of 150 properties|definition: objects of a large schema|"+
 			"definition: objects of 9,000 levels|conversion: a webhook that grows objects to 1 MB|list: 10,000 label terms|"+
 			"JSON Patch: 9,000 insertions at the front of an array|body: protobuf of 5,000 containers|"+
-			"HTTP/2: answers that are not read",
+			"HTTP/2: answers that are not read|HTTP/2: a window of one byte",
 		"left",
 		"The history of recent events keeps the events of the shape's objects. It is bounded: 32 MB for each resource "+
 			"(--watch-ring-bytes), in two encodings, and in `split` in each of two replicas.",
