@@ -295,7 +295,7 @@ func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
 	}{
 		"unknown flag": {[]string{"up", "--secure-prot=1"}, `unknown flag: --secure-prot (did you mean "secure-port"?)`},
 		"bad value":    {[]string{"up", "--secure-port=abc"}, "--secure-port=abc: not a port (1–65535)"},
-		"bad size":     {[]string{"up", "--watch-ring-bytes=-3"}, "--watch-ring-bytes=-3: want 1 or more"},
+		"bad size":     {[]string{"up", "--data-dir=DIR", "--watch-ring-bytes=-3"}, "--watch-ring-bytes=-3: want 1 or more"},
 		"missing file": {[]string{"gateway", "--config", "/none.yaml"}, "/none.yaml"},
 		"no identity": {[]string{"watchfanout", "--registry-addresses=127.0.0.1:1", "--nats-url=tls://127.0.0.1:1"},
 			"--rpc-"},
