@@ -14,18 +14,25 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// declared returns the names of all functions, methods and types of the project.
-func declared(t *testing.T) map[string]bool {
+// git returns the output of a git command in the root of the project.
+func git(t *testing.T, args ...string) string {
 	t.Helper()
-	cmd := exec.Command("git", "grep", "-hE", `^(func|type|var) |^\t[A-Z][A-Za-z]*\(`, "--", "*.go", ":!*_test.go")
+	cmd := exec.Command("git", args...)
 	cmd.Dir = harness.Root()
 	out, err := cmd.Output()
 	if err != nil {
 		t.Fatal(err)
 	}
+	return string(out)
+}
+
+// declared returns the names of all functions, methods and types of the project.
+func declared(t *testing.T) map[string]bool {
+	t.Helper()
+	out := git(t, "grep", "-hE", `^(func|type|var) |^\t[A-Z][A-Za-z]*\(`, "--", "*.go", ":!*_test.go")
 	names := map[string]bool{}
-	for _, m := range regexp.MustCompile(`(?m)^(?:func (?:\([^)]*\) )?|type |var |\t)([A-Za-z]+)`).FindAllSubmatch(out, -1) {
-		names[string(m[1])] = true
+	for _, m := range regexp.MustCompile(`(?m)^(?:func (?:\([^)]*\) )?|type |var |\t)([A-Za-z]+)`).FindAllStringSubmatch(out, -1) {
+		names[m[1]] = true
 	}
 	return names
 }
@@ -67,14 +74,9 @@ func TestWalkthroughsNameFunctions(t *testing.T) {
 
 // TestTheCodeMapListsEveryPackage compares the code map with the packages of the tree.
 func TestTheCodeMapListsEveryPackage(t *testing.T) {
-	cmd := exec.Command("git", "ls-files", "*.go", ":!test/peers/*", ":!proto/tools/*")
-	cmd.Dir = harness.Root()
-	out, err := cmd.Output()
-	if err != nil {
-		t.Fatal(err)
-	}
+	out := git(t, "ls-files", "*.go", ":!test/peers/*", ":!proto/tools/*")
 	missing := map[string]bool{}
-	for _, file := range strings.Fields(string(out)) {
+	for _, file := range strings.Fields(out) {
 		missing[path.Dir(file)] = true
 	}
 	delete(missing, "test") // tools.go
@@ -92,14 +94,9 @@ func TestTheCodeMapListsEveryPackage(t *testing.T) {
 
 // TestLinksLeadSomewhere checks the relative links of all documents.
 func TestLinksLeadSomewhere(t *testing.T) {
-	cmd := exec.Command("git", "ls-files", "*.md")
-	cmd.Dir = harness.Root()
-	out, err := cmd.Output()
-	if err != nil {
-		t.Fatal(err)
-	}
+	out := git(t, "ls-files", "*.md")
 	link := regexp.MustCompile(`\]\(([^)#\s]+)(#[^)]*)?\)`)
-	for _, file := range strings.Fields(string(out)) {
+	for _, file := range strings.Fields(out) {
 		text, err := os.ReadFile(filepath.Join(harness.Root(), file))
 		if err != nil {
 			continue // removed and not committed
@@ -118,15 +115,10 @@ func TestLinksLeadSomewhere(t *testing.T) {
 // tests returns the names of all tests and fuzz tests of the project.
 func tests(t *testing.T) map[string]bool {
 	t.Helper()
-	cmd := exec.Command("git", "grep", "-hE", "^func (Test|Fuzz)", "--", "*_test.go")
-	cmd.Dir = harness.Root()
-	out, err := cmd.Output()
-	if err != nil {
-		t.Fatal(err)
-	}
+	out := git(t, "grep", "-hE", "^func (Test|Fuzz)", "--", "*_test.go")
 	names := map[string]bool{}
-	for _, m := range regexp.MustCompile(`(?m)^func ((?:Test|Fuzz)\w+)\(`).FindAllSubmatch(out, -1) {
-		names[string(m[1])] = true
+	for _, m := range regexp.MustCompile(`(?m)^func ((?:Test|Fuzz)\w+)\(`).FindAllStringSubmatch(out, -1) {
+		names[m[1]] = true
 	}
 	return names
 }

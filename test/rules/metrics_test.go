@@ -9,7 +9,6 @@ import (
 	"go/token"
 	"maps"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -27,14 +26,9 @@ type metric struct{ name, kind, help, labels string }
 // declaredMetrics returns the metrics of each part (a service, platform, or a command) in the order of their names.
 func declaredMetrics(t *testing.T) map[string][]metric {
 	t.Helper()
-	cmd := exec.Command("git", "ls-files", "platform/*.go", "services/*.go", "cmd/*.go", ":!*_test.go")
-	cmd.Dir = harness.Root()
-	out, err := cmd.Output()
-	if err != nil {
-		t.Fatal(err)
-	}
+	out := git(t, "ls-files", "platform/*.go", "services/*.go", "cmd/*.go", ":!*_test.go")
 	all := map[string][]metric{}
-	for _, file := range strings.Fields(string(out)) {
+	for _, file := range strings.Fields(out) {
 		parsed, err := parser.ParseFile(token.NewFileSet(), filepath.Join(harness.Root(), file), nil, 0)
 		if err != nil {
 			t.Fatal(err)
