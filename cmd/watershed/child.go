@@ -11,8 +11,6 @@ import (
 	"sync"
 	"syscall"
 	"time"
-
-	"watershed.dev/platform/lifecycle"
 )
 
 // child is a child process. It starts again until it is stopped or refused:
@@ -20,7 +18,7 @@ import (
 //	start ──> running ──ended──> restartPause ──> running
 //	          running ──ended with the same error twice, and onRefused is true──> refused: done
 //	          running ──disableRestart, ended──> done
-//	          running ──stop──> SIGTERM ──StopTimeout──> SIGKILL ──> done
+//	          running ──stop──> SIGTERM ──stopTimeout──> SIGKILL ──> done
 type child struct {
 	// name is the name of the process. dir is the directory of its log and pid file.
 	name, dir string
@@ -28,8 +26,10 @@ type child struct {
 	program string
 	args    []string
 	logs    logFiles
-	// command, config and debug are for split: the subcommand, its configuration file, and its debug address.
-	command, config, debug string
+	// set, config and debug are for split: the set of services, the configuration file, and the debug address.
+	set, config, debug string
+	// stopTimeout is how long the process may take to stop.
+	stopTimeout time.Duration
 	// onRefused, if set, is called if the process ended twice in a row with the same error. If it returns true, the
 	// process is not started again.
 	onRefused func(why error) bool
@@ -119,7 +119,7 @@ func (p *child) runOnce(s spawner, log io.Writer) (lastError string, err error) 
 	}
 	err = cmd.Wait()
 	if ended := new(exec.ExitError); errors.As(err, &ended) && ended.ExitCode() == exitFailure {
-		lastError = out.lastError("watershed " + p.command + ": ")
+		lastError = out.lastError("watershed " + p.args[0] + ": ")
 	}
 	return lastError, err
 }
@@ -144,7 +144,7 @@ func (p *child) stop() {
 	p.mu.Unlock()
 	select {
 	case <-p.done:
-	case <-time.After(lifecycle.StopTimeout):
+	case <-time.After(p.stopTimeout):
 		p.mu.Lock()
 		_ = p.cmd.Process.Kill()
 		p.mu.Unlock()

@@ -122,7 +122,8 @@ func (c *controllers) runner(l *layout) (lifecycle.Runner, error) {
 		if err != nil {
 			return lifecycle.Runner{}, err
 		}
-		all = append(all, &child{name: spec.program, dir: l.dir, program: path, args: spec.args, logs: l.logs})
+		all = append(all, &child{name: spec.program, dir: l.dir, program: path, args: spec.args, logs: l.logs,
+			stopTimeout: lifecycle.StopTimeout})
 	}
 	ready := lifecycle.NotReady("controllers")
 	return lifecycle.Runner{Name: "controllers", Ready: ready, Run: func(ctx context.Context) error {

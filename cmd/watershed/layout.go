@@ -13,8 +13,10 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"watershed.dev/cmd/certgen"
+	"watershed.dev/platform/config"
 	"watershed.dev/platform/pki"
 	"watershed.dev/platform/process"
+	"watershed.dev/platform/rpc"
 )
 
 // layout is a data directory, which holds all files of a cluster on this machine.
@@ -28,6 +30,27 @@ type layout struct {
 	// address and port are the endpoint of the gateway.
 	address string
 	port    int
+}
+
+// directory holds the flags of the commands that use a data directory.
+type directory struct {
+	dataDir string
+	hosts   []string
+	logs    logFiles
+}
+
+func (d *directory) addFlags(fs *pflag.FlagSet) {
+	fs.StringVar(&d.dataDir, "data-dir", ".watershed",
+		"The directory of all data: certificates, etcd, the event log, admin.kubeconfig, logs.")
+	fs.StringSliceVar(&d.hosts, "tls-sans", nil, "Additional names and addresses of the serving certificate.")
+	d.logs.addFlags(fs)
+}
+
+// open opens the directory. fs also has the gateway's flags.
+func (d *directory) open(fs *pflag.FlagSet) (*layout, error) {
+	port, _ := fs.GetInt("secure-port")
+	bind, _ := fs.GetString("bind-address")
+	return openLayout(d.dataDir, bind, port, append(d.hosts, advertised(fs)...), d.logs)
 }
 
 // openLayout locks the directory for this process and creates missing files. bind and port are the gateway's listen
@@ -101,23 +124,59 @@ func writeYAML(path string, doc any) error {
 
 const issuer = "https://kubernetes.default.svc.cluster.local"
 
-// settingsFor returns the settings of a service without the settings that conflict with flags of the command line.
-// fromCommandLine returns the value of a flag as config.FileValue does, or nil if the flag is not set.
-func (l *layout) settingsFor(name string, fromCommandLine func(flag string) any) map[string]any {
-	settings := l.settings(name)
-	isSet := func(flag string) bool { v := fromCommandLine(flag); return v != nil && v != "" }
-	disabled, _ := fromCommandLine("disable-admission-plugins").([]string)
-	if slices.Contains(disabled, nodeRestriction) || isSet("admission-control") {
+// settings returns the settings of the services for the cluster of this directory, by flag name. It omits the settings
+// that conflict with flags of the command line. fs has these flags.
+func (l *layout) settings(fs *pflag.FlagSet) map[string]any {
+	p := l.pki.File
+	settings := map[string]any{
+		"client-ca-file":               p("ca.crt"),
+		"requestheader-client-ca-file": p("front-proxy-ca.crt"),
+		"requestheader-allowed-names":  "front-proxy-client",
+		"proxy-client-cert-file":       p("front-proxy-client.crt"),
+		"proxy-client-key-file":        p("front-proxy-client.key"),
+		"kubelet-client-certificate":   p("apiserver-kubelet-client.crt"),
+		"kubelet-client-key":           p("apiserver-kubelet-client.key"),
+		kubeletCA:                      p("ca.crt"),
+		"tls-cert-file":                p("apiserver.crt"),
+		"tls-private-key-file":         p("apiserver.key"),
+
+		"requestheader-username-headers":     "X-Remote-User",
+		"requestheader-group-headers":        "X-Remote-Group",
+		"requestheader-extra-headers-prefix": "X-Remote-Extra-",
+
+		"services-tls-cert-file":        p("inner-gateway.crt"),
+		"services-tls-private-key-file": p("inner-gateway.key"),
+		"services-client-ca-file":       p("inner-ca.crt"),
+		"kubeconfig":                    l.pki.Kubeconfig(rpc.ServicePlaceholder),
+
+		"service-account-key-file":         p("sa.pub"),
+		"service-account-signing-key-file": p("sa.key"),
+		"service-account-issuer":           issuer,
+		"api-audiences":                    issuer,
+
+		"secure-port":                 l.port,
+		"allow-privileged":            true,
+		"enable-bootstrap-token-auth": true,
+		"enable-admission-plugins":    nodeRestriction, // as kubeadm does
+	}
+	set := func(name string) *pflag.Flag {
+		if f := fs.Lookup(name); f != nil && f.Changed && f.Value.String() != "" {
+			return f
+		}
+		return nil
+	}
+	disabled, _ := fs.GetStringSlice("disable-admission-plugins")
+	if slices.Contains(disabled, nodeRestriction) || set("admission-control") != nil {
 		delete(settings, "enable-admission-plugins") // conflicts with these flags
 	}
-	if issuers := fromCommandLine("service-account-issuer"); issuers != nil && name == "gateway" {
-		settings["api-audiences"] = issuers // the default of the audiences is the issuers
+	if issuers := set("service-account-issuer"); issuers != nil {
+		settings["api-audiences"] = config.FileValue(issuers) // the default of the audiences is the issuers
 	}
-	if isSet("service-account-signing-endpoint") { // an external signer signs tokens
+	if set("service-account-signing-endpoint") != nil { // an external signer signs tokens
 		delete(settings, "service-account-key-file")
 		delete(settings, "service-account-signing-key-file")
 	}
-	if isSet("client-ca-file") { // the cluster has another PKI, and the CA of its kubelets is unknown
+	if set("client-ca-file") != nil { // the cluster has another PKI, and the CA of its kubelets is unknown
 		delete(settings, kubeletCA)
 	}
 	return settings
@@ -128,63 +187,3 @@ const nodeRestriction = "NodeRestriction"
 
 // kubeletCA is the flag of the CA of kubelets.
 const kubeletCA = "kubelet-certificate-authority"
-
-// settings returns the settings of a service for the cluster of this directory, by flag name.
-func (l *layout) settings(name string) map[string]any {
-	p := l.pki.File
-	requestHeader := map[string]any{
-		"client-ca-file":               p("ca.crt"),
-		"requestheader-client-ca-file": p("front-proxy-ca.crt"),
-	}
-	switch name {
-	case "registry":
-		return merge(requestHeader, map[string]any{
-			"service-account-signing-key-file": p("sa.key"),
-			"service-account-issuer":           issuer,
-			"secure-port":                      l.port,
-			"requestheader-allowed-names":      "front-proxy-client",
-			"allow-privileged":                 true,
-			"proxy-client-cert-file":           p("front-proxy-client.crt"),
-			"proxy-client-key-file":            p("front-proxy-client.key"),
-			"kubelet-client-certificate":       p("apiserver-kubelet-client.crt"),
-			"kubelet-client-key":               p("apiserver-kubelet-client.key"),
-			kubeletCA:                          p("ca.crt"),
-		})
-	case "authn":
-		return merge(requestHeader, map[string]any{
-			"service-account-key-file":       p("sa.pub"),
-			"service-account-issuer":         issuer,
-			"requestheader-allowed-names":    "front-proxy-client",
-			"requestheader-username-headers": "X-Remote-User",
-			"requestheader-group-headers":    "X-Remote-Group",
-
-			"requestheader-extra-headers-prefix": "X-Remote-Extra-",
-			"enable-bootstrap-token-auth":        true,
-			"kubeconfig":                         l.pki.Kubeconfig(name),
-			"services-client-ca-file":            p("inner-ca.crt"),
-		})
-	case "authz":
-		return map[string]any{"kubeconfig": l.pki.Kubeconfig(name)}
-	case "admission":
-		return map[string]any{
-			"kubeconfig":               l.pki.Kubeconfig(name),
-			"enable-admission-plugins": nodeRestriction, // as kubeadm does
-		}
-	case "gateway":
-		return merge(requestHeader, map[string]any{
-			"tls-cert-file":                 p("apiserver.crt"),
-			"tls-private-key-file":          p("apiserver.key"),
-			"services-tls-cert-file":        p("inner-gateway.crt"),
-			"services-tls-private-key-file": p("inner-gateway.key"),
-			"services-client-ca-file":       p("inner-ca.crt"),
-			"secure-port":                   l.port,
-			"api-audiences":                 issuer,
-			"proxy-client-cert-file":        p("front-proxy-client.crt"),
-			"proxy-client-key-file":         p("front-proxy-client.key"),
-			"kubelet-client-certificate":    p("apiserver-kubelet-client.crt"),
-			"kubelet-client-key":            p("apiserver-kubelet-client.key"),
-			kubeletCA:                       p("ca.crt"),
-		})
-	}
-	return map[string]any{}
-}

@@ -1,5 +1,5 @@
 // Command watershed contains all of Watershed. It runs everything in one process (up), each service in its own process
-// (split, or the name of a service), and the tools of operators.
+// (split, run, or the name of a service), and the tools of operators.
 package main
 
 import (
@@ -16,10 +16,12 @@ import (
 const usage = `watershed is the Kubernetes API server as services that scale independently.
 
   watershed up        run everything in this process
-  watershed split     run every service in its own process on this machine
+  watershed split     run services in processes of their own on this machine: each, or by --placement=compact
   watershed split scale watchfanout=4
-                      change the number of processes of a service of a running split
-  watershed SERVICE   run one service: gateway, authn, authz, admission, registry or watchfanout
+                      change the number of processes of a running split
+  watershed run --target=gateway,authn
+                      run any set of services: gateway, authn, authz, admission, registry and watchfanout
+  watershed SERVICE   run one service
   watershed etcd      run an etcd member, as split does
   watershed nats      run a NATS server, as split does
   watershed xds       run the xDS server of the services' replicas, as split does
@@ -44,6 +46,8 @@ func main() {
 		err = up(args)
 	case "split":
 		err = split(args)
+	case "run":
+		err = run(args)
 	case "etcd":
 		err = embedded.EtcdCommand("watershed etcd", args)
 	case "nats":
@@ -61,12 +65,11 @@ func main() {
 	case "help", "-h", "--help":
 		fmt.Print(usage)
 	default:
-		m := moduleOf(command)
-		if m == nil {
+		if modules.Get(command) == nil {
 			fmt.Fprintf(os.Stderr, "watershed: unknown command %q\n\n%s", command, usage)
 			os.Exit(2)
 		}
-		err = process.Run(m, "watershed "+m.Name, args)
+		err = process.Run(modules, []string{command}, "watershed "+command, args)
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "watershed "+command+":", err)

@@ -1,8 +1,15 @@
 package main
 
 import (
+	"errors"
+	"fmt"
+	"maps"
 	"slices"
+	"strings"
 
+	"github.com/spf13/pflag"
+
+	"watershed.dev/platform/config"
 	"watershed.dev/platform/process"
 	"watershed.dev/services/admission"
 	"watershed.dev/services/authn"
@@ -12,9 +19,8 @@ import (
 	"watershed.dev/services/watchfanout"
 )
 
-// modules lists the services in the order in which up starts them: each after the services that it calls. up, split,
-// the commands of services and the tests derive everything from this graph.
-var modules = []*process.Module{
+// modules is the table of the services. Each has the services that it calls, which start before it.
+var modules = process.Modules{
 	registry.Module,
 	watchfanout.Module,
 	authn.Module,
@@ -23,18 +29,69 @@ var modules = []*process.Module{
 	gateway.Module,
 }
 
-// moduleOf returns the module with a name, or nil.
-func moduleOf(name string) *process.Module {
-	i := slices.IndexFunc(modules, func(m *process.Module) bool { return m.Name == name })
-	if i < 0 {
-		return nil
-	}
-	return modules[i]
+// set is a set of services that share a process.
+type set struct {
+	// name is the name of the processes of the set.
+	name    string
+	targets []string
+	// replicas is the default number of processes.
+	replicas int
 }
 
-func moduleNames() (names []string) {
-	for _, m := range modules {
-		names = append(names, m.Name)
-	}
-	return names
+// placements maps the values of --placement to the sets of services. etcd, NATS and the xDS server have processes of
+// their own, except in `up`.
+var placements = map[string][]set{
+	"all": {{"watershed", modules.Names(), 1}},
+	"compact": {
+		{"front", []string{"gateway", "authn", "authz", "admission", "registry"}, 2},
+		{"watchfanout", []string{"watchfanout"}, 2},
+	},
+	"split": {
+		{"registry", []string{"registry"}, 2},
+		{"watchfanout", []string{"watchfanout"}, 2},
+		{"authn", []string{"authn"}, 1},
+		{"authz", []string{"authz"}, 1},
+		{"admission", []string{"admission"}, 1},
+		{"gateway", []string{"gateway"}, 2},
+	},
 }
+
+// run runs the services that --target names, or that the configuration file names.
+func run(args []string) error {
+	targets, err := targetsOf(args)
+	if err != nil {
+		return err
+	}
+	return process.Run(modules, targets, "watershed run", args, disableAnonymous)
+}
+
+// targetsOf returns the value of --target. It decides which flags exist, so it is read before them.
+func targetsOf(args []string) ([]string, error) {
+	fs := pflag.NewFlagSet("watershed run", pflag.ContinueOnError)
+	fs.Usage = func() {}
+	fs.ParseErrorsAllowlist.UnknownFlags = true
+	targets := fs.StringSlice("target", nil, "")
+	if err := config.Load(fs, args); err != nil && !errors.Is(err, pflag.ErrHelp) {
+		return nil, err
+	}
+	if len(*targets) == 0 {
+		return nil, fmt.Errorf("--target is required: want a list of %s", strings.Join(modules.Names(), ", "))
+	}
+	return *targets, nil
+}
+
+// alwaysAllow is the authorization mode that allows every request.
+const alwaysAllow = "AlwaysAllow"
+
+// disableAnonymous disables anonymous requests if every request is allowed, even if --anonymous-auth is set, as
+// kube-apiserver does (k8s.io/kubernetes/pkg/kubeapiserver/options, ApplyAuthorization). If authn and authz have
+// processes and flags of their own, authz rejects anonymous requests.
+func disableAnonymous(fs *pflag.FlagSet) {
+	modes, err := fs.GetStringSlice("authorization-mode")
+	if err == nil && slices.Contains(modes, alwaysAllow) && fs.Lookup("anonymous-auth") != nil {
+		_ = fs.Set("anonymous-auth", "false") // the flag is a bool
+	}
+}
+
+// placementNames returns the values of --placement.
+func placementNames() []string { return slices.Sorted(maps.Keys(placements)) }

@@ -7,10 +7,16 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
+	"github.com/spf13/pflag"
+
+	"watershed.dev/platform/config"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
 )
 
 // plan chooses addresses and writes the configuration of each process.
@@ -24,28 +30,32 @@ func (s *splitRun) plan() ([]*child, error) {
 		ports = ports[1:]
 		return fmt.Sprintf("127.0.0.1:%d", p)
 	}
-	addresses := map[string][]string{}
-	for name, n := range s.counts {
-		for range n {
-			if m := moduleOf(name); m == nil || m.ServesRPC {
-				addresses[name] = append(addresses[name], s.rpcAddress(name, len(addresses[name]), nextAddress()))
-			}
+	s.addresses = map[string][]string{}
+	for name := range stores {
+		for n := range s.counts[name] {
+			s.addresses[name] = append(s.addresses[name], s.rpcAddress(name, n, nextAddress()))
+		}
+	}
+	for _, set := range s.sets {
+		for n := range s.counts[set.name] {
+			s.addAddress(set, s.rpcAddress(set.name, n, nextAddress()))
 		}
 	}
 	var all []*child
 	add := func(command string, n int, debug string, settings map[string]any) error {
-		p, err := s.planProcess(command, n, debug, settings)
+		p, err := s.planProcess(command, n, command, debug, settings)
 		all = append(all, p)
 		return err
 	}
-	s.addresses = addresses
-	if err := s.planStores(addresses, nextAddress, add); err != nil {
+	if err := s.planStores(nextAddress, add); err != nil {
 		return nil, err
 	}
+	flags := pflag.NewFlagSet("xds", pflag.ContinueOnError)
+	new(telemetry.Options).AddFlags(flags)
 	for n := range s.counts["xds"] {
 		debug := s.debugSocket("xds", n)
-		if err := add("xds", n, debug, merge(s.identitySettings("xds"), s.fromCommandLine["xds"], map[string]any{
-			"rpc-address":   addresses["xds"][n],
+		if err := add("xds", n, debug, merge(s.identitySettings("xds"), s.fromCommandLine(flags), map[string]any{
+			"rpc-address":   s.addresses["xds"][n],
 			"debug-address": debug,
 			"replicas-file": s.replicasFile(),
 			"state-file":    filepath.Join(s.dir, "xds", fmt.Sprintf("state-%d.json", n)),
@@ -53,13 +63,9 @@ func (s *splitRun) plan() ([]*child, error) {
 			return nil, err
 		}
 	}
-	for _, m := range modules {
-		for n := range s.counts[m.Name] {
-			address := ""
-			if m.ServesRPC {
-				address = addresses[m.Name][n]
-			}
-			p, err := s.planService(m, n, address)
+	for _, set := range s.sets {
+		for n := range s.counts[set.name] {
+			p, err := s.planSet(set, n)
 			if err != nil {
 				return nil, err
 			}
@@ -69,19 +75,47 @@ func (s *splitRun) plan() ([]*child, error) {
 	return all, s.writeReplicas()
 }
 
-// planProcess returns a process and writes its configuration.
-func (s *splitRun) planProcess(command string, n int, debug string, settings map[string]any) (*child, error) {
+// addAddress adds the address of another process to the services that it serves.
+func (s *splitRun) addAddress(set set, address string) {
+	for _, service := range newProcess(set.targets).Exposed() {
+		s.addresses[service] = append(s.addresses[service], address)
+	}
+}
+
+// newProcess returns a process with targets of the table of placements.
+func newProcess(targets []string) *process.Process {
+	p, err := process.New(modules, targets)
+	if err != nil {
+		panic(err) // the table names a service that does not exist
+	}
+	return p
+}
+
+// fromCommandLine returns the flags of the command line that a process has, as settings.
+func (s *splitRun) fromCommandLine(process *pflag.FlagSet) map[string]any {
+	values := map[string]any{}
+	process.VisitAll(func(own *pflag.Flag) {
+		if f := s.flags.Lookup(own.Name); f != nil && f.Changed && !slices.Contains(splitOnlyFlags, f.Name) {
+			values[f.Name] = config.FileValue(f)
+		}
+	})
+	return values
+}
+
+// planProcess returns the n-th process of a set or store, which runs a command. It writes the configuration.
+func (s *splitRun) planProcess(set string, n int, command, debug string, settings map[string]any) (*child, error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
 	}
 	p := &child{
-		name:    fmt.Sprintf("%s-%d", command, n),
-		dir:     s.dir,
-		program: self,
-		logs:    s.logs,
-		command: command,
-		debug:   debug,
+		set:         set,
+		name:        fmt.Sprintf("%s-%d", set, n),
+		dir:         s.dir,
+		program:     self,
+		logs:        s.logs,
+		debug:       debug,
+		stopTimeout: lifecycle.StopTimeout,
 	}
 	p.config = filepath.Join(s.dir, "config", p.name+".yaml")
 	p.args = []string{command, "--config", p.config}
@@ -91,21 +125,50 @@ func (s *splitRun) planProcess(command string, n int, debug string, settings map
 	return p, writeYAML(p.config, settings)
 }
 
-// planService returns the n-th process of a service, which listens on address.
-func (s *splitRun) planService(m *process.Module, n int, address string) (*child, error) {
-	debug := s.debugSocket(m.Name, n)
-	settings := merge(s.serviceSettings(m, s.addresses), map[string]any{"debug-address": debug})
-	if m.ServesRPC {
-		settings["rpc-address"] = address
+// planSet returns the n-th process of a set. It writes and checks its configuration.
+func (s *splitRun) planSet(set set, n int) (*child, error) {
+	p, err := s.planProcess(set.name, n, "run", s.debugSocket(set.name, n), s.settingsOf(set, n))
+	if err != nil {
+		return nil, err
 	}
+	configured, err := process.Load(modules, set.targets, p.name, p.args[1:])
+	if err != nil {
+		return nil, err
+	}
+	p.stopTimeout = configured.StopTimeout()
+	return p, nil
+}
+
+// settingsOf returns the settings of the n-th process of a set.
+func (s *splitRun) settingsOf(set set, n int) map[string]any {
+	etcd := s.pki.Identity("registry")
+	all := merge(s.settings(s.flags), s.identitySettings(rpc.ServicePlaceholder), map[string]any{
+		"xds-servers":         strings.Join(s.addresses["xds"], ","),
+		"xds-cache-dir":       filepath.Join(s.dir, "xds", fmt.Sprintf("%s-%d", set.name, n)),
+		"permit-port-sharing": true,
+		"etcd-servers":        urls("https", s.addresses["etcd"]),
+		"etcd-certfile":       etcd.CertFile,
+		"etcd-keyfile":        etcd.KeyFile,
+		"etcd-cafile":         etcd.CAFile,
+		"nats-url":            urls("tls", s.addresses["nats"]),
+		"log-replicas":        s.counts["nats"],
+		"debug-address":       s.debugSocket(set.name, n),
+	})
+	p, flags := newProcess(set.targets), pflag.NewFlagSet(set.name, pflag.ContinueOnError)
+	p.AddNetworkFlags(flags)
+	p.AddFlags(flags)
+	for _, m := range modules {
+		all[m.Name+"-addresses"] = strings.Join(s.addresses[m.Name], ",")
+	}
+	if exposed := p.Exposed(); len(exposed) > 0 {
+		all["rpc-address"] = s.addresses[exposed[0]][n]
+	}
+	maps.DeleteFunc(all, func(name string, _ any) bool { return flags.Lookup(name) == nil })
+	settings := merge(all, s.fromCommandLine(flags), map[string]any{"target": set.targets})
 	if path, ok := settings[auditLogPath].(string); ok {
 		settings[auditLogPath] = perProcessPath(path, n)
 	}
-	if len(m.DependsOn) > 0 {
-		settings["xds-servers"] = strings.Join(s.addresses["xds"], ",")
-		settings["xds-cache-dir"] = filepath.Join(s.dir, "xds", fmt.Sprintf("%s-%d", m.Name, n))
-	}
-	return s.planProcess(m.Name, n, debug, settings)
+	return settings
 }
 
 const auditLogPath = "audit-log-path"
@@ -140,8 +203,8 @@ func (s *splitRun) replicasFile() string { return filepath.Join(s.dir, "xds", "r
 func (s *splitRun) writeReplicas() error {
 	all := map[string]any{}
 	for _, m := range modules {
-		if m.ServesRPC {
-			all[m.Name] = s.addresses[m.Name]
+		if addresses := s.addresses[m.Name]; len(addresses) > 0 {
+			all[m.Name] = addresses
 		}
 	}
 	if err := os.MkdirAll(filepath.Dir(s.replicasFile()), 0o700); err != nil {
@@ -150,38 +213,8 @@ func (s *splitRun) writeReplicas() error {
 	return writeYAML(s.replicasFile(), all)
 }
 
-// serviceSettings returns the common settings of a service's processes.
-func (s *splitRun) serviceSettings(m *process.Module, addresses map[string][]string) map[string]any {
-	fromCommandLine := func(flag string) any {
-		for _, flags := range s.fromCommandLine {
-			if v := flags[flag]; v != nil {
-				return v
-			}
-		}
-		return nil
-	}
-	settings := merge(s.settingsFor(m.Name, fromCommandLine), s.identitySettings(m.Name), s.fromCommandLine[m.Name])
-	for _, peer := range m.DependsOn {
-		settings[peer+"-addresses"] = strings.Join(addresses[peer], ",")
-	}
-	switch m.Name {
-	case "gateway":
-		settings["permit-port-sharing"], settings["bind-address"] = true, s.bind
-	case "registry":
-		id := s.pki.Identity("registry")
-		settings["etcd-servers"] = urls("https", addresses["etcd"])
-		settings["nats-url"] = urls("tls", addresses["nats"])
-		settings["log-replicas"] = s.counts["nats"]
-		settings["etcd-certfile"], settings["etcd-keyfile"] = id.CertFile, id.KeyFile
-		settings["etcd-cafile"] = id.CAFile
-	case "watchfanout":
-		settings["nats-url"] = urls("tls", addresses["nats"])
-	}
-	return settings
-}
-
 // planStores configures the members of etcd and the servers of NATS, as single processes or as clusters.
-func (s *splitRun) planStores(addresses map[string][]string, nextAddress func() string,
+func (s *splitRun) planStores(nextAddress func() string,
 	add func(string, int, string, map[string]any) error) error {
 	peers := func(name string) (own []string) {
 		for range s.counts[name] {
@@ -194,7 +227,7 @@ func (s *splitRun) planStores(addresses map[string][]string, nextAddress func() 
 	for n, m := range members {
 		initial = append(initial, fmt.Sprintf("etcd-%d=https://%s", n, m))
 	}
-	for n, address := range addresses["etcd"] {
+	for n, address := range s.addresses["etcd"] {
 		metrics, dir := "http://"+nextAddress(), "etcd"
 		settings := map[string]any{"listen-client-urls": "https://" + address, "listen-metrics-urls": metrics}
 		if len(members) > 1 {
@@ -210,7 +243,7 @@ func (s *splitRun) planStores(addresses map[string][]string, nextAddress func() 
 			return err
 		}
 	}
-	for n, address := range addresses["nats"] {
+	for n, address := range s.addresses["nats"] {
 		dir, settings := "nats", map[string]any{"listen-address": address, "jetstream-key-file": s.pki.JetStreamKey()}
 		if len(routes) > 1 {
 			dir = fmt.Sprintf("nats-%d", n)

@@ -31,7 +31,9 @@ func flagSets() []flagSet {
 	var services []flagSet
 	for i, m := range modules {
 		fs := newSet()
-		m.AddFlags(fs)
+		p := newProcess([]string{m.Name})
+		p.AddNetworkFlags(fs)
+		p.AddFlags(fs)
 		services = append(services, flagSet{"Flags of " + m.Name, "watershed " + m.Name, fs})
 		if i == 0 {
 			shared.AddFlagSet(fs)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"net/url"
@@ -27,7 +28,7 @@ import (
 // connect.
 const controlSocket = "split.sock"
 
-// maxScale is the maximal number of processes of one service on a machine.
+// maxScale is the maximal number of processes of a set on a machine.
 const maxScale = 64
 
 // scaleCommand changes the number of processes of services in a running split.
@@ -46,7 +47,7 @@ func scaleCommand(args []string) error {
 		return process.ExitOnHelp(err)
 	}
 	if len(to) == 0 {
-		return errors.New("no service to scale: want service=number, as in watershed split scale watchfanout=4")
+		return errors.New("no service to scale: want name=number, as in watershed split scale watchfanout=4")
 	}
 	dir, err := filepath.Abs(*dataDir)
 	if err != nil {
@@ -105,35 +106,39 @@ func (s *splitRun) serveControl(ctx context.Context) error {
 // propagationDelay is the time until all processes have received a change of the replicas file.
 const propagationDelay = 2 * xds.FilePeriod
 
-// scale changes the number of a service's processes. A new process is published after its start, and receives calls
+// scale changes the number of a set's processes. A new process is published after its start, and receives calls
 // once its health is SERVING. A removed process is first removed from the replicas file. It is stopped after
 // propagationDelay: it then reports NOT_SERVING and finishes its calls.
 func (s *splitRun) scale(name, number string) error {
-	m := moduleOf(name)
+	i := slices.IndexFunc(s.sets, func(set set) bool { return set.name == name })
 	n, err := strconv.Atoi(number)
-	if m == nil || err != nil || n < 1 || n > maxScale {
-		return fmt.Errorf("%s=%s: want a service (%s) and a number from 1 to %d", name, number,
-			strings.Join(moduleNames(), ", "), maxScale)
+	if i < 0 || err != nil || n < 1 || n > maxScale {
+		var names []string
+		for _, set := range s.sets {
+			names = append(names, set.name)
+		}
+		return fmt.Errorf("%s=%s: want a name (%s) and a number from 1 to %d", name, number,
+			strings.Join(names, ", "), maxScale)
 	}
 	s.scaling.Lock()
 	defer s.scaling.Unlock()
 	for {
-		done, err := s.step(m, n)
+		done, err := s.step(s.sets[i], n)
 		if done || err != nil {
 			return err
 		}
 	}
 }
 
-// step adds or removes one process of a service. It does not wait while it holds the lock.
-func (s *splitRun) step(m *process.Module, n int) (done bool, err error) {
+// step adds or removes one process of a set. It does not wait while it holds the lock.
+func (s *splitRun) step(set set, n int) (done bool, err error) {
 	s.mu.Lock()
 	var removed *child
-	switch count := s.counts[m.Name]; {
+	switch count := s.counts[set.name]; {
 	case count < n:
-		err = s.scaleUp(m)
+		err = s.scaleUp(set)
 	case count > n:
-		removed, err = s.scaleDown(m)
+		removed, err = s.scaleDown(set)
 	default:
 		done = true
 	}
@@ -146,42 +151,39 @@ func (s *splitRun) step(m *process.Module, n int) (done bool, err error) {
 	return done, err
 }
 
-func (s *splitRun) scaleUp(m *process.Module) error {
-	address := ""
-	if m.ServesRPC {
-		ports, err := freePorts(1)
-		if err != nil {
-			return err
-		}
-		address = s.rpcAddress(m.Name, s.counts[m.Name], fmt.Sprintf("127.0.0.1:%d", ports[0]))
-	}
-	p, err := s.planService(m, s.counts[m.Name], address)
+func (s *splitRun) scaleUp(set set) error {
+	ports, err := freePorts(1)
 	if err != nil {
 		return err
 	}
-	if m.ServesRPC {
-		s.addresses[m.Name] = append(s.addresses[m.Name], address)
+	n := s.counts[set.name]
+	before := maps.Clone(s.addresses)
+	s.addAddress(set, s.rpcAddress(set.name, n, fmt.Sprintf("127.0.0.1:%d", ports[0])))
+	p, err := s.planSet(set, n)
+	if err != nil {
+		s.addresses = before
+		return err
 	}
-	s.counts[m.Name]++
+	s.counts[set.name]++
 	s.processes = append(s.processes, p)
 	p.start(s.spawn)
 	return s.writeReplicas()
 }
 
-// scaleDown removes a service's last process from the replicas file and from the processes. The caller must stop the
+// scaleDown removes a set's last process from the replicas file and from the processes. The caller must stop the
 // returned process.
-func (s *splitRun) scaleDown(m *process.Module) (*child, error) {
-	left := s.counts[m.Name] - 1
-	before := s.addresses[m.Name]
-	if m.ServesRPC {
-		s.addresses[m.Name] = before[:left:left]
+func (s *splitRun) scaleDown(set set) (*child, error) {
+	left := s.counts[set.name] - 1
+	before := maps.Clone(s.addresses)
+	for _, service := range newProcess(set.targets).Exposed() {
+		s.addresses[service] = before[service][:left:left]
 	}
 	if err := s.writeReplicas(); err != nil {
-		s.addresses[m.Name] = before
+		s.addresses = before
 		return nil, err
 	}
-	s.counts[m.Name] = left
-	last := fmt.Sprintf("%s-%d", m.Name, left)
+	s.counts[set.name] = left
+	last := fmt.Sprintf("%s-%d", set.name, left)
 	i := slices.IndexFunc(s.processes, func(p *child) bool { return p.name == last })
 	p := s.processes[i]
 	s.processes = slices.Delete(s.processes, i, i+1)

@@ -26,78 +26,99 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// defaultReplicas is the default number of processes of each service.
-var defaultReplicas = map[string]int{
-	"etcd":        1,
-	"nats":        1,
-	"xds":         1,
-	"gateway":     2,
-	"registry":    2,
-	"watchfanout": 2,
-	"authn":       1,
-	"authz":       1,
-	"admission":   1,
-}
+// stores is the default number of processes of each program that is not a service.
+var stores = map[string]int{"etcd": 1, "nats": 1, "xds": 1}
 
 // restartPause is the delay before an ended process starts again.
 const restartPause = 200 * time.Millisecond
 
-// split runs every service in its own process, with its own certificate, from configuration files as in a deployment.
-// It restarts processes that end. A process that ends twice in a row with the same error aborts the start.
+// split runs sets of services in processes of their own, with certificates of their own, from configuration files as in
+// a deployment. It restarts processes that end. A process that ends twice in a row with the same error aborts the
+// start.
 func split(args []string) error {
 	if len(args) > 0 && args[0] == "scale" {
 		return scaleCommand(args[1:])
 	}
 	began := time.Now()
-	fs := pflag.NewFlagSet("watershed split", pflag.ContinueOnError)
-	dataDir := fs.String("data-dir", ".watershed",
-		"The directory of all data, with a pid file, a log and a configuration of each process.")
-	port := fs.Int("secure-port", 6443, "The shared port of the gateways.")
-	bind := fs.String("bind-address", "0.0.0.0", "The listen address of the gateways.")
-	hosts := fs.StringSlice("tls-sans", nil, "Additional names and addresses of the serving certificate.")
-	replicas := fs.StringToInt("replicas", nil,
-		"The number of processes of a service: watchfanout=4,gateway=3; also etcd=3 and nats=3.")
-	network := fs.String("rpc-network", defaultNetwork(),
-		`The network between services: "unix" for sockets, or "tcp" with TLS, as between machines.`)
-	dryRun := fs.Bool("dry-run", false,
-		"Write every process's configuration and print the commands, without running them.")
-	var logs logFiles
-	logs.addFlags(fs)
-	services := newSplitFlags(fs)
-	if err := config.Load(fs, args); err != nil {
+	fs := newSplitFlags()
+	if err := config.Load(fs.FlagSet, args); err != nil {
 		return process.ExitOnHelp(err)
 	}
-	counts, err := replicaCounts(*replicas)
+	s, err := fs.newSplit()
 	if err != nil {
 		return err
 	}
-	if *network != defaultNetwork() && *network != "tcp" {
-		return fmt.Errorf(`--rpc-network %q: want "tcp" or, on Linux, "unix"`, *network)
-	}
-	l, err := openLayout(*dataDir, *bind, *port, append(*hosts, advertised(fs)...), logs)
-	if err != nil {
-		return err
-	}
-	defer l.close()
-	s := &splitRun{
-		layout:          l,
-		counts:          counts,
-		fromCommandLine: services.fromCommandLine(fs),
-		bind:            *bind,
-		network:         *network,
-		spawn:           make(spawner),
-	}
+	defer s.close()
 	processes, err := s.plan()
 	if err != nil {
 		return err
 	}
-	if *dryRun {
+	if fs.dryRun {
 		for _, p := range processes {
-			fmt.Printf("watershed %s --config %s\n", p.command, p.config)
+			fmt.Printf("watershed %s\n", strings.Join(p.args, " "))
 		}
 		return nil
 	}
 	return s.run(processes, began)
+}
+
+// splitFlags holds the flags of the command, which include the flags of all services.
+type splitFlags struct {
+	*pflag.FlagSet
+	directory
+	placement, network string
+	replicas           map[string]int
+	dryRun             bool
+}
+
+// splitOnlyFlags lists the flags of services that split sets itself: differently for each process, or for its own etcd
+// and NATS.
+var splitOnlyFlags = []string{
+	"debug-address", "health-address", "kubeconfig", "permit-port-sharing",
+	"etcd-servers", "etcd-certfile", "etcd-keyfile", "etcd-cafile", "nats-url", "log-replicas",
+}
+
+func newSplitFlags() *splitFlags {
+	fs := &splitFlags{FlagSet: pflag.NewFlagSet("watershed split", pflag.ContinueOnError)}
+	fs.directory.addFlags(fs.FlagSet)
+	fs.StringVar(&fs.placement, "placement", "split",
+		`The services that share a process: "split" (none), "compact" (all but watchfanout) or "all".`)
+	fs.StringToIntVar(&fs.replicas, "replicas", nil,
+		"The number of processes: watchfanout=4,gateway=3; also etcd=3 and nats=3.")
+	fs.StringVar(&fs.network, "rpc-network", defaultNetwork(),
+		`The network between services: "unix" for sockets, or "tcp" with TLS, as between machines.`)
+	fs.BoolVar(&fs.dryRun, "dry-run", false,
+		"Write every process's configuration and print the commands, without running them.")
+	newProcess(modules.Names()).AddFlags(fs.FlagSet, splitOnlyFlags...)
+	return fs
+}
+
+// newSplit checks the flags, and opens the data directory.
+func (fs *splitFlags) newSplit() (*splitRun, error) {
+	sets, ok := placements[fs.placement]
+	if !ok {
+		return nil, fmt.Errorf("--placement %q: want any of %s", fs.placement, strings.Join(placementNames(), ", "))
+	}
+	counts, err := replicaCounts(sets, fs.replicas)
+	if err != nil {
+		return nil, err
+	}
+	if fs.network != defaultNetwork() && fs.network != "tcp" {
+		return nil, fmt.Errorf(`--rpc-network %q: want "tcp" or, on Linux, "unix"`, fs.network)
+	}
+	disableAnonymous(fs.FlagSet)
+	l, err := fs.open(fs.FlagSet)
+	if err != nil {
+		return nil, err
+	}
+	return &splitRun{
+		layout:  l,
+		flags:   fs.FlagSet,
+		sets:    sets,
+		counts:  counts,
+		network: fs.network,
+		spawn:   make(spawner),
+	}, nil
 }
 
 // defaultNetwork returns the default of --rpc-network.
@@ -108,13 +129,16 @@ func defaultNetwork() string {
 	return "tcp"
 }
 
-// replicaCounts returns the number of processes of each service.
-func replicaCounts(replicas map[string]int) (map[string]int, error) {
-	counts := maps.Clone(defaultReplicas)
+// replicaCounts returns the number of processes of each set and of each store.
+func replicaCounts(sets []set, replicas map[string]int) (map[string]int, error) {
+	counts := maps.Clone(stores)
+	for _, s := range sets {
+		counts[s.name] = s.replicas
+	}
 	for name, n := range replicas {
-		if _, ok := defaultReplicas[name]; !ok || n < 1 {
-			return nil, fmt.Errorf("--replicas %s=%d: want a service (etcd, nats, %s) and a number above 0", name, n,
-				strings.Join(moduleNames(), ", "))
+		if _, ok := counts[name]; !ok || n < 1 {
+			return nil, fmt.Errorf("--replicas %s=%d: want a name (%s) and a number above 0", name, n,
+				strings.Join(slices.Sorted(maps.Keys(counts)), ", "))
 		}
 		counts[name] = n
 	}
@@ -144,9 +168,7 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 		for _, p := range s.processes {
 			p.disableRestart()
 		}
-		for _, p := range slices.Backward(s.processes) {
-			p.stop()
-		}
+		s.stop()
 	}()
 	if err := s.ready(starting); err != nil {
 		if ctx.Err() != nil {
@@ -163,12 +185,29 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 	return s.serveControl(ctx)
 }
 
+// stop stops the processes in reverse order of their start, and the processes of a set together.
+func (s *splitRun) stop() {
+	for end := len(s.processes); end > 0; {
+		begin := end - 1
+		for begin > 0 && s.processes[begin-1].set == s.processes[begin].set {
+			begin--
+		}
+		var wg sync.WaitGroup
+		for _, p := range s.processes[begin:end] {
+			wg.Go(p.stop)
+		}
+		wg.Wait()
+		end = begin
+	}
+}
+
 type splitRun struct {
 	*layout
+	// flags are the flags of the command line.
+	flags *pflag.FlagSet
+	sets  []set
+	// counts holds the number of processes of each set and store.
 	counts map[string]int
-	// fromCommandLine holds the flags of the command line for the processes of each service, and of "xds".
-	fromCommandLine map[string]map[string]any
-	bind            string
 	// network is "unix" or "tcp": the network between services.
 	network string
 	spawn   spawner

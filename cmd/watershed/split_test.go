@@ -9,42 +9,23 @@ import (
 	"testing"
 	"time"
 
-	"github.com/spf13/pflag"
 	"sigs.k8s.io/yaml"
 
-	"watershed.dev/platform/process"
+	"watershed.dev/platform/config"
 )
 
-// plannedSplit returns the processes that split would run in dir.
-func plannedSplit(t *testing.T, replicas map[string]int, flags ...string) []*child {
+// plannedSplit returns the processes that split would run in a new directory.
+func plannedSplit(t *testing.T, args ...string) []*child {
 	t.Helper()
-	return plannedOn(t, "unix", replicas, flags...)
-}
-
-// plannedOn is plannedSplit with a value of --rpc-network.
-func plannedOn(t *testing.T, network string, replicas map[string]int, flags ...string) []*child {
-	t.Helper()
-	counts, err := replicaCounts(replicas)
+	fs := newSplitFlags()
+	if err := config.Load(fs.FlagSet, append([]string{"--data-dir", t.TempDir(), "--v=2"}, args...)); err != nil {
+		t.Fatal(err)
+	}
+	s, err := fs.newSplit()
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := openLayout(t.TempDir(), "0.0.0.0", 6443, nil, logFiles{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(l.close)
-	fs := pflag.NewFlagSet("split", pflag.ContinueOnError)
-	services := newSplitFlags(fs)
-	if err := fs.Parse(append([]string{"--v=2"}, flags...)); err != nil {
-		t.Fatal(err)
-	}
-	s := &splitRun{
-		layout:          l,
-		counts:          counts,
-		fromCommandLine: services.fromCommandLine(fs),
-		bind:            "127.0.0.1",
-		network:         network,
-	}
+	t.Cleanup(s.close)
 	processes, err := s.plan()
 	if err != nil {
 		t.Fatal(err)
@@ -62,10 +43,10 @@ func TestRefusedProcessesAreNotRestarted(t *testing.T) {
 		script string
 		once   bool // onRefused is called once, and the process is not restarted
 	}{
-		"a reason":      {"echo 'watershed x: why' >&2; exit 1", true},
-		"other reasons": {"echo \"watershed x: $$\" >&2; exit 1", false},
-		"a panic":       {"echo 'watershed x: why' >&2; exit 2", false},
-		"a kill":        {"echo 'watershed x: why' >&2; kill -9 $$", false},
+		"a reason":      {"echo 'watershed -c: why' >&2; exit 1", true},
+		"other reasons": {"echo \"watershed -c: $$\" >&2; exit 1", false},
+		"a panic":       {"echo 'watershed -c: why' >&2; exit 2", false},
+		"a kill":        {"echo 'watershed -c: why' >&2; kill -9 $$", false},
 		"no word":       {"exit 1", false},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -74,7 +55,7 @@ func TestRefusedProcessesAreNotRestarted(t *testing.T) {
 			runs := filepath.Join(dir, "runs")
 			errs := make(chan error, 10)
 			p := &child{
-				name: "x-0", dir: dir, command: "x", program: "/bin/sh",
+				name: "x-0", dir: dir, program: "/bin/sh", stopTimeout: time.Minute,
 				args:      []string{"-c", "echo >> " + runs + "; " + c.script},
 				onRefused: func(why error) bool { errs <- why; return true },
 			}
@@ -115,49 +96,63 @@ func settingsIn(t *testing.T, file string) map[string]any {
 	return out
 }
 
-// Every process is configured with its identity and the addresses of its dependencies, and with no unknown setting.
+// The names of the processes of each placement.
+func TestPlacements(t *testing.T) {
+	for placement, want := range map[string]string{
+		"split": "admission-0 authn-0 authz-0 etcd-0 etcd-1 etcd-2 gateway-0 gateway-1 nats-0 registry-0 registry-1 " +
+			"watchfanout-0 watchfanout-1 watchfanout-2 xds-0",
+		"compact": "etcd-0 etcd-1 etcd-2 front-0 front-1 nats-0 watchfanout-0 watchfanout-1 watchfanout-2 xds-0",
+	} {
+		var names []string
+		for _, p := range plannedSplit(t, "--placement", placement, "--replicas=watchfanout=3,etcd=3") {
+			names = append(names, p.name)
+		}
+		slices.Sort(names)
+		if got := strings.Join(names, " "); got != want {
+			t.Errorf("%s: %s", placement, got)
+		}
+	}
+}
+
+// Every process is configured with its identity, its targets and the addresses of its dependencies.
 func TestProcessSettings(t *testing.T) {
-	var names, addresses []string
-	values := map[string]map[string]any{}
-	for _, p := range plannedSplit(t, map[string]int{"watchfanout": 3, "etcd": 3}) {
-		names = append(names, p.name)
-		values[p.name] = settingsIn(t, p.config)
-		m := moduleOf(p.command)
-		if m == nil { // etcd or NATS
-			continue
-		}
-		settings := values[p.name]
-		if a, ok := settings["rpc-address"].(string); ok {
-			addresses = append(addresses, a)
-		}
-		for _, peer := range m.DependsOn {
-			if all, _ := settings[peer+"-addresses"].(string); all == "" {
-				t.Errorf("%s has no address of %s", p.name, peer)
+	for placement, servers := range map[string]int{"split": 8, "compact": 5} {
+		var addresses []string
+		for _, p := range plannedSplit(t, "--placement", placement, "--replicas=watchfanout=3,etcd=3") {
+			settings := settingsIn(t, p.config)
+			if p.set == "etcd" && strings.Count(settings["initial-cluster"].(string), "https://") != 3 {
+				t.Errorf("a member has the members %s", settings["initial-cluster"])
+			}
+			targets, _ := settings["target"].([]any)
+			if len(targets) == 0 { // etcd, NATS or xds
+				continue
+			}
+			if a, ok := settings["rpc-address"].(string); ok {
+				addresses = append(addresses, a)
+			}
+			for _, target := range targets {
+				for _, peer := range modules.Get(target.(string)).DependsOn {
+					all, _ := settings[peer+"-addresses"].(string)
+					switch {
+					case slices.Contains(targets, any(peer)):
+						if all != "" {
+							t.Errorf("%s has addresses of %s, which is in its process", p.name, peer)
+						}
+					case all == "":
+						t.Errorf("%s has no address of %s", p.name, peer)
+					case peer == "watchfanout" && strings.Count(all, ",") != 2:
+						t.Errorf("%s has the addresses %s", p.name, all)
+					}
+				}
+			}
+			if settings["rpc-cert-file"] == "" || fmt.Sprint(settings["v"]) != "2" {
+				t.Errorf("%s: %v", p.name, settings)
 			}
 		}
-		if settings["rpc-cert-file"] == "" || fmt.Sprint(settings["v"]) != "2" {
-			t.Errorf("%s: %v", p.name, settings)
+		slices.Sort(addresses)
+		if n := len(slices.Compact(addresses)); n != servers {
+			t.Errorf("%s: %d addresses of %d servers: %q", placement, n, servers, addresses)
 		}
-		// the command of the service accepts the file
-		if err := process.CheckConfig(m, p.config); err != nil {
-			t.Errorf("%s: %v", p.name, err)
-		}
-	}
-	slices.Sort(names)
-	want := "admission-0 authn-0 authz-0 etcd-0 etcd-1 etcd-2 gateway-0 gateway-1 nats-0 registry-0 registry-1 " +
-		"watchfanout-0 watchfanout-1 watchfanout-2 xds-0"
-	if got := strings.Join(names, " "); got != want {
-		t.Errorf("%s", got)
-	}
-	slices.Sort(addresses)
-	if n := len(slices.Compact(addresses)); n != 8 {
-		t.Errorf("%d addresses of 8 servers: %q", n, addresses)
-	}
-	if got := strings.Count(values["gateway-0"]["watchfanout-addresses"].(string), ","); got != 2 {
-		t.Errorf("a gateway knows %v", values["gateway-0"]["watchfanout-addresses"])
-	}
-	if got := values["etcd-1"]["initial-cluster"].(string); strings.Count(got, "https://") != 3 {
-		t.Errorf("a member knows %s", got)
 	}
 }
 
@@ -165,7 +160,7 @@ func TestProcessSettings(t *testing.T) {
 func TestServicesAreAtSocketsOrPorts(t *testing.T) {
 	for network, prefix := range map[string]string{"unix": "unix:/", "tcp": "127.0.0.1:"} {
 		addresses := 0
-		for _, p := range plannedOn(t, network, nil) {
+		for _, p := range plannedSplit(t, "--rpc-network", network) {
 			for key, v := range settingsIn(t, p.config) {
 				if key != "rpc-address" && key != "xds-servers" && !strings.HasSuffix(key, "-addresses") {
 					continue
@@ -199,7 +194,7 @@ func TestConflictingSettingsAreOmitted(t *testing.T) {
 			flags = []string{flag}
 		}
 		has := map[string]bool{}
-		for _, p := range plannedSplit(t, nil, flags...) {
+		for _, p := range plannedSplit(t, flags...) {
 			for name := range settingsIn(t, p.config) {
 				has[name] = true
 			}
@@ -215,16 +210,12 @@ func TestConflictingSettingsAreOmitted(t *testing.T) {
 // split passes each service its own flags, and the settings that derive from them.
 func TestSplitHandsFlagsOn(t *testing.T) {
 	settings := map[string]map[string]any{}
-	for _, p := range plannedSplit(t, nil, "--authorization-mode=RBAC,AlwaysAllow", "--anonymous-auth=true",
+	for _, p := range plannedSplit(t, "--authorization-mode=RBAC,AlwaysAllow", "--anonymous-auth=true",
 		"--service-account-issuer=https://a", "--service-account-issuer=https://b", "--watch-ring-bytes=65536",
 		"--enable-admission-plugins=NodeRestriction", "--event-ttl=2h", "--tls-sni-cert-key=/a.crt,/a.key",
-		"--tls-sni-cert-key=/b.crt,/b.key:b.example", "--oidc-required-claim=a=b,c", "--oidc-required-claim=d=e", "--tracing-sampling-ratio=0.5") {
-		settings[p.command] = settingsIn(t, p.config)
-		if m := moduleOf(p.command); m != nil {
-			if err := process.CheckConfig(m, p.config); err != nil {
-				t.Errorf("%s: %v", p.name, err)
-			}
-		}
+		"--tls-sni-cert-key=/b.crt,/b.key:b.example", "--oidc-issuer-url=https://i", "--oidc-client-id=c",
+		"--oidc-required-claim=a=b,c", "--oidc-required-claim=d=e", "--tracing-sampling-ratio=0.5") {
+		settings[p.set] = settingsIn(t, p.config)
 	}
 	for _, want := range []struct{ service, name, value string }{
 		{"authz", "authorization-mode", "[RBAC AlwaysAllow]"},
@@ -252,54 +243,13 @@ func TestSplitHandsFlagsOn(t *testing.T) {
 // An invalid number of replicas is rejected with the name of the flag.
 func TestInvalidReplicasAreRejected(t *testing.T) {
 	for _, odd := range []map[string]int{{"nobody": 1}, {"gateway": 0}, {"etcd": -1}} {
-		if _, err := replicaCounts(odd); err == nil || !strings.HasPrefix(err.Error(), "--replicas ") {
+		if _, err := replicaCounts(placements["split"], odd); err == nil || !strings.HasPrefix(err.Error(), "--replicas ") {
 			t.Errorf("%v: %v", odd, err)
 		}
 	}
-	counts, err := replicaCounts(map[string]int{"gateway": 5})
-	if err != nil || counts["gateway"] != 5 || counts["authn"] != 1 || defaultReplicas["gateway"] != 2 {
+	counts, err := replicaCounts(placements["split"], map[string]int{"gateway": 5})
+	if err != nil || counts["gateway"] != 5 || counts["authn"] != 1 || placements["split"][5].replicas != 2 {
 		t.Errorf("%v, %v", counts, err)
-	}
-}
-
-// up passes each service the flags that services share. Settings of the data directory apply only to flags that are not
-// set.
-func TestUpHandsFlagsOn(t *testing.T) {
-	command := pflag.NewFlagSet("up", pflag.ContinueOnError)
-	all := map[string]*service{}
-	for _, m := range modules {
-		all[m.Name] = newService(m, command)
-	}
-	if err := command.Parse([]string{"--service-account-issuer=https://a", "--service-account-issuer=https://b",
-		"--secure-port=7443"}); err != nil {
-		t.Fatal(err)
-	}
-	for _, m := range modules {
-		if err := all[m.Name].copyFlags(command); err != nil {
-			t.Fatal(err)
-		}
-	}
-	for _, name := range []string{"authn", "registry"} {
-		issuers, err := all[name].flags.GetStringArray("service-account-issuer")
-		if err != nil {
-			issuers, err = all[name].flags.GetStringSlice("service-account-issuer")
-		}
-		if err != nil || !slices.Equal(issuers, []string{"https://a", "https://b"}) {
-			t.Errorf("%s: %q, %v", name, issuers, err)
-		}
-	}
-	for _, name := range []string{"gateway", "registry"} {
-		if port, err := all[name].flags.GetInt("secure-port"); err != nil || port != 7443 {
-			t.Errorf("%s: %d, %v", name, port, err)
-		}
-	}
-	if err := all["gateway"].applyDefaults(map[string]any{"secure-port": 1, "bind-address": "192.0.2.7"}); err != nil {
-		t.Fatal(err)
-	}
-	port, _ := all["gateway"].flags.GetInt("secure-port")
-	bind, _ := all["gateway"].flags.GetString("bind-address")
-	if port != 7443 || bind != "192.0.2.7" {
-		t.Errorf("%d %s", port, bind)
 	}
 }
 

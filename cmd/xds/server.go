@@ -211,11 +211,7 @@ func checkAll(all []Replica) (err error) {
 	return err
 }
 
-// Register, Collectors, Ready and Run implement process.Service.
-func (s *server) Register(grpc.ServiceRegistrar) {}
-func (s *server) Ready() *lifecycle.Readiness    { return &s.ready }
-func (s *server) Run(ctx context.Context) error  { <-ctx.Done(); return ctx.Err() }
-func (s *server) Collectors() []prometheus.Collector {
+func (s *server) collectors() []prometheus.Collector {
 	return []prometheus.Collector{s.refused, s.replicaCount, s.empties, s.clients}
 }
 

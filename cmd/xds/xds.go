@@ -138,7 +138,7 @@ const readyTimeout = 10 * time.Second
 
 func (c *Config) run(ctx context.Context) error {
 	s := newServer(c.StateFile)
-	server, err := rpc.NewServer(c.ID)
+	server, err := rpc.NewServer(map[string]rpc.TLS{"xds": c.ID})
 	if err != nil {
 		return err
 	}
@@ -153,15 +153,15 @@ func (c *Config) run(ctx context.Context) error {
 				case <-s.firstUpdate:
 				case <-time.After(readyTimeout):
 				}
-				server.SetReady(true)
+				server.SetReady("xds", true)
 			}()
 			return server.Serve(ctx, c.Address, 0)
 		}},
 		{Name: "debug", Run: func(ctx context.Context) error {
-			metrics, pages := process.NewMetrics(), &process.Instance{Name: "xds"}
-			metrics.Add(s)
-			pages.Set(s)
-			return c.telemetry.ServeDebug(ctx, metrics, pages.Pages())
+			metrics, instance := process.NewMetrics(), &process.Instance{Name: "xds"}
+			metrics.Add(s.collectors())
+			instance.Set(&process.Service{Ready: &s.ready, Status: s})
+			return c.telemetry.ServeDebug(ctx, metrics, process.Pages(instance))
 		}},
 	}
 	if c.File != "" {

@@ -48,9 +48,9 @@ func identities(t testing.TB) func(name string) rpc.TLS {
 }
 
 // serve runs a server until the test ends, and returns its address.
-func serve(t testing.TB, id rpc.TLS, address string, register func(context.Context, *rpc.Server)) string {
+func serve(t testing.TB, name string, id rpc.TLS, address string, register func(context.Context, *rpc.Server)) string {
 	t.Helper()
-	s, err := rpc.NewServer(id)
+	s, err := rpc.NewServer(map[string]rpc.TLS{name: id})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -61,7 +61,7 @@ func serve(t testing.TB, id rpc.TLS, address string, register func(context.Conte
 	if err != nil {
 		t.Fatal(err)
 	}
-	s.SetReady(true)
+	s.SetReady(name, true)
 	go func() { _ = s.Server.Serve(l) }()
 	t.Cleanup(s.Stop)
 	return addressAt(l.Addr())
@@ -88,12 +88,13 @@ func newFixture(t testing.TB, replicas int) *fixture {
 	w := &fixture{id: identities(t), server: newServer("")}
 	w.address = serve(
 		t,
+		"xds",
 		w.id("xds"),
 		"127.0.0.1:0",
 		func(ctx context.Context, s *rpc.Server) { w.server.register(ctx, s) },
 	)
 	for range replicas {
-		w.replicas = append(w.replicas, Replica{Address: serve(t, w.id("registry"), "127.0.0.1:0", nil)})
+		w.replicas = append(w.replicas, Replica{Address: serve(t, "registry", w.id("registry"), "127.0.0.1:0", nil)})
 	}
 	return w
 }
@@ -102,7 +103,7 @@ func newFixture(t testing.TB, replicas int) *fixture {
 func (w *fixture) onSocket(t testing.TB) {
 	t.Helper()
 	address := rpc.Address{Path: filepath.Join(t.TempDir(), "s")}.String()
-	w.replicas = append(w.replicas, Replica{Address: serve(t, w.id("registry"), address, nil)})
+	w.replicas = append(w.replicas, Replica{Address: serve(t, "registry", w.id("registry"), address, nil)})
 }
 
 // client dials registry with its own xDS client.
@@ -299,7 +300,7 @@ func (b bundle) NewWithMode(string) (credentials.Bundle, error)         { return
 // A server without replicas of one service publishes the others, because the missing service may wait for them.
 func TestStatePage(t *testing.T) {
 	w := &fixture{id: identities(t)}
-	replica := Replica{Address: serve(t, w.id("registry"), "127.0.0.1:0", nil)}
+	replica := Replica{Address: serve(t, "registry", w.id("registry"), "127.0.0.1:0", nil)}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -332,7 +333,7 @@ func TestStatePage(t *testing.T) {
 func TestEmptyServersAndStaleCaches(t *testing.T) {
 	w := newFixture(t, 1)
 	empty := newServer("")
-	ignorant := serve(t, w.id("xds"), "127.0.0.1:0", func(ctx context.Context, s *rpc.Server) { empty.register(ctx, s) })
+	ignorant := serve(t, "xds", w.id("xds"), "127.0.0.1:0", func(ctx context.Context, s *rpc.Server) { empty.register(ctx, s) })
 	w.server.set("registry", slices.Clone(w.replicas))
 	for range 4 {
 		becomes(t, w.client(t, rpc.XDSConfig{Servers: []string{ignorant, w.address}}), w.replicas[0])

@@ -21,20 +21,22 @@ const envPrefix = "WATERSHED"
 
 // Load parses args into fs. It sets the flags that args omit from the environment, then from the file that --config
 // names. The extension of the file selects YAML, JSON or TOML. A flag of pairs is a list in the file: ["name=value"].
+// If fs allows unknown flags, Load ignores unknown flags and keys.
 func Load(fs *pflag.FlagSet, args []string) error {
 	if fs.Lookup("config") == nil {
 		fs.String("config", "", "A file that sets these flags. Its keys are the flag names without the dashes.")
 	}
+	strict := !fs.ParseErrorsAllowlist.UnknownFlags
 	for _, a := range args {
 		name, value, _ := strings.Cut(strings.TrimLeft(a, "-"), "=")
-		if unsupported, ok := Unsupported(name); ok && strings.HasPrefix(a, "-") && fs.Lookup(name) == nil {
+		if unsupported, ok := Unsupported(name); ok && strict && strings.HasPrefix(a, "-") && fs.Lookup(name) == nil {
 			return fmt.Errorf("--%s %q: %w", name, value, unsupported)
 		}
 	}
 	if err := fs.Parse(args); err != nil {
 		return flagError(fs, err)
 	}
-	if extra := fs.Args(); len(extra) > 0 {
+	if extra := fs.Args(); strict && len(extra) > 0 {
 		return fmt.Errorf("unknown argument %q: want --name=value", extra[0])
 	}
 	v := viper.NewWithOptions(viper.KeyDelimiter(delimiter))
@@ -55,10 +57,10 @@ func Load(fs *pflag.FlagSet, args []string) error {
 				const text = `--config %q: key %q is a map: want a list of its pairs, ["name=value"]`
 				return fmt.Errorf(text, path, name)
 			}
-			if unsupported, ok := Unsupported(key); ok && fs.Lookup(key) == nil {
+			if unsupported, ok := Unsupported(key); ok && strict && fs.Lookup(key) == nil {
 				return fmt.Errorf("--config %q: key %q: %w", path, key, unsupported)
 			}
-			if fs.Lookup(key) == nil {
+			if strict && fs.Lookup(key) == nil {
 				return fmt.Errorf("--config %q: unknown key %q%s", path, key, suggestion(fs, key))
 			}
 		}
@@ -66,11 +68,20 @@ func Load(fs *pflag.FlagSet, args []string) error {
 	v.SetEnvPrefix(envPrefix)
 	v.SetEnvKeyReplacer(strings.NewReplacer("-", "_"))
 	v.AutomaticEnv()
-	return FillUnset(fs, v, path)
+	return fillUnset(fs, v, path)
 }
 
-// FillUnset sets each flag that the command line omits and that v has a value for.
-func FillUnset(fs *pflag.FlagSet, v *viper.Viper, path string) error {
+// FillDefaults sets each flag that is not set yet and that has a value in settings, by flag name.
+func FillDefaults(fs *pflag.FlagSet, settings map[string]any) error {
+	v := viper.NewWithOptions(viper.KeyDelimiter(delimiter))
+	for name, value := range settings {
+		v.Set(name, value)
+	}
+	return fillUnset(fs, v, "")
+}
+
+// fillUnset sets each flag that the command line omits and that v has a value for.
+func fillUnset(fs *pflag.FlagSet, v *viper.Viper, path string) error {
 	var errs []error
 	fs.VisitAll(func(f *pflag.Flag) {
 		if f.Changed || f.Name == "config" || f.Name == "help" || !v.IsSet(f.Name) {

@@ -25,11 +25,13 @@ import (
 // such a name for it, or if it may impersonate the group.
 const (
 	ServicesGroup = "system:watershed"
-	Authn         = "system:watershed:authn"
-	Authz         = "system:watershed:authz"
-	Admission     = "system:watershed:admission"
+	// ServicePrefix is followed by the name of the service.
+	ServicePrefix = "system:watershed:"
+	Authn         = ServicePrefix + "authn"
+	Authz         = ServicePrefix + "authz"
+	Admission     = ServicePrefix + "admission"
 	// GatewayUser is the user of a gateway that calls its own API, in its process. No certificate has this name.
-	GatewayUser = "system:watershed:gateway"
+	GatewayUser = ServicePrefix + "gateway"
 )
 
 // Gateway is the gateway's name on the inner network: the server name in the TLS connections of authn, authz and

@@ -1,13 +1,25 @@
-// Package process runs services: a service in its own process (Main), or several services in a shared process
-// (cmd/watershed's up). It has the flags, pages, drain and GC pace that services share, and no service's logic.
+// Package process runs any set of services in a process: a single service (its own binary), or several (watershed run,
+// and cmd/watershed's up). It has the flags, connections, pages, drain and GC pace that services share, and no service's
+// logic. A service does not know if another service is in its process.
 //
 // Package lifecycle owns the goroutines of the runners. The xDS client has a goroutine that lasts as long as the
 // process.
+//
+// Review notes:
+//
+//   - Never let a service ask which services share its process. Deps hides it.
+//   - Hooks of a service are fields of Service and Options. A type assertion would hide a hook whose name is misspelt.
+//   - A contract is served on the network only if a service outside of the process may call it (rpc.AllowedClients).
 package process
 
 import (
 	"context"
+	"fmt"
 	"net"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
@@ -21,29 +33,49 @@ import (
 type Module struct {
 	// Name is the service's name, and the common name of its certificate on the inner network.
 	Name string
-	// DependsOn are the services that this service calls. A process with several services builds them first.
+	// DependsOn are the services that this service calls. It starts when its process has them ready.
 	// rpc.AllowedClients has the methods that the service may call.
 	DependsOn []string
-	// ServesRPC is set if the service serves RPCs.
-	ServesRPC bool
+	// ServesAPI is set for the service that serves the cluster's API, the gateway.
+	ServesAPI bool
 	// Options returns the service's options with their defaults.
 	Options func() Options
 }
 
-// Options are a service's options. Build builds the service once they are set.
-type Options interface {
-	AddFlags(*pflag.FlagSet)
-	Build(context.Context, *Deps) (Service, error)
+// Clients returns the services that may call the module.
+func (m *Module) Clients() []string { return rpc.Clients("/watershed." + m.Name + ".") }
+
+// Options are a service's options. Build builds the service once they are set and valid.
+type Options struct {
+	AddFlags func(*pflag.FlagSet)
+	// Validate returns an error that names the invalid flag, before any service of the process starts.
+	Validate func() error
+	// StopTimeout returns how long the service may take to stop; nil: lifecycle.StopTimeout.
+	StopTimeout func() time.Duration
+	Build       func(context.Context, *Deps) (*Service, error)
 }
 
-// Service is a service as its process runs it.
-type Service interface {
-	Register(grpc.ServiceRegistrar)
-	Collectors() []prometheus.Collector
+// Service is a service as its process runs it. The fields after Run may be nil.
+type Service struct {
+	Register   func(grpc.ServiceRegistrar)
+	Collectors []prometheus.Collector
 	// Ready returns why the service cannot serve yet.
-	Ready() *lifecycle.Readiness
+	Ready *lifecycle.Readiness
 	// Run serves until ctx is done.
-	Run(context.Context) error
+	Run func(context.Context) error
+
+	// Policies returns why the service rejects requests that need the cluster's policy.
+	Policies *lifecycle.Readiness
+	// Check returns why the service cannot serve now. It may call other services.
+	Check func(context.Context) error
+	// Drain ends the service's streams, so that their clients continue at another replica.
+	Drain func()
+	// Draining reports if the service is shutting down.
+	Draining func() bool
+	// Files is the page of the files that the service reloads, and Status the page of its state.
+	Files, Status http.Handler
+	// API serves the cluster's API to the other services of the process. A request's context has the user.
+	API http.Handler
 }
 
 // Deps are the dependencies that a service is built with.
@@ -52,6 +84,9 @@ type Deps struct {
 	ID rpc.TLS
 	// Dial connects to another service.
 	Dial func(service string) (grpc.ClientConnInterface, error)
+	// API is the API of the gateway in this process; nil if the gateway is in another process. The context of a request
+	// has the user. Requests wait until the gateway is built.
+	API http.Handler
 	// NATS is the embedded server; nil if the service's options have the addresses of NATS.
 	NATS InProcessNATS
 }
@@ -59,22 +94,49 @@ type Deps struct {
 // InProcessNATS is a NATS server in this process (nats.InProcessConnProvider).
 type InProcessNATS interface{ InProcessConn() (net.Conn, error) }
 
-// OptionsOf returns the Options of a service with its Config and its constructor.
-func OptionsOf[C interface{ AddFlags(*pflag.FlagSet) }](config C,
-	build func(context.Context, C, *Deps) (Service, error)) Options {
-	return &optionsOf[C]{config, build}
+// Modules is the table of the services that a program contains.
+type Modules []*Module
+
+// Names returns the names of all services.
+func (all Modules) Names() (names []string) {
+	for _, m := range all {
+		names = append(names, m.Name)
+	}
+	return names
 }
 
-type optionsOf[C interface{ AddFlags(*pflag.FlagSet) }] struct {
-	config C
-	build  func(context.Context, C, *Deps) (Service, error)
+// Get returns the module with a name, or nil.
+func (all Modules) Get(name string) *Module {
+	if i := slices.IndexFunc(all, func(m *Module) bool { return m.Name == name }); i >= 0 {
+		return all[i]
+	}
+	return nil
 }
 
-func (s *optionsOf[C]) AddFlags(fs *pflag.FlagSet) { s.config.AddFlags(fs) }
-
-func (s *optionsOf[C]) Build(ctx context.Context, d *Deps) (Service, error) {
-	return s.build(ctx, s.config, d)
+// Sort returns the modules of the targets in their start order: a module comes after the modules that it depends on,
+// and the module that serves the API is last. Modules without an order between them keep the order of the table.
+func (all Modules) Sort(targets []string) (sorted Modules, err error) {
+	for _, name := range targets {
+		if all.Get(name) == nil {
+			return nil, fmt.Errorf("--target=%s: no such service: want any of %s", name, strings.Join(all.Names(), ", "))
+		}
+	}
+	var add func(m *Module)
+	add = func(m *Module) {
+		if m == nil || !slices.Contains(targets, m.Name) || slices.Contains(sorted, m) {
+			return
+		}
+		for _, name := range m.DependsOn {
+			add(all.Get(name))
+		}
+		sorted = append(sorted, m)
+	}
+	for _, last := range []bool{false, true} {
+		for _, m := range all {
+			if m.ServesAPI == last {
+				add(m)
+			}
+		}
+	}
+	return sorted, nil
 }
-
-// AddFlags adds the flags of the module's own command to fs: the flags of its process and of its service.
-func (m *Module) AddFlags(fs *pflag.FlagSet) { (&process{}).addFlags(fs, m) }

@@ -6,12 +6,10 @@ import (
 	"fmt"
 	"net/http"
 	"sync/atomic"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"k8s.io/component-base/metrics/legacyregistry"
 
-	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/version"
@@ -33,10 +31,8 @@ func NewMetrics() *Metrics {
 	return m
 }
 
-// Add registers a service's collectors.
-func (m *Metrics) Add(s interface{ Collectors() []prometheus.Collector }) {
-	m.own.MustRegister(s.Collectors()...)
-}
+// Add registers collectors.
+func (m *Metrics) Add(collectors []prometheus.Collector) { m.own.MustRegister(collectors...) }
 
 // Instance is a service in a process, before and after it is built. Its methods are safe for concurrent use. /readyz
 // reports its state.
@@ -51,49 +47,42 @@ type Instance struct {
 }
 
 // Set sets the service once it is built.
-func (b *Instance) Set(s Service) { b.service.Store(&s) }
+func (b *Instance) Set(s *Service) { b.service.Store(s) }
 
 // Get returns the service, or nil while it is being built.
-func (b *Instance) Get() Service {
-	if s := b.service.Load(); s != nil {
-		return *s
-	}
-	return nil
-}
+func (b *Instance) Get() *Service { return b.service.Load() }
 
-// stopTimeout returns how long the service may take to stop; 0: the default.
-func (b *Instance) stopTimeout() time.Duration {
-	if t, ok := b.Get().(interface{ StopTimeout() time.Duration }); ok {
-		return t.StopTimeout()
-	}
-	return 0
-}
-
-// Pages returns the service's pages of the debug address. /healthz is ok if the service and its dependencies respond,
-// and /readyz if clients may call the service. /files has the active content of reloaded files. The other pages are
-// the service's own.
-func (b *Instance) Pages() map[string]http.Handler {
-	page := func(check func(context.Context) error) http.Handler {
+// Pages returns the pages of the debug address for the services of a process. /healthz is ok if every service and its
+// dependencies respond, and /readyz if clients may call every service. /files has the active content of reloaded files.
+// "/" is the status page of a service.
+func Pages(all ...*Instance) map[string]http.Handler {
+	page := func(check func(*Instance, context.Context) error) http.Handler {
 		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			if err := check(r.Context()); err != nil {
-				http.Error(w, err.Error(), http.StatusServiceUnavailable)
-				return
+			for _, b := range all {
+				if err := check(b, r.Context()); err != nil {
+					http.Error(w, err.Error(), http.StatusServiceUnavailable)
+					return
+				}
 			}
 			fmt.Fprint(w, "ok")
 		})
 	}
 	return map[string]http.Handler{
-		"/healthz": page(b.check),
-		"/readyz":  page(b.ready),
+		"/healthz": page((*Instance).check),
+		"/readyz":  page((*Instance).ready),
 		"/files": http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			if f, ok := b.Get().(interface{ Files() http.Handler }); ok {
-				f.Files().ServeHTTP(w, r)
+			for _, b := range all {
+				if s := b.Get(); s != nil && s.Files != nil {
+					s.Files.ServeHTTP(w, r)
+				}
 			}
 		}),
 		"/": http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			if h, ok := b.Get().(http.Handler); ok {
-				h.ServeHTTP(w, r)
-				return
+			for _, b := range all {
+				if s := b.Get(); s != nil && s.Status != nil {
+					s.Status.ServeHTTP(w, r)
+					return
+				}
 			}
 			http.NotFound(w, r)
 		}),
@@ -104,16 +93,14 @@ func (b *Instance) Pages() map[string]http.Handler {
 // dependency that is away is no reason, because no other replica would be better.
 func (b *Instance) ready(context.Context) error {
 	s := b.Get()
-	if s == nil {
-		return fmt.Errorf("%s is starting; see its log", b.Name)
-	}
-	if err := s.Ready().Err(); err != nil {
-		return err
-	}
-	if p, ok := s.(interface{ Policies() *lifecycle.Readiness }); ok {
-		return p.Policies().Err()
-	}
-	if d, ok := s.(interface{ Draining() bool }); ok && d.Draining() {
+	switch {
+	case s == nil:
+		return b.starting()
+	case s.Ready.Err() != nil:
+		return s.Ready.Err()
+	case s.Policies != nil && s.Policies.Err() != nil:
+		return s.Policies.Err()
+	case s.Draining != nil && s.Draining():
 		return errors.New("it is shutting down")
 	}
 	return nil
@@ -123,11 +110,13 @@ func (b *Instance) ready(context.Context) error {
 func (b *Instance) check(ctx context.Context) error {
 	s := b.Get()
 	if s == nil {
-		return fmt.Errorf("%s is starting; see its log", b.Name)
+		return b.starting()
 	}
-	err := s.Ready().Err()
-	if c, ok := s.(interface{ Check(context.Context) error }); err == nil && ok {
-		err = c.Check(ctx)
+	err := s.Ready.Err()
+	if err == nil && s.Check != nil {
+		err = s.Check(ctx)
 	}
 	return err
 }
+
+func (b *Instance) starting() error { return fmt.Errorf("%s is starting; see its log", b.Name) }

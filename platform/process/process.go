@@ -1,11 +1,15 @@
 package process
 
 import (
+	"cmp"
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
+	"maps"
+	"net/http"
 	"os"
+	"slices"
+	"strings"
 	"time"
 	_ "time/tzdata" // for CronJobs' and CEL's time zones: an image has no files
 
@@ -27,77 +31,52 @@ func init() { utilruntime.ReallyCrash = false }
 // Main is the main function of a service's binary. It runs the service with the options of the command line until
 // SIGINT or SIGTERM, or prints the version.
 func Main(m *Module) {
-	CommandMain(m.Name, func(name string, args []string) error { return Run(m, name, args) })
+	CommandMain(m.Name, func(name string, args []string) error {
+		return Run(Modules{m}, []string{m.Name}, name, args)
+	})
 }
 
-// Run runs a service with the options in args until SIGINT or SIGTERM. command is the name of its flag set.
-func Run(m *Module, command string, args []string) error {
-	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
-	p := &process{}
-	options := p.addFlags(fs, m)
-	if err := config.Load(fs, args); err != nil {
+// Run runs the targets with the options in args until SIGINT or SIGTERM. command is the name of the flag set. adjust
+// may change the flags before the services receive them.
+func Run(all Modules, targets []string, command string, args []string, adjust ...func(*pflag.FlagSet)) error {
+	p, err := Load(all, targets, command, args, adjust...)
+	if err != nil {
 		return ExitOnHelp(err)
 	}
 	ctx, cancel := lifecycle.SignalContext()
 	defer cancel()
-	flush, err := p.telemetry.Start(ctx, m.Name, os.Stderr)
+	flush, err := p.Telemetry.Start(ctx, p.name(), os.Stderr)
 	if err != nil {
 		return err
 	}
 	defer flush()
-	slog.Info("Starting", "version", version.Release())
-	defer p.close()
-	if err := p.findReplicas(ctx); err != nil {
-		return err
-	}
-	runners, err := p.runners(m, options)
+	slog.Info("Starting", "version", version.Release(), "services", p.modules.Names())
+	defer p.network.close()
+	runners, err := p.Runners(ctx)
 	if err != nil {
 		return err
 	}
 	return lifecycle.Run(ctx, runners, nil, nil)
 }
 
-// runners returns the process's runners: the debug pages, the service, and its RPCs. The pages start first. A service
-// that waits for a dependency, as the registry does for etcd, is then alive and reports why it is not ready.
-func (p *process) runners(m *Module, options Options) ([]lifecycle.Runner, error) {
-	server, err := rpc.NewServer(p.id)
+// Load returns a process with the targets, which is configured by the options in args as Run does.
+func Load(all Modules, targets []string, command string, args []string,
+	adjust ...func(*pflag.FlagSet)) (*Process, error) {
+	p, err := New(all, targets)
 	if err != nil {
 		return nil, err
 	}
-	instance := &Instance{Name: m.Name}
-	metrics := NewMetrics()
-	ready := lifecycle.NotReady(m.Name)
-	runners := []lifecycle.Runner{
-		{Name: "debug", Run: func(ctx context.Context) error {
-			return p.telemetry.ServeDebug(ctx, metrics, instance.Pages())
-		}},
-		{Name: m.Name, Ready: ready, StopTimeout: instance.stopTimeout, Run: func(ctx context.Context) error {
-			s, err := options.Build(ctx, &Deps{ID: p.id, Dial: p.dial})
-			if err != nil {
-				return err
-			}
-			s.Register(server)
-			metrics.Add(s)
-			instance.Set(s)
-			ready.Set(m.Name, nil)
-			return s.Run(ctx)
-		}},
+	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
+	fs.StringSlice("target", targets, "The services of this process, of "+strings.Join(all.Names(), ", ")+".")
+	p.AddNetworkFlags(fs)
+	p.AddFlags(fs)
+	if err := config.Load(fs, args); err != nil {
+		return nil, err
 	}
-	if m.ServesRPC {
-		runners = append(runners, lifecycle.Runner{
-			Name:        "rpc",
-			StopTimeout: func() time.Duration { return p.drain + time.Second },
-			Run:         func(ctx context.Context) error { return p.serve(ctx, instance.Get(), server) },
-		})
+	for _, f := range adjust {
+		f(fs)
 	}
-	return runners, nil
-}
-
-// CheckConfig returns an error if the service's process does not accept the configuration file.
-func CheckConfig(m *Module, file string) error {
-	fs := pflag.NewFlagSet(m.Name, pflag.ContinueOnError)
-	new(process).addFlags(fs, m)
-	return config.Load(fs, []string{"--config", file})
+	return p, p.Configure(fs)
 }
 
 // ExitOnHelp exits with status 0 if err is --help. Otherwise it returns err.
@@ -108,100 +87,269 @@ func ExitOnHelp(err error) error {
 	return err
 }
 
-// process holds the options that all services have, and the connections of a process.
-type process struct {
-	telemetry telemetry.Options
-	id        rpc.TLS
-	address   string
-	peers     map[string]*[]string
-	// xds finds replicas instead of peers if there are xDS servers.
-	xdsServers  []string
-	xdsCacheDir string
-	xds         *rpc.XDS
-	drain       time.Duration
-	conns       []*grpc.ClientConn
+// Process is a process with any set of services:
+//
+//	New --AddFlags--> flags --Configure--> configured --Runners--> ready to run
+type Process struct {
+	// Telemetry has the options of logs, traces and pages.
+	Telemetry telemetry.Options
+	// Identity, if set, returns a service's identity on the inner network, in place of the flags.
+	Identity func(service string) rpc.TLS
+	// NATS, if set, returns the embedded NATS server, before the first service starts.
+	NATS func() InProcessNATS
+
+	modules  Modules // in start order
+	services []*service
+	network  network
+	local    *rpc.InProcess
+	api      *api
 }
 
-// addFlags adds the process's flags and the service's flags. It returns the service's options.
-func (p *process) addFlags(fs *pflag.FlagSet, m *Module) Options {
-	p.telemetry.AddFlags(fs)
-	p.id.AddFlags(fs)
-	if m.ServesRPC {
-		fs.StringVar(&p.address, "rpc-address", "", "host:port, or unix:/path, to serve RPCs on.")
-	}
-	p.peers = map[string]*[]string{}
-	for _, peer := range m.DependsOn {
-		p.peers[peer] = fs.StringSlice(
-			peer+"-addresses",
-			nil,
-			"host:port, or unix:/path, of every replica of "+peer+", comma separated. With --xds-servers: only until "+
-				"an xDS server has responded.",
-		)
-	}
-	if len(m.DependsOn) > 0 {
-		fs.StringSliceVar(&p.xdsServers, "xds-servers", nil,
-			"host:port of every replica of the xDS server, which sends the addresses of other services' replicas.")
-		fs.StringVar(&p.xdsCacheDir, "xds-cache-dir", "",
-			"The directory that caches the xDS server's responses for the next start. Empty: no cache.")
-	}
-	fs.DurationVar(&p.drain, "drain-timeout", 10*time.Second, "How long RPCs in flight may take to end at shutdown.")
-	options := m.Options()
-	options.AddFlags(fs)
-	return options
+// service is a service of the process: its flags and options, and later its instance.
+type service struct {
+	Instance
+	module  *Module
+	flags   *pflag.FlagSet
+	options Options
 }
 
-// findReplicas checks the addresses of other services, and starts the xDS client if there are xDS servers.
-func (p *process) findReplicas(ctx context.Context) (err error) {
-	for peer, addresses := range p.peers {
-		if err := rpc.CheckAddresses(peer+"-addresses", *addresses); err != nil {
-			return err
-		}
-	}
-	if err := rpc.CheckAddresses("xds-servers", p.xdsServers); err != nil {
-		return err
-	}
-	if len(p.xdsServers) == 0 {
-		return nil
-	}
-	host, _ := os.Hostname()
-	c := rpc.XDSConfig{Servers: p.xdsServers, Dir: p.xdsCacheDir, Node: host, Fallback: map[string][]string{}}
-	for peer, addresses := range p.peers {
-		c.Fallback[peer] = *addresses
-	}
-	if p.xds, err = rpc.NewXDS(p.id, c); err == nil {
-		go p.xds.Run(context.WithoutCancel(ctx)) // until the process ends: a draining service makes calls
-	}
-	return err
-}
-
-// dial returns a connection to the replicas of another service.
-func (p *process) dial(peer string) (grpc.ClientConnInterface, error) {
-	var replicas rpc.Replicas = rpc.Addresses(*p.peers[peer])
-	if p.xds != nil {
-		replicas = p.xds
-	} else if len(*p.peers[peer]) == 0 {
-		return nil, fmt.Errorf("--%s-addresses or --xds-servers is required", peer)
-	}
-	c, err := rpc.Dial(p.id, peer, replicas)
+// New returns a process with the targets, which are names of modules.
+func New(all Modules, targets []string) (*Process, error) {
+	sorted, err := all.Sort(targets)
 	if err != nil {
 		return nil, err
 	}
-	p.conns = append(p.conns, c)
-	return c, nil
+	p := &Process{modules: sorted, api: &api{set: make(chan struct{})}}
+	for _, m := range sorted {
+		p.services = append(p.services, &service{Instance: Instance{Name: m.Name}, module: m, options: m.Options()})
+	}
+	return p, nil
 }
 
-func (p *process) close() {
-	for _, c := range p.conns {
-		c.Close()
+// name returns the name of the process in traces.
+func (p *Process) name() string {
+	if len(p.modules) == 1 {
+		return p.modules[0].Name
+	}
+	return "watershed"
+}
+
+func (p *Process) has(service string) bool { return p.modules.Get(service) != nil }
+
+// outside reports if any of the services is not in the process.
+func (p *Process) outside(services []string) bool {
+	return slices.ContainsFunc(services, func(s string) bool { return !p.has(s) })
+}
+
+// Exposed returns the services of the process that services outside of it may call.
+func (p *Process) Exposed() (services []string) {
+	for _, m := range p.modules {
+		if p.outside(m.Clients()) {
+			services = append(services, m.Name)
+		}
+	}
+	return services
+}
+
+// peers returns the services outside of the process that its services call.
+func (p *Process) peers() []string {
+	peers := map[string]bool{}
+	for _, m := range p.modules {
+		for _, name := range m.DependsOn {
+			peers[name] = !p.has(name)
+		}
+	}
+	maps.DeleteFunc(peers, func(_ string, outside bool) bool { return !outside })
+	return slices.Sorted(maps.Keys(peers))
+}
+
+// StopTimeout returns the longest time that the process takes to stop.
+func (p *Process) StopTimeout() time.Duration {
+	timeout := lifecycle.StopTimeout + p.network.drain
+	for _, s := range p.services {
+		if s.options.StopTimeout != nil {
+			timeout += s.options.StopTimeout()
+		}
+	}
+	return timeout
+}
+
+// Runners returns the process's runners: the debug pages, the services, and their RPCs. The pages start first. A
+// service that waits for a dependency, as the registry does for etcd, is then alive and reports why it is not ready.
+func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
+	p.local = rpc.NewInProcess(telemetry.TracingEnabled())
+	if callers := p.peersOf(); len(callers) > 0 {
+		if err := p.network.startXDS(ctx, callers[0]); err != nil {
+			return nil, err
+		}
+	}
+	var registrar grpc.ServiceRegistrar = p.local
+	var server *rpc.Server
+	if exposed := p.Exposed(); len(exposed) > 0 {
+		ids := map[string]rpc.TLS{}
+		for _, name := range exposed {
+			ids[name] = p.identity(name)
+		}
+		var err error
+		if server, err = rpc.NewServer(ids); err != nil {
+			return nil, err
+		}
+		registrar = &exposedRegistrar{p, server}
+	}
+	metrics := NewMetrics()
+	runners := []lifecycle.Runner{{Name: "debug", Run: func(ctx context.Context) error {
+		var all []*Instance
+		for _, s := range p.services {
+			all = append(all, &s.Instance)
+		}
+		return p.Telemetry.ServeDebug(ctx, metrics, Pages(all...))
+	}}}
+	for _, s := range p.services {
+		runners = append(runners, p.runner(s, registrar, metrics))
+	}
+	if server != nil {
+		runners = append(runners, lifecycle.Runner{
+			Name:        "rpc",
+			StopTimeout: func() time.Duration { return p.network.drain + time.Second },
+			Run:         func(ctx context.Context) error { return p.serve(ctx, server) },
+		})
+	}
+	return append(runners, p.readiness()), nil
+}
+
+// peersOf returns the services of the process that call services outside of it.
+func (p *Process) peersOf() (callers []string) {
+	for _, m := range p.modules {
+		if p.outside(m.DependsOn) {
+			callers = append(callers, m.Name)
+		}
+	}
+	return callers
+}
+
+// runner returns the runner of a service. It is ready once the service is built or, if a service that starts later
+// calls it, once it is ready.
+func (p *Process) runner(s *service, registrar grpc.ServiceRegistrar, metrics *Metrics) lifecycle.Runner {
+	name := s.module.Name
+	ready := lifecycle.NotReady(name)
+	called := slices.ContainsFunc(p.modules, func(m *Module) bool { return slices.Contains(m.DependsOn, name) })
+	stopTimeout := func() time.Duration {
+		if s.options.StopTimeout == nil {
+			return 0
+		}
+		return s.options.StopTimeout()
+	}
+	return lifecycle.Runner{Name: name, Ready: ready, StopTimeout: stopTimeout, Run: func(ctx context.Context) error {
+		built, err := s.options.Build(ctx, p.deps(name))
+		if err != nil {
+			return err
+		}
+		built.Register(registrar)
+		metrics.Add(built.Collectors)
+		s.Set(built)
+		if built.API != nil {
+			p.api.handler = built.API
+			close(p.api.set)
+		}
+		if called {
+			go built.Ready.OnChange(ctx, func(reason error) { ready.Set(name, reason) })
+		} else {
+			ready.Set(name, nil)
+		}
+		return built.Run(ctx)
+	}}
+}
+
+// deps returns the dependencies with which a service is built.
+func (p *Process) deps(name string) *Deps {
+	d := &Deps{
+		ID: p.identity(name),
+		Dial: func(peer string) (grpc.ClientConnInterface, error) {
+			if p.has(peer) {
+				return p.local.Client(name), nil
+			}
+			return p.network.dial(name, peer)
+		},
+	}
+	if slices.ContainsFunc(p.modules, func(m *Module) bool { return m.ServesAPI }) {
+		d.API = p.api
+	}
+	if p.NATS != nil {
+		d.NATS = p.NATS()
+	}
+	return d
+}
+
+func (p *Process) identity(service string) rpc.TLS {
+	if p.Identity != nil {
+		return p.Identity(service)
+	}
+	return p.network.id.Of(service)
+}
+
+// api is the gateway's handler. Its requests wait until the handler is set.
+type api struct {
+	set     chan struct{}
+	handler http.Handler
+}
+
+// ServeHTTP implements http.Handler.
+func (a *api) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	select {
+	case <-a.set:
+		a.handler.ServeHTTP(w, req)
+	case <-req.Context().Done():
+		http.Error(w, "the gateway is starting", http.StatusServiceUnavailable)
 	}
 }
 
-// serve serves a service's RPCs until ctx is done.
-func (p *process) serve(ctx context.Context, s Service, server *rpc.Server) error {
-	go s.Ready().OnChange(ctx, func(err error) { server.SetReady(err == nil) })
-	if d, ok := s.(interface{ Drain() }); ok {
-		// by then clients have started their streams at other replicas
-		defer context.AfterFunc(ctx, func() { time.AfterFunc(min(rpc.LameDuckPeriod, p.drain/2), d.Drain) })()
+// exposedRegistrar registers contracts in the process and, if a service outside of the process may call them, on the
+// network.
+type exposedRegistrar struct {
+	*Process
+	server *rpc.Server
+}
+
+// RegisterService implements grpc.ServiceRegistrar.
+func (r *exposedRegistrar) RegisterService(d *grpc.ServiceDesc, impl any) {
+	r.local.RegisterService(d, impl)
+	if r.outside(rpc.Clients("/" + d.ServiceName + "/")) {
+		r.server.RegisterService(d, impl)
 	}
-	return server.Serve(ctx, p.address, p.drain)
+}
+
+// serve serves the RPCs of the process's services until ctx is done.
+func (p *Process) serve(ctx context.Context, server *rpc.Server) error {
+	for _, s := range p.services {
+		built := s.Get()
+		if !p.outside(s.module.Clients()) {
+			continue
+		}
+		go built.Ready.OnChange(ctx, func(err error) { server.SetReady(s.module.Name, err == nil) })
+		if built.Drain != nil {
+			// by then clients have started their streams at other replicas
+			defer context.AfterFunc(ctx, func() {
+				time.AfterFunc(min(rpc.LameDuckPeriod, p.network.drain/2), built.Drain)
+			})()
+		}
+	}
+	return server.Serve(ctx, p.network.address, p.network.drain)
+}
+
+// readiness returns a runner that only reports readiness: it is ready once every service is ready and has read the
+// cluster's policy. From then on no request is rejected because of unread policies.
+func (p *Process) readiness() lifecycle.Runner {
+	ready := &lifecycle.Readiness{}
+	for _, s := range p.services {
+		ready.Set(s.module.Name, errors.New("it is starting"))
+	}
+	return lifecycle.Runner{Name: "readiness", Ready: ready, Run: func(ctx context.Context) error {
+		for _, s := range p.services {
+			name, policies := s.module.Name, cmp.Or(s.Get().Policies, &lifecycle.Readiness{})
+			go s.Get().Ready.OnChange(ctx, func(reason error) { ready.Set(name, reason) })
+			go policies.OnChange(ctx, func(reason error) { ready.Set(name+"'s policies", reason) })
+		}
+		<-ctx.Done()
+		return nil
+	}}
 }

@@ -32,12 +32,12 @@ func (discoveryServer) Watch(_ *registryv1.DiscoveryRequest,
 // A draining server ends the streams of EndOnDrain at once. It does not wait for their clients.
 func TestDrainEndsStreams(t *testing.T) {
 	ca := newCA(t)
-	server, err := NewServer(identityOf(t, ca, "registry", pki.Server))
+	server, err := NewServer(map[string]TLS{"registry": identityOf(t, ca, "registry", pki.Server)})
 	if err != nil {
 		t.Fatal(err)
 	}
 	registryv1.RegisterDiscoveryServer(server, discoveryServer{})
-	server.SetReady(true)
+	server.SetReady("registry", true)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)

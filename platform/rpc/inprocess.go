@@ -25,8 +25,9 @@ import (
 // Calls pass the same interceptors as calls between processes: authorization, metrics, panics. MaxMessageBytes bounds
 // requests, but not responses, unlike between processes.
 //
-// It is a grpc.ServiceRegistrar. Register all services before the first call.
+// It is a grpc.ServiceRegistrar. A call of a service that is not registered yet fails with UNAVAILABLE.
 type InProcess struct {
+	mu      sync.RWMutex
 	methods map[string]method
 	// spans creates a span for each traced call; nil: no spans.
 	spans stats.Handler
@@ -52,12 +53,27 @@ func NewInProcess(tracing bool) *InProcess {
 
 // RegisterService implements grpc.ServiceRegistrar.
 func (p *InProcess) RegisterService(d *grpc.ServiceDesc, impl any) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	for i := range d.Methods {
 		p.methods["/"+d.ServiceName+"/"+d.Methods[i].MethodName] = method{impl: impl, unary: &d.Methods[i]}
 	}
 	for i := range d.Streams {
 		p.methods["/"+d.ServiceName+"/"+d.Streams[i].StreamName] = method{impl: impl, stream: &d.Streams[i]}
 	}
+}
+
+// method returns a method of a registered service.
+func (p *InProcess) method(name string) (method, error) {
+	p.mu.RLock()
+	defer p.mu.RUnlock()
+	if m, ok := p.methods[name]; ok {
+		return m, nil
+	}
+	if _, known := AllowedClients[name]; known {
+		return method{}, status.Error(codes.Unavailable, "the service of "+name+" is starting")
+	}
+	return method{}, status.Error(codes.Unimplemented, "unknown method "+name)
 }
 
 // Client returns the connection on which a service calls other services.
@@ -73,9 +89,9 @@ type inProcessClient struct {
 
 // Invoke implements grpc.ClientConnInterface.
 func (c *inProcessClient) Invoke(ctx context.Context, name string, args, reply any, _ ...grpc.CallOption) (err error) {
-	m, ok := c.methods[name]
-	if !ok || m.unary == nil {
-		return status.Error(codes.Unimplemented, "unknown method "+name)
+	m, err := c.method(name)
+	if err != nil {
+		return err
 	}
 	if err := checkSize(args); err != nil {
 		return err
@@ -93,9 +109,9 @@ func (c *inProcessClient) Invoke(ctx context.Context, name string, args, reply a
 // NewStream implements grpc.ClientConnInterface.
 func (c *inProcessClient) NewStream(ctx context.Context, _ *grpc.StreamDesc, name string,
 	_ ...grpc.CallOption) (grpc.ClientStream, error) {
-	m, ok := c.methods[name]
-	if !ok || m.stream == nil {
-		return nil, status.Error(codes.Unimplemented, "unknown stream "+name)
+	m, err := c.method(name)
+	if err != nil {
+		return nil, err
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	s := &pipe{

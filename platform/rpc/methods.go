@@ -1,6 +1,11 @@
 package rpc
 
-import discovery "github.com/envoyproxy/go-control-plane/envoy/service/discovery/v3"
+import (
+	"slices"
+	"strings"
+
+	discovery "github.com/envoyproxy/go-control-plane/envoy/service/discovery/v3"
+)
 
 // AllowedClients maps every method to the services that may call it, by the common names of their certificates on the
 // inner network. A method that is not in the map cannot be called, except health checks. Tests compare it with the
@@ -42,6 +47,17 @@ var AllowedClients = map[string][]string{
 	"/watershed.watchfanout.v1.InternalWatch/Watch": {"gateway"},
 
 	discovery.AggregatedDiscoveryService_StreamAggregatedResources_FullMethodName: {"gateway", "watchfanout"},
+}
+
+// Clients returns the services that may call any method with a prefix, such as /watershed.authn.v1.Authn/.
+func Clients(prefix string) (services []string) {
+	for method, clients := range AllowedClients {
+		if strings.HasPrefix(method, prefix) {
+			services = append(services, clients...)
+		}
+	}
+	slices.Sort(services)
+	return slices.Compact(services)
 }
 
 // NonIdempotent lists the methods whose calls are never sent twice, because a replica that was lost before it

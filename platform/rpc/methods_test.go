@@ -101,7 +101,7 @@ func TestNonIdempotentCallsAreNotRetried(t *testing.T) {
 			RetryPolicy map[string]any
 		}
 	}
-	if err := json.Unmarshal([]byte(serviceConfig()), &config); err != nil {
+	if err := json.Unmarshal([]byte(serviceConfig("registry")), &config); err != nil {
 		t.Fatal(err)
 	}
 	retried := map[string]bool{}

@@ -89,6 +89,15 @@ func (t TLS) files() (*files, error) {
 	return f, err
 }
 
+// ServicePlaceholder stands for the name of a service in the path of a file that each service of a process has.
+const ServicePlaceholder = "{service}"
+
+// Of returns the identity of a service: it replaces ServicePlaceholder in the paths.
+func (t TLS) Of(service string) TLS {
+	path := func(pattern string) string { return strings.ReplaceAll(pattern, ServicePlaceholder, service) }
+	return TLS{CertFile: path(t.CertFile), KeyFile: path(t.KeyFile), CAFile: path(t.CAFile)}
+}
+
 // ServerConfig returns the configuration of a server that requires client certificates of the inner CA. The server
 // loads the files again, also the CA's, when they have changed on disk.
 func (t TLS) ServerConfig() (*tls.Config, error) {
@@ -102,6 +111,31 @@ func (t TLS) ServerConfig() (*tls.Config, error) {
 		ClientAuth:     tls.RequireAnyClientCert, // VerifyConnection verifies it by the current CA file
 		VerifyConnection: func(state tls.ConnectionState) error {
 			return f.verify(state, "", x509.ExtKeyUsageClientAuth)
+		},
+	}, nil
+}
+
+// serverConfig returns the configuration of a server of several services. A client names the service whose certificate
+// it expects (SNI).
+func serverConfig(ids map[string]TLS) (*tls.Config, error) {
+	configs := map[string]*tls.Config{}
+	for service, id := range ids {
+		conf, err := id.ServerConfig()
+		if err != nil {
+			return nil, err
+		}
+		if len(ids) == 1 {
+			return conf, nil
+		}
+		configs[service] = conf
+	}
+	return &tls.Config{
+		MinVersion: tls.VersionTLS13,
+		GetConfigForClient: func(hello *tls.ClientHelloInfo) (*tls.Config, error) {
+			if conf := configs[hello.ServerName]; conf != nil {
+				return conf, nil
+			}
+			return nil, fmt.Errorf("tls: service %q is not in this process", hello.ServerName)
 		},
 	}, nil
 }
@@ -186,7 +220,8 @@ func Metrics() []prometheus.Collector {
 	return []prometheus.Collector{rpcDuration, xdsUpdates, xdsConnected}
 }
 
-// Server is the gRPC server of a service. Clients' balancers send calls only while its health status is SERVING.
+// Server is the gRPC server of the services of a process. Clients' balancers send calls to a service only while its
+// health status is SERVING.
 //
 //	NOT_SERVING <--SetReady--> SERVING
 //	     |                        |
@@ -209,10 +244,11 @@ const (
 	lastingCalls  = 32
 )
 
-// NewServer returns a server whose methods only the services in AllowedClients may call. It serves health checks,
-// creates spans, records durations, and converts panics and API errors to statuses.
-func NewServer(id TLS) (*Server, error) {
-	conf, err := id.ServerConfig()
+// NewServer returns a server of the services in ids, which holds their identities. Only the services in AllowedClients
+// may call its methods. It serves health checks, creates spans, records durations, and converts panics and API errors
+// to statuses.
+func NewServer(ids map[string]TLS) (*Server, error) {
+	conf, err := serverConfig(ids)
 	if err != nil {
 		return nil, err
 	}
@@ -234,17 +270,19 @@ func NewServer(id TLS) (*Server, error) {
 	)
 	s.Server = grpc.NewServer(options...)
 	healthv1.RegisterHealthServer(s.Server, s.health)
-	s.health.SetServingStatus("", healthv1.HealthCheckResponse_NOT_SERVING)
+	for service := range ids {
+		s.SetReady(service, false)
+	}
 	return s, nil
 }
 
-// SetReady sets the status of health checks. Clients' balancers send calls only to ready replicas.
-func (s *Server) SetReady(ready bool) {
+// SetReady sets the health status of a service. Clients' balancers send calls only to ready replicas.
+func (s *Server) SetReady(service string, ready bool) {
 	st := healthv1.HealthCheckResponse_NOT_SERVING
 	if ready {
 		st = healthv1.HealthCheckResponse_SERVING
 	}
-	s.health.SetServingStatus("", st)
+	s.health.SetServingStatus(service, st)
 }
 
 // LameDuckPeriod is how long a stopping watchfanout still serves its watches. Its health status is already
@@ -283,10 +321,10 @@ func (s *Server) serve(ctx context.Context, l net.Listener, drain time.Duration)
 	return nil
 }
 
-// serviceConfig returns gRPC's service config of all clients: balancer, health checks and retries. If a replica is
-// lost before it responds, gRPC sends the call again, to another ready replica if possible. A call of a method in
+// serviceConfig returns gRPC's service config of a service's clients: balancer, health checks and retries. If a replica
+// is lost before it responds, gRPC sends the call again, to another ready replica if possible. A call of a method in
 // NonIdempotent waits for a connection and is not sent again.
-func serviceConfig() string {
+func serviceConfig(of string) string {
 	type name struct {
 		Service string `json:"service,omitempty"`
 		Method  string `json:"method,omitempty"`
@@ -309,7 +347,7 @@ func serviceConfig() string {
 	}
 	data, err := json.Marshal(map[string]any{
 		"loadBalancingConfig": []any{map[string]any{Balancer: struct{}{}}},
-		"healthCheckConfig":   map[string]any{"serviceName": ""},
+		"healthCheckConfig":   map[string]any{"serviceName": of},
 		"methodConfig":        methods,
 	})
 	if err != nil { // every value can be encoded
@@ -349,7 +387,7 @@ func Dial(id TLS, service string, replicas Replicas) (*grpc.ClientConn, error) {
 		grpc.WithChainUnaryInterceptor(trackUnary),
 		grpc.WithResolvers(r),
 		grpc.WithTransportCredentials(socketCredentials{credentials.NewTLS(conf)}),
-		grpc.WithDefaultServiceConfig(serviceConfig()),
+		grpc.WithDefaultServiceConfig(serviceConfig(service)),
 		grpc.WithIdleTimeout(0), // an idle connection keeps the balancer's state of replicas
 		grpc.WithUserAgent("watershed/"+version.Release()),
 		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(wireCodec), grpc.MaxCallRecvMsgSize(MaxMessageBytes),

@@ -65,7 +65,7 @@ type inner struct {
 func newInner(t *testing.T) *inner {
 	t.Helper()
 	ca := newCA(t)
-	s, err := NewServer(identityOf(t, ca, "registry", pki.Server))
+	s, err := NewServer(map[string]TLS{"registry": identityOf(t, ca, "registry", pki.Server)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -73,7 +73,7 @@ func newInner(t *testing.T) *inner {
 		*registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
 		return &registryv1.ObjectResponse{Body: bytes.Repeat([]byte("body"), 1<<18)}, nil
 	}})
-	s.SetReady(true)
+	s.SetReady("registry", true)
 	in := &inner{ca, Address{Path: filepath.Join(t.TempDir(), "s")}}
 	l, err := Listen(in.at.String())
 	if err != nil {

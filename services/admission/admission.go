@@ -72,6 +72,11 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"Kubeconfig of the gateway, for the objects that plugins read.")
 }
 
+// Validate returns an error that names the invalid flag.
+func (c *Config) Validate() error {
+	return errors.Join(append(c.Options.Validate(), c.Hooks.Validate())...)
+}
+
 // Service is a running admission chain. The state of its policies:
 //
 //	unread ── informers synced, and fresh ──────────► fresh
@@ -94,14 +99,17 @@ type Service struct {
 	admissionRules *admissionRules
 }
 
-// New builds the chain.
-func New(ctx context.Context, c *Config) (*Service, error) {
-	if errs := append(c.Options.Validate(), c.Hooks.Validate()); errors.Join(errs...) != nil {
-		return nil, errors.Join(errs...)
-	}
-	plain, err := apiclient.Config(c.Kubeconfig, "admission")
-	if err != nil {
+// New builds the chain. plain configures clients of the cluster.
+func New(ctx context.Context, c *Config, plain *rest.Config) (*Service, error) {
+	if err := c.Validate(); err != nil {
 		return nil, err
+	}
+	connected := plain // a webhook at the API's own Service adds its TLS options, which an in-process client rejects
+	if c.Kubeconfig != "" {
+		var err error
+		if connected, err = apiclient.Config(nil, c.Kubeconfig, "admission"); err != nil {
+			return nil, err
+		}
 	}
 	dyn, err := dynamic.NewForConfig(plain)
 	if err != nil {
@@ -125,7 +133,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
-	initializers, err := s.initializers(apiclient.Protobuf(plain), out)
+	initializers, err := s.initializers(apiclient.Protobuf(connected), out)
 	if err != nil {
 		return nil, err
 	}

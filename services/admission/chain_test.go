@@ -18,6 +18,9 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"k8s.io/client-go/rest"
+
+	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/paths"
 	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
@@ -71,6 +74,16 @@ func (c cluster) kubeconfig(t *testing.T) string {
 	return file
 }
 
+// clusterClient returns the client of the cluster that the service's kubeconfig names.
+func clusterClient(t *testing.T, c *Config) *rest.Config {
+	t.Helper()
+	client, err := apiclient.Config(nil, c.Kubeconfig, "admission")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return client
+}
+
 // chain returns a chain of the default plugins. It has read a cluster with namespace x and its default service account.
 func chain(t *testing.T, add cluster, flags ...string) admissionv1.AdmissionClient {
 	t.Helper()
@@ -88,7 +101,7 @@ func chain(t *testing.T, add cluster, flags ...string) admissionv1.AdmissionClie
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
-	s, err := New(ctx, config)
+	s, err := New(ctx, config, clusterClient(t, config))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -224,7 +237,7 @@ func TestAnUnsyncedChainIsUnavailable(t *testing.T) {
 	if err := fs.Parse([]string{"--kubeconfig=" + cluster{}.kubeconfig(t)}); err != nil {
 		t.Fatal(err)
 	}
-	s, err := New(t.Context(), config)
+	s, err := New(t.Context(), config, clusterClient(t, config))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -249,8 +262,7 @@ func TestAnUnsyncedChainIsUnavailable(t *testing.T) {
 // An invalid configuration is rejected with the name of its flag.
 func TestAnOddConfigurationIsRefused(t *testing.T) {
 	for says, flags := range map[string][]string{
-		"--kubeconfig is required": {},
-		"Nothing":                  {"--enable-admission-plugins=Nothing"},
+		"Nothing": {"--enable-admission-plugins=Nothing"},
 	} {
 		config := NewConfig()
 		fs := pflag.NewFlagSet("admission", pflag.ContinueOnError)
@@ -258,7 +270,8 @@ func TestAnOddConfigurationIsRefused(t *testing.T) {
 		if err := fs.Parse(flags); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := New(t.Context(), config); err == nil || !strings.Contains(err.Error(), says) {
+		_, err := New(t.Context(), config, &rest.Config{Host: "https://127.0.0.1:1"})
+		if err == nil || !strings.Contains(err.Error(), says) {
 			t.Errorf("%q: %v", flags, err)
 		}
 	}

@@ -20,6 +20,7 @@ import (
 	genericoptions "k8s.io/apiserver/pkg/server/options"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	corelisters "k8s.io/client-go/listers/core/v1"
+	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 	bootstrapapi "k8s.io/cluster-bootstrap/token/api"
 	serviceaccountcontroller "k8s.io/kubernetes/pkg/controller/serviceaccount"
@@ -80,6 +81,19 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"How long a gateway may reuse a response for the same credentials.")
 }
 
+// Validate returns an error that names the invalid flag.
+func (c *Config) Validate() error {
+	accounts := c.Options.ServiceAccounts
+	if accounts != nil && c.SigningEndpoint != "" && len(accounts.KeyFiles) > 0 {
+		return fmt.Errorf("--service-account-key-file %q cannot be given with --service-account-signing-endpoint: "+
+			"the signer provides the keys; omit the former", accounts.KeyFiles)
+	}
+	if c.SigningEndpoint != "" {
+		return nil // New validates the options with the keys of the signer
+	}
+	return errors.Join(c.Options.Validate()...)
+}
+
 // Service is a running authn.
 type Service struct {
 	authnv1.UnimplementedAuthnServer
@@ -96,8 +110,9 @@ type Service struct {
 	ready            lifecycle.Readiness
 }
 
-// New builds the authenticators. Their clients of other servers end with ctx.
-func New(ctx context.Context, c *Config) (*Service, error) {
+// New builds the authenticators. cluster configures the client of the objects that they look up. Their clients of other
+// servers end with ctx.
+func New(ctx context.Context, c *Config, cluster *rest.Config) (*Service, error) {
 	s := &Service{
 		config:           c,
 		audiences:        c.Options.APIAudiences,
@@ -108,11 +123,6 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		s.audiences = accounts.Issuers
 	}
 	if accounts != nil && c.SigningEndpoint != "" {
-		if len(accounts.KeyFiles) > 0 {
-			return nil, fmt.Errorf("--service-account-key-file %q cannot be given with "+
-				"--service-account-signing-endpoint: "+
-				"the signer provides the keys; omit the former", accounts.KeyFiles)
-		}
 		var err error
 		if accounts.ExternalPublicKeysGetter, err = externalKeys(ctx, accounts.Issuers, c.SigningEndpoint); err != nil {
 			return nil, err
@@ -136,7 +146,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 			return nil, err
 		}
 	}
-	if err := s.configureLookups(c, &ac); err != nil {
+	if err := s.configureLookups(cluster, &ac); err != nil {
 		return nil, err
 	}
 	if err := s.build(ctx, &ac); err != nil {
@@ -220,12 +230,8 @@ const (
 )
 
 // configureLookups builds the informers and clients for token authentication.
-func (s *Service) configureLookups(c *Config, ac *kubeauthenticator.Config) error {
-	rc, err := apiclient.Config(c.Kubeconfig, "authn")
-	if err != nil {
-		return err
-	}
-	if s.cluster, err = apiclient.NewCluster(rc, c.Freshness); err != nil {
+func (s *Service) configureLookups(cluster *rest.Config, ac *kubeauthenticator.Config) (err error) {
+	if s.cluster, err = apiclient.NewCluster(cluster, s.config.Freshness); err != nil {
 		return err
 	}
 	client := s.cluster.Client

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	apiserverconfig "k8s.io/apiserver/pkg/apis/apiserver"
+	"k8s.io/client-go/rest"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 )
 
@@ -80,12 +81,10 @@ func TestAnIssuersEgressHasToBeThere(t *testing.T) {
 	}
 	c := NewConfig()
 	c.Options.ServiceAccounts = nil
-	c.Kubeconfig = write("kubeconfig", `{"apiVersion":"v1","kind":"Config","current-context":"x",
-"clusters":[{"name":"c","cluster":{"server":"https://127.0.0.1:1"}}],"contexts":[{"name":"x","context":{"cluster":"c"}}]}`)
 	c.Options.AuthenticationConfigFile = write("config.yaml", strings.ReplaceAll(fmt.Sprintf(configuration, true,
 		"https://first.example.com"), "audiences: [a]", "audiences: [a], egressSelectorType: cluster"))
 	const says = `oidc: egress lookup required with egress selector type "cluster"`
-	if _, err := New(t.Context(), c); err == nil || !strings.Contains(err.Error(), says) {
+	if _, err := New(t.Context(), c, &rest.Config{Host: "https://127.0.0.1:1"}); err == nil || !strings.Contains(err.Error(), says) {
 		t.Errorf("%v, want %q", err, says)
 	}
 }

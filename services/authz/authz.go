@@ -18,6 +18,7 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 	"k8s.io/apiserver/pkg/authorization/authorizerfactory"
+	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/kubernetes/pkg/kubeapiserver/authorizer/modes"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
@@ -55,6 +56,11 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "Kubeconfig of the gateway, for reading the policies.")
 }
 
+// Validate completes the options, and returns an error that names the invalid flag.
+func (c *Config) Validate() error {
+	return errors.Join(append(c.Options.Complete(), c.Options.Validate()...)...)
+}
+
 // Service is a running authz. The state of its policies:
 //
 //	unread ── informers synced, and fresh ──────────► fresh
@@ -75,21 +81,18 @@ type Service struct {
 	policies        lifecycle.Readiness
 }
 
-// New builds the authorizers.
-func New(ctx context.Context, c *Config) (*Service, error) {
-	if errs := append(c.Options.Complete(), c.Options.Validate()...); len(errs) > 0 {
-		return nil, errors.Join(errs...)
-	}
-	rc, err := apiclient.Config(c.Kubeconfig, "authz")
-	if err != nil {
+// New builds the authorizers. cluster configures the client that reads the policies.
+func New(ctx context.Context, c *Config, cluster *rest.Config) (*Service, error) {
+	if err := c.Validate(); err != nil {
 		return nil, err
 	}
+	var err error
 	s := &Service{
 		policyRevisions: newPolicyRevisions(),
 		privileged:      authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup),
 	}
 	s.policies.Set("policies", errors.New("not read yet"))
-	if s.cluster, err = apiclient.NewCluster(rc, c.Freshness, trimPod); err != nil {
+	if s.cluster, err = apiclient.NewCluster(cluster, c.Freshness, trimPod); err != nil {
 		return nil, err
 	}
 	ac, err := c.Options.ToAuthorizationConfig(s.cluster.Informers)

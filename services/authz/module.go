@@ -3,16 +3,35 @@ package authz
 import (
 	"context"
 
+	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/process"
 )
 
 // Module describes authz to the process that runs it: its name, dependencies and options.
-var Module = &process.Module{
-	Name:      "authz",
-	ServesRPC: true,
-	Options:   func() process.Options { return process.OptionsOf(NewConfig(), build) },
-}
+var Module = &process.Module{Name: "authz", Options: options}
 
-func build(ctx context.Context, c *Config, _ *process.Deps) (process.Service, error) {
-	return New(ctx, c)
+func options() process.Options {
+	c := NewConfig()
+	return process.Options{
+		AddFlags: c.AddFlags,
+		Validate: c.Validate,
+		Build: func(ctx context.Context, d *process.Deps) (*process.Service, error) {
+			cluster, err := apiclient.Config(d.API, c.Kubeconfig, "authz")
+			if err != nil {
+				return nil, err
+			}
+			s, err := New(ctx, c, cluster)
+			if err != nil {
+				return nil, err
+			}
+			return &process.Service{
+				Register:   s.Register,
+				Collectors: s.Collectors(),
+				Ready:      s.Ready(),
+				Run:        s.Run,
+				Policies:   s.Policies(),
+				Files:      s.Files(),
+			}, nil
+		},
+	}
 }

@@ -6,6 +6,7 @@ import (
 	"net"
 	"os"
 	"strconv"
+	"time"
 
 	"github.com/spf13/pflag"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
@@ -83,8 +84,8 @@ func (c *Config) externalAddress() string {
 // NewConfig returns a configuration without values. AddFlags sets the defaults.
 func NewConfig() *Config { return &Config{} }
 
-// validate follows k8s.io/apiserver/pkg/server/options/server_run_options.go.
-func (c *Config) validate() error {
+// Validate follows k8s.io/apiserver/pkg/server/options/server_run_options.go.
+func (c *Config) Validate() error {
 	switch reads, writes := c.Server.MaxInFlight, c.Server.MaxMutating; {
 	case reads < 0:
 		return fmt.Errorf("--max-requests-inflight %d: must not be negative", reads)
@@ -100,3 +101,6 @@ func (c *Config) validate() error {
 	}
 	return errors.Join(c.Server.Validate(), c.Watch.Validate())
 }
+
+// stopTimeout returns the longest time in which the gateway stops.
+func (c *Config) stopTimeout() time.Duration { return c.Server.StopTimeout() + audit.FlushTimeout }

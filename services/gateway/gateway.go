@@ -5,10 +5,8 @@ import (
 	"net/http"
 	"slices"
 	"sync"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"google.golang.org/grpc"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	flowcontrolmetrics "k8s.io/apiserver/pkg/util/flowcontrol/metrics"
@@ -17,6 +15,7 @@ import (
 	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/loopback"
 	"watershed.dev/platform/reload"
 	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
@@ -29,7 +28,6 @@ import (
 	"watershed.dev/services/gateway/body"
 	"watershed.dev/services/gateway/delegatedauth"
 	"watershed.dev/services/gateway/flowcontrol"
-	"watershed.dev/services/gateway/loopback"
 	"watershed.dev/services/gateway/proxy"
 	"watershed.dev/services/gateway/routing"
 	"watershed.dev/services/gateway/server"
@@ -65,10 +63,11 @@ type Service struct {
 	discovery      *discovery.Watcher
 	admissionRules *routing.AdmissionRules
 	views          *views
-	handler        http.Handler
-	health         map[string]*check
-	files          reload.Files
-	auditor        *audit.Auditor
+	// handler serves clients, and loopback the other services of the process.
+	handler, loopback http.Handler
+	health            map[string]*check
+	files             reload.Files
+	auditor           *audit.Auditor
 	// flowControl is nil if API Priority and Fairness is disabled.
 	flowControl *flowcontrol.Fairness
 	// external is the address at which clients reach the gateway, as host:port.
@@ -79,7 +78,7 @@ type Service struct {
 // New returns a gateway that is not running yet. It reads certificates and the audit policy, and opens the audit
 // backends.
 func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
-	if err := c.validate(); err != nil {
+	if err := c.Validate(); err != nil {
 		return nil, err
 	}
 	metrics.Register()
@@ -113,6 +112,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	authn := delegatedauth.NewAuthenticator(d.Authn, names, prefixes)
 	router := g.router(proxyHandler)
 	api := g.mux(router)
+	g.loopback = server.BuildLoopbackChain(api, g.authz, g.auditor)
 	if c.FlowControl.Enabled {
 		gatewayUser := &user.DefaultInfo{Name: identity.GatewayUser, Groups: []string{identity.ServicesGroup}}
 		loopbackConfig := loopback.ClientConfig(
@@ -136,9 +136,6 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	return g, nil
 }
 
-// Register registers no gRPC service: clients call the gateway over HTTPS only.
-func (g *Service) Register(grpc.ServiceRegistrar) {}
-
 // Collectors returns the metrics of this system's own. kube-apiserver's metrics are in the registry that its libraries
 // share (legacyregistry).
 func (g *Service) Collectors() []prometheus.Collector {
@@ -146,13 +143,11 @@ func (g *Service) Collectors() []prometheus.Collector {
 		server.Metrics())
 }
 
+// API returns the handler with which the other services of the process call the API. It authorizes their requests.
+func (g *Service) API() http.Handler { return g.loopback }
+
 // Files returns the page of the files that the gateway reloads while it runs.
 func (g *Service) Files() http.Handler { return &g.files }
-
-// StopTimeout returns the maximum time that Run needs to return after its context ends.
-func (g *Service) StopTimeout() time.Duration {
-	return g.config.Server.StopTimeout() + audit.FlushTimeout
-}
 
 // Draining reports whether the gateway is shutting down. Load balancers should then send no new client.
 func (g *Service) Draining() bool {

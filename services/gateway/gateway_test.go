@@ -329,7 +329,7 @@ func TestBoundsOutOfRangeAreRefused(t *testing.T) {
 			t.Fatal(err)
 		}
 		name, value, _ := strings.Cut(flag, "=")
-		if err := c.validate(); err == nil || !strings.HasPrefix(err.Error(), name) ||
+		if err := c.Validate(); err == nil || !strings.HasPrefix(err.Error(), name) ||
 			!strings.Contains(err.Error(), value+": ") {
 			t.Errorf("%s: %v", flag, err)
 		}

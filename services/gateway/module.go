@@ -14,36 +14,60 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// Module is the gateway's entry for platform/process: its name, its dependencies, its flags and its constructor.
+// Module describes the gateway to the process that runs it: its name, dependencies and options.
 var Module = &process.Module{
 	Name:      "gateway",
 	DependsOn: []string{"authn", "authz", "admission", "registry", "watchfanout"},
-	Options:   func() process.Options { return process.OptionsOf(NewConfig(), build) },
+	ServesAPI: true,
+	Options:   options,
 }
 
-func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, error) {
+func options() process.Options {
+	c := NewConfig()
+	return process.Options{
+		AddFlags:    c.AddFlags,
+		Validate:    c.Validate,
+		StopTimeout: c.stopTimeout,
+		Build: func(ctx context.Context, d *process.Deps) (*process.Service, error) {
+			deps, err := dial(d)
+			if err != nil {
+				return nil, err
+			}
+			g, err := New(ctx, c, deps)
+			if err != nil {
+				return nil, err
+			}
+			return &process.Service{
+				Register:   func(grpc.ServiceRegistrar) {}, // clients call the gateway over HTTPS only
+				Collectors: g.Collectors(),
+				Ready:      g.Ready(),
+				Run:        g.Run,
+				Check:      g.Check,
+				Draining:   g.Draining,
+				Files:      g.Files(),
+				API:        g.API(),
+			}, nil
+		},
+	}
+}
+
+// dial returns the clients of the other services.
+func dial(d *process.Deps) (Deps, error) {
 	var errs []error
 	dial := func(name string) grpc.ClientConnInterface {
 		conn, err := d.Dial(name)
 		errs = append(errs, err)
 		return conn
 	}
-	authnConn := dial("authn")
-	authzConn := dial("authz")
-	admissionConn := dial("admission")
 	registryConn := dial("registry")
-	watchfanoutConn := dial("watchfanout")
-	if err := errors.Join(errs...); err != nil {
-		return nil, err
-	}
-	return New(ctx, c, Deps{
-		Authn:         authnv1.NewAuthnClient(authnConn),
-		Authz:         authzv1.NewAuthzClient(authzConn),
-		Admission:     admissionv1.NewAdmissionClient(admissionConn),
+	return Deps{
+		Authn:         authnv1.NewAuthnClient(dial("authn")),
+		Authz:         authzv1.NewAuthzClient(dial("authz")),
+		Admission:     admissionv1.NewAdmissionClient(dial("admission")),
 		Objects:       registryv1.NewObjectsClient(registryConn),
 		Discovery:     registryv1.NewDiscoveryClient(registryConn),
 		Source:        registryv1.NewSourceClient(registryConn),
 		InternalWatch: watchfanoutv1.NewInternalWatchClient(registryConn),
-		Watch:         watchfanoutv1.NewWatchClient(watchfanoutConn),
-	})
+		Watch:         watchfanoutv1.NewWatchClient(dial("watchfanout")),
+	}, errors.Join(errs...)
 }

@@ -6,14 +6,27 @@ import (
 	"watershed.dev/platform/process"
 )
 
-// Module is the registry as platform/process runs it.
-var Module = &process.Module{
-	Name:      "registry",
-	ServesRPC: true,
-	Options:   func() process.Options { return process.OptionsOf(NewConfig(), build) },
-}
+// Module describes the registry to the process that runs it: its name, dependencies and options.
+var Module = &process.Module{Name: "registry", Options: options}
 
-func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, error) {
-	c.Log.Conn = d.NATS
-	return New(ctx, c, Deps{ID: d.ID})
+func options() process.Options {
+	c := NewConfig()
+	return process.Options{
+		AddFlags: c.AddFlags,
+		Validate: c.Validate,
+		Build: func(ctx context.Context, d *process.Deps) (*process.Service, error) {
+			c.Log.Conn = d.NATS
+			s, err := New(ctx, c, Deps{ID: d.ID})
+			if err != nil {
+				return nil, err
+			}
+			return &process.Service{
+				Register:   s.Register,
+				Collectors: s.Collectors(),
+				Ready:      s.Ready(),
+				Run:        s.Run,
+				Drain:      s.Drain,
+			}, nil
+		},
+	}
 }

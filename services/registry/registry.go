@@ -92,6 +92,9 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"Turns on projected service account expiration extension during token generation.")
 }
 
+// Validate returns an error that names the invalid flag.
+func (c *Config) Validate() error { return c.Log.Validate() }
+
 // Service is a running registry.
 type Service struct {
 	config   *Config
@@ -138,9 +141,6 @@ type Deps struct {
 func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	served, err := c.APIs.APIResourceConfig()
 	if err != nil {
-		return nil, err
-	}
-	if err := c.Log.Validate(); err != nil {
 		return nil, err
 	}
 	selector, err := c.Egress.Open()

@@ -8,22 +8,35 @@ import (
 )
 
 // Module describes watchfanout to the process that runs it: its name, dependencies and options.
-var Module = &process.Module{
-	Name:      "watchfanout",
-	ServesRPC: true,
-	DependsOn: []string{"registry"},
-	Options:   func() process.Options { return process.OptionsOf(NewConfig(), build) },
-}
+var Module = &process.Module{Name: "watchfanout", DependsOn: []string{"registry"}, Options: options}
 
-func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, error) {
-	c.Log.Conn = d.NATS
-	conn, err := d.Dial("registry")
-	if err != nil {
-		return nil, err
+func options() process.Options {
+	c := NewConfig()
+	return process.Options{
+		AddFlags: c.AddFlags,
+		Validate: c.Validate,
+		Build: func(ctx context.Context, d *process.Deps) (*process.Service, error) {
+			c.Log.Conn = d.NATS
+			conn, err := d.Dial("registry")
+			if err != nil {
+				return nil, err
+			}
+			s, err := New(ctx, c, Deps{
+				ID:        d.ID,
+				Source:    registryv1.NewSourceClient(conn),
+				Discovery: registryv1.NewDiscoveryClient(conn),
+			})
+			if err != nil {
+				return nil, err
+			}
+			return &process.Service{
+				Register:   s.Register,
+				Collectors: s.Collectors(),
+				Ready:      s.Ready(),
+				Run:        s.Run,
+				Drain:      s.Drain,
+				Status:     s,
+			}, nil
+		},
 	}
-	return New(ctx, c, Deps{
-		ID:        d.ID,
-		Source:    registryv1.NewSourceClient(conn),
-		Discovery: registryv1.NewDiscoveryClient(conn),
-	})
 }

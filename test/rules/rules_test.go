@@ -106,7 +106,7 @@ var floors = map[string][][]string{
 			"config", "deflate", "egress", "events", "features", "frame", "recovery", "identity", "admissionrules", "lru",
 			"patchlimit", "paths", "pki", "reload", "version", "warnings", "watchable",
 		},
-		{"kubeversion", "reload/reloadtest", "telemetry"},
+		{"kubeversion", "loopback", "reload/reloadtest", "telemetry"},
 		{"rpc"},
 		{"apiclient", "discovery", "coalesce", "crd", "eventlog", "lifecycle"},
 		{"process"},
@@ -121,7 +121,7 @@ var floors = map[string][][]string{
 	"services/gateway": {
 		{"audit", "upgrade", "h2writer"},
 		{"responsewriters"},
-		{"body", "delegatedauth", "watch", "proxy", "aggregation", "flowcontrol", "loopback"},
+		{"body", "delegatedauth", "watch", "proxy", "aggregation", "flowcontrol"},
 		{"discovery", "openapi", "routing", "server"},
 		{"."},
 		{"cmd/gateway"},

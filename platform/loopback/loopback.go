@@ -1,4 +1,4 @@
-// Package loopback lets client-go call the gateway's own API within the process, without a connection and without
+// Package loopback lets client-go call the gateway's API within the process, without a connection and without
 // authentication. Each request runs on a goroutine of its own until its handler returns.
 package loopback
 

@@ -1,0 +1,195 @@
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/pflag"
+	"google.golang.org/grpc"
+	cliflag "k8s.io/component-base/cli/flag"
+
+	"watershed.dev/platform/rpc"
+)
+
+// perService lists the flags that name a file of each service: rpc.ServicePlaceholder stands for the service's name.
+var perService = []string{"kubeconfig", "rpc-cert-file", "rpc-key-file"}
+
+// describePlaceholder adds rpc.ServicePlaceholder to the usage of a flag in perService.
+func describePlaceholder(f *pflag.Flag) {
+	if slices.Contains(perService, f.Name) {
+		f.Usage += " " + rpc.ServicePlaceholder + " stands for the name of each service of the process."
+	}
+}
+
+// AddFlags adds the flags of logs, traces and pages, and the flags of every service, without the flags in except.
+// Services share the flags of the same name. --help lists them by service.
+func (p *Process) AddFlags(fs *pflag.FlagSet, except ...string) {
+	sections := &cliflag.NamedFlagSets{}
+	section := func(name string, add func(*pflag.FlagSet)) {
+		own := pflag.NewFlagSet(name, pflag.ContinueOnError)
+		add(own)
+		own.VisitAll(func(f *pflag.Flag) {
+			if fs.Lookup(f.Name) == nil && !slices.Contains(except, f.Name) {
+				describePlaceholder(f)
+				fs.AddFlag(f)
+				sections.FlagSet(name).AddFlag(f)
+			}
+		})
+	}
+	section("process", p.Telemetry.AddFlags)
+	for _, s := range p.services {
+		section(s.module.Name, func(own *pflag.FlagSet) {
+			s.options.AddFlags(own)
+			s.flags = own
+		})
+	}
+	p.usage(fs, sections)
+}
+
+// usage prints the flags of the command itself, and then the flags of each section.
+func (p *Process) usage(fs *pflag.FlagSet, sections *cliflag.NamedFlagSets) {
+	fs.Usage = func() {
+		own := pflag.NewFlagSet("", pflag.ContinueOnError)
+		fs.VisitAll(func(f *pflag.Flag) {
+			for _, s := range sections.FlagSets {
+				if s.Lookup(f.Name) != nil {
+					return
+				}
+			}
+			own.AddFlag(f)
+		})
+		fmt.Fprintf(os.Stderr, "Usage of %s:\n%s", fs.Name(), own.FlagUsages())
+		cliflag.PrintSections(os.Stderr, *sections, 0)
+	}
+}
+
+// AddNetworkFlags adds the flags of the process's connections to the services of other processes.
+func (p *Process) AddNetworkFlags(fs *pflag.FlagSet) {
+	n := &p.network
+	n.id.AddFlags(fs)
+	fs.VisitAll(describePlaceholder)
+	if len(p.Exposed()) > 0 {
+		fs.StringVar(&n.address, "rpc-address", "", "host:port, or unix:/path, to serve RPCs on.")
+	}
+	n.peers = map[string]*[]string{}
+	for _, peer := range p.peers() {
+		n.peers[peer] = fs.StringSlice(
+			peer+"-addresses",
+			nil,
+			"host:port, or unix:/path, of every replica of "+peer+", comma separated. With --xds-servers: only until "+
+				"an xDS server has responded.",
+		)
+	}
+	if len(n.peers) > 0 {
+		fs.StringSliceVar(&n.xdsServers, "xds-servers", nil,
+			"host:port of every replica of the xDS server, which sends the addresses of other services' replicas.")
+		fs.StringVar(&n.xdsCacheDir, "xds-cache-dir", "",
+			"The directory that caches the xDS server's responses for the next start. Empty: no cache.")
+	}
+	fs.DurationVar(&n.drain, "drain-timeout", 10*time.Second, "How long RPCs in flight may take to end at shutdown.")
+}
+
+// Configure copies the flags that fs has received to every service, and validates them. Call it before Runners.
+func (p *Process) Configure(fs *pflag.FlagSet) error {
+	kubeconfig, _ := fs.GetString("kubeconfig") // the services share the flag and replace the placeholder
+	var errs []error
+	for _, s := range p.services {
+		s.flags.VisitAll(func(f *pflag.Flag) {
+			switch from := fs.Lookup(f.Name); {
+			case from == nil || !from.Changed:
+			case f.Name == "kubeconfig":
+				path := strings.ReplaceAll(kubeconfig, rpc.ServicePlaceholder, s.module.Name)
+				errs = append(errs, s.flags.Set(f.Name, path))
+			case f != from:
+				errs = append(errs, copyValue(s.flags, f, from))
+			}
+		})
+	}
+	for _, s := range p.services {
+		errs = append(errs, s.options.Validate())
+	}
+	return errors.Join(append(errs, p.network.validate(len(p.services)))...)
+}
+
+func copyValue(fs *pflag.FlagSet, to, from *pflag.Flag) error {
+	if s, ok := from.Value.(pflag.SliceValue); ok {
+		if d, ok := to.Value.(pflag.SliceValue); ok {
+			to.Changed = true
+			return d.Replace(s.GetSlice())
+		}
+		return fs.Set(to.Name, strings.Join(s.GetSlice(), ","))
+	}
+	return fs.Set(to.Name, from.Value.String())
+}
+
+// network holds the process's connections to the services of other processes.
+type network struct {
+	id      rpc.TLS
+	address string
+	peers   map[string]*[]string
+	// xds finds replicas instead of peers if there are xDS servers.
+	xdsServers  []string
+	xdsCacheDir string
+	xds         *rpc.XDS
+	drain       time.Duration
+	conns       []*grpc.ClientConn
+}
+
+// validate checks the addresses of other services, and that several services have identities of their own.
+func (n *network) validate(services int) error {
+	var errs []error
+	for peer, addresses := range n.peers {
+		errs = append(errs, rpc.CheckAddresses(peer+"-addresses", *addresses))
+		if len(*addresses) == 0 && len(n.xdsServers) == 0 {
+			errs = append(errs, fmt.Errorf("--%s-addresses or --xds-servers is required: %s is called, and is not a "+
+				"target of this process", peer, peer))
+		}
+	}
+	errs = append(errs, rpc.CheckAddresses("xds-servers", n.xdsServers))
+	if cert := n.id.CertFile; services > 1 && cert != "" && !strings.Contains(cert, rpc.ServicePlaceholder) {
+		errs = append(errs, fmt.Errorf("--rpc-cert-file %q: want %s in the path, because the process has several "+
+			"services", cert, rpc.ServicePlaceholder))
+	}
+	return errors.Join(errs...)
+}
+
+// startXDS starts the client of the xDS servers, if there are any. The client has the identity of a service.
+func (n *network) startXDS(ctx context.Context, service string) (err error) {
+	if len(n.xdsServers) == 0 {
+		return nil
+	}
+	host, _ := os.Hostname()
+	c := rpc.XDSConfig{Servers: n.xdsServers, Dir: n.xdsCacheDir, Node: host, Fallback: map[string][]string{}}
+	for peer, addresses := range n.peers {
+		c.Fallback[peer] = *addresses
+	}
+	if n.xds, err = rpc.NewXDS(n.id.Of(service), c); err == nil {
+		go n.xds.Run(context.WithoutCancel(ctx)) // until the process ends: a draining service makes calls
+	}
+	return err
+}
+
+// dial returns a service's connection to the replicas of another service.
+func (n *network) dial(from, to string) (grpc.ClientConnInterface, error) {
+	var replicas rpc.Replicas = n.xds
+	if n.xds == nil {
+		replicas = rpc.Addresses(*n.peers[to])
+	}
+	c, err := rpc.Dial(n.id.Of(from), to, replicas)
+	if err != nil {
+		return nil, err
+	}
+	n.conns = append(n.conns, c)
+	return c, nil
+}
+
+func (n *network) close() {
+	for _, c := range n.conns {
+		c.Close()
+	}
+}
