@@ -7,26 +7,17 @@ package storage
 
 import (
 	"context"
-	"crypto/tls"
 	"fmt"
-	"net"
 	"path"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/spf13/pflag"
-	"go.etcd.io/etcd/client/pkg/v3/transport"
-	clientv3 "go.etcd.io/etcd/client/v3"
 	etcdkubernetes "go.etcd.io/etcd/client/v3/kubernetes"
-	"go.uber.org/zap"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/backoff"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	utilnet "k8s.io/apimachinery/pkg/util/net"
 	genericregistry "k8s.io/apiserver/pkg/registry/generic"
 	serveroptions "k8s.io/apiserver/pkg/server/options"
 	serverstorage "k8s.io/apiserver/pkg/server/storage"
@@ -39,7 +30,6 @@ import (
 
 	"watershed.dev/platform/egress"
 	"watershed.dev/platform/lru"
-	"watershed.dev/platform/rpc"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -102,101 +92,41 @@ func Open(ctx context.Context, o Options, out egress.Selector, resources *server
 	if len(o.Servers) == 0 {
 		return nil, fmt.Errorf("--etcd-servers must be specified")
 	}
-	var tlsConfig *tls.Config
-	if o.CertFile != "" || o.CAFile != "" {
-		var err error
-		info := transport.TLSInfo{CertFile: o.CertFile, KeyFile: o.KeyFile, TrustedCAFile: o.CAFile}
-		if tlsConfig, err = info.ClientConfig(); err != nil {
-			return nil, fmt.Errorf("--etcd-certfile %q, --etcd-keyfile %q, --etcd-cafile %q: %w",
-				o.CertFile, o.KeyFile, o.CAFile, err)
-		}
+	tlsConfig, err := o.tlsConfig()
+	if err != nil {
+		return nil, err
 	}
 	encryption, err := openEncryption(ctx, &o, id)
 	if err != nil {
 		return nil, err
 	}
-	opened := false
-	defer func() {
-		if !opened {
-			encryption.close()
-		}
-	}()
-	dial := out.Etcd()
-	if allUnixSockets(o.Servers) {
-		dial = nil
+	if allUnixSockets(o.Servers) { // no proxy reaches them
+		out = egress.Selector{}
 	}
-	client, err := etcdkubernetes.New(clientv3.Config{
-		Endpoints:            o.Servers,
-		TLS:                  tlsConfig,
-		Logger:               zap.NewNop(),
-		DialTimeout:          20 * time.Second,
-		DialKeepAliveTime:    10 * time.Second,
-		DialKeepAliveTimeout: 5 * time.Second,
-		MaxCallRecvMsgSize:   256 << 20,
-		DialOptions: append(dialOptions(dial), grpc.WithConnectParams(grpc.ConnectParams{
-			MinConnectTimeout: 3 * time.Second,
-			Backoff: backoff.Config{
-				BaseDelay:  50 * time.Millisecond,
-				Multiplier: 1.6,
-				Jitter:     0.2,
-				MaxDelay:   time.Second,
-			},
-		})),
-	})
+	client, err := newClient(o.Servers, tlsConfig, out.Etcd())
 	if err != nil {
-		return nil, fmt.Errorf("--etcd-servers %v: %w", o.Servers, err)
-	}
-	eo := serveroptions.NewEtcdOptions(storagebackend.NewDefaultConfig(o.Prefix, nil))
-	to := &eo.StorageConfig.Transport
-	if dial != nil { // upstream's allocators open their own client
-		to.EgressLookup = out.Lookup()
-	}
-	to.ServerList, to.CertFile, to.KeyFile, to.TrustedCAFile = o.Servers, o.CertFile, o.KeyFile, o.CAFile
-	eo.StorageConfig.CompactionInterval = 0 // the publisher compacts, because upstream's compactor holds a watch
-	eo.StorageConfig.CountMetricPollPeriod = 0
-	eo.DefaultStorageMediaType = o.DefaultStorageMediaType
-	eo.EnableWatchCache = false
-	fc := kubeapiserver.NewStorageFactoryConfig()
-	fc.APIResourceConfig = resources
-	f, err := fc.Complete(eo).New()
-	if err != nil {
-		client.Close()
+		encryption.close()
 		return nil, err
 	}
-	opened = true
-	writes := newWriteCache()
 	s := &Storage{
 		Client:   client,
-		Factory:  f,
-		Options:  eo,
+		Options:  o.upstream(out),
 		prefix:   path.Join("/", o.Prefix) + "/",
 		byPrefix: map[string]*Resource{},
 		byName:   map[string]*Resource{},
 
 		encryption: encryption,
-		writeCache: writes,
+		writeCache: newWriteCache(),
 		responses:  lru.New[objectKey, cachedResponse](responseCacheBytes),
+	}
+	fc := kubeapiserver.NewStorageFactoryConfig()
+	fc.APIResourceConfig = resources
+	if s.Factory, err = fc.Complete(s.Options).New(); err != nil {
+		s.Close()
+		return nil, err
 	}
 	client.Kubernetes = &cachingClient{client.Kubernetes, s}
 	return s, nil
-}
-
-// allUnixSockets reports whether all etcd servers are Unix sockets, as in `watershed up`. A proxy cannot reach them.
-func allUnixSockets(servers []string) bool {
-	return !slices.ContainsFunc(servers, func(s string) bool {
-		return !strings.HasPrefix(s, "unix:") && !strings.HasPrefix(s, "unixs:")
-	})
-}
-
-// dialOptions returns the options of the connection to etcd.
-func dialOptions(dial utilnet.DialFunc) []grpc.DialOption {
-	options := rpc.TracingDialOptions()
-	if dial == nil {
-		return options
-	}
-	return append(options, grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
-		return dial(ctx, "tcp", address)
-	}))
 }
 
 // Close closes the connection to etcd and the connections to KMS plugins.

@@ -1,0 +1,98 @@
+package storage
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"net"
+	"slices"
+	"strings"
+	"time"
+
+	"go.etcd.io/etcd/client/pkg/v3/transport"
+	clientv3 "go.etcd.io/etcd/client/v3"
+	etcdkubernetes "go.etcd.io/etcd/client/v3/kubernetes"
+	"go.uber.org/zap"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
+	serveroptions "k8s.io/apiserver/pkg/server/options"
+	"k8s.io/apiserver/pkg/storage/storagebackend"
+
+	"watershed.dev/platform/egress"
+	"watershed.dev/platform/rpc"
+)
+
+// newClient returns a client of etcd, which connects through dial. Nil: directly.
+func newClient(servers []string, tlsConfig *tls.Config, dial utilnet.DialFunc) (*etcdkubernetes.Client, error) {
+	client, err := etcdkubernetes.New(clientv3.Config{
+		Endpoints:            servers,
+		TLS:                  tlsConfig,
+		Logger:               zap.NewNop(),
+		DialTimeout:          20 * time.Second,
+		DialKeepAliveTime:    10 * time.Second,
+		DialKeepAliveTimeout: 5 * time.Second,
+		MaxCallRecvMsgSize:   256 << 20,
+		DialOptions: append(dialOptions(dial), grpc.WithConnectParams(grpc.ConnectParams{
+			MinConnectTimeout: 3 * time.Second,
+			Backoff: backoff.Config{
+				BaseDelay:  50 * time.Millisecond,
+				Multiplier: 1.6,
+				Jitter:     0.2,
+				MaxDelay:   time.Second,
+			},
+		})),
+	})
+	if err != nil {
+		return nil, fmt.Errorf("--etcd-servers %v: %w", servers, err)
+	}
+	return client, nil
+}
+
+// dialOptions returns the options of the connection to etcd.
+func dialOptions(dial utilnet.DialFunc) []grpc.DialOption {
+	options := rpc.TracingDialOptions()
+	if dial == nil {
+		return options
+	}
+	return append(options, grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
+		return dial(ctx, "tcp", address)
+	}))
+}
+
+// tlsConfig reads the files of the connection to etcd. It returns nil if no file is set.
+func (o *Options) tlsConfig() (*tls.Config, error) {
+	if o.CertFile == "" && o.CAFile == "" {
+		return nil, nil
+	}
+	info := transport.TLSInfo{CertFile: o.CertFile, KeyFile: o.KeyFile, TrustedCAFile: o.CAFile}
+	config, err := info.ClientConfig()
+	if err != nil {
+		return nil, fmt.Errorf("--etcd-certfile %q, --etcd-keyfile %q, --etcd-cafile %q: %w",
+			o.CertFile, o.KeyFile, o.CAFile, err)
+	}
+	return config, nil
+}
+
+// upstream returns the options in the form of upstream's storage packages. Their allocators open clients of their own,
+// through out.
+func (o *Options) upstream(out egress.Selector) *serveroptions.EtcdOptions {
+	eo := serveroptions.NewEtcdOptions(storagebackend.NewDefaultConfig(o.Prefix, nil))
+	to := &eo.StorageConfig.Transport
+	if out.Etcd() != nil {
+		to.EgressLookup = out.Lookup()
+	}
+	to.ServerList, to.CertFile, to.KeyFile, to.TrustedCAFile = o.Servers, o.CertFile, o.KeyFile, o.CAFile
+	eo.StorageConfig.CompactionInterval = 0 // the publisher compacts, because upstream's compactor holds a watch
+	eo.StorageConfig.CountMetricPollPeriod = 0
+	eo.DefaultStorageMediaType = o.DefaultStorageMediaType
+	eo.EnableWatchCache = false
+	return eo
+}
+
+// allUnixSockets reports whether all etcd servers are Unix sockets, as in `watershed up`.
+func allUnixSockets(servers []string) bool {
+	return !slices.ContainsFunc(servers, func(s string) bool {
+		return !strings.HasPrefix(s, "unix:") && !strings.HasPrefix(s, "unixs:")
+	})
+}
