@@ -169,24 +169,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		return nil, err
 	}
 	s.logNATS = logNATS
-	s.publisher = &publisher.Publisher{
-		Storage:            store,
-		Log:                &c.Log,
-		NATS:               s.nats,
-		JS:                 s.js,
-		Identity:           s.identity,
-		CompactionInterval: c.Storage.CompactionInterval,
-	}
-	s.dataKeys = storage.NewDataKeys(store)
-	s.publisher.DataKeys = s.dataKeys
-	if telemetry.TracingEnabled() {
-		store.PublishTraceContexts(s.publisher.PublishTraceContext)
-	}
-	s.resources = &lookup.Resources{Storage: store}
-	s.objects = objects.New(s.resources)
-	s.source = source.New(s.resources, s.dataKeys, eventlog.DirectGetReader{JS: logJS})
-	s.discovery = discovery.New(s.resources)
-	s.internalWatch = internalwatch.New(s.resources, s.source, s.watchCache)
+	s.initServers(store, logJS)
 	if err := s.waitForEtcd(ctx); err != nil {
 		return nil, err
 	}
@@ -214,6 +197,28 @@ func connect(o *eventlog.Options, id rpc.TLS) (*nats.Conn, jetstream.JetStream, 
 		return nil, nil, err
 	}
 	return conn, js, nil
+}
+
+// initServers builds the publisher and the servers. ReadLog reads logJS.
+func (s *Service) initServers(store *storage.Storage, logJS jetstream.JetStream) {
+	s.publisher = &publisher.Publisher{
+		Storage:            store,
+		Log:                &s.config.Log,
+		NATS:               s.nats,
+		JS:                 s.js,
+		Identity:           s.identity,
+		CompactionInterval: s.config.Storage.CompactionInterval,
+	}
+	s.dataKeys = storage.NewDataKeys(store)
+	s.publisher.DataKeys = s.dataKeys
+	if telemetry.TracingEnabled() {
+		store.PublishTraceContexts(s.publisher.PublishTraceContext)
+	}
+	s.resources = &lookup.Resources{Storage: store}
+	s.objects = objects.New(s.resources)
+	s.source = source.New(s.resources, s.dataKeys, eventlog.DirectGetReader{JS: logJS})
+	s.discovery = discovery.New(s.resources)
+	s.internalWatch = internalwatch.New(s.resources, s.source, s.watchCache)
 }
 
 // initLoopback creates the registry's own API client, its informers, and the namespaces that they track. A live lookup
