@@ -30,31 +30,8 @@ func builtInRules() (admit, validate []*admissionv1.AdmissionRule) {
 		update = admissionv1.Operation_OPERATION_UPDATE
 		remove = admissionv1.Operation_OPERATION_DELETE
 	)
-	rule := func(group, resource, subresource string, ops ...admissionv1.Operation) *admissionv1.AdmissionRule {
-		return &admissionv1.AdmissionRule{
-			Group:       group,
-			Resource:    resource,
-			Subresource: subresource,
-			Operations:  ops,
-		}
-	}
-	// nodesOnly restricts a rule to requests of nodes, which NodeRestriction handles.
-	nodesOnly := func(i *admissionv1.AdmissionRule) *admissionv1.AdmissionRule {
-		i.UserGroup = user.NodesGroup
-		return i
-	}
 	heartbeats := nodesOnly(rule("coordination.k8s.io", "leases", "", update, remove))
 	heartbeats.ExceptOwnObjectIn = corev1.NamespaceNodeLease // a node may write its own lease
-	namespaceLifecycleOnly := func(i *admissionv1.AdmissionRule) *admissionv1.AdmissionRule {
-		i.NamespaceLifecycleOnly = true
-		return i
-	}
-	// validateInAdmit marks a rule whose objects may be validated in Admit. Registry sets a pod's status afterwards and
-	// copies AppArmor's annotations and fields into each other; PodSecurity reads both annotations and fields.
-	validateInAdmit := func(i *admissionv1.AdmissionRule) *admissionv1.AdmissionRule {
-		i.ValidateInAdmit = true
-		return i
-	}
 	admit = []*admissionv1.AdmissionRule{
 		namespaceLifecycleOnly(rule("*", "*", "*", create, update)),
 		rule("", "namespaces", "", remove),   // NamespaceLifecycle, which checks a recently deleted namespace again
@@ -103,6 +80,30 @@ func builtInRules() (admit, validate []*admissionv1.AdmissionRule) {
 		rule("certificates.k8s.io", "clustertrustbundles", "*", create, update),       // ClusterTrustBundleAttest
 	}
 	return admit, validate
+}
+
+// rule returns a rule without further conditions.
+func rule(group, resource, subresource string, ops ...admissionv1.Operation) *admissionv1.AdmissionRule {
+	return &admissionv1.AdmissionRule{Group: group, Resource: resource, Subresource: subresource, Operations: ops}
+}
+
+// namespaceLifecycleOnly marks a rule that applies only to NamespaceLifecycle, which registry can run itself.
+func namespaceLifecycleOnly(r *admissionv1.AdmissionRule) *admissionv1.AdmissionRule {
+	r.NamespaceLifecycleOnly = true
+	return r
+}
+
+// nodesOnly restricts a rule to requests of nodes, which NodeRestriction handles.
+func nodesOnly(r *admissionv1.AdmissionRule) *admissionv1.AdmissionRule {
+	r.UserGroup = user.NodesGroup
+	return r
+}
+
+// validateInAdmit marks a rule whose objects may be validated in Admit. Registry sets a pod's status afterwards and
+// copies AppArmor's annotations and fields into each other; PodSecurity reads both annotations and fields.
+func validateInAdmit(r *admissionv1.AdmissionRule) *admissionv1.AdmissionRule {
+	r.ValidateInAdmit = true
+	return r
 }
 
 // quotaNamespaces bounds the namespaces of a rule. With more, the rule applies to all namespaces.
