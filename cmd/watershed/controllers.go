@@ -76,54 +76,9 @@ func (c *controllers) runner(l *layout) (lifecycle.Runner, error) {
 	if c.nodes < 0 {
 		return lifecycle.Runner{}, fmt.Errorf("--fake-nodes %d: want at least 0", c.nodes)
 	}
-	ports, err := freePorts(1)
+	all, err := c.programs(l)
 	if err != nil {
 		return lifecycle.Runner{}, err
-	}
-	stages, err := c.find("kwok-stages.yaml")
-	if err != nil {
-		return lifecycle.Runner{}, err
-	}
-	admin, kwok := l.pki.AdminKubeconfig(), "127.0.0.1:"+strconv.Itoa(ports[0])
-	manager, err := l.pki.Issue(certgen.Component{Name: "controller-manager", User: "system:kube-controller-manager"})
-	if err != nil {
-		return lifecycle.Runner{}, err
-	}
-	scheduler, err := l.pki.Issue(certgen.Component{Name: "scheduler", User: "system:kube-scheduler"})
-	if err != nil {
-		return lifecycle.Runner{}, err
-	}
-	// --kubelet-certificate-authority requires a serving certificate of the node
-	serving, key, _, err := l.pki.CA.Leaf(pki.Leaf{
-		Name:       "kwok",
-		CommonName: "kwok",
-		SANs:       []string{"127.0.0.1"},
-		Usage:      pki.Server,
-	})
-	if err != nil {
-		return lifecycle.Runner{}, err
-	}
-	var all []*child
-	for _, spec := range []struct {
-		program string
-		args    []string
-	}{
-		{"kube-controller-manager", []string{"--kubeconfig", manager, "--controllers", "*",
-			"--use-service-account-credentials", "--leader-elect=false", "--secure-port=0",
-			"--service-account-private-key-file", l.pki.File("sa.key"), "--root-ca-file", l.pki.File("ca.crt"),
-			"--cluster-signing-cert-file", l.pki.File("ca.crt"), "--cluster-signing-key-file", l.pki.File("ca.key")}},
-		{"kube-scheduler", []string{"--kubeconfig", scheduler, "--leader-elect=false", "--secure-port=0"}},
-		{"kwok", []string{"--kubeconfig", admin, "--config", stages, "--manage-all-nodes=false", "--manage-nodes-with-annotation-selector",
-			fakeNode + "=fake", "--node-ip", "127.0.0.1", "--node-port", strconv.Itoa(ports[0]), "--cidr", "10.244.0.0/16",
-			"--tls-cert-file", serving, "--tls-private-key-file", key,
-			"--server-address", kwok, "--node-lease-duration-seconds", "40"}},
-	} {
-		path, err := c.find(spec.program)
-		if err != nil {
-			return lifecycle.Runner{}, err
-		}
-		all = append(all, &child{name: spec.program, dir: l.dir, program: path, args: spec.args, logs: l.logs,
-			stopTimeout: lifecycle.StopTimeout})
 	}
 	ready := lifecycle.NotReady("controllers")
 	return lifecycle.Runner{Name: "controllers", Ready: ready, Run: func(ctx context.Context) error {
@@ -137,7 +92,7 @@ func (c *controllers) runner(l *layout) (lifecycle.Runner, error) {
 				p.stop()
 			}
 		}()
-		for c.makeNodes(ctx, admin) != nil && ctx.Err() == nil {
+		for c.makeNodes(ctx, l.pki.AdminKubeconfig()) != nil && ctx.Err() == nil {
 			select {
 			case <-ctx.Done():
 			case <-time.After(time.Second):
@@ -147,6 +102,59 @@ func (c *controllers) runner(l *layout) (lifecycle.Runner, error) {
 		<-ctx.Done()
 		return nil
 	}}, nil
+}
+
+// programs returns the controllers with their flags, and issues the certificates that they use.
+func (c *controllers) programs(l *layout) (all []*child, err error) {
+	ports, err := freePorts(1)
+	if err != nil {
+		return nil, err
+	}
+	stages, err := c.find("kwok-stages.yaml")
+	if err != nil {
+		return nil, err
+	}
+	port := strconv.Itoa(ports[0])
+	manager, err := l.pki.Issue(certgen.Component{Name: "controller-manager", User: "system:kube-controller-manager"})
+	if err != nil {
+		return nil, err
+	}
+	scheduler, err := l.pki.Issue(certgen.Component{Name: "scheduler", User: "system:kube-scheduler"})
+	if err != nil {
+		return nil, err
+	}
+	// --kubelet-certificate-authority requires a serving certificate of the node
+	serving, key, _, err := l.pki.CA.Leaf(pki.Leaf{
+		Name:       "kwok",
+		CommonName: "kwok",
+		SANs:       []string{"127.0.0.1"},
+		Usage:      pki.Server,
+	})
+	if err != nil {
+		return nil, err
+	}
+	for _, spec := range []struct {
+		program string
+		args    []string
+	}{
+		{"kube-controller-manager", []string{"--kubeconfig", manager, "--controllers", "*",
+			"--use-service-account-credentials", "--leader-elect=false", "--secure-port=0",
+			"--service-account-private-key-file", l.pki.File("sa.key"), "--root-ca-file", l.pki.File("ca.crt"),
+			"--cluster-signing-cert-file", l.pki.File("ca.crt"), "--cluster-signing-key-file", l.pki.File("ca.key")}},
+		{"kube-scheduler", []string{"--kubeconfig", scheduler, "--leader-elect=false", "--secure-port=0"}},
+		{"kwok", []string{"--kubeconfig", l.pki.AdminKubeconfig(), "--config", stages,
+			"--manage-all-nodes=false", "--manage-nodes-with-annotation-selector", fakeNode + "=fake",
+			"--node-ip", "127.0.0.1", "--node-port", port, "--cidr", "10.244.0.0/16",
+			"--tls-cert-file", serving, "--tls-private-key-file", key,
+			"--server-address", "127.0.0.1:" + port, "--node-lease-duration-seconds", "40"}},
+	} {
+		path, err := c.find(spec.program)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, &child{name: spec.program, dir: l.dir, program: path, args: spec.args, logs: l.logs, stopTimeout: lifecycle.StopTimeout})
+	}
+	return all, nil
 }
 
 // fakeNode is the annotation of the nodes that kwok simulates.
