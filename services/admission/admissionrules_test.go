@@ -2,21 +2,14 @@ package admission
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"maps"
-	"os"
-	"os/exec"
-	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/apiserver/pkg/admission/initializer"
 	"k8s.io/apiserver/pkg/admission/plugin/namespace/lifecycle"
@@ -43,144 +36,6 @@ import (
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
-
-// served is a resource or subresource that upstream serves, and the operations that admission may review.
-type served struct {
-	resource    schema.GroupVersionResource
-	subresource string
-	kind        schema.GroupVersionKind
-	namespaced  bool
-	ops         []admission.Operation
-}
-
-func (s served) String() string {
-	name := s.resource.Resource
-	if s.subresource != "" {
-		name += "/" + s.subresource
-	}
-	if s.resource.Group != "" {
-		name = s.resource.Group + " " + name
-	}
-	return name
-}
-
-// connects are the subresources that are connections for every verb.
-var connects = []string{"attach", "exec", "portforward", "proxy"}
-
-// everyResource returns the resources that kube-apiserver serves in every version, including alpha and beta. It reads
-// the discovery documents that upstream's own tests check. It adds custom resources, which no document lists.
-func everyResource(t *testing.T) (all []served) {
-	t.Helper()
-	dir, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "k8s.io/kubernetes").Output()
-	if err != nil {
-		t.Fatal(err)
-	}
-	// the document of a version, not of a group
-	files, err := filepath.Glob(filepath.Join(strings.TrimSpace(string(dir)), "api/discovery/api*__v*.json"))
-	if err != nil || len(files) < 20 {
-		t.Fatal(files, err)
-	}
-	for _, f := range files {
-		data, err := os.ReadFile(f)
-		if err != nil {
-			t.Fatal(err)
-		}
-		var list metav1.APIResourceList
-		if err := json.Unmarshal(data, &list); err != nil {
-			t.Fatal(f, err)
-		}
-		gv, err := schema.ParseGroupVersion(list.GroupVersion)
-		if err != nil {
-			t.Fatal(f, err)
-		}
-		for _, r := range list.APIResources {
-			s := served{namespaced: r.Namespaced, kind: gv.WithKind(r.Kind)}
-			if r.Version != "" {
-				s.kind = schema.GroupVersionKind{Group: r.Group, Version: r.Version, Kind: r.Kind}
-			}
-			name, sub, _ := strings.Cut(r.Name, "/")
-			s.resource, s.subresource, s.ops = gv.WithResource(name), sub, opsOf(sub, r.Verbs)
-			all = append(all, s)
-		}
-	}
-	custom := schema.GroupVersion{Group: "example.com", Version: "v1"}
-	verbs := []string{"create", "update", "delete"}
-	for name, namespaced := range map[string]bool{"widgets": true, "globals": false} {
-		for sub, verbs := range map[string][]string{"": verbs, "status": {"update"}, "scale": {"update"}} {
-			all = append(all, served{
-				resource:    custom.WithResource(name),
-				subresource: sub,
-				kind:        custom.WithKind("Custom"),
-				namespaced:  namespaced,
-				ops:         opsOf(sub, verbs),
-			})
-		}
-	}
-	return all
-}
-
-func opsOf(sub string, verbs []string) []admission.Operation {
-	if slices.Contains(connects, sub) {
-		return []admission.Operation{admission.Connect}
-	}
-	set := map[admission.Operation]bool{}
-	for _, v := range verbs {
-		switch v {
-		case "create":
-			set[admission.Create] = true
-		case "update", "patch": // an update may create, and is then admitted as a creation
-			set[admission.Update], set[admission.Create] = true, true
-		case "delete", "deletecollection":
-			set[admission.Delete] = true
-		}
-	}
-	return slices.Sorted(maps.Keys(set))
-}
-
-// spy records the attributes that a plugin reads, beside resource, subresource, kind, namespace and operation. A plugin
-// that reads nothing else, changes nothing and rejects nothing cannot have acted on the object. It can only have acted
-// on the state of the cluster, and the fixtures vary that.
-type spy struct {
-	admission.Attributes
-	mu    sync.Mutex
-	reads map[string]bool
-}
-
-func (s *spy) read(field string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.reads[field] = true
-}
-
-func (s *spy) GetName() string { s.read("name"); return s.Attributes.GetName() }
-
-func (s *spy) GetObject() runtime.Object { s.read("object"); return s.Attributes.GetObject() }
-
-func (s *spy) GetOldObject() runtime.Object { s.read("old"); return s.Attributes.GetOldObject() }
-
-func (s *spy) GetOperationOptions() runtime.Object {
-	s.read("options")
-	return s.Attributes.GetOperationOptions()
-}
-
-func (s *spy) IsDryRun() bool { s.read("dryRun"); return s.Attributes.IsDryRun() }
-
-func (s *spy) GetUserInfo() user.Info { s.read("user"); return s.Attributes.GetUserInfo() }
-
-func (s *spy) AddAnnotation(k, v string) error {
-	s.read("annotation")
-	return s.Attributes.AddAnnotation(k, v)
-}
-
-func (s *spy) AddAnnotationWithLevel(k, v string, l auditinternal.Level) error {
-	s.read("annotation")
-	return s.Attributes.AddAnnotationWithLevel(k, v, l)
-}
-
-func (s *spy) GetReinvocationContext() admission.ReinvocationContext {
-	s.read("reinvocation")
-	return s.Attributes.GetReinvocationContext()
-}
 
 // expectedReads are the attributes that a plugin reads of every request before it decides whether to handle it. The
 // tests cover a node and another user. The generic plugins act by configuration, which compute adds.
@@ -268,20 +123,6 @@ func plugins(t *testing.T, c cluster) map[string]admission.Interface {
 		}
 	}
 	return out
-}
-
-// objectOf returns an empty object as the plugins receive it: of the internal version, or of a kind that is in no
-// scheme.
-func objectOf(k schema.GroupVersionKind) (runtime.Object, admission.ObjectInterfaces) {
-	for _, entry := range schemes {
-		for _, v := range []string{runtime.APIVersionInternal, k.Version} {
-			if o, err := entry.scheme.New(k.GroupKind().WithVersion(v)); err == nil {
-				return o, admission.NewObjectInterfacesFromScheme(entry.scheme)
-			}
-		}
-	}
-	return &unstructured.Unstructured{Object: map[string]any{}},
-		admission.NewObjectInterfacesFromScheme(schemes[0].scheme)
 }
 
 const (

@@ -4,6 +4,8 @@ import (
 	"context"
 	"sync"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"google.golang.org/grpc"
 	"k8s.io/apiserver/pkg/authentication/user"
@@ -73,28 +75,6 @@ func TestDecisionsAreCachedUntilPolicyChanges(t *testing.T) {
 	p.response.Replica = "a"
 	expectCalls(8, "the stream is broken")
 	expectCalls(9, "so nothing is cached")
-}
-
-func TestCacheKeysAreDistinct(t *testing.T) {
-	seen := map[digest]authorizer.Attributes{}
-	for _, r := range []authorizer.Attributes{podAttributes("bob", "get"), podAttributes("bob", "list"),
-		podAttributes("bo", "bget"), podAttributes("", "bobget"),
-		authorizer.AttributesRecord{
-			User:            &user.DefaultInfo{Name: "bob", Groups: []string{"get"}},
-			ResourceRequest: true,
-			Resource:        "pods",
-		},
-		authorizer.AttributesRecord{User: &user.DefaultInfo{Name: "bob"}, Verb: "get", Path: "/x"}} {
-		keys, cacheable := newCacheKeys(r)
-		k := keys.exact
-		if !cacheable {
-			t.Errorf("%v is not cacheable", r)
-		}
-		if other, ok := seen[k]; ok {
-			t.Errorf("%v and %v have the same key", r, other)
-		}
-		seen[k] = r
-	}
 }
 
 // A decision that covers many objects is requested once for all of them, but not for objects that it does not cover.
@@ -212,4 +192,112 @@ func BenchmarkCachedDecision(b *testing.B) {
 			b.Fatal(err)
 		}
 	}
+}
+
+// A decision without a policy revision is cached for its TTL. Without a TTL it is not cached (S3).
+func TestDecisionExpiresWithItsTTL(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := &fakeAuthz{response: &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Replica: "a"}}
+		a := &Authorizer{Client: p}
+		a.observe(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
+		callsFor := func(attrs authorizer.Attributes) int {
+			before := p.calls
+			_, _, _ = a.Authorize(t.Context(), attrs)
+			return p.calls - before
+		}
+		callsFor(podAttributes("webhook", "get"))
+		if callsFor(podAttributes("webhook", "get")) != 1 {
+			t.Error("a decision without a policy revision is cached")
+		}
+		p.response.CacheMilliseconds = 1000
+		callsFor(podAttributes("timed", "get"))
+		if callsFor(podAttributes("timed", "get")) != 0 {
+			t.Error("a decision with a TTL of a second is not cached")
+		}
+		time.Sleep(2 * time.Second)
+		if callsFor(podAttributes("timed", "get")) != 1 {
+			t.Error("a decision with a TTL of a second is cached for longer")
+		}
+		p.response.CacheMilliseconds, p.response.PolicyRevision = 0, 5
+		a.observe(&authzv1.PolicyRevision{Revision: 5, Replica: "a", Heartbeat: true}, false)
+		anonymous := authorizer.AttributesRecord{
+			User: &user.DefaultInfo{Name: user.Anonymous, Groups: []string{user.AllUnauthenticated}},
+			Verb: "get",
+			Path: "/x",
+		}
+		callsFor(anonymous)
+		if callsFor(anonymous) != 1 {
+			t.Error("an anonymous user's decision is cached")
+		}
+		p.response.EvaluationError = "the webhook does not answer"
+		callsFor(podAttributes("erring", "get"))
+		if callsFor(podAttributes("erring", "get")) != 1 {
+			t.Error("a decision is cached though an authorizer failed")
+		}
+	})
+}
+
+// Reauthorize retries while authz gives no valid decision, and ends the watch after a timeout (S11).
+func TestReauthorizationTimeoutEndsWatch(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := &fakeAuthz{response: &authzv1.AuthorizeResponse{
+			Decision:       authzv1.Decision_DECISION_ALLOW,
+			PolicyRevision: 5,
+			Replica:        "another",
+		}}
+		a := &Authorizer{Client: p}
+		a.observe(&authzv1.PolicyRevision{Revision: 6, Replica: "a"}, true)
+		began := time.Now()
+		if a.Reauthorize(t.Context(), podAttributes("bob", "watch")) {
+			t.Error("it goes on")
+		}
+		took := time.Since(began)
+		synctest.Wait() // for the last call, which has no waiter left
+		if took < reauthorizeTimeout || took > reauthorizeTimeout+time.Second || p.calls < 5 {
+			t.Errorf("after %v and %d calls", took, p.calls)
+		}
+		go func() {
+			time.Sleep(time.Second)
+			a.observe(&authzv1.PolicyRevision{Revision: 6, Replica: "a", Heartbeat: true}, false)
+			p.set(
+				&authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, PolicyRevision: 6, Replica: "a"},
+			)
+		}()
+		if !a.Reauthorize(t.Context(), podAttributes("bob", "watch")) {
+			t.Error("it ends though it is allowed")
+		}
+	})
+}
+
+// A transient decision is not cached. For an open watch it counts only if it comes from the replica with the newest
+// policy.
+func TestTransientDecisionIsNotCached(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := &fakeAuthz{response: &authzv1.AuthorizeResponse{
+			Decision:       authzv1.Decision_DECISION_ALLOW,
+			PolicyRevision: 5,
+			Replica:        "a",
+			Transient:      true,
+		}}
+		a := &Authorizer{Client: p}
+		a.observe(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
+		for want := 1; want < 3; want++ {
+			if _, _, err := a.Authorize(t.Context(), podAttributes("bob", "get")); err != nil || p.calls != want {
+				t.Errorf("%d calls: %v", p.calls, err)
+			}
+		}
+		if !a.Reauthorize(t.Context(), podAttributes("bob", "watch")) {
+			t.Error("it ends though it is allowed")
+		}
+		p.set(&authzv1.AuthorizeResponse{
+			Decision:       authzv1.Decision_DECISION_ALLOW,
+			PolicyRevision: 90,
+			Replica:        "b",
+			Transient:      true,
+		})
+		a.observe(&authzv1.PolicyRevision{Revision: 6, Replica: "a", MayRevoke: true}, false)
+		if a.Reauthorize(t.Context(), podAttributes("bob", "watch")) {
+			t.Error("a decision of a replica with an older policy counts")
+		}
+	})
 }
