@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"encoding/base64"
 	"fmt"
+	"io"
 	"log"
 	"net"
 	"net/http"
@@ -319,4 +320,47 @@ func (s *server) rest() *rest.Config {
 		QPS:           -1,
 		ContentConfig: rest.ContentConfig{ContentType: "application/vnd.kubernetes.protobuf"},
 	}
+}
+
+func (s *server) do(method, path, accept string, body []byte, want int) []byte {
+	return s.doBy(s.client, method, path, accept, body, want)
+}
+
+func (s *server) doBy(client *http.Client, method, path, accept string, body []byte, want int) []byte {
+	for try := 0; ; try++ {
+		req, err := http.NewRequest(method, s.url+path, bytes.NewReader(body))
+		check(err)
+		if accept != "" {
+			req.Header.Set("Accept", accept)
+		}
+		req.Header.Set("Content-Type", "application/json")
+		if method == http.MethodPatch {
+			req.Header.Set("Content-Type", "application/merge-patch+json")
+		}
+		req.Header.Set("User-Agent", "bench")
+		resp, err := client.Do(req)
+		check(err)
+		data, err := io.ReadAll(resp.Body)
+		resp.Body.Close()
+		check(err)
+		if resp.StatusCode == want {
+			return data
+		}
+		if try > 20 || resp.StatusCode != http.StatusForbidden && resp.StatusCode != http.StatusTooManyRequests {
+			log.Fatalf("%s %s %s: %s: %.300s", s.name, method, path, resp.Status, data)
+		}
+		time.Sleep(200 * time.Millisecond)
+	}
+}
+
+// status sends a request and returns the status code.
+func (s *server) status(method, path string) int {
+	req, err := http.NewRequest(method, s.url+path, nil)
+	check(err)
+	resp, err := s.client.Do(req)
+	check(err)
+	defer resp.Body.Close()
+	_, err = io.Copy(io.Discard, resp.Body)
+	check(err)
+	return resp.StatusCode
 }

@@ -75,77 +75,6 @@ type Server struct {
 	process   *Process
 }
 
-// Process is a child process with its own process group.
-type Process struct {
-	t    testing.TB
-	Cmd  *exec.Cmd
-	Log  string
-	done chan struct{}
-	err  error
-}
-
-// Start runs a program until the test ends. Its output goes to dir/name.log; a failed test prints the end of that file.
-func Start(t testing.TB, dir, name, program string, args ...string) *Process {
-	t.Helper()
-	log := filepath.Join(dir, name+".log")
-	f, err := os.OpenFile(log, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.Command(program, args...)
-	cmd.Stdout, cmd.Stderr, cmd.Dir = f, f, dir
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	f.Close()
-	p := &Process{t: t, Cmd: cmd, Log: log, done: make(chan struct{})}
-	go func() {
-		p.err = cmd.Wait()
-		close(p.done)
-	}()
-	t.Cleanup(func() {
-		p.Stop()
-		if t.Failed() {
-			t.Logf("the end of %s:\n%s", log, tail(log, 3000))
-		}
-	})
-	return p
-}
-
-// Stop sends SIGTERM and waits for the process to end. It kills the process after 20 s.
-func (p *Process) Stop() {
-	_ = p.Cmd.Process.Signal(syscall.SIGTERM)
-	select {
-	case <-p.done:
-	case <-time.After(20 * time.Second):
-		p.Kill()
-	}
-}
-
-// Wait waits for the process to exit and returns its error. After within it kills the process and fails the test.
-func (p *Process) Wait(within time.Duration) error {
-	select {
-	case <-p.done:
-		return p.err
-	case <-time.After(within):
-		p.Kill()
-		p.t.Errorf("%s did not exit within %v", p.Cmd.Path, within)
-		return nil
-	}
-}
-
-// Kill ends the process group with SIGKILL.
-func (p *Process) Kill() {
-	_ = syscall.Kill(-p.Cmd.Process.Pid, syscall.SIGKILL)
-	<-p.done
-}
-
-func tail(path string, n int) string {
-	b, _ := os.ReadFile(path)
-	return string(b[max(0, len(b)-n):])
-}
-
 // Up starts `watershed up` in dir ("" for a new directory) with more flags.
 func Up(t testing.TB, dir string, flags ...string) *Server { return start(t, "up", dir, flags) }
 
@@ -279,23 +208,6 @@ func (s *Server) Apply(manifest string, flags ...string) string {
 	return out
 }
 
-// Managers runs kube-controller-manager, with more flags, and kube-scheduler, without nodes. It returns the directory
-// of their logs.
-func (s *Server) Managers(flags ...string) string {
-	s.t.Helper()
-	dir := TempDir(s.t)
-	Start(s.t, dir, "kube-controller-manager", Peer("kube-controller-manager"), append([]string{
-		"--kubeconfig", s.Identity("system:kube-controller-manager"),
-		"--service-account-private-key-file", s.SAKey,
-		"--use-service-account-credentials", "--root-ca-file", s.CA + ".crt",
-		"--cluster-signing-cert-file", s.CA + ".crt", "--cluster-signing-key-file", s.CA + ".key",
-		"--leader-elect=false", "--secure-port", "0", "--controllers", "*"}, flags...)...)
-	Start(s.t, dir, "kube-scheduler", Peer("kube-scheduler"),
-		"--kubeconfig", s.Identity("system:kube-scheduler"),
-		"--leader-elect=false", "--secure-port", "0")
-	return dir
-}
-
 // Identity returns the path of a kubeconfig for a user in groups. Its client certificate is signed by the cluster's CA.
 func (s *Server) Identity(user string, groups ...string) string {
 	s.t.Helper()
@@ -329,56 +241,6 @@ func (s *Server) leaf(l pki.Leaf) (cert, key string) {
 		s.t.Fatal(err)
 	}
 	return cert, key
-}
-
-// Controllers runs kube-controller-manager, kube-scheduler and kwok with three nodes.
-func (s *Server) Controllers() {
-	s.t.Helper()
-	dir := s.Managers()
-	port := fmt.Sprint(FreePort(s.t))
-	cert, key := s.ServingCertificate("kwok", "127.0.0.1")
-	Start(s.t, dir, "kwok", Peer("kwok"), "--kubeconfig", s.Kubeconfig, "--manage-all-nodes=true", "--node-ip",
-		"127.0.0.1", "--node-port", port, "--cidr", "10.244.0.0/16",
-		"--server-address", "127.0.0.1:"+port, "--tls-cert-file", cert, "--tls-private-key-file", key, "--config", stages(s.t, dir), "--node-lease-duration-seconds", "40")
-	var nodes strings.Builder
-	for i := range 3 {
-		fmt.Fprintf(&nodes, `---
-apiVersion: v1
-kind: Node
-metadata: {name: kwok-%d, labels: {kubernetes.io/hostname: kwok-%d, kubernetes.io/os: linux, kubernetes.io/arch: amd64}, annotations: {kwok.x-k8s.io/node: fake}}
-status: {allocatable: {cpu: 32, memory: 256Gi, pods: 110}, capacity: {cpu: 32, memory: 256Gi, pods: 110}}
-`, i, i)
-	}
-	s.Apply(nodes.String())
-}
-
-// stages writes kwok's default stages into one file: nodes become Ready, pods run or complete.
-func stages(t testing.TB, dir string) string {
-	out, err := exec.Command("go", "list", "-C", filepath.Join(Root(), "test"), "-m", "-f",
-		"{{.Dir}}", "sigs.k8s.io/kwok").Output()
-	if err != nil {
-		t.Fatalf("find kwok's module: %v", err)
-	}
-	var all bytes.Buffer
-	for _, s := range []string{"node/fast", "node/heartbeat-with-lease", "pod/fast"} {
-		files, _ := filepath.Glob(filepath.Join(strings.TrimSpace(string(out)), "kustomize", "stage", s, "*.yaml"))
-		for _, f := range files {
-			if filepath.Base(f) == "kustomization.yaml" {
-				continue
-			}
-			b, err := os.ReadFile(f)
-			if err != nil {
-				t.Fatal(err)
-			}
-			all.Write(b)
-			all.WriteString("\n---\n")
-		}
-	}
-	path := filepath.Join(dir, "stages.yaml")
-	if err := os.WriteFile(path, all.Bytes(), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	return path
 }
 
 // Eventually polls f until it returns nil. After within it fails the test with f's last error.

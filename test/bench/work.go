@@ -1,0 +1,169 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// piece is a piece of work. do runs it and returns values by row.
+type piece struct {
+	name string
+	do   func(*server) map[string]float64
+}
+
+// work is the list of work. The servers alternate within each piece.
+var work = []piece{
+	{"LIST pods, JSON", func(s *server) map[string]float64 {
+		return s.lists("LIST pods, JSON (CPU ms/MB)", "application/json", 0)
+	}},
+	{"LIST pods, protobuf", func(s *server) map[string]float64 {
+		return s.lists("LIST pods, protobuf (CPU ms/MB)", "application/vnd.kubernetes.protobuf", 0)
+	}},
+	{"LIST pods, Table", func(s *server) map[string]float64 {
+		return s.lists("LIST pods, Table (CPU ms/MB)", "application/json;as=Table;v=v1;g=meta.k8s.io", 0)
+	}},
+	{"LIST pods, gzip", (*server).compressedLists},
+	{"LIST pages of 500, JSON", func(s *server) map[string]float64 {
+		return s.lists("LIST pages of 500, JSON (CPU ms/MB)", "application/json", 500)
+	}},
+	{"GET a pod", getPods},
+	{"GET a pod again", getPodsAgain},
+	{"update a Lease", updateLeases},
+	{"create a ConfigMap", createConfigMaps},
+	{"create a pod", createPods},
+	{"create by a token's user", admitted},
+	{"a consistent LIST of one small object", smallList},
+	{"deliver to 1000", func(s *server) map[string]float64 { return deliver(s, 1000, 40, 200) }},
+	{"deliver to 5000", func(s *server) map[string]float64 { return deliver(s, 5000, 10, 50) }},
+	{"herd", herd},
+	{"definitions", definitions},
+	{"a relist storm", storm},
+	{"a loud tenant", tenant},
+}
+
+// podsRead is the number of pods that a row reads.
+const podsRead = 2000
+
+// getPods reads pods that no request has read before. After the last pod it starts again.
+func getPods(s *server) map[string]float64 {
+	s.firstRead = s.read
+	s.read += podsRead
+	return s.each("GET a pod, JSON (CPU ms)", podsRead, s.readPod)
+}
+
+// getPodsAgain reads the pods of the previous read again.
+func getPodsAgain(s *server) map[string]float64 {
+	if s.read == 0 {
+		getPods(s)
+	}
+	return s.each("GET a pod that was read before, JSON (CPU ms)", podsRead, s.readPod)
+}
+
+func (s *server) readPod(i int) {
+	s.do("GET", fmt.Sprintf("/api/v1/namespaces/bench/pods/p%d", (s.firstRead+i)%*pods), "", nil, 200)
+}
+
+// each makes n calls, 16 in flight, and returns CPU milliseconds per call.
+func (s *server) each(row string, n int, f func(i int)) map[string]float64 {
+	before := s.cpu()
+	var next atomic.Int64
+	var wg sync.WaitGroup
+	for range 16 {
+		wg.Go(func() {
+			for i := int(next.Add(1)) - 1; i < n; i = int(next.Add(1)) - 1 {
+				f(i)
+			}
+		})
+	}
+	wg.Wait()
+	return map[string]float64{row: (s.cpu() - before) * 1000 / float64(n)}
+}
+
+var serial atomic.Int64
+
+func updateLeases(s *server) map[string]float64 {
+	const path = "/apis/coordination.k8s.io/v1/namespaces/bench/leases"
+	type held struct {
+		sync.Mutex
+		version string
+	}
+	leases := make([]held, 16)
+	version := func(body []byte) string {
+		var o struct {
+			Metadata struct{ ResourceVersion string }
+		}
+		check(json.Unmarshal(body, &o))
+		return o.Metadata.ResourceVersion
+	}
+	for i := range leases {
+		leases[i].version = version(s.do("GET", fmt.Sprintf("%s/l%d", path, i), "", nil, 200))
+	}
+	return s.each("update a Lease (CPU ms)", 2000, func(i int) {
+		l := &leases[i%16]
+		l.Lock()
+		defer l.Unlock()
+		l.version = version(s.do("PUT", fmt.Sprintf("%s/l%d", path, i%16), "", []byte(fmt.Sprintf(
+			`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":"l%d","resourceVersion":%q},"spec":{"holderIdentity":"h","leaseDurationSeconds":40,"renewTime":"2026-01-01T00:00:00.%06dZ"}}`,
+			i%16, l.version, serial.Add(1)%1000000)), 200))
+	})
+}
+
+func createConfigMaps(s *server) map[string]float64 {
+	return s.each("create a ConfigMap of 512 B (CPU ms)", 1000, func(int) {
+		s.do("POST", "/api/v1/namespaces/bench/configmaps", "",
+			[]byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"c%d"},"data":{"k":%q}}`,
+				serial.Add(1), strings.Repeat("x", 512))), 201)
+	})
+}
+
+func createPods(s *server) map[string]float64 {
+	return s.each("create a pod of 7.6 KB (CPU ms)", 500, func(int) {
+		s.do("POST", "/api/v1/namespaces/more/pods", "", pod(fmt.Sprintf("m%d", serial.Add(1))), 201)
+	})
+}
+
+func smallList(s *server) map[string]float64 {
+	var all []time.Duration
+	for range 100 {
+		at := time.Now()
+		s.do("GET", "/api/v1/namespaces/small/configmaps", "", nil, 200)
+		all = append(all, time.Since(at))
+	}
+	slices.Sort(all)
+	return map[string]float64{"a consistent LIST of one small object, idle: p50 (ms)": ms(all[50])}
+}
+
+func prepare(s *server) {
+	for _, ns := range []string{"bench", "more", "events", "small"} {
+		s.do("POST", "/api/v1/namespaces", "",
+			[]byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"Namespace","metadata":{"name":%q}}`, ns)), 201)
+		s.do("POST", "/api/v1/namespaces/"+ns+"/serviceaccounts", "",
+			[]byte(`{"apiVersion":"v1","kind":"ServiceAccount","metadata":{"name":"default"}}`), 201)
+	}
+	s.do("POST", "/api/v1/namespaces/small/configmaps", "",
+		[]byte(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"one"}}`), 201)
+	for i := range 16 {
+		s.do("POST", "/apis/coordination.k8s.io/v1/namespaces/bench/leases", "",
+			[]byte(fmt.Sprintf(`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":"l%d"}}`, i)),
+			201)
+	}
+	time.Sleep(time.Second) // admission's informers receive the service accounts
+	s.each("", *pods, func(i int) {
+		s.do("POST", "/api/v1/namespaces/bench/pods", "", pod(fmt.Sprintf("p%d", i)), 201)
+	})
+}
+
+// pod returns a pod of about 7.6 KB as JSON. Most of it is the container spec.
+func pod(name string) []byte {
+	var env []string
+	for i := range 40 {
+		env = append(env, fmt.Sprintf(`{"name":"VARIABLE_%d","value":"a value of some length for variable %d"}`, i, i))
+	}
+	return []byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"Pod","metadata":{"name":%q,"labels":{"app":"bench","tier":"web"},"annotations":{"note":%q}},
+"spec":{"containers":[{"name":"c","image":"registry.example/app:1.2.3","env":[%s],"resources":{"requests":{"cpu":"10m","memory":"16Mi"}}}]}}`, name, strings.Repeat("n", 800), strings.Join(env, ",")))
+}

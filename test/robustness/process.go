@@ -1,0 +1,114 @@
+package main
+
+import (
+	"log"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// process is a process of the cluster. It restarts whenever it ends.
+//
+//	running → (fault, or an unexpected end) → down for p.down → lost data removed → running
+type process struct {
+	name, command, config string
+	// data is the process's --data-dir. Empty: it has none.
+	data    string
+	cluster *cluster
+
+	mu      sync.Mutex
+	cmd     *exec.Cmd
+	done    chan struct{}
+	stopped bool
+	// down is the delay before the next restart.
+	down           time.Duration
+	endExpected    bool
+	unexpectedEnds int
+	// lost is a path to remove before the next restart.
+	lost string
+}
+
+// start runs the process, and restarts it whenever it ends.
+func (p *process) start() {
+	p.done = make(chan struct{})
+	go func() {
+		defer close(p.done)
+		for {
+			err := p.once()
+			p.mu.Lock()
+			if p.stopped {
+				p.mu.Unlock()
+				return
+			}
+			if !p.endExpected {
+				p.unexpectedEnds++
+				log.Printf("%s ended by itself: %v", p.name, err)
+			}
+			p.endExpected = false
+			down := max(p.down, 50*time.Millisecond)
+			p.mu.Unlock()
+			time.Sleep(down)
+		}
+	}()
+}
+
+func (p *process) once() error {
+	out, err := os.OpenFile(filepath.Join(p.cluster.dir, p.name+".log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
+	if err != nil {
+		return err
+	}
+	defer out.Close()
+	p.mu.Lock()
+	lost := p.lost
+	p.lost = ""
+	p.mu.Unlock()
+	if lost != "" {
+		if err := os.RemoveAll(lost); err != nil {
+			return err
+		}
+	}
+	cmd := exec.Command(p.cluster.watershed, p.command, "--config", p.config)
+	cmd.Stdout, cmd.Stderr = out, out
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	p.mu.Lock()
+	if p.stopped {
+		p.mu.Unlock()
+		return nil
+	}
+	err = cmd.Start()
+	p.cmd = cmd
+	p.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	return cmd.Wait()
+}
+
+func (p *process) signal(s syscall.Signal) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.cmd != nil && p.cmd.Process != nil {
+		_ = p.cmd.Process.Signal(s)
+	}
+}
+
+func (p *process) kill(down time.Duration) {
+	p.mu.Lock()
+	p.endExpected, p.down = true, down
+	p.mu.Unlock()
+	p.signal(syscall.SIGKILL)
+}
+
+func (p *process) stop() {
+	p.mu.Lock()
+	p.stopped = true
+	p.mu.Unlock()
+	p.signal(syscall.SIGCONT)
+	p.signal(syscall.SIGKILL)
+	if p.done != nil {
+		<-p.done
+	}
+}
