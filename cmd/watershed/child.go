@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -11,6 +12,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 // child is a child process. It starts again until it is stopped or refused:
@@ -28,7 +31,7 @@ type child struct {
 	logs    logFiles
 	// set, config and debug are for split: the set of services, the configuration file, and the debug address.
 	set, config, debug string
-	// stopTimeout is how long the process may take to stop.
+	// stopTimeout is how long the process may take to stop; 0: lifecycle.StopTimeout.
 	stopTimeout time.Duration
 	// onRefused, if set, is called if the process ended twice in a row with the same error. If it returns true, the
 	// process is not started again.
@@ -144,7 +147,7 @@ func (p *child) stop() {
 	p.mu.Unlock()
 	select {
 	case <-p.done:
-	case <-time.After(p.stopTimeout):
+	case <-time.After(cmp.Or(p.stopTimeout, lifecycle.StopTimeout)):
 		p.mu.Lock()
 		_ = p.cmd.Process.Kill()
 		p.mu.Unlock()

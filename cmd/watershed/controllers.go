@@ -152,7 +152,7 @@ func (c *controllers) programs(l *layout) (all []*child, err error) {
 		if err != nil {
 			return nil, err
 		}
-		all = append(all, &child{name: spec.program, dir: l.dir, program: path, args: spec.args, logs: l.logs, stopTimeout: lifecycle.StopTimeout})
+		all = append(all, &child{name: spec.program, dir: l.dir, program: path, args: spec.args, logs: l.logs})
 	}
 	return all, nil
 }

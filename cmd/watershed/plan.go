@@ -13,7 +13,6 @@ import (
 	"github.com/spf13/pflag"
 
 	"watershed.dev/platform/config"
-	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
@@ -109,13 +108,12 @@ func (s *splitRun) planProcess(set string, n int, command, debug string, setting
 		return nil, err
 	}
 	p := &child{
-		set:         set,
-		name:        fmt.Sprintf("%s-%d", set, n),
-		dir:         s.dir,
-		program:     self,
-		logs:        s.logs,
-		debug:       debug,
-		stopTimeout: lifecycle.StopTimeout,
+		set:     set,
+		name:    fmt.Sprintf("%s-%d", set, n),
+		dir:     s.dir,
+		program: self,
+		logs:    s.logs,
+		debug:   debug,
 	}
 	p.config = filepath.Join(s.dir, "config", p.name+".yaml")
 	p.args = []string{command, "--config", p.config}

@@ -55,7 +55,7 @@ func TestRefusedProcessesAreNotRestarted(t *testing.T) {
 			runs := filepath.Join(dir, "runs")
 			errs := make(chan error, 10)
 			p := &child{
-				name: "x-0", dir: dir, program: "/bin/sh", stopTimeout: time.Minute,
+				name: "x-0", dir: dir, program: "/bin/sh",
 				args:      []string{"-c", "echo >> " + runs + "; " + c.script},
 				onRefused: func(why error) bool { errs <- why; return true },
 			}
