@@ -9,9 +9,9 @@ import (
 	"strings"
 	"testing"
 
+	"watershed.dev/platform/watchcache/cache"
+	"watershed.dev/platform/watchcache/watch"
 	"watershed.dev/services/watchfanout"
-	"watershed.dev/services/watchfanout/cache"
-	"watershed.dev/services/watchfanout/watch"
 )
 
 // showTier lists replicas and resources. It names a replica that does not respond.

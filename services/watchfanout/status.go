@@ -12,9 +12,9 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"watershed.dev/platform/watchcache/cache"
+	"watershed.dev/platform/watchcache/watch"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
-	"watershed.dev/services/watchfanout/cache"
-	"watershed.dev/services/watchfanout/watch"
 )
 
 // Status is the state of one replica, for its status page.

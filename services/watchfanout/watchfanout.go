@@ -15,13 +15,13 @@ import (
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchcache/cache"
+	"watershed.dev/platform/watchcache/conversion"
+	"watershed.dev/platform/watchcache/list"
+	"watershed.dev/platform/watchcache/logreader"
+	"watershed.dev/platform/watchcache/watch"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
-	"watershed.dev/services/watchfanout/cache"
-	"watershed.dev/services/watchfanout/conversion"
-	"watershed.dev/services/watchfanout/list"
-	"watershed.dev/services/watchfanout/logreader"
-	"watershed.dev/services/watchfanout/watch"
 )
 
 // Config is the configuration of a replica.

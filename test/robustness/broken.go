@@ -21,25 +21,25 @@ type breakage struct {
 var mistakes = []breakage{
 	{
 		name:    "drop",
-		file:    "services/watchfanout/cache/cache.go",
+		file:    "platform/watchcache/cache/cache.go",
 		code:    "	c.pending = append(c.pending, e)\n",
 		instead: "	if e.StorageResource == \"configmaps\" && e.Revision%97 == 0 {\n		c.advance(e.Revision)\n		return\n	}\n	c.pending = append(c.pending, e)\n",
 	},
 	{
 		name:    "repeat",
-		file:    "services/watchfanout/watch/watch.go",
+		file:    "platform/watchcache/watch/watch.go",
 		code:    "		if err := out.addEvent(data, false, e.Traceparent); err != nil {\n",
 		instead: "		if e.Revision%97 == 0 {\n			_ = out.addEvent(data, false, \"\")\n		}\n		if err := out.addEvent(data, false, e.Traceparent); err != nil {\n",
 	},
 	{
 		name:    "reorder",
-		file:    "services/watchfanout/cache/ring.go",
+		file:    "platform/watchcache/cache/ring.go",
 		code:    "		trigger.Add(e)\n		trigger.changed.Notify()\n",
 		instead: "		trigger.Add(e)\n		if all := trigger.From(trigger.Base()); r.Name == \"configmaps\" && len(all) > 1 && e.Revision%97 == 0 {\n			all[len(all)-1], all[len(all)-2] = all[len(all)-2], all[len(all)-1]\n		}\n		trigger.changed.Notify()\n",
 	},
 	{
 		name:    "stale",
-		file:    "services/watchfanout/logreader/reader.go",
+		file:    "platform/watchcache/logreader/reader.go",
 		code:    "	return l.Wait(ctx, r)\n",
 		instead: "	return l.Wait(ctx, r-20)\n",
 	},

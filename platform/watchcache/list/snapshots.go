@@ -1,0 +1,83 @@
+package list
+
+import (
+	"cmp"
+	"slices"
+	"time"
+
+	"watershed.dev/platform/watchcache/cache"
+)
+
+// pageSnapshot is the snapshot from which the next pages of a list are read, at the first page's revision.
+type pageSnapshot struct {
+	storageResource, epoch string
+	snapshot               *cache.Snapshot
+	createdAt              time.Time
+}
+
+const (
+	maxSnapshots = 64
+	snapshotTTL  = 5 * time.Minute
+	// maxPinnedBytes bounds the bytes of replaced and deleted objects that cached snapshots keep alive, for all
+	// resources together. registry continues a list whose snapshot is gone.
+	maxPinnedBytes = 64 << 20
+)
+
+func (l *Server) putSnapshot(storageResource, epoch string, snapshot *cache.Snapshot) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	now := time.Now()
+	l.snapshots = slices.DeleteFunc(l.snapshots, func(k pageSnapshot) bool {
+		return now.Sub(k.createdAt) >= snapshotTTL ||
+			k.storageResource == storageResource && k.snapshot.Revision == snapshot.Revision
+	})
+	if len(l.snapshots) >= maxSnapshots {
+		l.snapshots = slices.Delete(l.snapshots, 0, 1)
+	}
+	l.snapshots = append(l.snapshots, pageSnapshot{storageResource, epoch, snapshot, now})
+	l.unpin()
+}
+
+// unpin drops the snapshots that pin most until all of them together pin at most maxPinnedBytes.
+func (l *Server) unpin() {
+	for len(l.snapshots) > 0 {
+		pinned := map[string]int64{}
+		total := int64(0)
+		for _, k := range l.snapshots { // a resource's oldest snapshot pins all that its newer ones pin
+			if p := k.snapshot.Pinned(); p > pinned[k.storageResource] {
+				total += p - pinned[k.storageResource]
+				pinned[k.storageResource] = p
+			}
+		}
+		if total <= maxPinnedBytes {
+			return
+		}
+		worst := slices.MaxFunc(l.snapshots, func(a, b pageSnapshot) int {
+			return cmp.Compare(a.snapshot.Pinned(), b.snapshot.Pinned())
+		})
+		l.snapshots = slices.DeleteFunc(l.snapshots, func(k pageSnapshot) bool { return k.snapshot == worst.snapshot })
+	}
+}
+
+// Sweep drops expired snapshots and compressed runs without requests.
+func (l *Server) Sweep() {
+	l.runs.forget(runTTL)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.snapshots = slices.DeleteFunc(
+		l.snapshots,
+		func(k pageSnapshot) bool { return time.Since(k.createdAt) >= snapshotTTL },
+	)
+	l.unpin()
+}
+
+func (l *Server) cachedSnapshot(storageResource string, revision int64) (*cache.Snapshot, bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, k := range l.snapshots {
+		if k.storageResource == storageResource && k.snapshot.Revision == revision && k.epoch == l.cache.Epoch() {
+			return k.snapshot, true
+		}
+	}
+	return nil, false
+}

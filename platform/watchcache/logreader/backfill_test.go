@@ -1,0 +1,218 @@
+package logreader
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/nats-io/nats.go"
+
+	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/watchcache/cache"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+)
+
+// Watches that resume from about the same revision share a backfill. A read without users is canceled (F8).
+func TestBackfillsAreShared(t *testing.T) {
+	all := newBackfills()
+	b := &all
+	contexts := map[*Backfill]context.Context{}
+	begin := func(ctx context.Context, f *Backfill) { contexts[f] = ctx }
+	join := func(resource string, after int64) *Backfill { return b.join(resource, "h", after, false, begin) }
+	first := join("pods", 100)
+	if join("pods", 150) != first || join("nodes", 150) == first || join("pods", 50) == first {
+		t.Error("the wrong watches share")
+	}
+	if b.join("pods", "another epoch", 100, false, begin) == first {
+		t.Error("two epochs share")
+	}
+	if b.join("pods", "h", 120, true, begin) == first {
+		t.Error("an exact join returns a backfill that begins earlier")
+	}
+	b.leave(first)
+	if contexts[first].Err() != nil {
+		t.Error("the read is canceled although a watch waits")
+	}
+	b.leave(first)
+	if contexts[first].Err() == nil {
+		t.Error("the read continues although no watch waits")
+	}
+	if join("pods", 100) == first {
+		t.Error("join returns a dropped backfill")
+	}
+}
+
+// All backfills together are bounded, and further backfills wait (S20).
+func TestBackfillsAreBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		all := newBackfills()
+		b := &all
+		const quota = totalBackfillBytes / backfillBytes
+		var holding, failed atomic.Int32
+		read := func(ctx context.Context, f *Backfill) {
+			go func() {
+				if f.err = b.acquire(ctx, f); f.err == nil {
+					holding.Add(1)
+					<-b.readSlots
+				} else {
+					failed.Add(1)
+				}
+				b.finish(f)
+			}()
+		}
+		var joined []*Backfill
+		for n := range int64(quota + 5) {
+			joined = append(joined, b.join("configmaps", "h", 1000-n, true, read))
+		}
+		synctest.Wait()
+		if holding.Load() != quota {
+			t.Errorf("%d backfills hold quota, of %d", holding.Load(), quota)
+		}
+		slices.SortStableFunc(joined, func(f, g *Backfill) int { // finished backfills first
+			switch {
+			case f.isFinished() == g.isFinished():
+				return 0
+			case f.isFinished():
+				return -1
+			}
+			return 1
+		})
+		for _, f := range joined[:2] { // a watch that has sent its backfill releases it
+			b.leave(f)
+		}
+		synctest.Wait()
+		waiting := func() int {
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			return b.quotaWaiters
+		}
+		if holding.Load() != quota+2 || waiting() != 3 {
+			t.Errorf("%d have read, and %d wait", holding.Load(), waiting())
+		}
+		time.Sleep(backfillTimeout)
+		synctest.Wait()
+		if failed.Load() != 3 || waiting() != 0 {
+			t.Errorf("%d timed out, and %d wait", failed.Load(), waiting())
+		}
+		for _, f := range joined[2:] {
+			b.leave(f)
+		}
+		time.Sleep(2 * backfillTTL)
+		b.sweep()
+		if len(b.all) != 0 || len(b.quota) != 0 {
+			t.Errorf("%d are left, and %d hold quota", len(b.all), len(b.quota))
+		}
+	})
+}
+
+// failingLog fails a number of reads, and then no longer has the messages.
+type failingLog struct{ failures int }
+
+func (a *failingLog) Messages(context.Context, *logv1.ReadRequest, func(*logv1.Chunk) error) error {
+	if a.failures--; a.failures >= 0 {
+		return nats.ErrDisconnected
+	}
+	return eventlog.ErrExpired
+}
+
+// A watch does not expire because NATS is unreachable when it resumes. It expires if the log lost its events, or after
+// backfillTimeout.
+func TestABackfillWaitsForNATS(t *testing.T) {
+	fill := func(ctx context.Context, failing *failingLog) error {
+		s := New(cache.New(1<<20, 0), nil, nil, &lifecycle.Readiness{})
+		s.streamReader = failing
+		f := s.backfills.join("pods", "h", 100, false, func(context.Context, *Backfill) {})
+		s.fill(ctx, f, 200)
+		return f.err
+	}
+	failing := &failingLog{failures: 3}
+	if err := fill(t.Context(), failing); !errors.Is(err, eventlog.ErrExpired) || failing.failures != -1 {
+		t.Errorf("%v, with %d times left", err, failing.failures)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), backfillRetry)
+	defer cancel()
+	if err := fill(ctx, &failingLog{failures: 1 << 20}); !errors.Is(err, nats.ErrDisconnected) {
+		t.Errorf("without NATS: %v", err)
+	}
+}
+
+// A watch that joins a backfill late waits for backfillTimeout, even if the read times out earlier.
+func TestAJoinerOutlivesTheReadingItJoined(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		failures := int((backfillTimeout + 5*time.Second) / backfillRetry)
+		s := New(cache.New(1<<20, 0), nil, nil, &lifecycle.Readiness{})
+		s.streamReader = &failingLog{failures: failures}
+		began := time.Now()
+		type end struct {
+			after time.Duration
+			err   error
+		}
+		ends := make(chan end, 2)
+		wait := func(delay time.Duration) {
+			time.Sleep(delay)
+			_, _, err := s.Backfill(t.Context(), "pods", 100, 200)
+			ends <- end{time.Since(began), err}
+		}
+		go wait(0)
+		go wait(backfillTimeout - time.Second)
+		first, second := <-ends, <-ends
+		if first.after != backfillTimeout || first.err == nil || errors.Is(first.err, eventlog.ErrExpired) {
+			t.Errorf("the first ends after %v: %v", first.after, first.err)
+		}
+		if second.after < backfillTimeout+4*time.Second || second.after > 2*backfillTimeout ||
+			!errors.Is(second.err, eventlog.ErrExpired) {
+			t.Errorf("the second ends after %v: %v", second.after, second.err)
+		}
+		if len(s.backfills.quota)+len(s.backfills.readSlots) != 0 {
+			t.Errorf("%d hold quota, %d read", len(s.backfills.quota), len(s.backfills.readSlots))
+		}
+	})
+}
+
+// An unused backfill stays cached while there is quota, so that a watch that reads pieces finds it again.
+func TestABackfillIsCachedBetweenPieces(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		all := newBackfills()
+		b := &all
+		read := func(ctx context.Context, f *Backfill) {
+			go func() {
+				if f.err = b.acquire(ctx, f); f.err == nil {
+					<-b.readSlots
+				}
+				f.UpTo = f.after + 100
+				b.finish(f)
+			}()
+		}
+		const quota = totalBackfillBytes / backfillBytes
+		var mine []*Backfill
+		for n := range int64(quota) {
+			f := b.join("configmaps", "h", 1000*n, false, read)
+			<-f.done
+			b.leave(f)
+			mine = append(mine, f)
+		}
+		for n, f := range mine {
+			if b.join("configmaps", "h", 1000*int64(n)+50, false, read) != f {
+				t.Errorf("the %dth was given up though there was room", n)
+			}
+			b.leave(f)
+		}
+		extra := b.join("pods", "h", 1, false, read) // exceeds the quota, so the oldest is dropped
+		<-extra.done
+		synctest.Wait()
+		if extra.err != nil || len(b.all) != quota || len(b.quota) != quota {
+			t.Errorf("%v, %d are cached, and %d hold quota", extra.err, len(b.all), len(b.quota))
+		}
+		b.leave(extra)
+		time.Sleep(2 * backfillTTL)
+		b.sweep()
+		if len(b.all)+len(b.quota) != 0 {
+			t.Errorf("%d are left", len(b.all))
+		}
+	})
+}

@@ -1,0 +1,128 @@
+package watch
+
+import (
+	"context"
+	"fmt"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+
+	"watershed.dev/platform/events"
+	"watershed.dev/platform/frame"
+	"watershed.dev/platform/watchcache/cache"
+)
+
+// begin sends the initial events, if the request needs them, and returns the cursor of the next event.
+func (w *watcher) begin(ctx context.Context) (cache.Cursor, error) {
+	start, err := events.StartOf(w.request)
+	switch {
+	case err != nil:
+	case !start.Initial && start.At.Revision > 0:
+		return w.resume(ctx, start.At)
+	case start.At.Revision > 0:
+		err = w.logReader.WaitUntilFresh(ctx, start.At.Revision)
+	case !start.AnyRevision:
+		err = w.logReader.WaitUntilCurrent(ctx)
+	}
+	switch {
+	case err != nil:
+		return 0, err
+	case !start.Initial: // from the replica's current revision
+		return w.resume(ctx, events.Position{Revision: w.cache.Progress(), Index: events.LastIndex})
+	}
+	return w.initial(ctx)
+}
+
+// initial sends every object as ADDED. If the request has sendInitialEvents and allows bookmarks, the
+// initial-events-end bookmark follows.
+func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
+	trigger := w.query.Trigger()
+	epoch := w.cache.Epoch() // if it changes before resume, the watch ends as expired
+	snapshot, err := w.resource.Snapshot(ctx, trigger.Index(), w.logReader.Load, w.logReader.Wait)
+	if err != nil {
+		return 0, err
+	}
+	if key, reason, unreadable := snapshot.Unreadable(w.query.Prefix()); unreadable && !w.query.SkipUnreadable {
+		return 0, apierrors.NewInternalError(fmt.Errorf("unable to transform key %q: %s", key, reason))
+	}
+	var items []*cache.Item
+	native := true
+	err = snapshot.Select(ctx, trigger, w.query.Prefix(), "", func(i *cache.Item) bool {
+		if w.query.MayMatch(i) {
+			items = append(items, i)
+			native = native && w.query.IsNative(i)
+		}
+		return true
+	})
+	if err != nil {
+		return 0, err
+	}
+	if items, err = w.filterItems(ctx, items); err != nil {
+		return 0, err
+	}
+	out := &frames{watcher: w}
+	if w.query.Table || !native {
+		err = w.initialEncoded(ctx, items, out)
+	} else {
+		err = w.initialNative(items, out)
+	}
+	if err != nil {
+		return 0, err
+	}
+	w.setPosition(snapshot.Revision, events.LastIndex)
+	out.initialDone = true
+	if w.request.SendInitialEvents != nil && w.request.AllowBookmarks {
+		if err := out.addInitial(w.query.Bookmark(snapshot.Revision, true)); err != nil {
+			return 0, err
+		}
+	}
+	if err := out.flush(); err != nil {
+		return 0, err
+	}
+	return w.resume(ctx, events.Position{Revision: snapshot.Revision, Index: events.LastIndex, Epoch: epoch})
+}
+
+// initialNative sends objects in their stored encoding: the stored bytes between the head and the tail of an event.
+func (w *watcher) initialNative(items []*cache.Item, out *frames) error {
+	head := frame.WatchJSONHead("ADDED", w.query.Encoding.Kind, w.query.Encoding.APIVersion)
+	for _, i := range items {
+		var err error
+		switch {
+		case w.query.Encoding.Partial || len(i.JSON) <= 2:
+			var data []byte
+			if data, err = w.query.Encoding.Event("ADDED", i.JSON, i.Protobuf); err == nil {
+				err = out.addInitialPieces(data)
+			}
+		case w.query.Encoding.Protobuf:
+			err = out.addInitialPieces(frame.WatchProtobufHead("ADDED", w.query.Encoding.Kind, w.query.Encoding.APIVersion,
+				len(i.Protobuf)), i.Protobuf, frame.TailProtobuf)
+		default:
+			err = out.addInitialPieces(head, i.JSON[1:], frame.WatchJSONTail)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (w *watcher) initialEncoded(ctx context.Context, items []*cache.Item, out *frames) error {
+	if w.query.Table {
+		return w.initialRows(ctx, items, out)
+	}
+	parts, err := w.converter.Convert(ctx, w.query, items)
+	for n := 0; n < len(parts) && err == nil; n++ {
+		var data []byte
+		if data, err = w.query.Encoding.Event("ADDED", parts[n], parts[n]); err == nil {
+			err = out.addInitial(data)
+		}
+	}
+	return err
+}
+
+func (w *watcher) initialRows(ctx context.Context, items []*cache.Item, out *frames) error {
+	rows, err := w.converter.Rows(ctx, w.query, items)
+	for n := 0; n < len(items) && err == nil; n++ {
+		err = out.addInitial(w.row("ADDED", items[n].Revision, rows.Append(nil, n), rows.Columns))
+	}
+	return err
+}

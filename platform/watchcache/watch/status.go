@@ -1,0 +1,93 @@
+package watch
+
+import (
+	"cmp"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"watershed.dev/platform/watchcache/cache"
+)
+
+// Slow is a watch that has not read all its events. Waiting is the number of unread events.
+type Slow struct {
+	Resource string `json:"resource"`
+	Query    string `json:"query"`
+	Revision int64  `json:"revision"`
+	Waiting  int64  `json:"waiting"`
+}
+
+// Len returns the number of open watches.
+func (s *Server) Len() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.watchers)
+}
+
+// Slowest returns at most n watches, those with the most unread events first.
+func (s *Server) Slowest(n int) []Slow {
+	var all []Slow
+	s.mu.Lock()
+	for w := range s.watchers {
+		if waiting := w.events.Behind(cache.Cursor(w.cursor.Load())); waiting > 0 {
+			all = append(all, Slow{w.query.Entry.StorageResource, w.query.Describe(), w.sentRevision.Load(), waiting})
+		}
+	}
+	s.mu.Unlock()
+	slices.SortFunc(all, func(a, b Slow) int { return cmp.Compare(b.Waiting, a.Waiting) })
+	return all[:min(len(all), n)]
+}
+
+// Rate returns the recent rate of events written to streams, per second.
+func (s *Server) Rate() float64 { return s.rate.perSecond() }
+
+// Metrics returns the package's collectors.
+func (s *Server) Metrics() []prometheus.Collector {
+	return []prometheus.Collector{s.delivered, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "watershed_watchfanout_watchers",
+		Help: "Open watch streams.",
+	}, func() float64 { return float64(s.Len()) })}
+}
+
+// track registers a watch for the status page and metrics; the returned function removes it.
+func (s *Server) track(w *watcher) func() {
+	s.mu.Lock()
+	s.watchers[w] = struct{}{}
+	s.mu.Unlock()
+	return func() {
+		s.mu.Lock()
+		delete(s.watchers, w)
+		s.mu.Unlock()
+	}
+}
+
+// rate computes events per second since windowStart. A call after rateWindow begins the next window.
+type rate struct {
+	count atomic.Int64
+
+	mu          sync.Mutex
+	windowStart time.Time
+	windowCount int64
+	value       float64
+}
+
+const rateWindow = 5 * time.Second
+
+func (r *rate) perSecond() float64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	n, since := r.count.Load(), time.Since(r.windowStart)
+	switch {
+	case r.windowStart.IsZero():
+		r.windowStart, r.windowCount = time.Now(), n
+	case since >= time.Second:
+		r.value = float64(n-r.windowCount) / since.Seconds()
+		if since >= rateWindow {
+			r.windowStart, r.windowCount = time.Now(), n
+		}
+	}
+	return r.value
+}
