@@ -118,7 +118,7 @@ func kinds() []kind {
 	for _, of := range []struct {
 		name  string
 		start func(dir, name, binary string) *server
-	}{{"up", startUp}, {"split", startSplit}} {
+	}{{"up", startUp}, {"split", startSplit("split")}, {"compact", startSplit("compact")}} {
 		for _, b := range binaries {
 			name := of.name + b.suffix
 			all = append(all, kind{of.name, name, func(dir string) *server { return of.start(dir, name, b.path) }})

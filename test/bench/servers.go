@@ -197,11 +197,19 @@ func serviceOf(file string) string {
 	return strings.TrimRight(strings.TrimSuffix(file, ".pid"), "-0123456789")
 }
 
-func startSplit(dir, name, binary string) *server {
+// startSplit returns a function that starts `watershed split` with a placement.
+func startSplit(placement string) func(dir, name, binary string) *server {
+	return func(dir, name, binary string) *server { return startPlacement(placement, dir, name, binary) }
+}
+
+func startPlacement(placement, dir, name, binary string) *server {
 	port := freePort()
 	data := filepath.Join(dir, "w")
-	cmd, out := run(dir, "split", absolute(binary), "split", "--data-dir", data, "--secure-port",
-		fmt.Sprint(port), "--bind-address", "127.0.0.1")
+	args := []string{"split", "--data-dir", data, "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1"}
+	if placement != "split" { // the baseline may have no placements
+		args = append(args, "--placement", placement)
+	}
+	cmd, out := run(dir, placement, absolute(binary), args...)
 	waitFor(out, "Ready after")
 	return &server{
 		name:       name,

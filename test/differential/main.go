@@ -33,7 +33,7 @@ func main() {
 	flag.Uint64Var(&o.seed, "seed", 1, "Seed of the fuzzed objects and the random walk.")
 	flag.IntVar(&o.steps, "steps", 20000, "Requests of the random walk.")
 	flag.IntVar(&o.fuzz, "fuzz", 40, "Rounds of fuzzed objects, about 80 requests each.")
-	flag.StringVar(&o.form, "form", "up", "up or split.")
+	flag.StringVar(&o.form, "form", "up", "up, split or compact.")
 	flag.StringVar(&o.out, "out", filepath.Join(harness.Root(), ".build", "differential"),
 		"The directory of differences.txt.")
 	flag.StringVar(&o.phases, "phases", "discovery,create,verbs,paths,definitions,fixtures,fuzz,walk,remove",
@@ -70,10 +70,15 @@ func configurations(t *testing.T, o options) {
 func run(t *testing.T, o options) {
 	theirs := harness.Oracle(t)
 	var ours *harness.Server
-	if o.form == "split" {
-		ours = harness.Split(t, "")
-	} else {
+	switch o.form {
+	case "up":
 		ours = harness.Up(t, "")
+	case "split":
+		ours = harness.Split(t, "")
+	case "compact":
+		ours = harness.Compact(t, "")
+	default:
+		t.Fatalf("-form %s: want up, split or compact", o.form)
 	}
 	p := &pair{
 		t:      t,

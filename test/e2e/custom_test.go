@@ -135,8 +135,9 @@ func next(t *testing.T, w watch.Interface) watch.Event {
 //   - Deleting the CRD deletes its objects.
 func TestCustomResources(t *testing.T) {
 	for name, start := range map[string]func(testing.TB, string, ...string) *harness.Server{
-		"up":    harness.Up,
-		"split": harness.Split,
+		"up":      harness.Up,
+		"split":   harness.Split,
+		"compact": harness.Compact,
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := start(t, "")

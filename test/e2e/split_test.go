@@ -61,7 +61,12 @@ func TestSplitServesControllersWithOneEtcdWatch(t *testing.T) {
 // TestAnyProcessOfSplitMayBeKilled kills each process in turn: kubectl goes on, and a watch stays open without a lost
 // event.
 func TestAnyProcessOfSplitMayBeKilled(t *testing.T) {
-	s := harness.Split(t, "")
+	t.Run("split", func(t *testing.T) { killEach(t, harness.Split(t, ""), 12, "gateway") })
+	t.Run("compact", func(t *testing.T) { killEach(t, harness.Compact(t, ""), 7, "front") })
+}
+
+// killEach kills every process of a server in turn. The connections of clients end with the processes of a set.
+func killEach(t *testing.T, s *harness.Server, processes int, set string) {
 	client := s.Client()
 	w, err := client.CoreV1().ConfigMaps("default").Watch(t.Context(), metav1.ListOptions{ResourceVersion: "0"})
 	if err != nil {
@@ -78,13 +83,13 @@ func TestAnyProcessOfSplitMayBeKilled(t *testing.T) {
 		}
 	}()
 	pids, err := filepath.Glob(filepath.Join(s.Dir, "*.pid"))
-	if err != nil || len(pids) != 12 {
+	if err != nil || len(pids) != processes {
 		t.Fatalf("%d pid files (%v)", len(pids), err)
 	}
 	for _, f := range pids {
 		name := strings.TrimSuffix(filepath.Base(f), ".pid")
-		if strings.HasPrefix(name, "gateway") {
-			continue // a gateway's client connections end with it; see below
+		if strings.HasPrefix(name, set) {
+			continue // killed below
 		}
 		kill(t, f)
 		s.Kubectl("create", "configmap", "k-"+name)
@@ -100,7 +105,7 @@ func TestAnyProcessOfSplitMayBeKilled(t *testing.T) {
 		}
 	}
 	for _, f := range pids {
-		if !strings.HasPrefix(filepath.Base(f), "gateway") {
+		if !strings.HasPrefix(filepath.Base(f), set) {
 			continue
 		}
 		old := kill(t, f)

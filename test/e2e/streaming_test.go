@@ -120,8 +120,9 @@ func (k *kubelet) PortForward(_ context.Context, _, _ string, port int32, stream
 // permission are rejected.
 func TestStreaming(t *testing.T) {
 	for name, start := range map[string]func(testing.TB, string, ...string) *harness.Server{
-		"up":    harness.Up,
-		"split": harness.Split,
+		"up":      harness.Up,
+		"split":   harness.Split,
+		"compact": harness.Compact,
 	} {
 		t.Run(name, func(t *testing.T) { streams(t, start(t, "")) })
 	}

@@ -81,6 +81,11 @@ func Up(t testing.TB, dir string, flags ...string) *Server { return start(t, "up
 // Split starts `watershed split` in dir ("" for a new directory) with more flags.
 func Split(t testing.TB, dir string, flags ...string) *Server { return start(t, "split", dir, flags) }
 
+// Compact starts `watershed split --placement=compact` in dir ("" for a new directory) with more flags.
+func Compact(t testing.TB, dir string, flags ...string) *Server {
+	return Split(t, dir, append(flags, "--placement=compact")...)
+}
+
 func start(t testing.TB, form, dir string, flags []string) *Server {
 	t.Helper()
 	if dir == "" {

@@ -42,7 +42,7 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 	c.port = l.Addr().(*net.TCPAddr).Port
 	l.Close()
 	plan := exec.CommandContext(ctx, o.watershed, "split", "--dry-run", "--data-dir", o.dir, "--bind-address",
-		"127.0.0.1", "--secure-port", fmt.Sprint(c.port), "--replicas", o.replicas,
+		"127.0.0.1", "--secure-port", fmt.Sprint(c.port), "--placement", o.placement, "--replicas", o.replicas,
 		"--rpc-network", "tcp") // faults cut TCP links
 	if out, err := plan.CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("plan: %w\n%s", err, out)
@@ -101,14 +101,19 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 			}
 			conf[key] = strings.Join(through, ",")
 		}
-		switch command, _, _ := strings.Cut(name, "-"); command {
-		case "watchfanout":
-			conf["watch-progress-period"] = "1s"
-			conf["watch-ring-bytes"] = "65536" // resumes from older revisions are replayed from the log
-		case "gateway":
-			conf["watch-bookmark-period"] = "2s"
-		case "registry":
-			conf["etcd-compaction-interval"] = "0s" // faults compact
+		command, _, _ := strings.Cut(name, "-")
+		targets, _ := conf["target"].([]any)
+		for _, target := range targets {
+			command = "run"
+			switch target {
+			case "watchfanout":
+				conf["watch-progress-period"] = "1s"
+				conf["watch-ring-bytes"] = "65536" // resumes from older revisions are replayed from the log
+			case "gateway":
+				conf["watch-bookmark-period"] = "2s"
+			case "registry":
+				conf["etcd-compaction-interval"] = "0s" // faults compact
+			}
 		}
 		b, err := yaml.Marshal(conf)
 		if err != nil {
@@ -118,7 +123,6 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 		if err := os.WriteFile(path, b, 0o600); err != nil {
 			return nil, err
 		}
-		command, _, _ := strings.Cut(name, "-")
 		data, _ := conf["data-dir"].(string)
 		c.processes = append(c.processes, &process{
 			name:    name,

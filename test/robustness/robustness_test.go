@@ -7,24 +7,29 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// TestClientsSeeTheTruthUnderFaults runs the short form: a few faults with a random seed. `make robustness` is the long
+// TestClientsSeeTheTruthUnderFaults runs the short form: a few faults with a random seed in each placement. `make robustness` is the long
 // form.
 func TestClientsSeeTheTruthUnderFaults(t *testing.T) {
-	seed := rand.Uint64N(1 << 32)
-	t.Logf("seed %d", seed)
-	r, err := run(t.Context(), options{
-		watershed: harness.Watershed(),
-		faults:    30,
-		seed:      seed,
-		replicas:  "watchfanout=3",
-		writers:   6,
-		watchers:  24,
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Log(r)
-	if len(r.found) > 0 {
-		t.Error("clients received false responses")
+	for _, placement := range []string{"split", "compact"} {
+		t.Run(placement, func(t *testing.T) {
+			seed := rand.Uint64N(1 << 32)
+			t.Logf("seed %d", seed)
+			r, err := run(t.Context(), options{
+				watershed: harness.Watershed(),
+				faults:    20,
+				seed:      seed,
+				placement: placement,
+				replicas:  "watchfanout=3",
+				writers:   6,
+				watchers:  24,
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Log(r)
+			if len(r.found) > 0 {
+				t.Error("clients received false responses")
+			}
+		})
 	}
 }
