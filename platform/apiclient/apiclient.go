@@ -26,17 +26,41 @@ import (
 // resync is the resync period of informers, as in kube-apiserver.
 const resync = 10 * time.Minute
 
-// Config returns the configuration of a service's client. The client calls the handler of the gateway in its process
-// or, if gateway is nil, the gateway of the kubeconfig. It does not limit its requests, because the gateway does.
-func Config(gateway http.Handler, kubeconfig, service string) (*rest.Config, error) {
+// Gateway is the gateway in this process. Its clients share values by key (sync.Map).
+type Gateway interface {
+	http.Handler
+	LoadOrStore(key, value any) (actual any, loaded bool)
+}
+
+// Conn configures a service's clients of the cluster.
+type Conn struct {
+	*rest.Config
+	// gateway is nil if it is in another process.
+	gateway Gateway
+}
+
+// Connect returns the configuration of a service's clients. They call the gateway of this process or, if gateway is
+// nil, the gateway of the kubeconfig. They do not limit their requests, because the gateway does.
+func Connect(gateway Gateway, kubeconfig, service string) (*Conn, error) {
 	if gateway != nil {
-		c := loopback.ClientConfig(gateway, &user.DefaultInfo{
-			Name:   identity.ServicePrefix + service,
-			Groups: []string{identity.ServicesGroup, user.AllAuthenticated},
-		})
-		c.UserAgent = userAgent(service)
-		return c, nil
+		return &Conn{inProcess(gateway, service), gateway}, nil
 	}
+	c, err := Config(kubeconfig, service)
+	return &Conn{Config: c}, err
+}
+
+// inProcess returns the configuration of clients that call the gateway's handler as the user of a service.
+func inProcess(gateway http.Handler, service string) *rest.Config {
+	c := loopback.ClientConfig(gateway, &user.DefaultInfo{
+		Name:   identity.ServicePrefix + service,
+		Groups: []string{identity.ServicesGroup, user.AllAuthenticated},
+	})
+	c.UserAgent = userAgent(service)
+	return c
+}
+
+// Config returns the configuration of a service's clients of the gateway of a kubeconfig.
+func Config(kubeconfig, service string) (*rest.Config, error) {
 	if kubeconfig == "" {
 		return nil, errors.New("--kubeconfig is required: " + service + " reads the cluster through the gateway")
 	}

@@ -5,26 +5,32 @@ import (
 	"io"
 	"net/http"
 	"strings"
+	"sync"
 	"testing"
 
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/client-go/rest"
 )
 
+// fakeGateway responds with the user and the user agent of a request.
+type fakeGateway struct{ sync.Map }
+
+func (*fakeGateway) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	u, _ := request.UserFrom(r.Context())
+	fmt.Fprint(w, u.GetName(), u.GetGroups(), r.UserAgent())
+}
+
 // A service calls the gateway of its process as its own user, and otherwise needs a kubeconfig.
-func TestConfig(t *testing.T) {
-	if _, err := Config(nil, "", "authz"); err == nil || !strings.HasPrefix(err.Error(), "--kubeconfig is required") {
+func TestConnect(t *testing.T) {
+	if _, err := Connect(nil, "", "authz"); err == nil || !strings.HasPrefix(err.Error(), "--kubeconfig is required") {
 		t.Errorf("without a gateway: %v", err)
 	}
-	gateway := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		u, _ := request.UserFrom(r.Context())
-		fmt.Fprint(w, u.GetName(), u.GetGroups(), r.UserAgent())
-	})
-	conf, err := Config(gateway, "/none", "authz")
+	gateway := &fakeGateway{}
+	conf, err := Connect(gateway, "/none", "authz")
 	if err != nil {
 		t.Fatal(err)
 	}
-	client, err := rest.HTTPClientFor(conf)
+	client, err := rest.HTTPClientFor(conf.Config)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -42,4 +48,33 @@ func TestConfig(t *testing.T) {
 	if err != nil || !strings.HasPrefix(string(got), want) {
 		t.Errorf("%s, %v", got, err)
 	}
+}
+
+// The services of a process share informers, which end when the last service ends.
+func TestServicesOfAProcessShareInformers(t *testing.T) {
+	gateway := &fakeGateway{}
+	var clusters []*Cluster
+	for _, service := range []string{"authz", "admission"} {
+		conn, err := Connect(gateway, "", service)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c, err := NewCluster(conn, Freshness{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		clusters = append(clusters, c)
+	}
+	if clusters[0].Informers != clusters[1].Informers || clusters[0].Client == clusters[1].Client {
+		t.Error("informers are not shared, or clients are")
+	}
+	first, last := clusters[0].start(), clusters[1].start()
+	first()
+	select {
+	case <-clusters[1].stop:
+		t.Error("the informers of the second service have ended")
+	default:
+	}
+	last()
+	<-clusters[1].stop
 }

@@ -66,13 +66,12 @@ const (
 //	stalled --age above Freshness.Bound--------> stale: Err returns an error
 //	stale   --informers reach etcd's revision--> fresh
 type Cluster struct {
-	Client    kubernetes.Interface
-	Informers informers.SharedInformerFactory
+	Client kubernetes.Interface
+	*informerSet
 
-	bound   time.Duration
-	streams *streams
-	mu      sync.Mutex
-	tracked []trackedInformer
+	bound     time.Duration
+	trackedMu sync.Mutex
+	tracked   []trackedInformer
 	// freshAt is when the informers were last known to be complete, in nanoseconds since 1970; 0: never.
 	freshAt    atomic.Int64
 	firstFresh chan struct{}
@@ -93,31 +92,87 @@ type listClient struct{ kubernetes.Interface }
 // (k8s.io/client-go/util/watchlist).
 func (listClient) IsWatchListSemanticsUnSupported() bool { return true }
 
-// NewCluster returns a Cluster that reads with c, a configuration for typed clients. strip removes fields that the
-// service does not read.
-func NewCluster(c *rest.Config, f Freshness, strip ...func(obj any)) (*Cluster, error) {
-	s := &streams{open: map[*stream]struct{}{}}
-	typed := Protobuf(c)
-	typed.Wrap(s.wrap)
-	client, err := kubernetes.NewForConfig(typed)
+// informerSet is informers, and the open watches of the clients that use them. The services of a process share a set.
+type informerSet struct {
+	Informers informers.SharedInformerFactory
+
+	streams *streams
+	// mu guards users, which is the number of Clusters that run, and stop, which ends the informers.
+	mu    sync.Mutex
+	users int
+	stop  chan struct{}
+}
+
+// newInformerSet returns the informers of a service. strip removes fields of their objects. The services of a process
+// share their informers if the gateway is in it. Objects then have all fields, and the informers read with the
+// permissions of admission, which may read every resource.
+func newInformerSet(c *Conn, strip []func(obj any)) (*informerSet, error) {
+	conf := c.Config
+	if c.gateway != nil {
+		conf, strip = inProcess(c.gateway, "admission"), nil
+	}
+	s := &informerSet{streams: &streams{open: map[*stream]struct{}{}}}
+	client, err := s.newClient(conf)
 	if err != nil {
 		return nil, err
 	}
-	l := listClient{client}
-	return &Cluster{
-		Client:     l,
-		Informers:  Informers(l, strip...),
-		bound:      f.Bound,
-		streams:    s,
-		firstFresh: make(chan struct{}),
-	}, nil
+	s.Informers = Informers(client, strip...)
+	if c.gateway != nil {
+		shared, _ := c.gateway.LoadOrStore(sharedInformers{}, s)
+		s = shared.(*informerSet)
+	}
+	return s, nil
 }
+
+// newClient returns a client whose watches the set knows.
+func (s *informerSet) newClient(c *rest.Config) (kubernetes.Interface, error) {
+	typed := Protobuf(c)
+	typed.Wrap(s.streams.wrap)
+	client, err := kubernetes.NewForConfig(typed)
+	return listClient{client}, err
+}
+
+// start starts the informers that are not started yet. The last release ends all informers.
+func (s *informerSet) start() (release func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.users == 0 {
+		s.stop = make(chan struct{})
+	}
+	s.users++
+	s.Informers.Start(s.stop)
+	return func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.users--; s.users == 0 {
+			close(s.stop)
+			s.Informers.Shutdown()
+		}
+	}
+}
+
+// NewCluster returns a Cluster that reads with c. strip removes fields that the service does not read; other services
+// of the process may read them.
+func NewCluster(c *Conn, f Freshness, strip ...func(obj any)) (*Cluster, error) {
+	set, err := newInformerSet(c, strip)
+	if err != nil {
+		return nil, err
+	}
+	client, err := set.newClient(c.Config)
+	if err != nil {
+		return nil, err
+	}
+	return &Cluster{Client: client, informerSet: set, bound: f.Bound, firstFresh: make(chan struct{})}, nil
+}
+
+// sharedInformers is the key of the informers that the services of a process share.
+type sharedInformers struct{}
 
 // TrackAge makes the age of an informer count. path lists its objects ("/apis/rbac.authorization.k8s.io/v1/roles"),
 // and query selects them.
 func (c *Cluster) TrackAge(path, query string, i cache.SharedIndexInformer) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.trackedMu.Lock()
+	defer c.trackedMu.Unlock()
 	c.tracked = append(c.tracked, trackedInformer{path, query, i})
 }
 
@@ -147,8 +202,7 @@ func (c *Cluster) Err() error {
 
 // Run runs the informers and measures their age until ctx is done.
 func (c *Cluster) Run(ctx context.Context) error {
-	c.Informers.Start(ctx.Done())
-	defer c.Informers.Shutdown()
+	defer c.start()()
 	c.Informers.WaitForCacheSync(ctx.Done())
 	for ctx.Err() == nil {
 		err := c.probe(ctx)
@@ -255,8 +309,8 @@ func (c *Cluster) revision(ctx context.Context) (int64, error) {
 
 // behind returns the tracked informers that have not reached a revision.
 func (c *Cluster) behind(revision int64) (out []trackedInformer) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.trackedMu.Lock()
+	defer c.trackedMu.Unlock()
 	for _, f := range c.tracked {
 		synced, err := strconv.ParseInt(f.informer.LastSyncResourceVersion(), 10, 64)
 		if err != nil || synced < revision {

@@ -87,7 +87,7 @@ func TestClusterStaysFreshWhileWatchesStall(t *testing.T) {
 	s := &server{revision: 10, roles: map[string]int{"kept": 5, "changed": 6, "gone": 7}}
 	srv := httptest.NewServer(s)
 	defer srv.Close()
-	c, err := NewCluster(&rest.Config{Host: srv.URL, QPS: -1}, Freshness{Bound: 7 * time.Second})
+	c, err := NewCluster(&Conn{Config: &rest.Config{Host: srv.URL, QPS: -1}}, Freshness{Bound: 7 * time.Second})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -84,11 +84,17 @@ type Deps struct {
 	ID rpc.TLS
 	// Dial connects to another service.
 	Dial func(service string) (grpc.ClientConnInterface, error)
-	// API is the API of the gateway in this process; nil if the gateway is in another process. The context of a request
-	// has the user. Requests wait until the gateway is built.
-	API http.Handler
+	// API is the API of the gateway in this process; nil if the gateway is in another process.
+	API API
 	// NATS is the embedded server; nil if the service's options have the addresses of NATS.
 	NATS InProcessNATS
+}
+
+// API is the API of the gateway in this process, for the other services. The context of a request has the user. Requests
+// wait until the gateway is built. The services share values by key (sync.Map).
+type API interface {
+	http.Handler
+	LoadOrStore(key, value any) (actual any, loaded bool)
 }
 
 // InProcessNATS is a NATS server in this process (nats.InProcessConnProvider).

@@ -10,6 +10,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 	_ "time/tzdata" // for CronJobs' and CEL's time zones: an image has no files
 
@@ -287,8 +288,9 @@ func (p *Process) identity(service string) rpc.TLS {
 	return p.network.id.Of(service)
 }
 
-// api is the gateway's handler. Its requests wait until the handler is set.
+// api implements API.
 type api struct {
+	sync.Map
 	set     chan struct{}
 	handler http.Handler
 }

@@ -99,25 +99,25 @@ type Service struct {
 	admissionRules *admissionRules
 }
 
-// New builds the chain. plain configures clients of the cluster.
-func New(ctx context.Context, c *Config, plain *rest.Config) (*Service, error) {
+// New builds the chain. conn configures clients of the cluster.
+func New(ctx context.Context, c *Config, conn *apiclient.Conn) (*Service, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}
-	connected := plain // a webhook at the API's own Service adds its TLS options, which an in-process client rejects
+	connected := conn.Config // a webhook at the API's own Service adds its TLS options, which an in-process client rejects
 	if c.Kubeconfig != "" {
 		var err error
-		if connected, err = apiclient.Config(nil, c.Kubeconfig, "admission"); err != nil {
+		if connected, err = apiclient.Config(c.Kubeconfig, "admission"); err != nil {
 			return nil, err
 		}
 	}
-	dyn, err := dynamic.NewForConfig(plain)
+	dyn, err := dynamic.NewForConfig(conn.Config)
 	if err != nil {
 		return nil, err
 	}
 	s := &Service{}
 	s.policies.Set("policies", errors.New("not read yet"))
-	if s.cluster, err = apiclient.NewCluster(plain, c.Freshness); err != nil {
+	if s.cluster, err = apiclient.NewCluster(conn, c.Freshness); err != nil {
 		return nil, err
 	}
 	client := s.cluster.Client
@@ -147,7 +147,7 @@ func New(ctx context.Context, c *Config, plain *rest.Config) (*Service, error) {
 		return nil, err
 	}
 	s.chain = admission.WithAudit(gc.AdmissionControl)
-	if s.crds, err = newCRDs(plain, s.resolver, out, s.mapper.invalidate); err != nil {
+	if s.crds, err = newCRDs(conn.Config, s.resolver, out, s.mapper.invalidate); err != nil {
 		return nil, err
 	}
 	// Some configurations need admission for every write. They are plugins that builtInRules does not cover, and

@@ -83,7 +83,7 @@ var users = []user.Info{
 // plugins returns the default plugins and NodeRestriction, by name.
 func plugins(t *testing.T, c cluster) map[string]admission.Interface {
 	t.Helper()
-	rc, err := apiclient.Config(nil, c.kubeconfig(t), "admission")
+	rc, err := apiclient.Config(c.kubeconfig(t), "admission")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -74,10 +74,10 @@ func (c cluster) kubeconfig(t *testing.T) string {
 	return file
 }
 
-// clusterClient returns the client of the cluster that the service's kubeconfig names.
-func clusterClient(t *testing.T, c *Config) *rest.Config {
+// clusterClient returns the connection of the cluster that the service's kubeconfig names.
+func clusterClient(t *testing.T, c *Config) *apiclient.Conn {
 	t.Helper()
-	client, err := apiclient.Config(nil, c.Kubeconfig, "admission")
+	client, err := apiclient.Connect(nil, c.Kubeconfig, "admission")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -270,7 +270,7 @@ func TestAnOddConfigurationIsRefused(t *testing.T) {
 		if err := fs.Parse(flags); err != nil {
 			t.Fatal(err)
 		}
-		_, err := New(t.Context(), config, &rest.Config{Host: "https://127.0.0.1:1"})
+		_, err := New(t.Context(), config, &apiclient.Conn{Config: &rest.Config{Host: "https://127.0.0.1:1"}})
 		if err == nil || !strings.Contains(err.Error(), says) {
 			t.Errorf("%q: %v", flags, err)
 		}

@@ -20,7 +20,6 @@ import (
 	genericoptions "k8s.io/apiserver/pkg/server/options"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	corelisters "k8s.io/client-go/listers/core/v1"
-	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 	bootstrapapi "k8s.io/cluster-bootstrap/token/api"
 	serviceaccountcontroller "k8s.io/kubernetes/pkg/controller/serviceaccount"
@@ -112,7 +111,7 @@ type Service struct {
 
 // New builds the authenticators. cluster configures the client of the objects that they look up. Their clients of other
 // servers end with ctx.
-func New(ctx context.Context, c *Config, cluster *rest.Config) (*Service, error) {
+func New(ctx context.Context, c *Config, cluster *apiclient.Conn) (*Service, error) {
 	s := &Service{
 		config:           c,
 		audiences:        c.Options.APIAudiences,
@@ -230,20 +229,20 @@ const (
 )
 
 // configureLookups builds the informers and clients for token authentication.
-func (s *Service) configureLookups(cluster *rest.Config, ac *kubeauthenticator.Config) (err error) {
-	if s.cluster, err = apiclient.NewCluster(cluster, s.config.Freshness); err != nil {
+func (s *Service) configureLookups(cluster *apiclient.Conn, ac *kubeauthenticator.Config) (err error) {
+	if s.cluster, err = apiclient.NewCluster(cluster, s.config.Freshness, trim); err != nil {
 		return err
 	}
 	client := s.cluster.Client
 	accounts := s.cluster.Informers.Core().V1().ServiceAccounts()
-	if err := accounts.Informer().SetTransform(trim); err != nil {
-		return err
-	}
 	s.cluster.TrackAge("/api/v1/serviceaccounts", "", accounts.Informer())
 	// Pods and nodes are read on demand when a token is bound to one, because an informer would cache every pod of the
 	// cluster.
 	emptyIndexer := func() cache.Indexer { return cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{}) }
-	tokens, err := s.secretLister("", tokenSecrets, trim)
+	tokens, err := s.secretLister("", tokenSecrets, func(obj any) (any, error) {
+		trim(obj)
+		return obj, nil
+	})
 	if err != nil {
 		return err
 	}

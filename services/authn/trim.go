@@ -8,10 +8,10 @@ import (
 // maxTokenBytes bounds the token of a cached Secret. kube-controller-manager's tokens have about 1 KB.
 const maxTokenBytes = 32 << 10
 
-// trim is an informer's transform. It removes the fields of ServiceAccounts and of their token Secrets that no
+// trim removes the fields of ServiceAccounts and of their token Secrets that no
 // authenticator reads, because any tenant may create these objects with 1 MB each. A longer token is removed too: it
 // matches no request then.
-func trim(obj any) (any, error) {
+func trim(obj any) {
 	switch o := obj.(type) {
 	case *corev1.ServiceAccount:
 		trimMeta(&o.ObjectMeta)
@@ -24,7 +24,6 @@ func trim(obj any) (any, error) {
 			o.Data = map[string][]byte{corev1.ServiceAccountTokenKey: token}
 		}
 	}
-	return obj, nil
 }
 
 // trimMeta keeps labels: a legacy token's Secret has the dates of its last use and of its invalidation there.

@@ -22,7 +22,7 @@ import (
 // read.
 func serviceOf(t *testing.T, c *chain, bound time.Duration) *Service {
 	t.Helper()
-	cluster, err := apiclient.NewCluster(&rest.Config{Host: "https://nowhere.invalid"},
+	cluster, err := apiclient.NewCluster(&apiclient.Conn{Config: &rest.Config{Host: "https://nowhere.invalid"}},
 		apiclient.Freshness{Bound: bound})
 	if err != nil {
 		t.Fatal(err)

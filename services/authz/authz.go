@@ -18,7 +18,6 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 	"k8s.io/apiserver/pkg/authorization/authorizerfactory"
-	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/kubernetes/pkg/kubeapiserver/authorizer/modes"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
@@ -82,7 +81,7 @@ type Service struct {
 }
 
 // New builds the authorizers. cluster configures the client that reads the policies.
-func New(ctx context.Context, c *Config, cluster *rest.Config) (*Service, error) {
+func New(ctx context.Context, c *Config, cluster *apiclient.Conn) (*Service, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}

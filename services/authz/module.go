@@ -16,7 +16,7 @@ func options() process.Options {
 		AddFlags: c.AddFlags,
 		Validate: c.Validate,
 		Build: func(ctx context.Context, d *process.Deps) (*process.Service, error) {
-			cluster, err := apiclient.Config(d.API, c.Kubeconfig, "authz")
+			cluster, err := apiclient.Connect(d.API, c.Kubeconfig, "authz")
 			if err != nil {
 				return nil, err
 			}
