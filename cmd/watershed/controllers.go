@@ -36,7 +36,7 @@ type controllers struct {
 
 func (c *controllers) addFlags(fs *pflag.FlagSet) {
 	fs.BoolVar(&c.enabled, "with-controllers", false,
-		"Also run kube-controller-manager, kube-scheduler and kwok, which `make peers` builds.")
+		"Also run kube-controller-manager, kube-scheduler and kwok, which make peers builds.")
 	fs.StringVar(&c.path, "controllers-path", "",
 		"The directory of the controllers' programs. Empty: next to this program, in .build/bin, or on the PATH.")
 	fs.IntVar(&c.nodes, "fake-nodes", 3, "The number of nodes that kwok simulates.")

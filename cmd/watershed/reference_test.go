@@ -48,51 +48,69 @@ func flagSets() []flagSet {
 		}
 		common.AddFlag(f)
 	})
-	up, etcd, nats, x, certs := newUpFlags().FlagSet, newSet(), newSet(), newSet(), newSet()
+	etcd, nats, x, certs := newSet(), newSet(), newSet(), newSet()
 	(&embedded.Etcd{}).AddFlags(etcd)
 	(&embedded.NATS{}).AddFlags(nats)
 	(&xds.Config{}).AddFlags(x)
 	(&certgen.Config{}).AddFlags(certs)
+	split := newSplitFlags().FlagSet
+	split.Lookup("rpc-network").DefValue = "unix on Linux, else tcp" // the page is the same on each system
 	all := append([]flagSet{{"Flags of every service", "watershed SERVICE", common}}, services...)
 	return append(all,
-		flagSet{"Flags of up", "watershed up", up},
+		flagSet{"Flags of up", "watershed up", newUpFlags().FlagSet},
+		flagSet{"Flags of split", "watershed split", split},
 		flagSet{"Flags of etcd", "watershed etcd", etcd},
 		flagSet{"Flags of nats", "watershed nats", nats},
 		flagSet{"Flags of xds", "watershed xds", x},
 		flagSet{"Flags of certgen", "watershed certgen", certs})
 }
 
-// reference is the generated part of docs/operators/configuration.md. A flag of every service is listed once, and up
-// lists only flags that no service has.
+// reference is the generated part of docs/operators/configuration.md. A flag of every service is listed once. up and
+// split list only flags that no service describes in the same way.
 func reference() string {
 	var out bytes.Buffer
 	sets := flagSets()
-	listed := map[string]bool{}
+	listed := map[string]bool{} // lines of the services
 	for i, set := range sets {
-		fmt.Fprintf(&out, "## %s\n\n`%s`", set.title, set.command)
-		switch {
-		case i == 0:
-			out.WriteString(" has these flags, whatever the service.\n\n")
-		case set.command == "watershed up":
-			out.WriteString(" has the flags of all services, and these.\n\n")
-		default:
-			out.WriteString(" has these flags.\n\n")
-		}
+		fmt.Fprintf(&out, "## %s\n\n`%s` %s\n\n", set.title, set.command, introduction(i, set.command))
+		service, all := i <= len(modules), set.command == "watershed up" || set.command == "watershed split"
 		set.flags.VisitAll(func(f *pflag.Flag) {
-			common := i > 0 && i <= len(modules) && sets[0].flags.Lookup(f.Name) != nil
-			if f.Hidden || common || set.command == "watershed up" && listed[f.Name] {
+			line := describe(f)
+			common := i > 0 && service && sets[0].flags.Lookup(f.Name) != nil
+			if f.Hidden || common || all && listed[line] {
 				return
 			}
-			listed[f.Name] = true
-			fmt.Fprintf(&out, "- `--%s` (%s", f.Name, f.Value.Type())
-			if f.DefValue != "" && f.DefValue != "[]" {
-				fmt.Fprintf(&out, ", default `%s`", f.DefValue)
+			if service {
+				listed[line] = true
 			}
-			fmt.Fprintf(&out, "): %s\n", strings.Join(strings.Fields(f.Usage), " "))
+			out.WriteString(line)
 		})
 		out.WriteString("\n")
 	}
 	return out.String()
+}
+
+// introduction returns the first sentence of the i-th section of the reference.
+func introduction(i int, command string) string {
+	switch {
+	case i == 0:
+		return "has these flags. The sections of the services do not repeat them."
+	case command == "watershed up":
+		return "has the flags of all services, and these."
+	case command == "watershed split":
+		return fmt.Sprintf("has the flags of all services, and these. It rejects `--%s`, and sets them for each process.",
+			strings.Join(splitOnlyFlags, "`, `--"))
+	}
+	return "has these flags."
+}
+
+// describe returns the line of a flag in the reference.
+func describe(f *pflag.Flag) string {
+	standard := ""
+	if f.DefValue != "" && f.DefValue != "[]" {
+		standard = fmt.Sprintf(", default `%s`", f.DefValue)
+	}
+	return fmt.Sprintf("- `--%s` (%s%s): %s\n", f.Name, f.Value.Type(), standard, strings.Join(strings.Fields(f.Usage), " "))
 }
 
 // TestTheConfigurationReference compares docs/operators/configuration.md with the flags. -update writes it.

@@ -30,7 +30,7 @@ const debugSocket = "debug.sock"
 // statusCommand prints the state of the watch cache of a running Watershed, by replica and by resource.
 func statusCommand(args []string) error {
 	fs := pflag.NewFlagSet("watershed status", pflag.ContinueOnError)
-	dataDir := fs.String("data-dir", ".watershed", "The directory of a running `up` or `split`.")
+	dataDir := fs.String("data-dir", ".watershed", "The directory of a running up or split.")
 	addresses := fs.StringSlice("addresses", nil,
 		"The --debug-address of every watchfanout replica, as host:port or socket, instead of --data-dir.")
 	every := fs.Duration("watch", 0, "The interval between repeated outputs. 0: print once.")
