@@ -62,6 +62,25 @@ func (t *fakeTier) waitForStreams(tt *testing.T, n int) {
 	}
 }
 
+// waitForReceivers waits until the hub's broadcasts have n receivers.
+func (h *Hub) waitForReceivers(t *testing.T, n int) {
+	t.Helper()
+	got := -1
+	for until := time.Now().Add(10 * time.Second); got != n; time.Sleep(time.Millisecond) {
+		if time.Now().After(until) {
+			t.Fatalf("%d receivers", got)
+		}
+		got = 0
+		h.mu.Lock()
+		for _, b := range h.broadcasts {
+			b.mu.Lock()
+			got += len(b.receivers)
+			b.mu.Unlock()
+		}
+		h.mu.Unlock()
+	}
+}
+
 func (t *fakeTier) streams() []*watchfanoutv1.WatchRequest {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -502,6 +521,8 @@ func TestTrimmedReceiverBecomesUnsynced(t *testing.T) {
 	h.Config.BroadcastBytes = 3 * (entryBytes + 4)
 	h.Config.WriteTimeout = time.Minute
 	slow, quick := h.watch(t, nil), h.watch(t, nil)
+	h.waitForReceivers(t, 2)
+	before := len(up.streams())
 	slow.block = make(chan struct{})
 	want := ""
 	for r := int64(11); r < 19; r++ {
@@ -511,6 +532,9 @@ func TestTrimmedReceiverBecomesUnsynced(t *testing.T) {
 	}
 	close(slow.block)
 	slow.expect(t, want)
+	if n := len(up.streams()) - before; n != 1 {
+		t.Errorf("%d more streams, want the slow watch's", n)
+	}
 }
 
 func TestBookmarksComeWhenTheyAreDue(t *testing.T) {
