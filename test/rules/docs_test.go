@@ -112,6 +112,28 @@ func TestLinksLeadSomewhere(t *testing.T) {
 	}
 }
 
+// TestPagesNameFilesAndTestsThatExist checks the paths and the tests that documents name in backquotes.
+func TestPagesNameFilesAndTestsThatExist(t *testing.T) {
+	exists := tests(t)
+	named := regexp.MustCompile("`((?:cmd|deploy|docs|platform|proto|services|test)/[a-z0-9][\\w./-]*)`")
+	for _, file := range strings.Fields(git(t, "ls-files", "*.md")) {
+		text, err := os.ReadFile(filepath.Join(harness.Root(), file))
+		if err != nil {
+			continue // removed and not committed
+		}
+		for _, m := range named.FindAllStringSubmatch(string(text), -1) {
+			if _, err := os.Stat(filepath.Join(harness.Root(), m[1])); err != nil {
+				t.Errorf("%s names %s, which does not exist", file, m[1])
+			}
+		}
+		for _, m := range namedTest.FindAllStringSubmatch(string(text), -1) {
+			if !exists[m[1]] {
+				t.Errorf("%s: there is no %s", file, m[1])
+			}
+		}
+	}
+}
+
 // tests returns the names of all tests and fuzz tests of the project.
 func tests(t *testing.T) map[string]bool {
 	t.Helper()
@@ -125,19 +147,12 @@ func tests(t *testing.T) map[string]bool {
 
 var namedTest = regexp.MustCompile("`((?:Test|Fuzz)[A-Za-z0-9]+)`")
 
-// TestTheBoundsNameTestsThatThereAre checks docs/operators/bounds.md, faults.md and security.md. Each row of bounds.md
-// names existing tests, or gives the reason why it has none. The tests that the other pages name must exist.
-func TestTheBoundsNameTestsThatThereAre(t *testing.T) {
-	exists := tests(t)
+// TestTheBoundsNameTests checks that each row of docs/operators/bounds.md names tests, or gives the reason why it has
+// none, and that faults.md and security.md name tests.
+func TestTheBoundsNameTests(t *testing.T) {
 	for name, least := range map[string]int{"bounds.md": 60, "faults.md": 60, "security.md": 2} {
-		named := namedTest.FindAllStringSubmatch(page(t, "operators/"+name), -1)
-		for _, m := range named {
-			if !exists[m[1]] {
-				t.Errorf("%s: there is no %s", name, m[1])
-			}
-		}
-		if len(named) < least {
-			t.Errorf("%s names %d tests, want %d", name, len(named), least)
+		if n := len(namedTest.FindAllString(page(t, "operators/"+name), -1)); n < least {
+			t.Errorf("%s names %d tests, want %d", name, n, least)
 		}
 	}
 	rows := 0
