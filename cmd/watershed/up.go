@@ -92,7 +92,6 @@ func newUpFlags() *upFlags {
 // stores returns the runners of etcd and NATS, unless the flags name servers. It configures the services for them.
 func (fs *upFlags) stores(l *layout) (runners []lifecycle.Runner, err error) {
 	settings := l.settings(fs.FlagSet)
-	settings["gets-from-watch-tier"] = true // in one process the watch cache is cheaper than the registry
 	external, _ := fs.GetStringSlice("etcd-servers")
 	if len(external) == 0 {
 		socket := "unix://" + filepath.Join(l.sockets, "etcd.sock")

@@ -39,7 +39,6 @@ var AllowedClients = map[string][]string{
 	"/watershed.registry.v1.Source/DataKey":  {"watchfanout"},
 	"/watershed.registry.v1.Source/ReadLog":  {"watchfanout"},
 
-	"/watershed.watchfanout.v1.Watch/Get":   {"gateway"},
 	"/watershed.watchfanout.v1.Watch/List":  {"gateway"},
 	"/watershed.watchfanout.v1.Watch/Watch": {"gateway"},
 

@@ -29,7 +29,6 @@ type Config struct {
 	ExternalHostname  string
 	MinRequestTimeout int
 	Watch             watch.Config
-	TierGets          bool
 	Profiling         bool
 	Aggregation       aggregation.Config
 	Proxy             proxy.Config
@@ -48,9 +47,6 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Audit.AddFlags(fs)
 	c.FlowControl.AddFlags(fs)
 	c.Egress.AddFlags(fs)
-	fs.BoolVar(&c.TierGets, "gets-from-watch-tier", false,
-		"Whether the watch tier, instead of registry, answers a GET of a stored object. The response is as fresh as "+
-			"etcd. This is cheaper if both run in one process.")
 	fs.BoolVar(&c.Profiling, "profiling", true, "Enable profiling via web interface host:port/debug/pprof/.")
 	fs.StringVar(&c.AdvertiseAddress, "advertise-address", "",
 		"The IP address on which to advertise the API to members of the cluster.")

@@ -61,9 +61,6 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 		MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second,
 		Stopping:          g.server.ShutdownStagger,
 	}
-	if c.TierGets {
-		r.TierGets = d.Watch
-	}
 	return r
 }
 

@@ -164,11 +164,6 @@ func (s *Service) sweep(ctx context.Context) {
 	}
 }
 
-// Get returns the body of one object.
-func (s *Service) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchfanoutv1.GetResponse, error) {
-	return s.listServer.Get(ctx, r)
-}
-
 // List streams the body of a list.
 func (s *Service) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
 	return s.listServer.List(r, stream)

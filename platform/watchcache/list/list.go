@@ -166,35 +166,6 @@ func (l *Server) compressed(stream grpc.ServerStreamingServer[watchfanoutv1.List
 // sortedTable is the only resource whose Tables are not sorted by name.
 const sortedTable = "flowschemas.flowcontrol.apiserver.k8s.io"
 
-// Get returns the body of one object.
-func (l *Server) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchfanoutv1.GetResponse, error) {
-	q, err := l.resolve(r.Query)
-	if err != nil {
-		return nil, rpc.ToStatus(err)
-	}
-	if q.Table || q.Encoding.Partial {
-		return nil, rpc.ErrDelegate
-	}
-	snapshot, _, err := l.snapshotFor(ctx, q, &watchfanoutv1.ListRequest{ResourceVersion: r.ResourceVersion})
-	if err != nil {
-		return nil, rpc.ToStatus(err)
-	}
-	item, ok := snapshot.Get(cache.Key(q.Namespace, r.Name))
-	if !ok || !q.IsNative(item) || q.Encoding.Protobuf && q.Encoding.Unstructured {
-		return nil, rpc.ErrDelegate
-	}
-	if q.Encoding.Protobuf {
-		return &watchfanoutv1.GetResponse{
-			Body: frame.Envelope(q.Encoding.Kind, q.Encoding.APIVersion, item.Protobuf),
-		}, nil
-	}
-	body := make([]byte, 0, len(item.JSON)+len(q.Encoding.Kind)+len(q.Encoding.APIVersion)+32)
-	return &watchfanoutv1.GetResponse{
-		Body: append(frame.Object(body, q.Encoding.Kind, q.Encoding.APIVersion, item.JSON),
-			'\n'),
-	}, nil
-}
-
 type page struct {
 	items     []*cache.Item
 	revision  int64

@@ -156,17 +156,3 @@ func TestPagesAreOfOneRevision(t *testing.T) {
 		t.Errorf("%+v, %v", now, err) // limit is ignored with resourceVersion "0"
 	}
 }
-
-// Get returns one object as it is stored, and delegates a missing object to registry.
-func TestGet(t *testing.T) {
-	w := fixture.New(t)
-	l := list.New(w.Discovery, w.Cache, w.LogReader, w.Converter, 0)
-	got, err := l.Get(t.Context(), &watchfanoutv1.GetRequest{Query: fixture.Query(), Name: "a"})
-	if err != nil || !strings.HasPrefix(string(got.Body), `{"kind":"Pod","apiVersion":"v1","metadata":{"name":"a"`) {
-		t.Errorf("%s, %v", got.GetBody(), err)
-	}
-	if _, err := l.Get(t.Context(), &watchfanoutv1.GetRequest{Query: fixture.Query(),
-		Name: "none"}); status.Code(err) != codes.FailedPrecondition {
-		t.Errorf("%v", err)
-	}
-}

@@ -19,7 +19,7 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// plan is the source of a list or a watch. It is computed once, before any call. The source of a GET is in planGet.
+// plan is the source of a list or a watch. It is computed once, before any call.
 // Writes and connections always go to registry.
 type plan struct {
 	// source serves query. If query is nil, registry serves the request from etcd.
@@ -71,36 +71,6 @@ func (c *requestContext) plan() (*plan, error) {
 	}
 	p.query, p.source = q, c.source()
 	return p, nil
-}
-
-// planGet returns the request for the watch tier to get an object, or nil if registry serves the GET.
-func (c *requestContext) planGet() *watchfanoutv1.GetRequest {
-	if c.router.TierGets == nil || c.isInternal() || c.apiResource.StorageResource == "" ||
-		c.apiResource.Resource.Subresource != "" ||
-		!c.hasVerb("watch") {
-		return nil
-	}
-	if c.out.As != nil || c.out.Pretty || !sourceMediaType(c.out.MediaType) {
-		return nil
-	}
-	r := &watchfanoutv1.GetRequest{
-		Query: &watchfanoutv1.Query{
-			Resource:    c.apiResource.Resource,
-			CrdRevision: c.apiResource.CrdRevision,
-			Digest:      c.apiResource.Digest,
-			Namespace:   c.namespace(),
-			Output:      c.out,
-		},
-		Name: c.info.Name,
-	}
-	switch c.req.URL.RawQuery {
-	case "":
-	case "resourceVersion=0":
-		r.ResourceVersion = "0"
-	default:
-		return nil
-	}
-	return r
 }
 
 // listOptions decodes and validates the options of a list or a watch.

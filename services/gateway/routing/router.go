@@ -1,10 +1,11 @@
-// Package routing routes a request for a resource to the service that serves it. Reads of stored resources go to the
-// watch tier, or to registry if the client is authn, authz or admission. All other requests go to registry. During a
+// Package routing routes a request for a resource to the service that serves it. Lists and watches of stored resources go
+// to the watch tier, or to registry if the client is authn, authz or admission. All other requests go to registry. During a
 // write, the package also calls admission, authz and authn on the registry's behalf.
 //
 // Router.ServeHTTP finds the resource. requestContext.dispatch negotiates the encoding and switches on the verb:
 //
-//	get, list, watch   plan and planGet choose the source.
+//	get                registry serves it.
+//	list, watch        plan chooses the source.
 //	create, …, delete  write sends the request to registry and serves its callbacks.
 //	connect            registry returns the URL, and package proxy connects the client.
 //
@@ -33,7 +34,6 @@ import (
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
-	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/delegatedauth"
 	"watershed.dev/services/gateway/proxy"
 	"watershed.dev/services/gateway/responsewriters"
@@ -48,8 +48,6 @@ type Router struct {
 	Objects registryv1.ObjectsClient
 	// Tier is the watch tier. Internal is the registry, which serves the reads of authn, authz and admission.
 	Tier, Internal Source
-	// TierGets serves a GET of a stored object. If it is nil, registry does.
-	TierGets watchfanoutv1.WatchClient
 	// Lists shares the lists that registry serves. PriorityLists does so for priorityGroups, whose lists do not wait
 	// behind other users' lists.
 	Lists, PriorityLists *coalesce.Group[[]byte]

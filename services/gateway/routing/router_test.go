@@ -169,10 +169,6 @@ func (t fakeTier) Watch(r *watchfanoutv1.WatchRequest, s grpc.ServerStreamingSer
 	return t.UnimplementedWatchServer.Watch(r, s)
 }
 
-func (t fakeTier) Get(context.Context, *watchfanoutv1.GetRequest) (*watchfanoutv1.GetResponse, error) {
-	return nil, status.Error(codes.FailedPrecondition, "not here")
-}
-
 func (t fakeTier) List(r *watchfanoutv1.ListRequest, s grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
 	if t.tierErr != nil {
 		return t.tierErr

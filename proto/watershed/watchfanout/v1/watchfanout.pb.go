@@ -4,7 +4,7 @@
 // 	protoc        (unknown)
 // source: watershed/watchfanout/v1/watchfanout.proto
 
-// Package watchfanout serves GET, LIST and WATCH from encoded bytes.
+// Package watchfanout serves LIST and WATCH from encoded bytes.
 
 package watchfanoutv1
 
@@ -140,113 +140,6 @@ func (x *Query) GetSkipUnreadable() bool {
 	return false
 }
 
-// GetRequest is a request for one object.
-type GetRequest struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	Query *Query                 `protobuf:"bytes,1,opt,name=query" json:"query,omitempty"`
-	Name  string                 `protobuf:"bytes,2,opt,name=name" json:"name,omitempty"`
-	// The minimum resourceVersion. Empty: etcd's current revision. "0": any.
-	ResourceVersion string `protobuf:"bytes,3,opt,name=resource_version,json=resourceVersion" json:"resource_version,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
-}
-
-func (x *GetRequest) Reset() {
-	*x = GetRequest{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[1]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *GetRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*GetRequest) ProtoMessage() {}
-
-func (x *GetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[1]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use GetRequest.ProtoReflect.Descriptor instead.
-func (*GetRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{1}
-}
-
-func (x *GetRequest) GetQuery() *Query {
-	if x != nil {
-		return x.Query
-	}
-	return nil
-}
-
-func (x *GetRequest) GetName() string {
-	if x != nil {
-		return x.Name
-	}
-	return ""
-}
-
-func (x *GetRequest) GetResourceVersion() string {
-	if x != nil {
-		return x.ResourceVersion
-	}
-	return ""
-}
-
-// GetResponse is one object.
-type GetResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Body          []byte                 `protobuf:"bytes,1,opt,name=body" json:"body,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *GetResponse) Reset() {
-	*x = GetResponse{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[2]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *GetResponse) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*GetResponse) ProtoMessage() {}
-
-func (x *GetResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[2]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use GetResponse.ProtoReflect.Descriptor instead.
-func (*GetResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{2}
-}
-
-func (x *GetResponse) GetBody() []byte {
-	if x != nil {
-		return x.Body
-	}
-	return nil
-}
-
 // ListRequest is a request for a list.
 type ListRequest struct {
 	state                protoimpl.MessageState `protogen:"open.v1"`
@@ -263,7 +156,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[3]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[1]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -275,7 +168,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[3]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[1]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -288,7 +181,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{3}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{1}
 }
 
 func (x *ListRequest) GetQuery() *Query {
@@ -347,7 +240,7 @@ type ListChunk struct {
 
 func (x *ListChunk) Reset() {
 	*x = ListChunk{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[4]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -359,7 +252,7 @@ func (x *ListChunk) String() string {
 func (*ListChunk) ProtoMessage() {}
 
 func (x *ListChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[4]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -372,7 +265,7 @@ func (x *ListChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListChunk.ProtoReflect.Descriptor instead.
 func (*ListChunk) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{4}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *ListChunk) GetData() [][]byte {
@@ -418,7 +311,7 @@ type WatchRequest struct {
 
 func (x *WatchRequest) Reset() {
 	*x = WatchRequest{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[5]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -430,7 +323,7 @@ func (x *WatchRequest) String() string {
 func (*WatchRequest) ProtoMessage() {}
 
 func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[5]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -443,7 +336,7 @@ func (x *WatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
 func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{5}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *WatchRequest) GetQuery() *Query {
@@ -517,7 +410,7 @@ type Position struct {
 
 func (x *Position) Reset() {
 	*x = Position{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -529,7 +422,7 @@ func (x *Position) String() string {
 func (*Position) ProtoMessage() {}
 
 func (x *Position) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -542,7 +435,7 @@ func (x *Position) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Position.ProtoReflect.Descriptor instead.
 func (*Position) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{6}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Position) GetRevision() int64 {
@@ -589,7 +482,7 @@ type WatchFrame struct {
 
 func (x *WatchFrame) Reset() {
 	*x = WatchFrame{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[7]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -601,7 +494,7 @@ func (x *WatchFrame) String() string {
 func (*WatchFrame) ProtoMessage() {}
 
 func (x *WatchFrame) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[7]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -614,7 +507,7 @@ func (x *WatchFrame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchFrame.ProtoReflect.Descriptor instead.
 func (*WatchFrame) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{7}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *WatchFrame) GetData() []byte {
@@ -681,7 +574,7 @@ type EventBoundary struct {
 
 func (x *EventBoundary) Reset() {
 	*x = EventBoundary{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[8]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -693,7 +586,7 @@ func (x *EventBoundary) String() string {
 func (*EventBoundary) ProtoMessage() {}
 
 func (x *EventBoundary) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[8]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -706,7 +599,7 @@ func (x *EventBoundary) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventBoundary.ProtoReflect.Descriptor instead.
 func (*EventBoundary) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{8}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *EventBoundary) GetEnd() int32 {
@@ -752,14 +645,7 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\x0efield_selector\x18\x04 \x01(\tR\rfieldSelector\x125\n" +
 	"\x06output\x18\x05 \x01(\v2\x1d.watershed.registry.v1.OutputR\x06output\x12%\n" +
 	"\x0einclude_object\x18\x06 \x01(\tR\rincludeObject\x12'\n" +
-	"\x0fskip_unreadable\x18\a \x01(\bR\x0eskipUnreadableJ\x04\b\x01\x10\x02\"\x82\x01\n" +
-	"\n" +
-	"GetRequest\x125\n" +
-	"\x05query\x18\x01 \x01(\v2\x1f.watershed.watchfanout.v1.QueryR\x05query\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\x12)\n" +
-	"\x10resource_version\x18\x03 \x01(\tR\x0fresourceVersion\"!\n" +
-	"\vGetResponse\x12\x12\n" +
-	"\x04body\x18\x01 \x01(\fR\x04body\"\xeb\x01\n" +
+	"\x0fskip_unreadable\x18\a \x01(\bR\x0eskipUnreadableJ\x04\b\x01\x10\x02\"\xeb\x01\n" +
 	"\vListRequest\x125\n" +
 	"\x05query\x18\x01 \x01(\v2\x1f.watershed.watchfanout.v1.QueryR\x05query\x12)\n" +
 	"\x10resource_version\x18\x02 \x01(\tR\x0fresourceVersion\x124\n" +
@@ -799,9 +685,8 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\x03end\x18\x01 \x01(\x05R\x03end\x12>\n" +
 	"\bposition\x18\x02 \x01(\v2\".watershed.watchfanout.v1.PositionR\bposition\x12\x1a\n" +
 	"\bbookmark\x18\x03 \x01(\bR\bbookmark\x12 \n" +
-	"\vtraceparent\x18\x04 \x01(\tR\vtraceparent2\x8a\x02\n" +
-	"\x05Watch\x12R\n" +
-	"\x03Get\x12$.watershed.watchfanout.v1.GetRequest\x1a%.watershed.watchfanout.v1.GetResponse\x12T\n" +
+	"\vtraceparent\x18\x04 \x01(\tR\vtraceparent2\xb6\x01\n" +
+	"\x05Watch\x12T\n" +
 	"\x04List\x12%.watershed.watchfanout.v1.ListRequest\x1a#.watershed.watchfanout.v1.ListChunk0\x01\x12W\n" +
 	"\x05Watch\x12&.watershed.watchfanout.v1.WatchRequest\x1a$.watershed.watchfanout.v1.WatchFrame0\x012\xbe\x01\n" +
 	"\rInternalWatch\x12T\n" +
@@ -820,45 +705,40 @@ func file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP() []byte {
 	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescData
 }
 
-var file_watershed_watchfanout_v1_watchfanout_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
+var file_watershed_watchfanout_v1_watchfanout_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_watershed_watchfanout_v1_watchfanout_proto_goTypes = []any{
 	(*Query)(nil),         // 0: watershed.watchfanout.v1.Query
-	(*GetRequest)(nil),    // 1: watershed.watchfanout.v1.GetRequest
-	(*GetResponse)(nil),   // 2: watershed.watchfanout.v1.GetResponse
-	(*ListRequest)(nil),   // 3: watershed.watchfanout.v1.ListRequest
-	(*ListChunk)(nil),     // 4: watershed.watchfanout.v1.ListChunk
-	(*WatchRequest)(nil),  // 5: watershed.watchfanout.v1.WatchRequest
-	(*Position)(nil),      // 6: watershed.watchfanout.v1.Position
-	(*WatchFrame)(nil),    // 7: watershed.watchfanout.v1.WatchFrame
-	(*EventBoundary)(nil), // 8: watershed.watchfanout.v1.EventBoundary
-	(*v1.Resource)(nil),   // 9: watershed.common.v1.Resource
-	(*v11.Output)(nil),    // 10: watershed.registry.v1.Output
+	(*ListRequest)(nil),   // 1: watershed.watchfanout.v1.ListRequest
+	(*ListChunk)(nil),     // 2: watershed.watchfanout.v1.ListChunk
+	(*WatchRequest)(nil),  // 3: watershed.watchfanout.v1.WatchRequest
+	(*Position)(nil),      // 4: watershed.watchfanout.v1.Position
+	(*WatchFrame)(nil),    // 5: watershed.watchfanout.v1.WatchFrame
+	(*EventBoundary)(nil), // 6: watershed.watchfanout.v1.EventBoundary
+	(*v1.Resource)(nil),   // 7: watershed.common.v1.Resource
+	(*v11.Output)(nil),    // 8: watershed.registry.v1.Output
 }
 var file_watershed_watchfanout_v1_watchfanout_proto_depIdxs = []int32{
-	9,  // 0: watershed.watchfanout.v1.Query.resource:type_name -> watershed.common.v1.Resource
-	10, // 1: watershed.watchfanout.v1.Query.output:type_name -> watershed.registry.v1.Output
-	0,  // 2: watershed.watchfanout.v1.GetRequest.query:type_name -> watershed.watchfanout.v1.Query
-	0,  // 3: watershed.watchfanout.v1.ListRequest.query:type_name -> watershed.watchfanout.v1.Query
-	0,  // 4: watershed.watchfanout.v1.WatchRequest.query:type_name -> watershed.watchfanout.v1.Query
-	6,  // 5: watershed.watchfanout.v1.WatchRequest.resume_after:type_name -> watershed.watchfanout.v1.Position
-	6,  // 6: watershed.watchfanout.v1.WatchFrame.position:type_name -> watershed.watchfanout.v1.Position
-	8,  // 7: watershed.watchfanout.v1.WatchFrame.boundaries:type_name -> watershed.watchfanout.v1.EventBoundary
-	6,  // 8: watershed.watchfanout.v1.EventBoundary.position:type_name -> watershed.watchfanout.v1.Position
-	1,  // 9: watershed.watchfanout.v1.Watch.Get:input_type -> watershed.watchfanout.v1.GetRequest
-	3,  // 10: watershed.watchfanout.v1.Watch.List:input_type -> watershed.watchfanout.v1.ListRequest
-	5,  // 11: watershed.watchfanout.v1.Watch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
-	3,  // 12: watershed.watchfanout.v1.InternalWatch.List:input_type -> watershed.watchfanout.v1.ListRequest
-	5,  // 13: watershed.watchfanout.v1.InternalWatch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
-	2,  // 14: watershed.watchfanout.v1.Watch.Get:output_type -> watershed.watchfanout.v1.GetResponse
-	4,  // 15: watershed.watchfanout.v1.Watch.List:output_type -> watershed.watchfanout.v1.ListChunk
-	7,  // 16: watershed.watchfanout.v1.Watch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
-	4,  // 17: watershed.watchfanout.v1.InternalWatch.List:output_type -> watershed.watchfanout.v1.ListChunk
-	7,  // 18: watershed.watchfanout.v1.InternalWatch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
-	14, // [14:19] is the sub-list for method output_type
-	9,  // [9:14] is the sub-list for method input_type
-	9,  // [9:9] is the sub-list for extension type_name
-	9,  // [9:9] is the sub-list for extension extendee
-	0,  // [0:9] is the sub-list for field type_name
+	7,  // 0: watershed.watchfanout.v1.Query.resource:type_name -> watershed.common.v1.Resource
+	8,  // 1: watershed.watchfanout.v1.Query.output:type_name -> watershed.registry.v1.Output
+	0,  // 2: watershed.watchfanout.v1.ListRequest.query:type_name -> watershed.watchfanout.v1.Query
+	0,  // 3: watershed.watchfanout.v1.WatchRequest.query:type_name -> watershed.watchfanout.v1.Query
+	4,  // 4: watershed.watchfanout.v1.WatchRequest.resume_after:type_name -> watershed.watchfanout.v1.Position
+	4,  // 5: watershed.watchfanout.v1.WatchFrame.position:type_name -> watershed.watchfanout.v1.Position
+	6,  // 6: watershed.watchfanout.v1.WatchFrame.boundaries:type_name -> watershed.watchfanout.v1.EventBoundary
+	4,  // 7: watershed.watchfanout.v1.EventBoundary.position:type_name -> watershed.watchfanout.v1.Position
+	1,  // 8: watershed.watchfanout.v1.Watch.List:input_type -> watershed.watchfanout.v1.ListRequest
+	3,  // 9: watershed.watchfanout.v1.Watch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
+	1,  // 10: watershed.watchfanout.v1.InternalWatch.List:input_type -> watershed.watchfanout.v1.ListRequest
+	3,  // 11: watershed.watchfanout.v1.InternalWatch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
+	2,  // 12: watershed.watchfanout.v1.Watch.List:output_type -> watershed.watchfanout.v1.ListChunk
+	5,  // 13: watershed.watchfanout.v1.Watch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
+	2,  // 14: watershed.watchfanout.v1.InternalWatch.List:output_type -> watershed.watchfanout.v1.ListChunk
+	5,  // 15: watershed.watchfanout.v1.InternalWatch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
+	12, // [12:16] is the sub-list for method output_type
+	8,  // [8:12] is the sub-list for method input_type
+	8,  // [8:8] is the sub-list for extension type_name
+	8,  // [8:8] is the sub-list for extension extendee
+	0,  // [0:8] is the sub-list for field type_name
 }
 
 func init() { file_watershed_watchfanout_v1_watchfanout_proto_init() }
@@ -872,7 +752,7 @@ func file_watershed_watchfanout_v1_watchfanout_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_watchfanout_v1_watchfanout_proto_rawDesc), len(file_watershed_watchfanout_v1_watchfanout_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   9,
+			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -4,7 +4,7 @@
 // - protoc             (unknown)
 // source: watershed/watchfanout/v1/watchfanout.proto
 
-// Package watchfanout serves GET, LIST and WATCH from encoded bytes.
+// Package watchfanout serves LIST and WATCH from encoded bytes.
 
 package watchfanoutv1
 
@@ -21,7 +21,6 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	Watch_Get_FullMethodName   = "/watershed.watchfanout.v1.Watch/Get"
 	Watch_List_FullMethodName  = "/watershed.watchfanout.v1.Watch/List"
 	Watch_Watch_FullMethodName = "/watershed.watchfanout.v1.Watch/Watch"
 )
@@ -32,9 +31,6 @@ const (
 //
 // Watch serves reads from the caches of the watch tier.
 type WatchClient interface {
-	// Get returns one object from the cache. FAILED_PRECONDITION: the gateway must call Objects.Get, also for an object
-	// that does not exist.
-	Get(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (*GetResponse, error)
 	// List sends a list's body. FAILED_PRECONDITION: the gateway must call Objects.List.
 	List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error)
 	// Watch sends the events of a watch.
@@ -47,16 +43,6 @@ type watchClient struct {
 
 func NewWatchClient(cc grpc.ClientConnInterface) WatchClient {
 	return &watchClient{cc}
-}
-
-func (c *watchClient) Get(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (*GetResponse, error) {
-	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	out := new(GetResponse)
-	err := c.cc.Invoke(ctx, Watch_Get_FullMethodName, in, out, cOpts...)
-	if err != nil {
-		return nil, err
-	}
-	return out, nil
 }
 
 func (c *watchClient) List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error) {
@@ -103,9 +89,6 @@ type Watch_WatchClient = grpc.ServerStreamingClient[WatchFrame]
 //
 // Watch serves reads from the caches of the watch tier.
 type WatchServer interface {
-	// Get returns one object from the cache. FAILED_PRECONDITION: the gateway must call Objects.Get, also for an object
-	// that does not exist.
-	Get(context.Context, *GetRequest) (*GetResponse, error)
 	// List sends a list's body. FAILED_PRECONDITION: the gateway must call Objects.List.
 	List(*ListRequest, grpc.ServerStreamingServer[ListChunk]) error
 	// Watch sends the events of a watch.
@@ -120,9 +103,6 @@ type WatchServer interface {
 // pointer dereference when methods are called.
 type UnimplementedWatchServer struct{}
 
-func (UnimplementedWatchServer) Get(context.Context, *GetRequest) (*GetResponse, error) {
-	return nil, status.Error(codes.Unimplemented, "method Get not implemented")
-}
 func (UnimplementedWatchServer) List(*ListRequest, grpc.ServerStreamingServer[ListChunk]) error {
 	return status.Error(codes.Unimplemented, "method List not implemented")
 }
@@ -148,24 +128,6 @@ func RegisterWatchServer(s grpc.ServiceRegistrar, srv WatchServer) {
 		t.testEmbeddedByValue()
 	}
 	s.RegisterService(&Watch_ServiceDesc, srv)
-}
-
-func _Watch_Get_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(GetRequest)
-	if err := dec(in); err != nil {
-		return nil, err
-	}
-	if interceptor == nil {
-		return srv.(WatchServer).Get(ctx, in)
-	}
-	info := &grpc.UnaryServerInfo{
-		Server:     srv,
-		FullMethod: Watch_Get_FullMethodName,
-	}
-	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(WatchServer).Get(ctx, req.(*GetRequest))
-	}
-	return interceptor(ctx, in, info, handler)
 }
 
 func _Watch_List_Handler(srv interface{}, stream grpc.ServerStream) error {
@@ -196,12 +158,7 @@ type Watch_WatchServer = grpc.ServerStreamingServer[WatchFrame]
 var Watch_ServiceDesc = grpc.ServiceDesc{
 	ServiceName: "watershed.watchfanout.v1.Watch",
 	HandlerType: (*WatchServer)(nil),
-	Methods: []grpc.MethodDesc{
-		{
-			MethodName: "Get",
-			Handler:    _Watch_Get_Handler,
-		},
-	},
+	Methods:     []grpc.MethodDesc{},
 	Streams: []grpc.StreamDesc{
 		{
 			StreamName:    "List",
