@@ -7,11 +7,11 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// A kube-apiserver gate that is not linked is accepted. An unknown gate is rejected with kube-apiserver's text.
+// An unknown gate is rejected with kube-apiserver's text.
 func TestUnknownGatesAreRejected(t *testing.T) {
 	fs := pflag.NewFlagSet("x", pflag.ContinueOnError)
-	AddFlag(fs, true)
-	if err := fs.Set("feature-gates", "DynamicResourceAllocation=true, ConstrainedImpersonation=false"); err != nil {
+	AddFlag(fs)
+	if err := fs.Set("feature-gates", "AllAlpha=false"); err != nil {
 		t.Error(err)
 	}
 	if err := fs.Set("feature-gates", "NoSuchGate=true"); err == nil ||

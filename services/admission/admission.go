@@ -61,7 +61,7 @@ func NewConfig() *Config { return &Config{Options: kubeoptions.NewAdmissionOptio
 
 // AddFlags adds every option to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
-	features.AddFlag(fs, false)
+	features.AddFlag(fs)
 	c.Options.AddFlags(fs)
 	c.Freshness.AddFlags(fs)
 	c.Egress.AddFlags(fs)

@@ -59,7 +59,7 @@ func NewConfig() *Config {
 
 // AddFlags adds every option to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
-	features.AddFlag(fs, false)
+	features.AddFlag(fs)
 	c.Options.AddFlags(fs)
 	c.Freshness.AddFlags(fs)
 	c.Egress.AddFlags(fs)

@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/pflag"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
+	_ "k8s.io/kubernetes/pkg/features"                   // --feature-gates knows every gate
 
 	"watershed.dev/platform/egress"
 	"watershed.dev/platform/features"
@@ -39,7 +40,7 @@ type Config struct {
 
 // AddFlags registers every flag of the gateway, with its default.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
-	features.AddFlag(fs, true)
+	features.AddFlag(fs)
 	c.Server.AddFlags(fs)
 	c.Watch.AddFlags(fs)
 	c.Aggregation.AddFlags(fs)

@@ -71,7 +71,7 @@ func NewConfig() *Config { return &Config{APIs: installer.NewOptions()} }
 
 // AddFlags adds a flag per setting to fs, with kube-apiserver's name if it has the setting.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
-	features.AddFlag(fs, false)
+	features.AddFlag(fs)
 	c.Storage.AddFlags(fs)
 	c.APIs.AddFlags(fs)
 	c.Log.AddFlags(fs)
