@@ -38,7 +38,6 @@ func main() {
 		fmt.Fprint(os.Stderr, usage)
 		os.Exit(2)
 	}
-	process.PaceGC()
 	command, args := os.Args[1], os.Args[2:]
 	var err error
 	switch command {

@@ -1,6 +1,6 @@
 // Package process runs any set of services in a process: a single service (its own binary), or several (watershed run,
-// and cmd/watershed's up). It has the flags, connections, pages, drain and GC pace that services share, and no service's
-// logic. A service does not know if another service is in its process.
+// and cmd/watershed's up). It has the flags, connections, pages and drain that services share, and no service's logic. A
+// service does not know if another service is in its process.
 //
 // Package lifecycle owns the goroutines of the runners. The xDS client has a goroutine that lasts as long as the
 // process.
