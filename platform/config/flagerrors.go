@@ -20,7 +20,7 @@ func flagError(fs *pflag.FlagSet, err error) error {
 	switch {
 	case errors.As(err, &unknown):
 		name := unknown.GetSpecifiedName()
-		return fmt.Errorf("unknown flag: --%s%s", name, suggestion(fs, name))
+		return &UnknownFlagError{name, suggestion(fs, name)}
 	case errors.As(err, &bare):
 		return fmt.Errorf("--%s has no value: want --%s=VALUE", bare.GetFlag().Name, bare.GetFlag().Name)
 	case errors.As(err, &invalid):
@@ -28,6 +28,16 @@ func flagError(fs *pflag.FlagSet, err error) error {
 	}
 	return err
 }
+
+// UnknownFlagError is an unknown flag of the command line.
+type UnknownFlagError struct {
+	// Name is the name of the flag without dashes.
+	Name       string
+	suggestion string
+}
+
+// Error implements error.
+func (e *UnknownFlagError) Error() string { return "unknown flag: --" + e.Name + e.suggestion }
 
 // valueError returns the reason that a value is not allowed, by the flag's type. err is the reason for types whose
 // parsing is not Go's.

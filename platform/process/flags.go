@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -77,7 +78,7 @@ func (p *Process) AddNetworkFlags(fs *pflag.FlagSet) {
 		fs.StringVar(&n.address, "rpc-address", "", "host:port, or unix:/path, to serve RPCs on.")
 	}
 	n.peers = map[string]*[]string{}
-	for _, peer := range p.peers() {
+	for peer := range p.callers() {
 		n.peers[peer] = fs.StringSlice(
 			peer+"-addresses",
 			nil,
@@ -113,7 +114,7 @@ func (p *Process) Configure(fs *pflag.FlagSet) error {
 	for _, s := range p.services {
 		errs = append(errs, s.options.Validate())
 	}
-	return errors.Join(append(errs, p.network.validate(len(p.services)))...)
+	return errors.Join(append(errs, p.network.validate(len(p.services), p.callers()))...)
 }
 
 func copyValue(fs *pflag.FlagSet, to, from *pflag.Flag) error {
@@ -140,14 +141,15 @@ type network struct {
 	conns       []*grpc.ClientConn
 }
 
-// validate checks the addresses of other services, and that several services have identities of their own.
-func (n *network) validate(services int) error {
+// validate checks the addresses of other services, and that several services have identities of their own. callers are
+// the services that call each service of another process.
+func (n *network) validate(services int, callers map[string][]string) error {
 	var errs []error
-	for peer, addresses := range n.peers {
-		errs = append(errs, rpc.CheckAddresses(peer+"-addresses", *addresses))
-		if len(*addresses) == 0 && len(n.xdsServers) == 0 {
-			errs = append(errs, fmt.Errorf("--%s-addresses or --xds-servers is required: %s is called, and is not a "+
-				"target of this process", peer, peer))
+	for _, peer := range slices.Sorted(maps.Keys(n.peers)) {
+		errs = append(errs, rpc.CheckAddresses(peer+"-addresses", *n.peers[peer]))
+		if len(*n.peers[peer]) == 0 && len(n.xdsServers) == 0 {
+			errs = append(errs, fmt.Errorf("--%s-addresses or --xds-servers is required: %s calls %s, which is not "+
+				"among the targets", peer, strings.Join(callers[peer], " and "), peer))
 		}
 	}
 	errs = append(errs, rpc.CheckAddresses("xds-servers", n.xdsServers))

@@ -1,6 +1,7 @@
 package process
 
 import (
+	"maps"
 	"slices"
 	"strings"
 	"testing"
@@ -68,8 +69,8 @@ func TestNetworkOfASet(t *testing.T) {
 		slices.Sort(exposed)
 		wanted := strings.Fields(want[0])
 		slices.Sort(wanted)
-		if !slices.Equal(exposed, wanted) || strings.Join(p.peers(), " ") != want[1] {
-			t.Errorf("%s: exposes %v and calls %v", targets, exposed, p.peers())
+		if !slices.Equal(exposed, wanted) || strings.Join(slices.Sorted(maps.Keys(p.callers())), " ") != want[1] {
+			t.Errorf("%s: exposes %v and calls %v", targets, exposed, p.callers())
 		}
 	}
 }
@@ -100,12 +101,12 @@ func TestFlagsOfASet(t *testing.T) {
 		t.Errorf("the process may stop for %v, and the gateway for a minute", got)
 	}
 	for text, args := range map[string][]string{
-		"--watchfanout-addresses or --xds-servers is required: watchfanout is called": {"--rpc-cert-file=/{service}.crt"},
-		"want {service} in the path":                   {"--rpc-cert-file=/tls.crt", "--watchfanout-addresses=a:1"},
-		"unknown flag: --of-watchfanout":               append(certs, "--of-watchfanout=1"),
-		"--of-authn=x: not an integer":                 append(certs, "--of-authn=x"),
-		`--watchfanout-addresses "::": want host:port`: append(certs, "--watchfanout-addresses=::"),
-		"--target=nobody: no such service: want":       nil,
+		"--watchfanout-addresses or --xds-servers is required: gateway calls watchfanout, which is not among": {"--rpc-cert-file=/{service}.crt"},
+		"want {service} in the path":                                  {"--rpc-cert-file=/tls.crt", "--watchfanout-addresses=a:1"},
+		"unknown flag: --of-watchfanout: it is a flag of watchfanout": append(certs, "--of-watchfanout=1"),
+		"--of-authn=x: not an integer":                                append(certs, "--of-authn=x"),
+		`--watchfanout-addresses "::": want host:port`:                append(certs, "--watchfanout-addresses=::"),
+		"--target=nobody: no such service: want":                      nil,
 	} {
 		targets := "gateway,authn,registry"
 		if args == nil {

@@ -4,8 +4,8 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
-	"maps"
 	"net/http"
 	"os"
 	"slices"
@@ -72,12 +72,27 @@ func Load(all Modules, targets []string, command string, args []string,
 	p.AddNetworkFlags(fs)
 	p.AddFlags(fs)
 	if err := config.Load(fs, args); err != nil {
-		return nil, err
+		return nil, p.unknownFlag(all, err)
 	}
 	for _, f := range adjust {
 		f(fs)
 	}
 	return p, p.Configure(fs)
+}
+
+// unknownFlag adds to an error about an unknown flag the service that has the flag, if it is not among the targets.
+func (p *Process) unknownFlag(all Modules, err error) error {
+	var unknown *config.UnknownFlagError
+	if !errors.As(err, &unknown) {
+		return err
+	}
+	for _, m := range all {
+		fs := pflag.NewFlagSet(m.Name, pflag.ContinueOnError)
+		if m.Options().AddFlags(fs); !p.has(m.Name) && fs.Lookup(unknown.Name) != nil {
+			return fmt.Errorf("%w: it is a flag of %s, which is not among the targets", err, m.Name)
+		}
+	}
+	return err
 }
 
 // ExitOnHelp exits with status 0 if err is --help. Otherwise it returns err.
@@ -152,16 +167,17 @@ func (p *Process) Exposed() (services []string) {
 	return services
 }
 
-// peers returns the services outside of the process that its services call.
-func (p *Process) peers() []string {
-	peers := map[string]bool{}
+// callers maps the services outside of the process to the services of the process that call them.
+func (p *Process) callers() map[string][]string {
+	callers := map[string][]string{}
 	for _, m := range p.modules {
 		for _, name := range m.DependsOn {
-			peers[name] = !p.has(name)
+			if !p.has(name) {
+				callers[name] = append(callers[name], m.Name)
+			}
 		}
 	}
-	maps.DeleteFunc(peers, func(_ string, outside bool) bool { return !outside })
-	return slices.Sorted(maps.Keys(peers))
+	return callers
 }
 
 // StopTimeout returns the longest time that the process takes to stop.
@@ -179,8 +195,8 @@ func (p *Process) StopTimeout() time.Duration {
 // service that waits for a dependency, as the registry does for etcd, is then alive and reports why it is not ready.
 func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 	p.local = rpc.NewInProcess(telemetry.TracingEnabled())
-	if callers := p.peersOf(); len(callers) > 0 {
-		if err := p.network.startXDS(ctx, callers[0]); err != nil {
+	if i := slices.IndexFunc(p.modules, func(m *Module) bool { return p.outside(m.DependsOn) }); i >= 0 {
+		if err := p.network.startXDS(ctx, p.modules[i].Name); err != nil {
 			return nil, err
 		}
 	}
@@ -216,16 +232,6 @@ func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 		})
 	}
 	return append(runners, p.readiness()), nil
-}
-
-// peersOf returns the services of the process that call services outside of it.
-func (p *Process) peersOf() (callers []string) {
-	for _, m := range p.modules {
-		if p.outside(m.DependsOn) {
-			callers = append(callers, m.Name)
-		}
-	}
-	return callers
 }
 
 // runner returns the runner of a service. It is ready once the service is built or, if a service that starts later

@@ -122,6 +122,10 @@ func (c *Config) Validate() error {
 			errs = append(errs, fmt.Errorf("--%s %v: must not be negative", f.name, f.value))
 		}
 	}
+	if c.SecurePort < 1 || c.SecurePort > 65535 {
+		errs = append(errs, fmt.Errorf("--secure-port %d must be between 1 and 65535, inclusive. It cannot be turned "+
+			"off with 0", c.SecurePort))
+	}
 	if !(c.GoawayChance >= 0 && c.GoawayChance <= 0.02) { // also false for NaN
 		errs = append(errs, fmt.Errorf("--goaway-chance %v: must be from 0 to 0.02; 0 closes no connection",
 			c.GoawayChance))
