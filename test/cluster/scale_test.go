@@ -17,19 +17,25 @@ var scaled = flag.Bool("scale", false, "with 5,000 watches instead of 200")
 // TestTheWatchTierScalesAlone scales only the watch tier, from two replicas to six and back. Clients watch meanwhile;
 // open watches move, and the clients must not notice.
 func TestTheWatchTierScalesAlone(t *testing.T) {
+	t.Run("split", func(t *testing.T) { scales(t, "gateway", harness.Split) })
+	t.Run("compact", func(t *testing.T) { scales(t, "front", harness.Compact) })
+}
+
+// scales scales the watch tier of a server. set is the set of services with the gateway.
+func scales(t *testing.T, set string, startServer func(testing.TB, string, ...string) *harness.Server) {
 	watches, pause, settled := 200, writePause, time.Second
 	if *scaled {
 		watches, pause, settled = 5000, 100*time.Millisecond, 5*time.Second
 	}
-	s := harness.Split(t, "", "--replicas=watchfanout=2")
+	s := startServer(t, "", "--replicas=watchfanout=2")
 	c, err := start(t.Context(), s.Config(), watches, pause)
 	if err != nil {
 		t.Fatal(err)
 	}
 	harness.Eventually(t, time.Minute, func() error { return c.missing(slices.Repeat([]int{1}, len(kinds))) })
 	gateways := func(metric string) (sum float64) {
-		for _, g := range []string{"gateway-0", "gateway-1"} {
-			sum += s.Metric(g, metric)
+		for n := range 2 {
+			sum += s.Metric(fmt.Sprintf("%s-%d", set, n), metric)
 		}
 		return sum
 	}
