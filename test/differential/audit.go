@@ -130,6 +130,7 @@ func (a *axis) recordsOf(path string) (all []fields) {
 func (a *axis) audited(p *pair, records func(*side) []fields) {
 	answers := a.report
 	p.report, p.audited = newReport(slices.Concat(knownOfAudit, known, knownByConfiguration)), true
+	p.report.listed = answers.listed
 	d := p.discover()
 	all := d.valid()
 	p.create(all)

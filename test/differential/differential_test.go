@@ -10,11 +10,11 @@ import (
 func TestAnswersAreKubeAPIServers(t *testing.T) {
 	run(t, options{
 		seed:   7,
-		steps:  1500,
+		steps:  shortSteps,
 		fuzz:   3,
 		form:   "up",
 		out:    t.TempDir(),
-		phases: "create,verbs,paths,definitions,fixtures,fuzz,walk,remove,discovery",
+		phases: allPhases,
 	})
 }
 
@@ -25,7 +25,7 @@ func TestConfigurationsAnswerAsKubeAPIServers(t *testing.T) {
 		t,
 		options{
 			out:  cmp.Or(os.Getenv("DIFFERENCES"), t.TempDir()),
-			axes: cmp.Or(os.Getenv("AXES"), "authn,authz,admission,audit"),
+			axes: cmp.Or(os.Getenv("AXES"), allAxes),
 		},
 	)
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"encoding/json"
 	"regexp"
 	"slices"
@@ -8,65 +9,82 @@ import (
 )
 
 // difference is an accepted difference with its reason. docs/operators/compatibility.md lists the same differences.
+// Its patterns match no other request and no other difference. A complete run contains each difference.
 type difference struct {
 	name, reason string
-	// request matches "METHOD path"; detail matches the difference's text.
+	// request matches "METHOD path (about)"; detail matches the difference's text.
 	request, detail *regexp.Regexp
 	// when limits the difference further. It may be nil.
 	when func(r *request, a, b answer) bool
+	// absence states why a complete run may lack the difference: it depends on the seed, or on a race in a server.
+	absence string
 }
 
 // explained returns the accepted difference that matches, or nil.
 func (p *report) explained(r *request, a, b answer, detail string) *difference {
+	sent := r.String() + " (" + r.about + ")"
 	for _, d := range p.known {
-		if d.request.MatchString(r.String()) && d.detail.MatchString(detail) && (d.when == nil || d.when(r, a, b)) {
+		if d.request.MatchString(sent) && d.detail.MatchString(detail) && (d.when == nil || d.when(r, a, b)) {
 			return d
 		}
 	}
 	return nil
 }
 
+// missing returns the names of the accepted differences that the run lacks without a reason.
+func (p *report) missing() (names []string) {
+	for _, d := range p.known {
+		if p.listed[d] == 0 && d.absence == "" {
+			names = append(names, d.name)
+		}
+	}
+	return names
+}
+
 func is(pattern string) *regexp.Regexp { return regexp.MustCompile(pattern) }
+
+const (
+	// flowControlHeader matches a header of flow control that a single server sends.
+	flowControlHeader = `^header X-Kubernetes-Pf-(Flowschema|Prioritylevel)-Uid: `
+	// audited matches the position of an object in an audit record.
+	audited = `(\[\d+\]\.(requestObject|responseObject|responseStatus))?`
+)
 
 // knownByConfiguration are the accepted differences under flags other than the default.
 var knownByConfiguration = []*difference{
 	{
 		name:    "the services' own users",
-		request: is(`.`),
-		detail:  is(`.`),
-		when: func(r *request, a, b answer) bool {
-			return strings.Contains(r.about, "system:watershed:authz") && (a.code == 403 && b.code == 200 ||
-				b.header.Get("X-Kubernetes-Pf-Flowschema-Uid") == "" || // flow control does not limit them
-				strings.Contains(string(b.body), "not among the rights of this service of the system"))
-		},
+		request: is(`\((root|alice|bob|carol|) ?impersonates map\[.*Impersonate-User:\[system:watershed:authz\]\]\)$`),
+		detail: is(flowControlHeader + `"[^"]+" \| ""$|` +
+			`^code: 403 .* \| 200$|` +
+			`(^code: 20[01] \||^\.message: .* \|) .*not among the rights of this service of the system"?$`),
 		reason: "A user that may impersonate every user may also impersonate an internal service. No policy grants " +
-			"the rights of internal services.",
+			"the rights of internal services, and flow control does not limit them.",
 	},
 	{
-		name:    "anonymous users where everything is allowed",
-		request: is(`.`),
-		detail:  is(`.`),
-		when: func(_ *request, _, b answer) bool {
-			return strings.Contains(string(b.body), "anonymous requests are not allowed where everything is")
-		},
+		name: "anonymous users where everything is allowed",
+		request: is(`\(\w* ?impersonates map\[.*Impersonate-User:\[system:anonymous\]\]\)$|` +
+			`/(local)?subjectaccessreviews \(review of "user":"system:anonymous"`),
+		detail: is(`^code: 20[01] \| 403 .*: anonymous requests are not allowed where everything is$|` +
+			`^\.status\.(allowed: true \| false|reason: nothing \| "anonymous requests are not allowed .*)$`),
 		reason: "authz also rejects anonymous users that are impersonated or reviewed, because it does not receive " +
 			"the authentication method.",
 	},
 	{
 		name:    "ABAC's readonly and constrained impersonation",
-		request: is(`^GET`),
-		detail:  is(`.`),
-		when: func(r *request, _, b answer) bool {
-			return strings.Contains(r.about, "impersonates") && b.code == 403 &&
-				strings.Contains(string(b.body), "cannot impersonate-on:")
+		request: is(`^GET /api(/v1/namespaces/default/(pods|pods/here|configmaps/one))? \(\w+ impersonates map\[`),
+		detail: is(`(^code: 200 \| 403|^\.message: .* \|) .*cannot impersonate-on:|^\.details\.(group|kind|name): |` +
+			flowControlHeader),
+		when: func(_ *request, _, b answer) bool {
+			return b.code == 403 && strings.Contains(string(b.body), "cannot impersonate-on:")
 		},
-		reason: "kube-apiserver treats impersonate-on:…:get as a read, so ABAC's readonly lines allow it to readers. " +
-			"Watershed treats it as the impersonation verb.",
+		reason: "kube-apiserver treats impersonate-on:…:get as a read, so ABAC's readonly lines allow it to " +
+			"readers. Watershed treats it as the impersonation verb.",
 	},
 	{
 		name:    "metrics are a page each",
-		request: is(`^GET /metrics$`),
-		detail:  is(`^: `),
+		request: is(`^GET /metrics \(`),
+		detail:  is(`^: "# HELP .* \| "# HELP `),
 		reason:  "The values of metrics differ between any two servers.",
 	},
 }
@@ -75,8 +93,8 @@ var knownByConfiguration = []*difference{
 var knownOfAudit = []*difference{
 	{
 		name:    "a patch that is no JSON",
-		request: is(`^PATCH`),
-		detail:  is(`.`),
+		request: is(`^PATCH \S+\?fieldManager=\w+(&\S+)? \((apply|walk)`),
+		detail:  is(`^code: 0 \| \d+`),
 		when: func(r *request, a, b answer) bool {
 			return !json.Valid(r.body) && !strings.Contains(string(a.body), "ResponseComplete") &&
 				strings.Contains(string(b.body), "ResponseComplete")
@@ -86,10 +104,10 @@ var knownOfAudit = []*difference{
 	},
 	{
 		name:    "a Table without managedFields",
-		request: is(`^GET`),
-		detail:  is(`.`),
-		when: func(_ *request, a, b answer) bool {
-			return (a.err != nil || strings.Contains(string(a.body), `"stage":"Panic"`)) && b.code == 200
+		request: is(`^GET /apis/flowcontrol\.apiserver\.k8s\.io/v1/prioritylevelconfigurations \(list\)$`),
+		detail:  is(`^error: Get "[^"]+": .*EOF \| <nil>$|^code: 500 .* \| 200$`),
+		when: func(_ *request, a, _ answer) bool {
+			return a.err != nil || strings.Contains(string(a.body), `"stage":"Panic"`)
 		},
 		reason: "kube-apiserver panics if omitManagedFields applies to a Table whose rows have no object.",
 	},
@@ -99,27 +117,37 @@ var knownOfAudit = []*difference{
 // portallocator).
 var repairs = []string{"ipallocator-repair-controller", "portallocator-repair-controller"}
 
+// race is the absence of a difference that needs a race between the test and a controller.
+const race = "It needs a race between the test and a controller of kube-apiserver."
+
 var known = []*difference{
 	{
 		name:    "flow control's condition",
-		request: is(`flowschemas`),
-		detail:  is(`status|managedFields|rows\[\d+\]\.cells\[5\]|Dangling|Invalid value: `),
+		request: is(`/apis/flowcontrol\.apiserver\.k8s\.io/v1/flowschemas`),
+		detail: is(`^` + audited + `(\.(items|rows)\[\d+\](\.object)?)?(\.status|\.metadata\.managedFields)\b|` +
+			`^` + audited + `\.rows\[\d+\]\.cells\[5\]: |` +
+			`^` + audited + `\.(message|details\.causes\[\d+\]\.message): .*Invalid value: .*FlowSchema`),
+		when: func(_ *request, a, b answer) bool { // Dangling is the condition; a Table shows ? without it
+			return slices.ContainsFunc([]string{"Dangling", "?"}, func(text string) bool {
+				return strings.Count(string(a.body), text) != strings.Count(string(b.body), text)
+			})
+		},
 		reason: "A controller writes a condition to each FlowSchema, at most six times a minute. After an update has " +
 			"removed the condition, it may be present on one side only.",
+		absence: race,
 	},
 	{
 		name:    "flow control's condition, meanwhile",
-		request: is(`^(PUT|PATCH) .*/flowschemas`),
-		detail:  is(`.`),
-		when: func(r *request, a, b answer) bool {
-			return (a.code == 409) != (b.code == 409) && strings.Contains(string(r.body), "{{version")
-		},
-		reason: "The same controller may write the FlowSchema between the read of its revision and the write with it.",
+		request: is(`^(PUT|PATCH) /apis/flowcontrol\.apiserver\.k8s\.io/v1/flowschemas/`),
+		detail:  is(`^code: (409 .* \| (200|422)\b|(200|422)\b.* \| 409 )`),
+		when:    func(r *request, _, _ answer) bool { return strings.Contains(string(r.body), "{{version") },
+		reason:  "The same controller may write the FlowSchema between the read of its revision and the write with it.",
+		absence: race,
 	},
 	{
 		name:    "an Event of a repair",
-		request: is(`^(GET|WATCH) .*/events`),
-		detail:  is(`\.(items|rows)\b|remainingItemCount|^watch`),
+		request: is(`^GET \S+/events(\?\S*)? \(`),
+		detail:  is(`^` + audited + `(\.(items|rows)(\[\d+\]|: \d+ of )|\.metadata\.remainingItemCount: )`),
 		when: func(_ *request, a, b answer) bool {
 			return slices.ContainsFunc(repairs, func(name string) bool {
 				return strings.Contains(string(a.body), name) != strings.Contains(string(b.body), name)
@@ -127,66 +155,94 @@ var known = []*difference{
 		},
 		reason: "The repair controllers of cluster IPs and node ports are the same in both servers. They may see a " +
 			"Service before its allocation, and then create an Event.",
+		absence: race,
 	},
 	{
 		name:    "an Event of a repair, beyond the page",
-		request: is(`^GET .*/events\?.*limit=`),
-		detail:  is(`remainingItemCount`),
+		request: is(`^GET \S+/events\?\S*limit=\d`),
+		detail:  is(`^` + audited + `\.metadata\.remainingItemCount: `),
 		reason:  "As above: the Event counts in remainingItemCount although the page does not show it.",
+		absence: race,
 	},
 	{
 		name:    "429 of a cache that begins",
-		request: is(`diff\.example\.com`),
-		detail:  is(`.`),
-		when:    func(_ *request, a, b answer) bool { return a.code == 429 && b.code == 200 },
+		request: is(`^(GET|DELETE) /apis/diff\.example\.com/`),
+		detail:  is(`^code: 429 .* \| 200$`),
 		reason:  "kube-apiserver briefly rejects lists of a custom resource after its CRD has changed.",
+		absence: race,
 	},
-	{name: "order of a validation's errors", request: is(`horizontalpodautoscalers`), detail: is(`causes|message`),
+	{
+		name:    "order of a validation's errors",
+		request: is(`^(POST|PUT) /apis/autoscaling/v\d/namespaces/\w+/horizontalpodautoscalers\b`),
+		detail:  is(`^\.details\.causes\[\d+\]\.(field|message): "spec\.metrics\[|^\.message: .* spec\.metrics\[\d\]`),
 		when: func(_ *request, a, b answer) bool {
 			return a.code == 422 && b.code == 422 && len(a.body) == len(b.body)
 		},
-		reason: "The validation of metrics iterates over a map in random order."},
+		reason:  "The validation of metrics iterates over a map in random order.",
+		absence: "Both servers may iterate in the same order.",
+	},
 	{
 		name:    "internalTrafficPolicy of ExternalName services, watched",
-		request: is(`^WATCH .*/services`),
-		detail:  is(`internalTrafficPolicy`),
+		request: is(`^WATCH /api/v1/namespaces/\w+/services\?`),
+		detail:  is(`^\[\d+\]\.object\.spec\.internalTrafficPolicy: "Cluster" \| nothing$`),
+		when: func(_ *request, _, b answer) bool { // ours lacks it only there
+			for event := range bytes.Lines(b.body) {
+				if !bytes.Contains(event, []byte(`"internalTrafficPolicy"`)) &&
+					!bytes.Contains(event, []byte(`"type":"ExternalName"`)) {
+					return false
+				}
+			}
+			return true
+		},
 		reason: "The field must be dropped on reads. kube-apiserver's watches show it until a list drops it from the " +
 			"shared object. Watershed always drops it.",
 	},
-	{name: "an empty namespace", request: is(`^(POST|DELETE) /api/v1/namespaces//`), detail: is(`.`),
-		reason: "kube-apiserver's web framework routes the path as a namespaced path with an empty namespace. Both " +
-			"servers reject it."},
+	{
+		name:    "an empty namespace",
+		request: is(`^(POST|DELETE) /api/v1/namespaces//pods \(`),
+		detail:  is(`^code: (400 Namespace parameter required\.|403 .*) \| 405 the server does not allow this method`),
+		reason: "kube-apiserver's web framework routes the path as a namespaced path with an empty namespace, and " +
+			"rejects it later. Watershed has no such path.",
+	},
 	{
 		name:    "a connection without a name",
-		request: is(`/(pods|nodes)//(proxy|exec)`),
-		detail:  is(`.`),
-		when:    func(_ *request, _, b answer) bool { return b.code == 404 },
+		request: is(`^(GET|POST|DELETE) \S+/(pods|nodes)//(proxy/|exec)\?fieldSelector=`),
+		detail:  is(`^code: (400|405|500) .* \| 404 the server could not find the requested resource$`),
 		reason: "kube-apiserver authorizes it as a list, takes the name from the field selector, and connects. " +
 			"Watershed rejects it.",
 	},
 	{
 		name:    "an empty map that admission has seen",
-		request: is(`/persistentvolumes`),
-		detail:  is(`Unsupported value`),
-		when:    func(_ *request, a, b answer) bool { return a.code == 422 && b.code == 422 },
+		request: is(`^(POST|PUT|PATCH) /api/v1/persistentvolumes\b`),
+		detail: is(`^` + audited + `\.(message|details\.causes\[\d+\]\.message): ` +
+			`.*Unsupported value: {}.* \| .*Unsupported value: null`),
 		reason: "Admission passes objects in protobuf, which does not distinguish an empty map from none. The error " +
 			"shows null for {}.",
 	},
 	{
 		name:    "some empty Tables",
-		request: is(`^GET`),
-		detail:  is(`^\.rows: null \| \[\]$`),
+		request: is(`^GET \S+/(limitranges|(cluster)?roles|csistoragecapacities|customresourcedefinitions)(\?\S*)? \(`),
+		detail:  is(`^` + audited + `\.rows: null \| \[\]$`),
 		reason:  "kube-apiserver returns null as the rows of some empty Tables. Watershed returns an empty list.",
 	},
-	{name: "pages of OpenAPI v3", request: is(`GET /openapi/v3$`), detail: is(`.`),
-		reason: "kube-apiserver also publishes documents of its discovery pages, and computes its own hashes."},
+	{
+		name:    "pages of OpenAPI v3",
+		request: is(`^GET /openapi/v3 \(`),
+		detail: is(`^\.paths\.(\.well-known/openid-configuration|openid/v1/jwks|logs|version|api|apis(/[a-z0-9.]+)?): ` +
+			`.* \| nothing$`),
+		reason: "kube-apiserver also publishes documents of its discovery pages.",
+	},
 	{
 		name:    "the index",
-		request: is(`GET /$`),
-		detail:  is(`\.paths`),
+		request: is(`^GET / \(`),
+		detail:  is(`^\.paths\./`),
 		reason:  "kube-apiserver lists a health check for each of its start hooks.",
 	},
-	{name: "metadata of DaemonSets", request: is(`daemonsets`), detail: is(`deprecated.daemonset.template.generation`),
+	{
+		name:    "metadata of DaemonSets",
+		request: is(`^GET /apis/apps/v1/\S*daemonsets\b`),
+		detail:  is(`\.metadata\.annotations: nothing \| {"deprecated\.daemonset\.template\.generation":"\d+"}$`),
 		reason: "Watershed cuts metadata from the served object, which contains an annotation that the conversion to " +
-			"apps/v1 adds."},
+			"apps/v1 adds.",
+	},
 }

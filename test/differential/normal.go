@@ -51,6 +51,7 @@ var masks = []struct {
 	// An object in an error text: its managers are sorted with a precision of a second. normal sorts and compares the
 	// managers of other objects.
 	{regexp.MustCompile(`(managedFields\\*":\[)[^\]]*\]`), "${1}…]"},
+	{regexp.MustCompile(`(\?hash=)[0-9A-F]+`), "${1}HASH"}, // of an OpenAPI document
 	{regexp.MustCompile(`\b10\.9[67]\.\d+\.\d+\b`), "CLUSTERIP"},
 }
 
@@ -72,7 +73,7 @@ func decode(a answer) any {
 			events = append(events, fromJSON(line))
 		}
 		return events
-	case strings.Contains(contentType, "json"):
+	case strings.Contains(contentType, "json"), bytes.HasPrefix(a.body, []byte(`{"paths":`)): // OpenAPI's index is text
 		return fromJSON(a.body)
 	case strings.Contains(contentType, "yaml"):
 		var v any
@@ -152,7 +153,9 @@ func normal(v any) any {
 			}
 			out[k] = normal(e)
 			list, ok := out[k].([]any)
-			if ok && k == "managedFields" { // the server's order has a precision of a second
+			if ok && k == "paths" && !slices.ContainsFunc(list, isObject) {
+				out[k] = set(list)
+			} else if ok && k == "managedFields" { // the server's order has a precision of a second
 				slices.SortFunc(list, func(a, b any) int { return strings.Compare(manager(a), manager(b)) })
 			} else if ok && (unordered[k] || k == "resources" && v["groupVersion"] == "diff.example.com/v1" ||
 				strings.Contains(fmt.Sprint(v["kind"], out[k]), "ipallocator") || v["reason"] == nil && k == "causes" &&
@@ -178,6 +181,20 @@ func normal(v any) any {
 		return fmt.Sprint(v)
 	}
 	return v
+}
+
+func isObject(v any) bool {
+	_, ok := v.(map[string]any)
+	return ok
+}
+
+// set returns a list as a set, so that a difference names an element.
+func set(list []any) map[string]any {
+	all := map[string]any{}
+	for _, e := range list {
+		all[fmt.Sprint(e)] = true
+	}
+	return all
 }
 
 // manager identifies an entry of managedFields.

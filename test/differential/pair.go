@@ -267,10 +267,10 @@ func diff(r *request, a, b answer) []string {
 		}
 		return []string{fmt.Sprintf("error: %v | %v", a.err, b.err)}
 	}
-	var out []string
-	if a.code != b.code {
-		out = append(out, fmt.Sprintf("code: %d | %d", a.code, b.code))
+	if a.code != b.code { // another response: its headers and its body differ too
+		return []string{fmt.Sprintf("code: %s | %s", a.outcome(), b.outcome())}
 	}
+	var out []string
 	for _, h := range compared {
 		if x, y := header(a.header, h), header(b.header, h); x != y {
 			out = append(out, fmt.Sprintf("header %s: %q | %q", h, x, y))
@@ -283,6 +283,27 @@ func diff(r *request, a, b answer) []string {
 	}
 	x, y := decode(a), decode(b)
 	return append(out, differences("", normal(x), normal(y))...)
+}
+
+// outcome returns the code and the message of a response. The message of audit records is the last stage's.
+func (a answer) outcome() string {
+	var message any = ""
+	switch v := decode(a).(type) {
+	case string:
+		message = v
+	case fields:
+		message = v["message"]
+	case []any:
+		if len(v) > 0 {
+			last, _ := v[len(v)-1].(fields)
+			status, _ := last["responseStatus"].(fields)
+			message = status["message"]
+		}
+	}
+	if message == nil {
+		return fmt.Sprint(a.code)
+	}
+	return strings.TrimSpace(fmt.Sprintf("%d %.600s", a.code, mask(fmt.Sprint(message))))
 }
 
 func header(h http.Header, name string) string {

@@ -81,7 +81,11 @@ func (p *report) write(dir string) {
 	}
 	fmt.Println()
 	for _, d := range p.known {
-		fmt.Printf("listed %5d× %s\n", p.listed[d], d.name)
+		note := ""
+		if p.listed[d] == 0 && d.absence != "" {
+			note = " (" + d.absence + ")"
+		}
+		fmt.Printf("listed %5d× %s%s\n", p.listed[d], d.name, note)
 	}
 	var b strings.Builder
 	groups := map[string][]finding{}

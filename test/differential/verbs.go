@@ -16,6 +16,14 @@ func (p *pair) verbs(all []*object) {
 		}
 		p.ask(&request{method: "GET", path: path, header: h, about: about})
 	}
+	p.ask(&request{
+		method: "POST",
+		path:   "/api/v1/persistentvolumes?dryRun=All",
+		header: jsonBody,
+		body: []byte(`{"apiVersion":"v1","kind":"PersistentVolume","metadata":{"name":"empty"},` +
+			`"spec":{"capacity":{},"accessModes":["ReadWriteOnce"],"hostPath":{"path":"/x"}}}`),
+		about: "an empty map",
+	})
 	for _, o := range all {
 		if o.name == "" {
 			continue
@@ -24,6 +32,7 @@ func (p *pair) verbs(all []*object) {
 			get(o.path(), accept, "get")
 			get(o.collection, accept, "list")
 		}
+		get(o.collection+"?labelSelector=none%3Dx", "application/json;as=Table;g=meta.k8s.io;v=v1", "an empty Table")
 		for _, query := range []string{"?limit=1", "?labelSelector=app%3Da", "?labelSelector=%3D%3D",
 			"?fieldSelector=metadata.name%3D" + o.name, "?fieldSelector=spec.nothing%3Dx", "?resourceVersion=0",
 			"?resourceVersion=abc", "?resourceVersionMatch=Exact", "?limit=1&continue=xyz", "?pretty=true",
