@@ -114,7 +114,7 @@ func TestATransactionIsAppliedAtOnce(t *testing.T) {
 	second := event(logv1.Type_TYPE_ADDED, 11, "b")
 	second.Index = 1
 	c.Apply(second)
-	cur, _, ok := subscribe(c, "pods").After(10, 0)
+	cur, _, ok := subscribe(c, "pods").After(10, lastIndex)
 	events, _, progress, _, _ := subscribe(c, "pods").Next(cur, 10)
 	if !ok || len(events) != 2 || progress != 11 {
 		t.Errorf("%d events, progress %d", len(events), progress)
@@ -161,7 +161,9 @@ func TestALogThatBeginsAgainOverrunsNoCursor(t *testing.T) {
 	c.Apply(withEpoch(reset(9), false))
 	c.Apply(withEpoch(event(logv1.Type_TYPE_ADDED, 11, "a"), false))
 	c.Apply(withEpoch(event(logv1.Type_TYPE_ADDED, 12, "b"), true))
-	c.Apply(withEpoch(event(logv1.Type_TYPE_ADDED, 12, "c"), false))
+	last := withEpoch(event(logv1.Type_TYPE_ADDED, 12, "c"), false)
+	last.Index = 1
+	c.Apply(last)
 	batch, _, _, _, ok := r.Next(cur, 10)
 	if !ok || len(batch) != 2 || c.Progress() != 12 || c.Resets() != 1 {
 		t.Errorf("%d events, %v, at %d, %d resets", len(batch), ok, c.Progress(), c.Resets())

@@ -73,7 +73,8 @@ type Event struct {
 	// Traceparent is the event's trace context; empty if it is not traced.
 	Traceparent string
 
-	resource *Resource // the resource whose ring has the event; nil in a backfill
+	// resource is the resource whose ring has the event. It is nil in a backfill and in a cache of events only.
+	resource *Resource
 	frames   frameCache
 }
 
@@ -189,14 +190,14 @@ func withRecovery(build func() ([]byte, error)) (data []byte, err error) {
 	return build()
 }
 
-// Frame returns a frame of the event. It is built at most once for each key while a ring holds the event, and counts to
-// the ring's bytes. Frame returns early if ctx ends.
+// Frame returns a frame of the event. It is built at most once for each key while a ring holds the event with its
+// frames, and counts to the ring's bytes. Frame returns early if ctx ends.
 func (e *Event) Frame(ctx context.Context, key any, build func(context.Context) ([]byte, error)) ([]byte, error) {
-	// An event of a backfill has no ring that accounts for its frames, so only concurrent callers share them.
+	// No ring accounts for the event's frames, so only concurrent callers share them.
 	if e.resource == nil {
 		return e.frames.get(ctx, key, build, nil)
 	}
-	return e.frames.get(ctx, key, build, func(n int) { e.resource.ringBytes.Add(int64(n)) })
+	return e.frames.get(ctx, key, build, func(n int) { e.resource.addBytes(int64(n)) })
 }
 
 // EventOf returns the log's event as the cache holds it.

@@ -1,12 +1,14 @@
 package cache
 
 import (
+	"math"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/google/btree"
 
+	"watershed.dev/platform/events"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -35,11 +37,17 @@ type Resource struct {
 	bytes    int
 	// unreadable has the reasons of the objects that cannot be read, by key. They are not in the trees.
 	unreadable map[string]string
-	applied    int64 // revision of the newest event
+	// applied is the revision of the newest event, and appliedBytes the size of the events of that revision. Only the
+	// applying goroutine changes them.
+	applied      int64
+	appliedBytes int64
 
 	resetCount    int64 // number of resets
 	events        ring
-	low           int64 // the ring has all events after this revision
+	// low is the revision of the last event that the ring has dropped, and lowIndex its index. The ring has all later
+	// events.
+	low           int64
+	lowIndex      int32
 	staleEvents   int   // events that triggers still hold after the ring has dropped them
 	crdChangedAt  int64 // revision of the last change of the CRD
 	triggers      map[Trigger]*triggerRing
@@ -66,17 +74,22 @@ func lessIndexed(a, b indexed) bool {
 const maxIndexes = 4
 
 // apply applies the events of one transaction.
-func (r *Resource) apply(events []*Event) {
+func (r *Resource) apply(batch []*Event) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for _, e := range events {
+	r.appliedBytes = 0
+	for _, e := range batch {
 		if r.tree != nil {
 			r.updateTree(e)
 		}
 		r.applied = e.Revision
-		e.resource = r
+		if !r.cache.eventsOnly {
+			e.resource = r
+		}
 		r.events.Add(e)
-		r.ringBytes.Add(int64(e.Size()))
+		size := int64(e.Size())
+		r.appliedBytes += size
+		r.addBytes(size)
 		r.dispatchToTriggers(e)
 	}
 	r.trim(r.bound())
@@ -93,7 +106,25 @@ const (
 	maxStaleEvents = 256
 )
 
+// addBytes adds n to the bytes of the ring.
+func (r *Resource) addBytes(n int64) {
+	r.ringBytes.Add(n)
+	r.cache.ringBytes.Add(n)
+}
+
+// bytesUpTo returns the bytes of the events, without the newest transaction if it is after revision. The applying
+// goroutine calls it.
+func (r *Resource) bytesUpTo(revision int64) int64 {
+	if r.applied > revision {
+		return r.ringBytes.Load() - r.appliedBytes
+	}
+	return r.ringBytes.Load()
+}
+
 func (r *Resource) bound() int {
+	if r.cache.eventsOnly { // evict bounds all rings together
+		return math.MaxInt
+	}
 	if r.subscribers == 0 && r.loading == nil && r.cache.IdleTimeout > 0 &&
 		time.Since(r.lastUsed) > r.cache.IdleTimeout {
 		return r.cache.RingBytes / idleShare
@@ -104,7 +135,6 @@ func (r *Resource) bound() int {
 // trim drops the oldest events beyond the bound. It drops all events of a revision together. During a load it keeps the
 // events that the load needs, up to loadShare times the ring's bound.
 func (r *Resource) trim(bound int) {
-	forgotten := 0
 	for r.events.Len() > 1 {
 		first, over := r.events.Oldest(), r.ringBytes.Load()
 		if r.loading != nil && first.Revision > r.loading.from && over <= int64(loadShare*r.cache.RingBytes) {
@@ -113,14 +143,30 @@ func (r *Resource) trim(bound int) {
 		if over <= int64(bound) && first.Revision != r.low {
 			break
 		}
-		r.low = first.Revision
-		forgotten++
-		r.ringBytes.Add(-int64(first.release()))
-		r.events.Drop(1)
+		r.dropOldest()
 	}
-	if r.staleEvents += forgotten; r.staleEvents > maxStaleEvents {
+	if r.staleEvents > maxStaleEvents {
 		r.trimTriggers()
 	}
+}
+
+// dropOldest drops the oldest event. Triggers may still hold it.
+func (r *Resource) dropOldest() {
+	e := r.events.Oldest()
+	r.low, r.lowIndex = e.Revision, e.Index
+	r.staleEvents++
+	r.addBytes(-int64(e.release()))
+	r.events.Drop(1)
+}
+
+// evictOldest drops the events of the oldest revision.
+func (r *Resource) evictOldest() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for first := r.events.Oldest().Revision; r.events.Len() > 0 && r.events.Oldest().Revision == first; {
+		r.dropOldest()
+	}
+	r.trimTriggers()
 }
 
 // trimTriggers drops the events from the triggers that the ring has dropped.
@@ -183,8 +229,8 @@ func (r *Resource) forget(revision int64, crdChanged bool, changedAt int64) {
 	for _, t := range r.triggers {
 		t.reset()
 	}
-	r.ringBytes.Store(0)
-	r.low, r.staleEvents, r.applied = revision, 0, 0
+	r.addBytes(-r.ringBytes.Load())
+	r.low, r.lowIndex, r.staleEvents, r.applied, r.appliedBytes = revision, events.LastIndex, 0, 0, 0
 	if crdChanged {
 		r.crdChangedAt = changedAt
 	}

@@ -169,7 +169,7 @@ func (s *Subscription) After(revision int64, index int32) (cur Cursor, low int64
 	defer r.cache.resetMu.RUnlock()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if revision < r.low {
+	if revision < r.low || revision == r.low && index < r.lowIndex {
 		return 0, r.low, false
 	}
 	s.ring.forget(r.low)
