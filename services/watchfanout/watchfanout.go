@@ -95,6 +95,9 @@ type Deps struct {
 	Discovery registryv1.DiscoveryClient
 }
 
+// staleAfter is how long the log may lack etcd's events and not advance before the replica is stale.
+const staleAfter = 4 * time.Second
+
 // New builds a replica. Run starts it; it becomes ready when it has received discovery and has read the log to its end.
 func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 	if err := c.Validate(); err != nil {
@@ -110,10 +113,17 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 	if s.nats, err = c.Log.Connect("watchfanout", d.ID); err != nil {
 		return nil, err
 	}
-	s.converter = conversion.New(d.Source, s.cache)
-	s.logReader = logreader.New(s.cache, s.nats, d.Source, &s.tasks.Ready)
+	s.converter = conversion.New(conversion.Remote(d.Source), s.cache, conversion.CacheBytes)
+	s.logReader = logreader.New(s.cache, s.nats, logreader.Remote(d.Source), &s.tasks.Ready,
+		logreader.Config{StaleAfter: staleAfter, Backfills: true})
 	s.listServer = list.New(s.discovery, s.cache, s.logReader, s.converter, c.CompressedBytes)
-	s.watchServer = watch.New(c.ProgressPeriod, s.discovery, s.cache, s.logReader, d.Source, s.converter)
+	s.watchServer = watch.New(watch.Options{
+		Objects:        &watch.Cached{Discovery: s.discovery, Cache: s.cache, LogReader: s.logReader},
+		Cache:          s.cache,
+		LogReader:      s.logReader,
+		Converter:      s.converter,
+		ProgressPeriod: c.ProgressPeriod,
+	})
 	return s, nil
 }
 
@@ -176,4 +186,4 @@ func (s *Service) Watch(r *watchfanoutv1.WatchRequest,
 }
 
 // Drain ends every watch stream, so that the gateways resume the watches on other replicas.
-func (s *Service) Drain() { s.logReader.Drain() }
+func (s *Service) Drain() { s.watchServer.Drain() }

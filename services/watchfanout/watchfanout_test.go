@@ -18,6 +18,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
 // unreachableNATS is a NATS server that refuses every connection.
@@ -69,13 +70,9 @@ func newReplica(t *testing.T, flags ...string) *Service {
 	return s
 }
 
-// A replica is not ready before it has received discovery and has read the log. Its readiness names the missing
-// condition.
-func TestReadinessNamesTheMissingDependency(t *testing.T) {
-	s := newReplica(t)
-	if err := s.Ready().Err(); err == nil || !strings.HasPrefix(err.Error(), "discovery: ") {
-		t.Errorf("%v", err)
-	}
+// discover runs the replica's discovery until the end of the test, and waits for the first response.
+func discover(t *testing.T, s *Service) {
+	t.Helper()
 	done := make(chan struct{})
 	go func() { defer close(done); s.discovery.Run(t.Context()) }()
 	t.Cleanup(func() { <-done })
@@ -86,6 +83,16 @@ func TestReadinessNamesTheMissingDependency(t *testing.T) {
 			cancel()
 		}
 	})
+}
+
+// A replica is not ready before it has received discovery and has read the log. Its readiness names the missing
+// condition.
+func TestReadinessNamesTheMissingDependency(t *testing.T) {
+	s := newReplica(t)
+	if err := s.Ready().Err(); err == nil || !strings.HasPrefix(err.Error(), "discovery: ") {
+		t.Errorf("%v", err)
+	}
+	discover(t, s)
 	if err := s.Ready().Err(); err == nil || !strings.HasPrefix(err.Error(), "the event log: ") {
 		t.Errorf("%v", err)
 	}
@@ -127,13 +134,29 @@ func TestAReplicasPage(t *testing.T) {
 	}
 }
 
+// stream is a client's end of a watch. It discards the frames.
+type stream struct {
+	grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]
+	ctx context.Context
+}
+
+func (s stream) Context() context.Context             { return s.ctx }
+func (s stream) Send(*watchfanoutv1.WatchFrame) error { return nil }
+
 // Drain ends a replica's watches.
 func TestDrain(t *testing.T) {
 	s := newReplica(t)
+	discover(t, s)
+	s.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 10, Epoch: "h"})
 	s.Drain()
-	select {
-	case <-s.logReader.Draining():
-	default:
-		t.Error("it goes on")
+	err := s.Watch(&watchfanoutv1.WatchRequest{
+		Query: &watchfanoutv1.Query{
+			Resource: &commonv1.Resource{Version: "v1", Resource: "pods"},
+			Output:   &registryv1.Output{MediaType: "application/json"},
+		},
+		ResourceVersion: "10",
+	}, stream{ctx: t.Context()})
+	if !errors.Is(err, rpc.ErrDraining) {
+		t.Errorf("the watch ends with %v", err)
 	}
 }

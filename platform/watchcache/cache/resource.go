@@ -42,8 +42,8 @@ type Resource struct {
 	applied      int64
 	appliedBytes int64
 
-	resetCount    int64 // number of resets
-	events        ring
+	resetCount int64 // number of resets
+	events     ring
 	// low is the revision of the last event that the ring has dropped, and lowIndex its index. The ring has all later
 	// events.
 	low           int64

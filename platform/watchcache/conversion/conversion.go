@@ -1,4 +1,4 @@
-// Package conversion requests encodings from registry that a replica does not have: other versions of objects, Table
+// Package conversion requests encodings from registry that the cache does not have: other versions of objects, Table
 // rows, and fields that need a conversion. It caches the encodings and decodes nothing itself. It has no goroutines of
 // its own.
 package conversion
@@ -22,26 +22,37 @@ import (
 // Timeout bounds a request to registry on behalf of all watches with the same encoding.
 const Timeout = 10 * time.Second
 
+// Encode requests encodings. It is registry's Source.Encode.
+type Encode func(context.Context, *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error)
+
+// Remote returns the Encode of a replica that calls registry.
+func Remote(registry registryv1.SourceClient) Encode {
+	return func(ctx context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+		return registry.Encode(ctx, r)
+	}
+}
+
 // Converter requests encodings from registry and caches them.
 type Converter struct {
-	source registryv1.SourceClient
-	cache  *cache.Cache
+	request Encode
+	cache   *cache.Cache
 	// rows caches Table rows. versions caches encodings as large as objects.
 	rows, versions encodingCache
 	requests       *prometheus.CounterVec
 }
 
-// New returns a converter of the objects of c.
-func New(source registryv1.SourceClient, c *cache.Cache) *Converter {
+// New returns a converter of the objects of c. It caches rows of at most bytes, and again as many bytes of encodings as
+// large as objects.
+func New(request Encode, c *cache.Cache, bytes int) *Converter {
 	requests := prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "watershed_watchfanout_encodings_total",
 		Help: "Encodings of objects as Table rows and in other versions, by whether the cache had them.",
 	}, []string{"cached"})
 	return &Converter{
-		source:   source,
+		request:  request,
 		cache:    c,
-		rows:     newEncodingCache(requests),
-		versions: newEncodingCache(requests),
+		rows:     newEncodingCache(bytes, requests),
+		versions: newEncodingCache(bytes, requests),
 		requests: requests,
 	}
 }
@@ -154,7 +165,7 @@ func (c *Converter) encode(ctx context.Context, q *query.Query,
 			r.Json, r.Protobuf = append(r.Json, i.JSON), append(r.Protobuf, nil)
 		}
 	}
-	resp, err := c.source.Encode(ctx, r)
+	resp, err := c.request(ctx, r)
 	if err != nil {
 		return nil, rpc.FromStatus(err)
 	}
@@ -178,7 +189,7 @@ func (c *Converter) Fields(ctx context.Context, q *query.Query, items []*cache.I
 	for _, i := range items {
 		r.Json, r.Versions = append(r.Json, i.JSON), append(r.Versions, i.Version)
 	}
-	resp, err := c.source.Encode(ctx, r)
+	resp, err := c.request(ctx, r)
 	if err != nil {
 		return nil, rpc.FromStatus(err)
 	}

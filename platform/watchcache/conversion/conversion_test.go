@@ -94,7 +94,7 @@ func TestObjectsAreEncodedInBatches(t *testing.T) {
 		"middle": {items(5, 1<<20), "[3 2]"},
 	} {
 		r := &fakeRegistry{}
-		converter := conversion.New(r, cache.New(1<<20, 0))
+		converter := conversion.New(conversion.Remote(r), cache.New(1<<20, 0), conversion.CacheBytes)
 		q := newQuery(t, "")
 		for range 2 {
 			parts, err := converter.Convert(t.Context(), q, c.items)
@@ -115,7 +115,8 @@ func TestObjectsAreEncodedInBatches(t *testing.T) {
 
 // A response that lacks an object is an error. No client receives another object's bytes.
 func TestAShortResponseIsAnError(t *testing.T) {
-	converter := conversion.New(&fakeRegistry{short: true}, cache.New(1<<20, 0))
+	short := conversion.Remote(&fakeRegistry{short: true})
+	converter := conversion.New(short, cache.New(1<<20, 0), conversion.CacheBytes)
 	if _, err := converter.Convert(t.Context(), newQuery(t, ""), items(3, 1)); status.Code(err) != codes.Internal {
 		t.Errorf("%v", err)
 	}
@@ -142,7 +143,7 @@ func TestRowsAreCachedAndTheirAgesRecomputed(t *testing.T) {
 	// synctest's clock advances; nothing really sleeps.
 	synctest.Test(t, func(t *testing.T) {
 		r := &fakeRegistry{cell: `,"5s"`, ages: age(time.Now().Add(-5 * time.Second))}
-		converter := conversion.New(r, cache.New(1<<20, 0))
+		converter := conversion.New(conversion.Remote(r), cache.New(1<<20, 0), conversion.CacheBytes)
 		all, q := items(3, 4), newQuery(t, "Table")
 		shows := func(cell string) {
 			t.Helper()
@@ -206,7 +207,7 @@ func TestVersionsAreCached(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r, held := &fakeRegistry{}, cache.New(1<<20, 0)
 		held.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 5, Epoch: "h"})
-		converter := conversion.New(r, held)
+		converter := conversion.New(conversion.Remote(r), held, conversion.CacheBytes)
 		all, q := items(3, 4), newQuery(t, "")
 		for _, step := range []struct {
 			after func()
@@ -243,7 +244,7 @@ func TestVersionsAreCached(t *testing.T) {
 func TestRowsAreOfTheirColumns(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &fakeRegistry{cell: `,"5s"`, ages: age(time.Now())}
-		converter := conversion.New(r, cache.New(1<<20, 0))
+		converter := conversion.New(conversion.Remote(r), cache.New(1<<20, 0), conversion.CacheBytes)
 		all, q := items(3, 4), newQuery(t, "Table")
 		for range 2 {
 			if _, err := converter.Rows(t.Context(), q, all[:2]); err != nil {
@@ -273,7 +274,7 @@ func TestAWrongAgeIsAnError(t *testing.T) {
 		r := &fakeRegistry{ages: func(string) *registryv1.RowAges {
 			return &registryv1.RowAges{Complete: true, Ages: []*registryv1.Age{a}}
 		}}
-		converter := conversion.New(r, cache.New(1<<20, 0))
+		converter := conversion.New(conversion.Remote(r), cache.New(1<<20, 0), conversion.CacheBytes)
 		if _, err := converter.Rows(t.Context(), newQuery(t, "Table"), items(1, 4)); err == nil {
 			t.Errorf("%s: no error", name)
 		}

@@ -12,9 +12,9 @@ import (
 )
 
 const (
-	// cacheBytes bounds the cache of rows, and again the cache of encodings as large as objects. The caches are
+	// CacheBytes bounds a replica's cache of rows, and again its cache of encodings as large as objects. The caches are
 	// separate so that large encodings do not evict rows.
-	cacheBytes = 64 << 20
+	CacheBytes = 64 << 20
 	// entryOverhead is about the memory of a cached encoding beside its bytes. ageBytes is the memory of each age.
 	entryOverhead = 300
 	ageBytes      = 40
@@ -55,8 +55,8 @@ type encodingCache struct {
 	requests *prometheus.CounterVec
 }
 
-func newEncodingCache(requests *prometheus.CounterVec) encodingCache {
-	return encodingCache{entries: lru.New[cacheKey, *encoding](cacheBytes), requests: requests}
+func newEncodingCache(bytes int, requests *prometheus.CounterVec) encodingCache {
+	return encodingCache{entries: lru.New[cacheKey, *encoding](bytes), requests: requests}
 }
 
 // get returns the cached encoding, and whether it has not expired.

@@ -98,25 +98,38 @@ func (l *Server) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	items, columns, err := l.converter.Items(ctx, q, page.items)
+	body, err := Body(ctx, l.converter, q, page)
 	if err != nil {
 		return rpc.ToStatus(err)
+	}
+	// A converted encoding may change although its items do not, so it is not compressed in runs.
+	if r.Gzip && l.runs.limit > 0 && body.Size > deflate.Threshold && (q.Table || conversion.AllNative(q, page.Items)) {
+		return l.compressed(stream, &content{encodingKey: q.EncodingKey, items: page.Items, body: body})
+	}
+	return Send(body, stream)
+}
+
+// Body returns the body of a list in q's encoding.
+func Body(ctx context.Context, c *conversion.Converter, q *query.Query, p *Page) (*frame.Body, error) {
+	items, columns, err := c.Items(ctx, q, p.Items)
+	if err != nil {
+		return nil, err
 	}
 	kind, apiVersion := q.ListKind()
 	head := &frame.List{
 		Kind:         kind,
 		APIVersion:   apiVersion,
-		Revision:     page.revision,
-		Continue:     page.next,
-		Remaining:    page.remaining,
+		Revision:     p.Revision,
+		Continue:     p.Continue,
+		Remaining:    p.Remaining,
 		Columns:      columns,
 		Unstructured: q.Encoding.Unstructured && !q.Table && !q.Encoding.Partial,
 	}
-	body := head.Body(q.Encoding.Protobuf, items)
-	// A converted encoding may change although its items do not, so it is not compressed in runs.
-	if r.Gzip && l.runs.limit > 0 && body.Size > deflate.Threshold && (q.Table || conversion.AllNative(q, page.items)) {
-		return l.compressed(stream, &content{encodingKey: q.EncodingKey, items: page.items, body: body})
-	}
+	return head.Body(q.Encoding.Protobuf, items), nil
+}
+
+// Send sends the body of a list.
+func Send(body *frame.Body, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
 	return body.Send(&frame.Chunks{Bytes: frame.ChunkBytes, Send: func(pieces [][]byte, size int64) error {
 		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size})
 	}})
@@ -166,15 +179,16 @@ func (l *Server) compressed(stream grpc.ServerStreamingServer[watchfanoutv1.List
 // sortedTable is the only resource whose Tables are not sorted by name.
 const sortedTable = "flowschemas.flowcontrol.apiserver.k8s.io"
 
-type page struct {
-	items     []*cache.Item
-	revision  int64
-	next      string
-	remaining *int64
+// Page holds the objects of a list or of a page of it, and the fields of its metadata.
+type Page struct {
+	Items     []*cache.Item
+	Revision  int64
+	Continue  string
+	Remaining *int64
 }
 
 // page selects the objects of a list, by Kubernetes' rules for resourceVersion, limit and continue.
-func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.ListRequest) (*page, error) {
+func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.ListRequest) (*Page, error) {
 	limit := r.Limit
 	// kube-apiserver's watch cache ignores limit for resourceVersion "0"; it does not cache events.
 	if r.ResourceVersion == "0" && q.Entry.StorageResource != "events" {
@@ -185,14 +199,14 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 	if err != nil {
 		return nil, err
 	}
-	p := &page{revision: snapshot.Revision}
+	p := &Page{Revision: snapshot.Revision}
 	prefix := q.Prefix()
 	more := false
 	var lastKey string
 	if name, ok := q.ExactName(); ok && r.Continue == "" {
 		key := cache.Key(q.Namespace, name)
 		if i, ok := snapshot.Get(key); ok && q.Matches(i) {
-			p.items = append(p.items, i)
+			p.Items = append(p.Items, i)
 		} else if snapshot.IsUnreadable(key) && !q.SkipUnreadable {
 			return nil, rpc.ErrDelegate
 		}
@@ -203,7 +217,7 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 	}
 	total := int64(0)
 	err = snapshot.Select(ctx, q.Trigger(), prefix, from, func(i *cache.Item) bool {
-		if limit > 0 && int64(len(p.items)) >= limit {
+		if limit > 0 && int64(len(p.Items)) >= limit {
 			more = true
 			if !q.SelectsEverything() {
 				return false
@@ -212,7 +226,7 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 			return true
 		}
 		if q.Matches(i) {
-			p.items = append(p.items, i)
+			p.Items = append(p.Items, i)
 			lastKey = i.Key
 		}
 		return true
@@ -221,9 +235,9 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 		return nil, err
 	}
 	if more {
-		p.next = encodeContinue(p.revision, "/"+strings.TrimPrefix(lastKey, prefix)+"\x00")
+		p.Continue = encodeContinue(p.Revision, "/"+strings.TrimPrefix(lastKey, prefix)+"\x00")
 		if q.SelectsEverything() {
-			p.remaining = &total
+			p.Remaining = &total
 		}
 		l.putSnapshot(q.Entry.StorageResource, epoch, snapshot)
 	}
@@ -251,7 +265,7 @@ func (l *Server) snapshotFor(
 		if err := l.logReader.WaitUntilFresh(ctx, revision); err != nil {
 			return nil, "", rpc.ErrDelegate
 		}
-		if _, err := res.Snapshot(ctx, "", l.logReader.Load, l.logReader.Wait); err != nil { // loads the resource
+		if _, err := l.logReader.Snapshot(ctx, res, ""); err != nil { // loads the resource
 			return nil, "", rpc.ErrDelegate
 		}
 		if unchanged, ok := res.SnapshotAt(revision); ok {
@@ -279,7 +293,7 @@ func (l *Server) snapshotFor(
 	}
 	loadCtx, cancel := context.WithTimeout(ctx, coldTimeout)
 	defer cancel()
-	snapshot, err := res.Snapshot(loadCtx, q.Trigger().Index(), l.logReader.Load, l.logReader.Wait)
+	snapshot, err := l.logReader.Snapshot(loadCtx, res, q.Trigger().Index())
 	// The load continues after coldTimeout, or has failed.
 	if err != nil && ctx.Err() == nil {
 		slog.Debug("Delegating a list to registry", "resource", q.Entry.StorageResource, "error", err)

@@ -83,12 +83,17 @@ type Backfill struct {
 }
 
 // Backfill returns the resource's events after a revision, up to about backfillBytes. low is the oldest revision that
-// the ring can resume from. The caller calls leave when it has sent the events.
+// the ring can resume from. The caller calls leave when it has sent the events. A closed stop ends the wait with
+// rpc.ErrDraining.
 func (l *Reader) Backfill(
 	ctx context.Context,
+	stop <-chan struct{},
 	storageResource string,
 	after, low int64,
 ) (b *Backfill, leave func(), err error) {
+	if !l.config.Backfills {
+		return nil, nil, eventlog.ErrExpired
+	}
 	deadline := time.Now().Add(backfillTimeout)
 	timer := time.NewTimer(backfillTimeout)
 	defer timer.Stop()
@@ -102,7 +107,7 @@ func (l *Reader) Backfill(
 		case <-ctx.Done():
 			leave()
 			return nil, nil, ctx.Err()
-		case <-l.draining:
+		case <-stop:
 			leave()
 			return nil, nil, rpc.ErrDraining
 		case <-timer.C:
@@ -283,7 +288,7 @@ func (l *Reader) fill(ctx context.Context, b *Backfill, low int64) {
 	defer func() { <-l.backfills.readSlots }()
 	l.replays.Inc()
 	bytes := 0
-	appendEvent := eventlog.WithDecryption(ctx, l.dataKeys, func(e *logv1.Event) error {
+	appendEvent := eventlog.WithDecryption(ctx, l.source.Keys, func(e *logv1.Event) error {
 		if e.Type == logv1.Type_TYPE_RESET { // the message cannot be decrypted
 			return eventlog.ErrExpired
 		}
@@ -293,7 +298,7 @@ func (l *Reader) fill(ctx context.Context, b *Backfill, low int64) {
 		return nil
 	})
 	for {
-		b.err = eventlog.Replay(ctx, l.streamReader, b.storageResource, b.UpTo, func(e *logv1.Event) (bool, error) {
+		b.err = eventlog.Replay(ctx, l.source.Stream, b.storageResource, b.UpTo, func(e *logv1.Event) (bool, error) {
 			if n := len(b.Events); n > 0 && e.Revision > b.Events[n-1].Revision {
 				b.UpTo = b.Events[n-1].Revision
 				if bytes > backfillBytes || b.UpTo >= low {

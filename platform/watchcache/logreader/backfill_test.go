@@ -12,8 +12,6 @@ import (
 	"github.com/nats-io/nats.go"
 
 	"watershed.dev/platform/eventlog"
-	"watershed.dev/platform/lifecycle"
-	"watershed.dev/platform/watchcache/cache"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -124,8 +122,7 @@ func (a *failingLog) Messages(context.Context, *logv1.ReadRequest, func(*logv1.C
 // backfillTimeout.
 func TestABackfillWaitsForNATS(t *testing.T) {
 	fill := func(ctx context.Context, failing *failingLog) error {
-		s := New(cache.New(1<<20, 0), nil, nil, &lifecycle.Readiness{})
-		s.streamReader = failing
+		s := newReader(Source{Stream: failing})
 		f := s.backfills.join("pods", "h", 100, false, func(context.Context, *Backfill) {})
 		s.fill(ctx, f, 200)
 		return f.err
@@ -145,8 +142,7 @@ func TestABackfillWaitsForNATS(t *testing.T) {
 func TestAJoinerOutlivesTheReadingItJoined(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		failures := int((backfillTimeout + 5*time.Second) / backfillRetry)
-		s := New(cache.New(1<<20, 0), nil, nil, &lifecycle.Readiness{})
-		s.streamReader = &failingLog{failures: failures}
+		s := newReader(Source{Stream: &failingLog{failures: failures}})
 		began := time.Now()
 		type end struct {
 			after time.Duration
@@ -155,7 +151,7 @@ func TestAJoinerOutlivesTheReadingItJoined(t *testing.T) {
 		ends := make(chan end, 2)
 		wait := func(delay time.Duration) {
 			time.Sleep(delay)
-			_, _, err := s.Backfill(t.Context(), "pods", 100, 200)
+			_, _, err := s.Backfill(t.Context(), nil, "pods", 100, 200)
 			ends <- end{time.Since(began), err}
 		}
 		go wait(0)

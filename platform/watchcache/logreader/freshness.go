@@ -9,66 +9,87 @@ import (
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-
-	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
 const (
-	// verifyPeriod is how often a replica compares its revision with etcd's.
-	verifyPeriod = time.Second
-	// staleAfter is how long the log may lack etcd's events before the replica is not ready and ends its streams. The
-	// streams resume on another replica.
-	staleAfter = 4 * time.Second
+	// verifyPeriod is how often a reader compares its cache's revision with etcd's. catchUpPeriod applies until the
+	// cache has reached etcd's revision for the first time.
+	verifyPeriod  = time.Second
+	catchUpPeriod = 200 * time.Millisecond
+	// freshFor is how long the cache is fresh after etcd had the revision that the cache has reached.
+	freshFor = 4 * verifyPeriod
 )
 
-// freshness is a replica's result of the comparison with etcd. While registry is unreachable the replica cannot
-// compare, and keeps the last result.
+// freshness is the result of the comparison with etcd. While etcd's revision is unknown, the reader keeps the last
+// result. Its states:
+//
+//	starting ── etcd's revision reached ──────────────► fresh
+//	any ─────── not reached, and did not advance ─────► stale
+//	stale ───── reached, or advanced ─────────────────► fresh
 type freshness struct {
-	// staleSince is when etcd had a revision that the log has not delivered; nil while the replica is fresh.
+	// staleSince is when etcd had a revision that the log has not delivered; nil while the cache is not stale.
 	staleSince atomic.Pointer[time.Time]
+	// caughtUpAt is when etcd had the latest revision that the cache has reached; nil: it has reached none.
+	caughtUpAt atomic.Pointer[time.Time]
 }
 
-// err returns an UNAVAILABLE error if the replica is stale.
-func (f *freshness) err() error {
-	if since := f.staleSince.Load(); since != nil {
+// verify compares the cache with etcd until ctx is done.
+func (l *Reader) verify(ctx context.Context) error {
+	tick := time.NewTicker(catchUpPeriod)
+	defer tick.Stop()
+	for {
+		l.compare(ctx)
+		if l.freshness.caughtUpAt.Load() != nil {
+			tick.Reset(verifyPeriod)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-tick.C:
+		}
+	}
+}
+
+// compare waits until the cache has reached etcd's revision. The cache is stale if it does not advance within
+// StaleAfter.
+func (l *Reader) compare(ctx context.Context) {
+	f := &l.freshness
+	startedAt, before := time.Now(), l.cache.Progress()
+	compareCtx, cancel := context.WithTimeout(ctx, l.config.StaleAfter)
+	defer cancel()
+	revision, err := l.source.Revision(compareCtx)
+	if err != nil {
+		return
+	}
+	switch err = l.Wait(compareCtx, revision); {
+	case err == nil:
+		first := f.caughtUpAt.Swap(&startedAt) == nil
+		if f.staleSince.Swap(nil) != nil || first {
+			slog.Info("The event log has caught up with etcd", "revision", revision)
+			l.ready.Set(eventLogCondition, nil)
+		}
+	case ctx.Err() != nil:
+	case l.cache.Progress() != before: // it is late for every reader of the log, so another one is not ahead
+		if f.staleSince.Swap(nil) != nil && f.caughtUpAt.Load() != nil {
+			l.ready.Set(eventLogCondition, nil)
+		}
+	case f.staleSince.CompareAndSwap(nil, &startedAt):
+		slog.Warn("The event log is behind etcd", "revision", before, "etcd", revision)
+		l.ready.Set(eventLogCondition, fmt.Errorf("no etcd events since %s", startedAt.Format(time.TimeOnly)))
+	}
+}
+
+// CheckFresh returns an UNAVAILABLE error if the cache is stale. The caller then tries another process.
+func (l *Reader) CheckFresh() error {
+	if since := l.freshness.staleSince.Load(); since != nil {
 		return status.Errorf(codes.Unavailable, "the event log has not delivered etcd's newest events for %v",
 			time.Since(*since).Round(time.Second))
 	}
 	return nil
 }
 
-// verify compares the replica with etcd until ctx is done.
-func (l *Reader) verify(ctx context.Context) error {
-	tick := time.NewTicker(verifyPeriod)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-tick.C:
-		}
-		checkedAt, progressBefore := time.Now(), l.cache.Progress()
-		verifyCtx, cancel := context.WithTimeout(ctx, staleAfter)
-		r, err := l.source.Revision(verifyCtx, &registryv1.RevisionRequest{})
-		if err != nil {
-			cancel()
-			continue
-		}
-		err = l.Wait(verifyCtx, r.Revision)
-		cancel()
-		switch {
-		case ctx.Err() != nil:
-		case err != nil && l.cache.Progress() > progressBefore:
-			// The log is late but advances: it is late for every replica, so another one is not ahead.
-		case err != nil && l.freshness.staleSince.CompareAndSwap(nil, &checkedAt):
-			slog.Warn("The event log is behind etcd", "revision", l.cache.Progress(), "etcd", r.Revision)
-			l.ready.Set(eventLogCondition, fmt.Errorf("no etcd events since %s", checkedAt.Format(time.TimeOnly)))
-		case err == nil && l.freshness.staleSince.Swap(nil) != nil:
-			slog.Info("The event log has caught up with etcd", "revision", l.cache.Progress())
-			l.ready.Set(eventLogCondition, nil)
-		}
-	}
+// Fresh reports whether the cache has reached a revision that etcd had less than freshFor ago.
+func (l *Reader) Fresh() bool {
+	at := l.freshness.caughtUpAt.Load()
+	return at != nil && time.Since(*at) < freshFor
 }
-
-// CheckFresh returns an UNAVAILABLE error if the replica is stale. The caller then tries another replica.
-func (l *Reader) CheckFresh() error { return l.freshness.err() }

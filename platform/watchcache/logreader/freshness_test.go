@@ -3,29 +3,28 @@ package logreader
 import (
 	"context"
 	"errors"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
 
-	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/watchcache/cache"
-	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// ahead is a registry whose etcd has a revision that the log does not deliver.
-type ahead struct{ registryv1.SourceClient }
-
-func (ahead) Revision(context.Context, *registryv1.RevisionRequest,
-	...grpc.CallOption) (*registryv1.RevisionResponse, error) {
-	return &registryv1.RevisionResponse{Revision: 9}, nil
+func newReader(s Source) *Reader {
+	config := Config{StaleAfter: 3 * time.Second, Backfills: true}
+	return New(cache.New(1<<20, 0), nil, s, &lifecycle.Readiness{}, config)
 }
 
 // A read of a revision that never arrives fails after 3 s. Reads in the next 10 s fail after 100 ms.
 func TestAReadWaits3SecondsForTheLog(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		l := New(cache.New(1<<20, 0), nil, ahead{}, &lifecycle.Readiness{})
+		l := newReader(Source{Revision: func(context.Context) (int64, error) { return 9, nil }})
 		for _, want := range []time.Duration{3 * time.Second, 100 * time.Millisecond} {
 			began := time.Now()
 			err := l.WaitUntilConsistent(t.Context())
@@ -37,5 +36,88 @@ func TestAReadWaits3SecondsForTheLog(t *testing.T) {
 		if err := l.WaitUntilFresh(t.Context(), 9); err == nil || time.Since(began) != 3*time.Second {
 			t.Errorf("%v after %v", err, time.Since(began))
 		}
+	})
+}
+
+// The reader compares its cache with etcd every second, and requests progress if the cache is behind. If progress does
+// not arrive within StaleAfter, the cache is stale. A cache that is behind and advances is not stale.
+func TestTheCacheIsComparedWithEtcd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var mu sync.Mutex // guards the variables
+		revision, requests, responding, reachable := int64(9), 0, true, true
+		set := func(r int64, responds bool) {
+			mu.Lock()
+			defer mu.Unlock()
+			revision, responding = r, responds
+		}
+		l := newReader(Source{Revision: func(context.Context) (int64, error) {
+			mu.Lock()
+			defer mu.Unlock()
+			if !reachable {
+				return 0, errors.New("etcd does not respond")
+			}
+			return revision, nil
+		}})
+		progress := func(r int64) { l.cache.Apply(&logv1.Event{Revision: r, Epoch: "h"}) }
+		l.requestProgress = func() error {
+			mu.Lock()
+			defer mu.Unlock()
+			if requests++; responding {
+				progress(revision)
+			}
+			return nil
+		}
+		l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 9, Epoch: "h"})
+		if l.Fresh() || l.ready.Err() == nil {
+			t.Error("the cache is fresh before the first comparison")
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- l.verify(ctx) }()
+		wait := func(d time.Duration) {
+			time.Sleep(d)
+			synctest.Wait()
+		}
+		check := func(state string, fresh, stale bool) {
+			t.Helper()
+			ready, err := l.ready.Err() == nil, l.CheckFresh()
+			if l.Fresh() != fresh || ready == stale || (status.Code(err) == codes.Unavailable) != stale {
+				t.Errorf("%s: fresh %v, ready %v, %v", state, l.Fresh(), ready, err)
+			}
+		}
+		wait(10 * verifyPeriod)
+		if check("reached", true, false); requests != 0 {
+			t.Errorf("%d progress requests of a cache that is not behind", requests)
+		}
+		set(12, true)
+		wait(10 * verifyPeriod)
+		if check("reached on request", true, false); requests != 1 {
+			t.Errorf("%d progress requests", requests)
+		}
+		set(15, false)
+		wait(3 * time.Second)
+		check("behind for less than 3 s", true, false)
+		wait(2 * time.Second)
+		check("behind for more than 4 s", false, true)
+		progress(14)
+		wait(4 * time.Second)
+		check("late and advancing", false, false)
+		set(15, true)
+		wait(2 * verifyPeriod)
+		check("reached again", true, false)
+		for r := int64(20); r < 60; r++ { // always behind, and advancing
+			set(r+5, false)
+			wait(verifyPeriod)
+			if progress(r); l.CheckFresh() != nil {
+				t.Fatal("a cache that is behind and advances is stale")
+			}
+		}
+		mu.Lock()
+		reachable = false // the last result holds
+		mu.Unlock()
+		wait(10 * verifyPeriod)
+		check("without etcd", false, false)
+		cancel()
+		<-done
 	})
 }

@@ -1,17 +1,15 @@
-// Package logreader reads the event log into a replica's cache, compares its revision with etcd's, and reads events
-// again that the rings no longer hold. It does not serve clients.
+// Package logreader reads the event log into a cache, compares the cache's revision with etcd's, and reads events again
+// that the rings no longer hold. It does not serve clients.
 //
-// Run starts two tasks: one applies the log to the cache, and one catches up and then verifies. Each backfill has a
-// goroutine of its own.
+// Run starts two tasks: one applies the log to the cache, and one compares its revision with etcd's. Each backfill has
+// a goroutine of its own.
 package logreader
 
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"strconv"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -28,21 +26,31 @@ import (
 	"watershed.dev/platform/telemetry"
 	"watershed.dev/platform/watchcache/cache"
 	logv1 "watershed.dev/proto/watershed/log/v1"
-	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// Reader reads the event log for one replica.
+// Config holds the settings in which the readers of watchfanout and of registry differ.
+type Config struct {
+	// StaleAfter is how long the log may lack etcd's events and not advance before the cache is stale.
+	StaleAfter time.Duration
+	// Backfills enables Backfill. Without it Backfill returns eventlog.ErrExpired.
+	Backfills bool
+	// OnMessage, if set, is called with each message of the log before the cache applies it. It must not block.
+	OnMessage func(*logv1.Event)
+}
+
+// Reader reads the event log into a cache.
 type Reader struct {
-	cache        *cache.Cache
-	nats         *nats.Conn
-	streamReader eventlog.StreamReader
-	source       registryv1.SourceClient
-	dataKeys     eventlog.DataKeyFunc
+	config Config
+	cache  *cache.Cache
+	nats   *nats.Conn
+	source Source
+	// requestProgress makes the publisher publish its progress.
+	requestProgress func() error
 
 	ready *lifecycle.Readiness
 	// revisions shares concurrent requests for etcd's revision.
 	revisions coalesce.Group[int64]
-	// progressRequestedAt is when the replica last requested a progress message, in nanoseconds since 1970.
+	// progressRequestedAt is when Wait last requested a progress message, in nanoseconds since 1970.
 	progressRequestedAt atomic.Int64
 	// stalledAt is when a read last timed out waiting for etcd's revision, in nanoseconds since 1970. A successful read
 	// sets it to 0.
@@ -50,26 +58,20 @@ type Reader struct {
 	freshness freshness
 	backfills backfills
 	replays   prometheus.Counter
-
-	draining  chan struct{}
-	drainOnce sync.Once
 }
 
-// New returns a reader that reads the log into c. source returns etcd's revision and a resource's objects. ready has a
-// condition until the log is read to etcd's revision.
-func New(c *cache.Cache, nc *nats.Conn, source registryv1.SourceClient,
-	ready *lifecycle.Readiness) *Reader {
+// New returns a reader that reads the log into c. ready has a condition until the log is read to etcd's revision.
+func New(c *cache.Cache, nc *nats.Conn, s Source, ready *lifecycle.Readiness, config Config) *Reader {
 	ready.Set(eventLogCondition, errors.New("the replica is still reading it"))
 	return &Reader{
-		cache:        c,
-		nats:         nc,
-		streamReader: streamReader{source},
-		source:       source,
-		dataKeys:     newDataKeyFunc(source),
-		ready:        ready,
-		backfills:    newBackfills(),
-		revisions:    coalesce.Group[int64]{Timeout: freshnessTimeout},
-		draining:     make(chan struct{}),
+		config:          config,
+		cache:           c,
+		nats:            nc,
+		source:          s,
+		requestProgress: func() error { return nc.Publish(eventlog.ProgressRequestSubject, nil) },
+		ready:           ready,
+		backfills:       newBackfills(),
+		revisions:       coalesce.Group[int64]{Timeout: freshnessTimeout},
 		replays: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "watershed_watchfanout_replays_total",
 			Help: "Backfills read from the event log for watches that resume from before the ring.",
@@ -83,20 +85,12 @@ const eventLogCondition = "the event log"
 // Metrics are this package's collectors.
 func (l *Reader) Metrics() []prometheus.Collector { return []prometheus.Collector{l.replays} }
 
-// Drain ends every watch.
-func (l *Reader) Drain() { l.drainOnce.Do(func() { close(l.draining) }) }
-
-// Draining returns a channel that Drain closes.
-func (l *Reader) Draining() <-chan struct{} { return l.draining }
-
 // Run starts the tasks that read the log until ctx is done. tasks restarts a task that fails.
 func (l *Reader) Run(ctx context.Context, tasks *lifecycle.Supervisor) {
-	tasks.Go(ctx, "catch up", func(ctx context.Context) error {
-		l.catchUp(ctx)
-		return l.verify(ctx)
-	})
+	tasks.Go(ctx, "verify", l.verify)
 	tasks.Go(ctx, "log", func(ctx context.Context) error {
-		return eventlog.Read(ctx, l.nats, l.streamReader, eventlog.WithDecryption(ctx, l.dataKeys, l.apply))
+		l.cache.Restart()
+		return eventlog.Read(ctx, l.nats, l.source.Stream, eventlog.WithDecryption(ctx, l.source.Keys, l.apply))
 	})
 }
 
@@ -121,38 +115,17 @@ func (l *Reader) apply(e *logv1.Event) error {
 
 func (l *Reader) tryApply(e *logv1.Event) (err error) {
 	defer recovery.ToError("applying a message of the log", &err)
+	if l.config.OnMessage != nil {
+		l.config.OnMessage(e)
+	}
 	l.cache.Apply(e)
 	return nil
-}
-
-// catchUpPause is the pause before catchUp retries.
-const catchUpPause = 200 * time.Millisecond
-
-// catchUp waits until the replica has reached the revision that etcd had at the start. The replica is then ready.
-func (l *Reader) catchUp(ctx context.Context) {
-	for ctx.Err() == nil {
-		r, err := l.source.Revision(ctx, &registryv1.RevisionRequest{})
-		if err == nil {
-			if err = l.Wait(ctx, r.Revision); err == nil {
-				l.ready.Set(eventLogCondition, nil)
-				slog.Info("Read the event log to its end", "revision", r.Revision)
-				return
-			}
-		}
-		if ctx.Err() == nil {
-			slog.Warn("Cannot catch up with etcd yet", "error", err)
-			select {
-			case <-ctx.Done():
-			case <-time.After(catchUpPause):
-			}
-		}
-	}
 }
 
 // progressRequestDelay is how long Wait waits for the log to advance before it requests a progress message.
 const progressRequestDelay = 2 * time.Millisecond
 
-// Wait waits until the replica has reached revision. If the log does not advance, it requests a progress message,
+// Wait waits until the cache has reached revision. If the log does not advance, it requests a progress message,
 // because the publisher sends none by itself while nothing is written.
 func (l *Reader) Wait(ctx context.Context, revision int64) error {
 	pause := progressRequestDelay
@@ -166,22 +139,21 @@ func (l *Reader) Wait(ctx context.Context, revision int64) error {
 			now := time.Now().UnixNano()
 			if last := l.progressRequestedAt.Load(); now-last > int64(progressRequestDelay) &&
 				l.progressRequestedAt.CompareAndSwap(last, now) {
-				_ = l.nats.Publish(eventlog.ProgressRequestSubject, nil)
+				_ = l.requestProgress() // an error is retried after the next pause
 			}
 			pause = min(pause*2, 100*time.Millisecond)
 		}
 	})
 }
 
-// WaitUntilCurrent waits until the replica has applied etcd's current revision. Concurrent readers share a request for
+// Revision returns etcd's current revision.
+func (l *Reader) Revision(ctx context.Context) (int64, error) { return l.source.Revision(ctx) }
+
+// WaitUntilCurrent waits until the cache has applied etcd's current revision. Concurrent readers share a request for
 // the revision that begins after their calls.
 func (l *Reader) WaitUntilCurrent(ctx context.Context) error {
 	r, err := l.revisions.Get(ctx, "", func(ctx context.Context) (int64, error) {
-		getRevision := func(ctx context.Context) (*registryv1.RevisionResponse, error) {
-			return l.source.Revision(ctx, &registryv1.RevisionRequest{})
-		}
-		r, err := rpc.Hedged(rpc.TrackReplica(ctx), rpc.HedgeDelay, getRevision)
-		return r.GetRevision(), err
+		return rpc.Hedged(rpc.TrackReplica(ctx), rpc.HedgeDelay, l.source.Revision)
 	})
 	if err != nil {
 		return err
@@ -198,7 +170,7 @@ const (
 	stalledPeriod = 10 * time.Second
 )
 
-// WaitUntilConsistent waits until the replica has reached etcd's revision. After a timeout, reads wait only
+// WaitUntilConsistent waits until the cache has reached etcd's revision. After a timeout, reads wait only
 // stalledTimeout for the next stalledPeriod, because a stalled log would delay every read.
 func (l *Reader) WaitUntilConsistent(ctx context.Context) error {
 	timeout := freshnessTimeout
@@ -235,22 +207,8 @@ func (l *Reader) WaitUntilFresh(ctx context.Context, revision int64) error {
 	return nil
 }
 
-// Load reads a whole resource from registry.
-func (l *Reader) Load(ctx context.Context, storageResource string) ([]*registryv1.Row, int64, error) {
-	stream, err := l.source.Snapshot(ctx, &registryv1.SnapshotRequest{StorageResource: storageResource})
-	if err != nil {
-		return nil, 0, err
-	}
-	var rows []*registryv1.Row
-	var revision int64
-	err = rpc.Each(stream, func(chunk *registryv1.SnapshotChunk) error {
-		revision = chunk.Revision
-		rows = append(rows, chunk.Rows...)
-		return nil
-	})
-	if err != nil {
-		return nil, 0, fmt.Errorf("snapshot of %s: %w", storageResource, err)
-	}
-	slog.Debug("Loaded a resource", "resource", storageResource, "objects", len(rows), "revision", revision)
-	return rows, revision, nil
+// Snapshot returns the objects of a resource, and loads them first if necessary. If field is not empty, the snapshot
+// has an index of it.
+func (l *Reader) Snapshot(ctx context.Context, r *cache.Resource, field string) (*cache.Snapshot, error) {
+	return r.Snapshot(ctx, field, l.source.Rows, l.Wait)
 }

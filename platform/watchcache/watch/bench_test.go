@@ -42,7 +42,7 @@ func (s *countingStream) SendMsg(m any) error {
 func BenchmarkDelivery(b *testing.B) {
 	const watches = 100
 	w := fixture.New(b)
-	s := watch.New(time.Hour, w.Discovery, w.Cache, w.LogReader, w.Source, w.Converter)
+	s := watch.New(optionsOf(w))
 	ctx, cancel := context.WithCancel(b.Context())
 	var events, open sync.WaitGroup
 	for range watches {

@@ -187,7 +187,7 @@ func (w *watcher) releaseGranted() {
 // reserve waits until the watch's owner may have n more bytes in flight, and returns the function that releases them.
 func (w *watcher) reserve(n int) (release func(), err error) {
 	ctx := w.stream.Context()
-	release = w.server.inflight.acquire(ctx, w.logReader.Draining(), w.request.Owner, int64(n))
+	release = w.server.inflight.acquire(ctx, w.server.draining, w.request.Owner, int64(n))
 	switch {
 	case release != nil:
 		return release, nil

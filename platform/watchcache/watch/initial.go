@@ -2,13 +2,11 @@ package watch
 
 import (
 	"context"
-	"fmt"
-
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
 	"watershed.dev/platform/events"
 	"watershed.dev/platform/frame"
 	"watershed.dev/platform/watchcache/cache"
+	"watershed.dev/platform/watchcache/conversion"
 )
 
 // begin sends the initial events, if the request needs them, and returns the cursor of the next event.
@@ -16,51 +14,33 @@ func (w *watcher) begin(ctx context.Context) (cache.Cursor, error) {
 	start, err := events.StartOf(w.request)
 	switch {
 	case err != nil:
-	case !start.Initial && start.At.Revision > 0:
-		return w.resume(ctx, start.At)
-	case start.At.Revision > 0:
-		err = w.logReader.WaitUntilFresh(ctx, start.At.Revision)
-	case !start.AnyRevision:
-		err = w.logReader.WaitUntilCurrent(ctx)
-	}
-	switch {
-	case err != nil:
 		return 0, err
-	case !start.Initial: // from the replica's current revision
-		return w.resume(ctx, events.Position{Revision: w.cache.Progress(), Index: events.LastIndex})
+	case start.Initial:
+		return w.initial(ctx, start)
+	case start.At.Revision > 0:
+		return w.resume(ctx, start.At)
 	}
-	return w.initial(ctx)
+	current, err := w.server.Objects.Current(ctx)
+	if err != nil {
+		return 0, err
+	}
+	return w.resume(ctx, events.Position{Revision: current, Index: events.LastIndex})
 }
 
 // initial sends every object as ADDED. If the request has sendInitialEvents and allows bookmarks, the
 // initial-events-end bookmark follows.
-func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
-	trigger := w.query.Trigger()
+func (w *watcher) initial(ctx context.Context, start events.Start) (cache.Cursor, error) {
 	epoch := w.cache.Epoch() // if it changes before resume, the watch ends as expired
-	snapshot, err := w.resource.Snapshot(ctx, trigger.Index(), w.logReader.Load, w.logReader.Wait)
+	items, revision, err := w.server.Objects.Select(ctx, w.query, start)
 	if err != nil {
 		return 0, err
 	}
-	if key, reason, unreadable := snapshot.Unreadable(w.query.Prefix()); unreadable && !w.query.SkipUnreadable {
-		return 0, apierrors.NewInternalError(fmt.Errorf("unable to transform key %q: %s", key, reason))
-	}
-	var items []*cache.Item
-	native := true
-	err = snapshot.Select(ctx, trigger, w.query.Prefix(), "", func(i *cache.Item) bool {
-		if w.query.MayMatch(i) {
-			items = append(items, i)
-			native = native && w.query.IsNative(i)
-		}
-		return true
-	})
-	if err != nil {
-		return 0, err
-	}
+	native := conversion.AllNative(w.query, items)
 	if items, err = w.filterItems(ctx, items); err != nil {
 		return 0, err
 	}
 	out := &frames{watcher: w}
-	if w.query.Table || !native {
+	if !native {
 		err = w.initialEncoded(ctx, items, out)
 	} else {
 		err = w.initialNative(items, out)
@@ -68,17 +48,17 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 	if err != nil {
 		return 0, err
 	}
-	w.setPosition(snapshot.Revision, events.LastIndex)
+	w.setPosition(revision, events.LastIndex)
 	out.initialDone = true
 	if w.request.SendInitialEvents != nil && w.request.AllowBookmarks {
-		if err := out.addInitial(w.query.Bookmark(snapshot.Revision, true)); err != nil {
+		if err := out.addInitial(w.query.Bookmark(revision, true)); err != nil {
 			return 0, err
 		}
 	}
 	if err := out.flush(); err != nil {
 		return 0, err
 	}
-	return w.resume(ctx, events.Position{Revision: snapshot.Revision, Index: events.LastIndex, Epoch: epoch})
+	return w.resume(ctx, events.Position{Revision: revision, Index: events.LastIndex, Epoch: epoch})
 }
 
 // initialNative sends objects in their stored encoding: the stored bytes between the head and the tail of an event.

@@ -15,7 +15,6 @@ import (
 	"watershed.dev/platform/events"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/watchcache/cache"
-	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
@@ -55,11 +54,11 @@ func (w *watcher) rejectFutureRevision(ctx context.Context, revision int64) erro
 	if revision <= w.cache.Progress() {
 		return nil
 	}
-	r, err := w.server.source.Revision(ctx, &registryv1.RevisionRequest{})
-	if err != nil { // registry is unreachable: the watch waits
+	current, err := w.logReader.Revision(ctx)
+	if err != nil { // etcd's revision is unknown: the watch waits
 		return nil
 	}
-	if revision > r.Revision {
+	if revision > current {
 		return expired(revision, w.cache.Progress())
 	}
 	return nil
@@ -72,7 +71,7 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 		after-- // the transaction has more events; deliver skips those already sent
 	}
 	began := time.Now()
-	b, leave, err := w.logReader.Backfill(ctx, w.query.Entry.StorageResource, after, low)
+	b, leave, err := w.logReader.Backfill(ctx, w.server.draining, w.query.Entry.StorageResource, after, low)
 	slog.Debug("Replayed from the log",
 		"resource", w.query.Entry.StorageResource, "after", after, "took", time.Since(began), "error", err)
 	switch {
@@ -95,7 +94,7 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 	leave() // before anything is sent: a slow client holds a piece, not a backfill
 	for len(piece) > 0 {
 		select {
-		case <-w.logReader.Draining():
+		case <-w.server.draining:
 			return rpc.ErrDraining
 		default:
 		}

@@ -112,7 +112,18 @@ func (o *testWatch) receive(n int) string {
 
 func newServer(t *testing.T) (*fixture.Fixture, *watch.Server) {
 	w := fixture.New(t)
-	return w, watch.New(time.Hour, w.Discovery, w.Cache, w.LogReader, w.Source, w.Converter)
+	return w, watch.New(optionsOf(w))
+}
+
+// optionsOf returns the options of a replica's server of watches.
+func optionsOf(w *fixture.Fixture) watch.Options {
+	return watch.Options{
+		Objects:        &watch.Cached{Discovery: w.Discovery, Cache: w.Cache, LogReader: w.LogReader},
+		Cache:          w.Cache,
+		LogReader:      w.LogReader,
+		Converter:      w.Converter,
+		ProgressPeriod: time.Hour,
+	}
 }
 
 // A large event is a message of its own. Each message has the position of its last event. If a message is lost, another
@@ -275,13 +286,13 @@ func TestResume(t *testing.T) {
 
 // A draining replica ends its watches with UNAVAILABLE, so that they resume on another replica.
 func TestADrainingReplicaEndsItsWatches(t *testing.T) {
-	w, s := newServer(t)
+	_, s := newServer(t)
 	o := start(t, s, &watchfanoutv1.WatchRequest{Query: fixture.Query(), ResourceVersion: "10"})
 	<-o.c // the stream is open
 	if s.Len() != 1 {
 		t.Errorf("%d are open", s.Len())
 	}
-	w.LogReader.Drain()
+	s.Drain()
 	select {
 	case err := <-o.ended:
 		if status.Code(err) != codes.Unavailable {

@@ -17,7 +17,6 @@ import (
 	"google.golang.org/grpc/status"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
-	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/events"
 	"watershed.dev/platform/frame"
 	"watershed.dev/platform/rpc"
@@ -25,7 +24,6 @@ import (
 	"watershed.dev/platform/watchcache/conversion"
 	"watershed.dev/platform/watchcache/logreader"
 	"watershed.dev/platform/watchcache/query"
-	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
@@ -44,74 +42,86 @@ const (
 	piecesBytes   = 128 << 20
 )
 
-// Server serves a replica's watches.
-type Server struct {
-	// ProgressPeriod is how often a stream receives the replica's revision.
+// Options are the parts and the settings of a Server.
+type Options struct {
+	Objects   Objects
+	Cache     *cache.Cache
+	LogReader *logreader.Reader
+	Converter *conversion.Converter
+	// ProgressPeriod is how often a stream receives the cache's revision.
 	ProgressPeriod time.Duration
+	// OnlyAdvances makes a stream receive the revision only if it has advanced.
+	OnlyAdvances bool
+	// ServesStale makes watches begin and continue while the cache is stale. Otherwise they end with UNAVAILABLE,
+	// because another process may be fresh.
+	ServesStale bool
+}
 
-	discovery *discovery.Watcher
-	cache     *cache.Cache
-	logReader *logreader.Reader
-	source    registryv1.SourceClient
-	converter *conversion.Converter
+// Server serves watches.
+type Server struct {
+	Options
+
 	delivered *prometheus.CounterVec
 	rate      rate
 	// pieces counts the backfill bytes that watches hold while their clients read.
 	pieces   atomic.Int64
 	inflight *inflightQuota
 
+	draining  chan struct{}
+	drainOnce sync.Once
+
 	mu       sync.Mutex
 	watchers map[*watcher]struct{}
 }
 
-// New returns a server of watches over c, which l fills. served resolves the watches' resources.
-func New(
-	progress time.Duration,
-	served *discovery.Watcher,
-	c *cache.Cache,
-	l *logreader.Reader,
-	source registryv1.SourceClient,
-	converter *conversion.Converter,
-) *Server {
+// New returns a server of watches.
+func New(o Options) *Server {
 	return &Server{
-		ProgressPeriod: progress,
-		discovery:      served,
-		cache:          c,
-		logReader:      l,
-		source:         source,
-		converter:      converter,
+		Options: o,
 		delivered: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "watershed_watchfanout_events_delivered_total",
 			Help: "Watch events written to streams, by stored resource.",
 		}, []string{"resource"}),
 		inflight: newInflightQuota(maxInflightBytes),
+		draining: make(chan struct{}),
 		watchers: map[*watcher]struct{}{},
 	}
 }
 
-// Watch streams frames until the caller cancels. It rejects the call if the replica is stale or has not discovered the
-// resource.
+// Drain ends every watch with UNAVAILABLE, so that the gateways resume it at another process.
+func (s *Server) Drain() { s.drainOnce.Do(func() { close(s.draining) }) }
+
+// checkFresh returns an UNAVAILABLE error if watches must end because the cache is stale.
+func (s *Server) checkFresh() error {
+	if s.ServesStale {
+		return nil
+	}
+	return s.LogReader.CheckFresh()
+}
+
+// Watch streams frames until the caller cancels. It rejects the call if the cache is stale or the resource is not
+// discovered.
 func (s *Server) Watch(r *watchfanoutv1.WatchRequest,
 	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
-	q, err := query.Resolve(s.discovery.View(), r.Query)
+	q, err := s.Objects.Resolve(stream.Context(), r.Query)
 	if errors.Is(err, query.ErrNotDiscovered) {
 		return s.notDiscovered(r, stream)
 	}
 	if err == nil {
-		err = s.logReader.CheckFresh()
+		err = s.checkFresh()
 	}
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
 	w := &watcher{
 		server:      s,
-		cache:       s.cache,
-		logReader:   s.logReader,
-		converter:   s.converter,
+		cache:       s.Cache,
+		logReader:   s.LogReader,
+		converter:   s.Converter,
 		query:       q,
 		request:     r,
 		stream:      stream,
-		resource:    s.cache.Resource(q.Entry.StorageResource),
+		resource:    s.Cache.Resource(q.Entry.StorageResource),
 		columnsSent: r.ColumnsSent,
 	}
 	w.events = w.resource.Subscribe(q.Trigger())
@@ -128,16 +138,16 @@ func (s *Server) Watch(r *watchfanoutv1.WatchRequest,
 func (s *Server) notDiscovered(r *watchfanoutv1.WatchRequest,
 	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
 	position, resource := events.FromProto(r.ResumeAfter), r.GetQuery().GetResource()
-	if position.DifferentEpoch(events.Position{Epoch: s.cache.Epoch()}) {
+	if position.DifferentEpoch(events.Position{Epoch: s.Cache.Epoch()}) {
 		f := frame.EncodingOf(nil, nil, r.Query.GetOutput().GetMediaType(), false)
-		data, err := f.Error(expired(position.Revision, s.cache.Progress()).(apierrors.APIStatus).Status())
+		data, err := f.Error(expired(position.Revision, s.Cache.Progress()).(apierrors.APIStatus).Status())
 		if err != nil {
 			return err
 		}
 		return stream.Send(&watchfanoutv1.WatchFrame{Data: data, End: true})
 	}
 	storageResource := resource.GetResource() + "." + resource.GetGroup() // as CRDs name it
-	changed := events.Position{Revision: s.cache.Resource(storageResource).CRDChangedAt()}
+	changed := events.Position{Revision: s.Cache.Resource(storageResource).CRDChangedAt()}
 	if position.Revision > 0 && resource.GetGroup() != "" && position.Before(changed) && isResumed(r) {
 		return stream.Send(&watchfanoutv1.WatchFrame{End: true})
 	}
@@ -194,6 +204,10 @@ func (w *watcher) run(ctx context.Context) error {
 	bookmarks := time.NewTicker(w.server.ProgressPeriod)
 	defer bookmarks.Stop()
 	for bookmarkDue := false; ; { // bookmarkDue: send a bookmark once all earlier events are sent
+		var advanced <-chan struct{} // a due bookmark may wait until the cache advances
+		if bookmarkDue {
+			advanced = w.cache.Advanced()
+		}
 		batch, next, progress, changed, ok := w.events.Next(cur, batchEvents)
 		if !ok { // the ring overran the cursor; the log has the events, unless it was reset
 			if cur, err = w.resume(ctx, w.position); err != nil {
@@ -218,26 +232,32 @@ func (w *watcher) run(ctx context.Context) error {
 		if progress == 0 {
 			continue
 		}
-		// A watch may have resumed from a revision that this replica has not reached yet.
-		if bookmarkDue && progress >= w.position.Revision {
-			bookmarkDue = false
+		if bookmarkDue && w.mayReport(progress) {
+			bookmarkDue, advanced = false, nil
 			if err := w.sendProgress(progress); err != nil {
 				return err
 			}
 		}
 		select {
 		case <-changed:
+		case <-advanced:
 		case <-ctx.Done():
 			return status.FromContextError(ctx.Err()).Err()
-		case <-w.logReader.Draining():
+		case <-w.server.draining:
 			return rpc.ErrDraining
 		case <-bookmarks.C:
-			if err := w.logReader.CheckFresh(); err != nil { // another replica may be fresh
+			if err := w.server.checkFresh(); err != nil {
 				return err
 			}
 			bookmarkDue = true
 		}
 	}
+}
+
+// mayReport reports whether the watch may send a revision that the cache has reached. The watch may have resumed from a
+// later revision.
+func (w *watcher) mayReport(progress int64) bool {
+	return progress > w.position.Revision || progress == w.position.Revision && !w.server.OnlyAdvances
 }
 
 // flushPosition sends the watch's position without an event.

@@ -1,0 +1,60 @@
+package logreader
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+
+	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchcache/cache"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// Source holds the functions by which a Reader reads the log and etcd.
+type Source struct {
+	// Stream reads the log's stored messages, and Keys the data keys that they are encrypted with.
+	Stream eventlog.StreamReader
+	Keys   eventlog.DataKeyFunc
+	// Revision returns etcd's current revision.
+	Revision func(context.Context) (int64, error)
+	// Rows reads a whole resource. A cache of events only does not need it.
+	Rows cache.Source
+}
+
+// Remote returns the source of a replica that calls registry.
+func Remote(registry registryv1.SourceClient) Source {
+	return Source{
+		Stream: streamReader{registry},
+		Keys:   newDataKeyFunc(registry),
+		Revision: func(ctx context.Context) (int64, error) {
+			r, err := registry.Revision(ctx, &registryv1.RevisionRequest{})
+			return r.GetRevision(), err
+		},
+		Rows: func(ctx context.Context, storageResource string) ([]*registryv1.Row, int64, error) {
+			rows, revision, err := readSnapshot(ctx, registry, storageResource)
+			if err != nil {
+				err = fmt.Errorf("snapshot of %s: %w", storageResource, err)
+			}
+			return rows, revision, err
+		},
+	}
+}
+
+func readSnapshot(
+	ctx context.Context,
+	registry registryv1.SourceClient,
+	storageResource string,
+) (rows []*registryv1.Row, revision int64, err error) {
+	stream, err := registry.Snapshot(ctx, &registryv1.SnapshotRequest{StorageResource: storageResource})
+	if err != nil {
+		return nil, 0, err
+	}
+	err = rpc.Each(stream, func(chunk *registryv1.SnapshotChunk) error {
+		revision = chunk.Revision
+		rows = append(rows, chunk.Rows...)
+		return nil
+	})
+	slog.Debug("Read a resource", "resource", storageResource, "objects", len(rows), "revision", revision, "error", err)
+	return rows, revision, err
+}
