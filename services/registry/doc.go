@@ -16,11 +16,12 @@
 // controllers.
 //
 // Upstream's allocators and controllers use informers. These go through the loopback, a client-go transport that calls
-// the handlers directly. Its watches read the watch cache, which holds the end of the event log.
+// the handlers directly. Its watches and InternalWatch read the registry's watch cache: the library
+// platform/watchcache with events only.
 //
-// Service.Run starts a goroutine per task: etcd, encryption, publisher, watch-cache, progress-requests, controllers and
-// discovery. lifecycle.Supervisor restarts a task that ends or panics. The other goroutines belong to
-// informers, to RPCs and to the packages of these tasks.
+// Service.Run starts a goroutine per task: etcd, encryption, publisher, log, verify, controllers and discovery.
+// lifecycle.Supervisor restarts a task that ends or panics. The other goroutines belong to informers, to RPCs and to the
+// packages of these tasks.
 //
 // If etcd is unavailable, all calls except Discovery fail with 503. If NATS is unavailable, writes and consistent lists
 // continue. Events then wait in etcd's history.
@@ -32,7 +33,7 @@
 //   - etcd serves a single watch, the publisher's. Election candidates poll, the publisher compacts, and informers use
 //     the loopback. Upstream's compactor is off because it holds a watch (storage.Open, test/e2e/split_test.go).
 //   - A read that combines objects with a CRD reads etcd's revision first. A CRD that changes in between is then in the
-//     log after that revision (source.Snapshot, internalwatch.view).
+//     log after that revision (source.Snapshot, internalwatch.objects).
 //   - A write that needs a callback under WriteUnary stores nothing. Reviews report a failed callback in their status,
 //     so WriteUnary refuses their groups up front.
 //   - A discovery response shares its APIResources with the previous response. delta compares pointers, so code must

@@ -31,6 +31,9 @@ import (
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
+	watchcache "watershed.dev/platform/watchcache/cache"
+	"watershed.dev/platform/watchcache/logreader"
+	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/registry/controllers"
@@ -46,7 +49,6 @@ import (
 	"watershed.dev/services/registry/publisher"
 	"watershed.dev/services/registry/source"
 	"watershed.dev/services/registry/storage"
-	"watershed.dev/services/registry/watchcache"
 )
 
 // Config is the registry's configuration.
@@ -111,7 +113,9 @@ type Service struct {
 	source        *source.Source
 	discovery     *discovery.Discovery
 	internalWatch *internalwatch.InternalWatch
-	watchCache    *watchcache.Cache
+	// watchCache holds the newest events of the log, which logReader reads.
+	watchCache *watchcache.Cache
+	logReader  *logreader.Reader
 	// dataKeys encrypt messages of the event log.
 	dataKeys *storage.DataKeys
 	// publisher writes the event log while this replica is elected.
@@ -130,6 +134,13 @@ type Service struct {
 
 	tasks lifecycle.Supervisor
 }
+
+const (
+	// watchCacheBytes bounds the events in the watch cache.
+	watchCacheBytes = 8 << 20
+	// staleAfter is how long the log may not advance while etcd has more. Watches then move to another registry.
+	staleAfter = 3 * time.Second
+)
 
 // Deps are the dependencies of a registry.
 type Deps struct {
@@ -151,7 +162,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	s := &Service{
 		config:         c,
 		egressSelector: selector,
-		watchCache:     watchcache.New(),
+		watchCache:     watchcache.NewEvents(watchCacheBytes),
 		identity:       fmt.Sprintf("%s-%d-%d", host, os.Getpid(), time.Now().UnixNano()),
 	}
 	s.tasks.Ready.Set("informers", errors.New("not synced yet"))
@@ -218,13 +229,18 @@ func (s *Service) initServers(store *storage.Storage, logJS jetstream.JetStream)
 	s.objects = objects.New(s.resources)
 	s.source = source.New(s.resources, s.dataKeys, eventlog.DirectGetReader{JS: logJS})
 	s.discovery = discovery.New(s.resources)
-	s.internalWatch = internalwatch.New(s.resources, s.source, s.watchCache)
+	s.logReader = logreader.New(s.watchCache, s.nats, logreader.Source{
+		Stream:   eventlog.DirectGetReader{JS: s.js},
+		Keys:     s.source.ReadDataKey,
+		Revision: s.source.CurrentRevision,
+	}, &lifecycle.Readiness{}, logreader.Config{StaleAfter: staleAfter, OnMessage: s.beforeApply})
+	s.internalWatch = internalwatch.New(s.resources, s.source, s.watchCache, s.logReader)
 }
 
 // initLoopback creates the registry's own API client, its informers, and the namespaces that they track. A live lookup
 // of a namespace has a timeout of its own.
 func (s *Service) initLoopback() (err error) {
-	s.loopback = loopback.New(s.resources, s.watchCache).Config()
+	s.loopback = loopback.New(s.resources, s.internalWatch.Local()).Config()
 	if s.client, err = kubernetes.NewForConfig(s.loopback); err != nil {
 		return err
 	}
@@ -235,7 +251,7 @@ func (s *Service) initLoopback() (err error) {
 	if err != nil {
 		return err
 	}
-	s.objects.Namespaces, err = objects.NewNamespaces(s.informers, liveClient, s.watchCache.Fresh)
+	s.objects.Namespaces, err = objects.NewNamespaces(s.informers, liveClient, s.logReader.Fresh)
 	return err
 }
 
@@ -278,14 +294,19 @@ func (s *Service) initCustomResources() error {
 	}
 	crds.Converters = crd.NewConverters(s.services, crd.Webhooks(s.egressSelector, s.loopback))
 	s.resources.Custom = crds
-	s.watchCache.OnEpochChange = func() {
-		crds.EpochChanged()
-		s.resources.Storage.ClearCaches()
-	}
-	s.watchCache.OnEvent = s.resources.Storage.Invalidate
 	s.crdHandler, err = s.extensions.Apiextensions().V1().CustomResourceDefinitions().Informer().
 		AddEventHandler(crds.Handler())
 	return err
+}
+
+// beforeApply updates the caches of objects by a message of the log, before the watch cache applies the message.
+func (s *Service) beforeApply(e *logv1.Event) {
+	// Revisions before and after a change of epoch cannot be compared.
+	if epoch := s.watchCache.Epoch(); e.Epoch != "" && epoch != "" && e.Epoch != epoch {
+		s.resources.Custom.EpochChanged()
+		s.resources.Storage.ClearCaches()
+	}
+	s.resources.Storage.Invalidate(e)
 }
 
 // Register registers the four services on g.
@@ -323,16 +344,7 @@ func (s *Service) Run(ctx context.Context) error {
 	s.tasks.Go(ctx, "etcd", s.checkEtcd)
 	s.tasks.Go(ctx, "encryption", s.resources.Storage.CheckEncryption)
 	s.tasks.Go(ctx, "publisher", s.publisher.Run)
-	s.tasks.Go(ctx, "watch-cache", func(ctx context.Context) error {
-		s.watchCache.Reset()
-		return eventlog.Read(ctx, s.nats, eventlog.DirectGetReader{JS: s.js},
-			eventlog.WithDecryption(ctx, s.source.ReadDataKey, s.watchCache.Apply))
-	})
-	s.tasks.Go(ctx, "progress-requests", func(ctx context.Context) error {
-		return s.watchCache.RequestProgress(ctx, s.source.CurrentRevision, func() error {
-			return s.nats.Publish(eventlog.ProgressRequestSubject, nil)
-		})
-	})
+	s.logReader.Run(ctx, &s.tasks)
 	s.tasks.Go(ctx, "controllers", func(ctx context.Context) error {
 		return election.Run(
 			ctx,

@@ -239,7 +239,8 @@ func Key(namespace, name string) string {
 	return namespace + "/" + name
 }
 
-func itemOfRow(row *registryv1.Row) *Item {
+// ItemOf returns an object as registry read it from etcd.
+func ItemOf(row *registryv1.Row) *Item {
 	return &Item{
 		Key:           Key(row.Namespace, row.Name),
 		Namespace:     row.Namespace,

@@ -119,7 +119,7 @@ func read(ctx context.Context, name string, source Source,
 			unreadable[Key(row.Namespace, row.Name)] = row.Unreadable
 			continue
 		}
-		i := itemOfRow(row)
+		i := ItemOf(row)
 		tree.ReplaceOrInsert(i)
 		bytes += i.Size()
 	}

@@ -18,8 +18,8 @@ import (
 type Objects interface {
 	// Resolve resolves a query. The error is query.ErrNotDiscovered, an error of gRPC, or an API error.
 	Resolve(context.Context, *watchfanoutv1.Query) (*query.Query, error)
-	// Select returns the objects that may match a query, in the order of their keys, and their revision. They are as new
-	// as start requires.
+	// Select returns the objects that may match a query, in the order of their keys, and their revision. They are as
+	// new as start requires.
 	Select(context.Context, *query.Query, events.Start) ([]*cache.Item, int64, error)
 	// Current returns the revision after which a watch without a resourceVersion begins.
 	Current(context.Context) (int64, error)

@@ -1,6 +1,6 @@
 // Package loopback is a client-go transport to the registry's own handlers, for upstream's allocators and controllers,
-// which are written against client-go. A request runs its handler in the caller's goroutine. A watch reads the watch
-// cache in a goroutine that ends with its response body. No socket is opened.
+// which are written against client-go. A request runs its handler in the caller's goroutine. A watch runs in a
+// goroutine that ends with its response body. No socket is opened.
 //
 // Requests run as system:apiserver. The package does not authenticate or authorize them and does not call admission.
 package loopback
@@ -14,6 +14,7 @@ import (
 	"net/http"
 	"strings"
 
+	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -31,9 +32,9 @@ import (
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/registry/handlers"
 	"watershed.dev/services/registry/lookup"
-	"watershed.dev/services/registry/watchcache"
 )
 
 // Registry is the set of served resources that a loopback calls.
@@ -44,14 +45,20 @@ type Registry interface {
 	APIResources() []*registryv1.APIResource
 }
 
+// Watches serves watches.
+type Watches interface {
+	// Watch streams the frames of a watch until the context of the stream is done.
+	Watch(*watchfanoutv1.WatchRequest, grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error
+}
+
 // Loopback is an http.RoundTripper to the registry's handlers.
 type Loopback struct {
 	registry Registry
-	cache    *watchcache.Cache
+	watches  Watches
 }
 
-// New returns a loopback to r. Its watches read cache.
-func New(r Registry, cache *watchcache.Cache) *Loopback { return &Loopback{r, cache} }
+// New returns a loopback to r and w.
+func New(r Registry, w Watches) *Loopback { return &Loopback{r, w} }
 
 var systemUser = &commonv1.User{Name: "system:apiserver", Groups: []string{"system:masters"}}
 
@@ -128,7 +135,7 @@ func (l *Loopback) serve(
 		data, err := scope.List(ctx, get)
 		return objectResponse(req, &registryv1.ObjectResponse{Code: http.StatusOK, Body: data}, err)
 	case "watch":
-		return l.watch(ctx, done, req, scope.APIResource, info)
+		return l.watch(ctx, done, req, scope.APIResource, info.Namespace)
 	}
 	defer done()
 	resp, err := scope.Write(ctx, &registryv1.WriteRequest{

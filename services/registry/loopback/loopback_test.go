@@ -72,12 +72,7 @@ func TestWatchReadsTheCache(t *testing.T) {
 			},
 		}
 	}
-	fx.WatchCache.Reset()
-	apply := func(e *logv1.Event) {
-		if err := fx.WatchCache.Apply(e); err != nil {
-			t.Fatal(err)
-		}
-	}
+	apply := fx.WatchCache.Apply
 	apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 100})
 	apply(event(101, "a", "one"))
 	watchFrom := func(rv string) watch.Interface {

@@ -1,0 +1,87 @@
+package internalwatch
+
+import (
+	"context"
+
+	"go.etcd.io/etcd/api/v3/mvccpb"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"watershed.dev/platform/events"
+	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchcache/cache"
+	"watershed.dev/platform/watchcache/query"
+	"watershed.dev/platform/watchcache/watch"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/registry/lookup"
+	"watershed.dev/services/registry/source"
+)
+
+// objects reads etcd. It implements watch.Objects.
+type objects struct {
+	resources *lookup.Resources
+	source    *source.Source
+}
+
+// Resolve implements watch.Objects. It delegates Tables, and fields that only a converted object has.
+func (o *objects) Resolve(ctx context.Context, q *watchfanoutv1.Query) (*query.Query, error) {
+	scope, err := o.resources.RequestScope(ctx, q.GetResource())
+	if err != nil {
+		return nil, err
+	}
+	if q.GetNamespace() != "" && !scope.APIResource.Namespaced {
+		return nil, rpc.ErrDelegate
+	}
+	resolved, err := query.New(scope.APIResource, q)
+	if err == nil && (resolved.Table || resolved.NeedsConvertedFields()) {
+		return nil, rpc.ErrDelegate
+	}
+	return resolved, err
+}
+
+// Current implements watch.Objects.
+func (o *objects) Current(ctx context.Context) (int64, error) { return o.source.ReadRevision(ctx) }
+
+// errCRDChanged is returned if a query's resource changed before the revision of its objects. The caller calls again.
+var errCRDChanged = status.Error(codes.Unavailable, "the definition of the resource has just changed")
+
+// Select implements watch.Objects. It reads the selected keys at etcd's current revision, in pages.
+func (o *objects) Select(ctx context.Context, q *query.Query, start events.Start) ([]*cache.Item, int64, error) {
+	// Read the revision first: a later change of the CRD is then in the log after this revision.
+	revision, err := o.source.ReadRevision(ctx)
+	if err != nil {
+		return nil, 0, err
+	}
+	if start.At.Revision > revision {
+		return nil, 0, rpc.ErrDelegate // the delegate returns the API's error
+	}
+	stored, err := o.resources.StorageResource(ctx, q.Entry.StorageResource) // reads a CRD from etcd
+	if err != nil {
+		return nil, 0, err
+	}
+	if scope, err := o.resources.RequestScope(ctx, q.Entry.Resource); err != nil {
+		return nil, 0, err
+	} else if scope.APIResource.Digest != q.Entry.Digest {
+		return nil, 0, errCRDChanged
+	}
+	prefix := stored.Prefix + q.Prefix()
+	if name, ok := q.ExactName(); ok {
+		prefix += name // and longer names, which the selector excludes
+	}
+	var items []*cache.Item
+	err = o.source.ReadPages(ctx, prefix, revision, func(kvs []*mvccpb.KeyValue) error {
+		for _, row := range source.EncodeRows(ctx, stored, kvs) {
+			if row.Unreadable != "" {
+				if q.SkipUnreadable {
+					continue
+				}
+				return watch.UnreadableError(cache.Key(row.Namespace, row.Name), row.Unreadable)
+			}
+			if i := cache.ItemOf(row); q.Matches(i) {
+				items = append(items, i)
+			}
+		}
+		return nil
+	})
+	return items, revision, err
+}
