@@ -20,8 +20,8 @@
 // platform/watchcache with events only.
 //
 // Service.Run starts a goroutine per task: etcd, encryption, publisher, log, verify, controllers and discovery.
-// lifecycle.Supervisor restarts a task that ends or panics. The other goroutines belong to informers, to RPCs and to the
-// packages of these tasks.
+// lifecycle.Supervisor restarts a task that ends or panics. The other goroutines belong to informers, to RPCs and to
+// the packages of these tasks.
 //
 // If etcd is unavailable, all calls except Discovery fail with 503. If NATS is unavailable, writes and consistent lists
 // continue. Events then wait in etcd's history.
