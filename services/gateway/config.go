@@ -50,7 +50,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Egress.AddFlags(fs)
 	fs.BoolVar(&c.Profiling, "profiling", true, "Enable profiling via web interface host:port/debug/pprof/.")
 	fs.StringVar(&c.AdvertiseAddress, "advertise-address", "",
-		"The IP address on which to advertise the API to members of the cluster.")
+		"The IP address on which to advertise the API to members of the cluster. none, as for registry: empty.")
 	fs.StringVar(&c.ExternalHostname, "external-hostname", "",
 		"The hostname to use when generating externalized URLs for this master (e.g. Swagger API Docs or OpenID "+
 			"Discovery).")
@@ -58,11 +58,14 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"The minimum number of seconds a watch without timeoutSeconds stays open; each gets a random value above it.")
 }
 
+// notAdvertised is registry's --advertise-address without a Service to manage. In a shared process, both read the flag.
+const notAdvertised = "none"
+
 // externalAddress returns the host:port at which clients reach the gateway. The rules are from Config.Complete
 // (k8s.io/apiserver/pkg/server) and Complete (k8s.io/kubernetes/pkg/controlplane/apiserver/options).
 func (c *Config) externalAddress() string {
 	host := c.ExternalHostname
-	if host == "" {
+	if host == "" && c.AdvertiseAddress != notAdvertised {
 		host = c.AdvertiseAddress
 	}
 	if _, _, err := net.SplitHostPort(host); err == nil {

@@ -318,6 +318,21 @@ func TestGatewayWaitsForRequiredChecks(t *testing.T) {
 	}
 }
 
+// The gateway advertises the host of --external-hostname or --advertise-address. In a shared process, the second may be
+// registry's none.
+func TestExternalAddress(t *testing.T) {
+	for want, c := range map[string]*Config{
+		"192.0.2.2:6443": {AdvertiseAddress: "none"},
+		"192.0.2.1:6443": {AdvertiseAddress: "192.0.2.1"},
+		"api.test:6443":  {AdvertiseAddress: "none", ExternalHostname: "api.test"},
+	} {
+		c.Server.BindAddress, c.Server.SecurePort = "192.0.2.2", 6443
+		if got := c.externalAddress(); got != want {
+			t.Errorf("%s, want %s", got, want)
+		}
+	}
+}
+
 // A gateway does not start if a flag's value is out of range.
 func TestBoundsOutOfRangeAreRefused(t *testing.T) {
 	for _, flag := range []string{"--min-request-timeout=-1", "--goaway-chance=1", "--max-requests-inflight=-1",
