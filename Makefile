@@ -104,7 +104,7 @@ images: ## images of every binary, tar files of OCI layouts in .build/images; LO
 	go run ./deploy/images -ldflags "$(LDFLAGS)" $(if $(LOAD),-load $(LOAD))
 
 manifests: $(PEERS)/kubectl ## deploy/k8s/rendered, which a test holds against the overlays
-	@for o in dev ha; do $(PEERS)/kubectl kustomize deploy/k8s/overlays/$$o > deploy/k8s/rendered/$$o.yaml || exit 1; done
+	@for o in dev ha compact; do $(PEERS)/kubectl kustomize deploy/k8s/overlays/$$o > deploy/k8s/rendered/$$o.yaml || exit 1; done
 
 # The cluster begins with the images of UPGRADE_FROM and goes to this commit's; without one these are the same with
 # another version in them.

@@ -3,8 +3,10 @@ package certgen
 import (
 	"crypto/tls"
 	"crypto/x509"
+	"maps"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -109,7 +111,7 @@ func TestALostAuthorityIsNotReplaced(t *testing.T) {
 	}
 }
 
-// A pod's Secret has no key of a CA, and only the identity of its own service.
+// A pod's Secret has no key of a CA, and only the identities of the services in its process.
 func TestAPodGetsItsOwnKeysAlone(t *testing.T) {
 	client := fake.NewClientset()
 	c := &Config{Namespace: "ws", MountPath: "/mnt", Port: 443}
@@ -117,38 +119,101 @@ func TestAPodGetsItsOwnKeysAlone(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, data := range secretsOf(t, client) {
-		service := strings.TrimPrefix(name, "watershed-")
-		if service == "pki" || service == "admin" {
+		services := []string{strings.TrimPrefix(name, "watershed-")}
+		switch services[0] {
+		case "pki", "admin":
 			continue
+		case "front":
+			services = []string{"gateway", "authn", "authz", "admission", "registry"}
 		}
 		for f := range data {
-			if strings.HasSuffix(f, "ca.key") || strings.HasPrefix(f, "inner-") && strings.HasSuffix(f, ".key") &&
-				f != "inner-"+service+".key" {
+			identity, isKey := strings.CutSuffix(f, ".key")
+			identity, isIdentity := strings.CutPrefix(identity, "inner-")
+			if strings.HasSuffix(f, "ca.key") || isKey && isIdentity && !slices.Contains(services, identity) {
 				t.Errorf("%s holds %s", name, f)
 			}
 		}
-		pair, err := tls.X509KeyPair(data["inner-"+service+".crt"], data["inner-"+service+".key"])
-		if err != nil {
-			t.Errorf("%s: %v", name, err)
-			continue
+		for _, service := range services {
+			checkIdentity(t, service, data)
 		}
-		pool := x509.NewCertPool()
-		pool.AppendCertsFromPEM(data["inner-ca.crt"])
-		if _, err := pair.Leaf.Verify(x509.VerifyOptions{DNSName: service, Roots: pool}); err != nil {
-			t.Errorf("%s: %v", name, err)
-		}
-		if service == "etcd" {
-			for _, host := range []string{"etcd-2.etcd", "etcd-2.etcd.ws.svc"} {
-				if err := pair.Leaf.VerifyHostname(host); err != nil {
-					t.Error(err)
-				}
+	}
+}
+
+// checkIdentity checks a service's certificate and kubeconfig in a Secret.
+func checkIdentity(t *testing.T, service string, data map[string][]byte) {
+	t.Helper()
+	pair, err := tls.X509KeyPair(data["inner-"+service+".crt"], data["inner-"+service+".key"])
+	if err != nil {
+		t.Errorf("%s: %v", service, err)
+		return
+	}
+	pool := x509.NewCertPool()
+	pool.AppendCertsFromPEM(data["inner-ca.crt"])
+	if _, err := pair.Leaf.Verify(x509.VerifyOptions{DNSName: service, Roots: pool}); err != nil {
+		t.Errorf("%s: %v", service, err)
+	}
+	if service == "etcd" {
+		for _, host := range []string{"etcd-2.etcd", "etcd-2.etcd.ws.svc"} {
+			if err := pair.Leaf.VerifyHostname(host); err != nil {
+				t.Error(err)
 			}
 		}
-		if conf := data[service+".kubeconfig"]; conf != nil {
-			k, err := clientcmd.Load(conf)
-			if err != nil || k.Clusters["watershed"].Server != "https://gateway-internal.ws.svc:6443" ||
-				k.Clusters["watershed"].CertificateAuthority != "/mnt/inner-ca.crt" {
-				t.Errorf("%s: %v\n%s", name, err, conf)
+	}
+	if conf := data[service+".kubeconfig"]; conf != nil {
+		k, err := clientcmd.Load(conf)
+		if err != nil || k.Clusters["watershed"].Server != "https://gateway-internal.ws.svc:6443" ||
+			k.Clusters["watershed"].CertificateAuthority != "/mnt/inner-ca.crt" {
+			t.Errorf("%s: %v\n%s", service, err, conf)
+		}
+	}
+}
+
+// A pod's Secret has exactly the files that the pod's arguments and its kubeconfig name.
+func TestSecretsHaveTheFilesThatPodsName(t *testing.T) {
+	client := fake.NewClientset()
+	c := &Config{Namespace: "ws", MountPath: "/etc/watershed/pki"}
+	if _, err := c.Run(t.Context(), client.CoreV1().Secrets("ws")); err != nil {
+		t.Fatal(err)
+	}
+	secrets := secretsOf(t, client)
+	manifests, err := filepath.Glob("../../deploy/k8s/rendered/*.yaml")
+	if err != nil || len(manifests) == 0 {
+		t.Fatalf("no manifests: %v", err)
+	}
+	mounts := regexp.MustCompile("secretName: (watershed-[a-z]+)")
+	targets := regexp.MustCompile("--target=([a-z,]+)")
+	named := regexp.MustCompile("/etc/watershed/pki/([a-z.-]+)")
+	for _, manifest := range manifests {
+		text, err := os.ReadFile(manifest)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, pod := range strings.Split(string(text), "\n---\n") {
+			mounted := mounts.FindStringSubmatch(pod)
+			if mounted == nil {
+				continue
+			}
+			text := pod
+			if of := targets.FindStringSubmatch(pod); of != nil {
+				for _, service := range strings.Split(of[1], ",") {
+					text += strings.ReplaceAll(pod, "{service}", service)
+				}
+			}
+			files := slices.Sorted(maps.Keys(secrets[mounted[1]]))
+			for _, f := range files {
+				if strings.HasSuffix(f, ".kubeconfig") {
+					text += string(secrets[mounted[1]][f])
+				}
+			}
+			var want []string
+			for _, m := range named.FindAllStringSubmatch(text, -1) {
+				if m[1] != "inner-" { // of inner-{service}
+					want = append(want, m[1])
+				}
+			}
+			slices.Sort(want)
+			if want = slices.Compact(want); !slices.Equal(files, want) {
+				t.Errorf("%s: %s has %q, and its pod names %q", manifest, mounted[1], files, want)
 			}
 		}
 	}

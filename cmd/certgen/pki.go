@@ -9,7 +9,7 @@
 //   - Never sign a client certificate of the cluster with the inner CA, except those of authn, authz and admission. The
 //     inner CA authenticates services, so clients of the cluster must not obtain its certificates.
 //   - Never create new CAs while Secrets of pods exist (checkNoPodSecrets).
-//   - A pod's Secret holds no key of a CA and no identity of another service (podSecrets).
+//   - A pod's Secret holds no key of a CA, and only the identities of the services in its process (podSecrets).
 package certgen
 
 import (

@@ -17,7 +17,7 @@ import (
 )
 
 // overlays are the overlays of deploy/k8s.
-var overlays = []string{"dev", "ha"}
+var overlays = []string{"dev", "ha", "compact"}
 
 // rendered returns the manifests that kustomize builds from an overlay.
 func rendered(t *testing.T, overlay string) string {
@@ -45,7 +45,7 @@ func TestManifestsAreRendered(t *testing.T) {
 	}
 }
 
-// TestManifestsAreTaken checks that Watershed and kube-apiserver accept both overlays without a warning, with strict
+// TestManifestsAreTaken checks that Watershed and kube-apiserver accept the overlays without a warning, with strict
 // validation and enforced Pod security.
 func TestManifestsAreTaken(t *testing.T) {
 	for name, s := range map[string]*harness.Server{"watershed": harness.Up(t, ""), "kube-apiserver": harness.Oracle(t)} {
@@ -192,10 +192,10 @@ func TestEveryFlagOfKubeAPIServersIsKnown(t *testing.T) {
 	}
 }
 
-// TestCertManagersSecretsMatchThePods checks cert-manager's component: a pod mounts every PKI file that its config
-// names, from a Secret that a Certificate creates.
-func TestCertManagersSecretsMatchThePods(t *testing.T) {
-	dir, err := os.MkdirTemp(filepath.Join(harness.Root(), ".build"), "certmanager")
+// renderedWith returns the manifests of overlays/dev with further components.
+func renderedWith(t *testing.T, components ...string) string {
+	t.Helper()
+	dir, err := os.MkdirTemp(filepath.Join(harness.Root(), ".build"), "overlay")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -205,18 +205,52 @@ apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
 namespace: watershed
 resources: [../../deploy/k8s/overlays/dev]
-components: [../../deploy/k8s/components/cert-manager]
+components:
 `
+	for _, c := range components {
+		overlay += "- ../../deploy/k8s/components/" + c + "\n"
+	}
 	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(overlay), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	out, err := exec.Command(harness.Peer("kubectl"), "kustomize", dir).Output()
+	out, err := exec.Command(harness.Peer("kubectl"), "kustomize", dir).CombinedOutput()
 	if err != nil {
-		t.Fatal(err)
+		t.Fatalf("%v: %v\n%s", components, err, out)
 	}
+	return string(out)
+}
+
+// TestComponentsCombine checks that each component applies to both placements. The settings that components give
+// registry reach the front, also if compact comes last.
+func TestComponentsCombine(t *testing.T) {
+	for _, component := range []string{"autoscaling", "cert-manager", "external-etcd", "monitoring", "network-policies"} {
+		renderedWith(t, component)
+		renderedWith(t, "compact", component)
+	}
+	for _, components := range [][]string{{"compact", "external-etcd"}, {"external-etcd", "compact"}} {
+		_, front, _ := strings.Cut(renderedWith(t, components...), "name: front\n  namespace")
+		front, _, _ = strings.Cut(front, "\n---\n")
+		for _, setting := range []string{"WATERSHED_TRACING_ENDPOINT", "name: external-etcd", "secretName: external-etcd"} {
+			if strings.Count(front, setting) != 1 {
+				t.Errorf("%v: %s is not in the front once:\n%s", components, setting, front)
+			}
+		}
+	}
+}
+
+// TestCertManagersSecretsMatchThePods checks cert-manager's component: a pod mounts every PKI file that its config
+// names, from a Secret that a Certificate creates.
+func TestCertManagersSecretsMatchThePods(t *testing.T) {
+	checkMounts(t, 9, renderedWith(t, "cert-manager"))
+	checkMounts(t, 5, renderedWith(t, "compact", "cert-manager"))
+}
+
+// checkMounts checks the PKI files of the pods in manifests. want is the number of pods with a PKI.
+func checkMounts(t *testing.T, want int, manifests string) {
+	t.Helper()
 	kubeconfigs, made, pods := map[string]string{}, map[string]bool{}, 0
 	var workloads []workload
-	for _, doc := range strings.Split(string(out), "\n---\n") {
+	for _, doc := range strings.Split(manifests, "\n---\n") {
 		var w workload
 		if err := yaml.Unmarshal([]byte(doc), &w); err != nil {
 			t.Fatal(err)
@@ -235,7 +269,7 @@ components: [../../deploy/k8s/components/cert-manager]
 	named := regexp.MustCompile(`/etc/watershed/pki/([a-z.-]+)`)
 	for _, w := range workloads {
 		mounted := map[string]bool{}
-		text := fmt.Sprint(w.Spec.Template.Spec.Containers)
+		text := perService(fmt.Sprint(w.Spec.Template.Spec.Containers))
 		for _, v := range w.Spec.Template.Spec.Volumes {
 			if v.Name != "pki" {
 				continue
@@ -261,9 +295,21 @@ components: [../../deploy/k8s/components/cert-manager]
 			}
 		}
 	}
-	if pods != 9 {
+	if pods != want {
 		t.Errorf("%d pods with a PKI", pods)
 	}
+}
+
+// perService replaces {service} by the names of the services of --target.
+func perService(container string) (all string) {
+	targets := regexp.MustCompile("--target=([a-z,]+)").FindStringSubmatch(container)
+	if targets == nil {
+		return container
+	}
+	for _, service := range strings.Split(targets[1], ",") {
+		all += strings.ReplaceAll(container, "{service}", service)
+	}
+	return all
 }
 
 // workload is the part of a manifest that describes pods or the objects that they mount.
