@@ -110,12 +110,12 @@ manifests: $(PEERS)/kubectl ## deploy/k8s/rendered, which a test holds against t
 # another version in them.
 UPGRADE_FROM ?=
 
-e2e-cluster: build peers images $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns jaeger cert-manager) ## Watershed as workloads on this machine as a real node (as root); UPGRADE_FROM=COMMIT, ARGS="-watchers 50"
+e2e-cluster: build peers images $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns jaeger cert-manager) ## Watershed as workloads on this machine as a real node (as root); UPGRADE_FROM=COMMIT, ARGS="-placement compact -watchers 50"
 	$(if $(UPGRADE_FROM),rm -rf .build/from .build/images-from && git worktree prune && git worktree add --detach .build/from $(UPGRADE_FROM) && \
 	  (cd .build/from && GOWORK= go run ./deploy/images -ldflags "$(STAMP) -X watershed.dev/platform/version.release=$(UPGRADE_FROM)") && \
 	  cp -r .build/from/.build/images .build/images-from && git worktree remove --force .build/from)
 	go run ./deploy/images -ldflags "$(LDFLAGS) -X watershed.dev/platform/version.release=next" -tag next -out .build/images-next \
-	  -only gateway,registry,watchfanout,authn,authz,admission,xds
+	  -only gateway,registry,watchfanout,authn,authz,admission,xds,watershed
 	cd test && go test -count=1 -timeout 30m -v -run Workloads ./cluster -cluster $(if $(UPGRADE_FROM),-images images-from) $(ARGS)
 
 demo-swap: build peers $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause) ## kube-apiserver of a cluster with a real node swapped for Watershed, and back, under load (as root)

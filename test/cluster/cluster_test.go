@@ -37,19 +37,18 @@ var programs = []string{
 	"jaeger",
 }
 
-// services are the Deployments that a rolling upgrade replaces, in the order of docs/operators/install.md.
-var services = []string{"registry", "gateway", "watchfanout", "authn", "authz", "admission", "xds"}
-
 // hosted is the second Watershed, and the first Watershed, which hosts it.
 type hosted struct {
 	*report
 	outer *harness.Server
 	node  *node.Node
 	inner *rest.Config
+	// placement is the placement of the services, and tag the tag of their images.
+	placement, tag string
 }
 
 // TestWatershedAsWorkloads runs Watershed as workloads of a cluster. Clients must not notice that its pods are scaled,
-// deleted and replaced.
+// deleted and replaced, or that the placement of its services changes.
 func TestWatershedAsWorkloads(t *testing.T) {
 	if !*run {
 		t.Skip("it makes this machine a node, as root, and takes what `make e2e-cluster` builds: run that")
@@ -59,7 +58,10 @@ func TestWatershedAsWorkloads(t *testing.T) {
 			t.Fatalf("%v: `make e2e-cluster` builds it", err)
 		}
 	}
-	h := &hosted{report: newReport(t)}
+	h := &hosted{report: newReport(t), placement: *placed, tag: "dev"}
+	if placements[h.placement] == nil {
+		t.Fatalf("-placement %s: want split or compact", h.placement)
+	}
 	h.host()
 	h.deploy()
 	h.kubectl()
@@ -79,7 +81,7 @@ func TestWatershedAsWorkloads(t *testing.T) {
 	h.phase(c, "watchfanout 1 to 3", true, func() { h.scale("watchfanout", 3) })
 	h.phase(c, "watchfanout 3 to 1", true, func() { h.scale("watchfanout", 1) })
 	h.autoscale(c)
-	for _, s := range services {
+	for _, s := range h.services() {
 		h.phase(c, "a pod of "+s+" deleted", true, func() { h.deletePod(s) })
 	}
 	h.phase(c, "the pod of nats deleted", true, func() { h.deletePod("nats") }) // with its log
@@ -90,6 +92,9 @@ func TestWatershedAsWorkloads(t *testing.T) {
 		time.Sleep(30 * time.Second) // a span without a change
 		h.scale("xds", 1)
 	})
+	for _, to := range []string{other[h.placement], h.placement} {
+		h.phase(c, h.placement+" to "+to, true, func() { h.place(to) })
+	}
 	for _, w := range c.stop() {
 		t.Error(w)
 	}
@@ -153,32 +158,18 @@ spec:
 	h.rollout("kube-system", "deployment/coredns")
 }
 
-// deploy applies overlays/dev unchanged, except for Jaeger's image, which cannot be pulled here.
+// deploy applies overlays/dev in a placement.
 func (h *hosted) deploy() {
-	dir, err := os.MkdirTemp(filepath.Join(harness.Root(), ".build"), "cluster")
-	if err != nil {
-		h.Fatal(err)
-	}
-	h.Cleanup(func() { os.RemoveAll(dir) })
-	overlay := `
-apiVersion: kustomize.config.k8s.io/v1beta1
-kind: Kustomization
-resources: [../../deploy/k8s/overlays/dev]
-images:
-- {name: jaegertracing/all-in-one, newName: watershed.dev/jaeger, newTag: test}
-`
 	if *issued {
 		h.certManager()
-		overlay += "namespace: watershed\ncomponents: [../../deploy/k8s/components/cert-manager]\n"
 	}
-	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(overlay), 0o600); err != nil {
-		h.Fatal(err)
-	}
+	dir := h.overlay(h.placement)
 	began := time.Now()
 	h.outer.Kubectl("apply", "-k", dir)
-	h.rollout("watershed", "deployment/gateway")
-	fmt.Printf("\noverlays/dev is ready %.1f s after kubectl apply.\n", time.Since(began).Seconds())
+	h.rollout("watershed", "deployment/"+entry[h.placement])
+	fmt.Printf("\noverlays/dev as %s is ready %.1f s after kubectl apply.\n", h.placement, time.Since(began).Seconds())
 	kubeconfig := h.admin()
+	var err error
 	if h.inner, err = clientcmd.RESTConfigFromKubeConfig(kubeconfig); err != nil {
 		h.Fatal(err)
 	}
@@ -331,18 +322,18 @@ func (h *hosted) deletePod(service string) {
 		kind = "statefulset/"
 	}
 	h.rollout("watershed", kind+service)
-	h.rollout("watershed", "deployment/gateway") // the gateway is ready when every service is
+	h.rollout("watershed", "deployment/"+entry[h.placement]) // it is ready when every service has been
 }
 
 // upgrade replaces every service's image by the next image.
 func (h *hosted) upgrade() {
 	h.Helper()
-	for _, s := range services {
-		container := "watershed=watershed.dev/" + s + ":next"
-		h.outer.Kubectl("-n", "watershed", "set", "image", "deployment/"+s, container)
+	h.tag = "next"
+	for _, s := range h.services() {
+		h.outer.Kubectl("-n", "watershed", "set", "image", "deployment/"+s, "watershed="+image(s)+":"+h.tag)
 		h.rollout("watershed", "deployment/"+s)
 	}
-	for _, s := range services {
+	for _, s := range h.services() {
 		h.has(s, 1) // the old pods have gone
 	}
 }
@@ -350,10 +341,10 @@ func (h *hosted) upgrade() {
 // broken rolls out a missing image for every service, and rolls back. The running pods must keep serving.
 func (h *hosted) broken() {
 	h.Helper()
-	for _, s := range services {
-		h.outer.Kubectl("-n", "watershed", "set", "image", "deployment/"+s, "watershed=watershed.dev/"+s+":nothing")
+	for _, s := range h.services() {
+		h.outer.Kubectl("-n", "watershed", "set", "image", "deployment/"+s, "watershed="+image(s)+":nothing")
 	}
-	for _, s := range services {
+	for _, s := range h.services() {
 		harness.Eventually(h, 2*time.Minute, func() error {
 			out := h.outer.Kubectl("-n", "watershed", "get", "pods", "-l", "app.kubernetes.io/name="+s)
 			if !strings.Contains(out, "ImagePull") || !strings.Contains(out, "1/1") {
@@ -362,7 +353,7 @@ func (h *hosted) broken() {
 			return nil
 		})
 	}
-	for _, s := range services {
+	for _, s := range h.services() {
 		h.outer.Kubectl("-n", "watershed", "rollout", "undo", "deployment/"+s)
 		h.rollout("watershed", "deployment/"+s)
 	}
