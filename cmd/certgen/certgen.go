@@ -59,7 +59,7 @@ var podSecrets = map[string][]string{
 		"authz.kubeconfig"},
 	"watershed-admission": {"inner-ca.crt", "inner-admission.crt", "inner-admission.key", "client-admission.crt",
 		"client-admission.key", "admission.kubeconfig"},
-	// gateway, authn, authz, admission and registry in one process (components/compact)
+	// the front of components/compact: gateway, authn, authz, admission and registry in a process
 	"watershed-front": {
 		"ca.crt",
 		"front-proxy-ca.crt",
