@@ -25,7 +25,6 @@ func options() process.Options {
 				Collectors: s.Collectors(),
 				Ready:      s.Ready(),
 				Run:        s.Run,
-				Drain:      s.Drain,
 			}, nil
 		},
 	}

@@ -317,9 +317,6 @@ func (s *Service) Register(g grpc.ServiceRegistrar) {
 	watchfanoutv1.RegisterInternalWatchServer(g, s.internalWatch)
 }
 
-// Drain ends the watches of authn, authz and admission, so that they resume at another registry.
-func (s *Service) Drain() { s.internalWatch.Drain() }
-
 // Collectors returns the service's metrics.
 func (s *Service) Collectors() []prometheus.Collector {
 	return slices.Concat(publisher.Metrics(), managed.Metrics(), storage.Metrics())

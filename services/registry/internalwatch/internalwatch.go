@@ -65,12 +65,8 @@ func New(r *lookup.Resources, s *source.Source, c *cache.Cache, l *logreader.Rea
 	return p
 }
 
-// Local returns the server of the registry's own watches. They continue while the log stalls, and Drain does not end
-// them.
+// Local returns the server of the registry's own watches. They continue while the log stalls.
 func (p *InternalWatch) Local() *watch.Server { return p.local }
-
-// Drain ends the watches of the contract, so that the gateways resume them at another registry.
-func (p *InternalWatch) Drain() { p.watches.Drain() }
 
 // Watch streams events of the watch cache. If the cache no longer holds the next event, the watch ends with 410 and the
 // client lists.
