@@ -253,8 +253,10 @@ func TestAStolenKeyOfWatchfanoutChangesNothing(t *testing.T) {
 		`{"stream_name":"watershed","config":{"name":"NAME","inactive_threshold":86400000000000,"ack_policy":"none"}}`,
 		`{"stream_name":"watershed","config":{"durable_name":"NAME","ack_policy":"explicit"}}`,
 		`{"stream_name":"watershed","config":{"ack_policy":"none","deliver_policy":"all"}}`,
-		`{"stream_name":"watershed","config":{"name":"NAME","ack_policy":"none","deliver_subject":"_INBOX_registry.x"}}`,
-		`{"stream_name":"watershed","config":{"name":"NAME","ack_policy":"none","deliver_subject":"watershed.tracecontext"}}`,
+		`{"stream_name":"watershed","config":{"name":"NAME","ack_policy":"none",` +
+			`"deliver_subject":"_INBOX_registry.x"}}`,
+		`{"stream_name":"watershed","config":{"name":"NAME","ack_policy":"none",` +
+			`"deliver_subject":"watershed.tracecontext"}}`,
 	}
 	for i := range 2000 {
 		name := fmt.Sprint("c", i)

@@ -85,7 +85,8 @@ func (p *child) start(s spawner) {
 			if stopped {
 				return
 			}
-			if p.onRefused != nil && lastError != "" && lastError == previous && p.onRefused(fmt.Errorf("%s: %s", p.name, lastError)) {
+			if p.onRefused != nil && lastError != "" && lastError == previous &&
+				p.onRefused(fmt.Errorf("%s: %s", p.name, lastError)) {
 				return
 			}
 			previous = lastError

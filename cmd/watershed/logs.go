@@ -22,8 +22,8 @@ const unlimited = 1 << 30
 
 func (f *logFiles) addFlags(fs *pflag.FlagSet) {
 	fs.IntVar(&f.maxSize, "log-file-max-size", 32, fmt.Sprintf(
-		"The maximum size a log file can grow to, in megabytes, before it is renamed. %d older files of each process are kept. "+
-			"If the value is 0, the maximum file size is unlimited.", oldLogFiles))
+		"The maximum size a log file can grow to, in megabytes, before it is renamed. %d older files of each process "+
+			"are kept. If the value is 0, the maximum file size is unlimited.", oldLogFiles))
 }
 
 func (f *logFiles) validate() error {

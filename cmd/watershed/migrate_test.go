@@ -24,9 +24,8 @@ spec:
 	for _, a := range args {
 		text += "    - '" + a + "'\n"
 	}
-	return []byte(
-		text + "  volumes: [{name: pki, hostPath: {path: /srv/pki}}, {name: etcd, hostPath: {path: /srv/etcd}}, {name: tmp, emptyDir: {}}]\n",
-	)
+	return []byte(text + "  volumes: [{name: pki, hostPath: {path: /srv/pki}}, " +
+		"{name: etcd, hostPath: {path: /srv/etcd}}, {name: tmp, emptyDir: {}}]\n")
 }
 
 // migrated returns the migration of a manifest.
@@ -126,13 +125,14 @@ func TestUnsupportedFlagsAreReported(t *testing.T) {
 			t.Errorf("%s is %q, not %q: %q %q", arg, got, want, m.omitted, m.blocked)
 		}
 	}
+	container := func(fields string) string { return "spec: {containers: [{" + fields + "}]}" }
 	for name, text := range map[string]string{
-		"no container kube-apiserver": "spec: {containers: [{name: x}]}",
-		"is no flag":                  "spec: {containers: [{name: kube-apiserver, command: [sh, -c, kube-apiserver]}]}",
-		"only the kubelet can expand": "spec: {containers: [{command: [kube-apiserver, --advertise-address=$(HOST_IP)]}]}",
+		"no container kube-apiserver": container("name: x"),
+		"is no flag":                  container("name: kube-apiserver, command: [sh, -c, kube-apiserver]"),
+		"only the kubelet can expand": container("command: [kube-apiserver, --advertise-address=$(HOST_IP)]"),
 		"cannot unmarshal":            "[]",
-		"is no flag: this reads":      "spec: {containers: [{command: [kube-apiserver, x]}]}",
-		"is no flag: this":            `spec: {containers: [{command: [kube-apiserver, "--audit-x\rauthorization-mode: x"]}]}`,
+		"is no flag: this reads":      container("command: [kube-apiserver, x]"),
+		"is no flag: this":            container(`command: [kube-apiserver, "--audit-x\rauthorization-mode: x"]`),
 		"it has no container":         "",
 	} {
 		if _, err := flagsOf([]byte(text)); err == nil || !strings.Contains(err.Error(), name) {

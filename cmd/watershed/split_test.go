@@ -243,7 +243,8 @@ func TestSplitHandsFlagsOn(t *testing.T) {
 // An invalid number of replicas is rejected with the name of the flag.
 func TestInvalidReplicasAreRejected(t *testing.T) {
 	for _, odd := range []map[string]int{{"nobody": 1}, {"gateway": 0}, {"etcd": -1}} {
-		if _, err := replicaCounts(placements["split"], odd); err == nil || !strings.HasPrefix(err.Error(), "--replicas ") {
+		if _, err := replicaCounts(placements["split"], odd); err == nil ||
+			!strings.HasPrefix(err.Error(), "--replicas ") {
 			t.Errorf("%v: %v", odd, err)
 		}
 	}

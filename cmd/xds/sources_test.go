@@ -77,7 +77,8 @@ func TestEndpointSlicesNameReplicas(t *testing.T) {
 	)
 	for _, s := range []*discoveryv1.EndpointSlice{
 		slice("one", "registry", endpoint("192.0.2.1", nil, nil), endpoint("192.0.2.2", ptr.To(false), nil)),
-		slice("two", "registry", endpoint("2001:db8::1", ptr.To(true), ptr.To(false)), endpoint("192.0.2.3", ptr.To(true), ptr.To(true))),
+		slice("two", "registry", endpoint("2001:db8::1", ptr.To(true), ptr.To(false)),
+			endpoint("192.0.2.3", ptr.To(true), ptr.To(true))),
 		slice("other", "authz", endpoint("192.0.2.9", nil, nil)),
 	} {
 		if err := index.Add(s); err != nil {
@@ -106,10 +107,11 @@ func TestInvalidSettingsAreRejected(t *testing.T) {
 		t.Error(err)
 	}
 	for flag, c := range map[string]Config{
-		"--rpc-address":               {File: "x", DNSPeriod: time.Second},
-		"--replicas-file":             {Address: "a:1", DNSPeriod: time.Second},
-		"--dns-period":                {Address: "a:1", File: "x"},
-		"--endpoint-slices-namespace": {Address: "a:1", DNSPeriod: time.Second, Slices: map[string]string{"registry": "a:b"}},
+		"--rpc-address":   {File: "x", DNSPeriod: time.Second},
+		"--replicas-file": {Address: "a:1", DNSPeriod: time.Second},
+		"--dns-period":    {Address: "a:1", File: "x"},
+		"--endpoint-slices-namespace": {Address: "a:1", DNSPeriod: time.Second,
+			Slices: map[string]string{"registry": "a:b"}},
 		"--endpoint-slices registry=": {
 			Address: "a:1", DNSPeriod: time.Second, SlicesNamespace: "n", Slices: map[string]string{"registry": "a"},
 		},

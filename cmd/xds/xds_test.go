@@ -333,7 +333,8 @@ func TestStatePage(t *testing.T) {
 func TestEmptyServersAndStaleCaches(t *testing.T) {
 	w := newFixture(t, 1)
 	empty := newServer("")
-	ignorant := serve(t, "xds", w.id("xds"), "127.0.0.1:0", func(ctx context.Context, s *rpc.Server) { empty.register(ctx, s) })
+	ignorant := serve(t, "xds", w.id("xds"), "127.0.0.1:0",
+		func(ctx context.Context, s *rpc.Server) { empty.register(ctx, s) })
 	w.server.set("registry", slices.Clone(w.replicas))
 	for range 4 {
 		becomes(t, w.client(t, rpc.XDSConfig{Servers: []string{ignorant, w.address}}), w.replicas[0])

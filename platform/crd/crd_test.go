@@ -18,10 +18,11 @@ func widgets() *apiextensionsv1.CustomResourceDefinition {
 		return apiextensionsv1.JSONSchemaProps{Type: "object", Properties: of}
 	}
 	version := func(name string, storage bool) apiextensionsv1.CustomResourceDefinitionVersion {
-		root := object(map[string]apiextensionsv1.JSONSchemaProps{"spec": object(map[string]apiextensionsv1.JSONSchemaProps{
+		spec := object(map[string]apiextensionsv1.JSONSchemaProps{
 			"size":  {Type: "integer", Default: &apiextensionsv1.JSON{Raw: []byte("3")}},
 			"color": {Type: "string"},
-		})})
+		})
+		root := object(map[string]apiextensionsv1.JSONSchemaProps{"spec": spec})
 		return apiextensionsv1.CustomResourceDefinitionVersion{
 			Name:    name,
 			Served:  true,
@@ -70,7 +71,8 @@ func TestInvalidCRDs(t *testing.T) {
 		},
 		"not structural": func(d *apiextensionsv1.CustomResourceDefinition) {
 			elsewhere := "#/definitions/spec"
-			d.Spec.Versions[0].Schema.OpenAPIV3Schema.Properties["spec"] = apiextensionsv1.JSONSchemaProps{Ref: &elsewhere}
+			schema := d.Spec.Versions[0].Schema.OpenAPIV3Schema
+			schema.Properties["spec"] = apiextensionsv1.JSONSchemaProps{Ref: &elsewhere}
 		},
 	} {
 		if _, err := define(t, change); err == nil || !strings.Contains(strings.ToLower(err.Error()), want) {
@@ -190,7 +192,8 @@ func TestCRDNames(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !d.Namespaced() || d.UsesWebhook() || d.StorageVersion != "v2" || d.GroupKind().String() != "Widget.example.com" {
+	if !d.Namespaced() || d.UsesWebhook() || d.StorageVersion != "v2" ||
+		d.GroupKind().String() != "Widget.example.com" {
 		t.Errorf("%+v", d)
 	}
 	e := d.Equivalents()

@@ -48,7 +48,8 @@ func TestResponsesAreBounded(t *testing.T) {
 				t.Errorf("%d bytes are read, %v", n, err)
 			case x.fails && (err == nil || n > base+factor*request):
 				t.Errorf("%d bytes are read, %v", n, err)
-			case x.fails && (!strings.Contains(err.Error(), "/hook") || !strings.Contains(err.Error(), "2097152 bytes")):
+			case x.fails &&
+				(!strings.Contains(err.Error(), "/hook") || !strings.Contains(err.Error(), "2097152 bytes")):
 				t.Errorf("the error does not name the webhook and the bound: %v", err)
 			}
 		})

@@ -121,7 +121,8 @@ func TestDataKeysAreCached(t *testing.T) {
 			asked  int
 		}{
 			{"a", nil, 0, 1}, {"a", ErrNoKey, 24 * time.Hour, 1},
-			{"b", errors.New("away"), 0, 2}, {"b", ErrNoKey, 0, 3}, {"b", nil, NegativeTTL / 2, 3}, {"b", nil, NegativeTTL, 4},
+			{"b", errors.New("away"), 0, 2}, {"b", ErrNoKey, 0, 3}, {"b", nil, NegativeTTL / 2, 3},
+			{"b", nil, NegativeTTL, 4},
 		} {
 			time.Sleep(step.later) // on the clock of the synctest bubble
 			_, _ = get(step.name, step.answer)

@@ -101,15 +101,17 @@ func TestIsAnonymous(t *testing.T) {
 
 func TestQuotaOwner(t *testing.T) {
 	for want, u := range map[string]*user.DefaultInfo{
-		"alice":                        {Name: "alice", Groups: []string{"system:authenticated"}},
-		"system:serviceaccount:shop":   {Name: "system:serviceaccount:shop:robot", Groups: []string{"system:serviceaccounts"}},
+		"alice": {Name: "alice", Groups: []string{"system:authenticated"}},
+		"system:serviceaccount:shop": {Name: "system:serviceaccount:shop:robot",
+			Groups: []string{"system:serviceaccounts"}},
 		"system:anonymous at 10.0.0.1": {Name: "system:anonymous", Groups: []string{"system:unauthenticated"}},
 	} {
 		if got := QuotaOwner(u, "10.0.0.1:1234"); got != want {
 			t.Errorf("%s: %q, want %q", u.Name, got, want)
 		}
 	}
-	for _, group := range []string{"system:masters", "system:nodes", "system:watershed", "system:serviceaccounts:kube-system"} {
+	for _, group := range []string{"system:masters", "system:nodes", "system:watershed",
+		"system:serviceaccounts:kube-system"} {
 		if got := QuotaOwner(&user.DefaultInfo{Name: "x", Groups: []string{"y", group}}, "10.0.0.1:1234"); got != "" {
 			t.Errorf("%s: %q", group, got)
 		}

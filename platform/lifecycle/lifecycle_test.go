@@ -44,7 +44,8 @@ func TestRunnersStartInOrderAndStopInReverse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &recorder{}
 		ctx, cancel := context.WithCancel(t.Context())
-		err := Run(ctx, []Runner{s.runner("etcd", 3*time.Second), s.runner("nats", 0), s.runner("registry", time.Second)},
+		err := Run(ctx,
+			[]Runner{s.runner("etcd", 3*time.Second), s.runner("nats", 0), s.runner("registry", time.Second)},
 			func(name string) { s.record("%s starts", name) },
 			func() { s.record("started"); cancel() })
 		want := "etcd starts, etcd runs, nats starts, nats runs, registry starts, registry runs, started, " +

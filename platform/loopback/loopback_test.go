@@ -40,7 +40,8 @@ func TestARequestIsAnsweredAsItIsWritten(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer resp.Body.Close()
-	if got := resp.Header.Get("X-Who"); resp.StatusCode != http.StatusCreated || got != "jane create pods body dryRun=All" {
+	if got := resp.Header.Get("X-Who"); resp.StatusCode != http.StatusCreated ||
+		got != "jane create pods body dryRun=All" {
 		t.Errorf("%d %q", resp.StatusCode, got)
 	}
 	for _, want := range []string{"first", "second"} {

@@ -11,12 +11,13 @@ func TestPathsAreReadAsKubeAPIServerDoes(t *testing.T) {
 		resource                              bool
 		verb, group, namespace, of, sub, name string
 	}{
-		"/api/v1/namespaces/x/pods/p/log":                    {true, "get", "", "x", "pods", "log", "p"},
-		"/api/v1/pods?watch=true":                            {true, "watch", "", "", "pods", "", ""},
-		"/apis/apps/v1/namespaces/x/deployments":             {true, "list", "apps", "x", "deployments", "", ""},
-		"/apis/apps/v1":                                      {false, "get", "", "", "", "", ""},
-		"/healthz":                                           {false, "get", "", "", "", "", ""},
-		"/apis/example.com/v1/namespaces/x/widgets/w/status": {true, "get", "example.com", "x", "widgets", "status", "w"},
+		"/api/v1/namespaces/x/pods/p/log":        {true, "get", "", "x", "pods", "log", "p"},
+		"/api/v1/pods?watch=true":                {true, "watch", "", "", "pods", "", ""},
+		"/apis/apps/v1/namespaces/x/deployments": {true, "list", "apps", "x", "deployments", "", ""},
+		"/apis/apps/v1":                          {false, "get", "", "", "", "", ""},
+		"/healthz":                               {false, "get", "", "", "", "", ""},
+		"/apis/example.com/v1/namespaces/x/widgets/w/status": {true, "get", "example.com", "x", "widgets",
+			"status", "w"},
 	} {
 		info, err := RequestInfo.NewRequestInfo(httptest.NewRequest("GET", path, nil))
 		if err != nil || info.IsResourceRequest != want.resource || info.Verb != want.verb ||

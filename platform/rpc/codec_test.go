@@ -60,7 +60,8 @@ func TestChunksCrossAsTheyAre(t *testing.T) {
 		var seen watchfanoutv1.ListChunk
 		if err := wireCodec.Unmarshal(ours, &seen); err != nil || seen.Size != m.Size || seen.Gzip != m.Gzip ||
 			!bytes.Equal(bytes.Join(seen.Data, nil), want) {
-			t.Errorf("%s: an older release reads %d bytes of %d, %v", name, len(bytes.Join(seen.Data, nil)), len(want), err)
+			t.Errorf("%s: an older release reads %d bytes of %d, %v", name, len(bytes.Join(seen.Data, nil)),
+				len(want), err)
 		}
 		for _, size := range []int{1, 3, 20, 16384, 1 << 20} {
 			for from, data := range map[string][]byte{"this": ours.Materialize(), "an older": old} {

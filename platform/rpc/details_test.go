@@ -29,7 +29,8 @@ func TestErrorDetailsCross(t *testing.T) {
 		"another":      {errors.New("text"), func(err error) bool { return strings.Contains(err.Error(), "text") }},
 	} {
 		for _, err := range []error{
-			WithAuditContext(WithWarnings(c.err, []string{"w"}), trail), WithWarnings(WithAuditContext(c.err, trail), []string{"w"}),
+			WithAuditContext(WithWarnings(c.err, []string{"w"}), trail),
+			WithWarnings(WithAuditContext(c.err, trail), []string{"w"}),
 		} {
 			if !errors.Is(WithoutDetails(err), c.err) || AuditContextOf(WithoutDetails(err)) != nil ||
 				Warnings(WithoutDetails(err)) != nil {
@@ -56,13 +57,15 @@ func TestAnErrorFitsItsHeaders(t *testing.T) {
 	}
 	kind := schema.GroupKind{Kind: "Pod"}
 	for name, err := range map[string]error{
-		"a long name":     apierrors.NewNotFound(schema.GroupResource{Resource: "pods"}, long),
-		"a long message":  errors.New(long),
-		"a long cause":    apierrors.NewInvalid(kind, "n", field.ErrorList{field.Invalid(field.NewPath("a"), long, long)}),
-		"many causes":     apierrors.NewInvalid(kind, "n", causes),
-		"a long object":   WithAuditContext(errors.New("e"), &commonv1.AuditContext{RequestObject: []byte(long + long)}),
-		"a long status":   status.Error(codes.Unavailable, long),
-		"a status beside": WithAuditContext(status.Error(codes.Unavailable, "e"), &commonv1.AuditContext{RequestObject: []byte(long + long)}),
+		"a long name":    apierrors.NewNotFound(schema.GroupResource{Resource: "pods"}, long),
+		"a long message": errors.New(long),
+		"a long cause": apierrors.NewInvalid(kind, "n",
+			field.ErrorList{field.Invalid(field.NewPath("a"), long, long)}),
+		"many causes":   apierrors.NewInvalid(kind, "n", causes),
+		"a long object": WithAuditContext(errors.New("e"), &commonv1.AuditContext{RequestObject: []byte(long + long)}),
+		"a long status": status.Error(codes.Unavailable, long),
+		"a status beside": WithAuditContext(status.Error(codes.Unavailable, "e"),
+			&commonv1.AuditContext{RequestObject: []byte(long + long)}),
 	} {
 		st, _ := status.FromError(ToStatus(err))
 		if n := proto.Size(st.Proto()); n > maxDetails+(64<<10) {

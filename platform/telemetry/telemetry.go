@@ -52,8 +52,8 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 		&o.HealthAddress,
 		"health-address",
 		o.HealthAddress,
-		"host:port of /readyz (for readiness probes), /healthz (whether it serves), /livez (whether it runs) and /metrics, "+
-			"without authentication. Empty: none.",
+		"host:port of /readyz (for readiness probes), /healthz (whether it serves), /livez (whether it runs) and "+
+			"/metrics, without authentication. Empty: none.",
 	)
 }
 

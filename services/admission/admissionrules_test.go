@@ -59,8 +59,9 @@ var fixtures = map[string]cluster{
 			`{"metadata":{"name":"default","namespace":"kube-node-lease"}}`},
 		"/api/v1/limitranges": {`{"metadata":{"name":"l","namespace":"x"},"spec":{"limits":[
 			{"type":"Container","default":{"cpu":"2"},"max":{"cpu":"4"}}]}}`},
-		"/api/v1/resourcequotas": {`{"metadata":{"name":"q","namespace":"x"},"spec":{"hard":{"count/n.example.com":"1"}},
-			"status":{"hard":{"count/n.example.com":"1"},"used":{"count/n.example.com":"0"}}}`},
+		"/api/v1/resourcequotas": {`{"metadata":{"name":"q","namespace":"x"},"spec":{"hard":
+			{"count/n.example.com":"1"}},"status":
+			{"hard":{"count/n.example.com":"1"},"used":{"count/n.example.com":"0"}}}`},
 		"/api/v1/nodes": {`{"metadata":{"name":"one","labels":{"topology.kubernetes.io/zone":"z"}}}`},
 		"/apis/storage.k8s.io/v1/storageclasses": {`{"metadata":{"name":"s","annotations":
 			{"storageclass.kubernetes.io/is-default-class":"true"}}}`},

@@ -175,8 +175,8 @@ func TestTheChainAdmits(t *testing.T) {
 			t.Errorf("%s: %v", says, err)
 		}
 	}
-	tooLarge := creationOf("Pod", "pods", "x", pod(`{"serviceAccountName":"default","containers":[{"name":"c","image":"i",`+
-		`"resources":{"limits":{"cpu":"8"},"requests":{"cpu":"8"}}}]}`))
+	tooLarge := creationOf("Pod", "pods", "x", pod(`{"serviceAccountName":"default","containers":[`+
+		`{"name":"c","image":"i","resources":{"limits":{"cpu":"8"},"requests":{"cpu":"8"}}}]}`))
 	if _, err := a.Validate(t.Context(), tooLarge); status.Code(err) != codes.PermissionDenied ||
 		!strings.Contains(err.Error(), "maximum cpu usage per Container is 4, but limit is 8") {
 		t.Errorf("%v", err)
@@ -192,7 +192,8 @@ func TestAPolicyRefuses(t *testing.T) {
 	a := chain(t, cluster{
 		group + "validatingadmissionpolicies": {`{"metadata":{"name":"p","generation":1},"spec":{"failurePolicy":"Fail",
 			"matchConstraints":{"resourceRules":[{"apiGroups":[""],"apiVersions":["v1"],"resources":["configmaps"],
-			"operations":["CREATE"],"scope":"*"}],"namespaceSelector":{},"objectSelector":{},"matchPolicy":"Equivalent"},
+			"operations":["CREATE"],"scope":"*"}],"namespaceSelector":{},"objectSelector":{},
+			"matchPolicy":"Equivalent"},
 			"validations":[{"expression":"!('bad' in object.data)","message":"nothing bad"}]}}`},
 		group + "validatingadmissionpolicybindings": {`{"metadata":{"name":"b"},"spec":{"policyName":"p",
 			"validationActions":["Deny"]}}`},
@@ -241,7 +242,8 @@ func TestAnUnsyncedChainIsUnavailable(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.Admit(t.Context(), creationOf("ConfigMap", "configmaps", "x", "{}")); status.Code(err) != codes.Unavailable {
+	_, err = s.Admit(t.Context(), creationOf("ConfigMap", "configmaps", "x", "{}"))
+	if status.Code(err) != codes.Unavailable {
 		t.Errorf("%v", err)
 	}
 	if s.Ready().Err() != nil || s.Policies().Err() == nil {

@@ -38,7 +38,8 @@ func TestAWebhooksCopiesAreBounded(t *testing.T) {
 		`{"metadata":{"name":"m"},"webhooks":[{"name":"m.example.com","admissionReviewVersions":["v1"],`+
 			`"sideEffects":"None","failurePolicy":"Fail","matchPolicy":"Equivalent","timeoutSeconds":10,`+
 			`"namespaceSelector":{},"objectSelector":{},"clientConfig":{"url":%q,"caBundle":%q},`+
-			`"rules":[{"scope":"*","operations":["CREATE"],"apiGroups":[""],"apiVersions":["v1"],"resources":["configmaps"]}]}]}`,
+			`"rules":[{"scope":"*","operations":["CREATE"],"apiGroups":[""],"apiVersions":["v1"],`+
+			`"resources":["configmaps"]}]}]}`,
 		hook.URL, base64.StdEncoding.EncodeToString(ca))}})
 	v, err := a.Admit(t.Context(), creationOf("ConfigMap", "configmaps", "x",
 		`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"n","namespace":"x"},"data":{"k":"v"}}`))
@@ -56,10 +57,13 @@ func TestAPolicysCopiesAreBounded(t *testing.T) {
 	}
 	const path = "/apis/admissionregistration.k8s.io/v1/mutatingadmissionpolic"
 	a := chain(t, cluster{
-		path + "ies": {fmt.Sprintf(`{"metadata":{"name":"p"},"spec":{"failurePolicy":"Fail","reinvocationPolicy":"Never",`+
-			`"matchConstraints":{"matchPolicy":"Equivalent","namespaceSelector":{},"objectSelector":{},"resourceRules":`+
-			`[{"scope":"*","operations":["CREATE"],"apiGroups":[""],"apiVersions":["v1"],"resources":["configmaps"]}]},`+
-			`"mutations":[{"patchType":"JSONPatch","jsonPatch":{"expression":%q}}]}}`, "["+strings.Join(ops, ",")+"]")},
+		path + "ies": {fmt.Sprintf(
+			`{"metadata":{"name":"p"},"spec":{"failurePolicy":"Fail","reinvocationPolicy":"Never",`+
+				`"matchConstraints":{"matchPolicy":"Equivalent","namespaceSelector":{},"objectSelector":{},`+
+				`"resourceRules":[{"scope":"*","operations":["CREATE"],"apiGroups":[""],"apiVersions":["v1"],`+
+				`"resources":["configmaps"]}]},`+
+				`"mutations":[{"patchType":"JSONPatch","jsonPatch":{"expression":%q}}]}}`,
+			"["+strings.Join(ops, ",")+"]")},
 		path + "ybindings":   {`{"metadata":{"name":"b"},"spec":{"policyName":"p"}}`},
 		"/openapi/v3":        {`{"paths":{"api/v1":{"serverRelativeURL":"/openapi/v3/api/v1?hash=1"}}}`},
 		"/openapi/v3/api/v1": {`{"openapi":"3.0.0","components":{"schemas":{}}}`},

@@ -33,7 +33,8 @@ func TestAWebhooksResponseIsBounded(t *testing.T) {
 			`"admissionReviewVersions":["v1"],"failurePolicy":%[2]q,"matchPolicy":"Equivalent","timeoutSeconds":10,`+
 			`"namespaceSelector":{"matchLabels":{"kubernetes.io/metadata.name":"x"}},"objectSelector":`+
 			`{"matchLabels":{"policy":%[2]q}},"clientConfig":{"url":"%[3]s/hook","caBundle":%[4]q},"rules":`+
-			`[{"scope":"*","operations":["CREATE"],"apiGroups":[""],"apiVersions":["v1"],"resources":["configmaps"]}]}]}`,
+			`[{"scope":"*","operations":["CREATE"],"apiGroups":[""],"apiVersions":["v1"],`+
+			`"resources":["configmaps"]}]}]}`,
 			name, policy, hook.URL, base64.StdEncoding.EncodeToString(ca))
 	}
 	const path = "/apis/admissionregistration.k8s.io/v1/"

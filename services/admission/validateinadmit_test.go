@@ -47,8 +47,8 @@ func TestValidationInAdmitHasNoSideEffects(t *testing.T) {
 	} {
 		s := &Service{chain: admission.WithAudit(validator{admission.NewHandler(admission.Create), c.validates})}
 		r := &admissionv1.Review{AuditLevel: commonv1.AuditLevel_AUDIT_LEVEL_METADATA}
-		a := admission.NewAttributesRecord(nil, nil, pods.GroupVersion().WithKind("Pod"), "x", "n", pods, "", admission.Create, nil, false,
-			&user.DefaultInfo{Name: "jane"})
+		a := admission.NewAttributesRecord(nil, nil, pods.GroupVersion().WithKind("Pod"), "x", "n", pods, "",
+			admission.Create, nil, false, &user.DefaultInfo{Name: "jane"})
 		annotations, ok := s.validateInAdmit(t.Context(), r, a, nil)
 		if ok != c.ok || ok && title == "a policy's name" && len(annotations) != 1 {
 			t.Errorf("%s: %v, %v", title, annotations, ok)

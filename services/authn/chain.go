@@ -202,7 +202,7 @@ func (h *chain) tokenFile(ctx context.Context, files *reload.Files) error {
 func (h *chain) webhookFile(ctx context.Context, files *reload.Files) error {
 	c := &h.config
 	path := c.WebhookTokenAuthnConfigFile
-	return files.LoadAndWatch(ctx, "authentication-token-webhook-config-file", path, func(context.Context, []byte) error {
+	load := func(context.Context, []byte) error {
 		client, err := webhookutil.LoadKubeconfig(path, c.CustomDial)
 		if err != nil {
 			return err
@@ -215,7 +215,8 @@ func (h *chain) webhookFile(ctx context.Context, files *reload.Files) error {
 		h.webhook.set(tokencache.New(h.lookups.boundToCallers(w), false, ttl, ttl))
 		h.resetTokenCache()
 		return nil
-	})
+	}
+	return files.LoadAndWatch(ctx, "authentication-token-webhook-config-file", path, load)
 }
 
 // watchIssuerCA watches --oidc-ca-file. After a change, configure builds the configuration with the new file.

@@ -86,7 +86,8 @@ func TestAnIssuersEgressHasToBeThere(t *testing.T) {
 	c.Options.AuthenticationConfigFile = write("config.yaml", strings.ReplaceAll(fmt.Sprintf(configuration, true,
 		"https://first.example.com"), "audiences: [a]", "audiences: [a], egressSelectorType: cluster"))
 	const says = `oidc: egress lookup required with egress selector type "cluster"`
-	if _, err := New(t.Context(), c, &apiclient.Conn{Config: &rest.Config{Host: "https://127.0.0.1:1"}}); err == nil || !strings.Contains(err.Error(), says) {
+	if _, err := New(t.Context(), c, &apiclient.Conn{Config: &rest.Config{Host: "https://127.0.0.1:1"}}); err == nil ||
+		!strings.Contains(err.Error(), says) {
 		t.Errorf("%v, want %q", err, says)
 	}
 }

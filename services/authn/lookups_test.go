@@ -51,7 +51,8 @@ func TestALookupEndsWithItsLastCaller(t *testing.T) {
 			t.Errorf("ended %d times, %d lookups are left", ended, len(l.byToken))
 		}
 		hangs = false
-		if resp, ok, err := tokens.AuthenticateToken(t.Context(), "t"); err != nil || !ok || resp.User.GetName() != "bob" {
+		if resp, ok, err := tokens.AuthenticateToken(t.Context(), "t"); err != nil || !ok ||
+			resp.User.GetName() != "bob" {
 			t.Errorf("%+v %v %v", resp, ok, err)
 		}
 	})

@@ -12,8 +12,8 @@ import (
 // A tenant's large objects take little of authn's memory, and their tokens are still accepted.
 func TestCachedObjectsAreSmall(t *testing.T) {
 	large := strings.Repeat("x", 500_000)
-	meta := metav1.ObjectMeta{Name: "n", Namespace: "t", UID: "u", ResourceVersion: "7", Labels: map[string]string{"a": "b"},
-		Annotations: map[string]string{"large": large}}
+	meta := metav1.ObjectMeta{Name: "n", Namespace: "t", UID: "u", ResourceVersion: "7",
+		Labels: map[string]string{"a": "b"}, Annotations: map[string]string{"large": large}}
 	for _, obj := range []any{
 		&corev1.ServiceAccount{ObjectMeta: meta, Secrets: []corev1.ObjectReference{{Name: large}}},
 		&corev1.Secret{ObjectMeta: meta, Data: map[string][]byte{"token": []byte("known"), "large": []byte(large)}},

@@ -106,7 +106,8 @@ func TestAWebhooksDecisionIsNotCached(t *testing.T) {
 		o.WebhookRetryBackoff.Steps = 1
 	})
 	h.allow.Store(true)
-	if d, _, cacheable, err := c.decide(t.Context(), attributesOf("bob")); d != authorizer.DecisionAllow || cacheable || err != nil {
+	if d, _, cacheable, err := c.decide(t.Context(), attributesOf("bob")); d != authorizer.DecisionAllow || cacheable ||
+		err != nil {
 		t.Errorf("%v, cacheable %v, %v", d, cacheable, err)
 	}
 	h.allow.Store(false)
@@ -114,14 +115,16 @@ func TestAWebhooksDecisionIsNotCached(t *testing.T) {
 		t.Errorf("%v, cacheable %v: the webhook revoked it", d, cacheable)
 	}
 	h.broken.Store(true)
-	if d, _, cacheable, err := c.decide(t.Context(), attributesOf("eve")); d == authorizer.DecisionAllow || cacheable || err == nil {
+	if d, _, cacheable, err := c.decide(t.Context(), attributesOf("eve")); d == authorizer.DecisionAllow || cacheable ||
+		err == nil {
 		t.Errorf("%v, cacheable %v, %v: while it returns errors", d, cacheable, err)
 	}
 }
 
 func TestADecisionWithoutAWebhookIsCached(t *testing.T) {
 	c := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) { o.Modes = []string{"RBAC", "AlwaysAllow"} })
-	if d, _, cacheable, err := c.decide(t.Context(), attributesOf("bob")); d != authorizer.DecisionAllow || !cacheable || err != nil {
+	if d, _, cacheable, err := c.decide(t.Context(), attributesOf("bob")); d != authorizer.DecisionAllow ||
+		!cacheable || err != nil {
 		t.Errorf("%v, cacheable %v, %v", d, cacheable, err)
 	}
 }

@@ -41,7 +41,8 @@ var (
 			{verbs: []string{"get", "patch"}, resources: []string{"secrets"}},
 		},
 		identity.Authz: {
-			{verbs: readVerbs, resources: []string{"namespaces", "nodes", "pods", "persistentvolumes", "serviceaccounts"}},
+			{verbs: readVerbs,
+				resources: []string{"namespaces", "nodes", "pods", "persistentvolumes", "serviceaccounts"}},
 			{
 				verbs:     readVerbs,
 				group:     "rbac.authorization.k8s.io",

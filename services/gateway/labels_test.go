@@ -56,7 +56,8 @@ func TestAbortedRequestsAddNoLabels(t *testing.T) {
 	s := httptest.NewServer(g.handler)
 	defer s.Close()
 	const marker = "strangers-choice"
-	for i, path := range []string{"/%s", "/apis/%s/v1/x", "/api/v1/%s", "/api/v1/namespaces/x/%s", "/api/v1/namespaces/x/pods/y/%s"} {
+	for i, path := range []string{"/%s", "/apis/%s/v1/x", "/api/v1/%s", "/api/v1/namespaces/x/%s",
+		"/api/v1/namespaces/x/pods/y/%s"} {
 		for n := range 20 {
 			conn, err := net.Dial("tcp", s.Listener.Addr().String())
 			if err != nil {

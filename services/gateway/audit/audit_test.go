@@ -146,7 +146,8 @@ func TestRegistryAuditContextIsRecorded(t *testing.T) {
 		Status:        []byte(`{"status":"Success","code":200}`),
 	}
 	body := []byte(
-		`{"kind":"Table","items":[{"metadata":{"name":"i","managedFields":[]}}],"rows":[{"object":{"metadata":{"managedFields":[]}}}]}`,
+		`{"kind":"Table","items":[{"metadata":{"name":"i","managedFields":[]}}],` +
+			`"rows":[{"object":{"metadata":{"managedFields":[]}}}]}`,
 	)
 	for level, want := range map[auditinternal.Level][]string{
 		auditinternal.LevelNone:     {},
@@ -188,7 +189,8 @@ func TestDeepObjectIsUnchanged(t *testing.T) {
 	if got := withoutManagedFields([]byte(deep)); len(got) != len(deep) {
 		t.Errorf("%d bytes of %d are left", len(got), len(deep))
 	}
-	for _, odd := range []string{`[]`, `{"items":[null,1]}`, `{"items":null}`, `{"metadata":null}`, `{"items":[null]}`} {
+	for _, odd := range []string{`[]`, `{"items":[null,1]}`, `{"items":null}`, `{"metadata":null}`,
+		`{"items":[null]}`} {
 		if got := withoutManagedFields([]byte(odd)); string(got) != odd {
 			t.Errorf("%s became %s", odd, got)
 		}

@@ -32,7 +32,8 @@ func BenchmarkMetadata(b *testing.B) {
 		UID:    "0b8ff0a3-2c39-4ad6-9a45-3a1d1c1e7d11",
 		Groups: []string{"system:serviceaccounts", "system:serviceaccounts:default", "system:authenticated"},
 	}
-	for name, level := range map[string]auditinternal.Level{"none": auditinternal.LevelNone, "metadata": auditinternal.LevelMetadata} {
+	for name, level := range map[string]auditinternal.Level{"none": auditinternal.LevelNone,
+		"metadata": auditinternal.LevelMetadata} {
 		h := filters.WithAuditInit(filters.WithAudit(handler, log, policy.NewFakePolicyRuleEvaluator(level, nil), nil))
 		b.Run(name, func(b *testing.B) {
 			b.ReportAllocs()

@@ -131,7 +131,8 @@ func (d *backendOptions) addFlags(fs *pflag.FlagSet, plugin, mode string, batch 
 	b := &d.Batch
 	fs.StringVar(&d.Mode, name("mode"), mode,
 		"Strategy for sending audit events. Blocking indicates sending events should block server responses. Batch "+
-			"causes the backend to buffer and write events asynchronously. Known modes are "+strings.Join(modes, ",")+".")
+			"causes the backend to buffer and write events asynchronously. Known modes are "+
+			strings.Join(modes, ",")+".")
 	fs.IntVar(&b.BufferSize, name("batch-buffer-size"), b.BufferSize,
 		"The size of the buffer to store events before batching and writing. Only used in batch mode.")
 	fs.Int64Var(&d.BatchBytes, name("batch-buffer-bytes"), batchBytes,
@@ -147,15 +148,16 @@ func (d *backendOptions) addFlags(fs *pflag.FlagSet, plugin, mode string, batch 
 	fs.Float32Var(&b.ThrottleQPS, name("batch-throttle-qps"), b.ThrottleQPS,
 		"Maximum average number of batches per second. Only used in batch mode.")
 	fs.IntVar(&b.ThrottleBurst, name("batch-throttle-burst"), b.ThrottleBurst,
-		"Maximum number of requests sent at the same moment if ThrottleQPS was not utilized before. Only used in batch "+
-			"mode.")
+		"Maximum number of requests sent at the same moment if ThrottleQPS was not utilized before. Only "+
+			"used in batch mode.")
 	fs.BoolVar(&d.TruncateEnabled, name("truncate-enabled"), false, "Whether event and batch truncating is enabled.")
 	fs.Int64Var(&d.Truncate.MaxBatchSize, name("truncate-max-batch-size"), 10<<20,
 		"Maximum size of the batch sent to the underlying backend. Actual serialized size can be several hundreds of "+
 			"bytes greater. If a batch exceeds this limit, it is split into several batches of smaller size.")
 	fs.Int64Var(&d.Truncate.MaxEventSize, name("truncate-max-event-size"), 100<<10,
 		"Maximum size of the audit event sent to the underlying backend. If the size of an event is greater than this "+
-			"number, first request and response are removed, and if this doesn't reduce the size enough, event is discarded.")
+			"number, first request and response are removed, and if this doesn't reduce the size enough, event is "+
+			"discarded.")
 }
 
 // Validate returns an error that names the first invalid flag.

@@ -73,8 +73,9 @@ func BenchmarkLine(b *testing.B) {
 	e := &auditinternal.Event{
 		Level: "Metadata", AuditID: "0b8ff0a3-2c39-4ad6-9a45-3a1d1c1e7d11", Stage: "ResponseComplete",
 		RequestURI: "/api/v1/namespaces/default/pods/a", Verb: "get", SourceIPs: []string{"10.0.0.1"},
-		UserAgent:                "kubectl/v1.36.3 (linux/amd64) kubernetes/0123456",
-		ObjectRef:                &auditinternal.ObjectReference{Resource: "pods", Namespace: "default", Name: "a", APIVersion: "v1"},
+		UserAgent: "kubectl/v1.36.3 (linux/amd64) kubernetes/0123456",
+		ObjectRef: &auditinternal.ObjectReference{Resource: "pods", Namespace: "default", Name: "a",
+			APIVersion: "v1"},
 		ResponseStatus:           &metav1.Status{Code: 200},
 		RequestReceivedTimestamp: metav1.NowMicro(), StageTimestamp: metav1.NowMicro(),
 		Annotations: map[string]string{"authorization.k8s.io/decision": "allow", "authorization.k8s.io/reason": ""},

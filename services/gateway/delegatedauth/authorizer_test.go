@@ -53,7 +53,8 @@ func TestDecisionsAreCachedUntilPolicyChanges(t *testing.T) {
 	a := &Authorizer{Client: p}
 	expectCalls := func(want int, reason string) {
 		t.Helper()
-		if d, _, err := a.Authorize(t.Context(), podAttributes("bob", "get")); d != authorizer.DecisionAllow || err != nil {
+		if d, _, err := a.Authorize(t.Context(), podAttributes("bob", "get")); d != authorizer.DecisionAllow ||
+			err != nil {
 			t.Fatalf("%v %v", d, err)
 		}
 		if p.calls != want {
@@ -103,8 +104,9 @@ func TestWildcardDecisionsAreShared(t *testing.T) {
 		p := &fakeAuthz{response: x.answer}
 		a := &Authorizer{Client: p}
 		a.observe(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
-		for _, r := range []authorizer.Attributes{attributes("get", "x", "one"), attributes("get", "x", "two"), attributes("get", "x", ""),
-			attributes("get", "y", "one"), attributes("delete", "x", "one"), attributes("get", "x", "two")} {
+		for _, r := range []authorizer.Attributes{attributes("get", "x", "one"), attributes("get", "x", "two"),
+			attributes("get", "x", ""), attributes("get", "y", "one"), attributes("delete", "x", "one"),
+			attributes("get", "x", "two")} {
 			if d, _, err := a.Authorize(t.Context(), r); d != authorizer.DecisionAllow || err != nil {
 				t.Fatal(d, err)
 			}

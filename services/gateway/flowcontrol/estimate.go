@@ -65,8 +65,8 @@ type listSize struct {
 	compressed bool
 }
 
-// compressedDiscount is the cost of an uncompressed list relative to a cached compressed list. It follows
-// the rows "LIST pods, JSON" and "LIST pages of 500, JSON" of docs/benchmarks/performance.md, with and without gzip. A cached
+// compressedDiscount is the cost of an uncompressed list relative to a cached compressed list. It follows the rows
+// "LIST pods, JSON" and "LIST pages of 500, JSON" of docs/benchmarks/performance.md, with and without gzip. A cached
 // compressed list costs five times less or better, a page two times less.
 const compressedDiscount = 4
 

@@ -65,7 +65,8 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 		"/api/v1/namespaces/y/pods":         1,
 		pods + "?watch=1&sendInitialEvents=1&resourceVersion=7": 10,
 	} {
-		if got := f.estimate(newRequest(t, "GET", target), "", "none"); got.InitialSeats != want || got.FinalSeats != 0 {
+		if got := f.estimate(newRequest(t, "GET", target), "", "none"); got.InitialSeats != want ||
+			got.FinalSeats != 0 {
 			t.Errorf("%s takes %v, not %d seats", target, got, want)
 		}
 	}
@@ -108,7 +109,8 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 		t.Errorf("a list that the tier no longer compresses takes %v", got)
 	}
 	for _, method := range []string{"POST", "PUT", "PATCH", "DELETE"} {
-		if got := f.estimate(newRequest(t, method, pods+"/a"), "", "none"); got.InitialSeats != 1 || got.AdditionalLatency != 0 {
+		if got := f.estimate(newRequest(t, method, pods+"/a"), "", "none"); got.InitialSeats != 1 ||
+			got.AdditionalLatency != 0 {
 			t.Errorf("%s takes %v", method, got)
 		}
 	}

@@ -175,7 +175,8 @@ func (d *document) negotiate(accept, path, version string) ([]byte, string, bool
 		switch c.SubType {
 		case "json", "*":
 			return d.json, "application/json", true
-		case strings.TrimPrefix(protobuf, "application/"), "com.github.proto-openapi.spec." + version + "@v1.0+protobuf":
+		case strings.TrimPrefix(protobuf, "application/"),
+			"com.github.proto-openapi.spec." + version + "@v1.0+protobuf":
 			if d.aggregated && len(d.json) > maxRemoteProtobuf {
 				continue
 			}

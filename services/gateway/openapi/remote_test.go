@@ -25,7 +25,8 @@ func TestALargeRemoteDocumentHasNoProtobuf(t *testing.T) {
 		case "/apis/metrics.k8s.io/v1":
 			fmt.Fprint(w, `{"groupVersion":"metrics.k8s.io/v1","resources":[]}`)
 		case "/openapi/v3/apis/metrics.k8s.io/v1":
-			fmt.Fprintf(w, `{"openapi":"3.0.0","info":{"title":"m","version":"1","description":%q},"paths":{}}`, description)
+			fmt.Fprintf(w, `{"openapi":"3.0.0","info":{"title":"m","version":"1","description":%q},"paths":{}}`,
+				description)
 		default:
 			http.NotFound(w, r)
 		}

@@ -36,7 +36,8 @@ func TestARefusedWatchReadsNoMoreThanOneObject(t *testing.T) {
 		if code != 400 || !strings.Contains(body, "as registry says") {
 			t.Errorf("%s: %d %s", query, code, body)
 		}
-		if requested.Get("limit") != "1" || requested.Has("labelSelector") || requested.Get("fieldSelector") != wantSelector {
+		if requested.Get("limit") != "1" || requested.Has("labelSelector") ||
+			requested.Get("fieldSelector") != wantSelector {
 			t.Errorf("%s: registry is asked for %v", query, requested)
 		}
 	}
@@ -59,7 +60,8 @@ func TestRefusedWatchesShareTheBoundOfLists(t *testing.T) {
 		var wg sync.WaitGroup
 		for i := range watches {
 			wg.Go(func() {
-				doRequest(t, r, "GET", fmt.Sprintf("/api/v1/pods?watch=1&includeObject=Bogus%d", i), "", "Accept", asTable)
+				doRequest(t, r, "GET", fmt.Sprintf("/api/v1/pods?watch=1&includeObject=Bogus%d", i), "",
+					"Accept", asTable)
 			})
 		}
 		for range watches {

@@ -141,7 +141,8 @@ func TestWritesWithCallbacks(t *testing.T) {
 		{"POST", "/apis/example.com/v1/namespaces/x/widgets", "plain", "direct create "},
 		{"POST", "/apis/example.com/v1/namespaces/x/widgets", "asks", "registry create  asks"},
 		{"POST", "/apis/example.com/v1/namespaces/x/widgets", "older", "registry create  older"},
-		{"PUT", "/apis/example.com/v1/namespaces/x/widgets/w", "refused", `409 Conflict: Operation cannot be fulfilled on pods "w": newer`},
+		{"PUT", "/apis/example.com/v1/namespaces/x/widgets/w", "refused",
+			`409 Conflict: Operation cannot be fulfilled on pods "w": newer`},
 		{"DELETE", "/apis/example.com/v1/namespaces/x/widgets/w", "", "registry delete w "},
 	} {
 		if code, got := doRequest(

@@ -71,13 +71,15 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.RequestHeaderCAFile, "requestheader-client-ca-file", "",
 		"Root certificate bundle for front proxies' client certificates.")
 	fs.IntVar(&c.MaxInFlight, "max-requests-inflight", 400,
-		"This and --max-mutating-requests-inflight are summed to determine the cluster's total concurrency limit (which "+
-			"must be positive) if --enable-priority-and-fairness is true. Otherwise, this flag limits the maximum number of "+
-			"non-mutating requests in flight of a gateway, or a zero value disables the limit completely.")
+		"This and --max-mutating-requests-inflight are summed to determine the cluster's total concurrency "+
+			"limit (which must be positive) if --enable-priority-and-fairness is true. Otherwise, this flag limits "+
+			"the maximum number of non-mutating requests in flight of a gateway, or a zero value disables the limit "+
+			"completely.")
 	fs.IntVar(&c.MaxMutating, "max-mutating-requests-inflight", 200,
-		"This and --max-requests-inflight are summed to determine the cluster's total concurrency limit (which must be "+
-			"positive) if --enable-priority-and-fairness is true. Otherwise, this flag limits the maximum number of mutating "+
-			"requests in flight of a gateway, or a zero value disables the limit completely.")
+		"This and --max-requests-inflight are summed to determine the cluster's total concurrency limit "+
+			"(which must be positive) if --enable-priority-and-fairness is true. Otherwise, this flag limits the "+
+			"maximum number of mutating requests in flight of a gateway, or a zero value disables the limit "+
+			"completely.")
 	c.UserLimits.addFlags(fs)
 	fs.DurationVar(&c.RequestTimeout, "request-timeout", time.Minute,
 		"The time after which a request times out. Watches and other long-running requests have no limit.")

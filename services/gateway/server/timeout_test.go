@@ -74,8 +74,9 @@ func TestARequestHasItsTime(t *testing.T) {
 			}
 		}
 	}
-	if code, body, err := getWithin(timed(t, short, hang(false)), "10ms"); err != nil || code != http.StatusGatewayTimeout ||
-		!strings.Contains(body, `"reason":"Timeout"`) || !strings.Contains(body, "within the allotted timeout") {
+	if code, body, err := getWithin(timed(t, short, hang(false)), "10ms"); err != nil ||
+		code != http.StatusGatewayTimeout || !strings.Contains(body, `"reason":"Timeout"`) ||
+		!strings.Contains(body, "within the allotted timeout") {
 		t.Errorf("%d %s, %v", code, body, err)
 	}
 	if code, body, err := getWithin(timed(t, short, hang(true)), "50ms"); err == nil {

@@ -126,7 +126,8 @@ func TestAUserHasSoManyStreams(t *testing.T) {
 			t.Fatal(resp.Status)
 		}
 	}
-	for username, want := range map[string]int{"a": http.StatusTooManyRequests, "b": http.StatusOK, "a/system:masters": http.StatusOK} {
+	for username, want := range map[string]int{"a": http.StatusTooManyRequests, "b": http.StatusOK,
+		"a/system:masters": http.StatusOK} {
 		if resp := doRequest(t.Context(), t, c, s.URL+watch, username); resp.StatusCode != want {
 			t.Errorf("%s: %s, want %d", username, resp.Status, want)
 		}

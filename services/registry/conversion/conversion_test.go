@@ -21,7 +21,8 @@ const (
 	// hpa is an autoscaler as the event log contains it, in autoscaling/v2.
 	hpa = `{"metadata":{"name":"h","namespace":"x"},"spec":{"scaleTargetRef":{"kind":"Deployment","name":"d"},` +
 		`"minReplicas":1,"maxReplicas":5,"metrics":[{"type":"Resource","resource":{"name":"cpu",` +
-		`"target":{"type":"Utilization","averageUtilization":50}}}]},"status":{"currentMetrics":null,"desiredReplicas":0}}`
+		`"target":{"type":"Utilization","averageUtilization":50}}}]},"status":{"currentMetrics":null,` +
+		`"desiredReplicas":0}}`
 )
 
 func encode(t *testing.T, fx *fixture.Fixture, version, object string,

@@ -17,11 +17,14 @@ import (
 	"watershed.dev/services/registry/internal/fixture"
 )
 
-const widgetCRD = `{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition","metadata":{"name":"widgets.example.com"},
-"spec":{"group":"example.com","scope":"Namespaced","names":{"plural":"widgets","singular":"widget","kind":"Widget","listKind":"WidgetList"},
-"versions":[{"name":"v1","served":true,"storage":true,"subresources":{"status":{}},"schema":{"openAPIV3Schema":{"type":"object","properties":{
+const widgetCRD = `{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition",
+"metadata":{"name":"widgets.example.com"},"spec":{"group":"example.com","scope":"Namespaced",
+"names":{"plural":"widgets","singular":"widget","kind":"Widget","listKind":"WidgetList"},
+"versions":[{"name":"v1","served":true,"storage":true,"subresources":{"status":{}},
+"schema":{"openAPIV3Schema":{"type":"object","properties":{
 "spec":{"type":"object","properties":{"size":{"type":"integer","default":1,"maximum":5},"odd":{"type":"boolean"}},
-"x-kubernetes-validations":[{"rule":"self.size != 4","message":"not four"}]},"status":{"type":"object","properties":{"seen":{"type":"boolean"}}}}}}}]}}`
+"x-kubernetes-validations":[{"rule":"self.size != 4","message":"not four"}]},
+"status":{"type":"object","properties":{"seen":{"type":"boolean"}}}}}}}]}}`
 
 var (
 	crdsResource = &commonv1.Resource{
@@ -133,7 +136,8 @@ func TestCustomResource(t *testing.T) {
 func TestAPIResources(t *testing.T) {
 	fx := establishedCRD(t)
 	apiResources := fx.Resources.Custom.APIResources()
-	if len(apiResources) != 2 || apiResources[0].StorageResource != "widgets.example.com" || !apiResources[0].Unstructured || apiResources[0].NotEstablished ||
+	if len(apiResources) != 2 || apiResources[0].StorageResource != "widgets.example.com" ||
+		!apiResources[0].Unstructured || apiResources[0].NotEstablished ||
 		apiResources[1].Resource.Subresource != "status" {
 		t.Fatalf("%v", apiResources)
 	}
@@ -173,7 +177,8 @@ func TestRestoredEtcdSetsCRDsBack(t *testing.T) {
 	fx.Resources.Custom.EpochChanged()
 	h.OnUpdate(nil, older)
 	if got := apiResource(); got.CrdRevision != 1 || got.Digest != before.Digest {
-		t.Errorf("at %d with digest %x, before at %d with %x", got.CrdRevision, got.Digest, before.CrdRevision, before.Digest)
+		t.Errorf("at %d with digest %x, before at %d with %x", got.CrdRevision, got.Digest, before.CrdRevision,
+			before.Digest)
 	}
 	// The backup is older than the CRD: a list does not contain the CRD, and then the CRD is created again.
 	newer := older.DeepCopy()

@@ -66,7 +66,8 @@ func TestOneLeadsAtATime(t *testing.T) {
 		all[name] = c
 		go func() {
 			defer close(done)
-			_ = election.Run(ctx, fx.Resources.Storage.Client.Client, "/watershed/test", name, l.lead(name, c.resign), func() {})
+			_ = election.Run(ctx, fx.Resources.Storage.Client.Client, "/watershed/test", name,
+				l.lead(name, c.resign), func() {})
 		}()
 		t.Cleanup(c.stop)
 	}

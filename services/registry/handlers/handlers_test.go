@@ -208,7 +208,8 @@ func TestWrites(t *testing.T) {
 				verb:  "create",
 				query: "fieldValidation=Strict",
 				body:  configMap("o", `},"dta":{}`),
-				fails: `400 BadRequest ConfigMap in version "v1" cannot be handled as a ConfigMap: strict decoding error: unknown field "dta"`,
+				fails: `400 BadRequest ConfigMap in version "v1" cannot be handled as a ConfigMap: strict decoding ` +
+					`error: unknown field "dta"`,
 			},
 			write{verb: "create", query: "fieldValidation=Warn", body: configMap("o", `},"dta":{}`), code: 201,
 				warns: `unknown field "dta"`},

@@ -73,8 +73,8 @@ func checkName(obj runtime.Object, name, namespace string) error {
 		return apierrors.NewBadRequest(fmt.Sprintf("the name of the object (%s based on URL) was undeterminable: %v",
 			name, err))
 	case objName != name:
-		return apierrors.NewBadRequest(fmt.Sprintf("the name of the object (%s) does not match the name on the URL (%s)",
-			objName, name))
+		return apierrors.NewBadRequest(fmt.Sprintf(
+			"the name of the object (%s) does not match the name on the URL (%s)", objName, name))
 	case namespace != "" && objNamespace != "" && objNamespace != namespace:
 		return apierrors.NewBadRequest(fmt.Sprintf("the namespace of the object (%s) does not match the namespace "+
 			"on the request (%s)", objNamespace, namespace))

@@ -59,8 +59,8 @@ func (scope *RequestScope) Get(ctx context.Context, r *registryv1.GetRequest) (*
 // cacheable reports whether ResponseCache can serve a request: it must be for the current object, as JSON or protobuf.
 // protobuf is the encoding.
 func (scope *RequestScope) cacheable(r *registryv1.GetRequest, opts *metav1.GetOptions) (ok, protobuf bool) {
-	if scope.ResponseCache == nil || scope.Namespaced != (r.Namespace != "") || r.Output.GetAs() != nil || r.Output.GetPretty() ||
-		opts.ResourceVersion != "" && opts.ResourceVersion != "0" {
+	if scope.ResponseCache == nil || scope.Namespaced != (r.Namespace != "") || r.Output.GetAs() != nil ||
+		r.Output.GetPretty() || opts.ResourceVersion != "" && opts.ResourceVersion != "0" {
 		return false, false
 	}
 	mediaType := r.Output.GetMediaType()

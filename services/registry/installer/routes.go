@@ -138,8 +138,8 @@ func (w *routeWriter) write() {
 	if _, ok := rs.Storage.(rest.Connecter); ok {
 		w.connect(item, itemParams, "")
 		if rs.APIResource.ConnectSubpath {
-			w.connect(item+"/{path}", append([]common.Parameter{pathParameter("path", "path to the resource")}, itemParams...),
-				"WithPath")
+			w.connect(item+"/{path}",
+				append([]common.Parameter{pathParameter("path", "path to the resource")}, itemParams...), "WithPath")
 		}
 		return
 	}

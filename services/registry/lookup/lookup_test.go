@@ -32,7 +32,8 @@ func TestRequestScope(t *testing.T) {
 			t.Errorf("%v: %v, %v", c.r, scope, err)
 		}
 	}
-	if st, err := fx.Resources.StorageResource(t.Context(), "deployments.apps"); err != nil || st.Name() != "deployments.apps" {
+	if st, err := fx.Resources.StorageResource(t.Context(), "deployments.apps"); err != nil ||
+		st.Name() != "deployments.apps" {
 		t.Errorf("%v, %v", st, err)
 	}
 	if _, err := fx.Resources.StorageResource(t.Context(), "widgets.example.com"); status.Code(err) != codes.NotFound {

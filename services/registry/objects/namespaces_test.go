@@ -61,7 +61,8 @@ func TestNamespaceLifecycle(t *testing.T) {
 		if (err != nil) != (c.refused != "") || err != nil && !strings.Contains(err.Error(), c.refused) {
 			t.Errorf("%s %s in %q: %v", c.op, c.resource, c.namespace, err)
 		}
-		if strings.Contains(c.refused, "terminated") && !apierrors.HasStatusCause(err, corev1.NamespaceTerminatingCause) {
+		if strings.Contains(c.refused, "terminated") &&
+			!apierrors.HasStatusCause(err, corev1.NamespaceTerminatingCause) {
 			t.Errorf("%s in %q lacks its cause: %v", c.op, c.namespace, err)
 		}
 	}

@@ -91,7 +91,8 @@ func TestWriteCallbacks(t *testing.T) {
 		code   codes.Code
 		says   string
 	}{
-		"admitted": {admissionResult(&registryv1.AdmissionResult{Verdict: &admissionv1.Verdict{}}), codes.OK, `"admitted"`},
+		"admitted": {admissionResult(&registryv1.AdmissionResult{Verdict: &admissionv1.Verdict{}}), codes.OK,
+			`"admitted"`},
 		"refused": {admissionResult(&registryv1.AdmissionResult{
 			Refusal: rpc.StatusProto(&apierrors.NewForbidden(schema.GroupResource{}, "refused",
 				errors.New("no room")).ErrStatus),

@@ -102,10 +102,11 @@ func TestEncode(t *testing.T) {
 	encode := func(version string, as *commonv1.Kind) (*registryv1.EncodeResponse, error) {
 		return fx.Source.Encode(t.Context(), &registryv1.EncodeRequest{
 			StorageResource: name,
-			Resource:        &commonv1.Resource{Group: "autoscaling", Version: version, Resource: "horizontalpodautoscalers"},
-			Output:          &registryv1.Output{MediaType: "application/json", As: as},
-			Json:            [][]byte{nil},
-			Protobuf:        [][]byte{row.Protobuf},
+			Resource: &commonv1.Resource{Group: "autoscaling", Version: version,
+				Resource: "horizontalpodautoscalers"},
+			Output:   &registryv1.Output{MediaType: "application/json", As: as},
+			Json:     [][]byte{nil},
+			Protobuf: [][]byte{row.Protobuf},
 		})
 	}
 	old, err := encode("v1", nil)

@@ -35,7 +35,8 @@ func TestResponseCache(t *testing.T) {
 		}
 	}
 	written := func(revision int64) {
-		fx.Resources.Storage.Invalidate(&logv1.Event{StorageResource: "configmaps", Namespace: "x", Name: "a", Revision: revision})
+		fx.Resources.Storage.Invalidate(&logv1.Event{StorageResource: "configmaps", Namespace: "x", Name: "a",
+			Revision: revision})
 	}
 	deleted := func() {
 		t.Helper()

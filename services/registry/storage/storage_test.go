@@ -86,7 +86,8 @@ func TestBadSettingsNameTheirFlag(t *testing.T) {
 		},
 		"--etcd-certfile": {Servers: []string{"https://localhost:1"}, CertFile: "/none", KeyFile: "/none"},
 	} {
-		if _, err := storage.Open(t.Context(), o, egress.Selector{}, nil, "test"); err == nil || !strings.Contains(err.Error(), flag) {
+		if _, err := storage.Open(t.Context(), o, egress.Selector{}, nil, "test"); err == nil ||
+			!strings.Contains(err.Error(), flag) {
 			t.Errorf("%s: %v", flag, err)
 		}
 	}

@@ -73,12 +73,14 @@ func TestUpdateUsesWriteCache(t *testing.T) {
 		{"the same again", nil, "patch", `{"data":{"l":"2"}}`, 1, `"k":"1","l":"2"`}, // no write to etcd
 		{"as of an old revision", nil, "update",
 			strings.Replace(object(`"k":"9"`), `"uid":"u"`, `"resourceVersion":"1"`, 1), 1, "Conflict"},
-		{"changed by another", func() { behind(object(`"k":"3"`)) }, "patch", `{"data":{"m":"4"}}`, 0, `"k":"3","m":"4"`},
+		{"changed by another", func() { behind(object(`"k":"3"`)) }, "patch", `{"data":{"m":"4"}}`, 0,
+			`"k":"3","m":"4"`},
 		{"deleted by another", func() { behind("") }, "patch", `{"data":{"m":"5"}}`, 0, "NotFound"},
 		{"recreated", func() { behind(object(`"k":"6"`)) }, "patch", `{"data":{"m":"7"}}`, 0, `"k":"6","m":"7"`},
 		{"an event of another's change", func() {
 			behind(object(`"k":"8"`))
-			fx.Resources.Storage.Invalidate(&logv1.Event{StorageResource: "configmaps", Namespace: "x", Name: "a", Revision: 1 << 40})
+			fx.Resources.Storage.Invalidate(&logv1.Event{StorageResource: "configmaps", Namespace: "x", Name: "a",
+				Revision: 1 << 40})
 		}, "patch", `{"data":{"m":"9"}}`, 1, `"k":"8","m":"9"`},
 		{"another epoch", fx.Resources.Storage.ClearCaches, "patch", `{"data":{"m":"10"}}`, 1, `"k":"8","m":"10"`},
 		{"undecodable: not cached", func() { behind("rubbish") }, "patch", `{"data":{"m":"11"}}`, 0, "illegal base64"},
