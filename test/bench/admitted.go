@@ -30,8 +30,9 @@ func admitted(s *server) map[string]float64 {
 		MaxIdleConnsPerHost: parallel,
 	}}
 	create := func(i int) int {
-		req, err := http.NewRequest("POST", s.url+"/api/v1/namespaces/"+name+"/configmaps", bytes.NewReader(fmt.Appendf(nil,
-			`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"c%d"},"data":{"k":"v"}}`, i)))
+		req, err := http.NewRequest("POST", s.url+"/api/v1/namespaces/"+name+"/configmaps",
+			bytes.NewReader(fmt.Appendf(nil,
+				`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"c%d"},"data":{"k":"v"}}`, i)))
 		check(err)
 		req.Header.Set("Authorization", "Bearer "+token)
 		req.Header.Set("Content-Type", "application/json")
@@ -104,7 +105,13 @@ func newHook() *webhook {
 func (s *server) robot(name string, hook *webhook) string {
 	token := s.account(name, `{"apiGroups":[""],"resources":["configmaps"],"verbs":["create","list"]}`)
 	ca := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: hook.Certificate().Raw})
-	s.do("POST", "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations", "", fmt.Appendf(nil, `{"apiVersion":"admissionregistration.k8s.io/v1","kind":"ValidatingWebhookConfiguration","metadata":{"name":%q},"webhooks":[{"name":"all.bench.example","clientConfig":{"url":%q,"caBundle":%q},"rules":[{"apiGroups":[""],"apiVersions":["v1"],"resources":["configmaps"],"operations":["CREATE"]}],"namespaceSelector":{"matchLabels":{"kubernetes.io/metadata.name":%q}},"sideEffects":"None","admissionReviewVersions":["v1"],"failurePolicy":"Fail"}]}`,
-		name, hook.URL+"/all", base64.StdEncoding.EncodeToString(ca), name), 201)
+	s.do("POST", "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations", "",
+		fmt.Appendf(nil,
+			`{"apiVersion":"admissionregistration.k8s.io/v1","kind":"ValidatingWebhookConfiguration",`+
+				`"metadata":{"name":%q},"webhooks":[{"name":"all.bench.example","clientConfig":{"url":%q,`+
+				`"caBundle":%q},"rules":[{"apiGroups":[""],"apiVersions":["v1"],"resources":["configmaps"],`+
+				`"operations":["CREATE"]}],"namespaceSelector":{"matchLabels":{"kubernetes.io/metadata.name":%q}},`+
+				`"sideEffects":"None","admissionReviewVersions":["v1"],"failurePolicy":"Fail"}]}`,
+			name, hook.URL+"/all", base64.StdEncoding.EncodeToString(ca), name), 201)
 	return token
 }

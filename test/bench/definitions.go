@@ -14,8 +14,12 @@ const definitionsMade = 1000
 func definitions(s *server) map[string]float64 {
 	round := time.Now().UnixNano()
 	body := func(i int) []byte {
-		return fmt.Appendf(nil, `{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition","metadata":{"name":"things%[1]d.g%[1]d.r%[2]d.example.com"},"spec":{"group":"g%[1]d.r%[2]d.example.com","scope":"Namespaced",
-"names":{"plural":"things%[1]d","kind":"Thing%[1]d"},"versions":[{"name":"v1","served":true,"storage":true,"schema":{"openAPIV3Schema":{"type":"object","properties":{"spec":{"type":"object","properties":{"a":{"type":"string","default":"x"},"b":{"type":"integer"}},
+		return fmt.Appendf(nil, `{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition",
+"metadata":{"name":"things%[1]d.g%[1]d.r%[2]d.example.com"},
+"spec":{"group":"g%[1]d.r%[2]d.example.com","scope":"Namespaced",
+"names":{"plural":"things%[1]d","kind":"Thing%[1]d"},"versions":[{"name":"v1","served":true,"storage":true,
+"schema":{"openAPIV3Schema":{"type":"object","properties":{"spec":{"type":"object",
+"properties":{"a":{"type":"string","default":"x"},"b":{"type":"integer"}},
 "x-kubernetes-validations":[{"rule":"self.b < 10"}]}}}}}]}}`, i, round)
 	}
 	stop := make(chan struct{})

@@ -55,7 +55,9 @@ func growth(dir string) {
 		for _, objects := range []int{1000, 10000, 100000} {
 			s.each("", objects-have, func(i int) {
 				s.do("POST", "/api/v1/namespaces/more/configmaps", "",
-					[]byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"g%d"},"data":{"k":%q}}`, have+i, strings.Repeat("x", 1024))), 201)
+					[]byte(fmt.Sprintf(
+						`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"g%d"},"data":{"k":%q}}`, have+i,
+						strings.Repeat("x", 1024))), 201)
 			})
 			have = objects
 			s.do("GET", "/api/v1/namespaces/more/configmaps", "", nil, 200)
@@ -139,11 +141,15 @@ func plot(title, of string, series map[string][]point) string {
 	}
 	y := func(v float64) float64 { return height - bottom - (height-bottom-top)*v/most }
 	var b strings.Builder
-	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" font-family="sans-serif" font-size="12"><rect width="100%%" height="100%%" fill="white"/>`+"\n", width, height)
+	fmt.Fprintf(&b,
+		`<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" font-family="sans-serif" font-size="12"><rect `+
+			`width="100%%" height="100%%" fill="white"/>`+"\n", width, height)
 	fmt.Fprintf(&b, `<text x="%d" y="20" font-size="14">%s</text>`+"\n", left, title)
 	for i := range 5 {
 		v := most * float64(i) / 4
-		fmt.Fprintf(&b, `<line x1="%d" x2="%d" y1="%.1f" y2="%.1f" stroke="#ddd"/><text x="%d" y="%.1f" text-anchor="end">%.3g</text>`+"\n", left, width-110, y(v), y(v), left-6, y(v)+4, v)
+		fmt.Fprintf(&b,
+			`<line x1="%d" x2="%d" y1="%.1f" y2="%.1f" stroke="#ddd"/><text x="%d" y="%.1f" `+
+				`text-anchor="end">%.3g</text>`+"\n", left, width-110, y(v), y(v), left-6, y(v)+4, v)
 	}
 	for v := lowest; v <= highest*1.01; v *= 10 {
 		fmt.Fprintf(&b, `<text x="%.1f" y="%d" text-anchor="middle">%.0f</text>`+"\n", x(v), height-bottom+18, v)
@@ -157,7 +163,9 @@ func plot(title, of string, series map[string][]point) string {
 			fmt.Fprintf(&b, `<circle cx="%.1f" cy="%.1f" r="3" fill="%s"/>`+"\n", x(p.x), y(p.y), colour)
 		}
 		last := series[n][len(series[n])-1]
-		fmt.Fprintf(&b, `<polyline points="%s" fill="none" stroke="%s" stroke-width="2"/><text x="%.1f" y="%.1f" fill="%s">%s</text>`+"\n", strings.Join(line, " "), colour, x(last.x)+8, y(last.y)+4, colour, n)
+		fmt.Fprintf(&b,
+			`<polyline points="%s" fill="none" stroke="%s" stroke-width="2"/><text x="%.1f" y="%.1f" `+
+				`fill="%s">%s</text>`+"\n", strings.Join(line, " "), colour, x(last.x)+8, y(last.y)+4, colour, n)
 	}
 	b.WriteString("</svg>\n")
 	return b.String()

@@ -109,7 +109,8 @@ func (l *loudTenant) begin(ctx context.Context, name string) {
 	l.done.Go(func() {
 		for i := 0; ctx.Err() == nil; i++ {
 			change := fmt.Sprintf(`{"data":{"n":"%d"}}`, i)
-			if code, _ := send(lister, "PATCH", path+"/c0", change, "application/merge-patch+json"); code == http.StatusOK {
+			if code, _ := send(lister, "PATCH", path+"/c0", change,
+				"application/merge-patch+json"); code == http.StatusOK {
 				l.changes.Add(1)
 			}
 			time.Sleep(50 * time.Millisecond)

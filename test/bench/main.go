@@ -27,8 +27,9 @@ var (
 	grow   = flag.Bool("growth", false,
 		"Measure instead how the cost of a delivery grows with watchers, and memory with objects; plots go to "+
 			"docs/benchmarks/performance/.")
-	with = flag.String("with", "", "Flags that kube-apiserver and Watershed get beside their own, separated by spaces; "+
-		"{server} in one stands for each one's name.")
+	with = flag.String("with", "",
+		"Flags that kube-apiserver and Watershed get beside their own, separated by spaces; "+
+			"{server} in one stands for each one's name.")
 	page = flag.Bool("page", false, "Rewrite the page even if only a part was measured.")
 	rows = flag.String("rows", "",
 		"Measure only work whose name has one of these in it, comma separated; the page is then left alone.")
@@ -69,7 +70,8 @@ func main() {
 		prepare(s)
 	}
 	wanted := slices.DeleteFunc(slices.Clone(work), func(w piece) bool {
-		return !slices.ContainsFunc(strings.Split(*rows, ","), func(r string) bool { return strings.Contains(w.name, r) })
+		return !slices.ContainsFunc(strings.Split(*rows, ","),
+			func(r string) bool { return strings.Contains(w.name, r) })
 	})
 	for round := range *rounds {
 		for i, w := range wanted {
@@ -93,8 +95,9 @@ func main() {
 	for _, s := range servers {
 		results.record(rowServed, s.name, s.memory(), nil)
 	}
-	table := results.markdown(fmt.Sprintf("%s, %d processors, %s, %d pods, medians of %d rounds with the least and the "+
-		"most. kube-apiserver 1.36.3 with default flags; each with an etcd 3.6 of its own, over TLS.",
+	table := results.markdown(fmt.Sprintf(
+		"%s, %d processors, %s, %d pods, medians of %d rounds with the least and the "+
+			"most. kube-apiserver 1.36.3 with default flags; each with an etcd 3.6 of its own, over TLS.",
 		time.Now().UTC().Format(time.DateOnly), runtime.NumCPU(), runtime.Version(), *pods, *rounds))
 	fmt.Println(table)
 	if *rows == "" && *only == "" || *page {

@@ -194,8 +194,9 @@ func (m *measured) bars() string {
 	}
 	height := top + step*len(rows) + 10
 	var b strings.Builder
-	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" font-family="sans-serif" font-size="11">`+
-		`<rect width="100%%" height="100%%" fill="white"/>`+"\n", width, height)
+	fmt.Fprintf(&b,
+		`<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" font-family="sans-serif" font-size="11">`+
+			`<rect width="100%%" height="100%%" fill="white"/>`+"\n", width, height)
 	for i, s := range m.servers {
 		fmt.Fprintf(&b, `<rect x="%d" y="12" width="10" height="10" fill="%s"/><text x="%d" y="21">%s</text>`+"\n",
 			left+i*130, colours[i%len(colours)], left+i*130+14, s)

@@ -148,7 +148,8 @@ func startReference(dir string) *server {
 	time.Sleep(time.Second)
 	port := freePort()
 	cmd, _ := run(dir, "kube-apiserver", absolute(filepath.Join(*bin, "kube-apiserver")), "--etcd-servers", etcd,
-		"--etcd-cafile", pki+"/ca.crt", "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1", "--cert-dir", dir,
+		"--etcd-cafile", pki+"/ca.crt", "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1",
+		"--cert-dir", dir,
 		"--tls-cert-file", pki+"/apiserver.crt", "--tls-private-key-file", pki+"/apiserver.key", "--client-ca-file",
 		pki+"/ca.crt", "--service-account-issuer", "https://kubernetes.default.svc.cluster.local",
 		"--service-account-key-file", pki+"/sa.pub", "--service-account-signing-key-file", pki+"/sa.key",

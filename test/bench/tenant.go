@@ -154,7 +154,8 @@ func (s *server) others(name, token string) map[string]other {
 		path := "/apis/coordination.k8s.io/v1/namespaces/" + ns + "/leases"
 		s.do("POST", path, "", fmt.Appendf(
 			nil,
-			`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":%q},"spec":{"holderIdentity":"x"}}`,
+			`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":%q},`+
+				`"spec":{"holderIdentity":"x"}}`,
 			name,
 		),
 			201)
@@ -181,47 +182,46 @@ func (s *server) others(name, token string) map[string]other {
 		return s.client.Do(req)
 	}
 	own := bearer(token)
+	heartbeat := func(ctx context.Context, i int) (*http.Response, error) {
+		node := fmt.Sprintf("%s-n%d", name, i%nodes)
+		return send(ctx, "PATCH", beats[i%nodes], renewal(), "application/merge-patch+json", map[string]string{
+			"Impersonate-User": "system:node:" + node, "Impersonate-Group": "system:nodes",
+		})
+	}
+	renew := func(ctx context.Context, _ int) (*http.Response, error) {
+		// its role allows an update of this Lease, and no patch
+		as := map[string]string{"Impersonate-User": "system:kube-controller-manager"}
+		resp, err := send(ctx, "GET", election, "", "", as)
+		if err != nil || resp.StatusCode != http.StatusOK {
+			return resp, err
+		}
+		var lease map[string]any
+		err = json.NewDecoder(resp.Body).Decode(&lease)
+		resp.Body.Close()
+		if err != nil {
+			return nil, err
+		}
+		lease["spec"].(map[string]any)["renewTime"] = time.Now().UTC().Format(renewTime)
+		body, err := json.Marshal(lease)
+		check(err)
+		return send(ctx, "PUT", election, string(body), "application/json", as)
+	}
+	listOrCreate := func(ctx context.Context, i int) (*http.Response, error) {
+		path := s.url + "/api/v1/namespaces/" + name + "-quiet/configmaps"
+		req, err := http.NewRequestWithContext(ctx, "GET", path, nil)
+		check(err)
+		if i%2 == 1 {
+			req, err = http.NewRequestWithContext(ctx, "POST", path, strings.NewReader(
+				`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"generateName":"c"},"data":{"k":"v"}}`))
+			check(err)
+			req.Header.Set("Content-Type", "application/json")
+		}
+		return own(req)
+	}
 	return map[string]other{
-		"kubelets": {every: 50 * time.Millisecond, ask: func(ctx context.Context, i int) (*http.Response, error) {
-			node := fmt.Sprintf("%s-n%d", name, i%nodes)
-			return send(ctx, "PATCH", beats[i%nodes], renewal(), "application/merge-patch+json", map[string]string{
-				"Impersonate-User": "system:node:" + node, "Impersonate-Group": "system:nodes",
-			})
-		}},
-		"an election": {every: 200 * time.Millisecond, single: true, ask: func(ctx context.Context, _ int) (*http.Response, error) {
-			// its role allows an update of this Lease, and no patch
-			as := map[string]string{"Impersonate-User": "system:kube-controller-manager"}
-			resp, err := send(ctx, "GET", election, "", "", as)
-			if err != nil || resp.StatusCode != http.StatusOK {
-				return resp, err
-			}
-			var lease map[string]any
-			err = json.NewDecoder(resp.Body).Decode(&lease)
-			resp.Body.Close()
-			if err != nil {
-				return nil, err
-			}
-			lease["spec"].(map[string]any)["renewTime"] = time.Now().UTC().Format(renewTime)
-			body, err := json.Marshal(lease)
-			check(err)
-			return send(ctx, "PUT", election, string(body), "application/json", as)
-		}},
-		"another tenant": {every: 100 * time.Millisecond, ask: func(ctx context.Context, i int) (*http.Response, error) {
-			req, err := http.NewRequestWithContext(
-				ctx,
-				"GET",
-				s.url+"/api/v1/namespaces/"+name+"-quiet/configmaps",
-				nil,
-			)
-			check(err)
-			if i%2 == 1 {
-				req, err = http.NewRequestWithContext(ctx, "POST", req.URL.String(), strings.NewReader(
-					`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"generateName":"c"},"data":{"k":"v"}}`))
-				check(err)
-				req.Header.Set("Content-Type", "application/json")
-			}
-			return own(req)
-		}},
+		"kubelets":       {every: 50 * time.Millisecond, ask: heartbeat},
+		"an election":    {every: 200 * time.Millisecond, single: true, ask: renew},
+		"another tenant": {every: 100 * time.Millisecond, ask: listOrCreate},
 	}
 }
 

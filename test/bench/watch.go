@@ -120,7 +120,9 @@ func (s *server) deliveries(w *watches, watchers, rate, updates int) (float64, f
 		<-tick.C
 		at := time.Now()
 		s.do("POST", "/api/v1/namespaces/events/configmaps", "",
-			[]byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"e%d-%d"},"data":{"sent":"%019d","pad":%q}}`, serial.Add(1), i, at.UnixNano(), strings.Repeat("x", 900))), 201)
+			[]byte(fmt.Sprintf(
+				`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"e%d-%d"},"data":{"sent":"%019d","pad":%q}}`,
+				serial.Add(1), i, at.UnixNano(), strings.Repeat("x", 900))), 201)
 		writes = append(writes, time.Since(at))
 	}
 	want := int64(updates * watchers)

@@ -108,7 +108,8 @@ func updateLeases(s *server) map[string]float64 {
 		l.Lock()
 		defer l.Unlock()
 		l.version = version(s.do("PUT", fmt.Sprintf("%s/l%d", path, i%16), "", []byte(fmt.Sprintf(
-			`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":"l%d","resourceVersion":%q},"spec":{"holderIdentity":"h","leaseDurationSeconds":40,"renewTime":"2026-01-01T00:00:00.%06dZ"}}`,
+			`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":"l%d","resourceVersion":%q},`+
+				`"spec":{"holderIdentity":"h","leaseDurationSeconds":40,"renewTime":"2026-01-01T00:00:00.%06dZ"}}`,
 			i%16, l.version, serial.Add(1)%1000000)), 200))
 	})
 }
@@ -164,6 +165,8 @@ func pod(name string) []byte {
 	for i := range 40 {
 		env = append(env, fmt.Sprintf(`{"name":"VARIABLE_%d","value":"a value of some length for variable %d"}`, i, i))
 	}
-	return []byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"Pod","metadata":{"name":%q,"labels":{"app":"bench","tier":"web"},"annotations":{"note":%q}},
-"spec":{"containers":[{"name":"c","image":"registry.example/app:1.2.3","env":[%s],"resources":{"requests":{"cpu":"10m","memory":"16Mi"}}}]}}`, name, strings.Repeat("n", 800), strings.Join(env, ",")))
+	return []byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"Pod","metadata":{"name":%q,
+"labels":{"app":"bench","tier":"web"},"annotations":{"note":%q}},
+"spec":{"containers":[{"name":"c","image":"registry.example/app:1.2.3","env":[%s],
+"resources":{"requests":{"cpu":"10m","memory":"16Mi"}}}]}}`, name, strings.Repeat("n", 800), strings.Join(env, ",")))
 }

@@ -31,7 +31,8 @@ func (h *hosted) autoscale(c *clients) {
 	h.customMetrics()
 	file := filepath.Join(harness.Root(), "deploy", "k8s", "components", "autoscaling", "watchfanout.yaml")
 	h.outer.Kubectl("-n", "watershed", "apply", "-f", file)
-	const patch = `{"spec":{"minReplicas":1,"maxReplicas":3,"behavior":{"scaleDown":{"stabilizationWindowSeconds":0}},` +
+	const patch = `{"spec":{"minReplicas":1,"maxReplicas":3,` +
+		`"behavior":{"scaleDown":{"stabilizationWindowSeconds":0}},` +
 		`"metrics":[{"type":"Pods","pods":{"metric":{"name":"watershed_watchfanout_watchers"},` +
 		`"target":{"type":"AverageValue","averageValue":"%d"}}}]}}`
 	want := func(of, replicas int) func() {

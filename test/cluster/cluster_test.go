@@ -277,7 +277,9 @@ spec:
 func memory() string {
 	all := "Resident, MB:"
 	sum := 0.0
-	procs, _ := exec.Command("sh", "-c", "find /sys/fs/cgroup/kubepods /sys/fs/cgroup/*/kubepods -name cgroup.procs -exec cat {} + 2>/dev/null | sort -u").
+	procs, _ := exec.Command("sh", "-c",
+		"find /sys/fs/cgroup/kubepods /sys/fs/cgroup/*/kubepods -name cgroup.procs -exec cat {} + 2>/dev/null "+
+			"| sort -u").
 		Output()
 	for pid := range strings.FieldsSeq(string(procs)) {
 		exe, err := os.Readlink("/proc/" + pid + "/exe")

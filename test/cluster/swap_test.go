@@ -179,7 +179,8 @@ func (s *swapped) pods() string {
 		"app=quiet",
 		"--sort-by=.metadata.name",
 		"-o",
-		`jsonpath={range .items[*]}{.metadata.uid} {.status.phase} {.status.containerStatuses[0].restartCount}{"\n"}{end}`,
+		`jsonpath={range .items[*]}{.metadata.uid} {.status.phase} `+
+			`{.status.containerStatuses[0].restartCount}{"\n"}{end}`,
 	)
 }
 

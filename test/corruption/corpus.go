@@ -119,7 +119,8 @@ spec:
     schema:
       openAPIV3Schema:
         type: object
-        properties: {spec: {type: object, x-kubernetes-preserve-unknown-fields: true, properties: {text: {type: string}}}}
+        properties:
+          spec: {type: object, x-kubernetes-preserve-unknown-fields: true, properties: {text: {type: string}}}
 `
 
 // CustomResources returns corrupt objects of a custom resource, which etcd stores as JSON.
@@ -128,7 +129,8 @@ func CustomResources() []Value {
 	object := func(name, text string) []byte {
 		return fmt.Appendf(
 			nil,
-			`{"apiVersion":"corrupt.example.com/v1","kind":"Thing","metadata":{"name":%q,"namespace":%q,"labels":{"x":"%s"},"annotations":{"x":"%s"}},"spec":{"text":"%s","%s":["%s"]}}`,
+			`{"apiVersion":"corrupt.example.com/v1","kind":"Thing","metadata":{"name":%q,"namespace":%q,`+
+				`"labels":{"x":"%s"},"annotations":{"x":"%s"}},"spec":{"text":"%s","%s":["%s"]}}`,
 			name,
 			Namespace,
 			text,

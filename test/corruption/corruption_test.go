@@ -255,8 +255,9 @@ func TestACRDWithoutADotStopsNoController(t *testing.T) {
 	}
 	defer etcd.Close()
 	const key = "/registry/apiextensions.k8s.io/customresourcedefinitions/nodot"
-	odd := `{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition","metadata":{"name":"nodot","uid":"1"},` +
-		`"spec":{"group":"corrupt.example.com","scope":"Namespaced","names":{"plural":"odds","singular":"odd","kind":"Odd","listKind":"OddList"},` +
+	odd := `{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition",` +
+		`"metadata":{"name":"nodot","uid":"1"},"spec":{"group":"corrupt.example.com","scope":"Namespaced",` +
+		`"names":{"plural":"odds","singular":"odd","kind":"Odd","listKind":"OddList"},` +
 		`"versions":[{"name":"v1","served":true,"storage":true,"schema":{"openAPIV3Schema":{"type":"object"}}}]}}`
 	if _, err := etcd.Put(t.Context(), key, odd); err != nil {
 		t.Fatal(err)

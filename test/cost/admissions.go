@@ -140,12 +140,14 @@ func admissions() []*shape {
 			"!('list' in object.data) || object.data['list'].split(',').all(x, x != 'no%d')"), list),
 		policy("a policy beyond its budget", "10 objects, each item against each", validations(
 			1,
-			"!('list' in object.data) || object.data['list'].split(',').all(x, object.data['list'].split(',').all(y, x == y || x != 'no%d'))",
+			"!('list' in object.data) || object.data['list'].split(',').all(x, object.data['list'].split(',').all(y, "+
+				"x == y || x != 'no%d'))",
 		),
 			list),
 		policy("a policy of long strings", "10 objects, replace and matches of 500 kB", validations(
 			5,
-			"!('list' in object.data) || object.data['list'].replace('x', 'xxxxxxxxxx').matches('^(x*,?)*$') || %d == 7",
+			"!('list' in object.data) || object.data['list'].replace('x', 'xxxxxxxxxx').matches('^(x*,?)*$') "+
+				"|| %d == 7",
 		),
 			func() object { return object{"list": strings.Repeat("x,", 250_000)} }),
 		policy("a policy that asks the authorizer", "10 objects, 20 checks each", validations(20,
@@ -171,7 +173,8 @@ func admissions() []*shape {
 				w.Header().Set("Content-Type", jsonMedia)
 				_, _ = w.Write(
 					marshal(object{"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": object{
-						"uid": in.Request.UID, "allowed": false, "status": object{"message": "webhook was here" + strings.Repeat("m", 1_000_000)},
+						"uid": in.Request.UID, "allowed": false,
+						"status": object{"message": "webhook was here" + strings.Repeat("m", 1_000_000)},
 						"warnings": many(
 							4000,
 							func(i int) string { return fmt.Sprint(i, strings.Repeat("w", 250)) },

@@ -12,8 +12,9 @@ type accepted struct {
 // known are the findings that are accepted. Each reason names the cause.
 var known = []accepted{
 	because(
-		"object: Pod of 25,000 variables|definition: 50 versions of 150 properties|definition: objects of a large schema|"+
-			"definition: objects of 9,000 levels|conversion: a webhook that grows objects to 1 MB|list: 10,000 label terms|"+
+		"object: Pod of 25,000 variables|definition: 50 versions of 150 properties|"+
+			"definition: objects of a large schema|definition: objects of 9,000 levels|"+
+			"conversion: a webhook that grows objects to 1 MB|list: 10,000 label terms|"+
 			"JSON Patch: 9,000 insertions at the front of an array|body: protobuf of 5,000 containers|"+
 			"HTTP/2: answers that are not read|HTTP/2: a window of one byte",
 		"left",
@@ -23,12 +24,14 @@ var known = []accepted{
 	because(
 		"definition: a schema of 8,000 properties|definition: 50 versions of 150 properties",
 		"left|peak",
-		"Each registry and each gateway builds the schemas and the OpenAPI documents of a version, in `split` two of each.",
+		"Each registry and each gateway builds the schemas and the OpenAPI documents of a version, in `split` "+
+			"two of each.",
 	),
 	because(
 		"definition: a definition that changes 20 times",
 		"status",
-		"kube-apiserver answers some requests with 429 while it replaces the storage of the CRD; Watershed answers all.",
+		"kube-apiserver answers some requests with 429 while it replaces the storage of the CRD; Watershed "+
+			"answers all.",
 	),
 	because("conversion: a webhook that answers 100 MB", "status",
 		"kube-apiserver reads the response until its client gives up; Watershed rejects it after 16 MB."),
@@ -38,27 +41,27 @@ var known = []accepted{
 	because(
 		"object: ConfigMap of 1 MB|list: 10,000 label terms",
 		"peak",
-		"The figure of `split` is the sum of its processes: gateway, registry, publisher, NATS and two replicas each have "+
-			"a copy in flight.",
+		"The figure of `split` is the sum of its processes: gateway, registry, publisher, NATS and two replicas "+
+			"each have a copy in flight.",
 	),
 	because(
 		"watch: 200 of revisions that are too old or in the future",
 		"cpu|peak",
-		"The event log still has events that kube-apiserver's watch cache has dropped. 150 of the watches receive up to "+
-			"15 MB of events each, instead of a 410. Backfills are bounded: 8 MB each and 128 MB in all.",
+		"The event log still has events that kube-apiserver's watch cache has dropped. 150 of the watches "+
+			"receive up to 15 MB of events each, instead of a 410. Backfills are bounded: 8 MB each and 128 MB in all.",
 	),
 	because(
 		"watch: 1,000 on one connection",
 		"status|peak",
-		"kube-apiserver rejects a part of the watches with 429 while they initialize. Watershed serves all in `split`, and "+
-			"more of them in `up`.",
+		"kube-apiserver rejects a part of the watches with 429 while they initialize. Watershed serves all in "+
+			"`split`, and more of them in `up`.",
 	),
 	because(
 		"watch: .*unread.*, 20 updates of 900 kB|HTTP/1.1: 300 strangers' paths of 900 kB, dropped",
 		"peak",
-		"The figure of `split` is the sum of its processes, and each has a bound: 32 MB of large events in flight in a "+
-			"replica, 32 MB of unsent events for a user in a gateway, and 1 MB of headers for a request. The rest is garbage "+
-			"until the next collection.",
+		"The figure of `split` is the sum of its processes, and each has a bound: 32 MB of large events in "+
+			"flight in a replica, 32 MB of unsent events for a user in a gateway, and 1 MB of headers for a "+
+			"request. The rest is garbage until the next collection.",
 	),
 	because(
 		"HTTP/2: rapid resets of lists",
@@ -70,8 +73,8 @@ var known = []accepted{
 	because(
 		"(object|definition|watch|HTTP/1.1|HTTP/2|upgrade): .*",
 		"goroutines of split",
-		"10 s after its start a gateway of `split` counts its peers and starts a flow controller with its share of the "+
-			"seats. The former controller drains for a minute. gRPC servers start workers with load.",
+		"10 s after its start a gateway of `split` counts its peers and starts a flow controller with its "+
+			"share of the seats. The former controller drains for a minute. gRPC servers start workers with load.",
 	),
 }
 

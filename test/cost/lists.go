@@ -64,8 +64,8 @@ func lists() []*shape {
 		}),
 		{
 			name: "forged continue tokens",
-			about: "keys that go upwards, old and future revisions, no token, a token of 500 kB, not JSON, negative revisions; " +
-				"4 times each",
+			about: "keys that go upwards, old and future revisions, no token, a token of 500 kB, not JSON, negative " +
+				"revisions; 4 times each",
 			run: func(ctx context.Context, a *attempt) {
 				all := []string{
 					continueToken(1, "default/x\x00"), continueToken(1<<60, "x\x00"), continueToken(-5, "x\x00"),

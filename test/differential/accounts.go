@@ -100,7 +100,8 @@ func (a *axis) bootstrapTokens(s *side, check func(error)) {
 		check(err)
 	}
 	r := plain()[0]
-	r.as, r.header = noCertificate, merged(r.header, map[string]string{"Authorization": "Bearer zzzzzz.0123456789abcdef"})
+	r.as, r.header = noCertificate,
+		merged(r.header, map[string]string{"Authorization": "Bearer zzzzzz.0123456789abcdef"})
 	harness.Eventually(a.t, 20*time.Second, func() error {
 		if got := s.do(a.t.Context(), r); got.code != 201 {
 			return fmt.Errorf("%s does not know its bootstrap tokens: %d %s", s.name, got.code, got.body)
@@ -192,7 +193,8 @@ func (a *axis) accounts(p *pair, c *credentials) {
 				"serviceaccount": fields{"name": "robot", "uid": "{{robot}}"},
 			}, ch.bound)
 			claims := fields{
-				"iss": accountIssuer, "aud": []string{accountIssuer, "api"}, "sub": "system:serviceaccount:default:robot",
+				"iss": accountIssuer, "aud": []string{accountIssuer, "api"},
+				"sub": "system:serviceaccount:default:robot",
 				"iat": now.Unix(), "nbf": now.Add(-time.Minute).Unix(), "exp": hour, "kubernetes.io": bound,
 			}
 			j := &token{header: merge(fields{"alg": "ES256", "kid": id}, ch.header), key: ch.key, bend: ch.bend,

@@ -38,7 +38,8 @@ rules:
 - {level: Metadata, nonResourceURLs: ["*"], omitStages: [RequestReceived]}
 - {level: Metadata, resources: [{group: "", resources: [secrets]}, {group: "", resources: [serviceaccounts/token]}]}
 - {level: Request, verbs: [create, update, patch], resources: [{group: apps}], omitManagedFields: true}
-- {level: None, verbs: [get], namespaces: [diff], resources: [{group: "", resources: [configmaps], resourceNames: [cm]}]}
+- {level: None, verbs: [get], namespaces: [diff],
+   resources: [{group: "", resources: [configmaps], resourceNames: [cm]}]}
 - {level: RequestResponse, userGroups: ["system:serviceaccounts"]}
 - {level: RequestResponse, verbs: [list, delete], omitManagedFields: true}
 - {level: RequestResponse, resources: [{group: "", resources: ["pods/*", "*/status"]}]}

@@ -227,8 +227,8 @@ func (a *axis) opaque(c *credentials) {
 		"hook-valid", "hook-audience", "hook-error", "hook-nobody", "hook-500", "hook-garbage",
 		"abcdef.0123456789abcdef", "abcdef.0123456789abcdeX", "expird.0123456789abcdef", "noauth.0123456789abcdef",
 		"nogrps.0123456789abcdef", "badgrp.0123456789abcdef", "delete.0123456789abcdef", "abcdef.", ".0123456789abcdef",
-		"ABCDEF.0123456789ABCDEF", "a.b.c", "..", "...", "a.b", strings.Repeat("a", 20000), strings.Repeat("a.b.", 3000),
-		"with space", "tab\tbed", "quote\"d", "{}", "null", "=", "%00",
+		"ABCDEF.0123456789ABCDEF", "a.b.c", "..", "...", "a.b", strings.Repeat("a", 20000),
+		strings.Repeat("a.b.", 3000), "with space", "tab\tbed", "quote\"d", "{}", "null", "=", "%00",
 	} {
 		name := t
 		if len(name) > 30 {
@@ -291,22 +291,24 @@ func (a *axis) frontProxy(p *pair) {
 	proxies := []*certificate{by("front-proxy-client"), by("another-client"), noCertificate,
 		newAuthority(a.t, "other").sign("stranger", template(pkix.Name{CommonName: "front-proxy-client"}))}
 	for name, headers := range map[string]http.Header{
-		"a user":           {"X-Remote-User": {"fred"}},
-		"groups":           {"X-Remote-User": {"fred"}, "X-Remote-Group": {"a", "b"}},
-		"groups in one":    {"X-Remote-User": {"fred"}, "X-Remote-Group": {"a,b"}},
-		"extra":            {"X-Remote-User": {"fred"}, "X-Remote-Extra-Scopes": {"x", "y"}, "X-Remote-Extra-Acme.com%2fproject": {"p"}},
-		"extra, odd":       {"X-Remote-User": {"fred"}, "X-Remote-Extra-%zz": {"x"}, "X-Remote-Extra-": {"none"}},
-		"a uid":            {"X-Remote-User": {"fred"}, "X-Remote-Uid": {"u1"}},
-		"masters":          {"X-Remote-User": {"fred"}, "X-Remote-Group": {"system:masters"}},
-		"two users":        {"X-Remote-User": {"fred", "root"}},
-		"an empty user":    {"X-Remote-User": {""}},
-		"groups alone":     {"X-Remote-Group": {"system:masters"}},
-		"anonymous":        {"X-Remote-User": {"system:anonymous"}},
-		"and a token":      {"X-Remote-User": {"fred"}, "Authorization": {"Bearer filed-bob"}},
-		"and a bad token":  {"X-Remote-User": {"fred"}, "Authorization": {"Bearer nonsense"}},
-		"and impersonates": {"X-Remote-User": {"fred"}, "X-Remote-Group": {"system:masters"}, "Impersonate-User": {"gina"}},
-		"a space":          {"X-Remote-User": {" fred "}},
-		"nothing":          {},
+		"a user":        {"X-Remote-User": {"fred"}},
+		"groups":        {"X-Remote-User": {"fred"}, "X-Remote-Group": {"a", "b"}},
+		"groups in one": {"X-Remote-User": {"fred"}, "X-Remote-Group": {"a,b"}},
+		"extra": {"X-Remote-User": {"fred"}, "X-Remote-Extra-Scopes": {"x", "y"},
+			"X-Remote-Extra-Acme.com%2fproject": {"p"}},
+		"extra, odd":      {"X-Remote-User": {"fred"}, "X-Remote-Extra-%zz": {"x"}, "X-Remote-Extra-": {"none"}},
+		"a uid":           {"X-Remote-User": {"fred"}, "X-Remote-Uid": {"u1"}},
+		"masters":         {"X-Remote-User": {"fred"}, "X-Remote-Group": {"system:masters"}},
+		"two users":       {"X-Remote-User": {"fred", "root"}},
+		"an empty user":   {"X-Remote-User": {""}},
+		"groups alone":    {"X-Remote-Group": {"system:masters"}},
+		"anonymous":       {"X-Remote-User": {"system:anonymous"}},
+		"and a token":     {"X-Remote-User": {"fred"}, "Authorization": {"Bearer filed-bob"}},
+		"and a bad token": {"X-Remote-User": {"fred"}, "Authorization": {"Bearer nonsense"}},
+		"and impersonates": {"X-Remote-User": {"fred"}, "X-Remote-Group": {"system:masters"},
+			"Impersonate-User": {"gina"}},
+		"a space": {"X-Remote-User": {" fred "}},
+		"nothing": {},
 	} {
 		for _, proxy := range proxies {
 			for _, r := range plain() {
@@ -341,12 +343,14 @@ func (a *axis) schemes(p *pair) {
 	bearer := "base64url.bearer.authorization.k8s.io."
 	good := bearer + base64.RawURLEncoding.EncodeToString([]byte("filed-alice"))
 	for _, values := range [][]string{
-		{good}, {good + ", v4.channel.k8s.io"}, {"v4.channel.k8s.io", good}, {good, good, "x"}, {good + "," + good + ",x"},
-		{bearer + ", x"}, {bearer + "!!!, x"}, {bearer + "_w, x"}, {strings.ToUpper(good) + ", x"}, {"x"}, {""}, {","},
+		{good}, {good + ", v4.channel.k8s.io"}, {"v4.channel.k8s.io", good}, {good, good, "x"},
+		{good + "," + good + ",x"}, {bearer + ", x"}, {bearer + "!!!, x"}, {bearer + "_w, x"},
+		{strings.ToUpper(good) + ", x"}, {"x"}, {""}, {","},
 		{good + "=, x"}, {" " + good + " , x "},
 	} {
 		for _, upgrade := range []http.Header{
-			{"Connection": {"Upgrade"}, "Upgrade": {"websocket"}}, {"Connection": {"keep-alive, Upgrade"}, "Upgrade": {"WebSocket"}}, {},
+			{"Connection": {"Upgrade"}, "Upgrade": {"websocket"}},
+			{"Connection": {"keep-alive, Upgrade"}, "Upgrade": {"WebSocket"}}, {},
 		} {
 			for _, r := range plain() {
 				r.as, r.about = noCertificate, fmt.Sprintf("subprotocol %q", values)
@@ -364,8 +368,8 @@ func (a *axis) schemes(p *pair) {
 // issuerDocuments requests the OpenID documents of the service account issuer.
 func (a *axis) issuerDocuments(p *pair) {
 	for _, as := range []*certificate{nil, noCertificate} {
-		for _, path := range []string{"/.well-known/openid-configuration", "/openid/v1/jwks", "/.well-known/", "/openid/v1",
-			"/.well-known/openid-configuration/"} {
+		for _, path := range []string{"/.well-known/openid-configuration", "/openid/v1/jwks", "/.well-known/",
+			"/openid/v1", "/.well-known/openid-configuration/"} {
 			for _, accept := range []string{"", "application/json", "application/jwk-set+json", "text/plain"} {
 				r := &request{
 					method: http.MethodGet,

@@ -36,7 +36,8 @@ root,root,7,system:masters
 			flags = append(flags, "--authorization-policy-file="+filepath.Join(dir, "abac.jsonl"))
 		}
 		if strings.Contains(modes, "Webhook") {
-			flags = append(flags, "--authorization-webhook-config-file="+a.webhookKubeconfig(dir, "authorizer", w, "/authorize"),
+			flags = append(flags,
+				"--authorization-webhook-config-file="+a.webhookKubeconfig(dir, "authorizer", w, "/authorize"),
 				"--authorization-webhook-version=v1")
 		}
 		return flags
@@ -206,17 +207,23 @@ func (a *axis) prepare(s *side, rbac, nodes bool) {
 var reviewed = []string{
 	`"resourceAttributes":{"verb":"get","resource":"pods","namespace":"default","name":"here"}`,
 	`"resourceAttributes":{"verb":"get","resource":"pods","version":"v1","namespace":"default"}`,
-	`"resourceAttributes":{"verb":"list","resource":"pods","namespace":"default","fieldSelector":{"rawSelector":"spec.nodeName=n1"}}`,
-	`"resourceAttributes":{"verb":"list","resource":"pods","fieldSelector":{"requirements":[{"key":"spec.nodeName","operator":"In","values":["n1"]}]}}`,
-	`"resourceAttributes":{"verb":"list","resource":"configmaps","namespace":"default","labelSelector":{"rawSelector":"a in (b"}}`,
-	`"resourceAttributes":{"verb":"list","resource":"configmaps","namespace":"default","labelSelector":{"requirements":[{"key":"a","operator":"Odd"},{"key":"b","operator":"Exists"}]}}`,
-	`"resourceAttributes":{"verb":"list","resource":"configmaps","namespace":"default","labelSelector":{"rawSelector":"a=b","requirements":[{"key":"a","operator":"Exists"}]}}`,
+	`"resourceAttributes":{"verb":"list","resource":"pods","namespace":"default",` +
+		`"fieldSelector":{"rawSelector":"spec.nodeName=n1"}}`,
+	`"resourceAttributes":{"verb":"list","resource":"pods","fieldSelector":{"requirements":[{"key":"spec.nodeName",` +
+		`"operator":"In","values":["n1"]}]}}`,
+	`"resourceAttributes":{"verb":"list","resource":"configmaps","namespace":"default",` +
+		`"labelSelector":{"rawSelector":"a in (b"}}`,
+	`"resourceAttributes":{"verb":"list","resource":"configmaps","namespace":"default",` +
+		`"labelSelector":{"requirements":[{"key":"a","operator":"Odd"},{"key":"b","operator":"Exists"}]}}`,
+	`"resourceAttributes":{"verb":"list","resource":"configmaps","namespace":"default",` +
+		`"labelSelector":{"rawSelector":"a=b","requirements":[{"key":"a","operator":"Exists"}]}}`,
 	`"resourceAttributes":{"verb":"*","resource":"*","group":"*"}`,
 	`"resourceAttributes":{"verb":"get","resource":"configmaps","namespace":"default","name":"one"}`,
 	`"resourceAttributes":{"verb":"get","resource":"events","namespace":"default"}`,
 	`"resourceAttributes":{"verb":"get","resource":"services","namespace":"default"}`,
 	`"resourceAttributes":{"verb":"get","resource":"endpoints","namespace":"default"}`,
-	`"resourceAttributes":{"verb":"escalate","resource":"roles","group":"rbac.authorization.k8s.io","namespace":"other"}`,
+	`"resourceAttributes":{"verb":"escalate","resource":"roles","group":"rbac.authorization.k8s.io",` +
+		`"namespace":"other"}`,
 	`"nonResourceAttributes":{"path":"/metrics","verb":"get"}`,
 	`"nonResourceAttributes":{"path":"/logs/x","verb":"get"}`,
 	`"nonResourceAttributes":{"path":"/apis","verb":"post"}`,
@@ -272,18 +279,22 @@ func (a *axis) impersonation(p *pair) {
 		{"Impersonate-User": {"alice"}, "Impersonate-Group": {"readers"}},
 		{"Impersonate-User": {"alice"}, "Impersonate-Group": {"readers", "editors"}},
 		{"Impersonate-User": {"alice"}, "Impersonate-Group": {"system:masters"}},
-		{"Impersonate-User": {"alice"}, "Impersonate-Uid": {"u1"}}, {"Impersonate-User": {"alice"}, "Impersonate-Uid": {"u2"}},
+		{"Impersonate-User": {"alice"}, "Impersonate-Uid": {"u1"}},
+		{"Impersonate-User": {"alice"}, "Impersonate-Uid": {"u2"}},
 		{"Impersonate-User": {"alice"}, "Impersonate-Extra-Scopes": {"view"}},
 		{"Impersonate-User": {"alice"}, "Impersonate-Extra-Scopes": {"view", "edit"}},
 		{"Impersonate-User": {"alice"}, "Impersonate-Extra-Other": {"view"}},
 		{"Impersonate-User": {"alice"}, "Impersonate-Extra-Acme.com%2fx": {"view"}},
-		{"Impersonate-User": {"system:serviceaccount:default:robot"}}, {"Impersonate-User": {"system:serviceaccount:other:robot"}},
+		{"Impersonate-User": {"system:serviceaccount:default:robot"}},
+		{"Impersonate-User": {"system:serviceaccount:other:robot"}},
 		{"Impersonate-User": {"system:serviceaccount:default"}}, {"Impersonate-User": {"system:serviceaccount:"}},
-		{"Impersonate-User": {"system:node:n1"}}, {"Impersonate-User": {"system:node:n1"}, "Impersonate-Group": {"system:nodes"}},
+		{"Impersonate-User": {"system:node:n1"}},
+		{"Impersonate-User": {"system:node:n1"}, "Impersonate-Group": {"system:nodes"}},
 		{"Impersonate-User": {"system:node:"}}, {"Impersonate-User": {"system:anonymous"}},
 		{"Impersonate-User": {"system:anonymous"}, "Impersonate-Group": {"system:authenticated"}},
 		{"Impersonate-Group": {"readers"}}, {"Impersonate-Uid": {"u1"}}, {"Impersonate-Extra-Scopes": {"view"}},
-		{"Impersonate-User": {""}}, {"Impersonate-User": {"alice", "bob"}}, {"Impersonate-User": {"alice"}, "Impersonate-Group": {""}},
+		{"Impersonate-User": {""}}, {"Impersonate-User": {"alice", "bob"}},
+		{"Impersonate-User": {"alice"}, "Impersonate-Group": {""}},
 		{"Impersonate-User": {"ünï"}}, {"Impersonate-User": {"alice"}, "Impersonate-Odd": {"x"}},
 		{"Impersonate-User": {"system:watershed:authz"}, "Impersonate-Group": {"system:watershed"}},
 	} {

@@ -84,7 +84,8 @@ func (p *pair) fixtures(d *discovered, dir string) {
 				if k == "apiVersion" || k == "kind" || k == "metadata" {
 					continue
 				}
-				variant := map[string]any{"apiVersion": body["apiVersion"], "kind": body["kind"], "metadata": m, k: body[k]}
+				variant := map[string]any{"apiVersion": body["apiVersion"], "kind": body["kind"],
+					"metadata": m, k: body[k]}
 				p.ask(&request{
 					method: "POST",
 					path:   collection + "?dryRun=All",

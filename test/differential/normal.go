@@ -37,9 +37,8 @@ var masks = []struct {
 	{regexp.MustCompile(`resource version: \d+( \(\d+\))?(, current: \d+)?`), "resource version: RV"},
 	{regexp.MustCompile(`\b\d+m?\d*s\b`), "AGE"},
 	{
-		regexp.MustCompile(
-			`(precondition failed: UID in precondition: |ResourceVersion in record \(|ResourceVersion in the precondition \(|ResourceVersion in precondition: |in object meta: )\S+`,
-		),
+		regexp.MustCompile(`(precondition failed: UID in precondition: |ResourceVersion in record \(|` +
+			`ResourceVersion in the precondition \(|ResourceVersion in precondition: |in object meta: )\S+`),
 		"$1ID",
 	},
 	{regexp.MustCompile(`(?s)(Apply failed with \d+ conflicts?: ).*`), "$1…"}, // in random order

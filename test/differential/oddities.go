@@ -75,41 +75,46 @@ func merged(a, b map[string]string) map[string]string {
 
 // definitions sends CustomResourceDefinitions with many kinds of errors, as dry runs.
 func (p *pair) definitions() {
+	property := func(schema string) string { return `{"type":"object","properties":{"a":` + schema + `}}` }
+	rule := func(r string) string {
+		return `{"type":"object","properties":{"a":{"type":"string"}},"x-kubernetes-validations":[` + r + `]}`
+	}
 	schemas := map[string]string{
-		"not an object":        `{"type":"string"}`,
-		"unknown type":         `{"type":"odd"}`,
-		"no type of property":  `{"type":"object","properties":{"a":{}}}`,
-		"array without items":  `{"type":"object","properties":{"a":{"type":"array"}}}`,
-		"bad pattern":          `{"type":"object","properties":{"a":{"type":"string","pattern":"("}}}`,
-		"wrong default":        `{"type":"object","properties":{"a":{"type":"integer","default":"x"}}}`,
-		"default too large":    `{"type":"object","properties":{"a":{"type":"integer","maximum":3,"default":9}}}`,
-		"default in metadata":  `{"type":"object","properties":{"metadata":{"type":"object","properties":{"name":{"type":"string","default":"x"}}}}}`,
-		"additional and fixed": `{"type":"object","properties":{"a":{"type":"object","properties":{"b":{"type":"string"}},"additionalProperties":{"type":"string"}}}}`,
-		"not in allOf":         `{"type":"object","allOf":[{"type":"object","properties":{"x":{"type":"string"}}}]}`,
-		"ref":                  `{"type":"object","properties":{"a":{"$ref":"#/x"}}}`,
-		"unique items":         `{"type":"object","properties":{"a":{"type":"array","uniqueItems":true,"items":{"type":"string"}}}}`,
-		"CEL syntax":           `{"type":"object","x-kubernetes-validations":[{"rule":"self.a ==="}]}`,
-		"CEL unknown field":    `{"type":"object","properties":{"a":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.b == 'x'"}]}`,
-		"CEL not a bool":       `{"type":"object","properties":{"a":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.a"}]}`,
-		"CEL types":            `{"type":"object","properties":{"a":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.a > 1"}]}`,
-		"CEL costs too much":   `{"type":"object","properties":{"a":{"type":"array","items":{"type":"array","items":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.all(x, x.all(y, self.all(z, z.all(w, w == y))))"}]}}}`,
-		"CEL message":          `{"type":"object","properties":{"a":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.a == 'x'","message":"  "}]}`,
-		"CEL message expr":     `{"type":"object","properties":{"a":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.a == 'x'","messageExpression":"1 + 1"}]}`,
-		"CEL reason":           `{"type":"object","properties":{"a":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.a == 'x'","reason":"Odd"}]}`,
-		"CEL field path":       `{"type":"object","properties":{"a":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.a == 'x'","fieldPath":".nothing"}]}`,
-		"list map keys":        `{"type":"object","properties":{"a":{"type":"array","x-kubernetes-list-type":"map","x-kubernetes-list-map-keys":["k"],"items":{"type":"object","properties":{"x":{"type":"string"}}}}}}`,
-		"odd list type":        `{"type":"object","properties":{"a":{"type":"array","x-kubernetes-list-type":"odd","items":{"type":"string"}}}}`,
-		"odd map type":         `{"type":"object","x-kubernetes-map-type":"odd"}`,
-		"embedded":             `{"type":"object","properties":{"a":{"type":"object","x-kubernetes-embedded-resource":true}}}`,
-		"int or string":        `{"type":"object","properties":{"a":{"type":"string","x-kubernetes-int-or-string":true}}}`,
-		"fine":                 `{"type":"object","properties":{"a":{"type":"string"}}}`,
+		"not an object":       `{"type":"string"}`,
+		"unknown type":        `{"type":"odd"}`,
+		"no type of property": property(`{}`),
+		"array without items": property(`{"type":"array"}`),
+		"bad pattern":         property(`{"type":"string","pattern":"("}`),
+		"wrong default":       property(`{"type":"integer","default":"x"}`),
+		"default too large":   property(`{"type":"integer","maximum":3,"default":9}`),
+		"default in metadata": `{"type":"object","properties":{"metadata":{"type":"object",` +
+			`"properties":{"name":{"type":"string","default":"x"}}}}}`,
+		"additional and fixed": property(`{"type":"object","properties":{"b":{"type":"string"}},` +
+			`"additionalProperties":{"type":"string"}}`),
+		"not in allOf":      `{"type":"object","allOf":[{"type":"object","properties":{"x":{"type":"string"}}}]}`,
+		"ref":               property(`{"$ref":"#/x"}`),
+		"unique items":      property(`{"type":"array","uniqueItems":true,"items":{"type":"string"}}`),
+		"CEL syntax":        `{"type":"object","x-kubernetes-validations":[{"rule":"self.a ==="}]}`,
+		"CEL unknown field": rule(`{"rule":"self.b == 'x'"}`),
+		"CEL not a bool":    rule(`{"rule":"self.a"}`),
+		"CEL types":         rule(`{"rule":"self.a > 1"}`),
+		"CEL costs too much": property(`{"type":"array","items":{"type":"array","items":{"type":"string"}},` +
+			`"x-kubernetes-validations":[{"rule":"self.all(x, x.all(y, self.all(z, z.all(w, w == y))))"}]}`),
+		"CEL message":      rule(`{"rule":"self.a == 'x'","message":"  "}`),
+		"CEL message expr": rule(`{"rule":"self.a == 'x'","messageExpression":"1 + 1"}`),
+		"CEL reason":       rule(`{"rule":"self.a == 'x'","reason":"Odd"}`),
+		"CEL field path":   rule(`{"rule":"self.a == 'x'","fieldPath":".nothing"}`),
+		"list map keys": property(`{"type":"array","x-kubernetes-list-type":"map",` +
+			`"x-kubernetes-list-map-keys":["k"],"items":{"type":"object","properties":{"x":{"type":"string"}}}}`),
+		"odd list type": property(`{"type":"array","x-kubernetes-list-type":"odd","items":{"type":"string"}}`),
+		"odd map type":  `{"type":"object","x-kubernetes-map-type":"odd"}`,
+		"embedded":      property(`{"type":"object","x-kubernetes-embedded-resource":true}`),
+		"int or string": property(`{"type":"string","x-kubernetes-int-or-string":true}`),
+		"fine":          property(`{"type":"string"}`),
 	}
 	try := func(about, spec, name string) {
-		body := fmt.Sprintf(
-			`{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition","metadata":{"name":%q},"spec":%s}`,
-			name,
-			spec,
-		)
+		body := fmt.Sprintf(`{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition",`+
+			`"metadata":{"name":%q},"spec":%s}`, name, spec)
 		p.ask(&request{
 			method: "POST",
 			path:   "/apis/apiextensions.k8s.io/v1/customresourcedefinitions?dryRun=All",
@@ -129,6 +134,10 @@ func (p *pair) definitions() {
 	for _, about := range slices.Sorted(maps.Keys(schemas)) {
 		try("schema: "+about, spec(version(schemas[about], ""), ""), "odds.odd.example.com")
 	}
+	conversion := func(strategy, url, version string) string {
+		return `,"conversion":{"strategy":"` + strategy + `","webhook":{"clientConfig":{"url":"` + url +
+			`"},"conversionReviewVersions":["` + version + `"]}}`
+	}
 	specs := map[string]string{
 		"no versions":        spec("", ""),
 		"two storage":        spec(version(plain, "")+","+strings.Replace(version(plain, ""), "v1", "v2", 1), ""),
@@ -140,19 +149,10 @@ func (p *pair) definitions() {
 		"no kind":            strings.Replace(spec(version(plain, ""), ""), `,"kind":"Odd"`, "", 1),
 		"bad short name": strings.Replace(spec(version(plain, ""), ""), `"kind":"Odd"`,
 			`"kind":"Odd","shortNames":["-x"]`, 1),
-		"webhook without": spec(version(plain, ""), `,"conversion":{"strategy":"Webhook"}`),
-		"webhook none": spec(
-			version(plain, ""),
-			`,"conversion":{"strategy":"None","webhook":{"clientConfig":{"url":"https://x/"},"conversionReviewVersions":["v1"]}}`,
-		),
-		"webhook http": spec(
-			version(plain, ""),
-			`,"conversion":{"strategy":"Webhook","webhook":{"clientConfig":{"url":"http://x/"},"conversionReviewVersions":["v1"]}}`,
-		),
-		"webhook versions": spec(
-			version(plain, ""),
-			`,"conversion":{"strategy":"Webhook","webhook":{"clientConfig":{"url":"https://x/"},"conversionReviewVersions":["v9"]}}`,
-		),
+		"webhook without":  spec(version(plain, ""), `,"conversion":{"strategy":"Webhook"}`),
+		"webhook none":     spec(version(plain, ""), conversion("None", "https://x/", "v1")),
+		"webhook http":     spec(version(plain, ""), conversion("Webhook", "http://x/", "v1")),
+		"webhook versions": spec(version(plain, ""), conversion("Webhook", "https://x/", "v9")),
 		"scale path": spec(version(plain,
 			`,"subresources":{"scale":{"specReplicasPath":"spec.replicas","statusReplicasPath":".status.replicas"}}`),
 			""),

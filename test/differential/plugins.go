@@ -84,8 +84,8 @@ func (a *axis) plugins() {
 
 // placed replaces the placeholders of the test's web server and directory.
 func placed(text, dir string, w *web) string {
-	return strings.NewReplacer("{{dir}}", dir, "{{webhook}}", w.base, "{{webhookca}}", filepath.Join(dir, "webhook-ca.crt"),
-		"{{webhookcabundle}}", base64.StdEncoding.EncodeToString(w.ca.pem())).
+	return strings.NewReplacer("{{dir}}", dir, "{{webhook}}", w.base, "{{webhookca}}",
+		filepath.Join(dir, "webhook-ca.crt"), "{{webhookcabundle}}", base64.StdEncoding.EncodeToString(w.ca.pem())).
 		Replace(text)
 }
 
@@ -212,7 +212,8 @@ func (w *web) reviews() {
 	w.HandleFunc("/badpatch", func(rw http.ResponseWriter, req *http.Request) {
 		of, review := decode(req)
 		patch := []byte(`[{"op":"remove","path":"/metadata/labels/none"}]`)
-		answer(rw, of, "response", fields{"uid": review["uid"], "allowed": true, "patchType": "JSONPatch", "patch": patch})
+		answer(rw, of, "response",
+			fields{"uid": review["uid"], "allowed": true, "patchType": "JSONPatch", "patch": patch})
 	})
 	w.HandleFunc("/label", func(rw http.ResponseWriter, req *http.Request) {
 		of, review := decode(req)

@@ -93,18 +93,21 @@ func rights() (all []*request) {
 	send(
 		"POST",
 		"/api/v1/namespaces/default/pods?dryRun=All",
-		`{"apiVersion":"v1","kind":"Pod","metadata":{"name":"n"},"spec":{"nodeName":"n1","containers":[{"name":"c","image":"i"}]}}`,
+		`{"apiVersion":"v1","kind":"Pod","metadata":{"name":"n"},`+
+			`"spec":{"nodeName":"n1","containers":[{"name":"c","image":"i"}]}}`,
 	)
 	send("POST", "/api/v1/namespaces/default/pods/here/exec?command=x", "")
 	send(
 		"POST",
 		"/api/v1/namespaces/default/serviceaccounts/robot/token?dryRun=All",
-		`{"apiVersion":"authentication.k8s.io/v1","kind":"TokenRequest","spec":{"boundObjectRef":{"apiVersion":"v1","kind":"Pod","name":"here"}}}`,
+		`{"apiVersion":"authentication.k8s.io/v1","kind":"TokenRequest",`+
+			`"spec":{"boundObjectRef":{"apiVersion":"v1","kind":"Pod","name":"here"}}}`,
 	)
 	send(
 		"POST",
 		"/apis/certificates.k8s.io/v1/certificatesigningrequests?dryRun=All",
-		`{"apiVersion":"certificates.k8s.io/v1","kind":"CertificateSigningRequest","metadata":{"name":"x"},"spec":{"request":"eA==","signerName":"a.example.com/b","usages":["client auth"]}}`,
+		`{"apiVersion":"certificates.k8s.io/v1","kind":"CertificateSigningRequest","metadata":{"name":"x"},`+
+			`"spec":{"request":"eA==","signerName":"a.example.com/b","usages":["client auth"]}}`,
 	)
 	const rbac = "/apis/rbac.authorization.k8s.io/v1/"
 	role := func(kind, name, rules string) string {
@@ -117,7 +120,8 @@ func rights() (all []*request) {
 	}
 	for _, rules := range []string{`[{"apiGroups":[""],"resources":["secrets"],"verbs":["get"]}]`,
 		`[{"apiGroups":[""],"resources":["configmaps"],"resourceNames":["one"],"verbs":["get"]}]`,
-		`[{"apiGroups":["*"],"resources":["*"],"verbs":["*"]}]`, `[{"apiGroups":[""],"resources":["pods"],"verbs":["get","list"]}]`} {
+		`[{"apiGroups":["*"],"resources":["*"],"verbs":["*"]}]`,
+		`[{"apiGroups":[""],"resources":["pods"],"verbs":["get","list"]}]`} {
 		send("POST", rbac+"namespaces/default/roles?dryRun=All", role("Role", "r", rules))
 		send("POST", rbac+"namespaces/other/roles?dryRun=All", role("Role", "r", rules))
 		send("POST", rbac+"clusterroles?dryRun=All", role("ClusterRole", "r", rules))
@@ -126,11 +130,14 @@ func rights() (all []*request) {
 	send(
 		"POST",
 		rbac+"clusterroles?dryRun=All",
-		`{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"agg"},"aggregationRule":{"clusterRoleSelectors":[{"matchLabels":{"gather":"yes"}}]},"rules":[]}`,
+		`{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"agg"},`+
+			`"aggregationRule":{"clusterRoleSelectors":[{"matchLabels":{"gather":"yes"}}]},"rules":[]}`,
 	)
 	for _, to := range []string{"reader", "one-map", "cluster-admin", "view", "absent"} {
 		body := fmt.Sprintf(
-			`"metadata":{"name":"b"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":%q},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"User","name":"x"}]}`,
+			`"metadata":{"name":"b"},`+
+				`"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":%q},`+
+				`"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"User","name":"x"}]}`,
 			to,
 		)
 		for _, ns := range []string{"default", "other"} {

@@ -130,7 +130,8 @@ func (p *pair) patch(o *object) {
 			about:  about,
 		})
 	}
-	const jsonPatch, merge, strategic, apply = "application/json-patch+json", "application/merge-patch+json", "application/strategic-merge-patch+json", "application/apply-patch+yaml"
+	const jsonPatch, merge, strategic, apply = "application/json-patch+json", "application/merge-patch+json",
+		"application/strategic-merge-patch+json", "application/apply-patch+yaml"
 	patch(o.path(), jsonPatch, `[{"op":"add","path":"/metadata/annotations","value":{"p":"1"}}]`, "json patch")
 	patch(o.path(), jsonPatch, `[{"op":"test","path":"/metadata/name","value":"no"}]`, "json patch test")
 	patch(o.path(), jsonPatch, `[{"op":"remove","path":"/nothing"}]`, "json patch remove nothing")

@@ -98,22 +98,31 @@ func (p *pair) allowWalkers() {
 	const rbac = "/apis/rbac.authorization.k8s.io/v1/"
 	post := func(path, body string, args ...any) {
 		p.ask(&request{
-			method: "POST", path: rbac + path, header: jsonBody, body: fmt.Appendf(nil, body, args...), about: "walkers",
+			method: "POST", path: rbac + path, header: jsonBody, body: fmt.Appendf(nil, body, args...),
+			about: "walkers",
 		})
 	}
 	for _, r := range []struct{ user, rule string }{
-		{"editor", `{"apiGroups":["","apps"],"resources":["configmaps","pods","deployments","services"],"verbs":["*"]},` +
-			`{"apiGroups":["rbac.authorization.k8s.io"],"resources":["roles"],"verbs":["*"]}`},
+		{"editor",
+			`{"apiGroups":["","apps"],"resources":["configmaps","pods","deployments","services"],"verbs":["*"]},` +
+				`{"apiGroups":["rbac.authorization.k8s.io"],"resources":["roles"],"verbs":["*"]}`},
 		{"reader", `{"apiGroups":["*"],"resources":["*"],"verbs":["get","list","watch"]}`},
 		{"namer", `{"apiGroups":["*"],"resources":["*"],"resourceNames":["w1"],"verbs":["*"]}`},
 		{"last", `{"apiGroups":[""],"resources":["pods"],"verbs":["get"]}`},
 	} {
-		post("clusterroles", `{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"walk-%s"},"rules":[%s]}`,
+		post("clusterroles",
+			`{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"walk-%s"},`+
+				`"rules":[%s]}`,
 			r.user, r.rule)
-		post("clusterrolebindings", `{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRoleBinding","metadata":{"name":"walk-%[1]s"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"walk-%[1]s"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"User","name":%[1]q}]}`,
+		post("clusterrolebindings",
+			`{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRoleBinding",`+
+				`"metadata":{"name":"walk-%[1]s"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io",`+
+				`"kind":"ClusterRole","name":"walk-%[1]s"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io",`+
+				`"kind":"User","name":%[1]q}]}`,
 			r.user)
 	}
-	last := &request{method: "GET", path: "/api/v1/namespaces/default/pods/none", header: map[string]string{"Impersonate-User": "last"}}
+	last := &request{method: "GET", path: "/api/v1/namespaces/default/pods/none",
+		header: map[string]string{"Impersonate-User": "last"}}
 	for _, s := range []*side{p.theirs, p.ours} {
 		harness.Eventually(p.t, 20*time.Second, func() error {
 			if got := s.do(p.t.Context(), last); got.code != http.StatusNotFound {
@@ -169,7 +178,8 @@ func (w *walker) step() {
 		}
 		w.ask(r)
 	}
-	const merge, strategic, apply, jsonPatch = "application/merge-patch+json", "application/strategic-merge-patch+json", "application/apply-patch+yaml", "application/json-patch+json"
+	const merge, strategic, apply, jsonPatch = "application/merge-patch+json", "application/strategic-merge-patch+json",
+		"application/apply-patch+yaml", "application/json-patch+json"
 	switch w.rng.IntN(20) {
 	case 0, 1, 2, 3:
 		if w.rng.IntN(6) == 0 {

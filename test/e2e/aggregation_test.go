@@ -74,7 +74,8 @@ func TestAnAggregatedServerIsServed(t *testing.T) {
 		}
 		return nil
 	})
-	const flunder = `{apiVersion: wardle.example.com/v1alpha1, kind: Flunder, metadata: {name: f}, spec: {reference: x}}`
+	const flunder = `{apiVersion: wardle.example.com/v1alpha1, kind: Flunder, metadata: {name: f}, ` +
+		`spec: {reference: x}}`
 	contains(t, "apply", s.Apply(flunder), "flunder.wardle.example.com/f created")
 	contains(t, "get", s.Kubectl("get", "flunders"), "f ")
 	contains(t, "explain", s.Kubectl("explain", "flunder.spec.reference"), "<string>")

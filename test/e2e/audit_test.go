@@ -146,7 +146,8 @@ func TestADeadAuditBackendCostsRequestsNothing(t *testing.T) {
 	dir := harness.TempDir(t)
 	config := filepath.Join(dir, "webhook.yaml")
 	if err := os.WriteFile(config, fmt.Appendf(nil, `{"apiVersion":"v1","kind":"Config","current-context":"x",
-"clusters":[{"name":"c","cluster":{"server":%q}}],"users":[{"name":"u"}],"contexts":[{"name":"x","context":{"cluster":"c","user":"u"}}]}`,
+"clusters":[{"name":"c","cluster":{"server":%q}}],"users":[{"name":"u"}],
+"contexts":[{"name":"x","context":{"cluster":"c","user":"u"}}]}`,
 		hook.URL), 0o600); err != nil {
 		t.Fatal(err)
 	}

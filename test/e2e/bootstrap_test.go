@@ -30,13 +30,15 @@ import (
 func TestAKubeletBootstraps(t *testing.T) {
 	s := harness.Up(t, "")
 	s.Managers()
-	s.Apply(
-		`{apiVersion: v1, kind: Secret, metadata: {name: bootstrap-token-abcdef, namespace: kube-system}, type: bootstrap.kubernetes.io/token, stringData: {token-id: abcdef, token-secret: "0123456789abcdef", usage-bootstrap-authentication: "true", auth-extra-groups: "system:bootstrappers:kubeadm:default-node-token"}}`,
-	)
+	const group = "system:bootstrappers:kubeadm:default-node-token"
+	s.Apply(`{apiVersion: v1, kind: Secret, metadata: {name: bootstrap-token-abcdef, namespace: kube-system}, ` +
+		`type: bootstrap.kubernetes.io/token, stringData: {token-id: abcdef, token-secret: "0123456789abcdef", ` +
+		`usage-bootstrap-authentication: "true", auth-extra-groups: "` + group + `"}}`)
+	const requests = "system:certificates.k8s.io:certificatesigningrequests:"
 	for name, role := range map[string][2]string{ // as kubeadm binds them
-		"kubeadm:kubelet-bootstrap":                     {"system:node-bootstrapper", "system:bootstrappers:kubeadm:default-node-token"},
-		"kubeadm:node-autoapprove-bootstrap":            {"system:certificates.k8s.io:certificatesigningrequests:nodeclient", "system:bootstrappers:kubeadm:default-node-token"},
-		"kubeadm:node-autoapprove-certificate-rotation": {"system:certificates.k8s.io:certificatesigningrequests:selfnodeclient", "system:nodes"},
+		"kubeadm:kubelet-bootstrap":                     {"system:node-bootstrapper", group},
+		"kubeadm:node-autoapprove-bootstrap":            {requests + "nodeclient", group},
+		"kubeadm:node-autoapprove-certificate-rotation": {requests + "selfnodeclient", "system:nodes"},
 	} {
 		s.Kubectl("create", "clusterrolebinding", name, "--clusterrole="+role[0], "--group="+role[1])
 	}
@@ -80,9 +82,8 @@ func TestAKubeletBootstraps(t *testing.T) {
 		}
 	}
 	s.Kubectl("create", "secret", "generic", "loose")
-	if _, err := node.CoreV1().Secrets("default").Get(t.Context(), "loose", metav1.GetOptions{}); !apierrors.IsForbidden(
-		err,
-	) ||
+	_, err := node.CoreV1().Secrets("default").Get(t.Context(), "loose", metav1.GetOptions{})
+	if !apierrors.IsForbidden(err) ||
 		!strings.Contains(err.Error(), "no relationship found between node 'mine' and this object") {
 		t.Errorf("a secret that no pod of the node's has: %v", err)
 	}

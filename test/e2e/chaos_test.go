@@ -222,7 +222,8 @@ metadata: {name: later}
 spec:
   failurePolicy: Fail
   paramKind: {apiVersion: later.example.com/v1, kind: Limit}
-  matchConstraints: {resourceRules: [{apiGroups: [""], apiVersions: [v1], operations: [CREATE], resources: [configmaps]}]}
+  matchConstraints:
+    resourceRules: [{apiGroups: [""], apiVersions: [v1], operations: [CREATE], resources: [configmaps]}]
   validations: [{expression: "!object.metadata.name.startsWith(params.spec.prefix)"}]
 ---
 apiVersion: admissionregistration.k8s.io/v1
@@ -247,7 +248,8 @@ webhooks:
   rules: [{apiGroups: ["*"], apiVersions: ["*"], operations: [CREATE], resources: ["*/*"]}]
   matchConditions:
   - name: breakglass
-    expression: "!authorizer.group('admissionregistration.k8s.io').resource('validatingwebhookconfigurations').name('recursive').check('breakglass').allowed()"
+    expression: "!authorizer.group('admissionregistration.k8s.io').resource('validatingwebhookconfigurations')\
+      .name('recursive').check('breakglass').allowed()"
 `)
 	harness.Eventually(t, 20*time.Second, func() error {
 		if out, err := s.TryKubectl("", "create", "configmap", "refused", "-n", "t"); err == nil {
@@ -267,7 +269,9 @@ spec:
   versions: [{name: v1, served: true, storage: true, schema: {openAPIV3Schema: {type: object, properties: {spec: {type: object, properties: {prefix: {type: string}}}}}}}]
 `)
 	harness.Eventually(t, 20*time.Second, func() error {
-		_, err := s.TryKubectl(`{"apiVersion":"later.example.com/v1","kind":"Limit","metadata":{"name":"l"},"spec":{"prefix":"bad"}}`, "apply", "-f", "-")
+		_, err := s.TryKubectl(
+			`{"apiVersion":"later.example.com/v1","kind":"Limit","metadata":{"name":"l"},"spec":{"prefix":"bad"}}`,
+			"apply", "-f", "-")
 		return err
 	})
 	harness.Eventually(t, 60*time.Second, func() error {

@@ -45,7 +45,9 @@ func (c *converter) config() string {
 		Type:  "CERTIFICATE",
 		Bytes: c.Certificate().Raw,
 	}))
-	return fmt.Sprintf(`{strategy: Webhook, webhook: {conversionReviewVersions: [v1], clientConfig: {url: "%s/convert", caBundle: %s}}}`, c.URL, ca)
+	return fmt.Sprintf(
+		`{strategy: Webhook, webhook: {conversionReviewVersions: [v1], clientConfig: {url: "%s/convert", `+
+			`caBundle: %s}}}`, c.URL, ca)
 }
 
 func (c *converter) serve(w http.ResponseWriter, req *http.Request) {

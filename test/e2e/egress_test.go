@@ -192,7 +192,8 @@ kind: AuthenticationConfiguration
 jwt:
 - issuer: {url: "https://issuer.example.com", certificateAuthority: %[1]q, audiences: [x], egressSelectorType: cluster}
   claimMappings: {username: {claim: sub, prefix: ""}}
-- issuer: {url: "https://second.example.com", certificateAuthority: %[1]q, audiences: [x], egressSelectorType: controlplane}
+- issuer: {url: "https://second.example.com", certificateAuthority: %[1]q, audiences: [x],
+    egressSelectorType: controlplane}
   claimMappings: {username: {claim: sub, prefix: ""}}
 `
 
@@ -219,8 +220,8 @@ func TestEgressGoesByItsProxies(t *testing.T) {
 	ca := base64.StdEncoding.EncodeToString([]byte(b.ca))
 	webhook := func(name string) string {
 		return file(name, fmt.Sprintf(`{"apiVersion":"v1","kind":"Config","current-context":"x",
-"clusters":[{"name":"c","cluster":{"server":"https://%s.example.com","certificate-authority-data":%q}}],"users":[{"name":"u"}],
-"contexts":[{"name":"x","context":{"cluster":"c","user":"u"}}]}`, name, ca))
+"clusters":[{"name":"c","cluster":{"server":"https://%s.example.com","certificate-authority-data":%q}}],
+"users":[{"name":"u"}],"contexts":[{"name":"x","context":{"cluster":"c","user":"u"}}]}`, name, ca))
 	}
 	theirs, ours := harness.Twins(t,
 		"--egress-selector-config-file="+filepath.Join(dir, harness.Side),
@@ -258,7 +259,8 @@ func TestEgressGoesByItsProxies(t *testing.T) {
 		t.Run(side, func(t *testing.T) {
 			s.Apply(fmt.Sprintf(beyondObjects, ca))
 			s.Kubectl("patch", "node", "node", "--subresource=status", "--type=merge", "-p", `{"status":{"addresses":`+
-				`[{"type":"Hostname","address":"node.example.com"}],"daemonEndpoints":{"kubeletEndpoint":{"Port":10250}}}}`)
+				`[{"type":"Hostname","address":"node.example.com"}],`+
+				`"daemonEndpoints":{"kubeletEndpoint":{"Port":10250}}}}`)
 			harness.Eventually(t, time.Minute, func() error {
 				out, err := s.TryKubectl("", "logs", "p")
 				if err != nil || out != "a line of a log\n" {
@@ -291,7 +293,8 @@ func TestEgressGoesByItsProxies(t *testing.T) {
 					return fmt.Errorf("the aggregated server's response: %v %s", err, out)
 				}
 				if got := seen(side); !slices.Equal(got, want) {
-					return fmt.Errorf("the proxies saw\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+					return fmt.Errorf("the proxies saw\n%s\nwant\n%s", strings.Join(got, "\n"),
+						strings.Join(want, "\n"))
 				}
 				return nil
 			})

@@ -24,9 +24,10 @@ func encryption(t *testing.T) (flag string, write func(providers ...string)) {
 	file := filepath.Join(harness.TempDir(t), "encryption.json")
 	return "--encryption-provider-config=" + file, func(providers ...string) {
 		t.Helper()
-		if err := os.WriteFile(file, fmt.Appendf(nil,
+		text := fmt.Appendf(nil,
 			`{"apiVersion":"apiserver.config.k8s.io/v1","kind":"EncryptionConfiguration","resources":[
-{"resources":["secrets","things.e2e.example.com"],"providers":[%s]}]}`, strings.Join(providers, ",")), 0o600); err != nil {
+{"resources":["secrets","things.e2e.example.com"],"providers":[%s]}]}`, strings.Join(providers, ","))
+		if err := os.WriteFile(file, text, 0o600); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -194,7 +195,8 @@ func TestAMissingKeyHidesOnlyItsObjects(t *testing.T) {
 	theirs.Restart()
 	apply(theirs.Server, "-n", "n")
 	ours := harness.Up(t, "", "--etcd-servers="+etcd, flag)
-	const lost, good = "/apis/e2e.example.com/v1/namespaces/default/things/t", "/apis/e2e.example.com/v1/namespaces/n/things/t"
+	const lost, good = "/apis/e2e.example.com/v1/namespaces/default/things/t",
+		"/apis/e2e.example.com/v1/namespaces/n/things/t"
 	for _, path := range []string{lost, good} {
 		code, body := theirs.Get(path)
 		if gotCode, got := ours.Get(path); gotCode != code || code != http.StatusOK && got != body {

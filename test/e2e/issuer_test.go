@@ -49,7 +49,8 @@ func login(credentials []string) error {
 	pool.AppendCertsFromPEM(ca)
 	client := &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool}}}
 	req, err := http.NewRequest(http.MethodPost, credentials[0]+"/token", strings.NewReader(url.Values{
-		"grant_type": {"password"}, "username": {credentials[2]}, "password": {"password"}, "scope": {"openid email groups"},
+		"grant_type": {"password"}, "username": {credentials[2]}, "password": {"password"},
+		"scope": {"openid email groups"},
 	}.Encode()))
 	if err != nil {
 		return err
@@ -266,7 +267,8 @@ networking: {serviceSubnet: 10.96.0.0/16, podSubnet: 10.244.0.0/16}
 		if err := clientcmd.WriteToFile(*conf, filepath.Join(dir, file)); err != nil {
 			t.Fatal(err)
 		}
-		if out := kubectl(filepath.Join(dir, file), "auth", "whoami", "-o", "jsonpath={.status.userInfo.username}"); out != username {
+		if out := kubectl(filepath.Join(dir, file), "auth", "whoami", "-o",
+			"jsonpath={.status.userInfo.username}"); out != username {
 			t.Errorf("%s is of %s", file, out)
 		}
 	}
@@ -283,8 +285,8 @@ networking: {serviceSubnet: 10.96.0.0/16, podSubnet: 10.244.0.0/16}
 			t.Errorf("%s: %s", object, out)
 		}
 	}
-	if out := kubectl(admin, "get", "--raw", "/api/v1/namespaces/kube-public/configmaps/cluster-info", "--as=system:anonymous",
-		"--as-group=system:unauthenticated"); !strings.Contains(
+	if out := kubectl(admin, "get", "--raw", "/api/v1/namespaces/kube-public/configmaps/cluster-info",
+		"--as=system:anonymous", "--as-group=system:unauthenticated"); !strings.Contains(
 		out,
 		"certificate-authority-data",
 	) {

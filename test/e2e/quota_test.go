@@ -49,7 +49,8 @@ func TestAQuotaHoldsWithTwoReplicas(t *testing.T) {
 	// in another namespace, is younger than the first. A replica that enforces it has therefore read both.
 	s.Kubectl("create", "namespace", "full")
 	s.Apply(
-		`{apiVersion: v1, kind: ResourceQuota, metadata: {name: q, namespace: full}, spec: {hard: {count/configmaps: "0"}}}`,
+		`{apiVersion: v1, kind: ResourceQuota, metadata: {name: q, namespace: full}, ` +
+			`spec: {hard: {count/configmaps: "0"}}}`,
 	)
 	s.Kubectl("-n", "full", "patch", "quota", "q", "--subresource=status", "--type=merge", "-p",
 		`{"status":{"hard":{"count/configmaps":"0"},"used":{"count/configmaps":"0"}}}`)

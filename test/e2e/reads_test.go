@@ -225,7 +225,8 @@ func TestListsAndWatchesAreAnsweredAsByKubeAPIServer(t *testing.T) {
 		{"GET", cms + "?sendInitialEvents=true", ""},
 		{"GET", cms + "?watch=1&sendInitialEvents=true", ""},
 		{"GET", cms + "?watch=1&sendInitialEvents=true&resourceVersionMatch=Exact", ""},
-		{"GET", cms + "?watch=1&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&allowWatchBookmarks=true&timeoutSeconds=1", ""},
+		{"GET", cms + "?watch=1&sendInitialEvents=true&resourceVersionMatch=NotOlderThan" +
+			"&allowWatchBookmarks=true&timeoutSeconds=1", ""},
 		{"GET", cms + "?watch=1&timeoutSeconds=1", ""},
 		{"GET", cms + "?watch=1&timeoutSeconds=1&" + data, ""},
 		{"GET", cms + "?limit=-1", ""},

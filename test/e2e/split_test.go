@@ -193,8 +193,9 @@ func TestSplitStopsAtARejectedFlag(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := regexp.MustCompile(
-		`watershed split: gateway-\d: gateway: --audit-policy-file "/none": open /none: no such file`); !want.Match(out) {
+	want := regexp.MustCompile(
+		`watershed split: gateway-\d: gateway: --audit-policy-file "/none": open /none: no such file`)
+	if !want.Match(out) {
 		t.Errorf("it says %s", out)
 	}
 	if left, _ := filepath.Glob(filepath.Join(dir, "*.pid")); len(left) > 0 {

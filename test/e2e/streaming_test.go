@@ -131,11 +131,16 @@ func TestStreaming(t *testing.T) {
 func streams(t *testing.T, s *harness.Server) {
 	k := newKubelet(t, s)
 	_, port, _ := net.SplitHostPort(k.Listener.Addr().String())
-	s.Apply(fmt.Sprintf(`{apiVersion: v1, kind: Node, metadata: {name: node}, status: {addresses: [{type: InternalIP, address: %q}], daemonEndpoints: {kubeletEndpoint: {Port: %s}}}}`, harness.HostAddress(t), port))
+	s.Apply(fmt.Sprintf(
+		`{apiVersion: v1, kind: Node, metadata: {name: node}, status: {addresses: [{type: InternalIP, address: %q}], `+
+			`daemonEndpoints: {kubeletEndpoint: {Port: %s}}}}`, harness.HostAddress(t), port))
 	s.Kubectl("patch", "node", "node", "--subresource=status", "--type=merge", "-p",
-		fmt.Sprintf(`{"status":{"addresses":[{"type":"InternalIP","address":%q}],"daemonEndpoints":{"kubeletEndpoint":{"Port":%s}}}}`, harness.HostAddress(t), port))
+		fmt.Sprintf(
+			`{"status":{"addresses":[{"type":"InternalIP","address":%q}],`+
+				`"daemonEndpoints":{"kubeletEndpoint":{"Port":%s}}}}`, harness.HostAddress(t), port))
 	s.Kubectl("create", "serviceaccount", "default")
-	s.Apply(`{apiVersion: v1, kind: Pod, metadata: {name: p}, spec: {automountServiceAccountToken: false, nodeName: node, containers: [{name: c, image: x}]}}`)
+	s.Apply(`{apiVersion: v1, kind: Pod, metadata: {name: p}, spec: {automountServiceAccountToken: false, ` +
+		`nodeName: node, containers: [{name: c, image: x}]}}`)
 	s.Kubectl("patch", "pod", "p", "--subresource=status", "--type=merge", "-p",
 		`{"status":{"phase":"Running","podIP":"127.0.0.1"}}`)
 	for _, protocol := range []string{"true", "false"} {

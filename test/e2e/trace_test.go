@@ -207,8 +207,9 @@ func TestARequestIsOneTrace(t *testing.T) {
 			}
 		}
 		for name, above := range map[string]string{
-			"authz: watershed.authz.v1.Authz/Authorize":         "gateway: authorization",
-			"gateway: watershed.registry.v1.Objects/WriteUnary": "gateway: POST /api/v1/namespaces/{:namespace}/configmaps",
+			"authz: watershed.authz.v1.Authz/Authorize": "gateway: authorization",
+			"gateway: watershed.registry.v1.Objects/WriteUnary": "gateway: POST " +
+				"/api/v1/namespaces/{:namespace}/configmaps",
 			"registry: Create":             "gateway: watershed.registry.v1.Objects/WriteUnary",
 			"registry: publish configmaps": "registry: Create etcd3",
 			"gateway: deliver":             "registry: publish configmaps",

@@ -88,7 +88,8 @@ func unreadWatches(t *testing.T, initial bool) {
 		if n == 0 {
 			method, path = http.MethodPost, "/api/v1/namespaces/t/configmaps"
 		}
-		body := fmt.Appendf(nil, `{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"large"},"data":{"n":"%d","x":%q}}`,
+		body := fmt.Appendf(nil,
+			`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"large"},"data":{"n":"%d","x":%q}}`,
 			n, strings.Repeat("x", 1_000_000))
 		if code, answer := send(t, s, token, method, path, "application/json", body); code/100 != 2 {
 			t.Fatalf("%d %.200s", code, answer)

@@ -41,7 +41,9 @@ func TestKubectlSession(t *testing.T) {
 	contains(t, "patch", s.Kubectl("patch", "configmap", "a", "--type=json",
 		`-p=[{"op":"add","path":"/data/n","value":"1"}]`), "patched")
 	contains(t, "get", s.Kubectl("get", "configmap", "a", "-o", "jsonpath={.data.n}{.metadata.labels.x}"), "1y")
-	deployment := `{apiVersion: apps/v1, kind: Deployment, metadata: {name: web}, spec: {replicas: %d, selector: {matchLabels: {app: web}}, template: {metadata: {labels: {app: web}}, spec: {containers: [{name: c, image: nginx}]}}}}`
+	deployment := `{apiVersion: apps/v1, kind: Deployment, metadata: {name: web}, spec: {replicas: %d, ` +
+		`selector: {matchLabels: {app: web}}, template: {metadata: {labels: {app: web}}, ` +
+		`spec: {containers: [{name: c, image: nginx}]}}}}`
 	contains(t, "apply", s.Apply(fmt.Sprintf(deployment, 1)), "created")
 	contains(t, "apply again", s.Apply(fmt.Sprintf(deployment, 1)), "unchanged")
 	contains(t, "apply changed", s.Apply(fmt.Sprintf(deployment, 2)), "configured")
@@ -113,7 +115,8 @@ func TestAFreshClusterLooksLikeKubeAPIServers(t *testing.T) {
 
 // TestRacingWritersLoseNothing checks that concurrent read-modify-write loops lose no update.
 func TestRacingWritersLoseNothing(t *testing.T) {
-	s := harness.Up(t, "", "--max-requests-inflight=0", "--max-mutating-requests-inflight=0", "--enable-priority-and-fairness=false")
+	s := harness.Up(t, "", "--max-requests-inflight=0", "--max-mutating-requests-inflight=0",
+		"--enable-priority-and-fairness=false")
 	c := s.Client().CoreV1().ConfigMaps("default")
 	ctx := t.Context()
 	if _, err := c.Create(ctx, &corev1.ConfigMap{
@@ -293,9 +296,11 @@ func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
 		args []string
 		want string
 	}{
-		"unknown flag": {[]string{"up", "--secure-prot=1"}, `unknown flag: --secure-prot (did you mean "secure-port"?)`},
-		"bad value":    {[]string{"up", "--secure-port=abc"}, "--secure-port=abc: not a port (1–65535)"},
-		"bad size":     {[]string{"up", "--data-dir=DIR", "--watch-ring-bytes=-3"}, "--watch-ring-bytes=-3: want 1 or more"},
+		"unknown flag": {[]string{"up", "--secure-prot=1"},
+			`unknown flag: --secure-prot (did you mean "secure-port"?)`},
+		"bad value": {[]string{"up", "--secure-port=abc"}, "--secure-port=abc: not a port (1–65535)"},
+		"bad size": {[]string{"up", "--data-dir=DIR", "--watch-ring-bytes=-3"},
+			"--watch-ring-bytes=-3: want 1 or more"},
 		"missing file": {[]string{"gateway", "--config", "/none.yaml"}, "/none.yaml"},
 		"no identity": {[]string{"watchfanout", "--registry-addresses=127.0.0.1:1", "--nats-url=tls://127.0.0.1:1"},
 			"--rpc-"},
@@ -343,8 +348,10 @@ func TestUpTakesAClustersPKI(t *testing.T) {
 	reference.Kubectl("create", "serviceaccount", "ours")
 	// a token that kube-apiserver issued, and a token of Watershed's
 	for _, token := range []string{token, strings.TrimSpace(reference.Kubectl("create", "token", "ours"))} {
-		out, err := up.TryKubectl("", "--kubeconfig=/dev/null", "--server="+fmt.Sprintf("https://127.0.0.1:%d", up.Port),
-			"--insecure-skip-tls-verify", "--token="+token, "auth", "whoami", "-o", "jsonpath={.status.userInfo.username}")
+		out, err := up.TryKubectl("", "--kubeconfig=/dev/null",
+			"--server="+fmt.Sprintf("https://127.0.0.1:%d", up.Port),
+			"--insecure-skip-tls-verify", "--token="+token, "auth", "whoami", "-o",
+			"jsonpath={.status.userInfo.username}")
 		if err != nil || !strings.HasPrefix(out, "system:serviceaccount:default:") {
 			t.Errorf("%s, %v", out, err)
 		}
@@ -364,7 +371,8 @@ func TestAlwaysAllowRejectsAnonymousClients(t *testing.T) {
 		"watershed":      harness.Up(t, "", flags...),
 		"kube-apiserver": harness.Oracle(t, flags...),
 	} {
-		_, err := as(t, s, func(*rest.Config) {}).CoreV1().Secrets("kube-system").List(t.Context(), metav1.ListOptions{})
+		_, err := as(t, s, func(*rest.Config) {}).CoreV1().Secrets("kube-system").List(t.Context(),
+			metav1.ListOptions{})
 		if !apierrors.IsUnauthorized(err) {
 			t.Errorf("%s: %v", name, err)
 		}

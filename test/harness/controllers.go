@@ -35,7 +35,8 @@ func (s *Server) Controllers() {
 	cert, key := s.ServingCertificate("kwok", "127.0.0.1")
 	Start(s.t, dir, "kwok", Peer("kwok"), "--kubeconfig", s.Kubeconfig, "--manage-all-nodes=true", "--node-ip",
 		"127.0.0.1", "--node-port", port, "--cidr", "10.244.0.0/16",
-		"--server-address", "127.0.0.1:"+port, "--tls-cert-file", cert, "--tls-private-key-file", key, "--config", stages(s.t, dir), "--node-lease-duration-seconds", "40")
+		"--server-address", "127.0.0.1:"+port, "--tls-cert-file", cert, "--tls-private-key-file", key,
+		"--config", stages(s.t, dir), "--node-lease-duration-seconds", "40")
 	var nodes strings.Builder
 	for i := range 3 {
 		fmt.Fprintf(&nodes, `---

@@ -46,8 +46,10 @@ func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Reference {
 		makePKI(t, filepath.Join(dir, "pki"))
 	}
 	conf := fmt.Sprintf(
-		`{"apiVersion":"v1","kind":"Config","current-context":"x","clusters":[{"name":"c","cluster":{"server":"https://127.0.0.1:%d","insecure-skip-tls-verify":true}}],
-"users":[{"name":"u","user":{"client-certificate":%q,"client-key":%q}}],"contexts":[{"name":"x","context":{"cluster":"c","user":"u"}}]}`,
+		`{"apiVersion":"v1","kind":"Config","current-context":"x",
+"clusters":[{"name":"c","cluster":{"server":"https://127.0.0.1:%d","insecure-skip-tls-verify":true}}],
+"users":[{"name":"u","user":{"client-certificate":%q,"client-key":%q}}],
+"contexts":[{"name":"x","context":{"cluster":"c","user":"u"}}]}`,
 		s.Port,
 		p("admin.crt"),
 		p("admin.key"),

@@ -94,8 +94,9 @@ func (i *image) layer() ([]byte, error) {
 		}
 	}
 	users := map[string]string{
-		"etc/passwd": "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/sh\ndefault-user:x:1000:1000::/home:/bin/sh\n",
-		"etc/group":  "root:x:0:\nnobody:x:65534:\ndefault-group:x:2000:\n",
+		"etc/passwd": "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/sh\n" +
+			"default-user:x:1000:1000::/home:/bin/sh\n",
+		"etc/group": "root:x:0:\nnobody:x:65534:\ndefault-group:x:2000:\n",
 	}
 	for name, text := range users {
 		if err := add(w, name, []byte(text), 0o644); err != nil {

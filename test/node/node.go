@@ -106,7 +106,9 @@ func Join(t testing.TB, s *harness.Server, o Options) *Node {
 		return path
 	}
 	write("cni/10-bridge.conflist", `{"cniVersion":"1.0.0","name":"watershed","plugins":[
-{"type":"bridge","bridge":"watershed1","isGateway":true,"ipMasq":true,"hairpinMode":true,"ipam":{"type":"host-local","dataDir":"`+dir+`/ipam","ranges":[[{"subnet":"`+pods+`"}]],"routes":[{"dst":"0.0.0.0/0"}]}},
+{"type":"bridge","bridge":"watershed1","isGateway":true,"ipMasq":true,"hairpinMode":true,
+"ipam":{"type":"host-local","dataDir":"`+dir+`/ipam","ranges":[[{"subnet":"`+pods+`"}]],
+"routes":[{"dst":"0.0.0.0/0"}]}},
 {"type":"portmap","capabilities":{"portMappings":true}}]}`)
 	config := write("containerd.toml", fmt.Sprintf(`
 version = 3
@@ -176,8 +178,8 @@ maxPods: 200
 		"--hostname-override", Name, "--root-dir", filepath.Join(dir, "kubelet"),
 		"--node-ip", Address, "--cert-dir", filepath.Join(dir, "pki"))
 	harness.Start(t, dir, "kube-proxy", harness.Peer("kube-proxy"),
-		"--kubeconfig", s.Identity("system:kube-proxy"), "--proxy-mode", "iptables", "--cluster-cidr", "10.244.0.0/16", "--hostname-override", Name,
-		"--conntrack-max-per-core", "0", "--conntrack-tcp-timeout-established", "0",
+		"--kubeconfig", s.Identity("system:kube-proxy"), "--proxy-mode", "iptables", "--cluster-cidr", "10.244.0.0/16",
+		"--hostname-override", Name, "--conntrack-max-per-core", "0", "--conntrack-tcp-timeout-established", "0",
 		"--conntrack-tcp-timeout-close-wait", "0")
 	harness.Eventually(t, time.Minute, func() error {
 		out, err := s.TryKubectl("", "get", "node", Name)
@@ -334,7 +336,8 @@ func endPods() {
 		_ = os.Remove(ns)
 	}
 	for range 50 { // a killed process leaves its cgroup with a delay
-		if exec.Command("sh", "-c", "for g in "+groups+"; do ! test -d $g || find $g -depth -type d -exec rmdir {} + || exit 1; done").
+		if exec.Command("sh", "-c",
+			"for g in "+groups+"; do ! test -d $g || find $g -depth -type d -exec rmdir {} + || exit 1; done").
 			Run() ==
 			nil {
 			return

@@ -142,7 +142,9 @@ func (w *workload) finish(ctx context.Context) []string {
 			} else if last[s].End > 0 {
 				continue
 			}
-			body := fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"final-%s","labels":{"shard":%q}},"data":{"value":"final-%s"}}`, s, s, s)
+			body := fmt.Sprintf(
+				`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"final-%s","labels":{"shard":%q}},`+
+					`"data":{"value":"final-%s"}}`, s, s, s)
 			code, answer, err := w.do(end, w.client(), "POST", path, "", body)
 			if code != http.StatusCreated && code != http.StatusConflict { // an earlier attempt may have created it
 				return fmt.Errorf("%d %s %v", code, answer, err)
@@ -219,7 +221,9 @@ func (w *workload) writeOne(client *http.Client, r *rand.Rand, known map[string]
 		if rv > 0 {
 			version = fmt.Sprintf(`"resourceVersion":"%d",`, rv)
 		}
-		return fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{%s"name":%q,"labels":{"shard":%q}},"data":{"value":%q}}`, version, key, shard, value)
+		return fmt.Sprintf(
+			`{"apiVersion":"v1","kind":"ConfigMap","metadata":{%s"name":%q,"labels":{"shard":%q}},"data":{"value":%q}}`,
+			version, key, shard, value)
 	}
 	var method, target, contentType, content string
 	switch n, rv := r.IntN(10), known[key]; {

@@ -37,7 +37,8 @@ func TestWordsStayWithinLimits(t *testing.T) {
 	for kind, f := range totals(counted) {
 		for i, column := range words.Columns {
 			if f.Rate(i) > limits[kind][i] {
-				t.Errorf("%s: %q has %.1f in 10,000 words, at most %.1f are allowed", kind, column, f.Rate(i), limits[kind][i])
+				t.Errorf("%s: %q has %.1f in 10,000 words, at most %.1f are allowed", kind, column, f.Rate(i),
+					limits[kind][i])
 			}
 		}
 		if f.LongShare() > maxLong {
@@ -75,7 +76,8 @@ func TestWordsGetNoWorse(t *testing.T) {
 			now[path] = n
 		}
 		if f.Faults() > recorded[path] && !*updateWords {
-			t.Errorf("%s has %d forbidden words and long sentences, %d are recorded: %s", path, f.Faults(), recorded[path], faults(f))
+			t.Errorf("%s has %d forbidden words and long sentences, %d are recorded: %s", path, f.Faults(),
+				recorded[path], faults(f))
 		}
 	}
 	if *updateWords {
