@@ -98,8 +98,8 @@ func introduction(i int, command string) string {
 	case command == "watershed up":
 		return "has the flags of all services, and these."
 	case command == "watershed split":
-		return fmt.Sprintf("has the flags of all services, and these. It rejects `--%s`, and sets them for each process.",
-			strings.Join(splitOnlyFlags, "`, `--"))
+		return fmt.Sprintf("has the flags of all services, and these. "+
+			"It rejects `--%s`, and sets them for each process.", strings.Join(splitOnlyFlags, "`, `--"))
 	}
 	return "has these flags."
 }
@@ -110,7 +110,8 @@ func describe(f *pflag.Flag) string {
 	if f.DefValue != "" && f.DefValue != "[]" {
 		standard = fmt.Sprintf(", default `%s`", f.DefValue)
 	}
-	return fmt.Sprintf("- `--%s` (%s%s): %s\n", f.Name, f.Value.Type(), standard, strings.Join(strings.Fields(f.Usage), " "))
+	usage := strings.Join(strings.Fields(f.Usage), " ")
+	return fmt.Sprintf("- `--%s` (%s%s): %s\n", f.Name, f.Value.Type(), standard, usage)
 }
 
 // TestTheConfigurationReference compares docs/operators/configuration.md with the flags. -update writes it.

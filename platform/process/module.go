@@ -1,6 +1,6 @@
 // Package process runs any set of services in a process: a single service (its own binary), or several (watershed run,
-// and cmd/watershed's up). It has the flags, connections, pages and drain that services share, and no service's logic. A
-// service does not know if another service is in its process.
+// and cmd/watershed's up). It has the flags, connections, pages and drain that services share, and no service's logic.
+// A service does not know if another service is in its process.
 //
 // Package lifecycle owns the goroutines of the runners. The xDS client has a goroutine that lasts as long as the
 // process.
@@ -90,8 +90,8 @@ type Deps struct {
 	NATS InProcessNATS
 }
 
-// API is the API of the gateway in this process, for the other services. The context of a request has the user. Requests
-// wait until the gateway is built. The services share values by key (sync.Map).
+// API is the API of the gateway in this process, for the other services. The context of a request has the user.
+// Requests wait until the gateway is built. The services share values by key (sync.Map).
 type API interface {
 	http.Handler
 	LoadOrStore(key, value any) (actual any, loaded bool)
@@ -124,7 +124,8 @@ func (all Modules) Get(name string) *Module {
 func (all Modules) Sort(targets []string) (sorted Modules, err error) {
 	for _, name := range targets {
 		if all.Get(name) == nil {
-			return nil, fmt.Errorf("--target=%s: no such service: want any of %s", name, strings.Join(all.Names(), ", "))
+			return nil, fmt.Errorf("--target=%s: no such service: want any of %s", name,
+				strings.Join(all.Names(), ", "))
 		}
 	}
 	var add func(m *Module)

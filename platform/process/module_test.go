@@ -12,6 +12,7 @@ import (
 
 // table is a table of services with the names that rpc.AllowedClients has, and without behaviour.
 func table() Modules {
+	stopTimeouts := map[string]func() time.Duration{"gateway": func() time.Duration { return time.Minute }}
 	options := func(name string) func() Options {
 		return func() Options {
 			return Options{
@@ -21,12 +22,13 @@ func table() Modules {
 					fs.StringSlice("shared", []string{name}, "")
 				},
 				Validate:    func() error { return nil },
-				StopTimeout: map[string]func() time.Duration{"gateway": func() time.Duration { return time.Minute }}[name],
+				StopTimeout: stopTimeouts[name],
 			}
 		}
 	}
 	return Modules{
-		{Name: "gateway", DependsOn: []string{"authn", "registry", "watchfanout"}, ServesAPI: true, Options: options("gateway")},
+		{Name: "gateway", DependsOn: []string{"authn", "registry", "watchfanout"}, ServesAPI: true,
+			Options: options("gateway")},
 		{Name: "watchfanout", DependsOn: []string{"registry"}, Options: options("watchfanout")},
 		{Name: "authn", Options: options("authn")},
 		{Name: "registry", Options: options("registry")},
@@ -101,8 +103,10 @@ func TestFlagsOfASet(t *testing.T) {
 		t.Errorf("the process may stop for %v, and the gateway for a minute", got)
 	}
 	for text, args := range map[string][]string{
-		"--watchfanout-addresses or --xds-servers is required: gateway calls watchfanout, which is not among": {"--rpc-cert-file=/{service}.crt"},
-		"want {service} in the path":                                  {"--rpc-cert-file=/tls.crt", "--watchfanout-addresses=a:1"},
+		"--watchfanout-addresses or --xds-servers is required: gateway calls watchfanout, which is not among": {
+			"--rpc-cert-file=/{service}.crt"},
+		"want {service} in the path": {"--rpc-cert-file=/tls.crt",
+			"--watchfanout-addresses=a:1"},
 		"unknown flag: --of-watchfanout: it is a flag of watchfanout": append(certs, "--of-watchfanout=1"),
 		"--of-authn=x: not an integer":                                append(certs, "--of-authn=x"),
 		`--watchfanout-addresses "::": want host:port`:                append(certs, "--watchfanout-addresses=::"),

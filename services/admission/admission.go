@@ -104,7 +104,8 @@ func New(ctx context.Context, c *Config, conn *apiclient.Conn) (*Service, error)
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}
-	connected := conn.Config // a webhook at the API's own Service adds its TLS options, which an in-process client rejects
+	// a webhook at the API's own Service adds its TLS options, which an in-process client rejects
+	connected := conn.Config
 	if c.Kubeconfig != "" {
 		var err error
 		if connected, err = apiclient.Config(c.Kubeconfig, "admission"); err != nil {

@@ -7,8 +7,8 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// TestClientsSeeTheTruthUnderFaults runs the short form: a few faults with a random seed in each placement. `make robustness` is the long
-// form.
+// TestClientsSeeTheTruthUnderFaults runs the short form: a few faults with a random seed in each placement.
+// `make robustness` is the long form.
 func TestClientsSeeTheTruthUnderFaults(t *testing.T) {
 	for _, placement := range []string{"split", "compact"} {
 		t.Run(placement, func(t *testing.T) {

@@ -1,6 +1,6 @@
-// Package routing routes a request for a resource to the service that serves it. Lists and watches of stored resources go
-// to the watch tier, or to registry if the client is authn, authz or admission. All other requests go to registry. During a
-// write, the package also calls admission, authz and authn on the registry's behalf.
+// Package routing routes a request for a resource to the service that serves it. Lists and watches of stored resources
+// go to the watch tier, or to registry if the client is authn, authz or admission. All other requests go to registry.
+// During a write, the package also calls admission, authz and authn on the registry's behalf.
 //
 // Router.ServeHTTP finds the resource. requestContext.dispatch negotiates the encoding and switches on the verb:
 //
