@@ -14,6 +14,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -257,7 +258,7 @@ func (d DirectGetReader) revisionBefore(ctx context.Context, sequence uint64) (i
 	if name == "" { // the first message of the log
 		name = m.Header.Get(jetstream.MsgIDHeader)
 	}
-	id, err := ParseID(name)
+	id, err := core.ParseID(name)
 	if err != nil {
 		return 0, err
 	}

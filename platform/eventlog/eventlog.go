@@ -1,20 +1,18 @@
-// Package eventlog is the ordered log of etcd events in NATS JetStream: its subjects, its order, its readers and
-// writer.
+// Package eventlog is the ordered log of etcd events in NATS JetStream: its subjects, its messages, its readers and
+// writer. platform/watchcache/core decides their order: this package performs its reads and appends.
 //
 // Every message holds one logv1.Event. A message's id is the event's position in etcd, and each publish expects the id
 // of the previous message (Nats-Expected-Last-Msg-Id). The log therefore cannot fork or have a gap: JetStream
 // rejects messages of a deposed publisher.
 //
 // The package does not read etcd and elects no publisher; the registry does. Read and Replay run in the caller's
-// goroutine. A Writer belongs to one goroutine and starts one for each unacknowledged message.
+// goroutine. A Writer belongs to one goroutine, and starts another for the acknowledgements.
 package eventlog
 
 import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/klauspost/compress/s2"
@@ -134,55 +132,13 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, error) {
 	return nc, nil
 }
 
-// JetStream returns the registry's context for publishing: at most 512 unacknowledged messages, each for at most 5 s.
+// maxUnacknowledged is how many messages a publisher sends before it waits for acknowledgements.
+const maxUnacknowledged = 512
+
+// JetStream returns the registry's context for publishing. It waits for an acknowledgement for at most 5 s.
 func JetStream(nc *nats.Conn) (jetstream.JetStream, error) {
-	return jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(512),
+	return jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(maxUnacknowledged),
 		jetstream.WithPublishAsyncTimeout(5*time.Second))
-}
-
-// ID is the position of a message: a revision, an index in its transaction, and whether it is progress.
-type ID struct {
-	Revision int64
-	Index    int32
-	// Progress is true for progress and for a reset of all resources, because both cover everything up to Revision. A
-	// reset of one resource has a position in its transaction, as an event has.
-	Progress bool
-	// nonce distinguishes equal positions of different publishers or different epochs of etcd.
-	nonce string
-}
-
-// IDOf returns the id of e from the publisher with the nonce.
-func IDOf(e *logv1.Event, nonce string) ID {
-	progress := e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET && e.StorageResource == ""
-	return ID{e.Revision, e.Index, progress, nonce}
-}
-
-func (id ID) String() string {
-	prefix := ""
-	if id.Progress {
-		prefix = "m"
-	}
-	return fmt.Sprintf("%s%d.%d.%s", prefix, id.Revision, id.Index, id.nonce)
-}
-
-// ParseID is the inverse of ID.String.
-func ParseID(s string) (ID, error) {
-	rest, progress := strings.CutPrefix(s, "m")
-	parts := strings.SplitN(rest, ".", 3)
-	if len(parts) != 3 {
-		return ID{}, fmt.Errorf("not an event id: %q", s)
-	}
-	r, err := strconv.ParseInt(parts[0], 10, 64)
-	i, ierr := strconv.ParseInt(parts[1], 10, 32)
-	if err != nil || ierr != nil {
-		return ID{}, fmt.Errorf("not an event id: %q", s)
-	}
-	return ID{
-		Revision: r,
-		Index:    int32(i),
-		Progress: progress,
-		nonce:    parts[2],
-	}, nil
 }
 
 const (

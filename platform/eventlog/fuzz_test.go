@@ -36,17 +36,3 @@ func FuzzEvent(f *testing.F) {
 		}
 	})
 }
-
-func FuzzParseID(f *testing.F) {
-	f.Add("m12.0.ABC-1")
-	f.Add("12.3.x")
-	f.Fuzz(func(t *testing.T, s string) {
-		id, err := ParseID(s)
-		if err != nil {
-			return
-		}
-		if again, err := ParseID(id.String()); err != nil || again != id {
-			t.Errorf("%q is %+v, and then %+v (%v)", s, id, again, err)
-		}
-	})
-}

@@ -9,6 +9,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -66,25 +67,16 @@ func Read(ctx context.Context, nc *nats.Conn, stream StreamReader, handle func(*
 
 type handlerError struct{ error }
 
-// reader is a reader's position in the log.
+// reader is a reader of the log.
 type reader struct {
+	core.Reader
 	nc     *nats.Conn
 	stream StreamReader
 	handle func(*logv1.Event) error
-	// created distinguishes streams of the same name. sequence and id are those of the last message.
-	created  int64
-	sequence uint64
-	id       string
-	// afterGap is true if the log no longer holds the last read message, so the next message follows a gap.
-	afterGap bool
 }
 
-var (
-	// errMissed means that a message does not follow the last read message.
-	errMissed = errors.New("messages of the event log were missed")
-	// errAnotherStream means that the stream was recreated. The reader starts at its beginning, after a reset.
-	errAnotherStream = errors.New("the event log's stream was recreated")
-)
+// errAnotherStream means that the stream was recreated. The reader starts at its beginning, after a reset.
+var errAnotherStream = errors.New("the event log's stream was recreated")
 
 func (r *reader) read(ctx context.Context) error {
 	sub, err := r.nc.SubscribeSync(storedPrefix + ">")
@@ -101,14 +93,14 @@ func (r *reader) read(ctx context.Context) error {
 	if err := r.catchUp(ctx); err != nil {
 		return err
 	}
-	compared, lastSequence, due := time.Now(), r.sequence, false
+	compared, lastSequence, due := time.Now(), r.Sequence(), false
 	for {
 		m, err := sub.NextMsg(pollInterval)
 		if err == nil {
 			err = r.next(m)
 		}
 		switch {
-		case errors.Is(err, errMissed), errors.Is(err, nats.ErrSlowConsumer): // dropped messages, possibly the last
+		case errors.Is(err, core.ErrMissed), errors.Is(err, nats.ErrSlowConsumer): // possibly the last is missing
 			err = r.catchUp(ctx)
 		case errors.Is(err, nats.ErrTimeout):
 			err = nil
@@ -117,8 +109,8 @@ func (r *reader) read(ctx context.Context) error {
 		switch {
 		case err != nil:
 			return err
-		case r.sequence != lastSequence:
-			compared, lastSequence = time.Now(), r.sequence
+		case r.Sequence() != lastSequence:
+			compared, lastSequence = time.Now(), r.Sequence()
 		case due || time.Since(compared) > compareAfter:
 			ok, err := r.compare(ctx)
 			if err != nil {
@@ -141,13 +133,13 @@ func received(c <-chan nats.Status) bool {
 // next delivers a message of the subscription. It ignores a message that was already delivered or has no sequence.
 func (r *reader) next(m *nats.Msg) error {
 	sequence, err := sequenceOf(m)
-	switch {
-	case err != nil, sequence <= r.sequence:
+	if err != nil {
 		return nil
-	case sequence > r.sequence+1:
-		return errMissed
 	}
-	return r.deliver(storedMessage(m.Header, sequence, m.Data), false)
+	if next, err := r.Live(sequence); !next {
+		return err
+	}
+	return r.deliver(storedMessage(m.Header, sequence, m.Data), true)
 }
 
 // compare reads the messages that the stream holds and the subscription missed. If the stream cannot be read, compare
@@ -171,17 +163,13 @@ func (r *reader) catchUp(ctx context.Context) error {
 	}
 	for {
 		again := false
-		request := &logv1.ReadRequest{}
-		if r.sequence > 0 {
-			request.Sequence = r.sequence + 1
-		}
-		err := r.stream.Messages(ctx, request, func(c *logv1.Chunk) error {
-			if r.reposition(c) {
+		err := r.stream.Messages(ctx, r.Request(), func(c *logv1.Chunk) error {
+			if r.Reposition(c) {
 				again = true
-				return errMissed
+				return core.ErrMissed
 			}
 			for _, m := range c.Messages {
-				if err := r.deliver(m, true); err != nil {
+				if err := r.deliver(m, false); err != nil {
 					return err
 				}
 			}
@@ -193,50 +181,25 @@ func (r *reader) catchUp(ctx context.Context) error {
 	}
 }
 
-// reposition returns true if the stream does not continue at the reader's position. It then moves the reader.
-func (r *reader) reposition(c *logv1.Chunk) bool {
-	previous := r.created
-	r.created = c.Created
-	switch {
-	case r.sequence == 0:
-		return false
-	case c.Created != previous: // another stream: read its beginning, which is a reset
-		r.sequence, r.id, r.afterGap = 0, "", true
-		return true
-	case c.Last < r.sequence: // the stream lost its end, and its messages up to Last may differ
-		r.sequence, r.id, r.afterGap = c.Last, "", true
-		return true
-	}
-	return false
-}
-
-// deliver calls handle with one message. If the message does not follow the last message, deliver calls handle with a
-// reset first. Only a message of the stream proves such a gap. For a message of the subscription, deliver returns
-// errMissed.
-func (r *reader) deliver(m *logv1.StoredMessage, fromStream bool) error {
-	e, err := decode(m.Encoding, m.Data)
+// deliver calls handle with one message, and with a reset before it if the message follows a gap.
+func (r *reader) deliver(m *logv1.StoredMessage, live bool) error {
+	decoded, err := decode(m.Encoding, m.Data)
 	if err != nil {
 		slog.Error("A message of the event log is corrupt", "sequence", m.Sequence, "error", err)
-		id, _ := ParseID(m.Id)
-		e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}
+		decoded = nil
 	}
-	if (e.Type != logv1.Type_TYPE_RESET || e.StorageResource != "") && (r.afterGap || r.id != "" && m.ExpectedLastMsgId != r.id) {
-		if !fromStream {
-			return errMissed
-		}
-		gap := &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision}
-		if e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Type != logv1.Type_TYPE_RESET && e.Index == 0 {
-			gap.Revision--
-		}
+	gap, e, err := r.Next(m, decoded, live)
+	if err != nil {
+		return err
+	}
+	if gap != nil {
 		slog.Warn("The event log has a gap", "before", e.Revision)
 		if err := r.handle(gap); err != nil {
 			return &handlerError{err}
 		}
 	}
-	r.afterGap, r.id = false, m.Id
 	if err := r.handle(e); err != nil {
 		return &handlerError{err}
 	}
-	r.sequence = m.Sequence
 	return nil
 }

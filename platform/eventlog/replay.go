@@ -3,14 +3,14 @@ package eventlog
 import (
 	"context"
 	"errors"
-	"math"
 	"time"
 
+	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
 // ErrExpired means that the log does not hold all messages after a revision.
-var ErrExpired = errors.New("the event log has expired messages after this revision")
+var ErrExpired = core.ErrExpired
 
 // replayPause is the delay between reads of a replay at the end of the log.
 const replayPause = 100 * time.Millisecond
@@ -23,10 +23,11 @@ const replayPause = 100 * time.Millisecond
 // little behind the log. each must be fast.
 func Replay(ctx context.Context, stream StreamReader, storedAs string, after int64,
 	each func(*logv1.Event) (bool, error)) error {
-	r := &replay{after: after, each: each}
+	r := core.NewReplay(after)
 	request := &logv1.ReadRequest{StorageResource: storedAs, After: after}
 	for {
-		if err := stream.Messages(ctx, request, r.handleChunk); err != nil {
+		err := stream.Messages(ctx, request, func(c *logv1.Chunk) error { return replayChunk(r, c, each) })
+		if err != nil {
 			if errors.Is(err, errStopReplay) {
 				err = nil
 			}
@@ -37,46 +38,32 @@ func Replay(ctx context.Context, stream StreamReader, storedAs string, after int
 			return ctx.Err()
 		case <-time.After(replayPause):
 		}
-		request = &logv1.ReadRequest{StorageResource: storedAs, Sequence: r.through + 1}
+		request = &logv1.ReadRequest{StorageResource: storedAs, Sequence: r.Through() + 1}
 	}
 }
 
 // errStopReplay ends a replay when each returns false.
 var errStopReplay = errors.New("enough")
 
-// replay is the progress of a Replay.
-type replay struct {
-	after     int64
-	each      func(*logv1.Event) (bool, error)
-	delivered bool
-	created   int64
-	through   uint64
-}
-
-// handleChunk calls each with the events of a chunk.
-func (r *replay) handleChunk(c *logv1.Chunk) error {
-	if r.created != 0 && (c.Created != r.created || c.Last < r.through) { // another stream, or its end is lost
-		return ErrExpired
+// replayChunk calls each with the events of a chunk.
+func replayChunk(r *core.Replay, c *logv1.Chunk, each func(*logv1.Event) (bool, error)) error {
+	if err := r.Chunk(c); err != nil {
+		return err
 	}
-	r.created, r.through = c.Created, c.Through
 	for _, m := range c.Messages {
 		e, err := decode(m.Encoding, m.Data)
-		if err != nil { // it may have been a reset
-			e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: math.MaxInt64}
+		if err != nil {
+			e = nil
 		}
-		switch {
-		case e.Type == logv1.Type_TYPE_RESET && (r.delivered || e.Revision > r.after):
-			return ErrExpired
-		case e.Revision <= r.after:
-			continue
+		part, err := r.Next(e)
+		if err == nil && part {
+			var more bool
+			if more, err = each(e); err == nil && !more {
+				err = errStopReplay
+			}
 		}
-		r.delivered = true
-		more, err := r.each(e)
 		if err != nil {
 			return err
-		}
-		if !more {
-			return errStopReplay
 		}
 	}
 	return nil

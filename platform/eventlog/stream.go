@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
+
+	"watershed.dev/platform/watchcache/core"
 )
 
 // Stream creates the stream of the log, or updates an existing stream to the configuration.
@@ -76,19 +78,19 @@ func getNext(ctx context.Context, js jetstream.JetStream, subject string, sequen
 }
 
 // Last returns the id of the log's last message. ok is false for an empty log; sequence is the stream's last sequence.
-func Last(ctx context.Context, js jetstream.JetStream) (id ID, sequence uint64, ok bool, err error) {
+func Last(ctx context.Context, js jetstream.JetStream) (id core.ID, sequence uint64, ok bool, err error) {
 	stream, err := js.Stream(ctx, StreamName)
 	if err != nil {
-		return ID{}, 0, false, err
+		return core.ID{}, 0, false, err
 	}
 	state := stream.CachedInfo().State
 	if state.Msgs == 0 {
-		return ID{}, state.LastSeq, false, nil
+		return core.ID{}, state.LastSeq, false, nil
 	}
 	m, err := Get(ctx, js, state.LastSeq)
 	if err != nil {
-		return ID{}, 0, false, err
+		return core.ID{}, 0, false, err
 	}
-	id, err = ParseID(m.Header.Get(jetstream.MsgIDHeader))
+	id, err = core.ParseID(m.Header.Get(jetstream.MsgIDHeader))
 	return id, state.LastSeq, err == nil, err
 }

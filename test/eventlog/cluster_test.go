@@ -2,6 +2,7 @@ package eventlog
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"net"
@@ -15,6 +16,7 @@ import (
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/test/harness"
 )
@@ -116,10 +118,10 @@ func (c *cluster) write(events ...*logv1.Event) {
 			if w.Has(e) {
 				return nil
 			}
-			if err := w.Append(e); err != nil {
+			if err := w.append(c.t.Context(), e); err != nil {
 				return err
 			}
-			return w.Flush(c.t.Context())
+			return w.flush(c.t.Context())
 		})
 	}
 }
@@ -133,17 +135,48 @@ func (c *cluster) last() string {
 	return w.Last().String()
 }
 
+// writer appends events to the log as a publisher does.
+type writer struct {
+	core.Chain
+	log  *eventlog.Writer
+	sent core.ID
+}
+
 // writer returns a writer that continues after the log's last message, or begins an empty log.
-func (c *cluster) writer() (*eventlog.Writer, error) {
+func (c *cluster) writer() (*writer, error) {
 	last, sequence, ok, err := eventlog.Last(c.t.Context(), c.js)
 	if err != nil {
 		return nil, err
 	}
-	w := eventlog.NewWriter(c.js, 32<<20, last, func(eventlog.ID) {})
+	w := &writer{core.NewChain(rand.Text()+"-", last, eventlog.Encode(32<<20)), eventlog.NewWriter(c.t.Context(), c.js), last}
 	if !ok {
 		w.Restart(sequence)
 	}
 	return w, nil
+}
+
+// append sends an event.
+func (w *writer) append(ctx context.Context, e *logv1.Event) error {
+	m, err := w.Append(e)
+	if err != nil {
+		return err
+	}
+	w.sent = m.ID
+	return w.log.Send(ctx, m)
+}
+
+// flush waits until the log has stored all events.
+func (w *writer) flush(ctx context.Context) error {
+	for {
+		select {
+		case ack := <-w.log.Acks():
+			if ack.Err != nil || ack.ID == w.sent {
+				return ack.Err
+			}
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
 }
 
 func added(revision int64, of string) *logv1.Event {

@@ -80,7 +80,7 @@ func BenchmarkDelivery(b *testing.B) {
 		began, since := cpu(b), time.Now()
 		go func() {
 			for r := int64(11); r < 11+messages; r++ {
-				if err := w.Append(event(r)); err != nil {
+				if err := w.append(b.Context(), event(r)); err != nil {
 					b.Error(err)
 					return
 				}
@@ -92,7 +92,7 @@ func BenchmarkDelivery(b *testing.B) {
 		var all []time.Duration
 		for r := int64(11 + messages); r < 11+messages+delays; r++ {
 			e, since := event(r), time.Now()
-			if err := w.Append(e); err != nil {
+			if err := w.append(b.Context(), e); err != nil {
 				b.Fatal(err)
 			}
 			await(b, seen, 2, r)
@@ -118,14 +118,14 @@ func BenchmarkReplay(b *testing.B) {
 	for r := int64(11); r < 11+messages; r++ {
 		e := added(r, map[bool]string{true: "nodes", false: "pods"}[r%100 == 0])
 		e.Object.Json = data
-		if err := w.Append(e); err != nil {
+		if err := w.append(b.Context(), e); err != nil {
 			b.Fatal(err)
 		}
 	}
-	if err := w.Append(&logv1.Event{Revision: 11 + messages}); err != nil {
+	if err := w.append(b.Context(), &logv1.Event{Revision: 11 + messages}); err != nil {
 		b.Fatal(err)
 	}
-	if err := w.Flush(b.Context()); err != nil {
+	if err := w.flush(b.Context()); err != nil {
 		b.Fatal(err)
 	}
 	replay := func() {

@@ -76,28 +76,20 @@ func TestTwoWritersDoNotForkTheLog(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, e := range []*logv1.Event{added(11, "pods"), added(12, "pods")} {
-		if err := first.Append(e); err != nil {
+		if err := first.append(t.Context(), e); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := first.Flush(t.Context()); err != nil {
+	if err := first.flush(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	for _, e := range []*logv1.Event{added(11, "secrets"), added(12, "secrets"), added(13, "secrets")} {
-		if err := other.Append(e); err != nil {
+		if err := other.append(t.Context(), e); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := other.Flush(t.Context()); err == nil {
+	if err := other.flush(t.Context()); err == nil {
 		t.Error("the log accepted two messages after the same message")
-	}
-	select {
-	case err := <-other.Failed():
-		if err == nil {
-			t.Error("no reason is given")
-		}
-	case <-time.After(10 * time.Second):
-		t.Error("no writer received the rejection")
 	}
 	c.read().is(t, "!10 11 12 ")
 }
@@ -110,20 +102,19 @@ func TestATooLargeEventIsNoMessage(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := w.Append(reset(10)); err != nil {
+	if err := w.append(t.Context(), reset(10)); err != nil {
 		t.Fatal(err)
 	}
 	large := added(11, "pods")
 	large.Object.Json = make([]byte, 33<<20)
 	_, _ = rand.Read(large.Object.Json) // random data does not compress
-	var unsendable *eventlog.UnsendableError
-	if err := w.Append(large); !errors.As(err, &unsendable) {
-		t.Errorf("%v", err)
+	if err := w.append(t.Context(), large); err == nil {
+		t.Error("a message holds it")
 	}
-	if err := w.Append(added(12, "pods")); err != nil {
+	if err := w.append(t.Context(), added(12, "pods")); err != nil {
 		t.Fatal(err)
 	}
-	if err := w.Flush(t.Context()); err != nil {
+	if err := w.flush(t.Context()); err != nil {
 		t.Error(err)
 	}
 	c.read().is(t, "!10 12 ")

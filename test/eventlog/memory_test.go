@@ -11,6 +11,7 @@ import (
 	"github.com/nats-io/nats.go"
 
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -35,7 +36,7 @@ func (m *memory) append(events ...*logv1.Event) {
 		}
 		stored := &logv1.StoredMessage{
 			Sequence: uint64(len(m.messages) + 1),
-			Id:       eventlog.IDOf(e, "t").String(),
+			Id:       core.IDOf(e, "t").String(),
 			Data:     message.Data,
 		}
 		if n := len(m.messages); n > 0 {

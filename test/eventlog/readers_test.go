@@ -124,11 +124,11 @@ func TestASlowReaderMissesNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	for r := int64(11); r <= last; r++ {
-		if err := w.Append(added(r, "pods")); err != nil {
+		if err := w.append(ctx, added(r, "pods")); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := w.Flush(ctx); err != nil {
+	if err := w.flush(ctx); err != nil {
 		t.Fatal(err)
 	}
 	close(hold)

@@ -107,7 +107,7 @@ var floors = map[string][][]string{
 			"config", "deflate", "egress", "events", "features", "frame", "recovery", "identity", "admissionrules", "lru",
 			"patchlimit", "paths", "pki", "reload", "version", "warnings", "watchable",
 		},
-		{"kubeversion", "loopback", "reload/reloadtest", "telemetry"},
+		{"kubeversion", "loopback", "reload/reloadtest", "telemetry", "watchcache/core"},
 		{"rpc"},
 		{"apiclient", "discovery", "coalesce", "crd", "eventlog", "lifecycle"},
 		{"process", "watchcache/cache"},

@@ -4,23 +4,85 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"time"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/recovery"
+	"watershed.dev/platform/telemetry"
+	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/services/registry/customresources"
 	"watershed.dev/services/registry/storage"
 )
 
-// errPrevCompacted means that etcd has compacted the previous state of an object. A watch with a selector then cannot
-// see whether the object left the selection, so the log is reset.
-var errPrevCompacted = errors.New("etcd compacted the object's previous state")
+// handle publishes a response of the etcd watch.
+func (t *term) handle(ctx context.Context, resp clientv3.WatchResponse) error {
+	if resp.CompactRevision != 0 || errors.Is(resp.Err(), rpctypes.ErrCompacted) {
+		t.Compacted()
+		return nil
+	}
+	if err := resp.Err(); err != nil {
+		return err
+	}
+	if resp.IsProgressNotify() {
+		t.Progress(resp.Header.Revision)
+		return nil
+	}
+	for events := resp.Events; len(events) > 0; {
+		n := 1
+		for n < len(events) && events[n].Kv.ModRevision == events[0].Kv.ModRevision {
+			n++
+		}
+		if err := t.publishTransaction(ctx, events[:n]); err != nil {
+			return err
+		}
+		events = events[n:]
+	}
+	return nil
+}
+
+// publishTransaction publishes the events of a revision. An event's span belongs to the trace of its write, if the
+// write is traced.
+func (t *term) publishTransaction(ctx context.Context, events []*clientv3.Event) error {
+	changes := make([]core.Change, len(events))
+	for i, e := range events {
+		c := &changes[i]
+		*c = t.decodeEvent(ctx, e)
+		switch {
+		case c.Err != nil && c.Resource != "" && !errors.Is(c.Err, core.ErrPrevCompacted):
+			reject(c.Key, c.Revision, c.Err)
+		case c.Err == nil && c.Event != nil:
+			span, traced := telemetry.StartEventSpan(ctx, t.traceContexts.pop(e), c.Resource, c.Revision,
+				time.Unix(0, c.Event.ObservedUnixNano))
+			defer span.End()
+			c.Event.Traceparent = traced
+		}
+	}
+	t.Transaction(changes)
+	return t.proceed(ctx)
+}
+
+// encode encodes an event as a message.
+func (p *Publisher) encode(e *logv1.Event) (any, error) {
+	payload, err := eventlog.Encode(p.NATS.MaxPayload())(e)
+	if err != nil {
+		reject(e.Namespace+"/"+e.Name, e.Revision, err)
+	}
+	return payload, err
+}
+
+// reject records that an event cannot be published.
+func reject(key string, revision int64, err error) {
+	rejectedEvents.Inc()
+	slog.Error("An event cannot be published; its resource is reset", "key", key, "revision", revision, "error", err)
+}
 
 // resourceByKey finds the resource of an etcd key.
 func (p *Publisher) resourceByKey(key string) (*storage.Resource, bool) {
@@ -30,33 +92,32 @@ func (p *Publisher) resourceByKey(key string) (*storage.Resource, bool) {
 	return p.crds.ByKey(key, p.Storage.Prefix())
 }
 
-// decodeEvent decodes an etcd event. It returns nil if no served resource has the key. If the event is of a CRD,
-// crdChanged is the stored resource whose objects decode differently after it.
-func (p *Publisher) decodeEvent(
-	ctx context.Context,
-	e *clientv3.Event,
-) (out *logv1.Event, crdChanged string, err error) {
-	key := string(e.Kv.Key)
+// decodeEvent decodes an etcd event.
+func (p *Publisher) decodeEvent(ctx context.Context, e *clientv3.Event) (c core.Change) {
+	key, deleted := string(e.Kv.Key), e.Type == mvccpb.DELETE
+	c.EtcdEvent = core.EtcdEvent{Key: key, Revision: e.Kv.ModRevision, Deleted: deleted}
 	st, ok := p.resourceByKey(key)
 	if !ok {
-		return nil, "", nil
+		return c
 	}
-	defer recovery.ToError("reading an object", &err)
+	c.Resource = st.Name()
+	defer recovery.ToError("reading an object", &c.Err)
 	encrypted := storage.Encrypted(e.Kv.Value) || e.PrevKv != nil && storage.Encrypted(e.PrevKv.Value)
 	if encrypted {
-		if err := p.decryptBackoff.check(st.Name()); err != nil {
-			return nil, "", err
+		if c.Err = p.decryptBackoff.check(c.Resource); c.Err != nil {
+			return c
 		}
-		defer p.decryptBackoff.record(st.Name(), time.Now(), &err)
+		defer p.decryptBackoff.record(c.Resource, time.Now(), &c.Err)
 	}
-	out, obj, err := p.newLogEvent(ctx, e, st)
-	if err == nil && encrypted && p.DataKeys != nil {
-		err = p.encrypt(ctx, out, st)
+	var obj runtime.Object
+	c.Event, obj, c.Err = p.newLogEvent(ctx, e, st)
+	if c.Err == nil && encrypted && p.DataKeys != nil {
+		c.Err = p.encrypt(ctx, c.Event, st)
 	}
-	if err == nil && customresources.IsCRD(st) {
-		crdChanged = p.crds.Apply(obj, e.Type == mvccpb.DELETE)
+	if c.Err == nil && customresources.IsCRD(st) {
+		c.CRDChanged = p.crds.Apply(obj, deleted)
 	}
-	return out, crdChanged, err
+	return c
 }
 
 func (p *Publisher) newLogEvent(ctx context.Context, e *clientv3.Event,
@@ -68,7 +129,7 @@ func (p *Publisher) newLogEvent(ctx context.Context, e *clientv3.Event,
 	case e.Type == mvccpb.DELETE:
 		out.Type = logv1.Type_TYPE_DELETED
 		if e.PrevKv == nil {
-			return nil, nil, errPrevCompacted
+			return nil, nil, core.ErrPrevCompacted
 		}
 		value = e.PrevKv.Value // the last state, at the revision of the deletion
 	case e.IsCreate():
@@ -76,7 +137,7 @@ func (p *Publisher) newLogEvent(ctx context.Context, e *clientv3.Event,
 	default:
 		out.Type = logv1.Type_TYPE_MODIFIED
 		if e.PrevKv == nil {
-			return nil, nil, errPrevCompacted
+			return nil, nil, core.ErrPrevCompacted
 		}
 	}
 	obj, err := st.Decode(ctx, key, value, e.Kv.ModRevision)

@@ -1,9 +1,9 @@
 // Package publisher writes the event log from etcd's events. One replica at a time publishes: it is elected through
 // etcd and holds the only watch that etcd serves.
 //
-// The publisher decodes each event once and encodes it once per media type. It publishes each message with the expected
-// ID of the previous message, so JetStream refuses a publisher that lost its election without noticing. The package
-// does not deliver events to readers: platform/eventlog and the watch tier do.
+// The publisher decodes each event once and encodes it once per media type. platform/watchcache/core decides how a term
+// continues the log, and which messages follow which. This package performs its requests to etcd and NATS. It does not
+// deliver events to readers: platform/eventlog and the watch tier do.
 //
 // Publisher.Run owns two goroutines: the election, which calls lead, and sendTraceContexts. lead owns the compaction
 // task. All other state of a term belongs to the goroutine of lead.
@@ -11,6 +11,7 @@ package publisher
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -26,6 +27,7 @@ import (
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/telemetry"
+	"watershed.dev/platform/watchcache/core"
 	"watershed.dev/services/registry/customresources"
 	"watershed.dev/services/registry/election"
 	"watershed.dev/services/registry/storage"
@@ -90,23 +92,22 @@ type Publisher struct {
 	decryptBackoff decryptBackoff
 	// crds decodes custom resources as of the revision that is being published.
 	crds *customresources.CRDs
-	// published is the last revision in the log. acknowledged counts the messages that JetStream has acknowledged.
-	published, acknowledged atomic.Int64
+	// core decides. published is its last revision in the log.
+	core      core.Publisher
+	published atomic.Int64
 	// traceContexts holds the trace contexts of writes whose events have not arrived. publishing is true while this
 	// publisher consumes them.
 	traceContexts traceContexts
 	publishing    atomic.Bool
-	// checkpoint identifies the last published state of etcd, for the case that the log is lost.
-	checkpoint checkpoint
 }
 
 // Run takes part in the election and publishes while elected, until ctx ends. The lifecycle of a publisher:
 //
-//	follower ── lease acquired ──▶ leader: beginTerm ──▶ publishing
+//	follower ── lease acquired ──▶ leader: core.Term ──▶ publishing
 //	                                       ▲                 │
 //	                                       └── 200 ms ◀──────┤ any error; a reset after a compaction
 //	leader ── lease lost, ctx done ──▶ follower
-//	leader ── no acknowledgement for resignAfter ──▶ follower, which pauses before the next election
+//	leader ── core.Publisher.TermFailed ──▶ follower, which pauses before the next election
 //	follower ── sees another leader ──▶ follower with an empty checkpoint
 func (p *Publisher) Run(ctx context.Context) error {
 	go p.sendTraceContexts(ctx)
@@ -116,12 +117,9 @@ func (p *Publisher) Run(ctx context.Context) error {
 		ElectionKey,
 		p.Identity,
 		p.lead,
-		func() { p.checkpoint = checkpoint{} },
+		p.core.OtherLeader,
 	)
 }
-
-// resignAfter is how long a leader may fail to publish before it resigns. Another replica may reach NATS and etcd.
-const resignAfter = 8 * time.Second
 
 // lead publishes term after term until ctx ends, or fails if the leader must resign.
 func (p *Publisher) lead(ctx context.Context) error {
@@ -134,19 +132,16 @@ func (p *Publisher) lead(ctx context.Context) error {
 	}
 	leading.Set(1)
 	defer leading.Set(0)
-	var failing time.Time // when the first failure without an acknowledgement since happened
+	p.core.Elected()
 	for {
-		before := p.acknowledged.Load()
 		err := p.publish(ctx)
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
 		failures.Inc()
 		slog.Warn("Publishing failed; resuming from the log's last message", "error", err)
-		if failing.IsZero() || p.acknowledged.Load() != before {
-			failing = time.Now()
-		} else if time.Since(failing) > resignAfter {
-			return fmt.Errorf("no event could be published for %v: %w", time.Since(failing).Round(time.Second), err)
+		if p.core.TermFailed(time.Now()) {
+			return fmt.Errorf("no event could be published for a while: %w", err)
 		}
 		select {
 		case <-ctx.Done():
@@ -160,8 +155,9 @@ func (p *Publisher) lead(ctx context.Context) error {
 func (p *Publisher) publish(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	w, err := p.beginTerm(ctx)
-	if err != nil {
+	t := &term{Term: p.core.Begin(rand.Text()[:8]+"-", core.Epoch{ID: rand.Text(), Token: rand.Text()}, p.encode),
+		Publisher: p, log: eventlog.NewWriter(ctx, p.JS)}
+	if err := t.proceed(ctx); err != nil {
 		return err
 	}
 	progressRequests := make(chan struct{}, 1)
@@ -184,40 +180,22 @@ func (p *Publisher) publish(ctx context.Context) error {
 		p.publishing.Store(true)
 		defer p.publishing.Store(false)
 	}
-	last := w.log.Last()
-	from := last.Revision + 1
-	if !last.Progress {
-		from = last.Revision // the log may lack the rest of its transaction
-	}
-	if p.crds, err = customresources.CRDsAt(ctx, p.Storage, from-1); err == nil {
-		watch := p.Storage.Client.Watch(clientv3.WithRequireLeader(ctx), p.Storage.Prefix(), clientv3.WithPrefix(),
-			clientv3.WithPrevKV(), clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
-		err = p.watch(ctx, w, watch, paced(ctx, progressRequests))
-	}
-	compacted := errors.Is(err, rpctypes.ErrCompacted)
-	if !compacted && !errors.Is(err, errPrevCompacted) {
+	from := t.Request().Revision
+	switch p.crds, err = customresources.CRDsAt(ctx, p.Storage, from-1); {
+	case errors.Is(err, rpctypes.ErrCompacted):
+		t.Compacted()
+		return t.proceed(ctx)
+	case err != nil:
 		return err
 	}
-	after, err := p.Storage.ReadRevision(ctx)
-	if err != nil {
-		return err
-	}
-	if compacted { // etcd may still have later revisions
-		if after, err = p.oldestRevision(ctx, after, maxBacklog); err != nil {
-			return err
-		}
-	}
-	return p.reset(ctx, w, after)
+	watch := p.Storage.Client.Watch(clientv3.WithRequireLeader(ctx), p.Storage.Prefix(), clientv3.WithPrefix(),
+		clientv3.WithPrevKV(), clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
+	return t.watch(ctx, watch, paced(ctx, progressRequests))
 }
 
 // watch publishes etcd's events and progress, and rotates the fencing token of the epoch. A receive from
 // progressRequests means that a reader requested progress.
-func (p *Publisher) watch(
-	ctx context.Context,
-	w *term,
-	watch clientv3.WatchChan,
-	progressRequests <-chan struct{},
-) (err error) {
+func (t *term) watch(ctx context.Context, watch clientv3.WatchChan, progressRequests <-chan struct{}) (err error) {
 	idle, rotations, checks := time.NewTicker(
 		idleProgress,
 	), time.NewTicker(
@@ -231,22 +209,26 @@ func (p *Publisher) watch(
 	for err == nil {
 		select {
 		case <-ctx.Done():
-			err = ctx.Err()
-		case err = <-w.log.Failed():
+			return ctx.Err()
+		case ack := <-t.log.Acks():
+			err = t.acknowledge(ack)
 		case <-progressRequests:
-			err = p.requestProgress(ctx)
+			err = t.requestProgress(ctx)
 		case <-checks.C:
-			err = p.withTimeout(ctx, w, p.checkToken)
+			err = t.checkToken(ctx)
 		case <-rotations.C:
-			err = p.withTimeout(ctx, w, p.rotateToken)
+			t.Rotate(rand.Text())
 		case <-idle.C:
-			w.forceProgress = true
-			err = p.requestProgress(ctx)
+			t.ForceProgress()
+			err = t.requestProgress(ctx)
 		case resp, ok := <-watch:
 			if !ok {
 				return errors.New("etcd ended the watch")
 			}
-			err = p.handle(ctx, w, resp)
+			err = t.handle(ctx, resp)
+		}
+		if err == nil {
+			err = t.proceed(ctx)
 		}
 	}
 	return err
@@ -256,11 +238,4 @@ func (p *Publisher) watch(
 // metadata must be as in publish.
 func (p *Publisher) requestProgress(ctx context.Context) error {
 	return p.Storage.Client.RequestProgress(clientv3.WithRequireLeader(ctx))
-}
-
-// withTimeout bounds the requests to etcd and NATS between two events.
-func (p *Publisher) withTimeout(ctx context.Context, w *term, fn func(context.Context, *term) error) error {
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
-	defer cancel()
-	return fn(ctx, w)
 }

@@ -2,79 +2,301 @@ package publisher
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"log/slog"
 	"time"
 
+	"github.com/nats-io/nats.go/jetstream"
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	clientv3 "go.etcd.io/etcd/client/v3"
+
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// term is the state of one attempt to publish. It begins at the log's last message and ends with the first error:
-//
-//	beginTerm ──▶ resume, refill or startEpoch ──▶ watch ──▶ ended
-//	                                                 │         ▲
-//	                                  etcd compacted └─ reset ─┘
-//
-// A term is used by one goroutine. Only acknowledge runs in others.
+// EpochKey is the etcd key that holds the epoch's record (core.Epoch). It is outside of kube-apiserver's prefix. It is
+// storage: replicas of two releases share it during a rolling upgrade.
+const EpochKey = "/watershed/history"
+
+const (
+	// tokenPeriod is how often the leader rotates the fencing token of the epoch.
+	tokenPeriod = 10 * time.Second
+	// tokenCheckPeriod is how often the leader checks that the token in etcd is its own.
+	tokenCheckPeriod = 2 * time.Second
+	// requestTimeout bounds the requests of a term to etcd and NATS before it waits for etcd's events.
+	requestTimeout = 10 * time.Second
+)
+
+// term performs the requests of a core.Term. A single goroutine uses it.
 type term struct {
+	*core.Term
+	*Publisher
 	log *eventlog.Writer
-	// epoch is the record at EpochKey as this publisher wrote it. epochModRevision is its mod revision.
-	epoch            epoch
-	epochModRevision int64
-	// token and nextToken are the fencing tokens in the log's progress messages: the current token, and the next if a
-	// rotation is under way.
-	token, nextToken string
-	// transactionCompleted: a whole transaction was published since the term began.
-	transactionCompleted bool
-	// forceProgress: the next progress is published even if the revision is unchanged.
-	forceProgress bool
 }
 
-// stamp sets the epoch of an event, and the tokens if it is a progress message or a reset of all resources.
-func (w *term) stamp(e *logv1.Event) *logv1.Event {
-	e.Epoch = w.epoch.ID
-	if e.StorageResource == "" {
-		e.FencingToken, e.NextFencingToken = w.token, w.nextToken
+// proceed sends the term's messages and performs its requests, until the term waits for etcd's events. It returns the
+// error that ends the term.
+func (t *term) proceed(ctx context.Context) error {
+	if err := t.send(ctx); err != nil || t.Request().Op == core.Watch {
+		return err
 	}
-	return e
-}
-
-func (w *term) append(e *logv1.Event) error { return w.log.Append(w.stamp(e)) }
-
-// progress publishes that the log is complete up to revision.
-func (w *term) progress(revision int64) error {
-	last := w.log.Last().Revision
-	if revision <= last && !w.forceProgress {
-		return nil
-	}
-	w.forceProgress = false
-	return w.append(&logv1.Event{Revision: max(revision, last)})
-}
-
-// acknowledge records that JetStream has stored a message.
-func (p *Publisher) acknowledge(id eventlog.ID) {
-	p.acknowledged.Add(1)
-	for { // acknowledgements come in any order
-		was := p.published.Load()
-		if was >= id.Revision || p.published.CompareAndSwap(was, id.Revision) {
-			break
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+	defer cancel()
+	for t.Request().Op != core.Watch {
+		if err := t.perform(ctx, t.Request()); err != nil {
+			return err
+		}
+		if err := t.send(ctx); err != nil {
+			return err
 		}
 	}
-	publishedRevision.Set(float64(p.published.Load()))
+	return nil
 }
 
-// reset publishes a reset of all resources after a revision. It always returns an error, which ends the term.
-func (p *Publisher) reset(ctx context.Context, w *term, revision int64) error {
-	resetCount.Inc()
-	slog.Warn("The event log is reset", "revision", revision, "last", w.log.Last().String())
-	if err := w.append(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision}); err != nil {
-		return err
+// send sends the term's messages to the log.
+func (t *term) send(ctx context.Context) error {
+	for _, m := range t.TakeMessages() {
+		switch e := m.Event; {
+		case e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Type != logv1.Type_TYPE_RESET:
+			publishedEvents.WithLabelValues(e.StorageResource).Inc()
+		case e.Type == logv1.Type_TYPE_RESET && e.StorageResource == "":
+			resetCount.Inc()
+			decision, reason := t.Decision()
+			slog.Warn("The event log "+decision, "reason", reason, "after", e.Revision, "last", m.Expected.String())
+		}
+		if err := t.log.Send(ctx, m); err != nil {
+			return err
+		}
 	}
-	flushing, cancel := context.WithTimeout(ctx, 10*time.Second)
+	t.published.Store(t.core.Published())
+	return nil
+}
+
+// perform performs a request and answers it.
+func (t *term) perform(ctx context.Context, r core.Request) error {
+	switch r.Op {
+	case core.ReadLog:
+		end, err := t.readLog(ctx)
+		if err != nil {
+			return err
+		}
+		t.LogRead(end)
+	case core.ReadEtcd:
+		etcd, err := t.readEtcd(ctx, r.Event)
+		if err != nil {
+			return err
+		}
+		t.EtcdRead(etcd)
+	case core.WriteEpoch:
+		revision, err := t.writeEpoch(ctx, r.Epoch, r.After)
+		if err != nil {
+			return err
+		}
+		t.EpochWritten(revision)
+	case core.ReadRevision, core.ReadOldest:
+		revision, err := t.readRevision(ctx, r)
+		if err != nil {
+			return err
+		}
+		t.RevisionRead(revision)
+	case core.AwaitAck:
+		select {
+		case ack := <-t.log.Acks():
+			return t.acknowledge(ack)
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	case core.End:
+		return r.Reason
+	}
+	return nil
+}
+
+// acknowledge records that JetStream has stored messages, and returns the error of a message that it has not.
+func (t *term) acknowledge(ack eventlog.Ack) error {
+	if ack.ID != (core.ID{}) {
+		t.Acknowledged(ack.ID)
+		publishedRevision.Set(float64(t.core.Published()))
+	}
+	return ack.Err
+}
+
+// readLog reads the end of the log. It creates the stream if necessary.
+func (p *Publisher) readLog(ctx context.Context) (end core.LogEnd, err error) {
+	if _, err = p.Log.Stream(ctx, p.JS); err != nil {
+		return end, err
+	}
+	last, sequence, ok, err := eventlog.Last(ctx, p.JS)
+	if err != nil {
+		return end, err
+	}
+	end = core.LogEnd{Empty: !ok, Last: last, Sequence: sequence}
+	if end.Empty {
+		return end, nil
+	}
+	m, err := eventlog.GetLast(ctx, p.JS, eventlog.ProgressSubject)
+	if err == nil {
+		end.Progress, err = eventlog.Event(m.Header, m.Data)
+	}
+	if err != nil && !errors.Is(err, jetstream.ErrMsgNotFound) {
+		return end, err
+	}
+	end.Event, err = p.lastEvent(ctx, sequence)
+	return end, err
+}
+
+// lastEventLookback is how many messages lastEvent reads back from the end of the log.
+const lastEventLookback = 32
+
+// lastEvent returns the last event up to a sequence whose etcd key is known. It has no key if the last messages hold no
+// such event. The key of a custom resource is unknown, because its CRD as of the event's revision is.
+func (p *Publisher) lastEvent(ctx context.Context, sequence uint64) (core.EtcdEvent, error) {
+	for seq := sequence; seq > 0 && seq+lastEventLookback > sequence; seq-- {
+		m, err := eventlog.Get(ctx, p.JS, seq)
+		if errors.Is(err, jetstream.ErrMsgNotFound) {
+			break
+		}
+		if err != nil {
+			return core.EtcdEvent{}, err
+		}
+		e, err := eventlog.Event(m.Header, m.Data)
+		if err != nil || e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET {
+			continue
+		}
+		if st, ok := p.Storage.ByName(e.StorageResource); ok {
+			deleted := e.Type == logv1.Type_TYPE_DELETED
+			return core.EtcdEvent{Key: st.Key(e.Namespace, e.Name), Revision: e.Revision, Deleted: deleted}, nil
+		}
+	}
+	return core.EtcdEvent{}, nil
+}
+
+// readEtcd reads the epoch's record, and whether etcd has an event.
+func (p *Publisher) readEtcd(ctx context.Context, e core.EtcdEvent) (etcd core.EtcdState, err error) {
+	if etcd, err = p.readEpoch(ctx); err == nil && e.Key != "" {
+		etcd.HasEvent, err = p.hasEvent(ctx, e)
+	}
+	return etcd, err
+}
+
+// readEpoch reads the epoch's record. It is the zero value if there is no record or it cannot be decoded.
+func (p *Publisher) readEpoch(ctx context.Context) (etcd core.EtcdState, err error) {
+	resp, err := p.Storage.Client.Client.Get(ctx, EpochKey)
+	if err != nil {
+		return etcd, err
+	}
+	etcd.Revision = resp.Header.Revision
+	if len(resp.Kvs) > 0 {
+		etcd.ModRevision = resp.Kvs[0].ModRevision
+		if err := json.Unmarshal(resp.Kvs[0].Value, &etcd.Epoch); err != nil {
+			slog.Warn("The epoch in etcd cannot be decoded; a new one starts", "key", EpochKey, "error", err)
+			etcd.Epoch = core.Epoch{}
+		}
+	}
+	return etcd, nil
+}
+
+// hasEvent reports whether etcd has an event at its revision. It is true if etcd has compacted the revision.
+func (p *Publisher) hasEvent(ctx context.Context, e core.EtcdEvent) (bool, error) {
+	resp, err := p.Storage.Client.Client.Get(ctx, e.Key, clientv3.WithRev(e.Revision), clientv3.WithKeysOnly())
+	switch {
+	case errors.Is(err, rpctypes.ErrCompacted):
+		return true, nil
+	case errors.Is(err, rpctypes.ErrFutureRev):
+		return false, nil
+	case err != nil:
+		return false, err
+	case e.Deleted:
+		return len(resp.Kvs) == 0, nil
+	}
+	return len(resp.Kvs) == 1 && resp.Kvs[0].ModRevision == e.Revision, nil
+}
+
+// writeEpoch writes the epoch's record if this publisher is still elected and the mod revision of EpochKey is still
+// after (0: the key does not exist). Otherwise it returns core.ErrEpochChanged.
+func (p *Publisher) writeEpoch(ctx context.Context, e core.Epoch, after int64) (revision int64, err error) {
+	data, err := json.Marshal(e)
+	if err != nil {
+		return 0, err
+	}
+	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.Value(ElectionKey), "=", p.Identity),
+		clientv3.Compare(clientv3.ModRevision(EpochKey), "=", after)}
+	resp, err := p.Storage.Client.Txn(ctx).If(conditions...).Then(clientv3.OpPut(EpochKey, string(data))).Commit()
+	if err != nil {
+		return 0, err
+	}
+	if !resp.Succeeded {
+		return 0, core.ErrEpochChanged
+	}
+	return resp.Header.Revision, nil
+}
+
+// checkToken ends the term if the epoch's record is not this publisher's.
+func (t *term) checkToken(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
-	if err := w.log.Flush(flushing); err != nil {
-		return err
+	etcd, err := t.readEpoch(ctx)
+	if err == nil {
+		t.Check(etcd.Epoch, etcd.Revision)
 	}
-	return errors.New("the log was reset")
+	return err
+}
+
+// readRevision reads etcd's revision, or the oldest revision that a new log begins with.
+func (p *Publisher) readRevision(ctx context.Context, r core.Request) (revision int64, err error) {
+	if revision = r.Revision; revision == 0 {
+		if revision, err = p.Storage.ReadRevision(ctx); err != nil {
+			return 0, err
+		}
+	}
+	if r.Op == core.ReadRevision {
+		return revision, nil
+	}
+	return p.oldestRevision(ctx, revision, maxBacklog)
+}
+
+// maxBacklog is how many revisions a new log holds at most when it begins. Readers are behind until the publisher has
+// published them.
+const maxBacklog = 50_000
+
+// maxBacklogBytes is the largest etcd that a new log is filled from. The etcd client buffers all events that are not
+// published yet, and etcd does not report their size.
+const maxBacklogBytes = 512 << 20
+
+// dbSize returns the bytes in use of etcd's database, old revisions included. It is false if no member responds.
+func dbSize(ctx context.Context, client *clientv3.Client) (int64, bool) {
+	for _, endpoint := range client.Endpoints() {
+		statusCtx, cancel := context.WithTimeout(ctx, 2*time.Second)
+		status, err := client.Status(statusCtx, endpoint)
+		cancel()
+		if err == nil {
+			return status.DbSizeInUse, true
+		}
+	}
+	return 0, false
+}
+
+// oldestRevision returns the oldest readable revision among the last limit revisions before now: etcd has all events
+// after it. It returns now if etcd's database exceeds maxBacklogBytes.
+func (p *Publisher) oldestRevision(ctx context.Context, now, limit int64) (int64, error) {
+	client := p.Storage.Client.Client
+	if size, ok := dbSize(ctx, client); !ok || size > maxBacklogBytes {
+		return now, nil
+	}
+	low, high := max(now-limit, 1), now
+	for low < high {
+		middle := low + (high-low)/2
+		_, err := client.Get(ctx, ElectionKey, clientv3.WithRev(middle), clientv3.WithCountOnly())
+		switch {
+		case errors.Is(err, rpctypes.ErrCompacted):
+			low = middle + 1
+		case err != nil:
+			return 0, err
+		default:
+			high = middle
+		}
+	}
+	return low, nil
 }

@@ -1,0 +1,143 @@
+package core
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	logv1 "watershed.dev/proto/watershed/log/v1"
+)
+
+// Epoch is the record of etcd's epoch, which the publisher stores in etcd. The JSON names are storage: replicas of two
+// releases share them during a rolling upgrade.
+//
+// An etcd restored from a backup reuses revisions that the log holds with other contents. etcd does not record the
+// restore, and new writes may pass the log's last revision before a publisher checks. The publisher therefore stores a
+// fencing token in the record and rotates it. It writes the next token to the log before it writes it to etcd.
+//
+// If etcd's token matches neither of the log's, or etcd lacks the log's last event, etcd is in another epoch. The
+// publisher then starts an epoch with a new ID, and nothing of the log is reused.
+//
+//	no record ── startEpoch, log filled from etcd's history ──▶ epoch
+//	epoch ── Rotate ──▶ same epoch, next token
+//	epoch ── next term, continuesEpoch: resume ──▶ same epoch, log continues
+//	epoch ── next revision compacted: reset ──▶ same epoch, log reset after a later revision
+//	epoch ── log lost, matchesCheckpoint: refill ──▶ same epoch, log filled from etcd's history
+//	epoch ── log lost, checkpoint differs: startEpoch ──▶ another epoch, log begins at etcd's revision
+//	epoch ── etcd restored, token or last event differ: startEpoch ──▶ another epoch, log begins at etcd's revision
+type Epoch struct {
+	ID    string `json:"id"`
+	Token string `json:"mark"`
+	// Since is the revision after which etcd's events belong to this epoch. Earlier events may differ from the events
+	// that clients have seen. 0: unknown.
+	Since int64 `json:"since,omitempty"`
+}
+
+// EtcdEvent identifies an event by the fields that etcd can confirm.
+type EtcdEvent struct {
+	Key      string
+	Revision int64
+	Deleted  bool
+}
+
+// LogEnd is the end of the log.
+type LogEnd struct {
+	// Empty is true if the log has no message. Last is then not set.
+	Empty bool
+	Last  ID
+	// Sequence is the stream's last sequence.
+	Sequence uint64
+	// Progress is the last progress message or reset of all resources. Nil: the log's retention holds none.
+	Progress *logv1.Event
+	// Event is the last event, without a key if the last messages hold none that can be checked.
+	Event EtcdEvent
+}
+
+// EtcdState is etcd's state when a term begins.
+type EtcdState struct {
+	// Epoch is the record, or the zero value if there is none or it cannot be decoded.
+	Epoch Epoch
+	// ModRevision is the mod revision of the record, 0 if there is none. Revision is etcd's.
+	ModRevision, Revision int64
+	// HasEvent is true if etcd has the event of the request, or has compacted its revision.
+	HasEvent bool
+}
+
+// Publisher is a publisher's state between its terms. The zero value is ready to use.
+type Publisher struct {
+	checkpoint checkpoint
+	// published is the last revision in the log. acknowledged counts the acknowledgements.
+	published    int64
+	acknowledged int
+	// failingSince is when the first term failed after acknowledgedThen acknowledgements. Zero: none has.
+	failingSince     time.Time
+	acknowledgedThen int
+}
+
+// checkpoint is the state that a publisher last published, independent of the log. It holds the epoch's record with its
+// mod revision, the last published revision, and the last event. It is the proof that etcd is unchanged if the log is
+// lost.
+type checkpoint struct {
+	epoch                 Epoch
+	modRevision, revision int64
+	last                  EtcdEvent
+}
+
+// Published returns the revision up to which the log is complete. 0: unknown.
+func (p *Publisher) Published() int64 { return p.published }
+
+// OtherLeader clears the checkpoint: another publisher is elected, and etcd may lose events that it publishes.
+func (p *Publisher) OtherLeader() { p.checkpoint = checkpoint{} }
+
+// Elected restarts the clock of TermFailed: the publisher leads from now on.
+func (p *Publisher) Elected() { p.failingSince = time.Time{} }
+
+// resignAfter is how long a leader may fail to publish before it resigns. Another replica may reach NATS and etcd.
+const resignAfter = 8 * time.Second
+
+// TermFailed records that a term ended with an error. It returns true if the leader must resign: no message was
+// acknowledged for resignAfter.
+func (p *Publisher) TermFailed(now time.Time) (resign bool) {
+	if p.failingSince.IsZero() || p.acknowledged != p.acknowledgedThen {
+		p.failingSince, p.acknowledgedThen = now, p.acknowledged
+		return false
+	}
+	return now.Sub(p.failingSince) > resignAfter
+}
+
+// ErrEpochChanged ends a term whose epoch's record is not its own.
+var ErrEpochChanged = errors.New("etcd is in another epoch than the log, or another publisher is elected")
+
+// continuesEpoch checks that etcd is a later state of the etcd that the log was written from. It returns the reason why
+// it is not.
+func continuesEpoch(log *LogEnd, etcd EtcdState) string {
+	switch p := log.Progress; {
+	case log.Last.Revision > etcd.Revision:
+		return fmt.Sprintf("etcd is at revision %d, the log at %d", etcd.Revision, log.Last.Revision)
+	case p == nil: // only the log's events are checked
+	case p.Epoch != etcd.Epoch.ID:
+		return fmt.Sprintf("etcd's epoch is %q, the log's %q", etcd.Epoch.ID, p.Epoch)
+	case etcd.Epoch.Token != p.FencingToken && (p.NextFencingToken == "" || etcd.Epoch.Token != p.NextFencingToken):
+		return "etcd's fencing token is not the log's last"
+	}
+	if log.Event.Key != "" && !etcd.HasEvent {
+		return "etcd does not hold the log's last event"
+	}
+	return ""
+}
+
+// matchesCheckpoint checks that etcd is a later state of the etcd that this publisher published last. It returns the
+// reason why it is not. The record proves that no other publisher has published since. The last event proves that etcd
+// was not restored.
+func (p *Publisher) matchesCheckpoint(etcd EtcdState) string {
+	m := p.checkpoint
+	switch {
+	case etcd.Epoch != m.epoch || etcd.ModRevision != m.modRevision || etcd.Epoch.Since == 0:
+		return "the log was lost, and another publisher wrote the epoch last"
+	case etcd.Revision < m.revision:
+		return fmt.Sprintf("etcd is at revision %d, and was at %d before", etcd.Revision, m.revision)
+	case m.last.Key != "" && !etcd.HasEvent:
+		return "etcd does not hold the last published event"
+	}
+	return ""
+}

@@ -1,0 +1,127 @@
+package core
+
+import (
+	"errors"
+
+	logv1 "watershed.dev/proto/watershed/log/v1"
+)
+
+// Reader is a reader's position in the log's stream. It receives messages live, which may be missing or repeated, and
+// from the stream, which is in order. It finds gaps, a stream that was recreated, and a stream that lost its end. The
+// zero value begins at the stream's beginning.
+type Reader struct {
+	// created distinguishes streams of the same name. sequence and id are the position: the last message.
+	created  int64
+	sequence uint64
+	id       string
+	// afterGap is true if the log no longer holds the last message, so the next message follows a gap.
+	afterGap bool
+}
+
+// ErrMissed means that a message does not follow the last message: the reader must read the stream.
+var ErrMissed = errors.New("messages of the event log were missed")
+
+// Sequence returns the sequence of the last message.
+func (r *Reader) Sequence() uint64 { return r.sequence }
+
+// Request returns the request for the rest of the stream.
+func (r *Reader) Request() *logv1.ReadRequest {
+	if r.sequence == 0 {
+		return &logv1.ReadRequest{}
+	}
+	return &logv1.ReadRequest{Sequence: r.sequence + 1}
+}
+
+// Live returns whether a live message with a sequence is the next, or ErrMissed. It is false for a message that the
+// reader has.
+func (r *Reader) Live(sequence uint64) (next bool, err error) {
+	if sequence > r.sequence+1 {
+		return false, ErrMissed
+	}
+	return sequence == r.sequence+1, nil
+}
+
+// Reposition returns true if the stream does not continue at the reader's position. It then moves the reader, which
+// must read again.
+func (r *Reader) Reposition(c *logv1.Chunk) bool {
+	previous := r.created
+	r.created = c.Created
+	switch {
+	case r.sequence == 0:
+		return false
+	case c.Created != previous: // another stream: read its beginning, which is a reset
+		r.sequence, r.id, r.afterGap = 0, "", true
+		return true
+	case c.Last < r.sequence: // the stream lost its end, and its messages up to Last may differ
+		r.sequence, r.id, r.afterGap = c.Last, "", true
+		return true
+	}
+	return false
+}
+
+// Next moves the reader to a message with its event, which is nil if the message is corrupt. It returns the event to
+// apply, and the reset to apply before it if the message does not follow the last message. Only a message of the stream
+// proves such a gap. For a live message, Next returns ErrMissed.
+func (r *Reader) Next(m *logv1.StoredMessage, e *logv1.Event, live bool) (gap, event *logv1.Event, err error) {
+	if e == nil {
+		id, _ := ParseID(m.Id)
+		e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}
+	}
+	resetsAll := e.Type == logv1.Type_TYPE_RESET && e.StorageResource == ""
+	if !resetsAll && (r.afterGap || r.id != "" && m.ExpectedLastMsgId != r.id) {
+		if live {
+			return nil, nil, ErrMissed
+		}
+		gap = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: before(e)}
+	}
+	r.afterGap, r.id, r.sequence = false, m.Id, m.Sequence
+	return gap, e, nil
+}
+
+// before returns the revision before a message: every later event follows in the log.
+func before(e *logv1.Event) int64 {
+	if isEvent(e) && e.Index == 0 {
+		return e.Revision - 1
+	}
+	return e.Revision
+}
+
+// ErrExpired means that the log does not hold all messages after a revision.
+var ErrExpired = errors.New("the event log has expired messages after this revision")
+
+// Replay is a position of a reader of a resource's events after a revision.
+type Replay struct {
+	after     int64
+	delivered bool
+	created   int64
+	through   uint64
+}
+
+// NewReplay returns a replay of the events after a revision.
+func NewReplay(after int64) *Replay { return &Replay{after: after} }
+
+// Through returns the sequence up to which the replay has read the stream.
+func (r *Replay) Through() uint64 { return r.through }
+
+// Chunk moves the replay over a chunk, before its events. It returns ErrExpired if the stream is another, or has lost
+// its end.
+func (r *Replay) Chunk(c *logv1.Chunk) error {
+	if r.created != 0 && (c.Created != r.created || c.Last < r.through) {
+		return ErrExpired
+	}
+	r.created, r.through = c.Created, c.Through
+	return nil
+}
+
+// Next returns whether an event is part of the replay. It returns ErrExpired at a reset, and for a corrupt message
+// (nil), which may have been a reset. The events before that have no gap.
+func (r *Replay) Next(e *logv1.Event) (bool, error) {
+	switch {
+	case e == nil, e.Type == logv1.Type_TYPE_RESET && (r.delivered || e.Revision > r.after):
+		return false, ErrExpired
+	case e.Revision <= r.after:
+		return false, nil
+	}
+	r.delivered = true
+	return true, nil
+}

@@ -1,0 +1,312 @@
+package core
+
+import (
+	"errors"
+
+	logv1 "watershed.dev/proto/watershed/log/v1"
+)
+
+// Op is an operation that a term waits for.
+type Op int
+
+// The operations of a request. Each is answered by the method that its comment names.
+const (
+	// ReadLog reads the end of the log: LogRead.
+	ReadLog Op = iota
+	// ReadEtcd reads the epoch's record, and then whether etcd has Event: EtcdRead.
+	ReadEtcd
+	// WriteEpoch writes Epoch if the publisher is still elected and the record's mod revision is still After:
+	// EpochWritten. A delayed write of an earlier term therefore changes nothing.
+	WriteEpoch
+	// ReadRevision reads etcd's revision: RevisionRead.
+	ReadRevision
+	// ReadOldest reads the oldest revision that etcd can still read, within the bound of a new log, and not after
+	// Revision, which is etcd's revision if it is known: RevisionRead.
+	ReadOldest
+	// AwaitAck waits until the log has stored all messages: Acknowledged.
+	AwaitAck
+	// Watch waits for etcd's events from Revision on: Transaction, Progress, Compacted, Rotate, Check, ForceProgress.
+	Watch
+	// End ends the term for Reason.
+	End
+)
+
+// Request is the operation that a term waits for. The messages of TakeMessages are sent before it.
+type Request struct {
+	Op       Op
+	Event    EtcdEvent
+	Epoch    Epoch
+	After    int64
+	Revision int64
+	Reason   error
+}
+
+// Term is an attempt to publish. It begins at the end of the log and ends with the first error:
+//
+//	ReadLog ──▶ ReadEtcd ──▶ resume ───────────────────────────▶ Watch ──▶ End
+//	                     ├─▶ refill ── history ──┐                 │        ▲
+//	                     └─▶ startEpoch ─────────┴─ reset ─▶ Watch │        │
+//	                                            etcd compacted ────┴─ reset ┘
+//
+// The term decides how to continue the log:
+//
+//	log has messages, etcd in the same epoch      resume: continue after the last message
+//	log has messages, otherwise                   startEpoch: begin at etcd's revision
+//	log lost, etcd proved unchanged               refill: begin with etcd's history
+//	log lost, otherwise                           startEpoch: begin at etcd's revision
+//	no log and no record, such as a cluster
+//	that kube-apiserver served                    startEpoch: begin with etcd's history
+//
+// The caller performs the request of Request and answers it, until the term waits for etcd's events. An operation that
+// fails ends the term: the caller drops it, and the next term reads the log again.
+type Term struct {
+	publisher *Publisher
+	chain     Chain
+	request   Request
+	messages  []Message
+	// then continues the term after the answer to its request.
+	then func(revision int64)
+	// log is the end of the log when the term began.
+	log LogEnd
+	// fresh is the record of a new epoch, if the term starts it.
+	fresh Epoch
+	// decision and reason explain a reset.
+	decision, reason string
+	// epoch is the record as this publisher wrote it. modRevision is its mod revision.
+	epoch       Epoch
+	modRevision int64
+	// token and nextToken are the fencing tokens in the log's progress messages: the current token, and the next if a
+	// rotation is under way.
+	token, nextToken string
+	// transactionCompleted: a whole transaction was published since the term began.
+	transactionCompleted bool
+	// forceProgress: the next progress is published even if the revision is unchanged.
+	forceProgress bool
+}
+
+// Begin begins a term. nonce is unique among all terms. fresh has the random ID and token of a new epoch.
+func (p *Publisher) Begin(nonce string, fresh Epoch, encode Encode) *Term {
+	return &Term{publisher: p, chain: NewChain(nonce, ID{}, encode), fresh: fresh}
+}
+
+// Request returns the operation that the term waits for.
+func (t *Term) Request() Request { return t.request }
+
+// TakeMessages returns the messages to append to the log, in order. The slice is valid until the next call of a method.
+func (t *Term) TakeMessages() []Message {
+	taken := t.messages
+	t.messages = t.messages[:0]
+	return taken
+}
+
+// Decision returns the last decision about the log, and its reason.
+func (t *Term) Decision() (decision, reason string) { return t.decision, t.reason }
+
+// LogRead answers ReadLog.
+func (t *Term) LogRead(log LogEnd) {
+	t.log, t.chain.last = log, log.Last
+	t.request = Request{Op: ReadEtcd, Event: log.Event}
+	if log.Empty {
+		t.request.Event = t.publisher.checkpoint.last
+	}
+}
+
+// EtcdRead answers ReadEtcd: the term decides how to continue the log.
+func (t *Term) EtcdRead(etcd EtcdState) {
+	t.reason = "etcd has no epoch"
+	switch {
+	case !t.log.Empty:
+		t.reason = continuesEpoch(&t.log, etcd)
+	case etcd.Epoch.ID != "":
+		t.reason = t.publisher.matchesCheckpoint(etcd)
+	}
+	switch same := t.reason == "" && etcd.Epoch.ID != ""; {
+	case same && !t.log.Empty:
+		t.resume(etcd)
+	case same:
+		t.refill(etcd)
+	default:
+		// clients may hold revisions of an earlier epoch
+		otherEpoch := !t.log.Empty || etcd.ModRevision != 0 || t.publisher.checkpoint.epoch.ID != ""
+		t.startEpoch(etcd, otherEpoch)
+	}
+}
+
+// resume continues the log.
+func (t *Term) resume(etcd EtcdState) {
+	t.decision = "continues"
+	e := etcd.Epoch
+	if e.Since == 0 { // older releases did not write it
+		e.Since = t.chain.last.Revision
+	}
+	// Writing the record again invalidates the pending transactions of an earlier term.
+	t.writeEpoch(e, etcd.ModRevision, func(int64) {
+		t.publisher.checkpoint = checkpoint{epoch: e, modRevision: t.modRevision, revision: t.chain.last.Revision}
+		t.watch()
+	})
+}
+
+// refill begins a new log of the same epoch with the history that etcd still has, because the old log was lost.
+func (t *Term) refill(etcd EtcdState) {
+	t.decision, t.reason = "is refilled from etcd", "the log was lost, and etcd is unchanged"
+	t.writeEpoch(etcd.Epoch, etcd.ModRevision, func(revision int64) {
+		t.publisher.checkpoint.modRevision = revision
+		t.await(Request{Op: ReadOldest, Revision: revision}, func(oldest int64) {
+			t.restart(max(oldest, t.epoch.Since))
+		})
+	})
+}
+
+// startEpoch starts an epoch and its log. The log begins at etcd's current revision if clients may hold revisions of
+// another epoch (otherEpoch). Otherwise it begins with the history that etcd still has.
+func (t *Term) startEpoch(etcd EtcdState, otherEpoch bool) {
+	t.decision = "starts a new epoch"
+	e := t.fresh
+	begin := func(since int64) {
+		e.Since = since
+		t.writeEpoch(e, t.modRevision, func(int64) {
+			t.publisher.checkpoint = checkpoint{epoch: e, modRevision: t.modRevision}
+			t.restart(since)
+		})
+	}
+	t.writeEpoch(e, etcd.ModRevision, func(revision int64) { // the write returns the revision that Since needs
+		if otherEpoch {
+			begin(revision)
+			return
+		}
+		t.await(Request{Op: ReadOldest, Revision: revision}, begin)
+	})
+}
+
+// restart begins the log with a reset: all events after a revision follow.
+func (t *Term) restart(revision int64) {
+	t.publisher.published = 0
+	t.chain.Restart(t.log.Sequence)
+	t.appendReset(revision, func(int64) { t.watch() })
+}
+
+// watch waits for etcd's events after the last message.
+func (t *Term) watch() {
+	from := t.chain.last.Revision
+	if t.chain.last.Progress { // otherwise the log may lack the rest of its transaction
+		from++
+	}
+	t.await(Request{Op: Watch, Revision: from}, nil)
+}
+
+func (t *Term) await(r Request, then func(revision int64)) {
+	if t.request.Op != End {
+		t.request, t.then = r, then
+	}
+}
+
+func (t *Term) writeEpoch(e Epoch, after int64, then func(revision int64)) {
+	t.await(Request{Op: WriteEpoch, Epoch: e, After: after}, func(revision int64) {
+		t.epoch, t.token, t.nextToken, t.modRevision = e, e.Token, "", revision
+		then(revision)
+	})
+}
+
+// EpochWritten answers WriteEpoch with etcd's revision.
+func (t *Term) EpochWritten(revision int64) { t.then(revision) }
+
+// RevisionRead answers ReadRevision and ReadOldest.
+func (t *Term) RevisionRead(revision int64) { t.then(revision) }
+
+// Acknowledged records that the log has stored a message, and with it all earlier messages.
+func (t *Term) Acknowledged(id ID) {
+	p := t.publisher
+	p.acknowledged++
+	p.published = max(p.published, id.Revision)
+	if t.request.Op == AwaitAck && id == t.chain.last {
+		t.then(0)
+	}
+}
+
+func (t *Term) end(reason error) { t.request = Request{Op: End, Reason: reason} }
+
+// stamp sets the epoch of an event, and the tokens if it is a progress message or a reset of all resources.
+func (t *Term) stamp(e *logv1.Event) *logv1.Event {
+	e.Epoch = t.epoch.ID
+	if e.StorageResource == "" {
+		e.FencingToken, e.NextFencingToken = t.token, t.nextToken
+	}
+	return e
+}
+
+// append adds the message of an event. It returns an error if the event cannot be a message.
+func (t *Term) append(e *logv1.Event) error {
+	m, err := t.chain.Append(t.stamp(e))
+	if err == nil {
+		t.messages = append(t.messages, m)
+	}
+	return err
+}
+
+// Progress publishes that the log is complete up to revision: etcd has sent all events up to it.
+func (t *Term) Progress(revision int64) {
+	if revision > t.chain.last.Revision || t.forceProgress {
+		t.forceProgress = false
+		t.appendControl(&logv1.Event{Revision: max(revision, t.chain.last.Revision)})
+	}
+}
+
+// ForceProgress makes the next Progress publish its revision even if the log has reached it.
+func (t *Term) ForceProgress() { t.forceProgress = true }
+
+// appendControl adds a progress message or a reset. Both fit into a message, so an error ends the term.
+func (t *Term) appendControl(e *logv1.Event) {
+	if err := t.appendOnce(e); err != nil {
+		t.end(err)
+	}
+}
+
+// Rotate replaces the fencing token. It writes the next token to the log before etcd, so that a publisher that finds
+// either token recognizes the epoch. It acts only between two transactions, because its messages state that all events
+// up to the log's last revision are published.
+func (t *Term) Rotate(next string) {
+	if !t.chain.last.Progress && !t.transactionCompleted {
+		return
+	}
+	t.nextToken = next
+	t.appendControl(&logv1.Event{Revision: t.chain.last.Revision})
+	watch := t.request
+	t.await(Request{Op: AwaitAck}, func(int64) {
+		e := t.epoch
+		e.Token = next
+		t.writeEpoch(e, t.modRevision, func(int64) {
+			t.publisher.checkpoint.epoch, t.publisher.checkpoint.modRevision = e, t.modRevision
+			t.appendControl(&logv1.Event{Revision: t.chain.last.Revision})
+			t.await(watch, nil)
+		})
+	})
+}
+
+// Check ends the term if the record is not this publisher's, or if etcd's revision is before the log's.
+func (t *Term) Check(record Epoch, revision int64) {
+	if record != t.epoch || revision < t.chain.last.Revision {
+		t.end(ErrEpochChanged)
+	}
+}
+
+// Compacted resets the log, because etcd has compacted the next revision. etcd may still have later revisions.
+func (t *Term) Compacted() {
+	t.reset(Request{Op: ReadOldest}, "etcd compacted the log's next revision")
+}
+
+// errReset ends a term that has reset the log.
+var errReset = errors.New("the log was reset")
+
+// reset publishes a reset of all resources after the revision that the request reads, and ends the term.
+func (t *Term) reset(r Request, reason string) {
+	t.decision, t.reason = "is reset", reason
+	t.await(r, func(revision int64) {
+		t.appendReset(revision, func(int64) { t.end(errReset) })
+	})
+}
+
+// appendReset publishes a reset of all resources after a revision, and calls then when the log has stored it.
+func (t *Term) appendReset(revision int64, then func(int64)) {
+	t.appendControl(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision})
+	t.await(Request{Op: AwaitAck}, then)
+}

@@ -1,0 +1,51 @@
+package publisher
+
+import (
+	"testing"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"watershed.dev/platform/watchcache/core"
+	"watershed.dev/services/registry/internal/fixture"
+)
+
+// hasEvent proves that etcd was not restored, and a new log begins at the oldest revision that etcd can read.
+func TestRequestsToEtcd(t *testing.T) {
+	p := &Publisher{Storage: fixture.New(t).Resources.Storage}
+	etcd := p.Storage.Client.Client
+	put := func(key string) int64 {
+		t.Helper()
+		resp, err := etcd.Put(t.Context(), key, "x")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return resp.Header.Revision
+	}
+	put("/registry/a")
+	last := put("/registry/a")
+	now := put("/registry/b")
+	for name, c := range map[string]struct {
+		event core.EtcdEvent
+		has   bool
+	}{
+		"as it was":            {core.EtcdEvent{Key: "/registry/a", Revision: last}, true},
+		"etcd lacks the event": {core.EtcdEvent{Key: "/registry/b", Revision: last}, false},
+		"it is in the future":  {core.EtcdEvent{Key: "/registry/a", Revision: now + 9}, false},
+		"it was deleted here":  {core.EtcdEvent{Key: "/registry/a", Revision: last, Deleted: true}, false},
+	} {
+		if got, err := p.readEtcd(t.Context(), c.event); err != nil || got.HasEvent != c.has || got.Revision != now {
+			t.Errorf("%s: %+v, %v", name, got, err)
+		}
+	}
+	for limit, want := range map[int64]int64{1 << 40: 1, 2: now - 2} {
+		if got, err := p.oldestRevision(t.Context(), now, limit); err != nil || got != want {
+			t.Errorf("the oldest of the last %d revisions is %d, not %d (%v)", limit, got, want, err)
+		}
+	}
+	if _, err := etcd.Compact(t.Context(), last, clientv3.WithCompactPhysical()); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := p.oldestRevision(t.Context(), now, 1<<40); err != nil || got != last {
+		t.Errorf("the oldest revision after a compaction is %d, not %d (%v)", got, last, err)
+	}
+}
