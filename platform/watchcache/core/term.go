@@ -25,8 +25,9 @@ const (
 	ReadOldest
 	// AwaitAck waits until the log has stored all messages: Acknowledged.
 	AwaitAck
-	// Watch waits for etcd's events from Revision on: Transaction, Progress, Compacted, Rotate, Check, ForceProgress.
-	Watch
+	// WatchEtcd waits for etcd's events from Revision on: Transaction, Progress, ForceProgress, Compacted, Rotate and
+	// Check.
+	WatchEtcd
 	// End ends the term for Reason.
 	End
 )
@@ -43,10 +44,10 @@ type Request struct {
 
 // Term is an attempt to publish. It begins at the end of the log and ends with the first error:
 //
-//	ReadLog ──▶ ReadEtcd ──▶ resume ───────────────────────────▶ Watch ──▶ End
-//	                     ├─▶ refill ── history ──┐                 │        ▲
-//	                     └─▶ startEpoch ─────────┴─ reset ─▶ Watch │        │
-//	                                            etcd compacted ────┴─ reset ┘
+//	ReadLog ──▶ ReadEtcd ──▶ resume ─────────────────────▶ WatchEtcd ──▶ End
+//	                     ├─▶ refill ────── reset ────────▶    │           ▲
+//	                     └─▶ startEpoch ── reset ────────▶    │           │
+//	                                       etcd compacted ────┴── reset ──┘
 //
 // The term decides how to continue the log:
 //
@@ -191,7 +192,7 @@ func (t *Term) watch() {
 	if t.chain.last.Progress { // otherwise the log may lack the rest of its transaction
 		from++
 	}
-	t.await(Request{Op: Watch, Revision: from}, nil)
+	t.await(Request{Op: WatchEtcd, Revision: from}, nil)
 }
 
 func (t *Term) await(r Request, then func(revision int64)) {

@@ -74,7 +74,7 @@ func BenchmarkDispatch(b *testing.B) {
 			var all []*receiver
 			for _, s := range streams() {
 				r := broadcast.join(events.Position{Revision: 1})
-				r.stream, r.allowBookmarks, r.bookmarkPeriod = s, true, time.Minute
+				r.stream, r.Direct, r.AllowBookmarks, r.BookmarkPeriod = s, s != nil, true, time.Minute
 				all = append(all, r)
 			}
 			revision := int64(1)

@@ -2,9 +2,7 @@ package watch
 
 import (
 	"context"
-	"errors"
 	"io"
-	"math"
 	"slices"
 	"sync"
 	"time"
@@ -13,6 +11,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/events"
+	"watershed.dev/platform/watchcache/core"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
@@ -31,23 +30,9 @@ type watchBroadcast struct {
 	cancel context.CancelFunc
 
 	mu sync.Mutex
-	// entries is a ring of the recent events.
-	entries events.Ring[entry]
-	bytes   int
-	// entries holds every event after low. high is the position that the stream has reached.
-	low, high events.Position
-	// bookmark is the newest bookmark. Every event before it is or was in entries.
-	bookmark entry
-	// bookmarkCount counts the bookmarks received.
-	bookmarkCount int64
-	receivers     []*receiver
-	ended         bool
-	idleTimer     *time.Timer
-}
-
-type entry struct {
-	data     []byte
-	position events.Position
+	core.Broadcast
+	receivers []*receiver
+	idleTimer *time.Timer
 }
 
 // join adds a receiver at a position. It returns nil if the broadcast has ended or has dropped the next event of the
@@ -55,16 +40,9 @@ type entry struct {
 func (b *watchBroadcast) join(position events.Position) *receiver {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.ended || position.Before(b.low) || position.DifferentEpoch(b.high) {
+	r := &receiver{broadcast: b, woken: make(chan struct{}, 1)}
+	if !b.Join(&r.Receiver, position) {
 		return nil
-	}
-	next := b.entries.Search(func(e entry) bool { return position.Before(e.position) })
-	r := &receiver{
-		broadcast: b,
-		cursor:    next,
-		position:  position,
-		skipUntil: position,
-		wake:      make(chan struct{}, 1),
 	}
 	b.receivers = append(b.receivers, r)
 	if b.idleTimer != nil {
@@ -77,8 +55,8 @@ func (b *watchBroadcast) join(position events.Position) *receiver {
 
 // releaseEntries frees the entries of an ended broadcast after its last receiver has left. The lock is held.
 func (b *watchBroadcast) releaseEntries() {
-	if b.ended && len(b.receivers) == 0 {
-		b.entries = events.Ring[entry]{}
+	if b.Ended() && len(b.receivers) == 0 {
+		b.Release()
 	}
 }
 
@@ -86,7 +64,7 @@ func (b *watchBroadcast) releaseEntries() {
 func (b *watchBroadcast) isBehind(position events.Position) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.high.Revision < position.Revision
+	return b.Position().Revision < position.Revision
 }
 
 // leave removes a receiver and returns its position.
@@ -100,40 +78,22 @@ func (b *watchBroadcast) leave(r *receiver) events.Position {
 		b.receivers = b.receivers[:last]
 		receivers.Dec()
 	}
-	if len(b.receivers) == 0 && !b.ended {
+	if len(b.receivers) == 0 && !b.Ended() {
 		b.idleTimer = time.AfterFunc(idleTimeout, b.closeIdle)
 	}
-	r.synced, r.blocked = false, false
-	b.advancePosition(r)
 	r.stream = nil // the limiter or the connection may hold the receiver for much longer
+	left := b.Leave(&r.Receiver)
 	b.releaseEntries()
-	return r.position
+	return left
 }
-
-// advancePosition sets the position of a receiver without pending entries to the broadcast's.
-func (b *watchBroadcast) advancePosition(r *receiver) {
-	if r.cursor == b.entries.Next() && r.position.Before(b.high) {
-		r.position = b.high
-	}
-}
-
-var (
-	// errUnsynced: the broadcast does not hold the receiver's next event. The watch opens its own stream until it has
-	// caught up.
-	errUnsynced = errors.New("unsynced")
-	// errThrottled is errUnsynced for a throttled receiver. Its watch ends, because a stream of its own would cost more
-	// than the events it waited for.
-	errThrottled = errors.New("throttled: over --max-watch-rate-per-user")
-	// errBroadcastEnded: the broadcast has ended. Each watch opens its own stream, which returns the reason to its
-	// client.
-	errBroadcastEnded = errors.New("the watch broadcast has ended")
-)
 
 // closeIdle ends a broadcast that has had no receiver for idleTimeout.
 func (b *watchBroadcast) closeIdle() {
 	b.mu.Lock()
 	unused := len(b.receivers) == 0
-	b.ended = b.ended || unused
+	if unused {
+		b.End()
+	}
 	b.mu.Unlock()
 	if unused {
 		b.hub.drop(b)
@@ -145,80 +105,30 @@ func (b *watchBroadcast) closeIdle() {
 func (b *watchBroadcast) next(r *receiver) ([][]byte, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.nextLocked(r)
-}
-
-// nextLocked is next with the lock held.
-func (b *watchBroadcast) nextLocked(r *receiver) ([][]byte, error) {
-	// the receiver stays active unless nothing is pending: the caller writes the result
-	r.synced, r.blocked = false, false
-	if r.cursor < b.entries.Base() {
-		return nil, r.unsyncedReason()
-	}
-	limit := math.MaxInt
-	if r.charged > r.cursor {
-		limit = int(r.charged - r.cursor)
-	}
-	parts, cursor, position := b.pendingEvents(r, limit, math.MaxInt)
-	if r.charged <= r.cursor && len(parts) > 0 && !r.limiter.tryAcquire(time.Now(), partsCost(parts)) {
-		r.waitForLimiter()
-		return nil, nil
-	}
-	r.cursor, r.position = cursor, position
-	delivered.Add(float64(len(parts)))
-	if r.cursor < b.entries.Next() {
-		if len(parts) == 0 {
-			return b.nextLocked(r)
+	for {
+		pending, err := b.Pending(&r.Receiver)
+		if err != nil {
+			return nil, err
 		}
-		return parts, nil
-	}
-	r.throttled = false
-	if now := time.Now(); b.bookmarkDue(r, now) {
-		parts = append(parts, b.bookmark.data)
-		b.bookmarkSent(r, now.Add(r.bookmarkPeriod))
-	}
-	if len(parts) > 0 {
-		return parts, nil
-	}
-	b.advancePosition(r)
-	if b.ended {
-		return nil, errBroadcastEnded
-	}
-	r.synced = r.stream != nil
-	return nil, nil
-}
-
-// pendingEvents returns the data of a receiver's next entries, and its cursor and position after them. It returns at
-// most `entries` entries, and stops after about `bytes` bytes.
-func (b *watchBroadcast) pendingEvents(
-	r *receiver,
-	entries, bytes int,
-) (parts [][]byte, cursor int64, position events.Position) {
-	cursor, position = r.cursor, r.position
-	for i, e := range b.entries.From(r.cursor) {
-		if i >= entries || bytes <= 0 {
-			break
+		now := time.Now()
+		if !pending.Charged && len(pending.Parts) > 0 && !r.limiter.tryAcquire(now, partsCost(pending.Parts)) {
+			r.waitForLimiter()
+			return nil, nil
 		}
-		cursor++
-		if r.skipUntil.Before(
-			e.position,
-		) { // the client already has other entries: it may have joined at a position past high
-			parts, position = append(parts, e.data), e.position
-			bytes -= len(e.data)
+		delivered.Add(float64(len(pending.Parts)))
+		parts, again, err := b.Take(&r.Receiver, pending, now)
+		if !again {
+			return parts, err
 		}
 	}
-	return parts, cursor, position
 }
 
 // retainedBytes is how many bytes of entries that all receivers have seen a broadcast retains, for watches that join
 // later. trim runs at twice this size.
 const retainedBytes = 64 << 10
 
-// account adds n bytes to the size of the ring. n is negative for dropped entries.
-func (b *watchBroadcast) account(n int) {
-	b.hub.quota().account(b.bytes, n)
-	b.bytes += n
-}
+// account updates the quota after the ring, whose size was `before` bytes, has changed.
+func (b *watchBroadcast) account(before int) { b.hub.quota().account(before, b.Bytes()-before) }
 
 // trim drops the oldest entries until the ring is within its limits. Entries that all receivers have seen are limited
 // to retainedBytes. All entries are limited to BroadcastBytes, and to the broadcast's share if all broadcasts exceed
@@ -226,32 +136,23 @@ func (b *watchBroadcast) account(n int) {
 func (b *watchBroadcast) trim() {
 	limit, retained := b.hub.quota().share(b.hub.Config.BroadcastTotalBytes)
 	limit = min(limit, b.hub.Config.BroadcastBytes)
-	overLimit := func() bool { return b.bytes > limit }
-	if b.bytes <= 2*retained && !overLimit() {
+	if !b.Oversized(limit, retained) {
 		return
 	}
-	slowest := b.entries.Next()
+	slowest := b.Next()
 	for _, r := range b.receivers {
-		slowest = min(slowest, r.cursor)
+		slowest = min(slowest, r.Cursor())
 	}
-	sequence := b.entries.Base()
-	b.entries.DropWhile(func(e entry) bool {
-		seen := sequence < slowest
-		if !overLimit() && (!seen || b.bytes <= retained) {
-			return false
-		}
-		b.account(-len(e.data) - entryBytes)
-		b.low = e.position
-		sequence++
-		return true
-	})
+	before := b.Bytes()
+	b.Trim(limit, retained, slowest)
+	b.account(before)
 }
 
 // end ends the broadcast. Its receivers become active. Each sends its pending entries and then opens its own stream.
 func (b *watchBroadcast) end() {
 	b.mu.Lock()
-	b.ended = true
-	b.account(-b.bytes)
+	b.End()
+	b.hub.quota().account(b.Bytes(), -b.Bytes())
 	b.hub.quota().leave(b)
 	for _, r := range b.receivers {
 		b.wake(r)

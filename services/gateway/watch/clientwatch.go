@@ -10,8 +10,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"watershed.dev/platform/events"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchcache/core"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/h2writer"
 )
@@ -44,12 +44,11 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 	clients.Inc()
 	defer clients.Dec()
 	w := &clientWatch{
-		hub:              h,
-		Request:          r,
-		sink:             out,
-		nextBookmarkTime: time.Now().Add(min(r.BookmarkPeriod, firstBookmarkDelay)),
+		hub:     h,
+		Request: r,
+		sink:    out,
+		place:   core.NewWatch(r.WatchRequest, time.Now().Add(min(r.BookmarkPeriod, firstBookmarkDelay))),
 	}
-	w.asTable = r.Query.GetOutput().GetAs().GetKind() == "Table"
 	var err error
 	if w.key, err = keyOf(r.Query, r.Owner); err != nil {
 		out.Fail(err)
@@ -72,10 +71,8 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 	// A watch that waits for the tier does no work, so it should not occupy a seat.
 	initializedTimer := time.AfterFunc(initializedTimeout, w.initialized)
 	defer initializedTimer.Stop()
-	// A watch from a known revision has no initial events, so it may join a broadcast at once.
-	initial := r.SendInitialEvents != nil && *r.SendInitialEvents
-	if position, ok := positionAfter(r.ResourceVersion); ok && !initial {
-		w.setPosition(position)
+	if w.place.Positioned() {
+		w.initialized()
 	}
 	w.run(ctx)
 	if w.stream != nil {
@@ -93,14 +90,14 @@ const initializedTimeout = 5 * time.Second
 //
 //	start --> unsynced --- caught up ---> joined.
 //	             ^                          |
-//	             +---- errUnsynced or errBroadcastEnded.
+//	             +---- core.ErrUnsynced or core.ErrEnded.
 //
 // The states:
 //
 //   - unsynced (runUnsynced): the watch has its own stream, or shares a stream for the initial events.
 //   - joined (runJoined): the watch is a receiver of a broadcast.
 //
-// ResumeAfter is the position of the last event sent, in both states. After a lost stream, retry resumes there.
+// place is the position of the last event sent, in both states. After a lost stream, retry resumes there.
 type clientWatch struct {
 	*Request
 	hub         *Hub
@@ -111,26 +108,13 @@ type clientWatch struct {
 	inflight    *ownerQuota
 	hijackTried bool // whether sink.Hijack was called
 	headersSent bool
-	// positioned: the client has every event up to ResumeAfter, so the watch may join a broadcast.
-	positioned bool
-	// positionReached: the watch tier has reached ResumeAfter, so a broadcast may start there.
-	positionReached bool
-	// asTable: the first row carries the column definitions, so it must come on the client's own stream.
-	asTable, columnsSent bool
+	place       core.Watch
 	// initialBytes is the size of the initial events sent so far.
-	initialBytes atomic.Int64
-	// nextBookmarkTime is when the next bookmark is due.
-	nextBookmarkTime time.Time
+	initialBytes     atomic.Int64
 	unavailableSince time.Time
 	// rejoinAfter is when the watch may join a broadcast again after its last broadcast ended.
 	rejoinAfter   time.Time
 	policyChanged <-chan struct{}
-}
-
-func (w *clientWatch) setPosition(position events.Position) {
-	w.positioned = true
-	w.initialized()
-	w.ResumeAfter, w.InitialEventsDone = position.Proto(), true
 }
 
 func (w *clientWatch) initialized() {
@@ -138,8 +122,6 @@ func (w *clientWatch) initialized() {
 		w.Request.Initialized(w.initialBytes.Load())
 	}
 }
-
-func (w *clientWatch) position() events.Position { return events.FromProto(w.ResumeAfter) }
 
 // errDone ends a watch without an error for the client.
 var errDone = errors.New("done")
@@ -150,14 +132,14 @@ var errCaughtUp = errors.New("caught up")
 func (w *clientWatch) run(ctx context.Context) {
 	for {
 		err := w.runJoined(ctx)
-		if errors.Is(err, errThrottled) {
+		if errors.Is(err, core.ErrThrottled) {
 			overRate.Inc()
 			err = errDone
 		}
-		if errors.Is(err, errBroadcastEnded) {
+		if errors.Is(err, core.ErrEnded) {
 			w.rejoinAfter = time.Now().Add(rejoinBackoff)
 		}
-		if errors.Is(err, errUnsynced) || errors.Is(err, errBroadcastEnded) {
+		if errors.Is(err, core.ErrUnsynced) || errors.Is(err, core.ErrEnded) {
 			err = w.runUnsynced(ctx)
 		}
 		switch {
@@ -182,7 +164,7 @@ func (w *clientWatch) retry(ctx context.Context) bool {
 	if !w.Served() {
 		return false
 	}
-	if w.ResumeAfter == nil && w.headersSent { // the initial events were sent in part and cannot be repeated
+	if !w.place.Resumable(w.headersSent) {
 		return false
 	}
 	if w.unavailableSince.IsZero() {
@@ -210,7 +192,7 @@ func (w *clientWatch) sendHeaders() {
 
 // mayJoin reports whether the watch may join a broadcast.
 func (w *clientWatch) mayJoin() bool {
-	return w.positioned && (!w.asTable || w.columnsSent) && time.Now().After(w.rejoinAfter)
+	return w.place.MayJoin() && time.Now().After(w.rejoinAfter)
 }
 
 // hijack makes the client's response writable by the broadcast, if its connection supports that.
@@ -224,24 +206,21 @@ func (w *clientWatch) hijack(ctx context.Context) {
 // runJoined makes the watch a receiver of the broadcast of its query until it becomes unsynced or ends.
 func (w *clientWatch) runJoined(ctx context.Context) error {
 	if !w.mayJoin() {
-		return errUnsynced
+		return core.ErrUnsynced
 	}
-	if !w.positionReached && !w.hub.revisionExists(ctx, w.key, w.position()) {
-		return errUnsynced // the watch's own stream returns the tier's error
+	if !w.place.Reached() && !w.hub.revisionExists(ctx, w.key, w.place.Position()) {
+		return core.ErrUnsynced // the watch's own stream returns the tier's error
 	}
-	b, rcv := w.hub.joinBroadcast(w.key, w.Request, w.position(), w.positionReached)
+	b, rcv := w.hub.joinBroadcast(w.key, w.Request, w.place.Position(), w.place.Reached())
 	if rcv == nil {
-		return errUnsynced
+		return core.ErrUnsynced
 	}
-	defer func() {
-		w.ResumeAfter = b.leave(rcv).Proto()
-		w.nextBookmarkTime = rcv.nextBookmarkTime
-	}()
+	defer func() { w.place.Left(b.leave(rcv), rcv.NextBookmark) }()
 	w.sendHeaders()
 	w.hijack(ctx)
 	b.mu.Lock()
-	rcv.stream, rcv.allowBookmarks = w.stream, w.AllowBookmarks
-	rcv.bookmarkPeriod, rcv.nextBookmarkTime = w.BookmarkPeriod, w.nextBookmarkTime
+	rcv.stream, rcv.Direct, rcv.AllowBookmarks = w.stream, w.stream != nil, w.AllowBookmarks
+	rcv.BookmarkPeriod, rcv.NextBookmark = w.BookmarkPeriod, w.place.NextBookmark()
 	rcv.limiter = w.limiter
 	b.mu.Unlock()
 	timer := time.NewTimer(time.Until(w.Deadline.Add(-lastBookmarkLead)))
@@ -257,7 +236,7 @@ func (w *clientWatch) runJoined(ctx context.Context) error {
 				return err
 			}
 		} else {
-			ready = rcv.wake
+			ready = rcv.woken
 		}
 		select {
 		case <-ready:

@@ -25,7 +25,6 @@ import (
 	"context"
 	"crypto/sha256"
 	"errors"
-	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -38,6 +37,7 @@ import (
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/events"
+	"watershed.dev/platform/watchcache/core"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/h2writer"
 )
@@ -276,8 +276,7 @@ func (h *Hub) joinBroadcast(k key, r *Request, position events.Position, reached
 			storageResource: r.StorageResource,
 			owner:           r.Owner,
 			served:          r.Served,
-			low:             position,
-			high:            position,
+			Broadcast:       core.NewBroadcast(position),
 			cancel:          cancel,
 		}
 		if h.broadcasts == nil {
@@ -319,7 +318,7 @@ func (h *Hub) joinable(k key, position events.Position) bool {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return !b.ended && !position.Before(b.low) && !position.DifferentEpoch(b.high)
+	return b.Joinable(position)
 }
 
 // drop removes an ended broadcast and cancels its stream.
@@ -331,11 +330,4 @@ func (h *Hub) drop(b *watchBroadcast) {
 		broadcasts.Dec()
 	}
 	b.cancel()
-}
-
-// positionAfter returns the position after all events of a resourceVersion. ok is false if the version is not a
-// positive number.
-func positionAfter(resourceVersion string) (events.Position, bool) {
-	n, err := strconv.ParseInt(resourceVersion, 10, 64)
-	return events.Position{Revision: n, Index: events.LastIndex}, err == nil && n > 0
 }

@@ -4,16 +4,16 @@ import (
 	"testing"
 
 	"watershed.dev/platform/events"
+	"watershed.dev/platform/watchcache/core"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
 // newTestBroadcast returns a broadcast without a stream.
 func newTestBroadcast(h *Hub) *watchBroadcast {
 	b := &watchBroadcast{
-		hub:    h,
-		low:    events.Position{Revision: 1},
-		high:   events.Position{Revision: 1},
-		cancel: func() {},
+		hub:       h,
+		Broadcast: core.NewBroadcast(events.Position{Revision: 1}),
+		cancel:    func() {},
 	}
 	h.quota().enter(b)
 	return b
@@ -23,7 +23,7 @@ func newTestBroadcast(h *Hub) *watchBroadcast {
 func (b *watchBroadcast) size() int {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.bytes
+	return b.Bytes()
 }
 
 // newTestFrame returns a frame with an event of n bytes.
@@ -44,7 +44,7 @@ func TestBroadcastsShareMemoryQuota(t *testing.T) {
 	h.Config.BroadcastBytes, h.Config.BroadcastTotalBytes = 4<<20, bound
 	behind := func(events int64) *watchBroadcast {
 		b := newTestBroadcast(h)
-		b.join(b.low) // its receiver never reads
+		b.join(b.Position()) // its receiver never reads
 		for r := range events {
 			b.dispatch(newTestFrame(2+r, 10_000))
 		}

@@ -5,16 +5,13 @@ import (
 	"sync"
 	"time"
 
+	"watershed.dev/platform/watchcache/core"
 	"watershed.dev/services/gateway/h2writer"
 )
 
 const (
-	// burstSeconds is the burst of a user, in seconds of its rate.
-	burstSeconds = 10
 	// waiterInterval is the period at which waiters are checked.
 	waiterInterval = 10 * time.Millisecond
-	// bytesPerToken is how many bytes of event data cost a token.
-	bytesPerToken = 1 << 10
 )
 
 // RateLimiter limits the events that users' watches receive, with a token bucket per user that refills at
@@ -34,13 +31,7 @@ func (r *RateLimiter) join(owner string, rate int) *limiter {
 	defer r.mu.Unlock()
 	l := r.limiters[owner]
 	if l == nil {
-		l = &limiter{
-			parent:     r,
-			owner:      owner,
-			rate:       float64(rate),
-			tokens:     burstSeconds * float64(rate),
-			refilledAt: time.Now(),
-		}
+		l = &limiter{parent: r, owner: owner, bucket: core.NewBucket(rate, time.Now())}
 		if r.limiters == nil {
 			r.limiters = map[string]*limiter{}
 		}
@@ -55,13 +46,11 @@ func (r *RateLimiter) join(owner string, rate int) *limiter {
 type limiter struct {
 	parent  *RateLimiter
 	owner   string
-	rate    float64 // tokens per second
-	watches int     // watches that hold it; guarded by parent.mu
+	watches int // watches that hold it; guarded by parent.mu
 
-	mu         sync.Mutex
-	tokens     float64 // negative: a debt
-	refilledAt time.Time
-	waiters    []h2writer.Waiter
+	mu      sync.Mutex
+	bucket  core.Bucket
+	waiters []h2writer.Waiter
 	// scheduled: a timer will call unblockWaiters. unblocking: a waiter's Unblock is running, so tryAcquire ignores the
 	// queue.
 	scheduled, unblocking bool
@@ -79,30 +68,18 @@ func (l *limiter) leave() {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.refill(time.Now())
-	refillTime := time.Duration((burstSeconds*l.rate-l.tokens)/l.rate*float64(time.Second)) + waiterInterval
-	time.AfterFunc(refillTime, func() {
+	l.bucket.Refill(time.Now())
+	time.AfterFunc(l.bucket.UntilFull()+waiterInterval, func() {
 		l.parent.mu.Lock()
 		defer l.parent.mu.Unlock()
 		l.mu.Lock()
 		defer l.mu.Unlock()
-		l.refill(time.Now())
-		if l.watches == 0 && l.tokens >= burstSeconds*l.rate && l.parent.limiters[l.owner] == l {
+		l.bucket.Refill(time.Now())
+		if l.watches == 0 && l.bucket.UntilFull() <= 0 && l.parent.limiters[l.owner] == l {
 			delete(l.parent.limiters, l.owner)
 		}
 	})
 }
-
-// refill adds the tokens since the last call. The lock is held.
-func (l *limiter) refill(now time.Time) {
-	if elapsed := now.Sub(l.refilledAt).Seconds(); elapsed > 0 {
-		l.tokens = min(l.tokens+elapsed*l.rate, burstSeconds*l.rate)
-		l.refilledAt = now
-	}
-}
-
-// eventCost returns the tokens that events with some bytes of data cost.
-func eventCost(events, bytes int) float64 { return float64(events + bytes/bytesPerToken) }
 
 // tryAcquire takes cost tokens if any token is left and no other watch waits. A cost above the balance becomes a debt,
 // for which the user's other watches wait.
@@ -112,11 +89,11 @@ func (l *limiter) tryAcquire(now time.Time, cost float64) bool {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.refill(now)
-	if l.tokens <= 0 || len(l.waiters) > 0 && !l.unblocking {
+	l.bucket.Refill(now)
+	if l.bucket.Empty() || len(l.waiters) > 0 && !l.unblocking {
 		return false
 	}
-	l.tokens -= cost
+	l.bucket.Charge(cost)
 	return true
 }
 
@@ -127,8 +104,8 @@ func (l *limiter) charge(cost float64) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.refill(time.Now())
-	l.tokens -= cost
+	l.bucket.Refill(time.Now())
+	l.bucket.Charge(cost)
 }
 
 // exhausted reports whether no token is left, and how long it takes until a token is.
@@ -138,8 +115,8 @@ func (l *limiter) exhausted() (delay time.Duration, exhausted bool) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.refill(time.Now())
-	return time.Duration(-l.tokens / l.rate * float64(time.Second)), l.tokens <= 0
+	l.bucket.Refill(time.Now())
+	return l.bucket.UntilToken(), l.bucket.Empty()
 }
 
 // wait waits until a token is left.
@@ -176,8 +153,8 @@ func (l *limiter) enqueueWaiter(r h2writer.Waiter) {
 func (l *limiter) unblockWaiters() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.refill(time.Now())
-	for n := len(l.waiters); n > 0 && l.tokens > 0; n-- {
+	l.bucket.Refill(time.Now())
+	for n := len(l.waiters); n > 0 && !l.bucket.Empty(); n-- {
 		next := l.waiters[0]
 		l.waiters[0] = nil
 		l.waiters = l.waiters[1:]

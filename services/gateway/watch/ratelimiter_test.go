@@ -5,6 +5,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"watershed.dev/platform/watchcache/core"
 )
 
 // waiter counts its Unblock calls that acquired tokens.
@@ -30,7 +32,7 @@ func TestRateLimiterRefillsAtItsRate(t *testing.T) {
 		if limiters.join("a", 100) != l || limiters.join("b", 100) == l {
 			t.Error("a limiter belongs to another user")
 		}
-		for range burstSeconds * 100 {
+		for range core.BurstSeconds * 100 {
 			if !l.tryAcquire(time.Now(), 1) {
 				t.Fatal("the burst is too small")
 			}
@@ -69,14 +71,14 @@ func TestLimiterSurvivesReconnect(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		limiters := &RateLimiter{}
 		l := limiters.join("a", 100)
-		l.charge(burstSeconds * 100 * 2)
+		l.charge(core.BurstSeconds * 100 * 2)
 		l.leave()
 		again := limiters.join("a", 100)
-		if delay, exhausted := again.exhausted(); again != l || !exhausted || delay < burstSeconds*time.Second {
+		if delay, exhausted := again.exhausted(); again != l || !exhausted || delay < core.BurstSeconds*time.Second {
 			t.Errorf("reconnecting clears the debt: %v left", delay)
 		}
 		l.leave()
-		time.Sleep(burstSeconds*2*time.Second + time.Second)
+		time.Sleep(core.BurstSeconds*2*time.Second + time.Second)
 		synctest.Wait()
 		limiters.mu.Lock()
 		defer limiters.mu.Unlock()

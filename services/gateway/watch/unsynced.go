@@ -3,15 +3,14 @@ package watch
 import (
 	"context"
 	"io"
-	"slices"
 	"sync"
 	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
 
-	"watershed.dev/platform/events"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchcache/core"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
@@ -43,7 +42,6 @@ func (w *clientWatch) runUnsynced(ctx context.Context) error {
 		}
 	})
 	r := proto.Clone(w.WatchRequest).(*watchfanoutv1.WatchRequest)
-	r.ColumnsSent = w.columnsSent
 	stream, leaveStream, err := w.openStream(ctx, r)
 	if err != nil {
 		return err
@@ -82,7 +80,7 @@ func (w *clientWatch) runUnsynced(ctx context.Context) error {
 // openStream opens the stream of an unsynced watch. It joins the shared initial events if the watch needs initial
 // events and the buffer for slow members is less than half full.
 func (w *clientWatch) openStream(ctx context.Context, r *watchfanoutv1.WatchRequest) (frameReceiver, func(), error) {
-	if w.ResumeAfter == nil && w.wantsInitialEvents() &&
+	if w.ResumeAfter == nil && w.place.WantsInitialEvents() &&
 		w.hub.bufferedBytes.Load() < w.hub.Config.BroadcastTotalBytes/2 {
 		return w.hub.joinInitialEvents(ctx, w.StorageResource, r)
 	}
@@ -94,7 +92,6 @@ func (w *clientWatch) openStream(ctx context.Context, r *watchfanoutv1.WatchRequ
 func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) error {
 	w.unavailableSince = time.Time{}
 	w.sendHeaders()
-	w.columnsSent = w.columnsSent || m.ColumnsSent
 	if len(m.Initial) > 0 {
 		if err := w.write(ctx, m.Initial...); err != nil {
 			return err
@@ -103,12 +100,13 @@ func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) 
 			w.initialBytes.Add(int64(len(part)))
 		}
 	}
-	if data := w.withoutEarlyBookmarks(m); len(data) > 0 {
+	lastBookmark := w.Deadline.Add(-lastBookmarkLead)
+	if data := w.place.WithoutEarlyBookmarks(m, time.Now(), lastBookmark, w.BookmarkPeriod); len(data) > 0 {
 		if err := w.write(ctx, data); err != nil {
 			return err
 		}
-		if len(m.Initial) == 0 && w.positioned { // flow control accounts for initial events
-			w.limiter.charge(eventCost(len(m.Boundaries), len(data)))
+		if len(m.Initial) == 0 && w.place.Positioned() { // flow control accounts for initial events
+			w.limiter.charge(core.EventCost(len(m.Boundaries), len(data)))
 			if w.limiter.wait(ctx) != nil {
 				return errDone
 			}
@@ -117,44 +115,11 @@ func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) 
 	if m.End {
 		return io.EOF
 	}
-	if m.Position.GetRevision() > 0 {
-		w.ResumeAfter, w.positionReached = m.Position, true
-		if m.InitialEventsDone || w.InitialEventsDone || !w.wantsInitialEvents() {
-			w.setPosition(events.FromProto(m.Position))
-		}
+	if w.place.Sent(m); w.place.Positioned() {
+		w.initialized()
 	}
-	if w.mayJoin() && w.hub.joinable(w.key, w.position()) {
+	if w.mayJoin() && w.hub.joinable(w.key, w.place.Position()) {
 		return errCaughtUp
 	}
 	return nil
-}
-
-// wantsInitialEvents reports whether the watch starts with all objects.
-func (w *clientWatch) wantsInitialEvents() bool {
-	if w.SendInitialEvents != nil {
-		return *w.SendInitialEvents
-	}
-	return w.ResourceVersion == "" || w.ResourceVersion == "0"
-}
-
-// withoutEarlyBookmarks returns a frame's data without the bookmarks that are not due.
-func (w *clientWatch) withoutEarlyBookmarks(m *watchfanoutv1.WatchFrame) []byte {
-	if !slices.ContainsFunc(m.Boundaries, func(k *watchfanoutv1.EventBoundary) bool { return k.Bookmark }) {
-		return m.Data
-	}
-	var data []byte
-	offset := int32(0)
-	for _, k := range m.Boundaries {
-		part := m.Data[offset:k.End]
-		offset = k.End
-		if k.Bookmark {
-			if now := time.Now(); !w.AllowBookmarks ||
-				now.Before(w.nextBookmarkTime) && now.Before(w.Deadline.Add(-lastBookmarkLead)) {
-				continue
-			}
-			w.nextBookmarkTime = time.Now().Add(w.BookmarkPeriod)
-		}
-		data = append(data, part...)
-	}
-	return data
 }

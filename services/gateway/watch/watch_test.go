@@ -15,6 +15,7 @@ import (
 
 	"watershed.dev/platform/events"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchcache/core"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -518,7 +519,7 @@ func TestSlowClientDoesNotEndOthers(t *testing.T) {
 func TestTrimmedReceiverBecomesUnsynced(t *testing.T) {
 	up := newTier()
 	h := hub(up)
-	h.Config.BroadcastBytes = 3 * (entryBytes + 4)
+	h.Config.BroadcastBytes = 3 * (core.EntryBytes + 4)
 	h.Config.WriteTimeout = time.Minute
 	slow, quick := h.watch(t, nil), h.watch(t, nil)
 	h.waitForReceivers(t, 2)
@@ -650,10 +651,9 @@ func TestTableJoinsAfterFirstRow(t *testing.T) {
 // A client that is ahead of the broadcast keeps its position when events before it are skipped.
 func TestJoinRepeatsNoEvent(t *testing.T) {
 	b := &watchBroadcast{
-		hub:    hub(newTier()),
-		low:    events.Position{Revision: 80, Index: 0},
-		high:   events.Position{Revision: 90, Index: 0},
-		cancel: func() {},
+		hub:       hub(newTier()),
+		Broadcast: core.NewBroadcast(events.Position{Revision: 80, Index: 0}),
+		cancel:    func() {},
 	}
 	r := b.join(events.Position{Revision: 100, Index: events.LastIndex})
 	b.dispatch(&watchfanoutv1.WatchFrame{Data: []byte("e95\n"), Position: &watchfanoutv1.Position{Revision: 95},
@@ -677,8 +677,8 @@ func TestFutureRevisionStartsNoBroadcast(t *testing.T) {
 	present.expect(t, "e6 ")
 	h.mu.Lock()
 	for _, b := range h.broadcasts {
-		if b.low.Revision > 6 {
-			t.Errorf("a broadcast starts at %v", b.low)
+		if p := b.Position(); p.Revision > 6 {
+			t.Errorf("a broadcast starts at %v", p)
 		}
 	}
 	h.mu.Unlock()

@@ -39,12 +39,12 @@ type term struct {
 // proceed sends the term's messages and performs its requests, until the term waits for etcd's events. It returns the
 // error that ends the term.
 func (t *term) proceed(ctx context.Context) error {
-	if err := t.send(ctx); err != nil || t.Request().Op == core.Watch {
+	if err := t.send(ctx); err != nil || t.Request().Op == core.WatchEtcd {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
-	for t.Request().Op != core.Watch {
+	for t.Request().Op != core.WatchEtcd {
 		if err := t.perform(ctx, t.Request()); err != nil {
 			return err
 		}

@@ -1,0 +1,428 @@
+package core
+
+import (
+	"cmp"
+	"errors"
+	"math"
+	"time"
+
+	"watershed.dev/platform/events"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+)
+
+// Broadcast is a stream of events that equal watches share: its recent events and its position. The caller's lock
+// guards it and its receivers.
+type Broadcast struct {
+	// entries is a ring of the recent events. bytes is their size.
+	entries events.Ring[Entry]
+	bytes   int
+	// entries holds every event after low. high is the position that the stream has reached.
+	low, high events.Position
+	// bookmark is the newest bookmark. Every event before it is or was in entries.
+	bookmark Entry
+	// bookmarkCount counts the bookmarks received.
+	bookmarkCount int64
+	ended         bool
+	parts         [][]byte // of the last delivery; reused
+}
+
+// Entry is an event of a stream.
+type Entry struct {
+	Data     []byte
+	Position events.Position
+}
+
+// EntryBytes is the size of an entry without its data.
+const EntryBytes = 48
+
+// NewBroadcast returns a broadcast of the events after a position.
+func NewBroadcast(after events.Position) Broadcast { return Broadcast{low: after, high: after} }
+
+// Position returns the position that the stream has reached. A stream from another replica resumes after it.
+func (b *Broadcast) Position() events.Position { return b.high }
+
+// Bytes returns the size of the recent events.
+func (b *Broadcast) Bytes() int { return b.bytes }
+
+// Ended returns true if the stream has ended.
+func (b *Broadcast) Ended() bool { return b.ended }
+
+// Joinable returns whether the broadcast holds the events after a position, or will.
+func (b *Broadcast) Joinable(after events.Position) bool {
+	return !b.ended && !after.Before(b.low) && !after.DifferentEpoch(b.high)
+}
+
+// Join makes r a receiver of the events after a position. It returns false if the broadcast is not joinable there.
+func (b *Broadcast) Join(r *Receiver, after events.Position) bool {
+	if !b.Joinable(after) {
+		return false
+	}
+	r.cursor = b.entries.Search(func(e Entry) bool { return after.Before(e.Position) })
+	r.position, r.skipUntil = after, after
+	return true
+}
+
+// Leave ends the part of a receiver, and returns its position.
+func (b *Broadcast) Leave(r *Receiver) events.Position {
+	r.state, r.Direct = Active, false
+	b.advance(r)
+	return r.position
+}
+
+// advance sets the position of a receiver without pending entries to the broadcast's.
+func (b *Broadcast) advance(r *Receiver) {
+	if r.cursor == b.entries.Next() && r.position.Before(b.high) {
+		r.position = b.high
+	}
+}
+
+// Delivery is the new entries of a frame, for the synced receivers. Parts is valid until the next call of Add.
+type Delivery struct {
+	Parts  [][]byte
+	Traces []string
+	// Bookmark is true if the frame had a bookmark.
+	Bookmark    bool
+	first, last events.Position
+	end         int64
+}
+
+// Add adds a frame's events to the ring. It drops an event that the broadcast has: the stream replaced another, which
+// had sent the event.
+func (b *Broadcast) Add(m *watchfanoutv1.WatchFrame) Delivery {
+	var d Delivery
+	firstNew := b.entries.Next()
+	offset := int32(0)
+	for _, boundary := range m.Boundaries {
+		e := Entry{m.Data[offset:boundary.End], events.FromProto(boundary.Position)}
+		offset = boundary.End
+		if e.Position.Before(b.high) || !boundary.Bookmark && !b.high.Before(e.Position) {
+			continue
+		}
+		if boundary.Bookmark {
+			b.bookmark, d.Bookmark = e, true
+			b.bookmarkCount++
+			continue
+		}
+		b.entries.Add(e)
+		b.bytes += len(e.Data) + EntryBytes
+		if boundary.Traceparent != "" {
+			d.Traces = append(d.Traces, boundary.Traceparent)
+		}
+	}
+	if p := events.FromProto(m.Position); !p.Before(b.high) {
+		p.Epoch = cmp.Or(p.Epoch, b.high.Epoch)
+		b.high = p
+	}
+	if added := b.entries.From(firstNew); len(added) > 0 {
+		b.parts = b.parts[:0]
+		for _, e := range added {
+			b.parts = append(b.parts, e.Data)
+		}
+		d.Parts = b.parts
+		d.first, d.last, d.end = added[0].Position, added[len(added)-1].Position, b.entries.Next()
+	}
+	return d
+}
+
+// Oversized returns whether Trim is due: the ring exceeds limit bytes, or retained bytes by far. An ended broadcast
+// keeps its entries until its receivers have left.
+func (b *Broadcast) Oversized(limit, retained int) bool {
+	return !b.ended && (b.bytes > limit || b.bytes > 2*retained)
+}
+
+// Trim drops the oldest entries until the ring is within limit bytes. Entries that all receivers have seen, which are
+// the entries before slowest, are limited to retained bytes.
+func (b *Broadcast) Trim(limit, retained int, slowest int64) {
+	sequence := b.entries.Base()
+	b.entries.DropWhile(func(e Entry) bool {
+		seen := sequence < slowest
+		if b.bytes <= limit && (!seen || b.bytes <= retained) {
+			return false
+		}
+		b.bytes -= len(e.Data) + EntryBytes
+		b.low = e.Position
+		sequence++
+		return true
+	})
+}
+
+// Next returns the sequence of the next entry: the cursor of a receiver that has seen all entries.
+func (b *Broadcast) Next() int64 { return b.entries.Next() }
+
+// End ends the broadcast. Each receiver sends its pending entries, and then opens its own stream.
+func (b *Broadcast) End() { b.ended = true }
+
+// Release frees the entries, after the last receiver of an ended broadcast has left.
+func (b *Broadcast) Release() { b.entries, b.bytes = events.Ring[Entry]{}, 0 }
+
+// State is a receiver's state.
+type State int
+
+// The states of a receiver.
+const (
+	// Active: the client's own goroutine writes the pending entries. If there are none, it waits for Wake.
+	Active State = iota
+	// Synced: the client has received every entry. The broadcast's goroutine writes the next event to it.
+	Synced
+	// Blocked: the owner's limiter has no tokens, or the connection's queue is full. The broadcast skips the receiver,
+	// and the limiter or the connection unblocks it later.
+	Blocked
+)
+
+func (s State) String() string { return [...]string{"active", "synced", "blocked"}[s] }
+
+// Action is an action that a shell takes for a receiver.
+type Action int
+
+// The actions for a receiver.
+const (
+	// Skip: nothing.
+	Skip Action = iota
+	// Wake: make the client's goroutine take the pending entries.
+	Wake
+	// Write: write the entries to the client, without waiting.
+	Write
+	// Charge: charge the limiter for the entries, and wake the client's goroutine if it has tokens.
+	Charge
+	// Enqueue: unblock the receiver when the connection's queue has space.
+	Enqueue
+)
+
+func (a Action) String() string { return [...]string{"skip", "wake", "write", "charge", "enqueue"}[a] }
+
+// Receiver is a client's part in a broadcast. Its states:
+//
+//	                +---------- wake ----------+
+//	                v                          |
+//	join ------> active --- all sent ----> synced
+//	             |  ^ |                      ^ |
+//	             |  | +-- no tokens --+      | |
+//	             |  |                 v      | |
+//	             |  +---- wake ---- blocked -+ |
+//	             v                       ^-----+
+//	          unsynced
+//
+// A receiver that is not Direct (HTTP/1.1) is never synced. It is unsynced if the ring has dropped an entry that it
+// needs: it leaves the broadcast and opens its own stream.
+//
+//   - active to synced: Pending and Take find no entry and no due bookmark.
+//   - active to blocked: the limiter has no tokens (throttled is set).
+//   - active to unsynced: Pending finds the cursor below the ring's base, or the broadcast ended and all its entries
+//     sent. In the first case, a throttled receiver's watch ends instead.
+//   - synced to blocked: a write finds no tokens (throttled is set) or a full queue.
+//   - synced to active: the stream's window is full, other entries are pending, or the broadcast ends.
+//   - blocked to synced: all entries are written. throttled is reset.
+//   - blocked to blocked: UnblockBytes are written and more entries follow, or there are no tokens or no space again.
+//   - blocked to active: the entries are dropped, the broadcast ended, the receiver is not Direct, its window is full,
+//     or a bookmark is due.
+//   - any to active: Pending or BookmarkNow.
+type Receiver struct {
+	// Direct is true if the broadcast's goroutine may write to the client.
+	Direct bool
+	// AllowBookmarks is true if the client allows bookmarks, and BookmarkPeriod the minimum time between two.
+	AllowBookmarks bool
+	BookmarkPeriod time.Duration
+	// NextBookmark is when the next bookmark is due. Zero: now.
+	NextBookmark time.Time
+
+	state    State
+	cursor   int64
+	position events.Position
+	// queued: the limiter or the connection will unblock the receiver.
+	queued bool
+	// throttled: the receiver has waited for the limiter since it was last synced.
+	throttled bool
+	// charged: the limiter is already charged for entries before this sequence, which the client's goroutine writes.
+	charged int64
+	// lastBookmark is the bookmarkCount of the last bookmark sent.
+	lastBookmark int64
+	// skipUntil: the client already has events up to this position.
+	skipUntil events.Position
+}
+
+// State returns the receiver's state.
+func (r *Receiver) State() State { return r.state }
+
+// Cursor returns the sequence of the receiver's next entry.
+func (r *Receiver) Cursor() int64 { return r.cursor }
+
+// Wake makes the receiver active: its client's goroutine must take the pending entries.
+func (r *Receiver) Wake() { r.state = Active }
+
+// Block blocks the receiver, for the limiter (throttled) or for the connection's queue. It returns true if the caller
+// must enqueue it there.
+func (r *Receiver) Block(throttled bool) (enqueue bool) {
+	enqueue = !r.queued
+	r.state, r.queued, r.throttled = Blocked, true, r.throttled || throttled
+	return enqueue
+}
+
+// Charged makes the receiver active after the limiter was charged for its entries before end, because its client's
+// goroutine must write them: its stream's window is full.
+func (r *Receiver) Charged(end int64) { r.charged, r.state = end, Active }
+
+var (
+	// ErrUnsynced: the broadcast does not hold the receiver's next event. The watch opens its own stream until it has
+	// caught up.
+	ErrUnsynced = errors.New("unsynced")
+	// ErrThrottled is ErrUnsynced for a throttled receiver. Its watch ends, because a stream of its own would cost more
+	// than the events it waited for.
+	ErrThrottled = errors.New("throttled: over --max-watch-rate-per-user")
+	// ErrEnded: the broadcast has ended. Each watch opens its own stream, which returns the reason to its client.
+	ErrEnded = errors.New("the watch broadcast has ended")
+)
+
+// Batch is the pending entries of a receiver.
+type Batch struct {
+	Parts [][]byte
+	// Charged: the limiter is charged already.
+	Charged bool
+	// End is the cursor after the entries.
+	End      int64
+	position events.Position
+}
+
+// Pending returns the pending entries of a receiver, for its client's goroutine to write. Call Take after the limiter
+// is charged. The receiver stays active unless nothing is pending.
+func (b *Broadcast) Pending(r *Receiver) (Batch, error) {
+	r.state = Active
+	if r.cursor < b.entries.Base() {
+		if r.throttled {
+			return Batch{}, ErrThrottled
+		}
+		return Batch{}, ErrUnsynced
+	}
+	limit := math.MaxInt
+	if r.charged > r.cursor {
+		limit = int(r.charged - r.cursor)
+	}
+	pending := b.pending(r, limit, math.MaxInt)
+	pending.Charged = r.charged > r.cursor
+	return pending, nil
+}
+
+// Take moves a receiver past its pending entries. It returns the parts to write: the entries, and the newest bookmark
+// if it is due. If it returns nothing and the receiver is Direct, the receiver is synced. again is true if more entries
+// are pending and this batch has none.
+func (b *Broadcast) Take(r *Receiver, pending Batch, now time.Time) (parts [][]byte, again bool, err error) {
+	r.cursor, r.position, parts = pending.End, pending.position, pending.Parts
+	if r.cursor < b.entries.Next() {
+		return parts, len(parts) == 0, nil
+	}
+	r.throttled = false
+	if b.bookmarkDue(r, now) {
+		parts = append(parts, b.bookmark.Data)
+		b.BookmarkSent(r, now)
+	}
+	if len(parts) > 0 {
+		return parts, false, nil
+	}
+	b.advance(r)
+	if b.ended {
+		return nil, false, ErrEnded
+	}
+	if r.Direct {
+		r.state = Synced
+	}
+	return nil, false, nil
+}
+
+// pending returns at most `entries` entries of a receiver, and stops after about `bytes` bytes.
+func (b *Broadcast) pending(r *Receiver, entries, bytes int) Batch {
+	p := Batch{End: r.cursor, position: r.position}
+	for i, e := range b.entries.From(r.cursor) {
+		if i >= entries || bytes <= 0 {
+			break
+		}
+		p.End++
+		// the client has the other entries: it may have joined at a position past high
+		if r.skipUntil.Before(e.Position) {
+			p.Parts, p.position = append(p.Parts, e.Data), e.Position
+			bytes -= len(e.Data)
+		}
+	}
+	return p
+}
+
+// Offer returns the action for a receiver when new entries arrive: Skip, Wake or Write. After a write call Delivered.
+func (b *Broadcast) Offer(r *Receiver, d *Delivery) Action {
+	switch {
+	case r.state == Blocked: // Unblock sends them
+		return Skip
+	case r.state == Synced && r.cursor == d.end-int64(len(d.Parts)) && r.skipUntil.Before(d.first):
+		return Write
+	}
+	r.state = Active
+	return Wake
+}
+
+// End returns the cursor after the entries.
+func (d *Delivery) End() int64 { return d.end }
+
+// Delivered records that a receiver was sent the entries.
+func (b *Broadcast) Delivered(r *Receiver, d *Delivery) { r.cursor, r.position = d.end, d.last }
+
+// UnblockBytes is about how many bytes an unblocked receiver is sent at once, because other receivers wait too.
+const UnblockBytes = 64 << 10
+
+// Unblock returns the pending entries of a blocked receiver, and the action for it: Skip, Wake, Charge or Write. After
+// a charge call Charged, after a write Written.
+func (b *Broadcast) Unblock(r *Receiver) (Batch, Action) {
+	r.queued = false
+	if r.state != Blocked {
+		return Batch{}, Skip
+	}
+	r.state = Active
+	if r.cursor < b.entries.Base() {
+		return Batch{}, Wake
+	}
+	pending := b.pending(r, math.MaxInt, UnblockBytes)
+	if b.ended || !r.Direct {
+		return pending, Charge
+	}
+	return pending, Write
+}
+
+// Written records that an unblocked receiver was sent a batch. It returns the next action: Skip, Wake or Enqueue.
+func (b *Broadcast) Written(r *Receiver, sent Batch, now time.Time) Action {
+	r.cursor, r.position = sent.End, sent.position
+	if r.cursor < b.entries.Next() {
+		return Enqueue
+	}
+	r.throttled = false
+	if b.bookmarkDue(r, now) {
+		return Wake
+	}
+	r.state = Synced
+	return Skip
+}
+
+// bookmarkDue reports whether a receiver without pending entries is due the newest bookmark.
+func (b *Broadcast) bookmarkDue(r *Receiver, now time.Time) bool {
+	return r.AllowBookmarks && r.lastBookmark < b.bookmarkCount && !now.Before(r.NextBookmark) &&
+		!b.bookmark.Position.Before(r.position) && !b.bookmark.Position.Before(r.skipUntil)
+}
+
+// OfferBookmark returns the action for a receiver when a bookmark arrives: Skip, Wake or Write. After a write call
+// BookmarkSent.
+func (b *Broadcast) OfferBookmark(r *Receiver, now time.Time) Action {
+	switch {
+	case r.state == Blocked || !b.bookmarkDue(r, now):
+		return Skip
+	case r.state == Synced:
+		return Write
+	}
+	return Wake
+}
+
+// Bookmark returns the newest bookmark.
+func (b *Broadcast) Bookmark() []byte { return b.bookmark.Data }
+
+// BookmarkSent records that the receiver was sent the newest bookmark.
+func (b *Broadcast) BookmarkSent(r *Receiver, now time.Time) {
+	r.position, r.skipUntil = b.bookmark.Position, b.bookmark.Position
+	r.NextBookmark, r.lastBookmark = now.Add(r.BookmarkPeriod), b.bookmarkCount
+}
+
+// BookmarkNow makes a bookmark due now.
+func (r *Receiver) BookmarkNow() { r.NextBookmark, r.state = time.Time{}, Active }
