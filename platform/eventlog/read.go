@@ -189,7 +189,7 @@ func (r *reader) deliver(m *logv1.StoredMessage, live bool) error {
 		decoded = nil
 	}
 	gap, e, err := r.Next(m, decoded, live)
-	if err != nil {
+	if err != nil || e == nil {
 		return err
 	}
 	if gap != nil {

@@ -15,15 +15,15 @@ var ErrExpired = core.ErrExpired
 // replayPause is the delay between reads of a replay at the end of the log.
 const replayPause = 100 * time.Millisecond
 
-// Replay calls each with the events of a storage resource after a revision, and with progress, in order. It ends when
-// each returns false or an error, or ctx is done. Use it for events that a watch cache has evicted.
+// Replay calls each with the events of a storage resource after a revision of an epoch, and with progress, in order. It
+// ends when each returns false or an error, or ctx is done. Use it for events that a watch cache has evicted.
 //
-// Replay returns ErrExpired at a reset in the log, or if retention may have passed the reading position. The events
-// before that are complete and have no gap. Replay calls each only for messages whose order is certain, so it lags a
-// little behind the log. each must be fast.
-func Replay(ctx context.Context, stream StreamReader, storedAs string, after int64,
+// Replay returns ErrExpired at a reset in the log, at another epoch, or if retention may have passed the reading
+// position. The events before that are complete and have no gap. Replay calls each only for messages whose order is
+// certain, so it lags a little behind the log. each must be fast.
+func Replay(ctx context.Context, stream StreamReader, storedAs string, after int64, epoch string,
 	each func(*logv1.Event) (bool, error)) error {
-	r := core.NewReplay(after)
+	r := core.NewReplay(after, epoch)
 	request := &logv1.ReadRequest{StorageResource: storedAs, After: after}
 	for {
 		err := stream.Messages(ctx, request, func(c *logv1.Chunk) error { return replayChunk(r, c, each) })

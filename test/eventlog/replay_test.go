@@ -23,7 +23,7 @@ func TestReplayReturnsLaterEvents(t *testing.T) {
 		got := ""
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 		defer cancel()
-		err := eventlog.Replay(ctx, c.stored(), "pods", after, func(e *logv1.Event) (bool, error) {
+		err := eventlog.Replay(ctx, c.stored(), "pods", after, "", func(e *logv1.Event) (bool, error) {
 			got += fmt.Sprintf("%s%d ", map[bool]string{true: "-"}[e.Type == logv1.Type_TYPE_UNSPECIFIED], e.Revision)
 			return e.Revision < until, nil
 		})
@@ -77,7 +77,7 @@ func TestAReplayThatIsOvertakenSaysSo(t *testing.T) {
 		t.Fatal(err)
 	}
 	next, purged := int64(11), false
-	err = eventlog.Replay(t.Context(), c.stored(), "pods", 10, func(e *logv1.Event) (bool, error) {
+	err = eventlog.Replay(t.Context(), c.stored(), "pods", 10, "", func(e *logv1.Event) (bool, error) {
 		if e.Revision != next {
 			t.Fatalf("after %d came %d", next-1, e.Revision)
 		}
@@ -108,7 +108,7 @@ func TestAReplayWhoseRestIsGoneSaysSo(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
-	err = eventlog.Replay(ctx, c.stored(), "pods", 10, func(e *logv1.Event) (bool, error) {
+	err = eventlog.Replay(ctx, c.stored(), "pods", 10, "", func(e *logv1.Event) (bool, error) {
 		return true, stream.Purge(ctx)
 	})
 	if !errors.Is(err, eventlog.ErrExpired) {

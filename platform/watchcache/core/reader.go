@@ -24,13 +24,9 @@ var ErrMissed = errors.New("messages of the event log were missed")
 // Sequence returns the sequence of the last message.
 func (r *Reader) Sequence() uint64 { return r.sequence }
 
-// Request returns the request for the rest of the stream.
-func (r *Reader) Request() *logv1.ReadRequest {
-	if r.sequence == 0 {
-		return &logv1.ReadRequest{}
-	}
-	return &logv1.ReadRequest{Sequence: r.sequence + 1}
-}
+// Request returns the request for the rest of the stream. It begins with the last message, because another may have
+// replaced it: the stream lost its end, and has the same length again.
+func (r *Reader) Request() *logv1.ReadRequest { return &logv1.ReadRequest{Sequence: r.sequence} }
 
 // Live returns whether a live message with a sequence is the next, or ErrMissed. It is false for a message that the
 // reader has.
@@ -61,8 +57,11 @@ func (r *Reader) Reposition(c *logv1.Chunk) bool {
 
 // Next moves the reader to a message with its event, which is nil if the message is corrupt. It returns the event to
 // apply, and the reset to apply before it if the message does not follow the last message. Only a message of the stream
-// proves such a gap. For a live message, Next returns ErrMissed.
+// proves such a gap. For a live message, Next returns ErrMissed. It returns no event for the last message.
 func (r *Reader) Next(m *logv1.StoredMessage, e *logv1.Event, live bool) (gap, event *logv1.Event, err error) {
+	if m.Sequence == r.sequence && m.Id == r.id {
+		return nil, nil, nil
+	}
 	if e == nil {
 		id, _ := ParseID(m.Id)
 		e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}
@@ -89,16 +88,17 @@ func before(e *logv1.Event) int64 {
 // ErrExpired means that the log does not hold all messages after a revision.
 var ErrExpired = errors.New("the event log has expired messages after this revision")
 
-// Replay is a position of a reader of a resource's events after a revision.
+// Replay is a position of a reader of a resource's events after a revision, in an epoch.
 type Replay struct {
 	after     int64
+	epoch     string
 	delivered bool
 	created   int64
 	through   uint64
 }
 
-// NewReplay returns a replay of the events after a revision.
-func NewReplay(after int64) *Replay { return &Replay{after: after} }
+// NewReplay returns a replay of the events after a revision of an epoch.
+func NewReplay(after int64, epoch string) *Replay { return &Replay{after: after, epoch: epoch} }
 
 // Through returns the sequence up to which the replay has read the stream.
 func (r *Replay) Through() uint64 { return r.through }
@@ -113,11 +113,12 @@ func (r *Replay) Chunk(c *logv1.Chunk) error {
 	return nil
 }
 
-// Next returns whether an event is part of the replay. It returns ErrExpired at a reset, and for a corrupt message
-// (nil), which may have been a reset. The events before that have no gap.
+// Next returns whether an event is part of the replay. It returns ErrExpired at a reset, for an event of another epoch,
+// and for a corrupt message (nil), which may have been a reset. The events before that have no gap.
 func (r *Replay) Next(e *logv1.Event) (bool, error) {
 	switch {
-	case e == nil, e.Type == logv1.Type_TYPE_RESET && (r.delivered || e.Revision > r.after):
+	case e == nil, r.epoch != "" && e.Epoch != "" && e.Epoch != r.epoch && e.Revision > r.after,
+		e.Type == logv1.Type_TYPE_RESET && (r.delivered || e.Revision > r.after):
 		return false, ErrExpired
 	case e.Revision <= r.after:
 		return false, nil

@@ -257,7 +257,7 @@ func (t *Term) ForceProgress() { t.forceProgress = true }
 
 // appendControl adds a progress message or a reset. Both fit into a message, so an error ends the term.
 func (t *Term) appendControl(e *logv1.Event) {
-	if err := t.appendOnce(e); err != nil {
+	if err := t.append(e); err != nil {
 		t.end(err)
 	}
 }

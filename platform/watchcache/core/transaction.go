@@ -77,7 +77,9 @@ func (t *Term) Transaction(changes []Change) {
 	slices.SortFunc(x.resets, func(a, b *logv1.Event) int { return cmp.Compare(a.Index, b.Index) })
 	for n, e := range x.resets {
 		e.More = n < len(x.resets)-1
-		t.appendControl(e)
+		if !t.chain.Has(e) {
+			t.appendControl(e)
+		}
 	}
 	t.publisher.checkpoint.revision, t.publisher.checkpoint.last = t.chain.last.Revision, changes[x.size-1].EtcdEvent
 	t.transactionCompleted = true

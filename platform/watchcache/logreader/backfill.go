@@ -298,7 +298,8 @@ func (l *Reader) fill(ctx context.Context, b *Backfill, low int64) {
 		return nil
 	})
 	for {
-		b.err = eventlog.Replay(ctx, l.source.Stream, b.storageResource, b.UpTo, func(e *logv1.Event) (bool, error) {
+		stream, resource := l.source.Stream, b.storageResource
+		b.err = eventlog.Replay(ctx, stream, resource, b.UpTo, b.epoch, func(e *logv1.Event) (bool, error) {
 			if n := len(b.Events); n > 0 && e.Revision > b.Events[n-1].Revision {
 				b.UpTo = b.Events[n-1].Revision
 				if bytes > backfillBytes || b.UpTo >= low {
