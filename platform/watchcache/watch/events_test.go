@@ -283,13 +283,13 @@ func TestAWatchOfAStalledLogEnds(t *testing.T) {
 		go func() { continues <- server.servesStale.Watch(request, &recorder{ctx: ctx}) }()
 		time.Sleep(10 * time.Second)
 		server.revision.Store(12)
-		time.Sleep(3 * time.Second)
+		time.Sleep(2 * time.Second)
 		select {
 		case err := <-ended:
-			t.Errorf("it ends early: %v", err)
+			t.Fatalf("it ends early: %v", err)
 		default:
 		}
-		time.Sleep(3 * time.Second)
+		time.Sleep(4 * time.Second)
 		if err := <-ended; status.Code(err) != codes.Unavailable {
 			t.Errorf("it ends with %v", err)
 		}
