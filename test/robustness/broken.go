@@ -21,9 +21,9 @@ type breakage struct {
 var mistakes = []breakage{
 	{
 		name:    "drop",
-		file:    "platform/watchcache/cache/cache.go",
-		code:    "	c.pending = append(c.pending, e)\n",
-		instead: "	if e.StorageResource == \"configmaps\" && e.Revision%97 == 0 {\n		c.advance(e.Revision)\n		return\n	}\n	c.pending = append(c.pending, e)\n",
+		file:    "platform/watchcache/core/replica.go",
+		code:    "		if c.pending = append(c.pending[:n], e); !e.More {\n",
+		instead: "		if e.StorageResource == \"configmaps\" && e.Revision%97 == 0 {\n			c.advance(e)\n			return c.effects\n		}\n		if c.pending = append(c.pending[:n], e); !e.More {\n",
 	},
 	{
 		name:    "repeat",

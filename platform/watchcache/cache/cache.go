@@ -11,9 +11,9 @@ import (
 	"sync/atomic"
 	"time"
 
-	"watershed.dev/platform/events"
 	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/watchable"
+	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -42,11 +42,10 @@ type Cache struct {
 
 	mu        sync.Mutex // guards the fields below
 	resources map[string]*Resource
-	low       int64
-	started   bool
+	low       int64 // the horizon of a new resource
 	advanced  watchable.Signal
 
-	pending []*logv1.Event // events of an open transaction; only the applying goroutine uses it
+	replica core.Replica // only the applying goroutine uses it
 }
 
 // New returns an empty cache.
@@ -73,8 +72,7 @@ func (c *Cache) Resource(name string) *Resource {
 		r = &Resource{
 			Name:          name,
 			cache:         c,
-			low:           c.low,
-			lowIndex:      events.LastIndex,
+			horizon:       core.NewHorizon(c.low),
 			triggers:      map[Trigger]*triggerRing{},
 			triggerFields: map[string]int{},
 			lastUsed:      time.Now(),
@@ -99,113 +97,35 @@ func (c *Cache) each(f func(*Resource)) {
 
 // Apply applies the log's next message. It applies the events of a transaction together, when the last one arrives.
 func (c *Cache) Apply(e *logv1.Event) {
-	switch {
-	case e.Type == logv1.Type_TYPE_RESET && e.StorageResource != "" && c.hasStarted():
-		if e.Revision < c.progress.Load() { // a duplicate
-			return
-		}
-		c.applyPending() // a reset of one resource is ordered among the events
-		c.Resource(e.StorageResource).forget(e.Revision, e.CrdChanged, e.Revision)
-		if !e.CrdChanged {
+	newest := int64(0) // the bytes of the transaction that is applied
+	for _, x := range c.replica.Apply(e) {
+		if !x.Expected && x.Events == nil {
 			c.resets.Add(1)
 		}
-		if !e.More {
-			c.advance(e.Revision)
+		switch {
+		case x.Resource == "":
+			c.resetAll(x)
+		case x.Events == nil:
+			c.Resource(x.Resource).forget(x)
+		default:
+			before := c.ringBytes.Load()
+			c.applyTo(x.Resource, x.Events)
+			newest += c.ringBytes.Load() - before
+			c.applied.Store(time.Now().UnixNano())
 		}
-		return
-	case events.IsRefill(e, *c.epoch.Load(), c.progress.Load()):
-		c.pending = nil // the refilled log repeats an open transaction from its start
-		c.mu.Lock()
-		c.started = true
-		c.mu.Unlock()
-		return
-	case e.Type == logv1.Type_TYPE_RESET:
-		c.reset(e.Revision, e.Epoch)
-		c.resets.Add(1)
-		return
-	case e.Epoch != "" && *c.epoch.Load() != "" && e.Epoch != *c.epoch.Load():
-		c.reset(e.Revision, e.Epoch) // a new log whose first messages are gone
-		c.resets.Add(1)
-	case !c.hasStarted():
-		c.start(e)
 	}
-	if e.Type == logv1.Type_TYPE_UNSPECIFIED {
-		c.advance(e.Revision)
-		return
+	if c.eventsOnly && newest > 0 {
+		c.evict(newest)
 	}
-	if e.Revision <= c.progress.Load() { // a duplicate: the log lost its end, and the publisher wrote it again
-		return
+	if progress := c.replica.Progress(); progress > c.progress.Load() {
+		c.progress.Store(progress)
+		c.notifyAdvanced()
 	}
-	n := len(c.pending)
-	for n > 0 && !events.PositionOf(c.pending[n-1]).Before(events.PositionOf(e)) {
-		n-- // the publisher begins the transaction again
-	}
-	c.pending = c.pending[:n]
-	c.pending = append(c.pending, e)
-	if e.More {
-		return
-	}
-	c.applyPending()
-	c.advance(e.Revision)
 }
 
 // Restart prepares the cache for a reader that starts at the beginning of the log. If the log does not hold the message
 // after Progress any longer, its first message resets every resource.
-func (c *Cache) Restart() {
-	c.pending = nil
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.started = false
-}
-
-func (c *Cache) hasStarted() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.started
-}
-
-// start handles the first message of a log whose first messages are gone. If the cache has all of them, it continues.
-func (c *Cache) start(e *logv1.Event) {
-	low := e.Revision
-	if e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Index == 0 {
-		low--
-	}
-	continues := e.Epoch == *c.epoch.Load() && low <= c.progress.Load()
-	c.epoch.Store(&e.Epoch)
-	c.mu.Lock()
-	c.started = true
-	if !continues {
-		c.low = low
-	}
-	c.mu.Unlock()
-	if !continues {
-		c.each(func(r *Resource) { r.forget(low, false, 0) })
-	}
-}
-
-// applyPending applies a transaction, one batch for each resource.
-func (c *Cache) applyPending() {
-	pending, before := c.pending, c.ringBytes.Load()
-	c.pending = nil
-	for len(pending) > 0 {
-		name := pending[0].StorageResource
-		var batch []*logv1.Event
-		rest := pending[:0:0]
-		for _, p := range pending {
-			if p.StorageResource == name {
-				batch = append(batch, p)
-			} else {
-				rest = append(rest, p)
-			}
-		}
-		c.applyTo(name, batch)
-		pending = rest
-	}
-	if c.eventsOnly {
-		c.evict(c.ringBytes.Load() - before)
-	}
-	c.applied.Store(time.Now().UnixNano())
-}
+func (c *Cache) Restart() { c.replica.Restart() }
 
 // applyTo applies a transaction's events of one resource. If that fails, it resets the resource, and the next reader
 // loads it again.
@@ -213,7 +133,7 @@ func (c *Cache) applyTo(name string, events []*logv1.Event) {
 	if err := c.tryApply(name, events); err != nil {
 		revision := events[0].Revision
 		slog.Error("Cannot apply events; resetting their resource", "resource", name, "revision", revision)
-		c.Resource(name).forget(max(revision, c.progress.Load()), false, revision)
+		c.Resource(name).forget(core.Effect{Low: max(revision, c.progress.Load())})
 		c.resets.Add(1)
 	}
 }
@@ -249,36 +169,23 @@ func (c *Cache) evict(newest int64) {
 	}
 }
 
-func (c *Cache) advance(revision int64) {
-	if revision > c.progress.Load() {
-		c.progress.Store(revision)
-		c.notifyAdvanced()
-	}
-}
-
 func (c *Cache) notifyAdvanced() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.advanced.Notify()
 }
 
-// reset resets every resource, because events before revision may be missing. revision may be lower than progress if
-// etcd was restored from a backup.
-func (c *Cache) reset(revision int64, epoch string) {
+// resetAll resets every resource.
+func (c *Cache) resetAll(x core.Effect) {
 	c.resetMu.Lock()
 	defer c.resetMu.Unlock()
-	c.pending = nil
 	c.mu.Lock()
-	c.started, c.low = true, revision
+	c.low = x.Low
 	c.mu.Unlock()
-	previous := *c.epoch.Load()
-	if epoch != "" {
-		c.epoch.Store(&epoch)
-	}
-	c.progress.Store(revision)
-	// A CRD revision of the previous epoch has no meaning in the new one.
-	epochChanged := previous != "" && epoch != "" && previous != epoch
-	c.each(func(r *Resource) { r.forget(revision, epochChanged, 0) })
+	epoch := c.replica.Epoch()
+	c.epoch.Store(&epoch)
+	c.progress.Store(x.Low)
+	c.each(func(r *Resource) { r.forget(x) })
 	c.notifyAdvanced()
 }
 

@@ -6,6 +6,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"watershed.dev/platform/events"
 	"watershed.dev/platform/frame"
 	"watershed.dev/platform/recovery"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -77,6 +78,9 @@ type Event struct {
 	resource *Resource
 	frames   frameCache
 }
+
+// At returns the event's position.
+func (e *Event) At() events.Position { return events.Position{Revision: e.Revision, Index: e.Index} }
 
 // Size returns the event's memory in bytes without its frames.
 func (e *Event) Size() int {

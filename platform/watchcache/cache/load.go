@@ -16,8 +16,8 @@ type load struct {
 	err  error
 	// from is the cache's revision when the load began. The ring keeps the events after it until the load is done.
 	from int64
-	// resetCount is the resource's when the load began. If a reset happened since, the load is discarded.
-	resetCount int64
+	// resets is the resource's number of resets when the load began. If a reset happened since, the load is discarded.
+	resets int64
 }
 
 // Source reads a whole resource and returns its rows and their revision.
@@ -65,7 +65,7 @@ func (r *Resource) snapshotOrLoad(ctx context.Context, field string, source Sour
 		return s, nil
 	}
 	if r.loading == nil {
-		r.loading = &load{done: make(chan struct{}), from: progress, resetCount: r.resetCount}
+		r.loading = &load{done: make(chan struct{}), from: progress, resets: r.horizon.Resets()}
 		go r.load(context.WithoutCancel(ctx), r.loading, source, wait)
 	}
 	return nil, r.loading
@@ -85,7 +85,7 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 		l.err = err
 		return
 	}
-	if r.low > revision || r.resetCount != l.resetCount {
+	if !r.horizon.HoldsSince(revision, l.resets) {
 		return // the ring has dropped events after the snapshot, so the waiting readers load again
 	}
 	r.drop()
@@ -95,7 +95,7 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 			r.updateTree(e)
 		}
 	}
-	r.trim(r.bound())
+	r.trim()
 }
 
 // read reads a whole resource. It returns when the log has reached the read's revision, so that no object is newer than

@@ -8,7 +8,7 @@ import (
 
 	"github.com/google/btree"
 
-	"watershed.dev/platform/events"
+	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -42,14 +42,10 @@ type Resource struct {
 	applied      int64
 	appliedBytes int64
 
-	resetCount int64 // number of resets
-	events     ring
-	// low is the revision of the last event that the ring has dropped, and lowIndex its index. The ring has all later
-	// events.
-	low           int64
-	lowIndex      int32
-	staleEvents   int   // events that triggers still hold after the ring has dropped them
-	crdChangedAt  int64 // revision of the last change of the CRD
+	events        ring
+	horizon       core.Horizon // of events
+	staleEvents   int          // events that triggers still hold after the ring has dropped them
+	crdChangedAt  int64        // revision of the last change of the CRD
 	triggers      map[Trigger]*triggerRing
 	triggerFields map[string]int
 
@@ -92,7 +88,7 @@ func (r *Resource) apply(batch []*Event) {
 		r.addBytes(size)
 		r.dispatchToTriggers(e)
 	}
-	r.trim(r.bound())
+	r.trim()
 	r.events.changed.Notify()
 }
 
@@ -121,28 +117,23 @@ func (r *Resource) bytesUpTo(revision int64) int64 {
 	return r.ringBytes.Load()
 }
 
-func (r *Resource) bound() int {
-	if r.cache.eventsOnly { // evict bounds all rings together
-		return math.MaxInt
+func (r *Resource) bound() core.Bound {
+	b := core.Bound{Bytes: int64(r.cache.RingBytes)}
+	switch {
+	case r.cache.eventsOnly: // evict bounds all rings together
+		b.Bytes = math.MaxInt
+	case r.loading != nil:
+		b.Loading, b.LoadFrom, b.LoadBytes = true, r.loading.from, loadShare*b.Bytes
+	case r.subscribers == 0 && r.cache.IdleTimeout > 0 && time.Since(r.lastUsed) > r.cache.IdleTimeout:
+		b.Bytes /= idleShare
 	}
-	if r.subscribers == 0 && r.loading == nil && r.cache.IdleTimeout > 0 &&
-		time.Since(r.lastUsed) > r.cache.IdleTimeout {
-		return r.cache.RingBytes / idleShare
-	}
-	return r.cache.RingBytes
+	return b
 }
 
-// trim drops the oldest events beyond the bound. It drops all events of a revision together. During a load it keeps the
-// events that the load needs, up to loadShare times the ring's bound.
-func (r *Resource) trim(bound int) {
-	for r.events.Len() > 1 {
-		first, over := r.events.Oldest(), r.ringBytes.Load()
-		if r.loading != nil && first.Revision > r.loading.from && over <= int64(loadShare*r.cache.RingBytes) {
-			break
-		}
-		if over <= int64(bound) && first.Revision != r.low {
-			break
-		}
+// trim drops the oldest events beyond the bound.
+func (r *Resource) trim() {
+	bound := r.bound()
+	for r.events.Len() > 1 && r.horizon.MustDrop(r.events.Oldest().Revision, r.ringBytes.Load(), bound) {
 		r.dropOldest()
 	}
 	if r.staleEvents > maxStaleEvents {
@@ -153,7 +144,7 @@ func (r *Resource) trim(bound int) {
 // dropOldest drops the oldest event. Triggers may still hold it.
 func (r *Resource) dropOldest() {
 	e := r.events.Oldest()
-	r.low, r.lowIndex = e.Revision, e.Index
+	r.horizon.Drop(e.At())
 	r.staleEvents++
 	r.addBytes(-int64(e.release()))
 	r.events.Drop(1)
@@ -172,7 +163,7 @@ func (r *Resource) evictOldest() {
 // trimTriggers drops the events from the triggers that the ring has dropped.
 func (r *Resource) trimTriggers() {
 	for _, t := range r.triggers {
-		t.forget(r.low)
+		t.forget(r.horizon.Revision())
 	}
 	r.staleEvents = 0
 }
@@ -215,13 +206,12 @@ func (r *Resource) CRDChangedAt() int64 {
 	return r.crdChangedAt
 }
 
-// forget resets the resource, because events before revision may be missing. If crdChanged, changedAt is the revision
-// of the CRD's change.
-func (r *Resource) forget(revision int64, crdChanged bool, changedAt int64) {
+// forget resets the resource.
+func (r *Resource) forget(x core.Effect) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.drop()
-	r.resetCount++
+	r.horizon.Reset(x.Low)
 	for _, e := range r.events.From(r.events.Base()) {
 		e.release()
 	}
@@ -230,8 +220,8 @@ func (r *Resource) forget(revision int64, crdChanged bool, changedAt int64) {
 		t.reset()
 	}
 	r.addBytes(-r.ringBytes.Load())
-	r.low, r.lowIndex, r.staleEvents, r.applied, r.appliedBytes = revision, events.LastIndex, 0, 0, 0
-	if crdChanged {
-		r.crdChangedAt = changedAt
+	r.staleEvents, r.applied, r.appliedBytes = 0, 0, 0
+	if x.CRDChanged {
+		r.crdChangedAt = x.CRDChangedAt
 	}
 }

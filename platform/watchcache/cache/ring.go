@@ -6,11 +6,12 @@ import (
 
 	"watershed.dev/platform/events"
 	"watershed.dev/platform/watchable"
+	"watershed.dev/platform/watchcache/core"
 )
 
 // ring is the recent events, and a signal of new events.
 type ring struct {
-	events.Ring[*Event]
+	core.Events[*Event]
 	changed watchable.Signal
 }
 
@@ -109,7 +110,7 @@ func (r *Resource) Subscribe(t Trigger) *Subscription {
 				trigger.Add(e)
 			}
 		}
-		trigger.forget(r.low)
+		trigger.forget(r.horizon.Revision())
 		r.triggers[t] = trigger
 		r.triggerFields[t.Field]++
 	}
@@ -169,13 +170,12 @@ func (s *Subscription) After(revision int64, index int32) (cur Cursor, low int64
 	defer r.cache.resetMu.RUnlock()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if revision < r.low || revision == r.low && index < r.lowIndex {
-		return 0, r.low, false
+	after, low := events.Position{Revision: revision, Index: index}, r.horizon.Revision()
+	if !r.horizon.Holds(after) {
+		return 0, low, false
 	}
-	s.ring.forget(r.low)
-	return Cursor(s.ring.Search(func(e *Event) bool {
-		return e.Revision > revision || e.Revision == revision && e.Index > index
-	})), r.low, true
+	s.ring.forget(low)
+	return Cursor(s.ring.After(after)), low, true
 }
 
 // Next returns at most n events after the cursor, and the cursor after them. If there are none, changed is closed when
@@ -189,13 +189,13 @@ func (s *Subscription) Next(cur Cursor,
 	progress = r.cache.progress.Load()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	s.ring.forget(r.low)
-	if int64(cur) < s.ring.Base() {
+	s.ring.forget(r.horizon.Revision())
+	rest, more, ok := s.ring.Read(int64(cur), n)
+	if !ok {
 		return nil, cur, 0, nil, false
 	}
-	rest := s.ring.From(int64(cur))
-	if len(rest) > n {
-		rest, progress = rest[:n], 0
+	if more {
+		progress = 0
 	}
 	return slices.Clone(rest), cur + Cursor(len(rest)), progress, s.ring.changed.C(), true
 }

@@ -32,7 +32,7 @@ func (c *Cache) Resources() []Status {
 			Bytes:           r.bytes,
 			Events:          r.events.Len(),
 			EventBytes:      int(r.ringBytes.Load()),
-			OldestResumable: r.low,
+			OldestResumable: r.horizon.Revision(),
 			Watches:         r.subscribers,
 			Triggers:        len(r.triggers),
 			Indexes:         len(r.indexes),
@@ -69,7 +69,7 @@ func (c *Cache) Sweep() (dropped []string) {
 			r.drop()
 			dropped = append(dropped, r.Name)
 		}
-		r.trim(r.bound())
+		r.trim()
 		r.trimTriggers()
 	})
 	sort.Strings(dropped)

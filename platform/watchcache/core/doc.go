@@ -2,10 +2,10 @@
 // deterministic, as etcd raft's RawNode is: callers give it results of reads as values, and take the messages and
 // decisions as values. It has no goroutine, clock, lock or I/O. The callers (shells) own these.
 //
-//	etcd ──▶ services/registry/publisher ──▶ NATS JetStream ──▶ platform/eventlog ──▶ replica
-//	              Publisher, Term, Chain                              Reader, Replay
-//	replica ──▶ services/gateway/watch ──▶ clients
-//	              Broadcast, Receiver, Watch, Bucket
+//	etcd ──▶ services/registry/publisher ──▶ NATS JetStream ──▶ platform/eventlog ──▶ platform/watchcache/cache
+//	              Publisher, Term, Chain                              Reader, Replay      Replica, Events, Horizon
+//	platform/watchcache/cache ──▶ services/gateway/watch ──▶ clients
+//	                              Broadcast, Receiver, Watch, Bucket
 //
 // testdata holds a transcript for each subject, which is the manual of this package. TestSchedules drives all parts
 // together, with random faults.

@@ -11,9 +11,7 @@ type Replica struct {
 	// progress is the revision up to which every event has been applied.
 	progress int64
 	epoch    string
-	// low is the revision after which a resource without events has all events.
-	low     int64
-	started bool
+	started  bool
 	// pending has the events of an open transaction. Events up to partial are applied already, because a
 	// reset followed them.
 	pending []*logv1.Event
@@ -23,7 +21,7 @@ type Replica struct {
 
 // Effect is a change of a resource. Effects are applied in order, and before the new progress is shown.
 type Effect struct {
-	// Resource is the stored resource. Empty: all resources.
+	// Resource is the stored resource. Empty: all resources. The progress is then Low too.
 	Resource string
 	// Events are a transaction's events of the resource. If there are none, the resource is reset: events up to Low may
 	// be missing.
@@ -42,9 +40,6 @@ func (c *Replica) Progress() int64 { return c.progress }
 
 // Epoch returns the epoch of etcd that revisions belong to; empty if the log has not named it.
 func (c *Replica) Epoch() string { return c.epoch }
-
-// Low returns the revision after which a resource without events has all events.
-func (c *Replica) Low() int64 { return c.low }
 
 // Restart prepares the replica for a reader that starts at the beginning of the log. If the log does not hold the
 // message after Progress any longer, its first message resets every resource.
@@ -113,7 +108,7 @@ func (c *Replica) start(e *logv1.Event) {
 	continues := e.Epoch == c.epoch && low <= c.progress
 	c.epoch, c.started = e.Epoch, true
 	if !continues {
-		c.low, c.partial = low, events.Position{}
+		c.progress, c.partial = low, events.Position{}
 		c.effects = append(c.effects, Effect{Low: low, Expected: true})
 	}
 }
@@ -125,14 +120,16 @@ func (c *Replica) reset(e *logv1.Event) {
 	if e.Epoch != "" {
 		c.epoch = e.Epoch
 	}
-	c.pending, c.partial, c.started, c.low, c.progress = nil, events.Position{}, true, e.Revision, e.Revision
+	c.pending, c.partial, c.started, c.progress = nil, events.Position{}, true, e.Revision
 	c.effects = append(c.effects, Effect{Low: e.Revision, CRDChanged: epochChanged})
 }
 
 // applyPending adds the effects of the open transaction, a batch for each resource.
 func (c *Replica) applyPending() {
 	pending := c.pending
-	c.pending = nil
+	if c.pending = nil; len(pending) == 1 { // the effects are valid until the next call, which reuses the slice
+		c.pending = pending[:0]
+	}
 	for len(pending) > 0 {
 		name, n := pending[0].StorageResource, 0
 		for i, p := range pending { // the resource's events first, in order

@@ -13,13 +13,19 @@ type replica struct {
 	name   string
 	reader Reader
 	core   Replica
-	rings  [resourceCount]Ring[cached]
+	rings  [resourceCount]ring
 	// crdChangedAt is the revision of the last change of each resource's CRD.
 	crdChangedAt [resourceCount]int64
 	// limit is how many events a ring holds.
 	limit int
 	// starts counts the starts of the process.
 	starts int
+}
+
+// ring is the recent events of a resource.
+type ring struct {
+	Events[cached]
+	Horizon
 }
 
 // cached is an event in a ring.
@@ -119,7 +125,8 @@ func (r *replica) apply(w *world, e *logv1.Event, note string) {
 			}
 			ring := &r.rings[i]
 			if x.Events == nil {
-				ring.Forget(x.Low)
+				ring.Events.Reset()
+				ring.Horizon.Reset(x.Low)
 				if x.CRDChanged {
 					r.crdChangedAt[i] = x.CRDChangedAt
 				}
@@ -128,9 +135,15 @@ func (r *replica) apply(w *world, e *logv1.Event, note string) {
 			for _, p := range x.Events {
 				ring.Add(cached{events.PositionOf(p), int(p.ObservedUnixNano)})
 			}
-			for ring.Len() > r.limit || ring.Len() > 1 && ring.OldestDropped() {
-				if dropped := ring.DropOldest(); w.trace != nil {
-					w.tracef("%s:   drops the event at %s", r.name, describePosition(dropped.position))
+			for ring.Len() > 1 {
+				oldest := ring.Oldest().position
+				if !ring.MustDrop(oldest.Revision, int64(ring.Len()), Bound{Bytes: int64(r.limit)}) {
+					break
+				}
+				ring.Horizon.Drop(oldest)
+				ring.Events.Drop(1)
+				if w.trace != nil {
+					w.tracef("%s:   drops the event at %s", r.name, describePosition(oldest))
 				}
 			}
 		}

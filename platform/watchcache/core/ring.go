@@ -1,67 +1,21 @@
 package core
 
-import (
-	"watershed.dev/platform/events"
-)
+import "watershed.dev/platform/events"
 
-// Event is an event in a ring.
+// Event is an event with a position.
 type Event interface{ At() events.Position }
 
-// Ring is a resource's recent events, and how far back a watch can resume. The caller's lock guards it.
-type Ring[E Event] struct {
-	events.Ring[E]
-	// low is the position of the last event that the ring has dropped. The ring has all later events.
-	low events.Position
-	// resets counts the resets.
-	resets int64
-}
+// Events is the recent events of a resource, or of a part of it that watches select. A cursor is a place between two.
+type Events[E Event] struct{ events.Ring[E] }
 
-// NewRing returns a ring that will have all events after a revision.
-func NewRing[E Event](low int64) Ring[E] {
-	return Ring[E]{low: events.Position{Revision: low, Index: events.LastIndex}}
-}
-
-// Low returns the oldest revision that a watch can resume from.
-func (r *Ring[E]) Low() int64 { return r.low.Revision }
-
-// Resets returns the number of resets.
-func (r *Ring[E]) Resets() int64 { return r.resets }
-
-// DropOldest drops the oldest event.
-func (r *Ring[E]) DropOldest() E {
-	e := r.Oldest()
-	r.low = e.At()
-	r.Drop(1)
-	return e
-}
-
-// OldestDropped returns whether the oldest event is of a revision of which the ring has dropped an event. All events of
-// a revision are dropped together.
-func (r *Ring[E]) OldestDropped() bool { return r.Oldest().At().Revision == r.low.Revision }
-
-// Forget resets the ring: events up to a revision may be missing. It overruns every cursor.
-func (r *Ring[E]) Forget(low int64) {
-	r.Reset()
-	r.resets++
-	r.low = events.Position{Revision: low, Index: events.LastIndex}
-}
-
-// Holds returns whether the ring has all events after a position.
-func (r *Ring[E]) Holds(after events.Position) bool { return !after.Before(r.low) }
-
-// After returns the cursor after a position. The ring may be a part of another (a trigger), which holds the position.
-func (r *Ring[E]) After(p events.Position) int64 {
+// After returns the cursor after a position.
+func (r *Events[E]) After(p events.Position) int64 {
 	return r.Search(func(e E) bool { return p.Before(e.At()) })
 }
 
-// DropThrough drops the events up to a revision, which another ring has dropped.
-func (r *Ring[E]) DropThrough(revision int64) {
-	r.DropWhile(func(e E) bool { return e.At().Revision <= revision })
-}
-
 // Read returns at most n events after a cursor; more is true if more follow. The slice is shared: clone it before
-// releasing the lock. ok is false if the ring overran the cursor.
-func (r *Ring[E]) Read(cursor int64, n int) (batch []E, more, ok bool) {
+// releasing the lock. ok is false if the cursor is overrun: its next event was dropped.
+func (r *Events[E]) Read(cursor int64, n int) (batch []E, more, ok bool) {
 	if cursor < r.Base() {
 		return nil, false, false
 	}
@@ -69,4 +23,54 @@ func (r *Ring[E]) Read(cursor int64, n int) (batch []E, more, ok bool) {
 		return batch[:n], true, true
 	}
 	return batch, false, true
+}
+
+// Horizon is how far back the events of a resource reach.
+type Horizon struct {
+	// low is the position of the last dropped event. All later events are held.
+	low    events.Position
+	resets int64
+}
+
+// NewHorizon returns a horizon after which all events will be held.
+func NewHorizon(revision int64) Horizon {
+	return Horizon{low: events.Position{Revision: revision, Index: events.LastIndex}}
+}
+
+// Revision returns the oldest revision that a watch can resume from.
+func (h *Horizon) Revision() int64 { return h.low.Revision }
+
+// Resets returns the number of resets.
+func (h *Horizon) Resets() int64 { return h.resets }
+
+// Reset moves the horizon to a revision, because events up to it may be missing.
+func (h *Horizon) Reset(revision int64) { h.low, h.resets = NewHorizon(revision).low, h.resets+1 }
+
+// Drop moves the horizon to a dropped event.
+func (h *Horizon) Drop(p events.Position) { h.low = p }
+
+// Holds returns whether all events after a position are held.
+func (h *Horizon) Holds(after events.Position) bool { return !after.Before(h.low) }
+
+// HoldsSince returns whether all events after a revision are held, and have been since a number of resets. Objects read
+// at the revision are then current once the events after it are applied.
+func (h *Horizon) HoldsSince(revision, resets int64) bool {
+	return h.low.Revision <= revision && h.resets == resets
+}
+
+// Bound bounds the bytes of a resource's events.
+type Bound struct {
+	Bytes int64
+	// Loading: the objects are being read, and the events after LoadFrom are needed. They have LoadBytes.
+	Loading             bool
+	LoadFrom, LoadBytes int64
+}
+
+// MustDrop returns whether the oldest event of some bytes of events, of a revision, must be dropped. All events of a
+// revision are dropped together.
+func (h *Horizon) MustDrop(oldest, bytes int64, b Bound) bool {
+	if b.Loading && oldest > b.LoadFrom && bytes <= b.LoadBytes {
+		return false
+	}
+	return bytes > b.Bytes || oldest == h.low.Revision
 }

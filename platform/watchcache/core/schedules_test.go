@@ -462,7 +462,7 @@ func (s *schedule) checkRing(r *replica, resource int, now *timeline) {
 		e := now[resource][i]
 		n := len(held) - 1
 		if n < 0 || held[n].id != e.id {
-			if e.revision > ring.Low() {
+			if e.revision > ring.Horizon.Revision() {
 				s.violated("%s lacks event %d of %s at revision %d", r.name, e.id, resourceNames[resource], e.revision)
 			}
 			return

@@ -246,7 +246,7 @@ func (s *transcript) replicaStep(t *testing.T, d *datadriven.TestData, r *replic
 		for _, e := range ring.All() {
 			s.tracef("event %s", describePosition(e.position))
 		}
-		s.tracef("a watch can resume from revision %d", ring.Low())
+		s.tracef("a watch can resume from revision %d", ring.Horizon.Revision())
 	}
 }
 
