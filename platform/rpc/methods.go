@@ -29,9 +29,10 @@ var AllowedClients = map[string][]string{
 	"/watershed.registry.v1.Objects/WriteUnary": {"gateway"},
 	"/watershed.registry.v1.Objects/Connect":    {"gateway"},
 
-	"/watershed.registry.v1.Discovery/Watch":    {"gateway", "watchfanout"},
-	"/watershed.registry.v1.Discovery/OpenAPI":  {"gateway"},
-	"/watershed.registry.v1.Discovery/Gateways": {"gateway"},
+	"/watershed.registry.v1.Discovery/Watch":      {"gateway", "watchfanout"},
+	"/watershed.registry.v1.Discovery/OpenAPI":    {"gateway"},
+	"/watershed.registry.v1.Discovery/Gateways":   {"gateway"},
+	"/watershed.registry.v1.Discovery/StartHooks": {"gateway"},
 
 	"/watershed.registry.v1.Source/Snapshot": {"watchfanout"},
 	"/watershed.registry.v1.Source/Encode":   {"watchfanout"},

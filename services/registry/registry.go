@@ -129,6 +129,8 @@ type Service struct {
 	extensions extensions.SharedInformerFactory
 	// services resolves the addresses of conversion webhooks and aggregated API servers.
 	services apiclient.ServiceResolver
+	// startHooks is the progress of the controllers, if this replica is elected.
+	startHooks controllers.StartHooks
 	// crdHandler reports whether the handler has processed all CRDs of the initial list.
 	crdHandler cache.ResourceEventHandlerRegistration
 
@@ -229,6 +231,7 @@ func (s *Service) initServers(store *storage.Storage, logJS jetstream.JetStream)
 	s.objects = objects.New(s.resources)
 	s.source = source.New(s.resources, s.dataKeys, eventlog.DirectGetReader{JS: logJS})
 	s.discovery = discovery.New(s.resources)
+	s.discovery.PendingStartHooks = s.startHooks.Pending
 	s.logReader = logreader.New(s.watchCache, s.nats, logreader.Source{
 		Stream:   eventlog.DirectGetReader{JS: s.js},
 		Keys:     s.source.ReadDataKey,
@@ -385,5 +388,6 @@ func (s *Service) controllers() *controllers.Controllers {
 		CRClients:  s.resources.Custom,
 		Services:   s.services,
 		Dialer:     s.egressSelector.Cluster(),
+		StartHooks: &s.startHooks,
 	}
 }

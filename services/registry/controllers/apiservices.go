@@ -4,13 +4,17 @@ import (
 	"context"
 	"log/slog"
 	"os"
+	"slices"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/wait"
 	apiregistrationv1 "k8s.io/kube-aggregator/pkg/apis/apiregistration/v1"
+	"k8s.io/kube-aggregator/pkg/apis/apiregistration/v1/helper"
 	"k8s.io/kube-aggregator/pkg/client/clientset_generated/clientset"
 	"k8s.io/kube-aggregator/pkg/client/informers/externalversions"
+	listers "k8s.io/kube-aggregator/pkg/client/listers/apiregistration/v1"
 	"k8s.io/kube-aggregator/pkg/controllers/autoregister"
 	availability "k8s.io/kube-aggregator/pkg/controllers/status/local"
 	"k8s.io/kube-aggregator/pkg/controllers/status/metrics"
@@ -23,7 +27,7 @@ import (
 
 // registerAPIServices starts the controllers that keep an APIService for each group version, built in or of a CRD. It
 // also starts the controllers that set the APIServices' availability.
-func (cs *Controllers) registerAPIServices(ctx context.Context) error {
+func (cs *Controllers) registerAPIServices(ctx context.Context, hooks *hooksTerm) error {
 	client, err := clientset.NewForConfig(cs.Loopback)
 	if err != nil {
 		return err
@@ -42,6 +46,7 @@ func (cs *Controllers) registerAPIServices(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	var names []string // of the registered APIServices
 	priorities := installer.Priorities()
 	for _, g := range cs.Groups {
 		if g.Name == apiregistrationv1.GroupName { // as in kube-apiserver, this group has no APIService
@@ -52,6 +57,7 @@ func (cs *Controllers) registerAPIServices(ctx context.Context) error {
 			if !ok {
 				continue
 			}
+			names = append(names, v+"."+g.Name)
 			registration.AddAPIServiceToSyncOnStart(&apiregistrationv1.APIService{
 				ObjectMeta: metav1.ObjectMeta{Name: v + "." + g.Name},
 				Spec: apiregistrationv1.APIServiceSpec{
@@ -74,7 +80,26 @@ func (cs *Controllers) registerAPIServices(ctx context.Context) error {
 	}()
 	go localAvailability.Run(5, ctx.Done())
 	go remoteAvailability.Run(5, ctx.Done())
+	hooks.done(hookAutoregistration, hookLocalAvailability, hookRemoteAvailability)
+	go func() {
+		if awaitAvailable(ctx, services.Lister(), names) == nil {
+			hooks.done(hookAutoregistered)
+		}
+	}()
 	return nil
+}
+
+// availablePeriod is the pause between two reads of awaitAvailable.
+const availablePeriod = 50 * time.Millisecond
+
+// awaitAvailable waits until each of the APIServices is available, or until ctx ends.
+func awaitAvailable(ctx context.Context, all listers.APIServiceLister, names []string) error {
+	return wait.PollUntilContextCancel(ctx, availablePeriod, true, func(context.Context) (bool, error) {
+		return !slices.ContainsFunc(names, func(name string) bool {
+			s, err := all.Get(name)
+			return err != nil || !helper.IsAPIServiceConditionTrue(s, apiregistrationv1.Available)
+		}), nil
+	})
 }
 
 // proxyCertificate reads the client certificate that the registry presents to aggregated servers. It returns nil if

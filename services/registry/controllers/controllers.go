@@ -30,7 +30,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/apiserver/pkg/authentication/request/headerrequest"
-	genericapiserver "k8s.io/apiserver/pkg/server"
 	"k8s.io/apiserver/pkg/server/dynamiccertificates"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
@@ -128,6 +127,8 @@ type Controllers struct {
 	Services aggregator.ServiceResolver
 	// Dialer dials aggregated servers. nil means a direct connection.
 	Dialer *transport.DialHolder
+	// StartHooks is the progress of Run.
+	StartHooks *StartHooks
 
 	address net.IP
 }
@@ -157,8 +158,12 @@ func (cs *Controllers) Prepare() error {
 	return nil
 }
 
-// Run runs every controller until ctx ends.
+// Run runs every controller until ctx ends, or until a start hook fails.
 func (cs *Controllers) Run(ctx context.Context) error {
+	hooks := cs.StartHooks.begin(cs.hookNames())
+	defer cs.StartHooks.end()
+	ctx, fail := context.WithCancelCause(ctx)
+	defer fail(nil)
 	if !cs.waitSynced(ctx) {
 		return ctx.Err()
 	}
@@ -168,38 +173,35 @@ func (cs *Controllers) Run(ctx context.Context) error {
 	}
 	// Addresses of Services can be allocated once the default ServiceCIDR exists.
 	defaultservicecidr.NewController(primary, secondary, createOrGetClient{cs.Client}).Start(ctx)
+	hooks.done(hookServiceCIDR)
 	go systemnamespaces.NewController([]string{metav1.NamespaceSystem, metav1.NamespacePublic,
 		corev1.NamespaceNodeLease, metav1.NamespaceDefault}, cs.Client,
 		cs.Informers.Core().V1().Namespaces()).Run(ctx.Done())
-	for _, h := range cs.Hooks {
-		go func() {
-			if err := h.Run(genericapiserver.PostStartHookContext{
-				LoopbackClientConfig: cs.Loopback,
-				Context:              ctx,
-			}); err != nil && ctx.Err() == nil {
-				slog.Error("A post-start hook failed", "hook", h.Name, "error", err)
-			}
-		}()
-	}
+	hooks.done(hookSystemNamespaces)
+	cs.startUpstreamHooks(ctx, hooks, fail)
 	if err := cs.publishTrust(ctx); err != nil {
 		return err
 	}
-	if err := cs.registerAPIServices(ctx); err != nil {
+	hooks.done(hookAuthenticationInfo)
+	if err := cs.registerAPIServices(ctx, hooks); err != nil {
 		return err
 	}
 	if err := cs.startCRDControllers(ctx); err != nil {
 		return err
 	}
+	hooks.done(hookCRDs)
 	go legacytokentracking.NewController(cs.Client).RunWithContext(ctx)
 	cs.startIdentityLease(ctx)
+	hooks.done(hookLegacyTokens, hookIdentityLease, hookIdentityLeaseGC)
 	if err := cs.allocatorsReady(ctx); err != nil {
 		return err
 	}
 	if err := cs.kubernetesService(ctx, primary); err != nil {
 		return err
 	}
+	hooks.done(hookKubernetesService)
 	<-ctx.Done()
-	return ctx.Err()
+	return context.Cause(ctx)
 }
 
 func (cs *Controllers) waitSynced(ctx context.Context) bool {

@@ -40,6 +40,8 @@ type Discovery struct {
 	resources *lookup.Resources
 	// APIServices are the group versions of aggregated API servers.
 	APIServices *APIServices
+	// PendingStartHooks returns the start hooks that have not completed, and whether this registry runs the hooks.
+	PendingStartHooks func() (pending []string, elected bool)
 
 	dirty   chan struct{}
 	current watchable.Value[*registryv1.DiscoveryResponse]

@@ -1246,6 +1246,98 @@ func (x *GatewaysResponse) GetAlive() int32 {
 	return 0
 }
 
+// StartHooksRequest has no parameters.
+type StartHooksRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StartHooksRequest) Reset() {
+	*x = StartHooksRequest{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StartHooksRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StartHooksRequest) ProtoMessage() {}
+
+func (x *StartHooksRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StartHooksRequest.ProtoReflect.Descriptor instead.
+func (*StartHooksRequest) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{14}
+}
+
+// StartHooksResponse is the progress of the start hooks.
+type StartHooksResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// This registry is elected. Another registry does not know the progress.
+	Elected bool `protobuf:"varint,1,opt,name=elected" json:"elected,omitempty"`
+	// The hooks that have not completed, by kube-apiserver's names without poststarthook/.
+	Pending       []string `protobuf:"bytes,2,rep,name=pending" json:"pending,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StartHooksResponse) Reset() {
+	*x = StartHooksResponse{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StartHooksResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StartHooksResponse) ProtoMessage() {}
+
+func (x *StartHooksResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StartHooksResponse.ProtoReflect.Descriptor instead.
+func (*StartHooksResponse) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *StartHooksResponse) GetElected() bool {
+	if x != nil {
+		return x.Elected
+	}
+	return false
+}
+
+func (x *StartHooksResponse) GetPending() []string {
+	if x != nil {
+		return x.Pending
+	}
+	return nil
+}
+
 // DiscoveryResponse lists the served resources, or the changes since the message before.
 type DiscoveryResponse struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
@@ -1269,7 +1361,7 @@ type DiscoveryResponse struct {
 
 func (x *DiscoveryResponse) Reset() {
 	*x = DiscoveryResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1281,7 +1373,7 @@ func (x *DiscoveryResponse) String() string {
 func (*DiscoveryResponse) ProtoMessage() {}
 
 func (x *DiscoveryResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1294,7 +1386,7 @@ func (x *DiscoveryResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscoveryResponse.ProtoReflect.Descriptor instead.
 func (*DiscoveryResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{14}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *DiscoveryResponse) GetGroups() []*Group {
@@ -1373,7 +1465,7 @@ type APIService struct {
 
 func (x *APIService) Reset() {
 	*x = APIService{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1385,7 +1477,7 @@ func (x *APIService) String() string {
 func (*APIService) ProtoMessage() {}
 
 func (x *APIService) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1398,7 +1490,7 @@ func (x *APIService) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use APIService.ProtoReflect.Descriptor instead.
 func (*APIService) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{15}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *APIService) GetGroup() string {
@@ -1478,7 +1570,7 @@ type Group struct {
 
 func (x *Group) Reset() {
 	*x = Group{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1490,7 +1582,7 @@ func (x *Group) String() string {
 func (*Group) ProtoMessage() {}
 
 func (x *Group) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1503,7 +1595,7 @@ func (x *Group) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Group.ProtoReflect.Descriptor instead.
 func (*Group) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{16}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Group) GetName() string {
@@ -1580,7 +1672,7 @@ type APIResource struct {
 
 func (x *APIResource) Reset() {
 	*x = APIResource{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1592,7 +1684,7 @@ func (x *APIResource) String() string {
 func (*APIResource) ProtoMessage() {}
 
 func (x *APIResource) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1605,7 +1697,7 @@ func (x *APIResource) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use APIResource.ProtoReflect.Descriptor instead.
 func (*APIResource) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{17}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *APIResource) GetResource() *v1.Resource {
@@ -1800,7 +1892,7 @@ type SnapshotRequest struct {
 
 func (x *SnapshotRequest) Reset() {
 	*x = SnapshotRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1812,7 +1904,7 @@ func (x *SnapshotRequest) String() string {
 func (*SnapshotRequest) ProtoMessage() {}
 
 func (x *SnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1825,7 +1917,7 @@ func (x *SnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotRequest.ProtoReflect.Descriptor instead.
 func (*SnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{18}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *SnapshotRequest) GetStorageResource() string {
@@ -1848,7 +1940,7 @@ type SnapshotChunk struct {
 
 func (x *SnapshotChunk) Reset() {
 	*x = SnapshotChunk{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1860,7 +1952,7 @@ func (x *SnapshotChunk) String() string {
 func (*SnapshotChunk) ProtoMessage() {}
 
 func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1873,7 +1965,7 @@ func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotChunk.ProtoReflect.Descriptor instead.
 func (*SnapshotChunk) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{19}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *SnapshotChunk) GetRevision() int64 {
@@ -1912,7 +2004,7 @@ type Row struct {
 
 func (x *Row) Reset() {
 	*x = Row{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1924,7 +2016,7 @@ func (x *Row) String() string {
 func (*Row) ProtoMessage() {}
 
 func (x *Row) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1937,7 +2029,7 @@ func (x *Row) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Row.ProtoReflect.Descriptor instead.
 func (*Row) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{20}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Row) GetNamespace() string {
@@ -2026,7 +2118,7 @@ type EncodeRequest struct {
 
 func (x *EncodeRequest) Reset() {
 	*x = EncodeRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2038,7 +2130,7 @@ func (x *EncodeRequest) String() string {
 func (*EncodeRequest) ProtoMessage() {}
 
 func (x *EncodeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2051,7 +2143,7 @@ func (x *EncodeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EncodeRequest.ProtoReflect.Descriptor instead.
 func (*EncodeRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{21}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *EncodeRequest) GetStorageResource() string {
@@ -2128,7 +2220,7 @@ type EncodeResponse struct {
 
 func (x *EncodeResponse) Reset() {
 	*x = EncodeResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2140,7 +2232,7 @@ func (x *EncodeResponse) String() string {
 func (*EncodeResponse) ProtoMessage() {}
 
 func (x *EncodeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2153,7 +2245,7 @@ func (x *EncodeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EncodeResponse.ProtoReflect.Descriptor instead.
 func (*EncodeResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{22}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *EncodeResponse) GetObjects() [][]byte {
@@ -2197,7 +2289,7 @@ type RowAges struct {
 
 func (x *RowAges) Reset() {
 	*x = RowAges{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2209,7 +2301,7 @@ func (x *RowAges) String() string {
 func (*RowAges) ProtoMessage() {}
 
 func (x *RowAges) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2222,7 +2314,7 @@ func (x *RowAges) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RowAges.ProtoReflect.Descriptor instead.
 func (*RowAges) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{23}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *RowAges) GetComplete() bool {
@@ -2255,7 +2347,7 @@ type Age struct {
 
 func (x *Age) Reset() {
 	*x = Age{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2267,7 +2359,7 @@ func (x *Age) String() string {
 func (*Age) ProtoMessage() {}
 
 func (x *Age) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2280,7 +2372,7 @@ func (x *Age) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Age.ProtoReflect.Descriptor instead.
 func (*Age) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{24}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Age) GetOffset() int32 {
@@ -2321,7 +2413,7 @@ type Fields struct {
 
 func (x *Fields) Reset() {
 	*x = Fields{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2333,7 +2425,7 @@ func (x *Fields) String() string {
 func (*Fields) ProtoMessage() {}
 
 func (x *Fields) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2346,7 +2438,7 @@ func (x *Fields) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Fields.ProtoReflect.Descriptor instead.
 func (*Fields) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{25}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Fields) GetFields() map[string]string {
@@ -2365,7 +2457,7 @@ type RevisionRequest struct {
 
 func (x *RevisionRequest) Reset() {
 	*x = RevisionRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2377,7 +2469,7 @@ func (x *RevisionRequest) String() string {
 func (*RevisionRequest) ProtoMessage() {}
 
 func (x *RevisionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2390,7 +2482,7 @@ func (x *RevisionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevisionRequest.ProtoReflect.Descriptor instead.
 func (*RevisionRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{26}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{28}
 }
 
 // RevisionResponse is etcd's revision and the state of encryption at rest.
@@ -2406,7 +2498,7 @@ type RevisionResponse struct {
 
 func (x *RevisionResponse) Reset() {
 	*x = RevisionResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2418,7 +2510,7 @@ func (x *RevisionResponse) String() string {
 func (*RevisionResponse) ProtoMessage() {}
 
 func (x *RevisionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2431,7 +2523,7 @@ func (x *RevisionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevisionResponse.ProtoReflect.Descriptor instead.
 func (*RevisionResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{27}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *RevisionResponse) GetRevision() int64 {
@@ -2460,7 +2552,7 @@ type DataKeyRequest struct {
 
 func (x *DataKeyRequest) Reset() {
 	*x = DataKeyRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2472,7 +2564,7 @@ func (x *DataKeyRequest) String() string {
 func (*DataKeyRequest) ProtoMessage() {}
 
 func (x *DataKeyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2485,7 +2577,7 @@ func (x *DataKeyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DataKeyRequest.ProtoReflect.Descriptor instead.
 func (*DataKeyRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{28}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *DataKeyRequest) GetStorageResource() string {
@@ -2513,7 +2605,7 @@ type DataKeyResponse struct {
 
 func (x *DataKeyResponse) Reset() {
 	*x = DataKeyResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2525,7 +2617,7 @@ func (x *DataKeyResponse) String() string {
 func (*DataKeyResponse) ProtoMessage() {}
 
 func (x *DataKeyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2538,7 +2630,7 @@ func (x *DataKeyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DataKeyResponse.ProtoReflect.Descriptor instead.
 func (*DataKeyResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{29}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *DataKeyResponse) GetSecret() []byte {
@@ -2559,7 +2651,7 @@ type OpenAPIRequest struct {
 
 func (x *OpenAPIRequest) Reset() {
 	*x = OpenAPIRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2571,7 +2663,7 @@ func (x *OpenAPIRequest) String() string {
 func (*OpenAPIRequest) ProtoMessage() {}
 
 func (x *OpenAPIRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2584,7 +2676,7 @@ func (x *OpenAPIRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenAPIRequest.ProtoReflect.Descriptor instead.
 func (*OpenAPIRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{30}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *OpenAPIRequest) GetPath() string {
@@ -2604,7 +2696,7 @@ type OpenAPIChunk struct {
 
 func (x *OpenAPIChunk) Reset() {
 	*x = OpenAPIChunk{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[31]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2616,7 +2708,7 @@ func (x *OpenAPIChunk) String() string {
 func (*OpenAPIChunk) ProtoMessage() {}
 
 func (x *OpenAPIChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[31]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2629,7 +2721,7 @@ func (x *OpenAPIChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenAPIChunk.ProtoReflect.Descriptor instead.
 func (*OpenAPIChunk) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{31}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *OpenAPIChunk) GetData() []byte {
@@ -2660,7 +2752,7 @@ type Connection struct {
 
 func (x *Connection) Reset() {
 	*x = Connection{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[32]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2672,7 +2764,7 @@ func (x *Connection) String() string {
 func (*Connection) ProtoMessage() {}
 
 func (x *Connection) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[32]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2685,7 +2777,7 @@ func (x *Connection) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Connection.ProtoReflect.Descriptor instead.
 func (*Connection) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{32}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Connection) GetUrl() string {
@@ -2758,7 +2850,7 @@ type Streams struct {
 
 func (x *Streams) Reset() {
 	*x = Streams{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[33]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2770,7 +2862,7 @@ func (x *Streams) String() string {
 func (*Streams) ProtoMessage() {}
 
 func (x *Streams) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[33]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2783,7 +2875,7 @@ func (x *Streams) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Streams.ProtoReflect.Descriptor instead.
 func (*Streams) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{33}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Streams) GetStdin() bool {
@@ -2906,7 +2998,11 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
 	"\aleaving\x18\x02 \x01(\bR\aleaving\"(\n" +
 	"\x10GatewaysResponse\x12\x14\n" +
-	"\x05alive\x18\x01 \x01(\x05R\x05alive\"\xea\x03\n" +
+	"\x05alive\x18\x01 \x01(\x05R\x05alive\"\x13\n" +
+	"\x11StartHooksRequest\"H\n" +
+	"\x12StartHooksResponse\x12\x18\n" +
+	"\aelected\x18\x01 \x01(\bR\aelected\x12\x18\n" +
+	"\apending\x18\x02 \x03(\tR\apending\"\xea\x03\n" +
 	"\x11DiscoveryResponse\x124\n" +
 	"\x06groups\x18\x01 \x03(\v2\x1c.watershed.registry.v1.GroupR\x06groups\x12@\n" +
 	"\tresources\x18\x02 \x03(\v2\".watershed.registry.v1.APIResourceR\tresources\x12O\n" +
@@ -3066,11 +3162,13 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05Write\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x01\x12Y\n" +
 	"\n" +
 	"WriteUnary\x12#.watershed.registry.v1.WriteRequest\x1a&.watershed.registry.v1.WriteUnaryReply\x12R\n" +
-	"\aConnect\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x012\x9f\x02\n" +
+	"\aConnect\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x012\x82\x03\n" +
 	"\tDiscovery\x12\\\n" +
 	"\x05Watch\x12'.watershed.registry.v1.DiscoveryRequest\x1a(.watershed.registry.v1.DiscoveryResponse0\x01\x12W\n" +
 	"\aOpenAPI\x12%.watershed.registry.v1.OpenAPIRequest\x1a#.watershed.registry.v1.OpenAPIChunk0\x01\x12[\n" +
-	"\bGateways\x12&.watershed.registry.v1.GatewaysRequest\x1a'.watershed.registry.v1.GatewaysResponse2\xb7\x03\n" +
+	"\bGateways\x12&.watershed.registry.v1.GatewaysRequest\x1a'.watershed.registry.v1.GatewaysResponse\x12a\n" +
+	"\n" +
+	"StartHooks\x12(.watershed.registry.v1.StartHooksRequest\x1a).watershed.registry.v1.StartHooksResponse2\xb7\x03\n" +
 	"\x06Source\x12Z\n" +
 	"\bSnapshot\x12&.watershed.registry.v1.SnapshotRequest\x1a$.watershed.registry.v1.SnapshotChunk0\x01\x12U\n" +
 	"\x06Encode\x12$.watershed.registry.v1.EncodeRequest\x1a%.watershed.registry.v1.EncodeResponse\x12[\n" +
@@ -3091,7 +3189,7 @@ func file_watershed_registry_v1_registry_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_registry_v1_registry_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 39)
+var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
 var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(Phase)(0),                       // 0: watershed.registry.v1.Phase
 	(Transport)(0),                   // 1: watershed.registry.v1.Transport
@@ -3109,130 +3207,134 @@ var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(*DiscoveryRequest)(nil),         // 13: watershed.registry.v1.DiscoveryRequest
 	(*GatewaysRequest)(nil),          // 14: watershed.registry.v1.GatewaysRequest
 	(*GatewaysResponse)(nil),         // 15: watershed.registry.v1.GatewaysResponse
-	(*DiscoveryResponse)(nil),        // 16: watershed.registry.v1.DiscoveryResponse
-	(*APIService)(nil),               // 17: watershed.registry.v1.APIService
-	(*Group)(nil),                    // 18: watershed.registry.v1.Group
-	(*APIResource)(nil),              // 19: watershed.registry.v1.APIResource
-	(*SnapshotRequest)(nil),          // 20: watershed.registry.v1.SnapshotRequest
-	(*SnapshotChunk)(nil),            // 21: watershed.registry.v1.SnapshotChunk
-	(*Row)(nil),                      // 22: watershed.registry.v1.Row
-	(*EncodeRequest)(nil),            // 23: watershed.registry.v1.EncodeRequest
-	(*EncodeResponse)(nil),           // 24: watershed.registry.v1.EncodeResponse
-	(*RowAges)(nil),                  // 25: watershed.registry.v1.RowAges
-	(*Age)(nil),                      // 26: watershed.registry.v1.Age
-	(*Fields)(nil),                   // 27: watershed.registry.v1.Fields
-	(*RevisionRequest)(nil),          // 28: watershed.registry.v1.RevisionRequest
-	(*RevisionResponse)(nil),         // 29: watershed.registry.v1.RevisionResponse
-	(*DataKeyRequest)(nil),           // 30: watershed.registry.v1.DataKeyRequest
-	(*DataKeyResponse)(nil),          // 31: watershed.registry.v1.DataKeyResponse
-	(*OpenAPIRequest)(nil),           // 32: watershed.registry.v1.OpenAPIRequest
-	(*OpenAPIChunk)(nil),             // 33: watershed.registry.v1.OpenAPIChunk
-	(*Connection)(nil),               // 34: watershed.registry.v1.Connection
-	(*Streams)(nil),                  // 35: watershed.registry.v1.Streams
-	nil,                              // 36: watershed.registry.v1.DiscoveryResponse.OpenapiEntry
-	nil,                              // 37: watershed.registry.v1.APIResource.SelectableFieldsEntry
-	nil,                              // 38: watershed.registry.v1.Row.LabelsEntry
-	nil,                              // 39: watershed.registry.v1.Row.FieldsEntry
-	nil,                              // 40: watershed.registry.v1.Fields.FieldsEntry
-	(*v1.Kind)(nil),                  // 41: watershed.common.v1.Kind
-	(*v1.Resource)(nil),              // 42: watershed.common.v1.Resource
-	(*v1.User)(nil),                  // 43: watershed.common.v1.User
-	(*v1.AuditContext)(nil),          // 44: watershed.common.v1.AuditContext
-	(v11.Operation)(0),               // 45: watershed.admission.v1.Operation
-	(v1.AuditLevel)(0),               // 46: watershed.common.v1.AuditLevel
-	(*v12.AuthenticateResponse)(nil), // 47: watershed.authn.v1.AuthenticateResponse
-	(*v13.RulesResponse)(nil),        // 48: watershed.authz.v1.RulesResponse
-	(*v1.Attributes)(nil),            // 49: watershed.common.v1.Attributes
-	(*v12.ReviewTokenRequest)(nil),   // 50: watershed.authn.v1.ReviewTokenRequest
-	(*v13.RulesRequest)(nil),         // 51: watershed.authz.v1.RulesRequest
-	(*v11.Review)(nil),               // 52: watershed.admission.v1.Review
-	(*v11.Verdict)(nil),              // 53: watershed.admission.v1.Verdict
-	(*v1.Status)(nil),                // 54: watershed.common.v1.Status
-	(*v13.AuthorizeResponse)(nil),    // 55: watershed.authz.v1.AuthorizeResponse
-	(*v14.ReadRequest)(nil),          // 56: watershed.log.v1.ReadRequest
-	(*v14.Chunk)(nil),                // 57: watershed.log.v1.Chunk
+	(*StartHooksRequest)(nil),        // 16: watershed.registry.v1.StartHooksRequest
+	(*StartHooksResponse)(nil),       // 17: watershed.registry.v1.StartHooksResponse
+	(*DiscoveryResponse)(nil),        // 18: watershed.registry.v1.DiscoveryResponse
+	(*APIService)(nil),               // 19: watershed.registry.v1.APIService
+	(*Group)(nil),                    // 20: watershed.registry.v1.Group
+	(*APIResource)(nil),              // 21: watershed.registry.v1.APIResource
+	(*SnapshotRequest)(nil),          // 22: watershed.registry.v1.SnapshotRequest
+	(*SnapshotChunk)(nil),            // 23: watershed.registry.v1.SnapshotChunk
+	(*Row)(nil),                      // 24: watershed.registry.v1.Row
+	(*EncodeRequest)(nil),            // 25: watershed.registry.v1.EncodeRequest
+	(*EncodeResponse)(nil),           // 26: watershed.registry.v1.EncodeResponse
+	(*RowAges)(nil),                  // 27: watershed.registry.v1.RowAges
+	(*Age)(nil),                      // 28: watershed.registry.v1.Age
+	(*Fields)(nil),                   // 29: watershed.registry.v1.Fields
+	(*RevisionRequest)(nil),          // 30: watershed.registry.v1.RevisionRequest
+	(*RevisionResponse)(nil),         // 31: watershed.registry.v1.RevisionResponse
+	(*DataKeyRequest)(nil),           // 32: watershed.registry.v1.DataKeyRequest
+	(*DataKeyResponse)(nil),          // 33: watershed.registry.v1.DataKeyResponse
+	(*OpenAPIRequest)(nil),           // 34: watershed.registry.v1.OpenAPIRequest
+	(*OpenAPIChunk)(nil),             // 35: watershed.registry.v1.OpenAPIChunk
+	(*Connection)(nil),               // 36: watershed.registry.v1.Connection
+	(*Streams)(nil),                  // 37: watershed.registry.v1.Streams
+	nil,                              // 38: watershed.registry.v1.DiscoveryResponse.OpenapiEntry
+	nil,                              // 39: watershed.registry.v1.APIResource.SelectableFieldsEntry
+	nil,                              // 40: watershed.registry.v1.Row.LabelsEntry
+	nil,                              // 41: watershed.registry.v1.Row.FieldsEntry
+	nil,                              // 42: watershed.registry.v1.Fields.FieldsEntry
+	(*v1.Kind)(nil),                  // 43: watershed.common.v1.Kind
+	(*v1.Resource)(nil),              // 44: watershed.common.v1.Resource
+	(*v1.User)(nil),                  // 45: watershed.common.v1.User
+	(*v1.AuditContext)(nil),          // 46: watershed.common.v1.AuditContext
+	(v11.Operation)(0),               // 47: watershed.admission.v1.Operation
+	(v1.AuditLevel)(0),               // 48: watershed.common.v1.AuditLevel
+	(*v12.AuthenticateResponse)(nil), // 49: watershed.authn.v1.AuthenticateResponse
+	(*v13.RulesResponse)(nil),        // 50: watershed.authz.v1.RulesResponse
+	(*v1.Attributes)(nil),            // 51: watershed.common.v1.Attributes
+	(*v12.ReviewTokenRequest)(nil),   // 52: watershed.authn.v1.ReviewTokenRequest
+	(*v13.RulesRequest)(nil),         // 53: watershed.authz.v1.RulesRequest
+	(*v11.Review)(nil),               // 54: watershed.admission.v1.Review
+	(*v11.Verdict)(nil),              // 55: watershed.admission.v1.Verdict
+	(*v1.Status)(nil),                // 56: watershed.common.v1.Status
+	(*v13.AuthorizeResponse)(nil),    // 57: watershed.authz.v1.AuthorizeResponse
+	(*v14.ReadRequest)(nil),          // 58: watershed.log.v1.ReadRequest
+	(*v14.Chunk)(nil),                // 59: watershed.log.v1.Chunk
 }
 var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
-	41, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
-	42, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
-	43, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
+	43, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
+	44, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
+	45, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
 	2,  // 3: watershed.registry.v1.GetRequest.output:type_name -> watershed.registry.v1.Output
-	44, // 4: watershed.registry.v1.ObjectResponse.audit:type_name -> watershed.common.v1.AuditContext
-	42, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
-	43, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
+	46, // 4: watershed.registry.v1.ObjectResponse.audit:type_name -> watershed.common.v1.AuditContext
+	44, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
+	45, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
 	2,  // 7: watershed.registry.v1.WriteRequest.output:type_name -> watershed.registry.v1.Output
-	45, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
-	45, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
-	46, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
-	45, // 11: watershed.registry.v1.WriteRequest.namespace_lifecycle_only:type_name -> watershed.admission.v1.Operation
-	45, // 12: watershed.registry.v1.WriteRequest.validate_in_admit:type_name -> watershed.admission.v1.Operation
+	47, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
+	47, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
+	48, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
+	47, // 11: watershed.registry.v1.WriteRequest.namespace_lifecycle_only:type_name -> watershed.admission.v1.Operation
+	47, // 12: watershed.registry.v1.WriteRequest.validate_in_admit:type_name -> watershed.admission.v1.Operation
 	4,  // 13: watershed.registry.v1.WriteUnaryReply.result:type_name -> watershed.registry.v1.ObjectResponse
-	44, // 14: watershed.registry.v1.WriteUnaryReply.audit:type_name -> watershed.common.v1.AuditContext
+	46, // 14: watershed.registry.v1.WriteUnaryReply.audit:type_name -> watershed.common.v1.AuditContext
 	6,  // 15: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
 	11, // 16: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
 	12, // 17: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
-	47, // 18: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
-	48, // 19: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
+	49, // 18: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
+	50, // 19: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
 	4,  // 20: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
 	10, // 21: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionCallback
-	49, // 22: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
-	50, // 23: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
-	51, // 24: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
-	34, // 25: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
-	44, // 26: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditContext
+	51, // 22: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
+	52, // 23: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
+	53, // 24: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
+	36, // 25: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
+	46, // 26: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditContext
 	0,  // 27: watershed.registry.v1.AdmissionCallback.phase:type_name -> watershed.registry.v1.Phase
-	52, // 28: watershed.registry.v1.AdmissionCallback.review:type_name -> watershed.admission.v1.Review
-	53, // 29: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
-	54, // 30: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
-	55, // 31: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
-	18, // 32: watershed.registry.v1.DiscoveryResponse.groups:type_name -> watershed.registry.v1.Group
-	19, // 33: watershed.registry.v1.DiscoveryResponse.resources:type_name -> watershed.registry.v1.APIResource
-	36, // 34: watershed.registry.v1.DiscoveryResponse.openapi:type_name -> watershed.registry.v1.DiscoveryResponse.OpenapiEntry
-	17, // 35: watershed.registry.v1.DiscoveryResponse.api_services:type_name -> watershed.registry.v1.APIService
-	42, // 36: watershed.registry.v1.DiscoveryResponse.removed:type_name -> watershed.common.v1.Resource
-	42, // 37: watershed.registry.v1.APIResource.resource:type_name -> watershed.common.v1.Resource
-	41, // 38: watershed.registry.v1.APIResource.kind:type_name -> watershed.common.v1.Kind
-	41, // 39: watershed.registry.v1.APIResource.stored_kind:type_name -> watershed.common.v1.Kind
-	37, // 40: watershed.registry.v1.APIResource.selectable_fields:type_name -> watershed.registry.v1.APIResource.SelectableFieldsEntry
-	22, // 41: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
-	38, // 42: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
-	39, // 43: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
-	42, // 44: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
+	54, // 28: watershed.registry.v1.AdmissionCallback.review:type_name -> watershed.admission.v1.Review
+	55, // 29: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
+	56, // 30: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
+	57, // 31: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
+	20, // 32: watershed.registry.v1.DiscoveryResponse.groups:type_name -> watershed.registry.v1.Group
+	21, // 33: watershed.registry.v1.DiscoveryResponse.resources:type_name -> watershed.registry.v1.APIResource
+	38, // 34: watershed.registry.v1.DiscoveryResponse.openapi:type_name -> watershed.registry.v1.DiscoveryResponse.OpenapiEntry
+	19, // 35: watershed.registry.v1.DiscoveryResponse.api_services:type_name -> watershed.registry.v1.APIService
+	44, // 36: watershed.registry.v1.DiscoveryResponse.removed:type_name -> watershed.common.v1.Resource
+	44, // 37: watershed.registry.v1.APIResource.resource:type_name -> watershed.common.v1.Resource
+	43, // 38: watershed.registry.v1.APIResource.kind:type_name -> watershed.common.v1.Kind
+	43, // 39: watershed.registry.v1.APIResource.stored_kind:type_name -> watershed.common.v1.Kind
+	39, // 40: watershed.registry.v1.APIResource.selectable_fields:type_name -> watershed.registry.v1.APIResource.SelectableFieldsEntry
+	24, // 41: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
+	40, // 42: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
+	41, // 43: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
+	44, // 44: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
 	2,  // 45: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
-	27, // 46: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
-	25, // 47: watershed.registry.v1.EncodeResponse.row_ages:type_name -> watershed.registry.v1.RowAges
-	26, // 48: watershed.registry.v1.RowAges.ages:type_name -> watershed.registry.v1.Age
-	40, // 49: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
+	29, // 46: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
+	27, // 47: watershed.registry.v1.EncodeResponse.row_ages:type_name -> watershed.registry.v1.RowAges
+	28, // 48: watershed.registry.v1.RowAges.ages:type_name -> watershed.registry.v1.Age
+	42, // 49: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
 	1,  // 50: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
-	35, // 51: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
+	37, // 51: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
 	3,  // 52: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
 	3,  // 53: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
 	8,  // 54: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
 	6,  // 55: watershed.registry.v1.Objects.WriteUnary:input_type -> watershed.registry.v1.WriteRequest
 	8,  // 56: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
 	13, // 57: watershed.registry.v1.Discovery.Watch:input_type -> watershed.registry.v1.DiscoveryRequest
-	32, // 58: watershed.registry.v1.Discovery.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
+	34, // 58: watershed.registry.v1.Discovery.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
 	14, // 59: watershed.registry.v1.Discovery.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
-	20, // 60: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
-	23, // 61: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
-	28, // 62: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
-	30, // 63: watershed.registry.v1.Source.DataKey:input_type -> watershed.registry.v1.DataKeyRequest
-	56, // 64: watershed.registry.v1.Source.ReadLog:input_type -> watershed.log.v1.ReadRequest
-	4,  // 65: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
-	5,  // 66: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
-	9,  // 67: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
-	7,  // 68: watershed.registry.v1.Objects.WriteUnary:output_type -> watershed.registry.v1.WriteUnaryReply
-	9,  // 69: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
-	16, // 70: watershed.registry.v1.Discovery.Watch:output_type -> watershed.registry.v1.DiscoveryResponse
-	33, // 71: watershed.registry.v1.Discovery.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
-	15, // 72: watershed.registry.v1.Discovery.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
-	21, // 73: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
-	24, // 74: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
-	29, // 75: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
-	31, // 76: watershed.registry.v1.Source.DataKey:output_type -> watershed.registry.v1.DataKeyResponse
-	57, // 77: watershed.registry.v1.Source.ReadLog:output_type -> watershed.log.v1.Chunk
-	65, // [65:78] is the sub-list for method output_type
-	52, // [52:65] is the sub-list for method input_type
+	16, // 60: watershed.registry.v1.Discovery.StartHooks:input_type -> watershed.registry.v1.StartHooksRequest
+	22, // 61: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
+	25, // 62: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
+	30, // 63: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
+	32, // 64: watershed.registry.v1.Source.DataKey:input_type -> watershed.registry.v1.DataKeyRequest
+	58, // 65: watershed.registry.v1.Source.ReadLog:input_type -> watershed.log.v1.ReadRequest
+	4,  // 66: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
+	5,  // 67: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
+	9,  // 68: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
+	7,  // 69: watershed.registry.v1.Objects.WriteUnary:output_type -> watershed.registry.v1.WriteUnaryReply
+	9,  // 70: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
+	18, // 71: watershed.registry.v1.Discovery.Watch:output_type -> watershed.registry.v1.DiscoveryResponse
+	35, // 72: watershed.registry.v1.Discovery.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
+	15, // 73: watershed.registry.v1.Discovery.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
+	17, // 74: watershed.registry.v1.Discovery.StartHooks:output_type -> watershed.registry.v1.StartHooksResponse
+	23, // 75: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
+	26, // 76: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
+	31, // 77: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
+	33, // 78: watershed.registry.v1.Source.DataKey:output_type -> watershed.registry.v1.DataKeyResponse
+	59, // 79: watershed.registry.v1.Source.ReadLog:output_type -> watershed.log.v1.Chunk
+	66, // [66:80] is the sub-list for method output_type
+	52, // [52:66] is the sub-list for method input_type
 	52, // [52:52] is the sub-list for extension type_name
 	52, // [52:52] is the sub-list for extension extendee
 	0,  // [0:52] is the sub-list for field type_name
@@ -3264,7 +3366,7 @@ func file_watershed_registry_v1_registry_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_registry_v1_registry_proto_rawDesc), len(file_watershed_registry_v1_registry_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   39,
+			NumMessages:   41,
 			NumExtensions: 0,
 			NumServices:   3,
 		},

@@ -294,9 +294,10 @@ var Objects_ServiceDesc = grpc.ServiceDesc{
 }
 
 const (
-	Discovery_Watch_FullMethodName    = "/watershed.registry.v1.Discovery/Watch"
-	Discovery_OpenAPI_FullMethodName  = "/watershed.registry.v1.Discovery/OpenAPI"
-	Discovery_Gateways_FullMethodName = "/watershed.registry.v1.Discovery/Gateways"
+	Discovery_Watch_FullMethodName      = "/watershed.registry.v1.Discovery/Watch"
+	Discovery_OpenAPI_FullMethodName    = "/watershed.registry.v1.Discovery/OpenAPI"
+	Discovery_Gateways_FullMethodName   = "/watershed.registry.v1.Discovery/Gateways"
+	Discovery_StartHooks_FullMethodName = "/watershed.registry.v1.Discovery/StartHooks"
 )
 
 // DiscoveryClient is the client API for Discovery service.
@@ -311,6 +312,8 @@ type DiscoveryClient interface {
 	OpenAPI(ctx context.Context, in *OpenAPIRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[OpenAPIChunk], error)
 	// Gateways is a heartbeat of one gateway. It returns the number of live gateways, which share the cluster's limits.
 	Gateways(ctx context.Context, in *GatewaysRequest, opts ...grpc.CallOption) (*GatewaysResponse, error)
+	// StartHooks returns the progress of kube-apiserver's start hooks, which the elected registry runs.
+	StartHooks(ctx context.Context, in *StartHooksRequest, opts ...grpc.CallOption) (*StartHooksResponse, error)
 }
 
 type discoveryClient struct {
@@ -369,6 +372,16 @@ func (c *discoveryClient) Gateways(ctx context.Context, in *GatewaysRequest, opt
 	return out, nil
 }
 
+func (c *discoveryClient) StartHooks(ctx context.Context, in *StartHooksRequest, opts ...grpc.CallOption) (*StartHooksResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(StartHooksResponse)
+	err := c.cc.Invoke(ctx, Discovery_StartHooks_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // DiscoveryServer is the server API for Discovery service.
 // All implementations must embed UnimplementedDiscoveryServer
 // for forward compatibility.
@@ -381,6 +394,8 @@ type DiscoveryServer interface {
 	OpenAPI(*OpenAPIRequest, grpc.ServerStreamingServer[OpenAPIChunk]) error
 	// Gateways is a heartbeat of one gateway. It returns the number of live gateways, which share the cluster's limits.
 	Gateways(context.Context, *GatewaysRequest) (*GatewaysResponse, error)
+	// StartHooks returns the progress of kube-apiserver's start hooks, which the elected registry runs.
+	StartHooks(context.Context, *StartHooksRequest) (*StartHooksResponse, error)
 	mustEmbedUnimplementedDiscoveryServer()
 }
 
@@ -399,6 +414,9 @@ func (UnimplementedDiscoveryServer) OpenAPI(*OpenAPIRequest, grpc.ServerStreamin
 }
 func (UnimplementedDiscoveryServer) Gateways(context.Context, *GatewaysRequest) (*GatewaysResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Gateways not implemented")
+}
+func (UnimplementedDiscoveryServer) StartHooks(context.Context, *StartHooksRequest) (*StartHooksResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method StartHooks not implemented")
 }
 func (UnimplementedDiscoveryServer) mustEmbedUnimplementedDiscoveryServer() {}
 func (UnimplementedDiscoveryServer) testEmbeddedByValue()                   {}
@@ -461,6 +479,24 @@ func _Discovery_Gateways_Handler(srv interface{}, ctx context.Context, dec func(
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Discovery_StartHooks_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(StartHooksRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(DiscoveryServer).StartHooks(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Discovery_StartHooks_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(DiscoveryServer).StartHooks(ctx, req.(*StartHooksRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Discovery_ServiceDesc is the grpc.ServiceDesc for Discovery service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -471,6 +507,10 @@ var Discovery_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Gateways",
 			Handler:    _Discovery_Gateways_Handler,
+		},
+		{
+			MethodName: "StartHooks",
+			Handler:    _Discovery_StartHooks_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{
