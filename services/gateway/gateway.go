@@ -10,6 +10,7 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	flowcontrolmetrics "k8s.io/apiserver/pkg/util/flowcontrol/metrics"
+	"k8s.io/client-go/rest"
 	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
 
 	"watershed.dev/platform/discovery"
@@ -114,12 +115,8 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	api := g.mux(router)
 	g.loopback = server.BuildLoopbackChain(api, g.authz, g.auditor)
 	if c.FlowControl.Enabled {
-		gatewayUser := &user.DefaultInfo{Name: identity.GatewayUser, Groups: []string{identity.ServicesGroup}}
-		loopbackConfig := loopback.ClientConfig(
-			server.BuildLoopbackChain(api, flowcontrol.LoopbackAuthorizer, g.auditor),
-			gatewayUser,
-		)
-		g.flowControl, err = flowcontrol.New(loopbackConfig, d.Discovery, c.Server.MaxInFlight+c.Server.MaxMutating)
+		g.flowControl, err = flowcontrol.New(flowControlClient(api, g.auditor), d.Discovery,
+			c.Server.MaxInFlight+c.Server.MaxMutating)
 		if err != nil {
 			return nil, err
 		}
@@ -134,6 +131,16 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		MetricsInfo: g.metricsInfo,
 	})
 	return g, nil
+}
+
+// flowControlClient returns the configuration of flow control's client of the gateway's own API. authz decides none of its
+// requests.
+func flowControlClient(api http.Handler, auditor *audit.Auditor) *rest.Config {
+	own := flowcontrol.LoopbackAuthorizer
+	return loopback.ClientConfig(
+		server.BuildLoopbackChain(delegatedauth.WithAuthorizer(api, own), own, auditor),
+		&user.DefaultInfo{Name: identity.GatewayUser, Groups: []string{identity.ServicesGroup}},
+	)
 }
 
 // Collectors returns the metrics of this system's own. kube-apiserver's metrics are in the registry that its libraries

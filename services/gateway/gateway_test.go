@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"k8s.io/apiserver/pkg/endpoints/filters"
 
 	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
@@ -24,6 +25,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/delegatedauth"
 )
 
 // fakeServices are the services that a gateway calls. A request with the token bob has the user bob, with another token
@@ -347,6 +349,33 @@ func TestBoundsOutOfRangeAreRefused(t *testing.T) {
 		if err := c.Validate(); err == nil || !strings.HasPrefix(err.Error(), name) ||
 			!strings.Contains(err.Error(), value+": ") {
 			t.Errorf("%s: %v", flag, err)
+		}
+	}
+}
+
+// Flow control's watches are authorized by the gateway alone, also after they are open: authz does not know the user, and
+// flow control must not wait for the policies of authz.
+func TestFlowControlsWatchesNeedNoAuthz(t *testing.T) {
+	g := newTestGateway(t, &fakeServices{})
+	authz := &delegatedauth.Authorizer{} // without a client
+	config := flowControlClient(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		attrs, err := filters.GetAuthorizerAttributes(req.Context())
+		if err != nil || !authz.Reauthorize(req.Context(), attrs) {
+			http.Error(w, "the watch may not go on", http.StatusInternalServerError)
+		}
+	}), g.auditor)
+	client := &http.Client{Transport: config.Transport}
+	for path, code := range map[string]int{
+		"/apis/flowcontrol.apiserver.k8s.io/v1/flowschemas?watch=1": http.StatusOK,
+		"/api/v1/secrets?watch=1":                                   http.StatusForbidden,
+	} {
+		resp, err := client.Get("https://gateway.internal" + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp.Body.Close()
+		if resp.StatusCode != code {
+			t.Errorf("%s: %d, not %d", path, resp.StatusCode, code)
 		}
 	}
 }

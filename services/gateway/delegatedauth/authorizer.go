@@ -9,6 +9,7 @@ import (
 	"context"
 	"errors"
 	"math"
+	"net/http"
 	"sync"
 	"time"
 
@@ -90,10 +91,23 @@ const (
 	maxReauthorizeDelay = 500 * time.Millisecond
 )
 
+// WithAuthorizer returns a handler whose open watches Reauthorize does not reauthorize with authz: own decides instead.
+func WithAuthorizer(h http.Handler, own authorizer.Authorizer) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		h.ServeHTTP(w, req.WithContext(context.WithValue(req.Context(), ownAuthorizerKey{}, own)))
+	})
+}
+
+type ownAuthorizerKey struct{}
+
 // Reauthorize authorizes an open watch again. It retries while authz does not respond, and returns false after
 // reauthorizeTimeout. When the policy revision changes, many watches with equal attributes share a single call to
 // authz.
 func (a *Authorizer) Reauthorize(ctx context.Context, attrs authorizer.Attributes) bool {
+	if own, ok := ctx.Value(ownAuthorizerKey{}).(authorizer.Authorizer); ok {
+		d, _, err := own.Authorize(ctx, attrs)
+		return err == nil && d == authorizer.DecisionAllow
+	}
 	keys, cacheable := newCacheKeys(attrs)
 	deadline := time.Now().Add(reauthorizeTimeout)
 	callCtx, cancel := context.WithDeadline(ctx, deadline)
