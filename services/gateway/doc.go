@@ -23,7 +23,7 @@
 //	routing.AdmissionRules.Run       the stream of admission rules from admission.
 //	delegatedauth.Authorizer.Run     the stream of policy revisions from authz, and its heartbeat timer.
 //	aggregation.DiscoveryManager.Run discovery of aggregated API servers, every minute.
-//	Service.awaitRequired            the first success of each required check, then it ends.
+//	Service.awaitStart               the first success of each check of the start, then it ends.
 //	flowcontrol.Fairness.Run         API Priority and Fairness, if it is enabled.
 //	reload.Files.Run                 files that are reloaded when they change.
 //
@@ -34,7 +34,7 @@
 //
 //	New ──► not ready ──► ready ──► shutting down ──► stopped.
 //
-//	not ready      a required check has not yet succeeded once (awaitRequired).
+//	not ready      a check of the start has not yet succeeded once (awaitStart).
 //	ready          server.Server serves; /readyz may still fail later if a service is unavailable.
 //	shutting down  SIGTERM: /readyz fails, --shutdown-delay-duration passes, new connections are refused,
 //	               requests finish, watches end over --shutdown-watch-termination-grace-period.

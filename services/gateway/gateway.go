@@ -67,6 +67,7 @@ type Service struct {
 	// handler serves clients, and loopback the other services of the process.
 	handler, loopback http.Handler
 	health            map[string]*check
+	hooks             registryHooksProgress
 	files             reload.Files
 	auditor           *audit.Auditor
 	// flowControl is nil if API Priority and Fairness is disabled.
@@ -103,6 +104,10 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		authz:          &delegatedauth.Authorizer{Client: d.Authz},
 		admissionRules: &routing.AdmissionRules{Client: d.Admission},
 		external:       c.externalAddress(),
+		hooks:          registryHooksProgress{registry: d.Discovery},
+	}
+	for _, name := range startChecks() {
+		g.ready.Set(name, errNotResponded)
 	}
 	if g.auditor, err = audit.New(ctx, &c.Audit, out.ControlPlane(), &g.files); err != nil {
 		return nil, err
@@ -133,8 +138,8 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	return g, nil
 }
 
-// flowControlClient returns the configuration of flow control's client of the gateway's own API. authz decides none of its
-// requests.
+// flowControlClient returns the configuration of flow control's client of the gateway's own API. authz decides none of
+// its requests.
 func flowControlClient(api http.Handler, auditor *audit.Auditor) *rest.Config {
 	own := flowcontrol.LoopbackAuthorizer
 	return loopback.ClientConfig(
@@ -186,7 +191,7 @@ func (g *Service) Run(ctx context.Context) error {
 func (g *Service) watchServices(ctx context.Context) {
 	var wg sync.WaitGroup
 	for _, run := range []func(context.Context){
-		g.discovery.Run, g.awaitRequired, g.admissionRules.Run, g.views.discoveryManager.Run, g.authz.Run,
+		g.discovery.Run, g.awaitStart, g.admissionRules.Run, g.views.discoveryManager.Run, g.authz.Run,
 	} {
 		wg.Go(func() { run(ctx) })
 	}

@@ -41,6 +41,18 @@ type fakeServices struct {
 	unavailable atomic.Value
 	// list is called before the watch tier or registry serves a list.
 	list func(query string)
+	// view changes the discovery response, or returns nil if the registry sends none. startHooks responds to
+	// StartHooks.
+	view       func(*registryv1.DiscoveryResponse) *registryv1.DiscoveryResponse
+	startHooks func() *registryv1.StartHooksResponse
+}
+
+func (o *fakeServices) StartHooks(context.Context,
+	*registryv1.StartHooksRequest) (*registryv1.StartHooksResponse, error) {
+	if o.startHooks == nil {
+		return nil, status.Error(codes.Unimplemented, "an older release")
+	}
+	return o.startHooks(), nil
 }
 
 func (o *fakeServices) errFor(name string) error {
@@ -110,7 +122,7 @@ func (o *fakeServices) Watch(
 	_ *registryv1.DiscoveryRequest,
 	s grpc.ServerStreamingServer[registryv1.DiscoveryResponse],
 ) error {
-	if err := s.Send(&registryv1.DiscoveryResponse{
+	v := &registryv1.DiscoveryResponse{
 		Groups: []*registryv1.Group{{Versions: []string{"v1"}}, {Name: "apps", Versions: []string{"v1"}}},
 		Resources: []*registryv1.APIResource{{
 			Resource:        &commonv1.Resource{Version: "v1", Resource: "namespaces"},
@@ -119,8 +131,15 @@ func (o *fakeServices) Watch(
 			StorageResource: "namespaces",
 			MediaTypes:      []string{"application/json"},
 		}},
-	}); err != nil {
-		return err
+		Openapi: map[string]string{"v2": "hash"},
+	}
+	if o.view != nil {
+		v = o.view(v)
+	}
+	if v != nil {
+		if err := s.Send(v); err != nil {
+			return err
+		}
 	}
 	<-s.Context().Done()
 	return s.Context().Err()
@@ -353,7 +372,7 @@ func TestBoundsOutOfRangeAreRefused(t *testing.T) {
 	}
 }
 
-// Flow control's watches are authorized by the gateway alone, also after they are open: authz does not know the user, and
+// The gateway itself authorizes flow control's watches, also after they are open. authz does not know their user, and
 // flow control must not wait for the policies of authz.
 func TestFlowControlsWatchesNeedNoAuthz(t *testing.T) {
 	g := newTestGateway(t, &fakeServices{})

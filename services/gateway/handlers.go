@@ -82,16 +82,13 @@ func (g *Service) mux(router *routing.Router) http.Handler {
 		})
 	}
 	g.health = g.checks()
-	for _, name := range requiredChecks {
-		g.ready.Set(name, errNotResponded)
-	}
-	g.installHealth(pages)
+	healthPaths := g.installHealth(pages)
 	pages.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
 		if req.URL.Path != "/" {
 			responsewriters.NotFound(w, req)
 			return
 		}
-		g.index(w)
+		g.index(w, healthPaths)
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		info, ok := request.RequestInfoFrom(req.Context())
@@ -178,10 +175,10 @@ func writeVersion(w http.ResponseWriter, _ *http.Request) {
 	writeJSON(w, kubeversion.Info())
 }
 
-// index writes the list of served paths.
-func (g *Service) index(w http.ResponseWriter) {
-	paths := []string{"/.well-known/openid-configuration", "/api", "/apis", "/healthz", "/livez", "/metrics",
-		"/openapi/v2", "/openapi/v3", "/openid/v1/jwks", "/readyz", "/version"}
+// index writes the list of served paths, which includes healthPaths.
+func (g *Service) index(w http.ResponseWriter, healthPaths []string) {
+	paths := append([]string{"/.well-known/openid-configuration", "/api", "/apis", "/apis/", "/metrics",
+		"/metrics/slis", "/openapi/v2", "/openapi/v3", "/openapi/v3/", "/openid/v1/jwks", "/version"}, healthPaths...)
 	if v := g.discovery.View(); v != nil {
 		for _, group := range v.Groups {
 			if group.Name == "" {

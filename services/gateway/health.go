@@ -2,17 +2,23 @@ package gateway
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"k8s.io/apiserver/pkg/server/healthz"
 
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -20,37 +26,55 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// postStartHooks maps the health checks of kube-apiserver's start hooks (k8s.io/apiserver/pkg/server, AddPostStartHook)
-// to this gateway's checks. The task of a start hook runs in another service here, and that service is ready once the
-// task runs.
-var postStartHooks = map[string]string{
-	"poststarthook/start-apiserver-admission-initializer":         "admission",
-	"poststarthook/generic-apiserver-start-informers":             "etcd",
-	"poststarthook/storage-readiness":                             "etcd",
-	"poststarthook/start-apiextensions-informers":                 "etcd",
-	"poststarthook/start-apiextensions-controllers":               "etcd",
-	"poststarthook/crd-informer-synced":                           "etcd",
-	"poststarthook/bootstrap-controller":                          "etcd",
-	"poststarthook/start-system-namespaces-controller":            "etcd",
-	"poststarthook/start-kubernetes-service-cidr-controller":      "etcd",
-	"poststarthook/start-service-ip-repair-controllers":           "etcd",
-	"poststarthook/start-legacy-token-tracking-controller":        "etcd",
-	"poststarthook/priority-and-fairness-config-consumer":         "fairness",
-	"poststarthook/priority-and-fairness-filter":                  "fairness",
-	"poststarthook/priority-and-fairness-config-producer":         "etcd",
-	"poststarthook/rbac/bootstrap-roles":                          "authz",
-	"poststarthook/scheduling/bootstrap-system-priority-classes":  "etcd",
-	"poststarthook/start-cluster-authentication-info-controller":  "etcd",
-	"poststarthook/start-kube-aggregator-informers":               "etcd",
-	"poststarthook/apiservice-registration-controller":            "discovery",
-	"poststarthook/apiservice-discovery-controller":               "discovery",
-	"poststarthook/apiservice-status-local-available-controller":  "etcd",
-	"poststarthook/apiservice-status-remote-available-controller": "etcd",
-	"poststarthook/kube-apiserver-autoregistration":               "discovery",
-	"poststarthook/apiservice-openapi-controller":                 "discovery",
-	"poststarthook/apiservice-openapiv3-controller":               "discovery",
-	"autoregister-completion":                                     "discovery",
+// startHooks maps the checks of kube-apiserver's start hooks (k8s.io/apiserver/pkg/server, AddPostStartHook) to the
+// check of the same part of Watershed, or of the nearest part. docs/operators/troubleshooting.md has the same table.
+// The hooks of registryHooks are not in it.
+var startHooks = map[string]string{
+	// admission sends its rules once its plugins have read their policies.
+	"poststarthook/start-apiserver-admission-initializer": "admission",
+	// The registry sends the served resources once its informers of built-in objects, CRDs and APIServices have synced.
+	"poststarthook/generic-apiserver-start-informers":  "discovery",
+	"poststarthook/start-apiextensions-informers":      "discovery",
+	"poststarthook/crd-informer-synced":                "discovery",
+	"poststarthook/start-kube-aggregator-informers":    "discovery",
+	"poststarthook/apiservice-registration-controller": "discovery",
+	// The storages have no watch cache in front, so they are ready if etcd is.
+	"poststarthook/storage-readiness":                     "etcd",
+	"poststarthook/priority-and-fairness-config-consumer": "fairness",
+	"poststarthook/priority-and-fairness-filter":          "fairness",
+	"poststarthook/max-in-flight-filter":                  "in-flight",
+	// Flow control estimates a list by the size of its last response. It counts no objects.
+	"poststarthook/storage-object-count-tracker-hook": "fairness",
+	// There is no proxy between versions. The gateway registers at the registry, which counts the gateways.
+	"poststarthook/peer-endpoint-reconciler-controller": "gateways",
+	"poststarthook/aggregator-reload-proxy-client-cert": "proxy-client-cert",
+	"poststarthook/apiservice-discovery-controller":     "aggregated-discovery",
+	"poststarthook/apiservice-openapi-controller":       "openapi",
+	"poststarthook/apiservice-openapiv3-controller":     "openapi",
 }
+
+// registryHooks are the start hooks that the elected registry runs, by the names of Discovery.StartHooks.
+var registryHooks = []string{
+	"start-system-namespaces-controller",
+	"start-cluster-authentication-info-controller",
+	"start-kube-apiserver-identity-lease-controller",
+	"start-kube-apiserver-identity-lease-garbage-collector",
+	"start-legacy-token-tracking-controller",
+	"start-service-ip-repair-controllers",
+	"rbac/bootstrap-roles",
+	"scheduling/bootstrap-system-priority-classes",
+	"priority-and-fairness-config-producer",
+	"bootstrap-controller",
+	"start-kubernetes-service-cidr-controller",
+	"start-apiextensions-controllers",
+	"apiservice-status-local-available-controller",
+	"apiservice-status-remote-available-controller",
+	"kube-apiserver-autoregistration",
+	autoregistered,
+}
+
+// autoregistered is the hook whose check has no prefix in kube-apiserver.
+const autoregistered = "autoregister-completion"
 
 const (
 	// probeInterval is the pause before the gateway probes a service again during the start. Each probe also waits for
@@ -61,7 +85,7 @@ const (
 	checkTTL     = time.Second
 )
 
-// check is one health check of this gateway. It probes at most once for each checkTTL.
+// check is a health check of this gateway. It probes at most once for each checkTTL.
 type check struct {
 	probe func(context.Context) error
 
@@ -71,10 +95,15 @@ type check struct {
 }
 
 func (c *check) get(ctx context.Context) error {
+	return c.getNewer(context.WithoutCancel(ctx), checkTTL)
+}
+
+// getNewer returns a result that is at most maxAge old.
+func (c *check) getNewer(ctx context.Context, maxAge time.Duration) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if time.Since(c.checkedAt) > checkTTL {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), checkTimeout)
+	if time.Since(c.checkedAt) > maxAge {
+		ctx, cancel := context.WithTimeout(ctx, checkTimeout)
 		c.err = c.probe(ctx)
 		cancel()
 		c.checkedAt = time.Now()
@@ -85,7 +114,7 @@ func (c *check) get(ctx context.Context) error {
 // serve is the check as a healthz.HealthChecker's function.
 func (c *check) serve(r *http.Request) error { return c.get(r.Context()) }
 
-// checks returns the checks of the other services, by name.
+// checks returns the checks by name.
 func (g *Service) checks() map[string]*check {
 	var encryption atomic.Pointer[string] // the encryption error that the check of etcd received last
 	etcd := &check{probe: func(ctx context.Context) error {
@@ -97,11 +126,24 @@ func (g *Service) checks() map[string]*check {
 	return map[string]*check{
 		"discovery": {probe: func(context.Context) error {
 			if g.discovery.View() == nil {
-				return errors.New("registry has not sent the served resources yet")
+				return errNoView
 			}
 			return nil
 		}},
-		"etcd": etcd,
+		"openapi": {probe: func(context.Context) error {
+			if v := g.discovery.View(); v == nil || v.Openapi["v2"] == "" {
+				return errors.New("registry has not sent the OpenAPI documents yet")
+			}
+			return nil
+		}},
+		"aggregated-discovery": {probe: func(context.Context) error {
+			if g.discovery.View() == nil {
+				return errNoView
+			}
+			return g.views.discoveryManager.Err()
+		}},
+		"proxy-client-cert": {probe: func(context.Context) error { return g.config.Aggregation.CheckCertificate() }},
+		"etcd":              etcd,
 		"fairness": {probe: func(context.Context) error {
 			if g.flowControl == nil {
 				return nil
@@ -113,6 +155,15 @@ func (g *Service) checks() map[string]*check {
 				return errors.New("flow control has not loaded its objects yet")
 			}
 		}},
+		"gateways": {probe: func(context.Context) error {
+			if g.flowControl == nil || g.flowControl.Counted() {
+				return nil
+			}
+			return errors.New("registry has not counted this gateway yet")
+		}},
+		// the filter limits requests as soon as the handler chain exists
+		"in-flight":   {probe: func(context.Context) error { return nil }},
+		"start-hooks": {probe: g.hooks.probe},
 		"kms-providers": {probe: func(ctx context.Context) error {
 			if err := etcd.get(ctx); err != nil {
 				return nil // the etcd check reports it
@@ -140,52 +191,130 @@ func (g *Service) checks() map[string]*check {
 	}
 }
 
-// requiredChecks are the checks that must succeed once before the gateway is ready.
+// requiredChecks are the checks that must succeed once before the gateway is ready. Check and /readyz have them too.
 var requiredChecks = []string{"discovery", "etcd", "authn", "authz", "admission", "fairness"}
 
-// started returns a checker that stays successful after the first success of c, because a start hook runs once.
-func (c *check) started() healthz.HealthChecker {
+var (
+	// errNotResponded is the readiness of a service before its first response.
+	errNotResponded = errors.New("no response yet")
+	errNoView       = errors.New("registry has not sent the served resources yet")
+)
+
+// registryHooksProgress is the progress of registryHooks.
+type registryHooksProgress struct {
+	registry registryv1.DiscoveryClient
+	// pending is the last response of the elected registry, or nil.
+	pending  atomic.Pointer[[]string]
+	complete atomic.Bool
+}
+
+// probe returns nil once all hooks have completed. Each call may reach another registry, and only the elected registry
+// knows the progress.
+func (h *registryHooksProgress) probe(ctx context.Context) error {
+	if h.complete.Load() {
+		return nil
+	}
+	r, err := h.registry.StartHooks(rpc.WithHashKey(ctx, rand.Text()), &registryv1.StartHooksRequest{})
+	switch {
+	case status.Code(err) == codes.Unimplemented: // a registry of an older release
+	case err != nil:
+		return err
+	case !r.Elected:
+		return errors.New("no elected registry has responded yet")
+	case len(r.Pending) > 0:
+		h.pending.Store(&r.Pending)
+		return fmt.Errorf("pending: %s", strings.Join(r.Pending, ", "))
+	}
+	h.complete.Store(true)
+	return nil
+}
+
+// completed reports whether the hook has completed.
+func (h *registryHooksProgress) completed(name string) bool {
+	pending := h.pending.Load()
+	return h.complete.Load() || pending != nil && !slices.Contains(*pending, name)
+}
+
+// hookCheckers returns the checkers of the start hooks that kube-apiserver would have with this configuration.
+func (g *Service) hookCheckers() (all []healthz.HealthChecker) {
+	for name, checked := range startHooks {
+		if checked == "proxy-client-cert" && g.config.Aggregation.CertFile == "" ||
+			checked == "in-flight" && g.config.FlowControl.Enabled ||
+			strings.Contains(name, "/priority-and-fairness-") && !g.config.FlowControl.Enabled {
+			continue
+		}
+		all = append(all, healthz.NamedCheck(name, g.health[checked].started()))
+	}
+	for _, name := range registryHooks {
+		shown := "poststarthook/" + name
+		if name == autoregistered {
+			shown = name
+		}
+		all = append(all, healthz.NamedCheck(shown, func(r *http.Request) error {
+			if g.hooks.completed(name) {
+				return nil
+			}
+			if err := g.health["start-hooks"].serve(r); err != nil && !g.hooks.completed(name) {
+				return err
+			}
+			return nil
+		}))
+	}
+	slices.SortFunc(all, func(a, b healthz.HealthChecker) int { return strings.Compare(a.Name(), b.Name()) })
+	return all
+}
+
+// started returns a checker's function that stays successful after the first success of c, because a start hook runs
+// once.
+func (c *check) started() func(*http.Request) error {
 	var done atomic.Bool
-	return healthz.NamedCheck("", func(r *http.Request) error {
+	return func(r *http.Request) error {
 		if done.Load() {
 			return nil
 		}
 		err := c.get(r.Context())
 		done.Store(err == nil)
 		return err
-	})
+	}
 }
 
-// installHealth serves /healthz, /livez and /readyz under kube-apiserver's names. /healthz and /readyz include the
-// other services. /livez includes only etcd and the start hooks, because a restart of the gateway does not help if
-// another service is unavailable.
-func (g *Service) installHealth(mux *http.ServeMux) {
-	var common, services []healthz.HealthChecker
+// installHealth serves /healthz, /livez and /readyz under kube-apiserver's names. It returns the paths of the checks.
+// /healthz and /readyz include the other services. /livez includes only etcd, the certificate for services and the
+// start hooks, because a restart of the gateway does not help if another service is unavailable.
+func (g *Service) installHealth(mux *http.ServeMux) (paths []string) {
+	var services []healthz.HealthChecker
 	for _, name := range requiredChecks {
 		if name != "etcd" {
 			services = append(services, healthz.NamedCheck(name, g.health[name].serve))
 		}
 	}
-	names := make([]string, 0, len(postStartHooks))
-	for name := range postStartHooks {
-		names = append(names, name)
-	}
-	slices.Sort(names)
-	for _, name := range names {
-		common = append(common, healthz.NamedCheck(name, g.health[postStartHooks[name]].started().Check))
-	}
-	first := []healthz.HealthChecker{healthz.PingHealthz, healthz.LogHealthz,
-		healthz.NamedCheck("etcd", g.health["etcd"].serve)}
 	// As in kube-apiserver with a KMS: the gateway is not ready without the KMS, but it is alive.
 	services = append(services, healthz.NamedCheck("kms-providers", g.health["kms-providers"].serve))
+	first := []healthz.HealthChecker{healthz.PingHealthz, healthz.LogHealthz,
+		healthz.NamedCheck("etcd", g.health["etcd"].serve)}
+	// authn, authz and admission are the clients that kube-apiserver has on its loopback.
+	loopback := []healthz.HealthChecker{healthz.NamedCheck("loopback-serving-certificate",
+		func(*http.Request) error { return g.config.Server.TLS.CheckServicesCertificate(time.Now()) })}
 	ready := []healthz.HealthChecker{
 		healthz.NamedCheck("etcd-readiness", g.health["etcd"].serve),
-		healthz.NamedCheck("informer-sync", g.health["etcd"].serve),
+		healthz.NamedCheck("informer-sync", g.health["discovery"].serve),
 		healthz.NewShutdownHealthz(g.server.ShuttingDown),
 	}
-	healthz.InstallHandler(mux, slices.Concat(first, services, common)...)
-	healthz.InstallLivezHandler(mux, slices.Concat(first, common)...)
-	healthz.InstallReadyzHandler(mux, slices.Concat(first, services, common, ready)...)
+	hooks := g.hookCheckers()
+	for _, page := range []struct {
+		path   string
+		checks []healthz.HealthChecker
+	}{
+		{"/healthz", slices.Concat(first, loopback, services, hooks)},
+		{"/livez", slices.Concat(first, loopback, hooks)},
+		{"/readyz", slices.Concat(first, services, hooks, ready)},
+	} {
+		healthz.InstallPathHandler(mux, page.path, page.checks...)
+		paths = append(paths, page.path)
+		for _, c := range page.checks {
+			paths = append(paths, page.path+"/"+c.Name())
+		}
+	}
 	// The watch tier has its own page, because the API works without it. The page reports whether a replica can serve a
 	// list.
 	mux.HandleFunc("/readyz/watch-tier", func(w http.ResponseWriter, req *http.Request) {
@@ -197,13 +326,14 @@ func (g *Service) installHealth(mux *http.ServeMux) {
 		}
 		_, _ = w.Write([]byte("ok"))
 	})
+	return append(paths, "/readyz/watch-tier")
 }
 
 // checkTier returns why the watch tier cannot serve a list of namespaces, or nil.
 func (g *Service) checkTier(ctx context.Context) error {
 	v := g.discovery.View()
 	if v == nil {
-		return errors.New("registry has not sent the served resources yet")
+		return errNoView
 	}
 	entry, ok := v.APIResource("", "v1", "namespaces", "")
 	if !ok {
@@ -236,19 +366,14 @@ func (g *Service) Check(ctx context.Context) error {
 	return nil
 }
 
-// errNotResponded is the readiness of a service before its first response.
-var errNotResponded = errors.New("no response yet")
-
-// awaitRequired probes each required service until it succeeds once, or until ctx ends.
-func (g *Service) awaitRequired(ctx context.Context) {
+// awaitStart probes each check of the start until it succeeds once, or until ctx ends.
+func (g *Service) awaitStart(ctx context.Context) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
-	for _, name := range requiredChecks {
+	for _, name := range startChecks() {
 		wg.Go(func() {
 			for ctx.Err() == nil {
-				probeCtx, cancel := context.WithTimeout(ctx, checkTimeout)
-				err := g.health[name].probe(probeCtx)
-				cancel()
+				err := g.health[name].getNewer(ctx, 0)
 				if g.ready.Set(name, err); err == nil {
 					return
 				}
@@ -259,4 +384,12 @@ func (g *Service) awaitRequired(ctx context.Context) {
 			}
 		})
 	}
+}
+
+// startChecks returns the checks that must succeed once before the gateway is ready: the required checks and the checks
+// of the start hooks.
+func startChecks() []string {
+	names := slices.Concat(requiredChecks, []string{"start-hooks"}, slices.Collect(maps.Values(startHooks)))
+	slices.Sort(names)
+	return slices.Compact(names)
 }

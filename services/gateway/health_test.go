@@ -3,7 +3,14 @@ package gateway
 import (
 	"context"
 	"errors"
+	"net"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc"
 
@@ -54,5 +61,165 @@ func TestEtcdAndKMSChecksAreSeparate(t *testing.T) {
 		if c.source.calls != 1 {
 			t.Errorf("%s: registry is called %d times", name, c.source.calls)
 		}
+	}
+}
+
+// startHookChecks are the checks of start hooks in kube-apiserver 1.36 with its default flags. test/differential
+// compares them with kube-apiserver's index.
+var startHookChecks = []string{
+	"autoregister-completion",
+	"poststarthook/aggregator-reload-proxy-client-cert", // with --proxy-client-cert-file
+	"poststarthook/apiservice-discovery-controller",
+	"poststarthook/apiservice-openapi-controller",
+	"poststarthook/apiservice-openapiv3-controller",
+	"poststarthook/apiservice-registration-controller",
+	"poststarthook/apiservice-status-local-available-controller",
+	"poststarthook/apiservice-status-remote-available-controller",
+	"poststarthook/bootstrap-controller",
+	"poststarthook/crd-informer-synced",
+	"poststarthook/generic-apiserver-start-informers",
+	"poststarthook/kube-apiserver-autoregistration",
+	"poststarthook/max-in-flight-filter", // with --enable-priority-and-fairness=false
+	"poststarthook/peer-endpoint-reconciler-controller",
+	"poststarthook/priority-and-fairness-config-consumer",
+	"poststarthook/priority-and-fairness-config-producer",
+	"poststarthook/priority-and-fairness-filter",
+	"poststarthook/rbac/bootstrap-roles",
+	"poststarthook/scheduling/bootstrap-system-priority-classes",
+	"poststarthook/start-apiextensions-controllers",
+	"poststarthook/start-apiextensions-informers",
+	"poststarthook/start-apiserver-admission-initializer",
+	"poststarthook/start-cluster-authentication-info-controller",
+	"poststarthook/start-kube-aggregator-informers",
+	"poststarthook/start-kube-apiserver-identity-lease-controller",
+	"poststarthook/start-kube-apiserver-identity-lease-garbage-collector",
+	"poststarthook/start-kubernetes-service-cidr-controller",
+	"poststarthook/start-legacy-token-tracking-controller",
+	"poststarthook/start-service-ip-repair-controllers",
+	"poststarthook/start-system-namespaces-controller",
+	"poststarthook/storage-object-count-tracker-hook",
+	"poststarthook/storage-readiness",
+}
+
+// The checks of start hooks have kube-apiserver's names, and a row in the documentation.
+func TestStartHooksHaveKubeAPIServersNames(t *testing.T) {
+	var names []string
+	for name := range startHooks {
+		names = append(names, name)
+	}
+	for _, name := range registryHooks {
+		if name != autoregistered {
+			name = "poststarthook/" + name
+		}
+		names = append(names, name)
+	}
+	slices.Sort(names)
+	if !slices.Equal(names, startHookChecks) {
+		t.Errorf("%q", names)
+	}
+	page, err := os.ReadFile("../../docs/operators/troubleshooting.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range names {
+		if !strings.Contains(string(page), "`"+name+"`") {
+			t.Errorf("troubleshooting.md does not have %s", name)
+		}
+	}
+}
+
+// failedChecks returns the failed checks of a page.
+func (g *Service) failedChecks(page string) (failed []string) {
+	_, body, _ := g.doRequest("GET", page+"?verbose", "t")
+	for _, m := range regexp.MustCompile(`(?m)^\[-\](\S+) failed`).FindAllStringSubmatch(body, -1) {
+		failed = append(failed, m[1])
+	}
+	return failed
+}
+
+// The check of a start hook fails while its own part of the system is not there, and the others succeed. The gateway is
+// not ready before that part is there.
+func TestAStartHookChecksItsOwnPart(t *testing.T) {
+	pending := func(names ...string) func() *registryv1.StartHooksResponse {
+		return func() *registryv1.StartHooksResponse {
+			return &registryv1.StartHooksResponse{Elected: true, Pending: names}
+		}
+	}
+	informers := []string{
+		"poststarthook/apiservice-registration-controller",
+		"poststarthook/crd-informer-synced",
+		"poststarthook/generic-apiserver-start-informers",
+		"poststarthook/start-apiextensions-informers",
+		"poststarthook/start-kube-aggregator-informers",
+	}
+	openapi := []string{"poststarthook/apiservice-openapi-controller", "poststarthook/apiservice-openapiv3-controller"}
+	hanging, err := net.Listen("tcp", "127.0.0.1:0") // it accepts no connection
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer hanging.Close()
+	for about, c := range map[string]struct {
+		o    *fakeServices
+		want []string
+	}{
+		"no view": {
+			&fakeServices{view: func(*registryv1.DiscoveryResponse) *registryv1.DiscoveryResponse { return nil }},
+			slices.Concat([]string{"poststarthook/apiservice-discovery-controller"}, informers, openapi),
+		},
+		"no OpenAPI": {&fakeServices{view: func(v *registryv1.DiscoveryResponse) *registryv1.DiscoveryResponse {
+			v.Openapi = nil
+			return v
+		}}, openapi},
+		"an aggregated server that hangs": {
+			&fakeServices{view: func(v *registryv1.DiscoveryResponse) *registryv1.DiscoveryResponse {
+				v.ApiServices = []*registryv1.APIService{{Group: "g", Version: "v1", Available: true,
+					ServiceName: "s", ServiceNamespace: "n", Addresses: []string{hanging.Addr().String()}}}
+				return v
+			}}, []string{"poststarthook/apiservice-discovery-controller"},
+		},
+		"etcd is away":      {&fakeServices{}, []string{"poststarthook/storage-readiness"}},
+		"admission is away": {&fakeServices{}, []string{"poststarthook/start-apiserver-admission-initializer"}},
+		"no bootstrap roles": {&fakeServices{startHooks: pending("rbac/bootstrap-roles")},
+			[]string{"poststarthook/rbac/bootstrap-roles"}},
+		"no APIServices and no controllers of CRDs": {
+			&fakeServices{startHooks: pending("autoregister-completion", "start-apiextensions-controllers")},
+			[]string{"autoregister-completion", "poststarthook/start-apiextensions-controllers"},
+		},
+	} {
+		if name, ok := strings.CutSuffix(about, " is away"); ok {
+			c.o.unavailable.Store(name)
+		}
+		g := newTestGateway(t, c.o)
+		want := slices.Sorted(slices.Values(c.want))
+		isHook := func(name string) bool { return strings.HasPrefix(name, "poststarthook/") || name == autoregistered }
+		for until := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+			failed := slices.DeleteFunc(g.failedChecks("/livez"), func(name string) bool { return !isHook(name) })
+			if slices.Equal(slices.Sorted(slices.Values(failed)), want) {
+				break
+			}
+			if time.Now().After(until) {
+				t.Fatalf("%s: %q fail, not %q", about, failed, want)
+			}
+		}
+		if g.Ready().Err() == nil {
+			t.Errorf("%s: the gateway is ready", about)
+		}
+	}
+}
+
+// A registry that is not elected does not know the progress. Hooks that have completed stay completed.
+func TestStartHooksAreTheElectedRegistrys(t *testing.T) {
+	var response atomic.Pointer[registryv1.StartHooksResponse]
+	response.Store(&registryv1.StartHooksResponse{})
+	g := newTestGateway(t, &fakeServices{startHooks: response.Load})
+	const roles = "/readyz/poststarthook/rbac/bootstrap-roles"
+	if code, body, _ := g.doRequest("GET", roles, "t"); code != 500 {
+		t.Errorf("without an elected registry: %d %s", code, body)
+	}
+	response.Store(&registryv1.StartHooksResponse{Elected: true})
+	g.awaitReady(t)
+	response.Store(&registryv1.StartHooksResponse{Elected: true, Pending: []string{"rbac/bootstrap-roles"}})
+	if code, body, _ := g.doRequest("GET", roles, "t"); code != 200 {
+		t.Errorf("with another elected registry: %d %s", code, body)
 	}
 }

@@ -63,7 +63,14 @@ func (p *pair) discover() *discovered {
 			get(path, accept, nil)
 		}
 	}
-	for _, path := range []string{"/", "/version", "/healthz", "/livez", "/readyz", "/nothing", "/api/v2",
+	var index metav1.RootPaths
+	get("/", "", &index)
+	for _, path := range index.Paths {
+		if page, check, _ := strings.Cut(path[1:], "/"); strings.HasSuffix(page, "z") && check != "" { // livez and others
+			get(path, "", nil)
+		}
+	}
+	for _, path := range []string{"/version", "/healthz", "/livez", "/readyz", "/nothing", "/api/v2",
 		"/apis/nothing", "/apis/apps/v2", "/apis/apps/", "/openapi/v3", "/api/v1/", "/apis/apps/v1/nothing"} {
 		get(path, "", nil)
 	}

@@ -235,8 +235,10 @@ var known = []*difference{
 	{
 		name:    "the index",
 		request: is(`^GET / \(`),
-		detail:  is(`^\.paths\./`),
-		reason:  "kube-apiserver lists a health check for each of its start hooks.",
+		detail: is(`^\.paths\./(flagz|statusz): true \| nothing$|` +
+			`^\.paths\./(healthz|readyz)/(admission|authn|authz|discovery|fairness|kms-providers|watch-tier): ` +
+			`nothing \| true$`),
+		reason: "Watershed has a health check for each service, and no pages /flagz and /statusz.",
 	},
 	{
 		name:    "metadata of DaemonSets",

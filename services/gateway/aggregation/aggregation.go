@@ -51,6 +51,17 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"Whether the gateway rejects a redirect of an aggregated API server instead of passing it on.")
 }
 
+// CheckCertificate returns an error if the client certificate cannot be read. No certificate is no error.
+func (c *Config) CheckCertificate() error {
+	if c.CertFile == "" {
+		return nil
+	}
+	if _, err := tls.LoadX509KeyPair(c.CertFile, c.KeyFile); err != nil {
+		return fmt.Errorf("--proxy-client-cert-file %q with --proxy-client-key-file %q: %w", c.CertFile, c.KeyFile, err)
+	}
+	return nil
+}
+
 // Proxy forwards requests to aggregated servers.
 type Proxy struct {
 	config      *Config
@@ -69,11 +80,8 @@ type server struct {
 // New returns a proxy after it has checked the certificate. dialer dials the servers. If it is nil, connections are
 // direct.
 func New(c *Config, dialer *transport.DialHolder) (*Proxy, error) {
-	if c.CertFile != "" {
-		if _, err := tls.LoadX509KeyPair(c.CertFile, c.KeyFile); err != nil {
-			return nil, fmt.Errorf("--proxy-client-cert-file %q with --proxy-client-key-file %q: %w",
-				c.CertFile, c.KeyFile, err)
-		}
+	if err := c.CheckCertificate(); err != nil {
+		return nil, err
 	}
 	p := &Proxy{config: c, dialer: dialer}
 	p.servers.Store(&map[schema.GroupVersion]*server{})

@@ -217,6 +217,17 @@ func (m *DiscoveryManager) Lookup(gv schema.GroupVersion) *CachedDiscovery {
 	return m.cached[gv]
 }
 
+// Err returns an error if a server's discovery has never been fetched. A failed fetch counts, because the server is
+// stale then.
+func (m *DiscoveryManager) Err() error {
+	for _, gv := range m.GroupVersions() {
+		if m.Lookup(gv) == nil {
+			return fmt.Errorf("the discovery of %s has not been fetched yet", gv)
+		}
+	}
+	return nil
+}
+
 // fetchDiscovery fetches a server's discovery, in the aggregated form or else in the old form.
 func (s *server) fetchDiscovery(ctx context.Context, gv schema.GroupVersion) (*CachedDiscovery, error) {
 	const accept = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList," +

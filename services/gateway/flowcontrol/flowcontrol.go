@@ -108,7 +108,7 @@ func New(config *rest.Config, registry registryv1.DiscoveryClient, seats int) (*
 	f := &Fairness{
 		client: client,
 		seats:  seats,
-		peers:  &peers{registry, rand.Text()},
+		peers:  &peers{registry: registry, name: rand.Text()},
 		sizes:  newListSizes(),
 		ready:  make(chan struct{}),
 	}
@@ -154,6 +154,9 @@ func (f *Fairness) controller(seats int) *controller {
 
 // Ready is closed once the configured objects are in effect.
 func (f *Fairness) Ready() <-chan struct{} { return f.ready }
+
+// Counted reports whether the registry has counted this gateway.
+func (f *Fairness) Counted() bool { return f.peers.counted.Load() }
 
 // Run adjusts the gateway's share of the seats until ctx is done.
 func (f *Fairness) Run(ctx context.Context) {

@@ -3,6 +3,7 @@ package flowcontrol
 import (
 	"context"
 	"log/slog"
+	"sync/atomic"
 	"time"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -15,6 +16,8 @@ const renewPeriod = 10 * time.Second
 type peers struct {
 	registry registryv1.DiscoveryClient
 	name     string
+	// counted is set once registry has counted this gateway.
+	counted atomic.Bool
 }
 
 // run renews the gateway's lease until ctx is done, and then releases it. After each renewal it sends the number of
@@ -31,6 +34,7 @@ func (p *peers) run(ctx context.Context, counted chan<- int) {
 		cancel()
 		switch {
 		case err == nil:
+			p.counted.Store(true)
 			select {
 			case counted <- max(1, int(resp.Alive)):
 			default: // the receiver is busy; the next renewal sends a count

@@ -31,7 +31,7 @@ func TestSeatsAreDividedAmongGateways(t *testing.T) {
 			Exempt: &flowcontrolv1.ExemptPriorityLevelConfiguration{},
 		},
 	})
-	f.peers, f.ready = &peers{three{}, "a"}, make(chan struct{})
+	f.peers, f.ready = &peers{registry: three{}, name: "a"}, make(chan struct{})
 	f.active.Store(f.controller(600))
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan struct{})
@@ -40,6 +40,9 @@ func TestSeatsAreDividedAmongGateways(t *testing.T) {
 		if time.Now().After(until) {
 			t.Fatalf("it has %d of 600 seats", f.active.Load().seats)
 		}
+	}
+	if !f.Counted() {
+		t.Error("it has seats of three gateways and is not counted")
 	}
 	cancel()
 	<-ended

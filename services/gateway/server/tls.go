@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/spf13/pflag"
 	"k8s.io/apiserver/pkg/server/dynamiccertificates"
@@ -43,6 +44,23 @@ func (c *TLSConfig) addFlags(fs *pflag.FlagSet) {
 		"Minimum TLS version supported: VersionTLS12 (the default) or VersionTLS13.")
 	fs.StringSliceVar(&c.CipherSuites, "tls-cipher-suites", nil,
 		"Comma-separated list of cipher suites for TLS 1.2. Empty: Go's defaults.")
+}
+
+// CheckServicesCertificate returns an error if the certificate for connections of authn, authz and admission is
+// unreadable, or not valid at a time. Without such a certificate it returns nil.
+func (c *TLSConfig) CheckServicesCertificate(now time.Time) error {
+	if c.ServicesCertFile == "" {
+		return nil
+	}
+	pair, err := tls.LoadX509KeyPair(c.ServicesCertFile, c.ServicesKeyFile)
+	switch {
+	case err != nil:
+		return fmt.Errorf("--services-tls-cert-file %q: %w", c.ServicesCertFile, err)
+	case now.Before(pair.Leaf.NotBefore) || now.After(pair.Leaf.NotAfter):
+		return fmt.Errorf("--services-tls-cert-file %q: valid from %v to %v only", c.ServicesCertFile,
+			pair.Leaf.NotBefore, pair.Leaf.NotAfter)
+	}
+	return nil
 }
 
 // clientCA is a CA file that the handshake advertises, and its flag. authn verifies the certificates.

@@ -160,3 +160,22 @@ func TestTLS11IsRefused(t *testing.T) {
 		t.Errorf("TLS 1.1: %v", err)
 	}
 }
+
+// The check of the certificate for services fails if it is unreadable or not valid now.
+func TestTheServicesCertificateIsChecked(t *testing.T) {
+	c := &TLSConfig{}
+	if err := c.CheckServicesCertificate(time.Now()); err != nil {
+		t.Errorf("without a certificate: %v", err)
+	}
+	c.ServicesCertFile, c.ServicesKeyFile = leaf(t, authority(t, t.TempDir(), "ca"), "gateway", "gateway")
+	const decade = 10 * 365 * 24 * time.Hour
+	for after, valid := range map[time.Duration]bool{0: true, -decade: false, decade: false} {
+		if err := c.CheckServicesCertificate(time.Now().Add(after)); (err == nil) != valid {
+			t.Errorf("%v from now: %v", after, err)
+		}
+	}
+	c.ServicesKeyFile = "missing"
+	if err := c.CheckServicesCertificate(time.Now()); err == nil {
+		t.Error("a missing key is accepted")
+	}
+}
