@@ -34,11 +34,15 @@
 //
 //	New ──► not ready ──► ready ──► shutting down ──► stopped.
 //
-//	not ready      a check of the start has not yet succeeded once (awaitStart).
+//	not ready      a check of the start has not yet succeeded once (awaitStart), or the server does not listen.
 //	ready          server.Server serves; /readyz may still fail later if a service is unavailable.
 //	shutting down  SIGTERM: /readyz fails, --shutdown-delay-duration passes, new connections are refused,
 //	               requests finish, watches end over --shutdown-watch-termination-grace-period.
 //	stopped        the audit log is flushed (audit.FlushTimeout at most), then the tasks end.
+//
+// The server listens early, as kube-apiserver does: authn, authz and admission read the cluster through it. With
+// --permit-port-sharing it first waits until it can serve (joinable), because the other gateways of the port do serve.
+// It does not wait for the policies of authn, authz and admission: if no gateway serves, they cannot read them.
 //
 // The order of the shutdown is kube-apiserver's.
 //

@@ -68,8 +68,10 @@ type Service struct {
 	handler, loopback http.Handler
 	health            map[string]*check
 	hooks             registryHooksProgress
-	files             reload.Files
-	auditor           *audit.Auditor
+	// joinable is closed when the gateway may take a part of the connections of a shared port.
+	joinable chan struct{}
+	files    reload.Files
+	auditor  *audit.Auditor
 	// flowControl is nil if API Priority and Fairness is disabled.
 	flowControl *flowcontrol.Fairness
 	// external is the address at which clients reach the gateway, as host:port.
@@ -105,6 +107,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		admissionRules: &routing.AdmissionRules{Client: d.Admission},
 		external:       c.externalAddress(),
 		hooks:          registryHooksProgress{registry: d.Discovery},
+		joinable:       make(chan struct{}),
 	}
 	for _, name := range startChecks() {
 		g.ready.Set(name, errNotResponded)
@@ -173,6 +176,7 @@ func (g *Service) Draining() bool {
 
 // Run serves until ctx ends, shuts down, and flushes the audit log.
 func (g *Service) Run(ctx context.Context) error {
+	g.ready.Set("server", errNotListening)
 	var wg sync.WaitGroup
 	serviceCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	wg.Go(func() { g.watchServices(serviceCtx) })
@@ -180,7 +184,7 @@ func (g *Service) Run(ctx context.Context) error {
 	if g.flowControl != nil {
 		wg.Go(func() { g.flowControl.Run(serviceCtx) })
 	}
-	err := g.server.Run(ctx, g.handler)
+	err := g.server.Run(ctx, g.handler, g.joinable, func() { g.ready.Set("server", nil) })
 	g.auditor.Close()
 	cancel()
 	wg.Wait()

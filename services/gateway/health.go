@@ -194,10 +194,15 @@ func (g *Service) checks() map[string]*check {
 // requiredChecks are the checks that must succeed once before the gateway is ready. Check and /readyz have them too.
 var requiredChecks = []string{"discovery", "etcd", "authn", "authz", "admission", "fairness"}
 
+// readThroughGateways are the services that read the cluster through a gateway. Their checks fail until a gateway
+// serves, so a gateway must serve before these checks succeed.
+var readThroughGateways = []string{"authn", "authz", "admission"}
+
 var (
 	// errNotResponded is the readiness of a service before its first response.
 	errNotResponded = errors.New("no response yet")
 	errNoView       = errors.New("registry has not sent the served resources yet")
+	errNotListening = errors.New("it does not listen yet")
 )
 
 // registryHooksProgress is the progress of registryHooks.
@@ -366,14 +371,24 @@ func (g *Service) Check(ctx context.Context) error {
 	return nil
 }
 
-// awaitStart probes each check of the start until it succeeds once, or until ctx ends.
+// awaitStart probes each check of the start until it succeeds once, or until ctx ends. It closes joinable once the
+// gateway's own checks have succeeded and each service of readThroughGateways has been probed. A probe waits for a
+// replica.
 func (g *Service) awaitStart(ctx context.Context) {
-	var wg sync.WaitGroup
-	defer wg.Wait()
+	var wg, join sync.WaitGroup
 	for _, name := range startChecks() {
+		joined := func() {}
+		if slices.Contains(requiredChecks, name) {
+			join.Add(1)
+			joined = sync.OnceFunc(join.Done)
+		}
 		wg.Go(func() {
+			defer joined()
 			for ctx.Err() == nil {
 				err := g.health[name].getNewer(ctx, 0)
+				if slices.Contains(readThroughGateways, name) {
+					joined()
+				}
 				if g.ready.Set(name, err); err == nil {
 					return
 				}
@@ -384,6 +399,9 @@ func (g *Service) awaitStart(ctx context.Context) {
 			}
 		})
 	}
+	join.Wait()
+	close(g.joinable)
+	wg.Wait()
 }
 
 // startChecks returns the checks that must succeed once before the gateway is ready: the required checks and the checks

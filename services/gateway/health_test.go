@@ -223,3 +223,36 @@ func TestStartHooksAreTheElectedRegistrys(t *testing.T) {
 		t.Errorf("with another elected registry: %d %s", code, body)
 	}
 }
+
+// A gateway takes a part of a shared port before authn, authz and admission have read their policies, because they read
+// them through a gateway. It does not do so before its own parts are there.
+func TestAGatewayJoinsASharedPort(t *testing.T) {
+	o := &fakeServices{}
+	o.unavailable.Store("authz")
+	g := newTestGateway(t, o)
+	select {
+	case <-g.joinable:
+	case <-time.After(10 * time.Second):
+		t.Error("it waits for the policies of authz")
+	}
+	if g.Ready().Err() == nil {
+		t.Error("it is ready without authz")
+	}
+	o = &fakeServices{}
+	o.unavailable.Store("etcd")
+	g = newTestGateway(t, o)
+	for until := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+		err := g.Ready().Err() // the first of the reasons by name
+		if err != nil && strings.HasPrefix(err.Error(), "etcd: ") {
+			break
+		}
+		if time.Now().After(until) {
+			t.Fatal(err)
+		}
+	}
+	select {
+	case <-g.joinable:
+		t.Error("it joins without etcd")
+	default:
+	}
+}

@@ -61,7 +61,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"The port on which to serve HTTPS with authentication and authorization.")
 	fs.BoolVar(&c.PermitPortSharing, "permit-port-sharing", false,
 		"If true, SO_REUSEPORT is used when binding the port, so that more than one gateway can bind the same "+
-			"address and port.")
+			"address and port. The gateway then binds the port once it can serve.")
 	c.TLS.addFlags(fs)
 	fs.StringVar(&c.ClientCAFile, "client-ca-file", "",
 		"Any request presenting a client certificate signed by one of the authorities in this file is authenticated "+
@@ -144,10 +144,11 @@ func (c *Config) FrontProxyHeaders() (names, prefixes []string) {
 
 // Server serves HTTPS.
 //
-//	NewServer ---> listening --- ctx done ---> shutting down ---> draining ---> stopped.
+//	NewServer ---> waiting ---> listening --- ctx done ---> shutting down ---> draining ---> stopped.
 //
 // The states:
 //
+//   - waiting: Run has read its files. Only a server of a shared port waits (--permit-port-sharing).
 //   - listening: Run accepts connections.
 //   - shutting down: ShuttingDown is closed. The server is not ready and still serves, for --shutdown-delay-duration.
 //   - draining: the listener is closed. Watches end in 64 steps over the grace period, and other requests finish.
@@ -187,8 +188,10 @@ const defaultMaxStreams = 100
 // stream's window (k8s.io/apiserver/pkg/server/secure_serving.go).
 const resourceBody99Percentile = 256 << 10
 
-// Run listens until ctx is done, then waits for the requests in flight.
-func (s *Server) Run(ctx context.Context, h http.Handler) error {
+// Run listens until ctx is done, then waits for the requests in flight. It calls listening once clients can connect. If
+// servers share the port, Run does not listen before joinable is closed: the kernel gives each listener a part of the
+// connections, although another server is ready.
+func (s *Server) Run(ctx context.Context, h http.Handler, joinable <-chan struct{}, listening func()) error {
 	c := s.config
 	serving, stop := context.WithCancel(context.WithoutCancel(ctx)) // until the last request has ended
 	defer stop()
@@ -198,6 +201,15 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 		clientCA{"services-client-ca-file", c.ServicesCAFile})
 	if err != nil {
 		return err
+	}
+	if c.PermitPortSharing {
+		select {
+		case <-joinable:
+		case <-ctx.Done():
+		}
+		if ctx.Err() != nil {
+			return nil
+		}
 	}
 	addr := net.JoinHostPort(c.BindAddress, fmt.Sprint(c.SecurePort))
 	l, err := c.listen(ctx, addr)
@@ -212,6 +224,7 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 	ended := make(chan error, 1)
 	go func() { ended <- srv.ServeTLS(l, "", "") }()
 	slog.Info("Serving the Kubernetes API", "address", l.Addr().String())
+	listening()
 	select {
 	case err := <-ended:
 		return err

@@ -216,3 +216,59 @@ func TestFlagsOutOfRangeAreRefused(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// A server of a shared port does not listen before it can serve. It reports unreadable files at once. A server with a
+// port of its own listens early, as kube-apiserver does.
+func TestASharedPortIsJoinedLate(t *testing.T) {
+	for _, shared := range []bool{true, false} {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		address := l.Addr().String()
+		l.Close()
+		c := defaults(t, fmt.Sprintf("--permit-port-sharing=%v", shared), "--bind-address=127.0.0.1",
+			fmt.Sprintf("--secure-port=%d", l.Addr().(*net.TCPAddr).Port))
+		c.TLS.CertFile, c.TLS.KeyFile = "missing", "missing"
+		joinable, listening := make(chan struct{}), make(chan struct{})
+		run := func(ctx context.Context) error {
+			return NewServer(c).Run(ctx, http.NotFoundHandler(), joinable, func() { close(listening) })
+		}
+		if err := run(t.Context()); err == nil {
+			t.Error("it runs without a certificate")
+		}
+		c.TLS.CertFile, c.TLS.KeyFile = leaf(t, authority(t, t.TempDir(), "ca"), "server", "localhost")
+		ctx, stop := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { ended <- run(ctx) }()
+		if shared {
+			select {
+			case <-listening:
+				t.Error("it listens before it can serve")
+			case <-time.After(100 * time.Millisecond):
+			}
+			close(joinable)
+		}
+		select {
+		case <-listening:
+		case <-time.After(10 * time.Second):
+			t.Fatal("it does not listen")
+		}
+		conn, err := net.Dial("tcp", address)
+		if err != nil {
+			t.Fatal(err)
+		}
+		conn.Close()
+		stop()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	}
+	stopped, stop := context.WithCancel(t.Context())
+	stop()
+	c := defaults(t, "--permit-port-sharing")
+	c.TLS.CertFile, c.TLS.KeyFile = leaf(t, authority(t, t.TempDir(), "ca"), "server", "localhost")
+	if err := NewServer(c).Run(stopped, nil, nil, func() { t.Error("it listens after the stop") }); err != nil {
+		t.Error(err)
+	}
+}

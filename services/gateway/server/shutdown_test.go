@@ -38,7 +38,7 @@ func TestAServerStopsInOrder(t *testing.T) {
 	})
 	ctx, stop := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
-	go func() { ended <- s.Run(ctx, h) }()
+	go func() { ended <- s.Run(ctx, h, nil, func() {}) }()
 	get := func(path string) error {
 		client := &http.Client{Transport: &http.Transport{
 			DisableKeepAlives: true,
