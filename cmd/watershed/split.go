@@ -2,16 +2,12 @@ package main
 
 import (
 	"context"
-	"crypto/tls"
-	"crypto/x509"
 	"fmt"
 	"io"
 	"maps"
-	"net"
 	"net/http"
 	"os"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -223,34 +219,32 @@ type splitRun struct {
 	processes []*child
 }
 
-// ready waits until a gateway is ready. If ctx is done first, the error is its cause.
+// ready waits until every process with services is ready: not only a gateway of the shared port, and not before a
+// service has read its policies. If ctx is done first, the error is its cause.
 func (s *splitRun) ready(ctx context.Context) error {
-	pem, err := os.ReadFile(s.pki.CA.CertFile())
-	if err != nil {
-		return err
-	}
-	pool := x509.NewCertPool()
-	pool.AppendCertsFromPEM(pem)
-	client := &http.Client{
-		Timeout:   5 * time.Second,
-		Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool}, DisableKeepAlives: true},
-	}
 	slow := time.Now().Add(15 * time.Second)
-	for {
-		err := get(ctx, client, "https://"+net.JoinHostPort(s.address, strconv.Itoa(s.port))+"/readyz")
-		if err == nil {
-			return nil
+	for _, p := range s.processes {
+		if _, store := stores[p.set]; store {
+			continue
 		}
-		if time.Now().After(slow) {
-			fmt.Fprintf(os.Stderr, "Not ready yet: %v. The logs are in %s.\n", err, s.dir)
-			slow = time.Now().Add(15 * time.Second)
-		}
-		select {
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		case <-time.After(100 * time.Millisecond):
+		client := debugClient(p.debug)
+		for {
+			err := get(ctx, client, "http://"+p.name+"/readyz")
+			if err == nil {
+				break
+			}
+			if time.Now().After(slow) {
+				fmt.Fprintf(os.Stderr, "Not ready yet: %s: %v. The logs are in %s.\n", p.name, err, s.dir)
+				slow = time.Now().Add(15 * time.Second)
+			}
+			select {
+			case <-ctx.Done():
+				return context.Cause(ctx)
+			case <-time.After(50 * time.Millisecond):
+			}
 		}
 	}
+	return nil
 }
 
 func get(ctx context.Context, client *http.Client, url string) error {

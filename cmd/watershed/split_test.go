@@ -1,11 +1,17 @@
 package main
 
 import (
+	"context"
+	"errors"
 	"fmt"
+	"net"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -280,5 +286,53 @@ func TestAnAuditLogIsOneProcess(t *testing.T) {
 	}
 	if got := perProcessPath("-", 2); got != "-" {
 		t.Errorf("standard output became %s", got)
+	}
+}
+
+// split is ready once each process with services is ready, and not before the last.
+func TestSplitWaitsForEveryProcess(t *testing.T) {
+	dir := t.TempDir()
+	var isReady [2]atomic.Bool
+	asked := make(chan int, 100)
+	s := &splitRun{layout: &layout{dir: dir}, processes: []*child{{set: "nats", name: "nats-0"}}}
+	for n := range isReady {
+		socket := filepath.Join(dir, fmt.Sprint(n))
+		l, err := net.Listen("unix", socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		server := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			if !isReady[n].Load() {
+				w.WriteHeader(http.StatusServiceUnavailable)
+			}
+			asked <- n
+		}))
+		server.Listener.Close()
+		server.Listener = l
+		server.Start()
+		t.Cleanup(server.Close)
+		s.processes = append(s.processes, &child{set: "gateway", name: fmt.Sprintf("gateway-%d", n), debug: socket})
+	}
+	done := make(chan error, 1)
+	go func() { done <- s.ready(t.Context()) }()
+	for n := range isReady {
+		for <-asked != n {
+		}
+		select {
+		case err := <-done:
+			t.Errorf("split is ready without gateway-%d: %v", n, err)
+		default:
+		}
+		isReady[n].Store(true)
+	}
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	isReady[1].Store(false)
+	ctx, stop := context.WithCancelCause(t.Context())
+	refused := errors.New("refused")
+	stop(refused)
+	if err := s.ready(ctx); !errors.Is(err, refused) {
+		t.Error(err)
 	}
 }

@@ -98,10 +98,10 @@ func reachable(socket string) bool {
 	return err == nil
 }
 
-// statusOf returns the state of one replica, at a host and port or a socket.
-func statusOf(target string) (*watchfanout.Status, error) {
+// debugClient returns a client of a debug address: a host and port or a socket. It ignores the host of a URL.
+func debugClient(target string) *http.Client {
 	d := &net.Dialer{Timeout: time.Second}
-	client := &http.Client{
+	return &http.Client{
 		Timeout: 3 * time.Second,
 		Transport: &http.Transport{
 			DisableKeepAlives: true,
@@ -113,12 +113,16 @@ func statusOf(target string) (*watchfanout.Status, error) {
 			},
 		},
 	}
+}
+
+// statusOf returns the state of a replica with a debug address.
+func statusOf(target string) (*watchfanout.Status, error) {
 	req, err := http.NewRequest(http.MethodGet, "http://replica/", nil)
 	if err != nil {
 		return nil, err
 	}
 	req.Header.Set("Accept", "application/json")
-	resp, err := client.Do(req)
+	resp, err := debugClient(target).Do(req)
 	if err != nil {
 		return nil, err
 	}

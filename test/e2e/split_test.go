@@ -271,3 +271,38 @@ func TestAFrozenRegistryIsPassedBy(t *testing.T) {
 		}
 	}
 }
+
+// No connection of the shared port reaches a gateway that cannot serve yet: right after the start of split, and while
+// more gateways start.
+func TestAGatewayServesOnceItListens(t *testing.T) {
+	s := harness.Split(t, "")
+	conf, err := rest.TLSConfigFor(s.Config())
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := &http.Client{Timeout: 10 * time.Second,
+		Transport: &http.Transport{TLSClientConfig: conf, DisableKeepAlives: true}}
+	poll := func(d time.Duration) {
+		for until := time.Now().Add(d); time.Now().Before(until); {
+			for _, page := range []string{"/livez", "/readyz", "/healthz", "/api/v1/namespaces"} {
+				resp, err := client.Get(s.Config().Host + page + "?verbose")
+				if err != nil {
+					t.Fatal(err)
+				}
+				body, _ := io.ReadAll(resp.Body)
+				resp.Body.Close()
+				if resp.StatusCode != http.StatusOK {
+					t.Fatalf("%s: %d %s", page, resp.StatusCode, body)
+				}
+			}
+		}
+	}
+	poll(time.Second)
+	s.Scale("gateway=5") // it does not wait until the new gateways are ready
+	poll(4 * time.Second)
+	for _, name := range []string{"gateway-0", "gateway-4"} {
+		if n := s.Metric(name, `apiserver_request_total\{[^}]*resource="namespaces"[^}]*verb="LIST"[^}]*\}`); n == 0 {
+			t.Errorf("%s has served no list", name)
+		}
+	}
+}
