@@ -108,8 +108,8 @@ func (c *cluster) nudge() {
 	}
 }
 
-// TestALostEndThatIsRefilledIsAReset checks a log that loses its end and gets other messages in its place. A reader finds
-// that its last message was replaced, although the stream is as long as before.
+// TestALostEndThatIsRefilledIsAReset checks a log that loses its end and gets other messages in its place. A reader
+// finds that its last message was replaced, although the stream is as long as before.
 func TestALostEndThatIsRefilledIsAReset(t *testing.T) {
 	c, m := start(t), &memory{t: t}
 	m.append(reset(10), added(11, "pods"), added(12, "pods"), added(13, "pods"), added(14, "pods"))
