@@ -1,5 +1,5 @@
-// Command watershed contains all of Watershed. It runs everything in one process (up), each service in its own process
-// (split, run, or the name of a service), and the tools of operators.
+// Command watershed contains all of Watershed. It runs all services in a process (up), sets of services in processes of
+// their own (split), any set (run) or a single service, and the tools of operators.
 package main
 
 import (
@@ -9,7 +9,6 @@ import (
 	"watershed.dev/cmd/certgen"
 	"watershed.dev/cmd/embedded"
 	"watershed.dev/cmd/xds"
-	"watershed.dev/platform/process"
 	"watershed.dev/platform/version"
 )
 
@@ -68,7 +67,7 @@ func main() {
 			fmt.Fprintf(os.Stderr, "watershed: unknown command %q\n\n%s", command, usage)
 			os.Exit(2)
 		}
-		err = process.Run(modules, []string{command}, "watershed "+command, args)
+		err = runTargets([]string{command}, "watershed "+command, args)
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "watershed "+command+":", err)

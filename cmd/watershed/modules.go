@@ -19,7 +19,7 @@ import (
 	"watershed.dev/services/watchfanout"
 )
 
-// modules is the table of the services. Each has the services that it calls, which start before it.
+// modules is the table of the services. Each module names the services that it calls. They start before it.
 var modules = process.Modules{
 	registry.Module,
 	watchfanout.Module,
@@ -62,7 +62,12 @@ func run(args []string) error {
 	if err != nil {
 		return err
 	}
-	return process.Run(modules, targets, "watershed run", args, disableAnonymous)
+	return runTargets(targets, "watershed run", args)
+}
+
+// runTargets runs services with the options in args.
+func runTargets(targets []string, command string, args []string) error {
+	return process.Run(modules, targets, command, args, disableAnonymous)
 }
 
 // targetsOf returns the value of --target. It decides which flags exist, so it is read before them.

@@ -42,3 +42,17 @@ func TestModulesDependOnAllowedServices(t *testing.T) {
 		t.Errorf("%q may call and is no module", name)
 	}
 }
+
+// Every placement runs every service exactly once.
+func TestPlacementsHaveEveryService(t *testing.T) {
+	want := slices.Sorted(slices.Values(modules.Names()))
+	for name, sets := range placements {
+		var all []string
+		for _, s := range sets {
+			all = append(all, s.targets...)
+		}
+		if slices.Sort(all); !slices.Equal(all, want) {
+			t.Errorf("%s runs %v", name, all)
+		}
+	}
+}

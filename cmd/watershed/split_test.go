@@ -107,6 +107,7 @@ func TestPlacements(t *testing.T) {
 	for placement, want := range map[string]string{
 		"split": "admission-0 authn-0 authz-0 etcd-0 etcd-1 etcd-2 gateway-0 gateway-1 nats-0 registry-0 registry-1 " +
 			"watchfanout-0 watchfanout-1 watchfanout-2 xds-0",
+		"all":     "etcd-0 etcd-1 etcd-2 nats-0 watershed-0 xds-0",
 		"compact": "etcd-0 etcd-1 etcd-2 front-0 front-1 nats-0 watchfanout-0 watchfanout-1 watchfanout-2 xds-0",
 	} {
 		var names []string

@@ -68,7 +68,7 @@ func replicaAddresses(dir string) ([]string, error) {
 	if socket := filepath.Join(sockets, debugSocket); reachable(socket) {
 		return []string{socket}, nil
 	}
-	files, _ := filepath.Glob(filepath.Join(dir, "config", "watchfanout-*.yaml"))
+	files, _ := filepath.Glob(filepath.Join(dir, "config", "*.yaml"))
 	var all []string
 	for _, f := range files {
 		b, err := os.ReadFile(f)
@@ -76,12 +76,15 @@ func replicaAddresses(dir string) ([]string, error) {
 			return nil, err
 		}
 		var c struct {
-			Address string `json:"debug-address"`
+			Address string   `json:"debug-address"`
+			Targets []string `json:"target"`
 		}
 		if err := yaml.Unmarshal(b, &c); err != nil {
 			return nil, fmt.Errorf("%s: %w", f, err)
 		}
-		all = append(all, c.Address)
+		if slices.Contains(c.Targets, "watchfanout") {
+			all = append(all, c.Address)
+		}
 	}
 	if len(all) == 0 {
 		return nil, fmt.Errorf("--data-dir %q: no process runs in this directory; set the directory of `up` or "+

@@ -1,5 +1,5 @@
 // Package process runs any set of services in a process: a single service (its own binary), or several (watershed run,
-// and cmd/watershed's up). It has the flags, connections, pages and drain that services share, and no service's logic.
+// up and split). It has the flags, connections, pages and drain that services share, and no service's logic.
 // A service does not know if another service is in its process.
 //
 // Package lifecycle owns the goroutines of the runners. The xDS client has a goroutine that lasts as long as the
@@ -42,7 +42,8 @@ type Module struct {
 	Options func() Options
 }
 
-// Clients returns the services that may call the module.
+// Clients returns the services that may call the contracts of the module's proto package. InternalWatch is in
+// watchfanout's package, and registry serves it.
 func (m *Module) Clients() []string { return rpc.Clients("/watershed." + m.Name + ".") }
 
 // Options are a service's options. Build builds the service once they are set and valid.

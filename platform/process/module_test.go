@@ -48,8 +48,8 @@ func TestSort(t *testing.T) {
 			t.Errorf("%s: %s, %v", targets, got, err)
 		}
 	}
-	if _, err := table().Sort([]string{"authn", "nobody"}); err == nil ||
-		err.Error() != "--target=nobody: no such service: want any of gateway, watchfanout, authn, registry" {
+	if _, err := table().Sort([]string{"authn", "absent"}); err == nil ||
+		err.Error() != "--target=absent: no such service: want any of gateway, watchfanout, authn, registry" {
 		t.Errorf("an unknown target: %v", err)
 	}
 }
@@ -107,14 +107,15 @@ func TestFlagsOfASet(t *testing.T) {
 			"--rpc-cert-file=/{service}.crt"},
 		"want {service} in the path": {"--rpc-cert-file=/tls.crt",
 			"--watchfanout-addresses=a:1"},
-		"unknown flag: --of-watchfanout: it is a flag of watchfanout": append(certs, "--of-watchfanout=1"),
-		"--of-authn=x: not an integer":                                append(certs, "--of-authn=x"),
-		`--watchfanout-addresses "::": want host:port`:                append(certs, "--watchfanout-addresses=::"),
-		"--target=nobody: no such service: want":                      nil,
+		"unknown flag: --of-watchfanout: it is a flag of watchfanout":    append(certs, "--of-watchfanout=1"),
+		"--of-authn=x: not an integer":                                   append(certs, "--of-authn=x"),
+		"--target=authn: this command runs gateway,authn,registry: want": append(certs, "--target=authn"),
+		`--watchfanout-addresses "::": want host:port`:                   append(certs, "--watchfanout-addresses=::"),
+		"--target=absent: no such service: want":                         nil,
 	} {
 		targets := "gateway,authn,registry"
 		if args == nil {
-			targets = "nobody"
+			targets = "absent"
 		}
 		if _, err := load(targets, args...); err == nil || !strings.Contains(err.Error(), text) {
 			t.Errorf("%q: %v", args, err)

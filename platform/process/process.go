@@ -74,6 +74,10 @@ func Load(all Modules, targets []string, command string, args []string,
 	if err := config.Load(fs, args); err != nil {
 		return nil, p.unknownFlag(all, err)
 	}
+	if given, _ := fs.GetStringSlice("target"); !slices.Equal(given, targets) {
+		return nil, fmt.Errorf("--target=%s: this command runs %s: want `watershed run`", strings.Join(given, ","),
+			strings.Join(targets, ","))
+	}
 	for _, f := range adjust {
 		f(fs)
 	}
@@ -180,9 +184,10 @@ func (p *Process) callers() map[string][]string {
 	return callers
 }
 
-// StopTimeout returns the longest time that the process takes to stop.
+// StopTimeout returns how long the process may take to stop: the drain of its RPCs, the services with a timeout of their
+// own, and lifecycle.StopTimeout for all other runners together.
 func (p *Process) StopTimeout() time.Duration {
-	timeout := lifecycle.StopTimeout + p.network.drain
+	timeout := lifecycle.StopTimeout + p.network.drain + time.Second
 	for _, s := range p.services {
 		if s.options.StopTimeout != nil {
 			timeout += s.options.StopTimeout()
@@ -234,8 +239,8 @@ func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 	return append(runners, p.readiness()), nil
 }
 
-// runner returns the runner of a service. It is ready once the service is built or, if a service that starts later
-// calls it, once it is ready.
+// runner returns the runner of a service. If a service that starts later calls it, the runner is ready once the service
+// is. Otherwise it is ready once the service is built.
 func (p *Process) runner(s *service, registrar grpc.ServiceRegistrar, metrics *Metrics) lifecycle.Runner {
 	name := s.module.Name
 	ready := lifecycle.NotReady(name)
