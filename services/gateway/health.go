@@ -2,7 +2,6 @@ package gateway
 
 import (
 	"context"
-	"crypto/rand"
 	"errors"
 	"fmt"
 	"maps"
@@ -18,7 +17,6 @@ import (
 	"k8s.io/apiserver/pkg/server/healthz"
 
 	"watershed.dev/platform/lifecycle"
-	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -208,24 +206,23 @@ var (
 // registryHooksProgress is the progress of registryHooks.
 type registryHooksProgress struct {
 	registry registryv1.DiscoveryClient
-	// pending is the last response of the elected registry, or nil.
+	// pending are the pending hooks of the last response, or nil.
 	pending  atomic.Pointer[[]string]
 	complete atomic.Bool
 }
 
-// probe returns nil once all hooks have completed. Each call may reach another registry, and only the elected registry
-// knows the progress.
+// probe returns nil once all hooks have completed.
 func (h *registryHooksProgress) probe(ctx context.Context) error {
 	if h.complete.Load() {
 		return nil
 	}
-	r, err := h.registry.StartHooks(rpc.WithHashKey(ctx, rand.Text()), &registryv1.StartHooksRequest{})
+	r, err := h.registry.StartHooks(ctx, &registryv1.StartHooksRequest{})
 	switch {
 	case status.Code(err) == codes.Unimplemented: // a registry of an older release
 	case err != nil:
 		return err
-	case !r.Elected:
-		return errors.New("no elected registry has responded yet")
+	case !r.Known:
+		return errors.New("no elected registry has published its progress yet")
 	case len(r.Pending) > 0:
 		h.pending.Store(&r.Pending)
 		return fmt.Errorf("pending: %s", strings.Join(r.Pending, ", "))

@@ -142,7 +142,7 @@ func (g *Service) failedChecks(page string) (failed []string) {
 func TestAStartHookChecksItsOwnPart(t *testing.T) {
 	pending := func(names ...string) func() *registryv1.StartHooksResponse {
 		return func() *registryv1.StartHooksResponse {
-			return &registryv1.StartHooksResponse{Elected: true, Pending: names}
+			return &registryv1.StartHooksResponse{Known: true, Pending: names}
 		}
 	}
 	informers := []string{
@@ -207,8 +207,8 @@ func TestAStartHookChecksItsOwnPart(t *testing.T) {
 	}
 }
 
-// A registry that is not elected does not know the progress. Hooks that have completed stay completed.
-func TestStartHooksAreTheElectedRegistrys(t *testing.T) {
+// The gateway waits for the progress of an elected registry. Hooks that have completed stay completed.
+func TestStartHooksStayCompleted(t *testing.T) {
 	var response atomic.Pointer[registryv1.StartHooksResponse]
 	response.Store(&registryv1.StartHooksResponse{})
 	g := newTestGateway(t, &fakeServices{startHooks: response.Load})
@@ -216,9 +216,9 @@ func TestStartHooksAreTheElectedRegistrys(t *testing.T) {
 	if code, body, _ := g.doRequest("GET", roles, "t"); code != 500 {
 		t.Errorf("without an elected registry: %d %s", code, body)
 	}
-	response.Store(&registryv1.StartHooksResponse{Elected: true})
+	response.Store(&registryv1.StartHooksResponse{Known: true})
 	g.awaitReady(t)
-	response.Store(&registryv1.StartHooksResponse{Elected: true, Pending: []string{"rbac/bootstrap-roles"}})
+	response.Store(&registryv1.StartHooksResponse{Known: true, Pending: []string{"rbac/bootstrap-roles"}})
 	if code, body, _ := g.doRequest("GET", roles, "t"); code != 200 {
 		t.Errorf("with another elected registry: %d %s", code, body)
 	}

@@ -129,8 +129,8 @@ type Service struct {
 	extensions extensions.SharedInformerFactory
 	// services resolves the addresses of conversion webhooks and aggregated API servers.
 	services apiclient.ServiceResolver
-	// startHooks is the progress of the controllers, if this replica is elected.
-	startHooks controllers.StartHooks
+	// startHooks is the progress of the controllers on the elected replica.
+	startHooks *controllers.StartHooks
 	// crdHandler reports whether the handler has processed all CRDs of the initial list.
 	crdHandler cache.ResourceEventHandlerRegistration
 
@@ -231,6 +231,7 @@ func (s *Service) initServers(store *storage.Storage, logJS jetstream.JetStream)
 	s.objects = objects.New(s.resources)
 	s.source = source.New(s.resources, s.dataKeys, eventlog.DirectGetReader{JS: logJS})
 	s.discovery = discovery.New(s.resources)
+	s.startHooks = &controllers.StartHooks{Client: store.Client.Client, Identity: s.identity}
 	s.discovery.PendingStartHooks = s.startHooks.Pending
 	s.logReader = logreader.New(s.watchCache, s.nats, logreader.Source{
 		Stream:   eventlog.DirectGetReader{JS: s.js},
@@ -388,6 +389,6 @@ func (s *Service) controllers() *controllers.Controllers {
 		CRClients:  s.resources.Custom,
 		Services:   s.services,
 		Dialer:     s.egressSelector.Cluster(),
-		StartHooks: &s.startHooks,
+		StartHooks: s.startHooks,
 	}
 }

@@ -160,10 +160,9 @@ func (cs *Controllers) Prepare() error {
 
 // Run runs every controller until ctx ends, or until a start hook fails.
 func (cs *Controllers) Run(ctx context.Context) error {
-	hooks := cs.StartHooks.begin(cs.hookNames())
-	defer cs.StartHooks.end()
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
+	hooks := cs.StartHooks.begin(ctx, cs.hookNames())
 	if !cs.waitSynced(ctx) {
 		return ctx.Err()
 	}

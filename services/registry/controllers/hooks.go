@@ -2,50 +2,151 @@ package controllers
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
+	"log/slog"
 	"slices"
 	"sync"
-	"sync/atomic"
+	"time"
 
+	clientv3 "go.etcd.io/etcd/client/v3"
 	genericapiserver "k8s.io/apiserver/pkg/server"
 )
 
-// StartHooks is the progress of kube-apiserver's start hooks (k8s.io/apiserver/pkg/server, AddPostStartHook) that the
-// elected registry runs. Its zero value is the state of a registry that is not elected. Its methods are safe for
-// concurrent use.
+// StartHooks is the progress of kube-apiserver's start hooks (k8s.io/apiserver/pkg/server, AddPostStartHook). The
+// elected registry runs the hooks and publishes its progress in etcd, so that every registry can report it. Its methods
+// are safe for concurrent use.
 //
-//	not elected --begin--> elected, all pending --done for each--> elected, none pending --end--> not elected
-type StartHooks struct{ term atomic.Pointer[hooksTerm] }
+//	begin ──▶ all hooks pending ──done for each──▶ no hook pending
+type StartHooks struct {
+	// Client is a client of etcd. Identity is the name of this registry in the election.
+	Client   *clientv3.Client
+	Identity string
+
+	mu sync.Mutex
+	// silent is the elected registry that has not published its progress, and silentSince is when this was first read.
+	silent      string
+	silentSince time.Time
+}
+
+const (
+	// progressKey is the key in etcd with the progress of the elected registry.
+	progressKey = "/watershed/start-hooks"
+	// publishTimeout bounds a write of the progress, and publishPause is the pause after a failed write.
+	publishTimeout = 3 * time.Second
+	publishPause   = 100 * time.Millisecond
+	// olderReleaseAfter is how long an elected registry may publish nothing. Then it is of an older release, which
+	// does not publish its progress. A registry publishes its progress first of all.
+	olderReleaseAfter = 10 * time.Second
+)
+
+// progress is the value of progressKey. The JSON names must not change, because replicas of two releases share the key.
+type progress struct {
+	Identity string   `json:"identity"`
+	Pending  []string `json:"pending"`
+}
+
+// Pending returns the hooks that the elected registry has not completed. known is false if no registry is elected, or
+// if the elected registry has not published its progress yet.
+func (h *StartHooks) Pending(ctx context.Context) (pending []string, known bool, err error) {
+	resp, err := h.Client.Txn(ctx).Then(clientv3.OpGet(ElectionKey), clientv3.OpGet(progressKey)).Commit()
+	if err != nil {
+		return nil, false, err
+	}
+	elected, published := resp.Responses[0].GetResponseRange().Kvs, resp.Responses[1].GetResponseRange().Kvs
+	if len(elected) == 0 {
+		return nil, false, nil
+	}
+	leader, p := string(elected[0].Value), progress{}
+	if len(published) > 0 {
+		if err := json.Unmarshal(published[0].Value, &p); err != nil {
+			return nil, false, fmt.Errorf("%s: %w", progressKey, err)
+		}
+	}
+	if p.Identity == leader {
+		return p.Pending, true, nil
+	}
+	return nil, h.isOlderRelease(leader), nil
+}
+
+// isOlderRelease reports whether an elected registry has published nothing for olderReleaseAfter.
+func (h *StartHooks) isOlderRelease(leader string) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.silent != leader {
+		h.silent, h.silentSince = leader, time.Now()
+	}
+	return time.Since(h.silentSince) > olderReleaseAfter
+}
 
 // hooksTerm is the progress of a call of Controllers.Run. A hook of an earlier term may still return.
 type hooksTerm struct {
 	mu      sync.Mutex
 	pending []string
+	// changed holds a value if pending is not published.
+	changed chan struct{}
 }
 
-// Pending returns the hooks that have not completed. elected reports whether this registry runs the hooks.
-func (h *StartHooks) Pending() (pending []string, elected bool) {
-	t := h.term.Load()
-	if t == nil {
-		return nil, false
-	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return slices.Clone(t.pending), true
-}
-
-func (h *StartHooks) begin(names []string) *hooksTerm {
-	t := &hooksTerm{pending: names}
-	h.term.Store(t)
+// begin starts a term, and publishes its progress until ctx ends.
+func (h *StartHooks) begin(ctx context.Context, names []string) *hooksTerm {
+	t := &hooksTerm{pending: names, changed: make(chan struct{}, 1)}
+	t.notify()
+	go h.publish(ctx, t)
 	return t
 }
 
-func (h *StartHooks) end() { h.term.Store(nil) }
+func (h *StartHooks) publish(ctx context.Context, t *hooksTerm) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-t.changed:
+		}
+		err := h.put(ctx, progress{h.Identity, t.snapshot()})
+		if err == nil || ctx.Err() != nil {
+			continue
+		}
+		slog.Warn("Cannot publish the progress of the start hooks", "error", err)
+		select {
+		case <-ctx.Done():
+		case <-time.After(publishPause):
+		}
+		t.notify()
+	}
+}
 
-func (t *hooksTerm) done(names ...string) {
+// put writes the progress, unless another registry is elected.
+func (h *StartHooks) put(ctx context.Context, p progress) error {
+	ctx, cancel := context.WithTimeout(ctx, publishTimeout)
+	defer cancel()
+	value, err := json.Marshal(p)
+	if err != nil {
+		return err
+	}
+	_, err = h.Client.Txn(ctx).If(clientv3.Compare(clientv3.Value(ElectionKey), "=", h.Identity)).
+		Then(clientv3.OpPut(progressKey, string(value))).Commit()
+	return err
+}
+
+func (t *hooksTerm) snapshot() []string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	return slices.Clone(t.pending)
+}
+
+// done marks hooks as completed.
+func (t *hooksTerm) done(names ...string) {
+	t.mu.Lock()
 	t.pending = slices.DeleteFunc(t.pending, func(name string) bool { return slices.Contains(names, name) })
+	t.mu.Unlock()
+	t.notify()
+}
+
+func (t *hooksTerm) notify() {
+	select {
+	case t.changed <- struct{}{}:
+	default:
+	}
 }
 
 // The names of kube-apiserver's start hooks that run code of this package. The other hooks are upstream's

@@ -10,49 +10,103 @@ import (
 	genericapiserver "k8s.io/apiserver/pkg/server"
 
 	"watershed.dev/services/registry/installer"
+	"watershed.dev/services/registry/internal/fixture"
 )
 
-// A hook is pending until it returns, only on the elected registry. A hook of an earlier term does not count.
+// hooksOn returns the start hooks of a registry on an etcd.
+func hooksOn(fx *fixture.Fixture, identity string) *StartHooks {
+	return &StartHooks{Client: fx.Resources.Storage.Client.Client, Identity: identity}
+}
+
+func elect(t *testing.T, fx *fixture.Fixture, identity string) {
+	t.Helper()
+	if _, err := fx.Resources.Storage.Client.Client.Put(t.Context(), ElectionKey, identity); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// awaitPending waits until a registry reports exactly the named hooks as pending.
+func awaitPending(t *testing.T, h *StartHooks, names ...string) {
+	t.Helper()
+	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+		pending, known, err := h.Pending(t.Context())
+		if err == nil && known && slices.Equal(pending, names) {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("known: %v, pending: %q, %v, not %q", known, pending, err, names)
+		}
+	}
+}
+
+func isKnown(t *testing.T, h *StartHooks) bool {
+	t.Helper()
+	_, known, err := h.Pending(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return known
+}
+
+// Every registry reports the progress of the elected registry. A hook is pending until it returns.
 func TestStartHooksArePendingUntilTheyReturn(t *testing.T) {
+	fx := fixture.New(t)
 	release := make(chan struct{})
 	cs := newControllers(t)
-	cs.StartHooks = &StartHooks{}
+	cs.StartHooks = hooksOn(fx, "a")
+	other := hooksOn(fx, "b")
 	cs.Hooks = []installer.PostStartHook{
 		{Name: "quick", Run: func(genericapiserver.PostStartHookContext) error { return nil }},
 		{Name: "slow", Run: func(genericapiserver.PostStartHookContext) error { <-release; return nil }},
 	}
-	if pending, elected := cs.StartHooks.Pending(); elected || len(pending) > 0 {
-		t.Errorf("before the election: %v, %q", elected, pending)
+	if isKnown(t, other) {
+		t.Error("the progress is known before the election")
 	}
-	first := cs.StartHooks.begin(cs.hookNames())
-	first.done(ownHooks...)
-	cs.startUpstreamHooks(t.Context(), first, func(err error) { t.Error(err) })
-	awaitPending(t, cs.StartHooks, "slow")
-	second := cs.StartHooks.begin(cs.hookNames())
+	elect(t, fx, "a")
+	if isKnown(t, other) {
+		t.Error("the progress is known before the elected registry published it")
+	}
+	term := cs.StartHooks.begin(t.Context(), cs.hookNames())
+	term.done(ownHooks...)
+	cs.startUpstreamHooks(t.Context(), term, func(err error) { t.Error(err) })
+	awaitPending(t, other, "slow")
 	close(release)
-	first.done("quick", "slow")
-	if pending, _ := cs.StartHooks.Pending(); !slices.Equal(pending, cs.hookNames()) {
-		t.Errorf("in the second term: %q", pending)
-	}
-	second.done(cs.hookNames()...)
-	awaitPending(t, cs.StartHooks)
-	cs.StartHooks.end()
-	if _, elected := cs.StartHooks.Pending(); elected {
-		t.Error("it is elected after the end")
-	}
+	awaitPending(t, other)
 }
 
-// awaitPending waits until exactly the named hooks are pending.
-func awaitPending(t *testing.T, h *StartHooks, names ...string) {
-	t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
-		pending, elected := h.Pending()
-		if elected && slices.Equal(pending, names) {
-			return
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("elected: %v, pending: %q, not %q", elected, pending, names)
-		}
+// A hook of an earlier term does not count, and a registry that lost the election publishes nothing.
+func TestStartHooksAreOfTheElectedRegistry(t *testing.T) {
+	fx := fixture.New(t)
+	first, second := hooksOn(fx, "a"), hooksOn(fx, "b")
+	elect(t, fx, "a")
+	before := first.begin(t.Context(), []string{"x"})
+	awaitPending(t, second, "x")
+	elect(t, fx, "b")
+	if isKnown(t, first) {
+		t.Error("the progress of an earlier term counts")
+	}
+	second.begin(t.Context(), []string{"x", "y"})
+	awaitPending(t, first, "x", "y")
+	before.done("x")
+	if err := first.put(t.Context(), progress{"a", nil}); err != nil {
+		t.Error(err)
+	}
+	awaitPending(t, first, "x", "y")
+}
+
+// An elected registry of an older release publishes no progress. Its hooks count as completed after some time.
+func TestAnOlderReleasePublishesNoProgress(t *testing.T) {
+	fx := fixture.New(t)
+	h := hooksOn(fx, "b")
+	elect(t, fx, "older")
+	if isKnown(t, h) {
+		t.Error("the progress is known at once")
+	}
+	h.silentSince = time.Now().Add(-olderReleaseAfter)
+	awaitPending(t, h)
+	elect(t, fx, "newer")
+	if isKnown(t, h) {
+		t.Error("another registry counts as the older release")
 	}
 }
 
@@ -60,17 +114,17 @@ func awaitPending(t *testing.T, h *StartHooks, names ...string) {
 func TestAFailedStartHookEndsTheTerm(t *testing.T) {
 	away := errors.New("etcd is away")
 	cs := newControllers(t)
-	cs.StartHooks = &StartHooks{}
 	cs.Hooks = []installer.PostStartHook{
 		{Name: "rbac", Run: func(genericapiserver.PostStartHookContext) error { return away }},
 	}
+	term := &hooksTerm{pending: []string{"rbac"}, changed: make(chan struct{}, 1)}
 	ctx, fail := context.WithCancelCause(t.Context())
-	cs.startUpstreamHooks(ctx, cs.StartHooks.begin([]string{"rbac"}), fail)
+	cs.startUpstreamHooks(ctx, term, fail)
 	<-ctx.Done()
 	if err := context.Cause(ctx); !errors.Is(err, away) {
 		t.Error(err)
 	}
-	if pending, _ := cs.StartHooks.Pending(); !slices.Equal(pending, []string{"rbac"}) {
+	if pending := term.snapshot(); !slices.Equal(pending, []string{"rbac"}) {
 		t.Errorf("%q", pending)
 	}
 }

@@ -40,8 +40,8 @@ type Discovery struct {
 	resources *lookup.Resources
 	// APIServices are the group versions of aggregated API servers.
 	APIServices *APIServices
-	// PendingStartHooks returns the start hooks that have not completed, and whether this registry runs the hooks.
-	PendingStartHooks func() (pending []string, elected bool)
+	// PendingStartHooks returns the start hooks that the elected registry has not completed, if they are known.
+	PendingStartHooks func(context.Context) (pending []string, known bool, err error)
 
 	dirty   chan struct{}
 	current watchable.Value[*registryv1.DiscoveryResponse]

@@ -1286,8 +1286,8 @@ func (*StartHooksRequest) Descriptor() ([]byte, []int) {
 // StartHooksResponse is the progress of the start hooks.
 type StartHooksResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// This registry is elected. Another registry does not know the progress.
-	Elected bool `protobuf:"varint,1,opt,name=elected" json:"elected,omitempty"`
+	// A registry is elected and has published its progress.
+	Known bool `protobuf:"varint,1,opt,name=known" json:"known,omitempty"`
 	// The hooks that have not completed, by kube-apiserver's names without poststarthook/.
 	Pending       []string `protobuf:"bytes,2,rep,name=pending" json:"pending,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1324,9 +1324,9 @@ func (*StartHooksResponse) Descriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{15}
 }
 
-func (x *StartHooksResponse) GetElected() bool {
+func (x *StartHooksResponse) GetKnown() bool {
 	if x != nil {
-		return x.Elected
+		return x.Known
 	}
 	return false
 }
@@ -2999,9 +2999,9 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\aleaving\x18\x02 \x01(\bR\aleaving\"(\n" +
 	"\x10GatewaysResponse\x12\x14\n" +
 	"\x05alive\x18\x01 \x01(\x05R\x05alive\"\x13\n" +
-	"\x11StartHooksRequest\"H\n" +
-	"\x12StartHooksResponse\x12\x18\n" +
-	"\aelected\x18\x01 \x01(\bR\aelected\x12\x18\n" +
+	"\x11StartHooksRequest\"D\n" +
+	"\x12StartHooksResponse\x12\x14\n" +
+	"\x05known\x18\x01 \x01(\bR\x05known\x12\x18\n" +
 	"\apending\x18\x02 \x03(\tR\apending\"\xea\x03\n" +
 	"\x11DiscoveryResponse\x124\n" +
 	"\x06groups\x18\x01 \x03(\v2\x1c.watershed.registry.v1.GroupR\x06groups\x12@\n" +
