@@ -97,6 +97,8 @@ type informerSet struct {
 	Informers informers.SharedInformerFactory
 
 	streams *streams
+	// catchUpMu serializes catchUp, because services that share informers may find the same informer behind.
+	catchUpMu sync.Mutex
 	// mu guards users, which is the number of Clusters that run, and stop, which ends the informers.
 	mu    sync.Mutex
 	users int
@@ -323,6 +325,8 @@ func (c *Cluster) behind(revision int64) (out []trackedInformer) {
 // catchUp lists an informer's objects and injects the differences into the informer's open watch. The watch then ends,
 // and the informer continues from the revision of the list.
 func (c *Cluster) catchUp(ctx context.Context, f trackedInformer) error {
+	c.catchUpMu.Lock()
+	defer c.catchUpMu.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, c.timeout())
 	defer cancel()
 	url := f.path
@@ -348,6 +352,9 @@ func (c *Cluster) catchUp(ctx context.Context, f trackedInformer) error {
 	if err != nil {
 		return err
 	}
+	if !isNewer(list.GetResourceVersion(), f.informer.LastSyncResourceVersion()) {
+		return nil // another service has injected a newer list
+	}
 	events, err := diff(items, f.informer.GetStore())
 	if err != nil {
 		return err
@@ -357,6 +364,13 @@ func (c *Cluster) catchUp(ctx context.Context, f trackedInformer) error {
 		return err
 	}
 	return c.streams.inject(f.path, f.query, frames)
+}
+
+// isNewer reports if a revision is above another.
+func isNewer(revision, than string) bool {
+	r, err := strconv.ParseInt(revision, 10, 64)
+	old, oldErr := strconv.ParseInt(than, 10, 64)
+	return err != nil || oldErr != nil || r > old
 }
 
 // describe returns the paths and revisions of informers.

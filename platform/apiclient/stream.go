@@ -144,12 +144,12 @@ func (s *streams) inject(path, query string, frames []byte) error {
 			continue
 		}
 		st.mu.Lock()
-		mid := st.left > 0 || len(st.head) > 0
+		mid := st.left > 0 || len(st.head) > 0 || st.injected != nil
 		if !mid {
 			st.injected = bytes.NewReader(frames)
 		}
 		st.mu.Unlock()
-		if mid { // the watch is receiving a frame, so it is not stalled
+		if mid { // the watch is receiving a frame, so it is not stalled, or it ends with an earlier injection
 			continue
 		}
 		_ = st.body.Close() // ends a blocked Read

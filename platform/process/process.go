@@ -184,8 +184,8 @@ func (p *Process) callers() map[string][]string {
 	return callers
 }
 
-// StopTimeout returns how long the process may take to stop: the drain of its RPCs, the services with a timeout of their
-// own, and lifecycle.StopTimeout for all other runners together.
+// StopTimeout returns how long the process may take to stop: the drain of its RPCs, the services with a timeout of
+// their own, and lifecycle.StopTimeout for all other runners together.
 func (p *Process) StopTimeout() time.Duration {
 	timeout := lifecycle.StopTimeout + p.network.drain + time.Second
 	for _, s := range p.services {
@@ -226,16 +226,24 @@ func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 		}
 		return p.Telemetry.ServeDebug(ctx, metrics, Pages(all...))
 	}}}
+	served := server == nil
+	serveRPC := func() {
+		if !served {
+			served = true
+			runners = append(runners, lifecycle.Runner{
+				Name:        "rpc",
+				StopTimeout: func() time.Duration { return p.network.drain + time.Second },
+				Run:         func(ctx context.Context) error { return p.serve(ctx, server) },
+			})
+		}
+	}
 	for _, s := range p.services {
+		if s.module.ServesAPI { // it stops first, and its requests in flight need services that need the RPCs
+			serveRPC()
+		}
 		runners = append(runners, p.runner(s, registrar, metrics))
 	}
-	if server != nil {
-		runners = append(runners, lifecycle.Runner{
-			Name:        "rpc",
-			StopTimeout: func() time.Duration { return p.network.drain + time.Second },
-			Run:         func(ctx context.Context) error { return p.serve(ctx, server) },
-		})
-	}
+	serveRPC()
 	return append(runners, p.readiness()), nil
 }
 
@@ -334,10 +342,10 @@ func (r *exposedRegistrar) RegisterService(d *grpc.ServiceDesc, impl any) {
 // serve serves the RPCs of the process's services until ctx is done.
 func (p *Process) serve(ctx context.Context, server *rpc.Server) error {
 	for _, s := range p.services {
-		built := s.Get()
 		if !p.outside(s.module.Clients()) {
 			continue
 		}
+		built := s.Get()
 		go built.Ready.OnChange(ctx, func(err error) { server.SetReady(s.module.Name, err == nil) })
 		if built.Drain != nil {
 			// by then clients have started their streams at other replicas

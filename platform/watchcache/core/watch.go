@@ -84,6 +84,18 @@ func (w *Watch) Left(p events.Position, nextBookmark time.Time) {
 	w.request.ResumeAfter, w.nextBookmark = p.Proto(), nextBookmark
 }
 
+// ValidBoundaries reports if the boundaries of a frame's events are in order and within its data.
+func ValidBoundaries(m *watchfanoutv1.WatchFrame) bool {
+	end := int32(0)
+	for _, b := range m.Boundaries {
+		if b.End < end || int(b.End) > len(m.Data) {
+			return false
+		}
+		end = b.End
+	}
+	return true
+}
+
 // WithoutEarlyBookmarks returns a frame's data without the bookmarks that are not due. Bookmarks are due every period,
 // and always after last.
 func (w *Watch) WithoutEarlyBookmarks(m *watchfanoutv1.WatchFrame, now, last time.Time, period time.Duration) []byte {

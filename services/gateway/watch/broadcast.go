@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/events"
+	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/watchcache/core"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
@@ -208,6 +209,7 @@ func (b *watchBroadcast) watchReplicas(ctx context.Context, r *watchfanoutv1.Wat
 
 // receive dispatches a replica's frames until its stream ends.
 func (b *watchBroadcast) receive(s *replicaStream, onFrame func()) (err error) {
+	defer recovery.ToError("a watch broadcast", &err)
 	m := s.firstFrame
 	for {
 		if m == nil {

@@ -5,7 +5,6 @@ import (
 	"sync"
 	"time"
 
-	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
@@ -164,7 +163,7 @@ func (e *sharedInitialEvents) run(
 	r *watchfanoutv1.WatchRequest,
 	onFirstFrame func(),
 ) {
-	stream, err := e.hub.Client.Watch(rpc.WithHashKey(ctx, storageResource), r, grpc.WaitForReady(false))
+	stream, err := e.hub.openStream(rpc.WithHashKey(ctx, storageResource), r)
 	for first := true; ; first = false {
 		var m *watchfanoutv1.WatchFrame
 		if err == nil {

@@ -42,7 +42,7 @@ func (b *watchBroadcast) openReplica(ctx context.Context, r *watchfanoutv1.Watch
 		}
 	})
 	var err error
-	if s.ServerStreamingClient, err = b.hub.Client.Watch(watchCtx, request, grpc.WaitForReady(false)); err != nil {
+	if s.ServerStreamingClient, err = b.hub.openStream(watchCtx, request); err != nil {
 		cancel()
 		return nil, err
 	}

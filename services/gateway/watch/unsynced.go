@@ -6,7 +6,6 @@ import (
 	"sync"
 	"time"
 
-	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
 
 	"watershed.dev/platform/rpc"
@@ -84,7 +83,7 @@ func (w *clientWatch) openStream(ctx context.Context, r *watchfanoutv1.WatchRequ
 		w.hub.bufferedBytes.Load() < w.hub.Config.BroadcastTotalBytes/2 {
 		return w.hub.joinInitialEvents(ctx, w.StorageResource, r)
 	}
-	stream, err := w.hub.Client.Watch(rpc.WithHashKey(ctx, w.StorageResource), r, grpc.WaitForReady(false))
+	stream, err := w.hub.openStream(rpc.WithHashKey(ctx, w.StorageResource), r)
 	return stream, func() {}, err
 }
 

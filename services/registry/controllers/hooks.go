@@ -11,6 +11,9 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 	genericapiserver "k8s.io/apiserver/pkg/server"
+
+	"watershed.dev/platform/recovery"
+	"watershed.dev/services/registry/installer"
 )
 
 // StartHooks is the progress of kube-apiserver's start hooks (k8s.io/apiserver/pkg/server, AddPostStartHook). The
@@ -184,14 +187,18 @@ func (cs *Controllers) hookNames() []string {
 func (cs *Controllers) startUpstreamHooks(ctx context.Context, hooks *hooksTerm, fail context.CancelCauseFunc) {
 	for _, h := range cs.Hooks {
 		go func() {
-			if err := h.Run(genericapiserver.PostStartHookContext{
-				LoopbackClientConfig: cs.Loopback,
-				Context:              ctx,
-			}); err != nil {
+			hookContext := genericapiserver.PostStartHookContext{LoopbackClientConfig: cs.Loopback, Context: ctx}
+			if err := runHook(h, hookContext); err != nil {
 				fail(fmt.Errorf("start hook %s: %w", h.Name, err))
 				return
 			}
 			hooks.done(h.Name)
 		}()
 	}
+}
+
+// runHook runs a hook. A panic, which an object in etcd may cause, ends only the term.
+func runHook(h installer.PostStartHook, c genericapiserver.PostStartHookContext) (err error) {
+	defer recovery.ToError("start hook "+h.Name, &err)
+	return h.Run(c)
 }
