@@ -44,7 +44,7 @@ func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	if err != nil {
 		return nil, err
 	}
-	ctx, cancel := withRequestTimeout(request.WithUser(req.Context(), t.user), info)
+	ctx, cancel := withRequestTimeout(request.WithUser(withoutValues{req.Context()}, t.user), info)
 	inner := req.Clone(ctx)
 	inner.RequestURI = req.URL.RequestURI()
 	inner.RemoteAddr = "127.0.0.1:0"
@@ -90,6 +90,16 @@ func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 		ContentLength: -1,
 	}, nil
 }
+
+// withoutValues is the context of a request without the values of its caller, as on a connection. The caller may itself
+// serve a request, whose audit context and user are not this request's.
+type withoutValues struct{ context.Context }
+
+// Value implements context.Context.
+func (withoutValues) Value(any) any { return nil }
+
+// AfterFunc lets package context cancel a child of this context without a goroutine.
+func (c withoutValues) AfterFunc(f func()) (stop func() bool) { return context.AfterFunc(c.Context, f) }
 
 // withRequestTimeout returns a request's context. Only the client ends a watch.
 func withRequestTimeout(ctx context.Context, info *request.RequestInfo) (context.Context, context.CancelFunc) {

@@ -95,3 +95,25 @@ func TestARequestEnds(t *testing.T) {
 		t.Errorf("%q %v", got, err)
 	}
 }
+
+// A request does not inherit the values of its caller's context, such as the audit context of a request that it serves.
+func TestContextValuesAreNotInherited(t *testing.T) {
+	type key struct{}
+	inherited := make(chan any, 1)
+	c := ClientConfig(http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
+		inherited <- req.Context().Value(key{})
+	}), &user.DefaultInfo{Name: "u"})
+	ctx := context.WithValue(t.Context(), key{}, "of the caller")
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, c.Host+"/api", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := c.Transport.RoundTrip(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp.Body.Close()
+	if v := <-inherited; v != nil {
+		t.Errorf("the request has the value %v", v)
+	}
+}
