@@ -178,9 +178,9 @@ func (s *Subscription) After(revision int64, index int32) (cur Cursor, low int64
 	return Cursor(s.ring.After(after)), low, true
 }
 
-// Next returns at most n events after the cursor, and the cursor after them. If there are none, changed is closed when
-// one arrives. progress is the revision reached with the events, or 0 if more events wait. ok is false if the ring
-// overran the cursor.
+// Next returns at most n events after the cursor, and the cursor after them. changed is closed when another event
+// arrives, and progress is the revision reached with the events: 0 before the cache has read the log. If more events
+// follow already, changed is nil and progress 0. ok is false if the ring overran the cursor.
 func (s *Subscription) Next(cur Cursor,
 	n int) (batch []*Event, next Cursor, progress int64, changed <-chan struct{}, ok bool) {
 	r := s.resource
@@ -194,10 +194,11 @@ func (s *Subscription) Next(cur Cursor,
 	if !ok {
 		return nil, cur, 0, nil, false
 	}
+	rest, next = slices.Clone(rest), cur+Cursor(len(rest))
 	if more {
-		progress = 0
+		return rest, next, 0, nil, true
 	}
-	return slices.Clone(rest), cur + Cursor(len(rest)), progress, s.ring.changed.C(), true
+	return rest, next, progress, s.ring.changed.C(), true
 }
 
 // Behind returns the number of events after a cursor.

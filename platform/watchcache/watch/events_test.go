@@ -260,6 +260,27 @@ func TestADueBookmarkIsSentAtOnce(t *testing.T) {
 	})
 }
 
+// A watch that begins before the cache has read the log sleeps until it has. If the watch does not sleep, the test hangs.
+func TestAWatchSleepsUntilTheLogIsRead(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		server, yes := newEventsOnly(), true
+		server.revision.Store(9)
+		ctx, cancel := context.WithCancel(t.Context())
+		client, ended := &recorder{ctx: ctx}, make(chan error, 1)
+		request := &watchfanoutv1.WatchRequest{Query: roleQuery(""), SendInitialEvents: &yes, AllowBookmarks: true}
+		go func() { ended <- server.servesStale.Watch(request, client) }()
+		synctest.Wait()
+		server.cache.Apply(reset(9, 0, ""))
+		server.cache.Apply(role(10, 0, logv1.Type_TYPE_ADDED, "a", nil))
+		synctest.Wait()
+		cancel()
+		err := <-ended
+		if got := client.received(t); got != "ADDED z, BOOKMARK 9, ADDED a" {
+			t.Errorf("it receives %q, %v", got, err)
+		}
+	})
+}
+
 // A draining process ends its watches with UNAVAILABLE after their pending events.
 func TestADrainedWatchIsUnavailable(t *testing.T) {
 	server := newEventsOnly(reset(9, 0, ""), role(10, 0, logv1.Type_TYPE_ADDED, "a", nil))

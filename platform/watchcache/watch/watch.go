@@ -229,7 +229,7 @@ func (w *watcher) run(ctx context.Context) error {
 		case err != nil:
 			return err
 		}
-		if progress == 0 {
+		if changed == nil { // more events follow
 			continue
 		}
 		if bookmarkDue && w.mayReport(progress) {
