@@ -192,6 +192,9 @@ func (cs *Controllers) Run(ctx context.Context) error {
 	go legacytokentracking.NewController(cs.Client).RunWithContext(ctx)
 	cs.startIdentityLease(ctx)
 	hooks.done(hookLegacyTokens, hookIdentityLease, hookIdentityLeaseGC)
+	if err := hooks.wait(ctx, hookServiceRepair); err != nil { // the kubernetes Service must not be created during it
+		return err
+	}
 	if err := cs.allocatorsReady(ctx); err != nil {
 		return err
 	}

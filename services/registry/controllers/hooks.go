@@ -13,6 +13,7 @@ import (
 	genericapiserver "k8s.io/apiserver/pkg/server"
 
 	"watershed.dev/platform/recovery"
+	"watershed.dev/platform/watchable"
 	"watershed.dev/services/registry/installer"
 )
 
@@ -84,37 +85,30 @@ func (h *StartHooks) isOlderRelease(leader string) bool {
 
 // hooksTerm is the progress of a call of Controllers.Run. A hook of an earlier term may still return.
 type hooksTerm struct {
-	mu      sync.Mutex
-	pending []string
-	// changed holds a value if pending is not published.
-	changed chan struct{}
+	pending watchable.Value[[]string]
 }
 
 // begin starts a term, and publishes its progress until ctx ends.
 func (h *StartHooks) begin(ctx context.Context, names []string) *hooksTerm {
-	t := &hooksTerm{pending: names, changed: make(chan struct{}, 1)}
-	t.notify()
+	t := &hooksTerm{}
+	t.pending.Set(names)
 	go h.publish(ctx, t)
 	return t
 }
 
 func (h *StartHooks) publish(ctx context.Context, t *hooksTerm) {
-	for {
+	for ctx.Err() == nil {
+		pending, changed := t.pending.Get()
+		var retry <-chan time.Time
+		if err := h.put(ctx, progress{h.Identity, pending}); err != nil && ctx.Err() == nil {
+			slog.Warn("Cannot publish the progress of the start hooks", "error", err)
+			retry = time.After(publishPause)
+		}
 		select {
 		case <-ctx.Done():
-			return
-		case <-t.changed:
+		case <-changed:
+		case <-retry:
 		}
-		err := h.put(ctx, progress{h.Identity, t.snapshot()})
-		if err == nil || ctx.Err() != nil {
-			continue
-		}
-		slog.Warn("Cannot publish the progress of the start hooks", "error", err)
-		select {
-		case <-ctx.Done():
-		case <-time.After(publishPause):
-		}
-		t.notify()
 	}
 }
 
@@ -131,26 +125,33 @@ func (h *StartHooks) put(ctx context.Context, p progress) error {
 	return err
 }
 
-func (t *hooksTerm) snapshot() []string {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return slices.Clone(t.pending)
-}
-
 // done marks hooks as completed.
 func (t *hooksTerm) done(names ...string) {
-	t.mu.Lock()
-	t.pending = slices.DeleteFunc(t.pending, func(name string) bool { return slices.Contains(names, name) })
-	t.mu.Unlock()
-	t.notify()
+	t.pending.Update(func(pending []string) ([]string, bool) {
+		rest := slices.DeleteFunc(slices.Clone(pending), func(name string) bool { return slices.Contains(names, name) })
+		return rest, len(rest) < len(pending)
+	})
 }
 
-func (t *hooksTerm) notify() {
-	select {
-	case t.changed <- struct{}{}:
-	default:
+// wait waits until a hook is completed, or until ctx ends.
+func (t *hooksTerm) wait(ctx context.Context, name string) error {
+	for {
+		pending, changed := t.pending.Get()
+		if !slices.Contains(pending, name) {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-changed:
+		}
 	}
 }
+
+// hookServiceRepair is upstream's hook of k8s.io/kubernetes/pkg/registry/core/rest. It fails one minute after the first
+// repair failed, and the first repair fails if a Service is created during it: its informers may have received the
+// Service but not the Service's IPAddress.
+const hookServiceRepair = "start-service-ip-repair-controllers"
 
 // The names of kube-apiserver's start hooks that run code of this package. The other hooks are upstream's
 // (Controllers.Hooks).

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"slices"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	genericapiserver "k8s.io/apiserver/pkg/server"
@@ -117,14 +118,42 @@ func TestAFailedStartHookEndsTheTerm(t *testing.T) {
 	cs.Hooks = []installer.PostStartHook{
 		{Name: "rbac", Run: func(genericapiserver.PostStartHookContext) error { return away }},
 	}
-	term := &hooksTerm{pending: []string{"rbac"}, changed: make(chan struct{}, 1)}
+	term := &hooksTerm{}
+	term.pending.Set([]string{"rbac"})
 	ctx, fail := context.WithCancelCause(t.Context())
 	cs.startUpstreamHooks(ctx, term, fail)
 	<-ctx.Done()
 	if err := context.Cause(ctx); !errors.Is(err, away) {
 		t.Error(err)
 	}
-	if pending := term.snapshot(); !slices.Equal(pending, []string{"rbac"}) {
+	if pending, _ := term.pending.Get(); !slices.Equal(pending, []string{"rbac"}) {
 		t.Errorf("%q", pending)
 	}
+	if err := term.wait(ctx, "rbac"); !errors.Is(err, away) {
+		t.Errorf("a wait for the hook that failed: %v", err)
+	}
+}
+
+// A wait for a hook ends once the hook is completed. A hook that the term does not have is not waited for.
+func TestAWaitForAStartHook(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		term := &hooksTerm{}
+		term.pending.Set([]string{"rbac", "repair"})
+		if err := term.wait(t.Context(), "other"); err != nil {
+			t.Error(err)
+		}
+		waited := make(chan error, 1)
+		go func() { waited <- term.wait(t.Context(), "repair") }()
+		term.done("rbac")
+		synctest.Wait()
+		select {
+		case err := <-waited:
+			t.Fatalf("the wait ended before the hook: %v", err)
+		default:
+		}
+		term.done("repair")
+		if err := <-waited; err != nil {
+			t.Error(err)
+		}
+	})
 }
