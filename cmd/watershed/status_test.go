@@ -62,7 +62,8 @@ func TestStatusOfNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	file := filepath.Join(dir, "config", "watchfanout-0.yaml")
-	if err := os.WriteFile(file, []byte("debug-address: /x/watchfanout-0.sock\ntarget: [watchfanout]\n"), 0o600); err != nil {
+	const config = "debug-address: /x/watchfanout-0.sock\ntarget: [watchfanout]\n"
+	if err := os.WriteFile(file, []byte(config), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if all, err := replicaAddresses(dir); err != nil || len(all) != 1 || replicaName(all[0]) != "watchfanout-0" {

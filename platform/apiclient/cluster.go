@@ -97,8 +97,9 @@ type informerSet struct {
 	Informers informers.SharedInformerFactory
 
 	streams *streams
-	// catchUpMu serializes catchUp, because services that share informers may find the same informer behind.
-	catchUpMu sync.Mutex
+	// catchUps maps an informer to the *sync.Mutex of its catchUp, because services that share informers may find the
+	// same informer behind.
+	catchUps sync.Map
 	// mu guards users, which is the number of Clusters that run, and stop, which ends the informers.
 	mu    sync.Mutex
 	users int
@@ -309,13 +310,18 @@ func (c *Cluster) revision(ctx context.Context) (int64, error) {
 	return strconv.ParseInt(list.ResourceVersion, 10, 64)
 }
 
+// isBehind reports if the informer has not reached a revision.
+func (f trackedInformer) isBehind(revision int64) bool {
+	synced, err := strconv.ParseInt(f.informer.LastSyncResourceVersion(), 10, 64)
+	return err != nil || synced < revision
+}
+
 // behind returns the tracked informers that have not reached a revision.
 func (c *Cluster) behind(revision int64) (out []trackedInformer) {
 	c.trackedMu.Lock()
 	defer c.trackedMu.Unlock()
 	for _, f := range c.tracked {
-		synced, err := strconv.ParseInt(f.informer.LastSyncResourceVersion(), 10, 64)
-		if err != nil || synced < revision {
+		if f.isBehind(revision) {
 			out = append(out, f)
 		}
 	}
@@ -325,8 +331,9 @@ func (c *Cluster) behind(revision int64) (out []trackedInformer) {
 // catchUp lists an informer's objects and injects the differences into the informer's open watch. The watch then ends,
 // and the informer continues from the revision of the list.
 func (c *Cluster) catchUp(ctx context.Context, f trackedInformer) error {
-	c.catchUpMu.Lock()
-	defer c.catchUpMu.Unlock()
+	mu, _ := c.catchUps.LoadOrStore(f.informer, &sync.Mutex{})
+	mu.(*sync.Mutex).Lock()
+	defer mu.(*sync.Mutex).Unlock()
 	ctx, cancel := context.WithTimeout(ctx, c.timeout())
 	defer cancel()
 	url := f.path
@@ -352,7 +359,11 @@ func (c *Cluster) catchUp(ctx context.Context, f trackedInformer) error {
 	if err != nil {
 		return err
 	}
-	if !isNewer(list.GetResourceVersion(), f.informer.LastSyncResourceVersion()) {
+	revision, err := strconv.ParseInt(list.GetResourceVersion(), 10, 64)
+	if err != nil {
+		return err
+	}
+	if !f.isBehind(revision) {
 		return nil // another service has injected a newer list
 	}
 	events, err := diff(items, f.informer.GetStore())
@@ -364,13 +375,6 @@ func (c *Cluster) catchUp(ctx context.Context, f trackedInformer) error {
 		return err
 	}
 	return c.streams.inject(f.path, f.query, frames)
-}
-
-// isNewer reports if a revision is above another.
-func isNewer(revision, than string) bool {
-	r, err := strconv.ParseInt(revision, 10, 64)
-	old, oldErr := strconv.ParseInt(than, 10, 64)
-	return err != nil || oldErr != nil || r > old
 }
 
 // describe returns the paths and revisions of informers.

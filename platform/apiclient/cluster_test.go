@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -165,5 +166,20 @@ func TestFramesAreInjectedBetweenFrames(t *testing.T) {
 	if st.left != 0 || len(st.head) != 0 || !strings.Contains(string(data), "BOOKMARK") ||
 		!strings.Contains(string(data), "DELETED") {
 		t.Errorf("%q", data)
+	}
+}
+
+// An injected list is not replaced while it is read: the watch ends with it.
+func TestASecondInjectionReplacesNothing(t *testing.T) {
+	all := &streams{open: map[*stream]struct{}{}}
+	st := &stream{owner: all, path: "/p", body: io.NopCloser(strings.NewReader(""))}
+	all.open[st] = struct{}{}
+	for _, frames := range []string{"first", "second"} {
+		if err := all.inject("/p", "", []byte(frames)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got, err := io.ReadAll(st); string(got) != "first" || err != nil {
+		t.Errorf("%q, %v", got, err)
 	}
 }

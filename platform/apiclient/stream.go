@@ -144,12 +144,15 @@ func (s *streams) inject(path, query string, frames []byte) error {
 			continue
 		}
 		st.mu.Lock()
-		mid := st.left > 0 || len(st.head) > 0 || st.injected != nil
-		if !mid {
+		mid, ends := st.left > 0 || len(st.head) > 0, st.injected != nil
+		if !mid && !ends {
 			st.injected = bytes.NewReader(frames)
 		}
 		st.mu.Unlock()
-		if mid { // the watch is receiving a frame, so it is not stalled, or it ends with an earlier injection
+		if ends { // another service has injected a list
+			return nil
+		}
+		if mid { // the watch is receiving a frame, so it is not stalled
 			continue
 		}
 		_ = st.body.Close() // ends a blocked Read

@@ -44,7 +44,9 @@ func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	if err != nil {
 		return nil, err
 	}
-	ctx, cancel := withRequestTimeout(request.WithUser(withoutValues{req.Context()}, t.user), info)
+	// The caller may itself serve a request. As on a connection, this request has none of the values of its context.
+	ctx, cancel := withRequestTimeout(request.WithUser(context.Background(), t.user), info)
+	stop := context.AfterFunc(req.Context(), cancel)
 	inner := req.Clone(ctx)
 	inner.RequestURI = req.URL.RequestURI()
 	inner.RemoteAddr = "127.0.0.1:0"
@@ -55,6 +57,7 @@ func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	w := &writer{header: http.Header{}, out: out, headersSent: make(chan struct{})}
 	go func() {
 		defer cancel()
+		defer stop()
 		defer inner.Body.Close()
 		defer func() {
 			if r := recover(); r != nil { // as a server does: the response is cut off
@@ -90,16 +93,6 @@ func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 		ContentLength: -1,
 	}, nil
 }
-
-// withoutValues is the context of a request without the values of its caller, as on a connection. The caller may itself
-// serve a request, whose audit context and user are not this request's.
-type withoutValues struct{ context.Context }
-
-// Value implements context.Context.
-func (withoutValues) Value(any) any { return nil }
-
-// AfterFunc lets package context cancel a child of this context without a goroutine.
-func (c withoutValues) AfterFunc(f func()) (stop func() bool) { return context.AfterFunc(c.Context, f) }
 
 // withRequestTimeout returns a request's context. Only the client ends a watch.
 func withRequestTimeout(ctx context.Context, info *request.RequestInfo) (context.Context, context.CancelFunc) {

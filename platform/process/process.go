@@ -156,6 +156,9 @@ func (p *Process) name() string {
 
 func (p *Process) has(service string) bool { return p.modules.Get(service) != nil }
 
+// servesAPI reports if the process has the gateway, which Sort puts last.
+func (p *Process) servesAPI() bool { return p.modules[len(p.modules)-1].ServesAPI }
+
 // outside reports if any of the services is not in the process.
 func (p *Process) outside(services []string) bool {
 	return slices.ContainsFunc(services, func(s string) bool { return !p.has(s) })
@@ -226,24 +229,20 @@ func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 		}
 		return p.Telemetry.ServeDebug(ctx, metrics, Pages(all...))
 	}}}
-	served := server == nil
-	serveRPC := func() {
-		if !served {
-			served = true
-			runners = append(runners, lifecycle.Runner{
-				Name:        "rpc",
-				StopTimeout: func() time.Duration { return p.network.drain + time.Second },
-				Run:         func(ctx context.Context) error { return p.serve(ctx, server) },
-			})
-		}
-	}
 	for _, s := range p.services {
-		if s.module.ServesAPI { // it stops first, and its requests in flight need services that need the RPCs
-			serveRPC()
-		}
 		runners = append(runners, p.runner(s, registrar, metrics))
 	}
-	serveRPC()
+	if server != nil {
+		at := len(runners)
+		if p.servesAPI() { // the gateway is last and stops first: its last requests need watchfanout, which needs the RPCs
+			at--
+		}
+		runners = slices.Insert(runners, at, lifecycle.Runner{
+			Name:        "rpc",
+			StopTimeout: func() time.Duration { return p.network.drain + time.Second },
+			Run:         func(ctx context.Context) error { return p.serve(ctx, server) },
+		})
+	}
 	return append(runners, p.readiness()), nil
 }
 
@@ -291,7 +290,7 @@ func (p *Process) deps(name string) *Deps {
 			return p.network.dial(name, peer)
 		},
 	}
-	if slices.ContainsFunc(p.modules, func(m *Module) bool { return m.ServesAPI }) {
+	if p.servesAPI() {
 		d.API = p.api
 	}
 	if p.NATS != nil {
