@@ -212,7 +212,7 @@ func (a Action) String() string { return [...]string{"skip", "wake", "write", "c
 //   - synced to blocked: a write finds no tokens (throttled is set) or a full queue.
 //   - synced to active: the stream's window is full, other entries are pending, or the broadcast ends.
 //   - blocked to synced: all entries are written. throttled is reset.
-//   - blocked to blocked: UnblockBytes are written and more entries follow, or there are no tokens or no space again.
+//   - blocked to blocked: a batch is written and more entries follow, or there are no tokens or no space again.
 //   - blocked to active: the entries are dropped, the broadcast ended, the receiver is not Direct, its window is full,
 //     or a bookmark is due.
 //   - any to active: Pending or BookmarkNow.
@@ -362,12 +362,9 @@ func (d *Delivery) End() int64 { return d.end }
 // Delivered records that a receiver was sent the entries.
 func (b *Broadcast) Delivered(r *Receiver, d *Delivery) { r.cursor, r.position = d.end, d.last }
 
-// UnblockBytes is about how many bytes an unblocked receiver is sent at once, because other receivers wait too.
-const UnblockBytes = 64 << 10
-
-// Unblock returns the pending entries of a blocked receiver, and the action for it: Skip, Wake, Charge or Write. After
-// a charge call Charged, after a write Written.
-func (b *Broadcast) Unblock(r *Receiver) (Batch, Action) {
+// Unblock returns about `bytes` bytes of the pending entries of a blocked receiver, and the action for it: Skip, Wake,
+// Charge or Write. After a charge call Charged, after a write Written.
+func (b *Broadcast) Unblock(r *Receiver, bytes int) (Batch, Action) {
 	r.queued = false
 	if r.state != Blocked {
 		return Batch{}, Skip
@@ -376,7 +373,7 @@ func (b *Broadcast) Unblock(r *Receiver) (Batch, Action) {
 	if r.cursor < b.entries.Base() {
 		return Batch{}, Wake
 	}
-	pending := b.pending(r, math.MaxInt, UnblockBytes)
+	pending := b.pending(r, math.MaxInt, bytes)
 	if b.ended || !r.Direct {
 		return pending, Charge
 	}

@@ -320,7 +320,7 @@ func (c *client) unblock(w *world) {
 		return
 	}
 	c.waits = false
-	pending, action := c.in.Unblock(&c.receiver)
+	pending, action := c.in.Unblock(&c.receiver, 8)
 	if w.trace != nil {
 		w.tracef("%s: is unblocked: %v", c.name, action)
 	}

@@ -49,8 +49,19 @@ type LogEnd struct {
 	Sequence uint64
 	// Progress is the last progress message or reset of all resources. Nil: the log's retention holds none.
 	Progress *logv1.Event
-	// Event is the last event, without a key if the last messages hold none that can be checked.
+	// Event is the last event of the log's history, without a key if the last messages hold none that can be checked.
 	Event EtcdEvent
+}
+
+// ReadBack reads a message, from the end of the log backwards, until Event is found. It returns false if no earlier
+// message is needed. key is the etcd key of the message's object; empty: unknown. Events before a reset of all
+// resources are of an earlier history, which etcd need not have.
+func (l *LogEnd) ReadBack(e *logv1.Event, key string) (more bool) {
+	if !isEvent(e) || key == "" {
+		return e.Type != logv1.Type_TYPE_RESET || e.StorageResource != ""
+	}
+	l.Event = EtcdEvent{key, e.Revision, e.Type == logv1.Type_TYPE_DELETED}
+	return false
 }
 
 // EtcdState is etcd's state when a term begins.

@@ -344,18 +344,25 @@ func (s *schedule) noticed() bool {
 	return s.etcd.generation == 0
 }
 
-// tryRestore restores etcd to a revision, if a publisher can find out. The restored etcd then lacks the last event of
-// the log and of each checkpoint.
+// tryRestore restores etcd to a revision, if a publisher can find out: the restored etcd has another token than the
+// log, or lacks its last event. It differs from each checkpoint too.
 func (s *schedule) tryRestore() {
 	to := s.etcd.revision() - 1 - int64(s.rng.IntN(8))
 	if to < s.etcd.compacted {
 		return
 	}
-	if len(s.log.stored) > 0 && s.log.end().Event.Revision <= to {
+	if s.chance(30) { // the log is lost with etcd
+		s.recreate()
+	}
+	record, modRevision := s.etcd.recordAt(to)
+	end := s.log.end()
+	if p := end.Progress; !end.Empty && end.Event.Revision <= to && (p == nil || p.Epoch == record.ID &&
+		(p.FencingToken == record.Token || p.NextFencingToken == record.Token)) {
 		return
 	}
 	for _, p := range s.publishers {
-		if p.core.checkpoint.epoch.ID != "" && p.core.checkpoint.last.Revision <= to {
+		m := p.core.checkpoint
+		if m.epoch.ID != "" && m.last.Revision <= to && m.epoch == record && m.modRevision == modRevision {
 			return
 		}
 	}
@@ -390,7 +397,9 @@ func (s *schedule) heal() {
 			if c.own != nil {
 				c.own.pump(w, 100)
 			}
-			c.step(w)
+			if c.in == nil || c.receiver.State() == Active {
+				c.step(w)
+			}
 			c.unblock(w)
 		}
 		for _, b := range s.gateway.broadcasts {

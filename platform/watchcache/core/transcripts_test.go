@@ -346,6 +346,9 @@ func (s *transcript) step(name string, n int) {
 func (s *transcript) clientStep(t *testing.T, d *datadriven.TestData, c *client, n int) {
 	switch d.Cmd {
 	case "step":
+		if c.own != nil {
+			c.own.bookmarkDue = d.HasArg("bookmark")
+		}
 		s.step(c.name, n)
 	case "unblock":
 		c.unblock(s.world)

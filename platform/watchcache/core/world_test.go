@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"watershed.dev/platform/events"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -21,7 +22,11 @@ type world struct {
 	gateway    gateway
 	now        time.Time
 	terms      int
-	trace      *strings.Builder
+	// excused: etcd was restored, or the log has lost messages, since the last epoch began. Another epoch may begin.
+	// excusedIn is the epoch then.
+	excused   bool
+	excusedIn string
+	trace     *strings.Builder
 	// err is the first violation of an invariant.
 	err error
 }
@@ -112,7 +117,7 @@ type delayedWrite struct {
 
 // newWorld returns a world with an empty etcd and no log.
 func newWorld() *world {
-	w := &world{now: time.Unix(0, 0)}
+	w := &world{now: time.Unix(0, 0), excused: true}
 	w.etcd.history, w.etcd.compacted, w.etcd.previous = make([]etcdRevision, 2, 64), 1, make([]int, 1, 64)
 	w.etcd.timelines = make([]timeline, 1, 4)
 	w.gateway.epochs = map[string]int{}
@@ -133,8 +138,10 @@ func (t *timeline) last(resource int, revision int64) int {
 }
 
 // record returns the epoch's record and its mod revision.
-func (e *etcd) record() (Epoch, int64) {
-	for r := e.revision(); r > 0; r-- {
+func (e *etcd) record() (Epoch, int64) { return e.recordAt(e.revision()) }
+
+func (e *etcd) recordAt(revision int64) (Epoch, int64) {
+	for r := revision; r > 0; r-- {
 		if e.history[r].record != nil {
 			return *e.history[r].record, r
 		}
@@ -240,6 +247,7 @@ func (w *world) restore(revision int64) {
 		p.end(w, "etcd was restored")
 	}
 	w.flights = nil
+	w.excuse()
 }
 
 // writeEpoch executes a write of the epoch's record, if its conditions hold.
@@ -311,8 +319,15 @@ func (s *stream) store(m Message) bool {
 	return true
 }
 
+// excuse excuses the beginning of another epoch.
+func (w *world) excuse() {
+	record, _ := w.etcd.record()
+	w.excused, w.excusedIn = true, record.ID
+}
+
 // expire removes the n oldest messages.
 func (w *world) expire(n int) {
+	w.excuse()
 	s := &w.log
 	s.stored = s.stored[n:]
 	s.before += uint64(n)
@@ -323,6 +338,7 @@ func (w *world) expire(n int) {
 
 // loseEnd removes the n newest messages, as a server without a sync to disk does.
 func (w *world) loseEnd(n int) {
+	w.excuse()
 	s := &w.log
 	s.stored = s.stored[: len(s.stored)-n : len(s.stored)-n]
 	if s.lastID = ""; len(s.stored) > 0 {
@@ -335,6 +351,7 @@ func (w *world) loseEnd(n int) {
 
 // recreate deletes the stream. The next term creates another.
 func (w *world) recreate() {
+	w.excuse()
 	w.log = stream{created: w.log.created + 1}
 	if w.trace != nil {
 		w.tracef("log: the stream is lost")
@@ -344,6 +361,7 @@ func (w *world) recreate() {
 // end returns the end of the log as a term reads it.
 func (s *stream) end() LogEnd {
 	end := LogEnd{Empty: len(s.stored) == 0, Sequence: s.last()}
+	more := true
 	for i := len(s.stored) - 1; i >= 0; i-- {
 		m := s.stored[i]
 		if i == len(s.stored)-1 {
@@ -352,9 +370,8 @@ func (s *stream) end() LogEnd {
 		if m.id.Progress && end.Progress == nil {
 			end.Progress = m.event
 		}
-		if isEvent(m.event) && end.Event.Key == "" {
-			end.Event = EtcdEvent{m.event.StorageResource + "/" + m.event.Name, m.event.Revision,
-				m.event.Type == logv1.Type_TYPE_DELETED}
+		if more {
+			more = end.ReadBack(m.event, m.event.StorageResource+"/"+m.event.Name)
 		}
 	}
 	return end
@@ -547,6 +564,11 @@ func (p *publisher) step(w *world, o outcome) {
 			}
 		}
 		p.term.EtcdRead(s)
+		sameEpoch := p.term.log.Progress != nil && p.term.log.Progress.Epoch == s.Epoch.ID
+		needless := !w.excused && sameEpoch && w.etcd.leader == p.name
+		if decision, reason := p.term.Decision(); decision == "starts a new epoch" && needless {
+			w.violated("%s starts an epoch without need: %s", p.name, reason)
+		}
 		if decision, reason := p.term.Decision(); w.trace != nil && decision == "continues" {
 			w.tracef("%s: the log %s%s", p.name, decision, reason)
 		}
@@ -675,9 +697,32 @@ func (f *flight) deliver(w *world) {
 		w.tracef("log: %s %v", map[bool]string{true: "stores", false: "rejects"}[stored], m.ID)
 	}
 	if stored {
+		w.checkOrder(m.Event)
 		f.acks = append(f.acks, m.ID)
 	} else {
 		f.rejected = true
+	}
+}
+
+// checkOrder checks that the log's last message follows the events of its epoch before it.
+func (w *world) checkOrder(e *logv1.Event) {
+	if e.Type == logv1.Type_TYPE_RESET && e.StorageResource == "" {
+		if record, _ := w.etcd.record(); record.ID == e.Epoch && e.Epoch != w.excusedIn {
+			w.excused = false
+		}
+		return
+	}
+	for i := len(w.log.stored) - 2; i >= 0; i-- {
+		before := w.log.stored[i]
+		switch {
+		case before.id.Progress && before.event.Type == logv1.Type_TYPE_UNSPECIFIED:
+			continue
+		case before.id.Progress || before.event.Epoch != e.Epoch:
+		case before.event.Revision > e.Revision || w.log.stored[len(w.log.stored)-1].id.Progress:
+		case !events.PositionOf(before.event).Before(events.PositionOf(e)):
+			w.violated("the log has %s after %v", describeEvent(e), before.id)
+		}
+		return
 	}
 }
 

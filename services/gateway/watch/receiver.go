@@ -43,12 +43,15 @@ func (r *receiver) waitForQueue() {
 	}
 }
 
+// unblockBytes is about how many bytes Unblock queues at once, because other receivers wait too.
+const unblockBytes = 64 << 10
+
 // Unblock implements h2writer.Waiter: it queues the pending entries of a blocked receiver.
 func (r *receiver) Unblock() {
 	b := r.broadcast
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	pending, action := b.Unblock(&r.Receiver)
+	pending, action := b.Unblock(&r.Receiver, unblockBytes)
 	now := time.Now()
 	switch action {
 	case core.Wake:

@@ -143,34 +143,31 @@ func (p *Publisher) readLog(ctx context.Context) (end core.LogEnd, err error) {
 	if err != nil && !errors.Is(err, jetstream.ErrMsgNotFound) {
 		return end, err
 	}
-	end.Event, err = p.lastEvent(ctx, sequence)
-	return end, err
-}
-
-// lastEventLookback is how many messages lastEvent reads back from the end of the log.
-const lastEventLookback = 32
-
-// lastEvent returns the last event up to a sequence whose etcd key is known. It has no key if the last messages hold no
-// such event. The key of a custom resource is unknown, because its CRD as of the event's revision is.
-func (p *Publisher) lastEvent(ctx context.Context, sequence uint64) (core.EtcdEvent, error) {
-	for seq := sequence; seq > 0 && seq+lastEventLookback > sequence; seq-- {
+	for seq, more := sequence, true; more && seq > 0 && seq+lastEventLookback > sequence; seq-- {
 		m, err := eventlog.Get(ctx, p.JS, seq)
 		if errors.Is(err, jetstream.ErrMsgNotFound) {
 			break
 		}
 		if err != nil {
-			return core.EtcdEvent{}, err
+			return end, err
 		}
-		e, err := eventlog.Event(m.Header, m.Data)
-		if err != nil || e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET {
-			continue
-		}
-		if st, ok := p.Storage.ByName(e.StorageResource); ok {
-			deleted := e.Type == logv1.Type_TYPE_DELETED
-			return core.EtcdEvent{Key: st.Key(e.Namespace, e.Name), Revision: e.Revision, Deleted: deleted}, nil
+		if e, err := eventlog.Event(m.Header, m.Data); err == nil {
+			more = end.ReadBack(e, p.keyOf(e))
 		}
 	}
-	return core.EtcdEvent{}, nil
+	return end, nil
+}
+
+// lastEventLookback is how many messages readLog reads back from the end of the log for its last event.
+const lastEventLookback = 32
+
+// keyOf returns the etcd key of an event's object. It is empty for a custom resource, because its CRD as of the event's
+// revision is unknown.
+func (p *Publisher) keyOf(e *logv1.Event) string {
+	if st, ok := p.Storage.ByName(e.StorageResource); ok {
+		return st.Key(e.Namespace, e.Name)
+	}
+	return ""
 }
 
 // readEtcd reads the epoch's record, and whether etcd has an event.
