@@ -6,7 +6,7 @@
 // rejects messages of a deposed publisher.
 //
 // The package does not read etcd and elects no publisher; the registry does. Read and Replay run in the caller's
-// goroutine. A Writer belongs to one goroutine, and starts another for the acknowledgements.
+// goroutine. A Writer receives acknowledgements in the goroutine of its subscription.
 package eventlog
 
 import (
@@ -132,14 +132,8 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, error) {
 	return nc, nil
 }
 
-// maxUnacknowledged is how many messages a publisher sends before it waits for acknowledgements.
-const maxUnacknowledged = 512
-
-// JetStream returns the registry's context for publishing. It waits for an acknowledgement for at most 5 s.
-func JetStream(nc *nats.Conn) (jetstream.JetStream, error) {
-	return jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(maxUnacknowledged),
-		jetstream.WithPublishAsyncTimeout(5*time.Second))
-}
+// JetStream returns the registry's context for the stream.
+func JetStream(nc *nats.Conn) (jetstream.JetStream, error) { return jetstream.New(nc) }
 
 const (
 	// encodingHeader names the compression of a message's data. Without the header, the data is not compressed.

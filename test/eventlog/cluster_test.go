@@ -148,21 +148,29 @@ func (c *cluster) writer() (*writer, error) {
 	if err != nil {
 		return nil, err
 	}
-	w := &writer{core.NewChain(rand.Text()+"-", last, eventlog.Encode(32<<20)), eventlog.NewWriter(c.t.Context(), c.js), last}
+	log, err := eventlog.NewWriter(c.t.Context(), c.nc)
+	if err != nil {
+		return nil, err
+	}
+	w := &writer{core.NewChain(rand.Text()+"-", last, eventlog.Encode(32<<20)), log, last}
 	if !ok {
 		w.Restart(sequence)
 	}
 	return w, nil
 }
 
-// append sends an event.
-func (w *writer) append(ctx context.Context, e *logv1.Event) error {
-	m, err := w.Append(e)
-	if err != nil {
-		return err
+// append sends events together.
+func (w *writer) append(ctx context.Context, events ...*logv1.Event) error {
+	var messages []core.Message
+	for _, e := range events {
+		m, err := w.Append(e)
+		if err != nil {
+			return err
+		}
+		messages = append(messages, m)
+		w.sent = m.ID
 	}
-	w.sent = m.ID
-	return w.log.Send(ctx, m)
+	return w.log.Send(ctx, false, messages...)
 }
 
 // flush waits until the log has stored all events.

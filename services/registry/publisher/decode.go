@@ -22,7 +22,31 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// handle publishes a response of the etcd watch.
+// maxResponses is how many responses of the etcd watch are handled before acknowledgements and timers are.
+const maxResponses = 16
+
+// receive handles a response of the etcd watch, and the responses that have arrived after it. Their messages share an
+// acknowledgement.
+func (t *term) receive(ctx context.Context, watch clientv3.WatchChan, resp clientv3.WatchResponse, ok bool) error {
+	for n := 1; ; n++ {
+		if !ok {
+			return errors.New("etcd ended the watch")
+		}
+		if err := t.handle(ctx, resp); err != nil || n == maxResponses || t.Request().Op != core.WatchEtcd {
+			return err
+		}
+		if err := t.send(ctx, true); err != nil {
+			return err
+		}
+		select {
+		case resp, ok = <-watch:
+		default:
+			return nil // proceed sends the last message
+		}
+	}
+}
+
+// handle handles a response of the etcd watch.
 func (t *term) handle(ctx context.Context, resp clientv3.WatchResponse) error {
 	if resp.CompactRevision != 0 || errors.Is(resp.Err(), rpctypes.ErrCompacted) {
 		t.Compacted()
@@ -35,22 +59,23 @@ func (t *term) handle(ctx context.Context, resp clientv3.WatchResponse) error {
 		t.Progress(resp.Header.Revision)
 		return nil
 	}
-	for events := resp.Events; len(events) > 0; {
+	for events := resp.Events; len(events) > 0 && t.Request().Op == core.WatchEtcd; {
+		if err := t.send(ctx, true); err != nil {
+			return err
+		}
 		n := 1
 		for n < len(events) && events[n].Kv.ModRevision == events[0].Kv.ModRevision {
 			n++
 		}
-		if err := t.publishTransaction(ctx, events[:n]); err != nil {
-			return err
-		}
+		t.transaction(ctx, events[:n])
 		events = events[n:]
 	}
 	return nil
 }
 
-// publishTransaction publishes the events of a revision. An event's span belongs to the trace of its write, if the
-// write is traced.
-func (t *term) publishTransaction(ctx context.Context, events []*clientv3.Event) error {
+// transaction makes the messages of the events of a revision. An event's span belongs to the trace of its write, if
+// the write is traced.
+func (t *term) transaction(ctx context.Context, events []*clientv3.Event) {
 	changes := make([]core.Change, len(events))
 	for i, e := range events {
 		c := &changes[i]
@@ -66,7 +91,6 @@ func (t *term) publishTransaction(ctx context.Context, events []*clientv3.Event)
 		}
 	}
 	t.Transaction(changes)
-	return t.proceed(ctx)
 }
 
 // encode encodes an event as a message.

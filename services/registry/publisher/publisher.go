@@ -155,8 +155,12 @@ func (p *Publisher) lead(ctx context.Context) error {
 func (p *Publisher) publish(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
+	log, err := eventlog.NewWriter(ctx, p.NATS)
+	if err != nil {
+		return err
+	}
 	t := &term{Term: p.core.Begin(rand.Text()[:8]+"-", core.Epoch{ID: rand.Text(), Token: rand.Text()}, p.encode),
-		Publisher: p, log: eventlog.NewWriter(ctx, p.JS)}
+		Publisher: p, log: log}
 	if err := t.proceed(ctx); err != nil {
 		return err
 	}
@@ -222,10 +226,7 @@ func (t *term) watch(ctx context.Context, watch clientv3.WatchChan, progressRequ
 			t.ForceProgress()
 			err = t.requestProgress(ctx)
 		case resp, ok := <-watch:
-			if !ok {
-				return errors.New("etcd ended the watch")
-			}
-			err = t.handle(ctx, resp)
+			err = t.receive(ctx, watch, resp, ok)
 		}
 		if err == nil {
 			err = t.proceed(ctx)

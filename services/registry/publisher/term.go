@@ -39,7 +39,7 @@ type term struct {
 // proceed sends the term's messages and performs its requests, until the term waits for etcd's events. It returns the
 // error that ends the term.
 func (t *term) proceed(ctx context.Context) error {
-	if err := t.send(ctx); err != nil || t.Request().Op == core.WatchEtcd {
+	if err := t.send(ctx, false); err != nil || t.Request().Op == core.WatchEtcd {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
@@ -48,16 +48,17 @@ func (t *term) proceed(ctx context.Context) error {
 		if err := t.perform(ctx, t.Request()); err != nil {
 			return err
 		}
-		if err := t.send(ctx); err != nil {
+		if err := t.send(ctx, false); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// send sends the term's messages to the log.
-func (t *term) send(ctx context.Context) error {
-	for _, m := range t.TakeMessages() {
+// send sends the term's messages to the log. more: others follow at once, and share their acknowledgement.
+func (t *term) send(ctx context.Context, more bool) error {
+	messages := t.TakeMessages()
+	for _, m := range messages {
 		switch e := m.Event; {
 		case e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Type != logv1.Type_TYPE_RESET:
 			publishedEvents.WithLabelValues(e.StorageResource).Inc()
@@ -66,12 +67,9 @@ func (t *term) send(ctx context.Context) error {
 			decision, reason := t.Decision()
 			slog.Warn("The event log "+decision, "reason", reason, "after", e.Revision, "last", m.Expected.String())
 		}
-		if err := t.log.Send(ctx, m); err != nil {
-			return err
-		}
 	}
 	t.published.Store(t.core.Published())
-	return nil
+	return t.log.Send(ctx, more, messages...)
 }
 
 // perform performs a request and answers it.
