@@ -93,7 +93,7 @@ func (r *reader) read(ctx context.Context) error {
 	if err := r.catchUp(ctx); err != nil {
 		return err
 	}
-	compared, lastSequence, due := time.Now(), r.Sequence(), false
+	compared, lastSequence, due := time.Now(), r.Sequence, false
 	for {
 		m, err := sub.NextMsg(pollInterval)
 		if err == nil {
@@ -109,8 +109,8 @@ func (r *reader) read(ctx context.Context) error {
 		switch {
 		case err != nil:
 			return err
-		case r.Sequence() != lastSequence:
-			compared, lastSequence = time.Now(), r.Sequence()
+		case r.Sequence != lastSequence:
+			compared, lastSequence = time.Now(), r.Sequence
 		case due || time.Since(compared) > compareAfter:
 			ok, err := r.compare(ctx)
 			if err != nil {

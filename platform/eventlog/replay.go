@@ -38,7 +38,7 @@ func Replay(ctx context.Context, stream StreamReader, storedAs string, after int
 			return ctx.Err()
 		case <-time.After(replayPause):
 		}
-		request = &logv1.ReadRequest{StorageResource: storedAs, Sequence: r.Through() + 1}
+		request = &logv1.ReadRequest{StorageResource: storedAs, Sequence: r.Through + 1}
 	}
 }
 

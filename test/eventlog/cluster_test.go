@@ -132,7 +132,7 @@ func (c *cluster) last() string {
 	if err != nil {
 		c.t.Fatal(err)
 	}
-	return w.Last().String()
+	return w.Last.String()
 }
 
 // writer appends events to the log as a publisher does.

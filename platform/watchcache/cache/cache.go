@@ -117,7 +117,7 @@ func (c *Cache) Apply(e *logv1.Event) {
 	if c.eventsOnly && newest > 0 {
 		c.evict(newest)
 	}
-	if progress := c.replica.Progress(); progress > c.progress.Load() {
+	if progress := c.replica.Progress; progress > c.progress.Load() {
 		c.progress.Store(progress)
 		c.notifyAdvanced()
 	}
@@ -182,7 +182,7 @@ func (c *Cache) resetAll(x core.Effect) {
 	c.mu.Lock()
 	c.low = x.Low
 	c.mu.Unlock()
-	epoch := c.replica.Epoch()
+	epoch := c.replica.Epoch
 	c.epoch.Store(&epoch)
 	c.progress.Store(x.Low)
 	c.each(func(r *Resource) { r.forget(x) })

@@ -65,7 +65,7 @@ func (r *Resource) snapshotOrLoad(ctx context.Context, field string, source Sour
 		return s, nil
 	}
 	if r.loading == nil {
-		r.loading = &load{done: make(chan struct{}), from: progress, resets: r.horizon.Resets()}
+		r.loading = &load{done: make(chan struct{}), from: progress, resets: r.horizon.Resets}
 		go r.load(context.WithoutCancel(ctx), r.loading, source, wait)
 	}
 	return nil, r.loading

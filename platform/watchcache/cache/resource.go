@@ -144,7 +144,7 @@ func (r *Resource) trim() {
 // dropOldest drops the oldest event. Triggers may still hold it.
 func (r *Resource) dropOldest() {
 	e := r.events.Oldest()
-	r.horizon.Drop(e.At())
+	r.horizon.Low = e.At()
 	r.staleEvents++
 	r.addBytes(-int64(e.release()))
 	r.events.Drop(1)
@@ -163,7 +163,7 @@ func (r *Resource) evictOldest() {
 // trimTriggers drops the events from the triggers that the ring has dropped.
 func (r *Resource) trimTriggers() {
 	for _, t := range r.triggers {
-		t.forget(r.horizon.Revision())
+		t.forget(r.horizon.Low.Revision)
 	}
 	r.staleEvents = 0
 }

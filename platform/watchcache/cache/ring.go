@@ -110,7 +110,7 @@ func (r *Resource) Subscribe(t Trigger) *Subscription {
 				trigger.Add(e)
 			}
 		}
-		trigger.forget(r.horizon.Revision())
+		trigger.forget(r.horizon.Low.Revision)
 		r.triggers[t] = trigger
 		r.triggerFields[t.Field]++
 	}
@@ -170,7 +170,7 @@ func (s *Subscription) After(revision int64, index int32) (cur Cursor, low int64
 	defer r.cache.resetMu.RUnlock()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	after, low := events.Position{Revision: revision, Index: index}, r.horizon.Revision()
+	after, low := events.Position{Revision: revision, Index: index}, r.horizon.Low.Revision
 	if !r.horizon.Holds(after) {
 		return 0, low, false
 	}
@@ -189,7 +189,7 @@ func (s *Subscription) Next(cur Cursor,
 	progress = r.cache.progress.Load()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	s.ring.forget(r.horizon.Revision())
+	s.ring.forget(r.horizon.Low.Revision)
 	rest, more, ok := s.ring.Read(int64(cur), n)
 	if !ok {
 		return nil, cur, 0, nil, false

@@ -121,7 +121,7 @@ func (r *Resource) SnapshotAt(revision int64) (*Snapshot, bool) {
 	progress := r.cache.progress.Load()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.tree == nil || revision < r.horizon.Revision() || progress < revision || r.applied > revision {
+	if r.tree == nil || revision < r.horizon.Low.Revision || progress < revision || r.applied > revision {
 		return nil, false
 	}
 	s := r.currentSnapshot("")

@@ -32,7 +32,7 @@ func (c *Cache) Resources() []Status {
 			Bytes:           r.bytes,
 			Events:          r.events.Len(),
 			EventBytes:      int(r.ringBytes.Load()),
-			OldestResumable: r.horizon.Revision(),
+			OldestResumable: r.horizon.Low.Revision,
 			Watches:         r.subscribers,
 			Triggers:        len(r.triggers),
 			Indexes:         len(r.indexes),

@@ -13,17 +13,20 @@ import (
 // Broadcast is a stream of events that equal watches share: its recent events and its position. The caller's lock
 // guards it and its receivers.
 type Broadcast struct {
-	// entries is a ring of the recent events. bytes is their size.
-	entries events.Ring[Entry]
-	bytes   int
-	// entries holds every event after low. high is the position that the stream has reached.
-	low, high events.Position
-	// bookmark is the newest bookmark. Every event before it is or was in entries.
-	bookmark Entry
-	// bookmarkCount counts the bookmarks received.
-	bookmarkCount int64
-	ended         bool
-	parts         [][]byte // of the last delivery; reused
+	// Bytes is the size of the recent events.
+	Bytes int
+	// High is the position that the stream has reached. A stream from another replica resumes after it.
+	High events.Position
+	// Ended: each receiver sends its pending entries, and then opens its own stream.
+	Ended bool
+	// Bookmark is the newest bookmark. Every event before it is or was in entries.
+	Bookmark Entry
+
+	entries events.Ring[Entry] // holds every event after low
+	low     events.Position
+	// bookmarks counts the bookmarks received.
+	bookmarks int64
+	parts     [][]byte // of the last delivery; reused
 }
 
 // Entry is an event of a stream.
@@ -36,20 +39,11 @@ type Entry struct {
 const EntryBytes = 48
 
 // NewBroadcast returns a broadcast of the events after a position.
-func NewBroadcast(after events.Position) Broadcast { return Broadcast{low: after, high: after} }
-
-// Position returns the position that the stream has reached. A stream from another replica resumes after it.
-func (b *Broadcast) Position() events.Position { return b.high }
-
-// Bytes returns the size of the recent events.
-func (b *Broadcast) Bytes() int { return b.bytes }
-
-// Ended returns true if the stream has ended.
-func (b *Broadcast) Ended() bool { return b.ended }
+func NewBroadcast(after events.Position) Broadcast { return Broadcast{low: after, High: after} }
 
 // Joinable returns whether the broadcast holds the events after a position, or will.
 func (b *Broadcast) Joinable(after events.Position) bool {
-	return !b.ended && !after.Before(b.low) && !after.DifferentEpoch(b.high)
+	return !b.Ended && !after.Before(b.low) && !after.DifferentEpoch(b.High)
 }
 
 // Join makes r a receiver of the events after a position. It returns false if the broadcast is not joinable there.
@@ -57,33 +51,32 @@ func (b *Broadcast) Join(r *Receiver, after events.Position) bool {
 	if !b.Joinable(after) {
 		return false
 	}
-	r.cursor = b.entries.Search(func(e Entry) bool { return after.Before(e.Position) })
+	r.Cursor = b.entries.Search(func(e Entry) bool { return after.Before(e.Position) })
 	r.position, r.skipUntil = after, after
 	return true
 }
 
 // Leave ends the part of a receiver, and returns its position.
 func (b *Broadcast) Leave(r *Receiver) events.Position {
-	r.state, r.Direct = Active, false
+	r.State, r.Direct = Active, false
 	b.advance(r)
 	return r.position
 }
 
 // advance sets the position of a receiver without pending entries to the broadcast's.
 func (b *Broadcast) advance(r *Receiver) {
-	if r.cursor == b.entries.Next() && r.position.Before(b.high) {
-		r.position = b.high
+	if r.Cursor == b.entries.Next() && r.position.Before(b.High) {
+		r.position = b.High
 	}
 }
 
 // Delivery is the new entries of a frame, for the synced receivers. Parts is valid until the next call of Add.
 type Delivery struct {
-	Parts  [][]byte
-	Traces []string
-	// Bookmark is true if the frame had a bookmark.
-	Bookmark    bool
+	Parts       [][]byte
+	End         int64 // the cursor after the entries
+	Traces      []string
+	Bookmark    bool // the frame had a bookmark
 	first, last events.Position
-	end         int64
 }
 
 // Add adds a frame's events to the ring. It drops an event that the broadcast has: the stream replaced another, which
@@ -95,23 +88,23 @@ func (b *Broadcast) Add(m *watchfanoutv1.WatchFrame) Delivery {
 	for _, boundary := range m.Boundaries {
 		e := Entry{m.Data[offset:boundary.End], events.FromProto(boundary.Position)}
 		offset = boundary.End
-		if e.Position.Before(b.high) || !boundary.Bookmark && !b.high.Before(e.Position) {
+		if e.Position.Before(b.High) || !boundary.Bookmark && !b.High.Before(e.Position) {
 			continue
 		}
 		if boundary.Bookmark {
-			b.bookmark, d.Bookmark = e, true
-			b.bookmarkCount++
+			b.Bookmark, d.Bookmark = e, true
+			b.bookmarks++
 			continue
 		}
 		b.entries.Add(e)
-		b.bytes += len(e.Data) + EntryBytes
+		b.Bytes += len(e.Data) + EntryBytes
 		if boundary.Traceparent != "" {
 			d.Traces = append(d.Traces, boundary.Traceparent)
 		}
 	}
-	if p := events.FromProto(m.Position); !p.Before(b.high) {
-		p.Epoch = cmp.Or(p.Epoch, b.high.Epoch)
-		b.high = p
+	if p := events.FromProto(m.Position); !p.Before(b.High) {
+		p.Epoch = cmp.Or(p.Epoch, b.High.Epoch)
+		b.High = p
 	}
 	if added := b.entries.From(firstNew); len(added) > 0 {
 		b.parts = b.parts[:0]
@@ -119,7 +112,7 @@ func (b *Broadcast) Add(m *watchfanoutv1.WatchFrame) Delivery {
 			b.parts = append(b.parts, e.Data)
 		}
 		d.Parts = b.parts
-		d.first, d.last, d.end = added[0].Position, added[len(added)-1].Position, b.entries.Next()
+		d.first, d.last, d.End = added[0].Position, added[len(added)-1].Position, b.entries.Next()
 	}
 	return d
 }
@@ -127,7 +120,7 @@ func (b *Broadcast) Add(m *watchfanoutv1.WatchFrame) Delivery {
 // Oversized returns whether Trim is due: the ring exceeds limit bytes, or retained bytes by far. An ended broadcast
 // keeps its entries until its receivers have left.
 func (b *Broadcast) Oversized(limit, retained int) bool {
-	return !b.ended && (b.bytes > limit || b.bytes > 2*retained)
+	return !b.Ended && (b.Bytes > limit || b.Bytes > 2*retained)
 }
 
 // Trim drops the oldest entries until the ring is within limit bytes. Entries that all receivers have seen, which are
@@ -136,24 +129,18 @@ func (b *Broadcast) Trim(limit, retained int, slowest int64) {
 	sequence := b.entries.Base()
 	b.entries.DropWhile(func(e Entry) bool {
 		seen := sequence < slowest
-		if b.bytes <= limit && (!seen || b.bytes <= retained) {
+		if b.Bytes <= limit && (!seen || b.Bytes <= retained) {
 			return false
 		}
-		b.bytes -= len(e.Data) + EntryBytes
+		b.Bytes -= len(e.Data) + EntryBytes
 		b.low = e.Position
 		sequence++
 		return true
 	})
 }
 
-// Next returns the sequence of the next entry: the cursor of a receiver that has seen all entries.
-func (b *Broadcast) Next() int64 { return b.entries.Next() }
-
-// End ends the broadcast. Each receiver sends its pending entries, and then opens its own stream.
-func (b *Broadcast) End() { b.ended = true }
-
 // Release frees the entries, after the last receiver of an ended broadcast has left.
-func (b *Broadcast) Release() { b.entries, b.bytes = events.Ring[Entry]{}, 0 }
+func (b *Broadcast) Release() { b.entries, b.Bytes = events.Ring[Entry]{}, 0 }
 
 // State is a receiver's state.
 type State int
@@ -168,8 +155,6 @@ const (
 	// and the limiter or the connection unblocks it later.
 	Blocked
 )
-
-func (s State) String() string { return [...]string{"active", "synced", "blocked"}[s] }
 
 // Action is an action that a shell takes for a receiver.
 type Action int
@@ -187,8 +172,6 @@ const (
 	// Enqueue: unblock the receiver when the connection's queue has space.
 	Enqueue
 )
-
-func (a Action) String() string { return [...]string{"skip", "wake", "write", "charge", "enqueue"}[a] }
 
 // Receiver is a client's part in a broadcast. Its states:
 //
@@ -224,9 +207,9 @@ type Receiver struct {
 	BookmarkPeriod time.Duration
 	// NextBookmark is when the next bookmark is due. Zero: now.
 	NextBookmark time.Time
-
-	state    State
-	cursor   int64
+	State        State
+	// Cursor is the sequence of the next entry.
+	Cursor   int64
 	position events.Position
 	// queued: the limiter or the connection will unblock the receiver.
 	queued bool
@@ -234,32 +217,23 @@ type Receiver struct {
 	throttled bool
 	// charged: the limiter is already charged for entries before this sequence, which the client's goroutine writes.
 	charged int64
-	// lastBookmark is the bookmarkCount of the last bookmark sent.
+	// lastBookmark is the number of the last bookmark sent.
 	lastBookmark int64
 	// skipUntil: the client already has events up to this position.
 	skipUntil events.Position
 }
 
-// State returns the receiver's state.
-func (r *Receiver) State() State { return r.state }
-
-// Cursor returns the sequence of the receiver's next entry.
-func (r *Receiver) Cursor() int64 { return r.cursor }
-
-// Wake makes the receiver active: its client's goroutine must take the pending entries.
-func (r *Receiver) Wake() { r.state = Active }
-
 // Block blocks the receiver, for the limiter (throttled) or for the connection's queue. It returns true if the caller
 // must enqueue it there.
 func (r *Receiver) Block(throttled bool) (enqueue bool) {
 	enqueue = !r.queued
-	r.state, r.queued, r.throttled = Blocked, true, r.throttled || throttled
+	r.State, r.queued, r.throttled = Blocked, true, r.throttled || throttled
 	return enqueue
 }
 
 // Charged makes the receiver active after the limiter was charged for its entries before end, because its client's
 // goroutine must write them: its stream's window is full.
-func (r *Receiver) Charged(end int64) { r.charged, r.state = end, Active }
+func (r *Receiver) Charged(end int64) { r.charged, r.State = end, Active }
 
 var (
 	// ErrUnsynced: the broadcast does not hold the receiver's next event. The watch opens its own stream until it has
@@ -285,19 +259,19 @@ type Batch struct {
 // Pending returns the pending entries of a receiver, for its client's goroutine to write. Call Take after the limiter
 // is charged. The receiver stays active unless nothing is pending.
 func (b *Broadcast) Pending(r *Receiver) (Batch, error) {
-	r.state = Active
-	if r.cursor < b.entries.Base() {
+	r.State = Active
+	if r.Cursor < b.entries.Base() {
 		if r.throttled {
 			return Batch{}, ErrThrottled
 		}
 		return Batch{}, ErrUnsynced
 	}
 	limit := math.MaxInt
-	if r.charged > r.cursor {
-		limit = int(r.charged - r.cursor)
+	if r.charged > r.Cursor {
+		limit = int(r.charged - r.Cursor)
 	}
 	pending := b.pending(r, limit, math.MaxInt)
-	pending.Charged = r.charged > r.cursor
+	pending.Charged = r.charged > r.Cursor
 	return pending, nil
 }
 
@@ -305,32 +279,32 @@ func (b *Broadcast) Pending(r *Receiver) (Batch, error) {
 // if it is due. If it returns nothing and the receiver is Direct, the receiver is synced. again is true if more entries
 // are pending and this batch has none.
 func (b *Broadcast) Take(r *Receiver, pending Batch, now time.Time) (parts [][]byte, again bool, err error) {
-	r.cursor, r.position, parts = pending.End, pending.position, pending.Parts
-	if r.cursor < b.entries.Next() {
+	r.Cursor, r.position, parts = pending.End, pending.position, pending.Parts
+	if r.Cursor < b.entries.Next() {
 		return parts, len(parts) == 0, nil
 	}
 	r.throttled = false
 	if b.bookmarkDue(r, now) {
-		parts = append(parts, b.bookmark.Data)
+		parts = append(parts, b.Bookmark.Data)
 		b.BookmarkSent(r, now)
 	}
 	if len(parts) > 0 {
 		return parts, false, nil
 	}
 	b.advance(r)
-	if b.ended {
+	if b.Ended {
 		return nil, false, ErrEnded
 	}
 	if r.Direct {
-		r.state = Synced
+		r.State = Synced
 	}
 	return nil, false, nil
 }
 
 // pending returns at most `entries` entries of a receiver, and stops after about `bytes` bytes.
 func (b *Broadcast) pending(r *Receiver, entries, bytes int) Batch {
-	p := Batch{End: r.cursor, position: r.position}
-	for i, e := range b.entries.From(r.cursor) {
+	p := Batch{End: r.Cursor, position: r.position}
+	for i, e := range b.entries.From(r.Cursor) {
 		if i >= entries || bytes <= 0 {
 			break
 		}
@@ -347,34 +321,31 @@ func (b *Broadcast) pending(r *Receiver, entries, bytes int) Batch {
 // Offer returns the action for a receiver when new entries arrive: Skip, Wake or Write. After a write call Delivered.
 func (b *Broadcast) Offer(r *Receiver, d *Delivery) Action {
 	switch {
-	case r.state == Blocked: // Unblock sends them
+	case r.State == Blocked: // Unblock sends them
 		return Skip
-	case r.state == Synced && r.cursor == d.end-int64(len(d.Parts)) && r.skipUntil.Before(d.first):
+	case r.State == Synced && r.Cursor == d.End-int64(len(d.Parts)) && r.skipUntil.Before(d.first):
 		return Write
 	}
-	r.state = Active
+	r.State = Active
 	return Wake
 }
 
-// End returns the cursor after the entries.
-func (d *Delivery) End() int64 { return d.end }
-
 // Delivered records that a receiver was sent the entries.
-func (b *Broadcast) Delivered(r *Receiver, d *Delivery) { r.cursor, r.position = d.end, d.last }
+func (b *Broadcast) Delivered(r *Receiver, d *Delivery) { r.Cursor, r.position = d.End, d.last }
 
 // Unblock returns about `bytes` bytes of the pending entries of a blocked receiver, and the action for it: Skip, Wake,
 // Charge or Write. After a charge call Charged, after a write Written.
 func (b *Broadcast) Unblock(r *Receiver, bytes int) (Batch, Action) {
 	r.queued = false
-	if r.state != Blocked {
+	if r.State != Blocked {
 		return Batch{}, Skip
 	}
-	r.state = Active
-	if r.cursor < b.entries.Base() {
+	r.State = Active
+	if r.Cursor < b.entries.Base() {
 		return Batch{}, Wake
 	}
 	pending := b.pending(r, math.MaxInt, bytes)
-	if b.ended || !r.Direct {
+	if b.Ended || !r.Direct {
 		return pending, Charge
 	}
 	return pending, Write
@@ -382,44 +353,41 @@ func (b *Broadcast) Unblock(r *Receiver, bytes int) (Batch, Action) {
 
 // Written records that an unblocked receiver was sent a batch. It returns the next action: Skip, Wake or Enqueue.
 func (b *Broadcast) Written(r *Receiver, sent Batch, now time.Time) Action {
-	r.cursor, r.position = sent.End, sent.position
-	if r.cursor < b.entries.Next() {
+	r.Cursor, r.position = sent.End, sent.position
+	if r.Cursor < b.entries.Next() {
 		return Enqueue
 	}
 	r.throttled = false
 	if b.bookmarkDue(r, now) {
 		return Wake
 	}
-	r.state = Synced
+	r.State = Synced
 	return Skip
 }
 
 // bookmarkDue reports whether a receiver without pending entries is due the newest bookmark.
 func (b *Broadcast) bookmarkDue(r *Receiver, now time.Time) bool {
-	return r.AllowBookmarks && r.lastBookmark < b.bookmarkCount && !now.Before(r.NextBookmark) &&
-		!b.bookmark.Position.Before(r.position) && !b.bookmark.Position.Before(r.skipUntil)
+	return r.AllowBookmarks && r.lastBookmark < b.bookmarks && !now.Before(r.NextBookmark) &&
+		!b.Bookmark.Position.Before(r.position) && !b.Bookmark.Position.Before(r.skipUntil)
 }
 
 // OfferBookmark returns the action for a receiver when a bookmark arrives: Skip, Wake or Write. After a write call
 // BookmarkSent.
 func (b *Broadcast) OfferBookmark(r *Receiver, now time.Time) Action {
 	switch {
-	case r.state == Blocked || !b.bookmarkDue(r, now):
+	case r.State == Blocked || !b.bookmarkDue(r, now):
 		return Skip
-	case r.state == Synced:
+	case r.State == Synced:
 		return Write
 	}
 	return Wake
 }
 
-// Bookmark returns the newest bookmark.
-func (b *Broadcast) Bookmark() []byte { return b.bookmark.Data }
-
 // BookmarkSent records that the receiver was sent the newest bookmark.
 func (b *Broadcast) BookmarkSent(r *Receiver, now time.Time) {
-	r.position, r.skipUntil = b.bookmark.Position, b.bookmark.Position
-	r.NextBookmark, r.lastBookmark = now.Add(r.BookmarkPeriod), b.bookmarkCount
+	r.position, r.skipUntil = b.Bookmark.Position, b.Bookmark.Position
+	r.NextBookmark, r.lastBookmark = now.Add(r.BookmarkPeriod), b.bookmarks
 }
 
 // BookmarkNow makes a bookmark due now.
-func (r *Receiver) BookmarkNow() { r.NextBookmark, r.state = time.Time{}, Active }
+func (r *Receiver) BookmarkNow() { r.NextBookmark, r.State = time.Time{}, Active }

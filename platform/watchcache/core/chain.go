@@ -25,8 +25,8 @@ type Encode func(*logv1.Event) (payload any, err error)
 // Chain makes messages of which each expects its predecessor. The log accepts no other message. Two chains that
 // begin after the same message cannot both continue.
 type Chain struct {
-	// last is the ID of the last message.
-	last ID
+	// Last is the ID of the last message.
+	Last ID
 	// nonce, with the number of the message, distinguishes this chain's IDs from the IDs of other chains.
 	nonce  string
 	length int
@@ -38,20 +38,17 @@ type Chain struct {
 
 // NewChain returns a chain that continues after last, the ID of the log's last message.
 func NewChain(nonce string, last ID, encode Encode) Chain {
-	return Chain{nonce: nonce, last: last, encode: encode}
+	return Chain{nonce: nonce, Last: last, encode: encode}
 }
 
 // Restart makes the next message begin the log again, after the message with the stream's last sequence. The next
 // message must be a reset.
 func (c *Chain) Restart(sequence uint64) { c.first, c.sequence = true, sequence }
 
-// Last returns the ID of the chain's last message, or of the log's last message.
-func (c *Chain) Last() ID { return c.last }
-
 // Has returns true if the log already holds an event, because it ended inside the event's transaction when the chain
 // began.
 func (c *Chain) Has(e *logv1.Event) bool {
-	return !c.last.Progress && e.Revision == c.last.Revision && e.Index <= c.last.Index
+	return !c.Last.Progress && e.Revision == c.Last.Revision && e.Index <= c.Last.Index
 }
 
 // Append returns the message of an event. An error means that the event cannot be a message. The chain is then
@@ -64,12 +61,12 @@ func (c *Chain) Append(e *logv1.Event) (Message, error) {
 	c.length++
 	m := Message{
 		ID:               IDOf(e, c.nonce+strconv.Itoa(c.length)),
-		Expected:         c.last,
+		Expected:         c.Last,
 		First:            c.first,
 		ExpectedSequence: c.sequence,
 		Event:            e,
 		Payload:          payload,
 	}
-	c.last, c.first = m.ID, false
+	c.Last, c.first = m.ID, false
 	return m, nil
 }

@@ -2,6 +2,7 @@ package core
 
 import (
 	"errors"
+	"math"
 	"slices"
 	"strconv"
 	"time"
@@ -125,7 +126,7 @@ func (c *client) receive(w *world, part []byte) {
 }
 
 func (c *client) receiveAll(w *world, parts [][]byte) {
-	if c.in != nil && !c.admit(w, c.in.Position().Epoch) {
+	if c.in != nil && !c.admit(w, c.in.High.Epoch) {
 		return
 	}
 	for _, p := range parts {
@@ -201,10 +202,10 @@ func (c *client) mayJoin(w *world) bool { return c.place.MayJoin() && w.now.Afte
 // join joins the broadcast of the resource, or begins it.
 func (c *client) join(w *world) bool {
 	b, p := w.gateway.broadcasts[c.resource], c.place.Position()
-	if !c.mayJoin(w) || b == nil && !c.place.Reached() {
+	if !c.mayJoin(w) || b == nil && !c.place.Reached {
 		return false
 	}
-	if b != nil && !c.place.Reached() && b.Position().Revision < p.Revision && p.Revision > w.etcd.revision() {
+	if b != nil && !c.place.Reached && b.High.Revision < p.Revision && p.Revision > w.etcd.revision() {
 		return false
 	}
 	if b == nil {
@@ -220,7 +221,7 @@ func (c *client) join(w *world) bool {
 		return false
 	}
 	c.receiver.Direct, c.receiver.AllowBookmarks, c.receiver.BookmarkPeriod = c.direct, true, time.Minute
-	c.receiver.NextBookmark = c.place.NextBookmark()
+	c.receiver.NextBookmark = c.place.NextBookmark
 	c.in, c.waits = b, false
 	b.receivers = append(b.receivers, c)
 	if w.trace != nil {
@@ -322,7 +323,7 @@ func (c *client) unblock(w *world) {
 	c.waits = false
 	pending, action := c.in.Unblock(&c.receiver, 8)
 	if w.trace != nil {
-		w.tracef("%s: is unblocked: %v", c.name, action)
+		w.tracef("%s: is unblocked: %s", c.name, [...]string{"skip", "wake", "write", "charge", "enqueue"}[action])
 	}
 	switch action {
 	case Charge:
@@ -348,7 +349,7 @@ func (b *broadcast) frame(w *world) {
 		if w.trace != nil {
 			w.tracef("gateway: the stream breaks")
 		}
-		b.stream = w.gateway.choose().watch(w, b.resource, b.Position())
+		b.stream = w.gateway.choose().watch(w, b.resource, b.High)
 		return
 	}
 	if len(s.frames) == 0 {
@@ -365,7 +366,7 @@ func (b *broadcast) frame(w *world) {
 		w.tracef("gateway: receives %s; new events: %d", w.describeFrame(m), len(d.Parts))
 	}
 	for _, c := range slices.Clone(b.receivers) {
-		if len(d.Parts) > 0 && b.Offer(&c.receiver, &d) == Write && c.tryWrite(w, d.End(), d.Parts...) {
+		if len(d.Parts) > 0 && b.Offer(&c.receiver, &d) == Write && c.tryWrite(w, d.End, d.Parts...) {
 			b.Delivered(&c.receiver, &d)
 		}
 	}
@@ -373,7 +374,7 @@ func (b *broadcast) frame(w *world) {
 		if !d.Bookmark || b.OfferBookmark(&c.receiver, w.now) != Write {
 			continue
 		}
-		if c.tryWrite(w, c.receiver.Cursor(), b.Bookmark()) {
+		if c.tryWrite(w, c.receiver.Cursor, b.Bookmark.Data) {
 			b.BookmarkSent(&c.receiver, w.now)
 		}
 	}
@@ -385,25 +386,25 @@ func (b *broadcast) trim(w *world) {
 	if g.limit == 0 || !b.Oversized(g.limit, g.retained) {
 		return
 	}
-	slowest := b.Next()
+	slowest := int64(math.MaxInt64)
 	for _, c := range b.receivers {
-		slowest = min(slowest, c.receiver.Cursor())
+		slowest = min(slowest, c.receiver.Cursor)
 	}
-	before := b.Bytes()
+	before := b.Bytes
 	b.Trim(g.limit, g.retained, slowest)
-	if w.trace != nil && b.Bytes() != before {
-		w.tracef("gateway: drops %d bytes of events, of %d", before-b.Bytes(), before)
+	if w.trace != nil && b.Bytes != before {
+		w.tracef("gateway: drops %d bytes of events, of %d", before-b.Bytes, before)
 	}
 }
 
 // end ends the broadcast. Its receivers send their pending entries, and open their own streams.
 func (b *broadcast) end(w *world) {
-	b.End()
+	b.Ended = true
 	if w.gateway.broadcasts[b.resource] == b {
 		w.gateway.broadcasts[b.resource] = nil
 	}
 	for _, c := range b.receivers {
-		c.receiver.Wake()
+		c.receiver.State = Active
 	}
 	if w.trace != nil {
 		w.tracef("gateway: the broadcast ends")
@@ -412,7 +413,7 @@ func (b *broadcast) end(w *world) {
 
 // reassign opens a stream at another replica. It replaces the current stream after its first frame.
 func (b *broadcast) reassign(w *world, r *replica) {
-	b.next = r.watch(w, b.resource, b.Position())
+	b.next = r.watch(w, b.resource, b.High)
 }
 
 // replace replaces the stream if the next stream has a frame.

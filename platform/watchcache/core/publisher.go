@@ -76,10 +76,11 @@ type EtcdState struct {
 
 // Publisher is a publisher's state between its terms. The zero value is ready to use.
 type Publisher struct {
-	checkpoint checkpoint
-	// published is the last revision in the log. acknowledged counts the acknowledgements.
-	published    int64
-	acknowledged int
+	// Published is the revision up to which the log is complete. 0: unknown.
+	Published int64
+
+	checkpoint   checkpoint
+	acknowledged int // counts the acknowledgements
 	// failingSince is when the first term failed after acknowledgedThen acknowledgements. Zero: none has.
 	failingSince     time.Time
 	acknowledgedThen int
@@ -93,9 +94,6 @@ type checkpoint struct {
 	modRevision, revision int64
 	last                  EtcdEvent
 }
-
-// Published returns the revision up to which the log is complete. 0: unknown.
-func (p *Publisher) Published() int64 { return p.published }
 
 // OtherLeader clears the checkpoint: another publisher is elected, and etcd may lose events that it publishes.
 func (p *Publisher) OtherLeader() { p.checkpoint = checkpoint{} }

@@ -10,10 +10,11 @@ import (
 // from the stream, which is in order. It finds gaps, a stream that was recreated, and a stream that lost its end. The
 // zero value begins at the stream's beginning.
 type Reader struct {
-	// created distinguishes streams of the same name. sequence and id are the position: the last message.
-	created  int64
-	sequence uint64
+	// Sequence is the sequence of the last message, and id its ID.
+	Sequence uint64
 	id       string
+	// created distinguishes streams of the same name.
+	created int64
 	// afterGap is true if the log no longer holds the last message, so the next message follows a gap.
 	afterGap bool
 }
@@ -21,20 +22,17 @@ type Reader struct {
 // ErrMissed means that a message does not follow the last message: the reader must read the stream.
 var ErrMissed = errors.New("messages of the event log were missed")
 
-// Sequence returns the sequence of the last message.
-func (r *Reader) Sequence() uint64 { return r.sequence }
-
 // Request returns the request for the rest of the stream. It begins with the last message, because another may have
 // replaced it: the stream lost its end, and has the same length again.
-func (r *Reader) Request() *logv1.ReadRequest { return &logv1.ReadRequest{Sequence: r.sequence} }
+func (r *Reader) Request() *logv1.ReadRequest { return &logv1.ReadRequest{Sequence: r.Sequence} }
 
 // Live returns whether a live message with a sequence is the next, or ErrMissed. It is false for a message that the
 // reader has.
 func (r *Reader) Live(sequence uint64) (next bool, err error) {
-	if sequence > r.sequence+1 {
+	if sequence > r.Sequence+1 {
 		return false, ErrMissed
 	}
-	return sequence == r.sequence+1, nil
+	return sequence == r.Sequence+1, nil
 }
 
 // Reposition returns true if the stream does not continue at the reader's position. It then moves the reader, which
@@ -43,13 +41,13 @@ func (r *Reader) Reposition(c *logv1.Chunk) bool {
 	previous := r.created
 	r.created = c.Created
 	switch {
-	case r.sequence == 0:
+	case r.Sequence == 0:
 		return false
 	case c.Created != previous: // another stream: read its beginning, which is a reset
-		r.sequence, r.id, r.afterGap = 0, "", true
+		r.Sequence, r.id, r.afterGap = 0, "", true
 		return true
-	case c.Last < r.sequence: // the stream lost its end, and its messages up to Last may differ
-		r.sequence, r.id, r.afterGap = c.Last, "", true
+	case c.Last < r.Sequence: // the stream lost its end, and its messages up to Last may differ
+		r.Sequence, r.id, r.afterGap = c.Last, "", true
 		return true
 	}
 	return false
@@ -59,7 +57,7 @@ func (r *Reader) Reposition(c *logv1.Chunk) bool {
 // apply, and the reset to apply before it if the message does not follow the last message. Only a message of the stream
 // proves such a gap. For a live message, Next returns ErrMissed. It returns no event for the last message.
 func (r *Reader) Next(m *logv1.StoredMessage, e *logv1.Event, live bool) (gap, event *logv1.Event, err error) {
-	if m.Sequence == r.sequence && m.Id == r.id {
+	if m.Sequence == r.Sequence && m.Id == r.id {
 		return nil, nil, nil
 	}
 	if e == nil {
@@ -73,7 +71,7 @@ func (r *Reader) Next(m *logv1.StoredMessage, e *logv1.Event, live bool) (gap, e
 		}
 		gap = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: before(e)}
 	}
-	r.afterGap, r.id, r.sequence = false, m.Id, m.Sequence
+	r.afterGap, r.id, r.Sequence = false, m.Id, m.Sequence
 	return gap, e, nil
 }
 
@@ -94,22 +92,20 @@ type Replay struct {
 	epoch     string
 	delivered bool
 	created   int64
-	through   uint64
+	// Through is the sequence up to which the replay has read the stream.
+	Through uint64
 }
 
 // NewReplay returns a replay of the events after a revision of an epoch.
 func NewReplay(after int64, epoch string) *Replay { return &Replay{after: after, epoch: epoch} }
 
-// Through returns the sequence up to which the replay has read the stream.
-func (r *Replay) Through() uint64 { return r.through }
-
 // Chunk moves the replay over a chunk, before its events. It returns ErrExpired if the stream is another, or has lost
 // its end.
 func (r *Replay) Chunk(c *logv1.Chunk) error {
-	if r.created != 0 && (c.Created != r.created || c.Last < r.through) {
+	if r.created != 0 && (c.Created != r.created || c.Last < r.Through) {
 		return ErrExpired
 	}
-	r.created, r.through = c.Created, c.Through
+	r.created, r.Through = c.Created, c.Through
 	return nil
 }
 

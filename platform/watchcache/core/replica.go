@@ -8,10 +8,12 @@ import (
 // Replica is the state of a reader that applies the log to its resources: its revision, its epoch, and the events of an
 // open transaction. The zero value is a reader that has applied nothing.
 type Replica struct {
-	// progress is the revision up to which every event has been applied.
-	progress int64
-	epoch    string
-	started  bool
+	// Progress is the revision up to which every event has been applied. Only a reset of all lowers it.
+	Progress int64
+	// Epoch is the epoch of etcd that revisions belong to; empty if the log has not named it.
+	Epoch string
+
+	started bool
 	// pending has the events of an open transaction. Events up to partial are applied already, because a
 	// reset followed them.
 	pending []*logv1.Event
@@ -35,12 +37,6 @@ type Effect struct {
 	Expected bool
 }
 
-// Progress returns the revision up to which every event has been applied. Effects lower it only at a reset of all.
-func (c *Replica) Progress() int64 { return c.progress }
-
-// Epoch returns the epoch of etcd that revisions belong to; empty if the log has not named it.
-func (c *Replica) Epoch() string { return c.epoch }
-
 // Restart prepares the replica for a reader that starts at the beginning of the log. If the log does not hold the
 // message after Progress any longer, its first message resets every resource.
 func (c *Replica) Restart() { c.pending, c.started = nil, false }
@@ -58,7 +54,7 @@ func (c *Replica) Apply(e *logv1.Event) []Effect {
 	c.effects = c.effects[:0]
 	switch {
 	case e.Type == logv1.Type_TYPE_RESET && e.StorageResource != "" && c.started:
-		if e.Revision >= c.progress { // otherwise it is a duplicate
+		if e.Revision >= c.Progress { // otherwise it is a duplicate
 			c.applyPending()
 			c.effects = append(c.effects, Effect{Resource: e.StorageResource, Low: e.Revision, CRDChanged: e.CrdChanged,
 				CRDChangedAt: e.Revision, Expected: e.CrdChanged})
@@ -68,13 +64,13 @@ func (c *Replica) Apply(e *logv1.Event) []Effect {
 			c.advance(e)
 		}
 		return c.effects
-	case events.IsRefill(e, c.epoch, c.progress):
+	case c.isRefill(e):
 		c.pending, c.started = nil, true // the refilled log repeats an open transaction from its start
 		return nil
 	case e.Type == logv1.Type_TYPE_RESET:
 		c.reset(e)
 		return c.effects
-	case e.Epoch != "" && c.epoch != "" && e.Epoch != c.epoch:
+	case e.Epoch != "" && c.Epoch != "" && e.Epoch != c.Epoch:
 		c.reset(e) // a new log whose first messages are gone
 	case !c.started:
 		c.start(e)
@@ -83,7 +79,7 @@ func (c *Replica) Apply(e *logv1.Event) []Effect {
 	case e.Type == logv1.Type_TYPE_UNSPECIFIED:
 		c.advance(e)
 	// Otherwise the log lost its end, and the publisher wrote it again.
-	case e.Revision > c.progress && c.partial.Before(events.PositionOf(e)):
+	case e.Revision > c.Progress && c.partial.Before(events.PositionOf(e)):
 		n := len(c.pending)
 		for n > 0 && !events.PositionOf(c.pending[n-1]).Before(events.PositionOf(e)) {
 			n-- // the publisher begins the transaction again
@@ -96,19 +92,26 @@ func (c *Replica) Apply(e *logv1.Event) []Effect {
 	return c.effects
 }
 
+// isRefill returns true if a message begins a recreated log at or before the replica's revision, in the same epoch.
+// Such a reset leaves no gap: the events up to the replica's revision follow again.
+func (c *Replica) isRefill(e *logv1.Event) bool {
+	return e.Type == logv1.Type_TYPE_RESET && e.StorageResource == "" && e.Epoch != "" && e.Epoch == c.Epoch &&
+		e.Revision <= c.Progress
+}
+
 func (c *Replica) advance(e *logv1.Event) {
 	if !e.More {
-		c.progress = max(c.progress, e.Revision)
+		c.Progress = max(c.Progress, e.Revision)
 	}
 }
 
 // start handles the first message of a log whose first messages are gone.
 func (c *Replica) start(e *logv1.Event) {
 	low := before(e)
-	continues := e.Epoch == c.epoch && low <= c.progress
-	c.epoch, c.started = e.Epoch, true
+	continues := e.Epoch == c.Epoch && low <= c.Progress
+	c.Epoch, c.started = e.Epoch, true
 	if !continues {
-		c.progress, c.partial = low, events.Position{}
+		c.Progress, c.partial = low, events.Position{}
 		c.effects = append(c.effects, Effect{Low: low, Expected: true})
 	}
 }
@@ -116,11 +119,11 @@ func (c *Replica) start(e *logv1.Event) {
 // reset resets every resource, because events before a revision may be missing. The revision may be lower than progress
 // if etcd was restored from a backup.
 func (c *Replica) reset(e *logv1.Event) {
-	epochChanged := c.epoch != "" && e.Epoch != "" && c.epoch != e.Epoch
+	epochChanged := c.Epoch != "" && e.Epoch != "" && c.Epoch != e.Epoch
 	if e.Epoch != "" {
-		c.epoch = e.Epoch
+		c.Epoch = e.Epoch
 	}
-	c.pending, c.partial, c.started, c.progress = nil, events.Position{}, true, e.Revision
+	c.pending, c.partial, c.started, c.Progress = nil, events.Position{}, true, e.Revision
 	c.effects = append(c.effects, Effect{Low: e.Revision, CRDChanged: epochChanged})
 }
 

@@ -140,7 +140,7 @@ func (r *replica) apply(w *world, e *logv1.Event, note string) {
 				if !ring.MustDrop(oldest.Revision, int64(ring.Len()), Bound{Bytes: int64(r.limit)}) {
 					break
 				}
-				ring.Horizon.Drop(oldest)
+				ring.Low = oldest
 				ring.Events.Drop(1)
 				if w.trace != nil {
 					w.tracef("%s:   drops the event at %s", r.name, describePosition(oldest))
@@ -149,7 +149,7 @@ func (r *replica) apply(w *world, e *logv1.Event, note string) {
 		}
 	}
 	if w.trace != nil {
-		w.tracef("%s:   has applied revision %d", r.name, r.core.Progress())
+		w.tracef("%s:   has applied revision %d", r.name, r.core.Progress)
 	}
 }
 
@@ -198,7 +198,7 @@ func (r *replica) watch(w *world, resource int, after events.Position) *tierStre
 	if w.trace != nil {
 		w.tracef("%s: %s watches after %s", r.name, shortName(resourceNames[resource]), describePosition(after))
 	}
-	if s.resume(w) && after.Revision <= r.core.Progress() {
+	if s.resume(w) && after.Revision <= r.core.Progress {
 		s.send(w, nil, nil)
 	}
 	return s
@@ -212,13 +212,13 @@ func (s *tierStream) broken() bool { return s.starts != s.replica.starts }
 func (s *tierStream) resume(w *world) bool {
 	r := s.replica
 	if s.position.Epoch == "" {
-		s.position.Epoch = r.core.Epoch()
-		if s.position.Revision > r.core.Progress() && s.position.Revision > w.etcd.revision() {
+		s.position.Epoch = r.core.Epoch
+		if s.position.Revision > r.core.Progress && s.position.Revision > w.etcd.revision() {
 			return s.expire(w, "etcd has not reached the revision")
 		}
 	}
 	ring := &r.rings[s.resource]
-	if s.position.DifferentEpoch(events.Position{Epoch: r.core.Epoch()}) {
+	if s.position.DifferentEpoch(events.Position{Epoch: r.core.Epoch}) {
 		return s.expire(w, "the epoch changed")
 	}
 	if !ring.Holds(s.position) && !s.replay(w) {
@@ -323,9 +323,9 @@ func (s *tierStream) pump(w *world, n int) {
 	if len(batch) > 0 {
 		s.send(w, batch, nil)
 	}
-	if progress := r.core.Progress(); s.bookmarkDue && !more && progress >= s.position.Revision {
+	if progress := r.core.Progress; s.bookmarkDue && !more && progress >= s.position.Revision {
 		s.bookmarkDue = false
-		s.send(w, nil, &events.Position{Revision: progress, Index: events.LastIndex, Epoch: r.core.Epoch()})
+		s.send(w, nil, &events.Position{Revision: progress, Index: events.LastIndex, Epoch: r.core.Epoch})
 	}
 }
 

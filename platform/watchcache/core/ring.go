@@ -27,35 +27,26 @@ func (r *Events[E]) Read(cursor int64, n int) (batch []E, more, ok bool) {
 
 // Horizon is how far back the events of a resource reach.
 type Horizon struct {
-	// low is the position of the last dropped event. All later events are held.
-	low    events.Position
-	resets int64
+	// Low is the position of the last dropped event. All later events are held. Resets counts the resets.
+	Low    events.Position
+	Resets int64
 }
 
 // NewHorizon returns a horizon after which all events will be held.
 func NewHorizon(revision int64) Horizon {
-	return Horizon{low: events.Position{Revision: revision, Index: events.LastIndex}}
+	return Horizon{Low: events.Position{Revision: revision, Index: events.LastIndex}}
 }
 
-// Revision returns the oldest revision that a watch can resume from.
-func (h *Horizon) Revision() int64 { return h.low.Revision }
-
-// Resets returns the number of resets.
-func (h *Horizon) Resets() int64 { return h.resets }
-
 // Reset moves the horizon to a revision, because events up to it may be missing.
-func (h *Horizon) Reset(revision int64) { h.low, h.resets = NewHorizon(revision).low, h.resets+1 }
-
-// Drop moves the horizon to a dropped event.
-func (h *Horizon) Drop(p events.Position) { h.low = p }
+func (h *Horizon) Reset(revision int64) { h.Low, h.Resets = NewHorizon(revision).Low, h.Resets+1 }
 
 // Holds returns whether all events after a position are held.
-func (h *Horizon) Holds(after events.Position) bool { return !after.Before(h.low) }
+func (h *Horizon) Holds(after events.Position) bool { return !after.Before(h.Low) }
 
 // HoldsSince returns whether all events after a revision are held, and have been since a number of resets. Objects read
 // at the revision are then current once the events after it are applied.
 func (h *Horizon) HoldsSince(revision, resets int64) bool {
-	return h.low.Revision <= revision && h.resets == resets
+	return h.Low.Revision <= revision && h.Resets == resets
 }
 
 // Bound bounds the bytes of a resource's events.
@@ -72,5 +63,5 @@ func (h *Horizon) MustDrop(oldest, bytes int64, b Bound) bool {
 	if b.Loading && oldest > b.LoadFrom && bytes <= b.LoadBytes {
 		return false
 	}
-	return bytes > b.Bytes || oldest == h.low.Revision
+	return bytes > b.Bytes || oldest == h.Low.Revision
 }

@@ -154,7 +154,7 @@ func (s *schedule) publish(p *publisher) {
 		default:
 			p.acknowledge(s.world)
 		}
-	case p.term.Request().Op == AwaitAck:
+	case p.term.Request.Op == AwaitAck:
 		p.acknowledge(s.world)
 	default:
 		p.step(s.world, s.outcome())
@@ -188,7 +188,7 @@ func (s *schedule) read(r *replica) {
 	switch n := s.rng.IntN(10); {
 	case n < 6:
 		for n := 1 + s.rng.IntN(3); n > 0; n-- {
-			if r.live(s.world, r.reader.Sequence()+1) != nil {
+			if r.live(s.world, r.reader.Sequence+1) != nil {
 				r.catchUp(s.world)
 			}
 		}
@@ -223,7 +223,7 @@ func (s *schedule) serve() {
 		s.pump(c.own)
 		c.step(s.world)
 	case b == nil || n < 3:
-		if b == nil || c.receiver.State() == Active {
+		if b == nil || c.receiver.State == Active {
 			c.step(s.world)
 		}
 	case n < 6:
@@ -397,7 +397,7 @@ func (s *schedule) heal() {
 			if c.own != nil {
 				c.own.pump(w, 100)
 			}
-			if c.in == nil || c.receiver.State() == Active {
+			if c.in == nil || c.receiver.State == Active {
 				c.step(w)
 			}
 			c.unblock(w)
@@ -449,8 +449,8 @@ func (s *schedule) settle(p *publisher) bool {
 func (s *schedule) check() {
 	now := &s.etcd.timelines[s.etcd.generation]
 	for _, r := range s.replicas {
-		if r.core.Progress() < s.etcd.revision() {
-			s.violated("%s has applied revision %d of %d", r.name, r.core.Progress(), s.etcd.revision())
+		if r.core.Progress < s.etcd.revision() {
+			s.violated("%s has applied revision %d of %d", r.name, r.core.Progress, s.etcd.revision())
 		}
 		for resource := range r.rings {
 			s.checkRing(r, resource, now)
@@ -471,7 +471,7 @@ func (s *schedule) checkRing(r *replica, resource int, now *timeline) {
 		e := now[resource][i]
 		n := len(held) - 1
 		if n < 0 || held[n].id != e.id {
-			if e.revision > ring.Horizon.Revision() {
+			if e.revision > ring.Low.Revision {
 				s.violated("%s lacks event %d of %s at revision %d", r.name, e.id, resourceNames[resource], e.revision)
 			}
 			return

@@ -16,12 +16,12 @@ const (
 	// ReadEtcd reads the epoch's record, and then whether etcd has Event: EtcdRead.
 	ReadEtcd
 	// WriteEpoch writes Epoch if the publisher is still elected and the record's mod revision is still After:
-	// EpochWritten. A delayed write of an earlier term therefore changes nothing.
+	// Answer. A delayed write of an earlier term therefore changes nothing.
 	WriteEpoch
-	// ReadRevision reads etcd's revision: RevisionRead.
+	// ReadRevision reads etcd's revision: Answer.
 	ReadRevision
 	// ReadOldest reads the oldest revision that etcd can still read, within the bound of a new log, and not after
-	// Revision, which is etcd's revision if it is known: RevisionRead.
+	// Revision, which is etcd's revision if it is known: Answer.
 	ReadOldest
 	// AwaitAck waits until the log has stored all messages: Acknowledged.
 	AwaitAck
@@ -32,7 +32,7 @@ const (
 	End
 )
 
-// Request is the operation that a term waits for. The messages of TakeMessages are sent before it.
+// Request is an operation with its operands.
 type Request struct {
 	Op       Op
 	Event    EtcdEvent
@@ -61,9 +61,13 @@ type Request struct {
 // The caller performs the request of Request and answers it, until the term waits for etcd's events. An operation that
 // fails ends the term: the caller drops it, and the next term reads the log again.
 type Term struct {
+	// Request is the operation that the term waits for. The messages of TakeMessages are sent before it.
+	Request Request
+	// Decision is the last decision about the log, and Reason its reason.
+	Decision, Reason string
+
 	publisher *Publisher
 	chain     Chain
-	request   Request
 	messages  []Message
 	// then continues the term after the answer to its request.
 	then func(revision int64)
@@ -71,8 +75,6 @@ type Term struct {
 	log LogEnd
 	// fresh is the record of a new epoch, if the term starts it.
 	fresh Epoch
-	// decision and reason explain a reset.
-	decision, reason string
 	// epoch is the record as this publisher wrote it. modRevision is its mod revision.
 	epoch       Epoch
 	modRevision int64
@@ -90,9 +92,6 @@ func (p *Publisher) Begin(nonce string, fresh Epoch, encode Encode) *Term {
 	return &Term{publisher: p, chain: NewChain(nonce, ID{}, encode), fresh: fresh}
 }
 
-// Request returns the operation that the term waits for.
-func (t *Term) Request() Request { return t.request }
-
 // TakeMessages returns the messages to append to the log, in order. The slice is valid until the next call of a method.
 func (t *Term) TakeMessages() []Message {
 	taken := t.messages
@@ -100,28 +99,25 @@ func (t *Term) TakeMessages() []Message {
 	return taken
 }
 
-// Decision returns the last decision about the log, and its reason.
-func (t *Term) Decision() (decision, reason string) { return t.decision, t.reason }
-
 // LogRead answers ReadLog.
 func (t *Term) LogRead(log LogEnd) {
-	t.log, t.chain.last = log, log.Last
-	t.request = Request{Op: ReadEtcd, Event: log.Event}
+	t.log, t.chain.Last = log, log.Last
+	t.Request = Request{Op: ReadEtcd, Event: log.Event}
 	if log.Empty {
-		t.request.Event = t.publisher.checkpoint.last
+		t.Request.Event = t.publisher.checkpoint.last
 	}
 }
 
 // EtcdRead answers ReadEtcd: the term decides how to continue the log.
 func (t *Term) EtcdRead(etcd EtcdState) {
-	t.reason = "etcd has no epoch"
+	t.Reason = "etcd has no epoch"
 	switch {
 	case !t.log.Empty:
-		t.reason = continuesEpoch(&t.log, etcd)
+		t.Reason = continuesEpoch(&t.log, etcd)
 	case etcd.Epoch.ID != "":
-		t.reason = t.publisher.matchesCheckpoint(etcd)
+		t.Reason = t.publisher.matchesCheckpoint(etcd)
 	}
-	switch same := t.reason == "" && etcd.Epoch.ID != ""; {
+	switch same := t.Reason == "" && etcd.Epoch.ID != ""; {
 	case same && !t.log.Empty:
 		t.resume(etcd)
 	case same:
@@ -135,21 +131,21 @@ func (t *Term) EtcdRead(etcd EtcdState) {
 
 // resume continues the log.
 func (t *Term) resume(etcd EtcdState) {
-	t.decision = "continues"
+	t.Decision = "continues"
 	e := etcd.Epoch
 	if e.Since == 0 { // older releases did not write it
-		e.Since = t.chain.last.Revision
+		e.Since = t.chain.Last.Revision
 	}
 	// Writing the record again invalidates the pending transactions of an earlier term.
 	t.writeEpoch(e, etcd.ModRevision, func(int64) {
-		t.publisher.checkpoint = checkpoint{epoch: e, modRevision: t.modRevision, revision: t.chain.last.Revision}
+		t.publisher.checkpoint = checkpoint{epoch: e, modRevision: t.modRevision, revision: t.chain.Last.Revision}
 		t.watch()
 	})
 }
 
 // refill begins a new log of the same epoch with the history that etcd still has, because the old log was lost.
 func (t *Term) refill(etcd EtcdState) {
-	t.decision, t.reason = "is refilled from etcd", "the log was lost, and etcd is unchanged"
+	t.Decision, t.Reason = "is refilled from etcd", "the log was lost, and etcd is unchanged"
 	t.writeEpoch(etcd.Epoch, etcd.ModRevision, func(revision int64) {
 		t.publisher.checkpoint.modRevision = revision
 		t.await(Request{Op: ReadOldest, Revision: revision}, func(oldest int64) {
@@ -161,7 +157,7 @@ func (t *Term) refill(etcd EtcdState) {
 // startEpoch starts an epoch and its log. The log begins at etcd's current revision if clients may hold revisions of
 // another epoch (otherEpoch). Otherwise it begins with the history that etcd still has.
 func (t *Term) startEpoch(etcd EtcdState, otherEpoch bool) {
-	t.decision = "starts a new epoch"
+	t.Decision = "starts a new epoch"
 	e := t.fresh
 	begin := func(since int64) {
 		e.Since = since
@@ -181,23 +177,23 @@ func (t *Term) startEpoch(etcd EtcdState, otherEpoch bool) {
 
 // restart begins the log with a reset: all events after a revision follow.
 func (t *Term) restart(revision int64) {
-	t.publisher.published = 0
+	t.publisher.Published = 0
 	t.chain.Restart(t.log.Sequence)
 	t.appendReset(revision, func(int64) { t.watch() })
 }
 
 // watch waits for etcd's events after the last message.
 func (t *Term) watch() {
-	from := t.chain.last.Revision
-	if t.chain.last.Progress { // otherwise the log may lack the rest of its transaction
+	from := t.chain.Last.Revision
+	if t.chain.Last.Progress { // otherwise the log may lack the rest of its transaction
 		from++
 	}
 	t.await(Request{Op: WatchEtcd, Revision: from}, nil)
 }
 
 func (t *Term) await(r Request, then func(revision int64)) {
-	if t.request.Op != End {
-		t.request, t.then = r, then
+	if t.Request.Op != End {
+		t.Request, t.then = r, then
 	}
 }
 
@@ -208,23 +204,20 @@ func (t *Term) writeEpoch(e Epoch, after int64, then func(revision int64)) {
 	})
 }
 
-// EpochWritten answers WriteEpoch with etcd's revision.
-func (t *Term) EpochWritten(revision int64) { t.then(revision) }
-
-// RevisionRead answers ReadRevision and ReadOldest.
-func (t *Term) RevisionRead(revision int64) { t.then(revision) }
+// Answer answers WriteEpoch with etcd's revision, and ReadRevision and ReadOldest.
+func (t *Term) Answer(revision int64) { t.then(revision) }
 
 // Acknowledged records that the log has stored a message, and with it all earlier messages.
 func (t *Term) Acknowledged(id ID) {
 	p := t.publisher
 	p.acknowledged++
-	p.published = max(p.published, id.Revision)
-	if t.request.Op == AwaitAck && id == t.chain.last {
+	p.Published = max(p.Published, id.Revision)
+	if t.Request.Op == AwaitAck && id == t.chain.Last {
 		t.then(0)
 	}
 }
 
-func (t *Term) end(reason error) { t.request = Request{Op: End, Reason: reason} }
+func (t *Term) end(reason error) { t.Request = Request{Op: End, Reason: reason} }
 
 // stamp sets the epoch of an event, and the tokens if it is a progress message or a reset of all resources.
 func (t *Term) stamp(e *logv1.Event) *logv1.Event {
@@ -246,9 +239,9 @@ func (t *Term) append(e *logv1.Event) error {
 
 // Progress publishes that the log is complete up to revision: etcd has sent all events up to it.
 func (t *Term) Progress(revision int64) {
-	if revision > t.chain.last.Revision || t.forceProgress {
+	if revision > t.chain.Last.Revision || t.forceProgress {
 		t.forceProgress = false
-		t.appendControl(&logv1.Event{Revision: max(revision, t.chain.last.Revision)})
+		t.appendControl(&logv1.Event{Revision: max(revision, t.chain.Last.Revision)})
 	}
 }
 
@@ -266,18 +259,18 @@ func (t *Term) appendControl(e *logv1.Event) {
 // either token recognizes the epoch. It acts only between two transactions, because its messages state that all events
 // up to the log's last revision are published.
 func (t *Term) Rotate(next string) {
-	if !t.chain.last.Progress && !t.transactionCompleted {
+	if !t.chain.Last.Progress && !t.transactionCompleted {
 		return
 	}
 	t.nextToken = next
-	t.appendControl(&logv1.Event{Revision: t.chain.last.Revision})
-	watch := t.request
+	t.appendControl(&logv1.Event{Revision: t.chain.Last.Revision})
+	watch := t.Request
 	t.await(Request{Op: AwaitAck}, func(int64) {
 		e := t.epoch
 		e.Token = next
 		t.writeEpoch(e, t.modRevision, func(int64) {
 			t.publisher.checkpoint.epoch, t.publisher.checkpoint.modRevision = e, t.modRevision
-			t.appendControl(&logv1.Event{Revision: t.chain.last.Revision})
+			t.appendControl(&logv1.Event{Revision: t.chain.Last.Revision})
 			t.await(watch, nil)
 		})
 	})
@@ -285,7 +278,7 @@ func (t *Term) Rotate(next string) {
 
 // Check ends the term if the record is not this publisher's, or if etcd's revision is before the log's.
 func (t *Term) Check(record Epoch, revision int64) {
-	if record != t.epoch || revision < t.chain.last.Revision {
+	if record != t.epoch || revision < t.chain.Last.Revision {
 		t.end(ErrEpochChanged)
 	}
 }
@@ -300,7 +293,7 @@ var errReset = errors.New("the log was reset")
 
 // reset publishes a reset of all resources after the revision that the request reads, and ends the term.
 func (t *Term) reset(r Request, reason string) {
-	t.decision, t.reason = "is reset", reason
+	t.Decision, t.Reason = "is reset", reason
 	t.await(r, func(revision int64) {
 		t.appendReset(revision, func(int64) { t.end(errReset) })
 	})

@@ -56,7 +56,7 @@ func (s *transcript) run(t *testing.T, d *datadriven.TestData) string {
 			s.replica(a.Key).catchUp(s.world)
 		}
 		out.Reset()
-		s.tracef("the log is complete up to revision %d", s.publisher("one").core.Published())
+		s.tracef("the log is complete up to revision %d", s.publisher("one").core.Published)
 	case "write": // the input's events reach the log, and the replicas
 		for line := range strings.Lines(d.Input) {
 			s.etcdStep(t, d, strings.TrimSpace(line))
@@ -246,7 +246,7 @@ func (s *transcript) replicaStep(t *testing.T, d *datadriven.TestData, r *replic
 		for _, e := range ring.All() {
 			s.tracef("event %s", describePosition(e.position))
 		}
-		s.tracef("a watch can resume from revision %d", ring.Horizon.Revision())
+		s.tracef("a watch can resume from revision %d", ring.Low.Revision)
 	}
 }
 
@@ -372,7 +372,8 @@ func (s *transcript) clientStep(t *testing.T, d *datadriven.TestData, c *client,
 		case c.ended():
 			s.tracef("%s: ended: %s", c.name, c.end)
 		case c.in != nil:
-			s.tracef("%s: %v, at position %s", c.name, c.receiver.State(), describePosition(c.receiver.position))
+			state := [...]string{"active", "synced", "blocked"}[c.receiver.State]
+			s.tracef("%s: %s, at position %s", c.name, state, describePosition(c.receiver.position))
 		default:
 			s.tracef("%s: unsynced, at position %s", c.name, describePosition(c.place.Position()))
 		}
@@ -394,7 +395,7 @@ func (s *transcript) placeStep(t *testing.T, d *datadriven.TestData) {
 		s.place.Sent(m)
 	}
 	s.tracef("initial events: %v; has every event up to its position: %v; may join a broadcast: %v; resumable: %v",
-		s.place.WantsInitialEvents(), s.place.Positioned(), s.place.MayJoin(), s.place.Resumable(true))
+		s.place.WantsInitialEvents(), s.place.Positioned, s.place.MayJoin(), s.place.Resumable(true))
 }
 
 func (s *transcript) bucketStep(t *testing.T, d *datadriven.TestData) {

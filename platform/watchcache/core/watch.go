@@ -13,18 +13,18 @@ import (
 // last event sent. It updates ResumeAfter, InitialEventsDone and ColumnsSent of its request.
 type Watch struct {
 	request *watchfanoutv1.WatchRequest
-	// positioned: the client has every event up to ResumeAfter, so the watch may join a broadcast.
-	positioned bool
-	// reached: the watch tier has reached ResumeAfter, so a broadcast may start there.
-	reached bool
-	// nextBookmark is when the next bookmark is due.
-	nextBookmark time.Time
+	// Positioned: the client has every event up to ResumeAfter, so the watch may join a broadcast.
+	Positioned bool
+	// Reached: the watch tier has reached ResumeAfter, so a broadcast may start there.
+	Reached bool
+	// NextBookmark is when the next bookmark is due.
+	NextBookmark time.Time
 }
 
 // NewWatch returns the watch of a request. nextBookmark is when the first bookmark is due. A watch from a known
 // revision has no initial events, so it may join a broadcast at once.
 func NewWatch(r *watchfanoutv1.WatchRequest, nextBookmark time.Time) Watch {
-	w := Watch{request: r, nextBookmark: nextBookmark}
+	w := Watch{request: r, NextBookmark: nextBookmark}
 	revision, err := strconv.ParseInt(r.ResourceVersion, 10, 64)
 	if err == nil && revision > 0 && (r.SendInitialEvents == nil || !*r.SendInitialEvents) {
 		w.setPosition(events.Position{Revision: revision, Index: events.LastIndex})
@@ -33,21 +33,12 @@ func NewWatch(r *watchfanoutv1.WatchRequest, nextBookmark time.Time) Watch {
 }
 
 func (w *Watch) setPosition(p events.Position) {
-	w.positioned = true
+	w.Positioned = true
 	w.request.ResumeAfter, w.request.InitialEventsDone = p.Proto(), true
 }
 
 // Position returns the position of the last event sent.
 func (w *Watch) Position() events.Position { return events.FromProto(w.request.ResumeAfter) }
-
-// Positioned returns true if the client has every event up to Position.
-func (w *Watch) Positioned() bool { return w.positioned }
-
-// Reached returns true if the watch tier has reached Position. A broadcast that starts there makes no client wait.
-func (w *Watch) Reached() bool { return w.reached }
-
-// NextBookmark returns when the next bookmark is due.
-func (w *Watch) NextBookmark() time.Time { return w.nextBookmark }
 
 // WantsInitialEvents reports whether the watch starts with all objects.
 func (w *Watch) WantsInitialEvents() bool {
@@ -64,7 +55,7 @@ func (w *Watch) Resumable(headersSent bool) bool { return w.request.ResumeAfter 
 // it must come on the client's own stream.
 func (w *Watch) MayJoin() bool {
 	asTable := w.request.GetQuery().GetOutput().GetAs().GetKind() == "Table"
-	return w.positioned && (!asTable || w.request.ColumnsSent)
+	return w.Positioned && (!asTable || w.request.ColumnsSent)
 }
 
 // Sent records that a frame of the watch's own stream was sent.
@@ -73,7 +64,7 @@ func (w *Watch) Sent(m *watchfanoutv1.WatchFrame) {
 	if m.Position.GetRevision() == 0 {
 		return
 	}
-	w.request.ResumeAfter, w.reached = m.Position, true
+	w.request.ResumeAfter, w.Reached = m.Position, true
 	if m.InitialEventsDone || w.request.InitialEventsDone || !w.WantsInitialEvents() {
 		w.setPosition(events.FromProto(m.Position))
 	}
@@ -81,7 +72,7 @@ func (w *Watch) Sent(m *watchfanoutv1.WatchFrame) {
 
 // Left records that the watch has left a broadcast at a position, with the time of its next bookmark.
 func (w *Watch) Left(p events.Position, nextBookmark time.Time) {
-	w.request.ResumeAfter, w.nextBookmark = p.Proto(), nextBookmark
+	w.request.ResumeAfter, w.NextBookmark = p.Proto(), nextBookmark
 }
 
 // ValidBoundaries reports if the boundaries of a frame's events are in order and within its data.
@@ -108,10 +99,10 @@ func (w *Watch) WithoutEarlyBookmarks(m *watchfanoutv1.WatchFrame, now, last tim
 		part := m.Data[offset:k.End]
 		offset = k.End
 		if k.Bookmark {
-			if !w.request.AllowBookmarks || now.Before(w.nextBookmark) && now.Before(last) {
+			if !w.request.AllowBookmarks || now.Before(w.NextBookmark) && now.Before(last) {
 				continue
 			}
-			w.nextBookmark = now.Add(period)
+			w.NextBookmark = now.Add(period)
 		}
 		data = append(data, part...)
 	}

@@ -518,8 +518,8 @@ func (p *publisher) send(w *world) {
 				expects = fmt.Sprintf("expects the sequence %d", m.ExpectedSequence)
 			}
 			w.tracef("%s: sends %v: %s; %s", p.name, m.ID, describeEvent(m.Event), expects)
-			if decision, reason := p.term.Decision(); m.ID.Progress && m.Event.Type == logv1.Type_TYPE_RESET {
-				w.tracef("%s: the log %s: %s", p.name, decision, reason)
+			if m.ID.Progress && m.Event.Type == logv1.Type_TYPE_RESET {
+				w.tracef("%s: the log %s: %s", p.name, p.term.Decision, p.term.Reason)
 			}
 		}
 		p.flight.messages = append(p.flight.messages, m)
@@ -541,7 +541,7 @@ const (
 
 // step performs the term's request, unless it waits for etcd's events or an acknowledgement.
 func (p *publisher) step(w *world, o outcome) {
-	r := p.term.Request()
+	r := p.term.Request
 	if o == fails && r.Op != WatchEtcd && r.Op != AwaitAck && r.Op != End {
 		p.end(w, "a request failed")
 		return
@@ -566,11 +566,11 @@ func (p *publisher) step(w *world, o outcome) {
 		p.term.EtcdRead(s)
 		sameEpoch := p.term.log.Progress != nil && p.term.log.Progress.Epoch == s.Epoch.ID
 		needless := !w.excused && sameEpoch && w.etcd.leader == p.name
-		if decision, reason := p.term.Decision(); decision == "starts a new epoch" && needless {
-			w.violated("%s starts an epoch without need: %s", p.name, reason)
+		if p.term.Decision == "starts a new epoch" && needless {
+			w.violated("%s starts an epoch without need: %s", p.name, p.term.Reason)
 		}
-		if decision, reason := p.term.Decision(); w.trace != nil && decision == "continues" {
-			w.tracef("%s: the log %s%s", p.name, decision, reason)
+		if w.trace != nil && p.term.Decision == "continues" {
+			w.tracef("%s: the log continues", p.name)
 		}
 	case WriteEpoch:
 		p.writeEpoch(w, r, o)
@@ -583,7 +583,7 @@ func (p *publisher) step(w *world, o outcome) {
 			w.tracef("%s: reads etcd's %s revision: %d", p.name,
 				map[bool]string{true: "oldest", false: "current"}[r.Op == ReadOldest], revision)
 		}
-		p.term.RevisionRead(revision)
+		p.term.Answer(revision)
 	case End:
 		p.end(w, r.Reason.Error())
 		return
@@ -598,14 +598,14 @@ func (p *publisher) step(w *world, o outcome) {
 // watching sends the term's messages, and begins the watch when the term waits for it.
 func (p *publisher) watching(w *world) {
 	p.send(w)
-	if r := p.term.Request(); r.Op == WatchEtcd && p.next == 0 {
+	if r := p.term.Request; r.Op == WatchEtcd && p.next == 0 {
 		p.next = r.Revision
 		if w.trace != nil {
 			w.tracef("%s: watches etcd from revision %d", p.name, p.next)
 		}
 	}
-	if p.term.Request().Op == End {
-		p.end(w, p.term.Request().Reason.Error())
+	if p.term.Request.Op == End {
+		p.end(w, p.term.Request.Reason.Error())
 	}
 }
 
@@ -627,7 +627,7 @@ func (p *publisher) writeEpoch(w *world, r Request, o outcome) {
 		p.end(w, "the response to a write is lost")
 		return
 	}
-	p.term.EpochWritten(w.etcd.revision())
+	p.term.Answer(w.etcd.revision())
 }
 
 func describeEnd(end LogEnd) string {
@@ -638,7 +638,7 @@ func describeEnd(end LogEnd) string {
 }
 
 // waits returns whether the term waits for etcd's events.
-func (p *publisher) waits() bool { return p.term != nil && p.term.Request().Op == WatchEtcd }
+func (p *publisher) waits() bool { return p.term != nil && p.term.Request.Op == WatchEtcd }
 
 // receive receives the next revision of etcd, or a progress notification if there is none.
 func (p *publisher) receive(w *world) {

@@ -3,6 +3,7 @@ package watch
 import (
 	"context"
 	"io"
+	"math"
 	"slices"
 	"sync"
 	"time"
@@ -56,7 +57,7 @@ func (b *watchBroadcast) join(position events.Position) *receiver {
 
 // releaseEntries frees the entries of an ended broadcast after its last receiver has left. The lock is held.
 func (b *watchBroadcast) releaseEntries() {
-	if b.Ended() && len(b.receivers) == 0 {
+	if b.Ended && len(b.receivers) == 0 {
 		b.Release()
 	}
 }
@@ -65,7 +66,7 @@ func (b *watchBroadcast) releaseEntries() {
 func (b *watchBroadcast) isBehind(position events.Position) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.Position().Revision < position.Revision
+	return b.High.Revision < position.Revision
 }
 
 // leave removes a receiver and returns its position.
@@ -79,7 +80,7 @@ func (b *watchBroadcast) leave(r *receiver) events.Position {
 		b.receivers = b.receivers[:last]
 		receivers.Dec()
 	}
-	if len(b.receivers) == 0 && !b.Ended() {
+	if len(b.receivers) == 0 && !b.Ended {
 		b.idleTimer = time.AfterFunc(idleTimeout, b.closeIdle)
 	}
 	r.stream = nil // the limiter or the connection may hold the receiver for much longer
@@ -93,7 +94,7 @@ func (b *watchBroadcast) closeIdle() {
 	b.mu.Lock()
 	unused := len(b.receivers) == 0
 	if unused {
-		b.End()
+		b.Ended = true
 	}
 	b.mu.Unlock()
 	if unused {
@@ -129,7 +130,7 @@ func (b *watchBroadcast) next(r *receiver) ([][]byte, error) {
 const retainedBytes = 64 << 10
 
 // account updates the quota after the ring, whose size was `before` bytes, has changed.
-func (b *watchBroadcast) account(before int) { b.hub.quota().account(before, b.Bytes()-before) }
+func (b *watchBroadcast) account(before int) { b.hub.quota().account(before, b.Bytes-before) }
 
 // trim drops the oldest entries until the ring is within its limits. Entries that all receivers have seen are limited
 // to retainedBytes. All entries are limited to BroadcastBytes, and to the broadcast's share if all broadcasts exceed
@@ -140,11 +141,11 @@ func (b *watchBroadcast) trim() {
 	if !b.Oversized(limit, retained) {
 		return
 	}
-	slowest := b.Next()
+	slowest := int64(math.MaxInt64)
 	for _, r := range b.receivers {
-		slowest = min(slowest, r.Cursor())
+		slowest = min(slowest, r.Cursor)
 	}
-	before := b.Bytes()
+	before := b.Bytes
 	b.Trim(limit, retained, slowest)
 	b.account(before)
 }
@@ -152,8 +153,8 @@ func (b *watchBroadcast) trim() {
 // end ends the broadcast. Its receivers become active. Each sends its pending entries and then opens its own stream.
 func (b *watchBroadcast) end() {
 	b.mu.Lock()
-	b.End()
-	b.hub.quota().account(b.Bytes(), -b.Bytes())
+	b.Ended = true
+	b.hub.quota().account(b.Bytes, -b.Bytes)
 	b.hub.quota().leave(b)
 	for _, r := range b.receivers {
 		b.wake(r)

@@ -71,7 +71,7 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 	// A watch that waits for the tier does no work, so it should not occupy a seat.
 	initializedTimer := time.AfterFunc(initializedTimeout, w.initialized)
 	defer initializedTimer.Stop()
-	if w.place.Positioned() {
+	if w.place.Positioned {
 		w.initialized()
 	}
 	w.run(ctx)
@@ -208,10 +208,10 @@ func (w *clientWatch) runJoined(ctx context.Context) error {
 	if !w.mayJoin() {
 		return core.ErrUnsynced
 	}
-	if !w.place.Reached() && !w.hub.revisionExists(ctx, w.key, w.place.Position()) {
+	if !w.place.Reached && !w.hub.revisionExists(ctx, w.key, w.place.Position()) {
 		return core.ErrUnsynced // the watch's own stream returns the tier's error
 	}
-	b, rcv := w.hub.joinBroadcast(w.key, w.Request, w.place.Position(), w.place.Reached())
+	b, rcv := w.hub.joinBroadcast(w.key, w.Request, w.place.Position(), w.place.Reached)
 	if rcv == nil {
 		return core.ErrUnsynced
 	}
@@ -220,7 +220,7 @@ func (w *clientWatch) runJoined(ctx context.Context) error {
 	w.hijack(ctx)
 	b.mu.Lock()
 	rcv.stream, rcv.Direct, rcv.AllowBookmarks = w.stream, w.stream != nil, w.AllowBookmarks
-	rcv.BookmarkPeriod, rcv.NextBookmark = w.BookmarkPeriod, w.place.NextBookmark()
+	rcv.BookmarkPeriod, rcv.NextBookmark = w.BookmarkPeriod, w.place.NextBookmark
 	rcv.limiter = w.limiter
 	b.mu.Unlock()
 	timer := time.NewTimer(time.Until(w.Deadline.Add(-lastBookmarkLead)))

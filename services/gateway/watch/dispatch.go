@@ -22,7 +22,7 @@ func (b *watchBroadcast) dispatch(m *watchfanoutv1.WatchFrame) {
 	start := time.Now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	before := b.Bytes()
+	before := b.Bytes
 	d := b.Add(m)
 	b.account(before)
 	if len(d.Parts) > 0 {
@@ -44,7 +44,7 @@ func (b *watchBroadcast) deliver(d *core.Delivery) {
 		case core.Wake:
 			b.wake(r)
 		case core.Write:
-			if b.tryWrite(r, now, cost, d.End(), d.Parts...) {
+			if b.tryWrite(r, now, cost, d.End, d.Parts...) {
 				b.Delivered(&r.Receiver, d)
 				n++
 			}
@@ -91,7 +91,7 @@ func (b *watchBroadcast) sendBookmarks(now time.Time) {
 		case core.Wake:
 			b.wake(r)
 		case core.Write:
-			if b.tryWrite(r, now, 0, r.Cursor(), b.Bookmark()) {
+			if b.tryWrite(r, now, 0, r.Cursor, b.Bookmark.Data) {
 				b.BookmarkSent(&r.Receiver, now)
 			}
 		}
@@ -102,7 +102,7 @@ func (b *watchBroadcast) sendBookmarks(now time.Time) {
 // flush flushes the streams of synced receivers. A connection writes the events of all its streams at once.
 func (b *watchBroadcast) flush() {
 	for _, r := range b.receivers {
-		if r.State() == core.Synced {
+		if r.State == core.Synced {
 			r.stream.Flush()
 		}
 	}
@@ -110,7 +110,7 @@ func (b *watchBroadcast) flush() {
 
 // wake makes a receiver active and its goroutine call next.
 func (b *watchBroadcast) wake(r *receiver) {
-	r.Wake()
+	r.State = core.Active
 	select {
 	case r.woken <- struct{}{}:
 	default:

@@ -23,7 +23,7 @@ func newTestBroadcast(h *Hub) *watchBroadcast {
 func (b *watchBroadcast) size() int {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.Bytes()
+	return b.Bytes
 }
 
 // newTestFrame returns a frame with an event of n bytes.
@@ -44,7 +44,7 @@ func TestBroadcastsShareMemoryQuota(t *testing.T) {
 	h.Config.BroadcastBytes, h.Config.BroadcastTotalBytes = 4<<20, bound
 	behind := func(events int64) *watchBroadcast {
 		b := newTestBroadcast(h)
-		b.join(b.Position()) // its receiver never reads
+		b.join(b.High) // its receiver never reads
 		for r := range events {
 			b.dispatch(newTestFrame(2+r, 10_000))
 		}

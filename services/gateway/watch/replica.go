@@ -33,7 +33,7 @@ func (b *watchBroadcast) openReplica(ctx context.Context, r *watchfanoutv1.Watch
 	s := &replicaStream{cancel: cancel}
 	request := proto.Clone(r).(*watchfanoutv1.WatchRequest)
 	b.mu.Lock()
-	request.ResumeAfter = b.Position().Proto()
+	request.ResumeAfter = b.High.Proto()
 	b.mu.Unlock()
 	watchCtx := rpc.WithReassignment(streamCtx, b.storageResource, func() {
 		pause := rand.N(reassignJitter)

@@ -104,7 +104,7 @@ func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) 
 		if err := w.write(ctx, data); err != nil {
 			return err
 		}
-		if len(m.Initial) == 0 && w.place.Positioned() { // flow control accounts for initial events
+		if len(m.Initial) == 0 && w.place.Positioned { // flow control accounts for initial events
 			w.limiter.charge(core.EventCost(len(m.Boundaries), len(data)))
 			if w.limiter.wait(ctx) != nil {
 				return errDone
@@ -114,7 +114,7 @@ func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) 
 	if m.End {
 		return io.EOF
 	}
-	if w.place.Sent(m); w.place.Positioned() {
+	if w.place.Sent(m); w.place.Positioned {
 		w.initialized()
 	}
 	if w.mayJoin() && w.hub.joinable(w.key, w.place.Position()) {

@@ -285,7 +285,7 @@ func TestFutureRevisionStartsNoBroadcast(t *testing.T) {
 	present.expect(t, "e6 ")
 	h.mu.Lock()
 	for _, b := range h.broadcasts {
-		if p := b.Position(); p.Revision > 6 {
+		if p := b.High; p.Revision > 6 {
 			t.Errorf("a broadcast starts at %v", p)
 		}
 	}

@@ -14,7 +14,7 @@ func BenchmarkTransaction(b *testing.B) {
 	t := p.Begin("t-", core.Epoch{}, eventlog.Encode(1<<20))
 	t.LogRead(core.LogEnd{Last: core.IDOf(&logv1.Event{Revision: 1}, "t")})
 	t.EtcdRead(core.EtcdState{Epoch: core.Epoch{ID: "e"}, Revision: 1})
-	t.EpochWritten(2)
+	t.Answer(2)
 	object := &logv1.Object{Json: make([]byte, 500), Protobuf: make([]byte, 300)}
 	revision := int64(1)
 	b.ReportAllocs()

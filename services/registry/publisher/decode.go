@@ -32,7 +32,7 @@ func (t *term) receive(ctx context.Context, watch clientv3.WatchChan, resp clien
 		if !ok {
 			return errors.New("etcd ended the watch")
 		}
-		if err := t.handle(ctx, resp); err != nil || n == maxResponses || t.Request().Op != core.WatchEtcd {
+		if err := t.handle(ctx, resp); err != nil || n == maxResponses || t.Request.Op != core.WatchEtcd {
 			return err
 		}
 		if err := t.send(ctx, true); err != nil {
@@ -59,7 +59,7 @@ func (t *term) handle(ctx context.Context, resp clientv3.WatchResponse) error {
 		t.Progress(resp.Header.Revision)
 		return nil
 	}
-	for events := resp.Events; len(events) > 0 && t.Request().Op == core.WatchEtcd; {
+	for events := resp.Events; len(events) > 0 && t.Request.Op == core.WatchEtcd; {
 		if err := t.send(ctx, true); err != nil {
 			return err
 		}

@@ -184,7 +184,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 		p.publishing.Store(true)
 		defer p.publishing.Store(false)
 	}
-	from := t.Request().Revision
+	from := t.Request.Revision
 	switch p.crds, err = customresources.CRDsAt(ctx, p.Storage, from-1); {
 	case errors.Is(err, rpctypes.ErrCompacted):
 		t.Compacted()

@@ -39,13 +39,13 @@ type term struct {
 // proceed sends the term's messages and performs its requests, until the term waits for etcd's events. It returns the
 // error that ends the term.
 func (t *term) proceed(ctx context.Context) error {
-	if err := t.send(ctx, false); err != nil || t.Request().Op == core.WatchEtcd {
+	if err := t.send(ctx, false); err != nil || t.Request.Op == core.WatchEtcd {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
-	for t.Request().Op != core.WatchEtcd {
-		if err := t.perform(ctx, t.Request()); err != nil {
+	for t.Request.Op != core.WatchEtcd {
+		if err := t.perform(ctx, t.Request); err != nil {
 			return err
 		}
 		if err := t.send(ctx, false); err != nil {
@@ -64,41 +64,29 @@ func (t *term) send(ctx context.Context, more bool) error {
 			publishedEvents.WithLabelValues(e.StorageResource).Inc()
 		case e.Type == logv1.Type_TYPE_RESET && e.StorageResource == "":
 			resetCount.Inc()
-			decision, reason := t.Decision()
-			slog.Warn("The event log "+decision, "reason", reason, "after", e.Revision, "last", m.Expected.String())
+			slog.Warn("The event log "+t.Decision, "reason", t.Reason, "after", e.Revision, "last", m.Expected.String())
 		}
 	}
-	t.published.Store(t.core.Published())
+	t.published.Store(t.core.Published)
 	return t.log.Send(ctx, more, messages...)
 }
 
 // perform performs a request and answers it.
-func (t *term) perform(ctx context.Context, r core.Request) error {
+func (t *term) perform(ctx context.Context, r core.Request) (err error) {
+	var revision int64
 	switch r.Op {
 	case core.ReadLog:
-		end, err := t.readLog(ctx)
-		if err != nil {
-			return err
+		var end core.LogEnd
+		if end, err = t.readLog(ctx); err == nil {
+			t.LogRead(end)
 		}
-		t.LogRead(end)
+		return err
 	case core.ReadEtcd:
-		etcd, err := t.readEtcd(ctx, r.Event)
-		if err != nil {
-			return err
+		var etcd core.EtcdState
+		if etcd, err = t.readEtcd(ctx, r.Event); err == nil {
+			t.EtcdRead(etcd)
 		}
-		t.EtcdRead(etcd)
-	case core.WriteEpoch:
-		revision, err := t.writeEpoch(ctx, r.Epoch, r.After)
-		if err != nil {
-			return err
-		}
-		t.EpochWritten(revision)
-	case core.ReadRevision, core.ReadOldest:
-		revision, err := t.readRevision(ctx, r)
-		if err != nil {
-			return err
-		}
-		t.RevisionRead(revision)
+		return err
 	case core.AwaitAck:
 		select {
 		case ack := <-t.log.Acks():
@@ -108,15 +96,22 @@ func (t *term) perform(ctx context.Context, r core.Request) error {
 		}
 	case core.End:
 		return r.Reason
+	case core.WriteEpoch:
+		revision, err = t.writeEpoch(ctx, r.Epoch, r.After)
+	default:
+		revision, err = t.readRevision(ctx, r)
 	}
-	return nil
+	if err == nil {
+		t.Answer(revision)
+	}
+	return err
 }
 
 // acknowledge records that JetStream has stored messages, and returns the error of a message that it has not.
 func (t *term) acknowledge(ack eventlog.Ack) error {
 	if ack.ID != (core.ID{}) {
 		t.Acknowledged(ack.ID)
-		publishedRevision.Set(float64(t.core.Published()))
+		publishedRevision.Set(float64(t.core.Published))
 	}
 	return ack.Err
 }
