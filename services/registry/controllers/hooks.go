@@ -148,9 +148,9 @@ func (t *hooksTerm) wait(ctx context.Context, name string) error {
 	}
 }
 
-// hookServiceRepair is upstream's hook of k8s.io/kubernetes/pkg/registry/core/rest. It fails one minute after the first
-// repair failed, and the first repair fails if a Service is created during it: its informers may have received the
-// Service but not the Service's IPAddress.
+// hookServiceRepair is upstream's hook of k8s.io/kubernetes/pkg/registry/core/rest. If the first repair fails, the hook
+// fails after a minute. The first repair may fail if a Service is created during it, because the repair's informers may
+// have received the Service but not its IPAddress.
 const hookServiceRepair = "start-service-ip-repair-controllers"
 
 // The names of kube-apiserver's start hooks that run code of this package. The other hooks are upstream's
