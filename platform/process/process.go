@@ -234,7 +234,7 @@ func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 	}
 	if server != nil {
 		at := len(runners)
-		if p.servesAPI() { // the gateway is last and stops first: its last requests need watchfanout, which needs the RPCs
+		if p.servesAPI() { // the gateway stops first: its last requests need watchfanout, which needs the RPCs
 			at--
 		}
 		runners = slices.Insert(runners, at, lifecycle.Runner{

@@ -260,7 +260,7 @@ func TestADueBookmarkIsSentAtOnce(t *testing.T) {
 	})
 }
 
-// A watch that begins before the cache has read the log sleeps until it has. If the watch does not sleep, the test hangs.
+// A watch that begins before the cache has read the log sleeps until then. If the watch does not sleep, the test hangs.
 func TestAWatchSleepsUntilTheLogIsRead(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		server, yes := newEventsOnly(), true
