@@ -113,6 +113,7 @@ func (c *inProcessClient) NewStream(ctx context.Context, _ *grpc.StreamDesc, nam
 	if err != nil {
 		return nil, err
 	}
+	caller := ctx
 	ctx, cancel := context.WithCancel(ctx)
 	s := &pipe{
 		ctx:  ctx,
@@ -132,7 +133,7 @@ func (c *inProcessClient) NewStream(ctx context.Context, _ *grpc.StreamDesc, nam
 		s.err = ToStatus(streamInterceptor(m.impl, &serverPipe{s, ctx}, info, m.stream.Handler))
 		end(s.err)
 	}()
-	return &clientPipe{pipe: s}, nil
+	return &clientPipe{s, caller}, nil
 }
 
 // begin returns the context of a call at the server, and a function to call when the call ends.
@@ -221,7 +222,11 @@ type pipe struct {
 	err      error
 }
 
-type clientPipe struct{ *pipe }
+type clientPipe struct {
+	*pipe
+	// caller is the client's context. The context of pipe also ends with the handler.
+	caller context.Context
+}
 
 func (c *clientPipe) Header() (metadata.MD, error) { return nil, nil }
 func (c *clientPipe) Trailer() metadata.MD         { return nil }
@@ -268,6 +273,8 @@ func (c *clientPipe) RecvMsg(m any) error {
 			return io.EOF
 		}
 		return c.err
+	case <-c.caller.Done(): // the handler may ignore it
+		return status.FromContextError(c.caller.Err()).Err()
 	}
 }
 

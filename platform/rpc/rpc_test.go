@@ -190,3 +190,22 @@ func TestACancelledStreamEndsItsHandler(t *testing.T) {
 		t.Error("the handler runs on")
 	}
 }
+
+// A stream ends at the client's deadline, even if the handler ignores it.
+func TestAStreamEndsAtItsDeadline(t *testing.T) {
+	release := make(chan struct{})
+	defer close(release)
+	c := clientOf(&fake{write: func(grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
+		<-release
+		return nil
+	}})
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	s, err := c.Write(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Recv(); status.Code(err) != codes.DeadlineExceeded {
+		t.Errorf("got %v", err)
+	}
+}
