@@ -54,14 +54,14 @@ func (l *Reader) verify(ctx context.Context) error {
 // StaleAfter.
 func (l *Reader) compare(ctx context.Context) {
 	f := &l.freshness
-	startedAt, before := time.Now(), l.cache.Progress()
+	startedAt, before, epoch := time.Now(), l.cache.Progress(), l.cache.Epoch()
 	compareCtx, cancel := context.WithTimeout(ctx, l.config.StaleAfter)
 	defer cancel()
 	revision, err := l.source.Revision(compareCtx)
 	if err != nil {
 		return
 	}
-	switch err = l.Wait(compareCtx, revision); {
+	switch err = l.waitForEtcd(compareCtx, revision, before, epoch); {
 	case err == nil:
 		first := f.caughtUpAt.Swap(&startedAt) == nil
 		if f.staleSince.Swap(nil) != nil || first {

@@ -39,6 +39,31 @@ func TestAReadWaits3SecondsForTheLog(t *testing.T) {
 	})
 }
 
+// If etcd's revision is below the log's, etcd was restored from a backup. A read then waits for the log's next epoch, and
+// the replica is not ready.
+func TestAReadOfARestoredEtcdWaitsForTheEpoch(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := newReader(Source{Revision: func(context.Context) (int64, error) { return 15, nil }})
+		l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 20, Epoch: "h"})
+		l.compare(t.Context())
+		if l.ready.Err() == nil {
+			t.Error("the replica is ready")
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if err := l.WaitUntilCurrent(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("the read ends with %v", err)
+		}
+		time.AfterFunc(time.Second, func() {
+			l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 15, Epoch: "restored"})
+		})
+		l.compare(t.Context())
+		if err := l.WaitUntilCurrent(t.Context()); err != nil || l.ready.Err() != nil {
+			t.Errorf("in the next epoch: %v, %v", err, l.ready.Err())
+		}
+	})
+}
+
 // The reader compares its cache with etcd every second, and requests progress if the cache is behind. If progress does
 // not arrive within StaleAfter, the cache is stale. A cache that is behind and advances is not stale.
 func TestTheCacheIsComparedWithEtcd(t *testing.T) {

@@ -146,19 +146,37 @@ func (l *Reader) Wait(ctx context.Context, revision int64) error {
 	})
 }
 
+// waitForEtcd waits until the cache has applied a revision of etcd. progress and epoch are the cache's from before the
+// revision was read. If the revision is below progress, etcd was restored from a backup: the log then begins another
+// epoch first.
+func (l *Reader) waitForEtcd(ctx context.Context, revision, progress int64, epoch string) error {
+	for revision < progress && l.cache.Epoch() == epoch {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(epochPoll):
+		}
+	}
+	return l.Wait(ctx, revision)
+}
+
+// epochPoll is how often a read checks for another epoch of a restored etcd.
+const epochPoll = 20 * time.Millisecond
+
 // Revision returns etcd's current revision.
 func (l *Reader) Revision(ctx context.Context) (int64, error) { return l.source.Revision(ctx) }
 
 // WaitUntilCurrent waits until the cache has applied etcd's current revision. Concurrent readers share a request for
 // the revision that begins after their calls.
 func (l *Reader) WaitUntilCurrent(ctx context.Context) error {
+	progress, epoch := l.cache.Progress(), l.cache.Epoch()
 	r, err := l.revisions.Get(ctx, "", func(ctx context.Context) (int64, error) {
 		return rpc.Hedged(rpc.TrackReplica(ctx), rpc.HedgeDelay, l.source.Revision)
 	})
 	if err != nil {
 		return err
 	}
-	return l.Wait(ctx, r)
+	return l.waitForEtcd(ctx, r, progress, epoch)
 }
 
 const (
