@@ -136,12 +136,15 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, error) {
 func JetStream(nc *nats.Conn) (jetstream.JetStream, error) { return jetstream.New(nc) }
 
 const (
-	// encodingHeader names the compression of a message's data. Without the header, the data is not compressed.
-	encodingHeader = "Content-Encoding"
-	s2Encoding     = "s2"
-	// compressThreshold is the size in bytes above which a message is compressed. An object's JSON may be six times the
-	// size of the client's request, and all resources share the size limit of the log.
-	compressThreshold = 64 << 10
+	// encodingHeader names the encodings of a message's data (StoredMessage.encoding). Without it, data is an Event.
+	encodingHeader  = "Content-Encoding"
+	s2Encoding      = "s2"
+	batchEncoding   = "batch"
+	batchS2Encoding = "batch, s2"
+	// compressThreshold is the size in bytes above which a message is compressed. Below it, the compression costs more
+	// than NATS saves. An object's JSON may be six times the size of the client's request, and all resources share the
+	// size limit of the log.
+	compressThreshold = 4 << 10
 	// maxEventBytes bounds the decompressed size of a message. It fits an object of 3 MB twice, each as protobuf and as
 	// JSON that escapes every byte, with a reserve.
 	maxEventBytes = 64 << 20
@@ -161,23 +164,30 @@ func Message(e *logv1.Event) (*nats.Msg, error) {
 		subject = Subject(e.StorageResource)
 	}
 	m := &nats.Msg{Subject: subject, Data: data, Header: nats.Header{}}
-	if compressed, ok := compress(data); ok {
-		m.Data = compressed
-		m.Header.Set(encodingHeader, s2Encoding)
+	if len(data) > batchBytes { // it joins no batch
+		compressMessage(m, s2Encoding)
 	}
 	return m, nil
 }
 
-// compress compresses data over the threshold. ok is false if data is not compressed, or did not get smaller.
-func compress(data []byte) ([]byte, bool) {
-	if len(data) <= compressThreshold {
+// compressMessage compresses the data of a message above the threshold. encoding then names its encodings.
+func compressMessage(m *nats.Msg, encoding string) {
+	if data, ok := compress(m.Data, compressThreshold); ok {
+		m.Data = data
+		m.Header.Set(encodingHeader, encoding)
+	}
+}
+
+// compress compresses data of more than threshold bytes. ok is false if data is not compressed, or did not get smaller.
+func compress(data []byte, threshold int) ([]byte, bool) {
+	if len(data) <= threshold {
 		return nil, false
 	}
 	compressed := s2.Encode(nil, data)
 	return compressed, len(compressed) < len(data)
 }
 
-// decompress is the inverse of compress. It rejects data that exceeds maxEventBytes.
+// decompress returns data before its compression. It rejects data that exceeds maxEventBytes.
 func decompress(data []byte) ([]byte, error) {
 	n, err := s2.DecodedLen(data)
 	if err != nil {
@@ -189,22 +199,34 @@ func decompress(data []byte) ([]byte, error) {
 	return s2.Decode(nil, data)
 }
 
-// Event is the inverse of Message, for data of a message with the header.
-func Event(header nats.Header, data []byte) (*logv1.Event, error) {
+// Events returns the events of a message with the header: at least one, unless it returns an error.
+func Events(header nats.Header, data []byte) ([]*logv1.Event, error) {
 	return decode(header.Get(encodingHeader), data)
 }
 
-func decode(encoding string, data []byte) (*logv1.Event, error) {
+func decode(encoding string, data []byte) (_ []*logv1.Event, err error) {
 	switch encoding {
-	case "":
-	case s2Encoding:
-		var err error
+	case s2Encoding, batchS2Encoding:
 		if data, err = decompress(data); err != nil {
 			return nil, err
 		}
+	case "", batchEncoding:
 	default:
 		return nil, fmt.Errorf("unknown %s %q", encodingHeader, encoding)
 	}
-	e := &logv1.Event{}
-	return e, proto.Unmarshal(data, e)
+	if encoding == "" || encoding == s2Encoding {
+		e := &logv1.Event{}
+		if err := proto.Unmarshal(data, e); err != nil {
+			return nil, err
+		}
+		return []*logv1.Event{e}, nil
+	}
+	b := &logv1.Batch{}
+	if err := proto.Unmarshal(data, b); err != nil {
+		return nil, err
+	}
+	if len(b.Events) == 0 {
+		return nil, errors.New("the batch has no events")
+	}
+	return b.Events, nil
 }

@@ -181,25 +181,27 @@ func (r *reader) catchUp(ctx context.Context) error {
 	}
 }
 
-// deliver calls handle with one message, and with a reset before it if the message follows a gap.
+// deliver calls handle with the events of a message, and with a reset before them if the message follows a gap.
 func (r *reader) deliver(m *logv1.StoredMessage, live bool) error {
 	decoded, err := decode(m.Encoding, m.Data)
 	if err != nil {
 		slog.Error("A message of the event log is corrupt", "sequence", m.Sequence, "error", err)
 		decoded = nil
 	}
-	gap, e, err := r.Next(m, decoded, live)
-	if err != nil || e == nil {
+	gap, events, err := r.Next(m, decoded, live)
+	if err != nil {
 		return err
 	}
 	if gap != nil {
-		slog.Warn("The event log has a gap", "before", e.Revision)
+		slog.Warn("The event log has a gap", "before", events[0].Revision)
 		if err := r.handle(gap); err != nil {
 			return &handlerError{err}
 		}
 	}
-	if err := r.handle(e); err != nil {
-		return &handlerError{err}
+	for _, e := range events {
+		if err := r.handle(e); err != nil {
+			return &handlerError{err}
+		}
 	}
 	return nil
 }

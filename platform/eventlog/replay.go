@@ -51,20 +51,28 @@ func replayChunk(r *core.Replay, c *logv1.Chunk, each func(*logv1.Event) (bool, 
 		return err
 	}
 	for _, m := range c.Messages {
-		e, err := decode(m.Encoding, m.Data)
+		events, err := decode(m.Encoding, m.Data)
 		if err != nil {
-			e = nil
+			events = []*logv1.Event{nil}
 		}
-		part, err := r.Next(e)
-		if err == nil && part {
-			var more bool
-			if more, err = each(e); err == nil && !more {
-				err = errStopReplay
+		for _, e := range events {
+			if err := replayEvent(r, e, each); err != nil {
+				return err
 			}
-		}
-		if err != nil {
-			return err
 		}
 	}
 	return nil
+}
+
+// replayEvent calls each with an event that is part of the replay. The event is nil if its message is corrupt.
+func replayEvent(r *core.Replay, e *logv1.Event, each func(*logv1.Event) (bool, error)) error {
+	part, err := r.Next(e)
+	if err != nil || !part {
+		return err
+	}
+	more, err := each(e)
+	if err == nil && !more {
+		err = errStopReplay
+	}
+	return err
 }

@@ -3,6 +3,7 @@ package eventlog
 import (
 	"cmp"
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
+	"google.golang.org/protobuf/encoding/protowire"
 
 	"watershed.dev/platform/telemetry"
 	"watershed.dev/platform/watchcache/core"
@@ -19,36 +21,44 @@ import (
 )
 
 const (
-	// maxUnacknowledged is how many messages a writer sends before it waits for acknowledgements. maxBatch is how many
-	// messages share an acknowledgement at most.
+	// maxUnacknowledged is how many events a writer publishes before it waits for acknowledgements.
 	maxUnacknowledged = 512
-	maxBatch          = 64
+	// maxBatch and batchBytes bound the events of a batch.
+	maxBatch   = 64
+	batchBytes = 64 << 10
+	// batchPeriod is the minimum time between two messages of the stream, unless a batch is full. An event therefore
+	// waits for others only if another event was published shortly before it.
+	batchPeriod = 2 * time.Millisecond
 	// ackTimeout is how long the writer waits for an acknowledgement. A shorter stall of NATS does not end the writer.
 	ackTimeout = 5 * time.Second
 	// headroom is the size reserved for the headers of a message.
 	headroom = 4 << 10
 )
 
-// Writer appends the messages of a core.Chain to the log, in batches. JetStream acknowledges only the last message of a
-// batch: it rejects a message that does not follow its predecessor, so the last is stored only if all are. NATS' atomic
-// batches were the obvious alternative. They do not support an expected message ID, and write each message twice.
+// Writer appends the messages of a core.Chain to the log. Events of a resource that follow each other closely share a
+// message of the stream, a batch: each message of the stream costs NATS and every reader time.
 //
-// Send belongs to a single goroutine.
+//	empty ── Add ──▶ open ── Add: the batch is full, or the message does not join ──▶ published
+//	                 open ── Flush; FlushLater, then Due ───────────────────────────▶ published
+//
+// The methods belong to a single goroutine.
 type Writer struct {
 	nc    *nats.Conn
 	inbox string
 	acks  chan Ack
-	// freed makes Send check unacknowledged again.
+	// freed makes Flush check unacknowledged again.
 	freed chan struct{}
-	// open is the batch whose last message is not sent, and held its next message, without an event if there is none.
-	// batches counts the batches.
-	open    batch
-	held    core.Message
-	batches int
+	// open is the messages of the open batch, and openBytes their size. due is the timer of FlushLater.
+	open      []core.Message
+	openBytes int
+	due       *time.Timer
+	// published counts the messages of the stream, and publishedAt is the time of the last.
+	published   int
+	publishedAt time.Time
 
 	mu             sync.Mutex
 	pending        []batch
-	unacknowledged int // messages of pending
+	unacknowledged int // events of pending
 	newest         Ack
 }
 
@@ -59,9 +69,9 @@ type Ack struct {
 	Err error
 }
 
-// batch is messages that share an acknowledgement.
+// batch is a published message of the stream.
 type batch struct {
-	// reply is the subject of the acknowledgement, and last the ID of the last message.
+	// reply is the subject of the acknowledgement, last the ID of the last event, and size the number of events.
 	reply  string
 	last   core.ID
 	size   int
@@ -73,6 +83,8 @@ type batch struct {
 // NewWriter returns a writer, which reports acknowledgements until ctx is done.
 func NewWriter(ctx context.Context, nc *nats.Conn) (*Writer, error) {
 	w := &Writer{nc: nc, inbox: nc.NewInbox(), acks: make(chan Ack, 1), freed: make(chan struct{}, 1)}
+	w.due = time.NewTimer(0)
+	w.due.Stop()
 	sub, err := nc.Subscribe(w.inbox+".*", func(m *nats.Msg) { w.acknowledge(m.Subject, ackError(m)) })
 	if err == nil {
 		context.AfterFunc(ctx, func() { _ = sub.Unsubscribe() })
@@ -91,52 +103,95 @@ func Encode(maxPayload int64) core.Encode {
 	}
 }
 
-// Send sends messages in order, without waiting for their acknowledgement. If more messages follow at once, the batch
-// continues with them, and the last message waits for them.
-func (w *Writer) Send(ctx context.Context, more bool, messages ...core.Message) error {
+// Add adds messages to the log, in order. Events wait for Flush or Due. Progress messages and resets do not wait.
+func (w *Writer) Add(ctx context.Context, messages ...core.Message) error {
 	for _, m := range messages {
-		if err := w.publish(ctx, w.held, w.open.size == maxBatch-1); err != nil {
-			return err
+		if !w.joins(&m) {
+			if err := w.Flush(ctx); err != nil {
+				return err
+			}
 		}
-		w.held = m
+		w.open, w.openBytes = append(w.open, m), w.openBytes+sizeOf(&m)
+		if t := m.Event.Type; t == logv1.Type_TYPE_UNSPECIFIED || t == logv1.Type_TYPE_RESET {
+			if err := w.Flush(ctx); err != nil {
+				return err
+			}
+		}
 	}
-	if more {
-		return nil
-	}
-	last := w.held
-	w.held = core.Message{}
-	return w.publish(ctx, last, true)
+	return nil
 }
 
-// publish publishes a message. The message may be the last of its batch.
-func (w *Writer) publish(ctx context.Context, m core.Message, last bool) error {
-	if m.Event == nil {
+// joins returns true if a message can be part of the open batch.
+func (w *Writer) joins(m *core.Message) bool {
+	n := len(w.open)
+	return n == 0 || n < maxBatch && w.openBytes+sizeOf(m) <= w.maxBytes() && m.Joins(&w.open[n-1])
+}
+
+// maxBytes returns the limit of a batch's size.
+func (w *Writer) maxBytes() int { return min(batchBytes, int(w.nc.MaxPayload())-headroom) }
+
+// sizeOf returns the size of a message in a batch. A message that is compressed already fits into no batch with others.
+func sizeOf(m *core.Message) int {
+	payload := m.Payload.(*nats.Msg)
+	if payload.Header.Get(encodingHeader) != "" {
+		return batchBytes
+	}
+	return len(payload.Data) + 1 + binary.MaxVarintLen32
+}
+
+// FlushLater publishes the open batch if batchPeriod has passed since the last message of the stream. Otherwise Due
+// receives when it has.
+func (w *Writer) FlushLater(ctx context.Context) error {
+	if len(w.open) == 0 {
 		return nil
 	}
-	if w.open.size == 0 {
-		if err := w.awaitSpace(ctx); err != nil {
-			return err
+	if wait := batchPeriod - time.Since(w.publishedAt); wait > 0 {
+		w.due.Reset(wait)
+		return nil
+	}
+	return w.Flush(ctx)
+}
+
+// Due receives when the owner must call Flush.
+func (w *Writer) Due() <-chan time.Time { return w.due.C }
+
+// Flush publishes the open batch.
+func (w *Writer) Flush(ctx context.Context) error {
+	if len(w.open) == 0 {
+		return nil
+	}
+	if err := w.awaitSpace(ctx); err != nil {
+		return err
+	}
+	first, last := w.open[0], w.open[len(w.open)-1]
+	msg := first.Payload.(*nats.Msg)
+	if len(w.open) > 1 {
+		data := make([]byte, 0, w.openBytes)
+		for _, m := range w.open {
+			data = protowire.AppendTag(data, batchEvents, protowire.BytesType)
+			data = protowire.AppendBytes(data, m.Payload.(*nats.Msg).Data)
 		}
-		w.open.sentAt = time.Now()
+		msg = &nats.Msg{Subject: msg.Subject, Data: data, Header: nats.Header{encodingHeader: {batchEncoding}}}
+		compressMessage(msg, batchS2Encoding)
+	} else if msg.Header.Get(encodingHeader) == "" {
+		compressMessage(msg, s2Encoding)
 	}
-	w.open.size++
-	if m.Event.Traceparent != "" {
-		w.open.traces = append(w.open.traces, m.Event.Traceparent)
-	}
-	msg := m.Payload.(*nats.Msg)
-	msg.Header.Set(jetstream.MsgIDHeader, m.ID.String())
-	if m.First {
-		msg.Header.Set(jetstream.ExpectedLastSeqHeader, strconv.FormatUint(m.ExpectedSequence, 10))
+	msg.Header.Set(jetstream.MsgIDHeader, last.ID.String())
+	if first.First {
+		msg.Header.Set(jetstream.ExpectedLastSeqHeader, strconv.FormatUint(first.ExpectedSequence, 10))
 	} else {
-		msg.Header.Set(jetstream.ExpectedLastMsgIDHeader, m.Expected.String())
+		msg.Header.Set(jetstream.ExpectedLastMsgIDHeader, first.Expected.String())
 	}
-	if last {
-		msg.Reply = w.closeBatch(m.ID)
-	}
+	msg.Reply = w.await(last.ID)
+	clear(w.open)
+	w.open, w.openBytes = w.open[:0], 0
 	return w.nc.PublishMsg(msg)
 }
 
-// awaitSpace waits while too many messages are not acknowledged.
+// batchEvents is the number of the field Batch.events.
+const batchEvents = 1
+
+// awaitSpace waits while too many events are not acknowledged.
 func (w *Writer) awaitSpace(ctx context.Context) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -151,14 +206,20 @@ func (w *Writer) awaitSpace(ctx context.Context) error {
 	return cmp.Or(w.newest.Err, ctx.Err())
 }
 
-// closeBatch ends the batch with its last message, and returns the subject of its acknowledgement.
-func (w *Writer) closeBatch(last core.ID) (reply string) {
-	w.batches++
-	reply = w.inbox + "." + strconv.Itoa(w.batches)
-	b := w.open
-	b.reply, b.last = reply, last
+// await awaits the acknowledgement of the open batch, which ends with last. It returns the subject of the
+// acknowledgement.
+func (w *Writer) await(last core.ID) (reply string) {
+	w.due.Stop()
+	w.published++
+	w.publishedAt = time.Now()
+	reply = w.inbox + "." + strconv.Itoa(w.published)
+	b := batch{reply: reply, last: last, size: len(w.open), sentAt: w.publishedAt}
+	for _, m := range w.open {
+		if m.Event.Traceparent != "" {
+			b.traces = append(b.traces, m.Event.Traceparent)
+		}
+	}
 	b.timer = time.AfterFunc(ackTimeout, func() { w.acknowledge(reply, jetstream.ErrAsyncPublishTimeout) })
-	w.open = batch{}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.pending = append(w.pending, b)

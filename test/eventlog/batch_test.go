@@ -1,41 +1,107 @@
 package eventlog
 
 import (
+	"bytes"
+	"strings"
 	"testing"
 
+	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// TestABatchHasOneAcknowledgement checks that NATS sends a single response to messages that are sent together, and
-// stores all of them.
-func TestABatchHasOneAcknowledgement(t *testing.T) {
+// messages returns the number of messages of the stream.
+func (c *cluster) messages() uint64 {
+	c.t.Helper()
+	s, err := c.js.Stream(c.t.Context(), eventlog.StreamName)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return s.CachedInfo().State.Msgs
+}
+
+// TestEventsOfAResourceShareAMessage checks which events share a message of the stream, and its single acknowledgement.
+func TestEventsOfAResourceShareAMessage(t *testing.T) {
+	const large = 80 << 10 // it is compressed
+	for name, test := range map[string]struct {
+		resources string // of the events, by their first letter; P is a pod of size bytes
+		size      int
+		messages  uint64
+	}{
+		"one resource":              {"ppppppppp", 0, 1},
+		"several resources":         {"ppncccpp", 0, 4},
+		"too many for one":          {strings.Repeat("p", 130), 0, 3},
+		"too large for one":         {"PPPPP", 20 << 10, 2},
+		"a large event is alone":    {"ppPpp", large, 3},
+		"a large event comes first": {"Ppp", large, 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := start(t)
+			c.write(reset(10))
+			w, err := c.writer()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := c.nc.Flush(); err != nil {
+				t.Fatal(err)
+			}
+			responses, want := c.nc.Stats().InMsgs, "!10 "
+			var batch []*logv1.Event
+			for i, r := range test.resources {
+				e := added(int64(11+i), map[rune]string{'p': "pods", 'P': "pods", 'n': "nodes", 'c': "configmaps"}[r])
+				if r == 'P' {
+					e.Object.Json = bytes.Repeat([]byte{'x'}, test.size)
+				}
+				batch, want = append(batch, e), want+e.Name[1:]+" "
+			}
+			if err := w.append(t.Context(), batch...); err != nil {
+				t.Fatal(err)
+			}
+			if err := w.flush(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			responses = c.nc.Stats().InMsgs - responses
+			if n := c.messages() - 1; n != test.messages || responses != n {
+				t.Errorf("%d messages with %d responses, not %d", n, responses, test.messages)
+			}
+			c.read().is(t, want)
+		})
+	}
+}
+
+// TestAnEventWaitsOnlyAfterAnother checks that an event is published at once if none was published shortly before it.
+// Otherwise it waits until Due receives.
+func TestAnEventWaitsOnlyAfterAnother(t *testing.T) {
 	c := start(t)
+	c.write(reset(10))
 	w, err := c.writer()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := c.nc.Flush(); err != nil {
-		t.Fatal(err)
+	for r := int64(11); r <= 13; r++ {
+		m, err := w.Append(added(r, "pods"))
+		if err == nil {
+			err = w.log.Add(t.Context(), m)
+		}
+		if err == nil {
+			err = w.log.FlushLater(t.Context())
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.sent = m.ID
 	}
-	before := c.nc.Stats().InMsgs
-	batch, want := []*logv1.Event{reset(10)}, "!10 "
-	for r := int64(11); r < 20; r++ {
-		batch = append(batch, added(r, "pods"))
-	}
-	for _, e := range batch[1:] {
-		want += e.Name[1:] + " "
-	}
-	if err := w.append(t.Context(), batch...); err != nil {
+	<-w.log.Due()
+	if err := w.log.Flush(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if err := w.flush(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if n := c.nc.Stats().InMsgs - before; n != 1 {
-		t.Errorf("%d messages have %d responses", len(batch), n)
+	if n := c.messages(); n > 4 || n < 3 { // 3, unless this test was stopped for the batch period
+		t.Errorf("the stream has %d messages", n)
 	}
-	c.read().is(t, want)
+	c.read().is(t, "!10 11 12 13 ")
 }
 
 // TestABatchEndsAtARejectedMessage checks a batch whose third message the log rejects, or never receives. The messages
@@ -65,7 +131,11 @@ func TestABatchEndsAtARejectedMessage(t *testing.T) {
 				}
 				all, w.sent = append(all, m), m.ID
 			}
-			if err := w.log.Send(t.Context(), false, change(all)...); err != nil {
+			err = w.log.Add(t.Context(), change(all)...)
+			if err == nil {
+				err = w.log.Flush(t.Context())
+			}
+			if err != nil {
 				t.Fatal(err)
 			}
 			if err := w.flush(t.Context()); err == nil {
@@ -81,7 +151,8 @@ func TestABatchEndsAtARejectedMessage(t *testing.T) {
 	}
 }
 
-// TestAStalledLogEndsTheWriter checks that a batch without a response is an error, and that Send does not wait forever.
+// TestAStalledLogEndsTheWriter checks that a message without a response is an error, and that Flush does not wait
+// forever.
 func TestAStalledLogEndsTheWriter(t *testing.T) {
 	c := start(t)
 	c.write(reset(10))

@@ -170,7 +170,10 @@ func (w *writer) append(ctx context.Context, events ...*logv1.Event) error {
 		messages = append(messages, m)
 		w.sent = m.ID
 	}
-	return w.log.Send(ctx, false, messages...)
+	if err := w.log.Add(ctx, messages...); err != nil {
+		return err
+	}
+	return w.log.Flush(ctx)
 }
 
 // flush waits until the log has stored all events.

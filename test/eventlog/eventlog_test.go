@@ -175,7 +175,7 @@ func TestLargeEventsComeBack(t *testing.T) {
 		t.Error("it did not come back as it was")
 	}
 	bomb := s2.Encode(nil, make([]byte, 100<<20))
-	if _, err := eventlog.Event(nats.Header{"Content-Encoding": {"s2"}}, bomb); err == nil {
+	if _, err := eventlog.Events(nats.Header{"Content-Encoding": {"s2"}}, bomb); err == nil {
 		t.Error("a message unpacks to 100 MB")
 	}
 }

@@ -19,6 +19,13 @@ type Message struct {
 	Payload any
 }
 
+// Joins returns true if the log may store the message together with the message before it. Both must be events of the
+// same resource, because a reader of a resource receives only the messages of that resource, progress and resets.
+func (m *Message) Joins(before *Message) bool {
+	return isEvent(m.Event) && isEvent(before.Event) && m.Event.StorageResource == before.Event.StorageResource &&
+		m.Expected == before.ID && !m.First
+}
+
 // Encode encodes an event. An error means that the event cannot be a message.
 type Encode func(*logv1.Event) (payload any, err error)
 

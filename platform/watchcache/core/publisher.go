@@ -53,8 +53,8 @@ type LogEnd struct {
 	Event EtcdEvent
 }
 
-// ReadBack reads a message, from the end of the log backwards, until Event is found. It returns false if no earlier
-// message is needed. key is the etcd key of the message's object; empty: unknown. Events before a reset of all
+// ReadBack reads an event, from the end of the log backwards, until Event is found. It returns false if it needs no
+// earlier event. key is the etcd key of the message's object; empty: unknown. Events before a reset of all
 // resources are of an earlier history, which etcd need not have.
 func (l *LogEnd) ReadBack(e *logv1.Event, key string) (more bool) {
 	if !isEvent(e) || key == "" {

@@ -53,29 +53,31 @@ func (r *Reader) Reposition(c *logv1.Chunk) bool {
 	return false
 }
 
-// Next moves the reader to a message with its event, which is nil if the message is corrupt. It returns the event to
-// apply, and the reset to apply before it if the message does not follow the last message. Only a message of the stream
-// proves such a gap. For a live message, Next returns ErrMissed. It returns no event for the last message.
-func (r *Reader) Next(m *logv1.StoredMessage, e *logv1.Event, live bool) (gap, event *logv1.Event, err error) {
+// Next moves the reader to a message with its events, which are nil if the message is corrupt. It returns the events to
+// apply, and the reset to apply before them if the message does not follow the last message. Only a message of the
+// stream proves such a gap. For a live message, Next returns ErrMissed. It returns no events for the last message.
+func (r *Reader) Next(m *logv1.StoredMessage, all []*logv1.Event, live bool) (gap *logv1.Event, apply []*logv1.Event,
+	err error) {
 	if m.Sequence == r.Sequence && m.Id == r.id {
 		return nil, nil, nil
 	}
-	if e == nil {
+	if len(all) == 0 {
 		id, _ := ParseID(m.Id)
-		e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}
+		all = []*logv1.Event{{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}}
 	}
-	resetsAll := e.Type == logv1.Type_TYPE_RESET && e.StorageResource == ""
+	first := all[0]
+	resetsAll := first.Type == logv1.Type_TYPE_RESET && first.StorageResource == ""
 	if !resetsAll && (r.afterGap || r.id != "" && m.ExpectedLastMsgId != r.id) {
 		if live {
 			return nil, nil, ErrMissed
 		}
-		gap = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: before(e)}
+		gap = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: before(first)}
 	}
 	r.afterGap, r.id, r.Sequence = false, m.Id, m.Sequence
-	return gap, e, nil
+	return gap, all, nil
 }
 
-// before returns the revision before a message: every later event follows in the log.
+// before returns the revision before an event: every later event follows in the log.
 func before(e *logv1.Event) int64 {
 	if isEvent(e) && e.Index == 0 {
 		return e.Revision - 1

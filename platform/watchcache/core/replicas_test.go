@@ -91,15 +91,15 @@ func (r *replica) catchUp(w *world) {
 	}
 }
 
-func (r *replica) next(w *world, m storedEvent, live bool) error {
-	gap, e, err := r.reader.Next(m.StoredMessage, m.event, live)
+func (r *replica) next(w *world, m storedEvents, live bool) error {
+	gap, all, err := r.reader.Next(m.StoredMessage, m.events, live)
 	if err != nil {
 		return err
 	}
 	if gap != nil {
 		r.apply(w, gap, "the log has a gap")
 	}
-	if e != nil {
+	for _, e := range all {
 		r.apply(w, e, "")
 	}
 	return nil
@@ -244,25 +244,22 @@ func (s *tierStream) replay(w *world) bool {
 	}
 	replay, upTo := NewReplay(after, s.position.Epoch), after
 	var batch []cached
-	for _, m := range log.stored[start-1:] {
-		if m.event.StorageResource != "" && m.event.StorageResource != resourceNames[s.resource] {
-			continue
-		}
-		part, err := replay.Next(m.event)
+	for _, e := range log.eventsOf(start-1, resourceNames[s.resource]) {
+		part, err := replay.Next(e)
 		if err != nil {
 			break
 		}
 		if !part {
 			continue
 		}
-		if n := len(batch); n > 0 && m.event.Revision > batch[n-1].position.Revision {
+		if n := len(batch); n > 0 && e.Revision > batch[n-1].position.Revision {
 			upTo = batch[n-1].position.Revision
 		}
-		if !isEvent(m.event) {
-			upTo = m.event.Revision
+		if !isEvent(e) {
+			upTo = e.Revision
 			continue
 		}
-		batch = append(batch, cached{events.PositionOf(m.event), int(m.event.ObservedUnixNano)})
+		batch = append(batch, cached{events.PositionOf(e), int(e.ObservedUnixNano)})
 	}
 	for n := len(batch); n > 0 && batch[n-1].position.Revision > upTo; n-- {
 		batch = batch[:n-1]
@@ -278,6 +275,16 @@ func (s *tierStream) replay(w *world) bool {
 		s.position = p
 	}
 	return s.replica.rings[s.resource].Holds(s.position)
+}
+
+// eventsOf returns the events of a resource, progress and resets, from a message on.
+func (s *stream) eventsOf(from int, storageResource string) (all []*logv1.Event) {
+	for _, m := range s.stored[from:] {
+		if r := m.events[0].StorageResource; r == "" || r == storageResource {
+			all = append(all, m.events...)
+		}
+	}
+	return all
 }
 
 // revisionBefore returns the revision up to which the log is complete before a message.

@@ -176,7 +176,7 @@ func (s *schedule) outcome() outcome {
 // fly delivers messages of a flight.
 func (s *schedule) fly(f *flight) {
 	for n := 1 + s.rng.IntN(4); n > 0 && len(f.messages) > 0; n-- {
-		f.deliver(s.world)
+		f.deliver(s.world, 1+s.rng.IntN(4))
 	}
 	if len(f.messages) == 0 && !slices.ContainsFunc(s.publishers, func(p *publisher) bool { return p.flight == f }) {
 		s.flights = slices.DeleteFunc(s.flights, func(o *flight) bool { return o == f })
@@ -296,7 +296,7 @@ func (s *schedule) fault() {
 	case 8, 9:
 		n := len(s.log.stored)
 		if s.restores { // the last event stays
-			for n--; n > 0 && !isEvent(s.log.stored[n].event); {
+			for n--; n > 0 && !isEvent(s.log.stored[n].events[0]); {
 				n--
 			}
 		}
@@ -427,7 +427,7 @@ func (s *schedule) settle(p *publisher) bool {
 			idle = false
 			p.begin(w)
 		case len(p.flight.messages) > 0:
-			p.flight.deliver(w)
+			p.flight.deliver(w, 4)
 		case len(p.flight.acks) > 0 || p.flight.rejected:
 			p.acknowledge(w)
 		case p.waits() && p.next > s.etcd.revision() && !idle:

@@ -149,7 +149,9 @@ func (s *transcript) logStep(t *testing.T, d *datadriven.TestData, verb string) 
 		s.recreate()
 	default:
 		for _, m := range s.log.stored {
-			s.tracef("%d %s %s", m.Sequence, m.Id, describeEvent(m.event))
+			for _, e := range m.events {
+				s.tracef("%d %s %s", m.Sequence, m.Id, describeEvent(e))
+			}
 		}
 	}
 }
@@ -174,15 +176,16 @@ func (s *transcript) publisherStep(t *testing.T, d *datadriven.TestData, p *publ
 	case "receive":
 		p.receive(w)
 	case "deliver":
-		n := 1
+		n, batch := 1, 1
 		d.MaybeScanArgs(t, "n", &n)
+		d.MaybeScanArgs(t, "batch", &batch)
 		for f := s.flights[0]; n > 0; n-- {
 			for i := len(s.flights) - 1; i >= 0; i-- { // the oldest flight first
 				if s.flights[i].owner == p.name && len(s.flights[i].messages) > 0 {
 					f = s.flights[i]
 				}
 			}
-			f.deliver(w)
+			f.deliver(w, batch)
 		}
 	case "lose-message":
 		s.tracef("log: %v is lost on its way", p.flight.messages[0].ID)
@@ -215,7 +218,7 @@ func (s *transcript) settle(p *publisher) {
 		case p.term == nil:
 			p.begin(s.world)
 		case len(p.flight.messages) > 0:
-			p.flight.deliver(s.world)
+			p.flight.deliver(s.world, 1)
 		case len(p.flight.acks) > 0 || p.flight.rejected:
 			p.acknowledge(s.world)
 		case p.waits() && p.next > s.etcd.revision():

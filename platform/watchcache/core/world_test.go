@@ -283,36 +283,40 @@ func keyOf(x write) string { return resourceNames[x.resource] + "/" + x.name }
 type stream struct {
 	created int64
 	before  uint64 // the sequence before the first message
-	stored  []storedEvent
+	stored  []storedEvents
 	lastID  string
 }
 
-type storedEvent struct {
+type storedEvents struct {
 	*logv1.StoredMessage
-	event *logv1.Event
-	id    ID
+	events []*logv1.Event
+	id     ID
 }
 
 func (s *stream) last() uint64 { return s.before + uint64(len(s.stored)) }
 
-// store stores a message, unless its expectation fails.
-func (s *stream) store(m Message) bool {
-	expected := ""
-	if m.First {
-		if m.ExpectedSequence != s.last() {
+// store stores messages as a message of the stream, unless the expectation of the first fails.
+func (s *stream) store(batch ...Message) bool {
+	first, last, expected := batch[0], batch[len(batch)-1], ""
+	if first.First {
+		if first.ExpectedSequence != s.last() {
 			return false
 		}
 	} else {
-		if expected = m.Expected.String(); expected != s.lastID {
+		if expected = first.Expected.String(); expected != s.lastID {
 			return false
 		}
 	}
-	s.lastID = m.ID.String()
-	s.stored = append(s.stored, storedEvent{&logv1.StoredMessage{
+	s.lastID = last.ID.String()
+	stored := storedEvents{StoredMessage: &logv1.StoredMessage{
 		Sequence:          s.last() + 1,
 		Id:                s.lastID,
 		ExpectedLastMsgId: expected,
-	}, m.Event, m.ID})
+	}, id: last.ID}
+	for _, m := range batch {
+		stored.events = append(stored.events, m.Event)
+	}
+	s.stored = append(s.stored, stored)
 	return true
 }
 
@@ -365,10 +369,10 @@ func (s *stream) end() LogEnd {
 			end.Last = m.id
 		}
 		if m.id.Progress && end.Progress == nil {
-			end.Progress = m.event
+			end.Progress = m.events[0]
 		}
-		if more {
-			more = end.ReadBack(m.event, m.event.StorageResource+"/"+m.event.Name)
+		for i := len(m.events) - 1; i >= 0 && more; i-- {
+			more = end.ReadBack(m.events[i], m.events[i].StorageResource+"/"+m.events[i].Name)
 		}
 	}
 	return end

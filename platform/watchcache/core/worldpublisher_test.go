@@ -296,24 +296,43 @@ func (p *publisher) receive(w *world) {
 	p.watching(w)
 }
 
-// deliver moves the next message of a flight to the log.
-func (f *flight) deliver(w *world) {
-	m := f.messages[0]
-	f.messages = f.messages[1:]
-	stored := w.log.store(m)
+// deliver moves the next message of a flight to the log, together with at most n-1 messages that join it.
+func (f *flight) deliver(w *world, n int) {
+	size := 1
+	for size < min(n, len(f.messages)) && f.messages[size].Joins(&f.messages[size-1]) {
+		size++
+	}
+	batch := f.messages[:size]
+	f.messages = f.messages[size:]
+	stored := w.log.store(batch...)
 	if w.trace != nil {
-		w.tracef("log: %s %v", map[bool]string{true: "stores", false: "rejects"}[stored], m.ID)
+		w.tracef("log: %s %s", map[bool]string{true: "stores", false: "rejects"}[stored], describeBatch(batch))
 	}
 	if stored {
-		w.checkOrder(m.Event)
-		f.acks = append(f.acks, m.ID)
+		w.checkOrder(batch)
+		f.acks = append(f.acks, batch[size-1].ID)
 	} else {
 		f.rejected = true
 	}
 }
 
-// checkOrder checks that the log's last message follows the events of its epoch before it.
-func (w *world) checkOrder(e *logv1.Event) {
+func describeBatch(batch []Message) string {
+	s := batch[0].ID.String()
+	for _, m := range batch[1:] {
+		s += " with " + m.ID.String()
+	}
+	return s
+}
+
+// checkOrder checks that the events of the log's last message follow each other, and the events of their epoch before
+// them.
+func (w *world) checkOrder(batch []Message) {
+	for i, m := range batch[1:] {
+		if !events.PositionOf(batch[i].Event).Before(events.PositionOf(m.Event)) {
+			w.violated("the log has %v after %v", m.ID, batch[i].ID)
+		}
+	}
+	e := batch[0].Event
 	if e.Type == logv1.Type_TYPE_RESET && e.StorageResource == "" {
 		if record, _ := w.etcd.record(); record.ID == e.Epoch && e.Epoch != w.excusedIn {
 			w.excused = false
@@ -322,12 +341,13 @@ func (w *world) checkOrder(e *logv1.Event) {
 	}
 	for i := len(w.log.stored) - 2; i >= 0; i-- {
 		before := w.log.stored[i]
+		last := before.events[len(before.events)-1]
 		switch {
-		case before.id.Progress && before.event.Type == logv1.Type_TYPE_UNSPECIFIED:
+		case before.id.Progress && last.Type == logv1.Type_TYPE_UNSPECIFIED:
 			continue
-		case before.id.Progress || before.event.Epoch != e.Epoch:
-		case before.event.Revision > e.Revision || w.log.stored[len(w.log.stored)-1].id.Progress:
-		case !events.PositionOf(before.event).Before(events.PositionOf(e)):
+		case before.id.Progress || last.Epoch != e.Epoch:
+		case last.Revision > e.Revision || w.log.stored[len(w.log.stored)-1].id.Progress:
+		case !events.PositionOf(last).Before(events.PositionOf(e)):
 			w.violated("the log has %s after %v", describeEvent(e), before.id)
 		}
 		return

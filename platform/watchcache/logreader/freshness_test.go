@@ -39,8 +39,8 @@ func TestAReadWaits3SecondsForTheLog(t *testing.T) {
 	})
 }
 
-// If etcd's revision is below the log's, etcd was restored from a backup. A read then waits for the log's next epoch, and
-// the replica is not ready.
+// If etcd's revision is below the log's, etcd was restored from a backup. A read then waits for the log's next epoch,
+// and the replica is not ready.
 func TestAReadOfARestoredEtcdWaitsForTheEpoch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := newReader(Source{Revision: func(context.Context) (int64, error) { return 15, nil }})

@@ -22,32 +22,11 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// maxResponses is how many responses of the etcd watch are handled before acknowledgements and timers are.
-const maxResponses = 16
-
-// receive handles a response of the etcd watch, and the responses that have arrived after it. Their messages share an
-// acknowledgement.
-func (t *term) receive(ctx context.Context, watch clientv3.WatchChan, resp clientv3.WatchResponse, ok bool) error {
-	for n := 1; ; n++ {
-		if !ok {
-			return errors.New("etcd ended the watch")
-		}
-		if err := t.handle(ctx, resp); err != nil || n == maxResponses || t.Request.Op != core.WatchEtcd {
-			return err
-		}
-		if err := t.send(ctx, true); err != nil {
-			return err
-		}
-		select {
-		case resp, ok = <-watch:
-		default:
-			return nil // proceed sends the last message
-		}
+// handle handles a response of the etcd watch; ok is false if the watch has ended.
+func (t *term) handle(ctx context.Context, resp clientv3.WatchResponse, ok bool) error {
+	if !ok {
+		return errors.New("etcd ended the watch")
 	}
-}
-
-// handle handles a response of the etcd watch.
-func (t *term) handle(ctx context.Context, resp clientv3.WatchResponse) error {
 	if resp.CompactRevision != 0 || errors.Is(resp.Err(), rpctypes.ErrCompacted) {
 		t.Compacted()
 		return nil
@@ -60,7 +39,7 @@ func (t *term) handle(ctx context.Context, resp clientv3.WatchResponse) error {
 		return nil
 	}
 	for events := resp.Events; len(events) > 0 && t.Request.Op == core.WatchEtcd; {
-		if err := t.send(ctx, true); err != nil {
+		if err := t.add(ctx); err != nil {
 			return err
 		}
 		n := 1

@@ -216,6 +216,8 @@ func (t *term) watch(ctx context.Context, watch clientv3.WatchChan, progressRequ
 			return ctx.Err()
 		case ack := <-t.log.Acks():
 			err = t.acknowledge(ack)
+		case <-t.log.Due():
+			err = t.log.Flush(ctx)
 		case <-progressRequests:
 			err = t.requestProgress(ctx)
 		case <-checks.C:
@@ -226,7 +228,7 @@ func (t *term) watch(ctx context.Context, watch clientv3.WatchChan, progressRequ
 			t.ForceProgress()
 			err = t.requestProgress(ctx)
 		case resp, ok := <-watch:
-			err = t.receive(ctx, watch, resp, ok)
+			err = t.handle(ctx, resp, ok)
 		}
 		if err == nil {
 			err = t.proceed(ctx)

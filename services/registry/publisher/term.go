@@ -36,27 +36,33 @@ type term struct {
 	log *eventlog.Writer
 }
 
-// proceed sends the term's messages and performs its requests, until the term waits for etcd's events. It returns the
-// error that ends the term.
+// proceed adds the term's messages to the log and performs its requests, until the term waits for etcd's events. It
+// returns the error that ends the term.
 func (t *term) proceed(ctx context.Context) error {
-	if err := t.send(ctx, false); err != nil || t.Request.Op == core.WatchEtcd {
+	if err := t.add(ctx); err != nil {
 		return err
+	}
+	if t.Request.Op == core.WatchEtcd {
+		return t.log.FlushLater(ctx)
 	}
 	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
 	for t.Request.Op != core.WatchEtcd {
+		if err := t.log.Flush(ctx); err != nil {
+			return err
+		}
 		if err := t.perform(ctx, t.Request); err != nil {
 			return err
 		}
-		if err := t.send(ctx, false); err != nil {
+		if err := t.add(ctx); err != nil {
 			return err
 		}
 	}
-	return nil
+	return t.log.Flush(ctx)
 }
 
-// send sends the term's messages to the log. more: others follow at once, and share their acknowledgement.
-func (t *term) send(ctx context.Context, more bool) error {
+// add adds the term's messages to the log.
+func (t *term) add(ctx context.Context) error {
 	messages := t.TakeMessages()
 	for _, m := range messages {
 		switch e := m.Event; {
@@ -68,7 +74,7 @@ func (t *term) send(ctx context.Context, more bool) error {
 		}
 	}
 	t.published.Store(t.core.Published)
-	return t.log.Send(ctx, more, messages...)
+	return t.log.Add(ctx, messages...)
 }
 
 // perform performs a request and answers it.
@@ -131,7 +137,10 @@ func (p *Publisher) readLog(ctx context.Context) (end core.LogEnd, err error) {
 	}
 	m, err := eventlog.GetLast(ctx, p.JS, eventlog.ProgressSubject)
 	if err == nil {
-		end.Progress, err = eventlog.Event(m.Header, m.Data)
+		var progress []*logv1.Event
+		if progress, err = eventlog.Events(m.Header, m.Data); err == nil {
+			end.Progress = progress[0]
+		}
 	}
 	if err != nil && !errors.Is(err, jetstream.ErrMsgNotFound) {
 		return end, err
@@ -144,8 +153,9 @@ func (p *Publisher) readLog(ctx context.Context) (end core.LogEnd, err error) {
 		if err != nil {
 			return end, err
 		}
-		if e, err := eventlog.Event(m.Header, m.Data); err == nil {
-			more = end.ReadBack(e, p.keyOf(e))
+		events, _ := eventlog.Events(m.Header, m.Data)
+		for i := len(events) - 1; i >= 0 && more; i-- {
+			more = end.ReadBack(events[i], p.keyOf(events[i]))
 		}
 	}
 	return end, nil

@@ -4,8 +4,8 @@
 // 	protoc        (unknown)
 // source: watershed/log/v1/log.proto
 
-// Package log is the event log between the publisher and its readers: the watch tier and every registry. The log has
-// one message for each etcd event, in the order of revisions.
+// Package log is the event log between the publisher and its readers: the watch tier and every registry. A message of
+// the log holds an Event, or a Batch of events. The events are in the order of revisions.
 
 package logv1
 
@@ -266,6 +266,51 @@ func (x *Event) GetEncrypted() *Encrypted {
 	return nil
 }
 
+// Batch is consecutive events of one resource, which share a message of the log.
+type Batch struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Events        []*Event               `protobuf:"bytes,1,rep,name=events" json:"events,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Batch) Reset() {
+	*x = Batch{}
+	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Batch) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Batch) ProtoMessage() {}
+
+func (x *Batch) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Batch.ProtoReflect.Descriptor instead.
+func (*Batch) Descriptor() ([]byte, []int) {
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Batch) GetEvents() []*Event {
+	if x != nil {
+		return x.Events
+	}
+	return nil
+}
+
 // Encrypted is an encrypted Contents. A reader gets the key with Source.DataKey.
 type Encrypted struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -281,7 +326,7 @@ type Encrypted struct {
 
 func (x *Encrypted) Reset() {
 	*x = Encrypted{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -293,7 +338,7 @@ func (x *Encrypted) String() string {
 func (*Encrypted) ProtoMessage() {}
 
 func (x *Encrypted) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -306,7 +351,7 @@ func (x *Encrypted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Encrypted.ProtoReflect.Descriptor instead.
 func (*Encrypted) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{1}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *Encrypted) GetKey() string {
@@ -341,7 +386,7 @@ type Contents struct {
 
 func (x *Contents) Reset() {
 	*x = Contents{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[2]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -353,7 +398,7 @@ func (x *Contents) String() string {
 func (*Contents) ProtoMessage() {}
 
 func (x *Contents) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[2]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -366,7 +411,7 @@ func (x *Contents) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Contents.ProtoReflect.Descriptor instead.
 func (*Contents) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{2}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Contents) GetObject() *Object {
@@ -399,7 +444,7 @@ type TraceContext struct {
 
 func (x *TraceContext) Reset() {
 	*x = TraceContext{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[3]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -411,7 +456,7 @@ func (x *TraceContext) String() string {
 func (*TraceContext) ProtoMessage() {}
 
 func (x *TraceContext) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[3]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -424,7 +469,7 @@ func (x *TraceContext) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TraceContext.ProtoReflect.Descriptor instead.
 func (*TraceContext) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{3}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *TraceContext) GetKey() string {
@@ -464,7 +509,7 @@ type Object struct {
 
 func (x *Object) Reset() {
 	*x = Object{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[4]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -476,7 +521,7 @@ func (x *Object) String() string {
 func (*Object) ProtoMessage() {}
 
 func (x *Object) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[4]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -489,7 +534,7 @@ func (x *Object) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Object.ProtoReflect.Descriptor instead.
 func (*Object) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{4}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Object) GetLabels() map[string]string {
@@ -543,7 +588,7 @@ type ReadRequest struct {
 
 func (x *ReadRequest) Reset() {
 	*x = ReadRequest{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[5]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -555,7 +600,7 @@ func (x *ReadRequest) String() string {
 func (*ReadRequest) ProtoMessage() {}
 
 func (x *ReadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[5]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -568,7 +613,7 @@ func (x *ReadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadRequest.ProtoReflect.Descriptor instead.
 func (*ReadRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{5}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ReadRequest) GetSequence() uint64 {
@@ -608,7 +653,7 @@ type Chunk struct {
 
 func (x *Chunk) Reset() {
 	*x = Chunk{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[6]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -620,7 +665,7 @@ func (x *Chunk) String() string {
 func (*Chunk) ProtoMessage() {}
 
 func (x *Chunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[6]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -633,7 +678,7 @@ func (x *Chunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Chunk.ProtoReflect.Descriptor instead.
 func (*Chunk) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{6}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Chunk) GetCreated() int64 {
@@ -672,9 +717,9 @@ type StoredMessage struct {
 	Id string `protobuf:"bytes,2,opt,name=id" json:"id,omitempty"`
 	// The header Nats-Expected-Last-Msg-Id.
 	ExpectedLastMsgId string `protobuf:"bytes,3,opt,name=expected_last_msg_id,json=expectedLastMsgId" json:"expected_last_msg_id,omitempty"`
-	// The header Content-Encoding.
-	Encoding string `protobuf:"bytes,4,opt,name=encoding" json:"encoding,omitempty"`
-	// An Event, compressed as encoding says.
+	// The header Content-Encoding. Empty: data is an Event. "batch": data is a Batch. "s2", "batch, s2": the same,
+	// compressed.
+	Encoding      string `protobuf:"bytes,4,opt,name=encoding" json:"encoding,omitempty"`
 	Data          []byte `protobuf:"bytes,5,opt,name=data" json:"data,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -682,7 +727,7 @@ type StoredMessage struct {
 
 func (x *StoredMessage) Reset() {
 	*x = StoredMessage{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[7]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -694,7 +739,7 @@ func (x *StoredMessage) String() string {
 func (*StoredMessage) ProtoMessage() {}
 
 func (x *StoredMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[7]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -707,7 +752,7 @@ func (x *StoredMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StoredMessage.ProtoReflect.Descriptor instead.
 func (*StoredMessage) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{7}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *StoredMessage) GetSequence() uint64 {
@@ -768,7 +813,9 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\x05epoch\x18\r \x01(\tR\x05epoch\x12#\n" +
 	"\rfencing_token\x18\x0e \x01(\tR\ffencingToken\x12,\n" +
 	"\x12next_fencing_token\x18\x0f \x01(\tR\x10nextFencingToken\x129\n" +
-	"\tencrypted\x18\x10 \x01(\v2\x1b.watershed.log.v1.EncryptedR\tencrypted\"Q\n" +
+	"\tencrypted\x18\x10 \x01(\v2\x1b.watershed.log.v1.EncryptedR\tencrypted\"8\n" +
+	"\x05Batch\x12/\n" +
+	"\x06events\x18\x01 \x03(\v2\x17.watershed.log.v1.EventR\x06events\"Q\n" +
 	"\tEncrypted\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x12\n" +
 	"\x04data\x18\x02 \x01(\fR\x04data\x12\x1e\n" +
@@ -831,35 +878,37 @@ func file_watershed_log_v1_log_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_log_v1_log_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_watershed_log_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
+var file_watershed_log_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
 var file_watershed_log_v1_log_proto_goTypes = []any{
 	(Type)(0),             // 0: watershed.log.v1.Type
 	(*Event)(nil),         // 1: watershed.log.v1.Event
-	(*Encrypted)(nil),     // 2: watershed.log.v1.Encrypted
-	(*Contents)(nil),      // 3: watershed.log.v1.Contents
-	(*TraceContext)(nil),  // 4: watershed.log.v1.TraceContext
-	(*Object)(nil),        // 5: watershed.log.v1.Object
-	(*ReadRequest)(nil),   // 6: watershed.log.v1.ReadRequest
-	(*Chunk)(nil),         // 7: watershed.log.v1.Chunk
-	(*StoredMessage)(nil), // 8: watershed.log.v1.StoredMessage
-	nil,                   // 9: watershed.log.v1.Object.LabelsEntry
-	nil,                   // 10: watershed.log.v1.Object.FieldsEntry
+	(*Batch)(nil),         // 2: watershed.log.v1.Batch
+	(*Encrypted)(nil),     // 3: watershed.log.v1.Encrypted
+	(*Contents)(nil),      // 4: watershed.log.v1.Contents
+	(*TraceContext)(nil),  // 5: watershed.log.v1.TraceContext
+	(*Object)(nil),        // 6: watershed.log.v1.Object
+	(*ReadRequest)(nil),   // 7: watershed.log.v1.ReadRequest
+	(*Chunk)(nil),         // 8: watershed.log.v1.Chunk
+	(*StoredMessage)(nil), // 9: watershed.log.v1.StoredMessage
+	nil,                   // 10: watershed.log.v1.Object.LabelsEntry
+	nil,                   // 11: watershed.log.v1.Object.FieldsEntry
 }
 var file_watershed_log_v1_log_proto_depIdxs = []int32{
 	0,  // 0: watershed.log.v1.Event.type:type_name -> watershed.log.v1.Type
-	5,  // 1: watershed.log.v1.Event.object:type_name -> watershed.log.v1.Object
-	5,  // 2: watershed.log.v1.Event.previous:type_name -> watershed.log.v1.Object
-	2,  // 3: watershed.log.v1.Event.encrypted:type_name -> watershed.log.v1.Encrypted
-	5,  // 4: watershed.log.v1.Contents.object:type_name -> watershed.log.v1.Object
-	5,  // 5: watershed.log.v1.Contents.previous:type_name -> watershed.log.v1.Object
-	9,  // 6: watershed.log.v1.Object.labels:type_name -> watershed.log.v1.Object.LabelsEntry
-	10, // 7: watershed.log.v1.Object.fields:type_name -> watershed.log.v1.Object.FieldsEntry
-	8,  // 8: watershed.log.v1.Chunk.messages:type_name -> watershed.log.v1.StoredMessage
-	9,  // [9:9] is the sub-list for method output_type
-	9,  // [9:9] is the sub-list for method input_type
-	9,  // [9:9] is the sub-list for extension type_name
-	9,  // [9:9] is the sub-list for extension extendee
-	0,  // [0:9] is the sub-list for field type_name
+	6,  // 1: watershed.log.v1.Event.object:type_name -> watershed.log.v1.Object
+	6,  // 2: watershed.log.v1.Event.previous:type_name -> watershed.log.v1.Object
+	3,  // 3: watershed.log.v1.Event.encrypted:type_name -> watershed.log.v1.Encrypted
+	1,  // 4: watershed.log.v1.Batch.events:type_name -> watershed.log.v1.Event
+	6,  // 5: watershed.log.v1.Contents.object:type_name -> watershed.log.v1.Object
+	6,  // 6: watershed.log.v1.Contents.previous:type_name -> watershed.log.v1.Object
+	10, // 7: watershed.log.v1.Object.labels:type_name -> watershed.log.v1.Object.LabelsEntry
+	11, // 8: watershed.log.v1.Object.fields:type_name -> watershed.log.v1.Object.FieldsEntry
+	9,  // 9: watershed.log.v1.Chunk.messages:type_name -> watershed.log.v1.StoredMessage
+	10, // [10:10] is the sub-list for method output_type
+	10, // [10:10] is the sub-list for method input_type
+	10, // [10:10] is the sub-list for extension type_name
+	10, // [10:10] is the sub-list for extension extendee
+	0,  // [0:10] is the sub-list for field type_name
 }
 
 func init() { file_watershed_log_v1_log_proto_init() }
@@ -873,7 +922,7 @@ func file_watershed_log_v1_log_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_log_v1_log_proto_rawDesc), len(file_watershed_log_v1_log_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   10,
+			NumMessages:   11,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
