@@ -92,7 +92,7 @@ func (n *tenants) connect(name string) (*nats.Conn, jetstream.JetStream) {
 		n.t.Fatal(err)
 	}
 	n.t.Cleanup(nc.Close)
-	js, err := eventlog.JetStream(nc)
+	js, err := jetstream.New(nc)
 	if err != nil {
 		n.t.Fatal(err)
 	}

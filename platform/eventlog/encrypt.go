@@ -19,6 +19,10 @@ import (
 // KeyBytes is the size of a secret that encrypts events.
 const KeyBytes = 32
 
+// encryptedThreshold is the size in bytes above which contents are compressed before encryption. The compressed size of
+// smaller contents would show NATS which of their parts are equal.
+const encryptedThreshold = 64 << 10
+
 // Encrypt encrypts the object and the previous object of an event, so that NATS cannot read them. key names the secret
 // to the readers.
 func Encrypt(e *logv1.Event, key string, secret []byte) error {
@@ -31,8 +35,7 @@ func Encrypt(e *logv1.Event, key string, secret []byte) error {
 		return err
 	}
 	encrypted := &logv1.Encrypted{Key: key}
-	// NATS would learn from the compressed size of a small object which parts of it are equal.
-	if compressed, ok := compress(data, batchBytes); ok {
+	if compressed, ok := compress(data, encryptedThreshold); ok {
 		data, encrypted.Compressed = compressed, true
 	}
 	nonce := make([]byte, aead.NonceSize(), aead.NonceSize()+len(data)+aead.Overhead())
@@ -56,7 +59,7 @@ func Decrypt(e *logv1.Event, secret []byte) error {
 		return err
 	}
 	if e.Encrypted.Compressed {
-		if data, err = decompress(data); err != nil {
+		if data, err = decompress(data, maxEventBytes); err != nil {
 			return err
 		}
 	}

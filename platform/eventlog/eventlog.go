@@ -1,12 +1,13 @@
 // Package eventlog is the ordered log of etcd events in NATS JetStream: its subjects, its messages, its readers and
 // writer. platform/watchcache/core decides their order: this package performs its reads and appends.
 //
-// Every message holds one logv1.Event. A message's id is the event's position in etcd, and each publish expects the id
-// of the previous message (Nats-Expected-Last-Msg-Id). The log therefore cannot fork or have a gap: JetStream
-// rejects messages of a deposed publisher.
+// A message of the stream holds a logv1.Event, or a logv1.Batch of events of a resource. Its ID is the position of its
+// last event. Each publish expects the ID of the previous message (Nats-Expected-Last-Msg-Id). JetStream therefore
+// rejects the messages of a deposed publisher, and the log cannot fork or have a gap.
 //
 // The package does not read etcd and elects no publisher; the registry does. Read and Replay run in the caller's
-// goroutine. A Writer receives acknowledgements in the goroutine of its subscription.
+// goroutine. A Writer records acknowledgements in the goroutine of its subscription, and timeouts in those of its
+// timers.
 package eventlog
 
 import (
@@ -17,7 +18,6 @@ import (
 
 	"github.com/klauspost/compress/s2"
 	"github.com/nats-io/nats.go"
-	"github.com/nats-io/nats.go/jetstream"
 	"github.com/spf13/pflag"
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/util/version"
@@ -132,9 +132,6 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, error) {
 	return nc, nil
 }
 
-// JetStream returns the registry's context for the stream.
-func JetStream(nc *nats.Conn) (jetstream.JetStream, error) { return jetstream.New(nc) }
-
 const (
 	// encodingHeader names the encodings of a message's data (StoredMessage.encoding). Without it, data is an Event.
 	encodingHeader  = "Content-Encoding"
@@ -148,6 +145,8 @@ const (
 	// maxEventBytes bounds the decompressed size of a message. It fits an object of 3 MB twice, each as protobuf and as
 	// JSON that escapes every byte, with a reserve.
 	maxEventBytes = 64 << 20
+	// maxBatchBytes bounds the decompressed size of a batch. A writer of a later release may send larger batches.
+	maxBatchBytes = 1 << 20
 )
 
 // Message returns the NATS message of e. An error means that e cannot be a message; nothing was sent.
@@ -187,14 +186,14 @@ func compress(data []byte, threshold int) ([]byte, bool) {
 	return compressed, len(compressed) < len(data)
 }
 
-// decompress returns data before its compression. It rejects data that exceeds maxEventBytes.
-func decompress(data []byte) ([]byte, error) {
+// decompress returns data before its compression. It rejects data that exceeds a limit.
+func decompress(data []byte, limit int) ([]byte, error) {
 	n, err := s2.DecodedLen(data)
 	if err != nil {
 		return nil, err
 	}
-	if n > maxEventBytes {
-		return nil, fmt.Errorf("the message decompresses to %d bytes, the limit is %d", n, maxEventBytes)
+	if n > limit {
+		return nil, fmt.Errorf("the message decompresses to %d bytes, the limit is %d", n, limit)
 	}
 	return s2.Decode(nil, data)
 }
@@ -206,8 +205,12 @@ func Events(header nats.Header, data []byte) ([]*logv1.Event, error) {
 
 func decode(encoding string, data []byte) (_ []*logv1.Event, err error) {
 	switch encoding {
-	case s2Encoding, batchS2Encoding:
-		if data, err = decompress(data); err != nil {
+	case s2Encoding:
+		if data, err = decompress(data, maxEventBytes); err != nil {
+			return nil, err
+		}
+	case batchS2Encoding:
+		if data, err = decompress(data, maxBatchBytes); err != nil {
 			return nil, err
 		}
 	case "", batchEncoding:

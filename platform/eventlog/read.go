@@ -18,8 +18,8 @@ const (
 	// and the reader then reads them from the stream.
 	pendingMessages = 16 << 10
 	pendingBytes    = 64 << 20
-	// compareAfter is the time without a message after which a reader compares its position with the stream. The
-	// publisher sends progress every 2 s.
+	// compareAfter is the time without a message after which a reader compares its position with the stream. Without
+	// requests, the publisher sends progress every 10 s.
 	compareAfter = 3 * time.Second
 	// pollInterval is how often an idle reader checks for a reconnect.
 	pollInterval = 250 * time.Millisecond

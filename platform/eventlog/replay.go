@@ -19,7 +19,7 @@ const replayPause = 100 * time.Millisecond
 // ends when each returns false or an error, or ctx is done. Use it for events that a watch cache has evicted.
 //
 // Replay returns ErrExpired at a reset in the log, at another epoch, or if retention may have passed the reading
-// position. The events before that are complete and have no gap. Replay calls each only for messages whose order is
+// position. The events before that are complete and have no gap. Replay calls each only for events whose order is
 // certain, so it lags a little behind the log. each must be fast.
 func Replay(ctx context.Context, stream StreamReader, storedAs string, after int64, epoch string,
 	each func(*logv1.Event) (bool, error)) error {
@@ -53,7 +53,7 @@ func replayChunk(r *core.Replay, c *logv1.Chunk, each func(*logv1.Event) (bool, 
 	for _, m := range c.Messages {
 		events, err := decode(m.Encoding, m.Data)
 		if err != nil {
-			events = []*logv1.Event{nil}
+			return ErrExpired // the message may have been a reset
 		}
 		for _, e := range events {
 			if err := replayEvent(r, e, each); err != nil {
@@ -64,7 +64,7 @@ func replayChunk(r *core.Replay, c *logv1.Chunk, each func(*logv1.Event) (bool, 
 	return nil
 }
 
-// replayEvent calls each with an event that is part of the replay. The event is nil if its message is corrupt.
+// replayEvent calls each with an event, if it is part of the replay.
 func replayEvent(r *core.Replay, e *logv1.Event, each func(*logv1.Event) (bool, error)) error {
 	part, err := r.Next(e)
 	if err != nil || !part {

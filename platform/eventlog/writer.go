@@ -21,13 +21,13 @@ import (
 )
 
 const (
-	// maxUnacknowledged is how many events a writer publishes before it waits for acknowledgements.
+	// maxUnacknowledged is the number of unacknowledged entries at which Flush waits. The last batch may exceed it.
 	maxUnacknowledged = 512
 	// maxBatch and batchBytes bound the events of a batch.
 	maxBatch   = 64
 	batchBytes = 64 << 10
-	// batchPeriod is the minimum time between two messages of the stream, unless a batch is full. An event therefore
-	// waits for others only if another event was published shortly before it.
+	// batchPeriod bounds how long an event waits for others. It waits only if a message was published less than
+	// batchPeriod before. A full batch, or an entry that does not join, ends the wait.
 	batchPeriod = 2 * time.Millisecond
 	// ackTimeout is how long the writer waits for an acknowledgement. A shorter stall of NATS does not end the writer.
 	ackTimeout = 5 * time.Second
@@ -35,10 +35,10 @@ const (
 	headroom = 4 << 10
 )
 
-// Writer appends the messages of a core.Chain to the log. Events of a resource that follow each other closely share a
+// Writer appends the entries of a core.Chain to the log. Events of a resource that follow each other closely share a
 // message of the stream, a batch: each message of the stream costs NATS and every reader time.
 //
-//	empty ── Add ──▶ open ── Add: the batch is full, or the message does not join ──▶ published
+//	empty ── Add ──▶ open ── Add: the batch is full, or the entry does not join ──▶ published
 //	                 open ── Flush; FlushLater, then Due ───────────────────────────▶ published
 //
 // The methods belong to a single goroutine.
@@ -48,8 +48,8 @@ type Writer struct {
 	acks  chan Ack
 	// freed makes Flush check unacknowledged again.
 	freed chan struct{}
-	// open is the messages of the open batch, and openBytes their size. due is the timer of FlushLater.
-	open      []core.Message
+	// open is the entries of the open batch, and openBytes their size. due is the timer of FlushLater.
+	open      []core.LogEntry
 	openBytes int
 	due       *time.Timer
 	// published counts the messages of the stream, and publishedAt is the time of the last.
@@ -58,12 +58,12 @@ type Writer struct {
 
 	mu             sync.Mutex
 	pending        []batch
-	unacknowledged int // events of pending
+	unacknowledged int // entries of pending
 	newest         Ack
 }
 
-// Ack is the last message that the log has stored, and the error of a later message that it has not. All messages
-// before a stored message are stored.
+// Ack has the ID of the last entry that the log has stored, and the error of a later entry that it has not. All entries
+// before a stored entry are stored.
 type Ack struct {
 	ID  core.ID
 	Err error
@@ -71,7 +71,7 @@ type Ack struct {
 
 // batch is a published message of the stream.
 type batch struct {
-	// reply is the subject of the acknowledgement, last the ID of the last event, and size the number of events.
+	// reply is the subject of the acknowledgement, last the ID of the last entry, and size the number of entries.
 	reply  string
 	last   core.ID
 	size   int
@@ -103,16 +103,16 @@ func Encode(maxPayload int64) core.Encode {
 	}
 }
 
-// Add adds messages to the log, in order. Events wait for Flush or Due. Progress messages and resets do not wait.
-func (w *Writer) Add(ctx context.Context, messages ...core.Message) error {
-	for _, m := range messages {
-		if !w.joins(&m) {
+// Add adds entries to the log, in order. Changes wait for Flush or Due. Progress and resets do not wait.
+func (w *Writer) Add(ctx context.Context, entries ...core.LogEntry) error {
+	for _, e := range entries {
+		if !w.joins(&e) {
 			if err := w.Flush(ctx); err != nil {
 				return err
 			}
 		}
-		w.open, w.openBytes = append(w.open, m), w.openBytes+sizeOf(&m)
-		if t := m.Event.Type; t == logv1.Type_TYPE_UNSPECIFIED || t == logv1.Type_TYPE_RESET {
+		w.open, w.openBytes = append(w.open, e), w.openBytes+sizeOf(&e)
+		if !core.IsChange(e.Event) {
 			if err := w.Flush(ctx); err != nil {
 				return err
 			}
@@ -121,18 +121,18 @@ func (w *Writer) Add(ctx context.Context, messages ...core.Message) error {
 	return nil
 }
 
-// joins returns true if a message can be part of the open batch.
-func (w *Writer) joins(m *core.Message) bool {
+// joins returns true if an entry can be part of the open batch.
+func (w *Writer) joins(e *core.LogEntry) bool {
 	n := len(w.open)
-	return n == 0 || n < maxBatch && w.openBytes+sizeOf(m) <= w.maxBytes() && m.Joins(&w.open[n-1])
+	return n == 0 || n < maxBatch && w.openBytes+sizeOf(e) <= w.maxBytes() && e.Joins(&w.open[n-1])
 }
 
 // maxBytes returns the limit of a batch's size.
 func (w *Writer) maxBytes() int { return min(batchBytes, int(w.nc.MaxPayload())-headroom) }
 
-// sizeOf returns the size of a message in a batch. A message that is compressed already fits into no batch with others.
-func sizeOf(m *core.Message) int {
-	payload := m.Payload.(*nats.Msg)
+// sizeOf returns the size of an entry in a batch. An entry that is compressed already fits into no batch with others.
+func sizeOf(e *core.LogEntry) int {
+	payload := e.Payload.(*nats.Msg)
 	if payload.Header.Get(encodingHeader) != "" {
 		return batchBytes
 	}
@@ -167,13 +167,13 @@ func (w *Writer) Flush(ctx context.Context) error {
 	msg := first.Payload.(*nats.Msg)
 	if len(w.open) > 1 {
 		data := make([]byte, 0, w.openBytes)
-		for _, m := range w.open {
+		for _, e := range w.open {
 			data = protowire.AppendTag(data, batchEvents, protowire.BytesType)
-			data = protowire.AppendBytes(data, m.Payload.(*nats.Msg).Data)
+			data = protowire.AppendBytes(data, e.Payload.(*nats.Msg).Data)
 		}
 		msg = &nats.Msg{Subject: msg.Subject, Data: data, Header: nats.Header{encodingHeader: {batchEncoding}}}
 		compressMessage(msg, batchS2Encoding)
-	} else if msg.Header.Get(encodingHeader) == "" {
+	} else if len(msg.Data) <= batchBytes { // Message compresses a larger event
 		compressMessage(msg, s2Encoding)
 	}
 	msg.Header.Set(jetstream.MsgIDHeader, last.ID.String())
@@ -182,7 +182,7 @@ func (w *Writer) Flush(ctx context.Context) error {
 	} else {
 		msg.Header.Set(jetstream.ExpectedLastMsgIDHeader, first.Expected.String())
 	}
-	msg.Reply = w.await(last.ID)
+	msg.Reply = w.track(last.ID)
 	clear(w.open)
 	w.open, w.openBytes = w.open[:0], 0
 	return w.nc.PublishMsg(msg)
@@ -191,7 +191,7 @@ func (w *Writer) Flush(ctx context.Context) error {
 // batchEvents is the number of the field Batch.events.
 const batchEvents = 1
 
-// awaitSpace waits while too many events are not acknowledged.
+// awaitSpace waits while too many entries are not acknowledged.
 func (w *Writer) awaitSpace(ctx context.Context) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -206,17 +206,16 @@ func (w *Writer) awaitSpace(ctx context.Context) error {
 	return cmp.Or(w.newest.Err, ctx.Err())
 }
 
-// await awaits the acknowledgement of the open batch, which ends with last. It returns the subject of the
-// acknowledgement.
-func (w *Writer) await(last core.ID) (reply string) {
+// track adds the open batch, which ends with last, to pending. It returns the subject of the acknowledgement.
+func (w *Writer) track(last core.ID) (reply string) {
 	w.due.Stop()
 	w.published++
 	w.publishedAt = time.Now()
 	reply = w.inbox + "." + strconv.Itoa(w.published)
 	b := batch{reply: reply, last: last, size: len(w.open), sentAt: w.publishedAt}
-	for _, m := range w.open {
-		if m.Event.Traceparent != "" {
-			b.traces = append(b.traces, m.Event.Traceparent)
+	for _, e := range w.open {
+		if e.Event.Traceparent != "" {
+			b.traces = append(b.traces, e.Event.Traceparent)
 		}
 	}
 	b.timer = time.AfterFunc(ackTimeout, func() { w.acknowledge(reply, jetstream.ErrAsyncPublishTimeout) })
@@ -261,9 +260,6 @@ func (w *Writer) acknowledge(reply string, err error) {
 	default:
 	}
 	w.acks <- w.newest
-	if w.unacknowledged > maxUnacknowledged-maxBatch && w.newest.Err == nil {
-		return // Send wakes up for several messages
-	}
 	select {
 	case w.freed <- struct{}{}:
 	default:

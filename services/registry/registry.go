@@ -204,7 +204,7 @@ func connect(o *eventlog.Options, id rpc.TLS) (*nats.Conn, jetstream.JetStream, 
 	if err != nil {
 		return nil, nil, err
 	}
-	js, err := eventlog.JetStream(conn)
+	js, err := jetstream.New(conn)
 	if err != nil {
 		conn.Close()
 		return nil, nil, err
@@ -237,7 +237,7 @@ func (s *Service) initServers(store *storage.Storage, logJS jetstream.JetStream)
 		Stream:   eventlog.DirectGetReader{JS: s.js},
 		Keys:     s.source.ReadDataKey,
 		Revision: s.source.CurrentRevision,
-	}, &lifecycle.Readiness{}, logreader.Config{StaleAfter: staleAfter, OnMessage: s.beforeApply})
+	}, &lifecycle.Readiness{}, logreader.Config{StaleAfter: staleAfter, OnEvent: s.beforeApply})
 	s.internalWatch = internalwatch.New(s.resources, s.source, s.watchCache, s.logReader)
 }
 

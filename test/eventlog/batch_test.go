@@ -69,6 +69,45 @@ func TestEventsOfAResourceShareAMessage(t *testing.T) {
 	}
 }
 
+// TestLargeMessagesAreCompressed checks which messages of the stream are compressed: above 4 KB, alone or as a batch.
+func TestLargeMessagesAreCompressed(t *testing.T) {
+	c := start(t)
+	c.write(reset(10))
+	w, err := c.writer()
+	if err != nil {
+		t.Fatal(err)
+	}
+	revision := int64(10)
+	for _, test := range []struct {
+		events, size int
+		encoding     string
+	}{{1, 3 << 10, ""}, {1, 5 << 10, "s2"}, {2, 1 << 10, "batch"}, {2, 3 << 10, "batch, s2"}, {1, 80 << 10, "s2"}} {
+		var all []*logv1.Event
+		for range test.events {
+			revision++
+			e := added(revision, "pods")
+			e.Object.Json = bytes.Repeat([]byte{'x'}, test.size)
+			all = append(all, e)
+		}
+		if err := w.append(t.Context(), all...); err != nil {
+			t.Fatal(err)
+		}
+		if err := w.flush(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		m, err := eventlog.GetLast(t.Context(), c.js, eventlog.Subject("pods"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := m.Header.Get("Content-Encoding"); got != test.encoding {
+			t.Errorf("%d events of %d bytes have the encoding %q, not %q", test.events, test.size, got, test.encoding)
+		}
+		if events, err := eventlog.Events(m.Header, m.Data); err != nil || len(events) != test.events {
+			t.Errorf("%d events, %v", len(events), err)
+		}
+	}
+}
+
 // TestAnEventWaitsOnlyAfterAnother checks that an event is published at once if none was published shortly before it.
 // Otherwise it waits until Due receives.
 func TestAnEventWaitsOnlyAfterAnother(t *testing.T) {
@@ -104,15 +143,16 @@ func TestAnEventWaitsOnlyAfterAnother(t *testing.T) {
 	c.read().is(t, "!10 11 12 13 ")
 }
 
-// TestABatchEndsAtARejectedMessage checks a batch whose third message the log rejects, or never receives. The messages
-// before it are stored, and none after it. The writer receives the error, and the next writer continues without a gap.
-func TestABatchEndsAtARejectedMessage(t *testing.T) {
-	for name, change := range map[string]func([]core.Message) []core.Message{
-		"rejected": func(all []core.Message) []core.Message {
+// TestNothingFollowsARejectedMessage checks a message that the log rejects, because its predecessor is missing or
+// another. The messages before it are stored, and none after it. The writer receives the error, and the next writer
+// continues without a gap.
+func TestNothingFollowsARejectedMessage(t *testing.T) {
+	for name, change := range map[string]func([]core.LogEntry) []core.LogEntry{
+		"rejected": func(all []core.LogEntry) []core.LogEntry {
 			all[2].Expected = all[0].ID
 			return all
 		},
-		"lost": func(all []core.Message) []core.Message {
+		"lost": func(all []core.LogEntry) []core.LogEntry {
 			return append(all[:2:2], all[3:]...)
 		},
 	} {
@@ -123,7 +163,7 @@ func TestABatchEndsAtARejectedMessage(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			var all []core.Message
+			var all []core.LogEntry
 			for r := int64(11); r <= 15; r++ {
 				m, err := w.Append(added(r, "pods"))
 				if err != nil {

@@ -52,7 +52,7 @@ func start(t testing.TB) *cluster {
 		t.Fatal(err)
 	}
 	t.Cleanup(nc.Close)
-	js, err := eventlog.JetStream(nc)
+	js, err := jetstream.New(nc)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -161,7 +161,7 @@ func (c *cluster) writer() (*writer, error) {
 
 // append sends events together.
 func (w *writer) append(ctx context.Context, events ...*logv1.Event) error {
-	var messages []core.Message
+	var messages []core.LogEntry
 	for _, e := range events {
 		m, err := w.Append(e)
 		if err != nil {

@@ -145,8 +145,7 @@ func BenchmarkReplay(b *testing.B) {
 	}
 }
 
-// BenchmarkAppend measures appends of messages of 1 KB, in etcd batches of a transaction and of 16. The log stores all
-// of them.
+// BenchmarkAppend measures appends of events of 1 KB, alone or 16 in a message. The log stores all of them.
 func BenchmarkAppend(b *testing.B) {
 	for _, size := range []int{1, 16} {
 		b.Run(fmt.Sprintf("batch=%d", size), func(b *testing.B) {

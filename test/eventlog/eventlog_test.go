@@ -149,6 +149,12 @@ func TestACorruptMessageIsAReset(t *testing.T) {
 	}
 	c.write(added(13, "pods"))
 	r.is(t, "!10 11 !12 13 ")
+	m.Header.Set("Content-Encoding", "batch")
+	if _, err := c.js.PublishMsg(t.Context(), m, jetstream.WithMsgID("15.0.t"),
+		jetstream.WithExpectLastMsgID(c.last())); err != nil {
+		t.Fatal(err)
+	}
+	r.is(t, "!10 11 !12 13 !15 ")
 }
 
 // TestLargeEventsComeBack checks that messages of objects up to the maximum size arrive unchanged. A message that
@@ -177,5 +183,9 @@ func TestLargeEventsComeBack(t *testing.T) {
 	bomb := s2.Encode(nil, make([]byte, 100<<20))
 	if _, err := eventlog.Events(nats.Header{"Content-Encoding": {"s2"}}, bomb); err == nil {
 		t.Error("a message unpacks to 100 MB")
+	}
+	bomb = s2.Encode(nil, bytes.Repeat([]byte{10, 0}, 1<<20))
+	if _, err := eventlog.Events(nats.Header{"Content-Encoding": {"batch, s2"}}, bomb); err == nil {
+		t.Error("a batch has 1,048,576 empty events")
 	}
 }

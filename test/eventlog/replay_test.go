@@ -41,6 +41,16 @@ func TestReplayReturnsLaterEvents(t *testing.T) {
 	if got, err := replay(58, 60); err != nil || got != "-60 " {
 		t.Errorf("progress: %q, %v", got, err)
 	}
+	w, err := c.writer()
+	if err == nil {
+		err = w.append(t.Context(), added(61, "pods"), added(62, "pods"), added(63, "pods"), added(64, "pods"))
+	}
+	if err == nil {
+		err = w.flush(t.Context())
+	}
+	if got, replayErr := replay(62, 64); err != nil || replayErr != nil || got != "63 64 " {
+		t.Errorf("from within a batch: %q, %v, %v", got, replayErr, err)
+	}
 	if got, err := replay(9, 14); !errors.Is(err, eventlog.ErrExpired) || got != "" {
 		t.Errorf("from before the log: %q, %v", got, err)
 	}

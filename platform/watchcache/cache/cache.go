@@ -95,7 +95,7 @@ func (c *Cache) each(f func(*Resource)) {
 	}
 }
 
-// Apply applies the log's next message. It applies the events of a transaction together, when the last one arrives.
+// Apply applies the log's next event. It applies the events of a transaction together, when the last one arrives.
 func (c *Cache) Apply(e *logv1.Event) {
 	newest := int64(0) // the bytes of the transaction that is applied
 	for _, x := range c.replica.Apply(e) {
@@ -196,7 +196,14 @@ func (c *Cache) Progress() int64 { return c.progress.Load() }
 // overruns every cursor.
 func (c *Cache) Epoch() string { return *c.epoch.Load() }
 
-// Advanced returns a channel that is closed when Progress advances.
+// At returns Epoch and Progress of the same moment.
+func (c *Cache) At() (epoch string, progress int64) {
+	c.resetMu.RLock()
+	defer c.resetMu.RUnlock()
+	return c.Epoch(), c.Progress()
+}
+
+// Advanced returns a channel that is closed when Progress advances, or all resources are reset.
 func (c *Cache) Advanced() <-chan struct{} {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -8,7 +8,8 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// ID is the position of a message: a revision, an index in its transaction, and whether it is progress.
+// ID is the position of an entry: a revision, an index in its transaction, and whether it is progress. A message of the
+// stream has the ID of its last entry.
 type ID struct {
 	Revision int64
 	Index    int32
@@ -21,7 +22,7 @@ type ID struct {
 
 // IDOf returns the id of e from the publisher with the nonce.
 func IDOf(e *logv1.Event, nonce string) ID {
-	return ID{e.Revision, e.Index, !isEvent(e) && e.StorageResource == "", nonce}
+	return ID{e.Revision, e.Index, !IsChange(e) && e.StorageResource == "", nonce}
 }
 
 func (id ID) String() string {
@@ -47,7 +48,7 @@ func ParseID(s string) (ID, error) {
 	return ID{r, int32(i), progress, parts[2]}, nil
 }
 
-// isEvent returns true for a message that holds a change of an object.
-func isEvent(e *logv1.Event) bool {
+// IsChange returns true for the change of an object. Otherwise the event is progress or a reset.
+func IsChange(e *logv1.Event) bool {
 	return e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Type != logv1.Type_TYPE_RESET
 }

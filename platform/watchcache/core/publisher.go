@@ -54,10 +54,10 @@ type LogEnd struct {
 }
 
 // ReadBack reads an event, from the end of the log backwards, until Event is found. It returns false if it needs no
-// earlier event. key is the etcd key of the message's object; empty: unknown. Events before a reset of all
+// earlier event. key is the etcd key of the event's object; empty: unknown. Events before a reset of all
 // resources are of an earlier history, which etcd need not have.
 func (l *LogEnd) ReadBack(e *logv1.Event, key string) (more bool) {
-	if !isEvent(e) || key == "" {
+	if !IsChange(e) || key == "" {
 		return e.Type != logv1.Type_TYPE_RESET || e.StorageResource != ""
 	}
 	l.Event = EtcdEvent{key, e.Revision, e.Type == logv1.Type_TYPE_DELETED}

@@ -55,17 +55,18 @@ func (r *Reader) Reposition(c *logv1.Chunk) bool {
 
 // Next moves the reader to a message with its events, which are nil if the message is corrupt. It returns the events to
 // apply, and the reset to apply before them if the message does not follow the last message. Only a message of the
-// stream proves such a gap. For a live message, Next returns ErrMissed. It returns no events for the last message.
-func (r *Reader) Next(m *logv1.StoredMessage, all []*logv1.Event, live bool) (gap *logv1.Event, apply []*logv1.Event,
-	err error) {
+// stream proves such a gap. For a live message, Next returns ErrMissed. It returns no events for the message that the
+// reader is at.
+func (r *Reader) Next(m *logv1.StoredMessage, events []*logv1.Event, live bool) (gap *logv1.Event,
+	apply []*logv1.Event, err error) {
 	if m.Sequence == r.Sequence && m.Id == r.id {
 		return nil, nil, nil
 	}
-	if len(all) == 0 {
+	if len(events) == 0 {
 		id, _ := ParseID(m.Id)
-		all = []*logv1.Event{{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}}
+		events = []*logv1.Event{{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}}
 	}
-	first := all[0]
+	first := events[0]
 	resetsAll := first.Type == logv1.Type_TYPE_RESET && first.StorageResource == ""
 	if !resetsAll && (r.afterGap || r.id != "" && m.ExpectedLastMsgId != r.id) {
 		if live {
@@ -74,12 +75,12 @@ func (r *Reader) Next(m *logv1.StoredMessage, all []*logv1.Event, live bool) (ga
 		gap = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: before(first)}
 	}
 	r.afterGap, r.id, r.Sequence = false, m.Id, m.Sequence
-	return gap, all, nil
+	return gap, events, nil
 }
 
 // before returns the revision before an event: every later event follows in the log.
 func before(e *logv1.Event) int64 {
-	if isEvent(e) && e.Index == 0 {
+	if IsChange(e) && e.Index == 0 {
 		return e.Revision - 1
 	}
 	return e.Revision
@@ -111,11 +112,11 @@ func (r *Replay) Chunk(c *logv1.Chunk) error {
 	return nil
 }
 
-// Next returns whether an event is part of the replay. It returns ErrExpired at a reset, for an event of another epoch,
-// and for a corrupt message (nil), which may have been a reset. The events before that have no gap.
+// Next returns whether an event is part of the replay. It returns ErrExpired at a reset and for an event of another
+// epoch. The events before that have no gap.
 func (r *Replay) Next(e *logv1.Event) (bool, error) {
 	switch {
-	case e == nil, r.epoch != "" && e.Epoch != "" && e.Epoch != r.epoch && e.Revision > r.after,
+	case r.epoch != "" && e.Epoch != "" && e.Epoch != r.epoch && e.Revision > r.after,
 		e.Type == logv1.Type_TYPE_RESET && (r.delivered || e.Revision > r.after):
 		return false, ErrExpired
 	case e.Revision <= r.after:

@@ -41,7 +41,7 @@ type Effect struct {
 // message after Progress any longer, its first message resets every resource.
 func (c *Replica) Restart() { c.pending, c.started = nil, false }
 
-// Apply applies the log's next message, and returns its effects, which are valid until the next call. It applies the
+// Apply applies the log's next event, and returns its effects, which are valid until the next call. It applies the
 // events of a transaction together, when the last arrives.
 //
 //	progress                                 Progress advances

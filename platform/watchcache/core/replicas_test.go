@@ -255,7 +255,7 @@ func (s *tierStream) replay(w *world) bool {
 		if n := len(batch); n > 0 && e.Revision > batch[n-1].position.Revision {
 			upTo = batch[n-1].position.Revision
 		}
-		if !isEvent(e) {
+		if !IsChange(e) {
 			upTo = e.Revision
 			continue
 		}

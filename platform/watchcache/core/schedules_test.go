@@ -296,7 +296,7 @@ func (s *schedule) fault() {
 	case 8, 9:
 		n := len(s.log.stored)
 		if s.restores { // the last event stays
-			for n--; n > 0 && !isEvent(s.log.stored[n].events[0]); {
+			for n--; n > 0 && !IsChange(s.log.stored[n].events[0]); {
 				n--
 			}
 		}

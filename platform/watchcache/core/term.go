@@ -23,7 +23,7 @@ const (
 	// ReadOldest reads the oldest revision that etcd can still read, within the bound of a new log, and not after
 	// Revision, which is etcd's revision if it is known: Answer.
 	ReadOldest
-	// AwaitAck waits until the log has stored all messages: Acknowledged.
+	// AwaitAck waits until the log has stored all entries: Acknowledged.
 	AwaitAck
 	// WatchEtcd waits for etcd's events from Revision on: Transaction, Progress, ForceProgress, Compacted, Rotate and
 	// Check.
@@ -61,14 +61,14 @@ type Request struct {
 // The caller performs the request of Request and answers it, until the term waits for etcd's events. An operation that
 // fails ends the term: the caller drops it, and the next term reads the log again.
 type Term struct {
-	// Request is the operation that the term waits for. The messages of TakeMessages are sent before it.
+	// Request is the operation that the term waits for. The entries of TakeEntries are appended before it.
 	Request Request
 	// Decision is the last decision about the log, and Reason its reason.
 	Decision, Reason string
 
 	publisher *Publisher
 	chain     Chain
-	messages  []Message
+	entries   []LogEntry
 	// then continues the term after the answer to its request.
 	then func(revision int64)
 	// log is the end of the log when the term began.
@@ -92,10 +92,10 @@ func (p *Publisher) Begin(nonce string, fresh Epoch, encode Encode) *Term {
 	return &Term{publisher: p, chain: NewChain(nonce, ID{}, encode), fresh: fresh}
 }
 
-// TakeMessages returns the messages to append to the log, in order. The slice is valid until the next call of a method.
-func (t *Term) TakeMessages() []Message {
-	taken := t.messages
-	t.messages = t.messages[:0]
+// TakeEntries returns the entries to append to the log, in order. The slice is valid until the next call of a method.
+func (t *Term) TakeEntries() []LogEntry {
+	taken := t.entries
+	t.entries = t.entries[:0]
 	return taken
 }
 
@@ -207,7 +207,7 @@ func (t *Term) writeEpoch(e Epoch, after int64, then func(revision int64)) {
 // Answer answers WriteEpoch with etcd's revision, and ReadRevision and ReadOldest.
 func (t *Term) Answer(revision int64) { t.then(revision) }
 
-// Acknowledged records that the log has stored a message, and with it all earlier messages.
+// Acknowledged records that the log has stored an entry, and with it all earlier entries.
 func (t *Term) Acknowledged(id ID) {
 	p := t.publisher
 	p.acknowledged++
@@ -232,7 +232,7 @@ func (t *Term) stamp(e *logv1.Event) *logv1.Event {
 func (t *Term) append(e *logv1.Event) error {
 	m, err := t.chain.Append(t.stamp(e))
 	if err == nil {
-		t.messages = append(t.messages, m)
+		t.entries = append(t.entries, m)
 	}
 	return err
 }
@@ -256,7 +256,7 @@ func (t *Term) appendControl(e *logv1.Event) {
 }
 
 // Rotate replaces the fencing token. It writes the next token to the log before etcd, so that a publisher that finds
-// either token recognizes the epoch. It acts only between two transactions, because its messages state that all events
+// either token recognizes the epoch. It acts only between two transactions, because its entries state that all events
 // up to the log's last revision are published.
 func (t *Term) Rotate(next string) {
 	if !t.chain.Last.Progress && !t.transactionCompleted {

@@ -25,7 +25,7 @@ type Change struct {
 	Err error
 }
 
-// transaction is the messages of an etcd revision: events first, then resets.
+// transaction is the entries of an etcd revision: changes first, then resets.
 type transaction struct {
 	revision       int64
 	size           int // the number of etcd events

@@ -77,7 +77,7 @@ type write struct {
 	bad bool
 }
 
-// transaction is a revision of etcd: writes to served resources, or the epoch's record, or neither.
+// etcdRevision is a revision of etcd: writes to served resources, or the epoch's record, or neither.
 type etcdRevision struct {
 	writes []write
 	record *Epoch
@@ -296,7 +296,7 @@ type storedEvents struct {
 func (s *stream) last() uint64 { return s.before + uint64(len(s.stored)) }
 
 // store stores messages as a message of the stream, unless the expectation of the first fails.
-func (s *stream) store(batch ...Message) bool {
+func (s *stream) store(batch ...LogEntry) bool {
 	first, last, expected := batch[0], batch[len(batch)-1], ""
 	if first.First {
 		if first.ExpectedSequence != s.last() {
@@ -381,7 +381,7 @@ func (s *stream) end() LogEnd {
 func describeEvent(e *logv1.Event) string {
 	s := kindName(e.Type)
 	switch {
-	case isEvent(e):
+	case IsChange(e):
 		s += " " + shortName(e.StorageResource) + "/" + e.Name
 	case e.StorageResource != "":
 		s += " of " + shortName(e.StorageResource)

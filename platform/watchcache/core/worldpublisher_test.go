@@ -25,7 +25,7 @@ type publisher struct {
 // flight is messages of a term on their way to the log, and acknowledgements on their way back.
 type flight struct {
 	owner    string
-	messages []Message
+	messages []LogEntry
 	acks     []ID
 	rejected bool
 }
@@ -119,7 +119,7 @@ func encodeEvent(e *logv1.Event) (any, error) {
 
 // send takes the term's messages.
 func (p *publisher) send(w *world) {
-	for _, m := range p.term.TakeMessages() {
+	for _, m := range p.term.TakeEntries() {
 		if w.trace != nil {
 			expects := "expects " + m.Expected.String()
 			if m.First {
@@ -316,7 +316,7 @@ func (f *flight) deliver(w *world, n int) {
 	}
 }
 
-func describeBatch(batch []Message) string {
+func describeBatch(batch []LogEntry) string {
 	s := batch[0].ID.String()
 	for _, m := range batch[1:] {
 		s += " with " + m.ID.String()
@@ -326,7 +326,7 @@ func describeBatch(batch []Message) string {
 
 // checkOrder checks that the events of the log's last message follow each other, and the events of their epoch before
 // them.
-func (w *world) checkOrder(batch []Message) {
+func (w *world) checkOrder(batch []LogEntry) {
 	for i, m := range batch[1:] {
 		if !events.PositionOf(batch[i].Event).Before(events.PositionOf(m.Event)) {
 			w.violated("the log has %v after %v", m.ID, batch[i].ID)

@@ -54,14 +54,15 @@ func (l *Reader) verify(ctx context.Context) error {
 // StaleAfter.
 func (l *Reader) compare(ctx context.Context) {
 	f := &l.freshness
-	startedAt, before, epoch := time.Now(), l.cache.Progress(), l.cache.Epoch()
+	startedAt := time.Now()
+	epoch, before := l.cache.At()
 	compareCtx, cancel := context.WithTimeout(ctx, l.config.StaleAfter)
 	defer cancel()
 	revision, err := l.source.Revision(compareCtx)
 	if err != nil {
 		return
 	}
-	switch err = l.waitForEtcd(compareCtx, revision, before, epoch); {
+	switch err = l.waitForEtcd(compareCtx, revision, epoch, before); {
 	case err == nil:
 		first := f.caughtUpAt.Swap(&startedAt) == nil
 		if f.staleSince.Swap(nil) != nil || first {

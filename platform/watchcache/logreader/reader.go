@@ -15,6 +15,8 @@ import (
 
 	"github.com/nats-io/nats.go"
 	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -34,8 +36,8 @@ type Config struct {
 	StaleAfter time.Duration
 	// Backfills enables Backfill. Without it Backfill returns eventlog.ErrExpired.
 	Backfills bool
-	// OnMessage, if set, is called with each message of the log before the cache applies it. It must not block.
-	OnMessage func(*logv1.Event)
+	// OnEvent, if set, is called with each event of the log before the cache applies it. It must not block.
+	OnEvent func(*logv1.Event)
 }
 
 // Reader reads the event log into a cache.
@@ -115,15 +117,16 @@ func (l *Reader) apply(e *logv1.Event) error {
 
 func (l *Reader) tryApply(e *logv1.Event) (err error) {
 	defer recovery.ToError("applying a message of the log", &err)
-	if l.config.OnMessage != nil {
-		l.config.OnMessage(e)
+	if l.config.OnEvent != nil {
+		l.config.OnEvent(e)
 	}
 	l.cache.Apply(e)
 	return nil
 }
 
-// progressRequestDelay is how long Wait waits for the log to advance before it requests a progress message.
-const progressRequestDelay = 2 * time.Millisecond
+// progressRequestDelay is how long Wait waits for the log to advance before it requests a progress message. An event
+// may wait 2 ms for its batch.
+const progressRequestDelay = 4 * time.Millisecond
 
 // Wait waits until the cache has reached revision. If the log does not advance, it requests a progress message,
 // because the publisher sends none by itself while nothing is written.
@@ -146,22 +149,35 @@ func (l *Reader) Wait(ctx context.Context, revision int64) error {
 	})
 }
 
-// waitForEtcd waits until the cache has applied a revision of etcd. progress and epoch are the cache's from before the
+// waitForEtcd waits until the cache has applied a revision of etcd. epoch and progress are the cache's from before the
 // revision was read. If the revision is below progress, etcd was restored from a backup: the log then begins another
-// epoch first.
-func (l *Reader) waitForEtcd(ctx context.Context, revision, progress int64, epoch string) error {
-	for revision < progress && l.cache.Epoch() == epoch {
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(epochPoll):
+// epoch first. If it does not within StaleAfter, waitForEtcd returns an UNAVAILABLE error.
+func (l *Reader) waitForEtcd(ctx context.Context, revision int64, epoch string, progress int64) error {
+	if revision < progress {
+		if err := l.waitForNextEpoch(ctx, epoch); err != nil {
+			return err
 		}
 	}
 	return l.Wait(ctx, revision)
 }
 
-// epochPoll is how often a read checks for another epoch of a restored etcd.
-const epochPoll = 20 * time.Millisecond
+func (l *Reader) waitForNextEpoch(ctx context.Context, epoch string) error {
+	stale := time.NewTimer(l.config.StaleAfter)
+	defer stale.Stop()
+	for {
+		advanced := l.cache.Advanced()
+		if l.cache.Epoch() != epoch {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-stale.C:
+			return status.Error(codes.Unavailable, "etcd was restored, and the event log is of its earlier epoch")
+		case <-advanced:
+		}
+	}
+}
 
 // Revision returns etcd's current revision.
 func (l *Reader) Revision(ctx context.Context) (int64, error) { return l.source.Revision(ctx) }
@@ -169,14 +185,14 @@ func (l *Reader) Revision(ctx context.Context) (int64, error) { return l.source.
 // WaitUntilCurrent waits until the cache has applied etcd's current revision. Concurrent readers share a request for
 // the revision that begins after their calls.
 func (l *Reader) WaitUntilCurrent(ctx context.Context) error {
-	progress, epoch := l.cache.Progress(), l.cache.Epoch()
+	epoch, progress := l.cache.At()
 	r, err := l.revisions.Get(ctx, "", func(ctx context.Context) (int64, error) {
 		return rpc.Hedged(rpc.TrackReplica(ctx), rpc.HedgeDelay, l.source.Revision)
 	})
 	if err != nil {
 		return err
 	}
-	return l.waitForEtcd(ctx, r, progress, epoch)
+	return l.waitForEtcd(ctx, r, epoch, progress)
 }
 
 const (

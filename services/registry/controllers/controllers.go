@@ -11,8 +11,8 @@
 //
 // # Review notes
 //
-//   - Run must start the ServiceCIDR controller first, and kubernetesService after allocatorsReady. Otherwise the
-//     kubernetes Service appears 10 s later.
+//   - Run must start the ServiceCIDR controller first, and kubernetesService after hookServiceRepair and
+//     allocatorsReady. Otherwise the term may fail, or the kubernetes Service appears 10 s later.
 //   - registration must wait for the CRDs. Otherwise it deletes the APIServices of existing CRDs.
 //   - The value of ElectionKey must not change. Replicas of two releases share it during a rolling upgrade.
 package controllers
@@ -192,9 +192,7 @@ func (cs *Controllers) Run(ctx context.Context) error {
 	go legacytokentracking.NewController(cs.Client).RunWithContext(ctx)
 	cs.startIdentityLease(ctx)
 	hooks.done(hookLegacyTokens, hookIdentityLease, hookIdentityLeaseGC)
-	if err := hooks.wait(ctx, hookServiceRepair); err != nil { // the kubernetes Service must not be created during it
-		return err
-	}
+	hooks.wait(ctx, hookServiceRepair, repairTimeout) // the kubernetes Service should not be created during it
 	if err := cs.allocatorsReady(ctx); err != nil {
 		return err
 	}

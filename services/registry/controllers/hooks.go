@@ -133,16 +133,18 @@ func (t *hooksTerm) done(names ...string) {
 	})
 }
 
-// wait waits until a hook is completed, or until ctx ends.
-func (t *hooksTerm) wait(ctx context.Context, name string) error {
+// wait waits until a hook is completed, for at most a timeout.
+func (t *hooksTerm) wait(ctx context.Context, name string, timeout time.Duration) {
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
 	for {
 		pending, changed := t.pending.Get()
 		if !slices.Contains(pending, name) {
-			return nil
+			return
 		}
 		select {
 		case <-ctx.Done():
-			return context.Cause(ctx)
+			return
 		case <-changed:
 		}
 	}
@@ -152,6 +154,9 @@ func (t *hooksTerm) wait(ctx context.Context, name string) error {
 // fails after a minute. The first repair may fail if a Service is created during it, because the repair's informers may
 // have received the Service but not its IPAddress.
 const hookServiceRepair = "start-service-ip-repair-controllers"
+
+// repairTimeout is how long the kubernetes Service waits for hookServiceRepair. It is created even if the repair fails.
+const repairTimeout = 10 * time.Second
 
 // The names of kube-apiserver's start hooks that run code of this package. The other hooks are upstream's
 // (Controllers.Hooks).

@@ -27,7 +27,7 @@ func BenchmarkTransaction(b *testing.B) {
 			Object:          object,
 		}
 		t.Transaction([]core.Change{{EtcdEvent: core.EtcdEvent{Key: "pods/a", Revision: revision}, Event: e}})
-		if len(t.TakeMessages()) != 1 {
+		if len(t.TakeEntries()) != 1 {
 			b.Fatal("the event has no message")
 		}
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"log/slog"
 	"time"
 
@@ -39,20 +40,28 @@ func (t *term) handle(ctx context.Context, resp clientv3.WatchResponse, ok bool)
 		return nil
 	}
 	for events := resp.Events; len(events) > 0 && t.Request.Op == core.WatchEtcd; {
-		if err := t.add(ctx); err != nil {
-			return err
-		}
 		n := 1
 		for n < len(events) && events[n].Kv.ModRevision == events[0].Kv.ModRevision {
 			n++
 		}
+		if slices.ContainsFunc(events[:n], isEncrypted) { // the open batch does not wait for a KMS
+			if err := t.log.Flush(ctx); err != nil {
+				return err
+			}
+		}
 		t.transaction(ctx, events[:n])
+		if err := t.add(ctx); err != nil {
+			return err
+		}
+		if err := t.log.FlushLater(ctx); err != nil { // because a response may have many events
+			return err
+		}
 		events = events[n:]
 	}
 	return nil
 }
 
-// transaction makes the messages of the events of a revision. An event's span belongs to the trace of its write, if
+// transaction makes the entries of the events of a revision. An event's span belongs to the trace of its write, if
 // the write is traced.
 func (t *term) transaction(ctx context.Context, events []*clientv3.Event) {
 	changes := make([]core.Change, len(events))
@@ -95,6 +104,11 @@ func (p *Publisher) resourceByKey(key string) (*storage.Resource, bool) {
 	return p.crds.ByKey(key, p.Storage.Prefix())
 }
 
+// isEncrypted returns true if etcd holds the object before or after an event encrypted.
+func isEncrypted(e *clientv3.Event) bool {
+	return storage.Encrypted(e.Kv.Value) || e.PrevKv != nil && storage.Encrypted(e.PrevKv.Value)
+}
+
 // decodeEvent decodes an etcd event.
 func (p *Publisher) decodeEvent(ctx context.Context, e *clientv3.Event) (c core.Change) {
 	key, deleted := string(e.Kv.Key), e.Type == mvccpb.DELETE
@@ -105,7 +119,7 @@ func (p *Publisher) decodeEvent(ctx context.Context, e *clientv3.Event) (c core.
 	}
 	c.Resource = st.Name()
 	defer recovery.ToError("reading an object", &c.Err)
-	encrypted := storage.Encrypted(e.Kv.Value) || e.PrevKv != nil && storage.Encrypted(e.PrevKv.Value)
+	encrypted := isEncrypted(e)
 	if encrypted {
 		if c.Err = p.decryptBackoff.check(c.Resource); c.Err != nil {
 			return c

@@ -238,7 +238,10 @@ func (t *term) watch(ctx context.Context, watch clientv3.WatchChan, progressRequ
 }
 
 // requestProgress requests a progress notification on the watch. etcd finds the stream by the metadata of ctx, so the
-// metadata must be as in publish.
-func (p *Publisher) requestProgress(ctx context.Context) error {
-	return p.Storage.Client.RequestProgress(clientv3.WithRequireLeader(ctx))
+// metadata must be as in publish. The open batch does not wait for etcd.
+func (t *term) requestProgress(ctx context.Context) error {
+	if err := t.log.Flush(ctx); err != nil {
+		return err
+	}
+	return t.Storage.Client.RequestProgress(clientv3.WithRequireLeader(ctx))
 }

@@ -49,7 +49,7 @@ func newJournal(t *testing.T) *journal {
 		t.Fatal(err)
 	}
 	t.Cleanup(j.nats.Close)
-	if j.js, err = eventlog.JetStream(j.nats); err != nil {
+	if j.js, err = jetstream.New(j.nats); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())

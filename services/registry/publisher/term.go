@@ -36,7 +36,7 @@ type term struct {
 	log *eventlog.Writer
 }
 
-// proceed adds the term's messages to the log and performs its requests, until the term waits for etcd's events. It
+// proceed adds the term's entries to the log and performs its requests, until the term waits for etcd's events. It
 // returns the error that ends the term.
 func (t *term) proceed(ctx context.Context) error {
 	if err := t.add(ctx); err != nil {
@@ -47,34 +47,34 @@ func (t *term) proceed(ctx context.Context) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
+	if err := t.log.Flush(ctx); err != nil {
+		return err
+	}
 	for t.Request.Op != core.WatchEtcd {
-		if err := t.log.Flush(ctx); err != nil {
-			return err
-		}
 		if err := t.perform(ctx, t.Request); err != nil {
 			return err
 		}
-		if err := t.add(ctx); err != nil {
+		if err := t.add(ctx); err != nil { // progress and resets, which do not wait
 			return err
 		}
 	}
-	return t.log.Flush(ctx)
+	return nil
 }
 
-// add adds the term's messages to the log.
+// add adds the term's entries to the log.
 func (t *term) add(ctx context.Context) error {
-	messages := t.TakeMessages()
-	for _, m := range messages {
-		switch e := m.Event; {
-		case e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Type != logv1.Type_TYPE_RESET:
+	entries := t.TakeEntries()
+	for _, entry := range entries {
+		switch e := entry.Event; {
+		case core.IsChange(e):
 			publishedEvents.WithLabelValues(e.StorageResource).Inc()
 		case e.Type == logv1.Type_TYPE_RESET && e.StorageResource == "":
 			resetCount.Inc()
-			slog.Warn("The event log "+t.Decision, "reason", t.Reason, "after", e.Revision, "last", m.Expected.String())
+			slog.Warn("The event log "+t.Decision, "reason", t.Reason, "after", e.Revision, "last", entry.Expected.String())
 		}
 	}
 	t.published.Store(t.core.Published)
-	return t.log.Add(ctx, messages...)
+	return t.log.Add(ctx, entries...)
 }
 
 // perform performs a request and answers it.
@@ -233,8 +233,11 @@ func (p *Publisher) writeEpoch(ctx context.Context, e core.Epoch, after int64) (
 	return resp.Header.Revision, nil
 }
 
-// checkToken ends the term if the epoch's record is not this publisher's.
+// checkToken ends the term if the epoch's record is not this publisher's. The open batch does not wait for etcd.
 func (t *term) checkToken(ctx context.Context) error {
+	if err := t.log.Flush(ctx); err != nil {
+		return err
+	}
 	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
 	etcd, err := t.readEpoch(ctx)

@@ -24,7 +24,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Type is the type of a message of the log.
+// Type is the type of an Event.
 type Type int32
 
 const (
