@@ -48,7 +48,7 @@ lint: ## formatting, vet, staticcheck and what .golangci.yml names, and the cont
 unit: ## unit tests with the race detector where things are concurrent
 	$(RACE_CGO) go test $(RACE) ./platform/... ./services/watchfanout/... ./services/gateway/... ./services/authn/... ./services/authz/...
 	go test ./proto/... ./services/admission/... ./services/registry/... ./cmd/certgen/... ./cmd/embedded/... ./cmd/xds/... ./cmd/watershed/... ./deploy/images/...
-	cd test && go test -count=1 ./rules && go test ./eventlog && go test -run EveryMistake ./robustness
+	cd test && go test -count=1 ./rules && go test ./eventlog && go test -count=1 -run EveryMistake ./robustness
 
 e2e: build peers ## real clients and controllers against both forms, and against kube-apiserver beside them
 	cd test && go test -count=1 -timeout 30m $$(go list ./... | grep -v '^watershed.dev/test/cost$$')

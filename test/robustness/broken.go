@@ -40,8 +40,8 @@ var mistakes = []breakage{
 	{
 		name:    "stale",
 		file:    "platform/watchcache/logreader/reader.go",
-		code:    "	return l.Wait(ctx, r)\n",
-		instead: "	return l.Wait(ctx, r-20)\n",
+		code:    "	return l.waitForEtcd(ctx, r, epoch, progress)\n",
+		instead: "	_, _ = epoch, progress\n	return l.Wait(ctx, r-20)\n",
 	},
 }
 
