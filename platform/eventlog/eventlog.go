@@ -205,30 +205,28 @@ func Events(header nats.Header, data []byte) ([]*logv1.Event, error) {
 
 func decode(encoding string, data []byte) (_ []*logv1.Event, err error) {
 	switch encoding {
-	case s2Encoding:
-		if data, err = decompress(data, maxEventBytes); err != nil {
-			return nil, err
-		}
-	case batchS2Encoding:
-		if data, err = decompress(data, maxBatchBytes); err != nil {
-			return nil, err
-		}
 	case "", batchEncoding:
+	case s2Encoding:
+		data, err = decompress(data, maxEventBytes)
+	case batchS2Encoding:
+		data, err = decompress(data, maxBatchBytes)
 	default:
-		return nil, fmt.Errorf("unknown %s %q", encodingHeader, encoding)
+		err = fmt.Errorf("unknown %s %q", encodingHeader, encoding)
 	}
-	if encoding == "" || encoding == s2Encoding {
-		e := &logv1.Event{}
-		if err := proto.Unmarshal(data, e); err != nil {
-			return nil, err
-		}
-		return []*logv1.Event{e}, nil
-	}
-	b := &logv1.Batch{}
-	if err := proto.Unmarshal(data, b); err != nil {
+	if err != nil {
 		return nil, err
 	}
-	if len(b.Events) == 0 {
+	b := &logv1.Batch{}
+	if encoding == batchEncoding || encoding == batchS2Encoding {
+		err = proto.Unmarshal(data, b)
+	} else {
+		b.Events = []*logv1.Event{{}}
+		err = proto.Unmarshal(data, b.Events[0])
+	}
+	switch {
+	case err != nil:
+		return nil, err
+	case len(b.Events) == 0:
 		return nil, errors.New("the batch has no events")
 	}
 	return b.Events, nil

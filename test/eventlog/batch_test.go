@@ -10,6 +10,18 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
+// begun returns a cluster whose log begins after revision 10, and a writer that continues it.
+func begun(t *testing.T) (*cluster, *writer) {
+	t.Helper()
+	c := start(t)
+	c.write(reset(10))
+	w, err := c.writer()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c, w
+}
+
 // messages returns the number of messages of the stream.
 func (c *cluster) messages() uint64 {
 	c.t.Helper()
@@ -36,12 +48,7 @@ func TestEventsOfAResourceShareAMessage(t *testing.T) {
 		"a large event comes first": {"Ppp", large, 2},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c := start(t)
-			c.write(reset(10))
-			w, err := c.writer()
-			if err != nil {
-				t.Fatal(err)
-			}
+			c, w := begun(t)
 			if err := c.nc.Flush(); err != nil {
 				t.Fatal(err)
 			}
@@ -71,12 +78,7 @@ func TestEventsOfAResourceShareAMessage(t *testing.T) {
 
 // TestLargeMessagesAreCompressed checks which messages of the stream are compressed: above 4 KB, alone or as a batch.
 func TestLargeMessagesAreCompressed(t *testing.T) {
-	c := start(t)
-	c.write(reset(10))
-	w, err := c.writer()
-	if err != nil {
-		t.Fatal(err)
-	}
+	c, w := begun(t)
 	revision := int64(10)
 	for _, test := range []struct {
 		events, size int
@@ -111,12 +113,7 @@ func TestLargeMessagesAreCompressed(t *testing.T) {
 // TestAnEventWaitsOnlyAfterAnother checks that an event is published at once if none was published shortly before it.
 // Otherwise it waits until Due receives.
 func TestAnEventWaitsOnlyAfterAnother(t *testing.T) {
-	c := start(t)
-	c.write(reset(10))
-	w, err := c.writer()
-	if err != nil {
-		t.Fatal(err)
-	}
+	c, w := begun(t)
 	for r := int64(11); r <= 13; r++ {
 		m, err := w.Append(added(r, "pods"))
 		if err == nil {
@@ -157,12 +154,7 @@ func TestNothingFollowsARejectedMessage(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c := start(t)
-			c.write(reset(10))
-			w, err := c.writer()
-			if err != nil {
-				t.Fatal(err)
-			}
+			c, w := begun(t)
 			var all []core.LogEntry
 			for r := int64(11); r <= 15; r++ {
 				m, err := w.Append(added(r, "pods"))
@@ -171,7 +163,7 @@ func TestNothingFollowsARejectedMessage(t *testing.T) {
 				}
 				all, w.sent = append(all, m), m.ID
 			}
-			err = w.log.Add(t.Context(), change(all)...)
+			err := w.log.Add(t.Context(), change(all)...)
 			if err == nil {
 				err = w.log.Flush(t.Context())
 			}
@@ -194,15 +186,11 @@ func TestNothingFollowsARejectedMessage(t *testing.T) {
 // TestAStalledLogEndsTheWriter checks that a message without a response is an error, and that Flush does not wait
 // forever.
 func TestAStalledLogEndsTheWriter(t *testing.T) {
-	c := start(t)
-	c.write(reset(10))
-	w, err := c.writer()
-	if err != nil {
-		t.Fatal(err)
-	}
+	c, w := begun(t)
 	if err := c.js.DeleteStream(t.Context(), "watershed"); err != nil { // no stream responds
 		t.Fatal(err)
 	}
+	var err error
 	for r := int64(11); r < 2000 && err == nil; r++ {
 		err = w.append(t.Context(), added(r, "pods"))
 	}
