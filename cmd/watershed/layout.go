@@ -1,6 +1,8 @@
 package main
 
 import (
+	"crypto/rand"
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -113,6 +115,18 @@ func advertised(fs *pflag.FlagSet) (names []string) {
 // close releases the directory. The lock lasts until its file is closed, and the layout's reference prevents an earlier
 // garbage collection of the file.
 func (l *layout) close() { _ = l.lock.Close() }
+
+// logName returns the name of this directory's event log in etcd. It is random, because several `up` may share an etcd,
+// and each has an event log of its own.
+func (l *layout) logName() (string, error) {
+	path := filepath.Join(l.dir, "log-name")
+	name, err := os.ReadFile(path)
+	if errors.Is(err, os.ErrNotExist) {
+		name = []byte("up-" + strings.ToLower(rand.Text()[:10]))
+		err = pki.WriteFile(path, name, 0o600)
+	}
+	return strings.TrimSpace(string(name)), err
+}
 
 func writeYAML(path string, doc any) error {
 	b, err := yaml.Marshal(doc)

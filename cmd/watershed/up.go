@@ -100,6 +100,9 @@ func (fs *upFlags) stores(l *layout) (runners []lifecycle.Runner, err error) {
 	}
 	if natsURL, _ := fs.GetString("nats-url"); natsURL == "" {
 		var nats *server.Server
+		if settings["log-name"], err = l.logName(); err != nil {
+			return nil, err
+		}
 		log := &embedded.NATS{Dir: filepath.Join(l.dir, "nats"), KeyFile: l.pki.JetStreamKey()}
 		runners = append(runners, log.Runner(func(s *server.Server) { nats = s }))
 		fs.process.NATS = func() process.InProcessNATS { return nats }

@@ -20,6 +20,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/spf13/pflag"
 	"google.golang.org/protobuf/proto"
+	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/apimachinery/pkg/util/version"
 
 	"watershed.dev/platform/config"
@@ -68,7 +69,9 @@ func Subject(storedAs string) string { return eventPrefix + storedAs }
 
 // Options configures the connection to NATS and the stream.
 type Options struct {
-	URL       string
+	URL string
+	// Name is the name of the log in etcd. Registries that share NATS servers have the same name.
+	Name      string
 	Storage   string
 	Replicas  int
 	Retention time.Duration
@@ -81,6 +84,8 @@ type Options struct {
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.URL, "nats-url", o.URL,
 		"NATS servers, comma separated (tls://host:4222). Mutual TLS with the --rpc-* identity.")
+	fs.StringVar(&o.Name, "log-name", "default",
+		"The name of the event log in etcd. Registries with the same NATS servers share a name; others have another.")
 	fs.StringVar(&o.Storage, "log-storage", "file", `Storage of the event log in JetStream: "file" or "memory".`)
 	fs.IntVar(&o.Replicas, "log-replicas", 1, "JetStream replicas of the event log: 1, 3 or 5.")
 	fs.DurationVar(&o.Retention, "log-retention", 10*time.Minute,
@@ -93,6 +98,9 @@ func (o *Options) Validate() error {
 	var errs []error
 	if o.Storage != "file" && o.Storage != "memory" {
 		errs = append(errs, fmt.Errorf(`--log-storage=%s: want "file" or "memory"`, o.Storage))
+	}
+	if len(validation.IsDNS1123Label(o.Name)) > 0 {
+		errs = append(errs, fmt.Errorf("--log-name=%s: want at most 63 lower case letters, digits and hyphens", o.Name))
 	}
 	if o.Replicas != 1 && o.Replicas != 3 && o.Replicas != 5 {
 		errs = append(errs, fmt.Errorf("--log-replicas=%d: want 1, 3 or 5", o.Replicas))

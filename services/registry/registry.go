@@ -192,6 +192,9 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	if s.resources.BuiltIn, err = s.builtIn(ctx, served); err != nil {
 		return nil, err
 	}
+	if err := s.dataKeys.MoveOldKeys(ctx, s.publisher.EpochKey()); err != nil {
+		return nil, err
+	}
 	if err := s.initCustomResources(); err != nil {
 		return nil, err
 	}
@@ -222,7 +225,7 @@ func (s *Service) initServers(store *storage.Storage, logJS jetstream.JetStream)
 		Identity:           s.identity,
 		CompactionInterval: s.config.Storage.CompactionInterval,
 	}
-	s.dataKeys = storage.NewDataKeys(store)
+	s.dataKeys = storage.NewDataKeys(store, publisher.KeyPrefix(s.config.Log.Name)+"data-keys/")
 	s.publisher.DataKeys = s.dataKeys
 	if telemetry.TracingEnabled() {
 		store.PublishTraceContexts(s.publisher.PublishTraceContext)
@@ -231,7 +234,7 @@ func (s *Service) initServers(store *storage.Storage, logJS jetstream.JetStream)
 	s.objects = objects.New(s.resources)
 	s.source = source.New(s.resources, s.dataKeys, eventlog.DirectGetReader{JS: logJS})
 	s.discovery = discovery.New(s.resources)
-	s.startHooks = &controllers.StartHooks{Client: store.Client.Client, Identity: s.identity}
+	s.startHooks = &controllers.StartHooks{Storage: store, Identity: s.identity}
 	s.discovery.PendingStartHooks = s.startHooks.Pending
 	s.logReader = logreader.New(s.watchCache, s.nats, logreader.Source{
 		Stream:   eventlog.DirectGetReader{JS: s.js},
@@ -350,7 +353,7 @@ func (s *Service) Run(ctx context.Context) error {
 		return election.Run(
 			ctx,
 			s.resources.Storage.Client.Client,
-			controllers.ElectionKey,
+			s.resources.Storage.OwnKey(controllers.ElectionKey),
 			s.identity,
 			leader.Run,
 			func() {},

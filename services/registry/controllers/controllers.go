@@ -58,8 +58,8 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// ElectionKey is the key in etcd by which registries elect the registry that runs the controllers.
-const ElectionKey = "/watershed/loops"
+// ElectionKey is the name of the own key by which registries elect the registry that runs the controllers.
+const ElectionKey = "controllers"
 
 // identityName is the label value of kube-apiserver's identity leases.
 const identityName = "kube-apiserver"

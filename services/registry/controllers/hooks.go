@@ -15,6 +15,7 @@ import (
 	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/watchable"
 	"watershed.dev/services/registry/installer"
+	"watershed.dev/services/registry/storage"
 )
 
 // StartHooks is the progress of kube-apiserver's start hooks (k8s.io/apiserver/pkg/server, AddPostStartHook). The
@@ -23,8 +24,8 @@ import (
 //
 //	begin ──▶ all hooks pending ──done for each──▶ no hook pending
 type StartHooks struct {
-	// Client is a client of etcd. Identity is the name of this registry in the election.
-	Client   *clientv3.Client
+	Storage *storage.Storage
+	// Identity is the name of this registry in the election.
 	Identity string
 
 	mu sync.Mutex
@@ -34,8 +35,8 @@ type StartHooks struct {
 }
 
 const (
-	// progressKey is the key in etcd with the progress of the elected registry.
-	progressKey = "/watershed/start-hooks"
+	// progressKey is the name of the own key with the progress of the elected registry.
+	progressKey = "start-hooks"
 	// publishTimeout bounds a write of the progress, and publishPause is the pause after a failed write.
 	publishTimeout = 3 * time.Second
 	publishPause   = 100 * time.Millisecond
@@ -53,7 +54,8 @@ type progress struct {
 // Pending returns the hooks that the elected registry has not completed. known is false if no registry is elected, or
 // if the elected registry has not published its progress yet.
 func (h *StartHooks) Pending(ctx context.Context) (pending []string, known bool, err error) {
-	resp, err := h.Client.Txn(ctx).Then(clientv3.OpGet(ElectionKey), clientv3.OpGet(progressKey)).Commit()
+	resp, err := h.Storage.Client.Txn(ctx).Then(clientv3.OpGet(h.Storage.OwnKey(ElectionKey)),
+		clientv3.OpGet(h.Storage.OwnKey(progressKey))).Commit()
 	if err != nil {
 		return nil, false, err
 	}
@@ -64,7 +66,7 @@ func (h *StartHooks) Pending(ctx context.Context) (pending []string, known bool,
 	leader, p := string(elected[0].Value), progress{}
 	if len(published) > 0 {
 		if err := json.Unmarshal(published[0].Value, &p); err != nil {
-			return nil, false, fmt.Errorf("%s: %w", progressKey, err)
+			return nil, false, fmt.Errorf("the progress of the start hooks: %w", err)
 		}
 	}
 	if p.Identity == leader {
@@ -120,8 +122,9 @@ func (h *StartHooks) put(ctx context.Context, p progress) error {
 	if err != nil {
 		return err
 	}
-	_, err = h.Client.Txn(ctx).If(clientv3.Compare(clientv3.Value(ElectionKey), "=", h.Identity)).
-		Then(clientv3.OpPut(progressKey, string(value))).Commit()
+	elected := clientv3.Compare(clientv3.Value(h.Storage.OwnKey(ElectionKey)), "=", h.Identity)
+	_, err = h.Storage.Client.Txn(ctx).If(elected).
+		Then(clientv3.OpPut(h.Storage.OwnKey(progressKey), string(value))).Commit()
 	return err
 }
 

@@ -16,12 +16,13 @@ import (
 
 // hooksOn returns the start hooks of a registry on an etcd.
 func hooksOn(fx *fixture.Fixture, identity string) *StartHooks {
-	return &StartHooks{Client: fx.Resources.Storage.Client.Client, Identity: identity}
+	return &StartHooks{Storage: fx.Resources.Storage, Identity: identity}
 }
 
 func elect(t *testing.T, fx *fixture.Fixture, identity string) {
 	t.Helper()
-	if _, err := fx.Resources.Storage.Client.Client.Put(t.Context(), ElectionKey, identity); err != nil {
+	s := fx.Resources.Storage
+	if _, err := s.Client.Client.Put(t.Context(), s.OwnKey(ElectionKey), identity); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -12,9 +12,10 @@ import (
 )
 
 const (
-	// gatewaysPrefix is the etcd prefix of the live gateways' names, in leased keys. They are not API objects, because
-	// any user with write access to the objects could change the count and so every gateway's share of seats.
-	gatewaysPrefix = "/watershed/gateways/"
+	// gatewaysPrefix is the prefix of the own keys with the live gateways' names. Each key has a lease. They are not
+	// API objects, because any user with write access to the objects could change the count and so every gateway's
+	// share of seats.
+	gatewaysPrefix = "gateways/"
 	// gatewayTTL is how many seconds a gateway counts after its last call.
 	gatewayTTL = 35
 )
@@ -25,17 +26,17 @@ func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest)
 	if r.Name == "" {
 		return nil, status.Error(codes.InvalidArgument, "the name of the gateway is missing")
 	}
-	etcd := d.resources.Storage.Client.Client
+	etcd, prefix := d.resources.Storage.Client.Client, d.resources.Storage.OwnKey(gatewaysPrefix)
 	var err error
 	if r.Leaving {
-		_, err = etcd.Delete(ctx, gatewaysPrefix+r.Name)
+		_, err = etcd.Delete(ctx, prefix+r.Name)
 	} else {
 		var lease *clientv3.LeaseGrantResponse
 		if lease, err = etcd.Grant(ctx, gatewayTTL); err == nil {
-			_, err = etcd.Put(ctx, gatewaysPrefix+r.Name, "", clientv3.WithLease(lease.ID))
+			_, err = etcd.Put(ctx, prefix+r.Name, "", clientv3.WithLease(lease.ID))
 		}
 	}
-	alive, cerr := etcd.Get(ctx, gatewaysPrefix, clientv3.WithPrefix(), clientv3.WithCountOnly())
+	alive, cerr := etcd.Get(ctx, prefix, clientv3.WithPrefix(), clientv3.WithCountOnly())
 	if err := errors.Join(err, cerr); err != nil {
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}

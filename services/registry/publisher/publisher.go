@@ -33,8 +33,14 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// ElectionKey is the etcd key of the publisher's election. It is outside of kube-apiserver's prefix.
-const ElectionKey = "/watershed/publisher"
+// KeyPrefix returns the prefix of the own keys of an event log. Registries with different logs on the same etcd each
+// elect a publisher: each log is complete by itself.
+func KeyPrefix(log string) string { return "logs/" + log + "/" }
+
+// electionKey returns the etcd key of the publisher's election.
+func (p *Publisher) electionKey() string {
+	return p.Storage.OwnKey(KeyPrefix(p.Log.Name) + "publisher")
+}
 
 // idleProgress is the interval of progress messages while etcd has no events. It is far below the log's retention, so
 // the last message of the log always holds a revision to resume from.
@@ -114,7 +120,7 @@ func (p *Publisher) Run(ctx context.Context) error {
 	return election.Run(
 		ctx,
 		p.Storage.Client.Client,
-		ElectionKey,
+		p.electionKey(),
 		p.Identity,
 		p.lead,
 		p.core.OtherLeader,

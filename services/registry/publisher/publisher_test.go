@@ -208,13 +208,14 @@ func TestNewEpochResetsTheLog(t *testing.T) {
 	j.expect("reset", "added configmaps/a")
 	stop()
 	etcd := j.Resources.Storage.Client.Client
-	if _, err := etcd.Put(t.Context(), publisher.EpochKey, `{"id":"another","mark":"another"}`); err != nil {
+	key := j.publisher("").EpochKey()
+	if _, err := etcd.Put(t.Context(), key, `{"id":"another","mark":"another"}`); err != nil {
 		t.Fatal(err)
 	}
 	j.publish("two")
 	j.expect("reset", "added configmaps/a", "reset")
 	var resp *clientv3.GetResponse
-	resp, err := etcd.Get(t.Context(), publisher.EpochKey)
+	resp, err := etcd.Get(t.Context(), key)
 	if err != nil || len(resp.Kvs) != 1 || strings.Contains(string(resp.Kvs[0].Value), "another") {
 		t.Errorf("%v, %v", resp, err)
 	}

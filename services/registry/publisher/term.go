@@ -16,9 +16,9 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// EpochKey is the etcd key that holds the epoch's record (core.Epoch). It is outside of kube-apiserver's prefix. It is
-// storage: replicas of two releases share it during a rolling upgrade.
-const EpochKey = "/watershed/history"
+// EpochKey returns the etcd key that holds the epoch's record (core.Epoch). It is storage: replicas of two releases
+// share it during a rolling upgrade.
+func (p *Publisher) EpochKey() string { return p.Storage.OwnKey(KeyPrefix(p.Log.Name) + "epoch") }
 
 const (
 	// tokenPeriod is how often the leader rotates the fencing token of the epoch.
@@ -183,7 +183,7 @@ func (p *Publisher) readEtcd(ctx context.Context, e core.EtcdEvent) (etcd core.E
 
 // readEpoch reads the epoch's record. It is the zero value if there is no record or it cannot be decoded.
 func (p *Publisher) readEpoch(ctx context.Context) (etcd core.EtcdState, err error) {
-	resp, err := p.Storage.Client.Client.Get(ctx, EpochKey)
+	resp, err := p.Storage.Client.Client.Get(ctx, p.EpochKey())
 	if err != nil {
 		return etcd, err
 	}
@@ -191,7 +191,7 @@ func (p *Publisher) readEpoch(ctx context.Context) (etcd core.EtcdState, err err
 	if len(resp.Kvs) > 0 {
 		etcd.ModRevision = resp.Kvs[0].ModRevision
 		if err := json.Unmarshal(resp.Kvs[0].Value, &etcd.Epoch); err != nil {
-			slog.Warn("The epoch in etcd cannot be decoded; a new one starts", "key", EpochKey, "error", err)
+			slog.Warn("The epoch in etcd cannot be decoded; a new one starts", "key", p.EpochKey(), "error", err)
 			etcd.Epoch = core.Epoch{}
 		}
 	}
@@ -221,9 +221,9 @@ func (p *Publisher) writeEpoch(ctx context.Context, e core.Epoch, after int64) (
 	if err != nil {
 		return 0, err
 	}
-	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.Value(ElectionKey), "=", p.Identity),
-		clientv3.Compare(clientv3.ModRevision(EpochKey), "=", after)}
-	resp, err := p.Storage.Client.Txn(ctx).If(conditions...).Then(clientv3.OpPut(EpochKey, string(data))).Commit()
+	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.Value(p.electionKey()), "=", p.Identity),
+		clientv3.Compare(clientv3.ModRevision(p.EpochKey()), "=", after)}
+	resp, err := p.Storage.Client.Txn(ctx).If(conditions...).Then(clientv3.OpPut(p.EpochKey(), string(data))).Commit()
 	if err != nil {
 		return 0, err
 	}
@@ -291,7 +291,7 @@ func (p *Publisher) oldestRevision(ctx context.Context, now, limit int64) (int64
 	low, high := max(now-limit, 1), now
 	for low < high {
 		middle := low + (high-low)/2
-		_, err := client.Get(ctx, ElectionKey, clientv3.WithRev(middle), clientv3.WithCountOnly())
+		_, err := client.Get(ctx, p.EpochKey(), clientv3.WithRev(middle), clientv3.WithCountOnly())
 		switch {
 		case errors.Is(err, rpctypes.ErrCompacted):
 			low = middle + 1

@@ -5,13 +5,14 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/watchcache/core"
 	"watershed.dev/services/registry/internal/fixture"
 )
 
 // hasEvent proves that etcd was not restored, and a new log begins at the oldest revision that etcd can read.
 func TestRequestsToEtcd(t *testing.T) {
-	p := &Publisher{Storage: fixture.New(t).Resources.Storage}
+	p := &Publisher{Storage: fixture.New(t).Resources.Storage, Log: &eventlog.Options{Name: "test"}}
 	etcd := p.Storage.Client.Client
 	put := func(key string) int64 {
 		t.Helper()

@@ -16,9 +16,6 @@ import (
 )
 
 const (
-	// dataKeysPrefix is the etcd prefix of the keys that encrypt messages of the event log, by stored resource. Each
-	// key is encrypted as the resource's own values are.
-	dataKeysPrefix = "/watershed/log-keys/"
 	// dataKeyLifetime is how long a key encrypts: its random nonces must not collide. dataKeyRetention is how long etcd
 	// holds a key after the next key was made. It is longer than the log holds events.
 	dataKeyLifetime  = 24 * time.Hour
@@ -34,6 +31,8 @@ func Encrypted(value []byte) bool { return bytes.HasPrefix(value, encryptedPrefi
 // DataKeys creates and caches the keys that encrypt messages of the event log. Its methods are safe for concurrent use.
 type DataKeys struct {
 	storage *Storage
+	// prefix is the etcd prefix of the keys, by stored resource. Each key is encrypted as the resource's values are.
+	prefix string
 
 	mu sync.Mutex
 	// current holds the keys that this process encrypts with, by stored resource. cache holds the keys that it decrypts
@@ -50,9 +49,9 @@ type dataKey struct {
 	err error
 }
 
-// NewDataKeys returns the data keys in the etcd of s.
-func NewDataKeys(s *Storage) *DataKeys {
-	return &DataKeys{storage: s, current: map[string]dataKey{}}
+// NewDataKeys returns the data keys in the etcd of s, below the own key prefix.
+func NewDataKeys(s *Storage, prefix string) *DataKeys {
+	return &DataKeys{storage: s, prefix: s.OwnKey(prefix), current: map[string]dataKey{}}
 }
 
 // Current returns the key that encrypts events of st. It creates and stores a key if this process has none or if its
@@ -77,7 +76,7 @@ func (l *DataKeys) create(ctx context.Context, st *Resource, now time.Time) (id 
 	secret = make([]byte, eventlog.KeyBytes)
 	_, _ = rand.Read(secret) // rand.Read never returns an error
 	id = strconv.FormatInt(now.Unix(), 10) + "-" + rand.Text()
-	path := dataKeysPrefix + st.Name() + "/" + id
+	path := l.prefix + st.Name() + "/" + id
 	wrapped, err := st.transformer.TransformToStorage(ctx, secret, authenticatedKey(path))
 	if err != nil {
 		return "", nil, err
@@ -91,7 +90,7 @@ func (l *DataKeys) create(ctx context.Context, st *Resource, now time.Time) (id 
 
 // prune deletes the keys of a resource that no event in the log can be encrypted with.
 func (l *DataKeys) prune(ctx context.Context, st *Resource, now time.Time) error {
-	etcd, below := l.storage.Client.Client, dataKeysPrefix+st.Name()+"/"
+	etcd, below := l.storage.Client.Client, l.prefix+st.Name()+"/"
 	all, err := etcd.Get(ctx, below, clientv3.WithPrefix(), clientv3.WithKeysOnly())
 	if err != nil {
 		return err
@@ -110,7 +109,7 @@ func (l *DataKeys) prune(ctx context.Context, st *Resource, now time.Time) error
 
 // Get returns the key with an id. An eventlog.ErrNoKey is cached for eventlog.NegativeTTL. Other errors are temporary.
 func (l *DataKeys) Get(ctx context.Context, st *Resource, id string) ([]byte, error) {
-	path := dataKeysPrefix + st.Name() + "/" + id
+	path := l.prefix + st.Name() + "/" + id
 	return l.cache.Get(path, func() ([]byte, error) {
 		resp, err := l.storage.Client.Client.Get(ctx, path)
 		if err != nil {

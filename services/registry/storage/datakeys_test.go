@@ -31,7 +31,8 @@ func TestDataKeyIsEncrypted(t *testing.T) {
 	}
 	s := fixture.New(t, "--encryption-provider-config="+file).Resources.Storage
 	secrets, _ := s.ByName("secrets")
-	ours, theirs := storage.NewDataKeys(s), storage.NewDataKeys(s)
+	prefix := s.OwnKey("data-keys/")
+	ours, theirs := storage.NewDataKeys(s, "data-keys/"), storage.NewDataKeys(s, "data-keys/")
 	id, secret, err := ours.Current(t.Context(), secrets)
 	if err != nil || len(secret) != eventlog.KeyBytes {
 		t.Fatal(len(secret), err)
@@ -48,7 +49,7 @@ func TestDataKeyIsEncrypted(t *testing.T) {
 	if err != nil || other == id {
 		t.Errorf("two registries encrypt with the same key: %v", err)
 	}
-	all, err := s.Client.Client.Get(t.Context(), "/watershed/log-keys/secrets/", clientv3.WithPrefix())
+	all, err := s.Client.Client.Get(t.Context(), prefix+"secrets/", clientv3.WithPrefix())
 	if err != nil || len(all.Kvs) != 2 {
 		t.Fatal(all.Count, err)
 	}
@@ -61,7 +62,7 @@ func TestDataKeyIsEncrypted(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 	// A key that was copied to another name is invalid.
-	if _, err := s.Client.Client.Put(t.Context(), "/watershed/log-keys/secrets/2-moved",
+	if _, err := s.Client.Client.Put(t.Context(), prefix+"secrets/2-moved",
 		string(all.Kvs[0].Value)); err != nil {
 		t.Fatal(err)
 	}
@@ -70,14 +71,14 @@ func TestDataKeyIsEncrypted(t *testing.T) {
 	}
 	// A key is deleted dataKeyRetention after the next key was made.
 	for _, key := range []string{"1000000000-a", "1000000001-b"} {
-		if _, err := s.Client.Client.Put(t.Context(), "/watershed/log-keys/secrets/"+key, "x"); err != nil {
+		if _, err := s.Client.Client.Put(t.Context(), prefix+"secrets/"+key, "x"); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if _, _, err := storage.NewDataKeys(s).Current(t.Context(), secrets); err != nil {
+	if _, _, err := storage.NewDataKeys(s, "data-keys/").Current(t.Context(), secrets); err != nil {
 		t.Fatal(err)
 	}
-	left, err := s.Client.Client.Get(t.Context(), "/watershed/log-keys/secrets/", clientv3.WithPrefix(),
+	left, err := s.Client.Client.Get(t.Context(), prefix+"secrets/", clientv3.WithPrefix(),
 		clientv3.WithKeysOnly())
 	if err != nil {
 		t.Fatal(err)

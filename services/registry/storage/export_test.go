@@ -2,3 +2,10 @@ package storage
 
 // SetLatestRevision sets the latest revision that etcd has returned.
 func (s *Storage) SetLatestRevision(revision int64) { s.latestRevision.Store(revision) }
+
+// OldDataKeys returns the data keys of a release before log version 2.
+func OldDataKeys(s *Storage) *DataKeys {
+	keys := NewDataKeys(s, "")
+	keys.prefix = oldDataKeys
+	return keys
+}

@@ -156,17 +156,22 @@ func (s *Storage) ClearCaches() {
 // Prefix returns the prefix of all keys, such as "/registry/".
 func (s *Storage) Prefix() string { return s.prefix }
 
-// ReadRevision returns etcd's revision with a linearizable read of absentKey.
+// ReadRevision returns etcd's revision with a linearizable read of a key that is absent.
 func (s *Storage) ReadRevision(ctx context.Context) (int64, error) {
-	resp, err := s.Client.Client.Get(ctx, absentKey)
+	resp, err := s.Client.Client.Get(ctx, s.OwnKey(absentKey))
 	if err != nil {
 		return 0, err
 	}
 	return resp.Header.Revision, nil
 }
 
-// absentKey is a key that no process writes.
-const absentKey = "/watershed/nothing"
+// absentKey is the name of an own key that no process writes.
+const absentKey = "nothing"
+
+// OwnKey returns the etcd key of Watershed's own state with a name. The key is under the prefix, so control planes with
+// different prefixes share an etcd, and etcd's RBAC can grant the prefix alone. kube-apiserver ignores the key, and no
+// resource has it, because the group of a CRD has a dot.
+func (s *Storage) OwnKey(name string) string { return s.prefix + "watershed/" + name }
 
 // RESTOptions returns the RESTOptionsGetter of the built-in resources.
 func (s *Storage) RESTOptions() genericregistry.RESTOptionsGetter {
