@@ -50,7 +50,8 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Egress.AddFlags(fs)
 	fs.BoolVar(&c.Profiling, "profiling", true, "Enable profiling via web interface host:port/debug/pprof/.")
 	fs.StringVar(&c.AdvertiseAddress, "advertise-address", "",
-		"The IP address on which to advertise the API to members of the cluster. none, as for registry: empty.")
+		"The IP address on which to advertise the API to members of the cluster: an endpoint of the kubernetes "+
+			"Service. Empty: the host's default interface. none: no endpoint.")
 	fs.StringVar(&c.ExternalHostname, "external-hostname", "",
 		"The hostname to use when generating externalized URLs for this master (e.g. Swagger API Docs or OpenID "+
 			"Discovery).")

@@ -69,9 +69,10 @@ type Service struct {
 	health            map[string]*check
 	hooks             registryHooksProgress
 	// joinable is closed when the gateway may take a part of the connections of a shared port.
-	joinable chan struct{}
-	files    reload.Files
-	auditor  *audit.Auditor
+	joinable  chan struct{}
+	files     reload.Files
+	auditor   *audit.Auditor
+	heartbeat *heartbeat
 	// flowControl is nil if API Priority and Fairness is disabled.
 	flowControl *flowcontrol.Fairness
 	// external is the address at which clients reach the gateway, as host:port.
@@ -109,6 +110,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		hooks:          registryHooksProgress{registry: d.Discovery},
 		joinable:       make(chan struct{}),
 	}
+	g.heartbeat = newHeartbeat(d.Discovery, c.advertiseAddress(), g.joinable, g.server.ShuttingDown)
 	for _, name := range startChecks() {
 		g.ready.Set(name, errNotResponded)
 	}
@@ -123,7 +125,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	api := g.mux(router)
 	g.loopback = server.BuildLoopbackChain(api, g.authz, g.auditor)
 	if c.FlowControl.Enabled {
-		g.flowControl, err = flowcontrol.New(flowControlClient(api, g.auditor), d.Discovery,
+		g.flowControl, err = flowcontrol.New(flowControlClient(api, g.auditor), &g.heartbeat.live,
 			c.Server.MaxInFlight+c.Server.MaxMutating)
 		if err != nil {
 			return nil, err
@@ -196,6 +198,7 @@ func (g *Service) watchServices(ctx context.Context) {
 	var wg sync.WaitGroup
 	for _, run := range []func(context.Context){
 		g.discovery.Run, g.awaitStart, g.admissionRules.Run, g.views.discoveryManager.Run, g.authz.Run,
+		g.heartbeat.run,
 	} {
 		wg.Go(func() { run(ctx) })
 	}

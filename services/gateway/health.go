@@ -154,7 +154,7 @@ func (g *Service) checks() map[string]*check {
 			}
 		}},
 		"gateways": {probe: func(context.Context) error {
-			if g.flowControl == nil || g.flowControl.Counted() {
+			if g.flowControl == nil || g.heartbeat.counted() {
 				return nil
 			}
 			return errors.New("registry has not counted this gateway yet")

@@ -130,7 +130,8 @@ type Service struct {
 	// services resolves the addresses of conversion webhooks and aggregated API servers.
 	services apiclient.ServiceResolver
 	// startHooks is the progress of the controllers on the elected replica.
-	startHooks *controllers.StartHooks
+	startHooks  *controllers.StartHooks
+	controllers *controllers.Controllers
 	// crdHandler reports whether the handler has processed all CRDs of the initial list.
 	crdHandler cache.ResourceEventHandlerRegistration
 
@@ -195,8 +196,19 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	if err := s.dataKeys.MoveOldKeys(ctx, s.publisher.EpochKey()); err != nil {
 		return nil, err
 	}
+	if err := s.checkSameCluster(ctx); err != nil {
+		return nil, err
+	}
 	if err := s.initCustomResources(); err != nil {
 		return nil, err
+	}
+	s.controllers = s.newControllers()
+	endpoints, err := s.controllers.Prepare()
+	if err != nil {
+		return nil, err
+	}
+	if endpoints != nil {
+		s.discovery.Endpoints = endpoints
 	}
 	return s, s.discovery.WatchAPIServices(s.loopback, s.informers, c.Controllers.AggregatorRouting)
 }
@@ -341,10 +353,6 @@ func (s *Service) Run(ctx context.Context) error {
 	defer s.informers.Shutdown()
 	defer s.extensions.Shutdown()
 	defer s.discovery.APIServices.Informers.Shutdown()
-	leader := s.controllers()
-	if err := leader.Prepare(); err != nil {
-		return err
-	}
 	s.tasks.Go(ctx, "etcd", s.checkEtcd)
 	s.tasks.Go(ctx, "encryption", s.resources.Storage.CheckEncryption)
 	s.tasks.Go(ctx, "publisher", s.publisher.Run)
@@ -355,10 +363,11 @@ func (s *Service) Run(ctx context.Context) error {
 			s.resources.Storage.Client.Client,
 			s.resources.Storage.OwnKey(controllers.ElectionKey),
 			s.identity,
-			leader.Run,
+			s.controllers.Run,
 			func() {},
 		)
 	})
+	s.tasks.Go(ctx, "identity lease", s.controllers.RenewIdentityLease)
 	s.informers.Start(ctx.Done())
 	s.extensions.Start(ctx.Done())
 	s.discovery.APIServices.Informers.Start(ctx.Done())
@@ -376,8 +385,8 @@ func (s *Service) Run(ctx context.Context) error {
 	return nil
 }
 
-// controllers returns upstream's controllers, which run while this replica is elected.
-func (s *Service) controllers() *controllers.Controllers {
+// newControllers returns upstream's controllers, which run while this replica is elected.
+func (s *Service) newControllers() *controllers.Controllers {
 	return &controllers.Controllers{
 		Options:    s.config.Controllers,
 		Client:     s.client,
@@ -388,6 +397,7 @@ func (s *Service) controllers() *controllers.Controllers {
 		Storage:    s.resources.Storage,
 		APIs:       &s.config.APIs,
 		Identity:   s.identity,
+		LogName:    s.config.Log.Name,
 		Extensions: s.extensions,
 		CRClients:  s.resources.Custom,
 		Services:   s.services,

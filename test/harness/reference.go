@@ -27,6 +27,8 @@ import (
 // Reference is a kube-apiserver process.
 type Reference struct {
 	*Server
+	// Etcd is the URL of its etcd.
+	Etcd string
 	args []string
 }
 
@@ -59,7 +61,7 @@ func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Reference {
 	}
 	own := []string{"--etcd-servers=" + etcd, "--secure-port=" + fmt.Sprint(s.Port), "--bind-address=127.0.0.1",
 		"--cert-dir=" + filepath.Join(dir, "certs")}
-	r := &Reference{s, slices.Concat(own, clusterFlags(dir, flags))}
+	r := &Reference{s, etcd, slices.Concat(own, clusterFlags(dir, flags))}
 	r.Restart()
 	return r
 }
@@ -149,17 +151,32 @@ func twins(t testing.TB, dir, etcd, data string, flags []string) (theirs, ours *
 	}
 	theirs = KubeAPIServer(t, dir, etcd, flagsFor("kube-apiserver")...).Server
 	ours = Up(t, data, clusterFlags(dir, flagsFor("watershed"))...)
-	conf, err := os.ReadFile(theirs.Kubeconfig)
-	if err != nil {
-		t.Fatal(err)
-	}
-	ours.Kubeconfig = filepath.Join(ours.Dir, "twin.kubeconfig")
-	conf = bytes.Replace(conf, fmt.Appendf(nil, ":%d", theirs.Port), fmt.Appendf(nil, ":%d", ours.Port), 1)
-	if err := os.WriteFile(ours.Kubeconfig, conf, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	ours.CA, ours.SAKey = theirs.CA, theirs.SAKey
+	ours.adopt(theirs)
 	return theirs, ours
+}
+
+// adopt makes the clients of s use the certificates and keys of another server.
+func (s *Server) adopt(other *Server) {
+	s.t.Helper()
+	conf, err := os.ReadFile(other.Kubeconfig)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.Kubeconfig = filepath.Join(s.Dir, "twin.kubeconfig")
+	conf = bytes.Replace(conf, fmt.Appendf(nil, ":%d", other.Port), fmt.Appendf(nil, ":%d", s.Port), 1)
+	if err := os.WriteFile(s.Kubeconfig, conf, 0o600); err != nil {
+		s.t.Fatal(err)
+	}
+	s.CA, s.SAKey = other.CA, other.SAKey
+}
+
+// Beside starts `up` in dir ("" for a new directory) with more flags, as another API server of the same cluster. It has
+// the etcd, the certificates and the keys of s.
+func (s *Reference) Beside(dir string, flags ...string) *Server {
+	s.t.Helper()
+	up := Up(s.t, dir, append(clusterFlags(s.Dir, flags), "--etcd-servers="+s.Etcd)...)
+	up.adopt(s.Server)
+	return up
 }
 
 // Restart starts the stopped kube-apiserver with the same arguments, and waits until it is ready.

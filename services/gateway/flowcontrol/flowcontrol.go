@@ -5,7 +5,7 @@
 // It differs from kube-apiserver in two ways. The concurrency limit is the cluster's, and each live gateway has an
 // equal share of it. The seats of a LIST come from the size of its last response.
 //
-// Goroutines: Run owns the controllers and the gateway count. A change of the count starts a new controller, because
+// Goroutines: Run owns the controllers. A change of the number of gateways starts a new controller, because
 // upstream's cannot change its limit.
 //
 //	new --- run ---> syncing --- awaitSynced ---> active --- Swap ---> draining --- drainTimeout ---> retired.
@@ -13,7 +13,6 @@ package flowcontrol
 
 import (
 	"context"
-	"crypto/rand"
 	"log/slog"
 	"net/http"
 	"slices"
@@ -35,7 +34,7 @@ import (
 	flowcontrollisters "k8s.io/client-go/listers/flowcontrol/v1"
 	"k8s.io/client-go/rest"
 
-	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/platform/watchable"
 )
 
 // Config holds the setting of flow control.
@@ -54,10 +53,11 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 type Fairness struct {
 	client kubernetes.Interface
 	// seats is the cluster's limit.
-	seats  int
-	peers  *peers
-	sizes  *listSizes
-	active atomic.Pointer[controller]
+	seats int
+	// gateways is the number of live gateways. 0: it is not known yet.
+	gateways *watchable.Value[int]
+	sizes    *listSizes
+	active   atomic.Pointer[controller]
 	// ready is closed once a controller has synced.
 	ready chan struct{}
 	once  sync.Once
@@ -98,19 +98,19 @@ func (c *controller) awaitSynced(ctx context.Context, levels flowcontrollisters.
 	}
 }
 
-// New returns the flow control of a gateway. config is for calls to the API, registry counts the gateways, and seats is
-// the cluster's concurrency limit.
-func New(config *rest.Config, registry registryv1.DiscoveryClient, seats int) (*Fairness, error) {
+// New returns the flow control of a gateway. config is for calls to the API, gateways is the number of live gateways
+// (0: unknown), and seats is the cluster's concurrency limit.
+func New(config *rest.Config, gateways *watchable.Value[int], seats int) (*Fairness, error) {
 	client, err := kubernetes.NewForConfig(config)
 	if err != nil {
 		return nil, err
 	}
 	f := &Fairness{
-		client: client,
-		seats:  seats,
-		peers:  &peers{registry: registry, name: rand.Text()},
-		sizes:  newListSizes(),
-		ready:  make(chan struct{}),
+		client:   client,
+		seats:    seats,
+		gateways: gateways,
+		sizes:    newListSizes(),
+		ready:    make(chan struct{}),
 	}
 	f.active.Store(f.controller(seats))
 	return f, nil
@@ -155,9 +155,6 @@ func (f *Fairness) controller(seats int) *controller {
 // Ready is closed once the configured objects are in effect.
 func (f *Fairness) Ready() <-chan struct{} { return f.ready }
 
-// Counted reports whether the registry has counted this gateway.
-func (f *Fairness) Counted() bool { return f.peers.counted.Load() }
-
 // Run adjusts the gateway's share of the seats until ctx is done.
 func (f *Fairness) Run(ctx context.Context) {
 	genericfilters.StartPriorityAndFairnessWatermarkMaintenance(ctx.Done())
@@ -167,24 +164,24 @@ func (f *Fairness) Run(ctx context.Context) {
 		wg.Go(func() { c.run(ctx) })
 	}
 	begin(f.active.Load())
-	gateways := make(chan int)
-	wg.Go(func() { f.peers.run(ctx, gateways) })
 	seats := f.seats
 	for {
-		var next *controller
-		select {
-		case <-ctx.Done():
-			return
-		case n := <-gateways:
-			share := max(1, (f.seats+n-1)/n)
-			if share == seats {
-				continue
+		n, changed := f.gateways.Get()
+		n = max(1, n)
+		share := max(1, (f.seats+n-1)/n)
+		if share == seats {
+			select {
+			case <-ctx.Done():
+				return
+			case <-changed:
 			}
-			slog.Info("The number of gateways changed, flow control adjusts its seats",
-				"gateways", n, "seats", share, "totalSeats", f.seats)
-			seats, next = share, f.controller(share)
-			begin(next)
+			continue
 		}
+		slog.Info("The number of gateways changed, flow control adjusts its seats",
+			"gateways", n, "seats", share, "totalSeats", f.seats)
+		next := f.controller(share)
+		seats = share
+		begin(next)
 		select {
 		case <-ctx.Done():
 			return

@@ -18,6 +18,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 
 	"watershed.dev/platform/paths"
+	"watershed.dev/platform/watchable"
 )
 
 // newRequest returns a request as the filter sees it.
@@ -34,7 +35,8 @@ func newRequest(t *testing.T, method, target string) *http.Request {
 }
 
 func newTestFairness(seats int) *Fairness {
-	f := &Fairness{client: fake.NewClientset(), seats: seats, sizes: newListSizes()}
+	f := &Fairness{client: fake.NewClientset(), seats: seats, gateways: &watchable.Value[int]{},
+		sizes: newListSizes()}
 	f.active.Store(f.controller(seats))
 	return f
 }

@@ -4,10 +4,11 @@
 //   - the system namespaces, bootstrap RBAC, priority classes and flow-control defaults.
 //   - the kubernetes Service, its endpoints and the addresses of Services.
 //   - the conditions of CRDs and the APIServices.
-//   - the published authentication configuration and the identity lease.
+//   - the published authentication configuration.
 //
 // A single registry runs them at a time, elected through etcd. Each controller has its own goroutines, which end with
-// the context of Run.
+// the context of Run. Every registry keeps its gateways' addresses among the endpoints of the kubernetes Service, and
+// renews its identity lease.
 //
 // # Review notes
 //
@@ -19,16 +20,19 @@ package controllers
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/base32"
 	"fmt"
 	"log/slog"
 	"net"
+	"os"
+	"strings"
 	"time"
 
 	"github.com/spf13/pflag"
 	extensions "k8s.io/apiextensions-apiserver/pkg/client/informers/externalversions"
 	"k8s.io/apiextensions-apiserver/pkg/controller/finalizer"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/apiserver/pkg/authentication/request/headerrequest"
 	"k8s.io/apiserver/pkg/server/dynamiccertificates"
 	"k8s.io/client-go/informers"
@@ -36,7 +40,6 @@ import (
 	restclient "k8s.io/client-go/rest"
 	"k8s.io/client-go/transport"
 	"k8s.io/component-helpers/apimachinery/lease"
-	api "k8s.io/kubernetes/pkg/apis/core"
 	controlplaneapiserver "k8s.io/kubernetes/pkg/controlplane/apiserver"
 	"k8s.io/kubernetes/pkg/controlplane/apiserver/options"
 	"k8s.io/kubernetes/pkg/controlplane/controller/apiserverleasegc"
@@ -45,7 +48,6 @@ import (
 	"k8s.io/kubernetes/pkg/controlplane/controller/kubernetesservice"
 	"k8s.io/kubernetes/pkg/controlplane/controller/legacytokentracking"
 	"k8s.io/kubernetes/pkg/controlplane/controller/systemnamespaces"
-	"k8s.io/kubernetes/pkg/controlplane/reconcilers"
 	"k8s.io/utils/clock"
 
 	aggregator "k8s.io/kube-aggregator/pkg/apiserver"
@@ -83,8 +85,8 @@ type Options struct {
 // AddFlags registers the controllers' flags with their defaults.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.AdvertiseAddress, "advertise-address", "",
-		"The IP address of the gateway (or its load balancer) that the kubernetes Service points to. Empty: the "+
-			"host's default interface. none: this registry does not manage the Service.")
+		"The IP address of the kubernetes Service's endpoint, such as the gateways' load balancer. Empty: each "+
+			"gateway's own address. none: this registry does not manage the Service.")
 	fs.IntVar(&o.SecurePort, "secure-port", 6443, "The port of the gateway that the kubernetes Service points to.")
 	fs.StringVar(&o.ClientCAFile, "client-ca-file", "",
 		"The clients' certificate authority, published in extension-apiserver-authentication.")
@@ -120,6 +122,8 @@ type Controllers struct {
 	Storage   *storage.Storage
 	APIs      *installer.Options
 	Identity  string
+	// LogName is the name of the event log.
+	LogName string
 	// Extensions has the informer of CRDs. CRClients deletes the objects of a CRD.
 	Extensions extensions.SharedInformerFactory
 	CRClients  finalizer.CRClientGetter
@@ -130,32 +134,27 @@ type Controllers struct {
 	// StartHooks is the progress of Run.
 	StartHooks *StartHooks
 
-	address net.IP
+	// endpoints are the endpoints of the kubernetes Service; nil: it is not managed.
+	endpoints *Endpoints
 }
 
-// Prepare registers the informers that the controllers read, and resolves the advertised address. It must run before
-// the informers start.
-func (cs *Controllers) Prepare() error {
+// Prepare registers the informers that the controllers read. It must run before the informers start. It returns the
+// endpoints of the kubernetes Service, or nil if the Service is not managed.
+func (cs *Controllers) Prepare() (*Endpoints, error) {
 	cs.Informers.Core().V1().Namespaces().Informer()
 	cs.Informers.Core().V1().Services().Informer()
 	cs.Informers.Discovery().V1().EndpointSlices().Informer()
 	if cs.AdvertiseAddress == "none" {
-		return nil
+		return nil, nil
 	}
-	cs.address = net.ParseIP(cs.AdvertiseAddress)
-	if cs.AdvertiseAddress != "" && cs.address == nil {
-		return fmt.Errorf("--advertise-address %q: neither an IP address nor none", cs.AdvertiseAddress)
+	fixed := net.ParseIP(cs.AdvertiseAddress)
+	if cs.AdvertiseAddress != "" && fixed == nil {
+		return nil, fmt.Errorf("--advertise-address %q: neither an IP address nor none", cs.AdvertiseAddress)
 	}
-	if cs.address == nil {
-		ip, err := utilnet.ResolveBindAddress(net.IPv4zero)
-		if err != nil {
-			slog.Warn("No address to advertise: the kubernetes Service is not managed", "flag",
-				"--advertise-address", "error", err)
-			return nil
-		}
-		cs.address = ip
-	}
-	return nil
+	var err error
+	cs.endpoints, err = newEndpoints(fixed, cs.SecurePort, cs.Storage, cs.Client,
+		cs.Informers.Core().V1().Services().Lister())
+	return cs.endpoints, err
 }
 
 // Run runs every controller until ctx ends, or until a start hook fails.
@@ -190,7 +189,7 @@ func (cs *Controllers) Run(ctx context.Context) error {
 	}
 	hooks.done(hookCRDs)
 	go legacytokentracking.NewController(cs.Client).RunWithContext(ctx)
-	cs.startIdentityLease(ctx)
+	go cs.collectIdentityLeases(ctx)
 	hooks.done(hookLegacyTokens, hookIdentityLease, hookIdentityLeaseGC)
 	hooks.wait(ctx, hookServiceRepair, repairTimeout) // the kubernetes Service should not be created during it
 	if err := cs.allocatorsReady(ctx); err != nil {
@@ -234,29 +233,17 @@ func (cs *Controllers) allocatorsReady(ctx context.Context) error {
 	}
 }
 
-// kubernetesService starts the controller of default/kubernetes and its endpoints. Without an address it does nothing.
+// kubernetesService starts the controller of default/kubernetes, if the Service is managed.
 func (cs *Controllers) kubernetesService(ctx context.Context, ipRange net.IPNet) error {
-	if cs.address == nil {
+	if cs.endpoints == nil {
 		return nil
 	}
 	_, serviceIP, err := options.ServiceIPRange(ipRange)
 	if err != nil {
 		return err
 	}
-	const ttl = 15 * time.Second
-	config, err := cs.Storage.Factory.NewConfig(api.Resource("apiServerIPInfo"), &api.Endpoints{})
-	if err != nil {
-		return err
-	}
-	leases, err := reconcilers.NewLeases(config, "/masterleases/", ttl)
-	if err != nil {
-		return err
-	}
-	adapter := reconcilers.NewEndpointsAdapter(cs.Client.CoreV1(), cs.Client.DiscoveryV1())
-	reconciler := reconcilers.NewLeaseEndpointReconciler(adapter, leases)
 	c := kubernetesservice.New(kubernetesservice.Config{
-		PublicIP:           cs.address,
-		EndpointReconciler: reconciler,
+		EndpointReconciler: cs.endpoints.reconciler(),
 		EndpointInterval:   10 * time.Second,
 		ServiceIP:          serviceIP,
 		ServicePort:        443,
@@ -297,20 +284,32 @@ func (cs *Controllers) publishTrust(ctx context.Context) error {
 	return nil
 }
 
-// startIdentityLease renews the API server's identity lease, and deletes the leases of servers that have stopped.
-func (cs *Controllers) startIdentityLease(ctx context.Context) {
-	seconds := int32(controlplaneapiserver.IdentityLeaseDurationSeconds)
-	c := lease.NewController(clock.RealClock{}, cs.Client, cs.Identity, seconds, nil,
-		controlplaneapiserver.IdentityLeaseRenewIntervalPeriod,
-		"apiserver-watershed", metav1.NamespaceSystem, func(o *coordinationv1.Lease) error {
+// RenewIdentityLease renews the identity lease of this API server until ctx ends. Every registry calls it. Registries
+// with the same host and event log are the same API server.
+func (cs *Controllers) RenewIdentityLease(ctx context.Context) error {
+	host, err := os.Hostname()
+	if err != nil {
+		return err
+	}
+	hash := sha256.Sum256([]byte(host + "/" + cs.LogName))
+	name := "apiserver-" + strings.ToLower(base32.StdEncoding.WithPadding(base32.NoPadding).EncodeToString(hash[:16]))
+	lease.NewController(clock.RealClock{}, cs.Client, name+"_"+cs.Identity,
+		int32(controlplaneapiserver.IdentityLeaseDurationSeconds), nil,
+		controlplaneapiserver.IdentityLeaseRenewIntervalPeriod, name, metav1.NamespaceSystem,
+		func(o *coordinationv1.Lease) error {
 			if o.Labels == nil {
 				o.Labels = map[string]string{}
 			}
 			o.Labels[controlplaneapiserver.IdentityLeaseComponentLabelKey] = identityName
+			o.Labels[corev1.LabelHostname] = host
 			return nil
-		})
-	go c.Run(ctx)
-	go apiserverleasegc.NewAPIServerLeaseGC(cs.Client, controlplaneapiserver.IdentityLeaseGCPeriod,
+		}).Run(ctx)
+	return ctx.Err()
+}
+
+// collectIdentityLeases deletes the identity leases of servers that have stopped.
+func (cs *Controllers) collectIdentityLeases(ctx context.Context) {
+	apiserverleasegc.NewAPIServerLeaseGC(cs.Client, controlplaneapiserver.IdentityLeaseGCPeriod,
 		metav1.NamespaceSystem,
 		controlplaneapiserver.IdentityLeaseComponentLabelKey+"="+identityName).RunWithContext(ctx)
 }

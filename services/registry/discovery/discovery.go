@@ -41,6 +41,8 @@ type Discovery struct {
 	// APIServices are the group versions of aggregated API servers.
 	APIServices *APIServices
 	// PendingStartHooks returns the start hooks that the elected registry has not completed, if they are known.
+	// Endpoints has the addresses of gateways; nil: the kubernetes Service has none.
+	Endpoints         Endpoints
 	PendingStartHooks func(context.Context) (pending []string, known bool, err error)
 
 	dirty   chan struct{}

@@ -3,7 +3,10 @@ package discovery
 import (
 	"context"
 	"errors"
+	"log/slog"
+	"slices"
 
+	"go.etcd.io/etcd/api/v3/mvccpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -12,33 +15,73 @@ import (
 )
 
 const (
-	// gatewaysPrefix is the prefix of the own keys with the live gateways' names. Each key has a lease. They are not
-	// API objects, because any user with write access to the objects could change the count and so every gateway's
-	// share of seats.
-	gatewaysPrefix = "gateways/"
+	// GatewaysPrefix is the prefix of the own keys with the live gateways' names. Each key has a lease, and its value
+	// is the gateway's address. They are not API objects, because any user with write access to the objects could
+	// change the count and so every gateway's share of seats.
+	GatewaysPrefix = "gateways/"
 	// gatewayTTL is how many seconds a gateway counts after its last call.
 	gatewayTTL = 35
 )
 
-// Gateways implements registryv1.DiscoveryServer: it registers or removes a gateway and returns the number of live
-// gateways.
+// Endpoints are the endpoints of the kubernetes Service. Its methods are safe for concurrent use.
+type Endpoints interface {
+	// Address returns the address that stands for a gateway's address, or "".
+	Address(gateway string) string
+	// Renew keeps an address among the endpoints, and Remove removes it.
+	Renew(address string) error
+	Remove(address string) error
+}
+
+// Gateways implements registryv1.DiscoveryServer: it registers or removes a gateway and its address, and returns the
+// number of live gateways.
 func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest) (*registryv1.GatewaysResponse, error) {
 	if r.Name == "" {
 		return nil, status.Error(codes.InvalidArgument, "the name of the gateway is missing")
 	}
-	etcd, prefix := d.resources.Storage.Client.Client, d.resources.Storage.OwnKey(gatewaysPrefix)
+	etcd, prefix := d.resources.Storage.Client.Client, d.resources.Storage.OwnKey(GatewaysPrefix)
+	address, before := "", (*mvccpb.KeyValue)(nil)
+	if d.Endpoints != nil && !r.Leaving {
+		address = d.Endpoints.Address(r.AdvertiseAddress)
+	}
 	var err error
 	if r.Leaving {
-		_, err = etcd.Delete(ctx, prefix+r.Name)
+		var resp *clientv3.DeleteResponse
+		if resp, err = etcd.Delete(ctx, prefix+r.Name, clientv3.WithPrevKV()); err == nil && len(resp.PrevKvs) > 0 {
+			before = resp.PrevKvs[0]
+		}
 	} else {
 		var lease *clientv3.LeaseGrantResponse
 		if lease, err = etcd.Grant(ctx, gatewayTTL); err == nil {
-			_, err = etcd.Put(ctx, prefix+r.Name, "", clientv3.WithLease(lease.ID))
+			var resp *clientv3.PutResponse
+			resp, err = etcd.Put(ctx, prefix+r.Name, address, clientv3.WithLease(lease.ID), clientv3.WithPrevKV())
+			if err == nil {
+				before = resp.PrevKv
+			}
 		}
 	}
-	alive, cerr := etcd.Get(ctx, prefix, clientv3.WithPrefix(), clientv3.WithCountOnly())
-	if err := errors.Join(err, cerr); err != nil {
+	live, lerr := etcd.Get(ctx, prefix, clientv3.WithPrefix())
+	if err := errors.Join(err, lerr); err != nil {
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}
-	return &registryv1.GatewaysResponse{Alive: int32(alive.Count)}, nil
+	if d.Endpoints != nil {
+		d.updateEndpoints(before, address, live.Kvs)
+	}
+	return &registryv1.GatewaysResponse{Alive: int32(live.Count)}, nil
+}
+
+// updateEndpoints renews a gateway's address, and removes its address before if no live gateway has it any more.
+func (d *Discovery) updateEndpoints(before *mvccpb.KeyValue, address string, live []*mvccpb.KeyValue) {
+	if before != nil && len(before.Value) > 0 {
+		old := string(before.Value)
+		if !slices.ContainsFunc(live, func(kv *mvccpb.KeyValue) bool { return string(kv.Value) == old }) {
+			if err := d.Endpoints.Remove(old); err != nil {
+				slog.Warn("Cannot remove an endpoint of the kubernetes Service", "address", old, "error", err)
+			}
+		}
+	}
+	if address != "" {
+		if err := d.Endpoints.Renew(address); err != nil {
+			slog.Warn("Cannot renew an endpoint of the kubernetes Service", "address", address, "error", err)
+		}
+	}
 }

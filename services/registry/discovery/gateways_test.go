@@ -1,6 +1,7 @@
 package discovery_test
 
 import (
+	"slices"
 	"testing"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -28,5 +29,33 @@ func TestGatewaysAreCounted(t *testing.T) {
 	}
 	if _, err := first.Gateways(t.Context(), &registryv1.GatewaysRequest{}); err == nil {
 		t.Error("a gateway without a name is counted")
+	}
+}
+
+// addresses are endpoints that record changes.
+type addresses []string
+
+func (*addresses) Address(gateway string) string { return gateway }
+
+func (a *addresses) Renew(address string) error { *a = append(*a, "+"+address); return nil }
+
+func (a *addresses) Remove(address string) error { *a = append(*a, "-"+address); return nil }
+
+// An address is an endpoint until the last gateway with the address drains or leaves.
+func TestAddressesOfGateways(t *testing.T) {
+	d, got := discovery.New(fixture.New(t).Resources), &addresses{}
+	d.Endpoints = got
+	for _, r := range []*registryv1.GatewaysRequest{
+		{Name: "a"}, {Name: "a", AdvertiseAddress: "1"}, {Name: "a", AdvertiseAddress: "1"},
+		{Name: "b", AdvertiseAddress: "1"}, {Name: "c", AdvertiseAddress: "2"},
+		{Name: "a"}, {Name: "a", Leaving: true},
+		{Name: "b", Leaving: true}, {Name: "c"}, {Name: "c", Leaving: true},
+	} {
+		if _, err := d.Gateways(t.Context(), r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if want := (addresses{"+1", "+1", "+1", "+2", "-1", "-2"}); !slices.Equal(*got, want) {
+		t.Errorf("%q, not %q", *got, want)
 	}
 }

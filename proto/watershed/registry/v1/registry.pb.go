@@ -1151,9 +1151,12 @@ type GatewaysRequest struct {
 	// The gateway's name. The gateway counts as live until its heartbeats stop.
 	Name string `protobuf:"bytes,1,opt,name=name" json:"name,omitempty"`
 	// The gateway stops.
-	Leaving       bool `protobuf:"varint,2,opt,name=leaving" json:"leaving,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Leaving bool `protobuf:"varint,2,opt,name=leaving" json:"leaving,omitempty"`
+	// The IP address at which the gateway accepts connections. It becomes an endpoint of the kubernetes Service. Empty:
+	// the gateway accepts no connection, or does not know an address.
+	AdvertiseAddress string `protobuf:"bytes,3,opt,name=advertise_address,json=advertiseAddress" json:"advertise_address,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *GatewaysRequest) Reset() {
@@ -1198,6 +1201,13 @@ func (x *GatewaysRequest) GetLeaving() bool {
 		return x.Leaving
 	}
 	return false
+}
+
+func (x *GatewaysRequest) GetAdvertiseAddress() string {
+	if x != nil {
+		return x.AdvertiseAddress
+	}
+	return ""
 }
 
 // GatewaysResponse is the number of gateways.
@@ -2993,10 +3003,11 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x13AuthorizationResult\x12A\n" +
 	"\bdecision\x18\x01 \x01(\v2%.watershed.authz.v1.AuthorizeResponseR\bdecision\x12\x14\n" +
 	"\x05error\x18\x02 \x01(\tR\x05error\"\x12\n" +
-	"\x10DiscoveryRequest\"?\n" +
+	"\x10DiscoveryRequest\"l\n" +
 	"\x0fGatewaysRequest\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
-	"\aleaving\x18\x02 \x01(\bR\aleaving\"(\n" +
+	"\aleaving\x18\x02 \x01(\bR\aleaving\x12+\n" +
+	"\x11advertise_address\x18\x03 \x01(\tR\x10advertiseAddress\"(\n" +
 	"\x10GatewaysResponse\x12\x14\n" +
 	"\x05alive\x18\x01 \x01(\x05R\x05alive\"\x13\n" +
 	"\x11StartHooksRequest\"D\n" +

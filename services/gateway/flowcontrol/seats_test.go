@@ -5,21 +5,10 @@ import (
 	"testing"
 	"time"
 
-	"google.golang.org/grpc"
 	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/fake"
-
-	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
-
-// three is a registry that counts three gateways.
-type three struct{ registryv1.DiscoveryClient }
-
-func (three) Gateways(context.Context, *registryv1.GatewaysRequest,
-	...grpc.CallOption) (*registryv1.GatewaysResponse, error) {
-	return &registryv1.GatewaysResponse{Alive: 3}, nil
-}
 
 // Each of three gateways has a third of the cluster's seats.
 func TestSeatsAreDividedAmongGateways(t *testing.T) {
@@ -31,18 +20,16 @@ func TestSeatsAreDividedAmongGateways(t *testing.T) {
 			Exempt: &flowcontrolv1.ExemptPriorityLevelConfiguration{},
 		},
 	})
-	f.peers, f.ready = &peers{registry: three{}, name: "a"}, make(chan struct{})
+	f.ready = make(chan struct{})
 	f.active.Store(f.controller(600))
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan struct{})
 	go func() { defer close(ended); f.Run(ctx) }()
+	f.gateways.Set(3)
 	for until := time.Now().Add(20 * time.Second); f.active.Load().seats != 200; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
 			t.Fatalf("it has %d of 600 seats", f.active.Load().seats)
 		}
-	}
-	if !f.Counted() {
-		t.Error("it has seats of three gateways and is not counted")
 	}
 	cancel()
 	<-ended

@@ -1,0 +1,175 @@
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"os/exec"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/cache"
+
+	"watershed.dev/test/harness"
+)
+
+// host is an API server of a control plane with several, and an informer of its clients.
+type host struct {
+	*harness.Server
+	address string
+	// lists and watches count the informer's requests, and seen has the names of its objects.
+	lists atomic.Int64
+	seen  sync.Map
+}
+
+// follow starts an informer of the host's ConfigMaps, which lists once unless the host loses events.
+func (h *host) follow(t *testing.T) {
+	client := h.Client()
+	lw := cache.NewListWatchFromClient(client.CoreV1().RESTClient(), "configmaps", "default", fields.Everything())
+	counted := &cache.ListWatch{
+		ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
+			h.lists.Add(1)
+			return lw.ListWithContext(ctx, o)
+		},
+		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
+			if o.SendInitialEvents != nil && *o.SendInitialEvents {
+				h.lists.Add(1)
+			}
+			return lw.WatchWithContext(ctx, o)
+		},
+	}
+	_, informer := cache.NewInformerWithOptions(cache.InformerOptions{
+		ListerWatcher: cache.ToListWatcherWithWatchListSemantics(counted, client),
+		ObjectType:    &corev1.ConfigMap{},
+		Handler: cache.ResourceEventHandlerFuncs{
+			AddFunc:    func(o any) { h.seen.Store(o.(*corev1.ConfigMap).Name, true) },
+			DeleteFunc: func(any) {},
+		},
+	})
+	go informer.Run(t.Context().Done())
+	if !cache.WaitForCacheSync(t.Context().Done(), informer.HasSynced) {
+		t.Fatal("an informer has not synced")
+	}
+}
+
+// missing returns the first object that the informer lacks.
+func (h *host) missing(names []string) string {
+	for _, n := range names {
+		if _, ok := h.seen.Load(n); !ok {
+			return n
+		}
+	}
+	return ""
+}
+
+// endpoints returns the addresses of the kubernetes Service.
+func endpoints(t *testing.T, c *kubernetes.Clientset) (addresses []string) {
+	slices, err := c.DiscoveryV1().EndpointSlices("default").Get(t.Context(), "kubernetes", metav1.GetOptions{})
+	if err != nil {
+		if !apierrors.IsNotFound(err) {
+			t.Error(err)
+		}
+		return nil
+	}
+	for _, e := range slices.Endpoints {
+		addresses = append(addresses, e.Addresses...)
+	}
+	return addresses
+}
+
+// Three hosts serve a control plane on the same etcd beside a kube-apiserver. Each host has an event log of its own. A
+// host that is killed or stops disturbs no client of the others, and every client sees every write.
+func TestThreeHostsShareEtcd(t *testing.T) {
+	dir := harness.TempDir(t)
+	reference := harness.KubeAPIServer(t, dir, harness.Etcd(t, dir), "--advertise-address=192.0.2.9")
+	hosts := make([]*host, 3)
+	for i := range hosts {
+		address := fmt.Sprintf("192.0.2.%d", i+1)
+		hosts[i] = &host{Server: reference.Beside("", "--advertise-address="+address), address: address}
+		hosts[i].follow(t)
+	}
+	all := append([]*host{{Server: reference.Server, address: "192.0.2.9"}}, hosts...)
+	all[0].follow(t)
+	awaitEndpoints := func(want ...*host) {
+		t.Helper()
+		var addresses []string
+		for _, h := range want {
+			addresses = append(addresses, h.address)
+		}
+		slices.Sort(addresses)
+		harness.Eventually(t, 40*time.Second, func() error {
+			for _, h := range want {
+				if got := endpoints(t, h.Client()); !slices.Equal(got, addresses) {
+					return fmt.Errorf("the endpoints are %q, not %q", got, addresses)
+				}
+			}
+			return nil
+		})
+	}
+	var written []string
+	write := func(live ...*host) {
+		t.Helper()
+		for i, h := range live {
+			name := fmt.Sprintf("cm-%d-%d", len(written), i)
+			if _, err := h.Client().CoreV1().ConfigMaps("default").Create(t.Context(), &corev1.ConfigMap{
+				ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{}); err != nil {
+				t.Fatal(err)
+			}
+			written = append(written, name)
+		}
+		harness.Eventually(t, time.Minute, func() error { // a reflector waits for up to 30 s after failures
+			for i, h := range live {
+				if m := h.missing(written); m != "" {
+					return fmt.Errorf("host %d has not seen %s", i, m)
+				}
+			}
+			return nil
+		})
+	}
+	awaitEndpoints(all...)
+	write(all...)
+	leases, err := hosts[0].Client().CoordinationV1().Leases("kube-system").List(t.Context(), metav1.ListOptions{
+		LabelSelector: "apiserver.kubernetes.io/identity=kube-apiserver"})
+	if err != nil || len(leases.Items) != 4 {
+		t.Errorf("%d identity leases, %v", len(leases.Items), err)
+	}
+
+	out, err := exec.Command(harness.Watershed(), "up", "--data-dir", harness.TempDir(t), "--etcd-servers="+reference.Etcd,
+		fmt.Sprintf("--secure-port=%d", harness.FreePort(t))).CombinedOutput() // with a CA of its own
+	if err == nil {
+		t.Error("a host with another CA starts")
+	}
+	contains(t, "the error", string(out), "has another client CA (CN=ca)")
+
+	hosts[0].Kill() // the first host runs the controllers
+	write(all[0], hosts[1], hosts[2])
+	awaitEndpoints(all[0], hosts[1], hosts[2])
+	hosts[1].Stop()
+	if got := endpoints(t, hosts[2].Client()); slices.Contains(got, hosts[1].address) {
+		t.Errorf("the stopped host is an endpoint: %q", got)
+	}
+	write(all[0], hosts[2])
+	reference.Stop()
+	hosts[0].Server = reference.Beside(hosts[0].Dir, "--advertise-address="+hosts[0].address,
+		fmt.Sprintf("--secure-port=%d", hosts[0].Port))
+	write(hosts[0], hosts[2])
+	awaitEndpoints(hosts[0], hosts[2])
+	for i, h := range all {
+		if n := h.lists.Load(); n != 1 {
+			t.Errorf("the clients of host %d listed %d times", i, n)
+		}
+		if out := h.Output(); strings.Contains(out, "panic") {
+			t.Errorf("host %d: %s", i, out)
+		}
+	}
+}
