@@ -32,7 +32,14 @@ type cluster struct {
 	corrupt func(n int)
 }
 
+// hosts is the placement of several `up` on the same etcd, which share the port of the clients.
+const hosts = "hosts"
+
+// hostCount is the number of hosts.
+const hostCount = 3
+
 // startCluster writes the configuration of `split`, puts a proxy between every two processes, and starts all processes.
+// For the placement hosts, it keeps only etcd and the PKI of `split`.
 func startCluster(ctx context.Context, o options) (*cluster, error) {
 	c := &cluster{dir: o.dir, watershed: o.watershed}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -41,8 +48,12 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 	}
 	c.port = l.Addr().(*net.TCPAddr).Port
 	l.Close()
+	placement := o.placement
+	if placement == hosts {
+		placement = "split"
+	}
 	plan := exec.CommandContext(ctx, o.watershed, "split", "--dry-run", "--data-dir", o.dir, "--bind-address",
-		"127.0.0.1", "--secure-port", fmt.Sprint(c.port), "--placement", o.placement, "--replicas", o.replicas,
+		"127.0.0.1", "--secure-port", fmt.Sprint(c.port), "--placement", placement, "--replicas", o.replicas,
 		"--rpc-network", "tcp") // faults cut TCP links
 	if out, err := plan.CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("plan: %w\n%s", err, out)
@@ -66,6 +77,9 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 		if strings.HasPrefix(name, "xds-") {
 			continue // it would publish addresses that bypass the links
 		}
+		if o.placement == hosts && !strings.HasPrefix(name, "etcd-") {
+			continue
+		}
 		delete(conf, "xds-servers")
 		configs[name] = conf
 		for _, key := range []string{"rpc-address", "listen-address", "listen-client-urls"} {
@@ -74,6 +88,14 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 				if strings.HasPrefix(name, "etcd-") {
 					c.etcd = append(c.etcd, a)
 				}
+			}
+		}
+	}
+	if o.placement == hosts {
+		for n := range hostCount {
+			name := fmt.Sprintf("host-%d", n)
+			if configs[name], err = c.host(filepath.Join(o.dir, name), n); err != nil {
+				return nil, err
 			}
 		}
 	}
@@ -102,9 +124,16 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 			conf[key] = strings.Join(through, ",")
 		}
 		command, _, _ := strings.Cut(name, "-")
+		data, _ := conf["data-dir"].(string)
 		targets, _ := conf["target"].([]any)
+		if command == "host" {
+			command, data = "up", filepath.Join(data, "nats")
+			targets = []any{"watchfanout", "gateway", "registry"}
+		}
 		for _, target := range targets {
-			command = "run"
+			if o.placement != hosts {
+				command = "run"
+			}
 			switch target {
 			case "watchfanout":
 				conf["watch-progress-period"] = "1s"
@@ -123,7 +152,6 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 		if err := os.WriteFile(path, b, 0o600); err != nil {
 			return nil, err
 		}
-		data, _ := conf["data-dir"].(string)
 		c.processes = append(c.processes, &process{
 			name:    name,
 			command: command,
@@ -138,6 +166,25 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 		p.start()
 	}
 	return c, c.ready(ctx)
+}
+
+// host returns the configuration of `up` on host n, with its data in dir.
+func (c *cluster) host(dir string, n int) (map[string]any, error) {
+	if err := os.CopyFS(filepath.Join(dir, "pki"), os.DirFS(filepath.Join(c.dir, "pki"))); err != nil {
+		return nil, err
+	}
+	identity := filepath.Join(c.dir, "pki", "inner-registry")
+	return map[string]any{
+		"data-dir":            dir,
+		"bind-address":        "127.0.0.1",
+		"secure-port":         c.port,
+		"permit-port-sharing": true,
+		"advertise-address":   fmt.Sprintf("192.0.2.%d", n+1),
+		"etcd-servers":        strings.Join(c.etcd, ","),
+		"etcd-cafile":         filepath.Join(c.dir, "pki", "inner-ca.crt"),
+		"etcd-certfile":       identity + ".crt",
+		"etcd-keyfile":        identity + ".key",
+	}, nil
 }
 
 func (c *cluster) url() string { return fmt.Sprintf("https://127.0.0.1:%d", c.port) }

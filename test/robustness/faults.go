@@ -4,6 +4,7 @@ import (
 	"context"
 	"log"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -100,6 +101,10 @@ func (c *cluster) do(f fault) {
 		time.Sleep(2 * f.lasts)
 		p.signal(syscall.SIGCONT)
 	case "stall", "blackout": // all NATS servers are stopped but not dead
+		if !c.hasNATS() { // each host has its own
+			c.do(fault{kind: "pause", target: c.anyHost(f), lasts: f.lasts})
+			return
+		}
 		if f.kind == "blackout" { // and the replicas restart
 			for _, p := range c.processes {
 				if strings.HasPrefix(p.name, "watchfanout-") {
@@ -118,12 +123,13 @@ func (c *cluster) do(f fault) {
 			}
 		}
 	case "lose the log": // NATS restarts with an empty disk
+		if !c.hasNATS() { // a host does
+			c.processes[c.anyHost(f)].lose(f.lasts)
+			return
+		}
 		for _, p := range c.processes {
 			if strings.HasPrefix(p.name, "nats-") {
-				p.mu.Lock()
-				p.lost = p.data
-				p.mu.Unlock()
-				p.kill(f.lasts)
+				p.lose(f.lasts)
 			}
 		}
 	case "corrupt":
@@ -152,4 +158,15 @@ func (c *cluster) do(f fault) {
 			l.set(pass)
 		}
 	}
+}
+
+// hasNATS reports whether NATS has processes of its own.
+func (c *cluster) hasNATS() bool {
+	return slices.ContainsFunc(c.processes, func(p *process) bool { return strings.HasPrefix(p.name, "nats-") })
+}
+
+// anyHost returns the index of a host. The fault, and so the seed, determines the host.
+func (c *cluster) anyHost(f fault) int {
+	first := slices.IndexFunc(c.processes, func(p *process) bool { return strings.HasPrefix(p.name, "host-") })
+	return first + int(f.pause/time.Millisecond)%hostCount
 }

@@ -102,6 +102,14 @@ func (p *process) kill(down time.Duration) {
 	p.signal(syscall.SIGKILL)
 }
 
+// lose kills the process and removes its data.
+func (p *process) lose(down time.Duration) {
+	p.mu.Lock()
+	p.lost = p.data
+	p.mu.Unlock()
+	p.kill(down)
+}
+
 func (p *process) stop() {
 	p.mu.Lock()
 	p.stopped = true
