@@ -8,6 +8,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"time"
 
 	apidiscoveryv2 "k8s.io/api/apidiscovery/v2"
 	apidiscoveryv2beta1 "k8s.io/api/apidiscovery/v2beta1"
@@ -35,13 +36,11 @@ var masks = []struct {
 	{regexp.MustCompile(`(127\.0\.0\.1|192\.0\.2\.1|\d+\.\d+\.\d+\.\d+):\d{4,5}`), "ADDRESS"},
 	{regexp.MustCompile(`([eE][yY][jJ])[A-Za-z0-9_-]{10,}(\.[A-Za-z0-9_-]*)*`), "TOKEN"},
 	{regexp.MustCompile(`resource version: \d+( \(\d+\))?(, current: \d+)?`), "resource version: RV"},
-	{regexp.MustCompile(`\b\d+m?\d*s\b`), "AGE"},
 	{
 		regexp.MustCompile(`(precondition failed: UID in precondition: |ResourceVersion in record \(|` +
 			`ResourceVersion in the precondition \(|ResourceVersion in precondition: |in object meta: )\S+`),
 		"$1ID",
 	},
-	{regexp.MustCompile(`(?s)(Apply failed with \d+ conflicts?: ).*`), "$1…"}, // in random order
 	{regexp.MustCompile(`X509SHA256=[0-9a-f]+`), "CREDENTIAL"},
 	{regexp.MustCompile(`\bkubernetes-admin\b`), "admin"},
 	{regexp.MustCompile(`current time [0-9-]+ [0-9:.]+ \+0000 UTC m=\+[0-9.]+`), "current time"},
@@ -54,11 +53,44 @@ var masks = []struct {
 	{regexp.MustCompile(`\b10\.9[67]\.\d+\.\d+\b`), "CLUSTERIP"},
 }
 
+// applyConflicts matches the text of conflicts of an apply, whose lines have a random order.
+var applyConflicts = regexp.MustCompile(`(?s)(Apply failed with \d+ conflicts?: )(.*)`)
+
 func mask(s string) string {
 	for _, m := range masks {
 		s = m.pattern.ReplaceAllString(s, m.with)
 	}
+	if m := applyConflicts.FindStringSubmatchIndex(s); m != nil {
+		lines := strings.FieldsFunc(s[m[4]:], func(r rune) bool { return r == '\n' || r == ' ' })
+		slices.Sort(lines)
+		s = s[:m[4]] + strings.Join(lines, " ")
+	}
 	return s
+}
+
+// duration matches an age or a duration.
+var duration = regexp.MustCompile(`\b(\d+m)?\d+s\b`)
+
+// ageTolerance is the difference of two ages that the start of the servers explains.
+const ageTolerance = 25 * time.Second
+
+// sameText reports whether two texts are equal, except for durations that differ little.
+func sameText(a, b string) bool {
+	if a == b {
+		return true
+	}
+	x, y := duration.FindAllString(a, -1), duration.FindAllString(b, -1)
+	if len(x) == 0 || len(x) != len(y) || duration.ReplaceAllString(a, "AGE") != duration.ReplaceAllString(b, "AGE") {
+		return false
+	}
+	for i := range x {
+		u, uerr := time.ParseDuration(x[i])
+		v, verr := time.ParseDuration(y[i])
+		if uerr != nil || verr != nil || (u-v).Abs() > max(ageTolerance, u/10) {
+			return false
+		}
+	}
+	return true
 }
 
 // decode parses a body as JSON, YAML, protobuf or text.
@@ -120,18 +152,25 @@ func fromProtobuf(data []byte) any {
 	return converted
 }
 
-// random fields have values that the server chooses.
-var random = map[string]bool{
-	"uid":                 true,
-	"resourceVersion":     true,
-	"clusterIP":           true,
-	"clusterIPs":          true,
-	"nodePort":            true,
-	"healthCheckNodePort": true,
-	"continue":            true,
-	"observedUID":         true,
-	"gitCommit":           true,
+// random fields have values that the server chooses, if they match the pattern. pair.follow uses the resource versions
+// and continue tokens.
+var random = map[string]*regexp.Regexp{
+	"uid":                 uid,
+	"observedUID":         uid,
+	"resourceVersion":     regexp.MustCompile(`^[1-9]\d*$`),
+	"clusterIP":           clusterIP,
+	"clusterIPs":          regexp.MustCompile(`^\[10\.9[67]\.\d+\.\d+\]$`),
+	"nodePort":            nodePort,
+	"healthCheckNodePort": nodePort,
+	"continue":            regexp.MustCompile(`^[A-Za-z0-9_-]{20,}=*$`),
+	"gitCommit":           regexp.MustCompile(`^[0-9a-f]{40}$`),
 }
+
+var (
+	uid       = regexp.MustCompile(`^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$`)
+	clusterIP = regexp.MustCompile(`^10\.9[67]\.\d+\.\d+$`)
+	nodePort  = regexp.MustCompile(`^3[0-2]\d{3}$`)
+)
 
 // unordered lists have no defined order.
 var unordered = map[string]bool{"resourceRules": true, "nonResourceRules": true}
@@ -142,7 +181,7 @@ func normal(v any) any {
 	case map[string]any:
 		out := map[string]any{}
 		for k, e := range v {
-			if random[k] && e != nil && e != "" && e != "0" && e != "None" {
+			if random[k] != nil && e != nil && random[k].MatchString(fmt.Sprint(e)) {
 				out[k] = "RANDOM"
 				continue
 			}
@@ -241,7 +280,7 @@ func differences(at string, a, b any) []string {
 		}
 		return out
 	}
-	if fmt.Sprint(a) != fmt.Sprint(b) {
+	if !sameText(fmt.Sprint(a), fmt.Sprint(b)) {
 		return []string{fmt.Sprintf("%s: %s | %s", at, short(a), short(b))}
 	}
 	return nil

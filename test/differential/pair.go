@@ -2,13 +2,16 @@ package main
 
 import (
 	"bytes"
+	"compress/gzip"
 	"context"
 	"crypto/tls"
 	"encoding/json"
 	"fmt"
+	"hash/fnv"
 	"io"
 	"maps"
 	"net/http"
+	"net/url"
 	"regexp"
 	"slices"
 	"strings"
@@ -17,6 +20,7 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 
 	"watershed.dev/test/harness"
@@ -35,6 +39,10 @@ type request struct {
 	as *certificate
 	// repeated sends the request several times. Only the last response counts.
 	repeated bool
+	// pathOf returns a path that differs between the sides, nil for path.
+	pathOf func(s *side) string
+	// pages is the number of pages of a list before this request.
+	pages int
 	// mayFail makes two failed requests count as equal.
 	mayFail bool
 	// about describes the request in the report.
@@ -51,13 +59,18 @@ type side struct {
 	base   string
 
 	mu sync.Mutex
-	// clients are the clients with other certificates.
-	clients map[*certificate]*http.Client
+	// clients are the clients with other certificates, or with HTTP/2.
+	clients map[clientKey]*http.Client
 	// seen are the resource versions and UIDs of objects by path, because later requests may use them.
 	seen map[string]identity
 }
 
 type identity struct{ version, uid string }
+
+type clientKey struct {
+	*certificate
+	http2 bool
+}
 
 func newSide(t testing.TB, name string, s *harness.Server) *side {
 	c := s.Config()
@@ -70,9 +83,15 @@ func newSide(t testing.TB, name string, s *harness.Server) *side {
 		server:  s,
 		base:    c.Host,
 		seen:    map[string]identity{},
-		clients: map[*certificate]*http.Client{},
+		clients: map[clientKey]*http.Client{{nil, true}: newHTTP2Client(tlsConfig.Clone())},
 		client:  newClient(tlsConfig),
 	}
+}
+
+func newHTTP2Client(c *tls.Config) *http.Client {
+	return &http.Client{Timeout: 45 * time.Second,
+		Transport:     &http.Transport{TLSClientConfig: c, ForceAttemptHTTP2: true, DisableCompression: true},
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 }
 
 func newClient(c *tls.Config) *http.Client {
@@ -84,17 +103,36 @@ func newClient(c *tls.Config) *http.Client {
 }
 
 // clientOf returns a client with a certificate, or the administrator's client for nil.
-func (s *side) clientOf(c *certificate) *http.Client {
-	if c == nil {
+func (s *side) clientOf(c *certificate, http2 bool) *http.Client {
+	if c == nil && !http2 {
 		return s.client
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.clients[c] == nil {
+	key := clientKey{c, http2}
+	if s.clients[key] == nil {
 		// The server's certificate is not compared, so any certificate is accepted.
-		s.clients[c] = newClient(&tls.Config{InsecureSkipVerify: true, Certificates: c.chain})
+		conf, client := &tls.Config{InsecureSkipVerify: true, Certificates: c.chain}, newClient
+		if http2 {
+			client = newHTTP2Client
+		}
+		s.clients[key] = client(conf)
 	}
-	return s.clients[c]
+	return s.clients[key]
+}
+
+// transport returns the protocol of a request, and whether its client accepts gzip. The request determines both, so
+// both servers receive the same.
+func (r *request) transport() (http2, gzip bool) {
+	hash := fnv.New32a()
+	_, _ = hash.Write([]byte(r.method + r.path + r.about))
+	n := hash.Sum32()
+	for name := range r.header {
+		if name == "Connection" || name == "Upgrade" { // only HTTP/1.1 has them
+			return false, false
+		}
+	}
+	return n&1 != 0, n&2 != 0
 }
 
 // answer is a server's response.
@@ -133,7 +171,11 @@ func (s *side) do(ctx context.Context, r *request) answer {
 	if r.bodyOf != nil {
 		body = r.bodyOf(s)
 	}
-	req, err := http.NewRequestWithContext(ctx, r.method, s.base+s.fill(r.path), bytes.NewReader(body))
+	path := s.fill(r.path)
+	if r.pathOf != nil {
+		path = r.pathOf(s)
+	}
+	req, err := http.NewRequestWithContext(ctx, r.method, s.base+path, bytes.NewReader(body))
 	if err != nil {
 		return answer{err: err}
 	}
@@ -141,6 +183,10 @@ func (s *side) do(ctx context.Context, r *request) answer {
 		req.Body, req.ContentLength = nil, 0
 	}
 	req.Header.Set("User-Agent", "differential/v1 (linux)")
+	http2, gzip := r.transport()
+	if gzip {
+		req.Header.Set("Accept-Encoding", "gzip")
+	}
 	for k, v := range r.header {
 		req.Header.Set(k, v)
 	}
@@ -149,15 +195,27 @@ func (s *side) do(ctx context.Context, r *request) answer {
 			req.Header[k] = v
 		}
 	}
-	resp, err := s.clientOf(r.as).Do(req)
+	resp, err := s.clientOf(r.as, http2).Do(req)
 	if err != nil {
 		return answer{err: err}
 	}
 	defer resp.Body.Close()
-	said, err := io.ReadAll(resp.Body)
+	said, err := readBody(resp)
 	a := answer{code: resp.StatusCode, header: resp.Header, body: said, err: err}
 	s.remember(r, a)
 	return a
+}
+
+// readBody returns the body of a response, without its compression.
+func readBody(resp *http.Response) ([]byte, error) {
+	if resp.Header.Get("Content-Encoding") != "gzip" {
+		return io.ReadAll(resp.Body)
+	}
+	z, err := gzip.NewReader(resp.Body)
+	if err != nil {
+		return nil, err
+	}
+	return io.ReadAll(z)
 }
 
 // remember stores the version and UID of the returned object.
@@ -200,12 +258,11 @@ func (p *pair) askLater(r *request) {
 	})
 }
 
-// compared headers must have equal values. presence headers must be present on both sides or on neither.
-var (
-	compared = []string{"Content-Type", "Warning", "Retry-After", "Cache-Control", "Location",
-		"Allow", "X-Content-Type-Options", "Www-Authenticate"}
-	presence = []string{"Audit-Id", "X-Kubernetes-Pf-Flowschema-Uid", "X-Kubernetes-Pf-Prioritylevel-Uid"}
-)
+// presence headers must be present on both sides or on neither. All other headers must have equal values.
+var presence = []string{"Audit-Id", "Date", "X-Kubernetes-Pf-Flowschema-Uid", "X-Kubernetes-Pf-Prioritylevel-Uid"}
+
+// notCompared are headers that the HTTP library sets by the size of the body, which differs between any two servers.
+var notCompared = []string{"Content-Length"}
 
 // ask sends a request to both servers, compares the responses and returns kube-apiserver's.
 func (p *pair) ask(r *request) answer {
@@ -223,7 +280,63 @@ func (p *pair) ask(r *request) answer {
 		a, b = p.both(ctx, r)
 	}
 	p.report.compare(r, a, b)
+	if !p.audited {
+		p.follow(r, a, b)
+	}
 	return a
+}
+
+// maxPages bounds the pages of a list that follow its first.
+const maxPages = 2
+
+// follow uses the continue token and the resource version of a list in further requests, because their values differ
+// between any two servers.
+func (p *pair) follow(r *request, a, b answer) {
+	if r.method != http.MethodGet || a.code != http.StatusOK || b.code != http.StatusOK {
+		return
+	}
+	theirs, ours := listMetaOf(a), listMetaOf(b)
+	http2, _ := r.transport()
+	switch base, query, _ := strings.Cut(r.path, "?"); {
+	case theirs.Continue != "" && ours.Continue != "" && r.pages < maxPages:
+		next := *r
+		next.pages++
+		next.about = fmt.Sprintf("%s, page %d", r.about, next.pages+1)
+		next.pathOf = func(s *side) string {
+			q, _ := url.ParseQuery(s.fill(query))
+			q.Del("resourceVersion")
+			q.Del("resourceVersionMatch")
+			q.Set("continue", p.pick(s, theirs, ours).Continue)
+			return s.fill(base) + "?" + q.Encode()
+		}
+		p.ask(&next)
+	case http2 && theirs.ResourceVersion != "" && ours.ResourceVersion != "" && query == "" && r.pathOf == nil:
+		exact := *r
+		exact.about += ", at its resource version"
+		exact.pathOf = func(s *side) string {
+			return base + "?resourceVersionMatch=Exact&resourceVersion=" + p.pick(s, theirs, ours).ResourceVersion
+		}
+		p.ask(&exact)
+	}
+}
+
+func (p *pair) pick(s *side, theirs, ours metav1.ListMeta) metav1.ListMeta {
+	if s == p.theirs {
+		return theirs
+	}
+	return ours
+}
+
+// listMetaOf returns the metadata of a list in JSON, or zero.
+func listMetaOf(a answer) metav1.ListMeta {
+	var list struct {
+		Metadata metav1.ListMeta
+		Items    []struct{}
+	}
+	if json.Unmarshal(a.body, &list) != nil || list.Items == nil {
+		return metav1.ListMeta{}
+	}
+	return list.Metadata
 }
 
 // behindTries is the number of retries of a NotOlderThan list while the responses differ, behindPause apart.
@@ -271,14 +384,16 @@ func diff(r *request, a, b answer) []string {
 		return []string{fmt.Sprintf("code: %s | %s", a.outcome(), b.outcome())}
 	}
 	var out []string
-	for _, h := range compared {
-		if x, y := header(a.header, h), header(b.header, h); x != y {
-			out = append(out, fmt.Sprintf("header %s: %q | %q", h, x, y))
+	all := maps.Clone(a.header)
+	maps.Copy(all, b.header)
+	for _, h := range slices.Sorted(maps.Keys(all)) {
+		x, y := header(a.header, h), header(b.header, h)
+		same := sameText(x, y)
+		if slices.Contains(presence, h) {
+			same = (x == "") == (y == "")
 		}
-	}
-	for _, h := range presence {
-		if (a.header.Get(h) == "") != (b.header.Get(h) == "") {
-			out = append(out, fmt.Sprintf("header %s: %q | %q", h, a.header.Get(h), b.header.Get(h)))
+		if !same && !slices.Contains(notCompared, h) {
+			out = append(out, fmt.Sprintf("header %s: %q | %q", h, x, y))
 		}
 	}
 	x, y := decode(a), decode(b)
