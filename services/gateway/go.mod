@@ -3,6 +3,7 @@ module watershed.dev/services/gateway
 go 1.26.0
 
 require (
+	github.com/NYTimes/gziphandler v1.1.1
 	github.com/google/gnostic-models v0.7.0
 	github.com/klauspost/compress v1.20.0
 	github.com/munnerz/goautoneg v0.0.0-20191010083416-a7dc8b61c822

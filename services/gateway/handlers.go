@@ -68,6 +68,7 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 func (g *Service) mux(router *routing.Router) http.Handler {
 	pages := http.NewServeMux()
 	page(pages, "/version", "application/json", writeVersion)
+	pages.HandleFunc("/openapi", responsewriters.NotFound) // ServeMux would redirect to /openapi/
 	pages.Handle("/openapi/", g.views.openapi)
 	pages.Handle("/metrics", legacyregistry.HandlerWithReset())
 	page(pages, "/.well-known/openid-configuration", "application/json", g.issuerDocument)

@@ -26,7 +26,7 @@ func newViews(address string, registry registryv1.DiscoveryClient, apiServices *
 	v := &views{apiServices: apiServices}
 	v.discoveryManager = aggregation.NewDiscoveryManager(apiServices, v.refreshed)
 	v.discovery = &discovery.Handler{Address: address, Aggregated: v.discoveryManager}
-	v.openapi = openapi.New(registry, v.discoveryManager)
+	v.openapi = openapi.New(registry, v.discoveryManager, apiServices)
 	return v
 }
 

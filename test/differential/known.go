@@ -226,13 +226,6 @@ var known = []*difference{
 		reason:  "kube-apiserver returns null as the rows of some empty Tables. Watershed returns an empty list.",
 	},
 	{
-		name:    "pages of OpenAPI v3",
-		request: is(`^GET /openapi/v3 \(`),
-		detail: is(`^\.paths\.(\.well-known/openid-configuration|openid/v1/jwks|logs|version|api|` +
-			`apis(/[a-z0-9.]+)?): .* \| nothing$`),
-		reason: "kube-apiserver also publishes documents of its discovery pages.",
-	},
-	{
 		name:    "the index",
 		request: is(`^GET / \(`),
 		detail: is(`^\.paths\./(flagz|statusz): true \| nothing$|` +

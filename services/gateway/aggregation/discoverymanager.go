@@ -85,13 +85,15 @@ type CachedDiscovery struct {
 	Resources []apidiscoveryv2.APIResourceDiscovery
 	// Stale is set if the last fetch failed.
 	Stale bool
-	// OpenAPI and OpenAPIV2 are the server's documents in JSON, or nil. The v3 document covers the group version, the
-	// v2 document all of the server's paths.
-	OpenAPI, OpenAPIV2 []byte
-	// OpenAPIDigest and OpenAPIV2Digest are hashes of the documents. They are stored because every request for a
-	// document compares them, and a document has up to 16 MB.
-	OpenAPIDigest, OpenAPIV2Digest string
-	hash                           string
+	// OpenAPIPaths maps the root paths of the server's v3 documents to their URLs. It is nil if the server has no v3
+	// documents.
+	OpenAPIPaths map[string]string
+	// OpenAPIV2 is the server's v2 document in JSON, or nil. It covers all of the server's paths.
+	OpenAPIV2 []byte
+	// OpenAPIV2Digest is the hash of OpenAPIV2. It is stored because requests for a document compare it, and a document
+	// has up to 16 MB.
+	OpenAPIV2Digest string
+	hash            string
 }
 
 // RefreshSoon makes Run refresh without delay, because the servers have changed.
@@ -160,29 +162,20 @@ func (m *DiscoveryManager) refreshServer(ctx context.Context, gv schema.GroupVer
 			now.Stale = true
 		}
 	} else {
-		now.OpenAPI, now.OpenAPIV2 = s.fetchDocument(
-			ctx,
-			"/openapi/v3/apis/"+gv.String(),
-		), s.fetchDocument(
-			ctx,
-			"/openapi/v2",
-		)
-		if before != nil {
-			now.OpenAPI, now.OpenAPIV2 = firstNonNil(
-				now.OpenAPI,
-				before.OpenAPI,
-			), firstNonNil(
-				now.OpenAPIV2,
-				before.OpenAPIV2,
-			)
+		now.OpenAPIPaths, now.OpenAPIV2 = s.fetchOpenAPIPaths(ctx), s.fetchDocument(ctx, "/openapi/v2", openAPILimit)
+		if before != nil && now.OpenAPIPaths == nil {
+			now.OpenAPIPaths = before.OpenAPIPaths
+		}
+		if before != nil && now.OpenAPIV2 == nil {
+			now.OpenAPIV2 = before.OpenAPIV2
 		}
 	}
-	data, err := json.Marshal(now.Resources)
+	data, err := json.Marshal([]any{now.Resources, now.OpenAPIPaths})
 	if err != nil {
 		return false
 	}
-	now.OpenAPIDigest, now.OpenAPIV2Digest = digest(now.OpenAPI), digest(now.OpenAPIV2)
-	now.hash = digest(data) + " " + now.OpenAPIDigest + " " + now.OpenAPIV2Digest
+	now.OpenAPIV2Digest = digest(now.OpenAPIV2)
+	now.hash = digest(data) + " " + now.OpenAPIV2Digest
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.cached == nil {
@@ -195,19 +188,30 @@ func (m *DiscoveryManager) refreshServer(ctx context.Context, gv schema.GroupVer
 func digest(data []byte) string { return fmt.Sprintf("%x", sha256.Sum256(data)) }
 
 // fetchDocument returns a document of the server in JSON, or nil.
-func (s *server) fetchDocument(ctx context.Context, path string) []byte {
-	data, _, err := s.get(ctx, path, "application/json", openAPILimit)
+func (s *server) fetchDocument(ctx context.Context, path string, limit responseLimit) []byte {
+	data, _, err := s.get(ctx, path, "application/json", limit)
 	if err != nil || !json.Valid(data) || !bytes.HasPrefix(bytes.TrimSpace(data), []byte("{")) {
 		return nil
 	}
 	return data
 }
 
-func firstNonNil(a, b []byte) []byte {
-	if a != nil {
-		return a
+// fetchOpenAPIPaths returns the root paths and URLs of the server's v3 documents, or nil.
+func (s *server) fetchOpenAPIPaths(ctx context.Context) map[string]string {
+	var index struct {
+		Paths map[string]struct {
+			ServerRelativeURL string `json:"serverRelativeURL"`
+		} `json:"paths"`
 	}
-	return b
+	data := s.fetchDocument(ctx, "/openapi/v3", discoveryLimit)
+	if data == nil || json.Unmarshal(data, &index) != nil {
+		return nil
+	}
+	paths := map[string]string{}
+	for root, document := range index.Paths {
+		paths[root] = document.ServerRelativeURL
+	}
+	return paths
 }
 
 // Lookup returns the cached discovery of a group version, or nil.

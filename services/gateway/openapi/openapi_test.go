@@ -2,6 +2,7 @@ package openapi
 
 import (
 	"context"
+	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"runtime"
@@ -19,6 +20,9 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/aggregation"
 )
+
+// apps is the document of apps/v1.
+var apps = []byte(`{"openapi":"3.0.0","info":{"title":"Kubernetes","version":"1"},"paths":{}}`)
 
 // fakeRegistry is a registry that counts the documents that it builds.
 type fakeRegistry struct {
@@ -45,9 +49,12 @@ func (d *fakeRegistry) OpenAPI(
 		return s.Send(
 			&registryv1.OpenAPIChunk{Data: []byte(`{"swagger":"2.0","info":{"title":"Kubernetes"},"paths":{}}`)},
 		)
+	case "v3":
+		return s.Send(&registryv1.OpenAPIChunk{Data: fmt.Appendf(nil,
+			`{"paths":{"apis/apps/v1":{"serverRelativeURL":"/openapi/v3/apis/apps/v1?hash=%s"}}}`, hashOf(apps))})
 	case "v3/apis/apps/v1":
-		for _, part := range []string{`{"openapi":"3.0.0",`, `"info":{"title":"Kubernetes"},"paths":{}}`} {
-			if err := s.Send(&registryv1.OpenAPIChunk{Data: []byte(part)}); err != nil {
+		for _, part := range [][]byte{apps[:10], apps[10:]} {
+			if err := s.Send(&registryv1.OpenAPIChunk{Data: part}); err != nil {
 				return err
 			}
 		}
@@ -64,10 +71,12 @@ func handler(t *testing.T) (*Handler, *fakeRegistry) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := New(registryv1.NewDiscoveryClient(p.Client("gateway")), aggregation.NewDiscoveryManager(proxy, func() {}))
-	h.Set(
-		discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "B"}}),
-	)
+	h := New(registryv1.NewDiscoveryClient(p.Client("gateway")), aggregation.NewDiscoveryManager(proxy, func() {}), proxy)
+	h.Set(discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{
+		"v2":              "A",
+		"v3/apis/apps/v1": "B",
+		"v3/apis/slow/v1": "B",
+	}}))
 	return h, d
 }
 
@@ -97,11 +106,11 @@ func TestDocumentsAreBuiltOnce(t *testing.T) {
 			t.Errorf("%d %v %s", w.Code, w.Header(), w.Body)
 		}
 	}
-	if n := d.calls.Load(); n != 1 {
+	if n := d.calls.Load(); n != 2 { // the index and the document
 		t.Errorf("registry is called %d times", n)
 	}
-	if w := get(h, "/openapi/v3/apis/apps/v1?hash=OLD"); w.Code != http.StatusMovedPermanently ||
-		!strings.Contains(w.Header().Get("Location"), hash) {
+	if w := get(h, "/openapi/v3/apis/apps/v1?hash=OLD&x=y"); w.Code != http.StatusMovedPermanently ||
+		w.Header().Get("Location") != "/openapi/v3/apis/apps/v1?hash="+hash {
 		t.Errorf("an old hash: %d %v", w.Code, w.Header())
 	}
 	w := get(h, "/openapi/v3/apis/apps/v1")
@@ -113,8 +122,8 @@ func TestDocumentsAreBuiltOnce(t *testing.T) {
 		discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "C"}}),
 	)
 	get(h, "/openapi/v3/apis/apps/v1")
-	if n := d.calls.Load(); n != 2 {
-		t.Errorf("registry is called %d times for two documents", n)
+	if n := d.calls.Load(); n != 3 {
+		t.Errorf("registry is called %d times for the index and two documents", n)
 	}
 }
 

@@ -10,44 +10,30 @@ import (
 	"testing"
 
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/discovery"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/aggregation"
 )
 
-// A large document of an aggregated server has no protobuf encoding. Clients that also accept JSON get JSON.
-func TestALargeRemoteDocumentHasNoProtobuf(t *testing.T) {
-	const protobuf = "application/com.github.proto-openapi.spec.v3.v1.0+protobuf"
-	description := ""
+// aggregated returns a handler that has the documents of metrics.k8s.io/v1 from a server. The server responds to the
+// paths below /openapi/ with documents.
+func aggregated(t *testing.T, documents map[string]string) *Handler {
+	t.Helper()
 	s := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		switch r.URL.Path {
-		case "/apis/metrics.k8s.io/v1":
+		path := strings.TrimPrefix(r.URL.Path, "/openapi/")
+		switch {
+		case r.URL.Path == "/apis/metrics.k8s.io/v1":
 			fmt.Fprint(w, `{"groupVersion":"metrics.k8s.io/v1","resources":[]}`)
-		case "/openapi/v3/apis/metrics.k8s.io/v1":
-			fmt.Fprintf(w, `{"openapi":"3.0.0","info":{"title":"m","version":"1","description":%q},"paths":{}}`,
-				description)
+		case documents[path] != "":
+			fmt.Fprint(w, documents[path])
 		default:
 			http.NotFound(w, r)
 		}
 	}))
 	t.Cleanup(s.Close)
-	for size, code := range map[int]int{10: 200, maxRemoteProtobuf: 406} {
-		description = strings.Repeat("x", size)
-		h := aggregated(t, s)
-		const path = "/openapi/v3/apis/metrics.k8s.io/v1"
-		if w := get(h, path, "Accept", protobuf); w.Code != code {
-			t.Errorf("%d bytes in protobuf: %d", size, w.Code)
-		}
-		if w := get(h, path, "Accept", protobuf+";q=0.9,application/json;q=0.5"); w.Code != 200 {
-			t.Errorf("%d bytes in protobuf or JSON: %d", size, w.Code)
-		}
-	}
-}
-
-// aggregated returns a handler that has the documents of metrics.k8s.io/v1 from a server.
-func aggregated(t *testing.T, s *httptest.Server) *Handler {
-	t.Helper()
 	h, _ := handler(t)
 	proxy, err := aggregation.New(&aggregation.Config{}, nil)
 	if err != nil {
@@ -61,30 +47,63 @@ func aggregated(t *testing.T, s *httptest.Server) *Handler {
 		InsecureSkipTlsVerify: true,
 	}}}))
 	learned := make(chan struct{}, 10)
-	h.aggregated = aggregation.NewDiscoveryManager(proxy, func() { learned <- struct{}{} })
+	h.servers, h.aggregated = proxy, aggregation.NewDiscoveryManager(proxy, func() { learned <- struct{}{} })
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan struct{})
 	go func() { defer close(ended); h.aggregated.Run(ctx) }()
 	<-learned
 	cancel()
 	<-ended
+	h.Set(h.view)
 	return h
+}
+
+const (
+	metricsV2 = `{"swagger":"2.0","info":{"title":"m","version":"1"},"paths":{"/apis/metrics.k8s.io/v1/nodes":{}}}`
+	metricsV3 = "/openapi/v3/apis/metrics.k8s.io/v1"
+)
+
+// Requests for a v3 document of an aggregated server are forwarded. A server cannot replace a document of this system.
+func TestRemoteDocumentsAreForwarded(t *testing.T) {
+	h := aggregated(t, map[string]string{
+		"v3": `{"paths":{"apis/metrics.k8s.io/v1":{"serverRelativeURL":"` + metricsV3 + `?hash=M"},` +
+			`"apis/apps/v1":{"serverRelativeURL":"/elsewhere"}}}`,
+		"v3/apis/metrics.k8s.io/v1": "of the server",
+		"v3/apis/apps/v1":           "of the server",
+	})
+	index := get(h, "/openapi/v3").Body.String()
+	if !strings.Contains(index, metricsV3+"?hash=M") || strings.Contains(index, "elsewhere") {
+		t.Errorf("%s", index)
+	}
+	for path, want := range map[string]bool{metricsV3 + "?hash=M": true, "/openapi/v3/apis/apps/v1": false} {
+		req := httptest.NewRequest("GET", path, nil)
+		ctx := request.WithUser(req.Context(), &user.DefaultInfo{Name: "bob"})
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, req.WithContext(ctx))
+		if got := w.Body.String() == "of the server"; w.Code != http.StatusOK || got != want {
+			t.Errorf("%s: %d %s", path, w.Code, w.Body)
+		}
+	}
+}
+
+// A server that has only a v2 document gets a v3 document that is converted from it.
+func TestV2IsConverted(t *testing.T) {
+	h := aggregated(t, map[string]string{"v2": metricsV2})
+	_, hash, ok := strings.Cut(get(h, "/openapi/v3").Body.String(), metricsV3+"?hash=")
+	if hash, _, _ = strings.Cut(hash, `"`); !ok {
+		t.Fatal("the index lacks the document")
+	}
+	w := get(h, metricsV3+"?hash="+hash)
+	if w.Code != http.StatusOK || !strings.Contains(w.Body.String(), `{"openapi":"3.0.0","info":{"title":"m"`) {
+		t.Errorf("%d %s", w.Code, w.Body)
+	}
 }
 
 // Requests do not hash an aggregated server's documents for their etags, because a document has up to 16 MB.
 func TestRemoteDocumentsAreHashedOnce(t *testing.T) {
-	document := []byte(`{"swagger":"2.0","info":{"title":"m","version":"1"},"paths":{}}`)
-	s := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path == "/apis/metrics.k8s.io/v1" {
-			fmt.Fprint(w, `{"groupVersion":"metrics.k8s.io/v1","resources":[]}`)
-			return
-		}
-		_, _ = w.Write(document)
-	}))
-	t.Cleanup(s.Close)
-	h := aggregated(t, s)
+	h := aggregated(t, map[string]string{"v2": metricsV2})
 	ask := func() (all []string) {
-		for _, path := range []string{"/openapi/v2", "/openapi/v3/apis/metrics.k8s.io/v1"} {
+		for _, path := range []string{"/openapi/v2", metricsV3} {
 			all = append(all, get(h, path).Header().Get("Etag"))
 		}
 		return append(all, get(h, "/openapi/v3").Body.String())
@@ -94,11 +113,12 @@ func TestRemoteDocumentsAreHashedOnce(t *testing.T) {
 		t.Fatalf("%q", before)
 	}
 	learned := h.aggregated.Lookup(schema.GroupVersion{Group: "metrics.k8s.io", Version: "v1"})
-	learned.OpenAPI, learned.OpenAPIV2 = []byte("{}"), []byte("{}") // requests do not read them
+	learned.OpenAPIV2 = []byte(strings.Replace(metricsV2, "nodes", "pods", 1)) // requests do not read it
 	if after := ask(); !slices.Equal(before, after) {
 		t.Errorf("%q, and then %q", before, after)
 	}
-	learned.OpenAPIDigest, learned.OpenAPIV2Digest = "another", "another"
+	learned.OpenAPIV2Digest = "another"
+	h.Set(h.view)
 	for i, etag := range ask() {
 		if etag == before[i] {
 			t.Errorf("%q does not change with the document", etag)

@@ -50,11 +50,18 @@ type Discovery struct {
 	// making is a semaphore: it holds a value while an OpenAPI document is made. Each takes many times its size in
 	// memory.
 	making chan struct{}
+	// hashes are the hashes of v3 documents by root path. The holder of making owns them.
+	hashes map[string]documentHash
 }
 
 // New returns the discovery of the resources. It has no response before Rebuild.
 func New(r *lookup.Resources) *Discovery {
-	return &Discovery{resources: r, dirty: make(chan struct{}, 1), making: make(chan struct{}, 1)}
+	return &Discovery{
+		resources: r,
+		dirty:     make(chan struct{}, 1),
+		making:    make(chan struct{}, 1),
+		hashes:    map[string]documentHash{},
+	}
 }
 
 // Invalidate schedules a rebuild.
@@ -200,8 +207,10 @@ func (d *Discovery) build() *registryv1.DiscoveryResponse {
 		for _, v := range g.Versions {
 			gv := schema.GroupVersion{Group: g.Name, Version: v}
 			all.add(gv, g.GroupPriorityMinimum, priorities[gv].Version)
-			out.Openapi[documentPath(gv)] = builtIn.OpenAPIHash()
 		}
+	}
+	for _, root := range builtIn.OpenAPIV3Roots() {
+		out.Openapi["v3/"+root] = builtIn.OpenAPIHash()
 	}
 	for _, apiResource := range apiResources {
 		if !apiResource.NotEstablished {
@@ -215,7 +224,7 @@ func (d *Discovery) build() *registryv1.DiscoveryResponse {
 	v2 := builtIn.OpenAPIHash()
 	hashes := crds.Hashes()
 	for gv, hash := range hashes {
-		out.Openapi[documentPath(gv)] = hash
+		out.Openapi["v3"+installer.RootPath(gv)] = hash
 	}
 	for _, gv := range slices.SortedFunc(maps.Keys(hashes), func(a, b schema.GroupVersion) int {
 		return strings.Compare(a.String(), b.String())
@@ -226,9 +235,6 @@ func (d *Discovery) build() *registryv1.DiscoveryResponse {
 	out.Groups = all.sorted()
 	return out
 }
-
-// documentPath returns the path of a group version's OpenAPI document, below /openapi/.
-func documentPath(gv schema.GroupVersion) string { return "v3" + installer.RootPath(gv) }
 
 // groups collects group versions with kube-aggregator's priorities.
 type groups struct {

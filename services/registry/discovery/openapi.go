@@ -2,13 +2,17 @@ package discovery
 
 import (
 	"context"
+	"crypto/sha512"
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"strings"
 
 	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/kube-openapi/pkg/aggregator"
+	"k8s.io/kube-openapi/pkg/handler3"
 	"k8s.io/kube-openapi/pkg/validation/spec"
 
 	"watershed.dev/platform/frame"
@@ -17,7 +21,11 @@ import (
 	"watershed.dev/services/registry/lookup"
 )
 
-// OpenAPI sends a document in JSON. The gateways cache it.
+// documentHash is the hash of a v3 document, and of the inputs from which the document was built.
+type documentHash struct{ inputs, content string }
+
+// OpenAPI sends a document in JSON: "v2", "v3" for the index of the v3 documents, or "v3/" and a root path. The
+// gateways cache it.
 func (d *Discovery) OpenAPI(r *registryv1.OpenAPIRequest,
 	stream grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
 	data, err := d.encoded(stream.Context(), r.Path)
@@ -30,48 +38,114 @@ func (d *Discovery) OpenAPI(r *registryv1.OpenAPIRequest,
 }
 
 // encoded makes a document. It makes only one document at a time, and stops between two steps once ctx has ended.
-func (c *Discovery) encoded(ctx context.Context, path string) ([]byte, error) {
+func (d *Discovery) encoded(ctx context.Context, path string) (data []byte, err error) {
 	select {
-	case c.making <- struct{}{}:
-		defer func() { <-c.making }()
+	case d.making <- struct{}{}:
+		defer func() { <-d.making }()
 	case <-ctx.Done():
 	}
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	doc, err := c.document(ctx, path)
+	root, isV3 := strings.CutPrefix(path, "v3/")
+	switch {
+	case path == "v2":
+		data, err = d.openAPIV2(ctx)
+	case path == "v3":
+		data, err = d.openAPIV3Index(ctx)
+	case isV3:
+		data, err = d.openAPIV3(ctx, root)
+	}
 	switch {
 	case ctx.Err() != nil:
 		return nil, ctx.Err()
 	case err != nil:
 		return nil, apierrors.NewInternalError(err)
-	case doc == nil:
+	case data == nil:
 		return nil, lookup.NotServed(nil)
+	}
+	return data, nil
+}
+
+// openAPIV2 returns the v2 document. Like kube-aggregator, it merges the document of the aggregator's own group with
+// the decoded document of everything else. Decoding orders the keys of extensions.
+func (d *Discovery) openAPIV2(ctx context.Context) ([]byte, error) {
+	aggregators, builtIn, err := d.resources.BuiltIn.OpenAPIV2()
+	if err != nil {
+		return nil, err
+	}
+	others, err := d.resources.Custom.OpenAPIV2(ctx, builtIn)
+	if err != nil {
+		return nil, err
+	}
+	data, err := others.MarshalJSON()
+	if err != nil {
+		return nil, err
+	}
+	decoded := &spec.Swagger{}
+	if err := decoded.UnmarshalJSON(data); err != nil {
+		return nil, err
+	}
+	merged := *aggregators
+	merged.Paths, merged.Definitions, merged.Parameters = nil, nil, nil
+	for _, part := range []*spec.Swagger{aggregators, decoded} {
+		if err := aggregator.MergeSpecsIgnorePathConflictRenamingDefinitionsAndParameters(&merged, part); err != nil {
+			return nil, err
+		}
+	}
+	return merged.MarshalJSON()
+}
+
+// openAPIV3 returns a v3 document, or nil if there is none.
+func (d *Discovery) openAPIV3(ctx context.Context, root string) ([]byte, error) {
+	if data, err := d.resources.BuiltIn.OpenAPIV3(root); data != nil || err != nil {
+		return data, err
+	}
+	gv, err := schema.ParseGroupVersion(strings.TrimPrefix(root, "apis/"))
+	if err != nil {
+		return nil, nil
+	}
+	doc, err := d.resources.Custom.OpenAPIV3(ctx, gv)
+	if doc == nil || err != nil {
+		return nil, err
 	}
 	return json.Marshal(doc)
 }
 
-func (d *Discovery) document(ctx context.Context, path string) (any, error) {
-	doc, ok, err := d.resources.BuiltIn.OpenAPI(path)
-	switch {
-	case err != nil:
-		return nil, err
-	case path == "v2":
-		builtIn, ok := doc.(*spec.Swagger)
+// openAPIV3Index returns the paths of the v3 documents with the hashes of their contents. It omits a document that
+// cannot be built, as kube-apiserver does. It builds only documents whose inputs have changed since the last index, and
+// keeps none.
+func (d *Discovery) openAPIV3Index(ctx context.Context) ([]byte, error) {
+	current, _ := d.current.Get()
+	index := handler3.OpenAPIV3Discovery{Paths: map[string]handler3.OpenAPIV3DiscoveryGroupVersion{}}
+	for path, inputs := range current.GetOpenapi() {
+		root, ok := strings.CutPrefix(path, "v3/")
 		if !ok {
-			return nil, fmt.Errorf("the OpenAPI v2 document is a %T", doc)
+			continue
 		}
-		return d.resources.Custom.OpenAPIV2(ctx, builtIn)
-	case ok:
-		return doc, nil
+		if d.hashes[root].inputs != inputs {
+			data, err := d.openAPIV3(ctx, root)
+			if ctx.Err() != nil {
+				return nil, ctx.Err()
+			}
+			if err != nil {
+				slog.Warn("OpenAPI document is omitted", "document", root, "error", err)
+			}
+			d.hashes[root] = documentHash{inputs: inputs}
+			if data != nil {
+				d.hashes[root] = documentHash{inputs, fmt.Sprintf("%X", sha512.Sum512(data))}
+			}
+		}
+		if hash := d.hashes[root].content; hash != "" {
+			index.Paths[root] = handler3.OpenAPIV3DiscoveryGroupVersion{
+				ServerRelativeURL: "/openapi/v3/" + root + "?hash=" + hash,
+			}
+		}
 	}
-	gv, err := schema.ParseGroupVersion(strings.TrimPrefix(path, "v3/apis/"))
-	if err != nil {
-		return nil, nil
+	for root := range d.hashes {
+		if _, ok := current.GetOpenapi()["v3/"+root]; !ok {
+			delete(d.hashes, root)
+		}
 	}
-	v3, err := d.resources.Custom.OpenAPIV3(ctx, gv)
-	if v3 == nil {
-		return nil, err
-	}
-	return v3, err
+	return json.Marshal(index)
 }

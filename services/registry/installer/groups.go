@@ -6,8 +6,8 @@
 //
 // # Review notes
 //
-//   - The order of groups, the operations' names and their descriptions must equal upstream's, because generated
-//     clients depend on them.
+//   - The order of groups must equal upstream's. OpenAPI documents must equal upstream's byte for byte, because their
+//     hashes are in the index.
 //   - providers and Priorities copy kube-apiserver at 1.36. Compare both with the new release when the version changes.
 //   - OpenAPI must be built on the first request: the definitions take tens of megabytes.
 package installer

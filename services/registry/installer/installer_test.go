@@ -1,6 +1,8 @@
 package installer_test
 
 import (
+	"encoding/json"
+	"maps"
 	"slices"
 	"strings"
 	"testing"
@@ -45,27 +47,40 @@ func TestEveryResourceIsDescribed(t *testing.T) {
 	}
 }
 
-// OpenAPI has a v3 document for each group version, and a v2 document of all group versions.
+// OpenAPI has a v3 document for each group version, group and page, and a v2 document of all of them.
 func TestOpenAPI(t *testing.T) {
-	fx := fixture.New(t)
-	set := fx.Resources.BuiltIn
-	for _, g := range set.Groups {
-		for _, v := range g.Versions {
-			path := "v3/apis/" + g.Name + "/" + v
-			if g.Name == "" {
-				path = "v3/api/" + v
-			}
-			doc, ok, err := set.OpenAPI(path)
-			if !ok || err != nil || doc == nil {
-				t.Errorf("%s: %v, %v", path, ok, err)
+	set := fixture.New(t).Resources.BuiltIn
+	aggregators, others, err := set.OpenAPIV2()
+	if err != nil {
+		t.Fatal(err)
+	}
+	v2 := maps.Clone(others.Paths.Paths)
+	maps.Copy(v2, aggregators.Paths.Paths)
+	roots := set.OpenAPIV3Roots()
+	for _, root := range roots {
+		var v3 struct {
+			Paths map[string]any `json:"paths"`
+		}
+		data, err := set.OpenAPIV3(root)
+		if err == nil {
+			err = json.Unmarshal(data, &v3)
+		}
+		if err != nil || len(v3.Paths) == 0 {
+			t.Errorf("%s: %v, %.100s", root, err, data)
+		}
+		for path := range v3.Paths {
+			if _, ok := v2[path]; !ok || !strings.HasPrefix(path, "/"+root+"/") {
+				t.Errorf("%s has %s", root, path)
 			}
 		}
 	}
-	if _, ok, err := set.OpenAPI("v2"); !ok || err != nil {
-		t.Errorf("v2: %v, %v", ok, err)
+	for _, root := range []string{"api/v1", "apis/apps", "apis/apps/v1", "version"} {
+		if !slices.Contains(roots, root) {
+			t.Errorf("%s has no document", root)
+		}
 	}
-	if _, ok, _ := set.OpenAPI("v3/apis/none/v1"); ok {
-		t.Error("an unknown group version has a document")
+	if data, err := set.OpenAPIV3("apis/none/v1"); data != nil || err != nil {
+		t.Errorf("an unknown group version has a document: %.100s, %v", data, err)
 	}
 	if set.OpenAPIHash() == "" {
 		t.Error("documents have no hash")

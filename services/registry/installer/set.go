@@ -386,7 +386,13 @@ func (s *Set) Models(group string) (map[string]*spec.Schema, error) {
 	return s.openapi.resourceModels(group)
 }
 
-// OpenAPI returns a document: "v2", or "v3/" and a group version's path. ok is false if the document does not exist.
-func (s *Set) OpenAPI(path string) (doc any, ok bool, err error) {
-	return s.openapi.get(path, s.orderedScopes)
-}
+// OpenAPIV2 returns the v2 documents of apiregistration.k8s.io, which kube-aggregator serves itself, and of everything
+// else. Callers must not change them.
+func (s *Set) OpenAPIV2() (aggregators, others *spec.Swagger, err error) { return s.openapi.swaggers() }
+
+// OpenAPIV3 returns a v3 document in JSON, or nil if there is none. root is the path of a group version, a group or a
+// page without the leading slash, such as apis/apps/v1.
+func (s *Set) OpenAPIV3(root string) ([]byte, error) { return s.openapi.json(root) }
+
+// OpenAPIV3Roots returns the paths that have a v3 document, for OpenAPIV3.
+func (s *Set) OpenAPIV3Roots() []string { return s.openapi.roots() }
