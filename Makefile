@@ -25,8 +25,9 @@ RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
-build: ## bin/watershed, the one binary
+build: ## bin/watershed, the one binary, and bin/kube-apiserver, a link to it
 	go build -ldflags "$(LDFLAGS)" -o $(BIN)/watershed ./cmd/watershed
+	ln -sf watershed $(BIN)/kube-apiserver
 
 up: build ## everything in one process, in .watershed/
 	$(BIN)/watershed up --data-dir .watershed $(ARGS)

@@ -1,9 +1,10 @@
 package main
 
 import (
-	"crypto/rand"
-	"errors"
+	"crypto/sha256"
+	"encoding/hex"
 	"fmt"
+	"maps"
 	"net"
 	"os"
 	"path/filepath"
@@ -29,6 +30,8 @@ type layout struct {
 	lock    *os.File
 	logs    logFiles
 	pki     *certgen.PKI
+	// certDir is --cert-dir, or empty if other flags name the serving certificate.
+	certDir string
 	// address and port are the endpoint of the gateway.
 	address string
 	port    int
@@ -37,6 +40,7 @@ type layout struct {
 // directory holds the flags of the commands that use a data directory.
 type directory struct {
 	dataDir string
+	certDir string
 	hosts   []string
 	logs    logFiles
 }
@@ -44,6 +48,9 @@ type directory struct {
 func (d *directory) addFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&d.dataDir, "data-dir", ".watershed",
 		"The directory of all data: certificates, etcd, the event log, admin.kubeconfig, logs.")
+	fs.StringVar(&d.certDir, "cert-dir", "",
+		"The directory of the serving certificate: apiserver.crt and apiserver.key, self-signed if they do not exist. "+
+			"Empty: the CA in --data-dir signs the certificate. --tls-cert-file overrides it.")
 	fs.StringSliceVar(&d.hosts, "tls-sans", nil, "Additional names and addresses of the serving certificate.")
 	d.logs.addFlags(fs)
 }
@@ -52,7 +59,11 @@ func (d *directory) addFlags(fs *pflag.FlagSet) {
 func (d *directory) open(fs *pflag.FlagSet) (*layout, error) {
 	port, _ := fs.GetInt("secure-port")
 	bind, _ := fs.GetString("bind-address")
-	return openLayout(d.dataDir, bind, port, append(d.hosts, advertised(fs)...), d.logs)
+	l, err := openLayout(d.dataDir, bind, port, append(d.hosts, advertised(fs)...), d.logs)
+	if err == nil && !fs.Changed("tls-cert-file") && !fs.Changed("tls-private-key-file") {
+		l.certDir = d.certDir
+	}
+	return l, err
 }
 
 // openLayout locks the directory for this process and creates missing files. bind and port are the gateway's listen
@@ -116,16 +127,15 @@ func advertised(fs *pflag.FlagSet) (names []string) {
 // garbage collection of the file.
 func (l *layout) close() { _ = l.lock.Close() }
 
-// logName returns the name of this directory's event log in etcd. It is random, because several `up` may share an etcd,
-// and each has an event log of its own.
+// logName returns the name of this directory's event log in etcd. Several `up` may share an etcd, and each has an event
+// log of its own. The name outlives the files, so a container without a volume leaves no other name at each start.
 func (l *layout) logName() (string, error) {
-	path := filepath.Join(l.dir, "log-name")
-	name, err := os.ReadFile(path)
-	if errors.Is(err, os.ErrNotExist) {
-		name = []byte("up-" + strings.ToLower(rand.Text()[:10]))
-		err = pki.WriteFile(path, name, 0o600)
+	host, err := os.Hostname()
+	if err != nil {
+		return "", err
 	}
-	return strings.TrimSpace(string(name)), err
+	hash := sha256.Sum256([]byte(host + l.dir))
+	return "up-" + hex.EncodeToString(hash[:8]), nil
 }
 
 func writeYAML(path string, doc any) error {
@@ -158,21 +168,16 @@ func (l *layout) settings(fs *pflag.FlagSet) map[string]any {
 		"requestheader-group-headers":        "X-Remote-Group",
 		"requestheader-extra-headers-prefix": "X-Remote-Extra-",
 
-		"services-tls-cert-file":        p("inner-gateway.crt"),
-		"services-tls-private-key-file": p("inner-gateway.key"),
-		"services-client-ca-file":       p("inner-ca.crt"),
-		"kubeconfig":                    l.pki.Kubeconfig(rpc.ServicePlaceholder),
-
 		"service-account-key-file":         p("sa.pub"),
 		"service-account-signing-key-file": p("sa.key"),
 		"service-account-issuer":           issuer,
 		"api-audiences":                    issuer,
 
-		"secure-port":                 l.port,
 		"allow-privileged":            true,
 		"enable-bootstrap-token-auth": true,
 		"enable-admission-plugins":    nodeRestriction, // as kubeadm does
 	}
+	maps.Copy(settings, l.innerSettings())
 	set := func(name string) *pflag.Flag {
 		if f := fs.Lookup(name); f != nil && f.Changed && f.Value.String() != "" {
 			return f
@@ -190,10 +195,24 @@ func (l *layout) settings(fs *pflag.FlagSet) map[string]any {
 		delete(settings, "service-account-key-file")
 		delete(settings, "service-account-signing-key-file")
 	}
+	if l.certDir != "" {
+		maps.Copy(settings, l.certSettings())
+	}
 	if set("client-ca-file") != nil { // the cluster has another PKI, and the CA of its kubelets is unknown
 		delete(settings, kubeletCA)
 	}
 	return settings
+}
+
+// innerSettings returns the settings of the connections between the services and the gateway.
+func (l *layout) innerSettings() map[string]any {
+	return map[string]any{
+		"services-tls-cert-file":        l.pki.File("inner-gateway.crt"),
+		"services-tls-private-key-file": l.pki.File("inner-gateway.key"),
+		"services-client-ca-file":       l.pki.File("inner-ca.crt"),
+		"kubeconfig":                    l.pki.Kubeconfig(rpc.ServicePlaceholder),
+		"secure-port":                   l.port,
+	}
 }
 
 // nodeRestriction is the admission plugin that is enabled in addition to kube-apiserver's defaults.

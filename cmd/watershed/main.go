@@ -5,6 +5,7 @@ package main
 import (
 	"fmt"
 	"os"
+	"path/filepath"
 
 	"watershed.dev/cmd/certgen"
 	"watershed.dev/cmd/embedded"
@@ -15,6 +16,9 @@ import (
 const usage = `watershed is the Kubernetes API server as services that scale independently.
 
   watershed up        run everything in this process
+  watershed kube-apiserver
+                      run everything in this process, with kube-apiserver's flags and defaults; a link to this binary
+                      that is called kube-apiserver runs it too
   watershed split     run services in processes of their own on this machine: each, or by --placement=compact
   watershed split scale watchfanout=4
                       change the number of processes of a running split
@@ -33,6 +37,13 @@ Every command lists its flags with --help.
 `
 
 func main() {
+	if filepath.Base(os.Args[0]) == kubeAPIServerName {
+		if err := kubeAPIServer(os.Args[1:]); err != nil {
+			fmt.Fprintln(os.Stderr, kubeAPIServerName+":", err)
+			os.Exit(1)
+		}
+		return
+	}
 	if len(os.Args) < 2 {
 		fmt.Fprint(os.Stderr, usage)
 		os.Exit(2)
@@ -42,6 +53,8 @@ func main() {
 	switch command {
 	case "up":
 		err = up(args)
+	case kubeAPIServerName:
+		err = kubeAPIServer(args)
 	case "split":
 		err = split(args)
 	case "run":

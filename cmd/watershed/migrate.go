@@ -85,14 +85,14 @@ func flagsOf(manifest []byte) (map[string][]string, error) {
 		return nil, err
 	}
 	i := slices.IndexFunc(pod.Spec.Containers, func(c container) bool {
-		return c.Name == "kube-apiserver" || len(c.Command) > 0 && path.Base(c.Command[0]) == "kube-apiserver"
+		return c.Name == kubeAPIServerName || len(c.Command) > 0 && path.Base(c.Command[0]) == kubeAPIServerName
 	})
 	if i < 0 {
 		return nil, errors.New("it has no container kube-apiserver")
 	}
 	c := pod.Spec.Containers[i]
 	words := slices.Concat(c.Command, c.Args)
-	if len(words) > 0 && path.Base(words[0]) == "kube-apiserver" {
+	if len(words) > 0 && path.Base(words[0]) == kubeAPIServerName {
 		words = words[1:]
 	}
 	flags := map[string][]string{}
@@ -179,16 +179,15 @@ func (m *migration) convert(name string, values []string) {
 	line := fmt.Sprintf("--%s %q", name, strings.Join(values, ","))
 	f := m.flags.Lookup(name)
 	if f == nil {
-		unsupported, known := config.Unsupported(name)
-		switch {
-		case !known:
-			m.blocked = append(
-				m.blocked,
-				line+": kube-apiserver 1.36 has no such flag; is the manifest of another version?",
-			)
+		m.blocked = append(m.blocked, line+": kube-apiserver 1.36 has no such flag; is the manifest of another version?")
+		return
+	}
+	if unsupported, ok := config.Unsupported(f); ok {
+		switch err := m.flags.Set(name, values[len(values)-1]); {
+		case err == nil: // the value changes nothing
 		case unsupported.BlocksMigration:
 			m.blocked = append(m.blocked, line+": "+unsupported.Reason)
-		case unsupported.NoopValue == "" || values[len(values)-1] != unsupported.NoopValue:
+		default:
 			m.omitted = append(m.omitted, line+": "+unsupported.Reason)
 		}
 		return
@@ -226,21 +225,7 @@ func valueOf(f *pflag.Flag, values []string) any {
 
 // setDefaults sets the defaults of kube-apiserver that differ from those of `up`, and records other differences.
 func (m *migration) setDefaults(flags map[string][]string) {
-	for _, d := range []struct {
-		name, unless string
-		value        any
-	}{
-		{"authorization-mode", "authorization-config", []string{alwaysAllow}},
-		{"service-cluster-ip-range", "", "10.0.0.0/24"},
-		{"allow-privileged", "", false},
-		{"enable-admission-plugins", "", []string{}},
-		{"kubelet-certificate-authority", "", ""},
-		{"enable-bootstrap-token-auth", "", false},
-		// without these flags kube-apiserver accepts no user name from a front proxy
-		{"requestheader-username-headers", "", []string{}},
-		{"requestheader-group-headers", "", []string{}},
-		{"requestheader-extra-headers-prefix", "", []string{}},
-	} {
+	for _, d := range upstreamDefaults {
 		if flags[d.name] == nil && flags[cmp.Or(d.unless, d.name)] == nil {
 			m.settings[d.name] = d.value
 			m.differences = append(

@@ -107,6 +107,10 @@ func (fs *splitFlags) newSplit() (*splitRun, error) {
 	if err != nil {
 		return nil, err
 	}
+	if err := l.createServingCert(fs.FlagSet); err != nil {
+		l.close()
+		return nil, err
+	}
 	return &splitRun{
 		layout:  l,
 		flags:   fs.FlagSet,

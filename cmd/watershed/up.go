@@ -19,11 +19,16 @@ import (
 
 // up runs everything in this process.
 func up(args []string) error {
-	began := time.Now()
 	fs := newUpFlags()
 	if err := config.Load(fs.FlagSet, args); err != nil {
 		return process.ExitOnHelp(err)
 	}
+	return fs.run()
+}
+
+// run runs everything with the flags until SIGINT or SIGTERM.
+func (fs *upFlags) run() error {
+	began := time.Now()
 	l, err := fs.open(fs.FlagSet)
 	if err != nil {
 		return err
@@ -35,10 +40,14 @@ func up(args []string) error {
 	}
 	logFile := fs.logs.open(filepath.Join(l.dir, "watershed.log"))
 	defer logFile.Close()
+	var logs, progress io.Writer = logFile, os.Stdout
+	if fs.upstream {
+		logs, progress = os.Stderr, io.Discard
+	}
 	ctx, cancel := lifecycle.SignalContext()
 	defer cancel()
 	t := &fs.process.Telemetry
-	flush, err := t.Start(ctx, "watershed", logFile)
+	flush, err := t.Start(ctx, "watershed", logs)
 	if err != nil {
 		return err
 	}
@@ -59,7 +68,7 @@ func up(args []string) error {
 		runners = append(runners, r)
 	}
 	go l.pki.Renew(ctx)
-	show := &progressPrinter{w: os.Stdout}
+	show := &progressPrinter{w: progress}
 	show.say("Watershed %s starts in %s", version.Release(), l.dir)
 	return lifecycle.Run(ctx, runners, show.starting, func() {
 		show.done()
@@ -78,6 +87,8 @@ type upFlags struct {
 	directory
 	controllers controllers
 	process     *process.Process
+	// upstream is true for the command kube-apiserver, which has kube-apiserver's defaults and logs to standard error.
+	upstream bool
 }
 
 func newUpFlags() *upFlags {
@@ -92,6 +103,9 @@ func newUpFlags() *upFlags {
 // stores returns the runners of etcd and NATS, unless the flags name servers. It configures the services for them.
 func (fs *upFlags) stores(l *layout) (runners []lifecycle.Runner, err error) {
 	settings := l.settings(fs.FlagSet)
+	if fs.upstream {
+		settings = l.upstreamSettings(fs.FlagSet)
+	}
 	external, _ := fs.GetStringSlice("etcd-servers")
 	if len(external) == 0 {
 		socket := "unix://" + filepath.Join(l.sockets, "etcd.sock")
@@ -108,6 +122,9 @@ func (fs *upFlags) stores(l *layout) (runners []lifecycle.Runner, err error) {
 		fs.process.NATS = func() process.InProcessNATS { return nats }
 	}
 	if err := config.FillDefaults(fs.FlagSet, settings); err != nil {
+		return nil, err
+	}
+	if err := l.createServingCert(fs.FlagSet); err != nil {
 		return nil, err
 	}
 	disableAnonymous(fs.FlagSet)

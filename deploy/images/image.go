@@ -61,7 +61,7 @@ func (o *options) image(name, work string) error {
 	return o.loadInto(file)
 }
 
-// assemble returns an image with one file.
+// assemble returns an image with one file, and with the links to it.
 func (o *options) assemble(name, binary string) (v1.Image, error) {
 	content, err := os.ReadFile(binary)
 	if err != nil {
@@ -81,6 +81,13 @@ func (o *options) assemble(name, binary string) (v1.Image, error) {
 	}
 	if _, err := w.Write(content); err != nil {
 		return nil, err
+	}
+	for _, link := range links[name] {
+		link := &tar.Header{Typeflag: tar.TypeSymlink, Name: link, Linkname: "/" + name, Mode: 0o777,
+			ModTime: time.Unix(0, 0), Format: tar.FormatPAX}
+		if err := w.WriteHeader(link); err != nil {
+			return nil, err
+		}
 	}
 	if err := w.Close(); err != nil {
 		return nil, err
@@ -117,6 +124,9 @@ func (o *options) assemble(name, binary string) (v1.Image, error) {
 	}
 	return mutate.ConfigFile(image, config)
 }
+
+// links are the links to the file of an image. kubeadm's manifest runs kube-apiserver by its name.
+var links = map[string][]string{"watershed": {"usr/local/bin/kube-apiserver"}}
 
 func goEnv(name string) string {
 	out, err := exec.Command("go", "env", name).Output()

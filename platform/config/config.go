@@ -27,12 +27,6 @@ func Load(fs *pflag.FlagSet, args []string) error {
 		fs.String("config", "", "A file that sets these flags. Its keys are the flag names without the dashes.")
 	}
 	strict := !fs.ParseErrorsAllowlist.UnknownFlags
-	for _, a := range args {
-		name, value, _ := strings.Cut(strings.TrimLeft(a, "-"), "=")
-		if unsupported, ok := Unsupported(name); ok && strict && strings.HasPrefix(a, "-") && fs.Lookup(name) == nil {
-			return fmt.Errorf("--%s %q: %w", name, value, unsupported)
-		}
-	}
 	if err := fs.Parse(args); err != nil {
 		return flagError(fs, err)
 	}
@@ -56,9 +50,6 @@ func Load(fs *pflag.FlagSet, args []string) error {
 			if nested && fs.Lookup(name) != nil { // viper lowercases the keys of a map
 				const text = `--config %q: key %q is a map: want a list of its pairs, ["name=value"]`
 				return fmt.Errorf(text, path, name)
-			}
-			if unsupported, ok := Unsupported(key); ok && strict && fs.Lookup(key) == nil {
-				return fmt.Errorf("--config %q: key %q: %w", path, key, unsupported)
 			}
 			if strict && fs.Lookup(key) == nil {
 				return fmt.Errorf("--config %q: unknown key %q%s", path, key, suggestion(fs, key))

@@ -107,24 +107,49 @@ func TestPairsThatMayHoldCommasComeFromFiles(t *testing.T) {
 	}
 }
 
-// An unsupported kube-apiserver flag fails the start from every source. The error has the reason and the advice.
-func TestUnsupportedFlagsStateTheReason(t *testing.T) {
-	for name, want := range map[string]string{
-		"emulated-version":      "only Kubernetes 1.36 itself is served; leave the flag out",
-		"log-text-split-stream": "logs are written as they come",
-		"watch-cache-sizes":     "--watch-ring-bytes",
+// Unsupported flags accept the values that change nothing. Other values fail the start from every source, with the
+// reason and the advice.
+func TestUnsupportedFlags(t *testing.T) {
+	for _, c := range []struct{ name, value, fails string }{
+		{"emulated-version", "1.36", ""},
+		{"emulated-version", "1.35", "only Kubernetes 1.36 itself is served; leave the flag out"},
+		{"log-text-split-stream", "true", "logs are written as they come"},
+		{"log-text-split-stream", "0", ""},
+		{"log-text-split-stream", "maybe", "not true or false"},
+		{"watch-cache-sizes", "pods#10", ""},
+		{"watch-cache", "true", ""},
+		{"watch-cache", "false", "the watch cache is always enabled"},
+		{"storage-backend", "etcd3", ""},
+		{"storage-backend", "etcd2", "etcd3 is the only storage backend"},
+		{"storage-initialization-timeout", "90s", ""},
+		{"storage-initialization-timeout", "90", "not a duration"},
+		{"debug-socket-path", "", ""},
+		{"debug-socket-path", "/s", "--debug-address"},
 	} {
 		fs, _, _ := flags()
-		given := Load(fs, []string{"--" + name + "=x"})
+		AddUnsupported(fs)
+		given := Load(fs, []string{"--" + c.name, c.value})
+		if fs.Lookup(c.name).NoOptDefVal != "" { // a bool
+			given = Load(fs, []string{"--" + c.name + "=" + c.value})
+		}
 		fs, _, _ = flags()
-		inFile := Load(fs, []string{"--config", file(t, name+": x\n")})
+		AddUnsupported(fs)
+		inFile := Load(fs, []string{"--config", file(t, c.name+": \""+c.value+"\"\n")})
 		for _, err := range []error{given, inFile} {
-			if err == nil || !strings.Contains(err.Error(), want) || !strings.Contains(err.Error(), name) {
-				t.Errorf("%s: %v", name, err)
+			switch {
+			case c.fails == "" && err == nil:
+			case c.fails == "" || err == nil || !strings.Contains(err.Error(), c.fails) ||
+				!strings.Contains(err.Error(), c.name):
+				t.Errorf("%s=%s: %v", c.name, c.value, err)
 			}
 		}
 	}
-	if _, ok := Unsupported("secure-port"); ok {
-		t.Error("a flag that is offered is absent")
+	fs, _, _ := flags()
+	AddUnsupported(fs)
+	if _, ok := Unsupported(fs.Lookup("secure-port")); ok {
+		t.Error("a flag that is offered is unsupported")
+	}
+	if u, ok := Unsupported(fs.Lookup("etcd-servers-overrides")); !ok || !u.BlocksMigration {
+		t.Error("a cluster of several etcds can be migrated")
 	}
 }

@@ -46,6 +46,9 @@ func valueError(f *pflag.Flag, err error) error {
 	if errors.As(err, &invalid) && invalid.Unwrap() != nil {
 		err = invalid.Unwrap()
 	}
+	if unsupported := (*UnsupportedFlag)(nil); errors.As(err, &unsupported) {
+		return unsupported
+	}
 	kind := f.Value.Type()
 	switch {
 	case strings.HasSuffix(f.Name, "-port") && strings.HasPrefix(kind, "int"):

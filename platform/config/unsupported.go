@@ -1,118 +1,155 @@
 package config
 
-import "strings"
+import (
+	"slices"
+	"time"
 
-// UnsupportedFlag describes a kube-apiserver flag that Watershed does not support.
+	"github.com/spf13/pflag"
+)
+
+// UnsupportedFlag describes a kube-apiserver flag that Watershed does not implement. The flag accepts the values that
+// change nothing.
 type UnsupportedFlag struct {
 	// Reason names the replacement, or says that none exists.
 	Reason string
 	// Omit is true if the operator should remove the flag and has nothing to replace it with.
 	Omit bool
-	// NoopValue is the flag value that loses nothing when the flag is removed. Empty: no such value exists.
-	NoopValue string
 	// BlocksMigration is true if a cluster that kube-apiserver served with the flag cannot be served without it.
 	BlocksMigration bool
+	// define defines the flag in a flag set, with kube-apiserver's type and default.
+	define func(fs *pflag.FlagSet, name string)
+	// noop are the accepted values in addition to the default.
+	noop []string
+	// ignored is true if no value has an effect.
+	ignored bool
 }
 
 // Error returns Reason, and the advice to remove the flag if Omit is true.
-func (a UnsupportedFlag) Error() string {
-	if a.Omit {
-		return a.Reason + "; leave the flag out"
+func (u *UnsupportedFlag) Error() string {
+	if u.Omit {
+		return u.Reason + "; leave the flag out"
 	}
-	return a.Reason
+	return u.Reason
 }
 
-// Unsupported returns the reason for which Watershed does not support a kube-apiserver flag. ok is false for any other
-// name. Families of flags match by prefix, so any name that begins with "peer-" matches.
-func Unsupported(name string) (UnsupportedFlag, bool) {
-	if a, ok := unsupportedFlags[name]; ok {
-		return a, true
+// Unsupported returns the description of f if AddUnsupported has added it.
+func Unsupported(f *pflag.Flag) (u *UnsupportedFlag, ok bool) {
+	if v, ok := f.Value.(*unsupportedValue); ok {
+		return v.flag, true
 	}
-	for prefix, a := range unsupportedPrefixes {
-		if strings.HasPrefix(name, prefix) {
-			return a, true
-		}
-	}
-	return UnsupportedFlag{}, false
+	return nil, false
 }
+
+// AddUnsupported adds the kube-apiserver flags that fs lacks. They are hidden. Each accepts the values that change
+// nothing, and rejects others with the reason.
+func AddUnsupported(fs *pflag.FlagSet) {
+	for name, u := range unsupportedFlags {
+		if fs.Lookup(name) != nil {
+			continue
+		}
+		own := pflag.NewFlagSet(name, pflag.ContinueOnError)
+		u.define(own, name)
+		f := own.Lookup(name)
+		f.Hidden = true
+		f.Value = &unsupportedValue{f.Value, u, f.DefValue}
+		fs.AddFlag(f)
+	}
+}
+
+// unsupportedValue is the value of an unsupported flag.
+type unsupportedValue struct {
+	pflag.Value
+	flag     *UnsupportedFlag
+	standard string
+}
+
+// Set implements pflag.Value.
+func (v *unsupportedValue) Set(text string) error {
+	if err := v.Value.Set(text); err != nil {
+		return err
+	}
+	if got := v.String(); !v.flag.ignored && got != v.standard && !slices.Contains(v.flag.noop, got) {
+		return v.flag
+	}
+	return nil
+}
+
+// Definitions of flags by type. The argument is kube-apiserver's default.
+func text(standard string) func(*pflag.FlagSet, string) {
+	return func(fs *pflag.FlagSet, name string) { fs.String(name, standard, "") }
+}
+
+func boolean(standard bool) func(*pflag.FlagSet, string) {
+	return func(fs *pflag.FlagSet, name string) { fs.Bool(name, standard, "") }
+}
+
+func integer(standard int) func(*pflag.FlagSet, string) {
+	return func(fs *pflag.FlagSet, name string) { fs.Int(name, standard, "") }
+}
+
+func duration(standard time.Duration) func(*pflag.FlagSet, string) {
+	return func(fs *pflag.FlagSet, name string) { fs.Duration(name, standard, "") }
+}
+
+func list(fs *pflag.FlagSet, name string) { fs.StringSlice(name, nil, "") }
 
 const (
-	only136    = "only Kubernetes 1.36 itself is served"
-	ringBytes  = "the watch cache bounds events by size: --watch-ring-bytes"
-	ownLogs    = "logs are written as they come, unbuffered, to one stream"
-	ownMetrics = "all metrics are exposed, and no filter exists"
-	ownHealth  = "the timeout of health checks of etcd is fixed"
-	noPeers    = "every gateway serves every resource and proxies to no other gateway"
+	only136   = "only Kubernetes 1.36 itself is served"
+	ringBytes = "the watch cache bounds events by size: --watch-ring-bytes"
+	ownLogs   = "logs are written as they come, unbuffered, to one stream"
+	noPeers   = "every gateway serves every resource and proxies to no other gateway"
+	noElector = "coordinated leader election is not offered"
 )
 
-// unsupportedPrefixes maps the prefix of a family of unsupported flags to its reason.
-var unsupportedPrefixes = map[string]UnsupportedFlag{
-	"coordinated-leadership-": {Reason: "coordinated leader election is not offered", Omit: true},
-	"log-json-":               {Reason: ownLogs, Omit: true},
-	"log-text-":               {Reason: ownLogs, Omit: true},
-	"peer-":                   {Reason: noPeers, Omit: true},
-}
-
-var unsupportedFlags = map[string]UnsupportedFlag{
-	"allow-metric-labels":          {Reason: ownMetrics, Omit: true},
-	"allow-metric-labels-manifest": {Reason: ownMetrics, Omit: true},
-	"apiserver-count": {
-		Reason: "the elected registry reconciles the endpoints of the kubernetes Service", Omit: true,
-	},
+// unsupportedFlags is the only list of kube-apiserver's flags that Watershed does not implement, for every command.
+var unsupportedFlags = map[string]*UnsupportedFlag{
+	"apiserver-count": {define: integer(1), ignored: true, Reason: "kube-apiserver has deprecated the flag"},
 	"cert-dir": {
-		Reason: "missing certificates are created in --data-dir; set --tls-cert-file and --tls-private-key-file",
+		define: text(""),
+		Reason: "`watershed up` and `watershed split` have the flag; set --tls-cert-file and --tls-private-key-file",
 	},
-	"contention-profiling":         {Reason: "contention is not profiled", Omit: true, NoopValue: "false"},
-	"debug-socket-path":            {Reason: "--debug-address accepts the path of a socket"},
-	"default-watch-cache-size":     {Reason: ringBytes},
-	"delete-collection-workers":    {Reason: "objects are deleted one at a time", Omit: true, NoopValue: "1"},
-	"disable-http2-serving":        {Reason: "HTTP/2 is always served", Omit: true, NoopValue: "false"},
-	"disabled-metrics":             {Reason: ownMetrics, Omit: true},
-	"emulated-version":             {Reason: only136, Omit: true},
-	"emulation-forward-compatible": {Reason: only136, Omit: true, NoopValue: "false"},
-	"enable-garbage-collector": {
-		Reason: "deletion always supports kube-controller-manager's garbage collector", Omit: true,
-		NoopValue: "true",
+	// The gate CoordinatedLeaderElection, without which the durations have no effect, is rejected.
+	"coordinated-leadership-lease-duration": {define: duration(15 * time.Second), ignored: true, Reason: noElector},
+	"coordinated-leadership-renew-deadline": {define: duration(10 * time.Second), ignored: true, Reason: noElector},
+	"coordinated-leadership-retry-period":   {define: duration(2 * time.Second), ignored: true, Reason: noElector},
+
+	"debug-socket-path":        {define: text(""), Reason: "--debug-address accepts the path of a socket"},
+	"default-watch-cache-size": {define: integer(100), ignored: true, Reason: ringBytes},
+	"emulated-version": {
+		define: list, noop: []string{"[1.36]", "[kube=1.36]"}, Reason: only136, Omit: true,
 	},
-	"enable-logs-handler": {Reason: "/logs is not served", Omit: true, NoopValue: "false"},
-	"endpoint-reconciler-type": {
-		Reason: "the elected registry reconciles the endpoints of the kubernetes Service", Omit: true,
-		NoopValue: "lease",
+	"emulation-forward-compatible":                {define: boolean(false), Reason: only136, Omit: true},
+	"runtime-config-emulation-forward-compatible": {define: boolean(false), Reason: only136, Omit: true},
+	"min-compatibility-version": {
+		define: list, noop: []string{"[1.35]", "[kube=1.35]", "[1.36]", "[kube=1.36]"}, Reason: only136, Omit: true,
 	},
-	"etcd-count-metric-poll-period": {Reason: ownMetrics, Omit: true},
-	"etcd-db-metric-poll-interval":  {Reason: ownMetrics, Omit: true},
-	"etcd-healthcheck-timeout":      {Reason: ownHealth, Omit: true},
-	"etcd-readycheck-timeout":       {Reason: ownHealth, Omit: true},
+	"enable-logs-handler": {define: boolean(false), Reason: "/logs is not served", Omit: true},
 	"etcd-servers-overrides": {
+		define:          list,
 		Reason:          "all resources are in one etcd: objects in another etcd cannot be read",
 		BlocksMigration: true,
 	},
-	"kubernetes-service-node-port": {
-		Reason: "the kubernetes Service has a cluster IP", Omit: true,
-		NoopValue: "0",
+	"kubelet-read-only-port": {
+		define: func(fs *pflag.FlagSet, name string) { fs.Uint(name, 10255, "") }, ignored: true,
+		Reason: "kube-apiserver has deprecated the flag",
 	},
-	"lease-reuse-duration-seconds": {
-		Reason: "an etcd lease is reused for 60 s; the time is fixed", Omit: true,
-		NoopValue: "60",
+	"log-flush-frequency":       {define: duration(5 * time.Second), ignored: true, Reason: ownLogs},
+	"log-json-info-buffer-size": {define: text("0"), Reason: ownLogs, Omit: true},
+	"log-json-split-stream":     {define: boolean(false), Reason: ownLogs, Omit: true},
+	"log-text-info-buffer-size": {define: text("0"), Reason: ownLogs, Omit: true},
+	"log-text-split-stream":     {define: boolean(false), Reason: ownLogs, Omit: true},
+	"peer-advertise-ip":         {define: text(""), Reason: noPeers, Omit: true},
+	"peer-advertise-port":       {define: text(""), Reason: noPeers, Omit: true},
+	"peer-ca-file":              {define: text(""), Reason: noPeers, Omit: true},
+	// Go's listeners always have SO_REUSEADDR.
+	"permit-address-sharing": {define: boolean(false), ignored: true, Reason: "addresses can always be shared"},
+	"storage-backend": {
+		define: text(""), noop: []string{"etcd3"}, Reason: "etcd3 is the only storage backend", Omit: true,
 	},
-	"livez-grace-period":        {Reason: "/livez does not wait for start hooks", Omit: true},
-	"log-flush-frequency":       {Reason: ownLogs, Omit: true},
-	"min-compatibility-version": {Reason: only136, Omit: true},
-	"permit-address-sharing": {
-		Reason: "use --permit-port-sharing for several gateways at one address", Omit: true,
-		NoopValue: "false",
+	// kube-apiserver waits for its watch caches so long before it is ready. Watershed has none in front of etcd.
+	"storage-initialization-timeout": {define: duration(time.Minute), ignored: true, Reason: "no cache is initialized"},
+	"watch-cache": {
+		define: boolean(true), Reason: "the watch cache is always enabled", Omit: true,
 	},
-	"runtime-config-emulation-forward-compatible": {Reason: only136, Omit: true, NoopValue: "false"},
-	"show-hidden-metrics-for-version":             {Reason: ownMetrics, Omit: true},
-	"shutdown-send-retry-after": {
-		Reason: "connections are closed as requests on them end", Omit: true,
-		NoopValue: "false",
-	},
-	"storage-backend": {Reason: "etcd 3 is the only storage backend", Omit: true, NoopValue: "etcd3"},
-	"storage-initialization-timeout": {
-		Reason: "startup has no timeout; the log names each pending dependency", Omit: true,
-	},
-	"tls-curve-preferences": {Reason: "the curves are Go's own", Omit: true},
-	"watch-cache":           {Reason: "the watch cache is always enabled", Omit: true, NoopValue: "true"},
-	"watch-cache-sizes":     {Reason: ringBytes},
+	"watch-cache-sizes": {define: list, ignored: true, Reason: ringBytes},
 }

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc"
 	cliflag "k8s.io/component-base/cli/flag"
 
+	"watershed.dev/platform/config"
 	"watershed.dev/platform/rpc"
 )
 
@@ -49,6 +50,7 @@ func (p *Process) AddFlags(fs *pflag.FlagSet, except ...string) {
 			s.flags = own
 		})
 	}
+	config.AddUnsupported(fs)
 	p.usage(fs, sections)
 }
 
@@ -64,8 +66,8 @@ func (p *Process) usage(fs *pflag.FlagSet, sections *cliflag.NamedFlagSets) {
 			}
 			own.AddFlag(f)
 		})
-		fmt.Fprintf(os.Stderr, "Usage of %s:\n%s", fs.Name(), own.FlagUsages())
-		cliflag.PrintSections(os.Stderr, *sections, 0)
+		fmt.Fprintf(os.Stdout, "Usage of %s:\n%s", fs.Name(), own.FlagUsages())
+		cliflag.PrintSections(os.Stdout, *sections, 0)
 	}
 }
 

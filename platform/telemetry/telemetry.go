@@ -25,6 +25,7 @@ import (
 	"github.com/spf13/pflag"
 	"golang.org/x/net/netutil"
 	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
+	"k8s.io/component-base/metrics"
 	"k8s.io/klog/v2"
 )
 
@@ -36,6 +37,8 @@ type Options struct {
 	Tracing       Tracing
 	DebugAddress  string
 	HealthAddress string
+	// Metrics selects Kubernetes' metrics and their label values.
+	Metrics metrics.Options
 }
 
 // AddFlags registers the flags of logs, traces and the debug pages, with their defaults.
@@ -44,6 +47,7 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 		"Log verbosity: 0 is for operators, 4 is for debugging.")
 	fs.StringVar(&o.VModule, "vmodule", o.VModule, "Comma-separated pattern=N settings for file-filtered verbosity.")
 	fs.StringVar(&o.LogFormat, "logging-format", "text", `"text" or "json".`)
+	o.Metrics.AddFlags(fs)
 	o.Tracing.addFlags(fs)
 	fs.StringVar(&o.DebugAddress, "debug-address", o.DebugAddress,
 		"host:port of this process's own /metrics, /healthz and /debug/pprof, without authentication: loopback or "+
@@ -85,7 +89,13 @@ func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop 
 	}
 	klog.SetSlogLogger(slog.Default().With("logger", "kubernetes"))
 	utilruntime.ErrorHandlers[0] = unhandled
-
+	if errs := o.Metrics.Validate(); len(errs) > 0 {
+		return nil, errors.Join(errs...)
+	}
+	if m := &o.Metrics; m.ShowHiddenMetricsForVersion != "" || m.AllowListMappingManifest != "" ||
+		len(m.DisabledMetrics)+len(m.AllowListMapping) > 0 {
+		m.Apply() // logs an error without an allow list
+	}
 	return o.Tracing.start(ctx, service)
 }
 

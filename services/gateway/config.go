@@ -31,11 +31,16 @@ type Config struct {
 	MinRequestTimeout int
 	Watch             watch.Config
 	Profiling         bool
-	Aggregation       aggregation.Config
-	Proxy             proxy.Config
-	Audit             audit.Config
-	FlowControl       flowcontrol.Config
-	Egress            egress.Config
+	// ContentionProfiling records all blocking events, for the profile "block".
+	ContentionProfiling bool
+	LivezGracePeriod    time.Duration
+	EtcdHealthTimeout   time.Duration
+	EtcdReadyTimeout    time.Duration
+	Aggregation         aggregation.Config
+	Proxy               proxy.Config
+	Audit               audit.Config
+	FlowControl         flowcontrol.Config
+	Egress              egress.Config
 }
 
 // AddFlags registers every flag of the gateway, with its default.
@@ -49,6 +54,14 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.FlowControl.AddFlags(fs)
 	c.Egress.AddFlags(fs)
 	fs.BoolVar(&c.Profiling, "profiling", true, "Enable profiling via web interface host:port/debug/pprof/.")
+	fs.BoolVar(&c.ContentionProfiling, "contention-profiling", false,
+		"Enable block profiling of the gateway's process, if profiling is enabled.")
+	fs.DurationVar(&c.LivezGracePeriod, "livez-grace-period", 0,
+		"The time from the start of the gateway during which /livez assumes that unfinished start hooks will succeed.")
+	fs.DurationVar(&c.EtcdHealthTimeout, "etcd-healthcheck-timeout", 2*time.Second,
+		"The timeout to use when checking etcd health.")
+	fs.DurationVar(&c.EtcdReadyTimeout, "etcd-readycheck-timeout", 2*time.Second,
+		"The timeout to use when checking etcd readiness.")
 	fs.StringVar(&c.AdvertiseAddress, "advertise-address", "",
 		"The IP address on which to advertise the API to members of the cluster: an endpoint of the kubernetes "+
 			"Service. Empty: the host's default interface. none: no endpoint.")
@@ -99,6 +112,8 @@ func (c *Config) Validate() error {
 		)
 	case c.MinRequestTimeout < 0:
 		return fmt.Errorf("--min-request-timeout %d: must not be negative", c.MinRequestTimeout)
+	case c.LivezGracePeriod < 0:
+		return fmt.Errorf("--livez-grace-period %v: must not be negative", c.LivezGracePeriod)
 	}
 	return errors.Join(c.Server.Validate(), c.Watch.Validate())
 }

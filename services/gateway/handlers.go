@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"runtime"
 	"strings"
 	"time"
 
@@ -75,6 +76,9 @@ func (g *Service) mux(router *routing.Router) http.Handler {
 	page(pages, "/openid/v1/jwks", "application/jwk-set+json", g.issuerDocument)
 	if g.config.Profiling {
 		telemetry.Profiles(pages)
+		if g.config.ContentionProfiling {
+			runtime.SetBlockProfileRate(1)
+		}
 	}
 	slis.SLIMetricsWithReset{}.Install(pages)
 	if g.config.FlowControl.Enabled {

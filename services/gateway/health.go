@@ -1,6 +1,7 @@
 package gateway
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -86,6 +87,8 @@ const (
 // check is a health check of this gateway. It probes at most once for each checkTTL.
 type check struct {
 	probe func(context.Context) error
+	// timeout bounds a probe. 0: checkTimeout.
+	timeout time.Duration
 
 	mu        sync.Mutex
 	checkedAt time.Time
@@ -101,7 +104,7 @@ func (c *check) getNewer(ctx context.Context, maxAge time.Duration) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if time.Since(c.checkedAt) > maxAge {
-		ctx, cancel := context.WithTimeout(ctx, checkTimeout)
+		ctx, cancel := context.WithTimeout(ctx, cmp.Or(c.timeout, checkTimeout))
 		c.err = c.probe(ctx)
 		cancel()
 		c.checkedAt = time.Now()
@@ -115,12 +118,13 @@ func (c *check) serve(r *http.Request) error { return c.get(r.Context()) }
 // checks returns the checks by name.
 func (g *Service) checks() map[string]*check {
 	var encryption atomic.Pointer[string] // the encryption error that the check of etcd received last
-	etcd := &check{probe: func(ctx context.Context) error {
+	probeEtcd := func(ctx context.Context) error {
 		r, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
 		encryptionErr := r.GetEncryptionError()
 		encryption.Store(&encryptionErr)
 		return err
-	}}
+	}
+	etcd := &check{probe: probeEtcd, timeout: g.config.EtcdHealthTimeout}
 	return map[string]*check{
 		"discovery": {probe: func(context.Context) error {
 			if g.discovery.View() == nil {
@@ -142,6 +146,7 @@ func (g *Service) checks() map[string]*check {
 		}},
 		"proxy-client-cert": {probe: func(context.Context) error { return g.config.Aggregation.CheckCertificate() }},
 		"etcd":              etcd,
+		"etcd-readiness":    {probe: probeEtcd, timeout: g.config.EtcdReadyTimeout},
 		"fairness": {probe: func(context.Context) error {
 			if g.flowControl == nil {
 				return nil
@@ -266,6 +271,20 @@ func (g *Service) hookCheckers() (all []healthz.HealthChecker) {
 	return all
 }
 
+// afterGracePeriod returns checkers that succeed without a check for a period from now.
+func afterGracePeriod(checks []healthz.HealthChecker, period time.Duration) (delayed []healthz.HealthChecker) {
+	end := time.Now().Add(period)
+	for _, c := range checks {
+		delayed = append(delayed, healthz.NamedCheck(c.Name(), func(r *http.Request) error {
+			if time.Now().Before(end) {
+				return nil
+			}
+			return c.Check(r)
+		}))
+	}
+	return delayed
+}
+
 // started returns a checker's function that stays successful after the first success of c, because a start hook runs
 // once.
 func (c *check) started() func(*http.Request) error {
@@ -298,7 +317,7 @@ func (g *Service) installHealth(mux *http.ServeMux) (paths []string) {
 	loopback := []healthz.HealthChecker{healthz.NamedCheck("loopback-serving-certificate",
 		func(*http.Request) error { return g.config.Server.TLS.CheckServicesCertificate(time.Now()) })}
 	ready := []healthz.HealthChecker{
-		healthz.NamedCheck("etcd-readiness", g.health["etcd"].serve),
+		healthz.NamedCheck("etcd-readiness", g.health["etcd-readiness"].serve),
 		healthz.NamedCheck("informer-sync", g.health["discovery"].serve),
 		healthz.NewShutdownHealthz(g.server.ShuttingDown),
 	}
@@ -308,7 +327,7 @@ func (g *Service) installHealth(mux *http.ServeMux) (paths []string) {
 		checks []healthz.HealthChecker
 	}{
 		{"/healthz", slices.Concat(first, loopback, services, hooks)},
-		{"/livez", slices.Concat(first, loopback, hooks)},
+		{"/livez", slices.Concat(first, loopback, afterGracePeriod(hooks, g.config.LivezGracePeriod))},
 		{"/readyz", slices.Concat(first, services, hooks, ready)},
 	} {
 		healthz.InstallPathHandler(mux, page.path, page.checks...)

@@ -4,15 +4,18 @@ import (
 	"context"
 	"errors"
 	"net"
+	"net/http"
 	"os"
 	"regexp"
 	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"google.golang.org/grpc"
+	"k8s.io/apiserver/pkg/server/healthz"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -46,7 +49,7 @@ func TestEtcdAndKMSChecksAreSeparate(t *testing.T) {
 		"etcd is away":     {fakeSource{etcd: away}, ""},
 		"nothing is known": {fakeSource{etcd: away, encryption: "the KMS is away"}, ""},
 	} {
-		g := &Service{deps: Deps{Source: &c.source}}
+		g := &Service{config: &Config{}, deps: Deps{Source: &c.source}}
 		checks := g.checks()
 		for range 2 {
 			kms, etcd := checks["kms-providers"].get(t.Context()), checks["etcd"].get(t.Context())
@@ -126,6 +129,20 @@ func TestStartHooksHaveKubeAPIServersNames(t *testing.T) {
 			t.Errorf("troubleshooting.md does not have %s", name)
 		}
 	}
+}
+
+// With --livez-grace-period a check fails only after the period.
+func TestChecksSucceedDuringTheGracePeriod(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		failing := healthz.NamedCheck("c", func(*http.Request) error { return errNoView })
+		c := afterGracePeriod([]healthz.HealthChecker{failing}, time.Minute)[0]
+		for _, want := range []error{nil, errNoView} {
+			if err := c.Check(nil); c.Name() != "c" || !errors.Is(err, want) {
+				t.Errorf("%s: %v, not %v", c.Name(), err, want)
+			}
+			time.Sleep(time.Minute)
+		}
+	})
 }
 
 // failedChecks returns the failed checks of a page.

@@ -95,7 +95,9 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 }
 
 // Validate returns an error that names the invalid flag.
-func (c *Config) Validate() error { return c.Log.Validate() }
+func (c *Config) Validate() error {
+	return errors.Join(c.Log.Validate(), c.Controllers.Validate())
+}
 
 // Service is a running registry.
 type Service struct {

@@ -1,7 +1,6 @@
 package e2e
 
 import (
-	"encoding/json"
 	"fmt"
 	"os"
 	"os/exec"
@@ -149,47 +148,6 @@ func TestUpWithControllers(t *testing.T) {
 		"--data-dir", t.TempDir()).CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "--with-controllers: kwok-stages.yaml not found") {
 		t.Errorf("%v: %s", err, out)
-	}
-}
-
-// TestEveryFlagOfKubeAPIServersIsKnown checks that Watershed offers every flag of kube-apiserver's, or that
-// `watershed migrate` gives the reason why it does not.
-func TestEveryFlagOfKubeAPIServersIsKnown(t *testing.T) {
-	named := regexp.MustCompile(`(?m)^ +(?:-\w, )?--([a-z0-9-]+)`)
-	flags := func(program string, args ...string) map[string]bool {
-		out, _ := exec.Command(program, append(args, "--help")...).CombinedOutput()
-		all := map[string]bool{}
-		for _, m := range named.FindAllSubmatch(out, -1) {
-			all[string(m[1])] = true
-		}
-		if len(all) < 100 {
-			t.Fatalf("%s --help: %d flags\n%s", program, len(all), out)
-		}
-		return all
-	}
-	offered := flags(harness.Watershed(), "up")
-	given := []string{"kube-apiserver"}
-	for f := range flags(harness.Peer("kube-apiserver")) {
-		if !offered[f] && f != "version" && f != "help" {
-			given = append(given, fmt.Sprintf("--%s=x", f))
-		}
-	}
-	manifest, err := json.Marshal(
-		map[string]any{"spec": map[string]any{"containers": []any{map[string]any{"command": given}}}},
-	)
-	if err != nil {
-		t.Fatal(err)
-	}
-	path := filepath.Join(t.TempDir(), "kube-apiserver.yaml")
-	if err := os.WriteFile(path, manifest, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	out, err := exec.Command(harness.Watershed(), "migrate", "--from", path).CombinedOutput()
-	if err == nil || !strings.Contains(string(out), "--etcd-servers-overrides") {
-		t.Errorf("a cluster of several etcds is accepted (%v):\n%s", err, out)
-	}
-	if strings.Contains(string(out), "has no such flag") {
-		t.Errorf("%s", out)
 	}
 }
 

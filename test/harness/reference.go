@@ -29,11 +29,29 @@ type Reference struct {
 	*Server
 	// Etcd is the URL of its etcd.
 	Etcd string
-	args []string
+	// Program is kube-apiserver, or a link of this name to Watershed.
+	Program string
+	args    []string
 }
 
 // KubeAPIServer starts kube-apiserver on an etcd, with its own certificates and with more flags.
 func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Reference {
+	t.Helper()
+	return newReference(t, dir, etcd, Peer("kube-apiserver"), flags)
+}
+
+// Link starts Watershed by a link called kube-apiserver on a fresh etcd, with the flags of Oracle.
+func Link(t testing.TB, flags ...string) *Reference {
+	t.Helper()
+	dir := TempDir(t)
+	link := filepath.Join(dir, "kube-apiserver")
+	if err := os.Symlink(Watershed(), link); err != nil {
+		t.Fatal(err)
+	}
+	return newReference(t, dir, Etcd(t, dir), link, flags)
+}
+
+func newReference(t testing.TB, dir, etcd, program string, flags []string) *Reference {
 	t.Helper()
 	s := &Server{
 		t:          t,
@@ -61,7 +79,7 @@ func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Reference {
 	}
 	own := []string{"--etcd-servers=" + etcd, "--secure-port=" + fmt.Sprint(s.Port), "--bind-address=127.0.0.1",
 		"--cert-dir=" + filepath.Join(dir, "certs")}
-	r := &Reference{s, etcd, slices.Concat(own, clusterFlags(dir, flags))}
+	r := &Reference{s, etcd, program, slices.Concat(own, clusterFlags(dir, flags))}
 	r.Restart()
 	return r
 }
@@ -182,7 +200,7 @@ func (s *Reference) Beside(dir string, flags ...string) *Server {
 // Restart starts the stopped kube-apiserver with the same arguments, and waits until it is ready.
 func (s *Reference) Restart() {
 	s.t.Helper()
-	s.process = Start(s.t, s.Dir, "kube-apiserver", Peer("kube-apiserver"), s.args...)
+	s.process = Start(s.t, s.Dir, "kube-apiserver", s.Program, s.args...)
 	client, err := rest.HTTPClientFor(s.Config())
 	if err != nil {
 		s.t.Fatal(err)

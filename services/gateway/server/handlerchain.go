@@ -83,6 +83,9 @@ func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler
 	}
 	h = genericapifilters.WithCacheControl(h)
 	h = genericfilters.WithHSTS(h, c.HSTS)
+	if c.ShutdownSendRetryAfter {
+		h = genericfilters.WithRetryAfter(h, s.delayOver)
+	}
 	h = genericfilters.WithHTTPLogging(h)
 	h = genericapifilters.WithLatencyTrackers(h)
 	h = genericapifilters.WithRequestInfo(h, paths.RequestInfo)

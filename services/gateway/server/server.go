@@ -47,6 +47,7 @@ type Config struct {
 	PermitPortSharing          bool
 	ShutdownDelay              time.Duration
 	WatchGracePeriod           time.Duration
+	ShutdownSendRetryAfter     bool
 	RequestHeaderUserHeaders   []string
 	RequestHeaderUIDHeaders    []string
 	RequestHeaderGroupHeaders  []string
@@ -98,13 +99,16 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.DurationVar(&c.WatchGracePeriod, "shutdown-watch-termination-grace-period", 0,
 		"The period after --shutdown-delay-duration over which watches are ended, so that their clients do not all "+
 			"reconnect at once. 0: all end immediately.")
-	fs.StringSliceVar(&c.RequestHeaderUserHeaders, "requestheader-username-headers", []string{"X-Remote-User"},
+	fs.BoolVar(&c.ShutdownSendRetryAfter, "shutdown-send-retry-after", false,
+		"If true, the gateway listens until all requests in flight have ended, watches excepted. During this window it "+
+			"rejects requests with status 429, Retry-After and Connection: close.")
+	fs.StringSliceVar(&c.RequestHeaderUserHeaders, "requestheader-username-headers", nil,
 		"Request headers to inspect for usernames.")
 	fs.StringSliceVar(&c.RequestHeaderUIDHeaders, "requestheader-uid-headers", nil,
 		"Request headers to inspect for UIDs.")
-	fs.StringSliceVar(&c.RequestHeaderGroupHeaders, "requestheader-group-headers", []string{"X-Remote-Group"},
+	fs.StringSliceVar(&c.RequestHeaderGroupHeaders, "requestheader-group-headers", nil,
 		"Request headers to inspect for groups.")
-	fs.StringSliceVar(&c.RequestHeaderExtraPrefixes, "requestheader-extra-headers-prefix", []string{"X-Remote-Extra-"},
+	fs.StringSliceVar(&c.RequestHeaderExtraPrefixes, "requestheader-extra-headers-prefix", nil,
 		"Request header prefixes to inspect.")
 }
 
@@ -136,7 +140,8 @@ func (c *Config) Validate() error {
 }
 
 // FrontProxyHeaders returns the headers that may carry an identity, by name and by prefix. The gateway removes them
-// from every request, even without a front proxy, because a server behind it may trust them.
+// from every request. Upstream's authentication filter also removes X-Remote-User and similar, even if no flag names
+// them, because a server behind the gateway may trust them.
 func (c *Config) FrontProxyHeaders() (names, prefixes []string) {
 	names = slices.Concat(c.RequestHeaderUserHeaders, c.RequestHeaderUIDHeaders, c.RequestHeaderGroupHeaders)
 	return names, c.RequestHeaderExtraPrefixes
@@ -151,13 +156,16 @@ func (c *Config) FrontProxyHeaders() (names, prefixes []string) {
 //   - waiting: Run has read its files. Only a server of a shared port waits (--permit-port-sharing).
 //   - listening: Run accepts connections.
 //   - shutting down: ShuttingDown is closed. The server is not ready and still serves, for --shutdown-delay-duration.
-//   - draining: the listener is closed. Watches end in 64 steps over the grace period, and other requests finish.
+//   - draining: the listener is closed. Watches end in 64 steps over the grace period, and other requests finish. With
+//     --shutdown-send-retry-after the listener stays open until these have finished, and new requests receive 429.
 type Server struct {
 	config *Config
 	// ShuttingDown is closed when the shutdown starts: the server is not ready and still serves for
 	// --shutdown-delay-duration.
 	ShuttingDown chan struct{}
 	InFlight     *waitgroup.SafeWaitGroup
+	// delayOver is closed after --shutdown-delay-duration.
+	delayOver chan struct{}
 	// shutdownStagger channels are closed in turn, over the grace period of watches.
 	shutdownStagger [64]chan struct{}
 	userLimits      *userLimits
@@ -171,8 +179,13 @@ func (s *Server) ShutdownStagger() <-chan struct{} {
 
 // NewServer returns a server that does not listen yet.
 func NewServer(c *Config) *Server {
-	s := &Server{config: c, ShuttingDown: make(chan struct{}), InFlight: new(waitgroup.SafeWaitGroup),
-		userLimits: newUserLimits(&c.UserLimits)}
+	s := &Server{
+		config:       c,
+		ShuttingDown: make(chan struct{}),
+		delayOver:    make(chan struct{}),
+		InFlight:     new(waitgroup.SafeWaitGroup),
+		userLimits:   newUserLimits(&c.UserLimits),
+	}
 	for i := range s.shutdownStagger {
 		s.shutdownStagger[i] = make(chan struct{})
 	}
@@ -218,7 +231,9 @@ func (s *Server) Run(ctx context.Context, h http.Handler, joinable <-chan struct
 	}
 	srv := c.server(h2writer.Handler(h), conf)
 	s.userLimits.trackConnections(srv)
-	if err := serveHTTP2(srv, s.userLimits.connContext); err != nil {
+	if c.TLS.DisableHTTP2 {
+		srv.TLSNextProto = map[string]func(*http.Server, *tls.Conn, http.Handler){} // else net/http adds HTTP/2
+	} else if err := serveHTTP2(srv, s.userLimits.connContext); err != nil {
 		return err
 	}
 	ended := make(chan error, 1)
@@ -262,6 +277,7 @@ func (s *Server) shutDown(srv *http.Server) error {
 	c := s.config
 	close(s.ShuttingDown)
 	time.Sleep(c.ShutdownDelay)
+	close(s.delayOver)
 	drain, cancel := context.WithTimeout(context.Background(), c.RequestTimeout+c.WatchGracePeriod)
 	defer cancel()
 	go func() {
@@ -270,15 +286,21 @@ func (s *Server) shutDown(srv *http.Server) error {
 			time.Sleep(c.WatchGracePeriod / time.Duration(len(s.shutdownStagger)))
 		}
 	}()
+	idle := make(chan struct{}) // no request uses a hijacked connection
+	go func() { s.InFlight.Wait(); close(idle) }()
+	wait := func() {
+		select {
+		case <-idle:
+		case <-drain.Done():
+		}
+	}
+	if c.ShutdownSendRetryAfter {
+		wait()
+	}
 	if err := srv.Shutdown(drain); err != nil {
 		return srv.Close()
 	}
-	idle := make(chan struct{}) // no request uses a hijacked connection
-	go func() { s.InFlight.Wait(); close(idle) }()
-	select {
-	case <-idle:
-	case <-drain.Done():
-	}
+	wait()
 	return nil
 }
 

@@ -8,17 +8,26 @@ import (
 	"strconv"
 	"testing"
 	"time"
+
+	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
+	genericfilters "k8s.io/apiserver/pkg/server/filters"
+
+	"watershed.dev/platform/paths"
 )
 
-// A stopping server is not ready at once, serves for the delay, and then ends its watches in steps. Requests in flight
-// finish. This is kube-apiserver's order (features F5).
-func TestAServerStopsInOrder(t *testing.T) {
+func freePort(t *testing.T) int {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	port := l.Addr().(*net.TCPAddr).Port
-	l.Close()
+	defer l.Close()
+	return l.Addr().(*net.TCPAddr).Port
+}
+
+// A stopping server is not ready at once, serves for the delay, and then ends its watches in steps. Requests in flight
+// finish. This is kube-apiserver's order (features F5).
+func TestAServerStopsInOrder(t *testing.T) {
+	port := freePort(t)
 	c := &Config{
 		BindAddress:      "127.0.0.1",
 		SecurePort:       port,
@@ -90,5 +99,59 @@ func TestAServerStopsInOrder(t *testing.T) {
 	}
 	if get("/") == nil {
 		t.Error("it still serves")
+	}
+}
+
+// With --shutdown-send-retry-after the server listens until the requests in flight have ended, and rejects others. With
+// --disable-http2-serving it serves HTTP/1.1 only.
+func TestAStoppingServerRejectsRequests(t *testing.T) {
+	port := freePort(t)
+	c := defaults(t, "--shutdown-send-retry-after", "--disable-http2-serving", "--bind-address=127.0.0.1",
+		"--secure-port="+strconv.Itoa(port))
+	c.TLS.CertFile, c.TLS.KeyFile = leaf(t, authority(t, t.TempDir(), "ca"), "server", "localhost")
+	s := NewServer(c)
+	begun, end := make(chan struct{}), make(chan struct{})
+	h := http.Handler(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		if req.URL.Path == "/long" {
+			close(begun)
+			<-end
+		}
+	}))
+	h = genericfilters.WithWaitGroup(h, LongRunning, s.InFlight)
+	h = genericapifilters.WithRequestInfo(genericfilters.WithRetryAfter(h, s.delayOver), paths.RequestInfo)
+	ctx, stop := context.WithCancel(t.Context())
+	listening, ended := make(chan struct{}), make(chan error, 1)
+	go func() { ended <- s.Run(ctx, h, nil, func() { close(listening) }) }()
+	<-listening
+	get := func(path string) int {
+		client := &http.Client{Transport: &http.Transport{
+			DisableKeepAlives: true,
+			TLSClientConfig:   &tls.Config{InsecureSkipVerify: true},
+			ForceAttemptHTTP2: true,
+		}}
+		resp, err := client.Get("https://" + net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) + path)
+		if err != nil {
+			return 0
+		}
+		resp.Body.Close()
+		if resp.ProtoMajor != 1 {
+			t.Errorf("%s is served", resp.Proto)
+		}
+		return resp.StatusCode
+	}
+	long := make(chan int, 1)
+	go func() { long <- get("/long") }()
+	<-begun
+	stop()
+	<-s.delayOver
+	if code := get("/"); code != http.StatusTooManyRequests {
+		t.Errorf("a request during the shutdown gets %d", code)
+	}
+	close(end)
+	if code := <-long; code != http.StatusOK {
+		t.Errorf("a request in flight gets %d", code)
+	}
+	if err := <-ended; err != nil {
+		t.Error(err)
 	}
 }

@@ -26,6 +26,8 @@ type TLSConfig struct {
 
 	MinVersion   string
 	CipherSuites []string
+	Curves       []int32
+	DisableHTTP2 bool
 }
 
 func (c *TLSConfig) addFlags(fs *pflag.FlagSet) {
@@ -44,6 +46,10 @@ func (c *TLSConfig) addFlags(fs *pflag.FlagSet) {
 		"Minimum TLS version supported: VersionTLS12 (the default) or VersionTLS13.")
 	fs.StringSliceVar(&c.CipherSuites, "tls-cipher-suites", nil,
 		"Comma-separated list of cipher suites for TLS 1.2. Empty: Go's defaults.")
+	fs.Int32SliceVar(&c.Curves, "tls-curve-preferences", nil,
+		"Comma-separated list of numeric Go crypto/tls CurveID values: the allowed key exchange mechanisms. Go's order "+
+			"applies. Empty: Go's defaults.")
+	fs.BoolVar(&c.DisableHTTP2, "disable-http2-serving", false, "If true, HTTP/2 serving is disabled.")
 }
 
 // CheckServicesCertificate returns an error if the certificate for connections of authn, authz and admission is
@@ -138,12 +144,21 @@ func (c *TLSConfig) base() (*tls.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--tls-cipher-suites: %w", err)
 	}
+	curves, err := cliflag.TLSCurvePreferences(c.Curves)
+	if err != nil {
+		return nil, fmt.Errorf("--tls-curve-preferences: %w", err)
+	}
+	protocols := []string{"h2", "http/1.1"}
+	if c.DisableHTTP2 {
+		protocols = protocols[1:]
+	}
 	return &tls.Config{
 		MinVersion:                  minimum,
 		CipherSuites:                suites,
+		CurvePreferences:            curves,
 		DynamicRecordSizingDisabled: true,
 		ClientAuth:                  tls.RequestClientCert,
-		NextProtos:                  []string{"h2", "http/1.1"},
+		NextProtos:                  protocols,
 	}, nil
 }
 

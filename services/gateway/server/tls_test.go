@@ -124,9 +124,10 @@ func TestBadTLSSettingsNameTheirFlag(t *testing.T) {
 	dir := t.TempDir()
 	crt, key := leaf(t, authority(t, dir, "ca"), "x", "localhost")
 	for flag, c := range map[string]TLSConfig{
-		"--tls-cert-file":     {CertFile: crt, KeyFile: dir + "/none"},
-		"--tls-min-version":   {CertFile: crt, KeyFile: key, MinVersion: "1.2"},
-		"--tls-cipher-suites": {CertFile: crt, KeyFile: key, CipherSuites: []string{"ROT13"}},
+		"--tls-cert-file":         {CertFile: crt, KeyFile: dir + "/none"},
+		"--tls-curve-preferences": {CertFile: crt, KeyFile: key, Curves: []int32{1}},
+		"--tls-min-version":       {CertFile: crt, KeyFile: key, MinVersion: "1.2"},
+		"--tls-cipher-suites":     {CertFile: crt, KeyFile: key, CipherSuites: []string{"ROT13"}},
 		"--tls-sni-cert-key": {
 			CertFile: crt,
 			KeyFile:  key,
@@ -158,6 +159,41 @@ func TestTLS11IsRefused(t *testing.T) {
 	if _, err := dial(t, conf, "localhost", tls.VersionTLS11); err == nil ||
 		!strings.Contains(err.Error(), "protocol version") {
 		t.Errorf("TLS 1.1: %v", err)
+	}
+}
+
+// --tls-curve-preferences limits the key exchange.
+func TestCurvesAreLimited(t *testing.T) {
+	c := &TLSConfig{Curves: []int32{int32(tls.CurveP384)}}
+	c.CertFile, c.KeyFile = leaf(t, authority(t, t.TempDir(), "ca"), "x", "localhost")
+	conf, err := c.config(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := tls.Listen("tcp", "127.0.0.1:0", conf)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	go func() {
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				return
+			}
+			_ = conn.(*tls.Conn).Handshake()
+			conn.Close()
+		}
+	}()
+	for curve, allowed := range map[tls.CurveID]bool{tls.CurveP384: true, tls.X25519: false} {
+		client := &tls.Config{InsecureSkipVerify: true, CurvePreferences: []tls.CurveID{curve}}
+		conn, err := tls.Dial("tcp", l.Addr().String(), client)
+		if err == nil {
+			conn.Close()
+		}
+		if (err == nil) != allowed {
+			t.Errorf("%v: %v", curve, err)
+		}
 	}
 }
 

@@ -48,6 +48,7 @@ import (
 	"k8s.io/kubernetes/pkg/controlplane/controller/kubernetesservice"
 	"k8s.io/kubernetes/pkg/controlplane/controller/legacytokentracking"
 	"k8s.io/kubernetes/pkg/controlplane/controller/systemnamespaces"
+	"k8s.io/kubernetes/pkg/controlplane/reconcilers"
 	"k8s.io/utils/clock"
 
 	aggregator "k8s.io/kube-aggregator/pkg/apiserver"
@@ -66,6 +67,9 @@ const ElectionKey = "controllers"
 // identityName is the label value of kube-apiserver's identity leases.
 const identityName = "kube-apiserver"
 
+// notManaged is the --advertise-address of a registry that does not manage the kubernetes Service.
+const notManaged = "none"
+
 // Options are kube-apiserver's flags that the controllers need.
 type Options struct {
 	AdvertiseAddress         string
@@ -80,6 +84,10 @@ type Options struct {
 	AggregatorRouting        bool
 	ProxyClientCertFile      string
 	ProxyClientKeyFile       string
+	// ServiceNodePort is the node port of the kubernetes Service. 0: the Service has none.
+	ServiceNodePort int
+	// EndpointReconciler is the type of the reconciler of the kubernetes Service's endpoints.
+	EndpointReconciler string
 }
 
 // AddFlags registers the controllers' flags with their defaults.
@@ -99,16 +107,30 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 		"Client certificate for the availability checks of aggregated API servers.")
 	fs.StringVar(&o.ProxyClientKeyFile, "proxy-client-key-file", "",
 		"Private key for the client certificate of --proxy-client-cert-file.")
+	fs.IntVar(&o.ServiceNodePort, "kubernetes-service-node-port", 0,
+		"If non-zero, the kubernetes Service is of type NodePort, with this port. Otherwise it is of type ClusterIP.")
+	fs.StringVar(&o.EndpointReconciler, "endpoint-reconciler-type", string(reconcilers.LeaseEndpointReconcilerType),
+		"The reconciler of the kubernetes Service's endpoints: lease, or none.")
 	fs.StringSliceVar(&o.RequestHeaderNames, "requestheader-allowed-names", nil,
 		"Client certificate common names of allowed front proxies.")
-	fs.StringSliceVar(&o.RequestHeaderUserHeaders, "requestheader-username-headers", []string{"X-Remote-User"},
+	fs.StringSliceVar(&o.RequestHeaderUserHeaders, "requestheader-username-headers", nil,
 		"Request headers to inspect for usernames.")
 	fs.StringSliceVar(&o.RequestHeaderUIDHeaders, "requestheader-uid-headers", nil,
 		"Request headers to inspect for UIDs.")
-	fs.StringSliceVar(&o.RequestHeaderGroups, "requestheader-group-headers", []string{"X-Remote-Group"},
+	fs.StringSliceVar(&o.RequestHeaderGroups, "requestheader-group-headers", nil,
 		"Request headers to inspect for groups.")
-	fs.StringSliceVar(&o.RequestHeaderExtras, "requestheader-extra-headers-prefix", []string{"X-Remote-Extra-"},
+	fs.StringSliceVar(&o.RequestHeaderExtras, "requestheader-extra-headers-prefix", nil,
 		"Request header prefixes to inspect.")
+}
+
+// Validate returns an error that names the invalid flag.
+func (o *Options) Validate() error {
+	switch reconcilers.Type(o.EndpointReconciler) {
+	case reconcilers.LeaseEndpointReconcilerType, reconcilers.NoneEndpointReconcilerType:
+	default:
+		return fmt.Errorf("--endpoint-reconciler-type %q: want lease or none", o.EndpointReconciler)
+	}
+	return nil
 }
 
 // Controllers runs upstream's controllers on the elected registry.
@@ -134,17 +156,18 @@ type Controllers struct {
 	// StartHooks is the progress of Run.
 	StartHooks *StartHooks
 
-	// endpoints are the endpoints of the kubernetes Service; nil: it is not managed.
+	// endpoints are the endpoints of the kubernetes Service; nil: they are not managed.
 	endpoints *Endpoints
 }
 
 // Prepare registers the informers that the controllers read. It must run before the informers start. It returns the
-// endpoints of the kubernetes Service, or nil if the Service is not managed.
+// endpoints of the kubernetes Service, or nil if they are not managed.
 func (cs *Controllers) Prepare() (*Endpoints, error) {
 	cs.Informers.Core().V1().Namespaces().Informer()
 	cs.Informers.Core().V1().Services().Informer()
 	cs.Informers.Discovery().V1().EndpointSlices().Informer()
-	if cs.AdvertiseAddress == "none" {
+	if cs.AdvertiseAddress == notManaged ||
+		reconcilers.Type(cs.EndpointReconciler) == reconcilers.NoneEndpointReconcilerType {
 		return nil, nil
 	}
 	fixed := net.ParseIP(cs.AdvertiseAddress)
@@ -235,7 +258,7 @@ func (cs *Controllers) allocatorsReady(ctx context.Context) error {
 
 // kubernetesService starts the controller of default/kubernetes, if the Service is managed.
 func (cs *Controllers) kubernetesService(ctx context.Context, ipRange net.IPNet) error {
-	if cs.endpoints == nil {
+	if cs.AdvertiseAddress == notManaged {
 		return nil
 	}
 	_, serviceIP, err := options.ServiceIPRange(ipRange)
@@ -248,6 +271,8 @@ func (cs *Controllers) kubernetesService(ctx context.Context, ipRange net.IPNet)
 		ServiceIP:          serviceIP,
 		ServicePort:        443,
 		PublicServicePort:  cs.SecurePort,
+
+		KubernetesServiceNodePort: cs.ServiceNodePort,
 	}, cs.Client,
 		cs.Informers.Core().V1().Services())
 	c.Start(ctx.Done())

@@ -84,8 +84,11 @@ func (e *Endpoints) Remove(address string) error {
 }
 
 // reconciler returns the reconciler of the elected registry, which drops the addresses whose leases have ended. It has
-// no address of its own.
+// no address of its own. If e is nil, it does nothing.
 func (e *Endpoints) reconciler() reconcilers.EndpointReconciler {
+	if e == nil {
+		return reconcilers.NewNoneEndpointReconciler()
+	}
 	return reconcilers.NewLeaseEndpointReconciler(e.adapter, readOnlyLeases{e.leases})
 }
 

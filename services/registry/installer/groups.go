@@ -45,6 +45,7 @@ import (
 	apiservicerest "k8s.io/kube-aggregator/pkg/registry/apiservice/rest"
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
 	"k8s.io/kubernetes/pkg/capabilities"
+	"k8s.io/kubernetes/pkg/cluster/ports"
 	"k8s.io/kubernetes/pkg/controlplane"
 	controlplaneapiserver "k8s.io/kubernetes/pkg/controlplane/apiserver"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
@@ -87,6 +88,7 @@ type Options struct {
 	KubeletCertFile, KubeletKeyFile, KubeletCAFile string
 	KubeletPreferredAddressTypes                   []string
 	KubeletTimeout                                 time.Duration
+	KubeletPort                                    uint
 }
 
 // NewOptions returns the defaults.
@@ -117,6 +119,8 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 		[]string{"Hostname", "InternalDNS", "InternalIP", "ExternalDNS", "ExternalIP"},
 		"List of the preferred NodeAddressTypes to use for kubelet connections.")
 	fs.DurationVar(&o.KubeletTimeout, "kubelet-timeout", 5*time.Second, "Timeout for kubelet operations.")
+	fs.UintVar(&o.KubeletPort, "kubelet-port", ports.KubeletPort, "The port of kubelets whose Node has none.")
+	fs.Lookup("kubelet-port").Hidden = true // kube-apiserver has deprecated it
 }
 
 // ServiceIPRanges parses --service-cluster-ip-range. The secondary range is empty if the flag has a single range.
@@ -284,8 +288,8 @@ func coreConfig(o *Options, s *storage.Storage, d Deps) (corerest.Config, error)
 		Proxy: corerest.ProxyConfig{
 			Transport: &http.Transport{},
 			KubeletClientConfig: kubeletclient.KubeletClientConfig{
-				Port:                  10250,
-				ReadOnlyPort:          10255,
+				Port:                  o.KubeletPort,
+				ReadOnlyPort:          ports.KubeletReadOnlyPort,
 				PreferredAddressTypes: o.KubeletPreferredAddressTypes,
 				HTTPTimeout:           o.KubeletTimeout,
 				TLSClientConfig: kubeletclient.KubeletTLSConfig{CertFile: o.KubeletCertFile, KeyFile: o.KubeletKeyFile,

@@ -84,7 +84,8 @@ func (o *Options) upstream(out egress.Selector) *serveroptions.EtcdOptions {
 	}
 	to.ServerList, to.CertFile, to.KeyFile, to.TrustedCAFile = o.Servers, o.CertFile, o.KeyFile, o.CAFile
 	eo.StorageConfig.CompactionInterval = 0 // the publisher compacts, because upstream's compactor holds a watch
-	eo.StorageConfig.CountMetricPollPeriod = 0
+	eo.StorageConfig.LeaseManagerConfig.ReuseDurationSeconds = o.LeaseReuseSeconds
+	eo.StorageConfig.DBMetricPollInterval = o.DBSizePollInterval
 	eo.DefaultStorageMediaType = o.DefaultStorageMediaType
 	eo.EnableWatchCache = false
 	return eo

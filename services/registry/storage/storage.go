@@ -44,6 +44,11 @@ type Options struct {
 	// encryption.
 	EncryptionProviderConfig  string
 	EncryptionAutomaticReload bool
+	DeleteCollectionWorkers   int
+	GarbageCollection         bool
+	LeaseReuseSeconds         int64
+	CountPollPeriod           time.Duration
+	DBSizePollInterval        time.Duration
 }
 
 // AddFlags registers the flags --etcd-*, --storage-media-type and --encryption-provider-config* with their defaults.
@@ -64,6 +69,18 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.BoolVar(&o.EncryptionAutomaticReload, "encryption-provider-config-automatic-reload", false,
 		"Determines if the file set by --encryption-provider-config should be automatically reloaded if the disk "+
 			"contents change.")
+	fs.IntVar(&o.DeleteCollectionWorkers, "delete-collection-workers", 1,
+		"Number of workers spawned for a DeleteCollection call.")
+	fs.BoolVar(&o.GarbageCollection, "enable-garbage-collector", true,
+		"Enables the generic garbage collector. It must have the value of the corresponding flag of "+
+			"kube-controller-manager.")
+	fs.Int64Var(&o.LeaseReuseSeconds, "lease-reuse-duration-seconds",
+		etcd3.NewDefaultLeaseManagerConfig().ReuseDurationSeconds,
+		"The time in seconds that each etcd lease is reused.")
+	fs.DurationVar(&o.CountPollPeriod, "etcd-count-metric-poll-period", time.Minute,
+		"Frequency of polling etcd for the number of objects of each resource. 0 disables the metric.")
+	fs.DurationVar(&o.DBSizePollInterval, "etcd-db-metric-poll-interval", storagebackend.DefaultDBMetricPollInterval,
+		"The interval of requests to poll etcd for its size.")
 }
 
 // Storage is the connection to etcd and the set of stored resources.
@@ -71,6 +88,7 @@ type Storage struct {
 	Client  *etcdkubernetes.Client
 	Factory *serverstorage.DefaultStorageFactory
 	Options *serveroptions.EtcdOptions
+	options Options
 	prefix  string
 
 	encryption *encryption
@@ -111,6 +129,7 @@ func Open(ctx context.Context, o Options, out egress.Selector, resources *server
 	s := &Storage{
 		Client:   client,
 		Options:  o.upstream(out),
+		options:  o,
 		prefix:   path.Join("/", o.Prefix) + "/",
 		byPrefix: map[string]*Resource{},
 		byName:   map[string]*Resource{},
@@ -234,8 +253,9 @@ func (g *optionsGetter) GetRESTOptions(gr schema.GroupResource,
 	return genericregistry.RESTOptions{
 		StorageConfig:           config,
 		Decorator:               decorate,
-		EnableGarbageCollection: true,
-		DeleteCollectionWorkers: 1,
+		EnableGarbageCollection: g.s.options.GarbageCollection,
+		DeleteCollectionWorkers: g.s.options.DeleteCollectionWorkers,
+		CountMetricPollPeriod:   g.s.options.CountPollPeriod,
 		ResourcePrefix:          prefix,
 	}, nil
 }
