@@ -25,7 +25,6 @@ import (
 	apiextensionsv1beta1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1beta1"
 	apiextensionsapiserver "k8s.io/apiextensions-apiserver/pkg/apiserver"
 	"k8s.io/apiextensions-apiserver/pkg/registry/customresourcedefinition"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
@@ -35,6 +34,7 @@ import (
 	serveroptions "k8s.io/apiserver/pkg/server/options"
 	"k8s.io/apiserver/pkg/server/resourceconfig"
 	serverstorage "k8s.io/apiserver/pkg/server/storage"
+	"k8s.io/apiserver/pkg/util/compatibility"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	restclient "k8s.io/client-go/rest"
@@ -200,10 +200,24 @@ func InstallAPIs(o *Options, s *storage.Storage, resources *serverstorage.Resour
 	if err != nil {
 		return nil, err
 	}
+	version := compatibility.DefaultBuildEffectiveVersion()
+	kinds, err := genericapiserver.NewResourceExpirationEvaluatorFromOptions(
+		genericapiserver.ResourceExpirationEvaluatorOptions{
+			CurrentVersion: version.EmulationVersion(),
+			Prerelease:     version.BinaryVersion().PreRelease(),
+		})
+	if err != nil {
+		return nil, err
+	}
 	set := newSet(s.Factory.ResourcePrefix)
 	for _, p := range all {
 		info, err := p.NewRESTStorage(resources, s.RESTOptions())
 		if err != nil {
+			return nil, fmt.Errorf("group %q: %w", p.GroupName(), err)
+		}
+		// Storages of kinds that this version no longer serves exist for emulated versions.
+		if err := kinds.RemoveUnavailableKinds(p.GroupName(), info.Scheme, info.VersionedResourcesStorageMap,
+			resources); err != nil {
 			return nil, fmt.Errorf("group %q: %w", p.GroupName(), err)
 		}
 		if len(info.VersionedResourcesStorageMap) == 0 {

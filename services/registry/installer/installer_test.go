@@ -106,6 +106,20 @@ func TestRuntimeConfig(t *testing.T) {
 	}
 }
 
+// The registry does not serve a kind that upstream has removed, even if --runtime-config enables its version.
+func TestRemovedKindsAreNotServed(t *testing.T) {
+	fx := fixture.New(t, "--runtime-config=admissionregistration.k8s.io/v1beta1=true")
+	served := map[string]bool{}
+	for _, e := range fx.Resources.BuiltIn.APIResources() {
+		if e.Resource.Group == "admissionregistration.k8s.io" && e.Resource.Version == "v1beta1" {
+			served[e.Resource.Resource] = true
+		}
+	}
+	if !served["mutatingadmissionpolicies"] || served["validatingadmissionpolicies"] {
+		t.Errorf("v1beta1 serves %v", served)
+	}
+}
+
 // An event has a lease of an hour in etcd.
 func TestAnEventIsKeptForAnHour(t *testing.T) {
 	w := fixture.New(t)
