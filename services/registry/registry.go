@@ -16,6 +16,7 @@ import (
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	extensionsclient "k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
 	extensions "k8s.io/apiextensions-apiserver/pkg/client/informers/externalversions"
+	"k8s.io/apimachinery/pkg/runtime"
 	serverstorage "k8s.io/apiserver/pkg/server/storage"
 	etcdmetrics "k8s.io/apiserver/pkg/storage/etcd3/metrics"
 	"k8s.io/client-go/informers"
@@ -296,6 +297,7 @@ func (s *Service) builtIn(ctx context.Context, served *serverstorage.ResourceCon
 		MaxTokenExpiry:  tokens.maxExpiration,
 		ExtendExpiry:    c.ExtendTokenExpiration,
 		MaxExtendedTime: tokens.extendedExpiration,
+		OnCRDUpdate:     func(obj runtime.Object) { s.resources.Custom.Updated(obj) },
 	})
 }
 

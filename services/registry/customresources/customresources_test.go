@@ -132,6 +132,28 @@ func TestCustomResource(t *testing.T) {
 	}
 }
 
+// The schema of an update applies to the next request, before the informer of CRDs receives the update.
+func TestAnUpdatedSchemaAppliesAtOnce(t *testing.T) {
+	fx := establishedCRD(t)
+	const nine = `{"apiVersion":"example.com/v1","kind":"Widget","metadata":{"name":"a"},"spec":{"size":9}}`
+	create := &registryv1.WriteRequest{Verb: "create", Body: []byte(nine)}
+	if _, err := fx.Write(t.Context(), widgets, create, &fixture.Callbacks{}); err == nil {
+		t.Error("an object above the maximum is created")
+	}
+	const maximum = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/size/maximum"
+	if _, err := fx.Write(t.Context(), crdsResource, &registryv1.WriteRequest{
+		Verb:        "patch",
+		Name:        "widgets.example.com",
+		ContentType: "application/json-patch+json",
+		Body:        []byte(`[{"op":"replace","path":"` + maximum + `","value":10}]`),
+	}, &fixture.Callbacks{}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := fx.Write(t.Context(), widgets, create, &fixture.Callbacks{}); err != nil {
+		t.Error(err)
+	}
+}
+
 // A CRD has discovery entries for the gateway and the watch tier, and a stored resource.
 func TestAPIResources(t *testing.T) {
 	fx := establishedCRD(t)

@@ -27,6 +27,7 @@ import (
 	"k8s.io/apiextensions-apiserver/pkg/controller/finalizer"
 	"k8s.io/apiextensions-apiserver/pkg/registry/customresource"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/kube-openapi/pkg/validation/spec"
@@ -107,6 +108,17 @@ func (t *Set) Handler() cache.ResourceEventHandler {
 			}
 		},
 	}
+}
+
+// Updated applies a CRD that this registry has updated, before the informer receives the update. A client that has
+// updated a CRD then writes objects under the new schema.
+func (t *Set) Updated(obj runtime.Object) {
+	d, err := convertToV1(obj.DeepCopyObject())
+	if err != nil {
+		slog.Error("An updated CustomResourceDefinition was not read", "error", err)
+		return
+	}
+	t.set(d)
 }
 
 // remove removes a CRD as of d's revision. A CRD that is known at a later revision stays. known reports whether d's

@@ -25,6 +25,7 @@ import (
 	apiextensionsv1beta1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1beta1"
 	apiextensionsapiserver "k8s.io/apiextensions-apiserver/pkg/apiserver"
 	"k8s.io/apiextensions-apiserver/pkg/registry/customresourcedefinition"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
@@ -35,6 +36,7 @@ import (
 	"k8s.io/apiserver/pkg/server/resourceconfig"
 	serverstorage "k8s.io/apiserver/pkg/server/storage"
 	"k8s.io/apiserver/pkg/util/compatibility"
+	"k8s.io/apiserver/pkg/util/dryrun"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	restclient "k8s.io/client-go/rest"
@@ -171,6 +173,9 @@ type Deps struct {
 	MaxTokenExpiry  time.Duration
 	ExtendExpiry    bool
 	MaxExtendedTime time.Duration
+
+	// OnCRDUpdate receives each CustomResourceDefinition that this registry has updated.
+	OnCRDUpdate func(runtime.Object)
 }
 
 // restStorageProvider is upstream's interface of a group's storages.
@@ -235,7 +240,7 @@ func InstallAPIs(o *Options, s *storage.Storage, resources *serverstorage.Resour
 			set.Hooks = append(set.Hooks, PostStartHook{name, run})
 		}
 	}
-	extensions, err := crdGroup(s)
+	extensions, err := crdGroup(s, d.OnCRDUpdate)
 	if err != nil {
 		return nil, err
 	}
@@ -320,7 +325,7 @@ func coreConfig(o *Options, s *storage.Storage, d Deps) (corerest.Config, error)
 }
 
 // crdGroup returns the group apiextensions.k8s.io. etcd holds its objects in the same encoding as with kube-apiserver.
-func crdGroup(s *storage.Storage) (genericapiserver.APIGroupInfo, error) {
+func crdGroup(s *storage.Storage, onUpdate func(runtime.Object)) (genericapiserver.APIGroupInfo, error) {
 	info := genericapiserver.NewDefaultAPIGroupInfo(apiextensionsv1.GroupName, apiextensionsapiserver.Scheme,
 		metav1.ParameterCodec, apiextensionsapiserver.Codecs)
 	options := s.RESTOptionsFor(
@@ -331,6 +336,11 @@ func crdGroup(s *storage.Storage) (genericapiserver.APIGroupInfo, error) {
 	crds, err := customresourcedefinition.NewREST(apiextensionsapiserver.Scheme, options)
 	if err != nil {
 		return info, err
+	}
+	crds.AfterUpdate = func(obj runtime.Object, options *metav1.UpdateOptions) {
+		if !dryrun.IsDryRun(options.DryRun) {
+			onUpdate(obj)
+		}
 	}
 	info.VersionedResourcesStorageMap["v1"] = map[string]rest.Storage{
 		"customresourcedefinitions":        crds,
