@@ -9,7 +9,6 @@ LDFLAGS    := $(STAMP) -X watershed.dev/platform/version.release=$(RELEASE)
 BIN        := bin
 PEERS      := .build/bin
 MODULES    := proto platform services/authn services/authz services/admission services/registry services/watchfanout services/gateway cmd/certgen cmd/embedded cmd/xds cmd/watershed deploy/images
-PACKAGES   := $(addsuffix /...,$(addprefix ./,$(MODULES)))
 
 # Every binary is static and says nothing of where it was built, so what one compiles serves the others. Tests are
 # compiled the same way.
@@ -20,7 +19,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance differential cost node-peers images manifests e2e-cluster demo-swap scale robustness robustness-broken bench fuzz docs clean help
+.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration differential cost node-peers images manifests e2e-cluster demo-swap scale robustness robustness-broken bench fuzz docs clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -127,6 +126,12 @@ scale: build ## the watch tier scaled from two replicas to six and back under 5,
 
 conformance: build peers node-peers $(PEERS)/e2e.test ## the upstream suite, with this machine as a real node (as root), against kube-apiserver and Watershed; ARGS="-node kwok" needs no root
 	cd test && go run ./conformance -out ../.build/conformance -node real $(ARGS)
+
+# Packages of kubernetes' test/integration, or a list of the command.
+PACKAGES ?= short
+
+integration: build $(PEERS)/etcd ## Kubernetes' own test/integration against Watershed: a short list, or PACKAGES=apiserver/apply,auth or PACKAGES=all; ARGS="-reference -record"
+	cd test && go run ./integration -packages $(PACKAGES) $(ARGS)
 
 differential: build peers ## the same 60,000 requests to kube-apiserver and to Watershed; every difference is named. ARGS="-seed N" for others
 	cd test && go run ./differential $(ARGS)

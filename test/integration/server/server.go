@@ -1,0 +1,296 @@
+// Package server runs `watershed up` in place of the kube-apiserver that kubernetes' test/integration starts in
+// process. Command integration replaces the files of upstream that start a server with copies that call Start.
+package server
+
+import (
+	"bytes"
+	"context"
+	"encoding/csv"
+	"fmt"
+	"maps"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/pflag"
+
+	extensionsoptions "k8s.io/apiextensions-apiserver/pkg/cmd/server/options"
+	"k8s.io/apimachinery/pkg/runtime"
+	genericoptions "k8s.io/apiserver/pkg/server/options"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
+	"k8s.io/client-go/rest"
+	"k8s.io/component-base/featuregate"
+	"k8s.io/kubernetes/cmd/kube-apiserver/app/options"
+)
+
+// The environment variables of the test processes.
+const (
+	// Binary names the variable with the path of the binary under test.
+	Binary = "INTEGRATION_WATERSHED"
+	// Logs names the variable with the directory for the logs of failed tests' servers. It may be empty.
+	Logs = "INTEGRATION_LOGS"
+)
+
+// T is the part of testing.TB that a server uses. Upstream's tests pass several types.
+type T interface {
+	Helper()
+	Logf(format string, args ...any)
+	Name() string
+	Failed() bool
+	Skipf(format string, args ...any)
+}
+
+// Server is a running `watershed up`.
+type Server struct {
+	// Client is the config of a client in the group system:masters, as the loopback client of kube-apiserver is.
+	Client *rest.Config
+	// Ended receives an error if the process ends before its context, and is closed when the process has ended.
+	Ended chan error
+}
+
+// token is the bearer token of Client.
+const token = "integration-loopback"
+
+// Start starts a server with the flags that correspond to s, on the port of s's listener. s is completed: it names the
+// serving certificate. dir is a directory that the caller removes after the server ended. The server ends with ctx.
+func Start(ctx context.Context, t T, dir string, s *options.ServerRunOptions) (*Server, error) {
+	t.Helper()
+	server, err := start(ctx, t, dir, s.Authentication.TokenFile.TokenFile, s.SecureServing, flags(s))
+	if err != nil {
+		return nil, err
+	}
+	server.Client.ContentType = runtime.ContentTypeProtobuf // as the loopback client has it
+	return server, nil
+}
+
+// StartExtensions is Start for the flags of an apiextensions-apiserver, which has no users and allows each request.
+func StartExtensions(ctx context.Context, t any, dir string,
+	s *extensionsoptions.CustomResourceDefinitionsServerOptions) (*Server, error) {
+	all, defaults := pflag.NewFlagSet("", pflag.PanicOnError), pflag.NewFlagSet("", pflag.PanicOnError)
+	s.AddFlags(all)
+	extensionsoptions.NewCustomResourceDefinitionsServerOptions(nil, nil).AddFlags(defaults)
+	var args []string
+	all.VisitAll(func(f *pflag.Flag) {
+		delegated := f.Name == "kubeconfig" || strings.HasPrefix(f.Name, "authentication-") ||
+			strings.HasPrefix(f.Name, "authorization-")
+		if f.Value.String() != defaults.Lookup(f.Name).DefValue && !slices.Contains(dropped, f.Name) && !delegated {
+			args = append(args, arguments(f)...)
+		}
+	})
+	secure := s.RecommendedOptions.SecureServing
+	files := secure.ServerCert.CertKey
+	args = append(args, "--authorization-mode=AlwaysAllow", "--advertise-address=none",
+		"--tls-cert-file="+files.CertFile, "--tls-private-key-file="+files.KeyFile)
+	return start(ctx, t.(T), dir, "", secure, args)
+}
+
+func start(ctx context.Context, t T, dir, tokens string, secure *genericoptions.SecureServingOptionsWithLoopback,
+	args []string) (*Server, error) {
+	t.Helper()
+	data := filepath.Join(dir, "watershed")
+	if err := os.MkdirAll(data, 0o700); err != nil {
+		return nil, err
+	}
+	tokenFile := filepath.Join(data, "tokens.csv")
+	if err := writeTokens(tokenFile, tokens); err != nil {
+		return nil, err
+	}
+	ca, err := os.ReadFile(secure.ServerCert.CertKey.CertFile)
+	if err != nil {
+		return nil, err
+	}
+	args = slices.Concat([]string{
+		"up", "--data-dir=" + data,
+		"--bind-address=127.0.0.1",
+		"--secure-port=" + strconv.Itoa(secure.BindPort),
+		"--token-auth-file=" + tokenFile,
+	}, args)
+	if gates := gates(); len(gates) > 0 {
+		args = append(args, "--feature-gates="+strings.Join(gates, ","))
+	}
+	t.Logf("watershed %s", strings.Join(args, " "))
+	if err := secure.Listener.Close(); err != nil {
+		return nil, err
+	}
+	output, err := os.Create(filepath.Join(data, "output.log"))
+	if err != nil {
+		return nil, err
+	}
+	defer output.Close()
+	cmd := exec.Command(os.Getenv(Binary), args...)
+	cmd.Stdout, cmd.Stderr, cmd.Dir = output, output, data
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	if err := cmd.Start(); err != nil {
+		return nil, err
+	}
+	server := &Server{
+		Client: &rest.Config{
+			Host:            "https://" + net.JoinHostPort("127.0.0.1", strconv.Itoa(secure.BindPort)),
+			BearerToken:     token,
+			TLSClientConfig: rest.TLSClientConfig{CAData: ca},
+			QPS:             50,
+			Burst:           100,
+
+			DisableCompression: true,
+		},
+		Ended: make(chan error, 1),
+	}
+	go func() {
+		defer close(server.Ended)
+		ended := make(chan error, 1)
+		go func() { ended <- cmd.Wait() }()
+		select {
+		case err := <-ended:
+			server.Ended <- fmt.Errorf("watershed ended: %w: %s", err, lastLine(output.Name()))
+		case <-ctx.Done():
+			stop(cmd, ended)
+		}
+		if t.Failed() {
+			keepLogs(t.Name(), data)
+		}
+	}()
+	return server, nil
+}
+
+// stop ends a process with SIGTERM, and with SIGKILL if it takes a minute.
+func stop(cmd *exec.Cmd, ended <-chan error) {
+	_ = cmd.Process.Signal(syscall.SIGTERM)
+	select {
+	case <-ended:
+	case <-time.After(time.Minute):
+		_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL)
+		<-ended
+	}
+}
+
+// writeTokens writes a token file with the client's token and the lines of the file more, unless more is "".
+func writeTokens(path, more string) error {
+	lines := []byte(token + `,system:apiserver,loopback,"system:masters"` + "\n")
+	if more != "" {
+		own, err := os.ReadFile(more)
+		if err != nil {
+			return err
+		}
+		lines = append(lines, own...)
+	}
+	return os.WriteFile(path, lines, 0o600)
+}
+
+// explicit lists the flags whose default in `up` differs from kube-apiserver's. Their values are always passed.
+var explicit = []string{"allow-privileged", "authorization-mode", "enable-admission-plugins",
+	"enable-bootstrap-token-auth", "service-cluster-ip-range"}
+
+// dropped lists the flags that the harness sets otherwise, and flags of details that clients cannot see.
+var dropped = []string{"bind-address", "cert-dir", "emulated-version", "endpoint-reconciler-type",
+	"etcd-count-metric-poll-period", "etcd-db-metric-poll-interval", "etcd-healthcheck-timeout",
+	"etcd-readycheck-timeout", "external-hostname", "feature-gates", "livez-grace-period", "peer-ca-file",
+	"requestheader-client-ca-file", "secure-port", "token-auth-file", "watch-cache", "watch-cache-sizes"}
+
+// flags returns the arguments that give a server the options of s.
+func flags(s *options.ServerRunOptions) (args []string) {
+	defaults := allFlags(options.NewServerRunOptions())
+	allFlags(s).VisitAll(func(f *pflag.Flag) {
+		value := f.Value.String()
+		isDefault := value == defaults.Lookup(f.Name).DefValue
+		switch {
+		case f.Name == "authorization-mode" && s.Authorization.AuthorizationConfigurationFile != "":
+		case slices.Contains(explicit, f.Name):
+			args = append(args, arguments(f)...)
+		case f.Name == "advertise-address" && s.EndpointReconcilerType == "none":
+			args = append(args, "--advertise-address=none")
+		case isDefault, slices.Contains(dropped, f.Name):
+		default:
+			args = append(args, arguments(f)...)
+		}
+	})
+	if ca := s.Authentication.RequestHeader.ClientCAFile; ca != "" {
+		args = append(args, "--requestheader-client-ca-file="+ca)
+	}
+	return args
+}
+
+func allFlags(s *options.ServerRunOptions) *pflag.FlagSet {
+	all := pflag.NewFlagSet("kube-apiserver", pflag.ContinueOnError)
+	sets := s.Flags()
+	for _, fs := range sets.FlagSets {
+		all.AddFlagSet(fs)
+	}
+	return all
+}
+
+// arguments returns a flag with its value as the command line has it.
+func arguments(f *pflag.Flag) []string {
+	values := []string{f.Value.String()}
+	switch v := f.Value.(type) {
+	case pflag.SliceValue:
+		values = v.GetSlice()
+		if len(values) == 0 {
+			values = []string{""}
+		}
+		if f.Value.Type() == "stringSlice" {
+			values = []string{csvLine(values)}
+		}
+	default:
+		if f.Value.Type() == "namedCertKey" {
+			values = strings.Split(strings.Trim(v.String(), "[]"), ";")
+		}
+	}
+	args := make([]string, len(values))
+	for i, v := range values {
+		args[i] = "--" + f.Name + "=" + v
+	}
+	return args
+}
+
+func csvLine(values []string) string {
+	var b bytes.Buffer
+	w := csv.NewWriter(&b)
+	_ = w.Write(values)
+	w.Flush()
+	return strings.TrimSuffix(b.String(), "\n")
+}
+
+// gates returns the feature gates of the test process that differ from their defaults. AllAlpha and AllBeta change the
+// defaults of their gates.
+func gates() (changed []string) {
+	all := utilfeature.DefaultMutableFeatureGate.GetAll()
+	enabled := utilfeature.DefaultFeatureGate.Enabled
+	for _, name := range slices.Sorted(maps.Keys(all)) {
+		usual := all[name].Default
+		switch all[name].PreRelease {
+		case featuregate.Alpha:
+			usual = usual || enabled("AllAlpha") && name != "AllAlpha"
+		case featuregate.Beta:
+			usual = usual || enabled("AllBeta") && name != "AllBeta"
+		}
+		if on := enabled(name); on != usual {
+			changed = append(changed, fmt.Sprintf("%s=%t", name, on))
+		}
+	}
+	return changed
+}
+
+func lastLine(path string) string {
+	b, _ := os.ReadFile(path)
+	b = bytes.TrimSpace(b)
+	return string(b[bytes.LastIndexByte(b, '\n')+1:])
+}
+
+// keepLogs copies the logs of a failed test's server.
+func keepLogs(test, data string) {
+	dir := os.Getenv(Logs)
+	if dir == "" {
+		return
+	}
+	name := strings.NewReplacer("/", "_", " ", "_").Replace(test)
+	for _, log := range []string{"output.log", "watershed.log"} {
+		b, _ := os.ReadFile(filepath.Join(data, log))
+		_ = os.WriteFile(filepath.Join(dir, name[:min(len(name), 150)]+"-"+log), b, 0o600)
+	}
+}
