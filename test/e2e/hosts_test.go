@@ -3,7 +3,9 @@ package e2e
 import (
 	"context"
 	"fmt"
+	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -87,6 +89,31 @@ func endpoints(t *testing.T, c *kubernetes.Clientset) (addresses []string) {
 	return addresses
 }
 
+// newWrites returns a function that creates a ConfigMap at each live host, and waits until all their informers have
+// every ConfigMap.
+func newWrites(t *testing.T) func(live ...*host) {
+	var written []string
+	return func(live ...*host) {
+		t.Helper()
+		for i, h := range live {
+			name := fmt.Sprintf("cm-%d-%d", len(written), i)
+			if _, err := h.Client().CoreV1().ConfigMaps("default").Create(t.Context(), &corev1.ConfigMap{
+				ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{}); err != nil {
+				t.Fatal(err)
+			}
+			written = append(written, name)
+		}
+		harness.Eventually(t, time.Minute, func() error { // a reflector waits for up to 30 s after failures
+			for i, h := range live {
+				if m := h.missing(written); m != "" {
+					return fmt.Errorf("host %d has not seen %s", i, m)
+				}
+			}
+			return nil
+		})
+	}
+}
+
 // Three hosts serve a control plane on the same etcd beside a kube-apiserver. Each host has an event log of its own. A
 // host that is killed or stops disturbs no client of the others, and every client sees every write.
 func TestThreeHostsShareEtcd(t *testing.T) {
@@ -116,26 +143,7 @@ func TestThreeHostsShareEtcd(t *testing.T) {
 			return nil
 		})
 	}
-	var written []string
-	write := func(live ...*host) {
-		t.Helper()
-		for i, h := range live {
-			name := fmt.Sprintf("cm-%d-%d", len(written), i)
-			if _, err := h.Client().CoreV1().ConfigMaps("default").Create(t.Context(), &corev1.ConfigMap{
-				ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{}); err != nil {
-				t.Fatal(err)
-			}
-			written = append(written, name)
-		}
-		harness.Eventually(t, time.Minute, func() error { // a reflector waits for up to 30 s after failures
-			for i, h := range live {
-				if m := h.missing(written); m != "" {
-					return fmt.Errorf("host %d has not seen %s", i, m)
-				}
-			}
-			return nil
-		})
-	}
+	write := newWrites(t)
 	awaitEndpoints(all...)
 	write(all...)
 	leases, err := hosts[0].Client().CoordinationV1().Leases("kube-system").List(t.Context(), metav1.ListOptions{
@@ -159,7 +167,7 @@ func TestThreeHostsShareEtcd(t *testing.T) {
 		t.Errorf("the stopped host is an endpoint: %q", got)
 	}
 	write(all[0], hosts[2])
-	reference.Stop()
+	reference.Kill()
 	hosts[0].Server = reference.Beside(hosts[0].Dir, "--advertise-address="+hosts[0].address,
 		fmt.Sprintf("--secure-port=%d", hosts[0].Port))
 	write(hosts[0], hosts[2])
@@ -170,6 +178,67 @@ func TestThreeHostsShareEtcd(t *testing.T) {
 		}
 		if out := h.Output(); strings.Contains(out, "panic") {
 			t.Errorf("host %d: %s", i, out)
+		}
+	}
+}
+
+// Three hosts with kube-apiserver move to Watershed in turn, each with the settings that `watershed migrate` derives from
+// its manifest, and back. Every informer sees every write. No informer lists again on the way to Watershed, and on the
+// way back only those of the host that moves.
+func TestHostsMigrateInTurn(t *testing.T) {
+	first := harness.TempDir(t)
+	etcd := harness.Etcd(t, first)
+	var all []*host
+	var references []*harness.Reference
+	for i := range 3 {
+		dir := first
+		if i > 0 {
+			dir = harness.TempDir(t)
+			if err := os.CopyFS(filepath.Join(dir, "pki"), os.DirFS(filepath.Join(first, "pki"))); err != nil {
+				t.Fatal(err)
+			}
+		}
+		address := fmt.Sprintf("192.0.2.%d", i+1)
+		r := harness.KubeAPIServer(t, dir, etcd, "--advertise-address="+address)
+		references = append(references, r)
+		all = append(all, &host{Server: r.Server, address: address})
+		all[i].follow(t)
+	}
+	write := newWrites(t)
+	write(all...)
+	for i, r := range references {
+		manifest := filepath.Join(r.Dir, "kube-apiserver.yaml")
+		if err := os.WriteFile(manifest, []byte(r.Manifest()), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		settings, err := exec.Command(harness.Watershed(), "migrate", "--from", manifest).Output()
+		if err != nil {
+			t.Fatal(err)
+		}
+		config := filepath.Join(r.Dir, "watershed.yaml")
+		if err := os.WriteFile(config, settings, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		r.StopListening()
+		all[i].Server = harness.Up(t, "", "--config="+config, fmt.Sprintf("--secure-port=%d", r.Port))
+		all[i].Kubeconfig = r.Kubeconfig
+		r.Kill()
+		write(all...)
+	}
+	for i, h := range all {
+		if n := h.lists.Load(); n != 1 {
+			t.Errorf("on the way to Watershed, the clients of host %d listed %d times", i, n)
+		}
+	}
+	for i, r := range references {
+		all[i].Stop()
+		all[i].Server = r.Server
+		r.Restart()
+		write(all...)
+		for j := i + 1; j < len(all); j++ {
+			if n := all[j].lists.Load(); n != 1 {
+				t.Errorf("as host %d moves back, the clients of host %d listed %d times", i, j, n)
+			}
 		}
 	}
 }
