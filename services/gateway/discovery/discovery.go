@@ -3,8 +3,10 @@
 package discovery
 
 import (
+	"cmp"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -61,13 +63,11 @@ func (h *Handler) documents(v *discovery.View) *documents {
 	}
 	legacy, apis := aggregated.NewResourceManager("api"), aggregated.NewResourceManager("apis")
 	d.groups.TypeMeta = metav1.TypeMeta{Kind: "APIGroupList", APIVersion: "v1"}
-	d.groups.Groups = []metav1.APIGroup{}
+	d.groups.Groups = plainGroups(v.Groups)
 	for i, g := range v.Groups {
 		manager := apis
 		if g.Name == "" {
 			manager = legacy
-		} else {
-			d.groups.Groups = append(d.groups.Groups, apiGroup(g))
 		}
 		for j, version := range g.Versions {
 			gv := metav1.GroupVersion{Group: g.Name, Version: version}
@@ -217,6 +217,23 @@ func groupVersion(group, version string) string {
 		return version
 	}
 	return group + "/" + version
+}
+
+// plainGroups returns the groups of /apis without aggregated discovery, in kube-aggregator's order: by priority, then
+// by the name of the group's first APIService. These names begin with the version.
+func plainGroups(all []*registryv1.Group) []metav1.APIGroup {
+	first := func(g *registryv1.Group) string { return slices.Min(g.Versions) + "." + g.Name }
+	sorted := slices.DeleteFunc(slices.Clone(all), func(g *registryv1.Group) bool {
+		return g.Name == "" || len(g.Versions) == 0
+	})
+	slices.SortStableFunc(sorted, func(a, b *registryv1.Group) int {
+		return cmp.Or(cmp.Compare(b.GroupPriorityMinimum, a.GroupPriorityMinimum), cmp.Compare(first(a), first(b)))
+	})
+	groups := []metav1.APIGroup{}
+	for _, g := range sorted {
+		groups = append(groups, apiGroup(g))
+	}
+	return groups
 }
 
 func apiGroup(g *registryv1.Group) metav1.APIGroup {

@@ -43,9 +43,9 @@ func handler(t *testing.T) *Handler {
 		},
 		Groups: []*registryv1.Group{
 			{Name: "", Versions: []string{"v1"}},
-			{Name: "apps", Versions: []string{"v1"}},
-			{Name: "metrics.k8s.io", Versions: []string{"v1"}},
-			{Name: "example.com", Versions: []string{"v1"}},
+			{Name: "apps", GroupPriorityMinimum: 3, Versions: []string{"v1"}},
+			{Name: "metrics.k8s.io", GroupPriorityMinimum: 2, Versions: []string{"v1"}},
+			{Name: "example.com", GroupPriorityMinimum: 1, Versions: []string{"v1"}},
 		},
 		ApiServices: []*registryv1.APIService{{Group: "metrics.k8s.io", Version: "v1"}},
 	})
@@ -123,5 +123,22 @@ func TestAggregatedDiscovery(t *testing.T) {
 func TestBeforeTheFirstViewDiscoveryIsUnavailable(t *testing.T) {
 	if code, _ := get(&Handler{}, "GET", "/apis", ""); code != 503 {
 		t.Errorf("%d", code)
+	}
+}
+
+// Groups of equal priority are in the order of their APIServices' names, which begin with the version.
+func TestPlainGroupsAreInTheOrderOfAPIServices(t *testing.T) {
+	var names []string
+	for _, g := range plainGroups([]*registryv1.Group{
+		{Name: "", GroupPriorityMinimum: 18000, Versions: []string{"v1"}},
+		{Name: "apps", GroupPriorityMinimum: 17800, Versions: []string{"v1"}},
+		{Name: "a.example.com", GroupPriorityMinimum: 1000, Versions: []string{"v2"}},
+		{Name: "b.example.com", GroupPriorityMinimum: 1000, Versions: []string{"v3", "v1"}},
+		{Name: "c.example.com", GroupPriorityMinimum: 1000, Versions: []string{"v1"}},
+	}) {
+		names = append(names, g.Name)
+	}
+	if got, want := strings.Join(names, " "), "apps b.example.com c.example.com a.example.com"; got != want {
+		t.Errorf("%s, want %s", got, want)
 	}
 }
