@@ -87,6 +87,8 @@ type Deps struct {
 	Dial func(service string) (grpc.ClientConnInterface, error)
 	// API is the API of the gateway in this process; nil if the gateway is in another process.
 	API API
+	// Flags has the flags of the process, with their values.
+	Flags *pflag.FlagSet
 	// NATS is the embedded server; nil if the service's options have the addresses of NATS.
 	NATS InProcessNATS
 }

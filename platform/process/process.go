@@ -122,6 +122,7 @@ type Process struct {
 	services []*service
 	network  network
 	local    *rpc.InProcess
+	flags    *pflag.FlagSet
 	api      *api
 }
 
@@ -282,7 +283,8 @@ func (p *Process) runner(s *service, registrar grpc.ServiceRegistrar, metrics *M
 // deps returns the dependencies with which a service is built.
 func (p *Process) deps(name string) *Deps {
 	d := &Deps{
-		ID: p.identity(name),
+		ID:    p.identity(name),
+		Flags: p.flags,
 		Dial: func(peer string) (grpc.ClientConnInterface, error) {
 			if p.has(peer) {
 				return p.local.Client(name), nil

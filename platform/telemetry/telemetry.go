@@ -68,7 +68,8 @@ func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop 
 	if err != nil {
 		return nil, err
 	}
-	level := slog.Level(-max(o.Verbosity, modules.maxVerbosity()))
+	verbosity.Store(int64(o.Verbosity))
+	level := level{modules.maxVerbosity()}
 	switch o.LogFormat {
 	case "text", "":
 		h = slog.NewTextHandler(w, &slog.HandlerOptions{Level: level, ReplaceAttr: truncateAttr})
@@ -78,7 +79,7 @@ func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop 
 		return nil, fmt.Errorf(`--logging-format %q: want "text" or "json"`, o.LogFormat)
 	}
 	if len(modules) > 0 {
-		h = &moduleHandler{Handler: h, verbosity: o.Verbosity, modules: modules}
+		h = &moduleHandler{Handler: h, modules: modules}
 	}
 	slog.SetDefault(slog.New(h).With("service", service))
 	klogFlags := flag.NewFlagSet("klog", flag.ContinueOnError)
@@ -133,6 +134,7 @@ func (o *Options) ServeDebug(ctx context.Context, gatherer prometheus.Gatherer, 
 		}
 	}
 	Profiles(debug)
+	debug.HandleFunc("PUT /debug/flags/v", putVerbosity)
 	for path, h := range extra {
 		if !slices.Contains(healthPages, path) {
 			debug.Handle(path, h)

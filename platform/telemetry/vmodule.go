@@ -59,13 +59,12 @@ func (m modules) verbosityOf(file string) (verbosity int, ok bool) {
 // --vmodule before it passes a line on, but a logger from a context does not.
 type moduleHandler struct {
 	slog.Handler
-	verbosity int
-	modules   modules
+	modules modules
 }
 
 // Handle implements slog.Handler.
 func (h *moduleHandler) Handle(ctx context.Context, r slog.Record) error {
-	if int(r.Level) < -h.verbosity {
+	if r.Level < -slog.Level(verbosity.Load()) {
 		frame, _ := runtime.CallersFrames([]uintptr{r.PC}).Next()
 		if v, ok := h.modules.verbosityOf(frame.File); !ok || int(r.Level) < -v {
 			return nil
@@ -76,10 +75,10 @@ func (h *moduleHandler) Handle(ctx context.Context, r slog.Record) error {
 
 // WithAttrs implements slog.Handler.
 func (h *moduleHandler) WithAttrs(attrs []slog.Attr) slog.Handler {
-	return &moduleHandler{h.Handler.WithAttrs(attrs), h.verbosity, h.modules}
+	return &moduleHandler{h.Handler.WithAttrs(attrs), h.modules}
 }
 
 // WithGroup implements slog.Handler.
 func (h *moduleHandler) WithGroup(name string) slog.Handler {
-	return &moduleHandler{h.Handler.WithGroup(name), h.verbosity, h.modules}
+	return &moduleHandler{h.Handler.WithGroup(name), h.modules}
 }

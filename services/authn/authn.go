@@ -25,6 +25,7 @@ import (
 	serviceaccountcontroller "k8s.io/kubernetes/pkg/controller/serviceaccount"
 	kubeauthenticator "k8s.io/kubernetes/pkg/kubeapiserver/authenticator"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
+	"k8s.io/kubernetes/pkg/serviceaccount"
 	"k8s.io/kubernetes/plugin/pkg/auth/authenticator/token/bootstrap"
 
 	"watershed.dev/platform/apiclient"
@@ -112,6 +113,7 @@ type Service struct {
 // New builds the authenticators. cluster configures the client of the objects that they look up. Their clients of other
 // servers end with ctx.
 func New(ctx context.Context, c *Config, cluster *apiclient.Conn) (*Service, error) {
+	serviceaccount.RegisterMetrics()
 	s := &Service{
 		config:           c,
 		audiences:        c.Options.APIAudiences,

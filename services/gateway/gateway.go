@@ -7,11 +7,17 @@ import (
 	"sync"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
 	"k8s.io/apiserver/pkg/authentication/user"
+	handlersmetrics "k8s.io/apiserver/pkg/endpoints/handlers/metrics"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
+	"k8s.io/apiserver/pkg/util/compatibility"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	flowcontrolmetrics "k8s.io/apiserver/pkg/util/flowcontrol/metrics"
+	proxymetrics "k8s.io/apiserver/pkg/util/proxy/metrics"
 	"k8s.io/client-go/rest"
-	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
+	_ "k8s.io/component-base/metrics/prometheus/restclient" // rest_client_*
+	_ "k8s.io/component-base/metrics/prometheus/version"    // kubernetes_build_info
 
 	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/identity"
@@ -45,6 +51,8 @@ type Deps struct {
 	Source        registryv1.SourceClient
 	Watch         watchfanoutv1.WatchClient
 	InternalWatch watchfanoutv1.InternalWatchClient
+	// Flags are the flags of the process, for /flagz.
+	Flags *pflag.FlagSet
 }
 
 const (
@@ -88,6 +96,10 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	}
 	metrics.Register()
 	flowcontrolmetrics.Register()
+	handlersmetrics.Register()
+	proxymetrics.Register()
+	utilfeature.DefaultMutableFeatureGate.AddMetrics()
+	compatibility.DefaultComponentGlobalsRegistry.AddMetrics()
 	out, err := c.Egress.Open()
 	if err != nil {
 		return nil, err

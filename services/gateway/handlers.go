@@ -5,13 +5,23 @@ import (
 	"fmt"
 	"net/http"
 	"runtime"
+	"slices"
 	"strings"
 	"time"
 
+	"github.com/spf13/pflag"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/server/flagz"
+	"k8s.io/apiserver/pkg/server/mux"
+	"k8s.io/apiserver/pkg/server/routes"
+	"k8s.io/apiserver/pkg/server/statusz"
+	"k8s.io/apiserver/pkg/util/compatibility"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
+	cliflag "k8s.io/component-base/cli/flag"
 	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/component-base/metrics/prometheus/slis"
 	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
+	zpages "k8s.io/component-base/zpages/features"
 
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/kubeversion"
@@ -71,29 +81,35 @@ func (g *Service) mux(router *routing.Router) http.Handler {
 	page(pages, "/version", "application/json", writeVersion)
 	pages.HandleFunc("/openapi", responsewriters.NotFound) // ServeMux would redirect to /openapi/
 	pages.Handle("/openapi/", g.views.openapi)
-	pages.Handle("/metrics", legacyregistry.HandlerWithReset())
 	page(pages, "/.well-known/openid-configuration", "application/json", g.issuerDocument)
 	page(pages, "/openid/v1/jwks", "application/jwk-set+json", g.issuerDocument)
 	if g.config.Profiling {
 		telemetry.Profiles(pages)
+		installDebugFlags(pages)
 		if g.config.ContentionProfiling {
 			runtime.SetBlockProfileRate(1)
 		}
 	}
-	slis.SLIMetricsWithReset{}.Install(pages)
+	if g.config.Profiling {
+		pages.Handle("/metrics", legacyregistry.HandlerWithReset())
+		slis.SLIMetricsWithReset{}.Install(pages)
+	} else { // as kube-apiserver
+		pages.Handle("/metrics", legacyregistry.Handler())
+		slis.SLIMetrics{}.Install(pages)
+	}
 	if g.config.FlowControl.Enabled {
 		pages.HandleFunc("/debug/api_priority_and_fairness/", func(w http.ResponseWriter, req *http.Request) {
 			g.flowControl.ServeHTTP(w, req)
 		})
 	}
 	g.health = g.checks()
-	healthPaths := g.installHealth(pages)
+	paths := installStatusz(pages, slices.Concat(ownPaths, g.installHealth(pages), g.installFlagz(pages)))
 	pages.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
-		if req.URL.Path != "/" {
+		if req.URL.Path != "/" && req.URL.Path != "/index.html" {
 			responsewriters.NotFound(w, req)
 			return
 		}
-		g.index(w, healthPaths)
+		g.index(w, paths)
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		info, ok := request.RequestInfoFrom(req.Context())
@@ -180,10 +196,13 @@ func writeVersion(w http.ResponseWriter, _ *http.Request) {
 	writeJSON(w, kubeversion.Info())
 }
 
-// index writes the list of served paths, which includes healthPaths.
-func (g *Service) index(w http.ResponseWriter, healthPaths []string) {
-	paths := append([]string{"/.well-known/openid-configuration", "/api", "/apis", "/apis/", "/metrics",
-		"/metrics/slis", "/openapi/v2", "/openapi/v3", "/openapi/v3/", "/openid/v1/jwks", "/version"}, healthPaths...)
+// ownPaths are the paths of the gateway's own pages that the index lists, besides the health checks.
+var ownPaths = []string{"/.well-known/openid-configuration", "/api", "/apis", "/apis/", "/metrics", "/metrics/slis",
+	"/openapi/v2", "/openapi/v3", "/openapi/v3/", "/openid/v1/jwks", "/version"}
+
+// index writes the list of served paths, which begins with the paths of the gateway's own pages.
+func (g *Service) index(w http.ResponseWriter, own []string) {
+	paths := slices.Clone(own)
 	if v := g.discovery.View(); v != nil {
 		for _, group := range v.Groups {
 			if group.Name == "" {
@@ -198,4 +217,39 @@ func (g *Service) index(w http.ResponseWriter, healthPaths []string) {
 	}
 	w.Header().Set("Content-Type", "application/json")
 	writeJSON(w, map[string][]string{"paths": sorted(paths)})
+}
+
+// componentName is the name of kube-apiserver in /flagz and /statusz.
+const componentName = "apiserver"
+
+// installFlagz serves /flagz, the flags of the gateway's process, unless its feature gate is off. It returns the path.
+func (g *Service) installFlagz(pages *http.ServeMux) (paths []string) {
+	if g.deps.Flags == nil || !utilfeature.DefaultFeatureGate.Enabled(zpages.ComponentFlagz) {
+		return nil
+	}
+	flagz.Install(pages, componentName, flagz.NamedFlagSetsReader{
+		FlagSets: cliflag.NamedFlagSets{FlagSets: map[string]*pflag.FlagSet{"": g.deps.Flags}},
+	})
+	return []string{flagz.DefaultFlagzPath}
+}
+
+// installStatusz serves /statusz, unless its feature gate is off. The page lists paths and its own path, which
+// installStatusz returns.
+func installStatusz(pages *http.ServeMux, paths []string) []string {
+	if !utilfeature.DefaultFeatureGate.Enabled(zpages.ComponentStatusz) {
+		return paths
+	}
+	paths = sorted(append(paths, statusz.DefaultStatuszPath))
+	statusz.Install(pages, componentName, statusz.NewRegistry(compatibility.DefaultBuildEffectiveVersion(),
+		statusz.WithListedPaths(paths)))
+	return paths
+}
+
+// installDebugFlags serves /debug/flags/v, which changes the verbosity of the gateway's process. The debug address of
+// each other process serves the same path.
+func installDebugFlags(pages *http.ServeMux) {
+	recorder := mux.NewPathRecorderMux("debug")
+	routes.DebugFlags{}.Install(recorder, "v", routes.StringFlagPutHandler(telemetry.SetVerbosity))
+	pages.Handle("/debug/flags", recorder)
+	pages.Handle("/debug/flags/", recorder)
 }

@@ -15,7 +15,10 @@ import (
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"k8s.io/apiserver/pkg/features"
 	"k8s.io/apiserver/pkg/server/healthz"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
+	"k8s.io/component-base/featuregate"
 
 	"watershed.dev/platform/lifecycle"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
@@ -70,6 +73,20 @@ var registryHooks = []string{
 	"apiservice-status-remote-available-controller",
 	"kube-apiserver-autoregistration",
 	autoregistered,
+}
+
+// gatedHooks maps the checks of start hooks that depend on a feature gate to the gate.
+var gatedHooks = map[string]featuregate.Feature{
+	"poststarthook/start-kube-apiserver-identity-lease-controller":        features.APIServerIdentity,
+	"poststarthook/start-kube-apiserver-identity-lease-garbage-collector": features.APIServerIdentity,
+	"poststarthook/peer-endpoint-reconciler-controller":                   features.UnknownVersionInteroperabilityProxy,
+	"poststarthook/storage-readiness":                                     features.WatchCacheInitializationPostStartHook,
+}
+
+// gateEnabled returns false if the check of a start hook depends on a disabled feature gate.
+func gateEnabled(check string) bool {
+	gate, ok := gatedHooks[check]
+	return !ok || utilfeature.DefaultFeatureGate.Enabled(gate)
 }
 
 // autoregistered is the hook whose check has no prefix in kube-apiserver.
@@ -247,7 +264,7 @@ func (g *Service) hookCheckers() (all []healthz.HealthChecker) {
 	for name, checked := range startHooks {
 		if checked == "proxy-client-cert" && g.config.Aggregation.CertFile == "" ||
 			checked == "in-flight" && g.config.FlowControl.Enabled ||
-			strings.Contains(name, "/priority-and-fairness-") && !g.config.FlowControl.Enabled {
+			strings.Contains(name, "/priority-and-fairness-") && !g.config.FlowControl.Enabled || !gateEnabled(name) {
 			continue
 		}
 		all = append(all, healthz.NamedCheck(name, g.health[checked].started()))
@@ -256,6 +273,9 @@ func (g *Service) hookCheckers() (all []healthz.HealthChecker) {
 		shown := "poststarthook/" + name
 		if name == autoregistered {
 			shown = name
+		}
+		if !gateEnabled(shown) {
+			continue
 		}
 		all = append(all, healthz.NamedCheck(shown, func(r *http.Request) error {
 			if g.hooks.completed(name) {

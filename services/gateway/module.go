@@ -61,6 +61,7 @@ func dial(d *process.Deps) (Deps, error) {
 	}
 	registryConn := dial("registry")
 	return Deps{
+		Flags:         d.Flags,
 		Authn:         authnv1.NewAuthnClient(dial("authn")),
 		Authz:         authzv1.NewAuthzClient(dial("authz")),
 		Admission:     admissionv1.NewAdmissionClient(dial("admission")),

@@ -23,6 +23,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	restclient "k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
+	_ "k8s.io/component-base/metrics/prometheus/restclient" // rest_client_*
 
 	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/crd"
@@ -371,7 +372,9 @@ func (s *Service) Run(ctx context.Context) error {
 			func() {},
 		)
 	})
-	s.tasks.Go(ctx, "identity lease", s.controllers.RenewIdentityLease)
+	if controllers.HasIdentityLease() {
+		s.tasks.Go(ctx, "identity lease", s.controllers.RenewIdentityLease)
+	}
 	s.informers.Start(ctx.Done())
 	s.extensions.Start(ctx.Done())
 	s.discovery.APIServices.Informers.Start(ctx.Done())

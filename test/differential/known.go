@@ -228,10 +228,9 @@ var known = []*difference{
 	{
 		name:    "the index",
 		request: is(`^GET / \(`),
-		detail: is(`^\.paths\./(flagz|statusz): true \| nothing$|` +
-			`^\.paths\./(healthz|readyz)/(admission|authn|authz|discovery|fairness|kms-providers|watch-tier): ` +
+		detail: is(`^\.paths\./(healthz|readyz)/(admission|authn|authz|discovery|fairness|kms-providers|watch-tier): ` +
 			`nothing \| true$`),
-		reason: "Watershed has a health check for each service, and no pages /flagz and /statusz.",
+		reason: "Watershed has a health check for each service.",
 	},
 	{
 		name:    "metadata of DaemonSets",

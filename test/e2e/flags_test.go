@@ -7,16 +7,19 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"reflect"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
 
 	"github.com/spf13/pflag"
+	"k8s.io/client-go/rest"
 	_ "k8s.io/component-base/logs/json/register" // the flags of the JSON format
 	"k8s.io/kubernetes/cmd/kube-apiserver/app/options"
 
@@ -150,6 +153,7 @@ func TestKubeAPIServerByName(t *testing.T) {
 			t.Errorf("%v, and kube-apiserver has %v", got, want)
 		}
 	}
+	comparePages(t, theirs, link.Server)
 	link.Kubectl("create", "configmap", "kept")
 	before := names(link.Server)
 	link.Stop()
@@ -179,5 +183,162 @@ func TestKubeAPIServerByName(t *testing.T) {
 	}
 	if out, code := run("--help"); code != 0 || strings.Contains(out, "--insecure-port") {
 		t.Errorf("--help: %d %s", code, out)
+	}
+}
+
+// ownFlagValues are the flags whose values differ in /flagz: paths and ports of the test, and values that kube-apiserver
+// or Watershed complete after the start.
+var ownFlagValues = []string{"advertise-address", "api-audiences", "cert-dir", "etcd-servers", "external-hostname",
+	"help", "secure-port", "service-account-key-file", "service-account-signing-key-file", "service-cluster-ip-range",
+	"tls-cert-file", "tls-private-key-file", "watch-cache-sizes", "client-ca-file", "kubelet-client-certificate",
+	"kubelet-client-key", "requestheader-client-ca-file", "proxy-client-cert-file", "proxy-client-key-file"}
+
+// comparePages compares the pages of the servers about themselves: flags, paths, checks, status and verbosity.
+func comparePages(t *testing.T, theirs, ours *harness.Server) {
+	t.Helper()
+	page := func(s *harness.Server, method, path, accept, body string) (int, string) {
+		client, err := rest.HTTPClientFor(s.Config())
+		if err != nil {
+			t.Fatal(err)
+		}
+		req, err := http.NewRequest(method, s.Config().Host+path, strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Header.Set("Accept", accept)
+		resp, err := client.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer resp.Body.Close()
+		b, err := io.ReadAll(resp.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return resp.StatusCode, string(b)
+	}
+	const flagz, statusz = "application/json;as=Flagz;v=v1beta1;g=config.k8s.io",
+		"application/json;as=Statusz;v=v1beta1;g=config.k8s.io"
+	type object struct {
+		Kind, APIVersion, BinaryVersion, EmulationVersion string
+		Flags                                             map[string]string
+		Paths                                             []string
+	}
+	get := func(s *harness.Server, path, accept string) (o object) {
+		code, body := page(s, "GET", path, accept, "")
+		if err := json.Unmarshal([]byte(body), &o); err != nil || code != http.StatusOK {
+			t.Errorf("%s: %d %v: %s", path, code, err, body)
+		}
+		return o
+	}
+	want, got := get(theirs, "/flagz", flagz), get(ours, "/flagz", flagz)
+	for name, value := range want.Flags {
+		if own, ok := got.Flags[name]; own != value && !slices.Contains(ownFlagValues, name) {
+			t.Errorf("/flagz: --%s is %q (%v), and kube-apiserver has %q", name, own, ok, value)
+		}
+	}
+	if len(want.Flags) < 177-2 { // the flags of the JSON format depend on the build
+		t.Errorf("kube-apiserver has %d flags", len(want.Flags))
+	}
+	want, got = get(theirs, "/statusz", statusz), get(ours, "/statusz", statusz)
+	if !reflect.DeepEqual(want, got) {
+		t.Errorf("/statusz: %+v, and kube-apiserver has %+v", got, want)
+	}
+	for _, path := range []string{"/", "/index.html"} {
+		want, got := get(theirs, path, "application/json").Paths, get(ours, path, "application/json").Paths
+		own := slices.DeleteFunc(got, func(p string) bool {
+			// Watershed creates the roles also without RBAC (docs/operators/compatibility.md)
+			return slices.Contains(want, p) || strings.HasSuffix(p, "/poststarthook/rbac/bootstrap-roles")
+		})
+		missing := slices.DeleteFunc(want, func(p string) bool {
+			return slices.Contains(get(ours, path, "application/json").Paths, p)
+		})
+		if len(missing) > 0 || strings.Join(own, " ") != ownPaths {
+			t.Errorf("%s lacks %q, and has %q in addition", path, missing, own)
+		}
+	}
+	for _, c := range []struct{ method, path, accept, body string }{
+		{"GET", "/flagz", "application/xml", ""},
+		{"GET", "/statusz", "application/json", ""},
+		{"GET", "/debug/flags", "", ""},
+		{"GET", "/debug/flags/v", "", ""},
+		{"PUT", "/debug/flags/v", "", "x"},
+		{"PUT", "/debug/flags/v", "", "3"},
+		{"PUT", "/debug/flags/v", "", "0"},
+		{"POST", "/index.html", "", ""},
+	} {
+		wantCode, want := page(theirs, c.method, c.path, c.accept, c.body)
+		gotCode, got := page(ours, c.method, c.path, c.accept, c.body)
+		if c.path == "/index.html" {
+			want, got = "", ""
+		}
+		if gotCode != wantCode || got != want {
+			t.Errorf("%s %s %q: %d %s, and kube-apiserver responds %d %s", c.method, c.path, c.body, gotCode, got,
+				wantCode, want)
+		}
+	}
+}
+
+// ownPaths are the paths of Watershed's own health checks.
+const ownPaths = "/healthz/admission /healthz/authn /healthz/authz /healthz/discovery /healthz/fairness " +
+	"/healthz/kms-providers /readyz/admission /readyz/authn /readyz/authz /readyz/discovery /readyz/fairness " +
+	"/readyz/kms-providers /readyz/watch-tier"
+
+// TestDisabledGates checks that gates that Watershed implements itself have kube-apiserver's effect when they are off.
+func TestDisabledGates(t *testing.T) {
+	const gates = "--feature-gates=WatchList=false,APIResponseCompression=false,StorageVersionHash=false," +
+		"UnknownVersionInteroperabilityProxy=false,APIServerIdentity=false,ComponentFlagz=false," +
+		"ComponentStatusz=false,WatchCacheInitializationPostStartHook=false"
+	theirs, link := harness.Oracle(t, gates), harness.Link(t, gates)
+	raw := func(s *harness.Server, path string) string {
+		out, err := s.TryKubectl("", "get", "--raw", path)
+		if err != nil {
+			return err.Error()
+		}
+		return out
+	}
+	hooks := regexp.MustCompile(`(?m)^\[.\](\S*(?:poststarthook|autoregister)\S*)`)
+	for name, get := range map[string]func(*harness.Server) any{
+		"a watch with initial events": func(s *harness.Server) any {
+			return raw(s, "/api/v1/namespaces?watch=1&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&"+
+				"allowWatchBookmarks=true&timeoutSeconds=1")
+		},
+		"/flagz":   func(s *harness.Server) any { return raw(s, "/flagz") },
+		"/statusz": func(s *harness.Server) any { return raw(s, "/statusz") },
+		"storage version hashes": func(s *harness.Server) any {
+			return strings.Contains(raw(s, "/apis/apps/v1"), "storageVersionHash")
+		},
+		"identity leases": func(s *harness.Server) any {
+			return s.Kubectl("get", "leases", "-n", "kube-system", "-l", "apiserver.kubernetes.io/identity",
+				"-o", "name", "--ignore-not-found")
+		},
+		"checks": func(s *harness.Server) any {
+			found := hooks.FindAllStringSubmatch(raw(s, "/readyz?verbose"), -1)
+			slices.SortFunc(found, func(a, b []string) int { return strings.Compare(a[1], b[1]) })
+			return found
+		},
+		"compression": func(s *harness.Server) any {
+			client, err := rest.HTTPClientFor(s.Config())
+			if err != nil {
+				t.Fatal(err)
+			}
+			req, _ := http.NewRequest("GET", s.Config().Host+"/apis/rbac.authorization.k8s.io/v1/clusterroles", nil)
+			req.Header.Set("Accept-Encoding", "gzip")
+			resp, err := client.Do(req)
+			if err != nil {
+				t.Fatal(err)
+			}
+			resp.Body.Close()
+			return resp.Header.Get("Content-Encoding")
+		},
+	} {
+		if want, got := get(theirs), get(link.Server); !reflect.DeepEqual(want, got) {
+			t.Errorf("%s: %v, and kube-apiserver has %v", name, got, want)
+		}
+	}
+	out, err := exec.Command(harness.Watershed(), "up", "--feature-gates=AllBeta=true", "--data-dir="+t.TempDir()).
+		CombinedOutput()
+	if err == nil || !strings.Contains(string(out), "set ") {
+		t.Errorf("a gate that is not implemented is accepted: %s", out)
 	}
 }

@@ -8,6 +8,9 @@ import (
 
 	"github.com/klauspost/compress/gzip"
 
+	"k8s.io/apiserver/pkg/features"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
+
 	"watershed.dev/platform/deflate"
 )
 
@@ -62,7 +65,8 @@ func setGzipHeaders(h http.Header) {
 
 // ShouldCompress reports whether a response of `size` bytes is compressed for this client.
 func ShouldCompress(req *http.Request, size int64) bool {
-	return size > deflate.Threshold && deflate.AcceptsGzip(req.Header)
+	return size > deflate.Threshold && deflate.AcceptsGzip(req.Header) &&
+		utilfeature.DefaultFeatureGate.Enabled(features.APIResponseCompression)
 }
 
 // Write implements io.Writer. It holds no compression slot while it waits for the client.

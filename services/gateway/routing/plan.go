@@ -14,6 +14,8 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/features"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 
 	"watershed.dev/platform/identity"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -82,8 +84,9 @@ func listOptions(u *url.URL) (*internalversion.ListOptions, error) {
 			return nil, apierrors.NewBadRequest(err.Error())
 		}
 	}
-	internalversion.SetListOptionsDefaults(opts, true)
-	if errs := metainternalversionvalidation.ValidateListOptions(opts, true); len(errs) > 0 {
+	watchList := utilfeature.DefaultFeatureGate.Enabled(features.WatchList)
+	internalversion.SetListOptionsDefaults(opts, watchList)
+	if errs := metainternalversionvalidation.ValidateListOptions(opts, watchList); len(errs) > 0 {
 		return nil, apierrors.NewInvalid(schema.GroupKind{Group: metav1.GroupName, Kind: "ListOptions"}, "", errs)
 	}
 	return opts, nil

@@ -92,7 +92,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"To prevent HTTP/2 clients from getting stuck on a single gateway, randomly close a connection (GOAWAY). "+
 			"The probability per request, from 0 to 0.02.")
 	fs.StringSliceVar(&c.APIAudiences, "api-audiences", nil, "Identifiers of the API.")
-	fs.Uint32Var(&c.HTTP2MaxStreams, "http2-max-streams-per-connection", defaultMaxStreams,
+	fs.Uint32Var(&c.HTTP2MaxStreams, "http2-max-streams-per-connection", 0,
 		"The limit that the server gives to clients for the maximum number of streams in an HTTP/2 connection. 0: 100.")
 	fs.DurationVar(&c.ShutdownDelay, "shutdown-delay-duration", 0,
 		"The time after SIGTERM during which the gateway still serves and /readyz fails.")

@@ -5,11 +5,13 @@ import (
 	"log/slog"
 	"os"
 	"slices"
+	"sync"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/component-base/metrics/legacyregistry"
 	apiregistrationv1 "k8s.io/kube-aggregator/pkg/apis/apiregistration/v1"
 	"k8s.io/kube-aggregator/pkg/apis/apiregistration/v1/helper"
 	"k8s.io/kube-aggregator/pkg/client/clientset_generated/clientset"
@@ -25,6 +27,14 @@ import (
 	"watershed.dev/services/registry/installer"
 )
 
+// availabilityMetrics are the metrics of unavailable APIServices, for all terms of this replica.
+var (
+	availabilityMetrics  = metrics.New()
+	registerAvailability = sync.OnceValue(func() error {
+		return availabilityMetrics.Register(legacyregistry.Register, legacyregistry.CustomRegister)
+	})
+)
+
 // registerAPIServices starts the controllers that keep an APIService for each group version, built in or of a CRD. It
 // also starts the controllers that set the APIServices' availability.
 func (cs *Controllers) registerAPIServices(ctx context.Context, hooks *hooksTerm) error {
@@ -35,7 +45,9 @@ func (cs *Controllers) registerAPIServices(ctx context.Context, hooks *hooksTerm
 	informers := externalversions.NewSharedInformerFactory(client, 5*time.Minute)
 	services := informers.Apiregistration().V1().APIServices()
 	registration := autoregister.NewAutoRegisterController(services, client.ApiregistrationV1())
-	availabilityMetrics := metrics.New()
+	if err := registerAvailability(); err != nil {
+		return err
+	}
 	localAvailability, err := availability.New(services, client.ApiregistrationV1(), availabilityMetrics)
 	if err != nil {
 		return err

@@ -34,7 +34,9 @@ import (
 	"k8s.io/apiextensions-apiserver/pkg/controller/finalizer"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apiserver/pkg/authentication/request/headerrequest"
+	"k8s.io/apiserver/pkg/features"
 	"k8s.io/apiserver/pkg/server/dynamiccertificates"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	restclient "k8s.io/client-go/rest"
@@ -212,8 +214,11 @@ func (cs *Controllers) Run(ctx context.Context) error {
 	}
 	hooks.done(hookCRDs)
 	go legacytokentracking.NewController(cs.Client).RunWithContext(ctx)
-	go cs.collectIdentityLeases(ctx)
-	hooks.done(hookLegacyTokens, hookIdentityLease, hookIdentityLeaseGC)
+	hooks.done(hookLegacyTokens)
+	if HasIdentityLease() {
+		go cs.collectIdentityLeases(ctx)
+		hooks.done(hookIdentityLease, hookIdentityLeaseGC)
+	}
 	hooks.wait(ctx, hookServiceRepair, repairTimeout) // the kubernetes Service should not be created during it
 	if err := cs.allocatorsReady(ctx); err != nil {
 		return err
@@ -308,6 +313,9 @@ func (cs *Controllers) publishTrust(ctx context.Context) error {
 	go c.Run(ctx, 1)
 	return nil
 }
+
+// HasIdentityLease reports whether API servers have identity leases.
+func HasIdentityLease() bool { return utilfeature.DefaultFeatureGate.Enabled(features.APIServerIdentity) }
 
 // RenewIdentityLease renews the identity lease of this API server until ctx ends. Every registry calls it. Registries
 // with the same host and event log are the same API server.

@@ -10,7 +10,9 @@ import (
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"k8s.io/apiserver/pkg/features"
 	genericapiserver "k8s.io/apiserver/pkg/server"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 
 	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/watchable"
@@ -178,13 +180,20 @@ const (
 	hookKubernetesService  = "bootstrap-controller"
 )
 
-var ownHooks = []string{hookServiceCIDR, hookSystemNamespaces, hookAuthenticationInfo, hookAutoregistration,
-	hookAutoregistered, hookLocalAvailability, hookRemoteAvailability, hookCRDs, hookLegacyTokens, hookIdentityLease,
-	hookIdentityLeaseGC, hookKubernetesService}
+// ownHooks returns the names of the hooks of this package.
+func ownHooks() []string {
+	names := []string{hookServiceCIDR, hookSystemNamespaces, hookAuthenticationInfo, hookAutoregistration,
+		hookAutoregistered, hookLocalAvailability, hookRemoteAvailability, hookCRDs, hookLegacyTokens,
+		hookKubernetesService}
+	if utilfeature.DefaultFeatureGate.Enabled(features.APIServerIdentity) {
+		names = append(names, hookIdentityLease, hookIdentityLeaseGC)
+	}
+	return names
+}
 
 // hookNames returns the names of all hooks that Run completes.
 func (cs *Controllers) hookNames() []string {
-	names := slices.Clone(ownHooks)
+	names := ownHooks()
 	for _, h := range cs.Hooks {
 		names = append(names, h.Name)
 	}

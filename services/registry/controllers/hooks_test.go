@@ -69,7 +69,7 @@ func TestStartHooksArePendingUntilTheyReturn(t *testing.T) {
 		t.Error("the progress is known before the elected registry published it")
 	}
 	term := cs.StartHooks.begin(t.Context(), cs.hookNames())
-	term.done(ownHooks...)
+	term.done(ownHooks()...)
 	cs.startUpstreamHooks(t.Context(), term, func(err error) { t.Error(err) })
 	awaitPending(t, other, "slow")
 	close(release)

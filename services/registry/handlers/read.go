@@ -16,8 +16,10 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/features"
 	"k8s.io/apiserver/pkg/registry/rest"
 	apistorage "k8s.io/apiserver/pkg/storage"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 
 	"watershed.dev/platform/telemetry"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -162,8 +164,9 @@ func (scope *RequestScope) listOptions(query, name string) (*internalversion.Lis
 	if err := decodeOptions(query, opts); err != nil {
 		return nil, err
 	}
-	internalversion.SetListOptionsDefaults(opts, true)
-	if errs := metainternalversionvalidation.ValidateListOptions(opts, true); len(errs) > 0 {
+	watchList := utilfeature.DefaultFeatureGate.Enabled(features.WatchList)
+	internalversion.SetListOptionsDefaults(opts, watchList)
+	if errs := metainternalversionvalidation.ValidateListOptions(opts, watchList); len(errs) > 0 {
 		return nil, apierrors.NewInvalid(schema.GroupKind{Group: metav1.GroupName, Kind: "ListOptions"}, "", errs)
 	}
 	var err error

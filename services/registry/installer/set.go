@@ -13,8 +13,10 @@ import (
 	genericapi "k8s.io/apiserver/pkg/endpoints"
 	"k8s.io/apiserver/pkg/endpoints/deprecation"
 	"k8s.io/apiserver/pkg/endpoints/discovery"
+	"k8s.io/apiserver/pkg/features"
 	"k8s.io/apiserver/pkg/registry/rest"
 	genericapiserver "k8s.io/apiserver/pkg/server"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	"k8s.io/component-base/version"
 	"k8s.io/kube-openapi/pkg/validation/spec"
 	"sigs.k8s.io/structured-merge-diff/v6/fieldpath"
@@ -247,7 +249,8 @@ func describeVersion(apiResource *registryv1.APIResource, scope *handlers.Reques
 		apiResource.Deprecation = deprecation.WarningMessage(versioned)
 		apiResource.RemovedRelease = deprecation.RemovedRelease(versioned)
 	}
-	if p, ok := scope.Storage.(rest.StorageVersionProvider); ok && p.StorageVersion() != nil {
+	if p, ok := scope.Storage.(rest.StorageVersionProvider); ok && p.StorageVersion() != nil &&
+		utilfeature.DefaultFeatureGate.Enabled(features.StorageVersionHash) {
 		kinds, _, err := scope.Typer.ObjectKinds(scope.Storage.New())
 		if err != nil {
 			return err

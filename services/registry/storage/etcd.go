@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/tls"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"slices"
 	"strings"
@@ -17,6 +18,7 @@ import (
 	"google.golang.org/grpc/backoff"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 	serveroptions "k8s.io/apiserver/pkg/server/options"
+	"k8s.io/apiserver/pkg/storage/etcd3/metrics"
 	"k8s.io/apiserver/pkg/storage/storagebackend"
 
 	"watershed.dev/platform/egress"
@@ -90,6 +92,22 @@ func (o *Options) upstream(out egress.Selector) *serveroptions.EtcdOptions {
 	eo.EnableWatchCache = false
 	return eo
 }
+
+// sizeMonitor reports the size of etcd's database for a metric, when the metric is read.
+type sizeMonitor struct{ *clientv3.Client }
+
+// Monitor implements metrics.Monitor.
+func (m sizeMonitor) Monitor(ctx context.Context) (metrics.StorageMetrics, error) {
+	endpoints := m.Endpoints()
+	status, err := m.Status(ctx, endpoints[rand.IntN(len(endpoints))])
+	if err != nil {
+		return metrics.StorageMetrics{}, err
+	}
+	return metrics.StorageMetrics{Size: status.DbSize}, nil
+}
+
+// Close implements metrics.Monitor. It keeps the client, which the storage owns.
+func (m sizeMonitor) Close() error { return nil }
 
 // allUnixSockets reports whether all etcd servers are Unix sockets, as in `watershed up`.
 func allUnixSockets(servers []string) bool {

@@ -23,6 +23,7 @@ import (
 	serverstorage "k8s.io/apiserver/pkg/server/storage"
 	apistorage "k8s.io/apiserver/pkg/storage"
 	"k8s.io/apiserver/pkg/storage/etcd3"
+	"k8s.io/apiserver/pkg/storage/etcd3/metrics"
 	"k8s.io/apiserver/pkg/storage/storagebackend"
 	"k8s.io/apiserver/pkg/storage/storagebackend/factory"
 	"k8s.io/client-go/tools/cache"
@@ -145,6 +146,9 @@ func Open(ctx context.Context, o Options, out egress.Selector, resources *server
 		return nil, err
 	}
 	client.Kubernetes = &cachingClient{client.Kubernetes, s}
+	metrics.SetStorageMonitorGetter(func() ([]metrics.Monitor, error) {
+		return []metrics.Monitor{sizeMonitor{client.Client}}, nil
+	})
 	return s, nil
 }
 
