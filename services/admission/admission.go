@@ -143,7 +143,11 @@ func New(ctx context.Context, c *Config, conn *apiclient.Conn) (*Service, error)
 	gc.Authorization.Authorizer = remoteAuthorizer{client}
 	version := compatibility.DefaultBuildEffectiveVersion()
 	gc.EffectiveVersion = version
-	if err := c.Options.ApplyTo(gc, s.informers, client, dyn, utilfeature.DefaultFeatureGate, version,
+	plugins, err := pluginClient(conn.Config)
+	if err != nil {
+		return nil, err
+	}
+	if err := c.Options.ApplyTo(gc, s.informers, plugins, dyn, utilfeature.DefaultFeatureGate, version,
 		append(initializers, s.mapper)...); err != nil {
 		return nil, err
 	}
