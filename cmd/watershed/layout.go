@@ -1,8 +1,8 @@
 package main
 
 import (
-	"crypto/sha256"
-	"encoding/hex"
+	"crypto/rand"
+	"errors"
 	"fmt"
 	"maps"
 	"net"
@@ -127,15 +127,16 @@ func advertised(fs *pflag.FlagSet) (names []string) {
 // garbage collection of the file.
 func (l *layout) close() { _ = l.lock.Close() }
 
-// logName returns the name of this directory's event log in etcd. Several `up` may share an etcd, and each has an event
-// log of its own. The name outlives the files, so a container without a volume leaves no other name at each start.
+// logName returns the name of this directory's event log in etcd. It is random, because several `up` may share an etcd,
+// and each has an event log of its own.
 func (l *layout) logName() (string, error) {
-	host, err := os.Hostname()
-	if err != nil {
-		return "", err
+	path := filepath.Join(l.dir, "log-name")
+	name, err := os.ReadFile(path)
+	if errors.Is(err, os.ErrNotExist) {
+		name = []byte("up-" + strings.ToLower(rand.Text()[:10]))
+		err = pki.WriteFile(path, name, 0o600)
 	}
-	hash := sha256.Sum256([]byte(host + l.dir))
-	return "up-" + hex.EncodeToString(hash[:8]), nil
+	return strings.TrimSpace(string(name)), err
 }
 
 func writeYAML(path string, doc any) error {

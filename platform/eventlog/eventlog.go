@@ -71,7 +71,9 @@ func Subject(storedAs string) string { return eventPrefix + storedAs }
 type Options struct {
 	URL string
 	// Name is the name of the log in etcd. Registries that share NATS servers have the same name.
-	Name      string
+	Name string
+	// Owner identifies the control plane and the log. A stream with another owner is refused. Empty: it is not checked.
+	Owner     string
 	Storage   string
 	Replicas  int
 	Retention time.Duration

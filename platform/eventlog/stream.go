@@ -25,6 +25,13 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 	if err := checkServer(js.Conn()); err != nil {
 		return nil, err
 	}
+	if err := o.CheckOwner(ctx, js); err != nil {
+		return nil, err
+	}
+	var metadata map[string]string
+	if o.Owner != "" {
+		metadata = map[string]string{ownerKey: o.Owner}
+	}
 	stream, err := js.CreateOrUpdateStream(ctx, jetstream.StreamConfig{
 		Name:         StreamName,
 		Subjects:     []string{eventPrefix + ">", ProgressSubject},
@@ -36,12 +43,38 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 		Duplicates:   min(o.Retention, time.Second),
 		RePublish:    &jetstream.RePublish{Source: ">", Destination: storedPrefix + ">"},
 		AllowDirect:  true, // lagging replicas answer direct gets too: see DirectGetReader
-		MaxConsumers: 1,    // no reader has a consumer, and 0 means no limit
+		Metadata:     metadata,
+		MaxConsumers: 1, // no reader has a consumer, and 0 means no limit
 	})
 	if err != nil {
 		return nil, err
 	}
 	return stream, deleteConsumers(ctx, stream)
+}
+
+// ownerKey is the key of the owner in the stream's metadata.
+const ownerKey = "watershed.dev/owner"
+
+// ErrOtherOwner means that the stream belongs to another control plane, or to another log of the same control plane.
+var ErrOtherOwner = errors.New("the NATS servers hold another event log")
+
+// CheckOwner returns ErrOtherOwner if the stream has another owner.
+func (o *Options) CheckOwner(ctx context.Context, js jetstream.JetStream) error {
+	if o.Owner == "" {
+		return nil
+	}
+	stream, err := js.Stream(ctx, StreamName)
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if owner := stream.CachedInfo().Config.Metadata[ownerKey]; owner != "" && owner != o.Owner {
+		return fmt.Errorf("%w (%s), not %s: use other NATS servers, or the same --etcd-prefix and --log-name", ErrOtherOwner,
+			owner, o.Owner)
+	}
+	return nil
 }
 
 // deleteConsumers deletes the consumers of the stream. An older release or a stolen key may have created them.

@@ -77,7 +77,9 @@ type Service struct {
 	health            map[string]*check
 	hooks             registryHooksProgress
 	// joinable is closed when the gateway may take a part of the connections of a shared port.
-	joinable  chan struct{}
+	joinable chan struct{}
+	// started is closed when all checks of the start have succeeded.
+	started   chan struct{}
 	files     reload.Files
 	auditor   *audit.Auditor
 	heartbeat *heartbeat
@@ -121,8 +123,9 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		external:       c.externalAddress(),
 		hooks:          registryHooksProgress{registry: d.Discovery},
 		joinable:       make(chan struct{}),
+		started:        make(chan struct{}),
 	}
-	g.heartbeat = newHeartbeat(d.Discovery, c.advertiseAddress(), g.joinable, g.server.ShuttingDown)
+	g.heartbeat = newHeartbeat(d.Discovery, c.advertiseAddress(), g.started, g.server.ShuttingDown)
 	for _, name := range startChecks() {
 		g.ready.Set(name, errNotResponded)
 	}

@@ -438,6 +438,9 @@ func (g *Service) awaitStart(ctx context.Context) {
 	join.Wait()
 	close(g.joinable)
 	wg.Wait()
+	if ctx.Err() == nil {
+		close(g.started)
+	}
 }
 
 // startChecks returns the checks that must succeed once before the gateway is ready: the required checks and the checks

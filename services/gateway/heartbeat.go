@@ -24,13 +24,13 @@ const (
 
 // heartbeat reports to registry that the gateway is live, and the address at which it accepts connections.
 //
-//	live, without an address --accepting--> live, with an address --draining--> live, without an address --> left
+//	live --accepting--> an endpoint of the kubernetes Service --draining--> live --> left
 type heartbeat struct {
 	registry registryv1.DiscoveryClient
 	name     string
 	// address is the gateway's IP address; empty if unknown.
 	address string
-	// accepting is closed when the gateway starts to accept connections, and draining when it stops to.
+	// accepting is closed when the gateway is ready for the first time, and draining when it shuts down.
 	accepting, draining <-chan struct{}
 	// live is the number of live gateways; 0 until registry has counted this gateway.
 	live watchable.Value[int]
@@ -46,13 +46,15 @@ func (h *heartbeat) run(ctx context.Context) {
 	defer func() {
 		leaveCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), heartbeatTimeout)
 		defer cancel()
-		_, _ = h.registry.Gateways(leaveCtx, &registryv1.GatewaysRequest{Name: h.name, Leaving: true})
+		_, _ = h.registry.Gateways(leaveCtx,
+			&registryv1.GatewaysRequest{Name: h.name, AdvertiseAddress: h.address, Leaving: true})
 	}()
-	accepting, draining, address := h.accepting, h.draining, ""
+	accepting, draining, accepts := h.accepting, h.draining, false
 	for {
 		// not canceled with ctx: registry would have stored that there is no address, and not have removed the endpoint
 		callCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), heartbeatTimeout)
-		resp, err := h.registry.Gateways(callCtx, &registryv1.GatewaysRequest{Name: h.name, AdvertiseAddress: address})
+		resp, err := h.registry.Gateways(callCtx, &registryv1.GatewaysRequest{Name: h.name,
+			AdvertiseAddress: h.address, Accepting: accepts})
 		cancel()
 		pause := heartbeatPeriod
 		if err == nil {
@@ -66,9 +68,9 @@ func (h *heartbeat) run(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case <-accepting:
-			address, accepting = h.address, nil
+			accepts, accepting = true, nil
 		case <-draining:
-			address, draining, accepting = "", nil, nil
+			accepts, draining, accepting = false, nil, nil
 		case <-time.After(pause):
 		}
 	}
@@ -83,12 +85,13 @@ func (h *heartbeat) counted() bool {
 // advertiseAddress returns the IP address of --advertise-address. If the flag is not set, it is the address of the
 // default interface, as in kube-apiserver. It is empty if there is none.
 func (c *Config) advertiseAddress() string {
-	if c.AdvertiseAddress == "" {
+	ip := net.ParseIP(c.AdvertiseAddress)
+	if c.AdvertiseAddress == "" || ip != nil && ip.IsUnspecified() {
 		if ip, err := utilnet.ResolveBindAddress(net.ParseIP(c.Server.BindAddress)); err == nil {
 			return ip.String()
 		}
 	}
-	if ip := net.ParseIP(c.AdvertiseAddress); ip != nil {
+	if ip != nil {
 		return ip.String()
 	}
 	return ""

@@ -3,6 +3,7 @@ package gateway
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"testing"
 	"testing/synctest"
@@ -29,7 +30,7 @@ func (r *recorder) Gateways(_ context.Context, req *registryv1.GatewaysRequest,
 	if req.Leaving {
 		r.got = append(r.got, "leaves")
 	} else {
-		r.got = append(r.got, req.AdvertiseAddress)
+		r.got = append(r.got, fmt.Sprint(req.AdvertiseAddress, " ", req.Accepting))
 	}
 	return &registryv1.GatewaysResponse{Alive: 3}, nil
 }
@@ -54,7 +55,8 @@ func TestHeartbeatOfAGatewaysLife(t *testing.T) {
 		synctest.Wait()
 		cancel()
 		<-ended
-		if want := []string{"", "192.0.2.1", "192.0.2.1", "", "leaves"}; !slices.Equal(registry.got, want) {
+		if want := []string{"192.0.2.1 false", "192.0.2.1 true", "192.0.2.1 true", "192.0.2.1 false",
+			"leaves"}; !slices.Equal(registry.got, want) {
 			t.Errorf("%q, not %q", registry.got, want)
 		}
 		if live, _ := h.live.Get(); live != 3 {

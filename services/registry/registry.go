@@ -187,6 +187,10 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		return nil, err
 	}
 	s.logNATS = logNATS
+	c.Log.Owner = store.OwnKey(publisher.KeyPrefix(c.Log.Name))
+	if err := s.checkLogOwner(ctx); err != nil {
+		return nil, err
+	}
 	s.initServers(store, logJS)
 	if err := s.waitForEtcd(ctx); err != nil {
 		return nil, err
@@ -195,9 +199,6 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		return nil, err
 	}
 	if s.resources.BuiltIn, err = s.builtIn(ctx, served); err != nil {
-		return nil, err
-	}
-	if err := s.dataKeys.MoveOldKeys(ctx, s.publisher.EpochKey()); err != nil {
 		return nil, err
 	}
 	if err := s.checkSameCluster(ctx); err != nil {
@@ -215,6 +216,19 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		s.discovery.Endpoints = endpoints
 	}
 	return s, s.discovery.WatchAPIServices(s.loopback, s.informers, c.Controllers.AggregatorRouting)
+}
+
+// ownerTimeout bounds the check of the log's owner. NATS may start later, and the publisher checks again.
+const ownerTimeout = 2 * time.Second
+
+// checkLogOwner returns an error if the NATS servers hold the event log of another control plane.
+func (s *Service) checkLogOwner(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, ownerTimeout)
+	defer cancel()
+	if err := s.config.Log.CheckOwner(ctx, s.js); errors.Is(err, eventlog.ErrOtherOwner) {
+		return fmt.Errorf("--nats-url %q: %w", s.config.Log.URL, err)
+	}
+	return nil
 }
 
 // connect connects to NATS as the registry.

@@ -315,7 +315,9 @@ func (cs *Controllers) publishTrust(ctx context.Context) error {
 }
 
 // HasIdentityLease reports whether API servers have identity leases.
-func HasIdentityLease() bool { return utilfeature.DefaultFeatureGate.Enabled(features.APIServerIdentity) }
+func HasIdentityLease() bool {
+	return utilfeature.DefaultFeatureGate.Enabled(features.APIServerIdentity)
+}
 
 // RenewIdentityLease renews the identity lease of this API server until ctx ends. Every registry calls it. Registries
 // with the same host and event log are the same API server.

@@ -11,6 +11,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	corelisters "k8s.io/client-go/listers/core/v1"
 	api "k8s.io/kubernetes/pkg/apis/core"
+	"k8s.io/kubernetes/pkg/apis/core/validation"
 	"k8s.io/kubernetes/pkg/controlplane/reconcilers"
 
 	"watershed.dev/services/registry/storage"
@@ -55,10 +56,14 @@ func newEndpoints(fixed net.IP, port int, s *storage.Storage, client kubernetes.
 	}, nil
 }
 
-// Address returns --advertise-address if the flag is set, or the gateway's address.
+// Address returns --advertise-address if the flag is set, or the gateway's address. It is empty if the validation of
+// Endpoints rejects the address: every server would fail to write the endpoints.
 func (e *Endpoints) Address(gateway string) string {
 	if gateway != "" && e.fixed != nil {
-		return e.fixed.String()
+		gateway = e.fixed.String()
+	}
+	if len(validation.ValidateEndpointIP(gateway, nil)) > 0 {
+		return ""
 	}
 	return gateway
 }

@@ -61,6 +61,11 @@ func TestEndpointsAreTheGateways(t *testing.T) {
 	expect("192.0.2.2")
 	step(e.Remove("192.0.2.2"))
 	expect()
+	for _, bad := range []string{"", "<nil>", "127.0.0.1", "0.0.0.0", "169.254.1.1"} {
+		if a := e.Address(bad); a != "" {
+			t.Errorf("%q becomes the endpoint %q", bad, a)
+		}
+	}
 	e.fixed = net.ParseIP("192.0.2.9")
 	if a, none := e.Address("192.0.2.1"), e.Address(""); a != "192.0.2.9" || none != "" {
 		t.Errorf("%q, %q", a, none)

@@ -25,7 +25,7 @@ const (
 
 // Endpoints are the endpoints of the kubernetes Service. Its methods are safe for concurrent use.
 type Endpoints interface {
-	// Address returns the address that stands for a gateway's address, or "".
+	// Address returns the address that stands for a gateway's address. It is "" if the address cannot be an endpoint.
 	Address(gateway string) string
 	// Renew keeps an address among the endpoints, and Remove removes it.
 	Renew(address string) error
@@ -39,49 +39,39 @@ func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest)
 		return nil, status.Error(codes.InvalidArgument, "the name of the gateway is missing")
 	}
 	etcd, prefix := d.resources.Storage.Client.Client, d.resources.Storage.OwnKey(GatewaysPrefix)
-	address, before := "", (*mvccpb.KeyValue)(nil)
-	if d.Endpoints != nil && !r.Leaving {
+	address, value := "", ""
+	if d.Endpoints != nil {
 		address = d.Endpoints.Address(r.AdvertiseAddress)
+	}
+	if r.Accepting {
+		value = address
 	}
 	var err error
 	if r.Leaving {
-		var resp *clientv3.DeleteResponse
-		if resp, err = etcd.Delete(ctx, prefix+r.Name, clientv3.WithPrevKV()); err == nil && len(resp.PrevKvs) > 0 {
-			before = resp.PrevKvs[0]
-		}
+		_, err = etcd.Delete(ctx, prefix+r.Name)
 	} else {
 		var lease *clientv3.LeaseGrantResponse
 		if lease, err = etcd.Grant(ctx, gatewayTTL); err == nil {
-			var resp *clientv3.PutResponse
-			resp, err = etcd.Put(ctx, prefix+r.Name, address, clientv3.WithLease(lease.ID), clientv3.WithPrevKV())
-			if err == nil {
-				before = resp.PrevKv
-			}
+			_, err = etcd.Put(ctx, prefix+r.Name, value, clientv3.WithLease(lease.ID))
 		}
 	}
 	live, lerr := etcd.Get(ctx, prefix, clientv3.WithPrefix())
 	if err := errors.Join(err, lerr); err != nil {
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}
-	if d.Endpoints != nil {
-		d.updateEndpoints(before, address, live.Kvs)
+	if address != "" {
+		d.updateEndpoints(address, live.Kvs)
 	}
 	return &registryv1.GatewaysResponse{Alive: int32(live.Count)}, nil
 }
 
-// updateEndpoints renews a gateway's address, and removes its address before if no live gateway has it any more.
-func (d *Discovery) updateEndpoints(before *mvccpb.KeyValue, address string, live []*mvccpb.KeyValue) {
-	if before != nil && len(before.Value) > 0 {
-		old := string(before.Value)
-		if !slices.ContainsFunc(live, func(kv *mvccpb.KeyValue) bool { return string(kv.Value) == old }) {
-			if err := d.Endpoints.Remove(old); err != nil {
-				slog.Warn("Cannot remove an endpoint of the kubernetes Service", "address", old, "error", err)
-			}
-		}
+// updateEndpoints renews an address if a live gateway accepts connections at it. Otherwise it removes the address.
+func (d *Discovery) updateEndpoints(address string, live []*mvccpb.KeyValue) {
+	update := d.Endpoints.Remove
+	if slices.ContainsFunc(live, func(kv *mvccpb.KeyValue) bool { return string(kv.Value) == address }) {
+		update = d.Endpoints.Renew
 	}
-	if address != "" {
-		if err := d.Endpoints.Renew(address); err != nil {
-			slog.Warn("Cannot renew an endpoint of the kubernetes Service", "address", address, "error", err)
-		}
+	if err := update(address); err != nil {
+		slog.Warn("Cannot update the endpoints of the kubernetes Service", "address", address, "error", err)
 	}
 }

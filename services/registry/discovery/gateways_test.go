@@ -46,16 +46,21 @@ func TestAddressesOfGateways(t *testing.T) {
 	d, got := discovery.New(fixture.New(t).Resources), &addresses{}
 	d.Endpoints = got
 	for _, r := range []*registryv1.GatewaysRequest{
-		{Name: "a"}, {Name: "a", AdvertiseAddress: "1"}, {Name: "a", AdvertiseAddress: "1"},
-		{Name: "b", AdvertiseAddress: "1"}, {Name: "c", AdvertiseAddress: "2"},
-		{Name: "a"}, {Name: "a", Leaving: true},
-		{Name: "b", Leaving: true}, {Name: "c"}, {Name: "c", Leaving: true},
+		{Name: "a", AdvertiseAddress: "1"},
+		{Name: "a", AdvertiseAddress: "1", Accepting: true},
+		{Name: "b", AdvertiseAddress: "1", Accepting: true},
+		{Name: "c", AdvertiseAddress: "2", Accepting: true},
+		{Name: "a", AdvertiseAddress: "1"},
+		{Name: "a", AdvertiseAddress: "1", Leaving: true},
+		{Name: "b", AdvertiseAddress: "1", Leaving: true},
+		{Name: "c"},
+		{Name: "c", AdvertiseAddress: "2"},
 	} {
 		if _, err := d.Gateways(t.Context(), r); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if want := (addresses{"+1", "+1", "+1", "+2", "-1", "-2"}); !slices.Equal(*got, want) {
+	if want := (addresses{"-1", "+1", "+1", "+2", "+1", "+1", "-1", "-2"}); !slices.Equal(*got, want) {
 		t.Errorf("%q, not %q", *got, want)
 	}
 }

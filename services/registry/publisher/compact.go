@@ -2,8 +2,11 @@ package publisher
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"time"
+
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 )
 
 // compact compacts etcd revisions that are older than the interval. It runs only on the leader.
@@ -22,7 +25,7 @@ func (p *Publisher) compact(ctx context.Context) error {
 			continue
 		}
 		if before = min(before, p.published.Load()); before > 0 { // never compact a revision that the log lacks
-			if _, err := p.Storage.Client.Compact(ctx, before); err != nil {
+			if _, err := p.Storage.Client.Compact(ctx, before); err != nil && !errors.Is(err, rpctypes.ErrCompacted) {
 				slog.Warn("Compaction failed", "revision", before, "error", err)
 			}
 		}

@@ -35,7 +35,10 @@ import (
 
 // KeyPrefix returns the prefix of the own keys of an event log. Registries with different logs on the same etcd each
 // elect a publisher: each log is complete by itself.
-func KeyPrefix(log string) string { return "logs/" + log + "/" }
+func KeyPrefix(log string) string { return logsPrefix + log + "/" }
+
+// logsPrefix is the prefix of the own keys of all event logs.
+const logsPrefix = "logs/"
 
 // electionKey returns the etcd key of the publisher's election.
 func (p *Publisher) electionKey() string {
@@ -101,6 +104,8 @@ type Publisher struct {
 	// core decides. published is its last revision in the log.
 	core      core.Publisher
 	published atomic.Int64
+	// logEpoch is the epoch of the log's last progress message or reset, as read at the begin of the term.
+	logEpoch string
 	// traceContexts holds the trace contexts of writes whose events have not arrived. publishing is true while this
 	// publisher consumes them.
 	traceContexts traceContexts

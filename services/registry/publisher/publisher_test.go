@@ -221,6 +221,46 @@ func TestNewEpochResetsTheLog(t *testing.T) {
 	}
 }
 
+// A log continues in the epoch that an older release recorded outside of the prefix. The older release is then not
+// elected any more. The record of another control plane changes nothing.
+func TestALogOfAnOlderReleaseContinues(t *testing.T) {
+	j := newJournal(t)
+	stop := j.publish("one")
+	j.expect("reset")
+	j.write("create", "a", "")
+	j.expect("reset", "added configmaps/a")
+	stop()
+	etcd, key := j.Resources.Storage.Client.Client, j.publisher("").EpochKey()
+	put := func(key, value string) {
+		t.Helper()
+		if _, err := etcd.Put(t.Context(), key, value); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put("/watershed/history", `{"id":"of another control plane","mark":"x"}`)
+	stop = j.publish("two")
+	j.write("create", "b", "")
+	j.expect("reset", "added configmaps/a", "added configmaps/b")
+	stop()
+	record, err := etcd.Get(t.Context(), key)
+	if err != nil || len(record.Kvs) != 1 {
+		t.Fatal(record, err)
+	}
+	if fence, err := etcd.Get(t.Context(), "/watershed/publisher"); err != nil || fence.Count != 0 {
+		t.Errorf("another control plane cannot publish: %v, %v", fence, err)
+	}
+	put("/watershed/history", string(record.Kvs[0].Value))
+	if _, err := etcd.Delete(t.Context(), key); err != nil {
+		t.Fatal(err)
+	}
+	j.publish("three")
+	j.write("create", "c", "")
+	j.expect("reset", "added configmaps/a", "added configmaps/b", "added configmaps/c")
+	if fence, err := etcd.Get(t.Context(), "/watershed/publisher"); err != nil || fence.Count != 1 {
+		t.Errorf("the older release can publish: %v, %v", fence, err)
+	}
+}
+
 // The first log of a cluster that kube-apiserver served begins with etcd's history, so that watches of clients
 // continue.
 func TestFirstLogIsBackfilled(t *testing.T) {

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"log/slog"
+	"strings"
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
@@ -145,6 +146,7 @@ func (p *Publisher) readLog(ctx context.Context) (end core.LogEnd, err error) {
 	if err != nil && !errors.Is(err, jetstream.ErrMsgNotFound) {
 		return end, err
 	}
+	p.logEpoch = end.Progress.GetEpoch()
 	for seq, more := sequence, true; more && seq > 0 && seq+lastEventLookback > sequence; seq-- {
 		m, err := eventlog.Get(ctx, p.JS, seq)
 		if errors.Is(err, jetstream.ErrMsgNotFound) {
@@ -188,14 +190,16 @@ func (p *Publisher) readEpoch(ctx context.Context) (etcd core.EtcdState, err err
 		return etcd, err
 	}
 	etcd.Revision = resp.Header.Revision
-	if len(resp.Kvs) > 0 {
+	if len(resp.Kvs) == 0 {
+		err = p.readOldEpoch(ctx, &etcd)
+	} else {
 		etcd.ModRevision = resp.Kvs[0].ModRevision
 		if err := json.Unmarshal(resp.Kvs[0].Value, &etcd.Epoch); err != nil {
 			slog.Warn("The epoch in etcd cannot be decoded; a new one starts", "key", p.EpochKey(), "error", err)
 			etcd.Epoch = core.Epoch{}
 		}
 	}
-	return etcd, nil
+	return etcd, err
 }
 
 // hasEvent reports whether etcd has an event at its revision. It is true if etcd has compacted the revision.
@@ -257,7 +261,28 @@ func (p *Publisher) readRevision(ctx context.Context, r core.Request) (revision 
 	if r.Op == core.ReadRevision {
 		return revision, nil
 	}
-	return p.oldestRevision(ctx, revision, maxBacklog)
+	since, err := p.latestEpochBegin(ctx)
+	if err != nil {
+		return 0, err
+	}
+	oldest, err := p.oldestRevision(ctx, revision, maxBacklog)
+	return max(oldest, since), err
+}
+
+// latestEpochBegin returns the latest revision after which an epoch of any log of this control plane begins. The events
+// before it may differ from the events that clients have seen at another host. 0: no log has a later epoch.
+func (p *Publisher) latestEpochBegin(ctx context.Context) (since int64, err error) {
+	resp, err := p.Storage.Client.Client.Get(ctx, p.Storage.OwnKey(logsPrefix), clientv3.WithPrefix())
+	if err != nil {
+		return 0, err
+	}
+	for _, kv := range resp.Kvs {
+		var e core.Epoch
+		if strings.HasSuffix(string(kv.Key), "/epoch") && json.Unmarshal(kv.Value, &e) == nil {
+			since = max(since, e.Since)
+		}
+	}
+	return since, nil
 }
 
 // maxBacklog is how many revisions a new log holds at most when it begins. Readers are behind until the publisher has

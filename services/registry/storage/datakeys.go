@@ -4,12 +4,14 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
+	"errors"
 	"fmt"
 	"strconv"
 	"strings"
 	"sync"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"watershed.dev/platform/eventlog"
@@ -109,19 +111,38 @@ func (l *DataKeys) prune(ctx context.Context, st *Resource, now time.Time) error
 
 // Get returns the key with an id. An eventlog.ErrNoKey is cached for eventlog.NegativeTTL. Other errors are temporary.
 func (l *DataKeys) Get(ctx context.Context, st *Resource, id string) ([]byte, error) {
-	path := l.prefix + st.Name() + "/" + id
-	return l.cache.Get(path, func() ([]byte, error) {
-		resp, err := l.storage.Client.Client.Get(ctx, path)
-		if err != nil {
-			return nil, err // an etcd error is temporary
+	name := st.Name() + "/" + id
+	return l.cache.Get(name, func() ([]byte, error) {
+		secret, err := l.read(ctx, st, l.prefix+name)
+		if errors.Is(err, errAbsent) {
+			secret, err = l.read(ctx, st, oldDataKeys+name)
 		}
-		if len(resp.Kvs) == 0 {
-			return nil, fmt.Errorf("%w: etcd has no key %s", eventlog.ErrNoKey, id)
+		if errors.Is(err, errAbsent) || errors.Is(err, rpctypes.ErrPermissionDenied) {
+			err = fmt.Errorf("%w: etcd has no key %s", eventlog.ErrNoKey, id)
 		}
-		secret, _, err := st.transformer.TransformFromStorage(ctx, resp.Kvs[0].Value, authenticatedKey(path))
-		if err != nil {
-			return nil, fmt.Errorf("%w: %w", eventlog.ErrNoKey, err)
-		}
-		return secret, nil
+		return secret, err
 	})
+}
+
+// oldDataKeys is the prefix of data keys of releases that kept them outside of --etcd-prefix. Their log may still have
+// messages that are encrypted with them.
+const oldDataKeys = "/watershed/log-keys/"
+
+// errAbsent means that etcd lacks a data key.
+var errAbsent = errors.New("absent")
+
+// read reads and decrypts the data key at a path.
+func (l *DataKeys) read(ctx context.Context, st *Resource, path string) ([]byte, error) {
+	resp, err := l.storage.Client.Client.Get(ctx, path)
+	if err != nil {
+		return nil, err // an etcd error is temporary
+	}
+	if len(resp.Kvs) == 0 {
+		return nil, errAbsent
+	}
+	secret, _, err := st.transformer.TransformFromStorage(ctx, resp.Kvs[0].Value, authenticatedKey(path))
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", eventlog.ErrNoKey, err)
+	}
+	return secret, nil
 }

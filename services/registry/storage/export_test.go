@@ -3,7 +3,7 @@ package storage
 // SetLatestRevision sets the latest revision that etcd has returned.
 func (s *Storage) SetLatestRevision(revision int64) { s.latestRevision.Store(revision) }
 
-// OldDataKeys returns the data keys of a release before log version 2.
+// OldDataKeys returns the data keys of a release that kept them outside of the prefix.
 func OldDataKeys(s *Storage) *DataKeys {
 	keys := NewDataKeys(s, "")
 	keys.prefix = oldDataKeys

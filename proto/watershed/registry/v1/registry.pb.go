@@ -1152,11 +1152,12 @@ type GatewaysRequest struct {
 	Name string `protobuf:"bytes,1,opt,name=name" json:"name,omitempty"`
 	// The gateway stops.
 	Leaving bool `protobuf:"varint,2,opt,name=leaving" json:"leaving,omitempty"`
-	// The IP address at which the gateway accepts connections. It becomes an endpoint of the kubernetes Service. Empty:
-	// the gateway accepts no connection, or does not know an address.
+	// The gateway's IP address. Empty: unknown.
 	AdvertiseAddress string `protobuf:"bytes,3,opt,name=advertise_address,json=advertiseAddress" json:"advertise_address,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// The gateway accepts connections: its address is an endpoint of the kubernetes Service.
+	Accepting     bool `protobuf:"varint,4,opt,name=accepting" json:"accepting,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GatewaysRequest) Reset() {
@@ -1208,6 +1209,13 @@ func (x *GatewaysRequest) GetAdvertiseAddress() string {
 		return x.AdvertiseAddress
 	}
 	return ""
+}
+
+func (x *GatewaysRequest) GetAccepting() bool {
+	if x != nil {
+		return x.Accepting
+	}
+	return false
 }
 
 // GatewaysResponse is the number of gateways.
@@ -3003,11 +3011,12 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x13AuthorizationResult\x12A\n" +
 	"\bdecision\x18\x01 \x01(\v2%.watershed.authz.v1.AuthorizeResponseR\bdecision\x12\x14\n" +
 	"\x05error\x18\x02 \x01(\tR\x05error\"\x12\n" +
-	"\x10DiscoveryRequest\"l\n" +
+	"\x10DiscoveryRequest\"\x8a\x01\n" +
 	"\x0fGatewaysRequest\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
 	"\aleaving\x18\x02 \x01(\bR\aleaving\x12+\n" +
-	"\x11advertise_address\x18\x03 \x01(\tR\x10advertiseAddress\"(\n" +
+	"\x11advertise_address\x18\x03 \x01(\tR\x10advertiseAddress\x12\x1c\n" +
+	"\taccepting\x18\x04 \x01(\bR\taccepting\"(\n" +
 	"\x10GatewaysResponse\x12\x14\n" +
 	"\x05alive\x18\x01 \x01(\x05R\x05alive\"\x13\n" +
 	"\x11StartHooksRequest\"D\n" +
