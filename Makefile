@@ -19,7 +19,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration differential cost node-peers images manifests e2e-cluster demo-swap scale robustness robustness-broken bench fuzz docs clean help
+.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration differential cost envtest node-peers images manifests e2e-cluster demo-swap scale robustness robustness-broken bench fuzz docs clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -138,6 +138,9 @@ differential: build peers ## the same 60,000 requests to kube-apiserver and to W
 
 cost: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd) ## the price of hostile requests at kube-apiserver and at Watershed; rewrites docs/benchmarks/cost.md's table. ARGS=-short: 20 shapes, `up` only
 	cd test && go run ./cost $(ARGS)
+
+envtest: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd) ## controller-runtime's own suites against kube-apiserver and bin/kube-apiserver; ARGS="-packages client,cache" for some
+	cd test/envtest && GOWORK=off go run . $(ARGS)
 
 robustness: build ## clients against the split form while 1,000 things go wrong, and a judge; ARGS="-seed N" repeats a run
 	cd test && go run ./robustness -watershed ../$(BIN)/watershed $(ARGS)
