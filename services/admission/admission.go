@@ -93,6 +93,7 @@ type Service struct {
 	resolver       webhookutil.ServiceResolver
 	crds           *crds
 	hooks          *hooks
+	stopped        stopSignal
 	synced         atomic.Bool
 	ready          lifecycle.Readiness
 	policies       lifecycle.Readiness
@@ -116,7 +117,7 @@ func New(ctx context.Context, c *Config, conn *apiclient.Conn) (*Service, error)
 	if err != nil {
 		return nil, err
 	}
-	s := &Service{}
+	s := &Service{stopped: make(stopSignal)}
 	s.policies.Set("policies", errors.New("not read yet"))
 	if s.cluster, err = apiclient.NewCluster(conn, c.Freshness); err != nil {
 		return nil, err
@@ -148,7 +149,7 @@ func New(ctx context.Context, c *Config, conn *apiclient.Conn) (*Service, error)
 		return nil, err
 	}
 	if err := c.Options.ApplyTo(gc, s.informers, plugins, dyn, utilfeature.DefaultFeatureGate, version,
-		append(initializers, s.mapper)...); err != nil {
+		append(initializers, s.mapper, s.stopped)...); err != nil {
 		return nil, err
 	}
 	s.chain = admission.WithAudit(gc.AdmissionControl)
@@ -247,6 +248,10 @@ func (s *Service) Run(ctx context.Context) error {
 			s.policies.Set("policies", nil)
 		case <-ctx.Done():
 		}
+	})
+	wg.Go(func() {
+		<-ctx.Done()
+		close(s.stopped)
 	})
 	err := s.cluster.Run(ctx)
 	s.crds.informers.Shutdown()

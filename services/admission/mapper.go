@@ -33,6 +33,18 @@ func (m *mapper) Initialize(plugin admission.Interface) {
 	}
 }
 
+// stopSignal gives plugins the channel that ends their goroutines. The informers of policies' parameters are among
+// them, and the factory of informers waits for these. Upstream's initializer gives a channel that only a running
+// GenericAPIServer closes.
+type stopSignal chan struct{}
+
+// Initialize implements admission.PluginInitializer. It runs after upstream's initializer.
+func (s stopSignal) Initialize(plugin admission.Interface) {
+	if w, ok := plugin.(initializer.WantsDrainedNotification); ok {
+		w.SetDrainedNotification(s)
+	}
+}
+
 // invalidate schedules a reset, because a CRD has changed.
 func (m *mapper) invalidate() {
 	select {

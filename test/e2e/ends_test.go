@@ -342,3 +342,43 @@ func (c costly) drop(t *testing.T, s *harness.Server, h *hanging, version string
 	wg.Wait()
 	return closed
 }
+
+// The informer of a policy's parameters ends with the process, which would wait for it for 30 s.
+func TestAPolicyWithParametersDoesNotDelayTheStop(t *testing.T) {
+	t.Parallel()
+	s := harness.Up(t, "")
+	s.Apply(`apiVersion: v1
+kind: ConfigMap
+metadata: {name: refused, namespace: default}
+data: {name: refused}
+---
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicy
+metadata: {name: refused}
+spec:
+  paramKind: {apiVersion: v1, kind: ConfigMap}
+  matchConstraints:
+    resourceRules: [{apiGroups: [""], apiVersions: [v1], operations: [CREATE], resources: [namespaces]}]
+  validations: [{expression: object.metadata.name != params.data.name}]
+---
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicyBinding
+metadata: {name: refused}
+spec:
+  policyName: refused
+  validationActions: [Deny]
+  paramRef: {name: refused, namespace: default, parameterNotFoundAction: Deny}
+`)
+	harness.Eventually(t, 30*time.Second, func() error {
+		out, err := s.TryKubectl("", "create", "namespace", "refused", "--dry-run=server")
+		if err == nil || !strings.Contains(out, "object.metadata.name != params.data.name") {
+			return fmt.Errorf("got %q (%v)", out, err)
+		}
+		return nil
+	})
+	began := time.Now()
+	s.Stop()
+	if took := time.Since(began); took > 10*time.Second {
+		t.Errorf("the stop takes %v", took)
+	}
+}
