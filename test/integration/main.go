@@ -58,7 +58,7 @@ func run() error {
 	if err != nil {
 		return err
 	}
-	upstream := []string{"GOFLAGS=-trimpath"}
+	upstream := []string{"GOWORK=" + work, "GOFLAGS=-trimpath"}
 	overlaid := []string{"GOWORK=" + work, "GOFLAGS=-trimpath -overlay=" + overlay}
 	var problems []error
 	for _, name := range selected(*packages) {

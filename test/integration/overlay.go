@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 )
 
@@ -52,8 +53,32 @@ var edits = map[string][]edit{
 	},
 	"k8s.io/kubernetes/test/integration/framework/test_server.go": {
 		{
+			from: "	apiextensionsapiserver \"k8s.io/apiextensions-apiserver/pkg/apiserver\"\n",
+			to:   "	metav1 \"k8s.io/apimachinery/pkg/apis/meta/v1\"\n",
+		},
+		{
+			from: "	\"k8s.io/apimachinery/pkg/runtime\"\n",
+			to:   "	utilerrors \"k8s.io/apimachinery/pkg/util/errors\"\n",
+		},
+		{
 			from: "	genericapiserver \"k8s.io/apiserver/pkg/server\"\n",
 			to:   "	genericapiserveroptions \"k8s.io/apiserver/pkg/server/options\"\n",
+		},
+		{
+			from: "	aggregatorscheme \"k8s.io/kube-aggregator/pkg/apiserver/scheme\"\n",
+			to:   "	netutils \"k8s.io/utils/net\"\n",
+		},
+		{
+			from: "	\"k8s.io/kubernetes/cmd/kube-apiserver/app\"\n",
+			to:   "	\"k8s.io/kubernetes/cmd/kube-apiserver/app/options\"\n",
+		},
+		{
+			from: "	\"k8s.io/kubernetes/pkg/api/legacyscheme\"\n",
+			to:   "	\"k8s.io/kubernetes/pkg/controlplane\"\n",
+		},
+		{
+			from: "	controlplaneapiserver \"k8s.io/kubernetes/pkg/controlplane/apiserver\"\n",
+			to:   "	\"k8s.io/kubernetes/test/utils\"\n",
 		},
 		{
 			from: "	\"k8s.io/kubernetes/test/utils\"\n",
@@ -65,22 +90,11 @@ var edits = map[string][]edit{
 			to:   "	// wait for health\n",
 			text: `	var bridges *server.Bridges
 	if setup.ModifyServerConfig != nil {
-		genericConfig, versionedInformers, storageFactory, err := controlplaneapiserver.BuildGenericConfig(
-			completedOptions.CompletedOptions,
-			[]*runtime.Scheme{legacyscheme.Scheme, apiextensionsapiserver.Scheme, aggregatorscheme.Scheme},
-			controlplane.DefaultAPIResourceConfigSource(),
-			generatedopenapi.GetOpenAPIDefinitions,
-		)
-		if err != nil {
-			t.Fatal(err)
-		}
-		kubeAPIServerConfig, _, _, err := app.CreateKubeAPIServerConfig(
-			completedOptions, genericConfig, versionedInformers, storageFactory)
-		if err != nil {
-			t.Fatal(err)
-		}
 		proxy := server.FrontProxy{CA: proxySigningCert, Key: proxySigningKey}
-		bridges = server.Modify(t, opts, kubeAPIServerConfig, proxy, setup.ModifyServerConfig)
+		bridges, err = server.Modify(t, opts, completedOptions.ServiceAccountIssuer, proxy, setup.ModifyServerConfig)
+		if err != nil {
+			t.Fatal(err)
+		}
 	}
 	watershed, err := server.StartModified(ctx, t, certDir, opts, bridges)
 	if err != nil {
@@ -92,6 +106,14 @@ var edits = map[string][]edit{
 	kubeAPIServerClientConfig.CAData = nil
 
 `,
+		},
+	},
+	// The check for goroutines of the server in the process retries for ten minutes.
+	"k8s.io/kubernetes/test/integration/framework/goleak.go": {
+		{
+			from: "	timeout := 600 * time.Second\n",
+			to:   "	start := time.Now()\n",
+			text: "	timeout := 5 * time.Second\n",
 		},
 	},
 	"k8s.io/kubernetes/test/integration/etcd/server.go": {
@@ -151,7 +173,8 @@ var edits = map[string][]edit{
 var modules = []string{"k8s.io/kubernetes", "k8s.io/apiextensions-apiserver"}
 
 // workspace writes a go.work, the edited files, and their list for `go test -overlay` into dir. The go command refuses
-// to replace files in the module cache, so the workspace replaces the modules with links to their directories.
+// to replace files in the module cache, so the workspace replaces the modules with directories of links. The directory
+// of kubernetes also has the staging directory of k8s.io/api, whose test data the tests of etcd read.
 func workspace(root, dir string) (work, overlay string, err error) {
 	text, err := os.ReadFile(filepath.Join(root, "go.work"))
 	if err != nil {
@@ -169,8 +192,10 @@ func workspace(root, dir string) (work, overlay string, err error) {
 			return "", "", err
 		}
 		link := filepath.Join(dir, filepath.Base(module))
-		_ = os.Remove(link)
-		if err := os.Symlink(source, link); err != nil {
+		if err := os.RemoveAll(link); err != nil {
+			return "", "", err
+		}
+		if err := linkTree(source, link, "test", "test/integration", "test/integration/etcd", "staging"); err != nil {
 			return "", "", err
 		}
 		text = fmt.Appendf(text, "\nreplace %s => %s\n", module, link)
@@ -184,6 +209,17 @@ func workspace(root, dir string) (work, overlay string, err error) {
 			}
 		}
 	}
+	api, err := output("go", "list", "-m", "-f", "{{.Dir}}", "k8s.io/api")
+	if err != nil {
+		return "", "", err
+	}
+	staging := filepath.Join(dir, "kubernetes", "staging", "src", "k8s.io")
+	if err := os.MkdirAll(staging, 0o755); err != nil {
+		return "", "", err
+	}
+	if err := os.Symlink(api, filepath.Join(staging, "api")); err != nil {
+		return "", "", err
+	}
 	list, err := json.Marshal(map[string]any{"Replace": replaced})
 	if err != nil {
 		return "", "", err
@@ -195,6 +231,35 @@ func workspace(root, dir string) (work, overlay string, err error) {
 		}
 	}
 	return work, overlay, nil
+}
+
+// linkTree makes a directory with links to the entries of source. The directories dirs become directories with links.
+func linkTree(source, link string, dirs ...string) error {
+	if err := os.Mkdir(link, 0o755); err != nil {
+		return err
+	}
+	entries, err := os.ReadDir(source)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		from, to := filepath.Join(source, e.Name()), filepath.Join(link, e.Name())
+		if slices.Contains(dirs, e.Name()) {
+			var below []string
+			for _, d := range dirs {
+				if rest, ok := strings.CutPrefix(d, e.Name()+"/"); ok {
+					below = append(below, rest)
+				}
+			}
+			err = linkTree(from, to, below...)
+		} else {
+			err = os.Symlink(from, to)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func editFile(from, to string, list []edit) error {

@@ -44,7 +44,7 @@ func (r *row) add(o row) {
 
 func (r *row) line(name string) string {
 	return fmt.Sprintf("| %s | %d | %d | %d | %d | %d | %d | %d |\n", name, r.tests, r.upstream, r.ours, r.cases,
-		r.reasons[notBlackBox], r.reasons[declared], r.reasons[toMend])
+		r.reasons[notBlackBox], r.reasons[declared], r.reasons[toMend]+r.reasons[race])
 }
 
 func (r *records) row(pkg string) row {
@@ -69,7 +69,7 @@ func (r *records) row(pkg string) row {
 func (r *records) class(pkg, test string) string {
 	class := notBlackBox
 	for _, k := range r.known {
-		if k.pkg == pkg && within(k.test, test) && k.class != notBlackBox && class != toMend {
+		if k.pkg == pkg && (within(k.test, test) || within(test, k.test)) && k.class != notBlackBox && class != toMend {
 			class = k.class
 		}
 	}
@@ -79,7 +79,7 @@ func (r *records) class(pkg, test string) string {
 func (r *records) tables() string {
 	var b bytes.Buffer
 	b.WriteString("| package | tests | kube-apiserver passes | Watershed passes | cases of these | not black boxes | " +
-		"declared differences | to mend |\n|---|--:|--:|--:|--:|--:|--:|--:|\n")
+		"declared differences | to mend, races |\n|---|--:|--:|--:|--:|--:|--:|--:|\n")
 	sum := row{reasons: map[string]int{}}
 	for _, pkg := range slices.Sorted(maps.Keys(r.ours)) {
 		one := r.row(pkg)

@@ -8,10 +8,17 @@ import (
 
 	"k8s.io/apiserver/pkg/authentication/authenticator"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
+	genericapiserver "k8s.io/apiserver/pkg/server"
 	serverstore "k8s.io/apiserver/pkg/server/storage"
+	"k8s.io/apiserver/pkg/util/compatibility"
+	"k8s.io/client-go/rest"
 	"k8s.io/kubernetes/cmd/kube-apiserver/app/options"
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
 	"k8s.io/kubernetes/pkg/controlplane"
+	controlplaneapiserver "k8s.io/kubernetes/pkg/controlplane/apiserver"
+	"k8s.io/kubernetes/pkg/controlplane/reconcilers"
+	"k8s.io/kubernetes/pkg/kubeapiserver"
+	"k8s.io/kubernetes/pkg/serviceaccount"
 )
 
 // Skip skips a test that is no black box.
@@ -32,27 +39,32 @@ type Bridges struct {
 	proxy     FrontProxy
 }
 
-// Modify calls a test's function on a config that no server runs. It applies the changes to s if flags can express
-// them, and returns the bridges for changes of authentication and authorization. It skips the test for other changes.
-func Modify(t T, s *options.ServerRunOptions, config *controlplane.Config, p FrontProxy,
-	modify func(*controlplane.Config)) *Bridges {
+// Modify calls a test's function on a config with the fields that tests change. No server runs with it. Modify applies
+// the changes to s if flags can express them, and returns the bridges for changes of authentication and authorization.
+// It skips the test for other changes.
+func Modify(t T, s *options.ServerRunOptions, issuer serviceaccount.TokenGenerator, p FrontProxy,
+	modify func(*controlplane.Config)) (*Bridges, error) {
 	t.Helper()
+	config, err := newConfig(s, issuer)
+	if err != nil {
+		return nil, err
+	}
 	generic, extra := config.ControlPlane.Generic, &config.ControlPlane.Extra
-	generic.Authentication.Authenticator, generic.Authorization.Authorizer = &original{}, &original{}
 	authn, authz := generic.Authentication.Authenticator, generic.Authorization.Authorizer
-	admission, audit := generic.AdmissionControl, generic.AuditBackend
-	resolver, openapi := generic.RequestInfoResolver, generic.OpenAPIConfig
+	resolver := generic.RequestInfoResolver
 	resources := extra.APIResourceConfigSource
 	modify(config)
 	switch {
-	case generic.AdmissionControl != admission:
+	case generic.AdmissionControl != nil:
 		Skip(t, "the test replaces admission")
-	case generic.AuditBackend != audit:
+	case generic.AuditBackend != nil:
 		Skip(t, "the test replaces the audit backend")
 	case generic.RequestInfoResolver != resolver:
 		Skip(t, "the test replaces the resolver of requests")
-	case generic.OpenAPIConfig != openapi:
+	case generic.OpenAPIConfig != nil:
 		Skip(t, "the test replaces the OpenAPI definitions")
+	case config.Extra.RepairServicesInterval != 0:
+		Skip(t, "the test changes the interval of the repair of Services")
 	}
 	s.EndpointReconcilerType = string(config.Extra.EndpointReconcilerType)
 	s.Authentication.ServiceAccounts.MaxExpiration = extra.ServiceAccountMaxExpiration
@@ -68,7 +80,34 @@ func Modify(t T, s *options.ServerRunOptions, config *controlplane.Config, p Fro
 	if now := generic.Authorization.Authorizer; now != authz {
 		b.authorizer = now
 	}
-	return b
+	return b, nil
+}
+
+func newConfig(s *options.ServerRunOptions, issuer serviceaccount.TokenGenerator) (*controlplane.Config, error) {
+	generic := genericapiserver.NewConfig(legacyscheme.Codecs)
+	generic.LoopbackClientConfig = &rest.Config{BearerToken: token}
+	generic.Authentication.Authenticator, generic.Authorization.Authorizer = &original{}, &original{}
+	generic.RequestInfoResolver = genericapiserver.NewRequestInfoResolver(generic)
+	resources := controlplane.DefaultAPIResourceConfigSource()
+	storage := kubeapiserver.NewStorageFactoryConfigEffectiveVersion(compatibility.DefaultBuildEffectiveVersion())
+	storage.APIResourceConfig = resources
+	factory, err := storage.Complete(s.Etcd).New()
+	if err != nil {
+		return nil, err
+	}
+	return &controlplane.Config{
+		ControlPlane: controlplaneapiserver.Config{
+			Generic: generic,
+			Extra: controlplaneapiserver.Extra{
+				APIResourceConfigSource:     resources,
+				StorageFactory:              factory,
+				ServiceAccountIssuer:        issuer,
+				ServiceAccountMaxExpiration: s.Authentication.ServiceAccounts.MaxExpiration,
+				ExtendExpiration:            s.Authentication.ServiceAccounts.ExtendExpiration,
+			},
+		},
+		Extra: controlplane.Extra{EndpointReconcilerType: reconcilers.Type(s.EndpointReconcilerType)},
+	}, nil
 }
 
 // addRuntimeConfig adds the versions and resources that differ. Tests also enable versions that no longer exist, which

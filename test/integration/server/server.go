@@ -25,6 +25,7 @@ import (
 	genericoptions "k8s.io/apiserver/pkg/server/options"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/util/cert"
 	"k8s.io/component-base/featuregate"
 	"k8s.io/kubernetes/cmd/kube-apiserver/app/options"
 )
@@ -105,10 +106,15 @@ func start(ctx context.Context, t T, dir, tokens string, secure *genericoptions.
 	if err != nil {
 		return nil, err
 	}
+	name, err := serverName(ca)
+	if err != nil {
+		return nil, err
+	}
+	port := secure.Listener.Addr().(*net.TCPAddr).Port
 	args = slices.Concat([]string{
 		"up", "--data-dir=" + data,
 		"--bind-address=127.0.0.1",
-		"--secure-port=" + strconv.Itoa(secure.BindPort),
+		"--secure-port=" + strconv.Itoa(port),
 		"--token-auth-file=" + tokenFile,
 	}, args)
 	if gates := gates(); len(gates) > 0 {
@@ -124,16 +130,16 @@ func start(ctx context.Context, t T, dir, tokens string, secure *genericoptions.
 	}
 	defer output.Close()
 	cmd := exec.Command(os.Getenv(Binary), args...)
-	cmd.Stdout, cmd.Stderr, cmd.Dir = output, output, data
+	cmd.Stdout, cmd.Stderr = output, output // and the directory of the test: flags may have relative paths
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	if err := cmd.Start(); err != nil {
 		return nil, err
 	}
 	server := &Server{
 		Client: &rest.Config{
-			Host:            "https://" + net.JoinHostPort("127.0.0.1", strconv.Itoa(secure.BindPort)),
+			Host:            "https://" + net.JoinHostPort("127.0.0.1", strconv.Itoa(port)),
 			BearerToken:     token,
-			TLSClientConfig: rest.TLSClientConfig{CAData: ca},
+			TLSClientConfig: rest.TLSClientConfig{CAData: ca, ServerName: name},
 			QPS:             50,
 			Burst:           100,
 
@@ -156,6 +162,18 @@ func start(ctx context.Context, t T, dir, tokens string, secure *genericoptions.
 		}
 	}()
 	return server, nil
+}
+
+// serverName returns a name of a serving certificate that lacks the address of the listener, and "" for others.
+func serverName(pem []byte) (string, error) {
+	certs, err := cert.ParseCertsPEM(pem)
+	if err != nil {
+		return "", err
+	}
+	if certs[0].VerifyHostname("127.0.0.1") == nil || len(certs[0].DNSNames) == 0 {
+		return "", nil
+	}
+	return certs[0].DNSNames[0], nil
 }
 
 // stop ends a process with SIGTERM, and with SIGKILL if it takes a minute.
@@ -189,7 +207,8 @@ var explicit = []string{"allow-privileged", "authorization-mode", "enable-admiss
 // dropped lists the flags that the harness sets otherwise, and flags of details that clients cannot see.
 var dropped = []string{"bind-address", "cert-dir", "emulated-version", "endpoint-reconciler-type",
 	"etcd-count-metric-poll-period", "etcd-db-metric-poll-interval", "etcd-healthcheck-timeout",
-	"etcd-readycheck-timeout", "external-hostname", "feature-gates", "livez-grace-period", "peer-ca-file",
+	"etcd-readycheck-timeout", "external-hostname", "feature-gates", "lease-reuse-duration-seconds",
+	"livez-grace-period", "peer-ca-file",
 	"requestheader-client-ca-file", "secure-port", "token-auth-file", "watch-cache", "watch-cache-sizes"}
 
 // flags returns the arguments that give a server the options of s.
