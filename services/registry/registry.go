@@ -323,7 +323,11 @@ func (s *Service) initCustomResources() error {
 		return err
 	}
 	s.extensions = extensions.NewSharedInformerFactory(client, 5*time.Minute)
-	crds := &customresources.Set{Storage: s.resources.Storage, OnChange: s.discovery.Invalidate}
+	crds := &customresources.Set{
+		Storage:  s.resources.Storage,
+		BuiltIn:  s.resources.BuiltIn.HasVersion,
+		OnChange: s.discovery.Invalidate,
+	}
 	if crds.Models, err = s.resources.BuiltIn.Models(apiextensionsv1.GroupName); err != nil {
 		return err
 	}

@@ -14,6 +14,7 @@ import (
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/customresources"
 	"watershed.dev/services/registry/internal/fixture"
 )
 
@@ -151,6 +152,26 @@ func TestAnUpdatedSchemaAppliesAtOnce(t *testing.T) {
 	}
 	if _, err := fx.Write(t.Context(), widgets, create, &fixture.Callbacks{}); err != nil {
 		t.Error(err)
+	}
+}
+
+// A built-in group version has precedence over a CRD in it, as in kube-apiserver.
+func TestABuiltInVersionHidesACRD(t *testing.T) {
+	fx := establishedCRD(t)
+	crd, err := customresources.ReadCRD(t.Context(), fx.Resources.Storage, "widgets.example.com")
+	if err != nil {
+		t.Fatal(err)
+	}
+	crd.Name, crd.Spec.Group, crd.ResourceVersion = "widgets.networking.k8s.io", "networking.k8s.io", "1000000"
+	fx.Resources.Custom.Handler().OnAdd(crd, false)
+	for _, e := range fx.Resources.Custom.APIResources() {
+		if e.Resource.Group == "networking.k8s.io" {
+			t.Errorf("%v is listed", e.Resource)
+		}
+	}
+	hidden := &commonv1.Resource{Group: "networking.k8s.io", Version: "v1", Resource: "widgets"}
+	if scope, err := fx.Resources.Custom.RequestScope(t.Context(), hidden); err != nil || scope != nil {
+		t.Errorf("the custom resource is served (%v)", err)
 	}
 }
 

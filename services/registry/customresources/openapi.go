@@ -104,7 +104,7 @@ func (t *Set) eachServed(visit func(s *servedCRD, version string) error) error {
 			continue
 		}
 		for _, v := range s.Spec.Versions {
-			if v.Served {
+			if v.Served && !t.BuiltIn(schema.GroupVersion{Group: s.Spec.Group, Version: v.Name}) {
 				if err := visit(s, v.Name); err != nil {
 					return err
 				}

@@ -46,6 +46,9 @@ type Set struct {
 	Converters *crd.Converters
 	// Models are the schemas that every object refers to, such as ObjectMeta.
 	Models map[string]*spec.Schema
+	// BuiltIn reports whether the built-in APIs have a group version. As in kube-apiserver, they have precedence: the
+	// version of a CRD in the same group version is not served.
+	BuiltIn func(schema.GroupVersion) bool
 	// OnChange is called after a CRD has changed.
 	OnChange func()
 
@@ -201,7 +204,9 @@ func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *servedCRD {
 			servingInfo:     &servingInfo{},
 		}
 	}
-	s.apiResources = apiResourcesOf(s.CRD, s.storageResource)
+	s.apiResources = slices.DeleteFunc(apiResourcesOf(s.CRD, s.storageResource), func(e *registryv1.APIResource) bool {
+		return t.BuiltIn(schema.GroupVersion{Group: e.Resource.Group, Version: e.Resource.Version})
+	})
 	t.byName[d.Name] = s
 	t.mu.Unlock()
 	t.OnChange()

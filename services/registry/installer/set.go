@@ -372,6 +372,13 @@ func verbsOf(st rest.Storage) []string {
 	return set
 }
 
+// HasVersion reports whether a group version is built in.
+func (s *Set) HasVersion(gv schema.GroupVersion) bool {
+	return slices.ContainsFunc(s.Groups, func(g *registryv1.Group) bool {
+		return g.Name == gv.Group && slices.Contains(g.Versions, gv.Version)
+	})
+}
+
 // APIResources returns the discovery entries of all scopes.
 func (s *Set) APIResources() []*registryv1.APIResource {
 	var all []*registryv1.APIResource
