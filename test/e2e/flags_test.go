@@ -186,8 +186,8 @@ func TestKubeAPIServerByName(t *testing.T) {
 	}
 }
 
-// ownFlagValues are the flags whose values differ in /flagz: paths and ports of the test, and values that kube-apiserver
-// or Watershed complete after the start.
+// ownFlagValues are the flags whose values differ in /flagz: paths and ports of the test, and values that
+// kube-apiserver or Watershed complete after the start.
 var ownFlagValues = []string{"advertise-address", "api-audiences", "cert-dir", "etcd-servers", "external-hostname",
 	"help", "secure-port", "service-account-key-file", "service-account-signing-key-file", "service-cluster-ip-range",
 	"tls-cert-file", "tls-private-key-file", "watch-cache-sizes", "client-ca-file", "kubelet-client-certificate",
