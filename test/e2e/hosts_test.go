@@ -182,9 +182,9 @@ func TestThreeHostsShareEtcd(t *testing.T) {
 	}
 }
 
-// Three hosts with kube-apiserver move to Watershed in turn, each with the settings that `watershed migrate` derives from
-// its manifest, and back. Every informer sees every write. No informer lists again on the way to Watershed, and on the
-// way back only informers of the host that moves.
+// Three hosts with kube-apiserver move to Watershed in turn, and back. `watershed migrate` derives the settings of each
+// from its manifest. Every informer sees every write. No informer lists again on the way to Watershed, and on the way
+// back only informers of the host that moves.
 func TestHostsMigrateInTurn(t *testing.T) {
 	first := harness.TempDir(t)
 	etcd := harness.Etcd(t, first)
