@@ -318,3 +318,21 @@ func TestWrites(t *testing.T) {
 		)
 	})
 }
+
+// The error for an object above the limit of etcd's client has the text of kube-apiserver's.
+func TestAnObjectAboveTheLimitOfEtcdsClient(t *testing.T) {
+	fx := fixture.New(t)
+	finalizers := make([]string, 40000)
+	for i := range finalizers {
+		finalizers[i] = fmt.Sprintf("\"example.com/a-finalizer-with-a-name-of-sixty-characters-%05d\"", i)
+	}
+	_, err := fx.Write(t.Context(), &commonv1.Resource{Version: "v1", Resource: "configmaps"}, &registryv1.WriteRequest{
+		Verb: "create",
+		Body: []byte(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"a","finalizers":[` +
+			strings.Join(finalizers, ",") + `]}}`),
+	}, &fixture.Callbacks{})
+	const want = "rpc error: code = ResourceExhausted desc = trying to send message larger than max"
+	if err == nil || !strings.HasPrefix(err.Error(), want) {
+		t.Errorf("got %.300v, want %s", err, want)
+	}
+}

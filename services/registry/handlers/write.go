@@ -85,6 +85,9 @@ func (scope *RequestScope) Write(ctx context.Context, r *registryv1.WriteRequest
 	default:
 		err = scope.MethodNotSupported(r.Verb)
 	}
+	if isTooLarge(err) {
+		err = rpc.ToAPIStatus(err) // clients receive the text of etcd's client, with gRPC's code
+	}
 	if err != nil {
 		return nil, rpc.WithAuditContext(rpc.WithWarnings(err, warned.List()), auditCtx.finish())
 	}
