@@ -132,6 +132,8 @@ func New(ctx context.Context, c *Config, cluster *apiclient.Conn) (*Service, err
 	if errs := c.Options.Validate(); len(errs) > 0 {
 		return nil, errors.Join(errs...)
 	}
+	// authn's own cache of tokens, as kube-apiserver has it, must not outlive the gateway's.
+	c.Options.TokenSuccessCacheTTL = min(c.Options.TokenSuccessCacheTTL, c.CacheTTL)
 	ac, err := c.Options.ToAuthenticationConfig()
 	if err != nil {
 		return nil, err
