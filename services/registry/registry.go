@@ -201,7 +201,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	if s.resources.BuiltIn, err = s.builtIn(ctx, served); err != nil {
 		return nil, err
 	}
-	if err := s.checkSameCluster(ctx); err != nil {
+	if err := s.waitForSameCluster(ctx); err != nil {
 		return nil, err
 	}
 	if err := s.initCustomResources(); err != nil {

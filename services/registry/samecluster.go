@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
+	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -18,6 +19,32 @@ import (
 
 // trustName is the ConfigMap in which each API server of a cluster publishes its client CA.
 const trustName = "extension-apiserver-authentication"
+
+const (
+	// serverTimeout is longer than the leases of an API server that has stopped.
+	serverTimeout = 40 * time.Second
+	// serverCheckPeriod is the pause between two checks.
+	serverCheckPeriod = 500 * time.Millisecond
+)
+
+// waitForSameCluster waits until checkSameCluster succeeds, because an API server that has stopped counts as live until
+// its lease ends. It returns the error after serverTimeout.
+func (s *Service) waitForSameCluster(ctx context.Context) error {
+	for deadline, warned := time.Now().Add(serverTimeout), false; ; warned = true {
+		err := s.checkSameCluster(ctx)
+		if err == nil || time.Now().After(deadline) {
+			return err
+		}
+		if !warned {
+			slog.Warn("Waiting for the lease of another API server", "error", err)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(serverCheckPeriod):
+		}
+	}
+}
 
 // checkSameCluster returns an error if API servers that serve now on the same etcd prefix have another client CA.
 // Clients of either could not use the other, so the prefix is another cluster's, or a certificate is missing. A server
@@ -50,7 +77,7 @@ func (s *Service) checkSameCluster(ctx context.Context) error {
 		}
 	}
 	return fmt.Errorf("--client-ca-file %q: a live API server on --etcd-prefix %q has another client CA (%s): add that CA "+
-		"to the file, choose another prefix, or wait for 35 s if that server has stopped", file, s.config.Storage.Prefix, theirs[0].Subject)
+		"to the file, or choose another prefix", file, s.config.Storage.Prefix, theirs[0].Subject)
 }
 
 // liveServers returns the number of API servers with an unexpired lease: kube-apiservers and gateways.

@@ -36,14 +36,10 @@ var skipped = map[string]string{
 // TestACorruptObjectAffectsNoOther checks that corrupt objects do not affect lists and watches of other resources and
 // namespaces. Requests for the corrupt objects return the status that kube-apiserver returns.
 func TestACorruptObjectAffectsNoOther(t *testing.T) {
-	t.Run("up", func(t *testing.T) { corpus(t, harness.Up) })
-}
-
-func corpus(t *testing.T, start func(testing.TB, string, ...string) *harness.Server) {
 	dir := harness.TempDir(t)
 	url := harness.Etcd(t, dir)
 	reference := harness.KubeAPIServer(t, dir, url)
-	s := start(t, "", "--etcd-servers="+url)
+	s := reference.Beside("")
 	etcd, err := clientv3.New(clientv3.Config{Endpoints: []string{url}})
 	if err != nil {
 		t.Fatal(err)

@@ -92,6 +92,8 @@ func run(t *testing.T, o options) {
 		theirs: newSide(t, "kube-apiserver", theirs),
 		ours:   newSide(t, "watershed", ours),
 		report: newReport(known),
+
+		follows: true,
 	}
 	rng := rand.New(rand.NewPCG(o.seed, 1))
 	phase := func(name string, f func()) {

@@ -194,7 +194,7 @@ func TestAMissingKeyHidesOnlyItsObjects(t *testing.T) {
 	config(noEncryption, `{"aesgcm":{"keys":[{"name":"k2","secret":"`+strings.Repeat("A", 43)+`="}]}}`)
 	theirs.Restart()
 	apply(theirs.Server, "-n", "n")
-	ours := harness.Up(t, "", "--etcd-servers="+etcd, flag)
+	ours := theirs.Beside("", flag)
 	const lost, good = "/apis/e2e.example.com/v1/namespaces/default/things/t",
 		"/apis/e2e.example.com/v1/namespaces/n/things/t"
 	for _, path := range []string{lost, good} {
