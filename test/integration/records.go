@@ -243,5 +243,14 @@ func selected(names string) []string {
 }
 
 var lists = map[string][]string{
-	"short": {"apiserver/apply"},
+	"short": {"dryrun", "etcd", "controlplane/audit", "apiserver/anonymous"},
+	"all": {
+		"apiserver/apply", "apiserver", "etcd", "auth", "apiserver/cel", "apiserver/admissionwebhook", "controlplane",
+		"controlplane/transformation", "controlplane/audit", "client", "garbagecollector", "dryrun", "apimachinery",
+		"apimachinery/apply", "apiserver/anonymous", "apiserver/certreload", "apiserver/discovery",
+		"apiserver/egressselector", "apiserver/flowcontrol", "apiserver/httpproxy", "apiserver/oidc",
+		"apiserver/openapi", "apiserver/podlogs", "apiserver/portforward", "apiserver/tracing", "certificates",
+		"clustertrustbundles", "dualstack", "namespace", "network", "podcertificaterequests", "quota", "service",
+		"servicecidr", "serviceaccount", extensions, extensions + "/conversion",
+	},
 }

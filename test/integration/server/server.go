@@ -228,6 +228,9 @@ func flags(s *options.ServerRunOptions) (args []string) {
 			args = append(args, arguments(f)...)
 		}
 	})
+	if ttl := s.Authentication.TokenSuccessCacheTTL; ttl != 10*time.Second { // no flag of kube-apiserver
+		args = append(args, "--authentication-cache-ttl="+ttl.String())
+	}
 	if ca := s.Authentication.RequestHeader.ClientCAFile; ca != "" {
 		args = append(args, "--requestheader-client-ca-file="+ca)
 	}
