@@ -86,13 +86,38 @@ func (c *Config) externalAddress() string {
 		return host
 	}
 	if host == "" {
-		if ip, err := utilnet.ResolveBindAddress(net.ParseIP(c.Server.BindAddress)); err == nil {
-			host = ip.String()
-		} else if host, err = os.Hostname(); err != nil {
+		host = c.interfaceAddress()
+	}
+	if host == "" {
+		var err error
+		if host, err = os.Hostname(); err != nil {
 			host = "localhost"
 		}
 	}
 	return net.JoinHostPort(host, strconv.Itoa(c.Server.SecurePort))
+}
+
+// advertiseAddress returns the IP address of --advertise-address. If the flag is not set, it is the address of the
+// default interface, as in kube-apiserver. It is empty if there is none.
+func (c *Config) advertiseAddress() string {
+	ip := net.ParseIP(c.AdvertiseAddress)
+	switch {
+	case ip != nil && !ip.IsUnspecified():
+		return ip.String()
+	case ip != nil || c.AdvertiseAddress == "":
+		return c.interfaceAddress()
+	}
+	return ""
+}
+
+// interfaceAddress returns --bind-address, or the address of the default interface if the flag names no interface or
+// loopback. It is empty if the host has no other address.
+func (c *Config) interfaceAddress() string {
+	ip, err := utilnet.ResolveBindAddress(net.ParseIP(c.Server.BindAddress))
+	if err != nil {
+		return ""
+	}
+	return ip.String()
 }
 
 // NewConfig returns a configuration without values. AddFlags sets the defaults.

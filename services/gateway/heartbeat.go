@@ -4,10 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"log/slog"
-	"net"
 	"time"
-
-	utilnet "k8s.io/apimachinery/pkg/util/net"
 
 	"watershed.dev/platform/watchable"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -80,19 +77,4 @@ func (h *heartbeat) run(ctx context.Context) {
 func (h *heartbeat) counted() bool {
 	live, _ := h.live.Get()
 	return live > 0
-}
-
-// advertiseAddress returns the IP address of --advertise-address. If the flag is not set, it is the address of the
-// default interface, as in kube-apiserver. It is empty if there is none.
-func (c *Config) advertiseAddress() string {
-	ip := net.ParseIP(c.AdvertiseAddress)
-	if c.AdvertiseAddress == "" || ip != nil && ip.IsUnspecified() {
-		if ip, err := utilnet.ResolveBindAddress(net.ParseIP(c.Server.BindAddress)); err == nil {
-			return ip.String()
-		}
-	}
-	if ip != nil {
-		return ip.String()
-	}
-	return ""
 }

@@ -76,8 +76,8 @@ func (s *Service) checkSameCluster(ctx context.Context) error {
 			return nil
 		}
 	}
-	return fmt.Errorf("--client-ca-file %q: a live API server on --etcd-prefix %q has another client CA (%s): add that CA "+
-		"to the file, or choose another prefix", file, s.config.Storage.Prefix, theirs[0].Subject)
+	return fmt.Errorf("--client-ca-file %q: a live API server on --etcd-prefix %q has another client CA (%s): add that "+
+		"CA to the file, or choose another prefix", file, s.config.Storage.Prefix, theirs[0].Subject)
 }
 
 // liveServers returns the number of API servers with an unexpired lease: kube-apiservers and gateways.

@@ -83,22 +83,19 @@ func newSide(t testing.TB, name string, s *harness.Server) *side {
 		server:  s,
 		base:    c.Host,
 		seen:    map[string]identity{},
-		clients: map[clientKey]*http.Client{{nil, true}: newHTTP2Client(tlsConfig.Clone())},
-		client:  newClient(tlsConfig),
+		clients: map[clientKey]*http.Client{{nil, true}: newClient(tlsConfig.Clone(), true)},
+		client:  newClient(tlsConfig, false),
 	}
 }
 
-func newHTTP2Client(c *tls.Config) *http.Client {
-	return &http.Client{Timeout: 45 * time.Second,
-		Transport:     &http.Transport{TLSClientConfig: c, ForceAttemptHTTP2: true, DisableCompression: true},
-		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
-}
-
-func newClient(c *tls.Config) *http.Client {
-	c.NextProtos = []string{"http/1.1"} // opens several connections, as many clients do
-	return &http.Client{Timeout: 45 * time.Second,
-		Transport: &http.Transport{TLSClientConfig: c, MaxIdleConnsPerHost: 8,
-			TLSNextProto: map[string]func(string, *tls.Conn) http.RoundTripper{}, DisableCompression: true},
+func newClient(c *tls.Config, http2 bool) *http.Client {
+	transport := &http.Transport{TLSClientConfig: c, ForceAttemptHTTP2: http2, DisableCompression: true}
+	if !http2 { // opens several connections, as many clients do
+		c.NextProtos = []string{"http/1.1"}
+		transport.MaxIdleConnsPerHost = 8
+		transport.TLSNextProto = map[string]func(string, *tls.Conn) http.RoundTripper{}
+	}
+	return &http.Client{Timeout: 45 * time.Second, Transport: transport,
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 }
 
@@ -112,11 +109,7 @@ func (s *side) clientOf(c *certificate, http2 bool) *http.Client {
 	key := clientKey{c, http2}
 	if s.clients[key] == nil {
 		// The server's certificate is not compared, so any certificate is accepted.
-		conf, client := &tls.Config{InsecureSkipVerify: true, Certificates: c.chain}, newClient
-		if http2 {
-			client = newHTTP2Client
-		}
-		s.clients[key] = client(conf)
+		s.clients[key] = newClient(&tls.Config{InsecureSkipVerify: true, Certificates: c.chain}, http2)
 	}
 	return s.clients[key]
 }
@@ -261,7 +254,8 @@ func (p *pair) askLater(r *request) {
 }
 
 // presence headers must be present on both sides or on neither. All other headers must have equal values.
-var presence = []string{"Audit-Id", "Date", "Process-Start-Time-Unix", "X-Kubernetes-Pf-Flowschema-Uid", "X-Kubernetes-Pf-Prioritylevel-Uid"}
+var presence = []string{"Audit-Id", "Date", "Process-Start-Time-Unix", "X-Kubernetes-Pf-Flowschema-Uid",
+	"X-Kubernetes-Pf-Prioritylevel-Uid"}
 
 // notCompared are headers that the HTTP library sets by the size of the body, which differs between any two servers.
 var notCompared = []string{"Content-Length"}

@@ -54,8 +54,7 @@ func (h *host) follow(t *testing.T) {
 		ListerWatcher: cache.ToListWatcherWithWatchListSemantics(counted, client),
 		ObjectType:    &corev1.ConfigMap{},
 		Handler: cache.ResourceEventHandlerFuncs{
-			AddFunc:    func(o any) { h.seen.Store(o.(*corev1.ConfigMap).Name, true) },
-			DeleteFunc: func(any) {},
+			AddFunc: func(o any) { h.seen.Store(o.(*corev1.ConfigMap).Name, true) },
 		},
 	})
 	go informer.Run(t.Context().Done())

@@ -55,7 +55,12 @@ func newGuardedEtcd(t *testing.T) *guardedEtcd {
 
 func (e *guardedEtcd) leaf(user string, usage pki.Usage) (crt, key string) {
 	e.t.Helper()
-	crt, key, _, err := e.ca.Leaf(pki.Leaf{Name: "etcd-" + user, CommonName: user, SANs: []string{"127.0.0.1"}, Usage: usage})
+	crt, key, _, err := e.ca.Leaf(pki.Leaf{
+		Name:       "etcd-" + user,
+		CommonName: user,
+		SANs:       []string{"127.0.0.1"},
+		Usage:      usage,
+	})
 	if err != nil {
 		e.t.Fatal(err)
 	}

@@ -26,7 +26,8 @@ import (
 )
 
 var (
-	packages  = flag.String("packages", "short", "Packages below test/integration, separated by commas, or a list: short, all.")
+	packages = flag.String("packages", "short",
+		"Packages below test/integration, separated by commas, or a list: short, all.")
 	tests     = flag.String("run", "", "A regular expression that selects tests.")
 	reference = flag.Bool("reference", false, "Run kube-apiserver too, and record its results.")
 	ours      = flag.Bool("ours", true, "Run Watershed.")

@@ -42,7 +42,8 @@ func main() {
 		"default, which stays after a failure.")
 	flag.IntVar(&o.faults, "faults", 1000, "The number of faults.")
 	flag.Uint64Var(&o.seed, "seed", 0, "The seed of the faults; 0 for a random seed.")
-	flag.StringVar(&o.placement, "placement", "split", "The --placement of `watershed split`, or hosts: three `up` on the same etcd.")
+	flag.StringVar(&o.placement, "placement", "split",
+		"The --placement of `watershed split`, or hosts: three `up` on the same etcd.")
 	flag.StringVar(&o.replicas, "replicas", "watchfanout=3", "The --replicas of `watershed split`.")
 	flag.IntVar(&o.writers, "writers", 6, "The number of writing clients.")
 	flag.IntVar(&o.watchers, "watchers", 24, "The number of watching clients.")

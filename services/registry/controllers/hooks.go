@@ -10,9 +10,7 @@ import (
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
-	"k8s.io/apiserver/pkg/features"
 	genericapiserver "k8s.io/apiserver/pkg/server"
-	utilfeature "k8s.io/apiserver/pkg/util/feature"
 
 	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/watchable"
@@ -185,7 +183,7 @@ func ownHooks() []string {
 	names := []string{hookServiceCIDR, hookSystemNamespaces, hookAuthenticationInfo, hookAutoregistration,
 		hookAutoregistered, hookLocalAvailability, hookRemoteAvailability, hookCRDs, hookLegacyTokens,
 		hookKubernetesService}
-	if utilfeature.DefaultFeatureGate.Enabled(features.APIServerIdentity) {
+	if HasIdentityLease() {
 		names = append(names, hookIdentityLease, hookIdentityLeaseGC)
 	}
 	return names

@@ -40,9 +40,9 @@ type Discovery struct {
 	resources *lookup.Resources
 	// APIServices are the group versions of aggregated API servers.
 	APIServices *APIServices
-	// PendingStartHooks returns the start hooks that the elected registry has not completed, if they are known.
 	// Endpoints has the addresses of gateways; nil: the kubernetes Service has none.
-	Endpoints         Endpoints
+	Endpoints Endpoints
+	// PendingStartHooks returns the start hooks that the elected registry has not completed, if they are known.
 	PendingStartHooks func(context.Context) (pending []string, known bool, err error)
 
 	dirty   chan struct{}

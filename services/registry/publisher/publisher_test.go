@@ -105,6 +105,18 @@ func (j *journal) expect(want ...string) {
 	}
 }
 
+// newStoppedJournal returns a log that a publisher has begun and left: a reset, and the ConfigMap a.
+func newStoppedJournal(t *testing.T) *journal {
+	t.Helper()
+	j := newJournal(t)
+	stop := j.publish("one")
+	j.expect("reset")
+	j.write("create", "a", "")
+	j.expect("reset", "added configmaps/a")
+	stop()
+	return j
+}
+
 // publish runs a publisher until the caller calls stop, which waits for its end.
 func (j *journal) publish(identity string) (stop func()) { return j.run(j.publisher(identity)) }
 
@@ -201,12 +213,7 @@ func TestCompactionResetsTheLog(t *testing.T) {
 // An etcd that was restored from a backup is in another epoch, even if its revision is past the log's: the log is
 // reset.
 func TestNewEpochResetsTheLog(t *testing.T) {
-	j := newJournal(t)
-	stop := j.publish("one")
-	j.expect("reset")
-	j.write("create", "a", "")
-	j.expect("reset", "added configmaps/a")
-	stop()
+	j := newStoppedJournal(t)
 	etcd := j.Resources.Storage.Client.Client
 	key := j.publisher("").EpochKey()
 	if _, err := etcd.Put(t.Context(), key, `{"id":"another","mark":"another"}`); err != nil {
@@ -224,12 +231,7 @@ func TestNewEpochResetsTheLog(t *testing.T) {
 // A log continues in the epoch that an older release recorded outside of the prefix. The older release is then not
 // elected any more. The record of another control plane changes nothing.
 func TestALogOfAnOlderReleaseContinues(t *testing.T) {
-	j := newJournal(t)
-	stop := j.publish("one")
-	j.expect("reset")
-	j.write("create", "a", "")
-	j.expect("reset", "added configmaps/a")
-	stop()
+	j := newStoppedJournal(t)
 	etcd, key := j.Resources.Storage.Client.Client, j.publisher("").EpochKey()
 	put := func(key, value string) {
 		t.Helper()
@@ -238,7 +240,7 @@ func TestALogOfAnOlderReleaseContinues(t *testing.T) {
 		}
 	}
 	put("/watershed/history", `{"id":"of another control plane","mark":"x"}`)
-	stop = j.publish("two")
+	stop := j.publish("two")
 	j.write("create", "b", "")
 	j.expect("reset", "added configmaps/a", "added configmaps/b")
 	stop()

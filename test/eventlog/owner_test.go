@@ -1,0 +1,24 @@
+package eventlog
+
+import (
+	"errors"
+	"testing"
+
+	"watershed.dev/platform/eventlog"
+)
+
+// A stream has the owner that first names one. Another owner is refused, and its events never enter the stream.
+func TestAStreamHasAnOwner(t *testing.T) {
+	c := start(t) // a stream of an older release, which has no owner
+	for _, step := range []struct {
+		owner   string
+		refused bool
+	}{{"/registry/watershed/logs/a/", false}, {"/other/watershed/logs/a/", true}, {"/registry/watershed/logs/a/", false}} {
+		c.log.Owner = step.owner
+		_, err := c.log.Stream(t.Context(), c.js)
+		check := c.log.CheckOwner(t.Context(), c.js)
+		if errors.Is(err, eventlog.ErrOtherOwner) != step.refused || errors.Is(check, eventlog.ErrOtherOwner) != step.refused {
+			t.Errorf("%s: %v, %v", step.owner, err, check)
+		}
+	}
+}
