@@ -250,16 +250,16 @@ func (g *optionsGetter) GetRESTOptions(gr schema.GroupResource,
 	if g.groupPrefix {
 		prefix = gr.Group + "/" + gr.Resource
 	}
-	decorate := g.s.decorate
-	if g.unregistered {
-		decorate = g.s.newStore
+	decorate, poll := g.s.decorate, g.s.options.CountPollPeriod
+	if g.unregistered { // a version of a CRD, whose store is never destroyed: a poll would outlive it
+		decorate, poll = g.s.newStore, 0
 	}
 	return genericregistry.RESTOptions{
 		StorageConfig:           config,
 		Decorator:               decorate,
 		EnableGarbageCollection: g.s.options.GarbageCollection,
 		DeleteCollectionWorkers: g.s.options.DeleteCollectionWorkers,
-		CountMetricPollPeriod:   g.s.options.CountPollPeriod,
+		CountMetricPollPeriod:   poll,
 		ResourcePrefix:          prefix,
 	}, nil
 }
