@@ -86,6 +86,7 @@ type Options struct {
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.URL, "nats-url", o.URL,
 		"NATS servers, comma separated (tls://host:4222). Mutual TLS with the --rpc-* identity.")
+	_ = fs.SetAnnotation("nats-url", "classified", []string{"true"}) // /flagz hides it: a URL may hold a password
 	fs.StringVar(&o.Name, "log-name", "default",
 		"The name of the event log in etcd. Registries with the same NATS servers share a name; others have another.")
 	fs.StringVar(&o.Storage, "log-storage", "file", `Storage of the event log in JetStream: "file" or "memory".`)
