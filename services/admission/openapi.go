@@ -2,6 +2,7 @@ package admission
 
 import (
 	"net/http"
+	"strings"
 	"time"
 
 	"k8s.io/client-go/kubernetes"
@@ -11,7 +12,7 @@ import (
 // pluginClient returns the client of the plugins.
 func pluginClient(config *rest.Config) (kubernetes.Interface, error) {
 	config = rest.CopyConfig(config)
-	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return indexRetrier{next} })
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return documentBound{indexRetrier{next}} })
 	return kubernetes.NewForConfig(config)
 }
 
@@ -43,4 +44,19 @@ func (r indexRetrier) RoundTrip(req *http.Request) (*http.Response, error) {
 			_ = resp.Body.Close()
 		}
 	}
+}
+
+// maxDocumentBytes bounds an OpenAPI document. A document of an aggregated server has the size that the server chooses.
+const maxDocumentBytes = 16 << 20
+
+// documentBound bounds the OpenAPI documents that plugins read.
+type documentBound struct{ next http.RoundTripper }
+
+// RoundTrip implements http.RoundTripper.
+func (b documentBound) RoundTrip(req *http.Request) (*http.Response, error) {
+	resp, err := b.next.RoundTrip(req)
+	if err == nil && strings.HasPrefix(req.URL.Path, "/openapi/") {
+		resp.Body = http.MaxBytesReader(nil, resp.Body, maxDocumentBytes)
+	}
+	return resp, err
 }

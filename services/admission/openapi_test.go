@@ -41,3 +41,31 @@ func TestTheOpenAPIIndexIsRequestedUntilItIsServed(t *testing.T) {
 		}
 	})
 }
+
+// A plugin reads a document up to the bound. A larger document is an error, because an aggregated server may send
+// without end.
+func TestDocumentsAreBounded(t *testing.T) {
+	for path, bounded := range map[string]bool{"/openapi/v3/apis/a.example.com/v1": true, "/api/v1/pods": false} {
+		b := documentBound{roundTripper(func(*http.Request) (*http.Response, error) {
+			body := io.NopCloser(io.LimitReader(zeros{}, maxDocumentBytes+1))
+			return &http.Response{StatusCode: http.StatusOK, Body: body}, nil
+		})}
+		req, err := http.NewRequest(http.MethodGet, "http://gateway"+path, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp, err := b.RoundTrip(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		n, err := io.Copy(io.Discard, resp.Body)
+		if bounded != (err != nil) || bounded != (n == maxDocumentBytes) {
+			t.Errorf("%s: %d bytes, %v", path, n, err)
+		}
+	}
+}
+
+// zeros is a reader without an end.
+type zeros struct{}
+
+func (zeros) Read(p []byte) (int, error) { return len(p), nil }

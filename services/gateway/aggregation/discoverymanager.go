@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"maps"
 	"net/http"
+	"net/url"
 	"slices"
 	"strings"
 	"sync"
@@ -85,8 +86,8 @@ type CachedDiscovery struct {
 	Resources []apidiscoveryv2.APIResourceDiscovery
 	// Stale is set if the last fetch failed.
 	Stale bool
-	// OpenAPIPaths maps the root paths of the server's v3 documents to their URLs. It is nil if the server has no v3
-	// documents.
+	// OpenAPIPaths maps the root paths of the server's v3 documents to their URLs: the paths of the group and of the
+	// group version. It is nil if the server has no v3 documents.
 	OpenAPIPaths map[string]string
 	// OpenAPIV2 is the server's v2 document in JSON, or nil. It covers all of the server's paths.
 	OpenAPIV2 []byte
@@ -162,7 +163,8 @@ func (m *DiscoveryManager) refreshServer(ctx context.Context, gv schema.GroupVer
 			now.Stale = true
 		}
 	} else {
-		now.OpenAPIPaths, now.OpenAPIV2 = s.fetchOpenAPIPaths(ctx), s.fetchDocument(ctx, "/openapi/v2", openAPILimit)
+		now.OpenAPIPaths = s.fetchOpenAPIPaths(ctx, gv)
+		now.OpenAPIV2 = s.fetchDocument(ctx, "/openapi/v2", openAPILimit)
 		if before != nil && now.OpenAPIPaths == nil {
 			now.OpenAPIPaths = before.OpenAPIPaths
 		}
@@ -196,8 +198,13 @@ func (s *server) fetchDocument(ctx context.Context, path string, limit responseL
 	return data
 }
 
-// fetchOpenAPIPaths returns the root paths and URLs of the server's v3 documents, or nil.
-func (s *server) fetchOpenAPIPaths(ctx context.Context) map[string]string {
+// maxDocumentURL bounds the URL of a v3 document in a server's index, in bytes.
+const maxDocumentURL = 1 << 10
+
+// fetchOpenAPIPaths returns the root paths and URLs of the server's v3 documents of a group version, or nil. It omits
+// other roots, and URLs other than those of the documents: clients and admission follow the URLs, and a server must not
+// publish the documents of other groups.
+func (s *server) fetchOpenAPIPaths(ctx context.Context, gv schema.GroupVersion) map[string]string {
 	var index struct {
 		Paths map[string]struct {
 			ServerRelativeURL string `json:"serverRelativeURL"`
@@ -208,8 +215,15 @@ func (s *server) fetchOpenAPIPaths(ctx context.Context) map[string]string {
 		return nil
 	}
 	paths := map[string]string{}
-	for root, document := range index.Paths {
-		paths[root] = document.ServerRelativeURL
+	for _, root := range []string{"apis/" + gv.Group, "apis/" + gv.String()} {
+		location := index.Paths[root].ServerRelativeURL
+		if len(location) > maxDocumentURL {
+			continue
+		}
+		u, err := url.Parse(location)
+		if err == nil && *u == (url.URL{Path: "/openapi/v3/" + root, RawQuery: u.RawQuery}) {
+			paths[root] = location
+		}
 	}
 	return paths
 }

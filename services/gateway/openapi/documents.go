@@ -33,10 +33,12 @@ type document struct {
 	// inputs is the hash of everything that the document depends on. etag is the hash of its content.
 	inputs, etag string
 	isV2         bool
-	modified     time.Time
-	json         []byte
-	encode       sync.Once
-	protobuf     []byte
+	// converted is true for the document of an aggregated server that has only v2.
+	converted bool
+	modified  time.Time
+	json      []byte
+	encode    sync.Once
+	protobuf  []byte
 }
 
 // remoteDocument is a v3 document of an aggregated server.
@@ -75,7 +77,7 @@ func (h *Handler) Set(v *discovery.View) {
 		fmt.Fprintln(index, path, inputs[path])
 	}
 	for _, path := range slices.Sorted(maps.Keys(remote)) {
-		fmt.Fprintln(index, path, remote[path].url)
+		fmt.Fprintf(index, "%s %q\n", path, remote[path].url)
 	}
 	inputs["v3"] = fmt.Sprintf("%X", index.Sum(nil))
 	h.mu.Lock()
@@ -96,22 +98,30 @@ func (h *Handler) find(path string) (own bool, remote *remoteDocument) {
 
 // document returns a cached document or builds it. Only requests for the same document wait for a build.
 func (h *Handler) document(ctx context.Context, path string) (*document, error) {
-	d, inputs, err := h.lookup(path)
+	d, _, err := h.lookup(path)
 	if d != nil || err != nil {
 		return d, err
 	}
-	return h.builds.Get(ctx, path+" "+inputs, func(ctx context.Context) (*document, error) {
-		if d, now, err := h.lookup(path); err != nil || d != nil && now == inputs { // built while this request waited
+	return h.builds.Get(ctx, path, func(ctx context.Context) (*document, error) {
+		d, inputs, err := h.lookup(path)
+		if d != nil || err != nil { // built while this request waited
 			return d, err
 		}
-		data, err := h.build(ctx, path)
+		data, current, converted, err := h.build(ctx, path)
 		if err != nil {
 			return nil, err
 		}
-		d := &document{inputs: inputs, etag: hashOf(data), isV2: path == "v2", modified: time.Now(), json: data}
+		d = &document{
+			inputs:    inputs,
+			etag:      hashOf(data),
+			isV2:      path == "v2",
+			converted: converted,
+			modified:  time.Now(),
+			json:      data,
+		}
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		if h.inputs[path] == inputs {
+		if current && h.inputs[path] == inputs {
 			h.cached[path] = d
 		}
 		return d, nil
@@ -131,36 +141,42 @@ func (h *Handler) lookup(path string) (*document, string, error) {
 	return h.cached[path], h.inputs[path], nil
 }
 
-// build returns a document in JSON, with the documents of aggregated servers merged or converted.
-func (h *Handler) build(ctx context.Context, path string) ([]byte, error) {
+// build returns a document in JSON. The documents of aggregated servers are merged, or the document is converted from
+// such a document. current is false if the registry has other inputs than the view: the document must not be cached.
+func (h *Handler) build(ctx context.Context, path string) (data []byte, current, converted bool, err error) {
 	h.mu.Lock()
 	view, remote := h.view, h.remote
 	h.mu.Unlock()
 	if path == "v3" || path == "v2" || view.Openapi[path] != "" {
-		data, err := h.fetch(ctx, path)
+		var inputs string
+		data, inputs, err = h.fetch(ctx, path, view.Openapi[path])
 		switch {
 		case err != nil:
-			return nil, err
+			return nil, false, false, err
 		case path == "v2":
-			return h.withAggregatedV2(view, data)
+			data, err = h.withAggregatedV2(view, data)
 		case path == "v3":
-			return h.withAggregatedIndex(ctx, view, remote, data)
+			data, err = h.withAggregatedIndex(ctx, view, remote, data)
 		}
-		return data, nil
+		return data, inputs == view.Openapi[path], false, err
 	}
-	return h.convert(path)
+	data, err = h.convert(path)
+	return data, true, true, err
 }
 
-// fetch returns a document of registry.
-func (h *Handler) fetch(ctx context.Context, path string) (data []byte, err error) {
-	stream, err := h.registry.OpenAPI(ctx, &registryv1.OpenAPIRequest{Path: path})
+// fetch returns a document of registry, and the inputs that it has there.
+func (h *Handler) fetch(ctx context.Context, path, wanted string) (data []byte, inputs string, err error) {
+	stream, err := h.registry.OpenAPI(ctx, &registryv1.OpenAPIRequest{Path: path, Inputs: wanted})
 	if err == nil {
-		err = rpc.Each(stream, func(c *registryv1.OpenAPIChunk) error { data = append(data, c.Data...); return nil })
+		err = rpc.Each(stream, func(c *registryv1.OpenAPIChunk) error {
+			data, inputs = append(data, c.Data...), cmp.Or(inputs, c.Inputs)
+			return nil
+		})
 	}
 	if err != nil {
-		return nil, rpc.FromStatus(err)
+		return nil, "", rpc.FromStatus(err)
 	}
-	return data, nil
+	return data, inputs, nil
 }
 
 // withAggregatedIndex adds the documents of aggregated servers to registry's index.
@@ -285,8 +301,15 @@ func validate(s *spec.Swagger) error {
 	return err
 }
 
-// toProtobuf returns the document in protobuf, or nil if it is not valid OpenAPI.
+// maxConvertedProtobuf is the size in bytes above which a converted document has no protobuf encoding. The conversion
+// takes many times the size in memory, and the aggregated server chooses the size.
+const maxConvertedProtobuf = 2 << 20
+
+// toProtobuf returns the document in protobuf, or nil if it is not valid OpenAPI or too large.
 func (d *document) toProtobuf() []byte {
+	if d.converted && len(d.json) > maxConvertedProtobuf {
+		return nil
+	}
 	d.encode.Do(func() {
 		var doc proto.Message
 		var err error

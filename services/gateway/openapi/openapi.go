@@ -76,13 +76,13 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 
 func (h *Handler) serveV2(w http.ResponseWriter, req *http.Request) {
 	w.Header().Add("Vary", "Accept")
-	mediaType := negotiate(req.Header.Get("Accept"), "v2")
-	if mediaType == "" {
+	mediaTypes := negotiate(req.Header.Get("Accept"), "v2")
+	if len(mediaTypes) == 0 {
 		w.WriteHeader(http.StatusNotAcceptable)
 		return
 	}
 	if d := h.get(w, req, "v2"); d != nil {
-		d.serve(w, req, mediaType)
+		d.serve(w, req, mediaTypes)
 	}
 }
 
@@ -105,8 +105,8 @@ func (h *Handler) serveV3(w http.ResponseWriter, req *http.Request, path string)
 		return
 	}
 	w.Header().Add("Vary", "Accept")
-	mediaType := negotiate(req.Header.Get("Accept"), "v3")
-	if mediaType == "" {
+	mediaTypes := negotiate(req.Header.Get("Accept"), "v3")
+	if len(mediaTypes) == 0 {
 		w.WriteHeader(http.StatusNotAcceptable)
 		return
 	}
@@ -116,14 +116,14 @@ func (h *Handler) serveV3(w http.ResponseWriter, req *http.Request, path string)
 	}
 	if hash := req.URL.Query().Get("hash"); hash != "" {
 		if hash != d.etag {
-			d.setHeaders(w, mediaType)
+			d.setHeaders(w, mediaTypes[0])
 			http.Redirect(w, req, urlOf(path, d.etag), http.StatusMovedPermanently)
 			return
 		}
 		w.Header().Set("Cache-Control", "public, immutable")
 		w.Header().Set("Expires", time.Now().AddDate(1, 0, 0).Format(time.RFC1123))
 	}
-	d.serve(w, req, mediaType)
+	d.serve(w, req, mediaTypes)
 }
 
 // urlOf returns the URL of a v3 document with the hash of its content.
@@ -150,8 +150,8 @@ func protobufType(version string) string {
 	return "application/com.github.proto-openapi.spec." + version + ".v1.0+protobuf"
 }
 
-// negotiate returns the media type of the response, or "" if the client accepts none.
-func negotiate(accept, version string) string {
+// negotiate returns the media types that the client accepts, in the order of its preference.
+func negotiate(accept, version string) (mediaTypes []string) {
 	if accept == "" {
 		accept = "*/*"
 	}
@@ -163,25 +163,28 @@ func negotiate(accept, version string) string {
 		}
 		switch "application/" + c.SubType {
 		case jsonType, "application/*":
-			return jsonType
+			mediaTypes = append(mediaTypes, jsonType)
 		case protobuf, deprecated:
-			return protobuf
+			mediaTypes = append(mediaTypes, protobuf)
 		}
 	}
-	return ""
+	return mediaTypes
 }
 
-// serve writes the document in a media type. Conditional requests get 304.
-func (d *document) serve(w http.ResponseWriter, req *http.Request, mediaType string) {
-	data := d.json
-	if mediaType != jsonType {
-		if data = d.toProtobuf(); data == nil {
-			w.WriteHeader(http.StatusNotAcceptable)
+// serve writes the document in the first of mediaTypes in which it is available. Conditional requests get 304.
+func (d *document) serve(w http.ResponseWriter, req *http.Request, mediaTypes []string) {
+	for _, mediaType := range mediaTypes {
+		data := d.json
+		if mediaType != jsonType {
+			data = d.toProtobuf()
+		}
+		if data != nil {
+			d.setHeaders(w, mediaType)
+			http.ServeContent(w, req, "", d.modified, bytes.NewReader(data))
 			return
 		}
 	}
-	d.setHeaders(w, mediaType)
-	http.ServeContent(w, req, "", d.modified, bytes.NewReader(data))
+	w.WriteHeader(http.StatusNotAcceptable)
 }
 
 func (d *document) setHeaders(w http.ResponseWriter, mediaType string) {

@@ -30,6 +30,16 @@ type fakeRegistry struct {
 	calls atomic.Int32
 	// finish lets the build of "v3/apis/slow/v1" finish.
 	finish chan struct{}
+	// behind is true while the registry has other inputs than the gateway's view.
+	behind atomic.Bool
+}
+
+// inputs returns the inputs of a document at the registry.
+func (d *fakeRegistry) inputs(r *registryv1.OpenAPIRequest) string {
+	if d.behind.Load() {
+		return "older"
+	}
+	return r.Inputs
 }
 
 func (d *fakeRegistry) OpenAPI(
@@ -43,22 +53,21 @@ func (d *fakeRegistry) OpenAPI(
 		case <-s.Context().Done():
 			return s.Context().Err()
 		case <-d.finish:
-			return s.Send(&registryv1.OpenAPIChunk{Data: []byte(`{"openapi":"3.0.0"}`)})
+			return s.Send(&registryv1.OpenAPIChunk{Data: []byte(`{"openapi":"3.0.0"}`), Inputs: d.inputs(r)})
 		}
 	case "v2":
 		return s.Send(
-			&registryv1.OpenAPIChunk{Data: []byte(`{"swagger":"2.0","info":{"title":"Kubernetes"},"paths":{}}`)},
+			&registryv1.OpenAPIChunk{Data: []byte(`{"swagger":"2.0","info":{"title":"Kubernetes"},"paths":{}}`),
+				Inputs: d.inputs(r)},
 		)
 	case "v3":
-		return s.Send(&registryv1.OpenAPIChunk{Data: fmt.Appendf(nil,
+		return s.Send(&registryv1.OpenAPIChunk{Inputs: d.inputs(r), Data: fmt.Appendf(nil,
 			`{"paths":{"apis/apps/v1":{"serverRelativeURL":"/openapi/v3/apis/apps/v1?hash=%s"}}}`, hashOf(apps))})
 	case "v3/apis/apps/v1":
-		for _, part := range [][]byte{apps[:10], apps[10:]} {
-			if err := s.Send(&registryv1.OpenAPIChunk{Data: part}); err != nil {
-				return err
-			}
+		if err := s.Send(&registryv1.OpenAPIChunk{Data: apps[:10], Inputs: d.inputs(r)}); err != nil {
+			return err
 		}
-		return nil
+		return s.Send(&registryv1.OpenAPIChunk{Data: apps[10:]})
 	}
 	return rpc.ToStatus(apierrors.NewNotFound(schema.GroupResource{}, r.Path))
 }
@@ -74,6 +83,7 @@ func handler(t *testing.T) (*Handler, *fakeRegistry) {
 	h := New(registryv1.NewDiscoveryClient(p.Client("gateway")), aggregation.NewDiscoveryManager(proxy, func() {}), proxy)
 	h.Set(discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{
 		"v2":              "A",
+		"v3":              "B",
 		"v3/apis/apps/v1": "B",
 		"v3/apis/slow/v1": "B",
 	}}))
@@ -119,11 +129,33 @@ func TestDocumentsAreBuiltOnce(t *testing.T) {
 		t.Errorf("with the client's etag: %d", again.Code)
 	}
 	h.Set(
-		discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "C"}}),
+		discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3": "C",
+			"v3/apis/apps/v1": "C"}}),
 	)
 	get(h, "/openapi/v3/apis/apps/v1")
 	if n := d.calls.Load(); n != 3 {
 		t.Errorf("registry is called %d times for the index and two documents", n)
+	}
+}
+
+// A document of a registry that is behind the gateway's view is served, and is not cached.
+func TestADocumentOfARegistryThatIsBehindIsNotCached(t *testing.T) {
+	h, d := handler(t)
+	d.behind.Store(true)
+	n := int32(0)
+	for _, path := range []string{"/openapi/v2", "/openapi/v3", "/openapi/v3/apis/apps/v1"} {
+		for range 2 {
+			n++
+			if w := get(h, path); w.Code != 200 || d.calls.Load() != n {
+				t.Errorf("%s: %d, after %d calls, not %d", path, w.Code, d.calls.Load(), n)
+			}
+		}
+	}
+	d.behind.Store(false)
+	get(h, "/openapi/v2")
+	before := d.calls.Load()
+	if get(h, "/openapi/v2"); d.calls.Load() != before {
+		t.Error("the document is not cached after the registry has caught up")
 	}
 }
 

@@ -125,3 +125,42 @@ func TestRemoteDocumentsAreHashedOnce(t *testing.T) {
 		}
 	}
 }
+
+// A large document that is converted has no protobuf encoding. Clients that also accept JSON get JSON.
+func TestALargeConvertedDocumentHasNoProtobuf(t *testing.T) {
+	for size, code := range map[int]int{10: 200, maxConvertedProtobuf: 406} {
+		title := strings.Repeat("x", size)
+		h := aggregated(t, map[string]string{"v2": strings.Replace(metricsV2, `"m"`, `"`+title+`"`, 1)})
+		if w := get(h, metricsV3, "Accept", protobufType("v3")); w.Code != code {
+			t.Errorf("%d bytes in protobuf: %d", size, w.Code)
+		}
+		if w := get(h, metricsV3, "Accept", protobufType("v3")+";q=0.9,application/json;q=0.5"); w.Code != 200 {
+			t.Errorf("%d bytes in protobuf or JSON: %d", size, w.Code)
+		}
+	}
+}
+
+// The index has only the documents of a server's own group version, at their own URLs.
+func TestAServerPublishesOnlyItsOwnDocuments(t *testing.T) {
+	long := metricsV3 + "?hash=" + strings.Repeat("x", 1<<10)
+	for entry, accepted := range map[string]bool{
+		`"apis/metrics.k8s.io/v1":{"serverRelativeURL":"` + metricsV3 + `?hash=M"}`:             true,
+		`"apis/metrics.k8s.io":{"serverRelativeURL":"/openapi/v3/apis/metrics.k8s.io?hash=M"}`:  true,
+		`"apis/metrics.k8s.io/v1":{"serverRelativeURL":"https://elsewhere` + metricsV3 + `"}`:   false,
+		`"apis/metrics.k8s.io/v1":{"serverRelativeURL":"//elsewhere` + metricsV3 + `"}`:         false,
+		`"apis/metrics.k8s.io/v1":{"serverRelativeURL":"@elsewhere/"}`:                          false,
+		`"apis/metrics.k8s.io/v1":{"serverRelativeURL":"/api/v1/events?watch=true"}`:            false,
+		`"apis/metrics.k8s.io/v1":{"serverRelativeURL":"/openapi/v3/../v3/apis/apps/v1"}`:       false,
+		`"apis/metrics.k8s.io/v1":{"serverRelativeURL":"` + long + `"}`:                         false,
+		`"apis/zeta.k8s.io/v1":{"serverRelativeURL":"/openapi/v3/apis/zeta.k8s.io/v1?hash=M"}`:  false,
+		`"api/apps/v1":{"serverRelativeURL":"/openapi/v3/api/apps/v1?hash=M"}`:                  false,
+		`"apis/metrics.k8s.io/v1/x":{"serverRelativeURL":"/openapi/v3/apis/metrics.k8s.io/v1"}`: false,
+	} {
+		h := aggregated(t, map[string]string{"v3": `{"paths":{` + entry + `}}`})
+		root, rest, _ := strings.Cut(strings.TrimPrefix(entry, `"`), `":`)
+		index := get(h, "/openapi/v3").Body.String()
+		if strings.Contains(index, `"`+root+`":`+rest) != accepted || !accepted && strings.Contains(index, `"`+root+`"`) {
+			t.Errorf("%s: %s", entry, index)
+		}
+	}
+}

@@ -8,6 +8,8 @@ package discovery
 import (
 	"cmp"
 	"context"
+	"crypto/sha256"
+	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -231,6 +233,11 @@ func (d *Discovery) build() *registryv1.DiscoveryResponse {
 	}) {
 		v2 += hashes[gv]
 	}
+	index := sha256.New()
+	for _, path := range slices.Sorted(maps.Keys(out.Openapi)) {
+		fmt.Fprintln(index, path, out.Openapi[path])
+	}
+	out.Openapi["v3"] = fmt.Sprintf("%x", index.Sum(nil))
 	out.Openapi["v2"] = v2
 	out.Groups = all.sorted()
 	return out

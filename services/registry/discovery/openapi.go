@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"strings"
+	"time"
 
 	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -25,27 +26,51 @@ import (
 type documentHash struct{ inputs, content string }
 
 // OpenAPI sends a document in JSON: "v2", "v3" for the index of the v3 documents, or "v3/" and a root path. The
-// gateways cache it.
+// gateways cache it if its inputs are those of their view.
 func (d *Discovery) OpenAPI(r *registryv1.OpenAPIRequest,
 	stream grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
+	inputs := d.awaitInputs(stream.Context(), r.Path, r.Inputs)
 	data, err := d.encoded(stream.Context(), r.Path)
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
 	return frame.Split(data, frame.ChunkBytes, func(b []byte) error {
-		return stream.Send(&registryv1.OpenAPIChunk{Data: b})
+		chunk := &registryv1.OpenAPIChunk{Data: b, Inputs: inputs}
+		inputs = "" // only the first chunk has them
+		return stream.Send(chunk)
 	})
+}
+
+// inputsTimeout bounds how long a registry waits for the inputs of a gateway's view.
+const inputsTimeout = 500 * time.Millisecond
+
+// awaitInputs waits until a document has the wanted inputs here, for inputsTimeout at most. It returns the inputs that
+// the document has. If wanted is empty, it does not wait.
+func (d *Discovery) awaitInputs(ctx context.Context, path, wanted string) string {
+	ctx, cancel := context.WithTimeout(ctx, inputsTimeout)
+	defer cancel()
+	for {
+		current, changed := d.current.Get()
+		inputs := current.GetOpenapi()[path]
+		if wanted == "" || inputs == wanted {
+			return inputs
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return inputs
+		}
+	}
 }
 
 // encoded makes a document. It makes only one document at a time, and stops between two steps once ctx has ended.
 func (d *Discovery) encoded(ctx context.Context, path string) (data []byte, err error) {
-	select {
-	case d.making <- struct{}{}:
-		defer func() { <-d.making }()
-	case <-ctx.Done():
-	}
-	if err := ctx.Err(); err != nil {
-		return nil, err
+	if path != "v3" { // the index takes turns with other documents
+		release, err := d.hold(ctx)
+		if err != nil {
+			return nil, err
+		}
+		defer release()
 	}
 	root, isV3 := strings.CutPrefix(path, "v3/")
 	switch {
@@ -65,6 +90,21 @@ func (d *Discovery) encoded(ctx context.Context, path string) (data []byte, err 
 		return nil, lookup.NotServed(nil)
 	}
 	return data, nil
+}
+
+// hold waits until no document is made, and prevents others until the caller calls release.
+func (d *Discovery) hold(ctx context.Context) (release func(), err error) {
+	select {
+	case d.making <- struct{}{}:
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	release = func() { <-d.making }
+	if err := ctx.Err(); err != nil { // both were ready
+		release()
+		return nil, err
+	}
+	return release, nil
 }
 
 // openAPIV2 returns the v2 document. Like kube-aggregator, it merges the document of the aggregator's own group with
@@ -123,29 +163,50 @@ func (d *Discovery) openAPIV3Index(ctx context.Context) ([]byte, error) {
 		if !ok {
 			continue
 		}
-		if d.hashes[root].inputs != inputs {
-			data, err := d.openAPIV3(ctx, root)
-			if ctx.Err() != nil {
-				return nil, ctx.Err()
-			}
-			if err != nil {
-				slog.Warn("OpenAPI document is omitted", "document", root, "error", err)
-			}
-			d.hashes[root] = documentHash{inputs: inputs}
-			if data != nil {
-				d.hashes[root] = documentHash{inputs, fmt.Sprintf("%X", sha512.Sum512(data))}
-			}
+		hash, err := d.hashOf(ctx, root, inputs)
+		if err != nil {
+			return nil, err
 		}
-		if hash := d.hashes[root].content; hash != "" {
+		if hash != "" {
 			index.Paths[root] = handler3.OpenAPIV3DiscoveryGroupVersion{
 				ServerRelativeURL: "/openapi/v3/" + root + "?hash=" + hash,
 			}
 		}
 	}
+	release, err := d.hold(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer release()
 	for root := range d.hashes {
 		if _, ok := current.GetOpenapi()["v3/"+root]; !ok {
 			delete(d.hashes, root)
 		}
 	}
 	return json.Marshal(index)
+}
+
+// hashOf returns the hash of a v3 document with the given inputs. It is empty if the document cannot be built.
+func (d *Discovery) hashOf(ctx context.Context, root, inputs string) (string, error) {
+	release, err := d.hold(ctx)
+	if err != nil {
+		return "", err
+	}
+	defer release()
+	if known := d.hashes[root]; known.inputs == inputs {
+		return known.content, nil
+	}
+	data, err := d.openAPIV3(ctx, root)
+	if ctx.Err() != nil {
+		return "", ctx.Err()
+	}
+	if err != nil {
+		slog.Warn("OpenAPI document is omitted", "document", root, "error", err)
+	}
+	hash := documentHash{inputs: inputs}
+	if data != nil {
+		hash.content = fmt.Sprintf("%X", sha512.Sum512(data))
+	}
+	d.hashes[root] = hash
+	return hash.content, nil
 }

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/internal/fixture"
@@ -40,4 +42,26 @@ func TestTheIndexHasTheHashesOfDocuments(t *testing.T) {
 	if index := set(map[string]string{"v3/" + apps: "2"}); !strings.Contains(index, url) || len(d.hashes) != 1 {
 		t.Errorf("with other inputs: %s, %d hashes", index, len(d.hashes))
 	}
+}
+
+// A registry that is behind a gateway's view waits for the inputs of the view, and otherwise names the inputs that it
+// has.
+func TestADocumentWaitsForItsInputs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := &Discovery{}
+		set := func(inputs string) {
+			d.current.Set(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": inputs}})
+		}
+		set("1")
+		if got := d.awaitInputs(t.Context(), "v2", ""); got != "1" {
+			t.Errorf("without wanted inputs: %q", got)
+		}
+		time.AfterFunc(inputsTimeout/2, func() { set("2") })
+		if got := d.awaitInputs(t.Context(), "v2", "2"); got != "2" {
+			t.Errorf("while the registry catches up: %q", got)
+		}
+		if got := d.awaitInputs(t.Context(), "v2", "1"); got != "2" {
+			t.Errorf("ahead of the view: %q", got)
+		}
+	})
 }

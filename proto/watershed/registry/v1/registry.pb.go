@@ -2661,8 +2661,11 @@ func (x *DataKeyResponse) GetSecret() []byte {
 // OpenAPIRequest names an OpenAPI document.
 type OpenAPIRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// "v2", or "v3/apis/apps/v1". The gateway serves the index of v3 itself.
-	Path          string `protobuf:"bytes,1,opt,name=path" json:"path,omitempty"`
+	// "v2", "v3" for the index of the v3 documents, or "v3/apis/apps/v1".
+	Path string `protobuf:"bytes,1,opt,name=path" json:"path,omitempty"`
+	// The hash of the document's inputs in the gateway's view (DiscoveryResponse.openapi). A registry that has other
+	// inputs waits for a short time, because it may be behind the registry of the view. Empty: it does not wait.
+	Inputs        string `protobuf:"bytes,3,opt,name=inputs" json:"inputs,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2704,10 +2707,19 @@ func (x *OpenAPIRequest) GetPath() string {
 	return ""
 }
 
+func (x *OpenAPIRequest) GetInputs() string {
+	if x != nil {
+		return x.Inputs
+	}
+	return ""
+}
+
 // OpenAPIChunk is the next bytes of a document.
 type OpenAPIChunk struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Data          []byte                 `protobuf:"bytes,1,opt,name=data" json:"data,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Data  []byte                 `protobuf:"bytes,1,opt,name=data" json:"data,omitempty"`
+	// In the first chunk: the hash of the inputs from which the document was made, or older inputs.
+	Inputs        string `protobuf:"bytes,3,opt,name=inputs" json:"inputs,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2747,6 +2759,13 @@ func (x *OpenAPIChunk) GetData() []byte {
 		return x.Data
 	}
 	return nil
+}
+
+func (x *OpenAPIChunk) GetInputs() string {
+	if x != nil {
+		return x.Inputs
+	}
+	return ""
 }
 
 // Connection is an address to dial and the protocol between the client and that address.
@@ -3146,11 +3165,13 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x10storage_resource\x18\x01 \x01(\tR\x0fstorageResource\x12\x10\n" +
 	"\x03key\x18\x02 \x01(\tR\x03key\")\n" +
 	"\x0fDataKeyResponse\x12\x16\n" +
-	"\x06secret\x18\x01 \x01(\fR\x06secret\"*\n" +
+	"\x06secret\x18\x01 \x01(\fR\x06secret\"B\n" +
 	"\x0eOpenAPIRequest\x12\x12\n" +
-	"\x04path\x18\x01 \x01(\tR\x04pathJ\x04\b\x02\x10\x03\"(\n" +
+	"\x04path\x18\x01 \x01(\tR\x04path\x12\x16\n" +
+	"\x06inputs\x18\x03 \x01(\tR\x06inputsJ\x04\b\x02\x10\x03\"@\n" +
 	"\fOpenAPIChunk\x12\x12\n" +
-	"\x04data\x18\x01 \x01(\fR\x04dataJ\x04\b\x02\x10\x03\"\xb6\x02\n" +
+	"\x04data\x18\x01 \x01(\fR\x04data\x12\x16\n" +
+	"\x06inputs\x18\x03 \x01(\tR\x06inputsJ\x04\b\x02\x10\x03\"\xb6\x02\n" +
 	"\n" +
 	"Connection\x12\x10\n" +
 	"\x03url\x18\x01 \x01(\tR\x03url\x12>\n" +
