@@ -202,7 +202,7 @@ func (s *server) fetchDocument(ctx context.Context, path string, limit responseL
 const maxDocumentURL = 1 << 10
 
 // fetchOpenAPIPaths returns the root paths and URLs of the server's v3 documents of a group version, or nil. It omits
-// other roots, and URLs other than those of the documents: clients and admission follow the URLs, and a server must not
+// other roots, and URLs that are not the documents': clients and admission follow the URLs, and a server must not
 // publish the documents of other groups.
 func (s *server) fetchOpenAPIPaths(ctx context.Context, gv schema.GroupVersion) map[string]string {
 	var index struct {

@@ -26,7 +26,7 @@ import (
 type documentHash struct{ inputs, content string }
 
 // OpenAPI sends a document in JSON: "v2", "v3" for the index of the v3 documents, or "v3/" and a root path. The
-// gateways cache it if its inputs are those of their view.
+// gateways cache it if its inputs are equal to their view's.
 func (d *Discovery) OpenAPI(r *registryv1.OpenAPIRequest,
 	stream grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
 	inputs := d.awaitInputs(stream.Context(), r.Path, r.Inputs)
