@@ -19,7 +19,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration differential cost envtest node-peers images manifests e2e-cluster demo-swap scale robustness robustness-broken bench fuzz docs clean help
+.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images manifests e2e-cluster demo-swap scale robustness robustness-broken bench fuzz docs clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -59,8 +59,8 @@ peers: $(addprefix $(PEERS)/,kubectl kube-apiserver kube-controller-manager kube
 
 $(PEERS)/kube-%: test/go.mod
 	cd test && go build -ldflags "$(STAMP)" -o ../$@ ./peers/kube-$*
-$(PEERS)/kubectl: test/go.mod
-	cd test && go build -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/cmd/kubectl
+$(PEERS)/kubectl $(PEERS)/kubectl-convert: test/go.mod
+	cd test && go build -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/cmd/$(@F)
 $(PEERS)/kubeadm: test/go.mod
 	cd test && go build -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/cmd/kubeadm
 # dex' releases are no versions of its module: the commit of v2.45.1.
@@ -132,6 +132,9 @@ PACKAGES ?= short
 
 integration: build $(PEERS)/etcd ## Kubernetes' own test/integration against Watershed: a short list, or PACKAGES=apiserver/apply,auth or PACKAGES=all; ARGS="-reference -record"
 	cd test && go run ./integration -packages $(PACKAGES) $(ARGS)
+
+test-cmd: build $(addprefix $(PEERS)/,kubectl kubectl-convert kube-apiserver kube-controller-manager kubeadm etcd) ## Kubernetes' own test/cmd, kubectl's scripts, against kube-apiserver and bin/kube-apiserver; ARGS='-what "rbac wait"' for some
+	cd test && go run ./cmd $(ARGS)
 
 differential: build peers ## the same 60,000 requests to kube-apiserver and to Watershed; every difference is named. ARGS="-seed N" for others
 	cd test && go run ./differential $(ARGS)

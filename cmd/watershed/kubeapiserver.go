@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/pflag"
 	utilerrors "k8s.io/apimachinery/pkg/util/errors"
 	cliflag "k8s.io/component-base/cli/flag"
+	"k8s.io/component-base/version/verflag"
 
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/kubeversion"
@@ -26,8 +27,8 @@ func kubeAPIServer(args []string) error {
 	if err := config.Load(fs.FlagSet, args); err != nil {
 		return process.ExitOnHelp(err)
 	}
-	if done, err := fs.printVersion(); done || err != nil {
-		return err
+	if fs.printVersion() {
+		return nil
 	}
 	if err := fs.checkRequired(); err != nil {
 		return err
@@ -54,24 +55,21 @@ func newKubeAPIServerFlags() *upFlags {
 	setDefault("data-dir", "")
 	fs.Lookup("data-dir").Usage = "The directory of the event log and the certificates of the services. " +
 		"Empty: watershed-PORT in --cert-dir."
-	fs.String("version", "false", "--version, --version=raw prints version information and quits.")
-	fs.Lookup("version").NoOptDefVal = "true"
+	verflag.AddFlags(fs.FlagSet)
 	return fs
 }
 
 // printVersion prints the version as kube-apiserver does if --version is set.
-func (fs *upFlags) printVersion() (done bool, err error) {
-	switch value, _ := fs.GetString("version"); value {
+func (fs *upFlags) printVersion() (done bool) {
+	switch fs.Lookup("version").Value.String() {
 	case "true":
 		fmt.Println("Kubernetes", kubeversion.Info().GitVersion)
 	case "raw":
 		fmt.Printf("%#v\n", *kubeversion.Info())
-	case "false":
-		return false, nil
-	default:
-		return false, fmt.Errorf("--version=%s: want true or raw: the version of a binary cannot be set", value)
+	default: // false, or the version to report, which the flag has set
+		return false
 	}
-	return true, nil
+	return true
 }
 
 // checkRequired returns an error for each flag that kube-apiserver requires, in its words.

@@ -5,8 +5,13 @@ import (
 	"strings"
 
 	"github.com/spf13/pflag"
+	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
+	logsapi "k8s.io/component-base/logs/api/v1"
 )
+
+// kube-apiserver adds the gates of logging in its main package.
+func init() { utilruntime.Must(logsapi.AddFeatureGates(utilfeature.DefaultMutableFeatureGate)) }
 
 // AddFlag adds --feature-gates to fs. Setting the flag takes effect immediately, for the whole process. A gate that the
 // process does not link is an error, and so is a value that Watershed does not implement.

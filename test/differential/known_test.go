@@ -3,6 +3,7 @@ package main
 import (
 	"fmt"
 	"math/rand/v2"
+	"net/http"
 	"slices"
 	"testing"
 )
@@ -67,5 +68,35 @@ func TestMissingDifferencesAreReported(t *testing.T) {
 	send("/b", 500) // unlike the accepted difference
 	if got := p.missing(); len(p.unexplained) != 1 || !slices.Equal(got, []string{"lost"}) {
 		t.Errorf("missing %q, %d unexplained", got, len(p.unexplained))
+	}
+}
+
+// TestOnlyTheConditionDanglingMayDiffer checks that another difference in the status of a FlowSchema is unexplained.
+func TestOnlyTheConditionDanglingMayDiffer(t *testing.T) {
+	schema := func(conditions, fields string) answer {
+		return answer{code: 200, header: http.Header{"Content-Type": {"application/json"}}, body: fmt.Appendf(nil,
+			`{"items":[{"metadata":{"name":"a","managedFields":[%s]},"status":{%s}}]}`, fields, conditions)}
+	}
+	const (
+		condition = `"conditions":[{"type":"Dangling","status":"False"}]`
+		other     = `"conditions":[{"type":"Dangling","status":"False"},{"type":"Other","status":"False"}]`
+		entry     = `{"manager":"api-priority-and-fairness-config-consumer-v1","operation":"Apply"}`
+		stranger  = `{"manager":"kubectl","operation":"Apply"}`
+	)
+	for _, c := range []struct {
+		a, b      answer
+		explained bool
+	}{
+		{schema(condition, entry), schema("", ""), true},
+		{schema(condition, entry+","+stranger), schema("", stranger), true},
+		{schema(other, entry), schema("", ""), false},
+		{schema(condition, entry), schema("", stranger), false},
+		{schema(condition, entry), schema(`"more":1`, ""), false},
+	} {
+		p := newReport(known)
+		p.compare(&request{method: "GET", path: "/apis/flowcontrol.apiserver.k8s.io/v1/flowschemas", about: "list"}, c.a, c.b)
+		if len(p.unexplained) == 0 != c.explained {
+			t.Errorf("%s | %s: unexplained %v", c.a.body, c.b.body, p.unexplained)
+		}
 	}
 }

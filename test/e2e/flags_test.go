@@ -176,6 +176,7 @@ func TestKubeAPIServerByName(t *testing.T) {
 		"--etcd-servers must be specified":          {"--cert-dir=" + t.TempDir()},
 		"service-account-issuer is a required flag": {"--etcd-servers=http://127.0.0.1:1"},
 		`unknown argument "up"`:                     {"up"},
+		`must match major/minor/patch`:              {"--version=v1.35.0-custom"},
 	} {
 		if out, code := run(args...); !strings.Contains(out, want) || (code == 0) != (args[0] == "--version") {
 			t.Errorf("%q: %d %s", args, code, out)

@@ -7,7 +7,7 @@ import (
 	"watershed.dev/platform/eventlog"
 )
 
-// The first owner that a publisher names owns the stream. Another owner is refused, and its events never enter the stream.
+// The first owner that a publisher names owns the stream. Another owner is refused, and its events never enter it.
 func TestAStreamHasAnOwner(t *testing.T) {
 	c := start(t) // a stream of an older release, which has no owner
 	for _, step := range []struct {

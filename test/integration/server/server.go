@@ -1,4 +1,4 @@
-// Package server runs `watershed up` in place of the kube-apiserver that kubernetes' test/integration starts in
+// Package server runs the command kube-apiserver of Watershed in place of the kube-apiserver that kubernetes' test/integration starts in
 // process. Command integration replaces the files of upstream that start a server with copies that call Start.
 package server
 
@@ -86,7 +86,7 @@ func StartExtensions(ctx context.Context, t any, dir string,
 	})
 	secure := s.RecommendedOptions.SecureServing
 	files := secure.ServerCert.CertKey
-	args = append(args, "--authorization-mode=AlwaysAllow", "--advertise-address=none",
+	args = append(args, "--authorization-mode=AlwaysAllow", "--endpoint-reconciler-type=none",
 		"--tls-cert-file="+files.CertFile, "--tls-private-key-file="+files.KeyFile)
 	return start(ctx, t.(T), dir, "", secure, args)
 }
@@ -112,7 +112,7 @@ func start(ctx context.Context, t T, dir, tokens string, secure *genericoptions.
 	}
 	port := secure.Listener.Addr().(*net.TCPAddr).Port
 	args = slices.Concat([]string{
-		"up", "--data-dir=" + data,
+		"--data-dir=" + data,
 		"--bind-address=127.0.0.1",
 		"--secure-port=" + strconv.Itoa(port),
 		"--token-auth-file=" + tokenFile,
@@ -120,7 +120,7 @@ func start(ctx context.Context, t T, dir, tokens string, secure *genericoptions.
 	if gates := gates(); len(gates) > 0 {
 		args = append(args, "--feature-gates="+strings.Join(gates, ","))
 	}
-	t.Logf("watershed %s", strings.Join(args, " "))
+	t.Logf("kube-apiserver %s", strings.Join(args, " "))
 	if err := secure.Listener.Close(); err != nil {
 		return nil, err
 	}
@@ -129,7 +129,7 @@ func start(ctx context.Context, t T, dir, tokens string, secure *genericoptions.
 		return nil, err
 	}
 	defer output.Close()
-	cmd := exec.Command(os.Getenv(Binary), args...)
+	cmd := exec.Command(filepath.Join(filepath.Dir(os.Getenv(Binary)), "kube-apiserver"), args...)
 	cmd.Stdout, cmd.Stderr = output, output // and the directory of the test: flags may have relative paths
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	if err := cmd.Start(); err != nil {
@@ -200,16 +200,9 @@ func writeTokens(path, more string) error {
 	return os.WriteFile(path, lines, 0o600)
 }
 
-// explicit lists the flags whose default in `up` differs from kube-apiserver's. Their values are always passed.
-var explicit = []string{"allow-privileged", "authorization-mode", "enable-admission-plugins",
-	"enable-bootstrap-token-auth", "service-cluster-ip-range"}
-
-// dropped lists the flags that the harness sets otherwise, and flags of details that clients cannot see.
-var dropped = []string{"bind-address", "cert-dir", "emulated-version", "endpoint-reconciler-type",
-	"etcd-count-metric-poll-period", "etcd-db-metric-poll-interval", "etcd-healthcheck-timeout",
-	"etcd-readycheck-timeout", "external-hostname", "feature-gates", "lease-reuse-duration-seconds",
-	"livez-grace-period", "peer-ca-file",
-	"requestheader-client-ca-file", "secure-port", "token-auth-file", "watch-cache", "watch-cache-sizes"}
+// dropped lists the flags that the harness sets otherwise, and flags that Watershed rejects.
+var dropped = []string{"bind-address", "cert-dir", "emulated-version", "external-hostname", "feature-gates",
+	"peer-ca-file", "requestheader-client-ca-file", "secure-port", "token-auth-file", "watch-cache"}
 
 // flags returns the arguments that give a server the options of s.
 func flags(s *options.ServerRunOptions) (args []string) {
@@ -217,14 +210,8 @@ func flags(s *options.ServerRunOptions) (args []string) {
 	allFlags(s).VisitAll(func(f *pflag.Flag) {
 		value := f.Value.String()
 		isDefault := value == defaults.Lookup(f.Name).DefValue
-		switch {
-		case f.Name == "authorization-mode" && s.Authorization.AuthorizationConfigurationFile != "":
-		case slices.Contains(explicit, f.Name):
-			args = append(args, arguments(f)...)
-		case f.Name == "advertise-address" && s.EndpointReconcilerType == "none":
-			args = append(args, "--advertise-address=none")
-		case isDefault, slices.Contains(dropped, f.Name):
-		default:
+		configured := f.Name == "authorization-mode" && s.Authorization.AuthorizationConfigurationFile != ""
+		if !isDefault && !configured && !slices.Contains(dropped, f.Name) {
 			args = append(args, arguments(f)...)
 		}
 	})
@@ -278,6 +265,11 @@ func csvLine(values []string) string {
 	return strings.TrimSuffix(b.String(), "\n")
 }
 
+// rejected lists the gates that Watershed rejects unless they are off. AllAlpha and AllBeta enable them.
+var rejected = []featuregate.Feature{"APIServingWithRoutine", "AllowUnsafeMalformedObjectDeletion",
+	"CBORServingAndStorage", "ConcurrentWatchObjectDecode", "CoordinatedLeaderElection", "ShardedListAndWatch",
+	"StorageVersionAPI"}
+
 // gates returns the feature gates of the test process that differ from their defaults. AllAlpha and AllBeta change the
 // defaults of their gates.
 func gates() (changed []string) {
@@ -291,7 +283,11 @@ func gates() (changed []string) {
 		case featuregate.Beta:
 			usual = usual || enabled("AllBeta") && name != "AllBeta"
 		}
-		if on := enabled(name); on != usual {
+		on := enabled(name)
+		if on && on == usual && slices.Contains(rejected, name) {
+			on = false
+		}
+		if on != usual {
 			changed = append(changed, fmt.Sprintf("%s=%t", name, on))
 		}
 	}

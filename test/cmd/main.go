@@ -1,0 +1,253 @@
+// Command cmd runs kubernetes' test/cmd: shell scripts of kubectl commands and of assertions about their output. It runs
+// them with kube-apiserver, then with Watershed's command kube-apiserver, both with kube-controller-manager. A test that
+// passes with kube-apiserver only fails the run, and so does a test with fewer assertions.
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"io/fs"
+	"log"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+
+	"watershed.dev/test/harness"
+)
+
+var (
+	what = flag.String("what", "", "Names of tests without run_ and _tests, separated by spaces. Empty: all.")
+	side = flag.String("server", "both", "The server: kube-apiserver, watershed or both.")
+	out  = flag.String("out", "../.build/test-cmd", "The directory of the scripts and of their output.")
+)
+
+func main() {
+	flag.Parse()
+	if err := run(); err != nil {
+		log.Fatal(err)
+	}
+}
+
+func run() error {
+	dir, err := filepath.Abs(*out)
+	if err != nil {
+		return err
+	}
+	programs := map[string]string{
+		"kube-apiserver": harness.Peer("kube-apiserver"),
+		"watershed":      harness.Watershed(),
+	}
+	all := map[string][]result{}
+	for _, name := range []string{"kube-apiserver", "watershed"} {
+		if *side != "both" && *side != name {
+			continue
+		}
+		if all[name], err = test(filepath.Join(dir, name), programs[name]); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		fmt.Println(name+":", summary(all[name]))
+	}
+	if *side != "both" {
+		return nil
+	}
+	return compare(all["kube-apiserver"], all["watershed"])
+}
+
+// result is the result of a function of the scripts.
+type result struct {
+	name   string
+	passed bool
+	// assertions counts the assertions that succeeded.
+	assertions int
+}
+
+func summary(results []result) string {
+	var passed, assertions int
+	for _, r := range results {
+		assertions += r.assertions
+		if r.passed {
+			passed++
+		}
+	}
+	return fmt.Sprintf("%d of %d tests pass, %d assertions", passed, len(results), assertions)
+}
+
+// compare returns an error for each test that passes with kube-apiserver only, or has fewer assertions. It prints the
+// tests that fail with kube-apiserver.
+func compare(theirs, ours []result) error {
+	var errs []error
+	for _, want := range theirs {
+		i := slices.IndexFunc(ours, func(r result) bool { return r.name == want.name })
+		switch {
+		case i < 0:
+			errs = append(errs, fmt.Errorf("%s: did not run with Watershed", want.name))
+		case want.passed && !ours[i].passed:
+			errs = append(errs, fmt.Errorf("%s: passes with kube-apiserver only", want.name))
+		case ours[i].assertions < want.assertions:
+			errs = append(errs, fmt.Errorf("%s: %d assertions, %d with kube-apiserver", want.name, ours[i].assertions,
+				want.assertions))
+		case !want.passed:
+			fmt.Printf("%s: fails with kube-apiserver; passes with Watershed: %t\n", want.name, ours[i].passed)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// test runs the scripts with a server in dir, which it replaces.
+func test(dir, program string) ([]result, error) {
+	if err := os.RemoveAll(dir); err != nil {
+		return nil, err
+	}
+	root, bin, tmp := filepath.Join(dir, "kubernetes"), filepath.Join(dir, "bin"), filepath.Join(dir, "tmp")
+	binaries := map[string]string{"kube-apiserver": program}
+	for _, name := range []string{"kubectl", "kubectl-convert", "kube-controller-manager"} {
+		binaries[name] = harness.Peer(name)
+	}
+	err := errors.Join(os.MkdirAll(tmp, 0o755), copyScripts(root), link(filepath.Join(root, "_output", "bin"), binaries),
+		link(bin, map[string]string{
+			"etcd": harness.Peer("etcd"),
+			"make": "/bin/true", // the binaries exist
+		}))
+	if err != nil {
+		return nil, err
+	}
+	etcd, secure, err := freePorts()
+	if err != nil {
+		return nil, err
+	}
+	cmd := exec.Command("bash", "hack/make-rules/test-cmd.sh")
+	cmd.Dir = root
+	cmd.Env = append(os.Environ(),
+		"PATH="+bin+":"+os.Getenv("PATH"), "TMPDIR="+tmp, "ETCD_PORT="+etcd, "SECURE_API_PORT="+secure,
+		"ETCD_LOGFILE="+filepath.Join(dir, "etcd.log"),
+		"SERVICE_ACCOUNT_KEY="+filepath.Join(tmp, "sa.key"), "KUBE_JUNIT_REPORT_DIR="+filepath.Join(dir, "junit"),
+		"KUBEADM_PATH="+harness.Peer("kubeadm"), "WHAT="+*what)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	output, err := os.Create(filepath.Join(dir, "output.log"))
+	if err != nil {
+		return nil, err
+	}
+	defer output.Close()
+	cmd.Stderr = output
+	stdout, err := cmd.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := cmd.Start(); err != nil {
+		return nil, err
+	}
+	defer func() { _ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }() // nothing of a run remains
+	results, err := parse(io.TeeReader(stdout, output))
+	if err != nil {
+		return nil, err
+	}
+	if err := cmd.Wait(); err != nil && !slices.ContainsFunc(results, func(r result) bool { return !r.passed }) {
+		return nil, fmt.Errorf("%w; the output is in %s", err, output.Name())
+	}
+	return results, nil
+}
+
+var (
+	begins    = regexp.MustCompile(`^\+\+\+ Running case: test-cmd\.(\S+)`)
+	ends      = regexp.MustCompile(`^\+\+\+ exit code: (\d+)`)
+	successes = regexp.MustCompile(`(^|: )Successful\b`)
+)
+
+// parse reads the output of the scripts. It prints each result.
+func parse(stdout io.Reader) (results []result, err error) {
+	r := bufio.NewReader(stdout)
+	var now result
+	for {
+		line, err := r.ReadBytes('\n')
+		if err != nil {
+			if now.name != "" {
+				results = append(results, now) // without an end
+			}
+			if err == io.EOF {
+				err = nil
+			}
+			return results, err
+		}
+		line = bytes.TrimSuffix(line, []byte("\n"))
+		if m := begins.FindSubmatch(line); m != nil {
+			now = result{name: string(m[1])}
+		} else if m := ends.FindSubmatch(line); m != nil && now.name != "" {
+			now.passed = string(m[1]) == "0"
+			if now.name != "record_command_canary" { // it shows that a failure is seen
+				results = append(results, now)
+				fmt.Printf("%-5t %4d  %s\n", now.passed, now.assertions, now.name)
+			}
+			now = result{}
+		} else if successes.Match(line) {
+			now.assertions++
+		}
+	}
+}
+
+// copyScripts copies the scripts and their data from the module. The scripts write beside themselves.
+func copyScripts(root string) error {
+	module, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "k8s.io/kubernetes").Output()
+	if err != nil {
+		return fmt.Errorf("go list: %w", err)
+	}
+	source := string(bytes.TrimSpace(module))
+	for _, dir := range []string{"hack", "test/cmd", "test/fixtures", "test/e2e/testing-manifests",
+		"third_party/forked/shell2junit"} {
+		err := filepath.WalkDir(filepath.Join(source, dir), func(path string, d fs.DirEntry, err error) error {
+			to := root + strings.TrimPrefix(path, source)
+			if err != nil || d.IsDir() {
+				return errors.Join(err, os.MkdirAll(to, 0o755))
+			}
+			text, err := os.ReadFile(path)
+			if err != nil {
+				return err
+			}
+			mode := fs.FileMode(0o644)
+			if bytes.HasPrefix(text, []byte("#!")) { // a module has no modes
+				mode = 0o755
+			}
+			return os.WriteFile(to, text, mode)
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// link makes a directory with links by name.
+func link(dir string, targets map[string]string) error {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	for name, target := range targets {
+		if err := os.Symlink(target, filepath.Join(dir, name)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// freePorts returns two ports without a listener.
+func freePorts() (a, b string, err error) {
+	var ports [2]string
+	for i := range ports {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			return "", "", err
+		}
+		defer l.Close()
+		ports[i] = strconv.Itoa(l.Addr().(*net.TCPAddr).Port)
+	}
+	return ports[0], ports[1], nil
+}
