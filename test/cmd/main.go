@@ -1,6 +1,6 @@
-// Command cmd runs kubernetes' test/cmd: shell scripts of kubectl commands and of assertions about their output. It runs
-// them with kube-apiserver, then with Watershed's command kube-apiserver, both with kube-controller-manager. A test that
-// passes with kube-apiserver only fails the run, and so does a test with fewer assertions.
+// Command cmd runs kubernetes' test/cmd: shell scripts of kubectl commands and of assertions about their output. It
+// runs them with kube-apiserver, then with Watershed's command kube-apiserver, both with kube-controller-manager. A
+// test that passes with kube-apiserver only fails the run, and so does a test with fewer assertions.
 package main
 
 import (
