@@ -124,7 +124,7 @@ demo-swap: build peers $(addprefix $(PEERS)/,kubelet kube-proxy containerd conta
 scale: build ## the watch tier scaled from two replicas to six and back under 5,000 watches
 	cd test && go test -count=1 -timeout 10m -v -run ScalesAlone ./cluster -scale $(ARGS)
 
-conformance: build peers node-peers $(PEERS)/e2e.test ## the upstream suite, with this machine as a real node (as root), against kube-apiserver and Watershed; ARGS="-node kwok" needs no root
+conformance: build peers node-peers $(PEERS)/e2e.test ## the upstream suite, with this machine as a real node (as root), against kube-apiserver and Watershed; ARGS="-node kwok" needs no root, and ARGS="-specs other" runs the other specs of four SIGs
 	cd test && go run ./conformance -out ../.build/conformance -node real $(ARGS)
 
 # Packages of kubernetes' test/integration, or a list of the command.

@@ -4,6 +4,9 @@
 //
 // With -node=real this machine is the node, with containerd, kubelet and kube-proxy, and all 446 specs run.
 //
+// With -specs=other the specs are those of sig-api-machinery, sig-auth, sig-cli and sig-instrumentation that are neither
+// conformance specs, nor disruptive, nor of an optional feature.
+//
 // With -node=kwok three nodes run no containers. The specs are those of sig-api-machinery, sig-apps, sig-auth, sig-cli,
 // sig-instrumentation and sig-scheduling. Specs that need a container fail or time out on both servers. No spec is left
 // out.
@@ -40,6 +43,7 @@ var nodeSpecs string
 var (
 	out       = flag.String("out", "../.build/conformance", "The directory of results and of failed specs' output.")
 	workers   = flag.Int("workers", 3, "Parallel specs; [Serial] specs run sequentially.")
+	suite     = flag.String("specs", "conformance", "The specs: conformance or other.")
 	limit     = flag.Duration("timeout", 3*time.Minute, "The timeout of one spec.")
 	only      = flag.String("run", "", "A regular expression that selects specs.")
 	reference = flag.Bool("reference", true, "Run kube-apiserver too.")
@@ -54,7 +58,15 @@ func main() {
 		log.Fatal(err)
 	}
 	var list []string
-	if *nodes == "real" {
+	switch {
+	case *suite == "other":
+		var err error
+		if specs, err = otherSpecs(); err != nil {
+			log.Fatal(err)
+		}
+	case *suite != "conformance":
+		log.Fatalf("-specs=%s: want conformance or other", *suite)
+	case *nodes == "real":
 		specs = nodeSpecs
 	}
 	for _, s := range strings.Split(strings.TrimSpace(specs), "\n") {
@@ -110,6 +122,28 @@ func main() {
 		}
 	}})
 	testing.Main(func(string, string) (bool, error) { return true, nil }, tests, nil, nil)
+}
+
+// The names of the specs of -specs=other.
+var (
+	otherSIGs = regexp.MustCompile(`^\[sig-(api-machinery|auth|cli|instrumentation)\]`)
+	otherSkip = regexp.MustCompile(`\[Conformance\]|\[Disruptive\]|\[Feature:|\[FeatureGate:|\[Alpha\]|\[Beta\]`)
+)
+
+// otherSpecs lists the specs of -specs=other, a line each.
+func otherSpecs() (string, error) {
+	out, err := exec.Command(harness.Peer("e2e.test"), "--list-tests").Output()
+	if err != nil {
+		return "", fmt.Errorf("e2e.test --list-tests: %w", err)
+	}
+	var list []string
+	for line := range strings.Lines(string(out)) {
+		_, name, _ := strings.Cut(strings.TrimSpace(line), ": ") // after the file and the line
+		if otherSIGs.MatchString(name) && !otherSkip.MatchString(name) {
+			list = append(list, name)
+		}
+	}
+	return strings.Join(list, "\n"), nil
 }
 
 // wanted returns the specs to run on a server.
