@@ -133,7 +133,7 @@ PACKAGES ?= short
 integration: build $(PEERS)/etcd ## Kubernetes' own test/integration against Watershed: a short list, or PACKAGES=apiserver/apply,auth or PACKAGES=all; ARGS="-reference -record"
 	cd test && go run ./integration -packages $(PACKAGES) $(ARGS)
 
-test-cmd: build $(addprefix $(PEERS)/,kubectl kubectl-convert kube-apiserver kube-controller-manager kubeadm etcd) ## Kubernetes' own test/cmd, kubectl's scripts, against kube-apiserver and bin/kube-apiserver; ARGS='-what "rbac wait"' for some
+test-cmd: build $(addprefix $(PEERS)/,kubectl kubectl-convert kube-apiserver kube-controller-manager kubeadm etcd) ## Kubernetes' own test/cmd, kubectl's scripts, against kube-apiserver and bin/kube-apiserver; ARGS='-what "crd wait"' for some
 	cd test && go run ./cmd $(ARGS)
 
 differential: build peers ## the same 60,000 requests to kube-apiserver and to Watershed; every difference is named. ARGS="-seed N" for others

@@ -131,7 +131,8 @@ func test(dir, program string) ([]result, error) {
 		"PATH="+bin+":"+os.Getenv("PATH"), "TMPDIR="+tmp, "ETCD_PORT="+etcd, "SECURE_API_PORT="+secure,
 		"ETCD_LOGFILE="+filepath.Join(dir, "etcd.log"),
 		"SERVICE_ACCOUNT_KEY="+filepath.Join(tmp, "sa.key"), "KUBE_JUNIT_REPORT_DIR="+filepath.Join(dir, "junit"),
-		"KUBEADM_PATH="+harness.Peer("kubeadm"), "WHAT="+*what)
+		"KUBEADM_PATH="+harness.Peer("kubeadm"), "WHAT="+*what,
+		"ALLOW_SKEW=y") // kubectl and Watershed may be built from different commits
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	output, err := os.Create(filepath.Join(dir, "output.log"))
 	if err != nil {
@@ -159,8 +160,8 @@ func test(dir, program string) ([]result, error) {
 
 var (
 	begins    = regexp.MustCompile(`^\+\+\+ Running case: test-cmd\.(\S+)`)
-	ends      = regexp.MustCompile(`^\+\+\+ exit code: (\d+)`)
-	successes = regexp.MustCompile(`(^|: )Successful\b`)
+	ends      = regexp.MustCompile(`\+\+\+ exit code: (\d+)$`) // also after output without a newline
+	successes = regexp.MustCompile(`(^|: |^\x1b\[\d+m)Successful\b`) // also in color
 )
 
 // parse reads the output of the scripts. It prints each result.
@@ -180,6 +181,9 @@ func parse(stdout io.Reader) (results []result, err error) {
 		}
 		line = bytes.TrimSuffix(line, []byte("\n"))
 		if m := begins.FindSubmatch(line); m != nil {
+			if now.name != "" {
+				results = append(results, now)
+			}
 			now = result{name: string(m[1])}
 		} else if m := ends.FindSubmatch(line); m != nil && now.name != "" {
 			now.passed = string(m[1]) == "0"

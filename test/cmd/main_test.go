@@ -11,9 +11,7 @@ func TestTheOutputOfScriptsHasResults(t *testing.T) {
 +++ exit code: 1
 +++ Running case: test-cmd.run_a_tests
 core.sh:10: Successful get pods {{.}}: x
-Successful
-message:Successful is not an assertion
-+++ exit code: 0
+` + "\x1b[32mSuccessful\n" + `message:Successful is not an assertion+++ exit code: 0
 Successful
 +++ Running case: test-cmd.run_b_tests
 +++ exit code: 1

@@ -147,14 +147,24 @@ func (o *Options) ServiceIPRanges() (primary, secondary net.IPNet, err error) {
 
 // APIResourceConfig returns the served APIs: the defaults, changed by --runtime-config.
 func (o *Options) APIResourceConfig() (*serverstorage.ResourceConfig, error) {
-	enabled := serveroptions.APIEnablementOptions{RuntimeConfig: o.RuntimeConfig}
+	changes := cliflag.ConfigurationMap{}
+	for key, value := range o.RuntimeConfig { // the names of the core group, as kube-apiserver's Options.Complete has them
+		core := strings.TrimPrefix(key, "api/")
+		switch {
+		case core == "v1" || strings.HasPrefix(core, "v1/"):
+			changes["/v1"] = value
+		case key != "api/legacy":
+			changes[key] = value
+		}
+	}
+	enabled := serveroptions.APIEnablementOptions{RuntimeConfig: changes}
 	if errs := enabled.Validate(legacyscheme.Scheme, apiextensionsapiserver.Scheme,
 		aggregatorscheme.Scheme); len(errs) > 0 {
 		return nil, fmt.Errorf("--runtime-config %q: %w", o.RuntimeConfig.String(), errors.Join(errs...))
 	}
 	defaults := controlplane.DefaultAPIResourceConfigSource()
 	defaults.EnableVersions(apiextensionsv1.SchemeGroupVersion, apiregistrationv1.SchemeGroupVersion)
-	merged, err := resourceconfig.MergeAPIResourceConfigs(defaults, o.RuntimeConfig, legacyscheme.Scheme)
+	merged, err := resourceconfig.MergeAPIResourceConfigs(defaults, changes, legacyscheme.Scheme)
 	if err != nil {
 		return nil, fmt.Errorf("--runtime-config %q: %w", o.RuntimeConfig.String(), err)
 	}

@@ -8,9 +8,11 @@ import (
 	"testing"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
+	corev1 "k8s.io/api/core/v1"
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/installer"
 	"watershed.dev/services/registry/internal/fixture"
 )
 
@@ -137,5 +139,19 @@ func TestAnEventIsKeptForAnHour(t *testing.T) {
 	lease, err := etcd.TimeToLive(t.Context(), clientv3.LeaseID(event.Kvs[0].Lease))
 	if err != nil || lease.TTL < 3500 || lease.TTL > 4000 { // upstream reuses a lease for a while
 		t.Errorf("%+v, %v", lease, err)
+	}
+}
+
+// The names of the core group in --runtime-config are the names that kube-apiserver accepts.
+func TestTheCoreGroupHasSeveralNames(t *testing.T) {
+	for _, value := range []string{"v1=false", "api/v1=false", "/v1=false", "api/v1=false,api/legacy=true"} {
+		o := installer.NewOptions()
+		if err := o.RuntimeConfig.Set(value); err != nil {
+			t.Fatal(err)
+		}
+		config, err := o.APIResourceConfig()
+		if err != nil || config.ResourceEnabled(corev1.SchemeGroupVersion.WithResource("pods")) {
+			t.Errorf("%s: %v", value, err)
+		}
 	}
 }
