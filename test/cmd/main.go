@@ -160,7 +160,7 @@ func test(dir, program string) ([]result, error) {
 
 var (
 	begins    = regexp.MustCompile(`^\+\+\+ Running case: test-cmd\.(\S+)`)
-	ends      = regexp.MustCompile(`\+\+\+ exit code: (\d+)$`) // also after output without a newline
+	ends      = regexp.MustCompile(`\+\+\+ exit code: (\d+)$`)       // also after output without a newline
 	successes = regexp.MustCompile(`(^|: |^\x1b\[\d+m)Successful\b`) // also in color
 )
 
