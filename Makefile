@@ -51,7 +51,7 @@ unit: ## unit tests with the race detector where things are concurrent
 	cd test && go test -count=1 ./rules && go test ./eventlog && go test -count=1 -run EveryMistake ./robustness
 
 e2e: build peers ## real clients and controllers against both forms, and against kube-apiserver beside them
-	cd test && go test -count=1 -timeout 30m $$(go list ./... | grep -v '^watershed.dev/test/cost$$')
+	cd test && go test -count=1 -timeout 45m $$(go list ./... | grep -v '^watershed.dev/test/cost$$')
 	cd test && go test -count=1 -timeout 30m ./cost # alone: it measures CPU and memory
 
 # What the tests run against, each from its own module.
