@@ -95,7 +95,7 @@ var pools = []string{
 	"net/http.(*persistConn)", "http2.(*ClientConn).readLoop", "http2.(*clientConnReadLoop)",
 	"net/http.(*Server).Serve", "http2.(*serverConn)", "google.golang.org/grpc", "net/http/pprof", "go.etcd.io/etcd/",
 	"apiclient.(*Cluster)", "nats-server", "k8s.io/apimachinery/pkg/util/wait.(*Group)",
-	"nats.go", "k8s.io/client-go/util/workqueue", "go.opentelemetry.io",
+	"nats%2ego", "k8s.io/client-go/util/workqueue", "go.opentelemetry.io",
 }
 
 // ours are signatures of the services' own long-lived goroutines.
