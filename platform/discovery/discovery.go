@@ -45,6 +45,8 @@ type Watcher struct {
 	Registry registryv1.DiscoveryClient
 	// OnChange, if set, is called with each new view, before View returns it.
 	OnChange func(*View)
+	// AfterChange, if set, is called with each new view, once View returns it.
+	AfterChange func(*View)
 
 	current atomic.Pointer[View]
 }
@@ -156,4 +158,7 @@ func (c *Watcher) set(m *registryv1.DiscoveryResponse) {
 		c.OnChange(v)
 	}
 	c.current.Store(v)
+	if c.AfterChange != nil {
+		c.AfterChange(v)
+	}
 }

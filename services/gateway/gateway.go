@@ -133,7 +133,11 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		return nil, err
 	}
 	g.views = newViews(g.external, d.Discovery, apiServices)
-	g.discovery = &discovery.Watcher{Registry: d.Discovery, OnChange: g.views.publish}
+	g.discovery = &discovery.Watcher{
+		Registry:    d.Discovery,
+		OnChange:    g.views.publish,
+		AfterChange: g.heartbeat.serves,
+	}
 	names, prefixes := c.Server.FrontProxyHeaders()
 	authn := delegatedauth.NewAuthenticator(d.Authn, names, prefixes)
 	router := g.router(proxyHandler)

@@ -4,8 +4,11 @@ import (
 	"context"
 	"crypto/rand"
 	"log/slog"
+	"maps"
+	"slices"
 	"time"
 
+	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/watchable"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -17,9 +20,12 @@ const (
 	heartbeatTimeout = 3 * time.Second
 	// heartbeatRetry is the pause after a failed call.
 	heartbeatRetry = time.Second
+	// maxEstablishing bounds the CRDs in a report. registry establishes further CRDs without the report, after 5 s.
+	maxEstablishing = 1000
 )
 
-// heartbeat reports to registry that the gateway is live, and the address at which it accepts connections.
+// heartbeat reports to registry that the gateway is live, the address at which it accepts connections, and the CRDs
+// that it serves before they are established.
 //
 //	live --accepting--> an endpoint of the kubernetes Service --draining--> live --> left
 type heartbeat struct {
@@ -31,6 +37,8 @@ type heartbeat struct {
 	accepting, draining <-chan struct{}
 	// live is the number of live gateways; 0 until registry has counted this gateway.
 	live watchable.Value[int]
+	// establishing has the revisions of the CRDs that the gateway serves and that are not established, by name.
+	establishing watchable.Value[map[string]int64]
 }
 
 func newHeartbeat(registry registryv1.DiscoveryClient, address string, accepting,
@@ -46,21 +54,27 @@ func (h *heartbeat) run(ctx context.Context) {
 		_, _ = h.registry.Gateways(leaveCtx,
 			&registryv1.GatewaysRequest{Name: h.name, AdvertiseAddress: h.address, Leaving: true})
 	}()
-	accepting, draining, accepts := h.accepting, h.draining, false
+	accepting, draining, accepts, report := h.accepting, h.draining, false, false
+	var beat <-chan time.Time
 	for {
+		establishing, changed := h.establishing.Get()
 		// not canceled with ctx: registry would have stored that there is no address, and not have removed the endpoint
 		callCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), heartbeatTimeout)
 		resp, err := h.registry.Gateways(callCtx, &registryv1.GatewaysRequest{Name: h.name,
-			AdvertiseAddress: h.address, Accepting: accepts})
+			AdvertiseAddress: h.address, Accepting: accepts, Establishing: establishing, Report: report})
 		cancel()
-		pause := heartbeatPeriod
-		if err == nil {
+		switch {
+		case err != nil:
+			if ctx.Err() == nil {
+				slog.Warn("Registry does not count this gateway", "error", err)
+			}
+			beat, changed = time.After(heartbeatRetry), nil
+		case !report:
 			live := max(1, int(resp.Alive))
 			h.live.Update(func(before int) (int, bool) { return live, live != before })
-		} else if ctx.Err() == nil {
-			slog.Warn("Registry does not count this gateway", "error", err)
-			pause = heartbeatRetry
+			beat = time.After(heartbeatPeriod)
 		}
+		report = false
 		select {
 		case <-ctx.Done():
 			return
@@ -68,9 +82,28 @@ func (h *heartbeat) run(ctx context.Context) {
 			accepts, accepting = true, nil
 		case <-draining:
 			accepts, draining, accepting = false, nil, nil
-		case <-time.After(pause):
+		case <-changed:
+			report = true
+		case <-beat:
 		}
 	}
+}
+
+// serves reports the CRDs of a view that are not established. If they are too many, it reports the newest.
+func (h *heartbeat) serves(v *discovery.View) {
+	establishing := map[string]int64{}
+	for _, e := range v.Resources {
+		if e.NotEstablished {
+			establishing[e.Resource.Resource+"."+e.Resource.Group] = e.CrdRevision
+		}
+	}
+	if extra := len(establishing) - maxEstablishing; extra > 0 {
+		oldest := slices.Sorted(maps.Values(establishing))[extra]
+		maps.DeleteFunc(establishing, func(_ string, revision int64) bool { return revision < oldest })
+	}
+	h.establishing.Update(func(before map[string]int64) (map[string]int64, bool) {
+		return establishing, !maps.Equal(before, establishing)
+	})
 }
 
 // counted reports whether registry has counted this gateway.

@@ -428,5 +428,7 @@ func (s *Service) newControllers() *controllers.Controllers {
 		Services:   s.services,
 		Dialer:     s.egressSelector.Cluster(),
 		StartHooks: s.startHooks,
+
+		ServedByAll: s.servedByAll,
 	}
 }

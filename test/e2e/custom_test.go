@@ -1,9 +1,7 @@
 package e2e
 
 import (
-	"errors"
 	"fmt"
-	"net/http"
 	"strings"
 	"testing"
 	"time"
@@ -15,7 +13,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/dynamic"
-	"k8s.io/client-go/rest"
 
 	"watershed.dev/test/harness"
 )
@@ -72,25 +69,6 @@ func define(t *testing.T, s *harness.Server, definition string) {
 	// either server.
 	s.Kubectl("wait", "--for=jsonpath={.status.acceptedNames.kind}=Widget", "crd/widgets.e2e.example.com")
 	s.Kubectl("wait", "--for=condition=Established", "crd/widgets.e2e.example.com")
-	// One gateway reports Established; another may serve the resource a moment later (docs/operators/compatibility.md).
-	conf, err := rest.TLSConfigFor(s.Config())
-	if err != nil {
-		t.Fatal(err)
-	}
-	client := &http.Client{Transport: &http.Transport{TLSClientConfig: conf, DisableKeepAlives: true}}
-	harness.Eventually(t, 10*time.Second, func() error {
-		for range 10 { // each request has its own connection, so both gateways of split get some
-			resp, err := client.Get(s.Config().Host + "/apis/e2e.example.com/v1/widgets")
-			if err != nil {
-				return err
-			}
-			resp.Body.Close()
-			if resp.StatusCode != http.StatusOK {
-				return errors.New(resp.Status)
-			}
-		}
-		return nil
-	})
 }
 
 func widget(version, name string, spec map[string]any) *unstructured.Unstructured {

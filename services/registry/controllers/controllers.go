@@ -151,6 +151,9 @@ type Controllers struct {
 	// Extensions has the informer of CRDs. CRClients deletes the objects of a CRD.
 	Extensions extensions.SharedInformerFactory
 	CRClients  finalizer.CRClientGetter
+	// ServedByAll returns the CRDs that every live gateway serves and that are not established, by name, with the
+	// lowest of the gateways' revisions.
+	ServedByAll func(context.Context) (map[string]int64, error)
 	// Services resolves the addresses of aggregated servers.
 	Services aggregator.ServiceResolver
 	// Dialer dials aggregated servers. nil means a direct connection.

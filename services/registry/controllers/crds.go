@@ -2,10 +2,7 @@ package controllers
 
 import (
 	"context"
-	"time"
 
-	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
-	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	"k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
 	"k8s.io/apiextensions-apiserver/pkg/controller/apiapproval"
 	"k8s.io/apiextensions-apiserver/pkg/controller/establish"
@@ -16,11 +13,6 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// establishAfter is the delay between accepted names and Established. The CRD is served in between, so that every
-// gateway has it before a client relies on it. kube-apiserver has no delay for a single server, and 5 s for several
-// servers.
-const establishAfter = 100 * time.Millisecond
-
 // startCRDControllers starts the controllers that set the conditions of CRDs and that delete the objects of deleted
 // CRDs.
 func (cs *Controllers) startCRDControllers(ctx context.Context) error {
@@ -30,9 +22,10 @@ func (cs *Controllers) startCRDControllers(ctx context.Context) error {
 	}
 	crds := cs.Extensions.Apiextensions().V1().CustomResourceDefinitions()
 	establishing := establish.NewEstablishingController(crds, client.ApiextensionsV1())
+	served := newServedCRDs(cs.ServedByAll, func(name string) { establishing.QueueCRD(name, 0) })
 	handler, err := crds.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc:    func(obj any) { establishSoon(establishing, obj) },
-		UpdateFunc: func(_, obj any) { establishSoon(establishing, obj) },
+		AddFunc:    served.changed,
+		UpdateFunc: func(_, obj any) { served.changed(obj) },
 	})
 	if err != nil {
 		return err
@@ -43,17 +36,10 @@ func (cs *Controllers) startCRDControllers(ctx context.Context) error {
 	approval := apiapproval.NewKubernetesAPIApprovalPolicyConformantConditionController(crds, client.ApiextensionsV1())
 	finalizing := finalizer.NewCRDFinalizer(crds, client.ApiextensionsV1(), cs.CRClients)
 	go naming.RunWithContext(ctx)
+	go served.run(ctx)
 	go establishing.RunWithContext(ctx)
 	go nonStructural.RunWithContext(5, ctx)
 	go approval.RunWithContext(5, ctx)
 	go finalizing.RunWithContext(5, ctx)
 	return nil
-}
-
-func establishSoon(c *establish.EstablishingController, obj any) {
-	d, ok := obj.(*apiextensionsv1.CustomResourceDefinition)
-	if ok && apihelpers.IsCRDConditionTrue(d, apiextensionsv1.NamesAccepted) &&
-		!apihelpers.IsCRDConditionTrue(d, apiextensionsv1.Established) {
-		c.QueueCRD(d.Name, establishAfter)
-	}
 }

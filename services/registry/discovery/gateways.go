@@ -10,6 +10,7 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -19,6 +20,9 @@ const (
 	// is the gateway's address. They are not API objects, because any user with write access to the objects could
 	// change the count and so every gateway's share of seats.
 	GatewaysPrefix = "gateways/"
+	// ReportsPrefix is the prefix of the own keys with the live gateways' reports: for each name, a GatewaysRequest
+	// with establishing only. A key has the lease of the gateway's other key.
+	ReportsPrefix = "establishing/"
 	// gatewayTTL is how many seconds a gateway counts after its last call.
 	gatewayTTL = 35
 )
@@ -32,13 +36,24 @@ type Endpoints interface {
 	Remove(address string) error
 }
 
-// Gateways implements registryv1.DiscoveryServer: it registers or removes a gateway and its address, and returns the
-// number of live gateways.
+// Gateways implements registryv1.DiscoveryServer: it registers or removes a gateway, its address and its report, and
+// returns the number of live gateways.
 func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest) (*registryv1.GatewaysResponse, error) {
 	if r.Name == "" {
 		return nil, status.Error(codes.InvalidArgument, "the name of the gateway is missing")
 	}
-	etcd, prefix := d.resources.Storage.Client.Client, d.resources.Storage.OwnKey(GatewaysPrefix)
+	store := d.resources.Storage
+	etcd, prefix, reportKey := store.Client.Client, store.OwnKey(GatewaysPrefix), store.OwnKey(ReportsPrefix)+r.Name
+	report, err := proto.Marshal(&registryv1.GatewaysRequest{Establishing: r.Establishing})
+	if err != nil {
+		return nil, status.Error(codes.InvalidArgument, err.Error())
+	}
+	if r.Report { // the key exists only if the gateway counts
+		if _, err = etcd.Put(ctx, reportKey, string(report), clientv3.WithIgnoreLease()); err != nil {
+			return nil, status.Error(codes.Unavailable, err.Error())
+		}
+		return &registryv1.GatewaysResponse{}, nil
+	}
 	address, value := "", ""
 	if d.Endpoints != nil {
 		address = d.Endpoints.Address(r.AdvertiseAddress)
@@ -46,13 +61,13 @@ func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest)
 	if r.Accepting {
 		value = address
 	}
-	var err error
 	if r.Leaving {
-		_, err = etcd.Delete(ctx, prefix+r.Name)
+		_, err = etcd.Txn(ctx).Then(clientv3.OpDelete(prefix+r.Name), clientv3.OpDelete(reportKey)).Commit()
 	} else {
 		var lease *clientv3.LeaseGrantResponse
 		if lease, err = etcd.Grant(ctx, gatewayTTL); err == nil {
-			_, err = etcd.Put(ctx, prefix+r.Name, value, clientv3.WithLease(lease.ID))
+			_, err = etcd.Txn(ctx).Then(clientv3.OpPut(prefix+r.Name, value, clientv3.WithLease(lease.ID)),
+				clientv3.OpPut(reportKey, string(report), clientv3.WithLease(lease.ID))).Commit()
 		}
 	}
 	live, lerr := etcd.Get(ctx, prefix, clientv3.WithPrefix())

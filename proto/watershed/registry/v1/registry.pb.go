@@ -1155,7 +1155,12 @@ type GatewaysRequest struct {
 	// The gateway's IP address. Empty: unknown.
 	AdvertiseAddress string `protobuf:"bytes,3,opt,name=advertise_address,json=advertiseAddress" json:"advertise_address,omitempty"`
 	// The gateway accepts connections: its address is an endpoint of the kubernetes Service.
-	Accepting     bool `protobuf:"varint,4,opt,name=accepting" json:"accepting,omitempty"`
+	Accepting bool `protobuf:"varint,4,opt,name=accepting" json:"accepting,omitempty"`
+	// The CRDs that the gateway serves and that are not Established, by name, each with its crd_revision. The elected
+	// registry establishes a CRD once every live gateway serves it.
+	Establishing map[string]int64 `protobuf:"bytes,5,rep,name=establishing" json:"establishing,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	// The call only replaces establishing, between two heartbeats. The response is empty.
+	Report        bool `protobuf:"varint,6,opt,name=report" json:"report,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1214,6 +1219,20 @@ func (x *GatewaysRequest) GetAdvertiseAddress() string {
 func (x *GatewaysRequest) GetAccepting() bool {
 	if x != nil {
 		return x.Accepting
+	}
+	return false
+}
+
+func (x *GatewaysRequest) GetEstablishing() map[string]int64 {
+	if x != nil {
+		return x.Establishing
+	}
+	return nil
+}
+
+func (x *GatewaysRequest) GetReport() bool {
+	if x != nil {
+		return x.Report
 	}
 	return false
 }
@@ -3030,12 +3049,17 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x13AuthorizationResult\x12A\n" +
 	"\bdecision\x18\x01 \x01(\v2%.watershed.authz.v1.AuthorizeResponseR\bdecision\x12\x14\n" +
 	"\x05error\x18\x02 \x01(\tR\x05error\"\x12\n" +
-	"\x10DiscoveryRequest\"\x8a\x01\n" +
+	"\x10DiscoveryRequest\"\xc1\x02\n" +
 	"\x0fGatewaysRequest\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
 	"\aleaving\x18\x02 \x01(\bR\aleaving\x12+\n" +
 	"\x11advertise_address\x18\x03 \x01(\tR\x10advertiseAddress\x12\x1c\n" +
-	"\taccepting\x18\x04 \x01(\bR\taccepting\"(\n" +
+	"\taccepting\x18\x04 \x01(\bR\taccepting\x12\\\n" +
+	"\festablishing\x18\x05 \x03(\v28.watershed.registry.v1.GatewaysRequest.EstablishingEntryR\festablishing\x12\x16\n" +
+	"\x06report\x18\x06 \x01(\bR\x06report\x1a?\n" +
+	"\x11EstablishingEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"(\n" +
 	"\x10GatewaysResponse\x12\x14\n" +
 	"\x05alive\x18\x01 \x01(\x05R\x05alive\"\x13\n" +
 	"\x11StartHooksRequest\"D\n" +
@@ -3230,7 +3254,7 @@ func file_watershed_registry_v1_registry_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_registry_v1_registry_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
+var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
 var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(Phase)(0),                       // 0: watershed.registry.v1.Phase
 	(Transport)(0),                   // 1: watershed.registry.v1.Transport
@@ -3270,115 +3294,117 @@ var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(*OpenAPIChunk)(nil),             // 35: watershed.registry.v1.OpenAPIChunk
 	(*Connection)(nil),               // 36: watershed.registry.v1.Connection
 	(*Streams)(nil),                  // 37: watershed.registry.v1.Streams
-	nil,                              // 38: watershed.registry.v1.DiscoveryResponse.OpenapiEntry
-	nil,                              // 39: watershed.registry.v1.APIResource.SelectableFieldsEntry
-	nil,                              // 40: watershed.registry.v1.Row.LabelsEntry
-	nil,                              // 41: watershed.registry.v1.Row.FieldsEntry
-	nil,                              // 42: watershed.registry.v1.Fields.FieldsEntry
-	(*v1.Kind)(nil),                  // 43: watershed.common.v1.Kind
-	(*v1.Resource)(nil),              // 44: watershed.common.v1.Resource
-	(*v1.User)(nil),                  // 45: watershed.common.v1.User
-	(*v1.AuditContext)(nil),          // 46: watershed.common.v1.AuditContext
-	(v11.Operation)(0),               // 47: watershed.admission.v1.Operation
-	(v1.AuditLevel)(0),               // 48: watershed.common.v1.AuditLevel
-	(*v12.AuthenticateResponse)(nil), // 49: watershed.authn.v1.AuthenticateResponse
-	(*v13.RulesResponse)(nil),        // 50: watershed.authz.v1.RulesResponse
-	(*v1.Attributes)(nil),            // 51: watershed.common.v1.Attributes
-	(*v12.ReviewTokenRequest)(nil),   // 52: watershed.authn.v1.ReviewTokenRequest
-	(*v13.RulesRequest)(nil),         // 53: watershed.authz.v1.RulesRequest
-	(*v11.Review)(nil),               // 54: watershed.admission.v1.Review
-	(*v11.Verdict)(nil),              // 55: watershed.admission.v1.Verdict
-	(*v1.Status)(nil),                // 56: watershed.common.v1.Status
-	(*v13.AuthorizeResponse)(nil),    // 57: watershed.authz.v1.AuthorizeResponse
-	(*v14.ReadRequest)(nil),          // 58: watershed.log.v1.ReadRequest
-	(*v14.Chunk)(nil),                // 59: watershed.log.v1.Chunk
+	nil,                              // 38: watershed.registry.v1.GatewaysRequest.EstablishingEntry
+	nil,                              // 39: watershed.registry.v1.DiscoveryResponse.OpenapiEntry
+	nil,                              // 40: watershed.registry.v1.APIResource.SelectableFieldsEntry
+	nil,                              // 41: watershed.registry.v1.Row.LabelsEntry
+	nil,                              // 42: watershed.registry.v1.Row.FieldsEntry
+	nil,                              // 43: watershed.registry.v1.Fields.FieldsEntry
+	(*v1.Kind)(nil),                  // 44: watershed.common.v1.Kind
+	(*v1.Resource)(nil),              // 45: watershed.common.v1.Resource
+	(*v1.User)(nil),                  // 46: watershed.common.v1.User
+	(*v1.AuditContext)(nil),          // 47: watershed.common.v1.AuditContext
+	(v11.Operation)(0),               // 48: watershed.admission.v1.Operation
+	(v1.AuditLevel)(0),               // 49: watershed.common.v1.AuditLevel
+	(*v12.AuthenticateResponse)(nil), // 50: watershed.authn.v1.AuthenticateResponse
+	(*v13.RulesResponse)(nil),        // 51: watershed.authz.v1.RulesResponse
+	(*v1.Attributes)(nil),            // 52: watershed.common.v1.Attributes
+	(*v12.ReviewTokenRequest)(nil),   // 53: watershed.authn.v1.ReviewTokenRequest
+	(*v13.RulesRequest)(nil),         // 54: watershed.authz.v1.RulesRequest
+	(*v11.Review)(nil),               // 55: watershed.admission.v1.Review
+	(*v11.Verdict)(nil),              // 56: watershed.admission.v1.Verdict
+	(*v1.Status)(nil),                // 57: watershed.common.v1.Status
+	(*v13.AuthorizeResponse)(nil),    // 58: watershed.authz.v1.AuthorizeResponse
+	(*v14.ReadRequest)(nil),          // 59: watershed.log.v1.ReadRequest
+	(*v14.Chunk)(nil),                // 60: watershed.log.v1.Chunk
 }
 var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
-	43, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
-	44, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
-	45, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
+	44, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
+	45, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
+	46, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
 	2,  // 3: watershed.registry.v1.GetRequest.output:type_name -> watershed.registry.v1.Output
-	46, // 4: watershed.registry.v1.ObjectResponse.audit:type_name -> watershed.common.v1.AuditContext
-	44, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
-	45, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
+	47, // 4: watershed.registry.v1.ObjectResponse.audit:type_name -> watershed.common.v1.AuditContext
+	45, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
+	46, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
 	2,  // 7: watershed.registry.v1.WriteRequest.output:type_name -> watershed.registry.v1.Output
-	47, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
-	47, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
-	48, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
-	47, // 11: watershed.registry.v1.WriteRequest.namespace_lifecycle_only:type_name -> watershed.admission.v1.Operation
-	47, // 12: watershed.registry.v1.WriteRequest.validate_in_admit:type_name -> watershed.admission.v1.Operation
+	48, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
+	48, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
+	49, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
+	48, // 11: watershed.registry.v1.WriteRequest.namespace_lifecycle_only:type_name -> watershed.admission.v1.Operation
+	48, // 12: watershed.registry.v1.WriteRequest.validate_in_admit:type_name -> watershed.admission.v1.Operation
 	4,  // 13: watershed.registry.v1.WriteUnaryReply.result:type_name -> watershed.registry.v1.ObjectResponse
-	46, // 14: watershed.registry.v1.WriteUnaryReply.audit:type_name -> watershed.common.v1.AuditContext
+	47, // 14: watershed.registry.v1.WriteUnaryReply.audit:type_name -> watershed.common.v1.AuditContext
 	6,  // 15: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
 	11, // 16: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
 	12, // 17: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
-	49, // 18: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
-	50, // 19: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
+	50, // 18: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
+	51, // 19: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
 	4,  // 20: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
 	10, // 21: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionCallback
-	51, // 22: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
-	52, // 23: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
-	53, // 24: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
+	52, // 22: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
+	53, // 23: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
+	54, // 24: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
 	36, // 25: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
-	46, // 26: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditContext
+	47, // 26: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditContext
 	0,  // 27: watershed.registry.v1.AdmissionCallback.phase:type_name -> watershed.registry.v1.Phase
-	54, // 28: watershed.registry.v1.AdmissionCallback.review:type_name -> watershed.admission.v1.Review
-	55, // 29: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
-	56, // 30: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
-	57, // 31: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
-	20, // 32: watershed.registry.v1.DiscoveryResponse.groups:type_name -> watershed.registry.v1.Group
-	21, // 33: watershed.registry.v1.DiscoveryResponse.resources:type_name -> watershed.registry.v1.APIResource
-	38, // 34: watershed.registry.v1.DiscoveryResponse.openapi:type_name -> watershed.registry.v1.DiscoveryResponse.OpenapiEntry
-	19, // 35: watershed.registry.v1.DiscoveryResponse.api_services:type_name -> watershed.registry.v1.APIService
-	44, // 36: watershed.registry.v1.DiscoveryResponse.removed:type_name -> watershed.common.v1.Resource
-	44, // 37: watershed.registry.v1.APIResource.resource:type_name -> watershed.common.v1.Resource
-	43, // 38: watershed.registry.v1.APIResource.kind:type_name -> watershed.common.v1.Kind
-	43, // 39: watershed.registry.v1.APIResource.stored_kind:type_name -> watershed.common.v1.Kind
-	39, // 40: watershed.registry.v1.APIResource.selectable_fields:type_name -> watershed.registry.v1.APIResource.SelectableFieldsEntry
-	24, // 41: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
-	40, // 42: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
-	41, // 43: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
-	44, // 44: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
-	2,  // 45: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
-	29, // 46: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
-	27, // 47: watershed.registry.v1.EncodeResponse.row_ages:type_name -> watershed.registry.v1.RowAges
-	28, // 48: watershed.registry.v1.RowAges.ages:type_name -> watershed.registry.v1.Age
-	42, // 49: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
-	1,  // 50: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
-	37, // 51: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
-	3,  // 52: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
-	3,  // 53: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
-	8,  // 54: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
-	6,  // 55: watershed.registry.v1.Objects.WriteUnary:input_type -> watershed.registry.v1.WriteRequest
-	8,  // 56: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
-	13, // 57: watershed.registry.v1.Discovery.Watch:input_type -> watershed.registry.v1.DiscoveryRequest
-	34, // 58: watershed.registry.v1.Discovery.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
-	14, // 59: watershed.registry.v1.Discovery.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
-	16, // 60: watershed.registry.v1.Discovery.StartHooks:input_type -> watershed.registry.v1.StartHooksRequest
-	22, // 61: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
-	25, // 62: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
-	30, // 63: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
-	32, // 64: watershed.registry.v1.Source.DataKey:input_type -> watershed.registry.v1.DataKeyRequest
-	58, // 65: watershed.registry.v1.Source.ReadLog:input_type -> watershed.log.v1.ReadRequest
-	4,  // 66: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
-	5,  // 67: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
-	9,  // 68: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
-	7,  // 69: watershed.registry.v1.Objects.WriteUnary:output_type -> watershed.registry.v1.WriteUnaryReply
-	9,  // 70: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
-	18, // 71: watershed.registry.v1.Discovery.Watch:output_type -> watershed.registry.v1.DiscoveryResponse
-	35, // 72: watershed.registry.v1.Discovery.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
-	15, // 73: watershed.registry.v1.Discovery.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
-	17, // 74: watershed.registry.v1.Discovery.StartHooks:output_type -> watershed.registry.v1.StartHooksResponse
-	23, // 75: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
-	26, // 76: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
-	31, // 77: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
-	33, // 78: watershed.registry.v1.Source.DataKey:output_type -> watershed.registry.v1.DataKeyResponse
-	59, // 79: watershed.registry.v1.Source.ReadLog:output_type -> watershed.log.v1.Chunk
-	66, // [66:80] is the sub-list for method output_type
-	52, // [52:66] is the sub-list for method input_type
-	52, // [52:52] is the sub-list for extension type_name
-	52, // [52:52] is the sub-list for extension extendee
-	0,  // [0:52] is the sub-list for field type_name
+	55, // 28: watershed.registry.v1.AdmissionCallback.review:type_name -> watershed.admission.v1.Review
+	56, // 29: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
+	57, // 30: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
+	58, // 31: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
+	38, // 32: watershed.registry.v1.GatewaysRequest.establishing:type_name -> watershed.registry.v1.GatewaysRequest.EstablishingEntry
+	20, // 33: watershed.registry.v1.DiscoveryResponse.groups:type_name -> watershed.registry.v1.Group
+	21, // 34: watershed.registry.v1.DiscoveryResponse.resources:type_name -> watershed.registry.v1.APIResource
+	39, // 35: watershed.registry.v1.DiscoveryResponse.openapi:type_name -> watershed.registry.v1.DiscoveryResponse.OpenapiEntry
+	19, // 36: watershed.registry.v1.DiscoveryResponse.api_services:type_name -> watershed.registry.v1.APIService
+	45, // 37: watershed.registry.v1.DiscoveryResponse.removed:type_name -> watershed.common.v1.Resource
+	45, // 38: watershed.registry.v1.APIResource.resource:type_name -> watershed.common.v1.Resource
+	44, // 39: watershed.registry.v1.APIResource.kind:type_name -> watershed.common.v1.Kind
+	44, // 40: watershed.registry.v1.APIResource.stored_kind:type_name -> watershed.common.v1.Kind
+	40, // 41: watershed.registry.v1.APIResource.selectable_fields:type_name -> watershed.registry.v1.APIResource.SelectableFieldsEntry
+	24, // 42: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
+	41, // 43: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
+	42, // 44: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
+	45, // 45: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
+	2,  // 46: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
+	29, // 47: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
+	27, // 48: watershed.registry.v1.EncodeResponse.row_ages:type_name -> watershed.registry.v1.RowAges
+	28, // 49: watershed.registry.v1.RowAges.ages:type_name -> watershed.registry.v1.Age
+	43, // 50: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
+	1,  // 51: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
+	37, // 52: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
+	3,  // 53: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
+	3,  // 54: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
+	8,  // 55: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
+	6,  // 56: watershed.registry.v1.Objects.WriteUnary:input_type -> watershed.registry.v1.WriteRequest
+	8,  // 57: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
+	13, // 58: watershed.registry.v1.Discovery.Watch:input_type -> watershed.registry.v1.DiscoveryRequest
+	34, // 59: watershed.registry.v1.Discovery.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
+	14, // 60: watershed.registry.v1.Discovery.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
+	16, // 61: watershed.registry.v1.Discovery.StartHooks:input_type -> watershed.registry.v1.StartHooksRequest
+	22, // 62: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
+	25, // 63: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
+	30, // 64: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
+	32, // 65: watershed.registry.v1.Source.DataKey:input_type -> watershed.registry.v1.DataKeyRequest
+	59, // 66: watershed.registry.v1.Source.ReadLog:input_type -> watershed.log.v1.ReadRequest
+	4,  // 67: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
+	5,  // 68: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
+	9,  // 69: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
+	7,  // 70: watershed.registry.v1.Objects.WriteUnary:output_type -> watershed.registry.v1.WriteUnaryReply
+	9,  // 71: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
+	18, // 72: watershed.registry.v1.Discovery.Watch:output_type -> watershed.registry.v1.DiscoveryResponse
+	35, // 73: watershed.registry.v1.Discovery.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
+	15, // 74: watershed.registry.v1.Discovery.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
+	17, // 75: watershed.registry.v1.Discovery.StartHooks:output_type -> watershed.registry.v1.StartHooksResponse
+	23, // 76: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
+	26, // 77: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
+	31, // 78: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
+	33, // 79: watershed.registry.v1.Source.DataKey:output_type -> watershed.registry.v1.DataKeyResponse
+	60, // 80: watershed.registry.v1.Source.ReadLog:output_type -> watershed.log.v1.Chunk
+	67, // [67:81] is the sub-list for method output_type
+	53, // [53:67] is the sub-list for method input_type
+	53, // [53:53] is the sub-list for extension type_name
+	53, // [53:53] is the sub-list for extension extendee
+	0,  // [0:53] is the sub-list for field type_name
 }
 
 func init() { file_watershed_registry_v1_registry_proto_init() }
@@ -3407,7 +3433,7 @@ func file_watershed_registry_v1_registry_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_registry_v1_registry_proto_rawDesc), len(file_watershed_registry_v1_registry_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   41,
+			NumMessages:   42,
 			NumExtensions: 0,
 			NumServices:   3,
 		},

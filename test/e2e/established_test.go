@@ -1,0 +1,114 @@
+package e2e
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	extensions "k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+
+	"watershed.dev/test/harness"
+)
+
+// TestAnEstablishedCRDIsServedByEveryGateway creates CRDs. Once a watch has shown that a CRD is established, no gateway
+// answers 404. A killed gateway delays Established, but not for long.
+func TestAnEstablishedCRDIsServedByEveryGateway(t *testing.T) {
+	s := harness.Split(t, "", "--replicas", "gateway=3,registry=2")
+	const connections = 9 // enough for each of the three gateways to get some
+	var clients []*http.Client
+	for range connections {
+		conf, err := rest.TLSConfigFor(s.Config())
+		if err != nil {
+			t.Fatal(err)
+		}
+		clients = append(clients, &http.Client{
+			Transport: &http.Transport{TLSClientConfig: conf, ForceAttemptHTTP2: true}})
+	}
+	send := func(c *http.Client, method, path, body string, want int) {
+		req, err := http.NewRequestWithContext(t.Context(), method, s.Config().Host+path, strings.NewReader(body))
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		req.Header.Set("Content-Type", "application/json")
+		resp, err := c.Do(req)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer resp.Body.Close()
+		if got, _ := io.ReadAll(resp.Body); resp.StatusCode != want {
+			t.Errorf("%s %s: %s, %s", method, path, resp.Status, got)
+		}
+	}
+	crds := extensions.NewForConfigOrDie(s.Config()).ApiextensionsV1().CustomResourceDefinitions()
+	define := func(i int) time.Duration {
+		plural, group := fmt.Sprintf("things%d", i), fmt.Sprintf("g%d.example.com", i%7)
+		w, err := crds.Watch(t.Context(), metav1.ListOptions{FieldSelector: "metadata.name=" + plural + "." + group})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer w.Stop()
+		names := apiextensionsv1.CustomResourceDefinitionNames{Plural: plural, Kind: fmt.Sprintf("Thing%d", i)}
+		began := time.Now()
+		if _, err := crds.Create(t.Context(), &apiextensionsv1.CustomResourceDefinition{
+			ObjectMeta: metav1.ObjectMeta{Name: plural + "." + group},
+			Spec: apiextensionsv1.CustomResourceDefinitionSpec{
+				Group: group, Names: names, Scope: apiextensionsv1.ClusterScoped,
+				Versions: []apiextensionsv1.CustomResourceDefinitionVersion{{Name: "v1", Served: true, Storage: true,
+					Schema: &apiextensionsv1.CustomResourceValidation{
+						OpenAPIV3Schema: &apiextensionsv1.JSONSchemaProps{Type: "object"}}}},
+			},
+		}, metav1.CreateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		for {
+			d, ok := next(t, w).Object.(*apiextensionsv1.CustomResourceDefinition)
+			if !ok {
+				t.Fatal("the watch of a CRD ended")
+			}
+			if apihelpers.IsCRDConditionTrue(d, apiextensionsv1.Established) {
+				break
+			}
+		}
+		took := time.Since(began)
+		path := fmt.Sprintf("/apis/%s/v1/%s", group, plural)
+		var wg sync.WaitGroup
+		for n, c := range clients {
+			wg.Go(func() {
+				name := fmt.Sprint("at-", n)
+				send(c, http.MethodGet, path, "", http.StatusOK)
+				send(c, http.MethodPost, path, fmt.Sprintf(`{"apiVersion":"%s/v1","kind":%q,"metadata":{"name":%q}}`,
+					group, names.Kind, name), http.StatusCreated)
+				send(c, http.MethodGet, path+"/"+name, "", http.StatusOK)
+			})
+		}
+		wg.Wait()
+		return took
+	}
+	var took []time.Duration
+	for i := range 30 {
+		took = append(took, define(i))
+	}
+	slices.Sort(took)
+	t.Logf("from the create to Established at 3 gateways: p50 %v, at most %v", took[15], took[29])
+
+	// The killed gateway counts as live until its lease in etcd ends.
+	if err := syscall.Kill(pid(t, s, "gateway-0"), syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	clients = nil
+	if after := define(30); after < 4*time.Second || after > 15*time.Second {
+		t.Errorf("established %v after the create, with a killed gateway", after)
+	}
+}
