@@ -98,7 +98,6 @@ const (
 	ringBytes = "the watch cache bounds events by size: --watch-ring-bytes"
 	ownLogs   = "logs are written as they come, unbuffered, to one stream"
 	noPeers   = "every gateway serves every resource and proxies to no other gateway"
-	noElector = "coordinated leader election is not offered"
 )
 
 // unsupportedFlags is the only list of kube-apiserver's flags that Watershed does not implement, for every command.
@@ -108,11 +107,6 @@ var unsupportedFlags = map[string]*UnsupportedFlag{
 		define: text(""),
 		Reason: "`watershed up` and `watershed split` have the flag; set --tls-cert-file and --tls-private-key-file",
 	},
-	// The gate CoordinatedLeaderElection, without which the durations have no effect, is rejected.
-	"coordinated-leadership-lease-duration": {define: duration(15 * time.Second), ignored: true, Reason: noElector},
-	"coordinated-leadership-renew-deadline": {define: duration(10 * time.Second), ignored: true, Reason: noElector},
-	"coordinated-leadership-retry-period":   {define: duration(2 * time.Second), ignored: true, Reason: noElector},
-
 	"debug-socket-path":        {define: text(""), Reason: "--debug-address accepts the path of a socket"},
 	"default-watch-cache-size": {define: integer(100), ignored: true, Reason: ringBytes},
 	"emulated-version": {

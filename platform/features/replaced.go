@@ -39,7 +39,6 @@ var replacedGates = map[featuregate.Feature]replacedGate{
 	features.APIServingWithRoutine:              {"requests are served by the goroutines of package server"},
 	features.CBORServingAndStorage:              {"CBOR is neither served nor stored"},
 	features.ConcurrentWatchObjectDecode:        {"no API server decodes the events of a watch"},
-	features.CoordinatedLeaderElection:          {"no controller elects among LeaseCandidates"},
 	features.ListFromCacheSnapshot:              {"lists at a revision are always served by the watch cache"},
 	features.ShardedListAndWatch:                {"lists and watches have no shard selector"},
 	features.SizeBasedListCostEstimate:          {"the cost of a list is always its size"},

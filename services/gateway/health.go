@@ -61,6 +61,7 @@ var registryHooks = []string{
 	"start-cluster-authentication-info-controller",
 	"start-kube-apiserver-identity-lease-controller",
 	"start-kube-apiserver-identity-lease-garbage-collector",
+	"start-kube-apiserver-coordinated-leader-election-controller",
 	"start-legacy-token-tracking-controller",
 	"start-service-ip-repair-controllers",
 	"rbac/bootstrap-roles",
@@ -77,10 +78,11 @@ var registryHooks = []string{
 
 // gatedHooks maps the checks of start hooks that depend on a feature gate to the gate.
 var gatedHooks = map[string]featuregate.Feature{
-	"poststarthook/start-kube-apiserver-identity-lease-controller":        features.APIServerIdentity,
-	"poststarthook/start-kube-apiserver-identity-lease-garbage-collector": features.APIServerIdentity,
-	"poststarthook/peer-endpoint-reconciler-controller":                   features.UnknownVersionInteroperabilityProxy,
-	"poststarthook/storage-readiness":                                     features.WatchCacheInitializationPostStartHook,
+	"poststarthook/start-kube-apiserver-identity-lease-controller":              features.APIServerIdentity,
+	"poststarthook/start-kube-apiserver-identity-lease-garbage-collector":       features.APIServerIdentity,
+	"poststarthook/start-kube-apiserver-coordinated-leader-election-controller": features.CoordinatedLeaderElection,
+	"poststarthook/peer-endpoint-reconciler-controller":                         features.UnknownVersionInteroperabilityProxy,
+	"poststarthook/storage-readiness":                                           features.WatchCacheInitializationPostStartHook,
 }
 
 // gateEnabled returns false if the check of a start hook depends on a disabled feature gate.

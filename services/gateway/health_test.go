@@ -94,6 +94,7 @@ var startHookChecks = []string{
 	"poststarthook/start-apiserver-admission-initializer",
 	"poststarthook/start-cluster-authentication-info-controller",
 	"poststarthook/start-kube-aggregator-informers",
+	"poststarthook/start-kube-apiserver-coordinated-leader-election-controller", // with its gate
 	"poststarthook/start-kube-apiserver-identity-lease-controller",
 	"poststarthook/start-kube-apiserver-identity-lease-garbage-collector",
 	"poststarthook/start-kubernetes-service-cidr-controller",

@@ -5,6 +5,7 @@
 //   - the kubernetes Service, its endpoints and the addresses of Services.
 //   - the conditions of CRDs and the APIServices.
 //   - the published authentication configuration.
+//   - the leaders among LeaseCandidates, with the feature gate CoordinatedLeaderElection.
 //
 // A single registry runs them at a time, elected through etcd. Each controller has its own goroutines, which end with
 // the context of Run. Every registry keeps its gateways' addresses among the endpoints of the kubernetes Service, and
@@ -48,6 +49,7 @@ import (
 	"k8s.io/kubernetes/pkg/controlplane/controller/clusterauthenticationtrust"
 	"k8s.io/kubernetes/pkg/controlplane/controller/defaultservicecidr"
 	"k8s.io/kubernetes/pkg/controlplane/controller/kubernetesservice"
+	"k8s.io/kubernetes/pkg/controlplane/controller/leaderelection"
 	"k8s.io/kubernetes/pkg/controlplane/controller/legacytokentracking"
 	"k8s.io/kubernetes/pkg/controlplane/controller/systemnamespaces"
 	"k8s.io/kubernetes/pkg/controlplane/reconcilers"
@@ -90,6 +92,8 @@ type Options struct {
 	ServiceNodePort int
 	// EndpointReconciler is the type of the reconciler of the kubernetes Service's endpoints.
 	EndpointReconciler string
+	// Election has the durations of kube-apiserver's Lease of coordinated leader election.
+	Election leaderelection.LeaderElectionTimers
 }
 
 // AddFlags registers the controllers' flags with their defaults.
@@ -123,6 +127,7 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 		"Request headers to inspect for groups.")
 	fs.StringSliceVar(&o.RequestHeaderExtras, "requestheader-extra-headers-prefix", nil,
 		"Request header prefixes to inspect.")
+	addElectionFlags(fs, &o.Election)
 }
 
 // Validate returns an error that names the invalid flag.
@@ -131,6 +136,10 @@ func (o *Options) Validate() error {
 	case reconcilers.LeaseEndpointReconcilerType, reconcilers.NoneEndpointReconcilerType:
 	default:
 		return fmt.Errorf("--endpoint-reconciler-type %q: want lease or none", o.EndpointReconciler)
+	}
+	if e := o.Election; e.LeaseDuration <= e.RenewDeadline || e.RenewDeadline <= e.RetryPeriod {
+		return fmt.Errorf("--coordinated-leadership-lease-duration %v: must exceed --coordinated-leadership-renew-deadline "+
+			"%v, which must exceed --coordinated-leadership-retry-period %v", e.LeaseDuration, e.RenewDeadline, e.RetryPeriod)
 	}
 	return nil
 }
@@ -221,6 +230,12 @@ func (cs *Controllers) Run(ctx context.Context) error {
 	if HasIdentityLease() {
 		go cs.collectIdentityLeases(ctx)
 		hooks.done(hookIdentityLease, hookIdentityLeaseGC)
+	}
+	if hasCoordinatedElection() {
+		go func() {
+			cs.electCandidates(ctx)
+			hooks.done(hookCoordinatedElection)
+		}()
 	}
 	hooks.wait(ctx, hookServiceRepair, repairTimeout) // the kubernetes Service should not be created during it
 	if err := cs.allocatorsReady(ctx); err != nil {

@@ -30,6 +30,19 @@ func TestAdvertiseAddress(t *testing.T) {
 	}
 }
 
+// A lease of coordinated leader election must be longer than its renewal, which must be longer than a retry.
+func TestDurationsOfCoordinatedElection(t *testing.T) {
+	for flag, valid := range map[string]bool{
+		"lease-duration=11s": true, "lease-duration=10s": false, "renew-deadline=15s": false, "retry-period=10s": false,
+	} {
+		err := newControllers(t, "--coordinated-leadership-"+flag).Validate()
+		const named = "--coordinated-leadership-lease-duration "
+		if (err == nil) != valid || err != nil && !strings.Contains(err.Error(), named) {
+			t.Errorf("%s: %v", flag, err)
+		}
+	}
+}
+
 // proxyCertificate reads the files on each call, because they are replaced while the registry runs. It returns nil if
 // it cannot read them.
 func TestProxyCertificate(t *testing.T) {

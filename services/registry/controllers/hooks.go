@@ -176,6 +176,8 @@ const (
 	hookIdentityLease      = "start-kube-apiserver-identity-lease-controller"
 	hookIdentityLeaseGC    = "start-kube-apiserver-identity-lease-garbage-collector"
 	hookKubernetesService  = "bootstrap-controller"
+
+	hookCoordinatedElection = "start-kube-apiserver-coordinated-leader-election-controller"
 )
 
 // ownHooks returns the names of the hooks of this package.
@@ -185,6 +187,9 @@ func ownHooks() []string {
 		hookKubernetesService}
 	if HasIdentityLease() {
 		names = append(names, hookIdentityLease, hookIdentityLeaseGC)
+	}
+	if hasCoordinatedElection() {
+		names = append(names, hookCoordinatedElection)
 	}
 	return names
 }
