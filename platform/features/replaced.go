@@ -19,6 +19,7 @@ type replacedGate struct {
 
 // replacedGates has each such gate that is not locked. A test compares the names with upstream's code.
 var replacedGates = map[featuregate.Feature]replacedGate{
+	features.AllowUnsafeMalformedObjectDeletion:    {},
 	features.APIResponseCompression:                {},
 	features.APIServerIdentity:                     {},
 	features.ConstrainedImpersonation:              {},
@@ -35,14 +36,13 @@ var replacedGates = map[featuregate.Feature]replacedGate{
 	features.RemoteRequestHeaderUID:            {},
 	features.UnauthenticatedHTTP2DOSMitigation: {},
 
-	features.AllowUnsafeMalformedObjectDeletion: {"objects that cannot be read are not deleted"},
-	features.APIServingWithRoutine:              {"requests are served by the goroutines of package server"},
-	features.CBORServingAndStorage:              {"CBOR is neither served nor stored"},
-	features.ConcurrentWatchObjectDecode:        {"no API server decodes the events of a watch"},
-	features.ListFromCacheSnapshot:              {"lists at a revision are always served by the watch cache"},
-	features.ShardedListAndWatch:                {"lists and watches have no shard selector"},
-	features.SizeBasedListCostEstimate:          {"the cost of a list is always its size"},
-	features.StorageVersionAPI:                  {"no StorageVersion objects are written"},
+	features.APIServingWithRoutine:       {"requests are served by the goroutines of package server"},
+	features.CBORServingAndStorage:       {"CBOR is neither served nor stored"},
+	features.ConcurrentWatchObjectDecode: {"no API server decodes the events of a watch"},
+	features.ListFromCacheSnapshot:       {"lists at a revision are always served by the watch cache"},
+	features.ShardedListAndWatch:         {"lists and watches have no shard selector"},
+	features.SizeBasedListCostEstimate:   {"the cost of a list is always its size"},
+	features.StorageVersionAPI:           {"no StorageVersion objects are written"},
 }
 
 // checkReplaced returns an error for the first gate that is not at its default although Watershed implements only the

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/watch"
 
@@ -83,6 +84,64 @@ func TestAnObjectThatCannotBeReadIsNotHidden(t *testing.T) {
 		}
 		return nil
 	})
+}
+
+// TestUnsafeDeletion checks that AllowUnsafeMalformedObjectDeletion deletes an object that cannot be read, as in
+// kube-apiserver. The open watch of its resource ends, and the next list and watch are complete. kube-apiserver's cache
+// retries its own watch for 30 s first.
+func TestUnsafeDeletion(t *testing.T) {
+	const gate = "--feature-gates=AllowUnsafeMalformedObjectDeletion=true"
+	ours, theirs := harness.Etcd(t, harness.TempDir(t)), harness.TempDir(t)
+	reference := harness.KubeAPIServer(t, theirs, harness.Etcd(t, theirs), gate)
+	for etcd, s := range map[string]*harness.Server{
+		ours:           harness.Up(t, "", "--etcd-servers="+ours, gate),
+		reference.Etcd: reference.Server,
+	} {
+		s.Kubectl("create", "configmap", "fine", "-n", "default")
+		maps := s.Client().CoreV1().ConfigMaps("default")
+		w, err := maps.Watch(t.Context(), metav1.ListOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer w.Stop()
+		if out, err := exec.Command(harness.Peer("etcdctl"), "--endpoints", etcd, "put", "/registry/configmaps/default/bad",
+			"rubbish").CombinedOutput(); err != nil {
+			t.Fatalf("etcdctl: %v\n%s", err, out)
+		}
+		if err := maps.Delete(t.Context(), "bad", metav1.DeleteOptions{}); !apierrors.IsInternalError(err) {
+			t.Errorf("%s: a plain delete: %v", s.Dir, err)
+		}
+		unsafe := metav1.DeleteOptions{IgnoreStoreReadErrorWithClusterBreakingPotential: new(true)}
+		if err := maps.Delete(t.Context(), "bad", unsafe); err != nil {
+			t.Errorf("%s: %v", s.Dir, err)
+		}
+		if err := maps.Delete(t.Context(), "fine", unsafe); !apierrors.IsInvalid(err) {
+			t.Errorf("%s: the deletion of a readable object: %v", s.Dir, err)
+		}
+		if s == reference.Server {
+			continue
+		}
+		for timeout, open := time.After(20*time.Second), true; open; {
+			select {
+			case _, open = <-w.ResultChan():
+			case <-timeout:
+				t.Fatalf("%s: the watch continues", s.Dir)
+			}
+		}
+		var list *corev1.ConfigMapList
+		harness.Eventually(t, 20*time.Second, func() (err error) {
+			list, err = maps.List(t.Context(), metav1.ListOptions{})
+			return err
+		})
+		if w, err = maps.Watch(t.Context(), metav1.ListOptions{ResourceVersion: list.ResourceVersion}); err != nil {
+			t.Fatal(err)
+		}
+		defer w.Stop()
+		s.Kubectl("create", "configmap", "bad", "-n", "default")
+		if e := <-w.ResultChan(); e.Type != watch.Added {
+			t.Errorf("%s: %v", s.Dir, e)
+		}
+	}
 }
 
 // TestDecisionsGoOnBesideUnreadableObjects checks that an undecodable object grants nothing and blocks no decision. The

@@ -31,6 +31,11 @@ func (w *writeOperation) delete(ctx context.Context) (*registryv1.ObjectResponse
 		return nil, err
 	}
 	attrs := w.attributes(nil, nil, w.req.Name, admission.Delete, opts, opts.DryRun)
+	if ignoresReadErrors(opts) {
+		if deleter, err = w.unsafeDeleter(ctx, attrs); err != nil {
+			return nil, err
+		}
+	}
 	deleted := true
 	result, err := finish(ctx, func() (runtime.Object, error) {
 		obj, wasDeleted, err := deleter.Delete(ctx, w.req.Name,
@@ -69,6 +74,9 @@ func (w *writeOperation) deleteCollection(ctx context.Context) (*registryv1.Obje
 	opts, err := w.deleteOptions(ctx)
 	if err != nil {
 		return nil, err
+	}
+	if ignoresReadErrors(opts) {
+		return nil, errUnsafeCollection()
 	}
 	attrs := w.attributes(nil, nil, "", admission.Delete, opts, opts.DryRun)
 	result, err := finish(ctx, func() (runtime.Object, error) {
@@ -109,7 +117,7 @@ func (w *writeOperation) deleteOptions(ctx context.Context) (*metav1.DeleteOptio
 	} else if err := decodeOptions(w.req.Query, opts); err != nil {
 		return nil, err
 	}
-	opts.IgnoreStoreReadErrorWithClusterBreakingPotential = nil // AllowUnsafeMalformedObjectDeletion is alpha and off
+	dropIgnoreReadErrors(opts)
 	if errs := validation.ValidateDeleteOptions(opts); len(errs) > 0 {
 		return nil, invalidOptions("DeleteOptions", errs)
 	}

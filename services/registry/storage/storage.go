@@ -18,6 +18,7 @@ import (
 	etcdkubernetes "go.etcd.io/etcd/client/v3/kubernetes"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/features"
 	genericregistry "k8s.io/apiserver/pkg/registry/generic"
 	serveroptions "k8s.io/apiserver/pkg/server/options"
 	serverstorage "k8s.io/apiserver/pkg/server/storage"
@@ -26,6 +27,7 @@ import (
 	"k8s.io/apiserver/pkg/storage/etcd3/metrics"
 	"k8s.io/apiserver/pkg/storage/storagebackend"
 	"k8s.io/apiserver/pkg/storage/storagebackend/factory"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/kubernetes/pkg/kubeapiserver"
 
@@ -270,19 +272,24 @@ func (s *Storage) newStore(config *storagebackend.ConfigForResource, resourcePre
 	newFunc, newListFunc func() runtime.Object, _ apistorage.AttrFunc, _ apistorage.IndexerFuncs,
 	_ *cache.Indexers) (apistorage.Interface, factory.DestroyFunc, error) {
 	versioner := apistorage.APIObjectVersioner{}
-	decoder, transformer := etcd3.NewDefaultDecoder(
-		config.Codec,
-		versioner,
-	), s.encryption.transformerFor(
-		config.GroupResource,
-	)
+	decoder := etcd3.NewDefaultDecoder(config.Codec, versioner)
+	transformer := s.encryption.transformerFor(config.GroupResource)
+	unsafeDeletion := utilfeature.DefaultFeatureGate.Enabled(features.AllowUnsafeMalformedObjectDeletion)
+	if unsafeDeletion { // as in k8s.io/apiserver/pkg/storage/storagebackend/factory
+		decoder = etcd3.WithCorruptObjErrorHandlingDecoder(decoder)
+		transformer = etcd3.WithCorruptObjErrorHandlingTransformer(transformer)
+	}
 	store, err := etcd3.New(s.Client, nil, config.Codec, newFunc, newListFunc, config.Prefix, resourcePrefix,
 		config.GroupResource, transformer, config.LeaseManagerConfig, decoder, versioner)
 	if err != nil {
 		return nil, nil, err
 	}
+	var backend apistorage.Interface = store
+	if unsafeDeletion {
+		backend = etcd3.NewStoreWithUnsafeCorruptObjectDeletion(store, config.GroupResource)
+	}
 	return &cachedStore{
-		Interface:   store,
+		Interface:   backend,
 		writeCache:  s.writeCache,
 		prefix:      s.prefix,
 		newFunc:     newFunc,
