@@ -90,7 +90,7 @@ const alwaysAllow = "AlwaysAllow"
 
 // disableAnonymous disables anonymous requests if every request is allowed, even if --anonymous-auth is set, as
 // kube-apiserver does (k8s.io/kubernetes/pkg/kubeapiserver/options, ApplyAuthorization). If authn and authz have
-// processes and flags of their own, authz rejects anonymous requests.
+// processes and flags of their own, the gateway rejects anonymous requests by Authz.PolicyRevisions.
 func disableAnonymous(fs *pflag.FlagSet) {
 	modes, err := fs.GetStringSlice("authorization-mode")
 	if err == nil && slices.Contains(modes, alwaysAllow) && fs.Lookup("anonymous-auth") != nil {

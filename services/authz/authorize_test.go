@@ -2,6 +2,7 @@ package authz
 
 import (
 	"context"
+	"errors"
 	"testing"
 	"time"
 
@@ -79,19 +80,45 @@ func TestADecisionNamesItsPolicyRevision(t *testing.T) {
 	}
 }
 
-// AlwaysAllow denies anonymous clients. authn may accept them, because it does not know the authorization mode.
+// revisionStream cancels its context at the first message, which it keeps.
+type revisionStream struct {
+	grpc.ServerStreamingServer[authzv1.PolicyRevision]
+	ctx    context.Context
+	cancel context.CancelFunc
+	first  *authzv1.PolicyRevision
+}
+
+func (s *revisionStream) Context() context.Context { return s.ctx }
+
+func (s *revisionStream) Send(g *authzv1.PolicyRevision) error {
+	s.first = g
+	s.cancel()
+	return nil
+}
+
+// AlwaysAllow denies anonymous clients, although authn may accept them. Authenticated clients may impersonate and
+// review the anonymous user.
 func TestAlwaysAllowDeniesAnonymousClients(t *testing.T) {
 	s := serviceOf(t, chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
 		o.Modes = []string{"AlwaysAllow"}
 	}), 0)
-	for name, want := range map[string]bool{user.Anonymous: false, "bob": true} {
-		d, err := s.Authorize(
-			t.Context(),
-			&authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(attributesOf(name))},
-		)
-		if err != nil || (d.Decision == authzv1.Decision_DECISION_ALLOW) != want {
-			t.Errorf("%s: %v, %v", name, d, err)
+	for _, x := range []struct {
+		user          string
+		authenticated bool
+		allowed       bool
+	}{{user.Anonymous, false, false}, {user.Anonymous, true, true}, {"bob", false, true}, {"bob", true, true}} {
+		d, err := s.Authorize(t.Context(), &authzv1.AuthorizeRequest{
+			Attributes:          identity.AttributesProto(attributesOf(x.user)),
+			ClientAuthenticated: x.authenticated,
+		})
+		if err != nil || (d.Decision == authzv1.Decision_DECISION_ALLOW) != x.allowed {
+			t.Errorf("%v: %v, %v", x, d, err)
 		}
+	}
+	stream := &revisionStream{}
+	stream.ctx, stream.cancel = context.WithCancel(t.Context())
+	if err := s.PolicyRevisions(nil, stream); !errors.Is(err, context.Canceled) || !stream.first.RejectsAnonymous {
+		t.Errorf("the gateway receives %v, %v", stream.first, err)
 	}
 }
 

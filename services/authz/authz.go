@@ -224,9 +224,9 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 		out.Reason = "not among the rights of this service of the system"
 		return policyIndependent(out), nil
 	}
-	if attrs.User.GetName() == user.Anonymous && s.chain.has(authzconfig.AuthorizerType(modes.ModeAlwaysAllow)) {
-		// kube-apiserver rejects anonymous requests under AlwaysAllow. authn does not know the authorization mode, so
-		// authz rejects them.
+	if attrs.User.GetName() == user.Anonymous && !r.ClientAuthenticated && s.rejectsAnonymous() {
+		// Gateways respond with 401 before they call authz. Gateways of older releases, and gateways that have not
+		// received a policy revision yet, do not.
 		out.Reason = "anonymous requests are not allowed where everything is"
 		return policyIndependent(out), nil
 	}
@@ -245,6 +245,12 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 		out.WildcardName, out.WildcardNamespace = s.chain.wildcard(ctx, attrs)
 	}
 	return out, nil
+}
+
+// rejectsAnonymous reports whether clients must have credentials, because every request is allowed
+// (k8s.io/kubernetes/pkg/kubeapiserver/options, ApplyAuthorization).
+func (s *Service) rejectsAnonymous() bool {
+	return s.chain.has(authzconfig.AuthorizerType(modes.ModeAlwaysAllow))
 }
 
 // policyIndependentTTL is how long a decision may be cached that depends on no policy.

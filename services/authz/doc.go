@@ -25,7 +25,7 @@
 // Never:
 //   - Decide from stale policies. A revoked permission would be granted.
 //   - Send a policy revision on a stream while the policies are stale. The gateway would keep its cache.
-//   - Change the reason texts of the service rules or of anonymous requests: test/differential compares them.
+//   - Change the reason texts of the service rules: test/differential compares them.
 //   - Let RBAC decide for the system's services. They read the policies before policies exist.
 //
 // Why the obvious alternatives fail:

@@ -121,7 +121,12 @@ func (s *Service) PolicyRevisions(_ *authzv1.PolicyRevisionsRequest,
 		return status.Error(codes.Unavailable, err.Error())
 	}
 	sent := g.current()
-	if err := stream.Send(&authzv1.PolicyRevision{Revision: sent, Replica: g.replica, MayRevoke: true}); err != nil {
+	if err := stream.Send(&authzv1.PolicyRevision{
+		Revision:         sent,
+		Replica:          g.replica,
+		MayRevoke:        true,
+		RejectsAnonymous: s.rejectsAnonymous(),
+	}); err != nil {
 		return err
 	}
 	ticker := time.NewTicker(heartbeat)

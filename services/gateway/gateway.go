@@ -140,6 +140,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	}
 	names, prefixes := c.Server.FrontProxyHeaders()
 	authn := delegatedauth.NewAuthenticator(d.Authn, names, prefixes)
+	authn.RejectsAnonymous = g.authz.RejectsAnonymous
 	router := g.router(proxyHandler)
 	api := g.mux(router)
 	g.loopback = server.BuildLoopbackChain(api, g.authz, g.auditor)

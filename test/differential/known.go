@@ -62,15 +62,6 @@ var knownByConfiguration = []*difference{
 			"the rights of internal services, and flow control does not limit them.",
 	},
 	{
-		name: "anonymous users where everything is allowed",
-		request: is(`\(\w* ?impersonates map\[.*Impersonate-User:\[system:anonymous\]\]\)$|` +
-			`/(local)?subjectaccessreviews \(review of "user":"system:anonymous"`),
-		detail: is(`^code: 20[01] \| 403 .*: anonymous requests are not allowed where everything is$|` +
-			`^\.status\.(allowed: true \| false|reason: nothing \| "anonymous requests are not allowed .*)$`),
-		reason: "authz also rejects anonymous users that are impersonated or reviewed, because it does not receive " +
-			"the authentication method.",
-	},
-	{
 		name:    "ABAC's readonly and constrained impersonation",
 		request: is(`^GET /api(/v1/namespaces/default/(pods|pods/here|configmaps/one))? \(\w+ impersonates map\[`),
 		detail: is(`(^code: 200 \| 403|^\.message: .* \|) .*cannot impersonate-on:|^\.details\.(group|kind|name): |` +

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -364,7 +365,7 @@ func TestUpTakesAClustersPKI(t *testing.T) {
 }
 
 // TestAlwaysAllowRejectsAnonymousClients checks that AlwaysAllow rejects anonymous clients even with
-// --anonymous-auth=true, as kube-apiserver does.
+// --anonymous-auth=true, as kube-apiserver does. Other users may impersonate and review the anonymous user.
 func TestAlwaysAllowRejectsAnonymousClients(t *testing.T) {
 	flags := []string{"--authorization-mode=AlwaysAllow", "--anonymous-auth=true"}
 	for name, s := range map[string]*harness.Server{
@@ -375,6 +376,17 @@ func TestAlwaysAllowRejectsAnonymousClients(t *testing.T) {
 			metav1.ListOptions{})
 		if !apierrors.IsUnauthorized(err) {
 			t.Errorf("%s: %v", name, err)
+		}
+		if out, err := s.TryKubectl("", "auth", "can-i", "get", "secrets", "--as=system:anonymous",
+			"--as-group=system:unauthenticated"); err != nil {
+			t.Errorf("%s: %v: %s", name, err, out)
+		}
+		review, err := s.Client().AuthorizationV1().SubjectAccessReviews().Create(t.Context(),
+			&authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{User: "system:anonymous",
+				ResourceAttributes: &authorizationv1.ResourceAttributes{Verb: "get", Resource: "secrets"}}},
+			metav1.CreateOptions{})
+		if err != nil || !review.Status.Allowed {
+			t.Errorf("%s: %v: %v", name, err, review)
 		}
 	}
 }

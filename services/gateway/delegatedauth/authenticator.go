@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	authenticationv1 "k8s.io/api/authentication/v1"
 	"k8s.io/apiserver/pkg/audit"
 	"k8s.io/apiserver/pkg/authentication/authenticator"
 	"k8s.io/apiserver/pkg/authentication/user"
@@ -50,6 +51,8 @@ func Metrics() []prometheus.Collector {
 // state: it caches no refusals and no anonymous users.
 type Authenticator struct {
 	client authnv1.AuthnClient
+	// RejectsAnonymous reports whether anonymous users are rejected although authn accepts them. nil: they are not.
+	RejectsAnonymous func() bool
 	// headerNames and headerPrefixes select the front proxy's headers, which carry an identity besides Authorization.
 	headerNames, headerPrefixes []string
 	users                       *cache[*cachedUser]
@@ -145,6 +148,14 @@ func Challenge(ctx context.Context) string {
 	return c
 }
 
+type impersonatesKey struct{}
+
+// impersonates reports whether the client of a request has authenticated and impersonates a user. That user may be
+// anonymous.
+func impersonates(ctx context.Context) bool {
+	return ctx.Value(impersonatesKey{}) != nil
+}
+
 // authenticateRequest returns the parts of a request that authn reads.
 func (a *Authenticator) authenticateRequest(req *http.Request) *authnv1.AuthenticateRequest {
 	r := &authnv1.AuthenticateRequest{Path: req.URL.Path, Headers: map[string]*commonv1.Values{}}
@@ -219,6 +230,13 @@ func userBytes(u user.Info) int {
 // completeRequest removes credentials from the request's headers, so that they are not forwarded. It adds warnings and
 // audit annotations.
 func (a *Authenticator) completeRequest(req *http.Request, k *cachedUser) (*authenticator.Response, bool, error) {
+	if identity.IsAnonymous(k.response.User) {
+		if a.RejectsAnonymous != nil && a.RejectsAnonymous() {
+			return nil, false, nil
+		}
+	} else if len(req.Header[authenticationv1.ImpersonateUserHeader]) > 0 {
+		*req = *req.WithContext(context.WithValue(req.Context(), impersonatesKey{}, true))
+	}
 	for _, h := range k.consultedHeaders {
 		for name := range req.Header {
 			if matchesHeader(h, name) && !a.forwardsHeader(name) {

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"k8s.io/apiserver/pkg/authorization/authorizer"
+	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/identity"
@@ -56,6 +57,8 @@ type Authorizer struct {
 	// no stream is open and no decision is cacheable.
 	replica     string
 	lastMessage time.Time
+	// rejectsAnonymous is from the first message of the last stream.
+	rejectsAnonymous bool
 	// cluster is the revision of the cluster-wide policy, and namespaces of the policy in each namespace.
 	cluster    policyRevisions
 	namespaces map[string]policyRevisions
@@ -120,7 +123,7 @@ func (a *Authorizer) Reauthorize(ctx context.Context, attrs authorizer.Attribute
 		}
 		var d decision
 		var err error
-		if !cacheable {
+		if !cacheable || impersonates(ctx) { // a shared call has a context without the client
 			d, err = a.decide(callCtx, attrs)
 		} else {
 			d, err = a.reauthorizations.Get(
@@ -225,11 +228,21 @@ func (a *Authorizer) cached(k cacheKeys) (decision, bool) {
 	return decision{}, false
 }
 
+// isClientAuthenticated reports whether the client of a request has authenticated. The user of the context is the
+// client, or the user that the client impersonates. It fails closed: a context without a client is not authenticated.
+func isClientAuthenticated(ctx context.Context) bool {
+	u, ok := request.UserFrom(ctx)
+	return impersonates(ctx) || ok && !identity.IsAnonymous(u)
+}
+
 // Decide is Authorize with the types of the contract. It bypasses the cache.
 func (a *Authorizer) Decide(ctx context.Context, attrs *commonv1.Attributes) (*authzv1.AuthorizeResponse, error) {
 	ctx, cancel := context.WithTimeout(ctx, rpcTimeout)
 	defer cancel()
-	resp, err := a.Client.Authorize(ctx, &authzv1.AuthorizeRequest{Attributes: attrs})
+	resp, err := a.Client.Authorize(ctx, &authzv1.AuthorizeRequest{
+		Attributes:          attrs,
+		ClientAuthenticated: isClientAuthenticated(ctx),
+	})
 	if err != nil {
 		return nil, rpc.FromStatus(err)
 	}

@@ -79,6 +79,9 @@ func (a *Authorizer) observe(g *authzv1.PolicyRevision, first bool) {
 		return
 	}
 	a.lastMessage = time.Now()
+	if first {
+		a.rejectsAnonymous = g.RejectsAnonymous
+	}
 	if first || g.Replica != a.replica {
 		a.replica, a.cluster, a.namespaces = g.Replica, policyRevisions{
 			g.Revision,
@@ -104,6 +107,14 @@ func (a *Authorizer) observe(g *authzv1.PolicyRevision, first bool) {
 	if g.MayRevoke {
 		a.notify(g.Namespace)
 	}
+}
+
+// RejectsAnonymous reports whether clients must have credentials, by the last stream of policy revisions. authz rejects
+// clients without credentials too, if no stream has opened yet.
+func (a *Authorizer) RejectsAnonymous() bool {
+	a.mu.RLock()
+	defer a.mu.RUnlock()
+	return a.rejectsAnonymous
 }
 
 // notify closes the channels of a namespace, or all channels for "". The caller holds the lock.

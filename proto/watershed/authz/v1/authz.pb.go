@@ -77,10 +77,13 @@ func (Decision) EnumDescriptor() ([]byte, []int) {
 
 // AuthorizeRequest is one request to decide.
 type AuthorizeRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Attributes    *v1.Attributes         `protobuf:"bytes,1,opt,name=attributes" json:"attributes,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	Attributes *v1.Attributes         `protobuf:"bytes,1,opt,name=attributes" json:"attributes,omitempty"`
+	// The client has authenticated, and the attributes' user may be another: impersonated, or the subject of a review. If
+	// it is not set, AlwaysAllow does not allow an anonymous user.
+	ClientAuthenticated bool `protobuf:"varint,2,opt,name=client_authenticated,json=clientAuthenticated" json:"client_authenticated,omitempty"`
+	unknownFields       protoimpl.UnknownFields
+	sizeCache           protoimpl.SizeCache
 }
 
 func (x *AuthorizeRequest) Reset() {
@@ -118,6 +121,13 @@ func (x *AuthorizeRequest) GetAttributes() *v1.Attributes {
 		return x.Attributes
 	}
 	return nil
+}
+
+func (x *AuthorizeRequest) GetClientAuthenticated() bool {
+	if x != nil {
+		return x.ClientAuthenticated
+	}
+	return false
 }
 
 // AuthorizeResponse is a decision and how long the gateway may cache it.
@@ -528,9 +538,11 @@ type PolicyRevision struct {
 	// The change may have revoked a permission. If it is not set, only cached denials are invalid.
 	MayRevoke bool `protobuf:"varint,4,opt,name=may_revoke,json=mayRevoke" json:"may_revoke,omitempty"`
 	// The policy has not changed since the previous message.
-	Heartbeat     bool `protobuf:"varint,5,opt,name=heartbeat" json:"heartbeat,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Heartbeat bool `protobuf:"varint,5,opt,name=heartbeat" json:"heartbeat,omitempty"`
+	// In the first message of a stream: every request is allowed, so the gateway rejects requests without credentials.
+	RejectsAnonymous bool `protobuf:"varint,6,opt,name=rejects_anonymous,json=rejectsAnonymous" json:"rejects_anonymous,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *PolicyRevision) Reset() {
@@ -598,15 +610,23 @@ func (x *PolicyRevision) GetHeartbeat() bool {
 	return false
 }
 
+func (x *PolicyRevision) GetRejectsAnonymous() bool {
+	if x != nil {
+		return x.RejectsAnonymous
+	}
+	return false
+}
+
 var File_watershed_authz_v1_authz_proto protoreflect.FileDescriptor
 
 const file_watershed_authz_v1_authz_proto_rawDesc = "" +
 	"\n" +
-	"\x1ewatershed/authz/v1/authz.proto\x12\x12watershed.authz.v1\x1a watershed/common/v1/common.proto\"S\n" +
+	"\x1ewatershed/authz/v1/authz.proto\x12\x12watershed.authz.v1\x1a watershed/common/v1/common.proto\"\x86\x01\n" +
 	"\x10AuthorizeRequest\x12?\n" +
 	"\n" +
 	"attributes\x18\x01 \x01(\v2\x1f.watershed.common.v1.AttributesR\n" +
-	"attributes\"\xf4\x02\n" +
+	"attributes\x121\n" +
+	"\x14client_authenticated\x18\x02 \x01(\bR\x13clientAuthenticated\"\xf4\x02\n" +
 	"\x11AuthorizeResponse\x128\n" +
 	"\bdecision\x18\x01 \x01(\x0e2\x1c.watershed.authz.v1.DecisionR\bdecision\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12)\n" +
@@ -636,14 +656,15 @@ const file_watershed_authz_v1_authz_proto_rawDesc = "" +
 	"incomplete\x18\x03 \x01(\bR\n" +
 	"incomplete\x12)\n" +
 	"\x10evaluation_error\x18\x04 \x01(\tR\x0fevaluationError\"\x18\n" +
-	"\x16PolicyRevisionsRequest\"\xa1\x01\n" +
+	"\x16PolicyRevisionsRequest\"\xce\x01\n" +
 	"\x0ePolicyRevision\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x04R\brevision\x12\x18\n" +
 	"\areplica\x18\x02 \x01(\tR\areplica\x12\x1c\n" +
 	"\tnamespace\x18\x03 \x01(\tR\tnamespace\x12\x1d\n" +
 	"\n" +
 	"may_revoke\x18\x04 \x01(\bR\tmayRevoke\x12\x1c\n" +
-	"\theartbeat\x18\x05 \x01(\bR\theartbeat*K\n" +
+	"\theartbeat\x18\x05 \x01(\bR\theartbeat\x12+\n" +
+	"\x11rejects_anonymous\x18\x06 \x01(\bR\x10rejectsAnonymous*K\n" +
 	"\bDecision\x12\x18\n" +
 	"\x14DECISION_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eDECISION_ALLOW\x10\x01\x12\x11\n" +
