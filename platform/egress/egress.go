@@ -5,11 +5,11 @@
 //     (k8s.io/kubernetes/cmd/kube-apiserver/app/server.go, k8s.io/kube-aggregator/pkg/apiserver/apiserver.go);
 //   - controlplane: webhooks that name a URL (k8s.io/apiserver/pkg/util/webhook/authentication.go), and the webhooks of
 //     authentication, authorization and audit (k8s.io/kubernetes/pkg/controlplane/apiserver/config.go,
-//     k8s.io/apiserver/pkg/server/options/audit.go);
+//     k8s.io/apiserver/pkg/server/options/audit.go), and the collector of spans (tracing.go beside it);
 //   - etcd: etcd;
 //   - an issuer of OpenID Connect: cluster or controlplane, if its egressSelectorType says so.
 //
-// Connections between services, to NATS and to the trace collector use no egress network.
+// Connections between services and to NATS use no egress network.
 package egress
 
 import (
@@ -66,6 +66,12 @@ func (c *Config) Open() (Selector, error) {
 		s.cluster = &transport.DialHolder{Dial: dial}
 	}
 	return s, nil
+}
+
+// OpenControlPlane reads the file and returns its Selector's ControlPlane.
+func (c *Config) OpenControlPlane() (utilnet.DialFunc, error) {
+	s, err := c.Open()
+	return s.ControlPlane(), err
 }
 
 // checkTransports rejects configurations that pass validation and make kube-apiserver panic.

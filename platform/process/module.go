@@ -24,6 +24,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
@@ -53,7 +54,9 @@ type Options struct {
 	Validate func() error
 	// StopTimeout returns how long the service may take to stop; nil: lifecycle.StopTimeout.
 	StopTimeout func() time.Duration
-	Build       func(context.Context, *Deps) (*Service, error)
+	// ControlPlane returns the dialer of the egress network controlplane; nil: the service has no egress networks.
+	ControlPlane func() (utilnet.DialFunc, error)
+	Build        func(context.Context, *Deps) (*Service, error)
 }
 
 // Service is a service as its process runs it. The fields after Run may be nil.

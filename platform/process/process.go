@@ -142,7 +142,11 @@ func New(all Modules, targets []string) (*Process, error) {
 	}
 	p := &Process{modules: sorted, api: &api{set: make(chan struct{})}}
 	for _, m := range sorted {
-		p.services = append(p.services, &service{Instance: Instance{Name: m.Name}, module: m, options: m.Options()})
+		s := &service{Instance: Instance{Name: m.Name}, module: m, options: m.Options()}
+		p.services = append(p.services, s)
+		if s.options.ControlPlane != nil { // the services share the flag
+			p.Telemetry.Tracing.Dialer = s.options.ControlPlane
+		}
 	}
 	return p, nil
 }

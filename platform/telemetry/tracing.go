@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"net"
 	"os"
 	"slices"
 	"strings"
@@ -21,7 +22,9 @@ import (
 	semconv "go.opentelemetry.io/otel/semconv/v1.26.0"
 	"go.opentelemetry.io/otel/trace"
 	"go.opentelemetry.io/otel/trace/noop"
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 	tracingapi "k8s.io/component-base/tracing/api/v1"
 	"sigs.k8s.io/yaml"
 
@@ -40,6 +43,8 @@ type Tracing struct {
 	Ratio float64
 	// CAFile is the CA of the collector. Empty: the connection uses no TLS.
 	CAFile string
+	// Dialer returns the dialer of the collector, or nil for a direct connection. It may be nil itself.
+	Dialer func() (utilnet.DialFunc, error)
 }
 
 func (o *Tracing) addFlags(fs *pflag.FlagSet) {
@@ -148,7 +153,20 @@ func (o *Tracing) start(ctx context.Context, service string) (stop func(), err e
 			credentials.NewTLS(&tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool}),
 		)
 	}
-	export, err := otlptracegrpc.New(ctx, otlptracegrpc.WithEndpoint(strings.TrimPrefix(o.Endpoint, "dns://")), secure)
+	options := []otlptracegrpc.Option{
+		otlptracegrpc.WithEndpoint(strings.TrimPrefix(o.Endpoint, "dns://")), secure,
+	}
+	if o.Dialer != nil {
+		dial, err := o.Dialer()
+		if err != nil {
+			return nil, err
+		}
+		if dial != nil { // k8s.io/apiserver/pkg/server/options, TracingOptions.ApplyTo
+			options = append(options, otlptracegrpc.WithDialOption(grpc.WithContextDialer(
+				func(ctx context.Context, address string) (net.Conn, error) { return dial(ctx, "tcp", address) })))
+		}
+	}
+	export, err := otlptracegrpc.New(ctx, options...)
 	if err != nil {
 		return nil, fmt.Errorf("--tracing-endpoint %q: %w", o.Endpoint, err)
 	}

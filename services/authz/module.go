@@ -13,8 +13,9 @@ var Module = &process.Module{Name: "authz", Options: options}
 func options() process.Options {
 	c := NewConfig()
 	return process.Options{
-		AddFlags: c.AddFlags,
-		Validate: c.Validate,
+		AddFlags:     c.AddFlags,
+		Validate:     c.Validate,
+		ControlPlane: c.Egress.OpenControlPlane,
 		Build: func(ctx context.Context, d *process.Deps) (*process.Service, error) {
 			cluster, err := apiclient.Connect(d.API, c.Kubeconfig, "authz")
 			if err != nil {

@@ -25,9 +25,10 @@ var Module = &process.Module{
 func options() process.Options {
 	c := NewConfig()
 	return process.Options{
-		AddFlags:    c.AddFlags,
-		Validate:    c.Validate,
-		StopTimeout: c.stopTimeout,
+		AddFlags:     c.AddFlags,
+		Validate:     c.Validate,
+		ControlPlane: c.Egress.OpenControlPlane,
+		StopTimeout:  c.stopTimeout,
 		Build: func(ctx context.Context, d *process.Deps) (*process.Service, error) {
 			deps, err := dial(d)
 			if err != nil {

@@ -12,8 +12,9 @@ var Module = &process.Module{Name: "registry", Options: options}
 func options() process.Options {
 	c := NewConfig()
 	return process.Options{
-		AddFlags: c.AddFlags,
-		Validate: c.Validate,
+		AddFlags:     c.AddFlags,
+		Validate:     c.Validate,
+		ControlPlane: c.Egress.OpenControlPlane,
 		Build: func(ctx context.Context, d *process.Deps) (*process.Service, error) {
 			c.Log.Conn = d.NATS
 			s, err := New(ctx, c, Deps{ID: d.ID})

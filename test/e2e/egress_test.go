@@ -234,6 +234,8 @@ func TestEgressGoesByItsProxies(t *testing.T) {
 		"--audit-policy-file="+auditPolicy(t, dir, "Metadata"),
 		"--audit-webhook-config-file="+webhook("records"),
 		"--audit-webhook-batch-max-wait=100ms",
+		"--tracing-config-file="+file("tracing", `{"apiVersion":"apiserver.config.k8s.io/v1",
+"kind":"TracingConfiguration","endpoint":"127.0.0.1:1","samplingRatePerMillion":1000000}`),
 	)
 	seen := func(side string) (all []string) {
 		for _, network := range []string{"cluster", "controlplane"} {
@@ -249,6 +251,7 @@ func TestEgressGoesByItsProxies(t *testing.T) {
 		"cluster issuer.example.com:443",
 		"cluster node.example.com:10250",
 		"cluster service.example.com:443",
+		"controlplane 127.0.0.1:1",
 		"controlplane hook.example.com:443",
 		"controlplane records.example.com:443",
 		"controlplane rights.example.com:443",
