@@ -18,6 +18,8 @@ type Encoding struct {
 	Protobuf bool
 	// Partial selects the metadata only, as a PartialObjectMetadata.
 	Partial bool
+	// OmitAnnotation is an annotation of the object that its metadata alone does not have. Empty: none.
+	OmitAnnotation string
 	// Unstructured objects have no Go type. In a list each has its own kind and apiVersion.
 	Unstructured bool
 }
@@ -41,9 +43,9 @@ func EncodingOf(kind, as *commonv1.Kind, mediaType string, unstructured bool) En
 func (f *Encoding) Item(body, message []byte) ([]byte, error) {
 	switch {
 	case f.Partial && f.Protobuf:
-		return MetadataProtobuf(message)
+		return f.metadataProtobuf(message)
 	case f.Partial:
-		return ThroughMetadata(body)
+		return f.throughMetadata(body)
 	case f.Protobuf:
 		return message, nil
 	}
@@ -80,17 +82,17 @@ func (f *Encoding) Items(bodies [][]byte) *Items {
 func (f *Encoding) Event(event string, body, message []byte) ([]byte, error) {
 	switch {
 	case f.Partial && f.Protobuf:
-		m, err := MetadataProtobuf(message)
+		m, err := f.metadataProtobuf(message)
 		if err != nil {
 			return nil, err
 		}
 		return WatchProtobuf(event, Envelope(f.Kind, f.APIVersion, m)), nil
 	case f.Partial:
-		p, err := PartialJSON(f.APIVersion, body)
+		m, err := f.throughMetadata(body)
 		if err != nil {
 			return nil, err
 		}
-		return WatchJSON(event, p), nil
+		return WatchJSON(event, slices.Concat(PartialHead(f.APIVersion), m[1:], braceJSON)), nil
 	case f.Protobuf:
 		return WatchProtobuf(event, Envelope(f.Kind, f.APIVersion, message)), nil
 	}
@@ -122,14 +124,22 @@ func (f *Encoding) Error(st metav1.Status) ([]byte, error) {
 	return WatchJSON("ERROR", body), nil
 }
 
-// PartialJSON returns an object's metadata as a PartialObjectMetadata.
-func PartialJSON(apiVersion string, body []byte) ([]byte, error) {
-	m, err := MetadataJSON(body)
-	if err != nil {
-		return nil, err
+// throughMetadata is ThroughMetadata without the omitted annotation.
+func (f *Encoding) throughMetadata(body []byte) ([]byte, error) {
+	through, err := ThroughMetadata(body)
+	if err != nil || f.OmitAnnotation == "" {
+		return through, err
 	}
-	b := PartialHead(apiVersion)
-	return append(append(slices.Grow(b, len(m)+1), m...), '}'), nil
+	return OmitAnnotation(through, f.OmitAnnotation)
+}
+
+// metadataProtobuf is MetadataProtobuf without the omitted annotation.
+func (f *Encoding) metadataProtobuf(message []byte) ([]byte, error) {
+	m, err := MetadataProtobuf(message)
+	if err != nil || f.OmitAnnotation == "" {
+		return m, err
+	}
+	return omitAnnotationProtobuf(m, f.OmitAnnotation)
 }
 
 // PartialHead returns the JSON of a PartialObjectMetadata up to its metadata.

@@ -1,5 +1,6 @@
 // Package frame assembles Kubernetes' wire formats from encoded parts: list bodies, watch frames, Tables and
-// PartialObjectMetadata, in JSON and in Kubernetes protobuf. It never decodes an object, and starts no goroutine.
+// PartialObjectMetadata, in JSON and in Kubernetes protobuf. It decodes no object except metadata with an annotation
+// to omit, and starts no goroutine.
 package frame
 
 import (

@@ -261,11 +261,4 @@ var known = []*difference{
 			`nothing \| true$`),
 		reason: "Watershed has a health check for each service.",
 	},
-	{
-		name:    "metadata of DaemonSets",
-		request: is(`^GET /apis/apps/v1/\S*daemonsets\b`),
-		detail:  is(`\.metadata\.annotations: nothing \| {"deprecated\.daemonset\.template\.generation":"\d+"}$`),
-		reason: "Watershed cuts metadata from the served object, which contains an annotation that the conversion to " +
-			"apps/v1 adds.",
-	},
 }

@@ -283,6 +283,53 @@ func decode(token string) string {
 	return string(b)
 }
 
+// TestMetadataOfDaemonSets checks that metadata of a DaemonSet lacks the annotation that the DaemonSet itself has, as
+// in kube-apiserver: in reads, lists, Tables and watches.
+func TestMetadataOfDaemonSets(t *testing.T) {
+	ours, theirs := harness.Up(t, ""), harness.Oracle(t)
+	const sets, annotation = "/apis/apps/v1/namespaces/default/daemonsets", "deprecated.daemonset.template.generation"
+	var created [2]string
+	for i, s := range []*harness.Server{ours, theirs} {
+		created[i] = strings.TrimSpace(s.Kubectl("get", "namespace", "default", "-o",
+			"jsonpath={.metadata.resourceVersion}"))
+		s.Apply(`{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: d, namespace: default}, spec: {
+selector: {matchLabels: {a: b}}, template: {metadata: {labels: {a: b}}, spec: {containers: [{name: c, image: i}]}}}}`)
+		s.Kubectl("label", "daemonset", "d", "-n", "default", "x=y")
+	}
+	const protobuf = "application/vnd.kubernetes.protobuf"
+	for _, c := range []struct {
+		path, as string
+		has      bool
+	}{
+		{sets, "", true},
+		{sets + "/d", ";as=PartialObjectMetadata;v=v1;g=meta.k8s.io", false},
+		{sets, ";as=PartialObjectMetadataList;v=v1;g=meta.k8s.io", false},
+		{sets + "?watch=1&timeoutSeconds=1", ";as=PartialObjectMetadata;v=v1;g=meta.k8s.io", false},
+		{sets + "?watch=1&timeoutSeconds=1&resourceVersion=CREATED", ";as=PartialObjectMetadata;v=v1;g=meta.k8s.io", false},
+		{sets, ";as=Table;v=v1;g=meta.k8s.io", false},
+		{sets + "?watch=1&timeoutSeconds=1", ";as=Table;v=v1;g=meta.k8s.io", false},
+		{sets + "?watch=1&timeoutSeconds=1&resourceVersion=CREATED", ";as=Table;v=v1;g=meta.k8s.io", false},
+	} {
+		for _, media := range []string{"application/json", protobuf} {
+			var got [2]answer
+			for i, s := range []*harness.Server{ours, theirs} {
+				got[i] = ask(t, s, "GET", strings.ReplaceAll(c.path, "CREATED", created[i]), media+c.as)
+				// managedFields have the key too, without a value
+				has := strings.Contains(got[i].body, annotation+`":"`) || strings.Contains(got[i].body, annotation+"\x12")
+				if got[i].code != http.StatusNotAcceptable && has != c.has {
+					t.Errorf("%s as %s of server %d: %+v", c.path, media+c.as, i, got[i])
+				}
+				if media == protobuf && got[i].code == http.StatusOK {
+					got[i].body = "" // it has revisions
+				}
+			}
+			if got[0] != got[1] {
+				t.Errorf("%s as %s\nkube-apiserver: %+v\nwatershed:      %+v", c.path, media+c.as, got[1], got[0])
+			}
+		}
+	}
+}
+
 // TestAnOldWatchIsReplayedFromTheLog checks that a watch resumes from a revision older than every replica's ring, as
 // long as the log holds it.
 func TestAnOldWatchIsReplayedFromTheLog(t *testing.T) {

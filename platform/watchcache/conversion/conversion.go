@@ -93,7 +93,7 @@ func (c *Converter) Items(ctx context.Context, q *query.Query,
 	bodies := make([][]byte, len(items))
 	for i, item := range items {
 		if q.Encoding.Partial && !q.Encoding.Protobuf {
-			bodies[i], err = item.ThroughMetadata()
+			bodies[i], err = q.ThroughMetadata(item)
 		} else {
 			bodies[i], err = q.Encoding.Item(item.JSON, item.Protobuf)
 		}

@@ -143,7 +143,7 @@ func renderRows(q *query.Query, items []*cache.Item, rows []*encoding, columns u
 		}
 		if metadata {
 			var err error
-			if out.Bodies[i], err = items[i].ThroughMetadata(); err != nil {
+			if out.Bodies[i], err = q.ThroughMetadata(items[i]); err != nil {
 				return nil, err
 			}
 		}

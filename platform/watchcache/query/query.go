@@ -115,6 +115,9 @@ func New(e *registryv1.APIResource, p *watchfanoutv1.Query) (*Query, error) {
 	}
 	k := q.Entry.GetKind()
 	q.Encoding = frame.EncodingOf(k, q.As, q.Output.MediaType, q.Entry.Unstructured)
+	if q.Entry.StorageResource == daemonSets {
+		q.Encoding.OmitAnnotation = templateGeneration
+	}
 	// Metadata is the same in every version.
 	q.native = proto.Equal(k, q.Entry.GetStoredKind()) || q.Encoding.Partial
 	q.EncodingKey = EncodingKey{
@@ -127,6 +130,22 @@ func New(e *registryv1.APIResource, p *watchfanoutv1.Query) (*Query, error) {
 		include:   strings.Clone(q.IncludeObject),
 	}
 	return q, nil
+}
+
+// The conversion of a DaemonSet to apps/v1 adds an annotation (k8s.io/kubernetes/pkg/apis/apps/v1,
+// Convert_apps_DaemonSet_To_v1_DaemonSet). kube-apiserver takes metadata from the object before the conversion.
+const (
+	daemonSets         = "daemonsets.apps"
+	templateGeneration = "deprecated.daemonset.template.generation"
+)
+
+// ThroughMetadata returns an item's JSON up to the end of its metadata, as the metadata of lists and of Table rows.
+func (q *Query) ThroughMetadata(i *cache.Item) ([]byte, error) {
+	through, err := i.ThroughMetadata()
+	if err != nil || q.Encoding.OmitAnnotation == "" {
+		return through, err
+	}
+	return frame.OmitAnnotation(through, q.Encoding.OmitAnnotation)
 }
 
 // Prefix returns the prefix of the keys of the query's namespace; empty for all namespaces.

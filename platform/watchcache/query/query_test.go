@@ -148,6 +148,20 @@ func TestNativeBytes(t *testing.T) {
 	}
 }
 
+// Metadata of a DaemonSet lacks the annotation of the conversion to apps/v1. A DaemonSet itself, and metadata of other
+// objects, have it.
+func TestMetadataOfDaemonSets(t *testing.T) {
+	const metadata = `{"metadata":{"name":"a"`
+	const annotated = metadata + `,"annotations":{"deprecated.daemonset.template.generation":"1"}}`
+	item := &cache.Item{JSON: []byte(annotated + `,"spec":{}}`)}
+	for resource, want := range map[string]string{"daemonsets.apps": metadata + "}", "deployments.apps": annotated} {
+		q := pods(t, func(e *registryv1.APIResource, _ *watchfanoutv1.Query) { e.StorageResource = resource })
+		if got, err := q.ThroughMetadata(item); err != nil || string(got) != want {
+			t.Errorf("%s: %s, %v", resource, got, err)
+		}
+	}
+}
+
 // A row's object is inserted from the stored bytes, and its columns are sent once.
 func TestRows(t *testing.T) {
 	q := pods(t, func(_ *registryv1.APIResource, p *watchfanoutv1.Query) {
