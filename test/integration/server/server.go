@@ -266,9 +266,8 @@ func csvLine(values []string) string {
 }
 
 // rejected lists the gates that Watershed rejects unless they are off. AllAlpha and AllBeta enable them.
-var rejected = []featuregate.Feature{"APIServingWithRoutine", "AllowUnsafeMalformedObjectDeletion",
-	"CBORServingAndStorage", "ConcurrentWatchObjectDecode", "CoordinatedLeaderElection", "ShardedListAndWatch",
-	"StorageVersionAPI"}
+var rejected = []featuregate.Feature{"APIServingWithRoutine", "CBORServingAndStorage",
+	"ConcurrentWatchObjectDecode", "ShardedListAndWatch", "StorageVersionAPI"}
 
 // gates returns the feature gates of the test process that differ from their defaults. AllAlpha and AllBeta change the
 // defaults of their gates.
