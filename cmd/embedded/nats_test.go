@@ -14,6 +14,7 @@ import (
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
+	"google.golang.org/protobuf/proto"
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/pki"
@@ -127,7 +128,7 @@ func (n *tenants) read() <-chan int64 {
 	nc, _ := n.connect("watchfanout")
 	seen := make(chan int64, 100)
 	go func() {
-		_ = eventlog.Read(n.t.Context(), nc, eventlog.DirectGetReader{JS: n.js}, func(e *logv1.Event) error {
+		_ = eventlog.Main.Read(n.t.Context(), nc, eventlog.DirectGetReader{JS: n.js}, func(e *logv1.Event) error {
 			seen <- e.Revision
 			return nil
 		})
@@ -222,6 +223,65 @@ func TestNATSIsByAllowLists(t *testing.T) {
 	if nc, err := nats.Connect(n.url, nats.Secure(conf), nats.MaxReconnects(0)); err == nil {
 		nc.Close()
 		t.Error("a gateway may connect to NATS")
+	}
+}
+
+// The log of another etcd has a stream and subjects of its own. Its readers receive no message of the main log.
+func TestLogsOfOtherEtcds(t *testing.T) {
+	n := newTenants(t)
+	other := n.log
+	other.ID = "other"
+	if _, err := other.Stream(t.Context(), n.js); err != nil {
+		t.Fatal(err)
+	}
+	registry, _ := n.connect("registry")
+	requests, err := registry.SubscribeSync(other.ID.Subject(eventlog.ProgressRequestSubject))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := registry.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	reader, _ := n.connect("watchfanout")
+	seen := make(chan string, 10)
+	go func() {
+		stream := eventlog.DirectGetReader{JS: n.js, Log: other.ID}
+		_ = other.ID.Read(t.Context(), reader, stream, func(e *logv1.Event) error {
+			seen <- e.StorageResource
+			return nil
+		})
+	}()
+	n.publish(11)
+	for i, name := range []string{"events", "leases"} {
+		m := nats.NewMsg(other.ID.Subject(eventlog.Subject(name)))
+		if m.Data, err = proto.Marshal(&logv1.Event{
+			Type:            logv1.Type_TYPE_ADDED,
+			Revision:        int64(i + 1),
+			StorageResource: name,
+		}); err != nil {
+			t.Fatal(err)
+		}
+		m.Header.Set("Nats-Msg-Id", fmt.Sprintf("%d.0.t", i+1))
+		if i > 0 {
+			m.Header.Set("Nats-Expected-Last-Msg-Id", fmt.Sprintf("%d.0.t", i))
+		}
+		if _, err := n.js.PublishMsg(t.Context(), m); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case got := <-seen:
+			if got != name {
+				t.Errorf("read an event of %q, not %q", got, name)
+			}
+		case <-time.After(10 * time.Second):
+			t.Fatal("the log is not read")
+		}
+	}
+	if err := reader.Publish(other.ID.Subject(eventlog.ProgressRequestSubject), nil); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := requests.NextMsg(5 * time.Second); err != nil {
+		t.Errorf("watchfanout may not request progress of the log: %v", err)
 	}
 }
 
@@ -380,8 +440,9 @@ func TestRegistryPermissionsAreMinimal(t *testing.T) {
 	n := newTenants(t)
 	n.publish(11)
 	registry, _ := n.connect("registry")
-	needs := []string{"STREAM.CREATE.watershed", "STREAM.UPDATE.watershed", "STREAM.INFO.watershed",
-		"STREAM.MSG.GET.watershed", "DIRECT.GET.watershed", "CONSUMER.NAMES.watershed", "CONSUMER.DELETE.watershed.x"}
+	needs := []string{"STREAM.CREATE.watershed", "STREAM.CREATE.other", "STREAM.UPDATE.watershed",
+		"STREAM.INFO.watershed", "STREAM.MSG.GET.watershed", "DIRECT.GET.watershed", "CONSUMER.NAMES.watershed",
+		"CONSUMER.DELETE.watershed.x"}
 	var all sync.WaitGroup
 	for _, subject := range apis {
 		all.Go(func() {

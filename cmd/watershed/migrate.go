@@ -183,11 +183,7 @@ func (m *migration) convert(name string, values []string) {
 		return
 	}
 	if unsupported, ok := config.Unsupported(f); ok {
-		switch err := m.flags.Set(name, values[len(values)-1]); {
-		case err == nil: // the value changes nothing
-		case unsupported.BlocksMigration:
-			m.blocked = append(m.blocked, line+": "+unsupported.Reason)
-		default:
+		if err := m.flags.Set(name, values[len(values)-1]); err != nil { // the value would change something
 			m.omitted = append(m.omitted, line+": "+unsupported.Reason)
 		}
 		return

@@ -149,7 +149,4 @@ func TestUnsupportedFlags(t *testing.T) {
 	if _, ok := Unsupported(fs.Lookup("secure-port")); ok {
 		t.Error("a flag that is offered is unsupported")
 	}
-	if u, ok := Unsupported(fs.Lookup("etcd-servers-overrides")); !ok || !u.BlocksMigration {
-		t.Error("a cluster of several etcds can be migrated")
-	}
 }

@@ -14,8 +14,6 @@ type UnsupportedFlag struct {
 	Reason string
 	// Omit is true if the operator should remove the flag and has nothing to replace it with.
 	Omit bool
-	// BlocksMigration is true if a cluster that kube-apiserver served with the flag cannot be served without it.
-	BlocksMigration bool
 	// define defines the flag in a flag set, with kube-apiserver's type and default.
 	define func(fs *pflag.FlagSet, name string)
 	// noop are the accepted values in addition to the default.
@@ -118,11 +116,6 @@ var unsupportedFlags = map[string]*UnsupportedFlag{
 		define: list, noop: []string{"[1.35]", "[kube=1.35]", "[1.36]", "[kube=1.36]"}, Reason: only136, Omit: true,
 	},
 	"enable-logs-handler": {define: boolean(false), Reason: "/logs is not served", Omit: true},
-	"etcd-servers-overrides": {
-		define:          list,
-		Reason:          "all resources are in one etcd: objects in another etcd cannot be read",
-		BlocksMigration: true,
-	},
 	"kubelet-read-only-port": {
 		define: func(fs *pflag.FlagSet, name string) { fs.Uint(name, 10255, "") }, ignored: true,
 		Reason: "kube-apiserver has deprecated the flag",

@@ -81,6 +81,7 @@ func mergeDelta(full, delta *registryv1.DiscoveryResponse) *registryv1.Discovery
 	out := &registryv1.DiscoveryResponse{
 		Groups:      delta.Groups,
 		ApiServices: delta.ApiServices,
+		Logs:        delta.Logs,
 		More:        delta.More,
 		Openapi:     maps.Clone(full.GetOpenapi()),
 	}

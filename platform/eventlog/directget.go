@@ -38,7 +38,11 @@ const (
 // DirectGetReader reads the stream by batched direct gets (ADR-31), which any replica of the stream answers. A lagging
 // replica holds all messages up to some sequence, so a returned message has no gap before it. A lagging replica may
 // also return nothing too early; DirectGetReader then reads from the leader.
-type DirectGetReader struct{ JS jetstream.JetStream }
+type DirectGetReader struct {
+	JS jetstream.JetStream
+	// Log identifies the stream.
+	Log LogID
+}
 
 // Messages implements StreamReader.
 func (d DirectGetReader) Messages(ctx context.Context, r *logv1.ReadRequest, each func(*logv1.Chunk) error) error {
@@ -57,7 +61,7 @@ func (d DirectGetReader) Messages(ctx context.Context, r *logv1.ReadRequest, eac
 	}
 	subjects := []string{">"}
 	if filtered {
-		subjects = []string{Subject(r.StorageResource), ProgressSubject}
+		subjects = []string{d.Log.Subject(Subject(r.StorageResource)), d.Log.Subject(ProgressSubject)}
 	}
 	var cursors []*cursor
 	for _, s := range subjects {
@@ -119,7 +123,7 @@ func (c *cursor) advance(ctx context.Context, last uint64) error {
 		}
 	}
 	if len(messages) == 0 {
-		m, err := getNext(ctx, c.direct.JS, c.subject, c.through+1)
+		m, err := c.direct.Log.getNext(ctx, c.direct.JS, c.subject, c.through+1)
 		if errors.Is(err, jetstream.ErrMsgNotFound) {
 			c.through = last
 			return nil
@@ -152,7 +156,7 @@ func merge(cursors []*cursor, chunk *logv1.Chunk) uint64 {
 }
 
 func (d DirectGetReader) info(ctx context.Context) (*jetstream.StreamInfo, error) {
-	stream, err := d.JS.Stream(ctx, StreamName)
+	stream, err := d.JS.Stream(ctx, d.Log.Stream())
 	if err != nil {
 		return nil, err
 	}
@@ -177,7 +181,7 @@ func (d DirectGetReader) batch(ctx context.Context, subject string, sequence uin
 		return nil, err
 	}
 	defer func() { _ = inbox.Unsubscribe() }()
-	if err := nc.PublishRequest(api+"DIRECT.GET."+StreamName, inbox.Subject, body); err != nil {
+	if err := nc.PublishRequest(api+"DIRECT.GET."+d.Log.Stream(), inbox.Subject, body); err != nil {
 		return nil, err
 	}
 	var messages []*logv1.StoredMessage
@@ -250,7 +254,7 @@ func (d DirectGetReader) startAfter(ctx context.Context, state jetstream.StreamS
 
 // revisionBefore returns the revision up to which the log is complete before a message: that of its predecessor.
 func (d DirectGetReader) revisionBefore(ctx context.Context, sequence uint64) (int64, error) {
-	m, err := Get(ctx, d.JS, sequence)
+	m, err := d.Log.Get(ctx, d.JS, sequence)
 	if err != nil {
 		return 0, fmt.Errorf("message %d of the log: %w", sequence, err)
 	}

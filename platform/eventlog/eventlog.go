@@ -73,7 +73,9 @@ type Options struct {
 	// Name is the name of the log in etcd. Registries that share NATS servers have the same name.
 	Name string
 	// Owner identifies the control plane and the log. A stream with another owner is refused. Empty: it is not checked.
-	Owner     string
+	Owner string
+	// ID identifies the stream and its subjects.
+	ID        LogID
 	Storage   string
 	Replicas  int
 	Retention time.Duration

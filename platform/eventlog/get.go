@@ -15,12 +15,13 @@ const api = "$JS.API."
 
 // get reads one message by STREAM.MSG.GET, which the leader of the stream answers. The methods of jetstream.Stream use
 // direct gets, which a lagging replica may answer.
-func get(ctx context.Context, js jetstream.JetStream, request map[string]any) (*jetstream.RawStreamMsg, error) {
+func (l LogID) get(ctx context.Context, js jetstream.JetStream,
+	request map[string]any) (*jetstream.RawStreamMsg, error) {
 	body, err := json.Marshal(request)
 	if err != nil {
 		return nil, err
 	}
-	m, err := js.Conn().RequestWithContext(ctx, api+"STREAM.MSG.GET."+StreamName, body)
+	m, err := js.Conn().RequestWithContext(ctx, api+"STREAM.MSG.GET."+l.Stream(), body)
 	if err != nil {
 		return nil, err
 	}

@@ -41,8 +41,8 @@ const (
 //	                          live ──no message for compareAfter, reconnect──> compare ──> live
 //	any error of the above ──200 ms──> subscribe
 //	an error of handle, or ctx done ──> end
-func Read(ctx context.Context, nc *nats.Conn, stream StreamReader, handle func(*logv1.Event) error) error {
-	r := &reader{nc: nc, stream: stream, handle: handle}
+func (l LogID) Read(ctx context.Context, nc *nats.Conn, stream StreamReader, handle func(*logv1.Event) error) error {
+	r := &reader{log: l, nc: nc, stream: stream, handle: handle}
 	for {
 		err := r.read(ctx)
 		if ctx.Err() != nil {
@@ -70,6 +70,7 @@ type handlerError struct{ error }
 // reader is a reader of the log.
 type reader struct {
 	core.Reader
+	log    LogID
 	nc     *nats.Conn
 	stream StreamReader
 	handle func(*logv1.Event) error
@@ -79,7 +80,7 @@ type reader struct {
 var errAnotherStream = errors.New("the event log's stream was recreated")
 
 func (r *reader) read(ctx context.Context) error {
-	sub, err := r.nc.SubscribeSync(storedPrefix + ">")
+	sub, err := r.nc.SubscribeSync(r.log.Subject(storedPrefix) + ">")
 	if err != nil {
 		return err
 	}

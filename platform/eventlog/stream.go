@@ -33,15 +33,15 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 		metadata = map[string]string{ownerKey: o.Owner}
 	}
 	stream, err := js.CreateOrUpdateStream(ctx, jetstream.StreamConfig{
-		Name:         StreamName,
-		Subjects:     []string{eventPrefix + ">", ProgressSubject},
+		Name:         o.ID.Stream(),
+		Subjects:     []string{o.ID.Subject(eventPrefix) + ">", o.ID.Subject(ProgressSubject)},
 		Storage:      storage,
 		Replicas:     max(o.Replicas, 1),
 		MaxAge:       o.Retention,
 		MaxBytes:     o.MaxBytes,
 		Discard:      jetstream.DiscardOld,
 		Duplicates:   min(o.Retention, time.Second),
-		RePublish:    &jetstream.RePublish{Source: ">", Destination: storedPrefix + ">"},
+		RePublish:    &jetstream.RePublish{Source: ">", Destination: o.ID.Subject(storedPrefix) + ">"},
 		AllowDirect:  true, // lagging replicas answer direct gets too: see DirectGetReader
 		Metadata:     metadata,
 		MaxConsumers: 1, // no reader has a consumer, and 0 means no limit
@@ -63,7 +63,7 @@ func (o *Options) CheckOwner(ctx context.Context, js jetstream.JetStream) error 
 	if o.Owner == "" {
 		return nil
 	}
-	stream, err := js.Stream(ctx, StreamName)
+	stream, err := js.Stream(ctx, o.ID.Stream())
 	if errors.Is(err, jetstream.ErrStreamNotFound) {
 		return nil
 	}
@@ -95,24 +95,24 @@ func deleteConsumers(ctx context.Context, stream jetstream.Stream) error {
 }
 
 // Get returns a message from the leader of the stream, or jetstream.ErrMsgNotFound.
-func Get(ctx context.Context, js jetstream.JetStream, sequence uint64) (*jetstream.RawStreamMsg, error) {
-	return get(ctx, js, map[string]any{"seq": sequence})
+func (l LogID) Get(ctx context.Context, js jetstream.JetStream, sequence uint64) (*jetstream.RawStreamMsg, error) {
+	return l.get(ctx, js, map[string]any{"seq": sequence})
 }
 
-// GetLast returns the last message of a subject from the leader of the stream.
-func GetLast(ctx context.Context, js jetstream.JetStream, subject string) (*jetstream.RawStreamMsg, error) {
-	return get(ctx, js, map[string]any{"last_by_subj": subject})
+// GetLast returns the last message of a subject from the leader of the stream. The subject is a subject of the log.
+func (l LogID) GetLast(ctx context.Context, js jetstream.JetStream, subject string) (*jetstream.RawStreamMsg, error) {
+	return l.get(ctx, js, map[string]any{"last_by_subj": subject})
 }
 
 // getNext returns the first message of a subject at a sequence or later, from the leader of the stream.
-func getNext(ctx context.Context, js jetstream.JetStream, subject string, sequence uint64) (*jetstream.RawStreamMsg,
-	error) {
-	return get(ctx, js, map[string]any{"seq": sequence, "next_by_subj": subject})
+func (l LogID) getNext(ctx context.Context, js jetstream.JetStream, subject string,
+	sequence uint64) (*jetstream.RawStreamMsg, error) {
+	return l.get(ctx, js, map[string]any{"seq": sequence, "next_by_subj": subject})
 }
 
 // Last returns the id of the log's last message. ok is false for an empty log; sequence is the stream's last sequence.
-func Last(ctx context.Context, js jetstream.JetStream) (id core.ID, sequence uint64, ok bool, err error) {
-	stream, err := js.Stream(ctx, StreamName)
+func (l LogID) Last(ctx context.Context, js jetstream.JetStream) (id core.ID, sequence uint64, ok bool, err error) {
+	stream, err := js.Stream(ctx, l.Stream())
 	if err != nil {
 		return core.ID{}, 0, false, err
 	}
@@ -120,7 +120,7 @@ func Last(ctx context.Context, js jetstream.JetStream) (id core.ID, sequence uin
 	if state.Msgs == 0 {
 		return core.ID{}, state.LastSeq, false, nil
 	}
-	m, err := Get(ctx, js, state.LastSeq)
+	m, err := l.Get(ctx, js, state.LastSeq)
 	if err != nil {
 		return core.ID{}, 0, false, err
 	}

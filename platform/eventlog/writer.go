@@ -43,6 +43,7 @@ const (
 //
 // The methods belong to a single goroutine.
 type Writer struct {
+	log   LogID
 	nc    *nats.Conn
 	inbox string
 	acks  chan Ack
@@ -80,9 +81,9 @@ type batch struct {
 	timer  *time.Timer
 }
 
-// NewWriter returns a writer, which reports acknowledgements until ctx is done.
-func NewWriter(ctx context.Context, nc *nats.Conn) (*Writer, error) {
-	w := &Writer{nc: nc, inbox: nc.NewInbox(), acks: make(chan Ack, 1), freed: make(chan struct{}, 1)}
+// NewWriter returns a writer of the log, which reports acknowledgements until ctx is done.
+func (l LogID) NewWriter(ctx context.Context, nc *nats.Conn) (*Writer, error) {
+	w := &Writer{log: l, nc: nc, inbox: nc.NewInbox(), acks: make(chan Ack, 1), freed: make(chan struct{}, 1)}
 	w.due = time.NewTimer(0)
 	w.due.Stop()
 	sub, err := nc.Subscribe(w.inbox+".*", func(m *nats.Msg) { w.acknowledge(m.Subject, ackError(m)) })
@@ -176,6 +177,7 @@ func (w *Writer) Flush(ctx context.Context) error {
 	} else if len(msg.Data) <= batchBytes { // Message compresses a larger event
 		compressMessage(msg, s2Encoding)
 	}
+	msg.Subject = w.log.Subject(msg.Subject)
 	msg.Header.Set(jetstream.MsgIDHeader, last.ID.String())
 	if first.First {
 		msg.Header.Set(jetstream.ExpectedLastSeqHeader, strconv.FormatUint(first.ExpectedSequence, 10))

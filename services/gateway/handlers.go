@@ -128,9 +128,9 @@ func (g *Service) mux(router *routing.Router) http.Handler {
 	})
 }
 
-// revision returns etcd's current revision, from registry.
-func (g *Service) revision(ctx context.Context) (int64, error) {
-	r, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
+// revision returns the current revision of the etcd with an event log, from registry.
+func (g *Service) revision(ctx context.Context, log string) (int64, error) {
+	r, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{Log: log})
 	return r.GetRevision(), err
 }
 

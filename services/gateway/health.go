@@ -26,6 +26,7 @@ import (
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/responsewriters"
 )
 
 // startHooks maps the checks of kube-apiserver's start hooks (k8s.io/apiserver/pkg/server, AddPostStartHook) to the
@@ -334,12 +335,12 @@ func (g *Service) installHealth(mux *http.ServeMux) (paths []string) {
 	// As in kube-apiserver with a KMS: the gateway is not ready without the KMS, but it is alive.
 	services = append(services, healthz.NamedCheck("kms-providers", g.health["kms-providers"].serve))
 	first := []healthz.HealthChecker{healthz.PingHealthz, healthz.LogHealthz,
-		healthz.NamedCheck("etcd", g.health["etcd"].serve)}
+		healthz.NamedGroupedCheck("etcd", "etcd", g.health["etcd"].serve)}
 	// authn, authz and admission are the clients that kube-apiserver has on its loopback.
 	loopback := []healthz.HealthChecker{healthz.NamedCheck("loopback-serving-certificate",
 		func(*http.Request) error { return g.config.Server.TLS.CheckServicesCertificate(time.Now()) })}
 	ready := []healthz.HealthChecker{
-		healthz.NamedCheck("etcd-readiness", g.health["etcd-readiness"].serve),
+		healthz.NamedGroupedCheck("etcd-readiness", "etcd-readiness", g.health["etcd-readiness"].serve),
 		healthz.NamedCheck("informer-sync", g.health["discovery"].serve),
 		healthz.NewShutdownHealthz(g.server.ShuttingDown),
 	}
@@ -352,7 +353,9 @@ func (g *Service) installHealth(mux *http.ServeMux) (paths []string) {
 		{"/livez", slices.Concat(first, loopback, afterGracePeriod(hooks, g.config.LivezGracePeriod))},
 		{"/readyz", slices.Concat(first, services, hooks, ready)},
 	} {
-		healthz.InstallPathHandler(mux, page.path, page.checks...)
+		served := g.healthPage(page.path, page.checks)
+		mux.Handle(page.path, served)
+		mux.Handle(page.path+"/", served)
 		paths = append(paths, page.path)
 		for _, c := range page.checks {
 			paths = append(paths, page.path+"/"+c.Name())
@@ -370,6 +373,53 @@ func (g *Service) installHealth(mux *http.ServeMux) (paths []string) {
 		_, _ = w.Write([]byte("ok"))
 	})
 	return append(paths, "/readyz/watch-tier")
+}
+
+// healthPage serves a health page: checks, and the checks of the other etcds that discovery names.
+func (g *Service) healthPage(path string, checks []healthz.HealthChecker) http.Handler {
+	var mu sync.Mutex
+	var logs []string
+	var current *http.ServeMux
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		mu.Lock()
+		v := g.discovery.View()
+		if current == nil || v != nil && !slices.Equal(v.Logs, logs) {
+			if v != nil {
+				logs = v.Logs
+			}
+			current = http.NewServeMux()
+			healthz.InstallPathHandler(current, path, g.withOtherEtcds(checks, logs)...)
+			current.HandleFunc("/", responsewriters.NotFound)
+		}
+		page := current
+		mu.Unlock()
+		page.ServeHTTP(w, req)
+	})
+}
+
+// withOtherEtcds returns checks with the checks of the other etcds, under kube-apiserver's names and in its order. Each
+// follows the same check of the main etcd.
+func (g *Service) withOtherEtcds(checks []healthz.HealthChecker, logs []string) (all []healthz.HealthChecker) {
+	for _, c := range checks {
+		all = append(all, c)
+		name, timeout := "etcd-override-%d", g.config.EtcdHealthTimeout
+		switch c.Name() {
+		case "etcd":
+		case "etcd-readiness":
+			name, timeout = "etcd-override-readiness-%d", g.config.EtcdReadyTimeout
+		default:
+			continue
+		}
+		for i, log := range logs {
+			probe := func(ctx context.Context) error {
+				_, err := g.revision(ctx, log)
+				return err
+			}
+			other := &check{probe: probe, timeout: timeout}
+			all = append(all, healthz.NamedGroupedCheck(fmt.Sprintf(name, i), c.Name(), other.serve))
+		}
+	}
+	return all
 }
 
 // checkTier returns why the watch tier cannot serve a list of namespaces, or nil.

@@ -10,7 +10,7 @@ import (
 func (s *Service) waitForEtcd(ctx context.Context) error {
 	for {
 		readCtx, cancel := context.WithTimeout(ctx, 5*time.Second)
-		_, err := s.source.ReadRevision(readCtx)
+		_, err := s.resources.Storage.ReadRevision(readCtx)
 		cancel()
 		if err == nil {
 			return nil
@@ -40,7 +40,7 @@ func (s *Service) checkEtcd(ctx context.Context) error {
 	tick := time.NewTicker(etcdCheckPeriod)
 	defer tick.Stop()
 	for {
-		_, err := s.source.CurrentRevision(ctx)
+		_, err := s.source.CurrentRevision(ctx, s.resources.Storage.Etcd)
 		s.tasks.Ready.Set("etcd", err)
 		select {
 		case <-ctx.Done():

@@ -32,10 +32,6 @@ import (
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
-	"watershed.dev/platform/telemetry"
-	watchcache "watershed.dev/platform/watchcache/cache"
-	"watershed.dev/platform/watchcache/logreader"
-	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/registry/controllers"
@@ -98,7 +94,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 
 // Validate returns an error that names the invalid flag.
 func (c *Config) Validate() error {
-	return errors.Join(c.Log.Validate(), c.Controllers.Validate())
+	return errors.Join(c.Storage.Validate(), c.Log.Validate(), c.Controllers.Validate())
 }
 
 // Service is a running registry.
@@ -116,14 +112,11 @@ type Service struct {
 	objects       *objects.Objects
 	source        *source.Source
 	discovery     *discovery.Discovery
-	internalWatch *internalwatch.InternalWatch
-	// watchCache holds the newest events of the log, which logReader reads.
-	watchCache *watchcache.Cache
-	logReader  *logreader.Reader
-	// dataKeys encrypt messages of the event log.
+	internalWatch *internalwatch.Logs
+	// logs are the event logs of all etcds, the main etcd's first.
+	logs []*etcdLog
+	// dataKeys encrypt messages of the event logs.
 	dataKeys *storage.DataKeys
-	// publisher writes the event log while this replica is elected.
-	publisher *publisher.Publisher
 
 	// loopback is the configuration of a client of the registry's own handlers. client, informers and extensions use
 	// it: built-in resources, and CRDs.
@@ -141,13 +134,6 @@ type Service struct {
 
 	tasks lifecycle.Supervisor
 }
-
-const (
-	// watchCacheBytes bounds the events in the watch cache.
-	watchCacheBytes = 8 << 20
-	// staleAfter is how long the log may not advance while etcd has more. Watches then move to another registry.
-	staleAfter = 3 * time.Second
-)
 
 // Deps are the dependencies of a registry.
 type Deps struct {
@@ -169,7 +155,6 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	s := &Service{
 		config:         c,
 		egressSelector: selector,
-		watchCache:     watchcache.NewEvents(watchCacheBytes),
 		identity:       fmt.Sprintf("%s-%d-%d", host, os.Getpid(), time.Now().UnixNano()),
 	}
 	s.tasks.Ready.Set("informers", errors.New("not synced yet"))
@@ -187,11 +172,10 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		return nil, err
 	}
 	s.logNATS = logNATS
-	c.Log.Owner = store.OwnKey(publisher.KeyPrefix(c.Log.Name))
-	if err := s.checkLogOwner(ctx); err != nil {
+	s.initServers(store, logJS)
+	if err := s.checkLogOwners(ctx); err != nil {
 		return nil, err
 	}
-	s.initServers(store, logJS)
 	if err := s.waitForEtcd(ctx); err != nil {
 		return nil, err
 	}
@@ -199,6 +183,9 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		return nil, err
 	}
 	if s.resources.BuiltIn, err = s.builtIn(ctx, served); err != nil {
+		return nil, err
+	}
+	if err := store.CheckOverrides(); err != nil {
 		return nil, err
 	}
 	if err := s.waitForSameCluster(ctx); err != nil {
@@ -221,12 +208,14 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 // ownerTimeout bounds the check of the log's owner. NATS may start later, and the publisher checks again.
 const ownerTimeout = 2 * time.Second
 
-// checkLogOwner returns an error if the NATS servers hold the event log of another control plane.
-func (s *Service) checkLogOwner(ctx context.Context) error {
+// checkLogOwners returns an error if the NATS servers hold an event log of another control plane.
+func (s *Service) checkLogOwners(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, ownerTimeout)
 	defer cancel()
-	if err := s.config.Log.CheckOwner(ctx, s.js); errors.Is(err, eventlog.ErrOtherOwner) {
-		return fmt.Errorf("--nats-url %q: %w", s.config.Log.URL, err)
+	for _, l := range s.logs {
+		if err := l.options.CheckOwner(ctx, s.js); errors.Is(err, eventlog.ErrOtherOwner) {
+			return fmt.Errorf("--nats-url %q: %w", s.config.Log.URL, err)
+		}
 	}
 	return nil
 }
@@ -245,33 +234,28 @@ func connect(o *eventlog.Options, id rpc.TLS) (*nats.Conn, jetstream.JetStream, 
 	return conn, js, nil
 }
 
-// initServers builds the publisher and the servers. ReadLog reads logJS.
+// initServers builds the publishers and the servers. ReadLog reads logJS.
 func (s *Service) initServers(store *storage.Storage, logJS jetstream.JetStream) {
-	s.publisher = &publisher.Publisher{
-		Storage:            store,
-		Log:                &s.config.Log,
-		NATS:               s.nats,
-		JS:                 s.js,
-		Identity:           s.identity,
-		CompactionInterval: s.config.Storage.CompactionInterval,
-	}
-	s.dataKeys = storage.NewDataKeys(store, publisher.KeyPrefix(s.config.Log.Name)+"data-keys/")
-	s.publisher.DataKeys = s.dataKeys
-	if telemetry.TracingEnabled() {
-		store.PublishTraceContexts(s.publisher.PublishTraceContext)
-	}
+	s.dataKeys = storage.NewDataKeys(store, publisher.KeyPrefix(s.config.Log.Name, eventlog.Main)+"data-keys/")
 	s.resources = &lookup.Resources{Storage: store}
 	s.objects = objects.New(s.resources)
-	s.source = source.New(s.resources, s.dataKeys, eventlog.DirectGetReader{JS: logJS})
+	streams := map[eventlog.LogID]eventlog.StreamReader{}
+	for _, etcd := range store.Etcds() {
+		streams[etcd.Log] = eventlog.DirectGetReader{JS: logJS, Log: etcd.Log}
+	}
+	s.source = source.New(s.resources, s.dataKeys, streams)
 	s.discovery = discovery.New(s.resources)
 	s.startHooks = &controllers.StartHooks{Storage: store, Identity: s.identity}
 	s.discovery.PendingStartHooks = s.startHooks.Pending
-	s.logReader = logreader.New(s.watchCache, s.nats, logreader.Source{
-		Stream:   eventlog.DirectGetReader{JS: s.js},
-		Keys:     s.source.ReadDataKey,
-		Revision: s.source.CurrentRevision,
-	}, &lifecycle.Readiness{}, logreader.Config{StaleAfter: staleAfter, OnEvent: s.beforeApply})
-	s.internalWatch = internalwatch.New(s.resources, s.source, s.watchCache, s.logReader)
+	s.internalWatch = &internalwatch.Logs{
+		Resources: s.resources,
+		ByLog:     map[eventlog.LogID]*internalwatch.InternalWatch{},
+	}
+	for _, etcd := range store.Etcds() {
+		l := s.newEtcdLog(etcd)
+		s.logs = append(s.logs, l)
+		s.internalWatch.ByLog[etcd.Log] = internalwatch.New(s.resources, s.source, etcd, l.watchCache, l.logReader)
+	}
 }
 
 // initLoopback creates the registry's own API client, its informers, and the namespaces that they track. A live lookup
@@ -288,7 +272,7 @@ func (s *Service) initLoopback() (err error) {
 	if err != nil {
 		return err
 	}
-	s.objects.Namespaces, err = objects.NewNamespaces(s.informers, liveClient, s.logReader.Fresh)
+	s.objects.Namespaces, err = objects.NewNamespaces(s.informers, liveClient, s.logs[0].logReader.Fresh)
 	return err
 }
 
@@ -341,16 +325,6 @@ func (s *Service) initCustomResources() error {
 	return err
 }
 
-// beforeApply updates the caches of objects by a message of the log, before the watch cache applies the message.
-func (s *Service) beforeApply(e *logv1.Event) {
-	// Revisions before and after a change of epoch cannot be compared.
-	if epoch := s.watchCache.Epoch(); e.Epoch != "" && epoch != "" && e.Epoch != epoch {
-		s.resources.Custom.EpochChanged()
-		s.resources.Storage.ClearCaches()
-	}
-	s.resources.Storage.Invalidate(e)
-}
-
 // Register registers the four services on g.
 func (s *Service) Register(g grpc.ServiceRegistrar) {
 	registryv1.RegisterObjectsServer(g, s.objects)
@@ -378,8 +352,9 @@ func (s *Service) Run(ctx context.Context) error {
 	defer s.discovery.APIServices.Informers.Shutdown()
 	s.tasks.Go(ctx, "etcd", s.checkEtcd)
 	s.tasks.Go(ctx, "encryption", s.resources.Storage.CheckEncryption)
-	s.tasks.Go(ctx, "publisher", s.publisher.Run)
-	s.logReader.Run(ctx, &s.tasks)
+	for _, l := range s.logs {
+		l.run(ctx, &s.tasks)
+	}
 	s.tasks.Go(ctx, "controllers", func(ctx context.Context) error {
 		return election.Run(
 			ctx,
@@ -407,6 +382,9 @@ func (s *Service) Run(ctx context.Context) error {
 	})
 	<-ctx.Done()
 	s.tasks.Wait()
+	for _, l := range s.logs {
+		l.tasks.Wait()
+	}
 	return nil
 }
 

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
-	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -17,7 +16,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// Status is the state of one replica, for its status page.
+// Status is the state of one replica, for its status page. Revision, Behind and LagMilliseconds are of the main etcd.
 type Status struct {
 	Ready bool `json:"ready"`
 	// Revision is the revision that the replica has applied. Behind is etcd's revision minus Revision, or -1 if
@@ -55,6 +54,13 @@ func (s *Service) Status(ctx context.Context) *Status {
 	defer cancel()
 	if r, err := s.source.Revision(ctx, &registryv1.RevisionRequest{}); err == nil {
 		st.Behind = max(0, r.Revision-st.Revision)
+	}
+	for _, l := range s.all()[1:] {
+		st.Watches += l.watchServer.Len()
+		st.EventsPerSecond += l.watchServer.Rate()
+		st.Resets += l.cache.Resets()
+		st.Resources = append(st.Resources, l.cache.Resources()...)
+		st.Slowest = append(st.Slowest, l.watchServer.Slowest(maxSlowest)...)
 	}
 	for _, r := range st.Resources {
 		st.Bytes += r.Bytes + r.EventBytes
@@ -94,28 +100,7 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // Collectors returns the service's metrics.
 func (s *Service) Collectors() []prometheus.Collector {
-	collectors := []prometheus.Collector{
-		&resourceCollector{s.cache},
-		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "watershed_watchfanout_revision",
-			Help: "The revision that the replica has reached.",
-		}, func() float64 { return float64(s.cache.Progress()) }),
-		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "watershed_watchfanout_event_lag_seconds",
-			Help: "Time from the publisher to this replica of the newest event.",
-		}, func() float64 { return s.cache.Lag().Seconds() }),
-		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "watershed_watchfanout_resets",
-			Help: "Resets of a resource or of the cache: the log had a gap or an unreadable message.",
-		}, func() float64 { return float64(s.cache.Resets()) }),
-	}
-	return slices.Concat(
-		collectors,
-		s.logReader.Metrics(),
-		s.listServer.Metrics(),
-		s.converter.Metrics(),
-		s.watchServer.Metrics(),
-	)
+	return append(s.collectors(), othersCollector{s})
 }
 
 // resourceCollector reports the objects and bytes of each resource.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -15,11 +16,6 @@ import (
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
-	"watershed.dev/platform/watchcache/cache"
-	"watershed.dev/platform/watchcache/conversion"
-	"watershed.dev/platform/watchcache/list"
-	"watershed.dev/platform/watchcache/logreader"
-	"watershed.dev/platform/watchcache/watch"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
@@ -72,17 +68,21 @@ func (c *Config) Validate() error {
 // ends every stream at once.
 type Service struct {
 	watchfanoutv1.UnimplementedWatchServer
-	config      *Config
-	source      registryv1.SourceClient
-	converter   *conversion.Converter
-	discovery   *discovery.Watcher
-	nats        *nats.Conn
-	cache       *cache.Cache
-	logReader   *logreader.Reader
-	listServer  *list.Server
-	watchServer *watch.Server
-	tasks       lifecycle.Supervisor
+	config    *Config
+	source    registryv1.SourceClient
+	discovery *discovery.Watcher
+	nats      *nats.Conn
+	// etcdLog is the log of the main etcd.
+	*etcdLog
+	// others are the logs of the other etcds. added receives each of them once, and moved an error that ends Run.
+	others atomic.Pointer[map[eventlog.LogID]*etcdLog]
+	added  chan *etcdLog
+	moved  chan error
+	tasks  lifecycle.Supervisor
 }
+
+// addedLogs is the capacity of Service.added.
+const addedLogs = 16
 
 // NewConfig returns an empty configuration; AddFlags sets the defaults.
 func NewConfig() *Config { return &Config{} }
@@ -103,27 +103,15 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}
-	s := &Service{config: c, source: d.Source, cache: cache.New(c.RingBytes, c.IdleTimeout)}
+	s := &Service{config: c, source: d.Source, added: make(chan *etcdLog, addedLogs), moved: make(chan error, 1)}
+	s.others.Store(&map[eventlog.LogID]*etcdLog{})
 	s.tasks.Ready.Set("discovery", errors.New("the registry has not sent the served resources"))
-	s.discovery = &discovery.Watcher{
-		Registry: d.Discovery,
-		OnChange: func(*discovery.View) { s.tasks.Ready.Set("discovery", nil) },
-	}
+	s.discovery = &discovery.Watcher{Registry: d.Discovery, OnChange: s.discovered}
 	var err error
 	if s.nats, err = c.Log.Connect("watchfanout", d.ID); err != nil {
 		return nil, err
 	}
-	s.converter = conversion.New(conversion.Remote(d.Source), s.cache, conversion.CacheBytes)
-	s.logReader = logreader.New(s.cache, s.nats, logreader.Remote(d.Source), &s.tasks.Ready,
-		logreader.Config{StaleAfter: staleAfter, Backfills: true})
-	s.listServer = list.New(s.discovery, s.cache, s.logReader, s.converter, c.CompressedBytes)
-	s.watchServer = watch.New(watch.Options{
-		Objects:        &watch.Cached{Discovery: s.discovery, Cache: s.cache, LogReader: s.logReader},
-		Cache:          s.cache,
-		LogReader:      s.logReader,
-		Converter:      s.converter,
-		ProgressPeriod: c.ProgressPeriod,
-	})
+	s.etcdLog = s.newEtcdLog(eventlog.Main, &s.tasks.Ready)
 	return s, nil
 }
 
@@ -134,9 +122,12 @@ func (s *Service) Register(g grpc.ServiceRegistrar) { watchfanoutv1.RegisterWatc
 // task is down.
 func (s *Service) Ready() *lifecycle.Readiness { return &s.tasks.Ready }
 
-// Run reads the log until ctx is done. It then waits for its tasks and closes the NATS connection.
+// Run reads the logs until ctx is done. It then waits for its tasks and closes the NATS connection. It returns an error
+// if a resource has moved to another etcd, so that the process ends.
 func (s *Service) Run(ctx context.Context) error {
 	defer s.nats.Close()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
 	s.logReader.Run(ctx, &s.tasks)
 	s.tasks.Go(ctx, "discovery", func(ctx context.Context) error {
 		s.discovery.Run(ctx)
@@ -146,9 +137,22 @@ func (s *Service) Run(ctx context.Context) error {
 		s.sweep(ctx)
 		return ctx.Err()
 	})
-	<-ctx.Done()
+	var err error
+	for err == nil {
+		select {
+		case l := <-s.added:
+			l.logReader.Run(ctx, &l.own)
+		case err = <-s.moved:
+		case <-ctx.Done():
+			err = ctx.Err()
+		}
+	}
+	cancel()
 	s.tasks.Wait()
-	return ctx.Err()
+	for _, l := range s.all() {
+		l.own.Wait()
+	}
+	return err
 }
 
 // sweep periodically drops resources without readers, expired list snapshots, idle encodings and idle backfills.
@@ -164,11 +168,13 @@ func (s *Service) sweep(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case <-tick.C:
-			s.listServer.Sweep()
-			s.converter.Sweep()
-			s.logReader.Sweep()
-			if dropped := s.cache.Sweep(); len(dropped) > 0 {
-				slog.Info("Dropped idle resources", "resources", dropped)
+			for _, l := range s.all() {
+				l.listServer.Sweep()
+				l.converter.Sweep()
+				l.logReader.Sweep()
+				if dropped := l.cache.Sweep(); len(dropped) > 0 {
+					slog.Info("Dropped idle resources", "resources", dropped)
+				}
 			}
 		}
 	}
@@ -176,14 +182,26 @@ func (s *Service) sweep(ctx context.Context) {
 
 // List streams the body of a list.
 func (s *Service) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
-	return s.listServer.List(r, stream)
+	l, err := s.listLog(r.GetQuery().GetResource())
+	if err != nil {
+		return err
+	}
+	return l.listServer.List(r, stream)
 }
 
 // Watch streams frames until the caller cancels.
 func (s *Service) Watch(r *watchfanoutv1.WatchRequest,
 	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
-	return s.watchServer.Watch(r, stream)
+	l, err := s.watchLog(r.GetQuery().GetResource())
+	if err != nil {
+		return err
+	}
+	return l.watchServer.Watch(r, stream)
 }
 
 // Drain ends every watch stream, so that the gateways resume the watches on other replicas.
-func (s *Service) Drain() { s.watchServer.Drain() }
+func (s *Service) Drain() {
+	for _, l := range s.all() {
+		l.watchServer.Drain()
+	}
+}

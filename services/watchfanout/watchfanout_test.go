@@ -26,7 +26,7 @@ type unreachableNATS struct{}
 
 func (unreachableNATS) InProcessConn() (net.Conn, error) { return nil, errors.New("away") }
 
-// fakeRegistry serves discovery with one resource, pods.
+// fakeRegistry serves discovery with pods, and events in another etcd.
 type fakeRegistry struct {
 	registryv1.UnimplementedSourceServer
 	registryv1.UnimplementedDiscoveryServer
@@ -36,14 +36,23 @@ func (fakeRegistry) Watch(
 	_ *registryv1.DiscoveryRequest,
 	s grpc.ServerStreamingServer[registryv1.DiscoveryResponse],
 ) error {
-	if err := s.Send(&registryv1.DiscoveryResponse{Resources: []*registryv1.APIResource{{
-		Resource:        &commonv1.Resource{Version: "v1", Resource: "pods"},
-		StorageResource: "pods",
-	}}}); err != nil {
+	if err := s.Send(served("other")); err != nil {
 		return err
 	}
 	<-s.Context().Done()
 	return s.Context().Err()
+}
+
+// served returns discovery with a log of events.
+func served(log string) *registryv1.DiscoveryResponse {
+	return &registryv1.DiscoveryResponse{Logs: []string{"other"}, Resources: []*registryv1.APIResource{{
+		Resource:        &commonv1.Resource{Version: "v1", Resource: "pods"},
+		StorageResource: "pods",
+	}, {
+		Resource:        &commonv1.Resource{Version: "v1", Resource: "events"},
+		StorageResource: "events",
+		Log:             log,
+	}}}
 }
 
 // newReplica returns a replica without a log: tests apply events by hand.

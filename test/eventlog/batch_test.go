@@ -97,7 +97,7 @@ func TestLargeMessagesAreCompressed(t *testing.T) {
 		if err := w.flush(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		m, err := eventlog.GetLast(t.Context(), c.js, eventlog.Subject("pods"))
+		m, err := eventlog.Main.GetLast(t.Context(), c.js, eventlog.Subject("pods"))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -144,11 +144,11 @@ type writer struct {
 
 // writer returns a writer that continues after the log's last message, or begins an empty log.
 func (c *cluster) writer() (*writer, error) {
-	last, sequence, ok, err := eventlog.Last(c.t.Context(), c.js)
+	last, sequence, ok, err := eventlog.Main.Last(c.t.Context(), c.js)
 	if err != nil {
 		return nil, err
 	}
-	log, err := eventlog.NewWriter(c.t.Context(), c.nc)
+	log, err := eventlog.Main.NewWriter(c.t.Context(), c.nc)
 	if err != nil {
 		return nil, err
 	}
@@ -216,7 +216,7 @@ func (c *cluster) read() *reading {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		_ = eventlog.Read(ctx, c.nc, c.stored(), func(e *logv1.Event) error {
+		_ = eventlog.Main.Read(ctx, c.nc, c.stored(), func(e *logv1.Event) error {
 			r.add(e)
 			return nil
 		})

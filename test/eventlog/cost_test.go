@@ -20,7 +20,7 @@ func (c *cluster) readers(n int) chan int64 {
 	seen := make(chan int64, 4096)
 	for range n {
 		go func() {
-			_ = eventlog.Read(ctx, c.nc, c.stored(), func(e *logv1.Event) error {
+			_ = eventlog.Main.Read(ctx, c.nc, c.stored(), func(e *logv1.Event) error {
 				select {
 				case seen <- e.Revision:
 				case <-ctx.Done():

@@ -169,7 +169,7 @@ func TestLargeEventsComeBack(t *testing.T) {
 	var got *logv1.Event
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
-	_ = eventlog.Read(ctx, c.nc, c.stored(), func(e *logv1.Event) error {
+	_ = eventlog.Main.Read(ctx, c.nc, c.stored(), func(e *logv1.Event) error {
 		if e.Revision == 11 {
 			got = e
 			return errors.New("enough")

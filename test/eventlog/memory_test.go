@@ -88,7 +88,7 @@ func (c *cluster) readOf(m *memory, handle func(*logv1.Event)) *reading {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		_ = eventlog.Read(ctx, c.nc, m, func(e *logv1.Event) error {
+		_ = eventlog.Main.Read(ctx, c.nc, m, func(e *logv1.Event) error {
 			handle(e)
 			r.add(e)
 			return nil

@@ -106,7 +106,7 @@ func TestASlowReaderMissesNothing(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	go func() {
-		failed <- eventlog.Read(ctx, c.nc, c.stored(), func(e *logv1.Event) error {
+		failed <- eventlog.Main.Read(ctx, c.nc, c.stored(), func(e *logv1.Event) error {
 			if e.Revision != next {
 				return fmt.Errorf("read %v %d, not %d", e.Type, e.Revision, next)
 			}

@@ -2,7 +2,11 @@
 package rules
 
 import (
+	"cmp"
+	"fmt"
+	"os"
 	"os/exec"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -172,5 +176,33 @@ func TestNoPackageImportsUpwards(t *testing.T) {
 				}
 			}
 		}
+	}
+}
+
+// TestPolicyStaysInTheMainEtcd checks that --etcd-servers-overrides rejects every resource whose age authn, authz and
+// admission measure.
+func TestPolicyStaysInTheMainEtcd(t *testing.T) {
+	read := func(path string) string {
+		text, err := os.ReadFile(harness.Root() + "/services/" + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(text)
+	}
+	rejected, tracked := read("registry/storage/overrides.go"), 0
+	path := regexp.MustCompile(`"/(?:api|apis/([a-z0-9.]+))/v1/([a-z]*)"`)
+	for _, file := range []string{"admission/admission.go", "authn/authn.go", "authz/authz.go"} {
+		for _, m := range path.FindAllStringSubmatch(read(file), -1) {
+			want := fmt.Sprintf("{Group: %q, Resource: %q}", m[1], cmp.Or(m[2], "*"))
+			if m[1] == "" {
+				want = fmt.Sprintf("{Resource: %q}", m[2])
+			}
+			if tracked++; !strings.Contains(rejected, want) {
+				t.Errorf("%s tracks the age of %s", file, m[0])
+			}
+		}
+	}
+	if tracked < 10 {
+		t.Errorf("%d paths are found", tracked)
 	}
 }

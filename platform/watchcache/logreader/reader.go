@@ -32,6 +32,8 @@ import (
 
 // Config holds the settings in which the readers of watchfanout and of registry differ.
 type Config struct {
+	// Log identifies the log.
+	Log eventlog.LogID
 	// StaleAfter is how long the log may lack etcd's events and not advance before the cache is stale.
 	StaleAfter time.Duration
 	// Backfills enables Backfill. Without it Backfill returns eventlog.ErrExpired.
@@ -70,7 +72,7 @@ func New(c *cache.Cache, nc *nats.Conn, s Source, ready *lifecycle.Readiness, co
 		cache:           c,
 		nats:            nc,
 		source:          s,
-		requestProgress: func() error { return nc.Publish(eventlog.ProgressRequestSubject, nil) },
+		requestProgress: func() error { return nc.Publish(config.Log.Subject(eventlog.ProgressRequestSubject), nil) },
 		ready:           ready,
 		backfills:       newBackfills(),
 		revisions:       coalesce.Group[int64]{Timeout: freshnessTimeout},
@@ -92,7 +94,7 @@ func (l *Reader) Run(ctx context.Context, tasks *lifecycle.Supervisor) {
 	tasks.Go(ctx, "verify", l.verify)
 	tasks.Go(ctx, "log", func(ctx context.Context) error {
 		l.cache.Restart()
-		return eventlog.Read(ctx, l.nats, l.source.Stream, eventlog.WithDecryption(ctx, l.source.Keys, l.apply))
+		return l.config.Log.Read(ctx, l.nats, l.source.Stream, eventlog.WithDecryption(ctx, l.source.Keys, l.apply))
 	})
 }
 

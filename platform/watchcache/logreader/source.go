@@ -22,17 +22,20 @@ type Source struct {
 	Rows cache.Source
 }
 
-// Remote returns the source of a replica that calls registry.
-func Remote(registry registryv1.SourceClient) Source {
+// Remote returns the source of a replica that calls registry for a log and its etcd.
+func Remote(registry registryv1.SourceClient, log eventlog.LogID) Source {
 	return Source{
-		Stream: streamReader{registry},
+		Stream: streamReader{registry, string(log)},
 		Keys:   newDataKeyFunc(registry),
 		Revision: func(ctx context.Context) (int64, error) {
-			r, err := registry.Revision(ctx, &registryv1.RevisionRequest{})
+			r, err := registry.Revision(ctx, &registryv1.RevisionRequest{Log: string(log)})
 			return r.GetRevision(), err
 		},
 		Rows: func(ctx context.Context, storageResource string) ([]*registryv1.Row, int64, error) {
-			rows, revision, err := readSnapshot(ctx, registry, storageResource)
+			rows, revision, err := readSnapshot(ctx, registry, &registryv1.SnapshotRequest{
+				StorageResource: storageResource,
+				Log:             string(log),
+			})
 			if err != nil {
 				err = fmt.Errorf("snapshot of %s: %w", storageResource, err)
 			}
@@ -44,9 +47,9 @@ func Remote(registry registryv1.SourceClient) Source {
 func readSnapshot(
 	ctx context.Context,
 	registry registryv1.SourceClient,
-	storageResource string,
+	r *registryv1.SnapshotRequest,
 ) (rows []*registryv1.Row, revision int64, err error) {
-	stream, err := registry.Snapshot(ctx, &registryv1.SnapshotRequest{StorageResource: storageResource})
+	stream, err := registry.Snapshot(ctx, r)
 	if err != nil {
 		return nil, 0, err
 	}
@@ -55,6 +58,6 @@ func readSnapshot(
 		rows = append(rows, chunk.Rows...)
 		return nil
 	})
-	slog.Debug("Read a resource", "resource", storageResource, "objects", len(rows), "revision", revision, "error", err)
+	slog.Debug("Read a resource", "resource", r.StorageResource, "objects", len(rows), "revision", revision, "error", err)
 	return rows, revision, err
 }

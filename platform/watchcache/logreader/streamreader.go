@@ -13,11 +13,15 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// streamReader reads the log's stream through registry.
-type streamReader struct{ source registryv1.SourceClient }
+// streamReader reads a log's stream through registry.
+type streamReader struct {
+	source registryv1.SourceClient
+	log    string
+}
 
 // Messages implements eventlog.StreamReader.
 func (s streamReader) Messages(ctx context.Context, r *logv1.ReadRequest, each func(*logv1.Chunk) error) error {
+	r = &logv1.ReadRequest{Sequence: r.Sequence, StorageResource: r.StorageResource, After: r.After, Log: s.log}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	chunks, err := s.source.ReadLog(ctx, r)

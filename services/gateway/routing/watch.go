@@ -79,6 +79,7 @@ func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 			Owner:             identity.QuotaOwner(c.user, c.req.RemoteAddr),
 		},
 		StorageResource: c.apiResource.StorageResource,
+		Log:             c.apiResource.Log,
 		Deadline:        time.Now().Add(timeout),
 		BookmarkPeriod:  bookmarks,
 		Stopping:        c.router.Stopping(),

@@ -21,6 +21,8 @@ type Request struct {
 	*watchfanoutv1.WatchRequest
 	// StorageResource is the resource that the watched objects are stored as. It selects the replica.
 	StorageResource string
+	// Log is the event log of the resource's etcd.
+	Log string
 	// Deadline is when the watch times out.
 	Deadline time.Time
 	// BookmarkPeriod is the minimum time between bookmarks, if the client allows bookmarks. 0: every bookmark is sent.
@@ -208,7 +210,7 @@ func (w *clientWatch) runJoined(ctx context.Context) error {
 	if !w.mayJoin() {
 		return core.ErrUnsynced
 	}
-	if !w.place.Reached && !w.hub.revisionExists(ctx, w.key, w.place.Position()) {
+	if !w.place.Reached && !w.hub.revisionExists(ctx, w.key, w.Log, w.place.Position()) {
 		return core.ErrUnsynced // the watch's own stream returns the tier's error
 	}
 	b, rcv := w.hub.joinBroadcast(w.key, w.Request, w.place.Position(), w.place.Reached)

@@ -147,9 +147,9 @@ type Hub struct {
 	RateLimiter *RateLimiter
 	// InflightQuota accounts for bytes that watches of all hubs hold until clients have accepted them. Nil: no limit.
 	InflightQuota *InflightQuota
-	// Revision returns etcd's current revision. If it is nil, a watch whose resourceVersion the broadcast has not
-	// reached starts unsynced.
-	Revision func(context.Context) (int64, error)
+	// Revision returns the current revision of the etcd with an event log. If it is nil, a watch whose resourceVersion
+	// the broadcast has not reached starts unsynced.
+	Revision func(ctx context.Context, log string) (int64, error)
 
 	revisions coalesce.Group[int64]
 
@@ -292,7 +292,7 @@ func (h *Hub) joinBroadcast(k key, r *Request, position events.Position, reached
 
 // revisionExists reports whether etcd has reached the client's resourceVersion. A larger revision is from another
 // epoch, before a backup was restored. A broadcast would silently skip all events up to it.
-func (h *Hub) revisionExists(ctx context.Context, k key, position events.Position) bool {
+func (h *Hub) revisionExists(ctx context.Context, k key, log string, position events.Position) bool {
 	h.mu.Lock()
 	b := h.broadcasts[k]
 	h.mu.Unlock()
@@ -304,7 +304,7 @@ func (h *Hub) revisionExists(ctx context.Context, k key, position events.Positio
 	}
 	ctx, cancel := context.WithTimeout(ctx, revisionTimeout)
 	defer cancel()
-	now, err := h.revisions.Get(ctx, "", h.Revision)
+	now, err := h.revisions.Get(ctx, log, func(ctx context.Context) (int64, error) { return h.Revision(ctx, log) })
 	return err == nil && position.Revision <= now
 }
 

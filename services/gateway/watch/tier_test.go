@@ -261,7 +261,7 @@ func (h *Hub) watch(t *testing.T, change func(*Request)) *client {
 func hub(t *fakeTier) *Hub {
 	return &Hub{
 		Client:   t,
-		Revision: func(context.Context) (int64, error) { return 1000, nil },
+		Revision: func(context.Context, string) (int64, error) { return 1000, nil },
 		Config: &Config{
 			BookmarkPeriod:      time.Minute,
 			WriteTimeout:        time.Second,

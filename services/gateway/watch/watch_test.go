@@ -319,7 +319,7 @@ func TestUnknownRevisionIsNotJoined(t *testing.T) {
 	up := newTier()
 	up.write(6, 7)
 	h := hub(up)
-	h.Revision = func(context.Context) (int64, error) { return 10, nil }
+	h.Revision = func(context.Context, string) (int64, error) { return 10, nil }
 	a := h.watch(t, nil)
 	a.expect(t, "e6 e7 ")
 	before := len(up.streams())

@@ -58,16 +58,19 @@ type crdAt struct {
 	storageResource *storage.Resource
 }
 
-// CRDsAt reads the CRDs at a revision. It skips CRDs that cannot be decoded.
-func CRDsAt(ctx context.Context, s *storage.Storage, revision int64) (*CRDs, error) {
+// CRDsAt reads the CRDs that etcd has at a revision. It skips CRDs that cannot be decoded.
+func CRDsAt(ctx context.Context, s *storage.Storage, etcd *storage.Etcd, revision int64) (*CRDs, error) {
 	f := &CRDs{storage: s, byName: map[string]crdAt{}, byPrefix: map[string]*storage.Resource{}}
 	crds, ok := s.ByName(crdResource)
 	if !ok {
 		return f, nil
 	}
-	resp, err := s.Client.Client.Get(ctx, crds.Prefix, clientv3.WithPrefix(), clientv3.WithRev(revision))
+	resp, err := etcd.Client.Client.Get(ctx, crds.Prefix, clientv3.WithPrefix(), clientv3.WithRev(revision))
 	if err != nil {
 		return nil, err
+	}
+	if crds.Etcd != etcd { // the read shows only that the revision is not compacted
+		return f, nil
 	}
 	for _, kv := range resp.Kvs {
 		if d, err := decode(ctx, crds, string(kv.Key), kv.Value, kv.ModRevision); err == nil {

@@ -148,6 +148,7 @@ func partOf(m *registryv1.DiscoveryResponse, begin, end int, first bool) *regist
 	p := &registryv1.DiscoveryResponse{
 		Groups:      m.Groups,
 		ApiServices: m.ApiServices,
+		Logs:        m.Logs,
 		Resources:   m.Resources[begin:end],
 		Delta:       m.Delta || !first,
 	}
@@ -164,6 +165,7 @@ func delta(before, now *registryv1.DiscoveryResponse) *registryv1.DiscoveryRespo
 		Delta:       true,
 		Groups:      now.Groups,
 		ApiServices: now.ApiServices,
+		Logs:        now.Logs,
 		Openapi:     map[string]string{},
 	}
 	type key struct{ group, version, resource, subresource string }
@@ -202,6 +204,9 @@ func (d *Discovery) build() *registryv1.DiscoveryResponse {
 	out := &registryv1.DiscoveryResponse{
 		Resources: slices.Concat(builtIn.APIResources(), apiResources),
 		Openapi:   map[string]string{},
+	}
+	for _, etcd := range d.resources.Storage.Etcds()[1:] {
+		out.Logs = append(out.Logs, string(etcd.Log))
 	}
 	var all groups
 	priorities := installer.Priorities()

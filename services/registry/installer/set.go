@@ -200,6 +200,7 @@ func describe(scope *handlers.RequestScope, store *storage.Storage) error {
 	}
 	if st, ok := storageResourceOf(scope, store); ok && scope.Subresource == "" {
 		apiResource.StorageResource, apiResource.StoredKind = st.Name(), kindProto(st.Kind)
+		apiResource.Log = string(st.Etcd.Log)
 		apiResource.SelectableFields = fieldLabels(scope, st)
 		if st.Kind == scope.Kind {
 			scope.ResponseCache = store.ResponseCache(st)

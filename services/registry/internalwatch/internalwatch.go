@@ -22,6 +22,7 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/registry/lookup"
 	"watershed.dev/services/registry/source"
+	"watershed.dev/services/registry/storage"
 )
 
 const (
@@ -44,10 +45,11 @@ type InternalWatch struct {
 	listSlots chan struct{}
 }
 
-// New returns a server of the resources. Its watches read events from c, which l fills.
-func New(r *lookup.Resources, s *source.Source, c *cache.Cache, l *logreader.Reader) *InternalWatch {
+// New returns a server of the resources of an etcd. Its watches read events from c, which l fills.
+func New(r *lookup.Resources, s *source.Source, etcd *storage.Etcd, c *cache.Cache,
+	l *logreader.Reader) *InternalWatch {
 	p := &InternalWatch{
-		objects:   &objects{r, s},
+		objects:   &objects{r, etcd},
 		converter: conversion.New(s.Encode, c, 0),
 		listSlots: make(chan struct{}, maxConcurrentLists),
 	}

@@ -198,7 +198,7 @@ func (f *frames) Send(m *watchfanoutv1.WatchFrame) error { f.c <- m; return nil 
 func TestWatch(t *testing.T) {
 	fx := fixture.New(t)
 	create(t, fx, scalers, scaler)
-	revision, err := fx.Source.ReadRevision(t.Context())
+	revision, err := fx.Resources.Storage.ReadRevision(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -15,12 +15,13 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/registry/lookup"
 	"watershed.dev/services/registry/source"
+	"watershed.dev/services/registry/storage"
 )
 
-// objects reads etcd. It implements watch.Objects.
+// objects reads an etcd. It implements watch.Objects.
 type objects struct {
 	resources *lookup.Resources
-	source    *source.Source
+	etcd      *storage.Etcd
 }
 
 // Resolve implements watch.Objects. It delegates Tables, and fields that only a converted object has.
@@ -40,7 +41,7 @@ func (o *objects) Resolve(ctx context.Context, q *watchfanoutv1.Query) (*query.Q
 }
 
 // Current implements watch.Objects.
-func (o *objects) Current(ctx context.Context) (int64, error) { return o.source.ReadRevision(ctx) }
+func (o *objects) Current(ctx context.Context) (int64, error) { return o.etcd.ReadRevision(ctx) }
 
 // errCRDChanged is returned if a query's resource changed before the revision of its objects. The caller calls again.
 var errCRDChanged = status.Error(codes.Unavailable, "the definition of the resource has just changed")
@@ -48,7 +49,7 @@ var errCRDChanged = status.Error(codes.Unavailable, "the definition of the resou
 // Select implements watch.Objects. It reads the selected keys at etcd's current revision, in pages.
 func (o *objects) Select(ctx context.Context, q *query.Query, start events.Start) ([]*cache.Item, int64, error) {
 	// Read the revision first: a later change of the CRD is then in the log after this revision.
-	revision, err := o.source.ReadRevision(ctx)
+	revision, err := o.etcd.ReadRevision(ctx)
 	if err != nil {
 		return nil, 0, err
 	}
@@ -69,7 +70,7 @@ func (o *objects) Select(ctx context.Context, q *query.Query, start events.Start
 		prefix += name // and longer names, which the selector excludes
 	}
 	var items []*cache.Item
-	err = o.source.ReadPages(ctx, prefix, revision, func(kvs []*mvccpb.KeyValue) error {
+	err = source.ReadPages(ctx, o.etcd, prefix, revision, func(kvs []*mvccpb.KeyValue) error {
 		for _, row := range source.EncodeRows(ctx, stored, kvs) {
 			if row.Unreadable != "" {
 				if q.SkipUnreadable {

@@ -20,12 +20,12 @@ func (p *Publisher) compact(ctx context.Context) error {
 			return ctx.Err()
 		case <-tick.C:
 		}
-		now, err := p.Storage.ReadRevision(ctx)
+		now, err := p.Etcd.ReadRevision(ctx)
 		if err != nil {
 			continue
 		}
 		if before = min(before, p.published.Load()); before > 0 { // never compact a revision that the log lacks
-			if _, err := p.Storage.Client.Compact(ctx, before); err != nil && !errors.Is(err, rpctypes.ErrCompacted) {
+			if _, err := p.Etcd.Client.Compact(ctx, before); err != nil && !errors.Is(err, rpctypes.ErrCompacted) {
 				slog.Warn("Compaction failed", "revision", before, "error", err)
 			}
 		}

@@ -96,12 +96,12 @@ func reject(key string, revision int64, err error) {
 	slog.Error("An event cannot be published; its resource is reset", "key", key, "revision", revision, "error", err)
 }
 
-// resourceByKey finds the resource of an etcd key.
+// resourceByKey finds the resource of an etcd key. It is false for a key of a resource that another etcd stores.
 func (p *Publisher) resourceByKey(key string) (*storage.Resource, bool) {
 	if st, ok := p.Storage.ByKey(key); ok {
-		return st, true
+		return st, st.Etcd == p.Etcd
 	}
-	return p.crds.ByKey(key, p.Storage.Prefix())
+	return p.crds.ByKey(key, p.Etcd.Prefix())
 }
 
 // isEncrypted returns true if etcd holds the object before or after an event encrypted.

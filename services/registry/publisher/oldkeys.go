@@ -9,6 +9,7 @@ import (
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/watchcache/core"
 )
 
@@ -25,7 +26,10 @@ const movedLog = "the log moved to a newer release"
 // readOldEpoch reads the epoch's record of an older release, if it is the epoch of this log. The older release can then
 // publish no more. A record of another control plane stays as it is.
 func (p *Publisher) readOldEpoch(ctx context.Context, etcd *core.EtcdState) error {
-	client := p.Storage.Client.Client
+	if p.Log.ID != eventlog.Main {
+		return nil
+	}
+	client := p.Etcd.Client.Client
 	resp, err := client.Get(ctx, oldEpochKey)
 	if errors.Is(err, rpctypes.ErrPermissionDenied) {
 		return nil

@@ -34,15 +34,20 @@ import (
 )
 
 // KeyPrefix returns the prefix of the own keys of an event log. Registries with different logs on the same etcd each
-// elect a publisher: each log is complete by itself.
-func KeyPrefix(log string) string { return logsPrefix + log + "/" }
+// elect a publisher: each log is complete by itself. id is the log of an etcd.
+func KeyPrefix(log string, id eventlog.LogID) string {
+	if id != eventlog.Main {
+		log += "." + string(id) // no name of a log has a dot
+	}
+	return logsPrefix + log + "/"
+}
 
 // logsPrefix is the prefix of the own keys of all event logs.
 const logsPrefix = "logs/"
 
 // electionKey returns the etcd key of the publisher's election.
 func (p *Publisher) electionKey() string {
-	return p.Storage.OwnKey(KeyPrefix(p.Log.Name) + "publisher")
+	return p.Etcd.OwnKey(KeyPrefix(p.Log.Name, p.Log.ID) + "publisher")
 }
 
 // idleProgress is the interval of progress messages while etcd has no events. It is far below the log's retention, so
@@ -73,11 +78,11 @@ var (
 	})
 	publishedRevision = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_publisher_revision",
-		Help: "The revision up to which the log is complete, on the registry that publishes.",
+		Help: "The revision up to which the log of the main etcd is complete, on the registry that publishes.",
 	})
 	leading = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_publisher_leading",
-		Help: "1 on the registry that publishes.",
+		Help: "1 on the registry that publishes the log of the main etcd.",
 	})
 )
 
@@ -88,7 +93,9 @@ func Metrics() []prometheus.Collector {
 
 // Publisher is a candidate in the election. It writes the event log while it is elected.
 type Publisher struct {
-	Storage  *storage.Storage
+	Storage *storage.Storage
+	// Etcd is the etcd that the log belongs to. The log has the resources that Storage stores in it.
+	Etcd     *storage.Etcd
 	Log      *eventlog.Options
 	NATS     *nats.Conn
 	JS       jetstream.JetStream
@@ -124,7 +131,7 @@ func (p *Publisher) Run(ctx context.Context) error {
 	go p.sendTraceContexts(ctx)
 	return election.Run(
 		ctx,
-		p.Storage.Client.Client,
+		p.Etcd.Client.Client,
 		p.electionKey(),
 		p.Identity,
 		p.lead,
@@ -141,8 +148,10 @@ func (p *Publisher) lead(ctx context.Context) error {
 	if p.CompactionInterval > 0 {
 		tasks.Go(ctx, "compaction", p.compact)
 	}
-	leading.Set(1)
-	defer leading.Set(0)
+	if p.Log.ID == eventlog.Main {
+		leading.Set(1)
+		defer leading.Set(0)
+	}
 	p.core.Elected()
 	for {
 		err := p.publish(ctx)
@@ -166,7 +175,7 @@ func (p *Publisher) lead(ctx context.Context) error {
 func (p *Publisher) publish(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	log, err := eventlog.NewWriter(ctx, p.NATS)
+	log, err := p.Log.ID.NewWriter(ctx, p.NATS)
 	if err != nil {
 		return err
 	}
@@ -176,7 +185,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 		return err
 	}
 	progressRequests := make(chan struct{}, 1)
-	sub, err := p.NATS.Subscribe(eventlog.ProgressRequestSubject, func(*nats.Msg) {
+	sub, err := p.NATS.Subscribe(p.Log.ID.Subject(eventlog.ProgressRequestSubject), func(*nats.Msg) {
 		select {
 		case progressRequests <- struct{}{}:
 		default:
@@ -187,7 +196,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 	}
 	defer func() { _ = sub.Unsubscribe() }()
 	if telemetry.TracingEnabled() {
-		traceSub, err := eventlog.SubscribeTraceContexts(p.NATS, p.traceContexts.add)
+		traceSub, err := p.Log.ID.SubscribeTraceContexts(p.NATS, p.traceContexts.add)
 		if err != nil {
 			return err
 		}
@@ -196,14 +205,14 @@ func (p *Publisher) publish(ctx context.Context) error {
 		defer p.publishing.Store(false)
 	}
 	from := t.Request.Revision
-	switch p.crds, err = customresources.CRDsAt(ctx, p.Storage, from-1); {
+	switch p.crds, err = customresources.CRDsAt(ctx, p.Storage, p.Etcd, from-1); {
 	case errors.Is(err, rpctypes.ErrCompacted):
 		t.Compacted()
 		return t.proceed(ctx)
 	case err != nil:
 		return err
 	}
-	watch := p.Storage.Client.Watch(clientv3.WithRequireLeader(ctx), p.Storage.Prefix(), clientv3.WithPrefix(),
+	watch := p.Etcd.Client.Watch(clientv3.WithRequireLeader(ctx), p.Etcd.Prefix(), clientv3.WithPrefix(),
 		clientv3.WithPrevKV(), clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
 	return t.watch(ctx, watch, paced(ctx, progressRequests))
 }
@@ -254,5 +263,5 @@ func (t *term) requestProgress(ctx context.Context) error {
 	if err := t.log.Flush(ctx); err != nil {
 		return err
 	}
-	return t.Storage.Client.RequestProgress(clientv3.WithRequireLeader(ctx))
+	return t.Etcd.Client.RequestProgress(clientv3.WithRequireLeader(ctx))
 }

@@ -56,7 +56,7 @@ func newJournal(t *testing.T) *journal {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		_ = eventlog.Read(ctx, j.nats, eventlog.DirectGetReader{JS: j.js}, j.record)
+		_ = eventlog.Main.Read(ctx, j.nats, eventlog.DirectGetReader{JS: j.js}, j.record)
 	}()
 	t.Cleanup(func() { cancel(); <-done })
 	return j
@@ -123,6 +123,7 @@ func (j *journal) publish(identity string) (stop func()) { return j.run(j.publis
 func (j *journal) publisher(identity string) *publisher.Publisher {
 	return &publisher.Publisher{
 		Storage:            j.Resources.Storage,
+		Etcd:               j.Resources.Storage.Etcd,
 		Log:                j.log,
 		NATS:               j.nats,
 		JS:                 j.js,

@@ -19,7 +19,9 @@ import (
 
 // EpochKey returns the etcd key that holds the epoch's record (core.Epoch). It is storage: replicas of two releases
 // share it during a rolling upgrade.
-func (p *Publisher) EpochKey() string { return p.Storage.OwnKey(KeyPrefix(p.Log.Name) + "epoch") }
+func (p *Publisher) EpochKey() string {
+	return p.Etcd.OwnKey(KeyPrefix(p.Log.Name, p.Log.ID) + "epoch")
+}
 
 const (
 	// tokenPeriod is how often the leader rotates the fencing token of the epoch.
@@ -118,7 +120,9 @@ func (t *term) perform(ctx context.Context, r core.Request) (err error) {
 func (t *term) acknowledge(ack eventlog.Ack) error {
 	if ack.ID != (core.ID{}) {
 		t.Acknowledged(ack.ID)
-		publishedRevision.Set(float64(t.core.Published))
+		if t.Publisher.Log.ID == eventlog.Main {
+			publishedRevision.Set(float64(t.core.Published))
+		}
 	}
 	return ack.Err
 }
@@ -128,7 +132,7 @@ func (p *Publisher) readLog(ctx context.Context) (end core.LogEnd, err error) {
 	if _, err = p.Log.Stream(ctx, p.JS); err != nil {
 		return end, err
 	}
-	last, sequence, ok, err := eventlog.Last(ctx, p.JS)
+	last, sequence, ok, err := p.Log.ID.Last(ctx, p.JS)
 	if err != nil {
 		return end, err
 	}
@@ -136,7 +140,7 @@ func (p *Publisher) readLog(ctx context.Context) (end core.LogEnd, err error) {
 	if end.Empty {
 		return end, nil
 	}
-	m, err := eventlog.GetLast(ctx, p.JS, eventlog.ProgressSubject)
+	m, err := p.Log.ID.GetLast(ctx, p.JS, p.Log.ID.Subject(eventlog.ProgressSubject))
 	if err == nil {
 		var progress []*logv1.Event
 		if progress, err = eventlog.Events(m.Header, m.Data); err == nil {
@@ -148,7 +152,7 @@ func (p *Publisher) readLog(ctx context.Context) (end core.LogEnd, err error) {
 	}
 	p.logEpoch = end.Progress.GetEpoch()
 	for seq, more := sequence, true; more && seq > 0 && seq+lastEventLookback > sequence; seq-- {
-		m, err := eventlog.Get(ctx, p.JS, seq)
+		m, err := p.Log.ID.Get(ctx, p.JS, seq)
 		if errors.Is(err, jetstream.ErrMsgNotFound) {
 			break
 		}
@@ -185,7 +189,7 @@ func (p *Publisher) readEtcd(ctx context.Context, e core.EtcdEvent) (etcd core.E
 
 // readEpoch reads the epoch's record. It is the zero value if there is no record or it cannot be decoded.
 func (p *Publisher) readEpoch(ctx context.Context) (etcd core.EtcdState, err error) {
-	resp, err := p.Storage.Client.Client.Get(ctx, p.EpochKey())
+	resp, err := p.Etcd.Client.Client.Get(ctx, p.EpochKey())
 	if err != nil {
 		return etcd, err
 	}
@@ -204,7 +208,7 @@ func (p *Publisher) readEpoch(ctx context.Context) (etcd core.EtcdState, err err
 
 // hasEvent reports whether etcd has an event at its revision. It is true if etcd has compacted the revision.
 func (p *Publisher) hasEvent(ctx context.Context, e core.EtcdEvent) (bool, error) {
-	resp, err := p.Storage.Client.Client.Get(ctx, e.Key, clientv3.WithRev(e.Revision), clientv3.WithKeysOnly())
+	resp, err := p.Etcd.Client.Client.Get(ctx, e.Key, clientv3.WithRev(e.Revision), clientv3.WithKeysOnly())
 	switch {
 	case errors.Is(err, rpctypes.ErrCompacted):
 		return true, nil
@@ -227,7 +231,7 @@ func (p *Publisher) writeEpoch(ctx context.Context, e core.Epoch, after int64) (
 	}
 	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.Value(p.electionKey()), "=", p.Identity),
 		clientv3.Compare(clientv3.ModRevision(p.EpochKey()), "=", after)}
-	resp, err := p.Storage.Client.Txn(ctx).If(conditions...).Then(clientv3.OpPut(p.EpochKey(), string(data))).Commit()
+	resp, err := p.Etcd.Client.Txn(ctx).If(conditions...).Then(clientv3.OpPut(p.EpochKey(), string(data))).Commit()
 	if err != nil {
 		return 0, err
 	}
@@ -254,7 +258,7 @@ func (t *term) checkToken(ctx context.Context) error {
 // readRevision reads etcd's revision, or the oldest revision that a new log begins with.
 func (p *Publisher) readRevision(ctx context.Context, r core.Request) (revision int64, err error) {
 	if revision = r.Revision; revision == 0 {
-		if revision, err = p.Storage.ReadRevision(ctx); err != nil {
+		if revision, err = p.Etcd.ReadRevision(ctx); err != nil {
 			return 0, err
 		}
 	}
@@ -272,7 +276,7 @@ func (p *Publisher) readRevision(ctx context.Context, r core.Request) (revision 
 // latestEpochBegin returns the latest revision after which an epoch of any log of this control plane begins. The events
 // before it may differ from the events that clients have seen at another host. 0: no log has a later epoch.
 func (p *Publisher) latestEpochBegin(ctx context.Context) (since int64, err error) {
-	resp, err := p.Storage.Client.Client.Get(ctx, p.Storage.OwnKey(logsPrefix), clientv3.WithPrefix())
+	resp, err := p.Etcd.Client.Client.Get(ctx, p.Etcd.OwnKey(logsPrefix), clientv3.WithPrefix())
 	if err != nil {
 		return 0, err
 	}
@@ -309,7 +313,7 @@ func dbSize(ctx context.Context, client *clientv3.Client) (int64, bool) {
 // oldestRevision returns the oldest readable revision among the last limit revisions before now: etcd has all events
 // after it. It returns now if etcd's database exceeds maxBacklogBytes.
 func (p *Publisher) oldestRevision(ctx context.Context, now, limit int64) (int64, error) {
-	client := p.Storage.Client.Client
+	client := p.Etcd.Client.Client
 	if size, ok := dbSize(ctx, client); !ok || size > maxBacklogBytes {
 		return now, nil
 	}

@@ -7,12 +7,14 @@ import (
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/watchcache/core"
+	"watershed.dev/services/registry/customresources"
 	"watershed.dev/services/registry/internal/fixture"
 )
 
 // hasEvent proves that etcd was not restored, and a new log begins at the oldest revision that etcd can read.
 func TestRequestsToEtcd(t *testing.T) {
-	p := &Publisher{Storage: fixture.New(t).Resources.Storage, Log: &eventlog.Options{Name: "test"}}
+	s := fixture.New(t).Resources.Storage
+	p := &Publisher{Storage: s, Etcd: s.Etcd, Log: &eventlog.Options{Name: "test"}}
 	etcd := p.Storage.Client.Client
 	put := func(key string) int64 {
 		t.Helper()
@@ -48,5 +50,26 @@ func TestRequestsToEtcd(t *testing.T) {
 	}
 	if got, err := p.oldestRevision(t.Context(), now, 1<<40); err != nil || got != last {
 		t.Errorf("the oldest revision after a compaction is %d, not %d (%v)", got, last, err)
+	}
+}
+
+// The publisher of an etcd publishes the resources that the etcd stores, and custom resources only from the main etcd.
+func TestResourcesOfAnEtcd(t *testing.T) {
+	other := fixture.New(t).Resources.Storage.Servers[0]
+	s := fixture.New(t, "--etcd-servers-overrides=/configmaps#"+other).Resources.Storage
+	for i, published := range []string{"pods", "configmaps"} {
+		p := &Publisher{Storage: s, Etcd: s.Etcds()[i], Log: &eventlog.Options{Name: "test", ID: s.Etcds()[i].Log}}
+		now, err := p.Etcd.ReadRevision(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if p.crds, err = customresources.CRDsAt(t.Context(), s, p.Etcd, now); err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range []string{"pods", "configmaps"} {
+			if _, ok := p.resourceByKey("/registry/" + name + "/x/a"); ok != (name == published) {
+				t.Errorf("etcd %d: %s is published: %v", i, name, ok)
+			}
+		}
 	}
 }

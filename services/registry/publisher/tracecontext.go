@@ -9,7 +9,6 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
-	"watershed.dev/platform/eventlog"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -80,7 +79,7 @@ func (p *Publisher) sendTraceContexts(ctx context.Context) {
 			return
 		case t := <-p.traceContexts.queue():
 			publishCtx, cancel := context.WithTimeout(ctx, traceContextTimeout)
-			if err := eventlog.PublishTraceContext(publishCtx, p.NATS, t.TraceContext); err != nil {
+			if err := p.Log.ID.PublishTraceContext(publishCtx, p.NATS, t.TraceContext); err != nil {
 				slog.Debug("The trace context of a write cannot be published", "error", err)
 			}
 			cancel()

@@ -16,9 +16,13 @@ import (
 
 // ReadLog sends stored messages of the event log. The call ends early if another caller needs its slot (callLimiter).
 func (s *Source) ReadLog(r *logv1.ReadRequest, stream grpc.ServerStreamingServer[logv1.Chunk]) error {
+	log, ok := s.logs[eventlog.LogID(r.Log)]
+	if !ok {
+		return noLog(r.Log)
+	}
 	err := s.logReads.run(stream.Context(), func(ctx context.Context, slot *callSlot) (err error) {
 		defer recovery.ToError("reading the event log", &err)
-		return s.logMessages.Messages(ctx, r, func(c *logv1.Chunk) error {
+		return log.Messages(ctx, r, func(c *logv1.Chunk) error {
 			return slot.send(ctx, c, stream.SendMsg)
 		})
 	})

@@ -22,6 +22,11 @@ import (
 // mostReads is how many calls of ReadLog run at a time.
 const mostReads = 128
 
+// newSource returns a source with a main log.
+func newSource(log eventlog.StreamReader) *source.Source {
+	return source.New(nil, nil, map[eventlog.LogID]eventlog.StreamReader{eventlog.Main: log})
+}
+
 // endless is a log without end.
 type endless struct{}
 
@@ -115,7 +120,7 @@ func TestPeersShareThePlaces(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer synctest.Wait()
 		defer cancel()
-		s := source.New(nil, nil, endless{})
+		s := newSource(endless{})
 		thief := newCallers(ctx, s, "10.0.0.1", 900*time.Millisecond)
 		thief.call(mostReads + 100)
 		time.Sleep(time.Minute)
@@ -139,7 +144,7 @@ func TestEqualPeersEndNoCalls(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer synctest.Wait()
 		defer cancel()
-		s := source.New(nil, nil, endless{})
+		s := newSource(endless{})
 		var peers []*callers
 		for _, ip := range []string{"10.0.0.1", "2001:db8::1", "fd00::1"} {
 			peers = append(peers, newCallers(ctx, s, ip, 2*time.Second))
@@ -163,7 +168,7 @@ func TestANetworkIsOnePeer(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer synctest.Wait()
 		defer cancel()
-		s := source.New(nil, nil, endless{})
+		s := newSource(endless{})
 		slot := newCallers(ctx, s, "2001:db8::1", 900*time.Millisecond)
 		other := newCallers(ctx, s, "2001:db8::2", 900*time.Millisecond)
 		slot.call(mostReads)
@@ -180,7 +185,7 @@ func TestStuckCallsMakeRoom(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer synctest.Wait()
 		defer cancel()
-		s := source.New(nil, nil, endless{})
+		s := newSource(endless{})
 		stuck, slow := newCallers(ctx, s, "10.0.0.1", 0), newCallers(ctx, s, "10.0.0.1", 9*time.Second)
 		stuck.call(3)
 		slow.call(mostReads - 3)
@@ -199,7 +204,7 @@ func TestWaitingCallsAreBounded(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer synctest.Wait()
 		defer cancel()
-		s := source.New(nil, nil, endless{})
+		s := newSource(endless{})
 		healthy := newCallers(ctx, s, "10.0.0.2", 500*time.Millisecond)
 		healthy.call(mostReads / 2)
 		thief := newCallers(ctx, s, "10.0.0.1", 500*time.Millisecond)
@@ -239,7 +244,7 @@ func TestCanceledCallsKeepTheirPlaces(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		defer synctest.Wait()
 		log := &deaf{}
-		s := source.New(nil, nil, log)
+		s := newSource(log)
 		for range 10 {
 			ctx, cancel := context.WithCancel(t.Context())
 			newCallers(ctx, s, "10.0.0.1", time.Second).call(50)
@@ -289,7 +294,7 @@ func (q *queue) SendMsg(m any) error {
 // without unread messages may always have a message.
 func TestUnreadBytesAreBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := source.New(nil, nil, large{})
+		s := newSource(large{})
 		ctx, cancel := context.WithCancel(t.Context())
 		var ended []error
 		open := func(ip string) *queue {
@@ -356,7 +361,7 @@ func (expired) Messages(context.Context, *logv1.ReadRequest, func(*logv1.Chunk) 
 
 // ReadLog returns OUT_OF_RANGE for an expired log, which the watch tier does not retry.
 func TestExpiredLogIsOutOfRange(t *testing.T) {
-	err := source.New(nil, nil, expired{}).ReadLog(&logv1.ReadRequest{}, &caller{ctx: t.Context()})
+	err := newSource(expired{}).ReadLog(&logv1.ReadRequest{}, &caller{ctx: t.Context()})
 	if status.Code(err) != codes.OutOfRange {
 		t.Error(err)
 	}

@@ -49,21 +49,21 @@ const (
 // Source reads etcd and the event log for the watch tier.
 type Source struct {
 	registryv1.UnimplementedSourceServer
-	resources   *lookup.Resources
-	revisions   coalesce.Group[int64]
-	dataKeys    *storage.DataKeys
-	logMessages eventlog.StreamReader
-	snapshots   callLimiter
-	logReads    callLimiter
+	resources *lookup.Resources
+	revisions coalesce.Group[int64]
+	dataKeys  *storage.DataKeys
+	logs      map[eventlog.LogID]eventlog.StreamReader
+	snapshots callLimiter
+	logReads  callLimiter
 }
 
-// New returns a source of the served resources. It reads the log from logMessages. dataKeys decrypt the log.
-func New(r *lookup.Resources, dataKeys *storage.DataKeys, logMessages eventlog.StreamReader) *Source {
+// New returns a source of the served resources and of the event logs. dataKeys decrypt the logs.
+func New(r *lookup.Resources, dataKeys *storage.DataKeys, logs map[eventlog.LogID]eventlog.StreamReader) *Source {
 	return &Source{
-		resources:   r,
-		dataKeys:    dataKeys,
-		revisions:   coalesce.Group[int64]{Timeout: readTimeout},
-		logMessages: logMessages,
+		resources: r,
+		dataKeys:  dataKeys,
+		revisions: coalesce.Group[int64]{Timeout: readTimeout},
+		logs:      logs,
 		snapshots: callLimiter{
 			maxCalls: maxSnapshots,
 			unread:   weights{most: mostUnread},
@@ -102,26 +102,38 @@ func (s *Source) ReadDataKey(ctx context.Context, storageResource, key string) (
 const readTimeout = 5 * time.Second
 
 // Revision returns etcd's current revision and the error of encryption at rest, if there is any.
-func (s *Source) Revision(ctx context.Context, _ *registryv1.RevisionRequest) (*registryv1.RevisionResponse, error) {
-	r, err := s.CurrentRevision(ctx)
+func (s *Source) Revision(ctx context.Context, r *registryv1.RevisionRequest) (*registryv1.RevisionResponse, error) {
+	etcd, err := s.etcdOf(r.Log)
+	if err != nil {
+		return nil, err
+	}
+	revision, err := s.CurrentRevision(ctx, etcd)
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}
-	resp := &registryv1.RevisionResponse{Revision: r}
+	resp := &registryv1.RevisionResponse{Revision: revision}
 	if err := s.resources.Storage.EncryptionErr(); err != nil {
 		resp.EncryptionError = err.Error()
 	}
 	return resp, nil
 }
 
-// CurrentRevision returns etcd's revision from a read that began after the call. Concurrent callers share a read.
-func (s *Source) CurrentRevision(ctx context.Context) (int64, error) {
-	return s.revisions.Get(ctx, "", s.ReadRevision)
+// etcdOf returns the etcd of an event log. It fails if the caller knows other etcds than this registry.
+func (s *Source) etcdOf(log string) (*storage.Etcd, error) {
+	if etcd, ok := s.resources.Storage.EtcdByLog(eventlog.LogID(log)); ok {
+		return etcd, nil
+	}
+	return nil, noLog(log)
 }
 
-// ReadRevision returns etcd's revision from a read of its own.
-func (s *Source) ReadRevision(ctx context.Context) (int64, error) {
-	return s.resources.Storage.ReadRevision(ctx)
+// noLog is the error for a log that this registry does not have.
+func noLog(log string) error {
+	return status.Errorf(codes.FailedPrecondition, "this registry has no event log %q (--etcd-servers-overrides)", log)
+}
+
+// CurrentRevision returns etcd's revision from a read that began after the call. Concurrent callers share a read.
+func (s *Source) CurrentRevision(ctx context.Context, etcd *storage.Etcd) (int64, error) {
+	return s.revisions.Get(ctx, string(etcd.Log), etcd.ReadRevision)
 }
 
 // Snapshot sends every object of a stored resource at one revision. An object that cannot be decoded is a row with an
@@ -139,8 +151,12 @@ func (s *Source) Snapshot(r *registryv1.SnapshotRequest,
 
 func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 	send func(*registryv1.SnapshotChunk) error) error {
+	etcd, err := s.etcdOf(r.Log)
+	if err != nil {
+		return err
+	}
 	// Read the revision first: a later change of the CRD is then in the log after this revision.
-	revision, err := s.ReadRevision(ctx)
+	revision, err := etcd.ReadRevision(ctx)
 	if err != nil {
 		return err
 	}
@@ -148,8 +164,12 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 	if err != nil {
 		return err
 	}
+	if st.Etcd != etcd {
+		return status.Errorf(codes.FailedPrecondition, "the event log %q does not have %s (--etcd-servers-overrides)",
+			r.Log, r.StorageResource)
+	}
 	out := &snapshotChunks{send: send, revision: revision}
-	err = s.ReadPages(ctx, st.Prefix, revision, func(kvs []*mvccpb.KeyValue) error {
+	err = ReadPages(ctx, etcd, st.Prefix, revision, func(kvs []*mvccpb.KeyValue) error {
 		for len(kvs) > 0 {
 			n := batchSize(kvs, rowsBytes, func(kv *mvccpb.KeyValue) int { return len(kv.Value) })
 			for _, row := range EncodeRows(ctx, st, kvs[:n]) {
@@ -168,8 +188,9 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 }
 
 // ReadPages reads all keys with a prefix at one revision, in pages of about pageBytes.
-func (s *Source) ReadPages(
+func ReadPages(
 	ctx context.Context,
+	etcd *storage.Etcd,
 	prefix string,
 	revision int64,
 	each func([]*mvccpb.KeyValue) error,
@@ -177,7 +198,7 @@ func (s *Source) ReadPages(
 	key, end := prefix, clientv3.GetPrefixRangeEnd(prefix)
 	limit := int64(firstPage)
 	for {
-		resp, err := s.resources.Storage.Client.Client.Get(ctx, key, clientv3.WithRange(end),
+		resp, err := etcd.Client.Client.Get(ctx, key, clientv3.WithRange(end),
 			clientv3.WithLimit(limit), clientv3.WithRev(revision))
 		if status.Code(err) == codes.ResourceExhausted && limit > 1 { // these objects are larger than the last
 			limit = max(1, limit/4)

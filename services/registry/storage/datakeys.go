@@ -32,8 +32,8 @@ func Encrypted(value []byte) bool { return bytes.HasPrefix(value, encryptedPrefi
 
 // DataKeys creates and caches the keys that encrypt messages of the event log. Its methods are safe for concurrent use.
 type DataKeys struct {
-	storage *Storage
-	// prefix is the etcd prefix of the keys, by stored resource. Each key is encrypted as the resource's values are.
+	// prefix is the etcd prefix of the keys, by stored resource, in the etcd of the resource. Each key is encrypted as
+	// the resource's values are.
 	prefix string
 
 	mu sync.Mutex
@@ -51,9 +51,9 @@ type dataKey struct {
 	err error
 }
 
-// NewDataKeys returns the data keys in the etcd of s, below the own key prefix.
+// NewDataKeys returns the data keys in the etcds of s, below the own key prefix.
 func NewDataKeys(s *Storage, prefix string) *DataKeys {
-	return &DataKeys{storage: s, prefix: s.OwnKey(prefix), current: map[string]dataKey{}}
+	return &DataKeys{prefix: s.OwnKey(prefix), current: map[string]dataKey{}}
 }
 
 // Current returns the key that encrypts events of st. It creates and stores a key if this process has none or if its
@@ -83,7 +83,7 @@ func (l *DataKeys) create(ctx context.Context, st *Resource, now time.Time) (id 
 	if err != nil {
 		return "", nil, err
 	}
-	etcd := l.storage.Client.Client
+	etcd := st.Etcd.Client.Client
 	if _, err := etcd.Put(ctx, path, string(wrapped)); err != nil {
 		return "", nil, err
 	}
@@ -92,7 +92,7 @@ func (l *DataKeys) create(ctx context.Context, st *Resource, now time.Time) (id 
 
 // prune deletes the keys of a resource that no event in the log can be encrypted with.
 func (l *DataKeys) prune(ctx context.Context, st *Resource, now time.Time) error {
-	etcd, below := l.storage.Client.Client, l.prefix+st.Name()+"/"
+	etcd, below := st.Etcd.Client.Client, l.prefix+st.Name()+"/"
 	all, err := etcd.Get(ctx, below, clientv3.WithPrefix(), clientv3.WithKeysOnly())
 	if err != nil {
 		return err
@@ -133,7 +133,7 @@ var errAbsent = errors.New("absent")
 
 // read reads and decrypts the data key at a path.
 func (l *DataKeys) read(ctx context.Context, st *Resource, path string) ([]byte, error) {
-	resp, err := l.storage.Client.Client.Get(ctx, path)
+	resp, err := st.Etcd.Client.Client.Get(ctx, path)
 	if err != nil {
 		return nil, err // an etcd error is temporary
 	}

@@ -46,7 +46,7 @@ func newClient(servers []string, tlsConfig *tls.Config, dial utilnet.DialFunc) (
 		})),
 	})
 	if err != nil {
-		return nil, fmt.Errorf("--etcd-servers %v: %w", servers, err)
+		return nil, err
 	}
 	return client, nil
 }
@@ -88,6 +88,7 @@ func (o *Options) upstream(out egress.Selector) *serveroptions.EtcdOptions {
 	eo.StorageConfig.CompactionInterval = 0 // the publisher compacts, because upstream's compactor holds a watch
 	eo.StorageConfig.LeaseManagerConfig.ReuseDurationSeconds = o.LeaseReuseSeconds
 	eo.StorageConfig.DBMetricPollInterval = o.DBSizePollInterval
+	eo.EtcdServersOverrides = o.Overrides
 	eo.DefaultStorageMediaType = o.DefaultStorageMediaType
 	eo.EnableWatchCache = false
 	return eo
@@ -109,9 +110,12 @@ func (m sizeMonitor) Monitor(ctx context.Context) (metrics.StorageMetrics, error
 // Close implements metrics.Monitor. It keeps the client, which the storage owns.
 func (m sizeMonitor) Close() error { return nil }
 
-// allUnixSockets reports whether all etcd servers are Unix sockets, as in `watershed up`.
-func allUnixSockets(servers []string) bool {
-	return !slices.ContainsFunc(servers, func(s string) bool {
+// selectorOf returns out, or no selector if all servers are Unix sockets, which no proxy reaches.
+func selectorOf(servers []string, out egress.Selector) egress.Selector {
+	if slices.ContainsFunc(servers, func(s string) bool {
 		return !strings.HasPrefix(s, "unix:") && !strings.HasPrefix(s, "unixs:")
-	})
+	}) {
+		return out
+	}
+	return egress.Selector{}
 }

@@ -26,6 +26,8 @@ import (
 
 // Resource is a resource as etcd stores it: its key prefix, stored version and codec.
 type Resource struct {
+	// Etcd is the etcd that stores the resource.
+	Etcd          *Etcd
 	GroupResource schema.GroupResource
 	// Prefix is the etcd key prefix, with a trailing slash.
 	Prefix string
@@ -56,6 +58,7 @@ func (s *Storage) CustomResource(gr schema.GroupResource, kind schema.GroupVersi
 	decode func([]byte) (*unstructured.Unstructured, error), attrs apistorage.AttrFunc, converted bool) *Resource {
 	return &Resource{
 		alwaysChanged: converted,
+		Etcd:          s.Etcd,
 		GroupResource: gr,
 		Prefix:        s.prefix + gr.Group + "/" + gr.Resource + "/",
 		Kind:          kind,

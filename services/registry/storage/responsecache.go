@@ -85,15 +85,16 @@ func (a *ResponseCache) modRevision(ctx context.Context, namespace, name string)
 	if s.encryption.transformers == nil {
 		options = append(options, clientv3.WithKeysOnly())
 	}
-	before := s.latestRevision.Load()
+	etcd := a.resource.Etcd
+	before := etcd.latestRevision.Load()
 	start := time.Now()
-	resp, err := s.Client.Client.Get(ctx, key, options...)
+	resp, err := etcd.Client.Client.Get(ctx, key, options...)
 	etcdmetrics.RecordEtcdRequest("get", a.resource.GroupResource, err, start)
 	if err != nil || len(resp.Kvs) != 1 {
 		return 0
 	}
 	now := resp.Header.Revision
-	s.latestRevision.CompareAndSwap(before, now)
+	etcd.latestRevision.CompareAndSwap(before, now)
 	if now < before { // etcd is in another epoch, and the log has not delivered it yet
 		s.ClearCaches()
 		return 0

@@ -7,11 +7,10 @@ package storage
 
 import (
 	"context"
+	"errors"
 	"fmt"
-	"path"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/spf13/pflag"
@@ -38,7 +37,9 @@ import (
 
 // Options hold the flags of etcd and of encryption at rest, with kube-apiserver's names.
 type Options struct {
-	Servers                   []string
+	Servers []string
+	// Overrides name the etcd servers of some resources (group/resource#server;server).
+	Overrides                 []string
 	CertFile, KeyFile, CAFile string
 	Prefix                    string
 	CompactionInterval        time.Duration
@@ -58,6 +59,9 @@ type Options struct {
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringSliceVar(&o.Servers, "etcd-servers", o.Servers,
 		"etcd's client URLs (scheme://ip:port, or unix://path), comma separated.")
+	fs.StringSliceVar(&o.Overrides, "etcd-servers-overrides", o.Overrides,
+		"Per-resource etcd servers overrides, comma separated. The format of an override is group/resource#servers; "+
+			"the servers are URLs, semicolon separated. It applies to built-in resources only.")
 	fs.StringVar(&o.CertFile, "etcd-certfile", o.CertFile, "SSL certification file used to secure etcd communication.")
 	fs.StringVar(&o.KeyFile, "etcd-keyfile", o.KeyFile, "SSL key file used to secure etcd communication.")
 	fs.StringVar(&o.CAFile, "etcd-cafile", o.CAFile,
@@ -86,19 +90,19 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 		"The interval of requests to poll etcd for its size.")
 }
 
-// Storage is the connection to etcd and the set of stored resources.
+// Storage is the connections to etcd and the set of stored resources.
 type Storage struct {
-	Client  *etcdkubernetes.Client
+	// Etcd is the main etcd (--etcd-servers).
+	*Etcd
 	Factory *serverstorage.DefaultStorageFactory
 	Options *serveroptions.EtcdOptions
 	options Options
-	prefix  string
+	// etcds holds all etcds, the main etcd first.
+	etcds []*Etcd
 
 	encryption *encryption
 	writeCache *writeCache
 	responses  *lru.Cache[objectKey, cachedResponse]
-	// latestRevision is the latest etcd revision that a GET has returned.
-	latestRevision atomic.Int64
 
 	mu             sync.RWMutex
 	byPrefix       map[string]*Resource
@@ -121,19 +125,17 @@ func Open(ctx context.Context, o Options, out egress.Selector, resources *server
 	if err != nil {
 		return nil, err
 	}
-	if allUnixSockets(o.Servers) { // no proxy reaches them
-		out = egress.Selector{}
+	connect := func(servers []string) (*etcdkubernetes.Client, error) {
+		return newClient(servers, tlsConfig, selectorOf(servers, out).Etcd())
 	}
-	client, err := newClient(o.Servers, tlsConfig, out.Etcd())
+	client, err := connect(o.Servers)
 	if err != nil {
 		encryption.close()
-		return nil, err
+		return nil, fmt.Errorf("--etcd-servers %v: %w", o.Servers, err)
 	}
 	s := &Storage{
-		Client:   client,
-		Options:  o.upstream(out),
+		Options:  o.upstream(selectorOf(o.Servers, out)),
 		options:  o,
-		prefix:   path.Join("/", o.Prefix) + "/",
 		byPrefix: map[string]*Resource{},
 		byName:   map[string]*Resource{},
 
@@ -141,23 +143,33 @@ func Open(ctx context.Context, o Options, out egress.Selector, resources *server
 		writeCache: newWriteCache(),
 		responses:  lru.New[objectKey, cachedResponse](responseCacheBytes),
 	}
+	s.Etcd = s.addEtcd(client, o.Servers)
+	if err := s.openEtcds(connect); err != nil {
+		s.Close()
+		return nil, err
+	}
 	fc := kubeapiserver.NewStorageFactoryConfig()
 	fc.APIResourceConfig = resources
 	if s.Factory, err = fc.Complete(s.Options).New(); err != nil {
 		s.Close()
 		return nil, err
 	}
-	client.Kubernetes = &cachingClient{client.Kubernetes, s}
-	metrics.SetStorageMonitorGetter(func() ([]metrics.Monitor, error) {
-		return []metrics.Monitor{sizeMonitor{client.Client}}, nil
+	metrics.SetStorageMonitorGetter(func() (monitors []metrics.Monitor, _ error) {
+		for _, e := range s.etcds {
+			monitors = append(monitors, sizeMonitor{e.Client.Client})
+		}
+		return monitors, nil
 	})
 	return s, nil
 }
 
-// Close closes the connection to etcd and the connections to KMS plugins.
-func (s *Storage) Close() error {
+// Close closes the connections to etcd and the connections to KMS plugins.
+func (s *Storage) Close() (err error) {
 	s.encryption.close()
-	return s.Client.Close()
+	for _, e := range s.etcds {
+		err = errors.Join(err, e.Client.Close())
+	}
+	return err
 }
 
 // Invalidate removes the object of an event from the write cache and the response cache, if they hold an older
@@ -177,26 +189,6 @@ func (s *Storage) ClearCaches() {
 	s.writeCache.byKey.Clear()
 	s.responses.Clear()
 }
-
-// Prefix returns the prefix of all keys, such as "/registry/".
-func (s *Storage) Prefix() string { return s.prefix }
-
-// ReadRevision returns etcd's revision with a linearizable read of a key that is absent.
-func (s *Storage) ReadRevision(ctx context.Context) (int64, error) {
-	resp, err := s.Client.Client.Get(ctx, s.OwnKey(absentKey))
-	if err != nil {
-		return 0, err
-	}
-	return resp.Header.Revision, nil
-}
-
-// absentKey is the name of an own key that no process writes.
-const absentKey = "nothing"
-
-// OwnKey returns the etcd key of Watershed's own state with a name. The key is under the prefix, so control planes with
-// different prefixes share an etcd, and etcd's RBAC can grant the prefix alone. kube-apiserver ignores the key, and no
-// resource has it, because the group of a CRD has a dot.
-func (s *Storage) OwnKey(name string) string { return s.prefix + "watershed/" + name }
 
 // RESTOptions returns the RESTOptionsGetter of the built-in resources.
 func (s *Storage) RESTOptions() genericregistry.RESTOptionsGetter {
@@ -272,6 +264,10 @@ func (s *Storage) newStore(config *storagebackend.ConfigForResource, resourcePre
 	newFunc, newListFunc func() runtime.Object, _ apistorage.AttrFunc, _ apistorage.IndexerFuncs,
 	_ *cache.Indexers) (apistorage.Interface, factory.DestroyFunc, error) {
 	versioner := apistorage.APIObjectVersioner{}
+	etcd := s.etcdOf(config.Transport.ServerList)
+	if etcd == nil {
+		return nil, nil, fmt.Errorf("%s has no client of etcd %v", config.GroupResource, config.Transport.ServerList)
+	}
 	decoder := etcd3.NewDefaultDecoder(config.Codec, versioner)
 	transformer := s.encryption.transformerFor(config.GroupResource)
 	unsafeDeletion := utilfeature.DefaultFeatureGate.Enabled(features.AllowUnsafeMalformedObjectDeletion)
@@ -279,7 +275,7 @@ func (s *Storage) newStore(config *storagebackend.ConfigForResource, resourcePre
 		decoder = etcd3.WithCorruptObjErrorHandlingDecoder(decoder)
 		transformer = etcd3.WithCorruptObjErrorHandlingTransformer(transformer)
 	}
-	store, err := etcd3.New(s.Client, nil, config.Codec, newFunc, newListFunc, config.Prefix, resourcePrefix,
+	store, err := etcd3.New(etcd.Client, nil, config.Codec, newFunc, newListFunc, config.Prefix, resourcePrefix,
 		config.GroupResource, transformer, config.LeaseManagerConfig, decoder, versioner)
 	if err != nil {
 		return nil, nil, err
@@ -308,6 +304,7 @@ func (s *Storage) decorate(config *storagebackend.ConfigForResource, resourcePre
 		return nil, nil, err
 	}
 	st := &Resource{
+		Etcd:          s.etcdOf(config.Transport.ServerList),
 		GroupResource: config.GroupResource,
 		Prefix:        s.prefix + strings.Trim(resourcePrefix, "/") + "/",
 		codec:         config.Codec,

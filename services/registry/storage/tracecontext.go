@@ -11,8 +11,8 @@ import (
 
 // PublishTraceContexts makes the client call publish before each write of a traced request. Call it before the first
 // write.
-func (s *Storage) PublishTraceContexts(publish func(*logv1.TraceContext)) {
-	s.Client.Kubernetes = &tracingClient{s.Client.Kubernetes, publish}
+func (e *Etcd) PublishTraceContexts(publish func(*logv1.TraceContext)) {
+	e.Client.Kubernetes = &tracingClient{e.Client.Kubernetes, publish}
 }
 
 // tracingClient is the etcd client of upstream's storage. It publishes trace contexts.

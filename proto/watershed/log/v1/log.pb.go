@@ -581,7 +581,9 @@ type ReadRequest struct {
 	// sequence on has expired. Empty: all messages.
 	StorageResource string `protobuf:"bytes,2,opt,name=storage_resource,json=storageResource" json:"storage_resource,omitempty"`
 	// The response begins after this revision. Used if sequence is 0 and storage_resource is set.
-	After         int64 `protobuf:"varint,3,opt,name=after" json:"after,omitempty"`
+	After int64 `protobuf:"varint,3,opt,name=after" json:"after,omitempty"`
+	// The log (APIResource.log). The registry selects the stream by it. FAILED_PRECONDITION: it has no such log.
+	Log           string `protobuf:"bytes,4,opt,name=log" json:"log,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -635,6 +637,13 @@ func (x *ReadRequest) GetAfter() int64 {
 		return x.After
 	}
 	return 0
+}
+
+func (x *ReadRequest) GetLog() string {
+	if x != nil {
+		return x.Log
+	}
+	return ""
 }
 
 // Chunk is some messages of the log's stream, in order. Every call returns at least one chunk, which may be empty.
@@ -840,11 +849,12 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n" +
 	"\vFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"j\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"|\n" +
 	"\vReadRequest\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12)\n" +
 	"\x10storage_resource\x18\x02 \x01(\tR\x0fstorageResource\x12\x14\n" +
-	"\x05after\x18\x03 \x01(\x03R\x05after\"\x8c\x01\n" +
+	"\x05after\x18\x03 \x01(\x03R\x05after\x12\x10\n" +
+	"\x03log\x18\x04 \x01(\tR\x03log\"\x8c\x01\n" +
 	"\x05Chunk\x12\x18\n" +
 	"\acreated\x18\x01 \x01(\x03R\acreated\x12\x12\n" +
 	"\x04last\x18\x02 \x01(\x04R\x04last\x12\x18\n" +

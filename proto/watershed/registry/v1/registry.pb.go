@@ -1391,7 +1391,9 @@ type DiscoveryResponse struct {
 	Removed        []*v1.Resource `protobuf:"bytes,6,rep,name=removed" json:"removed,omitempty"`
 	OpenapiRemoved []string       `protobuf:"bytes,7,rep,name=openapi_removed,json=openapiRemoved" json:"openapi_removed,omitempty"`
 	// The state is complete only with the next message, which is a delta. The size of a message is bounded.
-	More          bool `protobuf:"varint,8,opt,name=more" json:"more,omitempty"`
+	More bool `protobuf:"varint,8,opt,name=more" json:"more,omitempty"`
+	// The event logs of the other etcds, in the order of --etcd-servers-overrides.
+	Logs          []string `protobuf:"bytes,9,rep,name=logs" json:"logs,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1480,6 +1482,13 @@ func (x *DiscoveryResponse) GetMore() bool {
 		return x.More
 	}
 	return false
+}
+
+func (x *DiscoveryResponse) GetLogs() []string {
+	if x != nil {
+		return x.Logs
+	}
+	return nil
 }
 
 // APIService is an APIService with a service reference, which kube-aggregator would proxy to.
@@ -1702,7 +1711,9 @@ type APIResource struct {
 	CrdRevision int64 `protobuf:"varint,26,opt,name=crd_revision,json=crdRevision" json:"crd_revision,omitempty"`
 	// A hash of the resource without crd_revision, which every write of the CRD changes. 0: the resource is built in.
 	// Resources with equal hashes are equal, in every registry and every epoch of etcd.
-	Digest        uint64 `protobuf:"fixed64,27,opt,name=digest" json:"digest,omitempty"`
+	Digest uint64 `protobuf:"fixed64,27,opt,name=digest" json:"digest,omitempty"`
+	// The event log of the resource's etcd (--etcd-servers-overrides). Empty: the log of the main etcd.
+	Log           string `protobuf:"bytes,28,opt,name=log" json:"log,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1919,12 +1930,21 @@ func (x *APIResource) GetDigest() uint64 {
 	return 0
 }
 
+func (x *APIResource) GetLog() string {
+	if x != nil {
+		return x.Log
+	}
+	return ""
+}
+
 // SnapshotRequest selects a storage resource.
 type SnapshotRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	StorageResource string                 `protobuf:"bytes,1,opt,name=storage_resource,json=storageResource" json:"storage_resource,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The event log that the caller reads the resource's events from. FAILED_PRECONDITION: it is another log.
+	Log           string `protobuf:"bytes,2,opt,name=log" json:"log,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SnapshotRequest) Reset() {
@@ -1960,6 +1980,13 @@ func (*SnapshotRequest) Descriptor() ([]byte, []int) {
 func (x *SnapshotRequest) GetStorageResource() string {
 	if x != nil {
 		return x.StorageResource
+	}
+	return ""
+}
+
+func (x *SnapshotRequest) GetLog() string {
+	if x != nil {
+		return x.Log
 	}
 	return ""
 }
@@ -2485,9 +2512,11 @@ func (x *Fields) GetFields() map[string]string {
 	return nil
 }
 
-// RevisionRequest has no parameters.
+// RevisionRequest selects an etcd.
 type RevisionRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The event log of the etcd. Empty: the main etcd. FAILED_PRECONDITION: the registry has no such log.
+	Log           string `protobuf:"bytes,1,opt,name=log" json:"log,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2520,6 +2549,13 @@ func (x *RevisionRequest) ProtoReflect() protoreflect.Message {
 // Deprecated: Use RevisionRequest.ProtoReflect.Descriptor instead.
 func (*RevisionRequest) Descriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *RevisionRequest) GetLog() string {
+	if x != nil {
+		return x.Log
+	}
+	return ""
 }
 
 // RevisionResponse is etcd's revision and the state of encryption at rest.
@@ -3065,7 +3101,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x11StartHooksRequest\"D\n" +
 	"\x12StartHooksResponse\x12\x14\n" +
 	"\x05known\x18\x01 \x01(\bR\x05known\x12\x18\n" +
-	"\apending\x18\x02 \x03(\tR\apending\"\xea\x03\n" +
+	"\apending\x18\x02 \x03(\tR\apending\"\xfe\x03\n" +
 	"\x11DiscoveryResponse\x124\n" +
 	"\x06groups\x18\x01 \x03(\v2\x1c.watershed.registry.v1.GroupR\x06groups\x12@\n" +
 	"\tresources\x18\x02 \x03(\v2\".watershed.registry.v1.APIResourceR\tresources\x12O\n" +
@@ -3074,7 +3110,8 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05delta\x18\x05 \x01(\bR\x05delta\x127\n" +
 	"\aremoved\x18\x06 \x03(\v2\x1d.watershed.common.v1.ResourceR\aremoved\x12'\n" +
 	"\x0fopenapi_removed\x18\a \x03(\tR\x0eopenapiRemoved\x12\x12\n" +
-	"\x04more\x18\b \x01(\bR\x04more\x1a:\n" +
+	"\x04more\x18\b \x01(\bR\x04more\x12\x12\n" +
+	"\x04logs\x18\t \x03(\tR\x04logs\x1a:\n" +
 	"\fOpenapiEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xb2\x02\n" +
@@ -3092,7 +3129,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05Group\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
 	"\bversions\x18\x02 \x03(\tR\bversions\x124\n" +
-	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\xe6\b\n" +
+	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\xf8\b\n" +
 	"\vAPIResource\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1e\n" +
 	"\n" +
@@ -3127,12 +3164,14 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x10converted_fields\x18\x18 \x01(\bR\x0fconvertedFields\x12'\n" +
 	"\x0fremoved_release\x18\x19 \x01(\tR\x0eremovedRelease\x12!\n" +
 	"\fcrd_revision\x18\x1a \x01(\x03R\vcrdRevision\x12\x16\n" +
-	"\x06digest\x18\x1b \x01(\x06R\x06digest\x1aC\n" +
+	"\x06digest\x18\x1b \x01(\x06R\x06digest\x12\x10\n" +
+	"\x03log\x18\x1c \x01(\tR\x03log\x1aC\n" +
 	"\x15SelectableFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x12\x10\x13\"<\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x12\x10\x13\"N\n" +
 	"\x0fSnapshotRequest\x12)\n" +
-	"\x10storage_resource\x18\x01 \x01(\tR\x0fstorageResource\"[\n" +
+	"\x10storage_resource\x18\x01 \x01(\tR\x0fstorageResource\x12\x10\n" +
+	"\x03log\x18\x02 \x01(\tR\x03log\"[\n" +
 	"\rSnapshotChunk\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12.\n" +
 	"\x04rows\x18\x02 \x03(\v2\x1a.watershed.registry.v1.RowR\x04rows\"\xb3\x03\n" +
@@ -3180,8 +3219,9 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x06fields\x18\x01 \x03(\v2).watershed.registry.v1.Fields.FieldsEntryR\x06fields\x1a9\n" +
 	"\vFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x11\n" +
-	"\x0fRevisionRequest\"Y\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"#\n" +
+	"\x0fRevisionRequest\x12\x10\n" +
+	"\x03log\x18\x01 \x01(\tR\x03log\"Y\n" +
 	"\x10RevisionResponse\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12)\n" +
 	"\x10encryption_error\x18\x02 \x01(\tR\x0fencryptionError\"M\n" +

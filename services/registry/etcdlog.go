@@ -1,0 +1,89 @@
+package registry
+
+import (
+	"context"
+	"log/slog"
+	"time"
+
+	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/telemetry"
+	watchcache "watershed.dev/platform/watchcache/cache"
+	"watershed.dev/platform/watchcache/logreader"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	"watershed.dev/services/registry/publisher"
+	"watershed.dev/services/registry/storage"
+)
+
+const (
+	// watchCacheBytes bounds the events in the watch cache of a log.
+	watchCacheBytes = 8 << 20
+	// staleAfter is how long the log may not advance while etcd has more. Watches then move to another registry.
+	staleAfter = 3 * time.Second
+)
+
+// etcdLog is the event log of an etcd.
+type etcdLog struct {
+	service *Service
+	etcd    *storage.Etcd
+	options eventlog.Options
+	// publisher writes the log while this replica is elected.
+	publisher *publisher.Publisher
+	// watchCache holds the newest events of the log, which logReader reads.
+	watchCache *watchcache.Cache
+	logReader  *logreader.Reader
+	// tasks of another log than the main log do not affect the readiness of the registry.
+	tasks lifecycle.Supervisor
+}
+
+// newEtcdLog returns the log of an etcd.
+func (s *Service) newEtcdLog(etcd *storage.Etcd) *etcdLog {
+	l := &etcdLog{service: s, etcd: etcd, options: s.config.Log, watchCache: watchcache.NewEvents(watchCacheBytes)}
+	l.options.ID = etcd.Log
+	l.options.Owner = etcd.OwnKey(publisher.KeyPrefix(l.options.Name, etcd.Log))
+	l.publisher = &publisher.Publisher{
+		Storage:            s.resources.Storage,
+		Etcd:               etcd,
+		Log:                &l.options,
+		NATS:               s.nats,
+		JS:                 s.js,
+		Identity:           s.identity,
+		DataKeys:           s.dataKeys,
+		CompactionInterval: s.config.Storage.CompactionInterval,
+	}
+	if telemetry.TracingEnabled() {
+		etcd.PublishTraceContexts(l.publisher.PublishTraceContext)
+	}
+	l.logReader = logreader.New(l.watchCache, s.nats, logreader.Source{
+		Stream: eventlog.DirectGetReader{JS: s.js, Log: etcd.Log},
+		Keys:   s.source.ReadDataKey,
+		Revision: func(ctx context.Context) (int64, error) {
+			return s.source.CurrentRevision(ctx, etcd)
+		},
+	}, &lifecycle.Readiness{}, logreader.Config{Log: etcd.Log, StaleAfter: staleAfter, OnEvent: l.beforeApply})
+	return l
+}
+
+// beforeApply updates the caches of objects by a message of the log, before the watch cache applies the message.
+func (l *etcdLog) beforeApply(e *logv1.Event) {
+	resources := l.service.resources
+	// Revisions before and after a change of epoch cannot be compared.
+	if epoch := l.watchCache.Epoch(); e.Epoch != "" && epoch != "" && e.Epoch != epoch {
+		if l.etcd.Log == eventlog.Main {
+			resources.Custom.EpochChanged()
+		}
+		resources.Storage.ClearCaches()
+	}
+	resources.Storage.Invalidate(e)
+}
+
+// run starts the tasks of the log. main are the tasks of the main log.
+func (l *etcdLog) run(ctx context.Context, main *lifecycle.Supervisor) {
+	tasks := main
+	if l.etcd.Log != eventlog.Main {
+		tasks = &l.tasks
+		slog.Info("Resources of another etcd", "servers", l.etcd.Servers, "log", l.etcd.Log)
+	}
+	tasks.Go(ctx, "publisher", l.publisher.Run)
+	l.logReader.Run(ctx, tasks)
+}
