@@ -113,8 +113,8 @@ func test(dir, program string) ([]result, error) {
 	for _, name := range []string{"kubectl", "kubectl-convert", "kube-controller-manager"} {
 		binaries[name] = harness.Peer(name)
 	}
-	err := errors.Join(os.MkdirAll(tmp, 0o755), copyScripts(root), link(filepath.Join(root, "_output", "bin"), binaries),
-		link(bin, map[string]string{
+	err := errors.Join(os.MkdirAll(tmp, 0o755), copyScripts(root),
+		link(filepath.Join(root, "_output", "bin"), binaries), link(bin, map[string]string{
 			"etcd": harness.Peer("etcd"),
 			"make": "/bin/true", // the binaries exist
 		}))

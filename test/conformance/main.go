@@ -4,8 +4,8 @@
 //
 // With -node=real this machine is the node, with containerd, kubelet and kube-proxy, and all 446 specs run.
 //
-// With -specs=other the specs are those of sig-api-machinery, sig-auth, sig-cli and sig-instrumentation that are neither
-// conformance specs, nor disruptive, nor of an optional feature.
+// With -specs=other the specs are the remaining specs of sig-api-machinery, sig-auth, sig-cli and sig-instrumentation,
+// without disruptive specs and specs of optional features.
 //
 // With -node=kwok three nodes run no containers. The specs are those of sig-api-machinery, sig-apps, sig-auth, sig-cli,
 // sig-instrumentation and sig-scheduling. Specs that need a container fail or time out on both servers. No spec is left

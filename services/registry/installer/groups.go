@@ -148,7 +148,8 @@ func (o *Options) ServiceIPRanges() (primary, secondary net.IPNet, err error) {
 // APIResourceConfig returns the served APIs: the defaults, changed by --runtime-config.
 func (o *Options) APIResourceConfig() (*serverstorage.ResourceConfig, error) {
 	changes := cliflag.ConfigurationMap{}
-	for key, value := range o.RuntimeConfig { // the names of the core group, as kube-apiserver's Options.Complete has them
+	for key, value := range o.RuntimeConfig {
+		// The core group has several names, as in kube-apiserver's Options.Complete.
 		core := strings.TrimPrefix(key, "api/")
 		switch {
 		case core == "v1" || strings.HasPrefix(core, "v1/"):

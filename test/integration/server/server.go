@@ -1,5 +1,6 @@
-// Package server runs the command kube-apiserver of Watershed in place of the kube-apiserver that kubernetes' test/integration starts in
-// process. Command integration replaces the files of upstream that start a server with copies that call Start.
+// Package server runs the command kube-apiserver of Watershed. It replaces the kube-apiserver that kubernetes'
+// test/integration starts in process. Command integration replaces the files of upstream that start a server with
+// copies that call Start.
 package server
 
 import (
