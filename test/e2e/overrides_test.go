@@ -138,10 +138,13 @@ func (o *overridden) reads() {
 	if got := o.next(w, false); got != "DELETED "+name {
 		o.t.Errorf("the watch has %s", got)
 	}
-	o.next(w, true)
-	if got, _ := o.names(ours, metav1.ListOptions{}); !slices.Equal(got, want[1:]) {
+	got, revision := o.names(ours, metav1.ListOptions{})
+	if !slices.Equal(got, want[1:]) {
 		o.t.Errorf("after the deletion: %v", got)
 	}
+	quiet := o.watch(revision) // a watch has its first bookmark after a second, and its second after a minute
+	defer quiet.Stop()
+	o.next(quiet, true)
 	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("l", o.made)}}
 	_, err := ours.CoordinationV1().Leases("default").Create(o.t.Context(), lease, metav1.CreateOptions{})
 	if err != nil {
