@@ -7,10 +7,13 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
+// maxOmitBytes is the size of metadata above which an annotation stays. Each list copies metadata to omit it.
+const maxOmitBytes = 16 << 10
+
 // OmitAnnotation returns the result of ThroughMetadata without an annotation. It decodes only metadata that may have
 // the annotation. The fields keep their order and escapes, because the API server encodes metadata in the same way.
 func OmitAnnotation(through []byte, key string) ([]byte, error) {
-	if !bytes.Contains(through, []byte(key)) {
+	if len(through) > maxOmitBytes || !bytes.Contains(through, []byte(key)) {
 		return through, nil
 	}
 	var object struct {
@@ -26,7 +29,7 @@ func OmitAnnotation(through []byte, key string) ([]byte, error) {
 
 // omitAnnotationProtobuf is OmitAnnotation for the result of MetadataProtobuf.
 func omitAnnotationProtobuf(message []byte, key string) ([]byte, error) {
-	if !bytes.Contains(message, []byte(key)) {
+	if len(message) > maxOmitBytes || !bytes.Contains(message, []byte(key)) {
 		return message, nil
 	}
 	var object metav1.PartialObjectMetadata

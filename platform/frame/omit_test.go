@@ -2,6 +2,7 @@ package frame
 
 import (
 	"encoding/json"
+	"strings"
 	"testing"
 	"time"
 
@@ -67,6 +68,10 @@ func TestOmittedAnnotation(t *testing.T) {
 				t.Errorf("%s, protobuf %v: the whole object is changed: %q, %v", name, protobuf, got, err)
 			}
 		}
+	}
+	large := []byte(`{"metadata":{"annotations":{"` + key + `":"` + strings.Repeat("1", maxOmitBytes) + `"}}`)
+	if got, err := OmitAnnotation(large, key); err != nil || &got[0] != &large[0] {
+		t.Errorf("large metadata is copied (%v)", err)
 	}
 	if _, err := OmitAnnotation([]byte(`{"metadata":{"annotations":["`+key+`"]}`), key); err == nil {
 		t.Error("invalid metadata is returned")

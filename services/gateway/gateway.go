@@ -56,8 +56,8 @@ type Deps struct {
 }
 
 const (
-	// maxFallbackLists is the number of lists that the registry answers for a gateway at a time. Each list is read from
-	// etcd, decoded, encoded, and buffered for all requests that share it.
+	// maxFallbackLists is the number of lists that the registry answers for a gateway and an etcd at a time. Each list
+	// is read from etcd, decoded, encoded, and buffered for all requests that share it.
 	maxFallbackLists = 4
 	// maxFallbackQueue is the number of different lists that may wait for each user. The gateway rejects more with 429.
 	maxFallbackQueue = 16

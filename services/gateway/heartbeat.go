@@ -21,7 +21,7 @@ const (
 	// heartbeatRetry is the pause after a failed call.
 	heartbeatRetry = time.Second
 	// maxEstablishing bounds the CRDs in a report. registry establishes further CRDs without the report, after 5 s.
-	maxEstablishing = 1000
+	maxEstablishing = 200
 )
 
 // heartbeat reports to registry that the gateway is live, the address at which it accepts connections, and the CRDs

@@ -56,7 +56,9 @@ func (s *Service) newEtcdLog(etcd *storage.Etcd) *etcdLog {
 	}
 	l.logReader = logreader.New(l.watchCache, s.nats, logreader.Source{
 		Stream: eventlog.DirectGetReader{JS: s.js, Log: etcd.Log},
-		Keys:   s.source.ReadDataKey,
+		Keys: func(ctx context.Context, storageResource, key string) ([]byte, error) {
+			return s.source.ReadDataKey(ctx, etcd.Log, storageResource, key)
+		},
 		Revision: func(ctx context.Context) (int64, error) {
 			return s.source.CurrentRevision(ctx, etcd)
 		},

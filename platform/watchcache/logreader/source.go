@@ -26,7 +26,7 @@ type Source struct {
 func Remote(registry registryv1.SourceClient, log eventlog.LogID) Source {
 	return Source{
 		Stream: streamReader{registry, string(log)},
-		Keys:   newDataKeyFunc(registry),
+		Keys:   newDataKeyFunc(registry, log),
 		Revision: func(ctx context.Context) (int64, error) {
 			r, err := registry.Revision(ctx, &registryv1.RevisionRequest{Log: string(log)})
 			return r.GetRevision(), err

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/url"
 	"slices"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc"
@@ -142,6 +143,25 @@ func (c *requestContext) listFromRegistry() {
 	c.writeResponse(&registryv1.ObjectResponse{Code: http.StatusOK, Body: data})
 }
 
+// ListGroups has a group of shared lists for each event log. An etcd that hangs then delays no list of another etcd.
+type ListGroups struct {
+	newGroup func() *coalesce.Group[[]byte]
+	byLog    sync.Map // of *coalesce.Group[[]byte]
+}
+
+// NewListGroups returns groups that newGroup makes.
+func NewListGroups(newGroup func() *coalesce.Group[[]byte]) *ListGroups {
+	return &ListGroups{newGroup: newGroup}
+}
+
+func (g *ListGroups) of(log string) *coalesce.Group[[]byte] {
+	group, ok := g.byLog.Load(log)
+	if !ok {
+		group, _ = g.byLog.LoadOrStore(log, g.newGroup())
+	}
+	return group.(*coalesce.Group[[]byte])
+}
+
 // readShared reads a list from registry. Equal requests, which all clients send when the tier is unavailable, share one
 // read of etcd. That read starts after the requests arrived. Router.Lists bounds the number of concurrent reads.
 func (c *requestContext) readShared(r *registryv1.GetRequest) ([]byte, error) {
@@ -157,7 +177,7 @@ func (c *requestContext) readShared(r *registryv1.GetRequest) ([]byte, error) {
 	if slices.ContainsFunc(user.GetGroups(), func(g string) bool { return slices.Contains(priorityGroups, g) }) {
 		lists = c.router.PriorityLists
 	}
-	data, err := lists.GetFor(c.req.Context(), identity.Owner(user.GetName()), string(key),
+	data, err := lists.of(c.apiResource.GetLog()).GetFor(c.req.Context(), identity.Owner(user.GetName()), string(key),
 		func(ctx context.Context) ([]byte, error) {
 			return c.readList(ctx, r)
 		})

@@ -1,16 +1,19 @@
 package routing
 
 import (
+	"context"
 	"fmt"
 	"net/url"
 	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
+	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -76,4 +79,21 @@ func TestRefusedWatchesShareTheBoundOfLists(t *testing.T) {
 			t.Errorf("%d lists for %d watches", read, watches)
 		}
 	})
+}
+
+// A list of a resource of another etcd has no place among the lists of the main etcd.
+func TestListsOfAnotherEtcdHaveTheirOwnBound(t *testing.T) {
+	groups := NewListGroups(func() *coalesce.Group[[]byte] {
+		return &coalesce.Group[[]byte]{Limit: 1, Timeout: time.Minute}
+	})
+	list := func(log, key string, read func()) {
+		_, err := groups.of(log).GetFor(t.Context(), "user", key, func(context.Context) ([]byte, error) {
+			read()
+			return nil, nil
+		})
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	list("events", "a", func() { list("", "b", func() {}) })
 }

@@ -26,7 +26,6 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/warning"
 
-	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/identity"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
@@ -50,7 +49,7 @@ type Router struct {
 	Tier, Internal Source
 	// Lists shares the lists that registry serves. PriorityLists does so for priorityGroups, whose lists do not wait
 	// behind other users' lists.
-	Lists, PriorityLists *coalesce.Group[[]byte]
+	Lists, PriorityLists *ListGroups
 	// Admission, Authn and Authz serve the registry's callbacks during a write.
 	Admission  admissionv1.AdmissionClient
 	Authn      authnv1.AuthnClient

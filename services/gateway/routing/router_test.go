@@ -192,8 +192,8 @@ func newTestRouter(t *testing.T, b *fakeBackends) *Router {
 		AdmissionRules: &AdmissionRules{Client: admissionv1.NewAdmissionClient(conn)},
 		Objects:        registryv1.NewObjectsClient(conn),
 		Tier:           Source{watchfanoutv1.NewWatchClient(conn), watches},
-		Lists:          lists(),
-		PriorityLists:  lists(),
+		Lists:          NewListGroups(lists),
+		PriorityLists:  NewListGroups(lists),
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan struct{})

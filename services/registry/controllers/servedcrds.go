@@ -3,6 +3,7 @@ package controllers
 import (
 	"context"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -17,8 +18,10 @@ const (
 	// servedTimeout bounds the delay between accepted names and Established. kube-apiserver always waits this long if
 	// --apiserver-count is above 1.
 	servedTimeout = 5 * time.Second
-	// servedPeriod is the pause between two reads of the gateways' reports, while a CRD waits.
-	servedPeriod = 10 * time.Millisecond
+	// servedPeriod is the pause between the first reads of the gateways' reports, while a CRD waits. The pauses become
+	// longer, up to maxServedPeriod.
+	servedPeriod    = 10 * time.Millisecond
+	maxServedPeriod = 250 * time.Millisecond
 )
 
 // servedCRDs holds the CRDs with accepted names until every live gateway serves them. A client that sees Established at
@@ -63,6 +66,12 @@ func (s *servedCRDs) changed(obj any) {
 		delete(s.waiting, d.Name)
 		return
 	}
+	if !slices.ContainsFunc(d.Spec.Versions, func(v apiextensionsv1.CustomResourceDefinitionVersion) bool {
+		return v.Served
+	}) {
+		s.establish(d.Name) // no gateway will serve it
+		return
+	}
 	w := s.waiting[d.Name]
 	if w.uid != d.UID {
 		w = waitingCRD{uid: d.UID, deadline: time.Now().Add(servedTimeout)}
@@ -83,11 +92,13 @@ func (s *servedCRDs) run(ctx context.Context) {
 			return
 		case <-s.wake:
 		}
-		for s.check(ctx) {
+		for pause := servedPeriod; s.check(ctx); pause = min(pause+pause/8, maxServedPeriod) {
 			select {
 			case <-ctx.Done():
 				return
-			case <-time.After(servedPeriod):
+			case <-s.wake:
+				pause = servedPeriod
+			case <-time.After(pause):
 			}
 		}
 	}

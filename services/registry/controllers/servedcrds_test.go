@@ -19,6 +19,9 @@ func TestEstablishedOnceServed(t *testing.T) {
 	crd := func(name string, revision int, established apiextensionsv1.ConditionStatus) any {
 		return &apiextensionsv1.CustomResourceDefinition{
 			ObjectMeta: metav1.ObjectMeta{Name: name, UID: types.UID(name), ResourceVersion: strconv.Itoa(revision)},
+			Spec: apiextensionsv1.CustomResourceDefinitionSpec{
+				Versions: []apiextensionsv1.CustomResourceDefinitionVersion{{Name: "v1", Served: name != "unserved"}},
+			},
 			Status: apiextensionsv1.CustomResourceDefinitionStatus{
 				Conditions: []apiextensionsv1.CustomResourceDefinitionCondition{
 					{Type: apiextensionsv1.NamesAccepted, Status: apiextensionsv1.ConditionTrue},
@@ -65,7 +68,9 @@ func TestEstablishedOnceServed(t *testing.T) {
 		s.changed(crd("b", 6, apiextensionsv1.ConditionFalse))
 		time.Sleep(servedTimeout/2 - servedPeriod)
 		expect("a")
-		time.Sleep(3 * servedPeriod)
+		time.Sleep(servedPeriod + 2*maxServedPeriod)
 		expect("a", "b")
+		s.changed(crd("unserved", 7, apiextensionsv1.ConditionFalse)) // no gateway will serve it
+		expect("a", "b", "unserved")
 	})
 }

@@ -71,7 +71,9 @@ func campaign(ctx context.Context, client *clientv3.Client, key, identity string
 	resp, err := client.Txn(ctx).If(clientv3.Compare(clientv3.CreateRevision(key), "=", 0)).Then(clientv3.OpPut(key,
 		identity, clientv3.WithLease(lease.ID))).Commit()
 	if err != nil || !resp.Succeeded {
-		_, _ = client.Revoke(context.WithoutCancel(ctx), lease.ID)
+		revoke, done := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+		defer done()
+		_, _ = client.Revoke(revoke, lease.ID)
 		return nil, err
 	}
 	return &lease.ID, nil

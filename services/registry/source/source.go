@@ -79,7 +79,7 @@ func New(r *lookup.Resources, dataKeys *storage.DataKeys, logs map[eventlog.LogI
 
 // DataKey returns a key that messages of the log are encrypted with.
 func (s *Source) DataKey(ctx context.Context, r *registryv1.DataKeyRequest) (*registryv1.DataKeyResponse, error) {
-	secret, err := s.ReadDataKey(ctx, r.StorageResource, r.Key)
+	secret, err := s.ReadDataKey(ctx, eventlog.LogID(r.Log), r.StorageResource, r.Key)
 	if errors.Is(err, eventlog.ErrNoKey) {
 		return nil, status.Error(codes.FailedPrecondition, strings.ToValidUTF8(err.Error(), "\ufffd"))
 	}
@@ -89,11 +89,15 @@ func (s *Source) DataKey(ctx context.Context, r *registryv1.DataKeyRequest) (*re
 	return &registryv1.DataKeyResponse{Secret: secret}, nil
 }
 
-// ReadDataKey implements eventlog.Keys for the registry's own reads of the log.
-func (s *Source) ReadDataKey(ctx context.Context, storageResource, key string) ([]byte, error) {
+// ReadDataKey returns a key that messages of a log are encrypted with. The log may have events of a resource from
+// before --etcd-servers-overrides moved it. They have no key, so that their reader waits for no other etcd.
+func (s *Source) ReadDataKey(ctx context.Context, log eventlog.LogID, storageResource, key string) ([]byte, error) {
 	st, err := s.resources.StorageResource(ctx, storageResource)
 	if err != nil { // the resource is not served
 		return nil, fmt.Errorf("%w: %w", eventlog.ErrNoKey, err)
+	}
+	if st.Etcd.Log != log {
+		return nil, fmt.Errorf("%w: the event log %q does not have %s", eventlog.ErrNoKey, log, storageResource)
 	}
 	return s.dataKeys.Get(ctx, st, key)
 }

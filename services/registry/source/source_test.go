@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/rpc"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
@@ -134,5 +136,19 @@ func TestRevision(t *testing.T) {
 	after, err := fx.Source.Revision(t.Context(), &registryv1.RevisionRequest{})
 	if err != nil || after.Revision != before.Revision+1 {
 		t.Errorf("%d, then %d (%v)", before.Revision, after.GetRevision(), err)
+	}
+}
+
+// A log may have encrypted events of a resource that has moved to another etcd. They have no key, so that the reader
+// of the log does not wait for the other etcd.
+func TestEventsOfAMovedResourceHaveNoKey(t *testing.T) {
+	fx := fixture.New(t)
+	for _, log := range []string{"", "moved"} {
+		_, err := fx.Source.DataKey(t.Context(),
+			&registryv1.DataKeyRequest{StorageResource: "secrets", Key: "1-a", Log: log})
+		want := fmt.Sprintf("the event log %q does not have secrets", log)
+		if status.Code(err) != codes.FailedPrecondition || strings.Contains(err.Error(), want) != (log == "moved") {
+			t.Errorf("log %q: %v", log, err)
+		}
 	}
 }

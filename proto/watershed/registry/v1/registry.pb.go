@@ -2618,7 +2618,9 @@ type DataKeyRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	StorageResource string                 `protobuf:"bytes,1,opt,name=storage_resource,json=storageResource" json:"storage_resource,omitempty"`
 	// The key's name, as in Encrypted.key of an event.
-	Key           string `protobuf:"bytes,2,opt,name=key" json:"key,omitempty"`
+	Key string `protobuf:"bytes,2,opt,name=key" json:"key,omitempty"`
+	// The log that has the event. FAILED_PRECONDITION: the resource has another log.
+	Log           string `protobuf:"bytes,3,opt,name=log" json:"log,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2663,6 +2665,13 @@ func (x *DataKeyRequest) GetStorageResource() string {
 func (x *DataKeyRequest) GetKey() string {
 	if x != nil {
 		return x.Key
+	}
+	return ""
+}
+
+func (x *DataKeyRequest) GetLog() string {
+	if x != nil {
+		return x.Log
 	}
 	return ""
 }
@@ -3224,10 +3233,11 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x03log\x18\x01 \x01(\tR\x03log\"Y\n" +
 	"\x10RevisionResponse\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12)\n" +
-	"\x10encryption_error\x18\x02 \x01(\tR\x0fencryptionError\"M\n" +
+	"\x10encryption_error\x18\x02 \x01(\tR\x0fencryptionError\"_\n" +
 	"\x0eDataKeyRequest\x12)\n" +
 	"\x10storage_resource\x18\x01 \x01(\tR\x0fstorageResource\x12\x10\n" +
-	"\x03key\x18\x02 \x01(\tR\x03key\")\n" +
+	"\x03key\x18\x02 \x01(\tR\x03key\x12\x10\n" +
+	"\x03log\x18\x03 \x01(\tR\x03log\")\n" +
 	"\x0fDataKeyResponse\x12\x16\n" +
 	"\x06secret\x18\x01 \x01(\fR\x06secret\"B\n" +
 	"\x0eOpenAPIRequest\x12\x12\n" +
