@@ -86,8 +86,8 @@ type CachedDiscovery struct {
 	Resources []apidiscoveryv2.APIResourceDiscovery
 	// Stale is set if the last fetch failed.
 	Stale bool
-	// OpenAPIPaths maps the root paths of the server's v3 documents to their URLs: the paths of the group and of the
-	// group version. It is nil if the server has no v3 documents.
+	// OpenAPIPaths maps the root paths of the server's v3 documents to their URLs: the paths of the group and of its
+	// versions. It is nil if the server has no v3 documents.
 	OpenAPIPaths map[string]string
 	// OpenAPIV2 is the server's v2 document in JSON, or nil. It covers all of the server's paths.
 	OpenAPIV2 []byte
@@ -163,7 +163,7 @@ func (m *DiscoveryManager) refreshServer(ctx context.Context, gv schema.GroupVer
 			now.Stale = true
 		}
 	} else {
-		now.OpenAPIPaths = s.fetchOpenAPIPaths(ctx, gv)
+		now.OpenAPIPaths = s.fetchOpenAPIPaths(ctx, gv.Group)
 		now.OpenAPIV2 = s.fetchDocument(ctx, "/openapi/v2", openAPILimit)
 		if before != nil && now.OpenAPIPaths == nil {
 			now.OpenAPIPaths = before.OpenAPIPaths
@@ -201,10 +201,10 @@ func (s *server) fetchDocument(ctx context.Context, path string, limit responseL
 // maxDocumentURL bounds the URL of a v3 document in a server's index, in bytes.
 const maxDocumentURL = 1 << 10
 
-// fetchOpenAPIPaths returns the root paths and URLs of the server's v3 documents of a group version, or nil. It omits
-// other roots, and URLs that are not the documents': clients and admission follow the URLs, and a server must not
+// fetchOpenAPIPaths returns the root paths and URLs of the server's v3 documents of a group, or nil. It omits other
+// roots, and URLs that are not the documents': clients and admission follow the URLs, and a server must not
 // publish the documents of other groups.
-func (s *server) fetchOpenAPIPaths(ctx context.Context, gv schema.GroupVersion) map[string]string {
+func (s *server) fetchOpenAPIPaths(ctx context.Context, group string) map[string]string {
 	var index struct {
 		Paths map[string]struct {
 			ServerRelativeURL string `json:"serverRelativeURL"`
@@ -215,9 +215,11 @@ func (s *server) fetchOpenAPIPaths(ctx context.Context, gv schema.GroupVersion) 
 		return nil
 	}
 	paths := map[string]string{}
-	for _, root := range []string{"apis/" + gv.Group, "apis/" + gv.String()} {
-		location := index.Paths[root].ServerRelativeURL
-		if len(location) > maxDocumentURL {
+	for root, document := range index.Paths {
+		location := document.ServerRelativeURL
+		version, ofGroup := strings.CutPrefix(root, "apis/"+group+"/")
+		if root != "apis/"+group && (!ofGroup || version == "" || strings.Contains(version, "/")) ||
+			len(location) > maxDocumentURL {
 			continue
 		}
 		u, err := url.Parse(location)

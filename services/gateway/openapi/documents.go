@@ -67,7 +67,9 @@ func (h *Handler) Set(v *discovery.View) {
 		}
 		for root, url := range discovered.OpenAPIPaths {
 			path := "v3/" + root
-			if _, known := remote[path]; !known && inputs[path] == "" { // a server cannot replace other documents
+			_, known := remote[path]
+			// A server cannot replace other documents. Another server of the group may have published the path first.
+			if (!known || root == "apis/"+gv.String()) && inputs[path] == "" {
 				remote[path] = remoteDocument{gv, url}
 			}
 		}

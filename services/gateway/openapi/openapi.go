@@ -90,6 +90,11 @@ func (h *Handler) serveV2(w http.ResponseWriter, req *http.Request) {
 // text/plain.
 func (h *Handler) serveIndex(w http.ResponseWriter, req *http.Request) {
 	if d := h.get(w, req, "v3"); d != nil {
+		// A client may have an older index from the same second. kube-apiserver responds to it with 304.
+		since, err := http.ParseTime(req.Header.Get("If-Modified-Since"))
+		if err == nil && d.modified.Unix() >= since.Unix() {
+			req.Header.Del("If-Modified-Since")
+		}
 		http.ServeContent(w, req, req.URL.Path, time.Now(), bytes.NewReader(d.json))
 	}
 }

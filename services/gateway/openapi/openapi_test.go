@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"google.golang.org/grpc"
@@ -194,4 +195,24 @@ func TestADocumentIsFinishedWithoutClients(t *testing.T) {
 	if n := d.calls.Load(); n != 1 {
 		t.Errorf("registry is called %d times", n)
 	}
+}
+
+// A client that has an index from the same second as a change gets the new index. A document without a change is not
+// sent again in the same second.
+func TestAnIndexOfTheSameSecondIsSentAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		time.Sleep(100 * time.Millisecond) // the clock begins with a second
+		h, _ := handler(t)
+		first := get(h, "/openapi/v3").Header().Get("Last-Modified")
+		h.Set(discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v3": "C"}}))
+		w := get(h, "/openapi/v3", "If-Modified-Since", first)
+		if second := w.Header().Get("Last-Modified"); w.Code != 200 || second != first {
+			t.Errorf("after a change: %d, %s after %s", w.Code, second, first)
+		}
+		time.Sleep(time.Second)
+		next := get(h, "/openapi/v3").Header().Get("Last-Modified")
+		if w := get(h, "/openapi/v3", "If-Modified-Since", next); w.Code != http.StatusNotModified {
+			t.Errorf("without a change: %d", w.Code)
+		}
+	})
 }

@@ -140,12 +140,13 @@ func TestALargeConvertedDocumentHasNoProtobuf(t *testing.T) {
 	}
 }
 
-// The index has only the documents of a server's own group version, at their own URLs.
+// The index has only the documents of a server's own group, at their own URLs.
 func TestAServerPublishesOnlyItsOwnDocuments(t *testing.T) {
 	long := metricsV3 + "?hash=" + strings.Repeat("x", 1<<10)
 	for entry, accepted := range map[string]bool{
 		`"apis/metrics.k8s.io/v1":{"serverRelativeURL":"` + metricsV3 + `?hash=M"}`:             true,
 		`"apis/metrics.k8s.io":{"serverRelativeURL":"/openapi/v3/apis/metrics.k8s.io?hash=M"}`:  true,
+		`"apis/metrics.k8s.io/v2":{"serverRelativeURL":"/openapi/v3/apis/metrics.k8s.io/v2"}`:   true,
 		`"apis/metrics.k8s.io/v1":{"serverRelativeURL":"https://elsewhere` + metricsV3 + `"}`:   false,
 		`"apis/metrics.k8s.io/v1":{"serverRelativeURL":"//elsewhere` + metricsV3 + `"}`:         false,
 		`"apis/metrics.k8s.io/v1":{"serverRelativeURL":"@elsewhere/"}`:                          false,
