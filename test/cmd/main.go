@@ -12,7 +12,6 @@ import (
 	"io"
 	"io/fs"
 	"log"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -121,14 +120,19 @@ func test(dir, program string) ([]result, error) {
 	if err != nil {
 		return nil, err
 	}
-	etcd, secure, err := freePorts()
+	etcd, err := harness.UnusedPort()
+	if err != nil {
+		return nil, err
+	}
+	secure, err := harness.UnusedPort()
 	if err != nil {
 		return nil, err
 	}
 	cmd := exec.Command("bash", "hack/make-rules/test-cmd.sh")
 	cmd.Dir = root
 	cmd.Env = append(os.Environ(),
-		"PATH="+bin+":"+os.Getenv("PATH"), "TMPDIR="+tmp, "ETCD_PORT="+etcd, "SECURE_API_PORT="+secure,
+		"PATH="+bin+":"+os.Getenv("PATH"), "TMPDIR="+tmp, "ETCD_PORT="+strconv.Itoa(etcd),
+		"SECURE_API_PORT="+strconv.Itoa(secure),
 		"ETCD_LOGFILE="+filepath.Join(dir, "etcd.log"),
 		"SERVICE_ACCOUNT_KEY="+filepath.Join(tmp, "sa.key"), "KUBE_JUNIT_REPORT_DIR="+filepath.Join(dir, "junit"),
 		"KUBEADM_PATH="+harness.Peer("kubeadm"), "WHAT="+*what,
@@ -240,18 +244,4 @@ func link(dir string, targets map[string]string) error {
 		}
 	}
 	return nil
-}
-
-// freePorts returns two ports without a listener.
-func freePorts() (a, b string, err error) {
-	var ports [2]string
-	for i := range ports {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			return "", "", err
-		}
-		defer l.Close()
-		ports[i] = strconv.Itoa(l.Addr().(*net.TCPAddr).Port)
-	}
-	return ports[0], ports[1], nil
 }

@@ -49,19 +49,27 @@ func Peer(name string) string { return filepath.Join(Root(), ".build", "bin", na
 // Watershed returns the path of the binary under test, which `make build` builds.
 func Watershed() string { return filepath.Join(Root(), "bin", "watershed") }
 
-// FreePort returns a port without a listener. The port is below ip_local_port_range and the node ports, so no
-// connection takes it before the caller listens.
+// FreePort returns a port as UnusedPort does.
 func FreePort(t testing.TB) int {
+	port, err := UnusedPort()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return port
+}
+
+// UnusedPort returns a port without a listener. The port is below ip_local_port_range and the node ports, so no
+// connection takes it before the caller listens.
+func UnusedPort() (int, error) {
 	const lowest, highest = 12000, 29999
 	for range 1000 {
 		port := lowest + rand.IntN(highest-lowest)
 		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
 			l.Close()
-			return port
+			return port, nil
 		}
 	}
-	t.Fatal("no port is free")
-	return 0
+	return 0, errors.New("no port is free")
 }
 
 // Server is a running API server: Watershed or kube-apiserver.
