@@ -100,7 +100,6 @@ const (
 
 // unsupportedFlags is the only list of kube-apiserver's flags that Watershed does not implement, for every command.
 var unsupportedFlags = map[string]*UnsupportedFlag{
-	"apiserver-count": {define: integer(1), ignored: true, Reason: "kube-apiserver has deprecated the flag"},
 	"cert-dir": {
 		define: text(""),
 		Reason: "`watershed up` and `watershed split` have the flag; set --tls-cert-file and --tls-private-key-file",

@@ -92,6 +92,8 @@ type Options struct {
 	ServiceNodePort int
 	// EndpointReconciler is the type of the reconciler of the kubernetes Service's endpoints.
 	EndpointReconciler string
+	// APIServerCount is the maximum of endpoints that the reconciler master-count keeps.
+	APIServerCount int
 	// Election has the durations of kube-apiserver's Lease of coordinated leader election.
 	Election leaderelection.LeaderElectionTimers
 }
@@ -116,7 +118,10 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.IntVar(&o.ServiceNodePort, "kubernetes-service-node-port", 0,
 		"If non-zero, the kubernetes Service is of type NodePort, with this port. Otherwise it is of type ClusterIP.")
 	fs.StringVar(&o.EndpointReconciler, "endpoint-reconciler-type", string(reconcilers.LeaseEndpointReconcilerType),
-		"The reconciler of the kubernetes Service's endpoints: lease, or none.")
+		"The reconciler of the kubernetes Service's endpoints: lease, none, or master-count, which is deprecated.")
+	fs.IntVar(&o.APIServerCount, "apiserver-count", 1,
+		"The number of API servers in the cluster, with --endpoint-reconciler-type=master-count.")
+	_ = fs.MarkDeprecated("apiserver-count", "apiserver-count is deprecated and will be removed in a future version.")
 	fs.StringSliceVar(&o.RequestHeaderNames, "requestheader-allowed-names", nil,
 		"Client certificate common names of allowed front proxies.")
 	fs.StringSliceVar(&o.RequestHeaderUserHeaders, "requestheader-username-headers", nil,
@@ -133,9 +138,13 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 // Validate returns an error that names the invalid flag.
 func (o *Options) Validate() error {
 	switch reconcilers.Type(o.EndpointReconciler) {
-	case reconcilers.LeaseEndpointReconcilerType, reconcilers.NoneEndpointReconcilerType:
+	case reconcilers.LeaseEndpointReconcilerType, reconcilers.NoneEndpointReconcilerType,
+		reconcilers.MasterCountReconcilerType:
 	default:
-		return fmt.Errorf("--endpoint-reconciler-type %q: want lease or none", o.EndpointReconciler)
+		return fmt.Errorf("--endpoint-reconciler-type %q: want lease, none or master-count", o.EndpointReconciler)
+	}
+	if o.APIServerCount <= 0 {
+		return fmt.Errorf("--apiserver-count %d: want a positive number", o.APIServerCount)
 	}
 	if e := o.Election; e.LeaseDuration <= e.RenewDeadline || e.RenewDeadline <= e.RetryPeriod {
 		return fmt.Errorf("--coordinated-leadership-lease-duration %v: must exceed --coordinated-leadership-renew-deadline "+
@@ -189,7 +198,7 @@ func (cs *Controllers) Prepare() (*Endpoints, error) {
 		return nil, fmt.Errorf("--advertise-address %q: neither an IP address nor none", cs.AdvertiseAddress)
 	}
 	var err error
-	cs.endpoints, err = newEndpoints(fixed, cs.SecurePort, cs.Storage, cs.Client,
+	cs.endpoints, err = newEndpoints(fixed, &cs.Options, cs.Storage, cs.Client,
 		cs.Informers.Core().V1().Services().Lister())
 	return cs.endpoints, err
 }

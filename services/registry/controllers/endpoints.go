@@ -34,10 +34,12 @@ type Endpoints struct {
 	leases   reconcilers.Leases
 	adapter  reconcilers.EndpointsAdapter
 	services corelisters.ServiceLister
+	// counted is the reconciler of --endpoint-reconciler-type=master-count, which uses no leases; nil: leases.
+	counted reconcilers.EndpointReconciler
 }
 
 // newEndpoints returns the endpoints at a port.
-func newEndpoints(fixed net.IP, port int, s *storage.Storage, client kubernetes.Interface,
+func newEndpoints(fixed net.IP, o *Options, s *storage.Storage, client kubernetes.Interface,
 	services corelisters.ServiceLister) (*Endpoints, error) {
 	config, err := s.Factory.NewConfig(api.Resource("apiServerIPInfo"), &api.Endpoints{})
 	if err != nil {
@@ -47,13 +49,17 @@ func newEndpoints(fixed net.IP, port int, s *storage.Storage, client kubernetes.
 	if err != nil {
 		return nil, err
 	}
-	return &Endpoints{
+	e := &Endpoints{
 		fixed:    fixed,
-		ports:    []corev1.EndpointPort{{Name: "https", Protocol: corev1.ProtocolTCP, Port: int32(port)}},
+		ports:    []corev1.EndpointPort{{Name: "https", Protocol: corev1.ProtocolTCP, Port: int32(o.SecurePort)}},
 		leases:   leases,
 		adapter:  reconcilers.NewEndpointsAdapter(client.CoreV1(), client.DiscoveryV1()),
 		services: services,
-	}, nil
+	}
+	if reconcilers.Type(o.EndpointReconciler) == reconcilers.MasterCountReconcilerType {
+		e.counted = reconcilers.NewMasterCountEndpointReconciler(o.APIServerCount, e.adapter)
+	}
+	return e, nil
 }
 
 // Address returns --advertise-address if the flag is set, or the gateway's address. It is empty if the validation of
@@ -69,7 +75,11 @@ func (e *Endpoints) Address(gateway string) string {
 }
 
 // Renew keeps an address among the endpoints for endpointTTL. Before the Service exists, it only renews the lease.
+// Without leases, the address stays until Remove, or until there are more than --apiserver-count.
 func (e *Endpoints) Renew(address string) error {
+	if e.counted != nil {
+		return e.counted.ReconcileEndpoints(kubernetesServiceName, net.ParseIP(address), e.ports, false)
+	}
 	if _, err := e.services.Services(metav1.NamespaceDefault).Get(kubernetesServiceName); apierrors.IsNotFound(err) {
 		return e.leases.UpdateLease(address)
 	}
@@ -79,6 +89,9 @@ func (e *Endpoints) Renew(address string) error {
 
 // Remove removes an address from the endpoints, also if it is the last.
 func (e *Endpoints) Remove(address string) error {
+	if e.counted != nil {
+		return e.counted.RemoveEndpoints(kubernetesServiceName, net.ParseIP(address), e.ports)
+	}
 	r := reconcilers.NewLeaseEndpointReconciler(e.adapter, e.leases)
 	r.StopReconciling() // otherwise it keeps the last address
 	err := r.RemoveEndpoints(kubernetesServiceName, net.ParseIP(address), e.ports)
@@ -89,9 +102,9 @@ func (e *Endpoints) Remove(address string) error {
 }
 
 // reconciler returns the reconciler of the elected registry, which drops the addresses whose leases have ended. It has
-// no address of its own. If e is nil, it does nothing.
+// no address of its own. If e is nil or has no leases, it does nothing.
 func (e *Endpoints) reconciler() reconcilers.EndpointReconciler {
-	if e == nil {
+	if e == nil || e.counted != nil {
 		return reconcilers.NewNoneEndpointReconciler()
 	}
 	return reconcilers.NewLeaseEndpointReconciler(e.adapter, readOnlyLeases{e.leases})
