@@ -145,7 +145,7 @@ cost: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd) ## the price of h
 envtest: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd) ## controller-runtime's own suites against kube-apiserver and bin/kube-apiserver; ARGS="-packages client,cache" for some
 	cd test/envtest && GOWORK=off go run . $(ARGS)
 
-robustness: build ## clients against the split form while 1,000 things go wrong, and a judge; ARGS="-seed N" repeats a run
+robustness: build $(addprefix $(PEERS)/,kube-apiserver kube-controller-manager) ## clients against the split form while 1,000 things go wrong, and a judge; ARGS="-seed N" repeats a run
 	cd test && go run ./robustness -watershed ../$(BIN)/watershed $(ARGS)
 
 robustness-broken: build ## the same against a Watershed that is broken on purpose, in each way: the judge has to find it

@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"sigs.k8s.io/yaml"
+
+	"watershed.dev/test/harness"
 )
 
 // link is a connection from a process to another process's address, through a proxy that faults can cut.
@@ -32,14 +34,28 @@ type cluster struct {
 	corrupt func(n int)
 }
 
-// hosts is the placement of several `up` on the same etcd, which share the port of the clients.
-const hosts = "hosts"
+// The placements of several API servers on the same etcd, which share the port of the clients.
+const (
+	// hosts is three `up`.
+	hosts = "hosts"
+	// mixed is two `up` and a kube-apiserver, with kube-controller-manager as a client.
+	mixed = "mixed"
+)
 
-// hostCount is the number of hosts.
+// hostCount is the number of API servers of hosts and mixed.
 const hostCount = 3
 
+// Processes of the placement mixed.
+const (
+	reference   = "kube-apiserver"
+	controllers = "kube-controller-manager"
+)
+
+// onHosts returns true if each API server is a process.
+func (o *options) onHosts() bool { return o.placement == hosts || o.placement == mixed }
+
 // startCluster writes the configuration of `split`, puts a proxy between every two processes, and starts all processes.
-// For the placement hosts, it keeps only etcd and the PKI of `split`.
+// For the placements hosts and mixed, it keeps only etcd and the PKI of `split`.
 func startCluster(ctx context.Context, o options) (*cluster, error) {
 	c := &cluster{dir: o.dir, watershed: o.watershed}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -49,7 +65,7 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 	c.port = l.Addr().(*net.TCPAddr).Port
 	l.Close()
 	placement := o.placement
-	if placement == hosts {
+	if o.onHosts() {
 		placement = "split"
 	}
 	plan := exec.CommandContext(ctx, o.watershed, "split", "--dry-run", "--data-dir", o.dir, "--bind-address",
@@ -77,7 +93,7 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 		if strings.HasPrefix(name, "xds-") {
 			continue // it would publish addresses that bypass the links
 		}
-		if o.placement == hosts && !strings.HasPrefix(name, "etcd-") {
+		if o.onHosts() && !strings.HasPrefix(name, "etcd-") {
 			continue
 		}
 		delete(conf, "xds-servers")
@@ -91,8 +107,12 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 			}
 		}
 	}
-	if o.placement == hosts {
+	if o.onHosts() {
 		for n := range hostCount {
+			if o.placement == mixed && n == hostCount-1 {
+				configs[reference] = c.reference(filepath.Join(o.dir, reference), n)
+				break
+			}
 			name := fmt.Sprintf("host-%d", n)
 			if configs[name], err = c.host(filepath.Join(o.dir, name), n); err != nil {
 				return nil, err
@@ -123,6 +143,11 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 			}
 			conf[key] = strings.Join(through, ",")
 		}
+		if name == reference {
+			c.processes = append(c.processes, &process{
+				name: name, program: harness.Peer(name), args: flagsOf(conf), cluster: c})
+			continue
+		}
 		command, _, _ := strings.Cut(name, "-")
 		data, _ := conf["data-dir"].(string)
 		targets, _ := conf["target"].([]any)
@@ -131,7 +156,7 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 			targets = []any{"watchfanout", "gateway", "registry"}
 		}
 		for _, target := range targets {
-			if o.placement != hosts {
+			if !o.onHosts() {
 				command = "run"
 			}
 			switch target {
@@ -154,11 +179,14 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 		}
 		c.processes = append(c.processes, &process{
 			name:    name,
-			command: command,
-			config:  path,
+			program: c.watershed,
+			args:    []string{command, "--config", path},
 			data:    data,
 			cluster: c,
 		})
+	}
+	if o.placement == mixed {
+		c.processes = append(c.processes, c.controllers())
 	}
 	slices.SortFunc(c.processes, func(a, b *process) int { return strings.Compare(a.name, b.name) })
 	slices.SortFunc(c.links, func(a, b *link) int { return strings.Compare(a.from+a.to, b.from+b.to) })
@@ -185,6 +213,61 @@ func (c *cluster) host(dir string, n int) (map[string]any, error) {
 		"etcd-certfile":       identity + ".crt",
 		"etcd-keyfile":        identity + ".key",
 	}, nil
+}
+
+// reference returns the flags of kube-apiserver as host n, with the certificates and keys of the other hosts.
+func (c *cluster) reference(dir string, n int) map[string]any {
+	pki := func(name string) string { return filepath.Join(c.dir, "pki", name) }
+	issuer := "https://kubernetes.default.svc.cluster.local"
+	return map[string]any{
+		"cert-dir":                           dir,
+		"bind-address":                       "127.0.0.1",
+		"secure-port":                        c.port,
+		"permit-port-sharing":                true,
+		"advertise-address":                  fmt.Sprintf("192.0.2.%d", n+1),
+		"allow-privileged":                   true,
+		"authorization-mode":                 "Node,RBAC",
+		"enable-admission-plugins":           "NodeRestriction",
+		"enable-bootstrap-token-auth":        true,
+		"service-cluster-ip-range":           "10.96.0.0/16",
+		"etcd-servers":                       strings.Join(c.etcd, ","),
+		"etcd-cafile":                        pki("inner-ca.crt"),
+		"etcd-certfile":                      pki("inner-registry.crt"),
+		"etcd-keyfile":                       pki("inner-registry.key"),
+		"etcd-compaction-interval":           "0s",
+		"client-ca-file":                     pki("ca.crt"),
+		"tls-cert-file":                      pki("apiserver.crt"),
+		"tls-private-key-file":               pki("apiserver.key"),
+		"service-account-issuer":             issuer,
+		"service-account-key-file":           pki("sa.pub"),
+		"service-account-signing-key-file":   pki("sa.key"),
+		"proxy-client-cert-file":             pki("front-proxy-client.crt"),
+		"proxy-client-key-file":              pki("front-proxy-client.key"),
+		"requestheader-client-ca-file":       pki("front-proxy-ca.crt"),
+		"requestheader-allowed-names":        "front-proxy-client",
+		"requestheader-username-headers":     "X-Remote-User",
+		"requestheader-group-headers":        "X-Remote-Group",
+		"requestheader-extra-headers-prefix": "X-Remote-Extra-",
+	}
+}
+
+// flagsOf returns a configuration as flags.
+func flagsOf(conf map[string]any) (flags []string) {
+	for key, v := range conf {
+		flags = append(flags, fmt.Sprintf("--%s=%v", key, v))
+	}
+	return flags
+}
+
+// controllers returns kube-controller-manager as a client of all API servers.
+func (c *cluster) controllers() *process {
+	pki := func(name string) string { return filepath.Join(c.dir, "pki", name) }
+	return &process{name: controllers, program: harness.Peer(controllers), cluster: c, args: []string{
+		"--kubeconfig=" + filepath.Join(c.dir, "admin.kubeconfig"), "--leader-elect=false", "--secure-port=0",
+		"--use-service-account-credentials", "--service-account-private-key-file=" + pki("sa.key"),
+		"--root-ca-file=" + pki("ca.crt"),
+		// It creates a ConfigMap in each namespace.
+		"--controllers=*,-root-ca-certificate-publisher-controller"}}
 }
 
 func (c *cluster) url() string { return fmt.Sprintf("https://127.0.0.1:%d", c.port) }

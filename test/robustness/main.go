@@ -27,6 +27,7 @@ type options struct {
 	watershed string
 	dir       string
 	faults    int
+	calm      time.Duration
 	seed      uint64
 	placement string
 	replicas  string
@@ -43,7 +44,9 @@ func main() {
 	flag.IntVar(&o.faults, "faults", 1000, "The number of faults.")
 	flag.Uint64Var(&o.seed, "seed", 0, "The seed of the faults; 0 for a random seed.")
 	flag.StringVar(&o.placement, "placement", "split",
-		"The --placement of `watershed split`, or hosts: three `up` on the same etcd.")
+		"The --placement of `watershed split`, or hosts: three `up` on the same etcd, or mixed: two `up` and a "+
+			"kube-apiserver, with kube-controller-manager, whose clients change between the servers.")
+	flag.DurationVar(&o.calm, "calm", 0, "How long the clients run without faults first.")
 	flag.StringVar(&o.replicas, "replicas", "watchfanout=3", "The --replicas of `watershed split`.")
 	flag.IntVar(&o.writers, "writers", 6, "The number of writing clients.")
 	flag.IntVar(&o.watchers, "watchers", 24, "The number of watching clients.")
@@ -65,6 +68,21 @@ func main() {
 	fmt.Print(r)
 	if len(r.found) > 0 {
 		os.Exit(1)
+	}
+}
+
+// pause waits for the time without faults, and logs the progress every minute.
+func (o *options) pause(ctx context.Context, progress func() string) {
+	end := time.After(o.calm)
+	for minutes := time.Tick(time.Minute); ; {
+		select {
+		case <-ctx.Done():
+			return
+		case <-end:
+			return
+		case <-minutes:
+			log.Print(progress())
+		}
 	}
 }
 
@@ -128,6 +146,7 @@ func run(ctx context.Context, o options) (*result, error) {
 	}
 	c.corrupt = w.corrupt
 	w.start(ctx)
+	o.pause(ctx, w.progress)
 	faults := c.inject(ctx, o, w.progress)
 	complaints := w.finish(ctx)
 	r := &result{seed: o.seed, dir: o.dir, took: time.Since(began), counts: w.counts()}

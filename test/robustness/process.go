@@ -14,7 +14,8 @@ import (
 //
 //	running → (fault, or an unexpected end) → down for p.down → lost data removed → running
 type process struct {
-	name, command, config string
+	name, program string
+	args          []string
 	// data is the process's --data-dir. Empty: it has none.
 	data    string
 	cluster *cluster
@@ -70,7 +71,7 @@ func (p *process) once() error {
 			return err
 		}
 	}
-	cmd := exec.Command(p.cluster.watershed, p.command, "--config", p.config)
+	cmd := exec.Command(p.program, p.args...)
 	cmd.Stdout, cmd.Stderr = out, out
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	p.mu.Lock()

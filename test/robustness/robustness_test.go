@@ -10,7 +10,7 @@ import (
 // TestClientsSeeTheTruthUnderFaults runs the short form: a few faults with a random seed in each placement.
 // `make robustness` is the long form.
 func TestClientsSeeTheTruthUnderFaults(t *testing.T) {
-	for _, placement := range []string{"split", "compact", hosts} {
+	for _, placement := range []string{"split", "compact", hosts, mixed} {
 		t.Run(placement, func(t *testing.T) {
 			seed := rand.Uint64N(1 << 32)
 			t.Logf("seed %d", seed)

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"net"
 	"net/http"
 	"net/url"
 	"strconv"
@@ -46,8 +47,10 @@ type workload struct {
 	// final is the revision that every watch must reach; 0 until it is set.
 	final                                                          atomic.Int64
 	writes, acknowledged, reads, events, resumes, relists, expired atomic.Int64
-	complaintsMu                                                   sync.Mutex
-	complaints                                                     []string
+	// scaled counts the times that kube-controller-manager made a Deployment's pods.
+	scaled       atomic.Int64
+	complaintsMu sync.Mutex
+	complaints   []string
 }
 
 func newWorkload(ctx context.Context, c *cluster, o options) (*workload, error) {
@@ -74,15 +77,33 @@ func (w *workload) client() *http.Client {
 	}
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(w.config.CAData)
+	var dial func(context.Context, string, string) (net.Conn, error)
+	if w.options.placement == mixed {
+		dial = dialForAWhile
+	}
 	return &http.Client{Transport: &http.Transport{
+		DialContext:       dial,
 		TLSClientConfig:   &tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: pool},
 		ForceAttemptHTTP2: true,
 		HTTP2:             &http.HTTP2Config{SendPingTimeout: 5 * time.Second, PingTimeout: 5 * time.Second},
 	}}
 }
 
+// dialForAWhile closes the connection after 2 to 20 s. The next connection may have another API server.
+func dialForAWhile(ctx context.Context, network, address string) (net.Conn, error) {
+	var d net.Dialer
+	conn, err := d.DialContext(ctx, network, address)
+	if err == nil {
+		time.AfterFunc(time.Duration(2+rand.IntN(18))*time.Second, func() { conn.Close() })
+	}
+	return conn, err
+}
+
 func (w *workload) start(ctx context.Context) {
 	ctx, w.stop = context.WithCancel(ctx)
+	if w.options.placement == mixed {
+		w.writers.Go(func() { w.scale(ctx) })
+	}
 	for n := range w.options.writers {
 		w.writers.Go(func() { w.write(ctx, rand.New(rand.NewPCG(w.options.seed, uint64(100+n)))) })
 	}
@@ -108,8 +129,9 @@ func (w *workload) counts() map[string]int {
 		"watches resumed by clients": int(w.resumes.Load()),
 		"watches expired (410)":      int(w.expired.Load()),
 
-		"relists":         int(w.relists.Load()),
-		"changes in etcd": len(w.history.Changes),
+		"lists of watching clients":                 int(w.relists.Load()),
+		"deployments scaled":                        int(w.scaled.Load()),
+		"changes in etcd":                           len(w.history.Changes),
 		"connections that watches were served over": len(w.history.Segments),
 	}
 }
