@@ -23,6 +23,7 @@ var replacedGates = map[featuregate.Feature]replacedGate{
 	features.APIResponseCompression:                {},
 	features.APIServerIdentity:                     {},
 	features.ConstrainedImpersonation:              {},
+	features.ShardedListAndWatch:                   {},
 	features.StorageVersionHash:                    {},
 	features.WatchCacheInitializationPostStartHook: {},
 	features.WatchList:                             {},
@@ -40,7 +41,6 @@ var replacedGates = map[featuregate.Feature]replacedGate{
 	features.CBORServingAndStorage:       {"CBOR is neither served nor stored"},
 	features.ConcurrentWatchObjectDecode: {"no API server decodes the events of a watch"},
 	features.ListFromCacheSnapshot:       {"lists at a revision are always served by the watch cache"},
-	features.ShardedListAndWatch:         {"lists and watches have no shard selector"},
 	features.SizeBasedListCostEstimate:   {"the cost of a list is always its size"},
 	features.StorageVersionAPI:           {"no StorageVersion objects are written"},
 }

@@ -5,6 +5,7 @@ package frame
 
 import (
 	"encoding/binary"
+	"encoding/json"
 	"fmt"
 	"strconv"
 
@@ -82,6 +83,40 @@ func value(b []byte, i int) (int, error) {
 		}
 	}
 	return 0, fmt.Errorf("unbalanced JSON")
+}
+
+// UID returns metadata.uid of an object's JSON, whose metadata must be its first key. An object without a UID has an
+// empty UID.
+func UID(body []byte) (uid string) {
+	depth := 0
+	for i := 0; i < len(body); i++ {
+		switch body[i] {
+		case '{', '[':
+			depth++
+		case '}', ']':
+			if depth--; depth < 2 { // the metadata has ended
+				return ""
+			}
+		case '"':
+			end := stringEnd(body, i)
+			if depth == 2 && string(body[i:min(end+1, len(body))]) == `"uid":` {
+				_ = json.Unmarshal(body[end+1:stringEnd(body, end+1)], &uid)
+				return uid
+			}
+			i = end - 1
+		}
+	}
+	return ""
+}
+
+// stringEnd returns the end of the JSON string that begins at i.
+func stringEnd(b []byte, i int) int {
+	for i++; i < len(b) && b[i] != '"'; i++ {
+		if b[i] == '\\' {
+			i++
+		}
+	}
+	return min(i+1, len(b))
 }
 
 // MetadataProtobuf returns field 1, the ObjectMeta, of an object's protobuf. The field is a complete

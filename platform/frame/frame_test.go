@@ -25,8 +25,9 @@ func TestAProtobufListIsKubernetesOwn(t *testing.T) {
 	remaining := int64(7)
 	want := &metav1.PartialObjectMetadataList{
 		TypeMeta: metav1.TypeMeta{Kind: "PartialObjectMetadataList", APIVersion: "meta.k8s.io/v1"},
-		ListMeta: metav1.ListMeta{ResourceVersion: "12", Continue: "abc", RemainingItemCount: &remaining},
-		Items:    []metav1.PartialObjectMetadata{item("a"), item("b")},
+		ListMeta: metav1.ListMeta{ResourceVersion: "12", Continue: "abc", RemainingItemCount: &remaining,
+			ShardInfo: &metav1.ShardInfo{Selector: "shard"}},
+		Items: []metav1.PartialObjectMetadata{item("a"), item("b")},
 	}
 	scheme := runtime.NewScheme()
 	if err := metav1.AddMetaToScheme(scheme); err != nil {
@@ -43,6 +44,7 @@ func TestAProtobufListIsKubernetesOwn(t *testing.T) {
 		Revision:   12,
 		Continue:   "abc",
 		Remaining:  &remaining,
+		ShardInfo:  "shard",
 	}
 	var items [][]byte
 	for i := range want.Items {
@@ -176,6 +178,25 @@ func TestAListIsAsLongAsItSays(t *testing.T) {
 			if !f.Protobuf && (json.Unmarshal(got, &out) != nil || len(out.Items) != n) {
 				t.Errorf("%s of %d: %s", name, n, got)
 			}
+		}
+	}
+}
+
+// The UID is that of the object itself, also in JSON that is cut short.
+func TestUID(t *testing.T) {
+	for body, want := range map[string]string{
+		`{"metadata":{"name":"uid","uid":"a"},"uid":"b"}`:                               "a",
+		`{"metadata":{"labels":{"uid":"b"},"ownerReferences":[{"uid":"c"}],"uid":"a"}}`: "a",
+		`{"metadata":{"annotations":{"x":"\",\"uid\":\"b"},"uid":"\u0061"}}`:            "a",
+		`{"metadata":{"name":"a"},"spec":{"uid":"b"}}`:                                  "",
+		`{"metadata":{"uid":"`: "",
+		`{"metadata":{"uid":`:  "",
+		`{"metadata":{"uid"`:   "",
+		`{}`:                   "",
+		``:                     "",
+	} {
+		if got := UID([]byte(body)); got != want {
+			t.Errorf("%s: %q", body, got)
 		}
 	}
 }

@@ -13,6 +13,8 @@ type List struct {
 	Revision         int64
 	Continue         string
 	Remaining        *int64
+	// ShardInfo is the selector of the list's shard. Empty: the list has no shardInfo.
+	ShardInfo string
 	// Columns, if set, makes the list a Table.
 	Columns []byte
 	// Unstructured is true for a list without a Go type. Its metadata always has a continue token, possibly empty.
@@ -28,6 +30,9 @@ func (l *List) meta(dst []byte) []byte {
 	}
 	if l.Remaining != nil {
 		dst = strconv.AppendInt(append(dst, `,"remainingItemCount":`...), *l.Remaining, 10)
+	}
+	if l.ShardInfo != "" {
+		dst = append(strconv.AppendQuote(append(dst, `,"shardInfo":{"selector":`...), l.ShardInfo), '}')
 	}
 	return append(dst, '}')
 }
@@ -181,6 +186,10 @@ func (l *List) headProtobuf(items int) []byte {
 	m = append(tag(m, 3, len(l.Continue)), l.Continue...)
 	if l.Remaining != nil {
 		m = protowire.AppendVarint(protowire.AppendTag(m, 4, protowire.VarintType), uint64(*l.Remaining))
+	}
+	if l.ShardInfo != "" {
+		m = tag(m, 5, FieldLen(len(l.ShardInfo)))
+		m = append(tag(m, 1, len(l.ShardInfo)), l.ShardInfo...)
 	}
 	return envelopeHead(l.Kind, l.APIVersion, FieldLen(len(m))+items, func(b []byte) []byte {
 		return append(tag(b, 1, len(m)), m...)

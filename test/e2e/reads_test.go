@@ -229,6 +229,8 @@ func TestListsAndWatchesAreAnsweredAsByKubeAPIServer(t *testing.T) {
 			"&allowWatchBookmarks=true&timeoutSeconds=1", ""},
 		{"GET", cms + "?watch=1&timeoutSeconds=1", ""},
 		{"GET", cms + "?watch=1&timeoutSeconds=1&" + data, ""},
+		{"GET", cms + "?shardSelector=ignored+without+its+gate", ""},
+		{"GET", cms + "?watch=1&timeoutSeconds=1&shardSelector=ignored+without+its+gate", ""},
 		{"GET", cms + "?limit=-1", ""},
 		{"GET", cms + "?limit=abc", ""},
 		{"GET", cms + "?limit=1&" + data, ""},

@@ -30,9 +30,30 @@ type Item struct {
 	Serial uint64
 
 	// selectorBytes is the memory of Labels and Fields.
-	selectorBytes int
+	selectorBytes int32
 	// metadataEnd is the offset in JSON at which the metadata ends; 0 until ThroughMetadata computes it.
 	metadataEnd atomic.Int32
+	// uidHash is the hash of metadata.uid; 0 until UIDHash computes it.
+	uidHash atomic.Uint64
+}
+
+// UIDHash returns ShardHash of metadata.uid. It computes the hash only once.
+func (i *Item) UIDHash() uint64 {
+	hash := i.uidHash.Load()
+	if hash == 0 {
+		hash = ShardHash(frame.UID(i.JSON))
+		i.uidHash.Store(hash)
+	}
+	return hash
+}
+
+// ShardHash returns the hash by which a shard selector selects: FNV-1a with 64 bits (k8s.io/apimachinery/pkg/sharding).
+func ShardHash(value string) uint64 {
+	hash := uint64(0xcbf29ce484222325)
+	for i := range len(value) {
+		hash = (hash ^ uint64(value[i])) * 0x100000001b3
+	}
+	return hash
 }
 
 // ThroughMetadata returns frame.ThroughMetadata of JSON. It finds the end of the metadata only once.
@@ -52,7 +73,9 @@ func (i *Item) ThroughMetadata() ([]byte, error) {
 var lastSerial atomic.Uint64
 
 // Size returns the item's memory in bytes, approximately.
-func (i *Item) Size() int { return len(i.JSON) + len(i.Protobuf) + len(i.Key) + 200 + i.selectorBytes }
+func (i *Item) Size() int {
+	return len(i.JSON) + len(i.Protobuf) + len(i.Key) + 200 + int(i.selectorBytes)
+}
 
 // pairBytes is about the memory of a map entry beside the bytes of its strings.
 const pairBytes = 50
@@ -231,7 +254,7 @@ func itemOf(namespace, name string, revision int64, o *logv1.Object) *Item {
 		Protobuf:      o.Protobuf,
 		Version:       o.Version,
 		Serial:        lastSerial.Add(1),
-		selectorBytes: sizeOf(o.Labels) + sizeOf(o.Fields),
+		selectorBytes: int32(sizeOf(o.Labels) + sizeOf(o.Fields)),
 	}
 }
 
@@ -256,6 +279,6 @@ func ItemOf(row *registryv1.Row) *Item {
 		Protobuf:      row.Protobuf,
 		Version:       row.Version,
 		Serial:        lastSerial.Add(1),
-		selectorBytes: sizeOf(row.Labels) + sizeOf(row.Fields),
+		selectorBytes: int32(sizeOf(row.Labels) + sizeOf(row.Fields)),
 	}
 }

@@ -122,6 +122,7 @@ func Body(ctx context.Context, c *conversion.Converter, q *query.Query, p *Page)
 		Revision:     p.Revision,
 		Continue:     p.Continue,
 		Remaining:    p.Remaining,
+		ShardInfo:    q.ShardInfo(),
 		Columns:      columns,
 		Unstructured: q.Encoding.Unstructured && !q.Table && !q.Encoding.Partial,
 	}
@@ -215,15 +216,12 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 	if _, _, unreadable := snapshot.Unreadable(prefix); unreadable && !q.SkipUnreadable {
 		return nil, rpc.ErrDelegate // registry returns the error
 	}
-	total := int64(0)
+	visited := int64(0)
 	err = snapshot.Select(ctx, q.Trigger(), prefix, from, func(i *cache.Item) bool {
+		visited++
 		if limit > 0 && int64(len(p.Items)) >= limit {
 			more = true
-			if !q.SelectsEverything() {
-				return false
-			}
-			total++
-			return true
+			return q.CountsRemaining()
 		}
 		if q.Matches(i) {
 			p.Items = append(p.Items, i)
@@ -236,8 +234,9 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 	}
 	if more {
 		p.Continue = encodeContinue(p.Revision, "/"+strings.TrimPrefix(lastKey, prefix)+"\x00")
-		if q.SelectsEverything() {
-			p.Remaining = &total
+		if q.CountsRemaining() {
+			remaining := visited - limit
+			p.Remaining = &remaining
 		}
 		l.putSnapshot(q.Entry.StorageResource, epoch, snapshot)
 	}

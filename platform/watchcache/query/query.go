@@ -33,6 +33,8 @@ type Query struct {
 	Labels        labels.Selector
 	Fields        fields.Selector
 	IncludeObject string
+	// Shard selects by the hash of a field; nil for all objects.
+	Shard *watchfanoutv1.Shard
 	// SkipUnreadable makes a list omit unreadable objects.
 	SkipUnreadable bool
 
@@ -86,6 +88,7 @@ func New(e *registryv1.APIResource, p *watchfanoutv1.Query) (*Query, error) {
 		Output:         p.GetOutput(),
 		IncludeObject:  p.GetIncludeObject(),
 		As:             p.GetOutput().GetAs(),
+		Shard:          p.GetShard(),
 	}
 	if q.Entry.GetStorageResource() == "" {
 		return nil, rpc.ErrDelegate
@@ -99,6 +102,11 @@ func New(e *registryv1.APIResource, p *watchfanoutv1.Query) (*Query, error) {
 	}
 	if q.Fields, err = fields.ParseSelector(p.GetFieldSelector()); err != nil {
 		return nil, apierrors.NewBadRequest(err.Error())
+	}
+	switch q.Shard.GetField() {
+	case "", uidField, namespaceField:
+	default:
+		return nil, rpc.ErrDelegate
 	}
 	switch q.Output.GetMediaType() {
 	case frame.JSON, frame.Protobuf:
@@ -171,12 +179,13 @@ func (q *Query) NeedsConvertedFields() bool {
 	})
 }
 
-// SelectsEverything reports whether the query selects every object of the namespace.
-func (q *Query) SelectsEverything() bool { return q.Labels.Empty() && q.Fields.Empty() }
+// CountsRemaining reports whether a page has a remainingItemCount: it has no selector of labels or fields. As in
+// kube-apiserver, the count of a shard's page includes the objects of other shards.
+func (q *Query) CountsRemaining() bool { return q.Labels.Empty() && q.Fields.Empty() }
 
-// Matches reports whether the selectors match an object's stored labels and fields.
+// Matches reports whether the selectors match an object's shard and its stored labels and fields.
 func (q *Query) Matches(i *cache.Item) bool {
-	return (q.Labels.Empty() || q.Labels.Matches(labels.Set(i.Labels))) &&
+	return q.inShard(i) && (q.Labels.Empty() || q.Labels.Matches(labels.Set(i.Labels))) &&
 		(q.Fields.Empty() || q.Fields.Matches(fields.Set(i.Fields)))
 }
 
@@ -258,7 +267,16 @@ func (q *Query) MayMatch(i *cache.Item) bool {
 	if !q.NeedsConvertedFields() || q.IsNative(i) {
 		return q.Matches(i)
 	}
-	return q.Labels.Empty() || q.Labels.Matches(labels.Set(i.Labels))
+	return q.inShard(i) && (q.Labels.Empty() || q.Labels.Matches(labels.Set(i.Labels)))
+}
+
+// ShardInfo returns the selector of a list's shardInfo, or an empty string. In kube-apiserver, Tables, lists of metadata
+// and lists of custom resources have no shardInfo.
+func (q *Query) ShardInfo() string {
+	if q.Table || q.Encoding.Partial || q.Encoding.Unstructured {
+		return ""
+	}
+	return q.Shard.GetSelector()
 }
 
 // Describe describes the query, for the status page.
@@ -270,6 +288,7 @@ func (q *Query) Describe() string {
 		{"fields", q.Fields.String()},
 		{"as", q.As.GetKind()},
 		{"version", frame.APIVersion(q.Entry.Kind)},
+		{"shard", q.Shard.GetSelector()},
 	} {
 		if p[1] != "" {
 			parts = append(parts, p[0]+"="+p[1])

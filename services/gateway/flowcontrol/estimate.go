@@ -145,7 +145,7 @@ func (s *listSizes) keyOf(req *http.Request) listKey {
 	format := outputFormat(req.Header.Get("Accept"))
 	part(format)
 	l := listKey{whole: h.Sum64(), table: format == tableFormat}
-	for _, name := range []string{"labelSelector", "fieldSelector", "limit"} {
+	for _, name := range []string{"labelSelector", "fieldSelector", "shardSelector", "limit"} {
 		part(q.Get(name))
 		l.partial = l.partial || q.Get(name) != ""
 	}

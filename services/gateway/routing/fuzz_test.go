@@ -1,16 +1,23 @@
 package routing
 
 import (
+	"math"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
 	"slices"
+	"strings"
 	"testing"
 
+	"google.golang.org/protobuf/proto"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/features"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
+	featuregatetesting "k8s.io/component-base/featuregate/testing"
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
 func podsResource() *registryv1.APIResource {
@@ -42,6 +49,24 @@ func newRequestContext(query, accept string) *requestContext {
 		info:        &request.RequestInfo{Verb: "list", Resource: "pods"},
 		apiResource: podsResource(),
 		dialect:     builtIn{},
+	}
+}
+
+// TestShards checks that a shard selector is parsed and that it has no effect without its feature gate.
+func TestShards(t *testing.T) {
+	const selector = "shardRange(object.metadata.uid, '0x0000000000000000', '0x8000000000000000') || " +
+		"shardRange(object.metadata.uid, '0xc000000000000000', '0x10000000000000000')"
+	if s, err := shardOf("rubbish"); s != nil || err != nil {
+		t.Errorf("without the gate: %v, %v", s, err)
+	}
+	featuregatetesting.SetFeatureGateDuringTest(t, utilfeature.DefaultFeatureGate, features.ShardedListAndWatch, true)
+	want := &watchfanoutv1.Shard{Field: "object.metadata.uid", Selector: selector, Ranges: []*watchfanoutv1.HashRange{
+		{First: 0, Last: 1<<63 - 1}, {First: 3 << 62, Last: math.MaxUint64}}}
+	if s, err := shardOf(" " + selector); err != nil || !proto.Equal(s, want) {
+		t.Errorf("%v, %v", s, err)
+	}
+	if s, err := shardOf(" "); err == nil || !strings.HasPrefix(err.Error(), "invalid shard selector: empty") {
+		t.Errorf("%v, %v", s, err)
 	}
 }
 

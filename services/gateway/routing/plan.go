@@ -2,8 +2,10 @@ package routing
 
 import (
 	"errors"
+	"fmt"
 	"net/url"
 	"slices"
+	"strconv"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/validate/content"
@@ -15,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/features"
+	"k8s.io/apiserver/pkg/sharding"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
 
 	"watershed.dev/platform/identity"
@@ -63,6 +66,9 @@ func (c *requestContext) plan() (*plan, error) {
 	if opts.LabelSelector != nil {
 		q.LabelSelector = opts.LabelSelector.String()
 	}
+	if q.Shard, err = shardOf(opts.ShardSelector); err != nil {
+		return nil, err
+	}
 	if c.out.GetAs().GetKind() == "Table" {
 		q.IncludeObject = c.req.URL.Query().Get("includeObject")
 		switch metav1.IncludeObjectPolicy(q.IncludeObject) {
@@ -73,6 +79,29 @@ func (c *requestContext) plan() (*plan, error) {
 	}
 	p.query, p.source = q, c.source()
 	return p, nil
+}
+
+// shardOf parses a shard selector. It ignores the selector unless the feature gate is on. Its error is kube-apiserver's
+// (k8s.io/apiserver/pkg/registry/generic/registry, Store.ListPredicate): a response with the code 500.
+func shardOf(selector string) (*watchfanoutv1.Shard, error) {
+	if selector == "" || !utilfeature.DefaultFeatureGate.Enabled(features.ShardedListAndWatch) {
+		return nil, nil
+	}
+	parsed, err := sharding.Parse(selector)
+	if err != nil {
+		return nil, fmt.Errorf("invalid shard selector: %w", err)
+	}
+	s := &watchfanoutv1.Shard{Selector: parsed.String()}
+	for _, r := range parsed.Requirements() { // the parser has checked that all have the same field, and start < end
+		s.Field = r.Key
+		first, _ := strconv.ParseUint(r.Start, 0, 64)
+		end, err := strconv.ParseUint(r.End, 0, 64)
+		if err != nil { // 2^64
+			end = 0
+		}
+		s.Ranges = append(s.Ranges, &watchfanoutv1.HashRange{First: first, Last: end - 1})
+	}
+	return s, nil
 }
 
 // listOptions decodes and validates the options of a list or a watch.

@@ -139,6 +139,7 @@ func (c *requestContext) watchRefusal(opts *internalversion.ListOptions) error {
 	}
 	if _, supported, err := c.fieldSelector(opts.FieldSelector); supported && err == nil {
 		q.Del("fieldSelector")
+		q.Del("shardSelector")
 	}
 	r.Query = q.Encode()
 	if _, err := c.readShared(r); err != nil {

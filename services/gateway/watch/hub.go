@@ -248,6 +248,7 @@ func keyOf(q *watchfanoutv1.Query, owner string) (key, error) {
 		FieldSelector: q.FieldSelector,
 		Output:        q.Output,
 		IncludeObject: q.IncludeObject,
+		Shard:         q.Shard,
 	}
 	data, err := proto.MarshalOptions{Deterministic: true}.Marshal(identity)
 	if err != nil {

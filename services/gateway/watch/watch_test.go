@@ -40,6 +40,11 @@ func TestEqualQueriesShareOneBroadcast(t *testing.T) {
 	if n := len(up.streams()); n != 4 {
 		t.Errorf("%d streams for two queries", n)
 	}
+	shard := h.watch(t, func(r *Request) { r.Query.Shard = &watchfanoutv1.Shard{Selector: "a"} })
+	shard.expect(t, "e6 e7 e8 e9 e11 ")
+	if n := len(up.streams()); n != 6 {
+		t.Errorf("%d streams for three queries", n)
+	}
 }
 
 // A replica delays large events by owner, so an owner's streams must not carry another owner's watches.

@@ -268,7 +268,7 @@ func csvLine(values []string) string {
 
 // rejected lists the gates that Watershed rejects unless they are off. AllAlpha and AllBeta enable them.
 var rejected = []featuregate.Feature{"APIServingWithRoutine", "CBORServingAndStorage",
-	"ConcurrentWatchObjectDecode", "ShardedListAndWatch", "StorageVersionAPI"}
+	"ConcurrentWatchObjectDecode", "StorageVersionAPI"}
 
 // gates returns the feature gates of the test process that differ from their defaults. AllAlpha and AllBeta change the
 // defaults of their gates.

@@ -43,8 +43,10 @@ type Query struct {
 	IncludeObject string      `protobuf:"bytes,6,opt,name=include_object,json=includeObject" json:"include_object,omitempty"`
 	// A list omits objects that cannot be decoded. If it is not set, such an object fails the list.
 	SkipUnreadable bool `protobuf:"varint,7,opt,name=skip_unreadable,json=skipUnreadable" json:"skip_unreadable,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Unset: all shards.
+	Shard         *Shard `protobuf:"bytes,11,opt,name=shard" json:"shard,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Query) Reset() {
@@ -140,6 +142,130 @@ func (x *Query) GetSkipUnreadable() bool {
 	return false
 }
 
+func (x *Query) GetShard() *Shard {
+	if x != nil {
+		return x.Shard
+	}
+	return nil
+}
+
+// Shard selects objects by the hash of a field (KEP-5866).
+type Shard struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// object.metadata.uid or object.metadata.namespace. The hash is FNV-1a with 64 bits.
+	Field string `protobuf:"bytes,1,opt,name=field" json:"field,omitempty"`
+	// An object is selected if a range contains its hash.
+	Ranges []*HashRange `protobuf:"bytes,2,rep,name=ranges" json:"ranges,omitempty"`
+	// The whole selector, which a list returns in its shardInfo.
+	Selector      string `protobuf:"bytes,3,opt,name=selector" json:"selector,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Shard) Reset() {
+	*x = Shard{}
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Shard) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Shard) ProtoMessage() {}
+
+func (x *Shard) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Shard.ProtoReflect.Descriptor instead.
+func (*Shard) Descriptor() ([]byte, []int) {
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Shard) GetField() string {
+	if x != nil {
+		return x.Field
+	}
+	return ""
+}
+
+func (x *Shard) GetRanges() []*HashRange {
+	if x != nil {
+		return x.Ranges
+	}
+	return nil
+}
+
+func (x *Shard) GetSelector() string {
+	if x != nil {
+		return x.Selector
+	}
+	return ""
+}
+
+// HashRange is a range of hashes with both ends.
+type HashRange struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	First         uint64                 `protobuf:"fixed64,1,opt,name=first" json:"first,omitempty"`
+	Last          uint64                 `protobuf:"fixed64,2,opt,name=last" json:"last,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HashRange) Reset() {
+	*x = HashRange{}
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HashRange) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HashRange) ProtoMessage() {}
+
+func (x *HashRange) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HashRange.ProtoReflect.Descriptor instead.
+func (*HashRange) Descriptor() ([]byte, []int) {
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *HashRange) GetFirst() uint64 {
+	if x != nil {
+		return x.First
+	}
+	return 0
+}
+
+func (x *HashRange) GetLast() uint64 {
+	if x != nil {
+		return x.Last
+	}
+	return 0
+}
+
 // ListRequest is a request for a list.
 type ListRequest struct {
 	state                protoimpl.MessageState `protogen:"open.v1"`
@@ -156,7 +282,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[1]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -168,7 +294,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[1]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -181,7 +307,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{1}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *ListRequest) GetQuery() *Query {
@@ -240,7 +366,7 @@ type ListChunk struct {
 
 func (x *ListChunk) Reset() {
 	*x = ListChunk{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[2]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -252,7 +378,7 @@ func (x *ListChunk) String() string {
 func (*ListChunk) ProtoMessage() {}
 
 func (x *ListChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[2]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -265,7 +391,7 @@ func (x *ListChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListChunk.ProtoReflect.Descriptor instead.
 func (*ListChunk) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{2}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *ListChunk) GetData() [][]byte {
@@ -311,7 +437,7 @@ type WatchRequest struct {
 
 func (x *WatchRequest) Reset() {
 	*x = WatchRequest{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[3]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -323,7 +449,7 @@ func (x *WatchRequest) String() string {
 func (*WatchRequest) ProtoMessage() {}
 
 func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[3]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -336,7 +462,7 @@ func (x *WatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
 func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{3}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *WatchRequest) GetQuery() *Query {
@@ -410,7 +536,7 @@ type Position struct {
 
 func (x *Position) Reset() {
 	*x = Position{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[4]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -422,7 +548,7 @@ func (x *Position) String() string {
 func (*Position) ProtoMessage() {}
 
 func (x *Position) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[4]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -435,7 +561,7 @@ func (x *Position) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Position.ProtoReflect.Descriptor instead.
 func (*Position) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{4}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Position) GetRevision() int64 {
@@ -482,7 +608,7 @@ type WatchFrame struct {
 
 func (x *WatchFrame) Reset() {
 	*x = WatchFrame{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[5]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -494,7 +620,7 @@ func (x *WatchFrame) String() string {
 func (*WatchFrame) ProtoMessage() {}
 
 func (x *WatchFrame) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[5]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -507,7 +633,7 @@ func (x *WatchFrame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchFrame.ProtoReflect.Descriptor instead.
 func (*WatchFrame) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{5}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *WatchFrame) GetData() []byte {
@@ -574,7 +700,7 @@ type EventBoundary struct {
 
 func (x *EventBoundary) Reset() {
 	*x = EventBoundary{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -586,7 +712,7 @@ func (x *EventBoundary) String() string {
 func (*EventBoundary) ProtoMessage() {}
 
 func (x *EventBoundary) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -599,7 +725,7 @@ func (x *EventBoundary) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventBoundary.ProtoReflect.Descriptor instead.
 func (*EventBoundary) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{6}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *EventBoundary) GetEnd() int32 {
@@ -634,7 +760,7 @@ var File_watershed_watchfanout_v1_watchfanout_proto protoreflect.FileDescriptor
 
 const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\n" +
-	"*watershed/watchfanout/v1/watchfanout.proto\x12\x18watershed.watchfanout.v1\x1a watershed/common/v1/common.proto\x1a$watershed/registry/v1/registry.proto\"\xf6\x02\n" +
+	"*watershed/watchfanout/v1/watchfanout.proto\x12\x18watershed.watchfanout.v1\x1a watershed/common/v1/common.proto\x1a$watershed/registry/v1/registry.proto\"\xad\x03\n" +
 	"\x05Query\x129\n" +
 	"\bresource\x18\b \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12!\n" +
 	"\fcrd_revision\x18\t \x01(\x03R\vcrdRevision\x12\x16\n" +
@@ -645,7 +771,15 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\x0efield_selector\x18\x04 \x01(\tR\rfieldSelector\x125\n" +
 	"\x06output\x18\x05 \x01(\v2\x1d.watershed.registry.v1.OutputR\x06output\x12%\n" +
 	"\x0einclude_object\x18\x06 \x01(\tR\rincludeObject\x12'\n" +
-	"\x0fskip_unreadable\x18\a \x01(\bR\x0eskipUnreadableJ\x04\b\x01\x10\x02\"\xeb\x01\n" +
+	"\x0fskip_unreadable\x18\a \x01(\bR\x0eskipUnreadable\x125\n" +
+	"\x05shard\x18\v \x01(\v2\x1f.watershed.watchfanout.v1.ShardR\x05shardJ\x04\b\x01\x10\x02\"v\n" +
+	"\x05Shard\x12\x14\n" +
+	"\x05field\x18\x01 \x01(\tR\x05field\x12;\n" +
+	"\x06ranges\x18\x02 \x03(\v2#.watershed.watchfanout.v1.HashRangeR\x06ranges\x12\x1a\n" +
+	"\bselector\x18\x03 \x01(\tR\bselector\"5\n" +
+	"\tHashRange\x12\x14\n" +
+	"\x05first\x18\x01 \x01(\x06R\x05first\x12\x12\n" +
+	"\x04last\x18\x02 \x01(\x06R\x04last\"\xeb\x01\n" +
 	"\vListRequest\x125\n" +
 	"\x05query\x18\x01 \x01(\v2\x1f.watershed.watchfanout.v1.QueryR\x05query\x12)\n" +
 	"\x10resource_version\x18\x02 \x01(\tR\x0fresourceVersion\x124\n" +
@@ -705,40 +839,44 @@ func file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP() []byte {
 	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescData
 }
 
-var file_watershed_watchfanout_v1_watchfanout_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_watershed_watchfanout_v1_watchfanout_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_watershed_watchfanout_v1_watchfanout_proto_goTypes = []any{
 	(*Query)(nil),         // 0: watershed.watchfanout.v1.Query
-	(*ListRequest)(nil),   // 1: watershed.watchfanout.v1.ListRequest
-	(*ListChunk)(nil),     // 2: watershed.watchfanout.v1.ListChunk
-	(*WatchRequest)(nil),  // 3: watershed.watchfanout.v1.WatchRequest
-	(*Position)(nil),      // 4: watershed.watchfanout.v1.Position
-	(*WatchFrame)(nil),    // 5: watershed.watchfanout.v1.WatchFrame
-	(*EventBoundary)(nil), // 6: watershed.watchfanout.v1.EventBoundary
-	(*v1.Resource)(nil),   // 7: watershed.common.v1.Resource
-	(*v11.Output)(nil),    // 8: watershed.registry.v1.Output
+	(*Shard)(nil),         // 1: watershed.watchfanout.v1.Shard
+	(*HashRange)(nil),     // 2: watershed.watchfanout.v1.HashRange
+	(*ListRequest)(nil),   // 3: watershed.watchfanout.v1.ListRequest
+	(*ListChunk)(nil),     // 4: watershed.watchfanout.v1.ListChunk
+	(*WatchRequest)(nil),  // 5: watershed.watchfanout.v1.WatchRequest
+	(*Position)(nil),      // 6: watershed.watchfanout.v1.Position
+	(*WatchFrame)(nil),    // 7: watershed.watchfanout.v1.WatchFrame
+	(*EventBoundary)(nil), // 8: watershed.watchfanout.v1.EventBoundary
+	(*v1.Resource)(nil),   // 9: watershed.common.v1.Resource
+	(*v11.Output)(nil),    // 10: watershed.registry.v1.Output
 }
 var file_watershed_watchfanout_v1_watchfanout_proto_depIdxs = []int32{
-	7,  // 0: watershed.watchfanout.v1.Query.resource:type_name -> watershed.common.v1.Resource
-	8,  // 1: watershed.watchfanout.v1.Query.output:type_name -> watershed.registry.v1.Output
-	0,  // 2: watershed.watchfanout.v1.ListRequest.query:type_name -> watershed.watchfanout.v1.Query
-	0,  // 3: watershed.watchfanout.v1.WatchRequest.query:type_name -> watershed.watchfanout.v1.Query
-	4,  // 4: watershed.watchfanout.v1.WatchRequest.resume_after:type_name -> watershed.watchfanout.v1.Position
-	4,  // 5: watershed.watchfanout.v1.WatchFrame.position:type_name -> watershed.watchfanout.v1.Position
-	6,  // 6: watershed.watchfanout.v1.WatchFrame.boundaries:type_name -> watershed.watchfanout.v1.EventBoundary
-	4,  // 7: watershed.watchfanout.v1.EventBoundary.position:type_name -> watershed.watchfanout.v1.Position
-	1,  // 8: watershed.watchfanout.v1.Watch.List:input_type -> watershed.watchfanout.v1.ListRequest
-	3,  // 9: watershed.watchfanout.v1.Watch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
-	1,  // 10: watershed.watchfanout.v1.InternalWatch.List:input_type -> watershed.watchfanout.v1.ListRequest
-	3,  // 11: watershed.watchfanout.v1.InternalWatch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
-	2,  // 12: watershed.watchfanout.v1.Watch.List:output_type -> watershed.watchfanout.v1.ListChunk
-	5,  // 13: watershed.watchfanout.v1.Watch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
-	2,  // 14: watershed.watchfanout.v1.InternalWatch.List:output_type -> watershed.watchfanout.v1.ListChunk
-	5,  // 15: watershed.watchfanout.v1.InternalWatch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
-	12, // [12:16] is the sub-list for method output_type
-	8,  // [8:12] is the sub-list for method input_type
-	8,  // [8:8] is the sub-list for extension type_name
-	8,  // [8:8] is the sub-list for extension extendee
-	0,  // [0:8] is the sub-list for field type_name
+	9,  // 0: watershed.watchfanout.v1.Query.resource:type_name -> watershed.common.v1.Resource
+	10, // 1: watershed.watchfanout.v1.Query.output:type_name -> watershed.registry.v1.Output
+	1,  // 2: watershed.watchfanout.v1.Query.shard:type_name -> watershed.watchfanout.v1.Shard
+	2,  // 3: watershed.watchfanout.v1.Shard.ranges:type_name -> watershed.watchfanout.v1.HashRange
+	0,  // 4: watershed.watchfanout.v1.ListRequest.query:type_name -> watershed.watchfanout.v1.Query
+	0,  // 5: watershed.watchfanout.v1.WatchRequest.query:type_name -> watershed.watchfanout.v1.Query
+	6,  // 6: watershed.watchfanout.v1.WatchRequest.resume_after:type_name -> watershed.watchfanout.v1.Position
+	6,  // 7: watershed.watchfanout.v1.WatchFrame.position:type_name -> watershed.watchfanout.v1.Position
+	8,  // 8: watershed.watchfanout.v1.WatchFrame.boundaries:type_name -> watershed.watchfanout.v1.EventBoundary
+	6,  // 9: watershed.watchfanout.v1.EventBoundary.position:type_name -> watershed.watchfanout.v1.Position
+	3,  // 10: watershed.watchfanout.v1.Watch.List:input_type -> watershed.watchfanout.v1.ListRequest
+	5,  // 11: watershed.watchfanout.v1.Watch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
+	3,  // 12: watershed.watchfanout.v1.InternalWatch.List:input_type -> watershed.watchfanout.v1.ListRequest
+	5,  // 13: watershed.watchfanout.v1.InternalWatch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
+	4,  // 14: watershed.watchfanout.v1.Watch.List:output_type -> watershed.watchfanout.v1.ListChunk
+	7,  // 15: watershed.watchfanout.v1.Watch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
+	4,  // 16: watershed.watchfanout.v1.InternalWatch.List:output_type -> watershed.watchfanout.v1.ListChunk
+	7,  // 17: watershed.watchfanout.v1.InternalWatch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
+	14, // [14:18] is the sub-list for method output_type
+	10, // [10:14] is the sub-list for method input_type
+	10, // [10:10] is the sub-list for extension type_name
+	10, // [10:10] is the sub-list for extension extendee
+	0,  // [0:10] is the sub-list for field type_name
 }
 
 func init() { file_watershed_watchfanout_v1_watchfanout_proto_init() }
@@ -752,7 +890,7 @@ func file_watershed_watchfanout_v1_watchfanout_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_watchfanout_v1_watchfanout_proto_rawDesc), len(file_watershed_watchfanout_v1_watchfanout_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   7,
+			NumMessages:   9,
 			NumExtensions: 0,
 			NumServices:   2,
 		},
