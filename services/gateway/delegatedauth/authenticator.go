@@ -156,6 +156,18 @@ func impersonates(ctx context.Context) bool {
 	return ctx.Value(impersonatesKey{}) != nil
 }
 
+// Detached returns a context for Reauthorize that outlives the request of ctx. It has only the values of ctx that
+// Reauthorize reads.
+func Detached(ctx context.Context) context.Context {
+	detached := context.Background()
+	for _, key := range []any{impersonatesKey{}, ownAuthorizerKey{}} {
+		if v := ctx.Value(key); v != nil {
+			detached = context.WithValue(detached, key, v)
+		}
+	}
+	return detached
+}
+
 // authenticateRequest returns the parts of a request that authn reads.
 func (a *Authenticator) authenticateRequest(req *http.Request) *authnv1.AuthenticateRequest {
 	r := &authnv1.AuthenticateRequest{Path: req.URL.Path, Headers: map[string]*commonv1.Values{}}

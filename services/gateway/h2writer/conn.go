@@ -8,7 +8,8 @@
 // A Conn sits between the TLS connection and the server. The server still handles settings, headers, priorities,
 // errors, and the start and end of every response. A handler may hijack its stream. From then on the Conn writes the
 // body as DATA frames between the server's own frames. It writes all pending frames at once and needs no goroutine per
-// stream.
+// stream. A handler may also detach its stream and return: the Conn then drops the server's END_STREAM, and writes its
+// own when the response ends.
 //
 // Flow control stays correct because the Conn sees every frame. It counts the window of a hijacked stream itself and
 // hides WINDOW_UPDATE frames for that stream from the server. It withholds a part of the connection's window from the
@@ -32,6 +33,7 @@ import (
 	"crypto/tls"
 	"encoding/binary"
 	"io"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -70,9 +72,8 @@ const (
 	minSendWindow = 256 << 10
 	// maxQueueBytes limits the bytes that wait for a connection's socket. Writers wait while the queue is full.
 	maxQueueBytes = 1 << 20
-	// smallBuffer is the size of the buffer that a connection owns. It borrows a large buffer if it needs more.
-	smallBuffer = 128 << 10
-	largeBuffer = maxQueueBytes + maxQueueBytes/256 + smallBuffer // with frame headers
+	// largeBuffer is the size of a full queue with frame headers, and a write that began before it was full.
+	largeBuffer = maxQueueBytes + maxQueueBytes/256 + 128<<10
 	// minWriteWindow is how much of a stream's window must be open before Write continues a long write.
 	minWriteWindow = 64 << 10
 	// writeChunkBytes is how much is written to the socket at once. writeTimeout applies to each chunk.
@@ -83,15 +84,38 @@ const (
 	maxBufferedFrame = 64 << 10
 )
 
-var largeBuffers = sync.Pool{New: func() any { return new([largeBuffer]byte) }}
+// buffer is the memory of a queue. A connection has one only while its queue is not empty.
+type buffer struct {
+	data []byte
+	pool *sync.Pool
+}
+
+// bufferSizes are the sizes of buffers, and buffers the pools of unused buffers of each size.
+var (
+	bufferSizes = [...]int{4 << 10, 16 << 10, 64 << 10, 256 << 10, largeBuffer}
+	buffers     [len(bufferSizes)]sync.Pool
+)
 
 // grow makes space for n more bytes in the queue.
 func (c *Conn) grow(n int) {
-	if need := len(c.queue) + n; need <= cap(c.queue) || need <= smallBuffer {
+	need := len(c.queue) + n
+	if need <= cap(c.queue) || need > largeBuffer {
 		return
 	}
-	if cap(c.queue) < largeBuffer && len(c.queue)+n <= largeBuffer {
-		c.queue = append(largeBuffers.Get().(*[largeBuffer]byte)[:0], c.queue...)
+	class := slices.IndexFunc(bufferSizes[:], func(size int) bool { return size >= need })
+	b, ok := buffers[class].Get().(*buffer)
+	if !ok {
+		b = &buffer{make([]byte, 0, bufferSizes[class]), &buffers[class]}
+	}
+	c.queue = append(b.data, c.queue...)
+	c.buffer.release()
+	c.buffer = b
+}
+
+// release returns a buffer that no queue uses.
+func (b *buffer) release() {
+	if b != nil {
+		b.pool.Put(b)
 	}
 }
 
@@ -111,30 +135,35 @@ type Conn struct {
 	raw     int
 	scratch []byte
 
-	mu             sync.Mutex
-	streams        map[uint32]*Stream
-	lastStreamID   uint32 // of the newest stream
-	goAwaySent     bool   // the server has sent GOAWAY
-	initialWindow  int64  // of a new stream
-	maxFrame       int
-	sendWindow     int64 // the window left for hijacked streams
-	sendUsed       int64 // spent by hijacked streams and not yet returned
-	serverUsed     int64 // spent by the server and not yet returned
-	serverWindow   int64 // the connection's window as the server counts it
-	header         [frameHeaderBytes]byte
-	headerRead     int  // bytes of header
-	payloadLeft    int  // of the server's current frame
-	headerBlock    bool // a header block continues in the next frame, so nothing may be inserted
-	queue          []byte
-	spare          []byte
-	writing        bool
-	draining       bool
-	err            error
-	serverTurn     sync.Cond     // signaled when a write of the server may start
-	serverWaiting  int           // writes of the server that wait
-	changed        chan struct{} // closed when waiting writers should check again
-	writersWaiting int
-	waiters        []Waiter // wait for space in the queue
+	mu           sync.Mutex
+	streams      map[uint32]*Stream
+	lastStreamID uint32 // of the newest stream
+	streamLimit  int    // the limit on open streams that the server gives to the client
+	detached     int    // streams whose detached responses have not completed
+	// unendedByServer holds the detached streams that the server has not ended yet.
+	unendedByServer map[uint32]struct{}
+	allEnded        chan struct{} // closed when detached becomes 0, if a handler waits for that
+	goAwaySent      bool          // the server has sent GOAWAY
+	initialWindow   int64         // of a new stream
+	maxFrame        int
+	sendWindow      int64 // the window left for hijacked streams
+	sendUsed        int64 // spent by hijacked streams and not yet returned
+	serverUsed      int64 // spent by the server and not yet returned
+	serverWindow    int64 // the connection's window as the server counts it
+	header          [frameHeaderBytes]byte
+	headerRead      int  // bytes of header
+	payloadLeft     int  // of the server's current frame
+	headerBlock     bool // a header block continues in the next frame, so nothing may be inserted
+	queue           []byte
+	buffer          *buffer // of queue
+	writing         bool
+	draining        bool
+	err             error
+	serverTurn      sync.Cond     // signaled when a write of the server may start
+	serverWaiting   int           // writes of the server that wait
+	changed         chan struct{} // closed when waiting writers should check again
+	writersWaiting  int
+	waiters         []Waiter // wait for space in the queue
 	// partial holds incomplete frames that the server has written. observe has not processed them.
 	partial []byte
 	// corked: the queue ends with the start of a response. corkTimer schedules its write.
@@ -144,11 +173,12 @@ type Conn struct {
 }
 
 // NewConn returns a Conn on c, whose handshake is complete and has negotiated h2. If the client's side accepts no byte
-// for writeTimeout, the connection is closed.
-func NewConn(c *tls.Conn, writeTimeout time.Duration) *Conn {
+// for writeTimeout, the connection is closed. streamLimit is the server's limit on the open streams of a connection.
+func NewConn(c *tls.Conn, writeTimeout time.Duration, streamLimit int) *Conn {
 	conn := &Conn{
 		Conn:          c,
 		writeTimeout:  writeTimeout,
+		streamLimit:   streamLimit,
 		serverWindow:  defaultWindow,
 		streamHeader:  "x-stream-" + strings.ToLower(rand.Text()),
 		in:            bufio.NewReaderSize(c, 8<<10),
@@ -219,10 +249,13 @@ func (c *Conn) receivedFrame(frame []byte, kind, flags byte, id uint32) []byte {
 			return frame
 		}
 		c.lastStreamID = id
+		if c.overStreamLimit() {
+			return c.refuseStream(frame, flags, id)
+		}
 		if c.goAwaySent || len(c.streams) >= maxStreams { // untracked: the server ignores, refuses or serves it
 			return frame
 		}
-		s := &Stream{conn: c, id: id, window: c.initialWindow}
+		s := &Stream{conn: c, id: id, window: c.initialWindow, clientEnded: flags&flagEndStream != 0}
 		c.streams[id] = s
 		if flags&flagEndHeaders == 0 || flags&flagPadded != 0 {
 			return frame
@@ -230,6 +263,9 @@ func (c *Conn) receivedFrame(frame []byte, kind, flags byte, id uint32) []byte {
 		return c.addStreamHeader(frame, id)
 	case frameReset:
 		c.removeStream(id)
+		if _, unended := c.unendedByServer[id]; unended {
+			return nil // otherwise the server would not end the stream, and its end could be any later
+		}
 	case frameSettings:
 		if flags&flagAck == 0 {
 			c.updateSettings(body)
@@ -324,6 +360,9 @@ func (c *Conn) Close() error {
 	c.mu.Lock()
 	if c.err == nil {
 		c.err = errConnClosed
+	}
+	for _, s := range c.streams {
+		s.notifyClosed()
 	}
 	c.wake()
 	c.mu.Unlock()

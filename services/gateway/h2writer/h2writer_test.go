@@ -34,7 +34,7 @@ func serveAs(t *testing.T, h http.Handler, server func(*httptest.Server), conn f
 		t.Fatal(err)
 	}
 	s.Config.TLSNextProto["h2"] = func(srv *http.Server, tlsConn *tls.Conn, _ http.Handler) {
-		c := NewConn(tlsConn, time.Second)
+		c := NewConn(tlsConn, time.Second, 100)
 		conn(c)
 		h2.ServeConn(c, &http2.ServeConnOpts{
 			Context:    c.WithConn(context.Background()),
@@ -292,22 +292,28 @@ func openRawStream(t *testing.T, conn net.Conn, settings ...http2.Setting) *http
 		t.Fatal(err)
 	}
 	f := http2.NewFramer(conn, conn)
-	var block bytes.Buffer
-	enc := hpack.NewEncoder(&block)
-	for _, h := range [][2]string{{":method", "GET"}, {":scheme", "https"}, {":authority", "x"}, {":path", "/watch"}} {
-		if err := enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]}); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if err := errors.Join(f.WriteSettings(settings...), f.WriteHeaders(http2.HeadersFrameParam{
-		StreamID:      1,
-		BlockFragment: block.Bytes(),
-		EndStream:     true,
-		EndHeaders:    true,
-	})); err != nil {
+	if err := errors.Join(f.WriteSettings(settings...), writeRequest(f, 1)); err != nil {
 		t.Fatal(err)
 	}
 	return f
+}
+
+// writeRequest writes the headers of a request for /watch.
+func writeRequest(f *http2.Framer, id uint32) error {
+	var block bytes.Buffer
+	enc := hpack.NewEncoder(&block)
+	for _, h := range [][2]string{{":method", "GET"}, {":scheme", "https"}, {":authority", "x"}, {":path", "/watch"}} {
+		// without indexing, because each request has an encoder of its own
+		if err := enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1], Sensitive: true}); err != nil {
+			return err
+		}
+	}
+	return f.WriteHeaders(http2.HeadersFrameParam{
+		StreamID:      id,
+		BlockFragment: block.Bytes(),
+		EndStream:     true,
+		EndHeaders:    true,
+	})
 }
 
 func TestHandlersDoNotSeeStreamHeader(t *testing.T) {

@@ -42,6 +42,10 @@ func (c *Conn) Write(p []byte) (int, error) {
 		p = append(slices.Clone(c.partial), p...)
 		c.dropPartial()
 	}
+	p, incomplete := c.withoutEnds(p)
+	if len(incomplete) > 0 {
+		c.partial = append(partialBuffers.Get().(*[corkBytes]byte)[:0], incomplete...)
+	}
 	written := 0
 	for written < len(p) && c.err == nil {
 		n := len(p) - written
@@ -79,6 +83,9 @@ func (c *Conn) bufferFrames(p []byte) bool {
 	}
 	if !complete {
 		return true
+	}
+	if kept, _ := c.withoutEnds(c.partial); len(kept) < len(c.partial) {
+		c.partial = append(c.partial[:0], kept...)
 	}
 	c.observe(c.partial)
 	c.grow(len(c.partial))
@@ -177,15 +184,10 @@ func (c *Conn) flushQueue() {
 		c.corked = false
 		c.corkTimer.Stop()
 	}
-	out := c.queue
-	c.queue, c.spare = c.spare[:0], nil
+	out, b := c.queue, c.buffer
+	c.queue, c.buffer = nil, nil
 	c.writeOut(out)
-	switch {
-	case cap(out) == largeBuffer:
-		largeBuffers.Put((*[largeBuffer]byte)(out[:largeBuffer]))
-	case cap(out) <= smallBuffer:
-		c.spare = out
-	}
+	b.release()
 	c.wake()
 }
 
@@ -229,6 +231,7 @@ func (c *Conn) sentFrame(kind, flags byte, id uint32, length int64) {
 			return
 		}
 	case frameReset:
+		delete(c.unendedByServer, id)
 		c.removeStream(id)
 		return
 	case frameGoAway: // the server ignores later streams, so nothing would remove them here
@@ -250,7 +253,15 @@ func (c *Conn) removeStream(id uint32) {
 	if s := c.streams[id]; s != nil {
 		s.closed = true
 		delete(c.streams, id)
+		s.notifyClosed()
 		c.wake()
+	}
+}
+
+// notifyClosed notifies the writer of a detached response that has not ended.
+func (s *Stream) notifyClosed() {
+	if d := s.detachment; d != nil && !d.ended {
+		d.onClosed()
 	}
 }
 

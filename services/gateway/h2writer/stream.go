@@ -11,10 +11,11 @@ import (
 // Stream is a request's stream.
 //
 //	server's --- Hijack ---> hijacked.
-//	server's or hijacked --- END_STREAM, RST_STREAM ---> closed.
+//	hijacked --- Detach ---> detached.
+//	server's, hijacked or detached --- END_STREAM, RST_STREAM ---> closed.
 //
 // The server writes the body until a handler hijacks the stream. Then TryWrite and Write do, and the server writes only
-// END_STREAM, when the handler returns.
+// END_STREAM, when the handler returns. If the stream is detached, End does.
 type Stream struct {
 	conn *Conn
 	id   uint32
@@ -25,10 +26,13 @@ type Stream struct {
 	headersSent bool  // the response's headers have been written
 	hijacked    bool
 	closed      bool
+	clientEnded bool // the request has no body
+	detachment  *detachment
 }
 
 var (
-	errConnClosed = errors.New("the connection is closed")
+	errConnClosed  = errors.New("the connection is closed")
+	errStreamLimit = errors.New("the client exceeds the limit on streams")
 	// ErrStreamClosed is returned by writes after the stream was closed.
 	ErrStreamClosed = errors.New("the stream is closed")
 	// ErrSlowClient is returned by writes if the client accepts no data for the timeout.
@@ -61,6 +65,11 @@ func Handler(next http.Handler) http.Handler {
 			c.mu.Unlock()
 			if s != nil {
 				req = req.WithContext(context.WithValue(req.Context(), streamKey{}, s))
+				defer s.handlerReturned() // also after a panic
+				next.ServeHTTP(w, req)
+				s.handlerReturned()
+				s.keepOpen()
+				return
 			}
 		}
 		next.ServeHTTP(w, req)

@@ -13,6 +13,7 @@
 package routing
 
 import (
+	"context"
 	"errors"
 	"net/http"
 	"slices"
@@ -24,6 +25,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/endpoints/responsewriter"
 	"k8s.io/apiserver/pkg/warning"
 
 	"watershed.dev/platform/discovery"
@@ -34,6 +36,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/delegatedauth"
+	"watershed.dev/services/gateway/h2writer"
 	"watershed.dev/services/gateway/proxy"
 	"watershed.dev/services/gateway/responsewriters"
 	"watershed.dev/services/gateway/watch"
@@ -119,13 +122,57 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		dialect:     dialectOf(apiResource),
 		user:        identity.UserProto(u),
 	}
-	metrics.InstrumentHandlerFunc(strings.ToUpper(info.Verb), info.APIGroup, info.APIVersion, info.Resource,
-		info.Subresource, scope,
-		metrics.APIServerComponent, c.dialect.deprecated(c), apiResource.RemovedRelease,
-		func(w http.ResponseWriter, req *http.Request) {
-			c.w, c.req = w, req
-			c.dispatch()
-		})(w, req)
+	c.serve(scope)
+}
+
+// serve serves the request and records its metrics when it ends, as upstream's InstrumentHandlerFunc does
+// (k8s.io/apiserver/pkg/endpoints/metrics). A detached watch ends after its handler.
+func (c *requestContext) serve(scope string) {
+	req := c.req
+	received, ok := request.ReceivedTimestampFrom(req.Context())
+	if !ok {
+		received = time.Now()
+	}
+	deprecated := c.dialect.deprecated(c)
+	delegate := &metrics.ResponseWriterDelegator{ResponseWriter: c.w}
+	c.w = responsewriter.WrapForHTTP1Or2(delegate)
+	c.dispatch()
+	status, size := delegate.Status(), delegate.ContentLength()
+	monitoredRequest := func() *http.Request { return req }
+	if h2writer.Detached(req) && !deprecated { // the metrics of a deprecated resource annotate the audit event
+		monitoredRequest = monitored(req, c.info)
+	}
+	info, removed := c.info, c.apiResource.RemovedRelease
+	h2writer.AtEnd(req, func(panicked any) {
+		if panicked == nil {
+			metrics.MonitorRequest(monitoredRequest(), strings.ToUpper(info.Verb), info.APIGroup, info.APIVersion,
+				info.Resource, info.Subresource, scope, metrics.APIServerComponent, deprecated, removed, status, size,
+				time.Since(received))
+		}
+	})
+}
+
+// monitored returns a function that returns a request with the parts of req that metrics.MonitorRequest reads. A
+// detached watch retains only these.
+func monitored(req *http.Request, info *request.RequestInfo) func() *http.Request {
+	method, url := req.Method, req.URL
+	u, hasUser := request.UserFrom(req.Context())
+	trackers, hasTrackers := request.LatencyTrackersFrom(req.Context())
+	waited := time.Duration(0)
+	if hasTrackers {
+		waited = trackers.APFQueueWaitTracker.GetLatency() // a watch calls no webhooks
+	}
+	return func() *http.Request {
+		ctx := request.WithRequestInfo(context.Background(), info)
+		if hasUser {
+			ctx = request.WithUser(ctx, u)
+		}
+		if hasTrackers {
+			ctx = request.WithLatencyTrackers(ctx)
+			request.TrackAPFQueueWaitLatency(ctx, waited)
+		}
+		return (&http.Request{Method: method, URL: url}).WithContext(ctx)
+	}
 }
 
 func errStarting() error {

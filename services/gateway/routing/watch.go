@@ -2,12 +2,17 @@ package routing
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"math"
 	"math/rand/v2"
 	"net/http"
 	"strconv"
+	"sync"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+	"go.opentelemetry.io/otel/trace"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/apis/meta/internalversion"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -16,11 +21,16 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/storage"
 	"k8s.io/apiserver/pkg/util/flowcontrol"
+	basemetrics "k8s.io/component-base/metrics"
+	"k8s.io/component-base/metrics/legacyregistry"
+	"k8s.io/klog/v2"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 
 	"watershed.dev/platform/identity"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/delegatedauth"
+	"watershed.dev/services/gateway/h2writer"
 	"watershed.dev/services/gateway/watch"
 )
 
@@ -31,13 +41,40 @@ func (c *requestContext) watch() {
 		c.fail(err)
 		return
 	}
-	metrics.RecordLongRunning(c.req, c.info, metrics.APIServerComponent, func() {
-		if wsstream.IsWebSocketRequest(c.req) {
-			c.serveWebSocket(hub, r)
-			return
-		}
-		hub.Serve(c.req.Context(), r, &httpSink{call: c, control: http.NewResponseController(c.w)})
-	})
+	open := openWatches().WithLabelValues(metrics.MethodWatch, c.info.APIGroup, c.info.APIVersion, c.info.Resource,
+		c.info.Subresource, metrics.CleanScope(c.info), metrics.APIServerComponent)
+	open.Inc()
+	defer h2writer.AtEnd(c.req, func(any) { open.Dec() })
+	if wsstream.IsWebSocketRequest(c.req) {
+		c.serveWebSocket(hub, r)
+		return
+	}
+	hub.Serve(c.req.Context(), r, &httpSink{call: c, control: http.NewResponseController(c.w)})
+}
+
+// openWatches returns upstream's gauge of long-running requests. Upstream counts a request only while a function runs
+// (metrics.RecordLongRunning), and a watch may outlast its handler.
+var openWatches = sync.OnceValue(func() *basemetrics.GaugeVec {
+	metrics.Register()
+	var registered prometheus.AlreadyRegisteredError
+	err := legacyregistry.Register(basemetrics.NewGaugeVec(&basemetrics.GaugeOpts{
+		Subsystem: metrics.APIServerComponent,
+		Name:      "longrunning_requests",
+		Help: "Gauge of all active long-running apiserver requests broken out by verb, group, version, resource, scope " +
+			"and component. Not all requests are tracked this way.",
+		StabilityLevel: basemetrics.STABLE,
+	}, []string{"verb", "group", "version", "resource", "subresource", "scope", "component"}))
+	if !errors.As(err, &registered) {
+		panic(fmt.Sprintf("upstream's gauge of long-running requests has changed: %v", err))
+	}
+	return registered.ExistingCollector.(*basemetrics.GaugeVec)
+})
+
+// detachable reports whether a watch's handler may return before the watch ends. Upstream's filters log and trace a
+// request until its handler returns.
+func (c *requestContext) detachable() bool {
+	const loggingLevel = 3 // of k8s.io/apiserver/pkg/server/httplog, WithLogging
+	return !klog.V(loggingLevel).Enabled() && !trace.SpanContextFromContext(c.req.Context()).IsSampled()
 }
 
 // watchRequest returns the request for a watch and the hub that serves it. An error rejects the watch.
@@ -70,7 +107,8 @@ func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 	if s := p.opts.TimeoutSeconds; s != nil && *s != 0 { // a negative timeout ends the watch at once
 		timeout = time.Duration(*s) * time.Second
 	}
-	return &watch.Request{
+	authorizer, namespace := c.router.Authorizer, c.namespace()
+	r := &watch.Request{
 		WatchRequest: &watchfanoutv1.WatchRequest{
 			Query:             p.query,
 			ResourceVersion:   version,
@@ -83,11 +121,15 @@ func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 		Deadline:        time.Now().Add(timeout),
 		BookmarkPeriod:  bookmarks,
 		Stopping:        c.router.Stopping(),
-		PolicyChanged:   func() <-chan struct{} { return c.router.Authorizer.PolicyChanged(c.namespace()) },
+		PolicyChanged:   func() <-chan struct{} { return authorizer.PolicyChanged(namespace) },
 		Allowed:         c.reauthorizer(),
 		Served:          c.servedChecker(),
 		Initialized:     c.initialized,
-	}, p.source.Watches, nil
+	}
+	if c.detachable() {
+		r.Detached = delegatedauth.Detached(c.req.Context())
+	}
+	return r, p.source.Watches, nil
 }
 
 // initialized releases a watch's seats and reports the size of its initial events to flow control, because informers
@@ -111,8 +153,9 @@ func watchVersion(v string) (string, error) {
 
 // reauthorizer returns a function that repeats the authorization filter's check.
 func (c *requestContext) reauthorizer() func(context.Context) bool {
+	authorizer := c.router.Authorizer
 	attrs, err := filters.GetAuthorizerAttributes(c.req.Context())
-	return func(ctx context.Context) bool { return err == nil && c.router.Authorizer.Reauthorize(ctx, attrs) }
+	return func(ctx context.Context) bool { return err == nil && authorizer.Reauthorize(ctx, attrs) }
 }
 
 // servedChecker returns a function that reports whether the discovery view still contains the watch's resource.

@@ -67,7 +67,7 @@ func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler
 			return impersonation.WithImpersonation(h, p.Authz, responsewriters.Codecs)
 		})
 	}
-	h = genericapifilters.WithAudit(h, auditor.Sink, auditor.Policy, LongRunning)
+	h = withAudit(h, auditor)
 	h = withTracing(h)
 	unauthorizedHandler := genericapifilters.WithFailedAuthenticationAudit(unauthorized{}, auditor.Sink, auditor.Policy)
 	h = genericapifilters.WithAuthentication(h, authnUnavailable{p.Authn}, unauthorizedHandler,

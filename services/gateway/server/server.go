@@ -233,7 +233,7 @@ func (s *Server) Run(ctx context.Context, h http.Handler, joinable <-chan struct
 	s.userLimits.trackConnections(srv)
 	if c.TLS.DisableHTTP2 {
 		srv.TLSNextProto = map[string]func(*http.Server, *tls.Conn, http.Handler){} // else net/http adds HTTP/2
-	} else if err := serveHTTP2(srv, s.userLimits.connContext); err != nil {
+	} else if err := serveHTTP2(srv, srv.HTTP2.MaxConcurrentStreams, s.userLimits.connContext); err != nil {
 		return err
 	}
 	ended := make(chan error, 1)
@@ -314,14 +314,15 @@ func (c *Config) StopTimeout() time.Duration {
 const connWriteTimeout = 30 * time.Second
 
 // serveHTTP2 serves HTTP/2 over h2writer connections. net/http can serve HTTP/2 only over its own connections, so
-// golang.org/x/net/http2 serves it. connContext returns the context of a connection's requests.
-func serveHTTP2(srv *http.Server, connContext func(context.Context, net.Conn) context.Context) error {
+// golang.org/x/net/http2 serves it. streams is the server's limit on the streams of a connection. connContext returns the
+// context of a connection's requests.
+func serveHTTP2(srv *http.Server, streams int, connContext func(context.Context, net.Conn) context.Context) error {
 	h2 := &http2.Server{}
 	if err := http2.ConfigureServer(srv, h2); err != nil {
 		return err
 	}
 	srv.TLSNextProto[http2.NextProtoTLS] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
-		h2conn := h2writer.NewConn(conn, connWriteTimeout)
+		h2conn := h2writer.NewConn(conn, connWriteTimeout, streams)
 		h2.ServeConn(h2conn, &http2.ServeConnOpts{
 			Context:    connContext(h2conn.WithConn(context.Background()), conn),
 			BaseConfig: srv,

@@ -28,7 +28,7 @@ func serve(t *testing.T, c *Config, h http.Handler) *httptest.Server {
 	l := newUserLimits(&c.UserLimits)
 	l.trackConnections(s.Config)
 	s.EnableHTTP2 = true
-	if err := serveHTTP2(s.Config, l.connContext); err != nil {
+	if err := serveHTTP2(s.Config, defaultMaxStreams, l.connContext); err != nil {
 		t.Fatal(err)
 	}
 	s.TLS = s.Config.TLSConfig

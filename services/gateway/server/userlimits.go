@@ -15,6 +15,7 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/identity"
+	"watershed.dev/services/gateway/h2writer"
 	"watershed.dev/services/gateway/responsewriters"
 )
 
@@ -230,7 +231,7 @@ func (l *userLimits) filter(next http.Handler) http.Handler {
 				refuse(w, req, "streams", l.config.Streams)
 				return
 			}
-			defer end()
+			defer h2writer.AtEnd(req, func(any) { end() })
 		}
 		next.ServeHTTP(w, req)
 	})

@@ -36,7 +36,7 @@ func serveLimited(t *testing.T, c UserLimitsConfig, http2 bool) (*httptest.Serve
 	l.trackConnections(s.Config)
 	if s.EnableHTTP2 = http2; http2 {
 		s.TLS = s.Config.TLSConfig
-		if err := serveHTTP2(s.Config, l.connContext); err != nil {
+		if err := serveHTTP2(s.Config, defaultMaxStreams, l.connContext); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -15,25 +15,16 @@ import (
 	"watershed.dev/services/gateway/h2writer"
 )
 
-// watchStreams returns n streams of a single HTTP/2 connection, whose client discards the data.
-func watchStreams(b *testing.B, n int) (streams []*h2writer.Stream) {
-	opened, ended := make(chan *h2writer.Stream, n), make(chan struct{})
-	handler := h2writer.Handler(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		w.(http.Flusher).Flush()
-		s := h2writer.StreamFrom(req)
-		if !s.Hijack(req.Context(), 0) {
-			b.Error("the stream is not hijacked")
-		}
-		opened <- s
-		<-ended
-	}))
+// serveHTTP2 serves handler over h2writer connections of n streams, and returns a client of them.
+func serveHTTP2(t testing.TB, n int, handler http.Handler) (*httptest.Server, *http.Client) {
+	handler = h2writer.Handler(handler)
 	s := httptest.NewUnstartedServer(handler)
 	h2 := &http2.Server{MaxConcurrentStreams: uint32(n)}
 	if err := http2.ConfigureServer(s.Config, h2); err != nil {
-		b.Fatal(err)
+		t.Fatal(err)
 	}
 	s.Config.TLSNextProto["h2"] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
-		c := h2writer.NewConn(conn, time.Minute)
+		c := h2writer.NewConn(conn, time.Minute, n)
 		h2.ServeConn(c, &http2.ServeConnOpts{
 			Context:    c.WithConn(context.Background()),
 			BaseConfig: srv,
@@ -42,10 +33,24 @@ func watchStreams(b *testing.B, n int) (streams []*h2writer.Stream) {
 	}
 	s.TLS = &tls.Config{NextProtos: []string{"h2"}}
 	s.StartTLS()
-	b.Cleanup(s.Close)
-	b.Cleanup(func() { close(ended) })
+	t.Cleanup(s.Close)
 	conf := s.Client().Transport.(*http.Transport).TLSClientConfig
-	client := &http.Client{Transport: &http.Transport{TLSClientConfig: conf, ForceAttemptHTTP2: true}}
+	return s, &http.Client{Transport: &http.Transport{TLSClientConfig: conf, ForceAttemptHTTP2: true}}
+}
+
+// watchStreams returns n streams of a single HTTP/2 connection, whose client discards the data.
+func watchStreams(b *testing.B, n int) (streams []*h2writer.Stream) {
+	opened, ended := make(chan *h2writer.Stream, n), make(chan struct{})
+	s, client := serveHTTP2(b, n, http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		w.(http.Flusher).Flush()
+		s := h2writer.StreamFrom(req)
+		if !s.Hijack(req.Context(), 0) {
+			b.Error("the stream is not hijacked")
+		}
+		opened <- s
+		<-ended
+	}))
+	b.Cleanup(func() { close(ended) })
 	for range n {
 		resp, err := client.Get(s.URL)
 		if err != nil {
@@ -73,7 +78,7 @@ func BenchmarkDispatch(b *testing.B) {
 			broadcast := newTestBroadcast(h)
 			var all []*receiver
 			for _, s := range streams() {
-				r := broadcast.join(events.Position{Revision: 1})
+				r := broadcast.join(&clientWatch{woken: make(chan struct{}, 1)}, events.Position{Revision: 1})
 				r.stream, r.Direct, r.AllowBookmarks, r.BookmarkPeriod = s, s != nil, true, time.Minute
 				all = append(all, r)
 			}

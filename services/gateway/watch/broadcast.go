@@ -39,10 +39,10 @@ type watchBroadcast struct {
 
 // join adds a receiver at a position. It returns nil if the broadcast has ended or has dropped the next event of the
 // position.
-func (b *watchBroadcast) join(position events.Position) *receiver {
+func (b *watchBroadcast) join(w *clientWatch, position events.Position) *receiver {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	r := &receiver{broadcast: b, woken: make(chan struct{}, 1)}
+	r := &receiver{broadcast: b, watch: w}
 	if !b.Join(&r.Receiver, position) {
 		return nil
 	}
@@ -83,7 +83,7 @@ func (b *watchBroadcast) leave(r *receiver) events.Position {
 	if len(b.receivers) == 0 && !b.Ended {
 		b.idleTimer = time.AfterFunc(idleTimeout, b.closeIdle)
 	}
-	r.stream = nil // the limiter or the connection may hold the receiver for much longer
+	r.stream, r.watch = nil, nil // the limiter or the connection may hold the receiver for much longer
 	left := b.Leave(&r.Receiver)
 	b.releaseEntries()
 	return left

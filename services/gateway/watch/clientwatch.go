@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -39,31 +40,51 @@ type Request struct {
 	// Served reports whether discovery still has the resource. A watch of a deleted CRD ends, because no replica serves
 	// it.
 	Served func() bool
+	// Detached is the context of the watch after its handler has returned. Nil: the handler returns with the watch's
+	// end.
+	Detached context.Context
 }
 
-// Serve serves a client's watch until its deadline, until the client leaves, or until an error that the client sees.
+// Serve serves a client's watch until its deadline, until the client leaves, or until an error that the client sees. If
+// the watch is detached (h2writer.Stream.Detach), Serve returns once the watch is a receiver of a broadcast.
 func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 	clients.Inc()
-	defer clients.Dec()
 	w := &clientWatch{
 		hub:     h,
 		Request: r,
 		sink:    out,
 		place:   core.NewWatch(r.WatchRequest, time.Now().Add(min(r.BookmarkPeriod, firstBookmarkDelay))),
+		woken:   make(chan struct{}, 1),
 	}
+	w.limiter = h.RateLimiter.join(r.Owner, h.Config.UserRate)
+	w.inflight = h.InflightQuota.join(r.Owner)
+	parked, panicked := false, any(errPanicked)
+	defer func() {
+		if parked {
+			return
+		}
+		w.ended()
+		if w.detached {
+			w.stream.End(panicked)
+		}
+	}()
+	parked, panicked = w.serve(ctx, r, out), nil
+}
+
+// errPanicked resets a detached stream if its watch panics on the handler's goroutine.
+var errPanicked = errors.New("the watch panicked")
+
+// serve serves the watch on its handler's goroutine. It returns true if the watch has no goroutine now.
+func (w *clientWatch) serve(ctx context.Context, r *Request, out Sink) (parked bool) {
 	var err error
 	if w.key, err = keyOf(r.Query, r.Owner); err != nil {
 		out.Fail(err)
-		return
+		return false
 	}
-	w.limiter = h.RateLimiter.join(r.Owner, h.Config.UserRate)
-	defer w.limiter.leave()
-	w.inflight = h.InflightQuota.join(r.Owner)
-	defer w.inflight.leave()
 	w.policyChanged = r.PolicyChanged()
 	if !r.Allowed(ctx) { // the permission may have been revoked since the authorization filter ran
 		out.SendHeaders()
-		return
+		return false
 	}
 	// The internal services have period 0. They measure freshness by bookmarks and need the response before the first
 	// event.
@@ -71,24 +92,39 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 		w.sendHeaders()
 	}
 	// A watch that waits for the tier does no work, so it should not occupy a seat.
-	initializedTimer := time.AfterFunc(initializedTimeout, w.initialized)
-	defer initializedTimer.Stop()
+	if initialized := r.Initialized; initialized != nil {
+		initializedTimer := time.AfterFunc(initializedTimeout, func() { initialized(w.initialBytes.Load()) })
+		defer initializedTimer.Stop()
+	}
 	if w.place.Positioned {
 		w.initialized()
 	}
-	w.run(ctx)
-	if w.stream != nil {
+	if w.run(ctx) {
+		return true
+	}
+	if w.stream != nil && !w.detached {
 		finishCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
 		defer cancel()
 		_ = w.stream.Finish(finishCtx)
 	}
+	return false
+}
+
+// ended returns the resources of a watch that has ended.
+func (w *clientWatch) ended() {
+	w.hub.signals.remove(w.Stopping, w)
+	w.hub.signals.remove(w.subscribed, w)
+	w.inflight.leave()
+	w.limiter.leave()
+	clients.Dec()
 }
 
 // initializedTimeout is the longest time that a watch counts as a request in flight.
 const initializedTimeout = 5 * time.Second
 
-// clientWatch is a client's open watch. The goroutine that called Serve owns it, except initialBytes. In
-// runUnsynced a second goroutine owns policyChanged.
+// clientWatch is a client's open watch. The goroutine that called Serve owns it, except initialBytes and the fields
+// under mu. A detached watch has a goroutine only while it has something to do (detached.go). In runUnsynced a second
+// goroutine owns policyChanged.
 //
 //	start --> unsynced --- caught up ---> joined.
 //	             ^                          |
@@ -117,6 +153,26 @@ type clientWatch struct {
 	// rejoinAfter is when the watch may join a broadcast again after its last broadcast ended.
 	rejoinAfter   time.Time
 	policyChanged <-chan struct{}
+
+	// broadcast, receiver and timer are set while the watch is joined. timer wakes the watch for its last bookmark, and
+	// for its deadline after lastBookmark was due.
+	broadcast    *watchBroadcast
+	receiver     *receiver
+	timer        *time.Timer
+	lastBookmark bool
+
+	// detached: the handler has returned or will. subscribed is the policyChanged that wakes the parked watch.
+	detached    bool
+	detachTried bool
+	subscribed  <-chan struct{}
+
+	// woken makes the goroutine look at everything that may have changed. Its capacity is 1.
+	woken chan struct{}
+	mu    sync.Mutex
+	// parked: no goroutine runs the watch, and wake starts it. cancel ends the context of the goroutine of a detached
+	// watch. closed: the client has closed a detached watch.
+	parked, closed bool
+	cancel         context.CancelFunc
 }
 
 func (w *clientWatch) initialized() {
@@ -131,9 +187,16 @@ var errDone = errors.New("done")
 // errCaughtUp: the watch may join a broadcast now.
 var errCaughtUp = errors.New("caught up")
 
-func (w *clientWatch) run(ctx context.Context) {
+// errParked: a detached watch has nothing to do.
+var errParked = errors.New("parked")
+
+// run serves the watch until it ends, or is parked. The caller does not own a parked watch any longer.
+func (w *clientWatch) run(ctx context.Context) (parked bool) {
 	for {
 		err := w.runJoined(ctx)
+		if err == errParked { //nolint:errorlint // it is never wrapped
+			return true
+		}
 		if errors.Is(err, core.ErrThrottled) {
 			overRate.Inc()
 			err = errDone
@@ -157,7 +220,7 @@ func (w *clientWatch) run(ctx context.Context) {
 		case !w.headersSent:
 			w.sink.Fail(rpc.FromStatus(err))
 		}
-		return
+		return false
 	}
 }
 
@@ -205,19 +268,63 @@ func (w *clientWatch) hijack(ctx context.Context) {
 	}
 }
 
-// runJoined makes the watch a receiver of the broadcast of its query until it becomes unsynced or ends.
-func (w *clientWatch) runJoined(ctx context.Context) error {
+// runJoined makes the watch a receiver of the broadcast of its query until it becomes unsynced, ends or is parked.
+func (w *clientWatch) runJoined(ctx context.Context) (err error) {
+	if w.receiver == nil {
+		if err := w.join(ctx); err != nil {
+			return err
+		}
+	}
+	parked := false
+	defer func() {
+		if !parked {
+			w.leaveBroadcast()
+		}
+	}()
+	for {
+		parts, err := w.broadcast.next(w.receiver)
+		if err != nil {
+			return err
+		}
+		if len(parts) > 0 {
+			if err := w.write(ctx, parts...); err != nil {
+				return err
+			}
+		}
+		again, err := w.due(ctx)
+		switch {
+		case err != nil:
+			return err
+		case again || len(parts) > 0 || w.detach():
+			continue
+		case w.detached:
+			if parked = w.park(); parked {
+				return errParked
+			}
+			continue
+		}
+		select {
+		case <-w.woken:
+		case <-ctx.Done():
+		case <-w.Stopping:
+		case <-w.policyChanged:
+		}
+	}
+}
+
+// join makes the watch a receiver of the broadcast of its query.
+func (w *clientWatch) join(ctx context.Context) error {
 	if !w.mayJoin() {
 		return core.ErrUnsynced
 	}
 	if !w.place.Reached && !w.hub.revisionExists(ctx, w.key, w.Log, w.place.Position()) {
 		return core.ErrUnsynced // the watch's own stream returns the tier's error
 	}
-	b, rcv := w.hub.joinBroadcast(w.key, w.Request, w.place.Position(), w.place.Reached)
+	b, rcv := w.hub.joinBroadcast(w.key, w, w.place.Position())
 	if rcv == nil {
 		return core.ErrUnsynced
 	}
-	defer func() { w.place.Left(b.leave(rcv), rcv.NextBookmark) }()
+	w.broadcast, w.receiver, w.lastBookmark = b, rcv, false
 	w.sendHeaders()
 	w.hijack(ctx)
 	b.mu.Lock()
@@ -225,43 +332,47 @@ func (w *clientWatch) runJoined(ctx context.Context) error {
 	rcv.BookmarkPeriod, rcv.NextBookmark = w.BookmarkPeriod, w.place.NextBookmark
 	rcv.limiter = w.limiter
 	b.mu.Unlock()
-	timer := time.NewTimer(time.Until(w.Deadline.Add(-lastBookmarkLead)))
-	defer timer.Stop()
-	for {
-		parts, err := b.next(rcv)
-		if err != nil {
-			return err
-		}
-		ready := closedChan
-		if len(parts) > 0 {
-			if err := w.write(ctx, parts...); err != nil {
-				return err
-			}
-		} else {
-			ready = rcv.woken
-		}
-		select {
-		case <-ready:
-		case <-timer.C:
-			if !time.Now().Before(w.Deadline) {
-				return errDone
-			}
-			timer.Reset(time.Until(w.Deadline))
-			b.bookmarkNow(rcv) // the last bookmark
-		case <-ctx.Done():
-			return errDone
-		case <-w.Stopping:
-			return errDone
-		case <-w.policyChanged:
-			if !w.reauthorize(ctx) {
-				return errDone
-			}
-		}
-	}
+	w.timer = time.AfterFunc(time.Until(w.Deadline.Add(-lastBookmarkLead)), w.wake)
+	return nil
 }
 
-// closedChan is always ready to receive from.
-var closedChan = func() chan struct{} { c := make(chan struct{}); close(c); return c }()
+func (w *clientWatch) leaveBroadcast() {
+	w.timer.Stop()
+	w.place.Left(w.broadcast.leave(w.receiver), w.receiver.NextBookmark)
+	w.broadcast, w.receiver, w.timer = nil, nil, nil
+}
+
+// due does what is due besides events. again: the last bookmark is pending now. The error ends the watch.
+func (w *clientWatch) due(ctx context.Context) (again bool, err error) {
+	select {
+	case <-ctx.Done():
+		return false, errDone
+	case <-w.Stopping:
+		return false, errDone
+	default:
+	}
+	if w.isClosed() {
+		return false, errDone
+	}
+	select {
+	case <-w.policyChanged:
+		if !w.reauthorize(ctx) {
+			return false, errDone
+		}
+	default:
+	}
+	now := time.Now()
+	if !now.Before(w.Deadline) {
+		return false, errDone
+	}
+	if w.lastBookmark || now.Before(w.Deadline.Add(-lastBookmarkLead)) {
+		return false, nil
+	}
+	w.lastBookmark = true
+	w.timer.Reset(w.Deadline.Sub(now))
+	w.broadcast.bookmarkNow(w.receiver)
+	return true, nil
+}
 
 func (w *clientWatch) reauthorize(ctx context.Context) bool {
 	w.policyChanged = w.PolicyChanged()

@@ -111,8 +111,7 @@ func (b *watchBroadcast) flush() {
 // wake makes a receiver active and its goroutine call next.
 func (b *watchBroadcast) wake(r *receiver) {
 	r.State = core.Active
-	select {
-	case r.woken <- struct{}{}:
-	default:
+	if r.watch != nil { // it has not left
+		r.watch.wake()
 	}
 }

@@ -152,6 +152,7 @@ type Hub struct {
 	Revision func(ctx context.Context, log string) (int64, error)
 
 	revisions coalesce.Group[int64]
+	signals   signals
 
 	ownQuota   MemoryQuota
 	mu         sync.Mutex
@@ -261,11 +262,12 @@ func keyOf(q *watchfanoutv1.Query, owner string) (key, error) {
 // joinBroadcast adds a receiver to the broadcast of a query. If there is none, it starts a broadcast at position. It
 // does so only if the tier has reached position, because a client may name any revision and others must not wait for
 // it. It returns nil if no broadcast holds the events after position.
-func (h *Hub) joinBroadcast(k key, r *Request, position events.Position, reached bool) (*watchBroadcast, *receiver) {
+func (h *Hub) joinBroadcast(k key, w *clientWatch, position events.Position) (*watchBroadcast, *receiver) {
+	r := w.Request
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	b := h.broadcasts[k]
-	if !reached && b == nil {
+	if !w.place.Reached && b == nil {
 		return nil, nil
 	}
 	if b == nil {
@@ -288,7 +290,7 @@ func (h *Hub) joinBroadcast(k key, r *Request, position events.Position, reached
 		h.quota().enter(b)
 		go b.run(ctx)
 	}
-	return b, b.join(position)
+	return b, b.join(w, position)
 }
 
 // revisionExists reports whether etcd has reached the client's resourceVersion. A larger revision is from another

@@ -44,7 +44,7 @@ func TestBroadcastsShareMemoryQuota(t *testing.T) {
 	h.Config.BroadcastBytes, h.Config.BroadcastTotalBytes = 4<<20, bound
 	behind := func(events int64) *watchBroadcast {
 		b := newTestBroadcast(h)
-		b.join(b.High) // its receiver never reads
+		b.join(nil, b.High) // its receiver never reads
 		for r := range events {
 			b.dispatch(newTestFrame(2+r, 10_000))
 		}
@@ -85,7 +85,7 @@ func TestBroadcastsTrimSeenEvents(t *testing.T) {
 		broadcasts = append(broadcasts, newTestBroadcast(h))
 	}
 	for _, b := range broadcasts {
-		s := b.join(events.Position{Revision: 1})
+		s := b.join(nil, events.Position{Revision: 1})
 		for r := int64(2); r < 60; r++ {
 			b.dispatch(newTestFrame(r, 20_000))
 			if _, err := b.next(s); err != nil {
@@ -103,7 +103,7 @@ func TestBroadcastsTrimSeenEvents(t *testing.T) {
 	}
 	for i := range broadcasts {
 		broadcasts[i] = newTestBroadcast(h)
-		broadcasts[i].join(events.Position{Revision: 1}) // its receiver never reads
+		broadcasts[i].join(nil, events.Position{Revision: 1}) // its receiver never reads
 		for r := int64(2); r < 30; r++ {
 			broadcasts[i].dispatch(newTestFrame(r, 20_000))
 		}

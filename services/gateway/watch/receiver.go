@@ -9,7 +9,7 @@ import (
 
 // receiver is a client's part in a broadcast. broadcast.mu guards all its fields. core.Receiver documents its states.
 //
-//   - active: runJoined calls next and writes the result. It waits for woken if the result is empty.
+//   - active: runJoined calls next and writes the result. It waits for wake if the result is empty.
 //   - synced: dispatch writes the next event to stream, from the broadcast's goroutine.
 //   - blocked: dispatch skips the receiver. The limiter or the connection calls Unblock later.
 //   - unsynced: runJoined leaves the broadcast, and runUnsynced opens a stream.
@@ -25,8 +25,8 @@ type receiver struct {
 	limiter *limiter
 	// stream is set if other goroutines may write to the client.
 	stream *h2writer.Stream
-	// woken makes the client's goroutine call next. Its capacity is 1.
-	woken chan struct{}
+	// watch is the client's. Its wake makes its goroutine call next.
+	watch *clientWatch
 }
 
 // waitForLimiter blocks the receiver until the limiter calls Unblock.

@@ -268,7 +268,7 @@ func TestJoinRepeatsNoEvent(t *testing.T) {
 		Broadcast: core.NewBroadcast(events.Position{Revision: 80, Index: 0}),
 		cancel:    func() {},
 	}
-	r := b.join(events.Position{Revision: 100, Index: events.LastIndex})
+	r := b.join(nil, events.Position{Revision: 100, Index: events.LastIndex})
 	b.dispatch(&watchfanoutv1.WatchFrame{Data: []byte("e95\n"), Position: &watchfanoutv1.Position{Revision: 95},
 		Boundaries: []*watchfanoutv1.EventBoundary{{End: 4, Position: &watchfanoutv1.Position{Revision: 95}}}})
 	if parts, err := b.next(r); len(parts) > 0 || err != nil {

@@ -1,0 +1,245 @@
+package h2writer
+
+import (
+	"bufio"
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/net/http2"
+)
+
+// detached is a detached response and what its test observes.
+type detached struct {
+	*Stream
+	closed, ended chan struct{}
+}
+
+// detachHandler detaches the stream of each request for /watch, and returns.
+func detachHandler(t *testing.T, streams chan<- detached) http.HandlerFunc {
+	return func(w http.ResponseWriter, req *http.Request) {
+		if req.URL.Path != "/watch" {
+			fmt.Fprint(w, req.URL.Path)
+			return
+		}
+		w.(http.Flusher).Flush()
+		s := StreamFrom(req)
+		until := time.Now().Add(5 * time.Second) // the connection's window update comes after the request
+		for !s.Hijack(req.Context(), 0) && time.Now().Before(until) {
+			time.Sleep(time.Millisecond)
+		}
+		d := detached{s, make(chan struct{}, 8), make(chan struct{})}
+		if !s.Detach(func() { d.closed <- struct{}{} }) {
+			t.Error("not detached")
+			return
+		}
+		defer AtEnd(req, func(any) { close(d.ended) })
+		streams <- d
+	}
+}
+
+func wait(t *testing.T, c <-chan struct{}, what string) {
+	t.Helper()
+	select {
+	case <-c:
+	case <-time.After(5 * time.Second):
+		t.Fatalf("not in time: %s", what)
+	}
+}
+
+func handlersOf(t *testing.T, s *httptest.Server, d detached) {
+	t.Helper()
+	_ = s
+	for until := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
+		d.conn.mu.Lock()
+		n := len(d.conn.unendedByServer)
+		d.conn.mu.Unlock()
+		if n <= 1 { // the handler that keeps the connection open
+			return
+		}
+		if time.Now().After(until) {
+			t.Fatalf("%d handlers have not returned", n)
+		}
+	}
+}
+
+// A response continues after its handler, to the end that its writer chooses.
+func TestADetachedResponseOutlastsItsHandler(t *testing.T) {
+	streams := make(chan detached, 10)
+	srv := serve(t, detachHandler(t, streams))
+	c := client(srv)
+	var all []detached
+	var bodies []*bufio.Reader
+	for range 10 {
+		bodies = append(bodies, bufio.NewReader(open(t, c, srv.URL+"/watch").Body))
+		all = append(all, <-streams)
+	}
+	handlersOf(t, srv, all[0])
+	for i, d := range all {
+		if err := d.Write(t.Context(), time.Second, fmt.Appendf(nil, "event %d\n", i)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if resp := open(t, c, srv.URL+"/other"); resp.StatusCode != http.StatusOK {
+		t.Error(resp.Status)
+	}
+	for i, d := range all { // the first is the one whose handler waits
+		select {
+		case <-d.ended:
+			t.Error("a response has ended")
+		default:
+		}
+		d.End(nil)
+		wait(t, d.ended, "the functions of AtEnd")
+		text, err := io.ReadAll(bodies[i])
+		if err != nil || string(text) != fmt.Sprintf("event %d\n", i) {
+			t.Errorf("%q, %v", text, err)
+		}
+		if err := d.Write(t.Context(), time.Second, []byte("x")); !errors.Is(err, ErrStreamClosed) {
+			t.Errorf("a write after the end: %v", err)
+		}
+	}
+	d := all[0]
+	for until := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
+		d.conn.mu.Lock()
+		left := len(d.conn.unendedByServer) + len(d.conn.streams) + d.conn.detached
+		d.conn.mu.Unlock()
+		if left == 0 {
+			break
+		}
+		if time.Now().After(until) {
+			t.Fatalf("%d streams are left", left)
+		}
+	}
+	if resp := open(t, c, srv.URL+"/other"); resp.StatusCode != http.StatusOK { // the connection still works
+		t.Error(resp.Status)
+	}
+}
+
+// Clients that close a stream or their connection close the detached responses.
+func TestAClientClosesADetachedResponse(t *testing.T) {
+	streams := make(chan detached, 10)
+	srv := serve(t, detachHandler(t, streams))
+	c := client(srv)
+	ctx, leave := context.WithCancel(t.Context())
+	req, err := http.NewRequestWithContext(ctx, "GET", srv.URL+"/watch", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := c.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	first := <-streams
+	open(t, c, srv.URL+"/watch")
+	second := <-streams
+	leave()
+	wait(t, first.closed, "the client has reset its stream")
+	first.End(nil)
+	wait(t, first.ended, "the end of the first")
+	open(t, c, srv.URL+"/watch") // the limits count open streams
+	third := <-streams
+	srv.CloseClientConnections()
+	for _, d := range []detached{second, third} {
+		wait(t, d.closed, "the connection is closed")
+		d.End(nil)
+		wait(t, d.ended, "the end")
+	}
+}
+
+func TestAPanicResetsADetachedResponse(t *testing.T) {
+	streams := make(chan detached, 1)
+	srv := serve(t, detachHandler(t, streams))
+	resp := open(t, client(srv), srv.URL+"/watch")
+	(<-streams).End("a fault of the test")
+	if _, err := io.ReadAll(resp.Body); err == nil || !strings.Contains(err.Error(), "INTERNAL_ERROR") {
+		t.Errorf("the client sees %v", err)
+	}
+}
+
+// An idle connection with a detached response stays open, and a graceful shutdown waits for the response.
+func TestTheServerWaitsForDetachedResponses(t *testing.T) {
+	streams := make(chan detached, 1)
+	srv := serveAs(t, detachHandler(t, streams), func(s *httptest.Server) {
+		s.Config.IdleTimeout = 50 * time.Millisecond
+	}, func(*Conn) {})
+	resp := open(t, client(srv), srv.URL+"/watch")
+	d := <-streams
+	stopped := make(chan error, 1)
+	time.AfterFunc(200*time.Millisecond, func() { stopped <- srv.Config.Shutdown(context.WithoutCancel(t.Context())) })
+	time.Sleep(1500 * time.Millisecond) // over the idle timeout, and the second in which a server closes its connections
+	if err := d.Write(t.Context(), time.Second, []byte("late\n")); err != nil {
+		t.Fatal(err)
+	}
+	d.End(nil)
+	if text, err := io.ReadAll(resp.Body); err != nil || string(text) != "late\n" {
+		t.Errorf("%q, %v", text, err)
+	}
+	if err := <-stopped; err != nil {
+		t.Error(err)
+	}
+}
+
+// The limit on streams counts detached responses too, although the server has closed their streams.
+func TestDetachedResponsesCountAsStreams(t *testing.T) {
+	streams := make(chan detached, 10)
+	srv := serveAs(t, detachHandler(t, streams), func(*httptest.Server) {}, func(c *Conn) { c.streamLimit = 3 })
+	conn, err := tls.Dial("tcp", srv.Listener.Addr().String(), &tls.Config{
+		InsecureSkipVerify: true,
+		NextProtos:         []string{"h2"},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	f := openRawStream(t, conn)
+	if err := f.WriteWindowUpdate(0, 1<<20); err != nil {
+		t.Fatal(err)
+	}
+	all := []detached{<-streams}
+	next := uint32(3)
+	request := func() {
+		t.Helper()
+		if err := writeRequest(f, next); err != nil {
+			t.Fatal(err)
+		}
+		next += 2
+	}
+	for range 2 {
+		request()
+		all = append(all, <-streams)
+	}
+	handlersOf(t, srv, all[0])
+	request()
+	refused := func() uint32 {
+		t.Helper()
+		for {
+			frame, err := f.ReadFrame()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if r, ok := frame.(*http2.RSTStreamFrame); ok && r.ErrCode == http2.ErrCodeRefusedStream {
+				return r.StreamID
+			}
+		}
+	}
+	if id := refused(); id != 7 {
+		t.Errorf("stream %d is refused", id)
+	}
+	all[0].End(nil)
+	wait(t, all[0].ended, "the end")
+	request()
+	select {
+	case <-streams:
+	case <-time.After(5 * time.Second):
+		t.Error("a stream is refused although another has ended")
+	}
+}
