@@ -33,7 +33,6 @@ import (
 	"crypto/tls"
 	"encoding/binary"
 	"io"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -72,8 +71,6 @@ const (
 	minSendWindow = 256 << 10
 	// maxQueueBytes limits the bytes that wait for a connection's socket. Writers wait while the queue is full.
 	maxQueueBytes = 1 << 20
-	// largeBuffer is the size of a full queue with frame headers, and a write that began before it was full.
-	largeBuffer = maxQueueBytes + maxQueueBytes/256 + 128<<10
 	// minWriteWindow is how much of a stream's window must be open before Write continues a long write.
 	minWriteWindow = 64 << 10
 	// writeChunkBytes is how much is written to the socket at once. writeTimeout applies to each chunk.
@@ -83,41 +80,6 @@ const (
 	// maxBufferedFrame is the maximum length of a frame that is read as a whole. Longer frames pass through.
 	maxBufferedFrame = 64 << 10
 )
-
-// buffer is the memory of a queue. A connection has one only while its queue is not empty.
-type buffer struct {
-	data []byte
-	pool *sync.Pool
-}
-
-// bufferSizes are the sizes of buffers, and buffers the pools of unused buffers of each size.
-var (
-	bufferSizes = [...]int{4 << 10, 16 << 10, 64 << 10, 256 << 10, largeBuffer}
-	buffers     [len(bufferSizes)]sync.Pool
-)
-
-// grow makes space for n more bytes in the queue.
-func (c *Conn) grow(n int) {
-	need := len(c.queue) + n
-	if need <= cap(c.queue) || need > largeBuffer {
-		return
-	}
-	class := slices.IndexFunc(bufferSizes[:], func(size int) bool { return size >= need })
-	b, ok := buffers[class].Get().(*buffer)
-	if !ok {
-		b = &buffer{make([]byte, 0, bufferSizes[class]), &buffers[class]}
-	}
-	c.queue = append(b.data, c.queue...)
-	c.buffer.release()
-	c.buffer = b
-}
-
-// release returns a buffer that no queue uses.
-func (b *buffer) release() {
-	if b != nil {
-		b.pool.Put(b)
-	}
-}
 
 // Conn is an HTTP/2 connection, between TLS and the server. Pass it to http2.Server.ServeConn. mu guards all fields but
 // the reading side's.

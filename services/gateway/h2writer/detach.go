@@ -117,7 +117,7 @@ func (s *Stream) complete(update func(*detachment)) {
 // handlerReturned completes a detached response that has ended.
 func (s *Stream) handlerReturned() { s.complete(func(d *detachment) { d.returned = true }) }
 
-// keepOpen keeps a connection with detached responses open: one of their handlers waits until all of them have ended.
+// keepOpen keeps a connection with detached responses open: a single handler waits until all of them have ended.
 // The server closes a connection without an open stream when it is idle or shuts down.
 func (s *Stream) keepOpen() {
 	c := s.conn

@@ -2,11 +2,14 @@ package h2writer
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -16,7 +19,7 @@ import (
 	"golang.org/x/net/http2"
 )
 
-// detached is a detached response and what its test observes.
+// detached is a detached response, and its closing and end as a test observes them.
 type detached struct {
 	*Stream
 	closed, ended chan struct{}
@@ -90,7 +93,7 @@ func TestADetachedResponseOutlastsItsHandler(t *testing.T) {
 	if resp := open(t, c, srv.URL+"/other"); resp.StatusCode != http.StatusOK {
 		t.Error(resp.Status)
 	}
-	for i, d := range all { // the first is the one whose handler waits
+	for i, d := range all { // the handler of the first waits for the others
 		select {
 		case <-d.ended:
 			t.Error("a response has ended")
@@ -241,5 +244,45 @@ func TestDetachedResponsesCountAsStreams(t *testing.T) {
 	case <-streams:
 	case <-time.After(5 * time.Second):
 		t.Error("a stream is refused although another has ended")
+	}
+}
+
+// The server's ends of detached streams are dropped, however the server divides its frames into writes.
+func TestEndsAreDroppedFromWritesOfAnySize(t *testing.T) {
+	certificates := serve(t, http.NotFoundHandler()).TLS.Certificates
+	for seed := range uint64(50) {
+		r := rand.New(rand.NewPCG(seed, 0))
+		serverSide, clientSide := net.Pipe()
+		c := NewConn(tls.Server(serverSide, &tls.Config{Certificates: certificates}), time.Second, 100)
+		c.unendedByServer = map[uint32]struct{}{}
+		var all, want []byte
+		for id := uint32(1); id < 60; id += 2 {
+			frame := frameOf(frameData, 0, id, bytes.Repeat([]byte{byte(id)}, r.IntN(1+r.IntN(40_000))))
+			all, want = append(all, frame...), append(want, frame...)
+			end := frameOf(frameData, flagEndStream, id, nil)
+			if all = append(all, end...); r.IntN(2) == 0 {
+				c.unendedByServer[id] = struct{}{}
+			} else {
+				want = append(want, end...)
+			}
+		}
+		got := make([]byte, len(want))
+		read := make(chan error, 1)
+		client := tls.Client(clientSide, &tls.Config{InsecureSkipVerify: true})
+		go func() { _, err := io.ReadFull(client, got); read <- err }()
+		for rest := all; len(rest) > 0; {
+			n := min(len(rest), 1+r.IntN(1+r.IntN(5000)))
+			if _, err := c.Write(rest[:n]); err != nil {
+				t.Fatal(err)
+			}
+			rest = rest[n:]
+		}
+		if err := <-read; err != nil || !bytes.Equal(got, want) {
+			t.Fatalf("seed %d: the client receives other frames, %v", seed, err)
+		}
+		if len(c.unendedByServer) > 0 {
+			t.Errorf("seed %d: %d ends were not dropped", seed, len(c.unendedByServer))
+		}
+		client.NetConn().Close()
 	}
 }

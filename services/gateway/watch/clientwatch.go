@@ -342,7 +342,8 @@ func (w *clientWatch) leaveBroadcast() {
 	w.broadcast, w.receiver, w.timer = nil, nil, nil
 }
 
-// due does what is due besides events. again: the last bookmark is pending now. The error ends the watch.
+// due checks the deadline, the shutdown, the client and the policy. again: the last bookmark is pending now. The error
+// ends the watch.
 func (w *clientWatch) due(ctx context.Context) (again bool, err error) {
 	select {
 	case <-ctx.Done():

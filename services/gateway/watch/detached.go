@@ -47,8 +47,8 @@ func (w *clientWatch) park() bool {
 	return true
 }
 
-// wake makes the watch's goroutine look at what has changed, and starts it if the watch is parked. It takes no other
-// lock than w.mu.
+// wake makes the watch's goroutine check everything again, and starts it if the watch is parked. It takes no lock but
+// w.mu.
 func (w *clientWatch) wake() {
 	w.mu.Lock()
 	defer w.mu.Unlock()

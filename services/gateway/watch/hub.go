@@ -6,9 +6,10 @@
 // the broadcast no longer holds its next event. In both states its position is that of the last event sent. A lost
 // replica, a lost broadcast and a slow client therefore have the same remedy: resume after that position.
 //
-// Goroutines: the request's goroutine runs Hub.Serve and is the only user of its Sink. A broadcast's goroutine receives
-// frames and writes them to synced receivers. The goroutine of shared initial events reads ahead for their members.
-// Limiters and connections call Unblock from timers or from their own goroutine.
+// Goroutines: the request's goroutine runs Hub.Serve and is the only user of its Sink. A detached watch has a goroutine
+// only while it has something to do (detached.go). A broadcast's goroutine receives frames and writes them to synced
+// receivers. The goroutine of shared initial events reads ahead for their members. Limiters and connections call
+// Unblock from timers or from their own goroutine.
 //
 // Review notes:
 //
