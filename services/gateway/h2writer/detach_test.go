@@ -57,14 +57,14 @@ func wait(t *testing.T, c <-chan struct{}, what string) {
 	}
 }
 
-func handlersOf(t *testing.T, s *httptest.Server, d detached) {
+// waitForHandlers waits until all handlers of a connection have returned, except the handler that waits for others.
+func waitForHandlers(t *testing.T, d detached) {
 	t.Helper()
-	_ = s
 	for until := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
 		d.conn.mu.Lock()
 		n := len(d.conn.unendedByServer)
 		d.conn.mu.Unlock()
-		if n <= 1 { // the handler that keeps the connection open
+		if n <= 1 {
 			return
 		}
 		if time.Now().After(until) {
@@ -84,7 +84,7 @@ func TestADetachedResponseOutlastsItsHandler(t *testing.T) {
 		bodies = append(bodies, bufio.NewReader(open(t, c, srv.URL+"/watch").Body))
 		all = append(all, <-streams)
 	}
-	handlersOf(t, srv, all[0])
+	waitForHandlers(t, all[0])
 	for i, d := range all {
 		if err := d.Write(t.Context(), time.Second, fmt.Appendf(nil, "event %d\n", i)); err != nil {
 			t.Fatal(err)
@@ -178,7 +178,7 @@ func TestTheServerWaitsForDetachedResponses(t *testing.T) {
 	d := <-streams
 	stopped := make(chan error, 1)
 	time.AfterFunc(200*time.Millisecond, func() { stopped <- srv.Config.Shutdown(context.WithoutCancel(t.Context())) })
-	time.Sleep(1500 * time.Millisecond) // over the idle timeout, and the second in which a server closes its connections
+	time.Sleep(1500 * time.Millisecond) // over the idle timeout, and the second before a server closes connections
 	if err := d.Write(t.Context(), time.Second, []byte("late\n")); err != nil {
 		t.Fatal(err)
 	}
@@ -220,7 +220,7 @@ func TestDetachedResponsesCountAsStreams(t *testing.T) {
 		request()
 		all = append(all, <-streams)
 	}
-	handlersOf(t, srv, all[0])
+	waitForHandlers(t, all[0])
 	request()
 	refused := func() uint32 {
 		t.Helper()

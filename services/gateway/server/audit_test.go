@@ -1,7 +1,6 @@
 package server
 
 import (
-	"context"
 	"fmt"
 	"io"
 	"net/http"
@@ -52,39 +51,12 @@ func TestTheAuditEventOfADetachedWatchWaitsForItsEnd(t *testing.T) {
 		{nil, "ResponseComplete 200"},
 		{"a fault of the test", "Panic 500"},
 	} {
-		sink, streams, returned := &recordingAudit{}, make(chan *h2writer.Stream, 1), make(chan struct{})
+		sink, streams, returned := &recordingAudit{}, make(chan *h2writer.Stream, 1), make(chan struct{}, 1)
 		auditor := &audit.Auditor{
 			Sink:   sink,
 			Policy: policy.NewFakePolicyRuleEvaluator(auditinternal.LevelMetadata, nil),
 		}
-		h := withAudit(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-			w.(http.Flusher).Flush()
-			s := h2writer.StreamFrom(req)
-			for until := time.Now().Add(5 * time.Second); !s.Hijack(req.Context(), 0); time.Sleep(time.Millisecond) {
-				if time.Now().After(until) {
-					t.Error("the stream is not hijacked")
-					return
-				}
-			}
-			if !s.Detach(func() {}) {
-				t.Error("not detached")
-			}
-			streams <- s
-		}), auditor)
-		h = genericapifilters.WithAuditInit(genericapifilters.WithRequestInfo(withUser(h), paths.RequestInfo))
-		s := httptest.NewUnstartedServer(h2writer.Handler(http.HandlerFunc(
-			func(w http.ResponseWriter, req *http.Request) {
-				h.ServeHTTP(w, req)
-				close(returned)
-			})))
-		s.EnableHTTP2 = true
-		l := newUserLimits(&UserLimitsConfig{})
-		l.trackConnections(s.Config)
-		if err := serveHTTP2(s.Config, defaultMaxStreams, l.connContext); err != nil {
-			t.Fatal(err)
-		}
-		s.StartTLS()
-		defer s.Close()
+		s := serveDetached(t, func(h http.Handler) http.Handler { return withAudit(h, auditor) }, streams, returned)
 		req, err := http.NewRequestWithContext(t.Context(), "GET", s.URL+"/api/v1/pods?watch=1", nil)
 		if err != nil {
 			t.Fatal(err)
@@ -117,9 +89,41 @@ func (r *recordingAudit) seen() []string {
 	return slices.Clone(r.stages)
 }
 
+// serveDetached serves watches of user a over HTTP/2, through a filter. Each watch is detached.
+func serveDetached(t *testing.T, filter func(http.Handler) http.Handler, streams chan<- *h2writer.Stream,
+	returned chan<- struct{}) *httptest.Server {
+	h := filter(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		w.(http.Flusher).Flush()
+		s := h2writer.StreamFrom(req)
+		for until := time.Now().Add(5 * time.Second); !s.Hijack(req.Context(), 0); time.Sleep(time.Millisecond) {
+			if time.Now().After(until) { // the connection's window comes after the request
+				t.Error("the stream is not hijacked")
+				return
+			}
+		}
+		if !s.Detach(func() {}) {
+			t.Error("not detached")
+		}
+		streams <- s
+	}))
+	h = genericapifilters.WithAuditInit(genericapifilters.WithRequestInfo(withUser(h), paths.RequestInfo))
+	s := httptest.NewUnstartedServer(h2writer.Handler(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		h.ServeHTTP(w, req)
+		returned <- struct{}{}
+	})))
+	s.EnableHTTP2 = true
+	l := newUserLimits(&UserLimitsConfig{})
+	l.trackConnections(s.Config)
+	if err := serveHTTP2(s.Config, defaultMaxStreams, l.connContext); err != nil {
+		t.Fatal(err)
+	}
+	s.StartTLS()
+	t.Cleanup(s.Close)
+	return s
+}
+
 func withUser(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		h.ServeHTTP(w, req.WithContext(context.WithoutCancel(request.WithUser(req.Context(),
-			&user.DefaultInfo{Name: "a"}))))
+		h.ServeHTTP(w, req.WithContext(request.WithUser(req.Context(), &user.DefaultInfo{Name: "a"})))
 	})
 }

@@ -314,7 +314,7 @@ func (c *Config) StopTimeout() time.Duration {
 const connWriteTimeout = 30 * time.Second
 
 // serveHTTP2 serves HTTP/2 over h2writer connections. net/http can serve HTTP/2 only over its own connections, so
-// golang.org/x/net/http2 serves it. streams is the server's limit on the streams of a connection. connContext returns the
+// golang.org/x/net/http2 serves it. streams is the server's limit on a connection's streams. connContext returns the
 // context of a connection's requests.
 func serveHTTP2(srv *http.Server, streams int, connContext func(context.Context, net.Conn) context.Context) error {
 	h2 := &http2.Server{}

@@ -13,6 +13,7 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/paths"
+	"watershed.dev/services/gateway/h2writer"
 )
 
 // serveLimited serves the user named by the X-User header, over HTTP/1 or HTTP/2. A watch lasts until its client
@@ -139,4 +140,23 @@ func TestAUserHasSoManyStreams(t *testing.T) {
 	eventually(t, "a watch that ended does not count", func() bool {
 		return doRequest(t.Context(), t, c, s.URL+watch, "a").StatusCode == http.StatusOK
 	})
+}
+
+// A detached watch counts until it ends.
+func TestADetachedWatchCountsAsAStream(t *testing.T) {
+	streams, returned := make(chan *h2writer.Stream, 1), make(chan struct{}, 10000)
+	s := serveDetached(t, newUserLimits(&UserLimitsConfig{Streams: 1}).filter, streams, returned)
+	watch := func() int {
+		return doRequest(t.Context(), t, s.Client(), s.URL+"/api/v1/pods?watch=1", "").StatusCode
+	}
+	if code := watch(); code != http.StatusOK {
+		t.Fatal(code)
+	}
+	<-returned
+	if code := watch(); code != http.StatusTooManyRequests {
+		t.Errorf("beside a detached watch: %d", code)
+	}
+	(<-streams).End(nil)
+	eventually(t, "a watch that ended does not count", func() bool { return watch() == http.StatusOK })
+	(<-streams).End(nil)
 }
