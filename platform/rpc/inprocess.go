@@ -115,9 +115,13 @@ func (c *inProcessClient) NewStream(ctx context.Context, _ *grpc.StreamDesc, nam
 	}
 	caller := ctx
 	ctx, cancel := context.WithCancel(ctx)
+	requests := 1
+	if m.stream.ClientStreams {
+		requests = streamBuffer
+	}
 	s := &pipe{
 		ctx:  ctx,
-		up:   make(chan any, streamBuffer),
+		up:   make(chan any, requests),
 		down: make(chan any, streamBuffer),
 		done: make(chan struct{}),
 	}
