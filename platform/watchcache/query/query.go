@@ -270,8 +270,8 @@ func (q *Query) MayMatch(i *cache.Item) bool {
 	return q.inShard(i) && (q.Labels.Empty() || q.Labels.Matches(labels.Set(i.Labels)))
 }
 
-// ShardInfo returns the selector of a list's shardInfo, or an empty string. In kube-apiserver, Tables, lists of metadata
-// and lists of custom resources have no shardInfo.
+// ShardInfo returns the selector of a list's shardInfo, or an empty string. In kube-apiserver, Tables, lists of
+// metadata and lists of custom resources have no shardInfo.
 func (q *Query) ShardInfo() string {
 	if q.Table || q.Encoding.Partial || q.Encoding.Unstructured {
 		return ""

@@ -88,7 +88,10 @@ func StartExtensions(ctx context.Context, t any, dir string,
 	secure := s.RecommendedOptions.SecureServing
 	files := secure.ServerCert.CertKey
 	args = append(args, "--authorization-mode=AlwaysAllow", "--endpoint-reconciler-type=none",
-		"--tls-cert-file="+files.CertFile, "--tls-private-key-file="+files.KeyFile)
+		"--tls-cert-file="+files.CertFile, "--tls-private-key-file="+files.KeyFile,
+		// kube-apiserver requires them, and an apiextensions-apiserver has no service accounts.
+		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file="+files.KeyFile,
+		"--service-account-signing-key-file="+files.KeyFile)
 	return start(ctx, t.(T), dir, "", secure, args)
 }
 
