@@ -6,6 +6,8 @@ import (
 	"slices"
 
 	"golang.org/x/net/http2"
+
+	"watershed.dev/platform/recovery"
 )
 
 // detachment is the rest of a response whose handler returns before it ends. The connection's lock guards it.
@@ -95,7 +97,7 @@ func (s *Stream) complete(update func(*detachment)) {
 		return
 	}
 	for _, f := range slices.Backward(atEnd) {
-		f(d.panicked)
+		runRecovered(func() { f(d.panicked) }) // the others still have to run
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -112,6 +114,13 @@ func (s *Stream) complete(update func(*detachment)) {
 		close(c.allEnded)
 		c.allEnded = nil
 	}
+}
+
+// runRecovered runs f, and logs its panic.
+func runRecovered(f func()) {
+	var err error // recovery has logged it
+	defer recovery.ToError("the end of a detached response", &err)
+	f()
 }
 
 // handlerReturned completes a detached response that has ended.
@@ -147,20 +156,38 @@ func (c *Conn) queueReset(id uint32, code http2.ErrCode) {
 	c.queueFrame(id, frameReset, 0, binary.BigEndian.AppendUint32(nil, uint32(code)))
 }
 
-// overStreamLimit reports whether a new stream exceeds the connection's limit because of detached streams, which the
-// server has closed.
-func (c *Conn) overStreamLimit() bool { return c.detached > 0 && len(c.streams) >= c.streamLimit }
+// overStreamLimit reports whether a new stream exceeds the connection's limit because of detached streams. The client
+// may not have more streams, and the server would end the connection if it counted more. The server does not count
+// detached streams that it has closed, and counts streams that have ended here until it closes them.
+func (c *Conn) overStreamLimit() bool {
+	if c.detached > 0 && len(c.streams) >= c.streamLimit {
+		return true
+	}
+	if len(c.unendedByServer) == 0 || len(c.streams)+len(c.unendedByServer) < c.streamLimit {
+		return false
+	}
+	server := len(c.unendedByServer)
+	for _, s := range c.streams {
+		if s.detachment == nil {
+			server++
+		}
+	}
+	return server >= c.streamLimit
+}
 
 // refuseStream refuses a new stream. The server must see its headers, whose compression has a state, so it sees a
-// stream that the client resets.
+// stream that the client resets. Handler ignores a request with the stream ID 0. A client that does not read its
+// refusals loses the connection.
 func (c *Conn) refuseStream(frame []byte, flags byte, id uint32) []byte {
-	if flags&flagEndHeaders == 0 { // nothing may follow but the rest of the headers
+	// Without END_HEADERS, nothing may follow but the rest of the headers.
+	if flags&flagEndHeaders == 0 || flags&flagPadded != 0 || len(c.queue) >= maxQueueBytes {
 		c.err = errStreamLimit
 		_ = c.NetConn().Close()
 		return frame
 	}
 	c.queueReset(id, http2.ErrCodeRefusedStream)
 	c.scheduleDrain()
+	frame = c.addStreamHeader(frame, 0)
 	frame = append(frame, 0, 0, 4, frameReset, 0, byte(id>>24), byte(id>>16), byte(id>>8), byte(id))
 	frame = binary.BigEndian.AppendUint32(frame, uint32(http2.ErrCodeRefusedStream))
 	c.scratch = frame[:0]

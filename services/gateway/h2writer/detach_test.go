@@ -247,6 +247,36 @@ func TestDetachedResponsesCountAsStreams(t *testing.T) {
 	}
 }
 
+// A client that does not read its refused streams loses its connection instead of filling the queue.
+func TestRefusedStreamsAreBounded(t *testing.T) {
+	certificates := serve(t, http.NotFoundHandler()).TLS.Certificates
+	serverSide, clientSide := net.Pipe()
+	defer clientSide.Close()
+	c := NewConn(tls.Server(serverSide, &tls.Config{Certificates: certificates}), time.Second, 1)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.detached, c.streams[1] = 1, &Stream{conn: c, id: 1}
+	for id := uint32(3); c.err == nil; id += 2 {
+		c.receivedFrame(frameOf(frameHeaders, flagEndHeaders|flagEndStream, id, nil), frameHeaders,
+			flagEndHeaders|flagEndStream, id)
+		if len(c.queue) > 2*maxQueueBytes {
+			t.Fatal("the queue of refused streams has no bound")
+		}
+	}
+}
+
+// A stream that the client has reset counts until the server has ended it, because the server counts it too.
+func TestAResetStreamCountsUntilTheServerEndsIt(t *testing.T) {
+	c := &Conn{streamLimit: 2, streams: map[uint32]*Stream{5: {}}, unendedByServer: map[uint32]struct{}{3: {}}}
+	if !c.overStreamLimit() {
+		t.Error("the server would count three streams")
+	}
+	delete(c.unendedByServer, 3)
+	if c.overStreamLimit() {
+		t.Error("a stream is refused that the server accepts")
+	}
+}
+
 // The server's ends of detached streams are dropped, however the server divides its frames into writes.
 func TestEndsAreDroppedFromWritesOfAnySize(t *testing.T) {
 	certificates := serve(t, http.NotFoundHandler()).TLS.Certificates

@@ -59,6 +59,9 @@ func Handler(next http.Handler) http.Handler {
 		name := http.CanonicalHeaderKey(c.streamHeader)
 		id, err := strconv.ParseUint(req.Header.Get(name), 10, 31)
 		delete(req.Header, name)
+		if err == nil && id == 0 { // refused
+			return
+		}
 		if err == nil {
 			c.mu.Lock()
 			s := c.streams[uint32(id)]

@@ -96,12 +96,20 @@ func (w *clientWatch) resume() {
 	if parked {
 		return
 	}
-	w.ended()
+	if endErr := w.endedRecovered(); err == nil {
+		err = endErr
+	}
 	if err != nil {
 		w.stream.End(err)
 		return
 	}
 	w.stream.End(nil)
+}
+
+func (w *clientWatch) endedRecovered() (err error) {
+	defer recovery.ToError("the end of a watch", &err)
+	w.ended()
+	return nil
 }
 
 func (w *clientWatch) runRecovered(ctx context.Context) (parked bool, err error) {
