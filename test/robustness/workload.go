@@ -63,10 +63,16 @@ func newWorkload(ctx context.Context, c *cluster, o options) (*workload, error) 
 		return nil, err
 	}
 	body := `{"apiVersion":"v1","kind":"Namespace","metadata":{"name":"` + namespace + `"}}`
-	if code, answer, err := w.do(ctx, w.client(), "POST", "/api/v1/namespaces", "", body); err != nil || code != 201 {
-		return nil, fmt.Errorf("create the namespace: %d %s %v", code, answer, err)
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {
+		code, answer, err := w.do(ctx, w.client(), "POST", "/api/v1/namespaces", "", body)
+		if err == nil && (code == http.StatusCreated || code == http.StatusConflict) {
+			return w, nil
+		}
+		// Of several servers on the port, some may not be ready yet.
+		if ctx.Err() != nil || time.Now().After(deadline) {
+			return nil, fmt.Errorf("create the namespace: %d %s %v", code, answer, err)
+		}
 	}
-	return w, nil
 }
 
 // client returns an HTTP client with its own connections, as separate processes have.
