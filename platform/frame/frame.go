@@ -69,11 +69,7 @@ func value(b []byte, i int) (int, error) {
 	for ; i < len(b); i++ {
 		switch b[i] {
 		case '"':
-			for i++; i < len(b) && b[i] != '"'; i++ {
-				if b[i] == '\\' {
-					i++
-				}
-			}
+			i = stringEnd(b, i) - 1
 		case '{', '[':
 			depth++
 		case '}', ']':

@@ -2,6 +2,7 @@ package cache
 
 import (
 	"context"
+	"hash/fnv"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -49,11 +50,9 @@ func (i *Item) UIDHash() uint64 {
 
 // ShardHash returns the hash by which a shard selector selects: FNV-1a with 64 bits (k8s.io/apimachinery/pkg/sharding).
 func ShardHash(value string) uint64 {
-	hash := uint64(0xcbf29ce484222325)
-	for i := range len(value) {
-		hash = (hash ^ uint64(value[i])) * 0x100000001b3
-	}
-	return hash
+	hash := fnv.New64a()
+	_, _ = hash.Write([]byte(value))
+	return hash.Sum64()
 }
 
 // ThroughMetadata returns frame.ThroughMetadata of JSON. It finds the end of the metadata only once.
