@@ -52,30 +52,20 @@ func (s *Stream) End(panicked any) {
 // AtEnd calls f when the response of req ends: now, unless the stream is detached. It is for a defer statement of a
 // handler. panicked is the value of a panic after the handler has returned.
 func AtEnd(req *http.Request, f func(panicked any)) {
-	if s := StreamFrom(req); s == nil || !s.deferToEnd(f) {
+	if !Detached(req) {
 		f(nil)
+		return
 	}
+	s := StreamFrom(req)
+	s.conn.mu.Lock()
+	defer s.conn.mu.Unlock()
+	s.detachment.atEnd = append(s.detachment.atEnd, f)
 }
 
-// Detached reports whether the response of req continues after its handler.
+// Detached reports whether the response of req continues after its handler. Only the handler's goroutine may ask.
 func Detached(req *http.Request) bool {
 	s := StreamFrom(req)
-	if s == nil {
-		return false
-	}
-	s.conn.mu.Lock()
-	defer s.conn.mu.Unlock()
-	return s.detachment != nil
-}
-
-func (s *Stream) deferToEnd(f func(any)) bool {
-	s.conn.mu.Lock()
-	defer s.conn.mu.Unlock()
-	if s.detachment == nil {
-		return false
-	}
-	s.detachment.atEnd = append(s.detachment.atEnd, f)
-	return true
+	return s != nil && s.detachment != nil
 }
 
 // complete applies update, and completes the response if it has ended and its handler has returned.
@@ -83,10 +73,6 @@ func (s *Stream) complete(update func(*detachment)) {
 	c := s.conn
 	c.mu.Lock()
 	d := s.detachment
-	if d == nil {
-		c.mu.Unlock()
-		return
-	}
 	update(d)
 	complete, atEnd := d.ended && d.returned && !d.completed, d.atEnd
 	if complete {
@@ -124,14 +110,21 @@ func runRecovered(f func()) {
 }
 
 // handlerReturned completes a detached response that has ended.
-func (s *Stream) handlerReturned() { s.complete(func(d *detachment) { d.returned = true }) }
+func (s *Stream) handlerReturned() {
+	if s.detachment != nil {
+		s.complete(func(d *detachment) { d.returned = true })
+	}
+}
 
 // keepOpen keeps a connection with detached responses open: a single handler waits until all of them have ended.
 // The server closes a connection without an open stream when it is idle or shuts down.
 func (s *Stream) keepOpen() {
+	if s.detachment == nil {
+		return
+	}
 	c := s.conn
 	c.mu.Lock()
-	wait := s.detachment != nil && c.detached > 0 && c.allEnded == nil
+	wait := c.detached > 0 && c.allEnded == nil
 	var allEnded chan struct{}
 	if wait {
 		allEnded = make(chan struct{})

@@ -60,15 +60,21 @@ func wait(t *testing.T, c <-chan struct{}, what string) {
 // waitForHandlers waits until all handlers of a connection have returned, except the handler that waits for others.
 func waitForHandlers(t *testing.T, d detached) {
 	t.Helper()
+	waitForCount(t, d.conn, 1, "handlers that have not returned", func() int { return len(d.conn.unendedByServer) })
+}
+
+// waitForCount waits until a count of a connection, under its lock, is most at the most.
+func waitForCount(t *testing.T, c *Conn, most int, what string, count func() int) {
+	t.Helper()
 	for until := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
-		d.conn.mu.Lock()
-		n := len(d.conn.unendedByServer)
-		d.conn.mu.Unlock()
-		if n <= 1 {
+		c.mu.Lock()
+		n := count()
+		c.mu.Unlock()
+		if n <= most {
 			return
 		}
 		if time.Now().After(until) {
-			t.Fatalf("%d handlers have not returned", n)
+			t.Fatalf("%d %s", n, what)
 		}
 	}
 }
@@ -109,18 +115,10 @@ func TestADetachedResponseOutlastsItsHandler(t *testing.T) {
 			t.Errorf("a write after the end: %v", err)
 		}
 	}
-	d := all[0]
-	for until := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
-		d.conn.mu.Lock()
-		left := len(d.conn.unendedByServer) + len(d.conn.streams) + d.conn.detached
-		d.conn.mu.Unlock()
-		if left == 0 {
-			break
-		}
-		if time.Now().After(until) {
-			t.Fatalf("%d streams are left", left)
-		}
-	}
+	conn := all[0].conn
+	waitForCount(t, conn, 0, "streams are left", func() int {
+		return len(conn.unendedByServer) + len(conn.streams) + conn.detached
+	})
 	if resp := open(t, c, srv.URL+"/other"); resp.StatusCode != http.StatusOK { // the connection still works
 		t.Error(resp.Status)
 	}
@@ -195,14 +193,7 @@ func TestTheServerWaitsForDetachedResponses(t *testing.T) {
 func TestDetachedResponsesCountAsStreams(t *testing.T) {
 	streams := make(chan detached, 10)
 	srv := serveAs(t, detachHandler(t, streams), func(*httptest.Server) {}, func(c *Conn) { c.streamLimit = 3 })
-	conn, err := tls.Dial("tcp", srv.Listener.Addr().String(), &tls.Config{
-		InsecureSkipVerify: true,
-		NextProtos:         []string{"h2"},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close()
+	conn := dialRaw(t, srv)
 	f := openRawStream(t, conn)
 	if err := f.WriteWindowUpdate(0, 1<<20); err != nil {
 		t.Fatal(err)

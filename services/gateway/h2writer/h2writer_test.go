@@ -239,14 +239,7 @@ func TestDeadPeerClosesConnection(t *testing.T) {
 		for s.Write(req.Context(), time.Minute, chunk) == nil {
 		}
 	}))
-	conn, err := tls.Dial("tcp", srv.Listener.Addr().String(), &tls.Config{
-		InsecureSkipVerify: true,
-		NextProtos:         []string{"h2"},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close()
+	conn := dialRaw(t, srv)
 	f := openRawStream(t, conn, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 1 << 30})
 	if err := f.WriteWindowUpdate(0, 1<<30); err != nil {
 		t.Fatal(err)
@@ -263,14 +256,7 @@ func TestASmallWindowIsNotShared(t *testing.T) {
 	end := make(chan struct{})
 	defer close(end)
 	srv := serve(t, hijackHandler(func(*Stream) { t.Error("taken") }, end))
-	conn, err := tls.Dial("tcp", srv.Listener.Addr().String(), &tls.Config{
-		InsecureSkipVerify: true,
-		NextProtos:         []string{"h2"},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close()
+	conn := dialRaw(t, srv)
 	f := openRawStream(t, conn)
 	var data strings.Builder
 	for !strings.Contains(data.String(), "not taken\n") {
@@ -285,6 +271,19 @@ func TestASmallWindowIsNotShared(t *testing.T) {
 	if data.String() != "head\nnot taken\n" {
 		t.Errorf("%q", data.String())
 	}
+}
+
+// dialRaw returns a connection without a client of HTTP/2.
+func dialRaw(t *testing.T, srv *httptest.Server) *tls.Conn {
+	conn, err := tls.Dial("tcp", srv.Listener.Addr().String(), &tls.Config{
+		InsecureSkipVerify: true,
+		NextProtos:         []string{"h2"},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	return conn
 }
 
 func openRawStream(t *testing.T, conn net.Conn, settings ...http2.Setting) *http2.Framer {

@@ -26,8 +26,8 @@ type Stream struct {
 	headersSent bool  // the response's headers have been written
 	hijacked    bool
 	closed      bool
-	clientEnded bool // the request has no body
-	detachment  *detachment
+	clientEnded bool        // the request has no body
+	detachment  *detachment // set by the handler's goroutine, which needs no lock to see it
 }
 
 var (
@@ -68,9 +68,10 @@ func Handler(next http.Handler) http.Handler {
 			c.mu.Unlock()
 			if s != nil {
 				req = req.WithContext(context.WithValue(req.Context(), streamKey{}, s))
-				defer s.handlerReturned() // also after a panic
-				next.ServeHTTP(w, req)
-				s.handlerReturned()
+				func() {
+					defer s.handlerReturned() // also after a panic
+					next.ServeHTTP(w, req)
+				}()
 				s.keepOpen()
 				return
 			}

@@ -99,11 +99,7 @@ func (w *clientWatch) resume() {
 	if endErr := w.endedRecovered(); err == nil {
 		err = endErr
 	}
-	if err != nil {
-		w.stream.End(err)
-		return
-	}
-	w.stream.End(nil)
+	w.stream.End(err)
 }
 
 func (w *clientWatch) endedRecovered() (err error) {
