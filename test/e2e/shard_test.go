@@ -76,11 +76,11 @@ schema: {openAPIV3Schema: {type: object, x-kubernetes-preserve-unknown-fields: t
 				break
 			}
 			line, err := json.Marshal(object)
-			if bytes.Contains(line, []byte(`"BOOKMARK"`)) && !bytes.Contains(line, []byte("initial-events-end")) {
-				continue // a server sends it at a time of its own
-			}
 			if err != nil {
 				t.Error(err)
+			}
+			if bytes.Contains(line, []byte(`"BOOKMARK"`)) && !bytes.Contains(line, []byte("initial-events-end")) {
+				continue // a server sends it at a time of its own
 			}
 			sorted = append(append(sorted, line...), '\n')
 		}

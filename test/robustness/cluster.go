@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/tls"
 	"fmt"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -201,54 +202,54 @@ func (c *cluster) host(dir string, n int) (map[string]any, error) {
 	if err := os.CopyFS(filepath.Join(dir, "pki"), os.DirFS(filepath.Join(c.dir, "pki"))); err != nil {
 		return nil, err
 	}
-	identity := filepath.Join(c.dir, "pki", "inner-registry")
+	conf := c.shared(n)
+	conf["data-dir"] = dir
+	return conf, nil
+}
+
+// shared returns the settings of host n that `up` and kube-apiserver have.
+func (c *cluster) shared(n int) map[string]any {
 	return map[string]any{
-		"data-dir":            dir,
 		"bind-address":        "127.0.0.1",
 		"secure-port":         c.port,
 		"permit-port-sharing": true,
 		"advertise-address":   fmt.Sprintf("192.0.2.%d", n+1),
 		"etcd-servers":        strings.Join(c.etcd, ","),
-		"etcd-cafile":         filepath.Join(c.dir, "pki", "inner-ca.crt"),
-		"etcd-certfile":       identity + ".crt",
-		"etcd-keyfile":        identity + ".key",
-	}, nil
+		"etcd-cafile":         c.pki("inner-ca.crt"),
+		"etcd-certfile":       c.pki("inner-registry.crt"),
+		"etcd-keyfile":        c.pki("inner-registry.key"),
+	}
 }
+
+// pki returns the path of a certificate or a key of the control plane.
+func (c *cluster) pki(name string) string { return filepath.Join(c.dir, "pki", name) }
 
 // reference returns the flags of kube-apiserver as host n, with the certificates and keys of the other hosts.
 func (c *cluster) reference(dir string, n int) map[string]any {
-	pki := func(name string) string { return filepath.Join(c.dir, "pki", name) }
-	issuer := "https://kubernetes.default.svc.cluster.local"
-	return map[string]any{
+	conf := c.shared(n)
+	maps.Copy(conf, map[string]any{
 		"cert-dir":                           dir,
-		"bind-address":                       "127.0.0.1",
-		"secure-port":                        c.port,
-		"permit-port-sharing":                true,
-		"advertise-address":                  fmt.Sprintf("192.0.2.%d", n+1),
 		"allow-privileged":                   true,
 		"authorization-mode":                 "Node,RBAC",
 		"enable-admission-plugins":           "NodeRestriction",
 		"enable-bootstrap-token-auth":        true,
 		"service-cluster-ip-range":           "10.96.0.0/16",
-		"etcd-servers":                       strings.Join(c.etcd, ","),
-		"etcd-cafile":                        pki("inner-ca.crt"),
-		"etcd-certfile":                      pki("inner-registry.crt"),
-		"etcd-keyfile":                       pki("inner-registry.key"),
 		"etcd-compaction-interval":           "0s",
-		"client-ca-file":                     pki("ca.crt"),
-		"tls-cert-file":                      pki("apiserver.crt"),
-		"tls-private-key-file":               pki("apiserver.key"),
-		"service-account-issuer":             issuer,
-		"service-account-key-file":           pki("sa.pub"),
-		"service-account-signing-key-file":   pki("sa.key"),
-		"proxy-client-cert-file":             pki("front-proxy-client.crt"),
-		"proxy-client-key-file":              pki("front-proxy-client.key"),
-		"requestheader-client-ca-file":       pki("front-proxy-ca.crt"),
+		"client-ca-file":                     c.pki("ca.crt"),
+		"tls-cert-file":                      c.pki("apiserver.crt"),
+		"tls-private-key-file":               c.pki("apiserver.key"),
+		"service-account-issuer":             "https://kubernetes.default.svc.cluster.local",
+		"service-account-key-file":           c.pki("sa.pub"),
+		"service-account-signing-key-file":   c.pki("sa.key"),
+		"proxy-client-cert-file":             c.pki("front-proxy-client.crt"),
+		"proxy-client-key-file":              c.pki("front-proxy-client.key"),
+		"requestheader-client-ca-file":       c.pki("front-proxy-ca.crt"),
 		"requestheader-allowed-names":        "front-proxy-client",
 		"requestheader-username-headers":     "X-Remote-User",
 		"requestheader-group-headers":        "X-Remote-Group",
 		"requestheader-extra-headers-prefix": "X-Remote-Extra-",
-	}
+	})
+	return conf
 }
 
 // flagsOf returns a configuration as flags.
@@ -261,11 +262,10 @@ func flagsOf(conf map[string]any) (flags []string) {
 
 // controllers returns kube-controller-manager as a client of all API servers.
 func (c *cluster) controllers() *process {
-	pki := func(name string) string { return filepath.Join(c.dir, "pki", name) }
 	return &process{name: controllers, program: harness.Peer(controllers), cluster: c, args: []string{
 		"--kubeconfig=" + filepath.Join(c.dir, "admin.kubeconfig"), "--leader-elect=false", "--secure-port=0",
-		"--use-service-account-credentials", "--service-account-private-key-file=" + pki("sa.key"),
-		"--root-ca-file=" + pki("ca.crt"),
+		"--use-service-account-credentials", "--service-account-private-key-file=" + c.pki("sa.key"),
+		"--root-ca-file=" + c.pki("ca.crt"),
 		// It creates a ConfigMap in each namespace.
 		"--controllers=*,-root-ca-certificate-publisher-controller"}}
 }
