@@ -58,7 +58,6 @@ func (s *Service) newEtcdLog(id eventlog.LogID, ready *lifecycle.Readiness) *etc
 // discovered adds the logs of a new view. If a resource has another log than before, the replica ends: its caches and
 // open watches are of another etcd.
 func (s *Service) discovered(v *discovery.View) {
-	s.tasks.Ready.Set("discovery", nil)
 	if old := s.discovery.View(); old != nil {
 		for _, e := range v.Resources {
 			r := e.Resource

@@ -106,7 +106,11 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 	s := &Service{config: c, source: d.Source, added: make(chan *etcdLog, addedLogs), moved: make(chan error, 1)}
 	s.others.Store(&map[eventlog.LogID]*etcdLog{})
 	s.tasks.Ready.Set("discovery", errors.New("the registry has not sent the served resources"))
-	s.discovery = &discovery.Watcher{Registry: d.Discovery, OnChange: s.discovered}
+	s.discovery = &discovery.Watcher{
+		Registry:    d.Discovery,
+		OnChange:    s.discovered,
+		AfterChange: func(*discovery.View) { s.tasks.Ready.Set("discovery", nil) },
+	}
 	var err error
 	if s.nats, err = c.Log.Connect("watchfanout", d.ID); err != nil {
 		return nil, err
