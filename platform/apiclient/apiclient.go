@@ -87,14 +87,15 @@ func Protobuf(c *rest.Config) *rest.Config {
 	return p
 }
 
-// Informers returns informers that drop managedFields, as kube-apiserver's own informers do. The services do not read
-// managedFields, which are a large part of an object. strip removes further fields that a service does not read.
+// Informers returns informers that drop managedFields, as kube-apiserver's own informers do, and the fields of pods and
+// nodes that no service reads. strip removes further fields, which the calling service does not read.
 func Informers(client kubernetes.Interface, strip ...func(obj any)) informers.SharedInformerFactory {
 	return informers.NewSharedInformerFactoryWithOptions(client, resync,
 		informers.WithTransform(func(obj any) (any, error) {
 			if m, err := meta.Accessor(obj); err == nil && m.GetManagedFields() != nil {
 				m.SetManagedFields(nil)
 			}
+			trim(obj)
 			for _, s := range strip {
 				s(obj)
 			}

@@ -107,8 +107,8 @@ type informerSet struct {
 }
 
 // newInformerSet returns the informers of a service. strip removes fields of their objects. The services of a process
-// share their informers if the gateway is in it. Objects then have all fields, and the informers read with the
-// permissions of admission, which may read every resource.
+// share their informers if the gateway is in it. strip is then unused, because other services read these fields. The
+// informers read with the permissions of admission, which may read every resource.
 func newInformerSet(c *Conn, strip []func(obj any)) (*informerSet, error) {
 	conf := c.Config
 	if c.gateway != nil {

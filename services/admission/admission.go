@@ -148,8 +148,8 @@ func New(ctx context.Context, c *Config, conn *apiclient.Conn) (*Service, error)
 	if err != nil {
 		return nil, err
 	}
-	if err := c.Options.ApplyTo(gc, s.informers, plugins, dyn, utilfeature.DefaultFeatureGate, version,
-		append(initializers, s.mapper, s.stopped)...); err != nil {
+	if err := c.Options.ApplyTo(gc, newPluginInformers(s.informers, client, false), plugins, dyn,
+		utilfeature.DefaultFeatureGate, version, append(initializers, s.mapper, s.stopped)...); err != nil {
 		return nil, err
 	}
 	s.chain = admission.WithAudit(gc.AdmissionControl)
@@ -198,7 +198,7 @@ func (s *Service) trackAges() {
 func (s *Service) initializers(rc *rest.Config, out egress.Selector) ([]admission.PluginInitializer, error) {
 	config := controlplaneadmission.Config{
 		LoopbackClientConfig: rc,
-		ExternalInformers:    s.informers,
+		ExternalInformers:    newPluginInformers(s.informers, s.cluster.Client, true),
 		APIResourceConfig:    controlplane.DefaultAPIResourceConfigSource(),
 	}
 	initializers, err := config.New(&http.Transport{}, out.Upstream(), s.resolver, otel.GetTracerProvider())

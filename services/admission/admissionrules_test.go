@@ -95,7 +95,12 @@ func plugins(t *testing.T, c cluster) map[string]admission.Interface {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &Service{informers: f, resolver: resolver, mapper: newMapper(client.Discovery())}
+	s := &Service{
+		cluster:   &apiclient.Cluster{Client: client},
+		informers: f,
+		resolver:  resolver,
+		mapper:    newMapper(client.Discovery()),
+	}
 	initializers, err := s.initializers(rest.CopyConfig(rc), egress.Selector{})
 	if err != nil {
 		t.Fatal(err)

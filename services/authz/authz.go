@@ -13,7 +13,6 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	corev1 "k8s.io/api/core/v1"
 	authzconfig "k8s.io/apiserver/pkg/apis/apiserver"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
@@ -91,7 +90,7 @@ func New(ctx context.Context, c *Config, cluster *apiclient.Conn) (*Service, err
 		privileged:      authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup),
 	}
 	s.policies.Set("policies", errors.New("not read yet"))
-	if s.cluster, err = apiclient.NewCluster(cluster, c.Freshness, trimPod); err != nil {
+	if s.cluster, err = apiclient.NewCluster(cluster, c.Freshness); err != nil {
 		return nil, err
 	}
 	ac, err := c.Options.ToAuthorizationConfig(s.cluster.Informers)
@@ -134,44 +133,6 @@ func (s *Service) checkFresh() error {
 		return errors.New("the policies have not been read yet")
 	}
 	return s.cluster.Err()
-}
-
-// trimPod removes all fields of a pod that the node authorizer does not read. It keeps the node and the references. Of
-// containers, it keeps the sources of their environment (k8s.io/kubernetes/pkg/api/v1/pod, VisitPodSecretNames and
-// VisitPodConfigmapNames).
-func trimPod(obj any) {
-	pod, ok := obj.(*corev1.Pod)
-	if !ok {
-		return
-	}
-	envSources := func(env []corev1.EnvVar) (sources []corev1.EnvVar) {
-		for _, e := range env {
-			if e.ValueFrom != nil {
-				sources = append(sources, e)
-			}
-		}
-		return sources
-	}
-	strip := func(all []corev1.Container) {
-		for i, c := range all {
-			all[i] = corev1.Container{Name: c.Name, Env: envSources(c.Env), EnvFrom: c.EnvFrom}
-		}
-	}
-	strip(pod.Spec.InitContainers)
-	strip(pod.Spec.Containers)
-	for i, c := range pod.Spec.EphemeralContainers {
-		common := corev1.EphemeralContainerCommon{Name: c.Name, Env: envSources(c.Env), EnvFrom: c.EnvFrom}
-		pod.Spec.EphemeralContainers[i] = corev1.EphemeralContainer{EphemeralContainerCommon: common}
-	}
-	pod.Spec.Affinity, pod.Spec.Tolerations = nil, nil
-	pod.Status = corev1.PodStatus{
-		ResourceClaimStatuses:       pod.Status.ResourceClaimStatuses,
-		ExtendedResourceClaimStatus: pod.Status.ExtendedResourceClaimStatus,
-	}
-	mirror, ok := pod.Annotations[corev1.MirrorPodAnnotationKey]
-	if pod.Annotations = nil; ok {
-		pod.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: mirror}
-	}
 }
 
 // Register registers the service with g.

@@ -1,0 +1,155 @@
+package admission
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/informers/core"
+	coreinformers "k8s.io/client-go/informers/core/v1"
+	"k8s.io/client-go/kubernetes"
+	corelisters "k8s.io/client-go/listers/core/v1"
+	"k8s.io/client-go/tools/pager"
+
+	"watershed.dev/platform/apiclient"
+)
+
+// pluginInformers are the informers of the plugins. Their pods and nodes lack the fields that NodeRestriction and the
+// authorizers do not read (apiclient.Informers). Three plugins need whole objects:
+//
+//   - PodSecurity lists the pods of a namespace whose level changes. The list comes from the gateway.
+//   - ResourceQuota gets the pod that owns a ResourceClaim for extended resources. With wholePods, the gateway has it.
+//   - A policy may have a pod or a node as a parameter. ForResource has no informer of these kinds, so upstream starts
+//     an informer for the policy (k8s.io/apiserver/pkg/admission/plugin/policy/generic, ensureParamsForPolicyLocked).
+type pluginInformers struct {
+	informers.SharedInformerFactory
+	pods *podReader
+}
+
+func newPluginInformers(f informers.SharedInformerFactory, client kubernetes.Interface,
+	wholePods bool) pluginInformers {
+	return pluginInformers{f, &podReader{client, wholePods, make(chan struct{}, maxPodLists)}}
+}
+
+// ForResource implements informers.SharedInformerFactory.
+func (p pluginInformers) ForResource(r schema.GroupVersionResource) (informers.GenericInformer, error) {
+	if apiclient.Trimmed(r) {
+		return nil, fmt.Errorf("the informer of %s has not all fields", r.Resource)
+	}
+	return p.SharedInformerFactory.ForResource(r)
+}
+
+// Core implements informers.SharedInformerFactory.
+func (p pluginInformers) Core() core.Interface {
+	return coreGroup{p.SharedInformerFactory.Core(), p.pods}
+}
+
+type coreGroup struct {
+	core.Interface
+	pods *podReader
+}
+
+// V1 implements core.Interface.
+func (g coreGroup) V1() coreinformers.Interface { return coreV1{g.Interface.V1(), g.pods} }
+
+type coreV1 struct {
+	coreinformers.Interface
+	pods *podReader
+}
+
+// Pods implements coreinformers.Interface.
+func (v coreV1) Pods() coreinformers.PodInformer { return podInformer{v.Interface.Pods(), v.pods} }
+
+type podInformer struct {
+	coreinformers.PodInformer
+	pods *podReader
+}
+
+// Lister implements coreinformers.PodInformer.
+func (i podInformer) Lister() corelisters.PodLister { return podLister{i.PodInformer.Lister(), i.pods} }
+
+type podLister struct {
+	corelisters.PodLister
+	pods *podReader
+}
+
+// Pods implements corelisters.PodLister.
+func (l podLister) Pods(namespace string) corelisters.PodNamespaceLister {
+	return namespacedPods{l.PodLister.Pods(namespace), l.pods, namespace}
+}
+
+type namespacedPods struct {
+	corelisters.PodNamespaceLister
+	pods      *podReader
+	namespace string
+}
+
+// Get implements corelisters.PodNamespaceLister.
+func (n namespacedPods) Get(name string) (*corev1.Pod, error) {
+	if !n.pods.whole {
+		return n.PodNamespaceLister.Get(name)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), podReadTimeout)
+	defer cancel()
+	return n.pods.client.CoreV1().Pods(n.namespace).Get(ctx, name, metav1.GetOptions{})
+}
+
+// List implements corelisters.PodNamespaceLister.
+func (n namespacedPods) List(selector labels.Selector) ([]*corev1.Pod, error) {
+	return n.pods.list(n.namespace, selector)
+}
+
+const (
+	// podReadTimeout bounds a read of the gateway, because listers have no context. Upstream has the same bound for the
+	// list and the evaluation of its pods (k8s.io/pod-security-admission/admission, defaultNamespacePodCheckTimeout).
+	podReadTimeout = time.Second
+	// maxPodLists is how many lists are read at a time.
+	maxPodLists = 2
+)
+
+// podReader reads whole pods from the gateway.
+type podReader struct {
+	client kubernetes.Interface
+	// whole means that Get reads the gateway too.
+	whole bool
+	// slots is a semaphore of lists.
+	slots chan struct{}
+}
+
+// list returns the pods of a namespace without their status and environment, which PodSecurity does not read. It reads
+// them in pages, so that only a page is in memory with all fields.
+func (r *podReader) list(namespace string, selector labels.Selector) (pods []*corev1.Pod, err error) {
+	ctx, cancel := context.WithTimeout(context.Background(), podReadTimeout)
+	defer cancel()
+	select {
+	case r.slots <- struct{}{}:
+		defer func() { <-r.slots }()
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	pages := pager.New(func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
+		return r.client.CoreV1().Pods(namespace).List(ctx, o)
+	})
+	pages.PageBufferSize = 0
+	err = pages.EachListItem(ctx, metav1.ListOptions{LabelSelector: selector.String()}, func(obj runtime.Object) error {
+		pod, ok := obj.(*corev1.Pod)
+		if !ok {
+			return fmt.Errorf("a list of pods has a %T", obj)
+		}
+		pod.ManagedFields, pod.Status = nil, corev1.PodStatus{}
+		for _, containers := range [][]corev1.Container{pod.Spec.InitContainers, pod.Spec.Containers} {
+			for i := range containers {
+				containers[i].Env = nil
+			}
+		}
+		pods = append(pods, pod)
+		return nil
+	})
+	return pods, err
+}

@@ -1,0 +1,79 @@
+package admission
+
+import (
+	"slices"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/client-go/kubernetes/fake"
+
+	"watershed.dev/platform/apiclient"
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+)
+
+// A namespace's new level is compared with the whole pods of the namespace, although the informer's pods lack fields.
+func TestPodSecurityReadsWholePods(t *testing.T) {
+	a := chain(t, cluster{"/api/v1/namespaces/x/pods": {`{"metadata":{"name":"p","namespace":"x"},
+		"spec":{"containers":[{"name":"c","image":"i","securityContext":{"privileged":true}}]}}`}})
+	namespace := func(level string) string {
+		return `{"apiVersion":"v1","kind":"Namespace","metadata":{"name":"x","labels":{` +
+			`"pod-security.kubernetes.io/enforce":"` + level + `"}}}`
+	}
+	r := creationOf("Namespace", "namespaces", "x", namespace("baseline"))
+	r.Operation, r.Name, r.OldObject = admissionv1.Operation_OPERATION_UPDATE, "x", []byte(namespace("privileged"))
+	v, err := a.Validate(t.Context(), r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !slices.Contains(v.Warnings, "p: privileged") {
+		t.Errorf("the warnings are %q", v.Warnings)
+	}
+}
+
+// The informer serves NodeRestriction. The gateway serves lists, and the quota of ResourceClaims.
+func TestPluginInformers(t *testing.T) {
+	client := fake.NewClientset(&corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Name: "p", Namespace: "x"},
+		Spec: corev1.PodSpec{
+			NodeName:   "n",
+			Containers: []corev1.Container{{Name: "c", Env: []corev1.EnvVar{{Name: "A"}}}},
+		},
+		Status: corev1.PodStatus{Phase: corev1.PodRunning},
+	})
+	f := apiclient.Informers(client)
+	pods := newPluginInformers(f, client, false).Core().V1().Pods().Lister().Pods("x")
+	whole := newPluginInformers(f, client, true).Core().V1().Pods().Lister().Pods("x")
+	f.Start(t.Context().Done())
+	f.WaitForCacheSync(t.Context().Done())
+	if p, err := pods.Get("p"); err != nil || p.Spec.NodeName != "n" || len(p.Spec.Containers) > 0 {
+		t.Errorf("NodeRestriction's pod is %v, %v", p, err)
+	}
+	if p, err := whole.Get("p"); err != nil || p.Status.Phase != corev1.PodRunning || len(p.Spec.Containers) != 1 {
+		t.Errorf("the quota's pod is %v, %v", p, err)
+	}
+	all, err := pods.List(labels.Everything())
+	if err != nil || len(all) != 1 || len(all[0].Spec.Containers) != 1 || all[0].Spec.Containers[0].Env != nil ||
+		all[0].Status.Phase != "" {
+		t.Errorf("the list is %v, %v", all, err)
+	}
+	params := newPluginInformers(f, client, false)
+	for resource, has := range map[string]bool{"pods": false, "nodes": false, "configmaps": true} {
+		if _, err := params.ForResource(corev1.SchemeGroupVersion.WithResource(resource)); (err == nil) != has {
+			t.Errorf("%s: %v", resource, err)
+		}
+	}
+}
+
+// A list that gets no slot ends after its timeout, and does not wait for the other lists.
+func TestPodListsAreBounded(t *testing.T) {
+	client := fake.NewClientset()
+	f := newPluginInformers(apiclient.Informers(client), client, false)
+	for range maxPodLists {
+		f.pods.slots <- struct{}{}
+	}
+	if _, err := f.Core().V1().Pods().Lister().Pods("x").List(labels.Everything()); err == nil {
+		t.Error("a list beyond the bound succeeds")
+	}
+}
