@@ -10,6 +10,7 @@ import (
 	"watershed.dev/cmd/certgen"
 	"watershed.dev/cmd/embedded"
 	"watershed.dev/cmd/xds"
+	"watershed.dev/platform/process"
 	"watershed.dev/platform/version"
 )
 
@@ -37,6 +38,7 @@ Every command lists its flags with --help.
 `
 
 func main() {
+	process.LimitMemory()
 	if filepath.Base(os.Args[0]) == kubeAPIServerName {
 		if err := kubeAPIServer(os.Args[1:]); err != nil {
 			fmt.Fprintln(os.Stderr, kubeAPIServerName+":", err)

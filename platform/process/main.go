@@ -14,6 +14,7 @@ func CommandMain(name string, command func(name string, args []string) error) {
 		fmt.Println(version.Line(name))
 		return
 	}
+	LimitMemory()
 	if err := command(name, os.Args[1:]); err != nil {
 		fmt.Fprintln(os.Stderr, name+":", err)
 		os.Exit(1)

@@ -39,6 +39,9 @@ type Module struct {
 	DependsOn []string
 	// ServesAPI is set for the service that serves the cluster's API, the gateway.
 	ServesAPI bool
+	// GCPercent is how much the heap may grow between two garbage collections, in percent; 0: Go's default. The maximum
+	// of the process's services applies.
+	GCPercent int
 	// Options returns the service's options with their defaults.
 	Options func() Options
 }

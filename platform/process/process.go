@@ -53,6 +53,7 @@ func Run(all Modules, targets []string, command string, args []string, adjust ..
 	defer flush()
 	slog.Info("Starting", "version", version.Release(), "services", p.modules.Names())
 	defer p.network.close()
+	p.setGCPercent()
 	runners, err := p.Runners(ctx)
 	if err != nil {
 		return err

@@ -7,8 +7,14 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// Module describes watchfanout to the process that runs it: its name, dependencies and options.
-var Module = &process.Module{Name: "watchfanout", DependsOn: []string{"registry"}, Options: options}
+// Module describes watchfanout to the process that runs it: its name, dependencies and options. Its heap is mostly
+// encoded objects, which the garbage collector does not scan, so collections are cheap.
+var Module = &process.Module{
+	Name:      "watchfanout",
+	DependsOn: []string{"registry"},
+	GCPercent: 50,
+	Options:   options,
+}
 
 func options() process.Options {
 	c := NewConfig()

@@ -1,0 +1,74 @@
+package process
+
+import (
+	"bytes"
+	"cmp"
+	"math"
+	"os"
+	"path"
+	"path/filepath"
+	"runtime/debug"
+	"strconv"
+	"strings"
+)
+
+// unlimited is the least limit that means no limit. cgroup v1 has a number near the maximum of int64 for it.
+const unlimited = 1 << 60
+
+// defaultGCPercent is Go's default.
+const defaultGCPercent = 100
+
+// LimitMemory sets the memory limit of the Go runtime to nine tenths of the cgroup's. The garbage collector then runs
+// before the kernel ends the process. The limit is soft. GOMEMLIMIT, if set, has precedence.
+func LimitMemory() {
+	if os.Getenv("GOMEMLIMIT") != "" {
+		return
+	}
+	if limit := cgroupLimit("/"); limit < unlimited {
+		debug.SetMemoryLimit(limit / 10 * 9)
+	}
+}
+
+// setGCPercent sets how much the heap may grow between two garbage collections, in percent. It is the
+// maximum of the services' values. GOGC, if set, has precedence.
+func (p *Process) setGCPercent() {
+	percent := 0
+	for _, m := range p.modules {
+		percent = max(percent, cmp.Or(m.GCPercent, defaultGCPercent))
+	}
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(percent)
+	}
+}
+
+// cgroupLimit returns the lowest memory limit in bytes of the process's cgroup and the cgroups above it, of v2 or v1.
+// It returns math.MaxInt64 if there is none. root is "/", except in tests.
+func cgroupLimit(root string) int64 {
+	limit := int64(math.MaxInt64)
+	data, _ := os.ReadFile(filepath.Join(root, "proc/self/cgroup"))
+	for line := range bytes.Lines(data) { // ID:CONTROLLERS:PATH (cgroups(7))
+		f := strings.SplitN(strings.TrimSpace(string(line)), ":", 3)
+		if len(f) < 3 {
+			continue
+		}
+		mount, file := "sys/fs/cgroup", "memory.max"
+		switch f[1] {
+		case "":
+		case "memory":
+			mount, file = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+		default:
+			continue
+		}
+		// In a container, the mount may have the container's cgroup as its root, so that the path does not exist below it.
+		for dir := path.Clean("/" + f[2]); ; dir = path.Dir(dir) {
+			text, _ := os.ReadFile(filepath.Join(root, mount, dir, file))
+			if n, err := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64); err == nil && n > 0 {
+				limit = min(limit, n)
+			}
+			if dir == "/" {
+				break
+			}
+		}
+	}
+	return limit
+}

@@ -1,0 +1,85 @@
+package process
+
+import (
+	"math"
+	"os"
+	"path/filepath"
+	"runtime/debug"
+	"testing"
+)
+
+// The memory limit is the lowest of the cgroup's and its parents', on both versions of cgroups, also in a container.
+func TestTheCgroupsMemoryLimit(t *testing.T) {
+	const v1, v2 = "sys/fs/cgroup/memory/", "sys/fs/cgroup/"
+	for name, c := range map[string]struct {
+		cgroup string
+		files  map[string]string
+		want   int64
+	}{
+		"v2": {"0::/a/b\n", map[string]string{v2 + "a/b/memory.max": "1000\n"}, 1000},
+		"v2, the parent's": {"0::/a/b\n", map[string]string{v2 + "a/memory.max": "900\n",
+			v2 + "a/b/memory.max": "max\n"}, 900},
+		"v2 in a container":       {"0::/\n", map[string]string{v2 + "memory.max": "800\n"}, 800},
+		"v2, outside of the root": {"0::/../x\n", map[string]string{v2 + "memory.max": "800\n"}, 800},
+		"v1": {"9:cpu:/a\n4:memory:/a\n0::/\n", map[string]string{v1 + "a/memory.limit_in_bytes": "700\n",
+			v1 + "memory.limit_in_bytes": "9223372036854771712\n"}, 700},
+		"v1 in a container": {"4:memory:/docker/x\n", map[string]string{v1 + "memory.limit_in_bytes": "600\n"}, 600},
+		"no limit":          {"0::/a\n", map[string]string{v2 + "a/memory.max": "max\n"}, math.MaxInt64},
+		"no cgroup":         {"", nil, math.MaxInt64},
+		"no number":         {"0::/a\nrubbish\n", map[string]string{v2 + "a/memory.max": "x"}, math.MaxInt64},
+	} {
+		t.Run(name, func(t *testing.T) {
+			root := t.TempDir()
+			files := map[string]string{"proc/self/cgroup": c.cgroup}
+			for f, text := range c.files {
+				files[f] = text
+			}
+			for f, text := range files {
+				f = filepath.Join(root, f)
+				if err := os.MkdirAll(filepath.Dir(f), 0o755); err != nil {
+					t.Fatal(err)
+				}
+				if err := os.WriteFile(f, []byte(text), 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if got := cgroupLimit(root); got != c.want {
+				t.Errorf("it is %d, not %d", got, c.want)
+			}
+		})
+	}
+}
+
+// GOMEMLIMIT has precedence over the cgroup.
+func TestGOMEMLIMITHasPrecedence(t *testing.T) {
+	before := debug.SetMemoryLimit(12345 << 20)
+	defer debug.SetMemoryLimit(before)
+	t.Setenv("GOMEMLIMIT", "12345MiB")
+	if LimitMemory(); debug.SetMemoryLimit(-1) != 12345<<20 {
+		t.Errorf("the limit is %d", debug.SetMemoryLimit(-1))
+	}
+}
+
+// The heap grows less between two collections only if all services of a process allow it, and GOGC has precedence.
+func TestGCPercent(t *testing.T) {
+	before := debug.SetGCPercent(100)
+	defer debug.SetGCPercent(before)
+	cached, other := &Module{GCPercent: 50}, &Module{}
+	for name, c := range map[string]struct {
+		modules Modules
+		env     string
+		want    int
+	}{
+		"a cache":      {Modules{cached}, "", 50},
+		"beside other": {Modules{cached, other}, "", 100},
+		"other":        {Modules{other}, "", 100},
+		"GOGC":         {Modules{cached}, "100", 100},
+	} {
+		t.Setenv("GOGC", c.env)
+		debug.SetGCPercent(100)
+		(&Process{modules: c.modules}).setGCPercent()
+		if got := debug.SetGCPercent(100); got != c.want {
+			t.Errorf("%s: it is %d, not %d", name, got, c.want)
+		}
+	}
+}
