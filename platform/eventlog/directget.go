@@ -217,16 +217,6 @@ func sequenceOf(m *nats.Msg) (uint64, error) {
 	return strconv.ParseUint(m.Header.Get(jetstream.SequenceHeader), 10, 64)
 }
 
-func storedMessage(header nats.Header, sequence uint64, data []byte) *logv1.StoredMessage {
-	return &logv1.StoredMessage{
-		Sequence:          sequence,
-		Id:                header.Get(jetstream.MsgIDHeader),
-		ExpectedLastMsgId: header.Get(jetstream.ExpectedLastMsgIDHeader),
-		Encoding:          header.Get(encodingHeader),
-		Data:              data,
-	}
-}
-
 // startAfter returns the sequence of a message before which every message is of the revision after, or older. It
 // returns ErrExpired if the stream no longer holds such a message.
 func (d DirectGetReader) startAfter(ctx context.Context, state jetstream.StreamState, after int64) (uint64, error) {

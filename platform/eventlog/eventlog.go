@@ -213,7 +213,7 @@ func decompress(data []byte, limit int) ([]byte, error) {
 
 // Events returns the events of a message with the header: at least one, unless it returns an error.
 func Events(header nats.Header, data []byte) ([]*logv1.Event, error) {
-	return decode(header.Get(encodingHeader), data)
+	return eventsOf(storedMessage(header, 0, data))
 }
 
 func decode(encoding string, data []byte) (_ []*logv1.Event, err error) {

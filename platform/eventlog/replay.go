@@ -51,7 +51,7 @@ func replayChunk(r *core.Replay, c *logv1.Chunk, each func(*logv1.Event) (bool, 
 		return err
 	}
 	for _, m := range c.Messages {
-		events, err := decode(m.Encoding, m.Data)
+		events, err := eventsOf(m)
 		if err != nil {
 			return ErrExpired // the message may have been a reset
 		}

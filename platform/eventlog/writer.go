@@ -184,6 +184,7 @@ func (w *Writer) Flush(ctx context.Context) error {
 	} else {
 		msg.Header.Set(jetstream.ExpectedLastMsgIDHeader, first.Expected.String())
 	}
+	msg.Header.Set(checksumHeader, checksum(storedMessage(msg.Header, 0, msg.Data)))
 	msg.Reply = w.track(last.ID)
 	clear(w.open)
 	w.open, w.openBytes = w.open[:0], 0

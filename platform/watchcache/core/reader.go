@@ -56,15 +56,19 @@ func (r *Reader) Reposition(c *logv1.Chunk) bool {
 // Next moves the reader to a message with its events, which are nil if the message is corrupt. It returns the events to
 // apply, and the reset to apply before them if the message does not follow the last message. Only a message of the
 // stream proves such a gap. For a live message, Next returns ErrMissed. It returns no events for the message that the
-// reader is at.
+// reader is at. A corrupt message is as good as lost, because its position may be wrong too: the next message is the
+// first after a gap.
 func (r *Reader) Next(m *logv1.StoredMessage, events []*logv1.Event, live bool) (gap *logv1.Event,
 	apply []*logv1.Event, err error) {
 	if m.Sequence == r.Sequence && m.Id == r.id {
 		return nil, nil, nil
 	}
 	if len(events) == 0 {
-		id, _ := ParseID(m.Id)
-		events = []*logv1.Event{{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}}
+		if live {
+			return nil, nil, ErrMissed
+		}
+		r.afterGap, r.id, r.Sequence = true, "", m.Sequence
+		return nil, nil, nil
 	}
 	first := events[0]
 	resetsAll := first.Type == logv1.Type_TYPE_RESET && first.StorageResource == ""

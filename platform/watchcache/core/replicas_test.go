@@ -2,6 +2,7 @@ package core
 
 import (
 	"fmt"
+	"math"
 
 	"watershed.dev/platform/events"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -92,6 +93,9 @@ func (r *replica) catchUp(w *world) {
 }
 
 func (r *replica) next(w *world, m storedEvents, live bool) error {
+	if m.corrupt {
+		m.events = nil
+	}
 	gap, all, err := r.reader.Next(m.StoredMessage, m.events, live)
 	if err != nil {
 		return err
@@ -281,6 +285,9 @@ func (s *tierStream) replay(w *world) bool {
 func (s *stream) eventsOf(from int, storageResource string) (all []*logv1.Event) {
 	for _, m := range s.stored[from:] {
 		if r := m.events[0].StorageResource; r == "" || r == storageResource {
+			if m.corrupt { // the replay ends
+				return append(all, &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: math.MaxInt64})
+			}
 			all = append(all, m.events...)
 		}
 	}

@@ -254,7 +254,7 @@ func (s *schedule) pump(t *tierStream) {
 func (s *schedule) fault() {
 	w, p := s.world, s.somePublisher()
 	r := s.replicas[s.rng.IntN(len(s.replicas))]
-	n := s.rng.IntN(16)
+	n := s.rng.IntN(17)
 	if (n >= 8 && n <= 12 || n == 14) && !s.noticed() {
 		return
 	}
@@ -320,6 +320,10 @@ func (s *schedule) fault() {
 	case 14:
 		s.compact(s.etcd.revision() - int64(s.rng.IntN(6)))
 	case 15:
+		if n := len(s.log.stored); n > 0 && !s.restores {
+			s.corrupt(s.log.before + 1 + s.rng.Uint64N(uint64(n)))
+		}
+	case 16:
 		if cs := s.gateway.clients; len(cs) > 0 {
 			if c := cs[s.rng.IntN(len(cs))]; !c.ended() {
 				c.close(w, "the client leaves")

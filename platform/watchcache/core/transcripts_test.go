@@ -147,8 +147,14 @@ func (s *transcript) logStep(t *testing.T, d *datadriven.TestData, verb string) 
 		s.loseEnd(n)
 	case "recreate":
 		s.recreate()
+	case "corrupt":
+		s.corrupt(uint64(n))
 	default:
 		for _, m := range s.log.stored {
+			if m.corrupt {
+				s.tracef("%d %s corrupt", m.Sequence, m.Id)
+				continue
+			}
 			for _, e := range m.events {
 				s.tracef("%d %s %s", m.Sequence, m.Id, describeEvent(e))
 			}

@@ -291,6 +291,8 @@ type storedEvents struct {
 	*logv1.StoredMessage
 	events []*logv1.Event
 	id     ID
+	// corrupt: no reader can read the events.
+	corrupt bool
 }
 
 func (s *stream) last() uint64 { return s.before + uint64(len(s.stored)) }
@@ -350,6 +352,15 @@ func (w *world) loseEnd(n int) {
 	}
 }
 
+// corrupt makes a message unreadable.
+func (w *world) corrupt(sequence uint64) {
+	w.excuse()
+	w.log.stored[sequence-w.log.before-1].corrupt = true
+	if w.trace != nil {
+		w.tracef("log: message %d is corrupt", sequence)
+	}
+}
+
 // recreate deletes the stream. The next term creates another.
 func (w *world) recreate() {
 	w.excuse()
@@ -369,9 +380,12 @@ func (s *stream) end() LogEnd {
 			end.Last = m.id
 		}
 		if m.id.Progress && end.Progress == nil {
-			end.Progress = m.events[0]
+			end.Progress = &logv1.Event{}
+			if !m.corrupt {
+				end.Progress = m.events[0]
+			}
 		}
-		for i := len(m.events) - 1; i >= 0 && more; i-- {
+		for i := len(m.events) - 1; i >= 0 && more && !m.corrupt; i-- {
 			more = end.ReadBack(m.events[i], m.events[i].StorageResource+"/"+m.events[i].Name)
 		}
 	}

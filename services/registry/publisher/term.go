@@ -141,13 +141,13 @@ func (p *Publisher) readLog(ctx context.Context) (end core.LogEnd, err error) {
 		return end, nil
 	}
 	m, err := p.Log.ID.GetLast(ctx, p.JS, p.Log.ID.Subject(eventlog.ProgressSubject))
-	if err == nil {
-		var progress []*logv1.Event
-		if progress, err = eventlog.Events(m.Header, m.Data); err == nil {
+	switch {
+	case err == nil:
+		end.Progress = &logv1.Event{} // of no epoch, if the message is corrupt
+		if progress, err := eventlog.Events(m.Header, m.Data); err == nil {
 			end.Progress = progress[0]
 		}
-	}
-	if err != nil && !errors.Is(err, jetstream.ErrMsgNotFound) {
+	case !errors.Is(err, jetstream.ErrMsgNotFound):
 		return end, err
 	}
 	p.logEpoch = end.Progress.GetEpoch()

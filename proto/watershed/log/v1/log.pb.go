@@ -728,8 +728,11 @@ type StoredMessage struct {
 	ExpectedLastMsgId string `protobuf:"bytes,3,opt,name=expected_last_msg_id,json=expectedLastMsgId" json:"expected_last_msg_id,omitempty"`
 	// The header Content-Encoding. Empty: data is an Event. "batch": data is a Batch. "s2", "batch, s2": the same,
 	// compressed.
-	Encoding      string `protobuf:"bytes,4,opt,name=encoding" json:"encoding,omitempty"`
-	Data          []byte `protobuf:"bytes,5,opt,name=data" json:"data,omitempty"`
+	Encoding string `protobuf:"bytes,4,opt,name=encoding" json:"encoding,omitempty"`
+	Data     []byte `protobuf:"bytes,5,opt,name=data" json:"data,omitempty"`
+	// The header Watershed-Checksum: 16 hexadecimal digits of XXH64 over the fields id, expected_last_msg_id, encoding and
+	// data. Empty: the publisher is of a release without checksums.
+	Checksum      string `protobuf:"bytes,6,opt,name=checksum" json:"checksum,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -799,6 +802,13 @@ func (x *StoredMessage) GetData() []byte {
 	return nil
 }
 
+func (x *StoredMessage) GetChecksum() string {
+	if x != nil {
+		return x.Checksum
+	}
+	return ""
+}
+
 var File_watershed_log_v1_log_proto protoreflect.FileDescriptor
 
 const file_watershed_log_v1_log_proto_rawDesc = "" +
@@ -859,13 +869,14 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\acreated\x18\x01 \x01(\x03R\acreated\x12\x12\n" +
 	"\x04last\x18\x02 \x01(\x04R\x04last\x12\x18\n" +
 	"\athrough\x18\x03 \x01(\x04R\athrough\x12;\n" +
-	"\bmessages\x18\x04 \x03(\v2\x1f.watershed.log.v1.StoredMessageR\bmessages\"\x9c\x01\n" +
+	"\bmessages\x18\x04 \x03(\v2\x1f.watershed.log.v1.StoredMessageR\bmessages\"\xb8\x01\n" +
 	"\rStoredMessage\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12/\n" +
 	"\x14expected_last_msg_id\x18\x03 \x01(\tR\x11expectedLastMsgId\x12\x1a\n" +
 	"\bencoding\x18\x04 \x01(\tR\bencoding\x12\x12\n" +
-	"\x04data\x18\x05 \x01(\fR\x04data*a\n" +
+	"\x04data\x18\x05 \x01(\fR\x04data\x12\x1a\n" +
+	"\bchecksum\x18\x06 \x01(\tR\bchecksum*a\n" +
 	"\x04Type\x12\x14\n" +
 	"\x10TYPE_UNSPECIFIED\x10\x00\x12\x0e\n" +
 	"\n" +

@@ -1,0 +1,50 @@
+package eventlog
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/cespare/xxhash/v2"
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	logv1 "watershed.dev/proto/watershed/log/v1"
+)
+
+// checksumHeader is the name of the header that has the checksum of a message (StoredMessage.checksum). JetStream has
+// checksums of its blocks. They do not cover the servers' memory and network, nor a record at the place of another.
+const checksumHeader = "Watershed-Checksum"
+
+// errChecksum means that a message is not as the publisher wrote it.
+var errChecksum = errors.New("the checksum of the message is wrong")
+
+// checksum returns the checksum of a message. A zero byte ends each header, so that no byte moves between two of them.
+func checksum(m *logv1.StoredMessage) string {
+	h := xxhash.New()
+	for _, header := range []string{m.Id, m.ExpectedLastMsgId, m.Encoding} {
+		_, _ = h.WriteString(header)
+		_, _ = h.Write([]byte{0})
+	}
+	_, _ = h.Write(m.Data)
+	return fmt.Sprintf("%016x", h.Sum64())
+}
+
+// storedMessage returns the message of a sequence.
+func storedMessage(header nats.Header, sequence uint64, data []byte) *logv1.StoredMessage {
+	return &logv1.StoredMessage{
+		Sequence:          sequence,
+		Id:                header.Get(jetstream.MsgIDHeader),
+		ExpectedLastMsgId: header.Get(jetstream.ExpectedLastMsgIDHeader),
+		Encoding:          header.Get(encodingHeader),
+		Data:              data,
+		Checksum:          header.Get(checksumHeader),
+	}
+}
+
+// eventsOf returns the events of a message: at least one, unless it returns an error.
+func eventsOf(m *logv1.StoredMessage) ([]*logv1.Event, error) {
+	if m.Checksum != "" && m.Checksum != checksum(m) {
+		return nil, errChecksum
+	}
+	return decode(m.Encoding, m.Data)
+}
