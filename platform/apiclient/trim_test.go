@@ -48,7 +48,8 @@ func TestPodsAndNodesAreTrimmed(t *testing.T) {
 			`{"metadata":{"name":"s"},"status":{"conditions":[{"type":"t"}]}}`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if err := errors.Join(json.Unmarshal([]byte(c.in), c.obj), json.Unmarshal([]byte(c.out), c.want)); err != nil {
+			err := errors.Join(json.Unmarshal([]byte(c.in), c.obj), json.Unmarshal([]byte(c.out), c.want))
+			if err != nil {
 				t.Fatal(err)
 			}
 			if trim(c.obj); !equality.Semantic.DeepEqual(c.obj, c.want) {

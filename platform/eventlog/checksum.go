@@ -12,13 +12,13 @@ import (
 )
 
 // checksumHeader is the name of the header that has the checksum of a message (StoredMessage.checksum). JetStream has
-// checksums of its blocks. They do not cover the servers' memory and network, nor a record at the place of another.
+// checksums of its blocks. They do not cover the memory of its servers, their network, and a misplaced record.
 const checksumHeader = "Watershed-Checksum"
 
 // errChecksum means that a message is not as the publisher wrote it.
 var errChecksum = errors.New("the checksum of the message is wrong")
 
-// checksum returns the checksum of a message. A zero byte ends each header, so that no byte moves between two of them.
+// checksum returns the checksum of a message. A zero byte ends each header.
 func checksum(m *logv1.StoredMessage) string {
 	h := xxhash.New()
 	for _, header := range []string{m.Id, m.ExpectedLastMsgId, m.Encoding} {
@@ -41,7 +41,7 @@ func storedMessage(header nats.Header, sequence uint64, data []byte) *logv1.Stor
 	}
 }
 
-// eventsOf returns the events of a message: at least one, unless it returns an error.
+// eventsOf returns the events of a message. There is at least a single event, unless it returns an error.
 func eventsOf(m *logv1.StoredMessage) ([]*logv1.Event, error) {
 	if m.Checksum != "" && m.Checksum != checksum(m) {
 		return nil, errChecksum

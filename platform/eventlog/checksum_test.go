@@ -13,7 +13,8 @@ import (
 // A reader rejects a message that differs in any bit from the message that the publisher wrote, and a message at the
 // place of another. It accepts a message without a checksum.
 func TestAChangedMessageIsRejected(t *testing.T) {
-	data, err := proto.Marshal(&logv1.Event{Type: logv1.Type_TYPE_ADDED, Revision: 5, StorageResource: "pods", Name: "a"})
+	e := &logv1.Event{Type: logv1.Type_TYPE_ADDED, Revision: 5, StorageResource: "pods", Name: "a"}
+	data, err := proto.Marshal(e)
 	if err != nil {
 		t.Fatal(err)
 	}

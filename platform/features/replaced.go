@@ -23,6 +23,7 @@ var replacedGates = map[featuregate.Feature]replacedGate{
 	features.APIResponseCompression:                {},
 	features.APIServerIdentity:                     {},
 	features.ConstrainedImpersonation:              {},
+	features.DetectCacheInconsistency:              {},
 	features.ShardedListAndWatch:                   {},
 	features.StorageVersionHash:                    {},
 	features.WatchCacheInitializationPostStartHook: {},
@@ -31,8 +32,6 @@ var replacedGates = map[featuregate.Feature]replacedGate{
 	zpages.ComponentStatusz:                        {},
 	// It is a check of the start only: the gateways proxy to no peer, and --peer-ca-file is rejected.
 	features.UnknownVersionInteroperabilityProxy: {},
-	// The watch cache does not compare itself with etcd.
-	features.DetectCacheInconsistency: {},
 	// Upstream's authentication filter reads it.
 	features.RemoteRequestHeaderUID:            {},
 	features.UnauthenticatedHTTP2DOSMitigation: {},

@@ -59,7 +59,7 @@ func cgroupLimit(root string) int64 {
 		default:
 			continue
 		}
-		// In a container, the mount may have the container's cgroup as its root, so that the path does not exist below it.
+		// In a container, the mount may have the container's cgroup as its root. The path then does not exist below it.
 		for dir := path.Clean("/" + f[2]); ; dir = path.Dir(dir) {
 			text, _ := os.ReadFile(filepath.Join(root, mount, dir, file))
 			if n, err := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64); err == nil && n > 0 {

@@ -304,6 +304,22 @@ func (c *cluster) stop() {
 	}
 }
 
+// differences returns the log lines of the replicas whose objects differed from etcd's (platform/watchcache/logreader).
+func (c *cluster) differences() (lines []string) {
+	for _, p := range c.processes {
+		data, err := os.ReadFile(filepath.Join(c.dir, p.name+".log"))
+		if err != nil {
+			lines = append(lines, err.Error())
+		}
+		for line := range strings.Lines(string(data)) {
+			if strings.Contains(line, "Objects differ from") {
+				lines = append(lines, p.name+": "+line)
+			}
+		}
+	}
+	return lines
+}
+
 func (c *cluster) died() (n int) {
 	for _, p := range c.processes {
 		n += p.unexpectedEnds

@@ -159,6 +159,7 @@ func run(ctx context.Context, o options) (*result, error) {
 			complaints = append(complaints, fmt.Sprintf("%s ended %d times by itself", p.name, n))
 		}
 	}
+	complaints = append(complaints, c.differences()...)
 	r.found = append(complaints, w.history.Check()...)
 	if len(r.found) == 0 && temporary {
 		c.stop()

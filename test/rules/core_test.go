@@ -20,7 +20,7 @@ const coreDir = "platform/watchcache/core"
 // coreImports are the packages that the core may import. Neither has I/O, a lock or a goroutine of its own.
 var coreImports = []string{
 	"cmp", "errors", "fmt", "maps", "math", "slices", "sort", "strconv", "strings", "time",
-	"watershed.dev/platform/events", "watershed.dev/proto/watershed/log/v1",
+	"github.com/cespare/xxhash/v2", "watershed.dev/platform/events", "watershed.dev/proto/watershed/log/v1",
 	"watershed.dev/proto/watershed/watchfanout/v1",
 }
 

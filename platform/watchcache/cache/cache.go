@@ -46,11 +46,18 @@ type Cache struct {
 	advanced  watchable.Signal
 
 	replica core.Replica // only the applying goroutine uses it
+
+	differences chan *Snapshot
 }
 
 // New returns an empty cache.
 func New(ringBytes int, idleTimeout time.Duration) *Cache {
-	c := &Cache{RingBytes: ringBytes, IdleTimeout: idleTimeout, resources: map[string]*Resource{}}
+	c := &Cache{
+		RingBytes:   ringBytes,
+		IdleTimeout: idleTimeout,
+		resources:   map[string]*Resource{},
+		differences: make(chan *Snapshot, maxDifferences),
+	}
 	c.epoch.Store(new(string))
 	return c
 }
@@ -120,6 +127,9 @@ func (c *Cache) Apply(e *logv1.Event) {
 	if progress := c.replica.Progress; progress > c.progress.Load() {
 		c.progress.Store(progress)
 		c.notifyAdvanced()
+	}
+	if !c.eventsOnly {
+		c.compare(c.replica.Comparable(e))
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	"github.com/google/btree"
 
 	"watershed.dev/platform/recovery"
+	"watershed.dev/platform/watchcache/core"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
@@ -77,7 +78,7 @@ const loadTimeout = time.Minute
 // load reads a snapshot and applies the events after it.
 func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(context.Context, int64) error) {
 	defer close(l.done)
-	tree, unreadable, bytes, revision, err := read(ctx, r.Name, source, wait)
+	o, revision, err := read(ctx, r.Name, source, wait)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.loading = nil
@@ -89,7 +90,7 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 		return // the ring has dropped events after the snapshot, so the waiting readers load again
 	}
 	r.drop()
-	r.tree, r.unreadable, r.bytes = tree, unreadable, bytes
+	r.tree, r.unreadable, r.bytes, r.auditor.Sum = o.tree, o.unreadable, o.bytes, o.sum
 	for _, e := range r.events.From(r.events.Base()) {
 		if e.Revision > revision {
 			r.updateTree(e)
@@ -98,11 +99,24 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 	r.trim()
 }
 
+// objects are the objects of a resource at a revision.
+type objects struct {
+	tree       *btree.BTreeG[*Item]
+	unreadable map[string]unreadable
+	bytes      int
+	sum        uint64
+}
+
+// unreadable is an object that cannot be read, with the reason.
+type unreadable struct {
+	revision int64
+	reason   string
+}
+
 // read reads a whole resource. It returns when the log has reached the read's revision, so that no object is newer than
 // Progress.
 func read(ctx context.Context, name string, source Source,
-	wait func(context.Context, int64) error) (tree *btree.BTreeG[*Item], unreadable map[string]string, bytes int,
-	revision int64, err error) {
+	wait func(context.Context, int64) error) (o objects, revision int64, err error) {
 	defer recovery.ToError("loading "+name, &err)
 	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
 	defer cancel()
@@ -111,17 +125,19 @@ func read(ctx context.Context, name string, source Source,
 		err = wait(ctx, revision)
 	}
 	if err != nil {
-		return nil, nil, 0, 0, err
+		return o, 0, err
 	}
-	tree, unreadable = btree.NewG(64, less), map[string]string{}
+	o = objects{tree: btree.NewG(64, less), unreadable: map[string]unreadable{}}
 	for _, row := range rows {
+		key := Key(row.Namespace, row.Name)
+		o.sum += core.ObjectHash(key, row.Revision)
 		if row.Unreadable != "" {
-			unreadable[Key(row.Namespace, row.Name)] = row.Unreadable
+			o.unreadable[key] = unreadable{row.Revision, row.Unreadable}
 			continue
 		}
 		i := ItemOf(row)
-		tree.ReplaceOrInsert(i)
-		bytes += i.Size()
+		o.tree.ReplaceOrInsert(i)
+		o.bytes += i.Size()
 	}
-	return tree, unreadable, bytes, revision, nil
+	return o, revision, nil
 }

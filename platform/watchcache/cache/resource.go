@@ -35,8 +35,12 @@ type Resource struct {
 	indexes  map[string]*btree.BTreeG[indexed]
 	snapshot *Snapshot // of the tree; nil after a change
 	bytes    int
-	// unreadable has the reasons of the objects that cannot be read, by key. They are not in the trees.
-	unreadable map[string]string
+	// unreadable has the objects that cannot be read, by key. They are not in the trees.
+	unreadable map[string]unreadable
+	// auditor has the sum of the objects, with the unreadable objects.
+	auditor core.Auditor
+	// auditResetAt is when a difference last reset the resource.
+	auditResetAt time.Time
 	// applied is the revision of the newest event, and appliedBytes the size of the events of that revision. Only the
 	// applying goroutine changes them.
 	applied      int64
@@ -178,8 +182,15 @@ func (r *Resource) updateTree(e *Event) {
 		old, had = r.tree.ReplaceOrInsert(e.Item)
 		r.bytes += e.Item.Size()
 	}
-	delete(r.unreadable, e.Item.Key)
+	if u, found := r.unreadable[e.Item.Key]; found {
+		delete(r.unreadable, e.Item.Key)
+		r.auditor.Sum -= core.ObjectHash(e.Item.Key, u.revision)
+	}
+	if e.Type != logv1.Type_TYPE_DELETED {
+		r.auditor.Sum += core.ObjectHash(e.Item.Key, e.Item.Revision)
+	}
 	if had {
+		r.auditor.Sum -= core.ObjectHash(old.Key, old.Revision)
 		r.bytes -= old.Size()
 		r.churn.Add(int64(old.Size()))
 	}
@@ -196,7 +207,7 @@ func (r *Resource) updateTree(e *Event) {
 // drop unloads the objects; the next reader loads them again.
 func (r *Resource) drop() {
 	r.churn.Add(int64(r.bytes))
-	r.tree, r.indexes, r.snapshot, r.bytes, r.unreadable = nil, nil, nil, 0, nil
+	r.tree, r.indexes, r.snapshot, r.bytes, r.unreadable, r.auditor = nil, nil, nil, 0, nil, core.Auditor{}
 }
 
 // CRDChangedAt returns the revision of the last change of the resource's CRD that this replica has received.
@@ -210,6 +221,11 @@ func (r *Resource) CRDChangedAt() int64 {
 func (r *Resource) forget(x core.Effect) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.reset(x)
+}
+
+// reset is forget for a caller that holds mu.
+func (r *Resource) reset(x core.Effect) {
 	r.drop()
 	r.horizon.Reset(x.Low)
 	for _, e := range r.events.From(r.events.Base()) {

@@ -14,9 +14,11 @@ type Snapshot struct {
 	tree     *btree.BTreeG[*Item]
 	indexes  map[string]*btree.BTreeG[indexed]
 	// unreadable is shared with other snapshots of the resource, and does not change.
-	unreadable map[string]string
+	unreadable map[string]unreadable
 	resource   *Resource
 	churn      int64
+	// resets is the resource's number of resets.
+	resets int64
 }
 
 // Pinned returns about how many bytes of objects only this snapshot and older ones keep alive.
@@ -25,9 +27,9 @@ func (s *Snapshot) Pinned() int64 { return s.resource.churn.Load() - s.churn }
 // Unreadable returns an unreadable object whose key begins with prefix, and the reason. The replica cannot serve a list
 // that selects the object.
 func (s *Snapshot) Unreadable(prefix string) (key, reason string, found bool) {
-	for key, reason := range s.unreadable {
+	for key, u := range s.unreadable {
 		if strings.HasPrefix(key, prefix) {
-			return key, reason, true
+			return key, u.reason, true
 		}
 	}
 	return "", "", false
@@ -101,6 +103,7 @@ func (r *Resource) currentSnapshot(field string) *Snapshot {
 			unreadable: maps.Clone(r.unreadable),
 			resource:   r,
 			churn:      r.churn.Load(),
+			resets:     r.horizon.Resets,
 		}
 		for f, index := range r.indexes {
 			if r.snapshot.indexes == nil {

@@ -17,6 +17,9 @@ type replica struct {
 	rings  [resourceCount]ring
 	// crdChangedAt is the revision of the last change of each resource's CRD.
 	crdChangedAt [resourceCount]int64
+	// objects has the revisions of each loaded resource's objects, by name. auditors has their sums.
+	objects  [resourceCount]map[string]int64
+	auditors [resourceCount]Auditor
 	// limit is how many events a ring holds.
 	limit int
 	// starts counts the starts of the process.
@@ -131,6 +134,7 @@ func (r *replica) apply(w *world, e *logv1.Event, note string) {
 			if x.Events == nil {
 				ring.Events.Reset()
 				ring.Horizon.Reset(x.Low)
+				r.objects[i], r.auditors[i] = nil, Auditor{}
 				if x.CRDChanged {
 					r.crdChangedAt[i] = x.CRDChangedAt
 				}
@@ -138,6 +142,7 @@ func (r *replica) apply(w *world, e *logv1.Event, note string) {
 			}
 			for _, p := range x.Events {
 				ring.Add(cached{events.PositionOf(p), int(p.ObservedUnixNano)})
+				r.update(i, p.Name, p.Revision, p.Type == logv1.Type_TYPE_DELETED)
 			}
 			for ring.Len() > 1 {
 				oldest := ring.Oldest().position
@@ -154,6 +159,39 @@ func (r *replica) apply(w *world, e *logv1.Event, note string) {
 	}
 	if w.trace != nil {
 		w.tracef("%s:   has applied revision %d", r.name, r.core.Progress)
+	}
+	for name, change := range r.core.Comparable(e).GetChanges() {
+		if i := resourceOf(name); r.objects[i] != nil && r.auditors[i].Differs(e.Sums.Term, change) {
+			w.violated("%s: the objects of %s differ from the publisher's sums", r.name, shortName(name))
+		}
+	}
+}
+
+// load reads the objects of a resource from etcd, at the replica's revision.
+func (r *replica) load(w *world, resource int) {
+	at := r.core.Progress
+	if at == 0 || at > w.etcd.revision() || r.core.partial.Revision > at { // the ring would hold the partial events
+		return
+	}
+	r.objects[resource], r.auditors[resource] = map[string]int64{}, Auditor{}
+	for name, revision := range w.etcd.objects(resource, at) {
+		r.update(resource, name, revision, false)
+	}
+}
+
+// update updates an object of a loaded resource.
+func (r *replica) update(resource int, name string, revision int64, deleted bool) {
+	objects, sum := r.objects[resource], &r.auditors[resource].Sum
+	if objects == nil {
+		return
+	}
+	if before, found := objects[name]; found {
+		*sum -= ObjectHash(name, before)
+		delete(objects, name)
+	}
+	if !deleted {
+		*sum += ObjectHash(name, revision)
+		objects[name] = revision
 	}
 }
 

@@ -148,6 +148,7 @@ func (s *schedule) publish(p *publisher) {
 		case n < 15:
 			e, _ := s.etcd.record()
 			p.term.Check(e, s.etcd.revision())
+			p.term.Audit()
 			p.watching(s.world)
 		case n < 16:
 			p.term.ForceProgress()
@@ -185,6 +186,9 @@ func (s *schedule) fly(f *flight) {
 
 // read continues the reader of a replica.
 func (s *schedule) read(r *replica) {
+	if i := s.rng.IntN(resourceCount); r.objects[i] == nil {
+		r.load(s.world, i)
+	}
 	switch n := s.rng.IntN(10); {
 	case n < 6:
 		for n := 1 + s.rng.IntN(3); n > 0; n-- {

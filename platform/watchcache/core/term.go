@@ -81,6 +81,8 @@ type Term struct {
 	// token and nextToken are the fencing tokens in the log's progress messages: the current token, and the next if a
 	// rotation is under way.
 	token, nextToken string
+	// sums are of the term's transactions.
+	sums sums
 	// transactionCompleted: a whole transaction was published since the term began.
 	transactionCompleted bool
 	// forceProgress: the next progress is published even if the revision is unchanged.
@@ -89,7 +91,7 @@ type Term struct {
 
 // Begin begins a term. nonce is unique among all terms. fresh has the random ID and token of a new epoch.
 func (p *Publisher) Begin(nonce string, fresh Epoch, encode Encode) *Term {
-	return &Term{publisher: p, chain: NewChain(nonce, ID{}, encode), fresh: fresh}
+	return &Term{publisher: p, chain: NewChain(nonce, ID{}, encode), fresh: fresh, sums: newSums(nonce)}
 }
 
 // TakeEntries returns the entries to append to the log, in order. The slice is valid until the next call of a method.
@@ -219,11 +221,15 @@ func (t *Term) Acknowledged(id ID) {
 
 func (t *Term) end(reason error) { t.Request = Request{Op: End, Reason: reason} }
 
-// stamp sets the epoch of an event, and the tokens if it is a progress message or a reset of all resources.
+// stamp sets the epoch of an event, and the tokens if it is a progress message or a reset of all resources. A progress
+// message also has the changed sums.
 func (t *Term) stamp(e *logv1.Event) *logv1.Event {
 	e.Epoch = t.epoch.ID
 	if e.StorageResource == "" {
 		e.FencingToken, e.NextFencingToken = t.token, t.nextToken
+	}
+	if e.Type == logv1.Type_TYPE_UNSPECIFIED {
+		e.Sums = t.sums.take()
 	}
 	return e
 }

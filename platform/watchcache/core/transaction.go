@@ -15,6 +15,10 @@ var ErrPrevCompacted = errors.New("etcd compacted the object's previous state")
 // Change is an etcd event, decoded.
 type Change struct {
 	EtcdEvent
+	// Object is the key of the object in its resource, as ObjectHash has it. Previous is the object's revision before
+	// the event; 0: it did not exist.
+	Object   string
+	Previous int64
 	// Event is the event to publish. Nil: no served resource has the key, or Err is set.
 	Event *logv1.Event
 	// Resource is the stored resource of the key; empty if no served resource has the key.
@@ -83,6 +87,7 @@ func (t *Term) Transaction(changes []Change) {
 	}
 	t.publisher.checkpoint.revision, t.publisher.checkpoint.last = t.chain.Last.Revision, changes[x.size-1].EtcdEvent
 	t.transactionCompleted = true
+	t.sums.add(changes)
 }
 
 // appendOnce appends an event unless the log has it. It returns an error if the event cannot be a message, even if the

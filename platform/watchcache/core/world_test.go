@@ -158,6 +158,22 @@ func (e *etcd) exists(resource int, name string) bool {
 	return false
 }
 
+// objects returns the revisions of the objects of a resource, by name, as of a revision.
+func (e *etcd) objects(resource int, revision int64) map[string]int64 {
+	all := map[string]int64{}
+	for r, h := range e.history[:revision+1] {
+		for _, x := range h.writes {
+			if x.resource == resource {
+				all[x.name] = int64(r)
+				if x.kind == logv1.Type_TYPE_DELETED {
+					delete(all, x.name)
+				}
+			}
+		}
+	}
+	return all
+}
+
 // commit adds a revision with writes. Each becomes ADDED, MODIFIED or DELETED.
 func (w *world) commit(writes ...write) {
 	e := &w.etcd

@@ -276,7 +276,8 @@ func (p *publisher) receive(w *world) {
 	var changes []Change
 	for i, x := range e.history[p.next].writes {
 		c := Change{EtcdEvent: EtcdEvent{keyOf(x), p.next, x.kind == logv1.Type_TYPE_DELETED},
-			Resource: resourceNames[x.resource]}
+			Resource: resourceNames[x.resource], Object: x.name,
+			Previous: e.objects(x.resource, p.next-1)[x.name]}
 		switch {
 		case x.kind != logv1.Type_TYPE_ADDED && p.next == e.compacted:
 			c.Err = ErrPrevCompacted

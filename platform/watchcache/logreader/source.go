@@ -20,6 +20,9 @@ type Source struct {
 	Revision func(context.Context) (int64, error)
 	// Rows reads a whole resource. A cache of events only does not need it.
 	Rows cache.Source
+	// ObjectKeys calls each with the namespace, name and revision of every object of a resource at a revision, in the
+	// order of etcd's keys. UNIMPLEMENTED: the caller must not compare its objects with them.
+	ObjectKeys func(ctx context.Context, storageResource string, revision int64, each func(*registryv1.Row)) error
 }
 
 // Remote returns the source of a replica that calls registry for a log and its etcd.
@@ -30,6 +33,27 @@ func Remote(registry registryv1.SourceClient, log eventlog.LogID) Source {
 		Revision: func(ctx context.Context) (int64, error) {
 			r, err := registry.Revision(ctx, &registryv1.RevisionRequest{Log: string(log)})
 			return r.GetRevision(), err
+		},
+		ObjectKeys: func(ctx context.Context, storageResource string, revision int64,
+			each func(*registryv1.Row)) error {
+			stream, err := registry.Snapshot(ctx, &registryv1.SnapshotRequest{
+				StorageResource: storageResource,
+				Log:             string(log),
+				Revision:        revision,
+				KeysOnly:        true,
+			})
+			if err != nil {
+				return err
+			}
+			return rpc.Each(stream, func(chunk *registryv1.SnapshotChunk) error {
+				if chunk.Revision != revision { // the registry is of a release without the field
+					return errOtherRevision
+				}
+				for _, row := range chunk.Rows {
+					each(row)
+				}
+				return nil
+			})
 		},
 		Rows: func(ctx context.Context, storageResource string) ([]*registryv1.Row, int64, error) {
 			rows, revision, err := readSnapshot(ctx, registry, &registryv1.SnapshotRequest{

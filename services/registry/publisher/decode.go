@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
+	"strings"
 	"time"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
@@ -17,6 +18,7 @@ import (
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/telemetry"
+	"watershed.dev/platform/watchcache/cache"
 	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/services/registry/customresources"
@@ -117,7 +119,10 @@ func (p *Publisher) decodeEvent(ctx context.Context, e *clientv3.Event) (c core.
 	if !ok {
 		return c
 	}
-	c.Resource = st.Name()
+	c.Resource, c.Object = st.Name(), strings.TrimPrefix(key, st.Prefix)
+	if e.PrevKv != nil {
+		c.Previous = e.PrevKv.ModRevision
+	}
 	defer recovery.ToError("reading an object", &c.Err)
 	encrypted := isEncrypted(e)
 	if encrypted {
@@ -128,6 +133,9 @@ func (p *Publisher) decodeEvent(ctx context.Context, e *clientv3.Event) (c core.
 	}
 	var obj runtime.Object
 	c.Event, obj, c.Err = p.newLogEvent(ctx, e, st)
+	if c.Event != nil {
+		c.Object = cache.Key(c.Event.Namespace, c.Event.Name)
+	}
 	if c.Err == nil && encrypted && p.DataKeys != nil {
 		c.Err = p.encrypt(ctx, c.Event, st)
 	}

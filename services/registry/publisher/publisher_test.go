@@ -3,6 +3,8 @@ package publisher_test
 import (
 	"context"
 	"fmt"
+	"maps"
+	"path"
 	"slices"
 	"strings"
 	"sync"
@@ -16,6 +18,7 @@ import (
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/internal/fixture"
@@ -32,7 +35,9 @@ type journal struct {
 
 	mu       sync.Mutex
 	recorded []string
-	changed  chan struct{}
+	// sums are the newest sums, by resource.
+	sums    map[string]uint64
+	changed chan struct{}
 }
 
 func newJournal(t *testing.T) *journal {
@@ -43,7 +48,7 @@ func newJournal(t *testing.T) *journal {
 	}
 	s.Start()
 	t.Cleanup(func() { s.Shutdown(); s.WaitForShutdown() })
-	j := &journal{Fixture: fixture.New(t), t: t, changed: make(chan struct{}, 1)}
+	j := &journal{Fixture: fixture.New(t), t: t, sums: map[string]uint64{}, changed: make(chan struct{}, 1)}
 	j.log = &eventlog.Options{Conn: s, Storage: "memory", Replicas: 1, Retention: time.Minute, MaxBytes: 1 << 26}
 	if j.nats, err = j.log.Connect("registry", rpc.TLS{}); err != nil {
 		t.Fatal(err)
@@ -62,9 +67,13 @@ func newJournal(t *testing.T) *journal {
 	return j
 }
 
-// record appends an event of the log. It skips progress.
+// record appends an event of the log. Of progress it records the sums.
 func (j *journal) record(e *logv1.Event) error {
 	if e.Type == logv1.Type_TYPE_UNSPECIFIED {
+		j.mu.Lock()
+		maps.Copy(j.sums, e.Sums.GetChanges())
+		j.mu.Unlock()
+		j.notify()
 		return nil
 	}
 	s := strings.ToLower(strings.TrimPrefix(e.Type.String(), "TYPE_"))
@@ -77,11 +86,15 @@ func (j *journal) record(e *logv1.Event) error {
 	j.mu.Lock()
 	j.recorded = append(j.recorded, s)
 	j.mu.Unlock()
+	j.notify()
+	return nil
+}
+
+func (j *journal) notify() {
 	select {
 	case j.changed <- struct{}{}:
 	default:
 	}
-	return nil
 }
 
 // expect waits until the log has len(want) events, and compares them.
@@ -187,6 +200,45 @@ func TestUndecodableResetsItsResource(t *testing.T) {
 	}
 	j.write("create", "good", "")
 	j.expect("reset", "reset configmaps/", "added configmaps/good")
+}
+
+// The sums of progress messages are of the keys and revisions in etcd, with the objects that cannot be decoded.
+func TestSumsAreOfEtcdsObjects(t *testing.T) {
+	j := newJournal(t)
+	j.publish("one")
+	j.expect("reset")
+	etcd := j.Resources.Storage.Client.Client
+	for _, name := range []string{"a", "b", "c"} {
+		j.write("create", name, "")
+	}
+	for _, value := range []string{"k8s\x00rubbish", "k8s\x00more rubbish"} {
+		if _, err := etcd.Put(t.Context(), j.Resources.Storage.Prefix()+"configmaps/x/bad", value); err != nil {
+			t.Fatal(err)
+		}
+	}
+	j.write("update", "a", `"n":"2"`)
+	j.write("delete", "b", "")
+	var want uint64
+	resp, err := etcd.Get(t.Context(), j.Resources.Storage.Prefix()+"configmaps/", clientv3.WithPrefix())
+	if err != nil || len(resp.Kvs) != 3 {
+		t.Fatal(len(resp.Kvs), err)
+	}
+	for _, kv := range resp.Kvs {
+		want += core.ObjectHash("x/"+path.Base(string(kv.Key)), kv.ModRevision)
+	}
+	for deadline := time.After(20 * time.Second); ; {
+		j.mu.Lock()
+		got := j.sums["configmaps"]
+		j.mu.Unlock()
+		if got == want {
+			return
+		}
+		select {
+		case <-j.changed:
+		case <-deadline:
+			t.Fatalf("the sum is %x, not %x", got, want)
+		}
+	}
 }
 
 // If etcd has compacted the next revision, the log is reset.

@@ -241,7 +241,8 @@ func (p *Publisher) writeEpoch(ctx context.Context, e core.Epoch, after int64) (
 	return resp.Header.Revision, nil
 }
 
-// checkToken ends the term if the epoch's record is not this publisher's. The open batch does not wait for etcd.
+// checkToken ends the term if the epoch's record is not this publisher's. Otherwise it publishes the changed sums. The
+// open batch does not wait for etcd.
 func (t *term) checkToken(ctx context.Context) error {
 	if err := t.log.Flush(ctx); err != nil {
 		return err
@@ -251,6 +252,7 @@ func (t *term) checkToken(ctx context.Context) error {
 	etcd, err := t.readEpoch(ctx)
 	if err == nil {
 		t.Check(etcd.Epoch, etcd.Revision)
+		t.Audit()
 	}
 	return err
 }

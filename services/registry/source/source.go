@@ -20,6 +20,8 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"k8s.io/apiserver/pkg/features"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/eventlog"
@@ -159,10 +161,15 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 	if err != nil {
 		return err
 	}
+	if r.KeysOnly && !utilfeature.DefaultFeatureGate.Enabled(features.DetectCacheInconsistency) {
+		return status.Error(codes.Unimplemented, "the feature gate DetectCacheInconsistency is off")
+	}
 	// Read the revision first: a later change of the CRD is then in the log after this revision.
-	revision, err := etcd.ReadRevision(ctx)
-	if err != nil {
-		return err
+	revision := r.Revision
+	if revision == 0 {
+		if revision, err = etcd.ReadRevision(ctx); err != nil {
+			return err
+		}
 	}
 	st, err := s.resources.StorageResource(ctx, r.StorageResource)
 	if err != nil {
@@ -173,6 +180,9 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 			r.Log, r.StorageResource)
 	}
 	out := &snapshotChunks{send: send, revision: revision}
+	if r.KeysOnly {
+		return sendKeys(ctx, st, out)
+	}
 	err = ReadPages(ctx, etcd, st.Prefix, revision, func(kvs []*mvccpb.KeyValue) error {
 		for len(kvs) > 0 {
 			n := batchSize(kvs, rowsBytes, func(kv *mvccpb.KeyValue) int { return len(kv.Value) })
@@ -191,6 +201,22 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 	return out.flush()
 }
 
+// sendKeys sends rows without objects.
+func sendKeys(ctx context.Context, st *storage.Resource, out *snapshotChunks) error {
+	err := ReadPages(ctx, st.Etcd, st.Prefix, out.revision, func(kvs []*mvccpb.KeyValue) error {
+		for _, kv := range kvs {
+			row := &registryv1.Row{Revision: kv.ModRevision}
+			row.Namespace, row.Name = st.SplitKey(string(kv.Key))
+			out.rows = append(out.rows, row)
+		}
+		return out.flush()
+	}, clientv3.WithKeysOnly())
+	if err != nil {
+		return err
+	}
+	return out.flush()
+}
+
 // ReadPages reads all keys with a prefix at one revision, in pages of about pageBytes.
 func ReadPages(
 	ctx context.Context,
@@ -198,12 +224,13 @@ func ReadPages(
 	prefix string,
 	revision int64,
 	each func([]*mvccpb.KeyValue) error,
+	opts ...clientv3.OpOption,
 ) error {
 	key, end := prefix, clientv3.GetPrefixRangeEnd(prefix)
 	limit := int64(firstPage)
 	for {
-		resp, err := etcd.Client.Client.Get(ctx, key, clientv3.WithRange(end),
-			clientv3.WithLimit(limit), clientv3.WithRev(revision))
+		resp, err := etcd.Client.Client.Get(ctx, key, append(opts, clientv3.WithRange(end),
+			clientv3.WithLimit(limit), clientv3.WithRev(revision))...)
 		if status.Code(err) == codes.ResourceExhausted && limit > 1 { // these objects are larger than the last
 			limit = max(1, limit/4)
 			continue

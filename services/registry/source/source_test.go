@@ -10,6 +10,9 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"k8s.io/apiserver/pkg/features"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
+	featuregatetesting "k8s.io/component-base/featuregate/testing"
 
 	"watershed.dev/platform/rpc"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
@@ -86,6 +89,42 @@ func TestSnapshot(t *testing.T) {
 			!bytes.Contains(r.Json, []byte(`"data":{"k":"xxx`)) || len(r.Protobuf) == 0:
 			t.Errorf("row %s/%s: %v, %d, %.80s", r.Namespace, r.Name, r.Labels, r.Revision, r.Json)
 		}
+	}
+}
+
+// A snapshot of keys has the revision that the caller asks for. The feature gate DetectCacheInconsistency turns it off.
+func TestASnapshotOfKeys(t *testing.T) {
+	fx := fixture.New(t)
+	create(t, fx, fixture.ConfigMaps, `{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"a"}}`)
+	etcd := fx.Resources.Storage.Client.Client
+	odd, err := etcd.Put(t.Context(), "/registry/configmaps/x/odd", "rubbish")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := etcd.Delete(t.Context(), "/registry/configmaps/x/a"); err != nil {
+		t.Fatal(err)
+	}
+	c := &chunks{ctx: t.Context()}
+	r := &registryv1.SnapshotRequest{StorageResource: "configmaps", Revision: odd.Header.Revision, KeysOnly: true}
+	if err := fx.Source.Snapshot(r, c); err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for _, m := range c.all {
+		for _, row := range m.Rows {
+			got = append(got, fmt.Sprintf("%s/%s %d", row.Namespace, row.Name, m.Revision-row.Revision))
+			if row.Json != nil || row.Protobuf != nil {
+				t.Error("a row has an object")
+			}
+		}
+	}
+	if fmt.Sprint(got) != "[x/a 1 x/odd 0]" {
+		t.Errorf("%q", got)
+	}
+	gates, gate := utilfeature.DefaultFeatureGate, features.DetectCacheInconsistency
+	featuregatetesting.SetFeatureGateDuringTest(t, gates, gate, false)
+	if err := fx.Source.Snapshot(r, &chunks{ctx: t.Context()}); status.Code(err) != codes.Unimplemented {
+		t.Errorf("without the gate: %v", err)
 	}
 }
 

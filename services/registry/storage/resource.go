@@ -215,7 +215,7 @@ func (s *Resource) Row(ctx context.Context, key string, data []byte, revision in
 	row := &registryv1.Row{Revision: revision}
 	obj, o, err := s.Transcode(ctx, key, data, revision)
 	if err != nil {
-		row.Namespace, row.Name = s.splitKey(key)
+		row.Namespace, row.Name = s.SplitKey(key)
 		row.Unreadable = err.Error()
 		return row
 	}
@@ -255,8 +255,8 @@ func (s *Resource) Key(namespace, name string) string {
 	return s.Prefix + namespace + "/" + name
 }
 
-// splitKey returns the namespace and name in an etcd key. Row uses it if the object cannot be decoded.
-func (s *Resource) splitKey(key string) (namespace, name string) {
+// SplitKey returns the namespace and name in an etcd key. Row uses it if the object cannot be decoded.
+func (s *Resource) SplitKey(key string) (namespace, name string) {
 	rest := strings.TrimPrefix(key, s.Prefix)
 	if i := strings.LastIndexByte(rest, '/'); i >= 0 {
 		return rest[:i], rest[i+1:]

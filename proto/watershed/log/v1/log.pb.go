@@ -119,7 +119,9 @@ type Event struct {
 	// The fencing token that the publisher is about to write.
 	NextFencingToken string `protobuf:"bytes,15,opt,name=next_fencing_token,json=nextFencingToken" json:"next_fencing_token,omitempty"`
 	// Replaces object and previous if etcd stores the object encrypted.
-	Encrypted     *Encrypted `protobuf:"bytes,16,opt,name=encrypted" json:"encrypted,omitempty"`
+	Encrypted *Encrypted `protobuf:"bytes,16,opt,name=encrypted" json:"encrypted,omitempty"`
+	// What a reader that holds objects must hold at this position, in progress messages.
+	Sums          *Sums `protobuf:"bytes,17,opt,name=sums" json:"sums,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -266,6 +268,69 @@ func (x *Event) GetEncrypted() *Encrypted {
 	return nil
 }
 
+func (x *Event) GetSums() *Sums {
+	if x != nil {
+		return x.Sums
+	}
+	return nil
+}
+
+// Sums states how the objects of resources have changed, so that a reader can check that it has applied every change.
+type Sums struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Identifies the publisher's term. Sums of two terms cannot be compared.
+	Term uint64 `protobuf:"fixed64,1,opt,name=term" json:"term,omitempty"`
+	// The change of each resource's sum since the term began, modulo 2^64. The sum of a resource is the sum of the hashes
+	// of its objects' keys and revisions. Resources without a change since the last message with sums may be missing.
+	Changes       map[string]uint64 `protobuf:"bytes,2,rep,name=changes" json:"changes,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Sums) Reset() {
+	*x = Sums{}
+	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Sums) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Sums) ProtoMessage() {}
+
+func (x *Sums) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Sums.ProtoReflect.Descriptor instead.
+func (*Sums) Descriptor() ([]byte, []int) {
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Sums) GetTerm() uint64 {
+	if x != nil {
+		return x.Term
+	}
+	return 0
+}
+
+func (x *Sums) GetChanges() map[string]uint64 {
+	if x != nil {
+		return x.Changes
+	}
+	return nil
+}
+
 // Batch is consecutive events of one resource, which share a message of the log.
 type Batch struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -276,7 +341,7 @@ type Batch struct {
 
 func (x *Batch) Reset() {
 	*x = Batch{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -288,7 +353,7 @@ func (x *Batch) String() string {
 func (*Batch) ProtoMessage() {}
 
 func (x *Batch) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -301,7 +366,7 @@ func (x *Batch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Batch.ProtoReflect.Descriptor instead.
 func (*Batch) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{1}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *Batch) GetEvents() []*Event {
@@ -326,7 +391,7 @@ type Encrypted struct {
 
 func (x *Encrypted) Reset() {
 	*x = Encrypted{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[2]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -338,7 +403,7 @@ func (x *Encrypted) String() string {
 func (*Encrypted) ProtoMessage() {}
 
 func (x *Encrypted) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[2]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -351,7 +416,7 @@ func (x *Encrypted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Encrypted.ProtoReflect.Descriptor instead.
 func (*Encrypted) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{2}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Encrypted) GetKey() string {
@@ -386,7 +451,7 @@ type Contents struct {
 
 func (x *Contents) Reset() {
 	*x = Contents{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[3]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -398,7 +463,7 @@ func (x *Contents) String() string {
 func (*Contents) ProtoMessage() {}
 
 func (x *Contents) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[3]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -411,7 +476,7 @@ func (x *Contents) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Contents.ProtoReflect.Descriptor instead.
 func (*Contents) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{3}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Contents) GetObject() *Object {
@@ -444,7 +509,7 @@ type TraceContext struct {
 
 func (x *TraceContext) Reset() {
 	*x = TraceContext{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[4]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -456,7 +521,7 @@ func (x *TraceContext) String() string {
 func (*TraceContext) ProtoMessage() {}
 
 func (x *TraceContext) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[4]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -469,7 +534,7 @@ func (x *TraceContext) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TraceContext.ProtoReflect.Descriptor instead.
 func (*TraceContext) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{4}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *TraceContext) GetKey() string {
@@ -509,7 +574,7 @@ type Object struct {
 
 func (x *Object) Reset() {
 	*x = Object{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[5]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -521,7 +586,7 @@ func (x *Object) String() string {
 func (*Object) ProtoMessage() {}
 
 func (x *Object) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[5]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -534,7 +599,7 @@ func (x *Object) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Object.ProtoReflect.Descriptor instead.
 func (*Object) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{5}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Object) GetLabels() map[string]string {
@@ -590,7 +655,7 @@ type ReadRequest struct {
 
 func (x *ReadRequest) Reset() {
 	*x = ReadRequest{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[6]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -602,7 +667,7 @@ func (x *ReadRequest) String() string {
 func (*ReadRequest) ProtoMessage() {}
 
 func (x *ReadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[6]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -615,7 +680,7 @@ func (x *ReadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadRequest.ProtoReflect.Descriptor instead.
 func (*ReadRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{6}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ReadRequest) GetSequence() uint64 {
@@ -662,7 +727,7 @@ type Chunk struct {
 
 func (x *Chunk) Reset() {
 	*x = Chunk{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[7]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -674,7 +739,7 @@ func (x *Chunk) String() string {
 func (*Chunk) ProtoMessage() {}
 
 func (x *Chunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[7]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -687,7 +752,7 @@ func (x *Chunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Chunk.ProtoReflect.Descriptor instead.
 func (*Chunk) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{7}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Chunk) GetCreated() int64 {
@@ -739,7 +804,7 @@ type StoredMessage struct {
 
 func (x *StoredMessage) Reset() {
 	*x = StoredMessage{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[8]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -751,7 +816,7 @@ func (x *StoredMessage) String() string {
 func (*StoredMessage) ProtoMessage() {}
 
 func (x *StoredMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[8]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -764,7 +829,7 @@ func (x *StoredMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StoredMessage.ProtoReflect.Descriptor instead.
 func (*StoredMessage) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{8}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *StoredMessage) GetSequence() uint64 {
@@ -813,7 +878,7 @@ var File_watershed_log_v1_log_proto protoreflect.FileDescriptor
 
 const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\n" +
-	"\x1awatershed/log/v1/log.proto\x12\x10watershed.log.v1\"\xd3\x04\n" +
+	"\x1awatershed/log/v1/log.proto\x12\x10watershed.log.v1\"\xff\x04\n" +
 	"\x05Event\x12*\n" +
 	"\x04type\x18\x01 \x01(\x0e2\x16.watershed.log.v1.TypeR\x04type\x12\x1a\n" +
 	"\brevision\x18\x02 \x01(\x03R\brevision\x12\x14\n" +
@@ -832,7 +897,14 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\x05epoch\x18\r \x01(\tR\x05epoch\x12#\n" +
 	"\rfencing_token\x18\x0e \x01(\tR\ffencingToken\x12,\n" +
 	"\x12next_fencing_token\x18\x0f \x01(\tR\x10nextFencingToken\x129\n" +
-	"\tencrypted\x18\x10 \x01(\v2\x1b.watershed.log.v1.EncryptedR\tencrypted\"8\n" +
+	"\tencrypted\x18\x10 \x01(\v2\x1b.watershed.log.v1.EncryptedR\tencrypted\x12*\n" +
+	"\x04sums\x18\x11 \x01(\v2\x16.watershed.log.v1.SumsR\x04sums\"\x95\x01\n" +
+	"\x04Sums\x12\x12\n" +
+	"\x04term\x18\x01 \x01(\x06R\x04term\x12=\n" +
+	"\achanges\x18\x02 \x03(\v2#.watershed.log.v1.Sums.ChangesEntryR\achanges\x1a:\n" +
+	"\fChangesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x06R\x05value:\x028\x01\"8\n" +
 	"\x05Batch\x12/\n" +
 	"\x06events\x18\x01 \x03(\v2\x17.watershed.log.v1.EventR\x06events\"Q\n" +
 	"\tEncrypted\x12\x10\n" +
@@ -899,37 +971,41 @@ func file_watershed_log_v1_log_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_log_v1_log_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_watershed_log_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
+var file_watershed_log_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
 var file_watershed_log_v1_log_proto_goTypes = []any{
 	(Type)(0),             // 0: watershed.log.v1.Type
 	(*Event)(nil),         // 1: watershed.log.v1.Event
-	(*Batch)(nil),         // 2: watershed.log.v1.Batch
-	(*Encrypted)(nil),     // 3: watershed.log.v1.Encrypted
-	(*Contents)(nil),      // 4: watershed.log.v1.Contents
-	(*TraceContext)(nil),  // 5: watershed.log.v1.TraceContext
-	(*Object)(nil),        // 6: watershed.log.v1.Object
-	(*ReadRequest)(nil),   // 7: watershed.log.v1.ReadRequest
-	(*Chunk)(nil),         // 8: watershed.log.v1.Chunk
-	(*StoredMessage)(nil), // 9: watershed.log.v1.StoredMessage
-	nil,                   // 10: watershed.log.v1.Object.LabelsEntry
-	nil,                   // 11: watershed.log.v1.Object.FieldsEntry
+	(*Sums)(nil),          // 2: watershed.log.v1.Sums
+	(*Batch)(nil),         // 3: watershed.log.v1.Batch
+	(*Encrypted)(nil),     // 4: watershed.log.v1.Encrypted
+	(*Contents)(nil),      // 5: watershed.log.v1.Contents
+	(*TraceContext)(nil),  // 6: watershed.log.v1.TraceContext
+	(*Object)(nil),        // 7: watershed.log.v1.Object
+	(*ReadRequest)(nil),   // 8: watershed.log.v1.ReadRequest
+	(*Chunk)(nil),         // 9: watershed.log.v1.Chunk
+	(*StoredMessage)(nil), // 10: watershed.log.v1.StoredMessage
+	nil,                   // 11: watershed.log.v1.Sums.ChangesEntry
+	nil,                   // 12: watershed.log.v1.Object.LabelsEntry
+	nil,                   // 13: watershed.log.v1.Object.FieldsEntry
 }
 var file_watershed_log_v1_log_proto_depIdxs = []int32{
 	0,  // 0: watershed.log.v1.Event.type:type_name -> watershed.log.v1.Type
-	6,  // 1: watershed.log.v1.Event.object:type_name -> watershed.log.v1.Object
-	6,  // 2: watershed.log.v1.Event.previous:type_name -> watershed.log.v1.Object
-	3,  // 3: watershed.log.v1.Event.encrypted:type_name -> watershed.log.v1.Encrypted
-	1,  // 4: watershed.log.v1.Batch.events:type_name -> watershed.log.v1.Event
-	6,  // 5: watershed.log.v1.Contents.object:type_name -> watershed.log.v1.Object
-	6,  // 6: watershed.log.v1.Contents.previous:type_name -> watershed.log.v1.Object
-	10, // 7: watershed.log.v1.Object.labels:type_name -> watershed.log.v1.Object.LabelsEntry
-	11, // 8: watershed.log.v1.Object.fields:type_name -> watershed.log.v1.Object.FieldsEntry
-	9,  // 9: watershed.log.v1.Chunk.messages:type_name -> watershed.log.v1.StoredMessage
-	10, // [10:10] is the sub-list for method output_type
-	10, // [10:10] is the sub-list for method input_type
-	10, // [10:10] is the sub-list for extension type_name
-	10, // [10:10] is the sub-list for extension extendee
-	0,  // [0:10] is the sub-list for field type_name
+	7,  // 1: watershed.log.v1.Event.object:type_name -> watershed.log.v1.Object
+	7,  // 2: watershed.log.v1.Event.previous:type_name -> watershed.log.v1.Object
+	4,  // 3: watershed.log.v1.Event.encrypted:type_name -> watershed.log.v1.Encrypted
+	2,  // 4: watershed.log.v1.Event.sums:type_name -> watershed.log.v1.Sums
+	11, // 5: watershed.log.v1.Sums.changes:type_name -> watershed.log.v1.Sums.ChangesEntry
+	1,  // 6: watershed.log.v1.Batch.events:type_name -> watershed.log.v1.Event
+	7,  // 7: watershed.log.v1.Contents.object:type_name -> watershed.log.v1.Object
+	7,  // 8: watershed.log.v1.Contents.previous:type_name -> watershed.log.v1.Object
+	12, // 9: watershed.log.v1.Object.labels:type_name -> watershed.log.v1.Object.LabelsEntry
+	13, // 10: watershed.log.v1.Object.fields:type_name -> watershed.log.v1.Object.FieldsEntry
+	10, // 11: watershed.log.v1.Chunk.messages:type_name -> watershed.log.v1.StoredMessage
+	12, // [12:12] is the sub-list for method output_type
+	12, // [12:12] is the sub-list for method input_type
+	12, // [12:12] is the sub-list for extension type_name
+	12, // [12:12] is the sub-list for extension extendee
+	0,  // [0:12] is the sub-list for field type_name
 }
 
 func init() { file_watershed_log_v1_log_proto_init() }
@@ -943,7 +1019,7 @@ func file_watershed_log_v1_log_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_log_v1_log_proto_rawDesc), len(file_watershed_log_v1_log_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   11,
+			NumMessages:   13,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -1942,7 +1942,12 @@ type SnapshotRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	StorageResource string                 `protobuf:"bytes,1,opt,name=storage_resource,json=storageResource" json:"storage_resource,omitempty"`
 	// The event log that the caller reads the resource's events from. FAILED_PRECONDITION: it is another log.
-	Log           string `protobuf:"bytes,2,opt,name=log" json:"log,omitempty"`
+	Log string `protobuf:"bytes,2,opt,name=log" json:"log,omitempty"`
+	// The revision to read. 0: the current revision.
+	Revision int64 `protobuf:"varint,3,opt,name=revision" json:"revision,omitempty"`
+	// The rows have only the namespaces, names and revisions of the objects. UNIMPLEMENTED: the feature gate
+	// DetectCacheInconsistency is off.
+	KeysOnly      bool `protobuf:"varint,4,opt,name=keys_only,json=keysOnly" json:"keys_only,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1989,6 +1994,20 @@ func (x *SnapshotRequest) GetLog() string {
 		return x.Log
 	}
 	return ""
+}
+
+func (x *SnapshotRequest) GetRevision() int64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
+}
+
+func (x *SnapshotRequest) GetKeysOnly() bool {
+	if x != nil {
+		return x.KeysOnly
+	}
+	return false
 }
 
 // SnapshotChunk is some rows of a snapshot.
@@ -3177,10 +3196,12 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x03log\x18\x1c \x01(\tR\x03log\x1aC\n" +
 	"\x15SelectableFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x12\x10\x13\"N\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x12\x10\x13\"\x87\x01\n" +
 	"\x0fSnapshotRequest\x12)\n" +
 	"\x10storage_resource\x18\x01 \x01(\tR\x0fstorageResource\x12\x10\n" +
-	"\x03log\x18\x02 \x01(\tR\x03log\"[\n" +
+	"\x03log\x18\x02 \x01(\tR\x03log\x12\x1a\n" +
+	"\brevision\x18\x03 \x01(\x03R\brevision\x12\x1b\n" +
+	"\tkeys_only\x18\x04 \x01(\bR\bkeysOnly\"[\n" +
 	"\rSnapshotChunk\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12.\n" +
 	"\x04rows\x18\x02 \x03(\v2\x1a.watershed.registry.v1.RowR\x04rows\"\xb3\x03\n" +

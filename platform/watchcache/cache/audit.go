@@ -1,0 +1,105 @@
+package cache
+
+import (
+	"iter"
+	"time"
+
+	"watershed.dev/platform/watchcache/core"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+)
+
+const (
+	// maxDifferences bounds the snapshots of Differences that wait for their reader.
+	maxDifferences = 4
+	// auditResetPeriod is how often a difference may reset the same resource. A reset makes its clients list again, so
+	// a difference that returns must not reset the resource each time.
+	auditResetPeriod = time.Hour
+)
+
+// Differences receives the objects of each resource that differs from the publisher's sums, as they were before the
+// reset. If its reader is behind, it drops objects.
+func (c *Cache) Differences() <-chan *Snapshot { return c.differences }
+
+// compare compares the sums of the loaded resources with the publisher's at the same position, and resets a resource
+// that differs.
+func (c *Cache) compare(sums *logv1.Sums) {
+	for name, change := range sums.GetChanges() {
+		c.mu.Lock()
+		r := c.resources[name]
+		c.mu.Unlock()
+		if r == nil {
+			continue
+		}
+		if s := r.compare(sums.Term, change); s != nil {
+			s.ResetDiffering()
+			select {
+			case c.differences <- s:
+			default:
+			}
+		}
+	}
+}
+
+// compare returns the objects if their sum differs from the publisher's, and nil otherwise.
+func (r *Resource) compare(term, change uint64) *Snapshot {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.tree == nil || !r.auditor.Differs(term, change) {
+		return nil
+	}
+	s := r.currentSnapshot("")
+	s.Revision = max(r.cache.Progress(), r.applied)
+	return s
+}
+
+// ResetDiffering resets the snapshot's resource, because the snapshot differs from etcd. It returns false if a
+// difference has reset the resource within auditResetPeriod, or the objects have been reset since.
+func (s *Snapshot) ResetDiffering() bool {
+	r := s.resource
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if s.resets != r.horizon.Resets || time.Since(r.auditResetAt) < auditResetPeriod {
+		return false
+	}
+	r.auditResetAt = time.Now()
+	r.reset(core.Effect{Low: max(r.cache.Progress(), r.applied)})
+	r.cache.resets.Add(1)
+	return true
+}
+
+// Loaded returns the names of the resources that are loaded.
+func (c *Cache) Loaded() (names []string) {
+	c.each(func(r *Resource) {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if r.tree != nil {
+			names = append(names, r.Name)
+		}
+	})
+	return names
+}
+
+// Loaded returns the objects if they are loaded. It does not keep them in memory, as Snapshot does for IdleTimeout.
+func (r *Resource) Loaded() (*Snapshot, bool) {
+	r.cache.resetMu.RLock()
+	defer r.cache.resetMu.RUnlock()
+	progress := r.cache.Progress()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.tree == nil {
+		return nil, false
+	}
+	s := r.currentSnapshot("")
+	s.Revision = max(progress, r.applied)
+	return s, true
+}
+
+// Resource returns the name of the snapshot's resource.
+func (s *Snapshot) Resource() string { return s.resource.Name }
+
+// Revisions returns the keys and revisions of the readable objects, in the order of keys.
+func (s *Snapshot) Revisions() iter.Seq2[string, int64] {
+	return func(yield func(string, int64) bool) {
+		s.tree.Ascend(func(i *Item) bool { return yield(i.Key, i.Revision) })
+	}
+}

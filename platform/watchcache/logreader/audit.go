@@ -1,0 +1,127 @@
+package logreader
+
+import (
+	"context"
+	"fmt"
+	"iter"
+	"log/slog"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	"watershed.dev/platform/watchcache/cache"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+const (
+	// auditPeriod is how often a reader compares the keys and revisions of its objects with etcd's, as kube-apiserver
+	// does (consistencyCheckPeriod in k8s.io/apiserver/pkg/storage/cacher).
+	auditPeriod = 5 * time.Minute
+	// auditTimeout bounds the comparison of a resource.
+	auditTimeout = time.Minute
+	// maxNamed bounds the objects that a log line names.
+	maxNamed = 5
+)
+
+// audit compares the loaded objects with etcd until ctx is done: all of them every auditPeriod, and a resource that
+// differs from the publisher's sums at once. The latter was reset already, and the comparison only names the objects.
+func (l *Reader) audit(ctx context.Context) error {
+	tick := time.NewTicker(auditPeriod)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case s := <-l.cache.Differences():
+			l.differences.WithLabelValues(s.Resource()).Inc()
+			d, err := l.auditSnapshot(ctx, s)
+			slog.Error("Objects differ from the publisher's sums; their resource was reset", "resource", s.Resource(),
+				"revision", s.Revision, "difference", d.String(), "error", err)
+		case <-tick.C:
+			for _, name := range l.cache.Loaded() {
+				l.auditResource(ctx, name)
+			}
+		}
+	}
+}
+
+// auditResource compares a resource with etcd, and resets it if it differs.
+func (l *Reader) auditResource(ctx context.Context, name string) {
+	s, ok := l.cache.Resource(name).Loaded()
+	if !ok {
+		return
+	}
+	d, err := l.auditSnapshot(ctx, s)
+	if status.Code(err) == codes.Unimplemented { // the feature gate is off, or the registry is older
+		return
+	}
+	result := "success"
+	switch {
+	case err != nil:
+		result = "error"
+		slog.Warn("Objects cannot be compared with etcd", "resource", name, "revision", s.Revision, "error", err)
+	case d.count() > 0:
+		result = "failure"
+		l.differences.WithLabelValues(name).Inc()
+		slog.Error("Objects differ from etcd's", "resource", name, "revision", s.Revision, "difference", d.String(),
+			"reset", s.ResetDiffering())
+	}
+	gr := schema.ParseGroupResource(name)
+	l.checks.WithLabelValues(gr.Group, gr.Resource, result).Inc()
+}
+
+// errOtherRevision means that the registry is of a release that reads the current revision only.
+var errOtherRevision = status.Error(codes.Unimplemented, "the registry has read another revision")
+
+// auditSnapshot compares the keys and revisions of a snapshot with etcd's at the same revision.
+func (l *Reader) auditSnapshot(ctx context.Context, s *cache.Snapshot) (d difference, err error) {
+	ctx, cancel := context.WithTimeout(ctx, auditTimeout)
+	defer cancel()
+	next, stop := iter.Pull2(s.Revisions())
+	defer stop()
+	key, revision, more := next()
+	err = l.source.ObjectKeys(ctx, s.Resource(), s.Revision, func(row *registryv1.Row) {
+		rowKey := cache.Key(row.Namespace, row.Name)
+		for more && key < rowKey {
+			d.add(&d.extra, key)
+			key, revision, more = next()
+		}
+		switch {
+		case more && key == rowKey:
+			if revision != row.Revision {
+				d.add(&d.stale, key)
+			}
+			key, revision, more = next()
+		case !s.IsUnreadable(rowKey):
+			d.add(&d.missing, rowKey)
+		}
+	})
+	for err == nil && more {
+		d.add(&d.extra, key)
+		key, _, more = next()
+	}
+	return d, err
+}
+
+// difference is the objects that differ from etcd's.
+type difference struct {
+	// missing are only in etcd, extra only in the cache, and stale of another revision in the cache.
+	missing, extra, stale int
+	names                 []string
+}
+
+func (d *difference) add(to *int, key string) {
+	*to++
+	if len(d.names) < maxNamed {
+		d.names = append(d.names, key)
+	}
+}
+
+func (d *difference) count() int { return d.missing + d.extra + d.stale }
+
+func (d *difference) String() string {
+	return fmt.Sprintf("%d objects are missing, %d do not exist, %d are of another revision, such as %q", d.missing,
+		d.extra, d.stale, d.names)
+}
