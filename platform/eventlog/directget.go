@@ -156,7 +156,7 @@ func merge(cursors []*cursor, chunk *logv1.Chunk) uint64 {
 }
 
 func (d DirectGetReader) info(ctx context.Context) (*jetstream.StreamInfo, error) {
-	stream, err := d.JS.Stream(ctx, d.Log.Stream())
+	stream, err := d.Log.stream(ctx, d.JS)
 	if err != nil {
 		return nil, err
 	}

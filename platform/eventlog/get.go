@@ -3,6 +3,7 @@ package eventlog
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"time"
 
@@ -13,6 +14,36 @@ import (
 // api is the prefix of JetStream's API.
 const api = "$JS.API."
 
+const (
+	// firstAttempt is the time that the first attempt of a request to JetStream has. Each next attempt has a quarter
+	// more, so maxAttempts have 8 s. Short attempts find the next leader soon, and long attempts have time for a large
+	// response.
+	firstAttempt = 150 * time.Millisecond
+	maxAttempts  = 12
+)
+
+// attempt calls a request to JetStream until it has a response, at most maxAttempts times. A request has no response
+// if the leader of the stream, or of the cluster, is lost. A later request finds the next leader. The request must be
+// idempotent.
+func attempt[T any](ctx context.Context, request func(context.Context) (T, error)) (response T, err error) {
+	timeout := firstAttempt
+	for range maxAttempts {
+		attemptCtx, cancel := context.WithTimeout(ctx, timeout)
+		response, err = request(attemptCtx)
+		cancel()
+		timeout += timeout / 4
+		if !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, nats.ErrTimeout) || ctx.Err() != nil {
+			break
+		}
+	}
+	return response, err
+}
+
+// stream returns the stream with its state.
+func (l LogID) stream(ctx context.Context, js jetstream.JetStream) (jetstream.Stream, error) {
+	return attempt(ctx, func(ctx context.Context) (jetstream.Stream, error) { return js.Stream(ctx, l.Stream()) })
+}
+
 // get reads one message by STREAM.MSG.GET, which the leader of the stream answers. The methods of jetstream.Stream use
 // direct gets, which a lagging replica may answer.
 func (l LogID) get(ctx context.Context, js jetstream.JetStream,
@@ -21,7 +52,9 @@ func (l LogID) get(ctx context.Context, js jetstream.JetStream,
 	if err != nil {
 		return nil, err
 	}
-	m, err := js.Conn().RequestWithContext(ctx, api+"STREAM.MSG.GET."+l.Stream(), body)
+	m, err := attempt(ctx, func(ctx context.Context) (*nats.Msg, error) {
+		return js.Conn().RequestWithContext(ctx, api+"STREAM.MSG.GET."+l.Stream(), body)
+	})
 	if err != nil {
 		return nil, err
 	}

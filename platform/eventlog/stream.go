@@ -32,7 +32,7 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 	if o.Owner != "" {
 		metadata = map[string]string{ownerKey: o.Owner}
 	}
-	stream, err := js.CreateOrUpdateStream(ctx, jetstream.StreamConfig{
+	config := jetstream.StreamConfig{
 		Name:         o.ID.Stream(),
 		Subjects:     []string{o.ID.Subject(eventPrefix) + ">", o.ID.Subject(ProgressSubject)},
 		Storage:      storage,
@@ -45,6 +45,9 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 		AllowDirect:  true, // lagging replicas answer direct gets too: see DirectGetReader
 		Metadata:     metadata,
 		MaxConsumers: 1, // no reader has a consumer, and 0 means no limit
+	}
+	stream, err := attempt(ctx, func(ctx context.Context) (jetstream.Stream, error) {
+		return js.CreateOrUpdateStream(ctx, config)
 	})
 	if err != nil {
 		return nil, err
@@ -63,7 +66,7 @@ func (o *Options) CheckOwner(ctx context.Context, js jetstream.JetStream) error 
 	if o.Owner == "" {
 		return nil
 	}
-	stream, err := js.Stream(ctx, o.ID.Stream())
+	stream, err := o.ID.stream(ctx, js)
 	if errors.Is(err, jetstream.ErrStreamNotFound) {
 		return nil
 	}
@@ -112,7 +115,7 @@ func (l LogID) getNext(ctx context.Context, js jetstream.JetStream, subject stri
 
 // Last returns the id of the log's last message. ok is false for an empty log; sequence is the stream's last sequence.
 func (l LogID) Last(ctx context.Context, js jetstream.JetStream) (id core.ID, sequence uint64, ok bool, err error) {
-	stream, err := js.Stream(ctx, l.Stream())
+	stream, err := l.stream(ctx, js)
 	if err != nil {
 		return core.ID{}, 0, false, err
 	}

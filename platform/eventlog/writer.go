@@ -30,7 +30,8 @@ const (
 	// batchPeriod before. A full batch, or an entry that does not join, ends the wait.
 	batchPeriod = 2 * time.Millisecond
 	// ackTimeout is how long the writer waits for an acknowledgement. A shorter stall of NATS does not end the writer.
-	ackTimeout = 5 * time.Second
+	// If the leader of the stream is lost with the acknowledgement, the event waits so long.
+	ackTimeout = 2 * time.Second
 	// headroom is the size reserved for the headers of a message.
 	headroom = 4 << 10
 )

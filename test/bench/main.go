@@ -27,6 +27,8 @@ var (
 	grow   = flag.Bool("growth", false,
 		"Measure instead how the cost of a delivery grows with watchers, and memory with objects; plots go to "+
 			"docs/benchmarks/performance/.")
+	failovers = flag.Int("failover", 0,
+		"Measure instead how old events become when the leader of the event log is killed so many times.")
 	with = flag.String("with", "",
 		"Flags that kube-apiserver and Watershed get beside their own, separated by spaces; "+
 			"{server} in one stands for each one's name.")
@@ -47,6 +49,10 @@ func main() {
 	defer os.RemoveAll(dir)
 	if *grow {
 		growth(dir)
+		return
+	}
+	if *failovers > 0 {
+		failover(dir, *failovers)
 		return
 	}
 	var servers []*server

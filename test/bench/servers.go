@@ -203,14 +203,14 @@ func startSplit(placement string) func(dir, name, binary string) *server {
 	return func(dir, name, binary string) *server { return startPlacement(placement, dir, name, binary) }
 }
 
-func startPlacement(placement, dir, name, binary string) *server {
+func startPlacement(placement, dir, name, binary string, flags ...string) *server {
 	port := freePort()
 	data := filepath.Join(dir, "w")
 	args := []string{"split", "--data-dir", data, "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1"}
 	if placement != "split" { // the baseline may have no placements
 		args = append(args, "--placement", placement)
 	}
-	cmd, out := run(dir, placement, absolute(binary), args...)
+	cmd, out := run(dir, placement, absolute(binary), append(args, flags...)...)
 	waitFor(out, "Ready after")
 	return &server{
 		name:       name,

@@ -1,0 +1,144 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/clientcmd"
+
+	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/rpc"
+)
+
+// failover kills the leader of the event log, of three NATS servers, again and again. It prints the distribution of the
+// longest time that an event needed to reach a watch after a kill.
+func failover(dir string, kills int) {
+	s := startPlacement("split", dir, "split", *watershed, "--replicas=nats=3")
+	defer s.stop()
+	data := filepath.Join(dir, "w")
+	config, err := clientcmd.BuildConfigFromFlags("", filepath.Join(data, "admin.kubeconfig"))
+	check(err)
+	config.QPS = -1
+	client := kubernetes.NewForConfigOrDie(config)
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	leader := logLeader(ctx, data)
+	oldest := eventAges(ctx, client)
+	var ages []time.Duration
+	for n := range kills {
+		name := leader()
+		oldest.Store(0)
+		pid, err := os.ReadFile(filepath.Join(data, name+".pid"))
+		check(err)
+		number, err := strconv.Atoi(strings.TrimSpace(string(pid)))
+		check(err)
+		check(syscall.Kill(number, syscall.SIGKILL))
+		time.Sleep(12 * time.Second) // longer than an election of NATS' defaults
+		ages = append(ages, time.Duration(oldest.Load()))
+		log.Printf("kill %d of %d, %s: %v", n+1, kills, name, ages[n].Round(time.Millisecond))
+	}
+	slices.Sort(ages)
+	at := func(share float64) time.Duration {
+		return ages[min(len(ages)-1, int(share*float64(len(ages))))].Round(time.Millisecond)
+	}
+	fmt.Printf("the oldest event after each of %d kills: p50 %v, p90 %v, p99 %v, most %v\n",
+		kills, at(.5), at(.9), at(.99), at(1))
+}
+
+// logLeader returns a function that waits until all copies of the log are current, and returns the leader's name.
+func logLeader(ctx context.Context, data string) func() string {
+	id := filepath.Join(data, "pki", "inner-registry")
+	urls, err := natsURLs(data)
+	check(err)
+	o := eventlog.Options{URL: urls}
+	nc, err := o.Connect("registry", rpc.TLS{CertFile: id + ".crt", KeyFile: id + ".key",
+		CAFile: filepath.Join(data, "pki", "inner-ca.crt")})
+	check(err)
+	js, err := jetstream.New(nc)
+	check(err)
+	return func() string {
+		for ; ; time.Sleep(100 * time.Millisecond) {
+			stream, err := js.Stream(ctx, eventlog.StreamName)
+			if err != nil {
+				continue
+			}
+			c := stream.CachedInfo().Cluster
+			if c != nil && c.Leader != "" && len(c.Replicas) == 2 &&
+				!slices.ContainsFunc(c.Replicas, func(p *jetstream.PeerInfo) bool { return !p.Current || p.Offline }) {
+				return c.Leader
+			}
+		}
+	}
+}
+
+// natsURLs returns the addresses of the NATS servers that split has started.
+func natsURLs(data string) (string, error) {
+	files, err := filepath.Glob(filepath.Join(data, "config", "registry*"))
+	if err != nil || len(files) == 0 {
+		return "", fmt.Errorf("no configuration of registry: %v", err)
+	}
+	text, err := os.ReadFile(files[0])
+	if err != nil {
+		return "", err
+	}
+	for line := range strings.Lines(string(text)) {
+		if url, ok := strings.CutPrefix(strings.TrimSpace(line), "nats-url:"); ok {
+			return strings.Trim(strings.TrimSpace(url), `"`), nil
+		}
+	}
+	return "", nats.ErrNoServers
+}
+
+// eventAges changes an object every 10 ms, and watches it. It returns the age of the oldest event that the watch has
+// received since its caller set it to 0, in nanoseconds.
+func eventAges(ctx context.Context, client kubernetes.Interface) *atomic.Int64 {
+	api := client.CoreV1().ConfigMaps("default")
+	object := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "failover"}}
+	_, err := api.Create(ctx, object, metav1.CreateOptions{})
+	check(err)
+	w, err := api.Watch(ctx, metav1.ListOptions{FieldSelector: "metadata.name=failover"})
+	check(err)
+	var oldest atomic.Int64
+	go func() {
+		for e := range w.ResultChan() {
+			c, ok := e.Object.(*corev1.ConfigMap)
+			switch {
+			case ctx.Err() != nil:
+				return
+			case !ok:
+				log.Panicf("the watch ends: %v", e.Object)
+			}
+			if at, err := strconv.ParseInt(c.Data["at"], 10, 64); err == nil {
+				oldest.Store(max(oldest.Load(), time.Now().UnixNano()-at))
+			}
+		}
+		if ctx.Err() == nil {
+			log.Panic("the watch ended")
+		}
+	}()
+	go func() {
+		for ctx.Err() == nil {
+			patch := fmt.Appendf(nil, `{"data":{"at":"%d"}}`, time.Now().UnixNano())
+			if _, err := api.Patch(ctx, "failover", types.MergePatchType, patch, metav1.PatchOptions{}); err != nil {
+				log.Printf("a write failed: %v", err)
+			}
+			time.Sleep(10 * time.Millisecond)
+		}
+	}()
+	return &oldest
+}
