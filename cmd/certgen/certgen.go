@@ -18,8 +18,6 @@ import (
 	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/client-go/tools/clientcmd"
 
-	"watershed.dev/platform/config"
-	"watershed.dev/platform/process"
 	"watershed.dev/platform/version"
 )
 
@@ -124,13 +122,13 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 
 // Command creates the missing files in the Secrets of a namespace, and renews old certificates. It may run repeatedly,
 // and concurrently with itself.
-func Command(command string, args []string) error {
-	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
+func Command(fs *pflag.FlagSet) func() error {
 	c := &Config{}
 	c.AddFlags(fs)
-	if err := config.Load(fs, args); err != nil {
-		return process.ExitOnHelp(err)
-	}
+	return c.command
+}
+
+func (c *Config) command() error {
 	if c.Namespace == "" {
 		return errors.New("--namespace is required")
 	}

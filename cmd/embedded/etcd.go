@@ -29,7 +29,6 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 
-	"watershed.dev/platform/config"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
 	"watershed.dev/platform/rpc"
@@ -78,14 +77,10 @@ func (e *Etcd) AddFlags(fs *pflag.FlagSet) {
 }
 
 // EtcdCommand runs a member in its own process until a signal stops it.
-func EtcdCommand(command string, args []string) error {
-	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
+func EtcdCommand(fs *pflag.FlagSet) func() error {
 	var e Etcd
 	e.AddFlags(fs)
-	if err := config.Load(fs, args); err != nil {
-		return process.ExitOnHelp(err)
-	}
-	return runStandalone(e.Runner())
+	return func() error { return runStandalone(e.Runner()) }
 }
 
 // Runner returns a runner of the member, which is ready when the member serves clients.

@@ -18,9 +18,7 @@ import (
 	"github.com/spf13/pflag"
 	"golang.org/x/net/netutil"
 
-	"watershed.dev/platform/config"
 	"watershed.dev/platform/lifecycle"
-	"watershed.dev/platform/process"
 	"watershed.dev/platform/rpc"
 )
 
@@ -66,14 +64,10 @@ func (n *NATS) AddFlags(fs *pflag.FlagSet) {
 }
 
 // NATSCommand runs a server in its own process until a signal stops it.
-func NATSCommand(command string, args []string) error {
-	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
+func NATSCommand(fs *pflag.FlagSet) func() error {
 	var n NATS
 	n.AddFlags(fs)
-	if err := config.Load(fs, args); err != nil {
-		return process.ExitOnHelp(err)
-	}
-	return runStandalone(n.Runner(func(*server.Server) {}))
+	return func() error { return runStandalone(n.Runner(func(*server.Server) {})) }
 }
 
 // Runner returns a runner of the server. It calls onStarted with the server before it is ready.

@@ -14,37 +14,45 @@ import (
 
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/kubeversion"
-	"watershed.dev/platform/process"
 )
 
 // kubeAPIServerName is the name of the command kube-apiserver. A binary or a link with this name runs the command.
 const kubeAPIServerName = "kube-apiserver"
 
+var kubeAPIServerCommand = command{kubeAPIServerName, "", whole,
+	"Run everything in this process, with kube-apiserver's flags and defaults", kubeAPIServer}
+
 // kubeAPIServer runs everything in this process, as `watershed up`, with the flags and the defaults of kube-apiserver.
 // Programs that start kube-apiserver by its flags can start it: kubeadm's manifest, envtest, kind.
-func kubeAPIServer(args []string) error {
-	fs := newKubeAPIServerFlags()
-	if err := config.Load(fs.FlagSet, args); err != nil {
-		return process.ExitOnHelp(err)
+func kubeAPIServer(flags *pflag.FlagSet) func() error {
+	fs := newKubeAPIServerFlags(flags)
+	return func() error {
+		if fs.printVersion() {
+			return nil
+		}
+		if err := fs.checkRequired(); err != nil {
+			return err
+		}
+		if fs.dataDir == "" {
+			port, _ := fs.GetInt("secure-port")
+			fs.dataDir = filepath.Join(fs.certDir, fmt.Sprintf("watershed-%d", port))
+		}
+		return fs.run()
 	}
-	if fs.printVersion() {
-		return nil
-	}
-	if err := fs.checkRequired(); err != nil {
-		return err
-	}
-	if fs.dataDir == "" {
-		port, _ := fs.GetInt("secure-port")
-		fs.dataDir = filepath.Join(fs.certDir, fmt.Sprintf("watershed-%d", port))
-	}
-	return fs.run()
 }
 
-// newKubeAPIServerFlags returns the flags of up with the names and defaults of kube-apiserver's.
-func newKubeAPIServerFlags() *upFlags {
-	fs := newUpFlags()
+// versionFlag is kube-apiserver's --version. It leaves pflag.CommandLine, whose flags cobra adds to every command.
+var versionFlag = func() *pflag.Flag {
+	fs := pflag.NewFlagSet("", pflag.ContinueOnError)
+	verflag.AddFlags(fs)
+	pflag.CommandLine = pflag.NewFlagSet("", pflag.ContinueOnError)
+	return fs.Lookup("version")
+}()
+
+// newKubeAPIServerFlags adds the flags of up to flags, with the names and defaults of kube-apiserver's.
+func newKubeAPIServerFlags(flags *pflag.FlagSet) *upFlags {
+	fs := newUpFlags(flags)
 	fs.upstream = true
-	fs.Init(kubeAPIServerName, pflag.ContinueOnError)
 	fs.SetNormalizeFunc(cliflag.WordSepNormalizeFunc)
 	setDefault := func(name, value string) {
 		f := fs.Lookup(name)
@@ -55,7 +63,7 @@ func newKubeAPIServerFlags() *upFlags {
 	setDefault("data-dir", "")
 	fs.Lookup("data-dir").Usage = "The directory of the event log and the certificates of the services. " +
 		"Empty: watershed-PORT in --cert-dir."
-	verflag.AddFlags(fs.FlagSet)
+	fs.AddFlag(versionFlag)
 	return fs
 }
 

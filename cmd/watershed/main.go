@@ -6,86 +6,186 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
 
 	"watershed.dev/cmd/certgen"
 	"watershed.dev/cmd/embedded"
 	"watershed.dev/cmd/xds"
+	"watershed.dev/platform/config"
 	"watershed.dev/platform/process"
 	"watershed.dev/platform/version"
 )
 
-const usage = `watershed is the Kubernetes API server as services that scale independently.
+// command is a line of the table of commands.
+type command struct {
+	// name is the name. A subcommand has the name of its command before its own.
+	name string
+	// arguments describes the arguments that are not flags. Empty: the command has none.
+	arguments string
+	// group is the group of the command in the list of commands.
+	group, short string
+	process.Command
+}
 
-  watershed up        run everything in this process
-  watershed kube-apiserver
-                      run everything in this process, with kube-apiserver's flags and defaults; a link to this binary
-                      that is called kube-apiserver runs it too
-  watershed split     run services in processes of their own on this machine: each, or by --placement=compact
-  watershed split scale watchfanout=4
-                      change the number of processes of a running split
-  watershed run --target=gateway,authn
-                      run any set of services: gateway, authn, authz, admission, registry and watchfanout
-  watershed SERVICE   run one service
-  watershed etcd      run an etcd member, as split does
-  watershed nats      run a NATS server, as split does
-  watershed xds       run the xDS server of the services' replicas, as split does
-  watershed certgen   create and renew certificates and keys in the Secrets of a namespace
-  watershed migrate   print a configuration for up from a cluster's kube-apiserver manifest
-  watershed status    show the watch cache of a running Watershed
-  watershed version   print the versions
+// The groups of commands.
+const (
+	whole = "The API server:"
+	parts = "Parts of it, each in a process:"
+	tools = "Tools:"
+)
 
-Every command lists its flags with --help.
-`
+// commands returns the table of commands. The target of `run` is in args.
+func commands(args []string) []command {
+	all := []command{
+		{"up", "", whole, "Run everything in this process", up},
+		kubeAPIServerCommand,
+		{"split", "", whole, "Run the services in processes of their own on this machine", split},
+		{"split scale", "NAME=NUMBER...", "", "Change the number of processes of a running split", scaleCommand},
+		{"run", "", parts, "Run any set of services: --target=gateway,authn", runCommand(args)},
+	}
+	for _, m := range modules {
+		all = append(all, command{m.Name, "", parts, "Run the service " + m.Name,
+			modules.Command([]string{m.Name}, disableAnonymous)})
+	}
+	return append(all,
+		command{"etcd", "", parts, "Run an etcd member, as split does", embedded.EtcdCommand},
+		command{"nats", "", parts, "Run a NATS server, as split does", embedded.NATSCommand},
+		command{"xds", "", parts, "Run the xDS server of the services' replicas, as split does", xds.Command},
+		command{"status", "", tools, "Show the watch cache of a running Watershed", statusCommand},
+		command{"migrate", "", tools, "Print a configuration for up from kube-apiserver's manifest", migrateCommand},
+		command{"certgen", "", tools, "Create and renew certificates in the Secrets of a namespace", certgen.Command},
+		command{"version", "", tools, "Print the versions", versionCommand},
+		command{manName, "DIRECTORY", tools, "Write the manual pages", manCommand},
+	)
+}
+
+// newRoot returns the tree of commands for a command line. Only the commands that args name have flags, because the
+// services' options are large. Every command has flags if args name the command man.
+func newRoot(args []string) *cobra.Command {
+	cobra.EnableCommandSorting = false
+	root := newCommand(command{name: "watershed", short: "The Kubernetes API server as services that scale separately"})
+	root.Version = version.Line(root.Name())
+	root.SetVersionTemplate("{{.Version}}\n")
+	for _, group := range []string{whole, parts, tools} {
+		root.AddGroup(&cobra.Group{ID: group, Title: group})
+	}
+	for _, c := range commands(args) {
+		path := strings.Fields(c.name)
+		cmd := newCommand(c)
+		cmd.Run = func(*cobra.Command, []string) {} // a command without flags is only listed
+		if slices.Contains(args, path[0]) || slices.Contains(args, manName) {
+			declare(cmd, c)
+		}
+		parent, _, _ := root.Find(path[:len(path)-1])
+		parent.AddCommand(cmd)
+	}
+	root.SetHelpCommandGroupID(tools)
+	root.SetCompletionCommandGroupID(tools)
+	root.InitDefaultHelpCmd()
+	root.InitDefaultCompletionCmd()
+	// cobra's commands do not fail if the arguments are wrong
+	for name, run := range map[string]func(cmd *cobra.Command, args []string) error{
+		"help": func(_ *cobra.Command, args []string) error {
+			cmd, _, err := root.Find(args)
+			if err != nil {
+				return err
+			}
+			cmd.InitDefaultHelpFlag()
+			return cmd.Help()
+		},
+		"completion": func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	} {
+		cmd, _, _ := root.Find([]string{name})
+		cmd.RunE = run
+	}
+	return root
+}
+
+// newCommand returns a command without flags, whose errors name flags as the services' programs do.
+func newCommand(c command) *cobra.Command {
+	name := c.name[strings.LastIndex(c.name, " ")+1:]
+	cmd := &cobra.Command{
+		Use:           strings.TrimSpace(name + " " + c.arguments),
+		Short:         c.short,
+		GroupID:       c.group,
+		SilenceErrors: true,
+		SilenceUsage:  true,
+	}
+	cmd.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
+		err = config.FlagError(cmd.Flags(), err)
+		if cmd.Flags().Lookup("target") != nil {
+			err = modules.FlagError(err)
+		}
+		return err
+	})
+	return cmd
+}
+
+// declare adds the flags of c to cmd, and runs c once they have their values.
+func declare(cmd *cobra.Command, c command) {
+	flags := cmd.Flags()
+	flags.SetOutput(os.Stderr) // of warnings about deprecated flags, also from a file
+	run := c.Command(flags)
+	config.AddFlag(flags)
+	helpAll := groupHelp(cmd)
+	cmd.Args = func(_ *cobra.Command, args []string) error {
+		if c.arguments != "" {
+			return nil
+		}
+		return config.NoArguments(args)
+	}
+	cmd.ValidArgsFunction = cobra.NoFileCompletions
+	for name, values := range flagValues {
+		if flags.Lookup(name) != nil {
+			_ = cmd.RegisterFlagCompletionFunc(name, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp))
+		}
+	}
+	cmd.RunE = func(*cobra.Command, []string) error {
+		if *helpAll {
+			printGroups(cmd)
+			return nil
+		}
+		if err := config.Complete(flags); err != nil {
+			return err
+		}
+		return run()
+	}
+}
+
+// newProgram returns the command of a binary or link with a name.
+func newProgram(name string, args []string) *cobra.Command {
+	if name != kubeAPIServerName {
+		return newRoot(args)
+	}
+	c := kubeAPIServerCommand
+	c.group = ""
+	cmd := newCommand(c)
+	declare(cmd, c)
+	return cmd
+}
+
+// execute runs the command that args name. The error is a line with the name of the command.
+func execute(program string, args []string) error {
+	root := newProgram(program, args)
+	root.SetArgs(args)
+	cmd, err := root.ExecuteC()
+	if err == nil {
+		return nil
+	}
+	text, suggestions, _ := strings.Cut(err.Error(), "\n\nDid you mean this?\n")
+	if names := strings.Fields(suggestions); len(names) > 0 {
+		text += fmt.Sprintf(" (did you mean %q?)", names[0])
+	}
+	return fmt.Errorf("%s: %s", cmd.CommandPath(), text)
+}
 
 func main() {
 	process.LimitMemory()
-	if filepath.Base(os.Args[0]) == kubeAPIServerName {
-		if err := kubeAPIServer(os.Args[1:]); err != nil {
-			fmt.Fprintln(os.Stderr, kubeAPIServerName+":", err)
-			os.Exit(1)
-		}
-		return
-	}
-	if len(os.Args) < 2 {
-		fmt.Fprint(os.Stderr, usage)
-		os.Exit(2)
-	}
-	command, args := os.Args[1], os.Args[2:]
-	var err error
-	switch command {
-	case "up":
-		err = up(args)
-	case kubeAPIServerName:
-		err = kubeAPIServer(args)
-	case "split":
-		err = split(args)
-	case "run":
-		err = run(args)
-	case "etcd":
-		err = embedded.EtcdCommand("watershed etcd", args)
-	case "nats":
-		err = embedded.NATSCommand("watershed nats", args)
-	case "certgen":
-		err = certgen.Command("watershed certgen", args)
-	case "xds":
-		err = xds.Command("watershed xds", args)
-	case "migrate":
-		err = migrateCommand(args)
-	case "status":
-		err = statusCommand(args)
-	case "version", "--version":
-		fmt.Println(version.Line("watershed"))
-	case "help", "-h", "--help":
-		fmt.Print(usage)
-	default:
-		if modules.Get(command) == nil {
-			fmt.Fprintf(os.Stderr, "watershed: unknown command %q\n\n%s", command, usage)
-			os.Exit(2)
-		}
-		err = runTargets([]string{command}, "watershed "+command, args)
-	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "watershed "+command+":", err)
+	if err := execute(filepath.Base(os.Args[0]), os.Args[1:]); err != nil {
+		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 }

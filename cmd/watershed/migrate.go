@@ -17,12 +17,10 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"watershed.dev/platform/config"
-	"watershed.dev/platform/process"
 )
 
 // migrateCommand prints a configuration for `up` from a cluster's kube-apiserver manifest, with the differences.
-func migrateCommand(args []string) error {
-	fs := pflag.NewFlagSet("watershed migrate", pflag.ContinueOnError)
+func migrateCommand(fs *pflag.FlagSet) func() error {
 	from := fs.String(
 		"from",
 		"",
@@ -33,32 +31,34 @@ func migrateCommand(args []string) error {
 		"/var/lib/watershed",
 		"The data directory of Watershed, for the event log and its own certificates.",
 	)
-	if err := config.Load(fs, args); err != nil {
-		return process.ExitOnHelp(err)
-	}
-	if *from == "" {
+	return func() error { return migrate(*from, *dataDir) }
+}
+
+func migrate(from, dataDir string) error {
+	if from == "" {
 		return errors.New("--from is required: the path of kube-apiserver's static pod manifest")
 	}
-	text, err := os.ReadFile(*from)
+	text, err := os.ReadFile(from)
 	if err != nil {
-		return fmt.Errorf("--from %q: %w", *from, err)
+		return fmt.Errorf("--from %q: %w", from, err)
 	}
 	flags, err := flagsOf(text)
 	if err != nil {
-		return fmt.Errorf("--from %q: %w", *from, err)
+		return fmt.Errorf("--from %q: %w", from, err)
 	}
-	m := &migration{flags: newUpFlags().FlagSet, settings: map[string]any{"data-dir": *dataDir}}
+	up := newUpFlags(pflag.NewFlagSet("watershed up", pflag.ContinueOnError))
+	m := &migration{flags: up.FlagSet, settings: map[string]any{"data-dir": dataDir}}
 	for _, name := range slices.Sorted(maps.Keys(flags)) {
 		m.convert(name, flags[name])
 	}
 	m.setDefaults(flags)
 	if len(m.blocked) > 0 {
-		return fmt.Errorf("the cluster of %s cannot be migrated:\n  %s", *from, strings.Join(m.blocked, "\n  "))
+		return fmt.Errorf("the cluster of %s cannot be migrated:\n  %s", from, strings.Join(m.blocked, "\n  "))
 	}
 	for _, line := range m.omitted {
 		fmt.Fprintln(os.Stderr, "watershed migrate: omitted:", line)
 	}
-	return m.print(os.Stdout, *from)
+	return m.print(os.Stdout, from)
 }
 
 // staticPod holds the fields of a manifest that determine a program's command line and paths.

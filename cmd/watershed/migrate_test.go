@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/spf13/pflag"
+
 	"watershed.dev/platform/config"
 )
 
@@ -35,7 +37,8 @@ func migrated(t *testing.T, args ...string) *migration {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m := &migration{flags: newUpFlags().FlagSet, settings: map[string]any{"data-dir": t.TempDir()}}
+	up := newUpFlags(pflag.NewFlagSet("", pflag.ContinueOnError))
+	m := &migration{flags: up.FlagSet, settings: map[string]any{"data-dir": t.TempDir()}}
 	for name, values := range given {
 		m.convert(name, values)
 	}
@@ -72,7 +75,7 @@ func TestAManifestBecomesSettings(t *testing.T) {
 	if err := os.WriteFile(path, []byte(out.String()), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	up := newUpFlags()
+	up := newUpFlags(pflag.NewFlagSet("", pflag.ContinueOnError))
 	if err := config.Load(up.FlagSet, []string{"--config", path}); err != nil {
 		t.Fatalf("%v\n%s", err, &out)
 	}

@@ -56,18 +56,19 @@ var placements = map[string][]set{
 	},
 }
 
-// run runs the services that --target names, or that the configuration file names.
-func run(args []string) error {
-	targets, err := targetsOf(args)
-	if err != nil {
-		return err
+// runCommand runs the services that --target names in args, or that the configuration file names.
+func runCommand(args []string) process.Command {
+	return func(flags *pflag.FlagSet) func() error {
+		targets, err := targetsOf(args)
+		if err == nil {
+			_, err = modules.Sort(targets)
+		}
+		if err == nil {
+			return modules.Command(targets, disableAnonymous)(flags)
+		}
+		modules.Command(modules.Names())(flags) // for the help
+		return func() error { return err }
 	}
-	return runTargets(targets, "watershed run", args)
-}
-
-// runTargets runs services with the options in args.
-func runTargets(targets []string, command string, args []string) error {
-	return process.Run(modules, targets, command, args, disableAnonymous)
 }
 
 // targetsOf returns the value of --target. It decides which flags exist, so it is read before them.

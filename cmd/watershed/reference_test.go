@@ -6,14 +6,11 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/spf13/pflag"
-
-	"watershed.dev/cmd/certgen"
-	"watershed.dev/cmd/embedded"
-	"watershed.dev/cmd/xds"
 )
 
 var update = flag.Bool("update", false, "write docs/operators/configuration.md")
@@ -24,45 +21,32 @@ type flagSet struct {
 	flags          *pflag.FlagSet
 }
 
+// notListed are the flags and commands that the page describes in its introduction.
+var notListed = []string{"config", "help", "help-all", "target", "run", kubeAPIServerName}
+
 // flagSets returns the flags of every command. The first set has the flags that all services share.
 func flagSets() []flagSet {
-	newSet := func() *pflag.FlagSet { return pflag.NewFlagSet("", pflag.ContinueOnError) }
-	shared := newSet()
-	var services []flagSet
-	for i, m := range modules {
-		fs := newSet()
-		p := newProcess([]string{m.Name})
-		p.AddNetworkFlags(fs)
-		p.AddFlags(fs)
-		services = append(services, flagSet{"Flags of " + m.Name, "watershed " + m.Name, fs})
-		if i == 0 {
-			shared.AddFlagSet(fs)
+	root := newRoot([]string{manName})
+	var services, others []flagSet
+	for _, c := range commands(nil) {
+		cmd, _, _ := root.Find(strings.Fields(c.name))
+		switch set := (flagSet{"Flags of " + c.name, "watershed " + c.name, cmd.Flags()}); {
+		case slices.Contains(notListed, c.name):
+		case modules.Get(c.name) != nil:
+			services = append(services, set)
+		default:
+			others = append(others, set)
 		}
 	}
-	common := newSet()
-	shared.VisitAll(func(f *pflag.Flag) {
-		for _, s := range services {
-			if s.flags.Lookup(f.Name) == nil {
-				return
-			}
+	common := pflag.NewFlagSet("", pflag.ContinueOnError)
+	services[0].flags.VisitAll(func(f *pflag.Flag) {
+		if !slices.ContainsFunc(services, func(s flagSet) bool { return s.flags.Lookup(f.Name) == nil }) {
+			common.AddFlag(f)
 		}
-		common.AddFlag(f)
 	})
-	etcd, nats, x, certs := newSet(), newSet(), newSet(), newSet()
-	(&embedded.Etcd{}).AddFlags(etcd)
-	(&embedded.NATS{}).AddFlags(nats)
-	(&xds.Config{}).AddFlags(x)
-	(&certgen.Config{}).AddFlags(certs)
-	split := newSplitFlags().FlagSet
-	split.Lookup("rpc-network").DefValue = "unix on Linux, else tcp" // the page is the same on each system
-	all := append([]flagSet{{"Flags of every service", "watershed SERVICE", common}}, services...)
-	return append(all,
-		flagSet{"Flags of up", "watershed up", newUpFlags().FlagSet},
-		flagSet{"Flags of split", "watershed split", split},
-		flagSet{"Flags of etcd", "watershed etcd", etcd},
-		flagSet{"Flags of nats", "watershed nats", nats},
-		flagSet{"Flags of xds", "watershed xds", x},
-		flagSet{"Flags of certgen", "watershed certgen", certs})
+	split, _, _ := root.Find([]string{"split"})
+	split.Flags().Lookup("rpc-network").DefValue = "unix on Linux, else tcp" // the page is the same on each system
+	return slices.Concat([]flagSet{{"Flags of every service", "watershed SERVICE", common}}, services, others)
 }
 
 // reference is the generated part of docs/operators/configuration.md. A flag of every service is listed once. up and
@@ -72,20 +56,22 @@ func reference() string {
 	sets := flagSets()
 	listed := map[string]bool{} // lines of the services
 	for i, set := range sets {
-		fmt.Fprintf(&out, "## %s\n\n`%s` %s\n\n", set.title, set.command, introduction(i, set.command))
+		var lines strings.Builder
 		service, all := i <= len(modules), set.command == "watershed up" || set.command == "watershed split"
 		set.flags.VisitAll(func(f *pflag.Flag) {
 			line := describe(f)
 			common := i > 0 && service && sets[0].flags.Lookup(f.Name) != nil
-			if f.Hidden || common || all && listed[line] {
+			if f.Hidden || slices.Contains(notListed, f.Name) || common || all && listed[line] {
 				return
 			}
 			if service {
 				listed[line] = true
 			}
-			out.WriteString(line)
+			lines.WriteString(line)
 		})
-		out.WriteString("\n")
+		if lines.Len() > 0 {
+			fmt.Fprintf(&out, "## %s\n\n`%s` %s\n\n%s\n", set.title, set.command, introduction(i, set.command), &lines)
+		}
 	}
 	return out.String()
 }

@@ -19,7 +19,6 @@ import (
 	"github.com/spf13/pflag"
 
 	"watershed.dev/cmd/xds"
-	"watershed.dev/platform/config"
 	"watershed.dev/platform/process"
 	"watershed.dev/platform/rpc"
 )
@@ -32,24 +31,24 @@ const controlSocket = "split.sock"
 const maxScale = 64
 
 // scaleCommand changes the number of processes of services in a running split.
-func scaleCommand(args []string) error {
-	fs := pflag.NewFlagSet("watershed split scale", pflag.ContinueOnError)
+func scaleCommand(fs *pflag.FlagSet) func() error {
 	dataDir := fs.String("data-dir", ".watershed", "The directory of the running split.")
-	to, flags := url.Values{}, []string{}
+	return func() error { return requestScale(*dataDir, fs.Args()) }
+}
+
+func requestScale(dataDir string, args []string) error {
+	to := url.Values{}
 	for _, a := range args {
-		if name, n, ok := strings.Cut(a, "="); ok && !strings.HasPrefix(a, "-") {
-			to.Set(name, n)
-			continue
+		name, n, ok := strings.Cut(a, "=")
+		if !ok {
+			return fmt.Errorf("unknown argument %q: want name=number, as in watershed split scale watchfanout=4", a)
 		}
-		flags = append(flags, a)
-	}
-	if err := config.Load(fs, flags); err != nil {
-		return process.ExitOnHelp(err)
+		to.Set(name, n)
 	}
 	if len(to) == 0 {
 		return errors.New("no service to scale: want name=number, as in watershed split scale watchfanout=4")
 	}
-	dir, err := filepath.Abs(*dataDir)
+	dir, err := filepath.Abs(dataDir)
 	if err != nil {
 		return err
 	}
@@ -64,7 +63,7 @@ func scaleCommand(args []string) error {
 	}}
 	resp, err := client.PostForm("http://split/scale", to)
 	if err != nil {
-		return fmt.Errorf("--data-dir %q: no ready split runs in this directory: %w", *dataDir, err)
+		return fmt.Errorf("--data-dir %q: no ready split runs in this directory: %w", dataDir, err)
 	}
 	defer resp.Body.Close()
 	body, err := io.ReadAll(resp.Body)

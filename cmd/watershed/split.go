@@ -15,9 +15,7 @@ import (
 
 	"github.com/spf13/pflag"
 
-	"watershed.dev/platform/config"
 	"watershed.dev/platform/lifecycle"
-	"watershed.dev/platform/process"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/version"
 )
@@ -31,15 +29,10 @@ const restartPause = 200 * time.Millisecond
 // split runs sets of services in processes of their own, with certificates of their own, from configuration files as in
 // a deployment. It restarts processes that end. A process that ends twice in a row with the same error aborts the
 // start.
-func split(args []string) error {
-	if len(args) > 0 && args[0] == "scale" {
-		return scaleCommand(args[1:])
-	}
+func split(flags *pflag.FlagSet) func() error { return newSplitFlags(flags).run }
+
+func (fs *splitFlags) run() error {
 	began := time.Now()
-	fs := newSplitFlags()
-	if err := config.Load(fs.FlagSet, args); err != nil {
-		return process.ExitOnHelp(err)
-	}
 	s, err := fs.newSplit()
 	if err != nil {
 		return err
@@ -74,8 +67,8 @@ var splitOnlyFlags = []string{
 	"etcd-servers", "etcd-certfile", "etcd-keyfile", "etcd-cafile", "nats-url", "log-replicas",
 }
 
-func newSplitFlags() *splitFlags {
-	fs := &splitFlags{FlagSet: pflag.NewFlagSet("watershed split", pflag.ContinueOnError)}
+func newSplitFlags(flags *pflag.FlagSet) *splitFlags {
+	fs := &splitFlags{FlagSet: flags}
 	fs.directory.addFlags(fs.FlagSet)
 	fs.StringVar(&fs.placement, "placement", "split",
 		`The services that share a process: "split" (none), "compact" (all but watchfanout) or "all".`)
@@ -171,6 +164,7 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 		s.stop()
 	}()
 	if err := s.ready(starting); err != nil {
+		fmt.Println() // ends the line of a process
 		if ctx.Err() != nil {
 			return nil
 		}
@@ -178,7 +172,9 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 	}
 	s.started.Store(true)
 	for _, p := range processes {
-		fmt.Printf("  %-14s pid %-8d %s\n", p.name, p.pid(), p.debug)
+		if _, store := stores[p.set]; store {
+			fmt.Printf("  %-14s pid %-8d %s\n", p.name, p.pid(), p.debug)
+		}
 	}
 	fmt.Printf("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nCtrl-C stops.\n",
 		time.Since(began).Seconds(), s.pki.AdminKubeconfig())
@@ -224,7 +220,7 @@ type splitRun struct {
 }
 
 // ready waits until every process with services is ready: not only a gateway of the shared port, and not before a
-// service has read its policies. If ctx is done first, the error is its cause.
+// service has read its policies. It prints each process. If ctx is done first, the error is its cause.
 func (s *splitRun) ready(ctx context.Context) error {
 	slow := time.Now().Add(15 * time.Second)
 	for _, p := range s.processes {
@@ -232,13 +228,15 @@ func (s *splitRun) ready(ctx context.Context) error {
 			continue
 		}
 		client := debugClient(p.debug)
+		fmt.Printf("  %-14s ", p.name)
 		for {
 			err := get(ctx, client, "http://"+p.name+"/readyz")
 			if err == nil {
+				fmt.Printf("pid %-8d %s\n", p.pid(), p.debug)
 				break
 			}
 			if time.Now().After(slow) {
-				fmt.Fprintf(os.Stderr, "Not ready yet: %s: %v. The logs are in %s.\n", p.name, err, s.dir)
+				fmt.Fprintf(os.Stderr, "\nNot ready yet: %s: %v. The logs are in %s.\n", p.name, err, s.dir)
 				slow = time.Now().Add(15 * time.Second)
 			}
 			select {

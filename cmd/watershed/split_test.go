@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/spf13/pflag"
 	"sigs.k8s.io/yaml"
 
 	"watershed.dev/platform/config"
@@ -23,7 +24,7 @@ import (
 // plannedSplit returns the processes that split would run in a new directory.
 func plannedSplit(t *testing.T, args ...string) []*child {
 	t.Helper()
-	fs := newSplitFlags()
+	fs := newSplitFlags(pflag.NewFlagSet("", pflag.ContinueOnError))
 	if err := config.Load(fs.FlagSet, append([]string{"--data-dir", t.TempDir(), "--v=2"}, args...)); err != nil {
 		t.Fatal(err)
 	}

@@ -19,7 +19,6 @@ import (
 	"github.com/spf13/pflag"
 	"sigs.k8s.io/yaml"
 
-	"watershed.dev/platform/config"
 	"watershed.dev/platform/process"
 	"watershed.dev/services/watchfanout"
 )
@@ -28,26 +27,29 @@ import (
 const debugSocket = "debug.sock"
 
 // statusCommand prints the state of the watch cache of a running Watershed, by replica and by resource.
-func statusCommand(args []string) error {
-	fs := pflag.NewFlagSet("watershed status", pflag.ContinueOnError)
+func statusCommand(fs *pflag.FlagSet) func() error {
 	dataDir := fs.String("data-dir", ".watershed", "The directory of a running up or split.")
 	addresses := fs.StringSlice("addresses", nil,
 		"The --debug-address of every watchfanout replica, as host:port or socket, instead of --data-dir.")
 	every := fs.Duration("watch", 0, "The interval between repeated outputs. 0: print once.")
-	if err := config.Load(fs, args); err != nil {
-		return process.ExitOnHelp(err)
-	}
-	targets := *addresses
-	if len(targets) == 0 {
-		var err error
-		if targets, err = replicaAddresses(*dataDir); err != nil {
-			return err
+	return func() error {
+		targets := *addresses
+		if len(targets) == 0 {
+			var err error
+			if targets, err = replicaAddresses(*dataDir); err != nil {
+				return err
+			}
 		}
+		return showStatus(targets, *every)
 	}
+}
+
+// showStatus prints the state of the replicas once, or at an interval.
+func showStatus(targets []string, every time.Duration) error {
 	for {
 		var out strings.Builder
 		reached := showTier(&out, targets)
-		if *every <= 0 {
+		if every <= 0 {
 			fmt.Print(out.String())
 			if !reached {
 				return errors.New("no watchfanout replica responds")
@@ -55,7 +57,7 @@ func statusCommand(args []string) error {
 			return nil
 		}
 		fmt.Print("\033[H\033[2J", time.Now().Format(time.TimeOnly), "\n", out.String())
-		time.Sleep(*every)
+		time.Sleep(every)
 	}
 }
 

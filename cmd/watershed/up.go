@@ -18,13 +18,7 @@ import (
 )
 
 // up runs everything in this process.
-func up(args []string) error {
-	fs := newUpFlags()
-	if err := config.Load(fs.FlagSet, args); err != nil {
-		return process.ExitOnHelp(err)
-	}
-	return fs.run()
-}
+func up(flags *pflag.FlagSet) func() error { return newUpFlags(flags).run }
 
 // run runs everything with the flags until SIGINT or SIGTERM.
 func (fs *upFlags) run() error {
@@ -69,6 +63,7 @@ func (fs *upFlags) run() error {
 	}
 	go l.pki.Renew(ctx)
 	show := &progressPrinter{w: progress}
+	defer show.end()
 	show.say("Watershed %s starts in %s", version.Release(), l.dir)
 	return lifecycle.Run(ctx, runners, show.starting, func() {
 		show.done()
@@ -91,9 +86,9 @@ type upFlags struct {
 	upstream bool
 }
 
-func newUpFlags() *upFlags {
+func newUpFlags(flags *pflag.FlagSet) *upFlags {
 	p := newProcess(placements["all"][0].targets)
-	fs := &upFlags{FlagSet: pflag.NewFlagSet("watershed up", pflag.ContinueOnError), process: p}
+	fs := &upFlags{FlagSet: flags, process: p}
 	fs.directory.addFlags(fs.FlagSet)
 	fs.controllers.addFlags(fs.FlagSet)
 	p.AddFlags(fs.FlagSet)
@@ -149,7 +144,15 @@ func (s *progressPrinter) starting(name string) {
 
 func (s *progressPrinter) done() {
 	if s.last != "" {
-		fmt.Fprintf(s.w, "%5d ms\n", time.Since(s.began).Milliseconds())
+		fmt.Fprintf(s.w, "%5d ms", time.Since(s.began).Milliseconds())
+	}
+	s.end()
+}
+
+// end ends the line of a runner, before an error.
+func (s *progressPrinter) end() {
+	if s.last != "" {
+		fmt.Fprintln(s.w)
 		s.last = ""
 	}
 }

@@ -32,7 +32,6 @@ import (
 
 	"github.com/spf13/pflag"
 
-	"watershed.dev/platform/config"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
 	"watershed.dev/platform/rpc"
@@ -113,24 +112,22 @@ func (c *Config) validate() error {
 }
 
 // Command runs the server in its own process until a signal stops it.
-func Command(command string, args []string) error {
-	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
+func Command(fs *pflag.FlagSet) func() error {
 	c := &Config{}
 	c.AddFlags(fs)
-	if err := config.Load(fs, args); err != nil {
-		return process.ExitOnHelp(err)
+	return func() error {
+		if err := c.validate(); err != nil {
+			return err
+		}
+		ctx, cancel := lifecycle.SignalContext()
+		defer cancel()
+		flush, err := c.telemetry.Start(ctx, "xds", os.Stderr)
+		if err != nil {
+			return err
+		}
+		defer flush()
+		return c.run(ctx)
 	}
-	if err := c.validate(); err != nil {
-		return err
-	}
-	ctx, cancel := lifecycle.SignalContext()
-	defer cancel()
-	flush, err := c.telemetry.Start(ctx, "xds", os.Stderr)
-	if err != nil {
-		return err
-	}
-	defer flush()
-	return c.run(ctx)
 }
 
 // readyTimeout is the time after which a server without endpoints becomes ready. Until then clients use other servers.

@@ -19,20 +19,39 @@ import (
 
 const envPrefix = "WATERSHED"
 
-// Load parses args into fs. It sets the flags that args omit from the environment, then from the file that --config
-// names. The extension of the file selects YAML, JSON or TOML. A flag of pairs is a list in the file: ["name=value"].
-// If fs allows unknown flags, Load ignores unknown flags and keys.
+// Load parses args into fs, and completes fs. If fs allows unknown flags, Load ignores unknown flags and keys.
 func Load(fs *pflag.FlagSet, args []string) error {
+	AddFlag(fs)
+	if err := fs.Parse(args); err != nil {
+		return FlagError(fs, err)
+	}
+	if !fs.ParseErrorsAllowlist.UnknownFlags {
+		if err := NoArguments(fs.Args()); err != nil {
+			return err
+		}
+	}
+	return Complete(fs)
+}
+
+// AddFlag registers --config, unless fs has it.
+func AddFlag(fs *pflag.FlagSet) {
 	if fs.Lookup("config") == nil {
 		fs.String("config", "", "A file that sets these flags. Its keys are the flag names without the dashes.")
 	}
+}
+
+// NoArguments returns an error that names the first argument that is not a flag.
+func NoArguments(args []string) error {
+	if len(args) > 0 {
+		return fmt.Errorf("unknown argument %q: want --name=value", args[0])
+	}
+	return nil
+}
+
+// Complete sets the flags that the parsed command line omits: from the environment, then from the file that --config
+// names. The extension of the file selects YAML, JSON or TOML. A flag of pairs is a list in the file: ["name=value"].
+func Complete(fs *pflag.FlagSet) error {
 	strict := !fs.ParseErrorsAllowlist.UnknownFlags
-	if err := fs.Parse(args); err != nil {
-		return flagError(fs, err)
-	}
-	if extra := fs.Args(); strict && len(extra) > 0 {
-		return fmt.Errorf("unknown argument %q: want --name=value", extra[0])
-	}
 	v := viper.NewWithOptions(viper.KeyDelimiter(delimiter))
 	path, _ := fs.GetString("config")
 	if !fs.Changed("config") {
@@ -62,6 +81,9 @@ func Load(fs *pflag.FlagSet, args []string) error {
 	return fillUnset(fs, v, path)
 }
 
+// notSettings are the flags that only the command line sets.
+var notSettings = []string{"config", "help", "help-all"}
+
 // FillDefaults sets each flag that is not set yet and that has a value in settings, by flag name.
 func FillDefaults(fs *pflag.FlagSet, settings map[string]any) error {
 	v := viper.NewWithOptions(viper.KeyDelimiter(delimiter))
@@ -75,7 +97,7 @@ func FillDefaults(fs *pflag.FlagSet, settings map[string]any) error {
 func fillUnset(fs *pflag.FlagSet, v *viper.Viper, path string) error {
 	var errs []error
 	fs.VisitAll(func(f *pflag.Flag) {
-		if f.Changed || f.Name == "config" || f.Name == "help" || !v.IsSet(f.Name) {
+		if f.Changed || slices.Contains(notSettings, f.Name) || !v.IsSet(f.Name) {
 			return
 		}
 		if err := setFrom(fs, f, v); err != nil {

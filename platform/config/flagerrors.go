@@ -9,9 +9,9 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// flagError returns err, which is from parsing fs, in words of flags: it names the flag, the value and the values that
+// FlagError returns err, which is from parsing fs, in words of flags: it names the flag, the value and the values that
 // are allowed. pflag's own errors contain the texts of Go's packages.
-func flagError(fs *pflag.FlagSet, err error) error {
+func FlagError(fs *pflag.FlagSet, err error) error {
 	var (
 		unknown *pflag.NotExistError
 		bare    *pflag.ValueRequiredError

@@ -12,7 +12,6 @@ import (
 
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
-	cliflag "k8s.io/component-base/cli/flag"
 
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/rpc"
@@ -29,46 +28,24 @@ func describePlaceholder(f *pflag.Flag) {
 }
 
 // AddFlags adds the flags of logs, traces and pages, and the flags of every service, without the flags in except.
-// Services share the flags of the same name. --help lists them by service.
+// Services share the flags of the same name.
 func (p *Process) AddFlags(fs *pflag.FlagSet, except ...string) {
-	sections := &cliflag.NamedFlagSets{}
-	section := func(name string, add func(*pflag.FlagSet)) {
+	add := func(name string, options func(*pflag.FlagSet)) *pflag.FlagSet {
 		own := pflag.NewFlagSet(name, pflag.ContinueOnError)
-		add(own)
+		options(own)
 		own.VisitAll(func(f *pflag.Flag) {
 			if fs.Lookup(f.Name) == nil && !slices.Contains(except, f.Name) {
 				describePlaceholder(f)
 				fs.AddFlag(f)
-				sections.FlagSet(name).AddFlag(f)
 			}
 		})
+		return own
 	}
-	section("process", p.Telemetry.AddFlags)
+	add("process", p.Telemetry.AddFlags)
 	for _, s := range p.services {
-		section(s.module.Name, func(own *pflag.FlagSet) {
-			s.options.AddFlags(own)
-			s.flags = own
-		})
+		s.flags = add(s.module.Name, s.options.AddFlags)
 	}
 	config.AddUnsupported(fs)
-	p.usage(fs, sections)
-}
-
-// usage prints the flags of the command itself, and then the flags of each section.
-func (p *Process) usage(fs *pflag.FlagSet, sections *cliflag.NamedFlagSets) {
-	fs.Usage = func() {
-		own := pflag.NewFlagSet("", pflag.ContinueOnError)
-		fs.VisitAll(func(f *pflag.Flag) {
-			for _, s := range sections.FlagSets {
-				if s.Lookup(f.Name) != nil {
-					return
-				}
-			}
-			own.AddFlag(f)
-		})
-		fmt.Fprintf(os.Stdout, "Usage of %s:\n%s", fs.Name(), own.FlagUsages())
-		cliflag.PrintSections(os.Stdout, *sections, 0)
-	}
 }
 
 // AddNetworkFlags adds the flags of the process's connections to the services of other processes.

@@ -1,21 +1,35 @@
 package process
 
 import (
+	"errors"
 	"fmt"
 	"os"
 
+	"github.com/spf13/pflag"
+
+	"watershed.dev/platform/config"
 	"watershed.dev/platform/version"
 )
 
+// Command declares the flags of a command in fs. It returns the function that runs the command once fs has the values.
+type Command func(fs *pflag.FlagSet) (run func() error)
+
 // CommandMain is the main function of a binary with one command. It runs the command with the arguments of the command
 // line, or prints the version.
-func CommandMain(name string, command func(name string, args []string) error) {
+func CommandMain(name string, command Command) {
 	if len(os.Args) == 2 && (os.Args[1] == "version" || os.Args[1] == "--version") {
 		fmt.Println(version.Line(name))
 		return
 	}
 	LimitMemory()
-	if err := command(name, os.Args[1:]); err != nil {
+	fs := pflag.NewFlagSet(name, pflag.ContinueOnError)
+	fs.Usage = func() { fmt.Printf("Usage of %s:\n%s", name, fs.FlagUsages()) }
+	run := command(fs)
+	err := config.Load(fs, os.Args[1:])
+	if err == nil {
+		err = run()
+	}
+	if err != nil && !errors.Is(err, pflag.ErrHelp) {
 		fmt.Fprintln(os.Stderr, name+":", err)
 		os.Exit(1)
 	}

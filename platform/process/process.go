@@ -31,18 +31,29 @@ func init() { utilruntime.ReallyCrash = false }
 
 // Main is the main function of a service's binary. It runs the service with the options of the command line until
 // SIGINT or SIGTERM, or prints the version.
-func Main(m *Module) {
-	CommandMain(m.Name, func(name string, args []string) error {
-		return Run(Modules{m}, []string{m.Name}, name, args)
-	})
+func Main(m *Module) { CommandMain(m.Name, Modules{m}.Command([]string{m.Name})) }
+
+// Command returns the command that runs the targets until SIGINT or SIGTERM. adjust may change the flags before the
+// services receive them.
+func (all Modules) Command(targets []string, adjust ...func(*pflag.FlagSet)) Command {
+	return func(fs *pflag.FlagSet) func() error {
+		p, err := declare(all, targets, fs)
+		return func() error {
+			if err != nil {
+				return err
+			}
+			return p.run(fs, targets, adjust)
+		}
+	}
 }
 
-// Run runs the targets with the options in args until SIGINT or SIGTERM. command is the name of the flag set. adjust
-// may change the flags before the services receive them.
-func Run(all Modules, targets []string, command string, args []string, adjust ...func(*pflag.FlagSet)) error {
-	p, err := Load(all, targets, command, args, adjust...)
-	if err != nil {
-		return ExitOnHelp(err)
+// run runs the process with the values of fs.
+func (p *Process) run(fs *pflag.FlagSet, targets []string, adjust []func(*pflag.FlagSet)) error {
+	for _, f := range adjust {
+		f(fs)
+	}
+	if err := p.configure(fs, targets); err != nil {
+		return err
 	}
 	ctx, cancel := lifecycle.SignalContext()
 	defer cancel()
@@ -61,49 +72,49 @@ func Run(all Modules, targets []string, command string, args []string, adjust ..
 	return lifecycle.Run(ctx, runners, nil, nil)
 }
 
-// Load returns a process with the targets, which is configured by the options in args as Run does.
-func Load(all Modules, targets []string, command string, args []string,
-	adjust ...func(*pflag.FlagSet)) (*Process, error) {
-	p, err := New(all, targets)
+// Load returns a process with the targets, which is configured by the options in args as its command does.
+func Load(all Modules, targets []string, command string, args []string) (*Process, error) {
+	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
+	p, err := declare(all, targets, fs)
 	if err != nil {
 		return nil, err
 	}
-	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
-	fs.StringSlice("target", targets, "The services of this process, of "+strings.Join(all.Names(), ", ")+".")
-	p.AddNetworkFlags(fs)
-	p.AddFlags(fs)
 	if err := config.Load(fs, args); err != nil {
-		return nil, p.unknownFlag(all, err)
+		return nil, all.FlagError(err)
 	}
-	if given, _ := fs.GetStringSlice("target"); !slices.Equal(given, targets) {
-		return nil, fmt.Errorf("--target=%s: this command runs %s: want `watershed run`", strings.Join(given, ","),
-			strings.Join(targets, ","))
-	}
-	for _, f := range adjust {
-		f(fs)
-	}
-	return p, p.Configure(fs)
+	return p, p.configure(fs, targets)
 }
 
-// unknownFlag adds to an error about an unknown flag the service that has the flag, if it is not among the targets.
-func (p *Process) unknownFlag(all Modules, err error) error {
+// declare returns a process with the targets, and adds its flags to fs.
+func declare(all Modules, targets []string, fs *pflag.FlagSet) (*Process, error) {
+	p, err := New(all, targets)
+	if err == nil {
+		fs.StringSlice("target", targets, "The services of this process, of "+strings.Join(all.Names(), ", ")+".")
+		p.AddNetworkFlags(fs)
+		p.AddFlags(fs)
+	}
+	return p, err
+}
+
+func (p *Process) configure(fs *pflag.FlagSet, targets []string) error {
+	if given, _ := fs.GetStringSlice("target"); !slices.Equal(given, targets) {
+		return fmt.Errorf("--target=%s: this command runs %s: want `watershed run`", strings.Join(given, ","),
+			strings.Join(targets, ","))
+	}
+	return p.Configure(fs)
+}
+
+// FlagError adds to an error about an unknown flag the service that has the flag.
+func (all Modules) FlagError(err error) error {
 	var unknown *config.UnknownFlagError
 	if !errors.As(err, &unknown) {
 		return err
 	}
 	for _, m := range all {
 		fs := pflag.NewFlagSet(m.Name, pflag.ContinueOnError)
-		if m.Options().AddFlags(fs); !p.has(m.Name) && fs.Lookup(unknown.Name) != nil {
+		if m.Options().AddFlags(fs); fs.Lookup(unknown.Name) != nil {
 			return fmt.Errorf("%w: it is a flag of %s, which is not among the targets", err, m.Name)
 		}
-	}
-	return err
-}
-
-// ExitOnHelp exits with status 0 if err is --help. Otherwise it returns err.
-func ExitOnHelp(err error) error {
-	if errors.Is(err, pflag.ErrHelp) {
-		os.Exit(0)
 	}
 	return err
 }

@@ -2,6 +2,7 @@
 package version
 
 import (
+	"runtime"
 	"runtime/debug"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -44,6 +45,20 @@ func Line(command string) string {
 		text += ", commit " + c
 	}
 	return text + " (Kubernetes " + Kubernetes + ")"
+}
+
+// Info holds the versions of a binary.
+type Info struct {
+	Version    string `json:"version"`
+	Commit     string `json:"commit,omitempty"`
+	Kubernetes string `json:"kubernetes"`
+	Go         string `json:"go"`
+	Platform   string `json:"platform"`
+}
+
+// Get returns the versions of the binary.
+func Get() Info {
+	return Info{Release(), commit(), Kubernetes, runtime.Version(), runtime.GOOS + "/" + runtime.GOARCH}
 }
 
 // Metrics returns the collectors of the package: watershed_build_info, always 1, with the versions as labels.

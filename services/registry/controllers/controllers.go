@@ -103,7 +103,8 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.AdvertiseAddress, "advertise-address", "",
 		"The IP address of the kubernetes Service's endpoint, such as the gateways' load balancer. Empty: each "+
 			"gateway's own address. none: this registry does not manage the Service.")
-	fs.IntVar(&o.SecurePort, "secure-port", 6443, "The port of the gateway that the kubernetes Service points to.")
+	fs.IntVar(&o.SecurePort, "secure-port", 6443,
+		"The port on which the gateway serves HTTPS. The kubernetes Service points to it.")
 	fs.StringVar(&o.ClientCAFile, "client-ca-file", "",
 		"The clients' certificate authority, published in extension-apiserver-authentication.")
 	fs.StringVar(&o.RequestHeaderCAFile, "requestheader-client-ca-file", "",
