@@ -15,6 +15,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"log/slog"
 	"net/http"
 	"net/url"
 	"os"
@@ -125,8 +126,10 @@ func (e *Etcd) config() (*embed.Config, error) {
 	c.QuotaBackendBytes, c.MaxRequestBytes = etcdQuotaBytes, etcdMaxRequestBytes
 	c.EnableGRPCGateway = false
 	c.LogLevel = "warn"
-	console := zapcore.NewConsoleEncoder(zap.NewProductionEncoderConfig())
-	errorsOnly := zapcore.NewCore(console, zapcore.AddSync(os.Stderr), zapcore.ErrorLevel)
+	// etcd's errors are lines of this process's log, which has the time and the level
+	console := zapcore.NewConsoleEncoder(zapcore.EncoderConfig{MessageKey: "msg"})
+	log := slog.NewLogLogger(slog.Default().Handler(), slog.LevelError).Writer()
+	errorsOnly := zapcore.NewCore(console, zapcore.AddSync(log), zapcore.ErrorLevel)
 	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.New(errorsOnly))
 	if e.Metrics != "" {
 		m, err := parse("listen-metrics-urls", e.Metrics)

@@ -62,13 +62,13 @@ func (p *Process) run(fs *pflag.FlagSet, targets []string, adjust []func(*pflag.
 		return err
 	}
 	defer flush()
-	slog.Info("Starting", "version", version.Release(), "services", p.modules.Names())
 	defer p.network.close()
 	p.setGCPercent()
 	runners, err := p.Runners(ctx)
 	if err != nil {
 		return err
 	}
+	slog.Info("Starting", "version", version.Release(), "services", p.modules.Names())
 	return lifecycle.Run(ctx, runners, nil, nil)
 }
 

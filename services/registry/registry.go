@@ -94,7 +94,8 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 
 // Validate returns an error that names the invalid flag.
 func (c *Config) Validate() error {
-	return errors.Join(c.Storage.Validate(), c.Log.Validate(), c.Controllers.Validate())
+	_, _, rangeErr := c.APIs.ServiceIPRanges()
+	return errors.Join(c.Storage.Validate(), rangeErr, c.Log.Validate(), c.Controllers.Validate())
 }
 
 // Service is a running registry.

@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"os/exec"
@@ -284,12 +285,24 @@ func TestASecondUpIsRefused(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
-	out, err := exec.CommandContext(ctx, harness.Watershed(), "up", "--data-dir", s.Dir, "--secure-port",
-		fmt.Sprint(harness.FreePort(t))).CombinedOutput()
-	if err == nil {
-		t.Fatalf("a second up runs on the same directory:\n%s", out)
+	second := func(dir string, port int) *exec.Cmd {
+		return exec.CommandContext(ctx, harness.Watershed(), "up", "--data-dir", dir, "--secure-port", fmt.Sprint(port))
 	}
-	contains(t, "refusal", string(out), "is in use by process", s.Dir)
+	refused(t, second(s.Dir, harness.FreePort(t)), fmt.Sprintf("--data-dir %q is in use by process", s.Dir))
+	refused(t, second(harness.TempDir(t), s.Port), fmt.Sprintf("--secure-port %d: ", s.Port))
+}
+
+// refused runs a command that must fail with exit code 1 and a line on standard error.
+func refused(t *testing.T, cmd *exec.Cmd, want string) {
+	t.Helper()
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	if err := cmd.Run(); err == nil || cmd.ProcessState.ExitCode() != 1 {
+		t.Errorf("%q: %v", cmd.Args, err)
+	}
+	if line, more, _ := strings.Cut(stderr.String(), "\n"); !strings.Contains(line, want) || more != "" {
+		t.Errorf("%q: want a line with %s:\n%s", cmd.Args, want, stderr.String())
+	}
 }
 
 func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
@@ -316,11 +329,7 @@ func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
 			for i := range args {
 				args[i] = strings.ReplaceAll(args[i], "DIR", harness.TempDir(t))
 			}
-			out, err := exec.Command(harness.Watershed(), args...).CombinedOutput()
-			if err == nil {
-				t.Fatalf("it starts:\n%s", out)
-			}
-			contains(t, "the error", string(out), c.want)
+			refused(t, exec.Command(harness.Watershed(), args...), c.want)
 		})
 	}
 }
