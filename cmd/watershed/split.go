@@ -222,7 +222,7 @@ type splitRun struct {
 // ready waits until every process with services is ready: not only a gateway of the shared port, and not before a
 // service has read its policies. It prints each process. If ctx is done first, the error is its cause.
 func (s *splitRun) ready(ctx context.Context) error {
-	slow := time.Now().Add(15 * time.Second)
+	slow := time.Now().Add(silence)
 	for _, p := range s.processes {
 		if _, store := stores[p.set]; store {
 			continue

@@ -5,6 +5,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"sync"
 	"time"
 
 	"github.com/nats-io/nats-server/v2/server"
@@ -62,8 +63,8 @@ func (fs *upFlags) run() error {
 		runners = append(runners, r)
 	}
 	go l.pki.Renew(ctx)
-	show := &progressPrinter{w: progress}
-	defer show.end()
+	show := &progressPrinter{w: progress, runners: runners}
+	defer show.end("") // before an error
 	show.say("Watershed %s starts in %s", version.Release(), l.dir)
 	return lifecycle.Run(ctx, runners, show.starting, func() {
 		show.done()
@@ -127,32 +128,56 @@ func (fs *upFlags) stores(l *layout) (runners []lifecycle.Runner, err error) {
 	return runners, fs.process.Configure(fs.FlagSet)
 }
 
-// progressPrinter prints a line for each runner that starts.
+// silence is the time without a line after which the terminal shows the reason.
+const silence = 5 * time.Second
+
+// progressPrinter prints a line for each runner that starts. After silence it prints why the runner is not ready.
 type progressPrinter struct {
-	w     io.Writer
+	w       io.Writer
+	runners []lifecycle.Runner
+
+	mu    sync.Mutex // of the lines
 	began time.Time
 	last  string
+	slow  *time.Timer
 }
 
 func (s *progressPrinter) say(format string, args ...any) { fmt.Fprintf(s.w, format+"\n", args...) }
 
 func (s *progressPrinter) starting(name string) {
 	s.done()
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.last, s.began = name, time.Now()
 	fmt.Fprintf(s.w, "  %-12s ", name)
+	s.slow = time.AfterFunc(silence, func() { s.explain(name) })
+}
+
+// explain prints why a runner is not ready, if it is still the last.
+func (s *progressPrinter) explain(name string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, r := range s.runners {
+		if r.Name != name || s.last != name || r.Ready == nil {
+			continue
+		}
+		if reason := r.Ready.Err(); reason != nil {
+			fmt.Fprintf(s.w, "not ready yet: %v\n  %-12s ", reason, name)
+		}
+	}
 }
 
 func (s *progressPrinter) done() {
-	if s.last != "" {
-		fmt.Fprintf(s.w, "%5d ms", time.Since(s.began).Milliseconds())
-	}
-	s.end()
+	s.end(fmt.Sprintf("%5d ms", time.Since(s.began).Milliseconds()))
 }
 
-// end ends the line of a runner, before an error.
-func (s *progressPrinter) end() {
+// end ends the line of a runner.
+func (s *progressPrinter) end(text string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	if s.last != "" {
-		fmt.Fprintln(s.w)
+		s.slow.Stop()
+		fmt.Fprintln(s.w, text)
 		s.last = ""
 	}
 }
