@@ -59,6 +59,6 @@ func manCommand(flags *pflag.FlagSet) func() error {
 		}
 		root := newRoot([]string{manName})
 		root.DisableAutoGenTag = true // the pages of a version are the same on each day
-		return doc.GenManTree(root, &doc.GenManHeader{Section: "1", Source: "Watershed " + version.Release(), Manual: "Watershed"}, dir)
+		return doc.GenManTree(root, &doc.GenManHeader{Section: "1", Source: "Watershed " + version.Release()}, dir)
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"watershed.dev/cmd/certgen"
 	"watershed.dev/cmd/embedded"
@@ -151,8 +152,30 @@ func declare(cmd *cobra.Command, c command) {
 		if err := config.Complete(flags); err != nil {
 			return err
 		}
-		return run()
+		err := run()
+		if cmd.HasParent() { // kube-apiserver's errors do not change
+			err = nameFile(flags, err)
+		}
+		return err
 	}
+}
+
+// nameFile adds the flag to an error about a file that names no flag.
+func nameFile(flags *pflag.FlagSet, err error) error {
+	if err == nil || strings.Contains(err.Error(), "--") {
+		return err
+	}
+	var name, path string
+	flags.VisitAll(func(f *pflag.Flag) {
+		value := strings.Trim(f.Value.String(), "[]") // of a list
+		if f.Changed && len(value) > len(path) && strings.Contains(value, "/") && strings.Contains(err.Error(), value) {
+			name, path = f.Name, value
+		}
+	})
+	if name == "" {
+		return err
+	}
+	return fmt.Errorf("--%s %q: %w", name, path, err)
 }
 
 // newProgram returns the command of a binary or link with a name.

@@ -19,17 +19,21 @@ func TestBadInputIsALine(t *testing.T) {
 		}
 	}
 	inputs := map[string]string{
-		"upp":                      `watershed: unknown command "upp" for "watershed" (did you mean "up"?)`,
-		"statsu --watch=1s":        `watershed: unknown command "statsu" for "watershed" (did you mean "status"?)`,
-		"nope":                     `watershed: unknown command "nope" for "watershed"`,
-		"help nope":                `watershed help: unknown command "nope" for "watershed"`,
-		"completion nope":          `watershed completion: unknown command "nope" for "watershed completion"`,
-		"--bogus":                  "watershed: unknown flag: --bogus",
-		"up --etcd-server=x":       `watershed up: unknown flag: --etcd-server (did you mean "etcd-servers"?)`,
-		"up --secure-port=abc":     "watershed up: --secure-port=abc: not a port (1–65535)",
-		"up --secure-port":         "watershed up: --secure-port has no value: want --secure-port=VALUE",
-		"up --data-dir=FILE":       `watershed up: --data-dir "FILE": mkdir FILE: not a directory`,
-		"up --data-dir=FILE/x":     `watershed up: --data-dir "FILE/x": mkdir FILE: not a directory`,
+		"upp":                               `watershed: unknown command "upp" for "watershed" (did you mean "up"?)`,
+		"statsu --watch=1s":                 `watershed: unknown command "statsu" for "watershed" (did you mean "status"?)`,
+		"nope":                              `watershed: unknown command "nope" for "watershed"`,
+		"help nope":                         `watershed help: unknown command "nope" for "watershed"`,
+		"completion nope":                   `watershed completion: unknown command "nope" for "watershed completion"`,
+		"--bogus":                           "watershed: unknown flag: --bogus",
+		"up --etcd-server=x":                `watershed up: unknown flag: --etcd-server (did you mean "etcd-servers"?)`,
+		"up --secure-port=abc":              "watershed up: --secure-port=abc: not a port (1–65535)",
+		"up --secure-port":                  "watershed up: --secure-port has no value: want --secure-port=VALUE",
+		"up --data-dir=FILE":                `watershed up: --data-dir "FILE": mkdir FILE: not a directory`,
+		"up --data-dir=FILE/x":              `watershed up: --data-dir "FILE/x": mkdir FILE: not a directory`,
+		"up --data-dir=DIR --log-storage=x": `watershed up: --log-storage=x: want "file" or "memory"`,
+		"up --data-dir=DIR --authorization-config=/none": `watershed up: --authorization-config "/none": open /none: no`,
+		"up --data-dir=DIR --service-cluster-ip-range=x": `watershed up: --service-cluster-ip-range "x": invalid CIDR`,
+		"up --config=FILE":         `watershed up: --config "FILE": want a file whose name ends in .yaml, .json or .toml`,
 		"gateway --etcd-servers=x": "watershed gateway: unknown flag: --etcd-servers: it is a flag of registry, which",
 		"run":                      "watershed run: --target is required: want a list of registry, watchfanout",
 		"run --target=absent":      "watershed run: --target=absent: no such service: want any of registry",
@@ -57,7 +61,7 @@ func TestBadInputIsALine(t *testing.T) {
 		}
 	}
 	for input, want := range inputs {
-		place := strings.NewReplacer("FILE", file)
+		place := strings.NewReplacer("FILE", file, "DIR", t.TempDir())
 		err := execute("watershed", strings.Fields(place.Replace(input)))
 		if err == nil || !strings.HasPrefix(err.Error(), place.Replace(want)) || strings.Contains(err.Error(), "\n") {
 			t.Errorf("%s: %v, want %s", input, err, want)

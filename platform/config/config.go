@@ -61,7 +61,11 @@ func Complete(fs *pflag.FlagSet) error {
 	}
 	if path != "" {
 		v.SetConfigFile(path)
-		if err := v.ReadInConfig(); err != nil {
+		err := v.ReadInConfig()
+		if _, unsupported := errors.AsType[viper.UnsupportedConfigError](err); unsupported {
+			err = errors.New("want a file whose name ends in .yaml, .json or .toml")
+		}
+		if err != nil {
 			return fmt.Errorf("--config %q: %w", path, err)
 		}
 		for _, key := range v.AllKeys() {

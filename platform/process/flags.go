@@ -91,8 +91,12 @@ func (p *Process) Configure(fs *pflag.FlagSet) error {
 			}
 		})
 	}
+	invalid := map[string]bool{} // services share flags, and their errors
 	for _, s := range p.services {
-		errs = append(errs, s.options.Validate())
+		if err := s.options.Validate(); err != nil && !invalid[err.Error()] {
+			invalid[err.Error()] = true
+			errs = append(errs, err)
+		}
 	}
 	return errors.Join(append(errs, p.network.validate(len(p.services), p.callers()))...)
 }
