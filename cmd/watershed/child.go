@@ -90,7 +90,7 @@ func (p *child) start(s spawner) {
 				return
 			}
 			previous = lastError
-			fmt.Fprintf(os.Stderr, "%s ended (%v); restarting it\n", p.name, err)
+			fmt.Printf("%s ended (%v); restarting it\n", p.name, err)
 			time.Sleep(restartPause)
 		}
 	}()

@@ -6,7 +6,6 @@ import (
 	"io"
 	"maps"
 	"net/http"
-	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -236,7 +235,7 @@ func (s *splitRun) ready(ctx context.Context) error {
 				break
 			}
 			if time.Now().After(slow) {
-				fmt.Fprintf(os.Stderr, "\nNot ready yet: %s: %v. The logs are in %s.\n", p.name, err, s.dir)
+				fmt.Printf("not ready yet: %v. The logs are in %s.\n  %-14s ", err, s.dir, p.name)
 				slow = time.Now().Add(15 * time.Second)
 			}
 			select {
