@@ -21,31 +21,24 @@ package controllers
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/base32"
 	"fmt"
 	"log/slog"
 	"net"
-	"os"
-	"strings"
 	"time"
 
 	"github.com/spf13/pflag"
+	corev1 "k8s.io/api/core/v1"
 	extensions "k8s.io/apiextensions-apiserver/pkg/client/informers/externalversions"
 	"k8s.io/apiextensions-apiserver/pkg/controller/finalizer"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apiserver/pkg/authentication/request/headerrequest"
-	"k8s.io/apiserver/pkg/features"
 	"k8s.io/apiserver/pkg/server/dynamiccertificates"
-	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	restclient "k8s.io/client-go/rest"
 	"k8s.io/client-go/transport"
-	"k8s.io/component-helpers/apimachinery/lease"
-	controlplaneapiserver "k8s.io/kubernetes/pkg/controlplane/apiserver"
+	aggregator "k8s.io/kube-aggregator/pkg/apiserver"
 	"k8s.io/kubernetes/pkg/controlplane/apiserver/options"
-	"k8s.io/kubernetes/pkg/controlplane/controller/apiserverleasegc"
 	"k8s.io/kubernetes/pkg/controlplane/controller/clusterauthenticationtrust"
 	"k8s.io/kubernetes/pkg/controlplane/controller/defaultservicecidr"
 	"k8s.io/kubernetes/pkg/controlplane/controller/kubernetesservice"
@@ -53,12 +46,6 @@ import (
 	"k8s.io/kubernetes/pkg/controlplane/controller/legacytokentracking"
 	"k8s.io/kubernetes/pkg/controlplane/controller/systemnamespaces"
 	"k8s.io/kubernetes/pkg/controlplane/reconcilers"
-	"k8s.io/utils/clock"
-
-	aggregator "k8s.io/kube-aggregator/pkg/apiserver"
-
-	coordinationv1 "k8s.io/api/coordination/v1"
-	corev1 "k8s.io/api/core/v1"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/installer"
@@ -340,39 +327,4 @@ func (cs *Controllers) publishTrust(ctx context.Context) error {
 	c := clusterauthenticationtrust.NewClusterAuthenticationTrustController(info, cs.Client)
 	go c.Run(ctx, 1)
 	return nil
-}
-
-// HasIdentityLease reports whether API servers have identity leases.
-func HasIdentityLease() bool {
-	return utilfeature.DefaultFeatureGate.Enabled(features.APIServerIdentity)
-}
-
-// RenewIdentityLease renews the identity lease of this API server until ctx ends. Every registry calls it. Registries
-// with the same host and event log are the same API server.
-func (cs *Controllers) RenewIdentityLease(ctx context.Context) error {
-	host, err := os.Hostname()
-	if err != nil {
-		return err
-	}
-	hash := sha256.Sum256([]byte(host + "/" + cs.LogName))
-	name := "apiserver-" + strings.ToLower(base32.StdEncoding.WithPadding(base32.NoPadding).EncodeToString(hash[:16]))
-	lease.NewController(clock.RealClock{}, cs.Client, name+"_"+cs.Identity,
-		int32(controlplaneapiserver.IdentityLeaseDurationSeconds), nil,
-		controlplaneapiserver.IdentityLeaseRenewIntervalPeriod, name, metav1.NamespaceSystem,
-		func(o *coordinationv1.Lease) error {
-			if o.Labels == nil {
-				o.Labels = map[string]string{}
-			}
-			o.Labels[controlplaneapiserver.IdentityLeaseComponentLabelKey] = identityName
-			o.Labels[corev1.LabelHostname] = host
-			return nil
-		}).Run(ctx)
-	return ctx.Err()
-}
-
-// collectIdentityLeases deletes the identity leases of servers that have stopped.
-func (cs *Controllers) collectIdentityLeases(ctx context.Context) {
-	apiserverleasegc.NewAPIServerLeaseGC(cs.Client, controlplaneapiserver.IdentityLeaseGCPeriod,
-		metav1.NamespaceSystem,
-		controlplaneapiserver.IdentityLeaseComponentLabelKey+"="+identityName).RunWithContext(ctx)
 }

@@ -1,0 +1,96 @@
+package controllers
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/base32"
+	"os"
+	"strings"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apiserver/pkg/features"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
+	"k8s.io/client-go/kubernetes"
+	coordinationclient "k8s.io/client-go/kubernetes/typed/coordination/v1"
+	"k8s.io/component-helpers/apimachinery/lease"
+	controlplaneapiserver "k8s.io/kubernetes/pkg/controlplane/apiserver"
+	"k8s.io/kubernetes/pkg/controlplane/controller/apiserverleasegc"
+	"k8s.io/utils/clock"
+)
+
+// HasIdentityLease reports whether API servers have identity leases.
+func HasIdentityLease() bool {
+	return utilfeature.DefaultFeatureGate.Enabled(features.APIServerIdentity)
+}
+
+// RenewIdentityLease renews the identity lease of this API server until ctx ends. Every registry calls it. Registries
+// with the same host and event log are the same API server.
+func (cs *Controllers) RenewIdentityLease(ctx context.Context) error {
+	host, err := os.Hostname()
+	if err != nil {
+		return err
+	}
+	hash := sha256.Sum256([]byte(host + "/" + cs.LogName))
+	name := "apiserver-" + strings.ToLower(base32.StdEncoding.WithPadding(base32.NoPadding).EncodeToString(hash[:16]))
+	lease.NewController(clock.RealClock{}, sharedLeases{cs.Client}, name+"_"+cs.Identity,
+		int32(controlplaneapiserver.IdentityLeaseDurationSeconds), nil,
+		controlplaneapiserver.IdentityLeaseRenewIntervalPeriod, name, metav1.NamespaceSystem,
+		func(o *coordinationv1.Lease) error {
+			if o.Labels == nil {
+				o.Labels = map[string]string{}
+			}
+			o.Labels[controlplaneapiserver.IdentityLeaseComponentLabelKey] = identityName
+			o.Labels[corev1.LabelHostname] = host
+			return nil
+		}).Run(ctx)
+	return ctx.Err()
+}
+
+// collectIdentityLeases deletes the identity leases of servers that have stopped.
+func (cs *Controllers) collectIdentityLeases(ctx context.Context) {
+	apiserverleasegc.NewAPIServerLeaseGC(cs.Client, controlplaneapiserver.IdentityLeaseGCPeriod,
+		metav1.NamespaceSystem,
+		controlplaneapiserver.IdentityLeaseComponentLabelKey+"="+identityName).RunWithContext(ctx)
+}
+
+// sharedLeases is a client whose leases several registries renew. The controller of a lease expects no other and
+// would log each of its renewals as an error.
+type sharedLeases struct{ kubernetes.Interface }
+
+// CoordinationV1 implements kubernetes.Interface.
+func (c sharedLeases) CoordinationV1() coordinationclient.CoordinationV1Interface {
+	return sharedCoordination{c.Interface.CoordinationV1()}
+}
+
+type sharedCoordination struct {
+	coordinationclient.CoordinationV1Interface
+}
+
+// Leases implements coordinationclient.CoordinationV1Interface.
+func (c sharedCoordination) Leases(namespace string) coordinationclient.LeaseInterface {
+	return sharedLease{c.CoordinationV1Interface.Leases(namespace)}
+}
+
+type sharedLease struct {
+	coordinationclient.LeaseInterface
+}
+
+// Update implements coordinationclient.LeaseInterface. If another registry has just renewed the lease, Update returns
+// that lease.
+func (l sharedLease) Update(ctx context.Context, o *coordinationv1.Lease,
+	opts metav1.UpdateOptions) (*coordinationv1.Lease, error) {
+	updated, err := l.LeaseInterface.Update(ctx, o, opts)
+	if !apierrors.IsConflict(err) {
+		return updated, err
+	}
+	current, getErr := l.Get(ctx, o.Name, metav1.GetOptions{})
+	if getErr != nil || current.Spec.RenewTime == nil ||
+		time.Since(current.Spec.RenewTime.Time) > controlplaneapiserver.IdentityLeaseRenewIntervalPeriod {
+		return nil, err
+	}
+	return current, nil
+}
