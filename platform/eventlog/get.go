@@ -16,10 +16,10 @@ const api = "$JS.API."
 
 const (
 	// firstAttempt is the time that the first attempt of a request to JetStream has. Each next attempt has a quarter
-	// more, so maxAttempts have 8 s. Short attempts find the next leader soon, and long attempts have time for a large
+	// more, so maxAttempts have 9 s. Short attempts find the next leader soon, and long attempts have time for a large
 	// response.
-	firstAttempt = 150 * time.Millisecond
-	maxAttempts  = 12
+	firstAttempt = 100 * time.Millisecond
+	maxAttempts  = 14
 )
 
 // attempt calls a request to JetStream until it has a response, at most maxAttempts times. A request has no response

@@ -33,7 +33,7 @@ func TestARequestFindsTheNextLeader(t *testing.T) {
 		began = time.Now()
 		_, err := attempt(t.Context(), request(time.Hour))
 		took := time.Since(began).Round(time.Second)
-		if !errors.Is(err, context.DeadlineExceeded) || took != 8*time.Second {
+		if !errors.Is(err, context.DeadlineExceeded) || took != 9*time.Second {
 			t.Errorf("without a leader: %v after %v", err, took)
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), 400*time.Millisecond)

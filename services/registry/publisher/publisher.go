@@ -123,7 +123,7 @@ type Publisher struct {
 //
 //	follower ── lease acquired ──▶ leader: core.Term ──▶ publishing
 //	                                       ▲                 │
-//	                                       └── 200 ms ◀──────┤ any error; a reset after a compaction
+//	                                       └── a pause ◀─────┤ any error; a reset after a compaction
 //	leader ── lease lost, ctx done ──▶ follower
 //	leader ── core.Publisher.TermFailed ──▶ follower, which pauses before the next election
 //	follower ── sees another leader ──▶ follower with an empty checkpoint
@@ -153,10 +153,15 @@ func (p *Publisher) lead(ctx context.Context) error {
 		defer leading.Set(0)
 	}
 	p.core.Elected()
-	for {
+	for pause := minPause; ; {
+		published := p.published.Load()
 		err := p.publish(ctx)
 		if ctx.Err() != nil {
 			return ctx.Err()
+		}
+		pause = min(2*pause, maxPause)
+		if p.published.Load() != published {
+			pause = minPause
 		}
 		failures.Inc()
 		slog.Warn("Publishing failed; resuming from the log's last message", "error", err)
@@ -166,10 +171,17 @@ func (p *Publisher) lead(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-time.After(200 * time.Millisecond):
+		case <-time.After(pause):
 		}
 	}
 }
+
+// minPause is the pause after a term that has published events. After each further term, the pause is twice as long, up
+// to maxPause.
+const (
+	minPause = 20 * time.Millisecond
+	maxPause = 200 * time.Millisecond
+)
 
 // publish runs one term: it resumes from the log's last message and returns with the term's error.
 func (p *Publisher) publish(ctx context.Context) error {
