@@ -14,6 +14,9 @@ import (
 
 	"watershed.dev/cmd/certgen"
 	"watershed.dev/cmd/embedded"
+	"watershed.dev/cmd/watershed/check"
+	"watershed.dev/cmd/watershed/probe"
+	"watershed.dev/cmd/watershed/snapshot"
 	"watershed.dev/cmd/xds"
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/process"
@@ -55,7 +58,12 @@ func commands(args []string) []command {
 		command{"etcd", "", parts, "Run an etcd member, as split does", embedded.EtcdCommand},
 		command{"nats", "", parts, "Run a NATS server, as split does", embedded.NATSCommand},
 		command{"xds", "", parts, "Run the xDS server of the services' replicas, as split does", xds.Command},
-		command{"status", "", tools, "Show the watch cache of a running Watershed", statusCommand},
+		command{"status", "", tools, "Show the processes and stores of a running Watershed", statusCommand},
+		command{"check", "", tools, "Find faults of a running Watershed", check.Command},
+		command{"probe", "", tools, "Write and watch as a client does, and measure it", probe.Command},
+		command{"snapshot", "", tools, "Save and restore etcd", snapshot.Command},
+		command{"snapshot save", "FILE", "", "Save a snapshot of etcd", snapshot.SaveCommand},
+		command{"snapshot restore", "FILE", "", "Restore a snapshot of etcd", snapshot.RestoreCommand},
 		command{"migrate", "", tools, "Print a configuration for up from kube-apiserver's manifest", migrateCommand},
 		command{"certgen", "", tools, "Create and renew certificates in the Secrets of a namespace", certgen.Command},
 		command{"version", "", tools, "Print the versions", versionCommand},

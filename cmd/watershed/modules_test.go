@@ -15,8 +15,8 @@ func TestModulesDependOnAllowedServices(t *testing.T) {
 	allowed := map[string][]string{}
 	for method, callers := range rpc.AllowedClients {
 		contract := method[:strings.LastIndexByte(method, '/')]
-		if !strings.HasPrefix(contract, "/watershed.") {
-			continue // a method of the xDS server, which is not a module
+		if !strings.HasPrefix(contract, "/watershed.") || contract == "/watershed.process.v1.Processes" {
+			continue // a method of the xDS server, which is not a module, or of every process
 		}
 		callee := offered[contract]
 		if callee == "" {

@@ -14,6 +14,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"watershed.dev/cmd/watershed/inspect"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/version"
@@ -226,7 +227,7 @@ func (s *splitRun) ready(ctx context.Context) error {
 		if _, store := stores[p.set]; store {
 			continue
 		}
-		client := debugClient(p.debug)
+		client := inspect.DebugClient(p.debug)
 		fmt.Printf("  %-14s ", p.name)
 		for {
 			err := get(ctx, client, "http://"+p.name+"/readyz")

@@ -7,155 +7,179 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
-	"net/http"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/pflag"
-	"sigs.k8s.io/yaml"
 
+	"watershed.dev/cmd/watershed/inspect"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
+	"watershed.dev/services/registry"
 	"watershed.dev/services/watchfanout"
 )
 
-// debugSocket is the debug socket of `up` in the data directory.
-const debugSocket = "debug.sock"
-
-// statusCommand prints the state of the watch cache of a running Watershed, by replica and by resource.
-func statusCommand(fs *pflag.FlagSet) func() error {
-	dataDir := fs.String("data-dir", ".watershed", "The directory of a running up or split.")
-	addresses := fs.StringSlice("addresses", nil,
-		"The --debug-address of every watchfanout replica, as host:port or socket, instead of --data-dir.")
-	every := fs.Duration("watch", 0, "The interval between repeated outputs. 0: print once.")
-	return func() error {
-		targets := *addresses
-		if len(targets) == 0 {
-			var err error
-			if targets, err = replicaAddresses(*dataDir); err != nil {
-				return err
-			}
-		}
-		return showStatus(targets, *every)
-	}
+// statusFlags are the flags of `watershed status`.
+type statusFlags struct {
+	inspect.Options
+	every  time.Duration
+	output string
 }
 
-// showStatus prints the state of the replicas once, or at an interval.
-func showStatus(targets []string, every time.Duration) error {
+// addFlags adds the flags to fs.
+func (f *statusFlags) addFlags(fs *pflag.FlagSet) {
+	f.Options.AddFlags(fs)
+	fs.DurationVarP(&f.every, "watch", "w", 0, "The interval between repeated outputs; -w: 2s. 0: print once.")
+	fs.Lookup("watch").NoOptDefVal = "2s"
+	fs.StringVarP(&f.output, "output", "o", "text", `"text" or "json".`)
+}
+
+// statusCommand prints the state of every process of a running Watershed, of etcd, of the event log and of the watch
+// tier.
+func statusCommand(fs *pflag.FlagSet) func() error {
+	f := &statusFlags{}
+	f.addFlags(fs)
+	return f.run
+}
+
+func (f *statusFlags) run() error {
+	if f.output != "text" && f.output != "json" {
+		return fmt.Errorf(`--output %q: want "text" or "json"`, f.output)
+	}
+	ctx, cancel := lifecycle.SignalContext()
+	defer cancel()
 	for {
 		var out strings.Builder
-		reached := showTier(&out, targets)
-		if every <= 0 {
-			fmt.Print(out.String())
-			if !reached {
-				return errors.New("no watchfanout replica responds")
-			}
+		err := f.show(ctx, &out)
+		if f.every > 0 && f.output == "text" {
+			fmt.Print("\033[H\033[2J", time.Now().Format(time.TimeOnly), "\n")
+		}
+		fmt.Print(out.String())
+		if f.every <= 0 {
+			return err
+		}
+		if err != nil && ctx.Err() == nil {
+			fmt.Fprintln(os.Stderr, err)
+		}
+		select {
+		case <-ctx.Done():
 			return nil
+		case <-time.After(f.every):
 		}
-		fmt.Print("\033[H\033[2J", time.Now().Format(time.TimeOnly), "\n", out.String())
-		time.Sleep(every)
 	}
 }
 
-// replicaAddresses returns the debug addresses of a data directory: that of `up`, or those of the processes of `split`.
-func replicaAddresses(dir string) ([]string, error) {
-	sockets, err := process.SocketDir(dir)
+// show writes the state once. It fails if no process responds.
+func (f *statusFlags) show(ctx context.Context, w io.Writer) error {
+	all, err := f.Reports(ctx)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	if socket := filepath.Join(sockets, debugSocket); reachable(socket) {
-		return []string{socket}, nil
+	if f.output == "json" {
+		return json.NewEncoder(w).Encode(all)
 	}
-	files, _ := filepath.Glob(filepath.Join(dir, "config", "*.yaml"))
-	var all []string
-	for _, f := range files {
-		b, err := os.ReadFile(f)
-		if err != nil {
-			return nil, err
-		}
-		var c struct {
-			Address string   `json:"debug-address"`
-			Targets []string `json:"target"`
-		}
-		if err := yaml.Unmarshal(b, &c); err != nil {
-			return nil, fmt.Errorf("%s: %w", f, err)
-		}
-		if slices.Contains(c.Targets, "watchfanout") {
-			all = append(all, c.Address)
-		}
-	}
-	if len(all) == 0 {
-		return nil, fmt.Errorf("--data-dir %q: no process runs in this directory; set the directory of `up` or "+
-			"`split`, or --addresses", dir)
-	}
-	return all, nil
-}
-
-func reachable(socket string) bool {
-	c, err := net.DialTimeout("unix", socket, time.Second)
-	if err == nil {
-		c.Close()
-	}
-	return err == nil
-}
-
-// debugClient returns a client of a debug address: a host and port or a socket. It ignores the host of a URL.
-func debugClient(target string) *http.Client {
-	d := &net.Dialer{Timeout: time.Second}
-	return &http.Client{
-		Timeout: 3 * time.Second,
-		Transport: &http.Transport{
-			DisableKeepAlives: true,
-			DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
-				if strings.Contains(target, "/") {
-					return d.DialContext(ctx, "unix", target)
-				}
-				return d.DialContext(ctx, network, target)
-			},
-		},
-	}
-}
-
-// statusOf returns the state of a replica with a debug address.
-func statusOf(target string) (*watchfanout.Status, error) {
-	req, err := http.NewRequest(http.MethodGet, "http://replica/", nil)
-	if err != nil {
-		return nil, err
-	}
-	req.Header.Set("Accept", "application/json")
-	resp, err := debugClient(target).Do(req)
-	if err != nil {
-		return nil, err
-	}
-	defer resp.Body.Close()
-	st := &watchfanout.Status{}
-	return st, json.NewDecoder(resp.Body).Decode(st)
-}
-
-// replicaName returns the displayed name of a replica: its host and port, or the name of its socket.
-func replicaName(target string) string { return strings.TrimSuffix(filepath.Base(target), ".sock") }
-
-// showTier writes the state of every replica and their totals by resource. It returns true if any replica responded.
-func showTier(w io.Writer, targets []string) bool {
 	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
 	defer t.Flush()
+	showProcesses(t, all, time.Now())
+	showStores(t, all)
+	showTier(t, all)
+	if !slices.ContainsFunc(all, func(r *process.Report) bool { return r.Error == "" }) {
+		return errors.New("no process responds")
+	}
+	return nil
+}
+
+// showProcesses lists the processes.
+func showProcesses(t io.Writer, all []*process.Report, now time.Time) {
+	fmt.Fprintln(t, "PROCESS\tSERVICES\tVERSION\tADDRESS\tREADY\tAGE\tMEMORY\tREQUESTS/S\tP99")
+	for _, r := range all {
+		services := strings.Join(r.Services, ",")
+		if r.Error != "" {
+			fmt.Fprintf(t, "-\t%s\tno response\t%s\t\t\t\t\t\n", services, r.Address)
+			continue
+		}
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%v\t%s\t%s\t%.1f\t%s\n", r.Name(), services, r.Version,
+			cmp.Or(r.Address, "-"), len(r.NotReady) == 0, age(now.Sub(r.Started)), megabytes(int(r.MemoryBytes)),
+			r.RequestsPerSecond, p99(r.P99Seconds))
+	}
+}
+
+// p99 returns a percentile, which is the bound of a bucket, with two digits.
+func p99(seconds float64) string {
+	if seconds == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("≤ %.2g ms", seconds*1e3)
+}
+
+// age returns a duration in seconds, minutes, hours or days.
+func age(d time.Duration) string {
+	switch {
+	case d < 2*time.Minute:
+		return fmt.Sprintf("%ds", int(d.Seconds()))
+	case d < 2*time.Hour:
+		return fmt.Sprintf("%dm", int(d.Minutes()))
+	case d < 48*time.Hour:
+		return fmt.Sprintf("%dh", int(d.Hours()))
+	}
+	return fmt.Sprintf("%dd", int(d.Hours()/24))
+}
+
+// showStores lists the members of etcd, and the event log as each registry sees it.
+func showStores(t io.Writer, all []*process.Report) {
+	seen := map[string]bool{}
+	var members, logs []string
+	for _, r := range all {
+		st := &registry.State{}
+		if !r.State("registry", st) {
+			continue
+		}
+		for _, e := range st.Etcds {
+			for _, m := range e.Members {
+				if seen[m.Endpoint] {
+					continue
+				}
+				seen[m.Endpoint] = true
+				members = append(members, fmt.Sprintf("%s\t%s\t%v\t%s\t%s\t%s\t%s", m.Endpoint,
+					cmp.Or(m.Version, "no response"), m.Leader, megabytes(int(m.Bytes)), megabytes(int(m.InUseBytes)),
+					megabytes(int(m.QuotaBytes)), cmp.Or(strings.Join(slices.Concat(e.Alarms, m.Errors), ","), "-")))
+			}
+		}
+		for _, l := range st.Logs {
+			logs = append(logs, fmt.Sprintf("%s\t%s\t%v\t%d\t%s\t%d/%d\t%d\t%s of %s\t%s of %s",
+				cmp.Or(l.Log, "main"), r.Name(), l.Publishing, l.Revision, cmp.Or(l.Error, l.Leader, "-"), l.Current, l.Wanted, l.Messages,
+				megabytes(int(l.Bytes)), megabytes(int(l.MaxBytes)), age(time.Duration(l.OldestSeconds)*time.Second),
+				age(time.Duration(l.RetentionSeconds)*time.Second)))
+		}
+	}
+	if len(members) > 0 {
+		fmt.Fprintln(t, "\nETCD\tVERSION\tLEADER\tSIZE\tIN USE\tQUOTA\tALARMS")
+		fmt.Fprintln(t, strings.Join(members, "\n"))
+	}
+	if len(logs) > 0 {
+		fmt.Fprintln(t, "\nEVENT LOG\tREGISTRY\tPUBLISHES\tREVISION\tNATS LEADER\tREPLICAS\tMESSAGES\tSIZE\tRETENTION")
+		fmt.Fprintln(t, strings.Join(logs, "\n"))
+	}
+}
+
+// showTier lists the replicas of the watch tier, and their totals by resource.
+func showTier(t io.Writer, all []*process.Report) {
 	type held struct{ replicas, objects, bytes, events, watches int }
 	resources := map[string]*held{}
 	var slow []string
-	reached := false
-	fmt.Fprintln(t, "REPLICA\tREADY\tREVISION\tBEHIND\tLAG\tSTREAMS\tEVENTS/S\tMEMORY\tRESETS")
-	for _, target := range targets {
-		st, err := statusOf(target)
-		if err != nil {
-			fmt.Fprintf(t, "%s\tno response\t\t\t\t\t\t\t\n", replicaName(target))
+	fmt.Fprintln(t, "\nREPLICA\tREADY\tREVISION\tBEHIND\tLAG\tSTREAMS\tEVENTS/S\tMEMORY\tRESETS")
+	for _, p := range all {
+		st := &watchfanout.Status{}
+		if p.Error != "" && slices.Contains(p.Services, "watchfanout") {
+			fmt.Fprintf(t, "%s\tno response\t\t\t\t\t\t\t\n", p.Name())
+		}
+		if !p.State("watchfanout", st) {
 			continue
 		}
-		reached = true
-		fmt.Fprintf(t, "%s\t%v\t%d\t%s\t%.1f ms\t%d\t%.0f\t%s\t%d\n", replicaName(target), st.Ready, st.Revision,
+		fmt.Fprintf(t, "%s\t%v\t%d\t%s\t%.1f ms\t%d\t%.0f\t%s\t%d\n", p.Name(), st.Ready, st.Revision,
 			behind(st.Behind), st.LagMilliseconds, st.Watches, st.EventsPerSecond, megabytes(st.Bytes), st.Resets)
 		for _, r := range st.Resources {
 			h := resources[r.Name]
@@ -172,8 +196,7 @@ func showTier(w io.Writer, targets []string) bool {
 			}
 		}
 		for _, s := range st.Slowest {
-			slow = append(slow, fmt.Sprintf("%s\t%s\t%d\t%d\t%s",
-				s.Resource, replicaName(target), s.Waiting, s.Revision, s.Query))
+			slow = append(slow, fmt.Sprintf("%s\t%s\t%d\t%d\t%s", s.Resource, p.Name(), s.Waiting, s.Revision, s.Query))
 		}
 	}
 	var names []string
@@ -196,7 +219,6 @@ func showTier(w io.Writer, targets []string) bool {
 			fmt.Fprintln(t, s)
 		}
 	}
-	return reached
 }
 
 func behind(n int64) string {

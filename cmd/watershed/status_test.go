@@ -1,24 +1,48 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"net/http"
 	"net/http/httptest"
-	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
+	"watershed.dev/cmd/watershed/inspect"
+	"watershed.dev/platform/process"
 	"watershed.dev/platform/watchcache/cache"
 	"watershed.dev/platform/watchcache/watch"
+	"watershed.dev/services/registry"
+	"watershed.dev/services/registry/etcdstatus"
 	"watershed.dev/services/watchfanout"
 )
 
-// showTier lists replicas and resources. It names a replica that does not respond.
-func TestStatusShowsTheTier(t *testing.T) {
-	replica := func(revision int64, objects int) string {
+// state returns the states of a report with the state of a service.
+func state(t *testing.T, service string, st any) map[string]json.RawMessage {
+	t.Helper()
+	data, err := json.Marshal(st)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return map[string]json.RawMessage{service: data}
+}
+
+// The output lists processes, stores, replicas and resources. It names a process that does not respond.
+func TestStatusShowsEveryProcess(t *testing.T) {
+	at := func(r *process.Report) string {
 		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-			_ = json.NewEncoder(w).Encode(&watchfanout.Status{
+			r.Time = time.Now()
+			process.WriteReports(w, r)
+		}))
+		t.Cleanup(s.Close)
+		return strings.TrimPrefix(s.URL, "http://")
+	}
+	replica := func(pid int, revision int64, objects int) string {
+		return at(&process.Report{Host: "a", PID: pid, Services: []string{"watchfanout"}, Version: "v1",
+			Started: time.Now().Add(-time.Hour), MemoryBytes: 3e6, RequestsPerSecond: 7.5, P99Seconds: 0.002,
+			States: state(t, "watchfanout", &watchfanout.Status{
 				Ready:    true,
 				Revision: revision,
 				Behind:   -1,
@@ -27,46 +51,41 @@ func TestStatusShowsTheTier(t *testing.T) {
 					{Name: "nobody"},
 				},
 				Slowest: []watch.Slow{{Resource: "pods", Query: "namespace=x", Revision: 5, Waiting: 7}},
-			})
-		}))
-		t.Cleanup(s.Close)
-		return strings.TrimPrefix(s.URL, "http://")
+			})})
 	}
-	var out strings.Builder
+	store := at(&process.Report{Host: "a", PID: 3, Services: []string{"registry"}, Version: "v1",
+		NotReady: map[string]string{"registry": "etcd"},
+		States: state(t, "registry", &registry.State{
+			Etcds: []*etcdstatus.Status{{Alarms: []string{"NOSPACE"},
+				Members: []etcdstatus.Member{
+					{Endpoint: "https://e:2379", Version: "3.6.1", Leader: true, Bytes: 5e6}}}},
+			Logs: []*registry.LogState{
+				{Publishing: true, Revision: 12, Leader: "n-0", Current: 1, Wanted: 3, Messages: 9}},
+		})})
 	gone := filepath.Join(t.TempDir(), "gone.sock")
-	if !showTier(&out, []string{replica(10, 3), replica(11, 4), gone}) {
-		t.Error("nobody answers")
+	show := func(addresses ...string) (string, error) {
+		var out strings.Builder
+		f := &statusFlags{Options: inspect.Options{Addresses: addresses}}
+		err := f.show(context.Background(), &out)
+		return strings.Join(strings.Fields(out.String()), " "), err
 	}
-	shown := strings.Join(strings.Fields(out.String()), " ")
-	for _, want := range []string{"gone no response", "true 10 ? 0.0 ms", "true 11 ? 0.0 ms", "pods 2 4 0 4.0 MB 4",
-		"7 5 namespace=x"} {
+	shown, err := show(replica(1, 10, 3), replica(2, 11, 4), store, gone)
+	if err != nil {
+		t.Error(err)
+	}
+	for _, want := range []string{
+		"no response " + gone, "a/1 watchfanout v1 - true 60m 3.0 MB 7.5 ≤ 2 ms", "a/3 registry v1 - false",
+		"https://e:2379 3.6.1 true 5.0 MB", "NOSPACE", "main a/3 true 12 n-0 1/3 9",
+		"a/1 true 10 ? 0.0 ms", "a/2 true 11 ? 0.0 ms", "pods 2 4 0 4.0 MB 4", "7 5 namespace=x",
+	} {
 		if !strings.Contains(shown, want) {
-			t.Errorf("%q is not in\n%s", want, out.String())
+			t.Errorf("%q is not in\n%s", want, shown)
 		}
 	}
 	if strings.Contains(shown, "nobody") {
-		t.Errorf("a resource without a cache is shown:\n%s", out.String())
+		t.Errorf("a resource without a cache is shown:\n%s", shown)
 	}
-	if showTier(&out, []string{gone}) {
-		t.Error("a replica responds")
-	}
-}
-
-// If no process runs, the error names the flag to set.
-func TestStatusOfNothing(t *testing.T) {
-	dir := t.TempDir()
-	if _, err := replicaAddresses(dir); err == nil || !strings.Contains(err.Error(), "--data-dir") {
-		t.Errorf("%v", err)
-	}
-	if err := os.Mkdir(filepath.Join(dir, "config"), 0o700); err != nil {
-		t.Fatal(err)
-	}
-	file := filepath.Join(dir, "config", "watchfanout-0.yaml")
-	const config = "debug-address: /x/watchfanout-0.sock\ntarget: [watchfanout]\n"
-	if err := os.WriteFile(file, []byte(config), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if all, err := replicaAddresses(dir); err != nil || len(all) != 1 || replicaName(all[0]) != "watchfanout-0" {
-		t.Errorf("%q, %v", all, err)
+	if _, err := show(gone); err == nil {
+		t.Error("a process responds")
 	}
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"watershed.dev/cmd/embedded"
+	"watershed.dev/cmd/watershed/inspect"
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
@@ -48,7 +49,7 @@ func (fs *upFlags) run() error {
 	}
 	defer flush()
 	if t.DebugAddress == "" {
-		t.DebugAddress = filepath.Join(l.sockets, debugSocket)
+		t.DebugAddress = filepath.Join(l.sockets, inspect.DebugSocket)
 	}
 	services, err := fs.process.Runners(ctx)
 	if err != nil {

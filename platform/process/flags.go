@@ -160,16 +160,21 @@ func (n *network) startXDS(ctx context.Context, service string) (err error) {
 	return err
 }
 
+// replicas returns the replicas of a service of other processes.
+func (n *network) replicas(service string) rpc.Replicas {
+	if n.xds == nil {
+		return rpc.Addresses(*n.peers[service])
+	}
+	return n.xds
+}
+
 // dial returns a service's connection to the replicas of another service.
 func (n *network) dial(from, to string) (grpc.ClientConnInterface, error) {
-	var replicas rpc.Replicas = n.xds
-	if n.xds == nil {
-		replicas = rpc.Addresses(*n.peers[to])
-	}
-	c, err := rpc.Dial(n.id.Of(from), to, replicas)
+	c, err := rpc.Dial(n.id.Of(from), to, n.replicas(to))
 	if err != nil {
 		return nil, err
 	}
+	c.Connect() // otherwise the first call would, and until then the addresses of the replicas are unknown
 	n.conns = append(n.conns, c)
 	return c, nil
 }

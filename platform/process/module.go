@@ -28,6 +28,7 @@ import (
 
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
 )
 
 // Module describes a service to the process that runs it.
@@ -79,6 +80,10 @@ type Service struct {
 	Drain func()
 	// Draining reports if the service is shutting down.
 	Draining func() bool
+	// State returns the service's part of the process's report. It responds within seconds.
+	State func(context.Context) any
+	// Traffic counts the requests of clients of the cluster; nil: the process counts the RPCs that it serves.
+	Traffic *telemetry.Traffic
 	// Files is the page of the files that the service reloads, and Status the page of its state.
 	Files, Status http.Handler
 	// API serves the cluster's API to the other services of the process. A request's context has the user.
@@ -95,6 +100,9 @@ type Deps struct {
 	API API
 	// Flags has the flags of the process, with their values.
 	Flags *pflag.FlagSet
+	// Report returns the report of this process, and Reports the reports of the other processes that the service calls.
+	Report  func(context.Context) *Report
+	Reports func(context.Context) []*Report
 	// NATS is the embedded server; nil if the service's options have the addresses of NATS.
 	NATS InProcessNATS
 }

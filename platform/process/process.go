@@ -23,6 +23,7 @@ import (
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
 	"watershed.dev/platform/version"
+	processv1 "watershed.dev/proto/watershed/process/v1"
 )
 
 // Upstream's controllers end the process when they panic. An object in etcd can cause that: a CRD whose name has no
@@ -238,13 +239,19 @@ func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 		}
 		registrar = &exposedRegistrar{p, server}
 	}
+	processv1.RegisterProcessesServer(registrar, &processes{process: p})
 	metrics := NewMetrics()
 	runners := []lifecycle.Runner{{Name: "debug", Run: func(ctx context.Context) error {
+		go rpc.Traffic.Run(ctx)
 		var all []*Instance
 		for _, s := range p.services {
 			all = append(all, &s.Instance)
 		}
-		return p.Telemetry.ServeDebug(ctx, metrics, Pages(all...))
+		pages := Pages(all...)
+		pages["/report"] = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			WriteReports(w, p.Report(r.Context()))
+		})
+		return p.Telemetry.ServeDebug(ctx, metrics, pages)
 	}}}
 	for _, s := range p.services {
 		runners = append(runners, p.runner(s, registrar, metrics))
@@ -283,6 +290,9 @@ func (p *Process) runner(s *service, registrar grpc.ServiceRegistrar, metrics *M
 		built.Register(registrar)
 		metrics.Add(built.Collectors)
 		s.Set(built)
+		if built.Traffic != nil {
+			go built.Traffic.Run(ctx)
+		}
 		if built.API != nil {
 			p.api.handler = built.API
 			close(p.api.set)
@@ -299,8 +309,10 @@ func (p *Process) runner(s *service, registrar grpc.ServiceRegistrar, metrics *M
 // deps returns the dependencies with which a service is built.
 func (p *Process) deps(name string) *Deps {
 	d := &Deps{
-		ID:    p.identity(name),
-		Flags: p.flags,
+		ID:      p.identity(name),
+		Flags:   p.flags,
+		Report:  p.Report,
+		Reports: func(ctx context.Context) []*Report { return p.reports(ctx, name) },
 		Dial: func(peer string) (grpc.ClientConnInterface, error) {
 			if p.has(peer) {
 				return p.local.Client(name), nil

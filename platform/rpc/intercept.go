@@ -69,7 +69,11 @@ type streamWithContext struct {
 func (s *streamWithContext) Context() context.Context { return s.ctx }
 
 func observe(method string, since time.Time, err *error) {
-	rpcDuration.WithLabelValues(method, status.Code(*err).String()).Observe(time.Since(since).Seconds())
+	d := time.Since(since)
+	rpcDuration.WithLabelValues(method, status.Code(*err).String()).Observe(d.Seconds())
+	if !slices.Contains(lasting, method) {
+		Traffic.Observe(d)
+	}
 }
 
 func recoverPanic(name string, err *error) {

@@ -5,6 +5,8 @@ import (
 	"strings"
 
 	discovery "github.com/envoyproxy/go-control-plane/envoy/service/discovery/v3"
+
+	"watershed.dev/platform/telemetry"
 )
 
 // AllowedClients maps every method to the services that may call it, by the common names of their certificates on the
@@ -34,6 +36,8 @@ var AllowedClients = map[string][]string{
 	"/watershed.registry.v1.Discovery/Gateways":   {"gateway"},
 	"/watershed.registry.v1.Discovery/StartHooks": {"gateway"},
 
+	"/watershed.registry.v1.Discovery/GatewayReports": {"gateway"},
+
 	"/watershed.registry.v1.Source/Snapshot": {"watchfanout"},
 	"/watershed.registry.v1.Source/Encode":   {"watchfanout"},
 	"/watershed.registry.v1.Source/Revision": {"watchfanout", "gateway"},
@@ -45,6 +49,8 @@ var AllowedClients = map[string][]string{
 
 	"/watershed.watchfanout.v1.InternalWatch/List":  {"gateway"},
 	"/watershed.watchfanout.v1.InternalWatch/Watch": {"gateway"},
+
+	"/watershed.process.v1.Processes/Report": {"gateway"},
 
 	discovery.AggregatedDiscoveryService_StreamAggregatedResources_FullMethodName: {"gateway", "watchfanout"},
 }
@@ -76,3 +82,12 @@ var EndOnDrain = []string{
 	"/watershed.registry.v1.Discovery/Watch",
 	"/watershed.watchfanout.v1.InternalWatch/Watch",
 }
+
+// lasting lists the streams that last as long as their clients. Traffic does not count them.
+var lasting = append([]string{
+	"/watershed.watchfanout.v1.Watch/Watch",
+	discovery.AggregatedDiscoveryService_StreamAggregatedResources_FullMethodName,
+}, EndOnDrain...)
+
+// Traffic counts the RPCs that the process serves.
+var Traffic telemetry.Traffic

@@ -20,6 +20,7 @@ import (
 	_ "watershed.dev/proto/watershed/admission/v1"
 	_ "watershed.dev/proto/watershed/authn/v1"
 	_ "watershed.dev/proto/watershed/authz/v1"
+	_ "watershed.dev/proto/watershed/process/v1"
 	_ "watershed.dev/proto/watershed/registry/v1"
 	_ "watershed.dev/proto/watershed/watchfanout/v1"
 )

@@ -361,7 +361,11 @@ func serviceConfig(of string) string {
 const Balancer = "watershed_rendezvous"
 
 // Replicas is the source of the addresses of replicas: Addresses or XDS.
-type Replicas interface{ builder() resolver.Builder }
+type Replicas interface {
+	builder() resolver.Builder
+	// AddressesOf returns the current addresses of a service's replicas.
+	AddressesOf(service string) []string
+}
 
 // Addresses are all replicas of a service, in the form that ParseAddress parses. They do not change.
 type Addresses []string
@@ -370,6 +374,25 @@ func (a Addresses) builder() resolver.Builder {
 	r := manual.NewBuilderWithScheme("replicas")
 	r.InitialState(stateOf(a))
 	return r
+}
+
+// AddressesOf implements Replicas.
+func (a Addresses) AddressesOf(string) []string { return a }
+
+// DialReplica returns a connection to the replica of a service at an address, whether or not the replica is ready. Its
+// calls fail at once if the replica cannot be reached.
+func DialReplica(id TLS, service, address string) (*grpc.ClientConn, error) {
+	conf, err := id.ClientConfig(service)
+	if err != nil {
+		return nil, err
+	}
+	r := Addresses{address}.builder()
+	return grpc.NewClient(r.Scheme()+":///"+service,
+		grpc.WithResolvers(r),
+		grpc.WithTransportCredentials(socketCredentials{credentials.NewTLS(conf)}),
+		grpc.WithUserAgent("watershed/"+version.Release()),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(wireCodec)),
+	)
 }
 
 // Dial returns a connection to all replicas of a service. Their certificates must have the service's name. Close the

@@ -305,6 +305,16 @@ func (x *XDS) readCache(service string) []string {
 	return slices.Compact(addresses)
 }
 
+// AddressesOf implements Replicas. It returns no addresses for a service without connections.
+func (x *XDS) AddressesOf(service string) []string {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if f := x.services[service]; f != nil {
+		return f.addresses
+	}
+	return nil
+}
+
 // builder implements Replicas. Connections to eds:///service receive x's endpoints.
 func (x *XDS) builder() resolver.Builder { return xdsBuilder{x} }
 

@@ -76,11 +76,14 @@ func (c breakerCall) abandon() {
 
 // finish records whether the call succeeded.
 func (c breakerCall) finish(success bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.failing = !success; c.failing {
+		c.failedAt = time.Now()
+	}
 	if c.options.Failures == 0 {
 		return
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	c.probing = c.probing && !c.probe
 	if success {
 		c.failures = 0

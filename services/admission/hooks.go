@@ -3,9 +3,11 @@ package admission
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"net/url"
 	"path"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -227,6 +229,42 @@ type endpoint struct {
 	failures int
 	until    time.Time
 	probing  bool
+	// failing is true if the last call failed, at failedAt.
+	failing  bool
+	failedAt time.Time
+}
+
+// State is admission's part of its process's report.
+type State struct {
+	// Failing are the webhooks whose last call failed, in the order of their endpoints.
+	Failing []FailingWebhook `json:"failing,omitempty"`
+}
+
+// FailingWebhook is a webhook's endpoint whose last call failed: host:port and path.
+type FailingWebhook struct {
+	Endpoint string    `json:"endpoint"`
+	At       time.Time `json:"at"`
+}
+
+// maxFailing bounds the webhooks that a state lists.
+const maxFailing = 50
+
+// state returns the webhooks whose last call failed.
+func (h *hooks) state() (s State) {
+	if h == nil {
+		return s
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, name := range slices.Sorted(maps.Keys(h.endpoints)) {
+		e := h.endpoints[name]
+		e.mu.Lock()
+		if e.failing && len(s.Failing) < maxFailing {
+			s.Failing = append(s.Failing, FailingWebhook{name, e.failedAt})
+		}
+		e.mu.Unlock()
+	}
+	return s
 }
 
 func (h *hooks) endpointFor(u *url.URL) *endpoint {

@@ -31,6 +31,7 @@ func options() process.Options {
 				Ready:      s.Ready(),
 				Run:        s.Run,
 				Policies:   s.Policies(),
+				State:      func(context.Context) any { return s.hooks.state() },
 			}, nil
 		},
 	}

@@ -23,8 +23,10 @@ import (
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/loopback"
+	"watershed.dev/platform/process"
 	"watershed.dev/platform/reload"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -53,6 +55,9 @@ type Deps struct {
 	InternalWatch watchfanoutv1.InternalWatchClient
 	// Flags are the flags of the process, for /flagz.
 	Flags *pflag.FlagSet
+	// Report returns the report of this process, and Reports the reports of the other services' processes.
+	Report  func(context.Context) *process.Report
+	Reports func(context.Context) []*process.Report
 }
 
 const (
@@ -88,6 +93,7 @@ type Service struct {
 	// external is the address at which clients reach the gateway, as host:port.
 	external string
 	ready    lifecycle.Readiness
+	traffic  telemetry.Traffic
 }
 
 // New returns a gateway that is not running yet. It reads certificates and the audit policy, and opens the audit
@@ -126,6 +132,9 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		started:        make(chan struct{}),
 	}
 	g.heartbeat = newHeartbeat(d.Discovery, c.advertiseAddress(), g.started, g.server.ShuttingDown)
+	if d.Report != nil {
+		g.heartbeat.process = g.encodeReport
+	}
 	for _, name := range startChecks() {
 		g.ready.Set(name, errNotResponded)
 	}

@@ -71,6 +71,7 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 		Proxy:             proxyHandler,
 		MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second,
 		Stopping:          g.server.ShutdownStagger,
+		Traffic:           &g.traffic,
 	}
 	return r
 }
@@ -91,10 +92,10 @@ func (g *Service) mux(router *routing.Router) http.Handler {
 		}
 	}
 	if g.config.Profiling {
-		pages.Handle("/metrics", legacyregistry.HandlerWithReset())
+		pages.Handle("/metrics", g.withReports(legacyregistry.HandlerWithReset()))
 		slis.SLIMetricsWithReset{}.Install(pages)
 	} else { // as kube-apiserver
-		pages.Handle("/metrics", legacyregistry.Handler())
+		pages.Handle("/metrics", g.withReports(legacyregistry.Handler()))
 		slis.SLIMetrics{}.Install(pages)
 	}
 	if g.config.FlowControl.Enabled {

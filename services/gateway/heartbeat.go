@@ -35,6 +35,8 @@ type heartbeat struct {
 	address string
 	// accepting is closed when the gateway is ready for the first time, and draining when it shuts down.
 	accepting, draining <-chan struct{}
+	// process, if set, returns the report of the gateway's process.
+	process func(context.Context) []byte
 	// live is the number of live gateways; 0 until registry has counted this gateway.
 	live watchable.Value[int]
 	// establishing has the revisions of the CRDs that the gateway serves and that are not established, by name.
@@ -60,8 +62,12 @@ func (h *heartbeat) run(ctx context.Context) {
 		establishing, changed := h.establishing.Get()
 		// not canceled with ctx: registry would have stored that there is no address, and not have removed the endpoint
 		callCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), heartbeatTimeout)
-		resp, err := h.registry.Gateways(callCtx, &registryv1.GatewaysRequest{Name: h.name,
-			AdvertiseAddress: h.address, Accepting: accepts, Establishing: establishing, Report: report})
+		r := &registryv1.GatewaysRequest{Name: h.name, AdvertiseAddress: h.address, Accepting: accepts,
+			Establishing: establishing, Report: report}
+		if h.process != nil && !report {
+			r.Process = h.process(callCtx)
+		}
+		resp, err := h.registry.Gateways(callCtx, r)
 		cancel()
 		switch {
 		case err != nil:

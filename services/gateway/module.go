@@ -45,6 +45,7 @@ func options() process.Options {
 				Run:        g.Run,
 				Check:      g.Check,
 				Draining:   g.Draining,
+				Traffic:    &g.traffic,
 				Files:      g.Files(),
 				API:        g.API(),
 			}, nil
@@ -63,6 +64,8 @@ func dial(d *process.Deps) (Deps, error) {
 	registryConn := dial("registry")
 	return Deps{
 		Flags:         d.Flags,
+		Report:        d.Report,
+		Reports:       d.Reports,
 		Authn:         authnv1.NewAuthnClient(dial("authn")),
 		Authz:         authzv1.NewAuthzClient(dial("authz")),
 		Admission:     admissionv1.NewAdmissionClient(dial("admission")),

@@ -26,6 +26,7 @@ func options() process.Options {
 				Collectors: s.Collectors(),
 				Ready:      s.Ready(),
 				Run:        s.Run,
+				State:      func(ctx context.Context) any { return s.state(ctx) },
 			}, nil
 		},
 	}

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"os/exec"
 	"path/filepath"
+	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -127,5 +129,55 @@ func TestARestoredEtcdIsAnotherEpoch(t *testing.T) {
 		case <-until:
 			t.Fatal("a new watch hears of nothing")
 		}
+	}
+}
+
+// TestSnapshots saves a snapshot of a running server, and restores it into the stopped server's directory. The server
+// then has the objects of the snapshot, and its event log is whole. With --bump-revision no revision repeats.
+func TestSnapshots(t *testing.T) {
+	for name, c := range map[string]struct {
+		start func(testing.TB, string, ...string) *harness.Server
+		flags []string
+		least uint64
+	}{
+		"up":    {harness.Up, []string{"--bump-revision=1000000000"}, 1e9},
+		"split": {harness.Split, nil, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := harness.TempDir(t)
+			backup := filepath.Join(t.TempDir(), "backup.db")
+			snapshot := func(args ...string) (string, error) {
+				out, err := exec.Command(harness.Watershed(), append([]string{"snapshot"}, args...)...).CombinedOutput()
+				return string(out), err
+			}
+			s := c.start(t, dir)
+			s.Kubectl("create", "configmap", "before")
+			if out, err := snapshot("save", backup, "--data-dir", dir); err != nil || !strings.Contains(out, "revision") {
+				t.Fatalf("%v\n%s", err, out)
+			}
+			s.Kubectl("create", "configmap", "after")
+			restore := append([]string{"restore", backup, "--data-dir", dir}, c.flags...)
+			if out, err := snapshot(restore...); err == nil || !strings.Contains(out, "stop Watershed first") {
+				t.Fatalf("a restore below a running server: %v\n%s", err, out)
+			}
+			s.Stop()
+			if out, err := snapshot(restore...); err != nil || !strings.Contains(out, "Restored revision") {
+				t.Fatalf("%v\n%s", err, out)
+			}
+			s = c.start(t, dir)
+			s.Kubectl("get", "configmap", "before")
+			if out, err := s.TryKubectl("", "get", "configmap", "after"); err == nil {
+				t.Errorf("an object of after the snapshot exists: %s", out)
+			}
+			s.Kubectl("create", "configmap", "new")
+			m, err := s.Client().CoreV1().ConfigMaps("default").Get(t.Context(), "new", metav1.GetOptions{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if revision, _ := strconv.ParseUint(m.ResourceVersion, 10, 64); revision <= c.least {
+				t.Errorf("revision %d, want more than %d", revision, c.least)
+			}
+			checkIsClean(t, "--kubeconfig", s.Kubeconfig)
+		})
 	}
 }

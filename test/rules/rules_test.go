@@ -123,7 +123,7 @@ var floors = map[string][][]string{
 	"services/authn":     {{"."}, {"cmd/authn"}},
 	"services/authz":     {{"."}, {"cmd/authz"}},
 	"services/admission": {{"."}, {"cmd/admission"}},
-	"cmd/watershed":      {{"."}},
+	"cmd/watershed":      {{"inspect"}, {"check", "probe", "snapshot"}, {"."}},
 	"cmd/certgen":        {{"."}, {"cmd/certgen"}},
 	"cmd/embedded":       {{"."}, {"cmd/etcd", "cmd/nats"}},
 	"cmd/xds":            {{"."}, {"cmd/xds"}},
@@ -137,7 +137,7 @@ var floors = map[string][][]string{
 	},
 	"services/watchfanout": {{"."}, {"cmd/watchfanout"}},
 	"services/registry": {
-		{"storage", "election", "managed"},
+		{"storage", "election", "etcdstatus", "managed"},
 		{"handlers"},
 		{"installer", "customresources"},
 		{"lookup", "conversion", "controllers", "publisher"},

@@ -30,6 +30,7 @@ import (
 
 	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/identity"
+	"watershed.dev/platform/telemetry"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -66,7 +67,12 @@ type Router struct {
 	RecordListSize func(r *http.Request, bytes int64, compressed bool)
 	// Stopping returns a channel that closes when the gateway shuts down. The watch then ends.
 	Stopping func() <-chan struct{}
+	// Traffic counts requests, except watches and connections. It may be nil.
+	Traffic *telemetry.Traffic
 }
+
+// connections are the subresources whose requests last as long as their clients.
+var connections = []string{"attach", "exec", "log", "portforward", "proxy"}
 
 // Source serves lists from encoded bytes, and the watches that continue them.
 type Source struct {
@@ -143,7 +149,14 @@ func (c *requestContext) serve(scope string) {
 		monitoredRequest = monitored(req, c.info)
 	}
 	info, removed := c.info, c.apiResource.RemovedRelease
+	traffic := c.router.Traffic
+	if info.Verb == "watch" || slices.Contains(connections, info.Subresource) {
+		traffic = nil
+	}
 	h2writer.AtEnd(req, func(panicked any) {
+		if traffic != nil {
+			traffic.Observe(time.Since(received))
+		}
 		if panicked == nil {
 			metrics.MonitorRequest(monitoredRequest(), strings.ToUpper(info.Verb), info.APIGroup, info.APIVersion,
 				info.Resource, info.Subresource, scope, metrics.APIServerComponent, deprecated, removed, status, size,

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"slices"
+	"time"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -23,6 +24,11 @@ const (
 	// ReportsPrefix is the prefix of the own keys with the live gateways' reports: for each name, a GatewaysRequest
 	// with establishing only. A key has the lease of the gateway's other key.
 	ReportsPrefix = "establishing/"
+	// ProcessesPrefix is the prefix of the own keys with the reports of the live gateways' processes: for each name, a
+	// GatewayReport. A key has the lease of the gateway's other keys.
+	ProcessesPrefix = "processes/"
+	// maxProcessReport bounds the report of a gateway's process in bytes.
+	maxProcessReport = 64 << 10
 	// gatewayTTL is how many seconds a gateway counts after its last call.
 	gatewayTTL = 35
 )
@@ -54,6 +60,14 @@ func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest)
 		}
 		return &registryv1.GatewaysResponse{}, nil
 	}
+	processKey := store.OwnKey(ProcessesPrefix) + r.Name
+	process, err := proto.Marshal(&registryv1.GatewayReport{
+		Report:            r.Process,
+		ReceivedUnixNanos: time.Now().UnixNano(),
+	})
+	if err != nil || len(r.Process) > maxProcessReport {
+		return nil, status.Error(codes.InvalidArgument, "the report of the process has more than 64 KiB")
+	}
 	address, value := "", ""
 	if d.Endpoints != nil {
 		address = d.Endpoints.Address(r.AdvertiseAddress)
@@ -62,12 +76,14 @@ func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest)
 		value = address
 	}
 	if r.Leaving {
-		_, err = etcd.Txn(ctx).Then(clientv3.OpDelete(prefix+r.Name), clientv3.OpDelete(reportKey)).Commit()
+		_, err = etcd.Txn(ctx).Then(clientv3.OpDelete(prefix+r.Name), clientv3.OpDelete(reportKey),
+			clientv3.OpDelete(processKey)).Commit()
 	} else {
 		var lease *clientv3.LeaseGrantResponse
 		if lease, err = etcd.Grant(ctx, gatewayTTL); err == nil {
 			_, err = etcd.Txn(ctx).Then(clientv3.OpPut(prefix+r.Name, value, clientv3.WithLease(lease.ID)),
-				clientv3.OpPut(reportKey, string(report), clientv3.WithLease(lease.ID))).Commit()
+				clientv3.OpPut(reportKey, string(report), clientv3.WithLease(lease.ID)),
+				clientv3.OpPut(processKey, string(process), clientv3.WithLease(lease.ID))).Commit()
 		}
 	}
 	live, lerr := etcd.Get(ctx, prefix, clientv3.WithPrefix())
@@ -78,6 +94,24 @@ func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest)
 		d.updateEndpoints(address, live.Kvs)
 	}
 	return &registryv1.GatewaysResponse{Alive: int32(live.Count)}, nil
+}
+
+// GatewayReports implements registryv1.DiscoveryServer.
+func (d *Discovery) GatewayReports(ctx context.Context,
+	_ *registryv1.GatewayReportsRequest) (*registryv1.GatewayReportsResponse, error) {
+	store := d.resources.Storage
+	stored, err := store.Client.Client.Get(ctx, store.OwnKey(ProcessesPrefix), clientv3.WithPrefix())
+	if err != nil {
+		return nil, status.Error(codes.Unavailable, err.Error())
+	}
+	resp := &registryv1.GatewayReportsResponse{}
+	for _, kv := range stored.Kvs {
+		report := &registryv1.GatewayReport{}
+		if err := proto.Unmarshal(kv.Value, report); err == nil {
+			resp.Reports = append(resp.Reports, report)
+		}
+	}
+	return resp, nil
 }
 
 // updateEndpoints renews an address if a live gateway accepts connections at it. Otherwise it removes the address.

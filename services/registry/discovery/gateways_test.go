@@ -1,8 +1,10 @@
 package discovery_test
 
 import (
+	"errors"
 	"slices"
 	"testing"
+	"time"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/discovery"
@@ -62,5 +64,36 @@ func TestAddressesOfGateways(t *testing.T) {
 	}
 	if want := (addresses{"-1", "+1", "+1", "+2", "+1", "+1", "-1", "-2"}); !slices.Equal(*got, want) {
 		t.Errorf("%q, not %q", *got, want)
+	}
+}
+
+// A gateway's report has the time of its heartbeat. It ends with the gateway, and its size is bounded.
+func TestGatewayReports(t *testing.T) {
+	d, before := discovery.New(fixture.New(t).Resources), time.Now().UnixNano()
+	call := func(r *registryv1.GatewaysRequest) error {
+		_, err := d.Gateways(t.Context(), r)
+		return err
+	}
+	reports := func() []*registryv1.GatewayReport {
+		resp, err := d.GatewayReports(t.Context(), &registryv1.GatewayReportsRequest{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return resp.Reports
+	}
+	if err := errors.Join(
+		call(&registryv1.GatewaysRequest{Name: "a", Process: []byte("{}")}),
+		call(&registryv1.GatewaysRequest{Name: "a", Report: true}), // replaces only the CRDs
+	); err != nil {
+		t.Fatal(err)
+	}
+	if got := reports(); len(got) != 1 || string(got[0].Report) != "{}" || got[0].ReceivedUnixNanos < before {
+		t.Errorf("%v", got)
+	}
+	if call(&registryv1.GatewaysRequest{Name: "a", Process: make([]byte, 65<<10)}) == nil {
+		t.Error("a report of 65 KiB is accepted")
+	}
+	if err := call(&registryv1.GatewaysRequest{Name: "a", Leaving: true}); err != nil || len(reports()) != 0 {
+		t.Errorf("the report stays: %v", err)
 	}
 }

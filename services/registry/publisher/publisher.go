@@ -117,7 +117,12 @@ type Publisher struct {
 	// publisher consumes them.
 	traceContexts traceContexts
 	publishing    atomic.Bool
+	// elected is true while this publisher is elected.
+	elected atomic.Bool
 }
+
+// Elected reports whether this publisher writes the log.
+func (p *Publisher) Elected() bool { return p.elected.Load() }
 
 // Run takes part in the election and publishes while elected, until ctx ends. The lifecycle of a publisher:
 //
@@ -153,6 +158,8 @@ func (p *Publisher) lead(ctx context.Context) error {
 		defer leading.Set(0)
 	}
 	p.core.Elected()
+	p.elected.Store(true)
+	defer p.elected.Store(false)
 	for pause := minPause; ; {
 		published := p.published.Load()
 		err := p.publish(ctx)

@@ -1160,7 +1160,9 @@ type GatewaysRequest struct {
 	// registry establishes a CRD once every live gateway serves it.
 	Establishing map[string]int64 `protobuf:"bytes,5,rep,name=establishing" json:"establishing,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	// The call only replaces establishing, between two heartbeats. The response is empty.
-	Report        bool `protobuf:"varint,6,opt,name=report" json:"report,omitempty"`
+	Report bool `protobuf:"varint,6,opt,name=report" json:"report,omitempty"`
+	// The report of the gateway's process, as in watershed.process.v1.ReportResponse.
+	Process       []byte `protobuf:"bytes,7,opt,name=process" json:"process,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1237,6 +1239,13 @@ func (x *GatewaysRequest) GetReport() bool {
 	return false
 }
 
+func (x *GatewaysRequest) GetProcess() []byte {
+	if x != nil {
+		return x.Process
+	}
+	return nil
+}
+
 // GatewaysResponse is the number of gateways.
 type GatewaysResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1283,6 +1292,142 @@ func (x *GatewaysResponse) GetAlive() int32 {
 	return 0
 }
 
+// GatewayReportsRequest has no parameters.
+type GatewayReportsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GatewayReportsRequest) Reset() {
+	*x = GatewayReportsRequest{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GatewayReportsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GatewayReportsRequest) ProtoMessage() {}
+
+func (x *GatewayReportsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GatewayReportsRequest.ProtoReflect.Descriptor instead.
+func (*GatewayReportsRequest) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{14}
+}
+
+// GatewayReportsResponse has the reports of the live gateways' last heartbeats.
+type GatewayReportsResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Reports       []*GatewayReport       `protobuf:"bytes,1,rep,name=reports" json:"reports,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GatewayReportsResponse) Reset() {
+	*x = GatewayReportsResponse{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GatewayReportsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GatewayReportsResponse) ProtoMessage() {}
+
+func (x *GatewayReportsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GatewayReportsResponse.ProtoReflect.Descriptor instead.
+func (*GatewayReportsResponse) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *GatewayReportsResponse) GetReports() []*GatewayReport {
+	if x != nil {
+		return x.Reports
+	}
+	return nil
+}
+
+// GatewayReport is the report of a gateway's last heartbeat.
+type GatewayReport struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Report []byte                 `protobuf:"bytes,1,opt,name=report" json:"report,omitempty"`
+	// The time at which a registry received the heartbeat, by its own clock, in nanoseconds since 1970.
+	ReceivedUnixNanos int64 `protobuf:"varint,2,opt,name=received_unix_nanos,json=receivedUnixNanos" json:"received_unix_nanos,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *GatewayReport) Reset() {
+	*x = GatewayReport{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GatewayReport) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GatewayReport) ProtoMessage() {}
+
+func (x *GatewayReport) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GatewayReport.ProtoReflect.Descriptor instead.
+func (*GatewayReport) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *GatewayReport) GetReport() []byte {
+	if x != nil {
+		return x.Report
+	}
+	return nil
+}
+
+func (x *GatewayReport) GetReceivedUnixNanos() int64 {
+	if x != nil {
+		return x.ReceivedUnixNanos
+	}
+	return 0
+}
+
 // StartHooksRequest has no parameters.
 type StartHooksRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1292,7 +1437,7 @@ type StartHooksRequest struct {
 
 func (x *StartHooksRequest) Reset() {
 	*x = StartHooksRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1304,7 +1449,7 @@ func (x *StartHooksRequest) String() string {
 func (*StartHooksRequest) ProtoMessage() {}
 
 func (x *StartHooksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1317,7 +1462,7 @@ func (x *StartHooksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartHooksRequest.ProtoReflect.Descriptor instead.
 func (*StartHooksRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{14}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{17}
 }
 
 // StartHooksResponse is the progress of the start hooks.
@@ -1333,7 +1478,7 @@ type StartHooksResponse struct {
 
 func (x *StartHooksResponse) Reset() {
 	*x = StartHooksResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1345,7 +1490,7 @@ func (x *StartHooksResponse) String() string {
 func (*StartHooksResponse) ProtoMessage() {}
 
 func (x *StartHooksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1358,7 +1503,7 @@ func (x *StartHooksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartHooksResponse.ProtoReflect.Descriptor instead.
 func (*StartHooksResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{15}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *StartHooksResponse) GetKnown() bool {
@@ -1400,7 +1545,7 @@ type DiscoveryResponse struct {
 
 func (x *DiscoveryResponse) Reset() {
 	*x = DiscoveryResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1412,7 +1557,7 @@ func (x *DiscoveryResponse) String() string {
 func (*DiscoveryResponse) ProtoMessage() {}
 
 func (x *DiscoveryResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1425,7 +1570,7 @@ func (x *DiscoveryResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscoveryResponse.ProtoReflect.Descriptor instead.
 func (*DiscoveryResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{16}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *DiscoveryResponse) GetGroups() []*Group {
@@ -1511,7 +1656,7 @@ type APIService struct {
 
 func (x *APIService) Reset() {
 	*x = APIService{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1523,7 +1668,7 @@ func (x *APIService) String() string {
 func (*APIService) ProtoMessage() {}
 
 func (x *APIService) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1536,7 +1681,7 @@ func (x *APIService) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use APIService.ProtoReflect.Descriptor instead.
 func (*APIService) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{17}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *APIService) GetGroup() string {
@@ -1616,7 +1761,7 @@ type Group struct {
 
 func (x *Group) Reset() {
 	*x = Group{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1628,7 +1773,7 @@ func (x *Group) String() string {
 func (*Group) ProtoMessage() {}
 
 func (x *Group) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1641,7 +1786,7 @@ func (x *Group) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Group.ProtoReflect.Descriptor instead.
 func (*Group) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{18}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Group) GetName() string {
@@ -1720,7 +1865,7 @@ type APIResource struct {
 
 func (x *APIResource) Reset() {
 	*x = APIResource{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1732,7 +1877,7 @@ func (x *APIResource) String() string {
 func (*APIResource) ProtoMessage() {}
 
 func (x *APIResource) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1745,7 +1890,7 @@ func (x *APIResource) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use APIResource.ProtoReflect.Descriptor instead.
 func (*APIResource) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{19}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *APIResource) GetResource() *v1.Resource {
@@ -1954,7 +2099,7 @@ type SnapshotRequest struct {
 
 func (x *SnapshotRequest) Reset() {
 	*x = SnapshotRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1966,7 +2111,7 @@ func (x *SnapshotRequest) String() string {
 func (*SnapshotRequest) ProtoMessage() {}
 
 func (x *SnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1979,7 +2124,7 @@ func (x *SnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotRequest.ProtoReflect.Descriptor instead.
 func (*SnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{20}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *SnapshotRequest) GetStorageResource() string {
@@ -2023,7 +2168,7 @@ type SnapshotChunk struct {
 
 func (x *SnapshotChunk) Reset() {
 	*x = SnapshotChunk{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2035,7 +2180,7 @@ func (x *SnapshotChunk) String() string {
 func (*SnapshotChunk) ProtoMessage() {}
 
 func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2048,7 +2193,7 @@ func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotChunk.ProtoReflect.Descriptor instead.
 func (*SnapshotChunk) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{21}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *SnapshotChunk) GetRevision() int64 {
@@ -2087,7 +2232,7 @@ type Row struct {
 
 func (x *Row) Reset() {
 	*x = Row{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2099,7 +2244,7 @@ func (x *Row) String() string {
 func (*Row) ProtoMessage() {}
 
 func (x *Row) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2112,7 +2257,7 @@ func (x *Row) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Row.ProtoReflect.Descriptor instead.
 func (*Row) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{22}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Row) GetNamespace() string {
@@ -2201,7 +2346,7 @@ type EncodeRequest struct {
 
 func (x *EncodeRequest) Reset() {
 	*x = EncodeRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2213,7 +2358,7 @@ func (x *EncodeRequest) String() string {
 func (*EncodeRequest) ProtoMessage() {}
 
 func (x *EncodeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2226,7 +2371,7 @@ func (x *EncodeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EncodeRequest.ProtoReflect.Descriptor instead.
 func (*EncodeRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{23}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *EncodeRequest) GetStorageResource() string {
@@ -2303,7 +2448,7 @@ type EncodeResponse struct {
 
 func (x *EncodeResponse) Reset() {
 	*x = EncodeResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2315,7 +2460,7 @@ func (x *EncodeResponse) String() string {
 func (*EncodeResponse) ProtoMessage() {}
 
 func (x *EncodeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2328,7 +2473,7 @@ func (x *EncodeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EncodeResponse.ProtoReflect.Descriptor instead.
 func (*EncodeResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{24}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *EncodeResponse) GetObjects() [][]byte {
@@ -2372,7 +2517,7 @@ type RowAges struct {
 
 func (x *RowAges) Reset() {
 	*x = RowAges{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2384,7 +2529,7 @@ func (x *RowAges) String() string {
 func (*RowAges) ProtoMessage() {}
 
 func (x *RowAges) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2397,7 +2542,7 @@ func (x *RowAges) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RowAges.ProtoReflect.Descriptor instead.
 func (*RowAges) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{25}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *RowAges) GetComplete() bool {
@@ -2430,7 +2575,7 @@ type Age struct {
 
 func (x *Age) Reset() {
 	*x = Age{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2442,7 +2587,7 @@ func (x *Age) String() string {
 func (*Age) ProtoMessage() {}
 
 func (x *Age) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2455,7 +2600,7 @@ func (x *Age) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Age.ProtoReflect.Descriptor instead.
 func (*Age) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{26}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Age) GetOffset() int32 {
@@ -2496,7 +2641,7 @@ type Fields struct {
 
 func (x *Fields) Reset() {
 	*x = Fields{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2508,7 +2653,7 @@ func (x *Fields) String() string {
 func (*Fields) ProtoMessage() {}
 
 func (x *Fields) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2521,7 +2666,7 @@ func (x *Fields) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Fields.ProtoReflect.Descriptor instead.
 func (*Fields) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{27}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Fields) GetFields() map[string]string {
@@ -2542,7 +2687,7 @@ type RevisionRequest struct {
 
 func (x *RevisionRequest) Reset() {
 	*x = RevisionRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2554,7 +2699,7 @@ func (x *RevisionRequest) String() string {
 func (*RevisionRequest) ProtoMessage() {}
 
 func (x *RevisionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2567,7 +2712,7 @@ func (x *RevisionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevisionRequest.ProtoReflect.Descriptor instead.
 func (*RevisionRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{28}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *RevisionRequest) GetLog() string {
@@ -2590,7 +2735,7 @@ type RevisionResponse struct {
 
 func (x *RevisionResponse) Reset() {
 	*x = RevisionResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2602,7 +2747,7 @@ func (x *RevisionResponse) String() string {
 func (*RevisionResponse) ProtoMessage() {}
 
 func (x *RevisionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2615,7 +2760,7 @@ func (x *RevisionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevisionResponse.ProtoReflect.Descriptor instead.
 func (*RevisionResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{29}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *RevisionResponse) GetRevision() int64 {
@@ -2646,7 +2791,7 @@ type DataKeyRequest struct {
 
 func (x *DataKeyRequest) Reset() {
 	*x = DataKeyRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2658,7 +2803,7 @@ func (x *DataKeyRequest) String() string {
 func (*DataKeyRequest) ProtoMessage() {}
 
 func (x *DataKeyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2671,7 +2816,7 @@ func (x *DataKeyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DataKeyRequest.ProtoReflect.Descriptor instead.
 func (*DataKeyRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{30}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *DataKeyRequest) GetStorageResource() string {
@@ -2706,7 +2851,7 @@ type DataKeyResponse struct {
 
 func (x *DataKeyResponse) Reset() {
 	*x = DataKeyResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[31]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2718,7 +2863,7 @@ func (x *DataKeyResponse) String() string {
 func (*DataKeyResponse) ProtoMessage() {}
 
 func (x *DataKeyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[31]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2731,7 +2876,7 @@ func (x *DataKeyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DataKeyResponse.ProtoReflect.Descriptor instead.
 func (*DataKeyResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{31}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *DataKeyResponse) GetSecret() []byte {
@@ -2755,7 +2900,7 @@ type OpenAPIRequest struct {
 
 func (x *OpenAPIRequest) Reset() {
 	*x = OpenAPIRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[32]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2767,7 +2912,7 @@ func (x *OpenAPIRequest) String() string {
 func (*OpenAPIRequest) ProtoMessage() {}
 
 func (x *OpenAPIRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[32]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2780,7 +2925,7 @@ func (x *OpenAPIRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenAPIRequest.ProtoReflect.Descriptor instead.
 func (*OpenAPIRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{32}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *OpenAPIRequest) GetPath() string {
@@ -2809,7 +2954,7 @@ type OpenAPIChunk struct {
 
 func (x *OpenAPIChunk) Reset() {
 	*x = OpenAPIChunk{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[33]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2821,7 +2966,7 @@ func (x *OpenAPIChunk) String() string {
 func (*OpenAPIChunk) ProtoMessage() {}
 
 func (x *OpenAPIChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[33]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2834,7 +2979,7 @@ func (x *OpenAPIChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenAPIChunk.ProtoReflect.Descriptor instead.
 func (*OpenAPIChunk) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{33}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *OpenAPIChunk) GetData() []byte {
@@ -2872,7 +3017,7 @@ type Connection struct {
 
 func (x *Connection) Reset() {
 	*x = Connection{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[34]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2884,7 +3029,7 @@ func (x *Connection) String() string {
 func (*Connection) ProtoMessage() {}
 
 func (x *Connection) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[34]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2897,7 +3042,7 @@ func (x *Connection) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Connection.ProtoReflect.Descriptor instead.
 func (*Connection) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{34}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Connection) GetUrl() string {
@@ -2970,7 +3115,7 @@ type Streams struct {
 
 func (x *Streams) Reset() {
 	*x = Streams{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[35]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2982,7 +3127,7 @@ func (x *Streams) String() string {
 func (*Streams) ProtoMessage() {}
 
 func (x *Streams) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[35]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2995,7 +3140,7 @@ func (x *Streams) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Streams.ProtoReflect.Descriptor instead.
 func (*Streams) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{35}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Streams) GetStdin() bool {
@@ -3113,19 +3258,26 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x13AuthorizationResult\x12A\n" +
 	"\bdecision\x18\x01 \x01(\v2%.watershed.authz.v1.AuthorizeResponseR\bdecision\x12\x14\n" +
 	"\x05error\x18\x02 \x01(\tR\x05error\"\x12\n" +
-	"\x10DiscoveryRequest\"\xc1\x02\n" +
+	"\x10DiscoveryRequest\"\xdb\x02\n" +
 	"\x0fGatewaysRequest\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
 	"\aleaving\x18\x02 \x01(\bR\aleaving\x12+\n" +
 	"\x11advertise_address\x18\x03 \x01(\tR\x10advertiseAddress\x12\x1c\n" +
 	"\taccepting\x18\x04 \x01(\bR\taccepting\x12\\\n" +
 	"\festablishing\x18\x05 \x03(\v28.watershed.registry.v1.GatewaysRequest.EstablishingEntryR\festablishing\x12\x16\n" +
-	"\x06report\x18\x06 \x01(\bR\x06report\x1a?\n" +
+	"\x06report\x18\x06 \x01(\bR\x06report\x12\x18\n" +
+	"\aprocess\x18\a \x01(\fR\aprocess\x1a?\n" +
 	"\x11EstablishingEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"(\n" +
 	"\x10GatewaysResponse\x12\x14\n" +
-	"\x05alive\x18\x01 \x01(\x05R\x05alive\"\x13\n" +
+	"\x05alive\x18\x01 \x01(\x05R\x05alive\"\x17\n" +
+	"\x15GatewayReportsRequest\"X\n" +
+	"\x16GatewayReportsResponse\x12>\n" +
+	"\areports\x18\x01 \x03(\v2$.watershed.registry.v1.GatewayReportR\areports\"W\n" +
+	"\rGatewayReport\x12\x16\n" +
+	"\x06report\x18\x01 \x01(\fR\x06report\x12.\n" +
+	"\x13received_unix_nanos\x18\x02 \x01(\x03R\x11receivedUnixNanos\"\x13\n" +
 	"\x11StartHooksRequest\"D\n" +
 	"\x12StartHooksResponse\x12\x14\n" +
 	"\x05known\x18\x01 \x01(\bR\x05known\x12\x18\n" +
@@ -3298,13 +3450,14 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05Write\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x01\x12Y\n" +
 	"\n" +
 	"WriteUnary\x12#.watershed.registry.v1.WriteRequest\x1a&.watershed.registry.v1.WriteUnaryReply\x12R\n" +
-	"\aConnect\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x012\x82\x03\n" +
+	"\aConnect\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x012\xf1\x03\n" +
 	"\tDiscovery\x12\\\n" +
 	"\x05Watch\x12'.watershed.registry.v1.DiscoveryRequest\x1a(.watershed.registry.v1.DiscoveryResponse0\x01\x12W\n" +
 	"\aOpenAPI\x12%.watershed.registry.v1.OpenAPIRequest\x1a#.watershed.registry.v1.OpenAPIChunk0\x01\x12[\n" +
 	"\bGateways\x12&.watershed.registry.v1.GatewaysRequest\x1a'.watershed.registry.v1.GatewaysResponse\x12a\n" +
 	"\n" +
-	"StartHooks\x12(.watershed.registry.v1.StartHooksRequest\x1a).watershed.registry.v1.StartHooksResponse2\xb7\x03\n" +
+	"StartHooks\x12(.watershed.registry.v1.StartHooksRequest\x1a).watershed.registry.v1.StartHooksResponse\x12m\n" +
+	"\x0eGatewayReports\x12,.watershed.registry.v1.GatewayReportsRequest\x1a-.watershed.registry.v1.GatewayReportsResponse2\xb7\x03\n" +
 	"\x06Source\x12Z\n" +
 	"\bSnapshot\x12&.watershed.registry.v1.SnapshotRequest\x1a$.watershed.registry.v1.SnapshotChunk0\x01\x12U\n" +
 	"\x06Encode\x12$.watershed.registry.v1.EncodeRequest\x1a%.watershed.registry.v1.EncodeResponse\x12[\n" +
@@ -3325,7 +3478,7 @@ func file_watershed_registry_v1_registry_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_registry_v1_registry_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
+var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 45)
 var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(Phase)(0),                       // 0: watershed.registry.v1.Phase
 	(Transport)(0),                   // 1: watershed.registry.v1.Transport
@@ -3343,139 +3496,145 @@ var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(*DiscoveryRequest)(nil),         // 13: watershed.registry.v1.DiscoveryRequest
 	(*GatewaysRequest)(nil),          // 14: watershed.registry.v1.GatewaysRequest
 	(*GatewaysResponse)(nil),         // 15: watershed.registry.v1.GatewaysResponse
-	(*StartHooksRequest)(nil),        // 16: watershed.registry.v1.StartHooksRequest
-	(*StartHooksResponse)(nil),       // 17: watershed.registry.v1.StartHooksResponse
-	(*DiscoveryResponse)(nil),        // 18: watershed.registry.v1.DiscoveryResponse
-	(*APIService)(nil),               // 19: watershed.registry.v1.APIService
-	(*Group)(nil),                    // 20: watershed.registry.v1.Group
-	(*APIResource)(nil),              // 21: watershed.registry.v1.APIResource
-	(*SnapshotRequest)(nil),          // 22: watershed.registry.v1.SnapshotRequest
-	(*SnapshotChunk)(nil),            // 23: watershed.registry.v1.SnapshotChunk
-	(*Row)(nil),                      // 24: watershed.registry.v1.Row
-	(*EncodeRequest)(nil),            // 25: watershed.registry.v1.EncodeRequest
-	(*EncodeResponse)(nil),           // 26: watershed.registry.v1.EncodeResponse
-	(*RowAges)(nil),                  // 27: watershed.registry.v1.RowAges
-	(*Age)(nil),                      // 28: watershed.registry.v1.Age
-	(*Fields)(nil),                   // 29: watershed.registry.v1.Fields
-	(*RevisionRequest)(nil),          // 30: watershed.registry.v1.RevisionRequest
-	(*RevisionResponse)(nil),         // 31: watershed.registry.v1.RevisionResponse
-	(*DataKeyRequest)(nil),           // 32: watershed.registry.v1.DataKeyRequest
-	(*DataKeyResponse)(nil),          // 33: watershed.registry.v1.DataKeyResponse
-	(*OpenAPIRequest)(nil),           // 34: watershed.registry.v1.OpenAPIRequest
-	(*OpenAPIChunk)(nil),             // 35: watershed.registry.v1.OpenAPIChunk
-	(*Connection)(nil),               // 36: watershed.registry.v1.Connection
-	(*Streams)(nil),                  // 37: watershed.registry.v1.Streams
-	nil,                              // 38: watershed.registry.v1.GatewaysRequest.EstablishingEntry
-	nil,                              // 39: watershed.registry.v1.DiscoveryResponse.OpenapiEntry
-	nil,                              // 40: watershed.registry.v1.APIResource.SelectableFieldsEntry
-	nil,                              // 41: watershed.registry.v1.Row.LabelsEntry
-	nil,                              // 42: watershed.registry.v1.Row.FieldsEntry
-	nil,                              // 43: watershed.registry.v1.Fields.FieldsEntry
-	(*v1.Kind)(nil),                  // 44: watershed.common.v1.Kind
-	(*v1.Resource)(nil),              // 45: watershed.common.v1.Resource
-	(*v1.User)(nil),                  // 46: watershed.common.v1.User
-	(*v1.AuditContext)(nil),          // 47: watershed.common.v1.AuditContext
-	(v11.Operation)(0),               // 48: watershed.admission.v1.Operation
-	(v1.AuditLevel)(0),               // 49: watershed.common.v1.AuditLevel
-	(*v12.AuthenticateResponse)(nil), // 50: watershed.authn.v1.AuthenticateResponse
-	(*v13.RulesResponse)(nil),        // 51: watershed.authz.v1.RulesResponse
-	(*v1.Attributes)(nil),            // 52: watershed.common.v1.Attributes
-	(*v12.ReviewTokenRequest)(nil),   // 53: watershed.authn.v1.ReviewTokenRequest
-	(*v13.RulesRequest)(nil),         // 54: watershed.authz.v1.RulesRequest
-	(*v11.Review)(nil),               // 55: watershed.admission.v1.Review
-	(*v11.Verdict)(nil),              // 56: watershed.admission.v1.Verdict
-	(*v1.Status)(nil),                // 57: watershed.common.v1.Status
-	(*v13.AuthorizeResponse)(nil),    // 58: watershed.authz.v1.AuthorizeResponse
-	(*v14.ReadRequest)(nil),          // 59: watershed.log.v1.ReadRequest
-	(*v14.Chunk)(nil),                // 60: watershed.log.v1.Chunk
+	(*GatewayReportsRequest)(nil),    // 16: watershed.registry.v1.GatewayReportsRequest
+	(*GatewayReportsResponse)(nil),   // 17: watershed.registry.v1.GatewayReportsResponse
+	(*GatewayReport)(nil),            // 18: watershed.registry.v1.GatewayReport
+	(*StartHooksRequest)(nil),        // 19: watershed.registry.v1.StartHooksRequest
+	(*StartHooksResponse)(nil),       // 20: watershed.registry.v1.StartHooksResponse
+	(*DiscoveryResponse)(nil),        // 21: watershed.registry.v1.DiscoveryResponse
+	(*APIService)(nil),               // 22: watershed.registry.v1.APIService
+	(*Group)(nil),                    // 23: watershed.registry.v1.Group
+	(*APIResource)(nil),              // 24: watershed.registry.v1.APIResource
+	(*SnapshotRequest)(nil),          // 25: watershed.registry.v1.SnapshotRequest
+	(*SnapshotChunk)(nil),            // 26: watershed.registry.v1.SnapshotChunk
+	(*Row)(nil),                      // 27: watershed.registry.v1.Row
+	(*EncodeRequest)(nil),            // 28: watershed.registry.v1.EncodeRequest
+	(*EncodeResponse)(nil),           // 29: watershed.registry.v1.EncodeResponse
+	(*RowAges)(nil),                  // 30: watershed.registry.v1.RowAges
+	(*Age)(nil),                      // 31: watershed.registry.v1.Age
+	(*Fields)(nil),                   // 32: watershed.registry.v1.Fields
+	(*RevisionRequest)(nil),          // 33: watershed.registry.v1.RevisionRequest
+	(*RevisionResponse)(nil),         // 34: watershed.registry.v1.RevisionResponse
+	(*DataKeyRequest)(nil),           // 35: watershed.registry.v1.DataKeyRequest
+	(*DataKeyResponse)(nil),          // 36: watershed.registry.v1.DataKeyResponse
+	(*OpenAPIRequest)(nil),           // 37: watershed.registry.v1.OpenAPIRequest
+	(*OpenAPIChunk)(nil),             // 38: watershed.registry.v1.OpenAPIChunk
+	(*Connection)(nil),               // 39: watershed.registry.v1.Connection
+	(*Streams)(nil),                  // 40: watershed.registry.v1.Streams
+	nil,                              // 41: watershed.registry.v1.GatewaysRequest.EstablishingEntry
+	nil,                              // 42: watershed.registry.v1.DiscoveryResponse.OpenapiEntry
+	nil,                              // 43: watershed.registry.v1.APIResource.SelectableFieldsEntry
+	nil,                              // 44: watershed.registry.v1.Row.LabelsEntry
+	nil,                              // 45: watershed.registry.v1.Row.FieldsEntry
+	nil,                              // 46: watershed.registry.v1.Fields.FieldsEntry
+	(*v1.Kind)(nil),                  // 47: watershed.common.v1.Kind
+	(*v1.Resource)(nil),              // 48: watershed.common.v1.Resource
+	(*v1.User)(nil),                  // 49: watershed.common.v1.User
+	(*v1.AuditContext)(nil),          // 50: watershed.common.v1.AuditContext
+	(v11.Operation)(0),               // 51: watershed.admission.v1.Operation
+	(v1.AuditLevel)(0),               // 52: watershed.common.v1.AuditLevel
+	(*v12.AuthenticateResponse)(nil), // 53: watershed.authn.v1.AuthenticateResponse
+	(*v13.RulesResponse)(nil),        // 54: watershed.authz.v1.RulesResponse
+	(*v1.Attributes)(nil),            // 55: watershed.common.v1.Attributes
+	(*v12.ReviewTokenRequest)(nil),   // 56: watershed.authn.v1.ReviewTokenRequest
+	(*v13.RulesRequest)(nil),         // 57: watershed.authz.v1.RulesRequest
+	(*v11.Review)(nil),               // 58: watershed.admission.v1.Review
+	(*v11.Verdict)(nil),              // 59: watershed.admission.v1.Verdict
+	(*v1.Status)(nil),                // 60: watershed.common.v1.Status
+	(*v13.AuthorizeResponse)(nil),    // 61: watershed.authz.v1.AuthorizeResponse
+	(*v14.ReadRequest)(nil),          // 62: watershed.log.v1.ReadRequest
+	(*v14.Chunk)(nil),                // 63: watershed.log.v1.Chunk
 }
 var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
-	44, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
-	45, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
-	46, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
+	47, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
+	48, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
+	49, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
 	2,  // 3: watershed.registry.v1.GetRequest.output:type_name -> watershed.registry.v1.Output
-	47, // 4: watershed.registry.v1.ObjectResponse.audit:type_name -> watershed.common.v1.AuditContext
-	45, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
-	46, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
+	50, // 4: watershed.registry.v1.ObjectResponse.audit:type_name -> watershed.common.v1.AuditContext
+	48, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
+	49, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
 	2,  // 7: watershed.registry.v1.WriteRequest.output:type_name -> watershed.registry.v1.Output
-	48, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
-	48, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
-	49, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
-	48, // 11: watershed.registry.v1.WriteRequest.namespace_lifecycle_only:type_name -> watershed.admission.v1.Operation
-	48, // 12: watershed.registry.v1.WriteRequest.validate_in_admit:type_name -> watershed.admission.v1.Operation
+	51, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
+	51, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
+	52, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
+	51, // 11: watershed.registry.v1.WriteRequest.namespace_lifecycle_only:type_name -> watershed.admission.v1.Operation
+	51, // 12: watershed.registry.v1.WriteRequest.validate_in_admit:type_name -> watershed.admission.v1.Operation
 	4,  // 13: watershed.registry.v1.WriteUnaryReply.result:type_name -> watershed.registry.v1.ObjectResponse
-	47, // 14: watershed.registry.v1.WriteUnaryReply.audit:type_name -> watershed.common.v1.AuditContext
+	50, // 14: watershed.registry.v1.WriteUnaryReply.audit:type_name -> watershed.common.v1.AuditContext
 	6,  // 15: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
 	11, // 16: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
 	12, // 17: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
-	50, // 18: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
-	51, // 19: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
+	53, // 18: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
+	54, // 19: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
 	4,  // 20: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
 	10, // 21: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionCallback
-	52, // 22: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
-	53, // 23: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
-	54, // 24: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
-	36, // 25: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
-	47, // 26: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditContext
+	55, // 22: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
+	56, // 23: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
+	57, // 24: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
+	39, // 25: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
+	50, // 26: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditContext
 	0,  // 27: watershed.registry.v1.AdmissionCallback.phase:type_name -> watershed.registry.v1.Phase
-	55, // 28: watershed.registry.v1.AdmissionCallback.review:type_name -> watershed.admission.v1.Review
-	56, // 29: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
-	57, // 30: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
-	58, // 31: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
-	38, // 32: watershed.registry.v1.GatewaysRequest.establishing:type_name -> watershed.registry.v1.GatewaysRequest.EstablishingEntry
-	20, // 33: watershed.registry.v1.DiscoveryResponse.groups:type_name -> watershed.registry.v1.Group
-	21, // 34: watershed.registry.v1.DiscoveryResponse.resources:type_name -> watershed.registry.v1.APIResource
-	39, // 35: watershed.registry.v1.DiscoveryResponse.openapi:type_name -> watershed.registry.v1.DiscoveryResponse.OpenapiEntry
-	19, // 36: watershed.registry.v1.DiscoveryResponse.api_services:type_name -> watershed.registry.v1.APIService
-	45, // 37: watershed.registry.v1.DiscoveryResponse.removed:type_name -> watershed.common.v1.Resource
-	45, // 38: watershed.registry.v1.APIResource.resource:type_name -> watershed.common.v1.Resource
-	44, // 39: watershed.registry.v1.APIResource.kind:type_name -> watershed.common.v1.Kind
-	44, // 40: watershed.registry.v1.APIResource.stored_kind:type_name -> watershed.common.v1.Kind
-	40, // 41: watershed.registry.v1.APIResource.selectable_fields:type_name -> watershed.registry.v1.APIResource.SelectableFieldsEntry
-	24, // 42: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
-	41, // 43: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
-	42, // 44: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
-	45, // 45: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
-	2,  // 46: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
-	29, // 47: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
-	27, // 48: watershed.registry.v1.EncodeResponse.row_ages:type_name -> watershed.registry.v1.RowAges
-	28, // 49: watershed.registry.v1.RowAges.ages:type_name -> watershed.registry.v1.Age
-	43, // 50: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
-	1,  // 51: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
-	37, // 52: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
-	3,  // 53: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
-	3,  // 54: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
-	8,  // 55: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
-	6,  // 56: watershed.registry.v1.Objects.WriteUnary:input_type -> watershed.registry.v1.WriteRequest
-	8,  // 57: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
-	13, // 58: watershed.registry.v1.Discovery.Watch:input_type -> watershed.registry.v1.DiscoveryRequest
-	34, // 59: watershed.registry.v1.Discovery.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
-	14, // 60: watershed.registry.v1.Discovery.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
-	16, // 61: watershed.registry.v1.Discovery.StartHooks:input_type -> watershed.registry.v1.StartHooksRequest
-	22, // 62: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
-	25, // 63: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
-	30, // 64: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
-	32, // 65: watershed.registry.v1.Source.DataKey:input_type -> watershed.registry.v1.DataKeyRequest
-	59, // 66: watershed.registry.v1.Source.ReadLog:input_type -> watershed.log.v1.ReadRequest
-	4,  // 67: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
-	5,  // 68: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
-	9,  // 69: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
-	7,  // 70: watershed.registry.v1.Objects.WriteUnary:output_type -> watershed.registry.v1.WriteUnaryReply
-	9,  // 71: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
-	18, // 72: watershed.registry.v1.Discovery.Watch:output_type -> watershed.registry.v1.DiscoveryResponse
-	35, // 73: watershed.registry.v1.Discovery.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
-	15, // 74: watershed.registry.v1.Discovery.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
-	17, // 75: watershed.registry.v1.Discovery.StartHooks:output_type -> watershed.registry.v1.StartHooksResponse
-	23, // 76: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
-	26, // 77: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
-	31, // 78: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
-	33, // 79: watershed.registry.v1.Source.DataKey:output_type -> watershed.registry.v1.DataKeyResponse
-	60, // 80: watershed.registry.v1.Source.ReadLog:output_type -> watershed.log.v1.Chunk
-	67, // [67:81] is the sub-list for method output_type
-	53, // [53:67] is the sub-list for method input_type
-	53, // [53:53] is the sub-list for extension type_name
-	53, // [53:53] is the sub-list for extension extendee
-	0,  // [0:53] is the sub-list for field type_name
+	58, // 28: watershed.registry.v1.AdmissionCallback.review:type_name -> watershed.admission.v1.Review
+	59, // 29: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
+	60, // 30: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
+	61, // 31: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
+	41, // 32: watershed.registry.v1.GatewaysRequest.establishing:type_name -> watershed.registry.v1.GatewaysRequest.EstablishingEntry
+	18, // 33: watershed.registry.v1.GatewayReportsResponse.reports:type_name -> watershed.registry.v1.GatewayReport
+	23, // 34: watershed.registry.v1.DiscoveryResponse.groups:type_name -> watershed.registry.v1.Group
+	24, // 35: watershed.registry.v1.DiscoveryResponse.resources:type_name -> watershed.registry.v1.APIResource
+	42, // 36: watershed.registry.v1.DiscoveryResponse.openapi:type_name -> watershed.registry.v1.DiscoveryResponse.OpenapiEntry
+	22, // 37: watershed.registry.v1.DiscoveryResponse.api_services:type_name -> watershed.registry.v1.APIService
+	48, // 38: watershed.registry.v1.DiscoveryResponse.removed:type_name -> watershed.common.v1.Resource
+	48, // 39: watershed.registry.v1.APIResource.resource:type_name -> watershed.common.v1.Resource
+	47, // 40: watershed.registry.v1.APIResource.kind:type_name -> watershed.common.v1.Kind
+	47, // 41: watershed.registry.v1.APIResource.stored_kind:type_name -> watershed.common.v1.Kind
+	43, // 42: watershed.registry.v1.APIResource.selectable_fields:type_name -> watershed.registry.v1.APIResource.SelectableFieldsEntry
+	27, // 43: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
+	44, // 44: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
+	45, // 45: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
+	48, // 46: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
+	2,  // 47: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
+	32, // 48: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
+	30, // 49: watershed.registry.v1.EncodeResponse.row_ages:type_name -> watershed.registry.v1.RowAges
+	31, // 50: watershed.registry.v1.RowAges.ages:type_name -> watershed.registry.v1.Age
+	46, // 51: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
+	1,  // 52: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
+	40, // 53: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
+	3,  // 54: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
+	3,  // 55: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
+	8,  // 56: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
+	6,  // 57: watershed.registry.v1.Objects.WriteUnary:input_type -> watershed.registry.v1.WriteRequest
+	8,  // 58: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
+	13, // 59: watershed.registry.v1.Discovery.Watch:input_type -> watershed.registry.v1.DiscoveryRequest
+	37, // 60: watershed.registry.v1.Discovery.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
+	14, // 61: watershed.registry.v1.Discovery.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
+	19, // 62: watershed.registry.v1.Discovery.StartHooks:input_type -> watershed.registry.v1.StartHooksRequest
+	16, // 63: watershed.registry.v1.Discovery.GatewayReports:input_type -> watershed.registry.v1.GatewayReportsRequest
+	25, // 64: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
+	28, // 65: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
+	33, // 66: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
+	35, // 67: watershed.registry.v1.Source.DataKey:input_type -> watershed.registry.v1.DataKeyRequest
+	62, // 68: watershed.registry.v1.Source.ReadLog:input_type -> watershed.log.v1.ReadRequest
+	4,  // 69: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
+	5,  // 70: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
+	9,  // 71: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
+	7,  // 72: watershed.registry.v1.Objects.WriteUnary:output_type -> watershed.registry.v1.WriteUnaryReply
+	9,  // 73: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
+	21, // 74: watershed.registry.v1.Discovery.Watch:output_type -> watershed.registry.v1.DiscoveryResponse
+	38, // 75: watershed.registry.v1.Discovery.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
+	15, // 76: watershed.registry.v1.Discovery.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
+	20, // 77: watershed.registry.v1.Discovery.StartHooks:output_type -> watershed.registry.v1.StartHooksResponse
+	17, // 78: watershed.registry.v1.Discovery.GatewayReports:output_type -> watershed.registry.v1.GatewayReportsResponse
+	26, // 79: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
+	29, // 80: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
+	34, // 81: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
+	36, // 82: watershed.registry.v1.Source.DataKey:output_type -> watershed.registry.v1.DataKeyResponse
+	63, // 83: watershed.registry.v1.Source.ReadLog:output_type -> watershed.log.v1.Chunk
+	69, // [69:84] is the sub-list for method output_type
+	54, // [54:69] is the sub-list for method input_type
+	54, // [54:54] is the sub-list for extension type_name
+	54, // [54:54] is the sub-list for extension extendee
+	0,  // [0:54] is the sub-list for field type_name
 }
 
 func init() { file_watershed_registry_v1_registry_proto_init() }
@@ -3504,7 +3663,7 @@ func file_watershed_registry_v1_registry_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_registry_v1_registry_proto_rawDesc), len(file_watershed_registry_v1_registry_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   42,
+			NumMessages:   45,
 			NumExtensions: 0,
 			NumServices:   3,
 		},

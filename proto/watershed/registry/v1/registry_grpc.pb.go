@@ -294,10 +294,11 @@ var Objects_ServiceDesc = grpc.ServiceDesc{
 }
 
 const (
-	Discovery_Watch_FullMethodName      = "/watershed.registry.v1.Discovery/Watch"
-	Discovery_OpenAPI_FullMethodName    = "/watershed.registry.v1.Discovery/OpenAPI"
-	Discovery_Gateways_FullMethodName   = "/watershed.registry.v1.Discovery/Gateways"
-	Discovery_StartHooks_FullMethodName = "/watershed.registry.v1.Discovery/StartHooks"
+	Discovery_Watch_FullMethodName          = "/watershed.registry.v1.Discovery/Watch"
+	Discovery_OpenAPI_FullMethodName        = "/watershed.registry.v1.Discovery/OpenAPI"
+	Discovery_Gateways_FullMethodName       = "/watershed.registry.v1.Discovery/Gateways"
+	Discovery_StartHooks_FullMethodName     = "/watershed.registry.v1.Discovery/StartHooks"
+	Discovery_GatewayReports_FullMethodName = "/watershed.registry.v1.Discovery/GatewayReports"
 )
 
 // DiscoveryClient is the client API for Discovery service.
@@ -314,6 +315,8 @@ type DiscoveryClient interface {
 	Gateways(ctx context.Context, in *GatewaysRequest, opts ...grpc.CallOption) (*GatewaysResponse, error)
 	// StartHooks returns the progress of kube-apiserver's start hooks, which the elected registry runs.
 	StartHooks(ctx context.Context, in *StartHooksRequest, opts ...grpc.CallOption) (*StartHooksResponse, error)
+	// GatewayReports returns the reports of the live gateways. No service calls gateways, so their heartbeats carry them.
+	GatewayReports(ctx context.Context, in *GatewayReportsRequest, opts ...grpc.CallOption) (*GatewayReportsResponse, error)
 }
 
 type discoveryClient struct {
@@ -382,6 +385,16 @@ func (c *discoveryClient) StartHooks(ctx context.Context, in *StartHooksRequest,
 	return out, nil
 }
 
+func (c *discoveryClient) GatewayReports(ctx context.Context, in *GatewayReportsRequest, opts ...grpc.CallOption) (*GatewayReportsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(GatewayReportsResponse)
+	err := c.cc.Invoke(ctx, Discovery_GatewayReports_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // DiscoveryServer is the server API for Discovery service.
 // All implementations must embed UnimplementedDiscoveryServer
 // for forward compatibility.
@@ -396,6 +409,8 @@ type DiscoveryServer interface {
 	Gateways(context.Context, *GatewaysRequest) (*GatewaysResponse, error)
 	// StartHooks returns the progress of kube-apiserver's start hooks, which the elected registry runs.
 	StartHooks(context.Context, *StartHooksRequest) (*StartHooksResponse, error)
+	// GatewayReports returns the reports of the live gateways. No service calls gateways, so their heartbeats carry them.
+	GatewayReports(context.Context, *GatewayReportsRequest) (*GatewayReportsResponse, error)
 	mustEmbedUnimplementedDiscoveryServer()
 }
 
@@ -417,6 +432,9 @@ func (UnimplementedDiscoveryServer) Gateways(context.Context, *GatewaysRequest) 
 }
 func (UnimplementedDiscoveryServer) StartHooks(context.Context, *StartHooksRequest) (*StartHooksResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method StartHooks not implemented")
+}
+func (UnimplementedDiscoveryServer) GatewayReports(context.Context, *GatewayReportsRequest) (*GatewayReportsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method GatewayReports not implemented")
 }
 func (UnimplementedDiscoveryServer) mustEmbedUnimplementedDiscoveryServer() {}
 func (UnimplementedDiscoveryServer) testEmbeddedByValue()                   {}
@@ -497,6 +515,24 @@ func _Discovery_StartHooks_Handler(srv interface{}, ctx context.Context, dec fun
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Discovery_GatewayReports_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GatewayReportsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(DiscoveryServer).GatewayReports(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Discovery_GatewayReports_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(DiscoveryServer).GatewayReports(ctx, req.(*GatewayReportsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Discovery_ServiceDesc is the grpc.ServiceDesc for Discovery service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -511,6 +547,10 @@ var Discovery_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "StartHooks",
 			Handler:    _Discovery_StartHooks_Handler,
+		},
+		{
+			MethodName: "GatewayReports",
+			Handler:    _Discovery_GatewayReports_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

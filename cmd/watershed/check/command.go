@@ -1,0 +1,84 @@
+package check
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+
+	"github.com/spf13/pflag"
+
+	"watershed.dev/platform/lifecycle"
+)
+
+// Flags are the flags of the command.
+type Flags struct {
+	Options
+	Output string
+	FailOn string
+}
+
+// AddFlags adds every flag to fs.
+func (f *Flags) AddFlags(fs *pflag.FlagSet) {
+	f.Options.AddFlags(fs)
+	fs.StringVarP(&f.Output, "output", "o", "text", `"text" or "json".`)
+	fs.StringVar(&f.FailOn, "fail-on", Error.String(),
+		`The least level that ends with exit code 1: "warning" or "error".`)
+}
+
+// Command runs the checks and prints the findings. It fails if a finding has the level of --fail-on.
+func Command(fs *pflag.FlagSet) func() error {
+	f := &Flags{}
+	f.AddFlags(fs)
+	return func() error {
+		ctx, cancel := lifecycle.SignalContext()
+		defer cancel()
+		worst, err := f.run(ctx, os.Stdout)
+		if err == nil && worst >= Level(slices.Index(levels, f.FailOn)) {
+			err = fmt.Errorf("a finding has the level %s", worst)
+		}
+		return err
+	}
+}
+
+// run prints the findings, and returns the highest level.
+func (f *Flags) run(ctx context.Context, w io.Writer) (Level, error) {
+	if f.Output != "text" && f.Output != "json" {
+		return OK, fmt.Errorf(`--output %q: want "text" or "json"`, f.Output)
+	}
+	if f.FailOn != Warning.String() && f.FailOn != Error.String() {
+		return OK, fmt.Errorf(`--fail-on %q: want "warning" or "error"`, f.FailOn)
+	}
+	in, err := f.Read(ctx)
+	if err != nil {
+		return OK, err
+	}
+	all := Find(in)
+	sortFindings(all)
+	if f.Output == "json" {
+		e := json.NewEncoder(w)
+		e.SetIndent("", "  ")
+		return Worst(all), e.Encode(map[string]any{"findings": all})
+	}
+	Print(w, all)
+	return Worst(all), nil
+}
+
+// Print writes a line for each finding, and a summary.
+func Print(w io.Writer, all []Finding) {
+	count := map[Level]int{}
+	for _, x := range all {
+		count[x.Level]++
+		line := fmt.Sprintf("%-8s%-13s%s", x.Level, x.Check, x.Problem)
+		if x.Mend != "" {
+			line += ". " + x.Mend
+		}
+		if x.Level > Skipped {
+			line += " [" + x.Docs + "]"
+		}
+		fmt.Fprintln(w, line)
+	}
+	fmt.Fprintf(w, "\n%d errors, %d warnings, %d skipped\n", count[Error], count[Warning], count[Skipped])
+}

@@ -1,0 +1,149 @@
+package check
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"net"
+	"net/url"
+	"slices"
+	"time"
+
+	"github.com/spf13/pflag"
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+
+	"watershed.dev/cmd/watershed/inspect"
+	"watershed.dev/platform/pki"
+	"watershed.dev/services/registry/etcdstatus"
+)
+
+// Options select the installation.
+type Options struct {
+	inspect.Options
+	// Etcd is an etcd to read directly; no servers: registries read etcd.
+	Etcd inspect.Etcd
+}
+
+// AddFlags adds every option to fs.
+func (o *Options) AddFlags(fs *pflag.FlagSet) {
+	o.Options.AddFlags(fs)
+	o.Etcd.AddFlags(fs)
+}
+
+// Read reads everything that Find needs. An error means that the options are invalid.
+func (o *Options) Read(ctx context.Context) (*Input, error) {
+	in := &Input{Now: time.Now()}
+	config, err := o.Config()
+	if err != nil && o.ThroughGateway() {
+		return nil, err
+	}
+	if len(o.Etcd.Servers) > 0 {
+		if err := o.readEtcd(ctx, in); err != nil {
+			return nil, err
+		}
+	}
+	if in.Reports, in.ReportsError = o.Reports(ctx); in.ReportsError == nil {
+		select {
+		case <-time.After(Pause):
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+		in.Later, _ = o.Reports(ctx)
+	}
+	if config == nil { // the data directory is not of this machine's cluster
+		in.ClusterError = err
+		return in, nil
+	}
+	in.Server = config.Host
+	in.readServing(config)
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return nil, err
+	}
+	in.Cluster, in.ClusterError = ReadCluster(ctx, client)
+	return in, nil
+}
+
+// readEtcd reads the etcd of the flags.
+func (o *Options) readEtcd(ctx context.Context, in *Input) error {
+	conf, err := o.Etcd.Config()
+	if err != nil {
+		return err
+	}
+	client, err := clientv3.New(conf)
+	if err != nil {
+		return fmt.Errorf("--etcd-servers %v: %w", o.Etcd.Servers, err)
+	}
+	defer client.Close()
+	in.Etcd = etcdstatus.Read(ctx, client, o.Etcd.Prefix+"/watershed/nothing")
+	for flag, file := range map[string]string{"--etcd-certfile": o.Etcd.CertFile, "--etcd-cafile": o.Etcd.CAFile} {
+		if file != "" {
+			in.EtcdCertificates = append(in.EtcdCertificates, pki.Describe(flag, file)...)
+		}
+	}
+	for _, server := range o.Etcd.Servers {
+		if u, err := url.Parse(server); err == nil && u.Scheme == "https" {
+			if cert := servingCertificate(u.Host, conf.TLS); cert != nil {
+				in.EtcdCertificates = append(in.EtcdCertificates, pki.Of("etcd "+u.Host, cert))
+			}
+		}
+	}
+	return nil
+}
+
+// readServing reads the gateway's serving certificate, and the CA of the kubeconfig.
+func (in *Input) readServing(config *rest.Config) {
+	u, err := url.Parse(config.Host)
+	if err != nil || u.Scheme != "https" {
+		return
+	}
+	host := u.Host
+	if u.Port() == "" {
+		host = net.JoinHostPort(u.Hostname(), "443")
+	}
+	in.Serving = servingCertificate(host, nil)
+	tlsConfig, err := rest.TLSConfigFor(config)
+	if err == nil && tlsConfig != nil && !tlsConfig.InsecureSkipVerify {
+		in.Roots = tlsConfig.RootCAs
+	}
+}
+
+// servingCertificate returns the certificate that a server shows, or nil. Nothing is sent to the server, so its
+// certificate need not be valid.
+func servingCertificate(host string, conf *tls.Config) (cert *x509.Certificate) {
+	if conf == nil {
+		conf = &tls.Config{}
+	}
+	conf = conf.Clone()
+	conf.InsecureSkipVerify = true
+	conf.VerifyConnection = func(state tls.ConnectionState) error {
+		if len(state.PeerCertificates) > 0 {
+			cert = state.PeerCertificates[0]
+		}
+		return nil
+	}
+	c, err := tls.DialWithDialer(&net.Dialer{Timeout: dialTimeout}, "tcp", host, conf)
+	if err == nil {
+		c.Close()
+	}
+	return cert
+}
+
+const dialTimeout = 3 * time.Second
+
+// sortFindings puts the findings of each check in the order of their levels, the highest first.
+func sortFindings(all []Finding) {
+	order := map[string]int{}
+	for i, c := range checks {
+		order[c.name] = i
+	}
+	slices.SortStableFunc(all, func(a, b Finding) int {
+		if a.Check != b.Check {
+			return order[a.Check] - order[b.Check]
+		}
+		return int(b.Level - a.Level)
+	})
+}

@@ -1,0 +1,243 @@
+// Package inspect reads the reports of the processes of a running Watershed: through a gateway, or from the debug
+// addresses of this machine. It changes nothing, and starts no goroutine that lasts.
+package inspect
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/spf13/pflag"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/yaml"
+
+	"watershed.dev/platform/process"
+)
+
+// DebugSocket is the debug socket of `up` in the data directory.
+const DebugSocket = "debug.sock"
+
+// Options select a running Watershed.
+type Options struct {
+	DataDir    string
+	Addresses  []string
+	Kubeconfig string
+	Context    string
+}
+
+// AddFlags adds every option to fs.
+func (o *Options) AddFlags(fs *pflag.FlagSet) {
+	fs.StringVar(&o.DataDir, "data-dir", ".watershed", "The directory of a running up or split.")
+	fs.StringSliceVar(&o.Addresses, "addresses", nil,
+		"The --debug-address of every process, as host:port or socket, instead of --data-dir.")
+	fs.StringVar(&o.Kubeconfig, "kubeconfig", "",
+		"Reads all processes through the gateway of this kubeconfig, whose user may get /metrics. Empty: the data "+
+			"directory, or kubectl's kubeconfig if no process runs there.")
+	fs.StringVar(&o.Context, "context", "", "The context of the kubeconfig.")
+}
+
+// timeout bounds a request.
+const timeout = 10 * time.Second
+
+// ThroughGateway reports whether the processes are read through a gateway.
+func (o *Options) ThroughGateway() bool {
+	if o.Kubeconfig != "" || o.Context != "" {
+		return true
+	}
+	if len(o.Addresses) > 0 {
+		return false
+	}
+	_, err := debugAddresses(o.DataDir)
+	rules := clientcmd.NewDefaultClientConfigLoadingRules()
+	return err != nil && slices.ContainsFunc(rules.Precedence, func(path string) bool {
+		_, err := os.Stat(path)
+		return err == nil
+	})
+}
+
+// Config returns the client configuration of the cluster: of the kubeconfig, or of the data directory's administrator.
+func (o *Options) Config() (*rest.Config, error) {
+	rules := clientcmd.NewDefaultClientConfigLoadingRules()
+	rules.ExplicitPath = o.Kubeconfig
+	if !o.ThroughGateway() {
+		rules.ExplicitPath = filepath.Join(o.DataDir, "admin.kubeconfig")
+	}
+	c, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules,
+		&clientcmd.ConfigOverrides{CurrentContext: o.Context}).ClientConfig()
+	if err != nil {
+		return nil, fmt.Errorf("--kubeconfig %q: %w", rules.ExplicitPath, err)
+	}
+	c.Timeout = timeout
+	return c, nil
+}
+
+// Reports returns the report of every process, sorted by service. A process that does not respond has a report with an
+// error.
+func (o *Options) Reports(ctx context.Context) (all []*process.Report, err error) {
+	if o.ThroughGateway() {
+		all, err = o.fromGateway(ctx)
+	} else {
+		all, err = o.fromDebugAddresses(ctx)
+	}
+	slices.SortFunc(all, func(a, b *process.Report) int {
+		if c := slices.Compare(a.Services, b.Services); c != 0 {
+			return c
+		}
+		return strings.Compare(a.Address+a.Name(), b.Address+b.Name())
+	})
+	return all, err
+}
+
+// fromGateway returns the reports that a gateway collects.
+func (o *Options) fromGateway(ctx context.Context) ([]*process.Report, error) {
+	c, err := o.Config()
+	if err != nil {
+		return nil, err
+	}
+	client, err := rest.HTTPClientFor(c)
+	if err != nil {
+		return nil, err
+	}
+	defer client.CloseIdleConnections()
+	base, _, err := rest.DefaultServerUrlFor(c)
+	if err != nil {
+		return nil, err
+	}
+	base.Path, base.RawQuery = strings.TrimSuffix(base.Path, "/")+"/metrics", "view=processes"
+	return get(ctx, client, base.String())
+}
+
+// errOlder means that a server has no reports.
+var errOlder = errors.New("the server sends no reports of processes: it is kube-apiserver, or an older release of " +
+	"Watershed; use --data-dir or --addresses")
+
+func get(ctx context.Context, client *http.Client, url string) ([]*process.Report, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return nil, err
+	}
+	sent := time.Now()
+	resp, err := client.Do(req)
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		body, _ := io.ReadAll(io.LimitReader(resp.Body, 4096))
+		return nil, fmt.Errorf("GET %s: %s: %s", req.URL.Path, resp.Status, strings.TrimSpace(string(body)))
+	}
+	if resp.Header.Get("Content-Type") != process.ReportsType {
+		return nil, errOlder
+	}
+	var all []*process.Report
+	if err := json.NewDecoder(resp.Body).Decode(&all); err != nil {
+		return nil, err
+	}
+	if len(all) == 0 {
+		return nil, errOlder
+	}
+	all[0].CompareClock(sent, time.Now()) // the process that responds has compared the others with itself
+	return all, nil
+}
+
+// fromDebugAddresses returns the reports of the processes of this machine.
+func (o *Options) fromDebugAddresses(ctx context.Context) ([]*process.Report, error) {
+	targets := map[string][]string{}
+	for _, a := range o.Addresses {
+		targets[a] = nil
+	}
+	if len(o.Addresses) == 0 {
+		var err error
+		if targets, err = debugAddresses(o.DataDir); err != nil {
+			return nil, err
+		}
+	}
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	var all []*process.Report
+	for address, services := range targets {
+		wg.Go(func() {
+			reports, err := get(ctx, DebugClient(address), "http://process/report")
+			if err != nil {
+				reports = []*process.Report{{Services: services, Address: address, Error: err.Error()}}
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			all = append(all, reports...)
+		})
+	}
+	wg.Wait()
+	return all, nil
+}
+
+// debugAddresses returns the services of each debug address of a data directory: the socket of `up`, or the
+// addresses of the processes of `split`.
+func debugAddresses(dir string) (map[string][]string, error) {
+	sockets, err := process.SocketDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	all := map[string][]string{}
+	if socket := filepath.Join(sockets, DebugSocket); reachable(socket) {
+		all[socket] = nil
+		return all, nil
+	}
+	files, _ := filepath.Glob(filepath.Join(dir, "config", "*.yaml"))
+	for _, f := range files {
+		b, err := os.ReadFile(f)
+		if err != nil {
+			return nil, err
+		}
+		var c struct {
+			Address string   `json:"debug-address"`
+			Targets []string `json:"target"`
+		}
+		if err := yaml.Unmarshal(b, &c); err != nil {
+			return nil, fmt.Errorf("%s: %w", f, err)
+		}
+		if len(c.Targets) > 0 {
+			all[c.Address] = c.Targets
+		}
+	}
+	if len(all) == 0 {
+		return nil, fmt.Errorf("--data-dir %q: no process runs in this directory; set the directory of `up` or "+
+			"`split`, --addresses or --kubeconfig", dir)
+	}
+	return all, nil
+}
+
+func reachable(socket string) bool {
+	c, err := net.DialTimeout("unix", socket, time.Second)
+	if err == nil {
+		c.Close()
+	}
+	return err == nil
+}
+
+// DebugClient returns a client of a debug address: a host and port or a socket. It ignores the host of a URL.
+func DebugClient(target string) *http.Client {
+	d := &net.Dialer{Timeout: time.Second}
+	return &http.Client{
+		Timeout: timeout,
+		Transport: &http.Transport{
+			DisableKeepAlives: true,
+			DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
+				if strings.Contains(target, "/") {
+					return d.DialContext(ctx, "unix", target)
+				}
+				return d.DialContext(ctx, network, target)
+			},
+		},
+	}
+}

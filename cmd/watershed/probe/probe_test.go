@@ -1,0 +1,62 @@
+package probe
+
+import (
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
+)
+
+// The probe receives an event for each write, and deletes its ConfigMap.
+func TestProbe(t *testing.T) {
+	client := fake.NewClientset()
+	p := &Probe{Client: client, Namespace: "x", Name: "p", Interval: time.Millisecond, Timeout: 10 * time.Second}
+	r, err := p.Run(t.Context(), 10)
+	limits := Limits{AgeP99: time.Minute, WriteP99: time.Minute}
+	if err != nil || r.Writes != 10 || r.FailedWrites != 0 || r.OutOfOrder != 0 || limits.Breach(r) != nil {
+		t.Errorf("%+v, %v, %v", r, err, limits.Breach(r))
+	}
+	last := client.Actions()[len(client.Actions())-1]
+	if !last.Matches("delete", "configmaps") {
+		t.Errorf("the last action is %v", last)
+	}
+}
+
+// A write that fails, an event that does not arrive, and an event out of order are counted.
+func TestProbeCountsFaults(t *testing.T) {
+	client := fake.NewClientset()
+	client.PrependReactor("update", "configmaps", func(clienttesting.Action) (bool, runtime.Object, error) {
+		return true, nil, errors.New("no")
+	})
+	p := &Probe{Client: client, Namespace: "x", Name: "p", Interval: time.Millisecond, Timeout: time.Second}
+	if r, err := p.Run(t.Context(), 3); err != nil || r.FailedWrites != 3 || r.Missing != 0 {
+		t.Errorf("%+v, %v", r, err)
+	}
+	p = &Probe{pending: map[int]time.Time{1: time.Now(), 2: time.Now(), 3: time.Now()}}
+	p.received(2)
+	p.received(1)
+	p.received(1)
+	p.expire(0)
+	if r := p.Result(); r.Events != 2 || r.OutOfOrder != 2 || r.Missing != 1 {
+		t.Errorf("%+v", r)
+	}
+}
+
+// A breach names each exceeded bound.
+func TestBreach(t *testing.T) {
+	l := Limits{AgeP99: time.Second, WriteP99: time.Second}
+	if err := l.Breach(Result{Events: 1, AgeP99: 0.5, WriteP99: 0.5}); err != nil {
+		t.Error(err)
+	}
+	err := l.Breach(Result{Missing: 2, OutOfOrder: 1, FailedWrites: 3, AgeP99: 2, WriteP99: 3})
+	for _, want := range []string{"no event", "3 writes failed", "2 events are missing", "1 events are out of order",
+		"--max-event-age 1s", "--max-write-latency 1s"} {
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q is not in %v", want, err)
+		}
+	}
+}

@@ -1,0 +1,274 @@
+// Package snapshot saves and restores etcd with etcd's own code. A snapshot holds the record of the event log's epoch,
+// so registry begins a new epoch after a restore (docs/operators/backup-restore.md). The package does not copy the
+// event log, because registry writes it again from etcd. It starts no goroutine.
+package snapshot
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/spf13/pflag"
+	"go.etcd.io/etcd/etcdutl/v3/snapshot"
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+	"sigs.k8s.io/yaml"
+
+	"watershed.dev/cmd/watershed/inspect"
+	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/process"
+)
+
+// Command is the parent of save and restore.
+func Command(*pflag.FlagSet) func() error {
+	return func() error { return errors.New("want save FILE or restore FILE") }
+}
+
+// SaveCommand saves a snapshot into the file that the argument names.
+func SaveCommand(fs *pflag.FlagSet) func() error {
+	s := &Save{}
+	s.AddFlags(fs)
+	return func() (err error) {
+		if s.File, err = fileOf(fs, "save"); err != nil {
+			return err
+		}
+		ctx, cancel := lifecycle.SignalContext()
+		defer cancel()
+		return s.Run(ctx, os.Stdout)
+	}
+}
+
+// RestoreCommand restores the snapshot in the file that the argument names.
+func RestoreCommand(fs *pflag.FlagSet) func() error {
+	r := &Restore{}
+	r.AddFlags(fs)
+	return func() (err error) {
+		if r.File, err = fileOf(fs, "restore"); err != nil {
+			return err
+		}
+		return r.Run(os.Stdout)
+	}
+}
+
+// fileOf returns the only argument of a command.
+func fileOf(fs *pflag.FlagSet, name string) (string, error) {
+	if fs.NArg() != 1 {
+		return "", fmt.Errorf("%d arguments: want a file, as in watershed snapshot %s etcd.db", fs.NArg(), name)
+	}
+	return fs.Arg(0), nil
+}
+
+// Save saves a snapshot of an etcd.
+type Save struct {
+	inspect.Etcd
+	File    string
+	DataDir string
+	Timeout time.Duration
+}
+
+// AddFlags adds every option to fs.
+func (s *Save) AddFlags(fs *pflag.FlagSet) {
+	s.Etcd.AddFlags(fs)
+	fs.Lookup("etcd-servers").Usage = "The client URL of a member (scheme://ip:port). Empty: the etcd of --data-dir."
+	fs.StringVar(&s.DataDir, "data-dir", ".watershed", "The directory of a running up or split.")
+	fs.DurationVar(&s.Timeout, "timeout", 10*time.Minute, "How long the snapshot may take.")
+}
+
+// Run saves the snapshot, checks it, and prints its revision, keys and size. It replaces no file.
+func (s *Save) Run(ctx context.Context, w io.Writer) error {
+	if len(s.Servers) == 0 {
+		if err := s.ofDataDir(); err != nil {
+			return err
+		}
+	}
+	if len(s.Servers) != 1 {
+		return fmt.Errorf("--etcd-servers %s: want the URL of a single member", strings.Join(s.Servers, ","))
+	}
+	if _, err := os.Lstat(s.File); err == nil {
+		return fmt.Errorf("%s exists: choose another file", s.File)
+	}
+	conf, err := s.Etcd.Config()
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, s.Timeout)
+	defer cancel()
+	manager := snapshot.NewV3(zap.NewNop())
+	if _, err := manager.Save(ctx, conf, s.File); err != nil {
+		return fmt.Errorf("etcd %s: %w", s.Servers[0], err)
+	}
+	status, err := manager.Status(s.File)
+	if err != nil {
+		return fmt.Errorf("%s: %w", s.File, err)
+	}
+	_, err = fmt.Fprintf(w, "%s: revision %d, %d keys, %.1f MB, hash %08x\n", s.File, status.Revision, status.TotalKey,
+		float64(status.TotalSize)/1e6, status.Hash)
+	return err
+}
+
+// ofDataDir selects the etcd of a data directory: the socket of `up`, or the first member of `split`.
+func (s *Save) ofDataDir() error {
+	sockets, err := process.SocketDir(s.DataDir)
+	if err != nil {
+		return err
+	}
+	members, err := membersOf(s.DataDir)
+	if err != nil {
+		return err
+	}
+	if m := members[0]; m.Listen != "" {
+		pki := func(name string) string { return filepath.Join(s.DataDir, "pki", name) }
+		s.Servers = []string{m.Listen}
+		s.CertFile, s.KeyFile = pki("inner-registry.crt"), pki("inner-registry.key")
+		s.CAFile = pki("inner-ca.crt")
+		return nil
+	}
+	socket, err := filepath.Abs(filepath.Join(sockets, "etcd.sock"))
+	if err != nil {
+		return err
+	}
+	if _, err := os.Stat(socket); err != nil {
+		return fmt.Errorf("--data-dir %q: no etcd runs in this directory; set the directory of `up` or `split`, or "+
+			"--etcd-servers", s.DataDir)
+	}
+	s.Servers = []string{"unix://" + socket}
+	return nil
+}
+
+// member is a member of etcd in a data directory. Its fields are the settings of `watershed etcd`.
+type member struct {
+	Dir     string `json:"data-dir"`
+	Name    string `json:"name"`
+	Listen  string `json:"listen-client-urls"`
+	Peer    string `json:"listen-peer-urls"`
+	Cluster string `json:"initial-cluster"`
+}
+
+// unusedPeer is the peer URL of a single member, which has no peers.
+const unusedPeer = "http://localhost:1"
+
+// membersOf returns the members of etcd in a data directory of `split` or `up`.
+func membersOf(dir string) ([]member, error) {
+	files, _ := filepath.Glob(filepath.Join(dir, "config", "etcd-*.yaml"))
+	if len(files) == 0 {
+		return []member{{Dir: filepath.Join(dir, "etcd")}}, nil
+	}
+	var all []member
+	for _, f := range files {
+		text, err := os.ReadFile(f)
+		if err != nil {
+			return nil, err
+		}
+		var m member
+		if err := yaml.Unmarshal(text, &m); err != nil {
+			return nil, fmt.Errorf("%s: %w", f, err)
+		}
+		all = append(all, m)
+	}
+	return all, nil
+}
+
+// Restore restores a snapshot.
+type Restore struct {
+	File    string
+	DataDir string
+	// Member is the member to restore instead of DataDir's members, if its Dir is set.
+	Member member
+	// Bump is the distance of the restored revision to the snapshot's.
+	Bump uint64
+}
+
+// AddFlags adds every option to fs. The flags of a member have etcdutl's names.
+func (r *Restore) AddFlags(fs *pflag.FlagSet) {
+	fs.StringVar(&r.DataDir, "data-dir", ".watershed",
+		"The directory of a stopped up or split. Its etcd and event log are moved aside.")
+	fs.StringVar(&r.Member.Dir, "etcd-data-dir", "",
+		"The new data directory of a member of another etcd, instead of --data-dir. It must be empty.")
+	fs.StringVar(&r.Member.Name, "name", "", "The name of the member of --etcd-data-dir.")
+	fs.StringVar(&r.Member.Peer, "initial-advertise-peer-urls", "", "The peer URL of the member of --etcd-data-dir.")
+	fs.StringVar(&r.Member.Cluster, "initial-cluster", "", "Every member's name and peer URL, with --etcd-data-dir.")
+	fs.Uint64Var(&r.Bump, "bump-revision", 0,
+		"The amount by which the restored revision exceeds the snapshot's, so that revisions do not repeat for clients. "+
+			"The revisions below are marked as compacted.")
+}
+
+// Run restores the snapshot, and prints the next steps.
+func (r *Restore) Run(w io.Writer) error {
+	status, err := snapshot.NewV3(zap.NewNop()).Status(r.File)
+	if err != nil {
+		return fmt.Errorf("%s: %w", r.File, err)
+	}
+	members := []member{r.Member}
+	if r.Member.Dir == "" {
+		unlock, err := lock(r.DataDir)
+		if err != nil {
+			return err
+		}
+		defer unlock()
+		if members, err = membersOf(r.DataDir); err != nil {
+			return err
+		}
+		if err := r.moveAside(w, members); err != nil {
+			return err
+		}
+	}
+	for _, m := range members {
+		name, peer := cmp.Or(m.Name, "watershed"), cmp.Or(m.Peer, unusedPeer)
+		if err := snapshot.NewV3(zap.NewNop()).Restore(snapshot.RestoreConfig{
+			SnapshotPath:        r.File,
+			Name:                name,
+			OutputDataDir:       m.Dir,
+			PeerURLs:            []string{peer},
+			InitialCluster:      cmp.Or(m.Cluster, name+"="+peer),
+			InitialClusterToken: "etcd-cluster",
+			RevisionBump:        r.Bump,
+			MarkCompacted:       r.Bump > 0,
+		}); err != nil {
+			return fmt.Errorf("restore %s into %s: %w", r.File, m.Dir, err)
+		}
+		fmt.Fprintf(w, "Restored revision %d into %s\n", status.Revision, m.Dir)
+	}
+	_, err = fmt.Fprintln(w, "Start etcd and Watershed. Registry begins a new epoch of the event log, and clients list again.")
+	return err
+}
+
+// lock locks a data directory as `up` and `split` do.
+func lock(dir string) (unlock func(), err error) {
+	f, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_RDWR, 0)
+	if err != nil {
+		return nil, fmt.Errorf("--data-dir %q: %w; set the directory of `up` or `split`, or --etcd-data-dir", dir, err)
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		f.Close()
+		return nil, fmt.Errorf("--data-dir %q is in use: stop Watershed first", dir)
+	}
+	return func() { f.Close() }, nil
+}
+
+// moveAside renames the data directories of etcd and of the event log. Registry writes a new log.
+func (r *Restore) moveAside(w io.Writer, members []member) error {
+	dirs, _ := filepath.Glob(filepath.Join(r.DataDir, "nats"))
+	more, _ := filepath.Glob(filepath.Join(r.DataDir, "nats-[0-9]"))
+	dirs = append(dirs, more...)
+	for _, m := range members {
+		dirs = append(dirs, m.Dir)
+	}
+	suffix := ".before-" + time.Now().UTC().Format("20060102T150405Z")
+	for _, dir := range dirs {
+		err := os.Rename(dir, dir+suffix)
+		switch {
+		case errors.Is(err, os.ErrNotExist):
+		case err != nil:
+			return err
+		default:
+			fmt.Fprintf(w, "Moved %s to %s\n", dir, dir+suffix)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,78 @@
+package snapshot
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/spf13/pflag"
+	"golang.org/x/sys/unix"
+)
+
+// A data directory of split lists its members. A directory of up has a single member.
+func TestMembers(t *testing.T) {
+	dir := t.TempDir()
+	if all, err := membersOf(dir); err != nil || len(all) != 1 || all[0].Dir != filepath.Join(dir, "etcd") {
+		t.Errorf("%+v, %v", all, err)
+	}
+	if err := os.Mkdir(filepath.Join(dir, "config"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range []string{"0", "1"} {
+		text := "name: etcd-" + n + "\ndata-dir: /d/etcd-" + n + "\nlisten-peer-urls: https://h:" + n + "\n"
+		if err := os.WriteFile(filepath.Join(dir, "config", "etcd-"+n+".yaml"), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	all, err := membersOf(dir)
+	if want := (member{Dir: "/d/etcd-1", Name: "etcd-1", Peer: "https://h:1"}); err != nil || all[1] != want {
+		t.Errorf("%+v, %v", all, err)
+	}
+}
+
+// Bad input is a line that names the flag or the file, and nothing is moved.
+func TestBadInput(t *testing.T) {
+	dir := t.TempDir()
+	file := filepath.Join(dir, "backup.db")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Mkdir(filepath.Join(dir, "etcd"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	f, err := os.Create(filepath.Join(dir, "lock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	check := func(want string, err error) {
+		t.Helper()
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v, want %q", err, want)
+		}
+	}
+	_, err = lock(dir)
+	check("stop Watershed first", err)
+	_, err = lock(filepath.Join(dir, "absent"))
+	check("--data-dir", err)
+	check("backup.db", (&Restore{File: file, DataDir: dir}).Run(os.Stderr))
+	check("exists", (&Save{File: file, DataDir: dir}).run("https://127.0.0.1:1"))
+	check("no etcd runs in this directory", (&Save{File: file, DataDir: dir}).Run(context.Background(), os.Stderr))
+	check("0 arguments: want a file", SaveCommand(pflag.NewFlagSet("save", pflag.ContinueOnError))())
+	check("0 arguments: want a file", RestoreCommand(pflag.NewFlagSet("restore", pflag.ContinueOnError))())
+	check("want save FILE", Command(nil)())
+	if _, err := os.Stat(filepath.Join(dir, "etcd")); err != nil {
+		t.Error(err)
+	}
+}
+
+// run saves a snapshot of a server.
+func (s *Save) run(server string) error {
+	s.Servers = []string{server}
+	return s.Run(context.Background(), os.Stderr)
+}

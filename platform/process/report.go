@@ -1,0 +1,313 @@
+package process
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/url"
+	"os"
+	"path/filepath"
+	"regexp"
+	"runtime/metrics"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/spf13/pflag"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"watershed.dev/platform/pki"
+	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/version"
+	processv1 "watershed.dev/proto/watershed/process/v1"
+)
+
+// Report is the state of a process, for `watershed status` and `watershed check`. The processes of a gateway's services
+// send theirs by Processes.Report, and gateways by their heartbeats. The debug address serves it as /report.
+type Report struct {
+	// ID is unique to a run of the process. Host is the name of its machine or pod.
+	ID   string `json:"id,omitempty"`
+	Host string `json:"host,omitempty"`
+	PID  int    `json:"pid,omitempty"`
+	// Services are the names of the process's services. Address is the address of their RPCs, or of the gateway.
+	Services []string `json:"services"`
+	Address  string   `json:"address,omitempty"`
+	// Error is why there is no report of the process at Address. The fields below are then empty.
+	Error string `json:"error,omitempty"`
+
+	Version    string    `json:"version,omitempty"`
+	Kubernetes string    `json:"kubernetes,omitempty"`
+	Started    time.Time `json:"started"`
+	// Time is the process's clock. SkewSeconds is its difference to the clock of the process that received the report.
+	Time        time.Time `json:"time"`
+	SkewSeconds float64   `json:"skewSeconds,omitempty"`
+	// NotReady has the reason of each service that is not ready.
+	NotReady map[string]string `json:"notReady,omitempty"`
+	// MemoryBytes is the memory that Go's runtime has mapped and not returned.
+	MemoryBytes uint64 `json:"memoryBytes,omitempty"`
+	// RequestsPerSecond and P99Seconds are of the last 10 to 20 s: requests of clients at a gateway, otherwise RPCs.
+	// Streams are not counted.
+	RequestsPerSecond float64 `json:"requestsPerSecond"`
+	P99Seconds        float64 `json:"p99Seconds"`
+	// Flags are the flags that are set, with their values, without the passwords of URLs.
+	Flags        map[string]string `json:"flags,omitempty"`
+	Certificates []pki.Described   `json:"certificates,omitempty"`
+	Disks        []Disk            `json:"disks,omitempty"`
+	// States has the states of services, such as registry.State.
+	States map[string]json.RawMessage `json:"states,omitempty"`
+}
+
+// Disk is the file system of a directory that a flag names.
+type Disk struct {
+	Flag       string `json:"flag"`
+	Path       string `json:"path"`
+	FreeBytes  uint64 `json:"freeBytes"`
+	TotalBytes uint64 `json:"totalBytes"`
+}
+
+// Name returns the displayed name of the process: its host and PID, or its address.
+func (r *Report) Name() string {
+	if r.Host == "" {
+		return r.Address
+	}
+	return fmt.Sprintf("%s/%d", r.Host, r.PID)
+}
+
+// State decodes the state of a service, and reports if the report has it.
+func (r *Report) State(service string, state any) bool {
+	return r.States[service] != nil && json.Unmarshal(r.States[service], state) == nil
+}
+
+var (
+	started   = time.Now()
+	processID = rand.Text()
+)
+
+// Report returns the state of the process.
+func (p *Process) Report(ctx context.Context) *Report {
+	host, _ := os.Hostname()
+	r := &Report{
+		ID:         processID,
+		Host:       host,
+		PID:        os.Getpid(),
+		Services:   p.modules.Names(),
+		Address:    p.network.address,
+		Version:    version.Release(),
+		Kubernetes: version.Kubernetes,
+		Started:    started,
+		NotReady:   map[string]string{},
+		Flags:      changedFlags(p.flags),
+		States:     map[string]json.RawMessage{},
+	}
+	sample := []metrics.Sample{{Name: "/memory/classes/total:bytes"}, {Name: "/memory/classes/heap/released:bytes"}}
+	metrics.Read(sample)
+	r.MemoryBytes = sample[0].Value.Uint64() - sample[1].Value.Uint64()
+	traffic := &rpc.Traffic
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	for _, s := range p.services {
+		if err := s.ready(ctx); err != nil {
+			r.NotReady[s.Name] = err.Error()
+		}
+		built := s.Get()
+		if built == nil {
+			continue
+		}
+		traffic = cmp.Or(built.Traffic, traffic)
+		if built.State == nil {
+			continue
+		}
+		wg.Go(func() {
+			state, err := json.Marshal(built.State(ctx))
+			mu.Lock()
+			defer mu.Unlock()
+			if err == nil {
+				r.States[s.Name] = state
+			}
+		})
+	}
+	wg.Wait()
+	perSecond, p99 := traffic.Recent()
+	r.RequestsPerSecond, r.P99Seconds = perSecond, p99.Seconds()
+	r.Certificates = p.certificates()
+	r.Disks = disks(p.flags)
+	r.Time = time.Now()
+	return r
+}
+
+// changedFlags returns the flags that are set. Values of URLs lose their passwords.
+func changedFlags(fs *pflag.FlagSet) map[string]string {
+	all := map[string]string{}
+	if fs == nil {
+		return all
+	}
+	fs.Visit(func(f *pflag.Flag) {
+		parts := strings.Split(f.Value.String(), ",")
+		for i, v := range parts {
+			if u, err := url.Parse(v); err == nil && u.User != nil {
+				parts[i] = u.Redacted()
+			}
+		}
+		all[f.Name] = strings.Join(parts, ",")
+	})
+	return all
+}
+
+// certificateFlag matches the names of flags whose values are files with certificates, without the inner network's.
+var certificateFlag = regexp.MustCompile(
+	`^(client-ca-file|requestheader-client-ca-file|tls-cert-file|etcd-(cert|ca)file|kubelet-certificate-authority|` +
+		`kubelet-client-certificate|proxy-client-cert-file|services-(tls-cert|client-ca)-file|oidc-ca-file|` +
+		`tracing-ca-file)$`)
+
+// clientCertificate matches the client certificate's file in a kubeconfig of certgen. watchfanout links this package,
+// and must not link client-go's parser.
+var clientCertificate = regexp.MustCompile(`(?m)^\s*client-certificate: (\S+)$`)
+
+// certificates describes the certificates in the files that flags name, and the identities on the inner network.
+func (p *Process) certificates() (all []pki.Described) {
+	if p.flags == nil {
+		return nil
+	}
+	p.flags.VisitAll(func(f *pflag.Flag) {
+		path := f.Value.String()
+		if path != "" && certificateFlag.MatchString(f.Name) {
+			all = append(all, pki.Describe("--"+f.Name, path)...)
+		}
+	})
+	for _, s := range p.services {
+		id := p.identity(s.Name)
+		if id.CertFile == "" {
+			continue
+		}
+		all = append(all, pki.DescribeSigned("--rpc-cert-file", id.CertFile, id.CAFile)...)
+		kubeconfig, _ := s.flags.GetString("kubeconfig")
+		text, _ := os.ReadFile(kubeconfig) // of a process with the gateway, it need not exist
+		if m := clientCertificate.FindSubmatch(text); m != nil {
+			all = append(all, pki.Describe("--kubeconfig", string(m[1]))...)
+		}
+	}
+	return all
+}
+
+// disks returns the file systems of the directories that flags name, each once.
+func disks(fs *pflag.FlagSet) (all []Disk) {
+	seen := map[syscall.Fsid]bool{}
+	for _, name := range []string{"data-dir", "audit-log-path", "xds-cache-dir"} {
+		path := ""
+		if fs != nil && fs.Lookup(name) != nil {
+			path = fs.Lookup(name).Value.String()
+		}
+		if name == "audit-log-path" && path != "" {
+			path = filepath.Dir(path)
+		}
+		var st syscall.Statfs_t
+		if path == "" || syscall.Statfs(path, &st) != nil || seen[st.Fsid] {
+			continue
+		}
+		seen[st.Fsid] = true
+		all = append(all, Disk{"--" + name, path, st.Bavail * uint64(st.Bsize), st.Blocks * uint64(st.Bsize)})
+	}
+	return all
+}
+
+// processes implements the contract of every process.
+type processes struct {
+	processv1.UnimplementedProcessesServer
+	process *Process
+}
+
+// Report implements processv1.ProcessesServer.
+func (s *processes) Report(ctx context.Context, _ *processv1.ReportRequest) (*processv1.ReportResponse, error) {
+	report, err := json.Marshal(s.process.Report(ctx))
+	return &processv1.ReportResponse{Report: report}, err
+}
+
+// reportTimeout bounds a report of another process.
+const reportTimeout = 4 * time.Second
+
+// olderRelease is the version of a process without Processes.Report, during an upgrade.
+const olderRelease = "an older release"
+
+// reports returns the reports of the other processes whose services the process calls. service is the caller.
+func (p *Process) reports(ctx context.Context, service string) []*Report {
+	ctx, cancel := context.WithTimeout(ctx, reportTimeout)
+	defer cancel()
+	at := map[string][]string{} // services by address
+	for peer := range p.callers() {
+		for _, address := range p.network.replicas(peer).AddressesOf(peer) {
+			at[address] = append(at[address], peer)
+		}
+	}
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	var all []*Report
+	for address, services := range at {
+		slices.Sort(services)
+		wg.Go(func() {
+			r, err := p.reportAt(ctx, service, services[0], address)
+			switch {
+			case status.Code(err) == codes.Unimplemented:
+				r = &Report{Services: services, Version: olderRelease}
+			case err != nil:
+				r = &Report{Services: services, Error: err.Error()}
+			}
+			r.Address = address
+			mu.Lock()
+			defer mu.Unlock()
+			all = append(all, r)
+		})
+	}
+	wg.Wait()
+	return all
+}
+
+// reportAt returns the report of the process at an address.
+func (p *Process) reportAt(ctx context.Context, from, to, address string) (*Report, error) {
+	conn, err := rpc.DialReplica(p.identity(from), to, address)
+	if err != nil {
+		return nil, err
+	}
+	defer conn.Close()
+	sent := time.Now()
+	resp, err := processv1.NewProcessesClient(conn).Report(ctx, &processv1.ReportRequest{})
+	if err != nil {
+		return nil, err
+	}
+	return DecodeReport(resp.Report, sent, time.Now())
+}
+
+// DecodeReport decodes a report that was requested at sent and received at received, and compares the clocks.
+func DecodeReport(data []byte, sent, received time.Time) (*Report, error) {
+	r := &Report{}
+	if err := json.Unmarshal(data, r); err != nil {
+		return nil, err
+	}
+	r.CompareClock(sent, received)
+	return r, nil
+}
+
+// CompareClock sets SkewSeconds. The report's time is between sent and received if the clocks agree.
+func (r *Report) CompareClock(sent, received time.Time) {
+	r.SkewSeconds = 0
+	switch {
+	case r.Time.Before(sent):
+		r.SkewSeconds = r.Time.Sub(sent).Seconds()
+	case r.Time.After(received):
+		r.SkewSeconds = r.Time.Sub(received).Seconds()
+	}
+}
+
+// ReportsType is the media type of reports. A gateway of an older release sends metrics instead.
+const ReportsType = "application/json"
+
+// WriteReports writes reports as a JSON list.
+func WriteReports(w http.ResponseWriter, all ...*Report) {
+	w.Header().Set("Content-Type", ReportsType)
+	_ = json.NewEncoder(w).Encode(all)
+}

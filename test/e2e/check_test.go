@@ -1,0 +1,349 @@
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/json"
+	"encoding/pem"
+	"fmt"
+	"math/big"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/client/pkg/v3/transport"
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"watershed.dev/test/harness"
+)
+
+// finding is a finding of `watershed check -o json`.
+type finding struct{ Check, Level, Problem, Mend, Docs string }
+
+// runCheck runs `watershed check` and returns the findings above the level ok, and the exit code.
+func runCheck(t *testing.T, args ...string) (found []finding, code int) {
+	t.Helper()
+	cmd := exec.Command(harness.Watershed(), append([]string{"check", "-o", "json"}, args...)...)
+	out, err := cmd.Output()
+	var all struct{ Findings []finding }
+	if jerr := json.Unmarshal(out, &all); jerr != nil {
+		t.Fatalf("%v: %v\n%s", jerr, err, out)
+	}
+	for _, f := range all.Findings {
+		if f.Level != "ok" {
+			found = append(found, f)
+		}
+	}
+	return found, cmd.ProcessState.ExitCode()
+}
+
+// checkFinds waits until `watershed check` has a finding with a text for each check of want, and exit code 1.
+func checkFinds(t *testing.T, args []string, want map[string]string) {
+	t.Helper()
+	harness.Eventually(t, time.Minute, func() error {
+		found, code := runCheck(t, args...)
+		for check, text := range want {
+			if !slices.ContainsFunc(found, func(f finding) bool {
+				return f.Check == check && strings.Contains(f.Problem, text) && f.Mend != "" && f.Docs != ""
+			}) {
+				return fmt.Errorf("%s: nothing has %q: %+v", check, text, found)
+			}
+		}
+		if code != 1 {
+			return fmt.Errorf("exit code %d", code)
+		}
+		return nil
+	})
+}
+
+// checkIsClean waits until `watershed check` has no finding.
+func checkIsClean(t *testing.T, args ...string) {
+	t.Helper()
+	harness.Eventually(t, 30*time.Second, func() error {
+		if found, code := runCheck(t, args...); code != 0 || len(found) > 0 {
+			return fmt.Errorf("exit code %d: %+v", code, found)
+		}
+		return nil
+	})
+}
+
+// setProcess changes a line of the configuration of a process of split, and kills the process, which starts again.
+func setProcess(t *testing.T, s *harness.Server, process, name, value string) {
+	t.Helper()
+	file := filepath.Join(s.Dir, "config", process+".yaml")
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	line := regexp.MustCompile(`(?m)^` + name + `: .*\n`)
+	changed := line.ReplaceAllString(string(text), "") + name + ": " + value + "\n"
+	if err := os.WriteFile(file, []byte(changed), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	kill(t, filepath.Join(s.Dir, process+".pid"))
+}
+
+// TestCheckFindsPlantedFaults plants faults in a running split. `watershed check` finds each, through a gateway.
+func TestCheckFindsPlantedFaults(t *testing.T) {
+	dir := harness.TempDir(t)
+	cert, key := expired(t, dir)
+	s := harness.Split(t, dir, "--replicas=watchfanout=3", "--proxy-client-cert-file="+cert,
+		"--proxy-client-key-file="+key)
+	through := []string{"--kubeconfig", s.Kubeconfig}
+	harness.Eventually(t, 30*time.Second, func() error { // only the certificate that the split started with
+		found, _ := runCheck(t, through...)
+		if slices.ContainsFunc(found, func(f finding) bool { return f.Check != "certificates" }) || len(found) == 0 {
+			return fmt.Errorf("%+v", found)
+		}
+		return nil
+	})
+	s.Apply(`
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingWebhookConfiguration
+metadata: {name: dead}
+webhooks:
+- name: service.dead.example.com
+  clientConfig: {service: {name: gone, namespace: default}}
+  rules: [{apiGroups: [""], apiVersions: [v1], operations: [CREATE], resources: [podtemplates]}]
+  admissionReviewVersions: [v1]
+  sideEffects: None
+- name: url.dead.example.com
+  clientConfig: {url: "https://127.0.0.1:1/review"}
+  rules: [{apiGroups: [""], apiVersions: [v1], operations: [CREATE], resources: [configmaps]}]
+  namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: default}}
+  admissionReviewVersions: [v1]
+  sideEffects: None
+---
+apiVersion: apiregistration.k8s.io/v1
+kind: APIService
+metadata: {name: v1.dead.example.com}
+spec: {group: dead.example.com, version: v1, groupPriorityMinimum: 100, versionPriority: 100, service: {name: gone, namespace: default}}
+`)
+	harness.Eventually(t, 30*time.Second, func() error { // rejected once admission has read the configuration
+		if _, err := s.TryKubectl("", "create", "configmap", "x", "--dry-run=server"); err == nil {
+			return fmt.Errorf("the create was accepted")
+		}
+		return nil
+	})
+	setProcess(t, s, "watchfanout-0", "rpc-ca-file", filepath.Join(dir, "pki", "ca.crt"))
+	setProcess(t, s, "watchfanout-1", "nats-url", "tls://127.0.0.1:1")
+	setProcess(t, s, "watchfanout-2", "watch-progress-period", "3s")
+	planted := map[string]string{
+		"certificates": cert,
+		"apiservices":  "v1.dead.example.com",
+		"webhooks":     "Service default/gone does not exist",
+		"ca":           "do not accept each other's certificates",
+		"watch-tier":   "revisions behind etcd",
+		"flags":        "--watch-progress-period differs",
+	}
+	checkFinds(t, through, planted)
+	checkFinds(t, through, map[string]string{"webhooks": "127.0.0.1:1/review) does not respond: the last call"})
+	raiseAlarm(t, s)
+	planted["etcd"] = "has the alarm NOSPACE"
+	checkFinds(t, through, planted)
+	pid := pidOf(t, s, "nats-0")
+	if err := syscall.Kill(pid, syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = syscall.Kill(pid, syscall.SIGCONT) })
+	planted["event-log"] = "does not reach the event log"
+	checkFinds(t, through, planted)
+}
+
+// TestCheckFindsMixedVersions replaces the binary of a running split by another release, and kills a process.
+func TestCheckFindsMixedVersions(t *testing.T) {
+	dir := harness.TempDir(t)
+	program := filepath.Join(dir, "watershed")
+	binary, err := os.ReadFile(harness.Watershed())
+	if err == nil {
+		err = os.WriteFile(program, binary, 0o700)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := exec.Command(program, "version").Output() // "watershed RELEASE (Kubernetes …" or "watershed RELEASE, …"
+	if err != nil {
+		t.Fatal(err)
+	}
+	release := strings.Trim(strings.Fields(string(out))[1], ",")
+	harness.Start(t, dir, "split", program, "split", "--data-dir", dir, "--bind-address", "127.0.0.1",
+		"--secure-port", fmt.Sprint(harness.FreePort(t)))
+	checkIsClean(t, "--data-dir", dir)
+	other := bytes.ReplaceAll(binary, []byte(release), bytes.Repeat([]byte("x"), len(release)))
+	if err := os.WriteFile(program+".new", other, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(program+".new", program); err != nil {
+		t.Fatal(err)
+	}
+	kill(t, filepath.Join(dir, "watchfanout-1.pid"))
+	checkFinds(t, []string{"--kubeconfig", filepath.Join(dir, "admin.kubeconfig"), "--fail-on=warning"},
+		map[string]string{"versions": "have 2 versions"})
+}
+
+func pidOf(t *testing.T, s *harness.Server, process string) int {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join(s.Dir, process+".pid"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	pid, err := strconv.Atoi(strings.TrimSpace(string(text)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pid
+}
+
+// raiseAlarm raises the alarm NOSPACE in the etcd of split.
+func raiseAlarm(t *testing.T, s *harness.Server) {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join(s.Dir, "config", "etcd-0.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	file := func(name string) string { return filepath.Join(s.Dir, "pki", name) }
+	conf, err := (&transport.TLSInfo{CertFile: file("inner-registry.crt"), KeyFile: file("inner-registry.key"),
+		TrustedCAFile: file("inner-ca.crt")}).ClientConfig()
+	if err != nil {
+		t.Fatal(err)
+	}
+	url := regexp.MustCompile(`listen-client-urls: (\S+)`).FindSubmatch(text)[1]
+	client, err := clientv3.New(clientv3.Config{Endpoints: []string{string(url)}, TLS: conf})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	members, err := client.MemberList(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := etcdserverpb.NewMaintenanceClient(client.ActiveConnection()).Alarm(t.Context(),
+		&etcdserverpb.AlarmRequest{Action: etcdserverpb.AlarmRequest_ACTIVATE, Alarm: etcdserverpb.AlarmType_NOSPACE,
+			MemberID: members.Members[0].ID}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// expired returns a client certificate that has ended, and its key.
+func expired(t *testing.T, dir string) (certFile, keyFile string) {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	template := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "front-proxy-client"},
+		NotBefore: time.Now().AddDate(-1, 0, 0), NotAfter: time.Now().AddDate(0, 0, -1)}
+	cert, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	keyDER, err := x509.MarshalPKCS8PrivateKey(key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	certFile, keyFile = filepath.Join(dir, "expired.crt"), filepath.Join(dir, "expired.key")
+	for file, block := range map[string]*pem.Block{
+		certFile: {Type: "CERTIFICATE", Bytes: cert},
+		keyFile:  {Type: "PRIVATE KEY", Bytes: keyDER},
+	} {
+		if err := os.WriteFile(file, pem.EncodeToMemory(block), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return certFile, keyFile
+}
+
+// TestCheckOfUp checks `up` by its kubeconfig, its directory and debug sockets, and an etcd without a quorum by flags.
+// A user of system:monitoring may check it, and another user may not. The probe ends without a breach.
+func TestCheckOfUp(t *testing.T) {
+	s := harness.Up(t, "")
+	checkIsClean(t, "--kubeconfig", s.Kubeconfig)
+	checkIsClean(t, "--data-dir", s.Dir)
+	if found, code := runCheck(t, "--kubeconfig", s.Identity("m", "system:monitoring")); code != 0 ||
+		slices.ContainsFunc(found, func(f finding) bool { return f.Level != "skipped" }) {
+		t.Errorf("system:monitoring: exit code %d, %+v", code, found)
+	}
+	checkFinds(t, []string{"--kubeconfig", s.Identity("x")}, map[string]string{"processes": "403"})
+	if code, body := s.Get("/metrics?view=processes"); code != http.StatusOK || !strings.Contains(body, `"services"`) {
+		t.Errorf("%d %s", code, body)
+	}
+	checkFinds(t, []string{"--kubeconfig", s.Kubeconfig, "--etcd-servers", loneMember(t)},
+		map[string]string{"etcd": "has no quorum and no leader"})
+	out, err := exec.Command(harness.Watershed(), "probe", "--data-dir", s.Dir, "--once", "-o", "json",
+		"--max-event-age=10s", "--max-write-latency=10s").CombinedOutput()
+	var result struct{ Writes, Events, Missing int }
+	if jerr := json.Unmarshal(out, &result); err != nil || jerr != nil || result.Writes != 20 || result.Events != 20 {
+		t.Errorf("probe: %v, %v\n%s", err, jerr, out)
+	}
+	if out, err := exec.Command(harness.Watershed(), "probe", "--data-dir", s.Dir, "--once",
+		"--max-event-age=1ns").CombinedOutput(); err == nil || !strings.Contains(string(out), "--max-event-age") {
+		t.Errorf("a breach: %v\n%s", err, out)
+	}
+}
+
+// loneMember starts a cluster of three members, stops two, and returns the URL of the third.
+func loneMember(t *testing.T) (url string) {
+	t.Helper()
+	names, peers, initial := []string{"a", "b", "c"}, map[string]string{}, []string{}
+	for _, n := range names {
+		peers[n] = fmt.Sprintf("http://127.0.0.1:%d", harness.FreePort(t))
+		initial = append(initial, n+"="+peers[n])
+	}
+	members := map[string]*harness.Process{}
+	for _, n := range names {
+		dir := harness.TempDir(t)
+		url = fmt.Sprintf("http://127.0.0.1:%d", harness.FreePort(t))
+		members[n] = harness.Start(t, dir, "etcd", harness.Peer("etcd"), "--name", n,
+			"--data-dir", filepath.Join(dir, "data"), "--listen-client-urls", url, "--advertise-client-urls", url,
+			"--listen-peer-urls", peers[n], "--initial-advertise-peer-urls", peers[n],
+			"--initial-cluster", strings.Join(initial, ","), "--log-level", "error")
+	}
+	harness.Eventually(t, 30*time.Second, func() error {
+		resp, err := http.Get(url + "/health")
+		if err == nil {
+			resp.Body.Close()
+			if resp.StatusCode != http.StatusOK {
+				err = fmt.Errorf("%s", resp.Status)
+			}
+		}
+		return err
+	})
+	members["a"].Stop()
+	members["b"].Stop()
+	return url
+}
+
+// TestStatusOfCompact lists every process of compact through a gateway, both fronts included.
+func TestStatusOfCompact(t *testing.T) {
+	s := harness.Compact(t, "")
+	checkIsClean(t, "--kubeconfig", s.Kubeconfig)
+	harness.Eventually(t, 30*time.Second, func() error { // the other front's report comes with its next heartbeat
+		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+		defer cancel()
+		out, err := exec.CommandContext(ctx, harness.Watershed(), "status",
+			"--kubeconfig", s.Kubeconfig).CombinedOutput()
+		if err != nil {
+			return fmt.Errorf("%w: %s", err, out)
+		}
+		fronts := regexp.MustCompile(`(?m)^\S+ +registry,authn,authz,admission,gateway .* true `).FindAll(out, -1)
+		replicas := regexp.MustCompile(`(?m)^\S+ +watchfanout .* true `).FindAll(out, -1)
+		if len(fronts) != 2 || len(replicas) != 2 || !strings.Contains(string(out), "PUBLISHES") {
+			return fmt.Errorf("%d fronts, %d replicas:\n%s", len(fronts), len(replicas), out)
+		}
+		return nil
+	})
+}
