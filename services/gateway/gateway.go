@@ -11,6 +11,7 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 	handlersmetrics "k8s.io/apiserver/pkg/endpoints/handlers/metrics"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
+	cachermetrics "k8s.io/apiserver/pkg/storage/cacher/metrics"
 	"k8s.io/apiserver/pkg/util/compatibility"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	flowcontrolmetrics "k8s.io/apiserver/pkg/util/flowcontrol/metrics"
@@ -105,6 +106,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	metrics.Register()
 	flowcontrolmetrics.Register()
 	handlersmetrics.Register()
+	cachermetrics.Register()
 	proxymetrics.Register()
 	utilfeature.DefaultMutableFeatureGate.AddMetrics()
 	compatibility.DefaultComponentGlobalsRegistry.AddMetrics()

@@ -22,6 +22,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/proxy"
 	"k8s.io/apiserver/pkg/authentication/user"
+	endpointmetrics "k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/util/flowcontrol"
 	proxyutil "k8s.io/apiserver/pkg/util/proxy"
@@ -150,13 +151,13 @@ func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version s
 	u, ok := request.UserFrom(req.Context())
 	switch {
 	case s == nil || !s.Available || len(s.Addresses) == 0:
-		http.Error(w, "service unavailable", http.StatusServiceUnavailable)
+		fail(w, req, "service unavailable", http.StatusServiceUnavailable)
 		return
 	case s.err != nil:
-		http.Error(w, s.err.Error(), http.StatusInternalServerError)
+		fail(w, req, s.err.Error(), http.StatusInternalServerError)
 		return
 	case !ok:
-		http.Error(w, "missing user", http.StatusInternalServerError)
+		fail(w, req, "missing user", http.StatusInternalServerError)
 		return
 	}
 	location := s.urlFor(req.URL.Path)
@@ -174,7 +175,7 @@ func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version s
 		transport.SetAuthProxyHeaders(out, u.GetName(), u.GetUID(), u.GetGroups(), u.GetExtra())
 		upgraded, err := upgrade.Transport(req.Context(), s.transport)
 		if err != nil {
-			http.Error(w, err.Error(), http.StatusInternalServerError)
+			fail(w, req, err.Error(), http.StatusInternalServerError)
 			return
 		}
 		h.UpgradeTransport = upgraded
@@ -197,6 +198,20 @@ func withUser(u user.Info, rt http.RoundTripper) http.RoundTripper {
 type unavailableResponder struct{}
 
 // Error implements proxy.ErrorResponder.
-func (unavailableResponder) Error(w http.ResponseWriter, _ *http.Request, err error) {
-	http.Error(w, err.Error(), http.StatusServiceUnavailable)
+func (unavailableResponder) Error(w http.ResponseWriter, req *http.Request, err error) {
+	fail(w, req, err.Error(), http.StatusServiceUnavailable)
+}
+
+// fail writes an error and counts it, as kube-aggregator does. The labels omit the resource and the path, because the
+// client chooses them.
+func fail(w http.ResponseWriter, req *http.Request, message string, code int) {
+	http.Error(w, message, code)
+	if info, ok := request.RequestInfoFrom(req.Context()); ok {
+		endpointmetrics.RecordRequestTermination(req, &request.RequestInfo{
+			IsResourceRequest: true,
+			Verb:              info.Verb,
+			APIGroup:          info.APIGroup,
+			APIVersion:        info.APIVersion,
+		}, "aggregator", code)
+	}
 }

@@ -23,6 +23,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/endpoints/responsewriter"
@@ -145,6 +146,10 @@ func (c *requestContext) serve(scope string) {
 	c.dispatch()
 	status, size := delegate.Status(), delegate.ContentLength()
 	monitoredRequest := func() *http.Request { return req }
+	if c.isInternal() { // upstream counts the requests of this user as the API server's own
+		ctx := request.WithUser(req.Context(), &user.DefaultInfo{Name: user.APIServerUser})
+		req = req.WithContext(ctx)
+	}
 	if h2writer.Detached(req) && !deprecated { // the metrics of a deprecated resource annotate the audit event
 		monitoredRequest = monitored(req, c.info)
 	}

@@ -16,9 +16,11 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/apis/meta/internalversion"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/endpoints/filters"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
+	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/storage"
 	"k8s.io/apiserver/pkg/util/flowcontrol"
 	basemetrics "k8s.io/component-base/metrics"
@@ -126,6 +128,9 @@ func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 		Served:          c.servedChecker(),
 		Initialized:     c.initialized,
 	}
+	if s := p.opts.SendInitialEvents; s != nil && *s {
+		r.InitialEventsEnd = c.recordWatchList(p.opts)
+	}
 	if c.detachable() {
 		r.Detached = delegatedauth.Detached(c.req.Context())
 	}
@@ -139,6 +144,17 @@ func (c *requestContext) initialized(bytes int64) {
 	if bytes > 0 {
 		c.recordListSize(bytes, false)
 	}
+}
+
+// recordWatchList returns a function that records how long the initial events of a watch took.
+func (c *requestContext) recordWatchList(opts *internalversion.ListOptions) func() {
+	gvr := schema.GroupVersionResource{Group: c.info.APIGroup, Version: c.info.APIVersion, Resource: c.info.Resource}
+	scope := metrics.CleanListScope(request.WithNamespace(c.req.Context(), c.namespace()), opts)
+	received, ok := request.ReceivedTimestampFrom(c.req.Context())
+	if !ok {
+		return nil
+	}
+	return func() { metrics.RecordWatchListLatency(context.Background(), gvr, scope, time.Since(received)) }
 }
 
 // watchVersion parses a watch's resourceVersion as kube-apiserver does, with its error: any spelling of a 64-bit

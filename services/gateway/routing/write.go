@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	handlersmetrics "k8s.io/apiserver/pkg/endpoints/handlers/metrics"
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
@@ -33,6 +34,9 @@ func (c *requestContext) write() {
 	if err != nil {
 		c.fail(err)
 		return
+	}
+	if verb, ok := bodyVerbs[c.info.Verb]; ok {
+		handlersmetrics.RecordRequestBodySize(c.req.Context(), c.groupResource(), verb, len(data))
 	}
 	r := c.writeRequest()
 	c.body = data
@@ -54,6 +58,15 @@ func (c *requestContext) write() {
 		return
 	}
 	c.writeResponse(m.GetResult())
+}
+
+// bodyVerbs maps a verb to its label in the metric of request bodies.
+var bodyVerbs = map[string]handlersmetrics.RequestBodyVerb{
+	"create":           handlersmetrics.Create,
+	"update":           handlersmetrics.Update,
+	"patch":            handlersmetrics.Patch,
+	"delete":           handlersmetrics.Delete,
+	"deletecollection": handlersmetrics.DeleteCollection,
 }
 
 // callbackGroups are the groups whose writes mostly need a callback, independent of the admission rules. Other services

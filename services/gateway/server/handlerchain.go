@@ -51,27 +51,29 @@ type ChainConfig struct {
 func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler {
 	c := s.config
 	auditor := p.Auditor
-	h := withFilterSpan("authorization", api, func(h http.Handler) http.Handler {
+	h := withFilter("authorization", api, func(h http.Handler) http.Handler {
 		return genericapifilters.WithAuthorization(h, p.Authz, responsewriters.Codecs)
 	})
 	h = exemptInternal(s.limited(h, p), h)
 	bodies := new(body.Reader) // its quota applies to all bodies
-	h = withFilterSpan("body", h, func(h http.Handler) http.Handler { return bodies.ReadAhead(h, p.BuffersBody) })
-	h = withFilterSpan("userlimits", h, s.userLimits.filter)
+	h = withFilter("body", h, func(h http.Handler) http.Handler { return bodies.ReadAhead(h, p.BuffersBody) })
+	h = withFilter("userlimits", h, s.userLimits.filter)
 	if utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ConstrainedImpersonation) {
-		h = withFilterSpan("constrainedimpersonation", h, func(h http.Handler) http.Handler {
+		h = withFilter("constrainedimpersonation", h, func(h http.Handler) http.Handler {
 			return impersonation.WithConstrainedImpersonation(h, p.Authz, responsewriters.Codecs)
 		})
 	} else {
-		h = withFilterSpan("impersonation", h, func(h http.Handler) http.Handler {
+		h = withFilter("impersonation", h, func(h http.Handler) http.Handler {
 			return impersonation.WithImpersonation(h, p.Authz, responsewriters.Codecs)
 		})
 	}
-	h = withAudit(h, auditor)
+	h = withFilter("audit", h, func(h http.Handler) http.Handler { return withAudit(h, auditor) })
 	h = withTracing(h)
 	unauthorizedHandler := genericapifilters.WithFailedAuthenticationAudit(unauthorized{}, auditor.Sink, auditor.Policy)
-	h = genericapifilters.WithAuthentication(h, authnUnavailable{p.Authn}, unauthorizedHandler,
-		authenticator.Audiences(c.APIAudiences), nil)
+	h = withFilter("authentication", h, func(h http.Handler) http.Handler {
+		return genericapifilters.WithAuthentication(h, authnUnavailable{p.Authn},
+			filterEnded("authentication", unauthorizedHandler), authenticator.Audiences(c.APIAudiences), nil)
+	})
 	h = genericfilters.WithCORS(h, c.CORS, nil, nil, nil, "true")
 	h = genericapifilters.WithWarningRecorder(h)
 	h = withTimeout(h, p.MetricsInfo)
@@ -104,7 +106,7 @@ func (s *Server) limited(next http.Handler, p ChainConfig) http.Handler {
 		if p.Fairness == nil {
 			return genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, longRunning)
 		}
-		return withFilterSpan("priorityandfairness", h, func(h http.Handler) http.Handler {
+		return withFilter("priorityandfairness", h, func(h http.Handler) http.Handler {
 			return p.Fairness.Filter(h, longRunning, ownInfo, c.RequestTimeout)
 		})
 	})

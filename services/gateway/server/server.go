@@ -6,11 +6,11 @@
 package server
 
 import (
+	"bytes"
 	"context"
 	"crypto/tls"
 	"errors"
 	"fmt"
-	"io"
 	"log"
 	"log/slog"
 	"math/rand/v2"
@@ -24,6 +24,7 @@ import (
 	"golang.org/x/net/http2"
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/util/waitgroup"
+	"k8s.io/apiserver/pkg/endpoints/metrics"
 
 	"watershed.dev/services/gateway/h2writer"
 )
@@ -348,5 +349,16 @@ func (c *Config) listen(ctx context.Context, addr string) (net.Listener, error) 
 	return lc.Listen(ctx, "tcp", addr)
 }
 
-// discardLogger discards net/http's messages about clients that disconnect.
-func discardLogger() *log.Logger { return log.New(io.Discard, "", 0) }
+// discardLogger discards net/http's messages about clients that disconnect. It counts failed TLS handshakes, as upstream
+// does (k8s.io/apiserver/pkg/server/secure_serving.go).
+func discardLogger() *log.Logger { return log.New(handshakeErrors{}, "", 0) }
+
+type handshakeErrors struct{}
+
+// Write implements io.Writer.
+func (handshakeErrors) Write(message []byte) (int, error) {
+	if bytes.Contains(message, []byte("TLS handshake error")) {
+		metrics.TLSHandshakeErrors.Inc()
+	}
+	return len(message), nil
+}

@@ -30,6 +30,7 @@ type watchBroadcast struct {
 	// served reports whether discovery still has the resource.
 	served func() bool
 	cancel context.CancelFunc
+	events *eventMetrics
 
 	mu sync.Mutex
 	core.Broadcast
@@ -119,6 +120,7 @@ func (b *watchBroadcast) next(r *receiver) ([][]byte, error) {
 		}
 		delivered.Add(float64(len(pending.Parts)))
 		parts, again, err := b.Take(&r.Receiver, pending, now)
+		b.events.sent(1, parts...)
 		if !again {
 			return parts, err
 		}

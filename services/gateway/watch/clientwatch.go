@@ -10,6 +10,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	cachermetrics "k8s.io/apiserver/pkg/storage/cacher/metrics"
 
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/watchcache/core"
@@ -37,6 +38,8 @@ type Request struct {
 	// Initialized is called, perhaps more than once, when the initial events have been sent or initializedTimeout has
 	// passed. bytes is their size so far. The watch occupies its flow control seats until then. Nil: no call.
 	Initialized func(bytes int64)
+	// InitialEventsEnd is called when all initial events have been sent. Nil: no call.
+	InitialEventsEnd func()
 	// Served reports whether discovery still has the resource. A watch of a deleted CRD ends, because no replica serves
 	// it.
 	Served func() bool
@@ -199,6 +202,7 @@ func (w *clientWatch) run(ctx context.Context) (parked bool) {
 		}
 		if errors.Is(err, core.ErrThrottled) {
 			overRate.Inc()
+			w.terminated()
 			err = errDone
 		}
 		if errors.Is(err, core.ErrEnded) {
@@ -246,6 +250,12 @@ func (w *clientWatch) retry(ctx context.Context) bool {
 	case <-time.After(retryDelay(w.unavailableSince)):
 		return time.Now().Before(w.Deadline)
 	}
+}
+
+// terminated counts a watch that ends because its client is too slow.
+func (w *clientWatch) terminated() {
+	r := w.Query.GetResource()
+	cachermetrics.TerminatedWatchersCounter.WithLabelValues(r.GetGroup(), r.GetResource()).Inc()
 }
 
 func (w *clientWatch) sendHeaders() {
@@ -403,6 +413,7 @@ func (w *clientWatch) write(ctx context.Context, frames ...[]byte) error {
 	}
 	if errors.Is(err, h2writer.ErrSlowClient) {
 		slowClients.Inc()
+		w.terminated()
 	}
 	if err != nil {
 		return errDone

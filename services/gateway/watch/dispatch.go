@@ -22,6 +22,9 @@ func (b *watchBroadcast) dispatch(m *watchfanoutv1.WatchFrame) {
 	start := time.Now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if start.Sub(b.events.resolved) > eventMetricsTimeout {
+		b.events = newEventMetrics(b.query)
+	}
 	before := b.Bytes
 	d := b.Add(m)
 	b.account(before)
@@ -51,6 +54,7 @@ func (b *watchBroadcast) deliver(d *core.Delivery) {
 		}
 	}
 	delivered.Add(float64(n * len(d.Parts)))
+	b.events.sent(n, d.Parts...)
 	b.flush()
 }
 
@@ -93,6 +97,7 @@ func (b *watchBroadcast) sendBookmarks(now time.Time) {
 		case core.Write:
 			if b.tryWrite(r, now, 0, r.Cursor, b.Bookmark.Data) {
 				b.BookmarkSent(&r.Receiver, now)
+				b.events.sent(1, b.Bookmark.Data)
 			}
 		}
 	}

@@ -282,6 +282,7 @@ func (h *Hub) joinBroadcast(k key, w *clientWatch, position events.Position) (*w
 			served:          r.Served,
 			Broadcast:       core.NewBroadcast(position),
 			cancel:          cancel,
+			events:          newEventMetrics(r.Query),
 		}
 		if h.broadcasts == nil {
 			h.broadcasts = map[key]*watchBroadcast{}

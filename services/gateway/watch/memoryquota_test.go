@@ -13,6 +13,7 @@ func newTestBroadcast(h *Hub) *watchBroadcast {
 	b := &watchBroadcast{
 		hub:       h,
 		Broadcast: core.NewBroadcast(events.Position{Revision: 1}),
+		events:    newEventMetrics(nil),
 		cancel:    func() {},
 	}
 	h.quota().enter(b)

@@ -64,8 +64,9 @@ func (w *clientWatch) runUnsynced(ctx context.Context) error {
 		w.sendHeaders() // the client should see at once that its watch is accepted
 		got = <-first
 	}
+	events := newEventMetrics(w.Query)
 	for got.err == nil {
-		if err := w.forward(ctx, got.frame); err != nil {
+		if err := w.forward(ctx, got.frame, events); err != nil {
 			return err
 		}
 		got.frame, got.err = stream.Recv()
@@ -88,7 +89,7 @@ func (w *clientWatch) openStream(ctx context.Context, r *watchfanoutv1.WatchRequ
 }
 
 // forward sends a frame to the client.
-func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) error {
+func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame, events *eventMetrics) error {
 	w.unavailableSince = time.Time{}
 	w.sendHeaders()
 	if len(m.Initial) > 0 {
@@ -98,12 +99,14 @@ func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) 
 		for _, part := range m.Initial {
 			w.initialBytes.Add(int64(len(part)))
 		}
+		events.sentPieces(m.Initial)
 	}
 	lastBookmark := w.Deadline.Add(-lastBookmarkLead)
 	if data := w.place.WithoutEarlyBookmarks(m, time.Now(), lastBookmark, w.BookmarkPeriod); len(data) > 0 {
 		if err := w.write(ctx, data); err != nil {
 			return err
 		}
+		events.sentFrames(data)
 		if len(m.Initial) == 0 && w.place.Positioned { // flow control accounts for initial events
 			w.limiter.charge(core.EventCost(len(m.Boundaries), len(data)))
 			if w.limiter.wait(ctx) != nil {
@@ -113,6 +116,10 @@ func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) 
 	}
 	if m.End {
 		return io.EOF
+	}
+	if m.InitialEventsDone && w.InitialEventsEnd != nil {
+		w.InitialEventsEnd()
+		w.InitialEventsEnd = nil
 	}
 	if w.place.Sent(m); w.place.Positioned {
 		w.initialized()

@@ -266,6 +266,7 @@ func TestJoinRepeatsNoEvent(t *testing.T) {
 	b := &watchBroadcast{
 		hub:       hub(newTier()),
 		Broadcast: core.NewBroadcast(events.Position{Revision: 80, Index: 0}),
+		events:    newEventMetrics(nil),
 		cancel:    func() {},
 	}
 	r := b.join(nil, events.Position{Revision: 100, Index: events.LastIndex})
