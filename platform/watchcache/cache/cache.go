@@ -11,6 +11,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	cachermetrics "k8s.io/apiserver/pkg/storage/cacher/metrics"
+
 	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/watchable"
 	"watershed.dev/platform/watchcache/core"
@@ -52,6 +54,7 @@ type Cache struct {
 
 // New returns an empty cache.
 func New(ringBytes int, idleTimeout time.Duration) *Cache {
+	cachermetrics.Register()
 	c := &Cache{
 		RingBytes:   ringBytes,
 		IdleTimeout: idleTimeout,

@@ -91,6 +91,7 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 	}
 	r.drop()
 	r.tree, r.unreadable, r.bytes, r.auditor.Sum = o.tree, o.unreadable, o.bytes, o.sum
+	r.metrics().loads.Inc()
 	for _, e := range r.events.From(r.events.Base()) {
 		if e.Revision > revision {
 			r.updateTree(e)

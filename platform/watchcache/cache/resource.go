@@ -29,6 +29,7 @@ type Resource struct {
 	churn atomic.Int64
 	// ringBytes counts the bytes of the recent events and of their frames, which watches add.
 	ringBytes atomic.Int64
+	counters  atomic.Pointer[counters]
 
 	mu       sync.Mutex           // guards the fields below
 	tree     *btree.BTreeG[*Item] // nil until loaded
@@ -94,6 +95,10 @@ func (r *Resource) apply(batch []*Event) {
 	}
 	r.trim()
 	r.events.changed.Notify()
+	if c := r.metrics(); c != nil {
+		c.received.Add(float64(len(batch)))
+		c.dispatched.Add(float64(len(batch)))
+	}
 }
 
 const (

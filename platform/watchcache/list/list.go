@@ -98,6 +98,7 @@ func (l *Server) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
+	l.cache.Resource(q.Entry.StorageResource).CountList(page.index, page.read, len(page.Items))
 	body, err := Body(ctx, l.converter, q, page)
 	if err != nil {
 		return rpc.ToStatus(err)
@@ -186,6 +187,9 @@ type Page struct {
 	Revision  int64
 	Continue  string
 	Remaining *int64
+	// read is the number of objects read to select Items, by the index of a field if index is not empty.
+	read  int
+	index string
 }
 
 // page selects the objects of a list, by Kubernetes' rules for resourceVersion, limit and continue.
@@ -207,7 +211,7 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 	if name, ok := q.ExactName(); ok && r.Continue == "" {
 		key := cache.Key(q.Namespace, name)
 		if i, ok := snapshot.Get(key); ok && q.Matches(i) {
-			p.Items = append(p.Items, i)
+			p.Items, p.read = append(p.Items, i), 1
 		} else if snapshot.IsUnreadable(key) && !q.SkipUnreadable {
 			return nil, rpc.ErrDelegate
 		}
@@ -232,6 +236,7 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 	if err != nil {
 		return nil, err
 	}
+	p.read, p.index = int(visited), q.Trigger().Index()
 	if more {
 		p.Continue = encodeContinue(p.Revision, "/"+strings.TrimPrefix(lastKey, prefix)+"\x00")
 		if q.CountsRemaining() {
@@ -249,7 +254,7 @@ func (l *Server) snapshotFor(
 	q *query.Query,
 	r *watchfanoutv1.ListRequest,
 ) (*cache.Snapshot, string, error) {
-	res := l.cache.Resource(q.Entry.StorageResource)
+	res, began := l.cache.Resource(q.Entry.StorageResource), time.Now()
 	if r.Continue != "" {
 		if r.ResourceVersion != "" && r.ResourceVersion != "0" {
 			return nil, "", rpc.ErrDelegate // registry returns the error
@@ -278,7 +283,10 @@ func (l *Server) snapshotFor(
 		return nil, "", rpc.ErrDelegate
 	case rv == "":
 		// If the log stalls, registry can still serve the list.
-		if err := l.logReader.WaitUntilConsistent(ctx); err != nil {
+		err := l.logReader.WaitUntilConsistent(ctx)
+		res.ObserveReadWait(began)
+		res.CountConsistentRead(err != nil)
+		if err != nil {
 			return nil, "", rpc.ErrDelegate
 		}
 	case rv != "0":
@@ -286,7 +294,9 @@ func (l *Server) snapshotFor(
 		if err != nil {
 			return nil, "", rpc.ErrDelegate // registry returns the error
 		}
-		if err := l.logReader.WaitUntilFresh(ctx, int64(revision)); err != nil {
+		err = l.logReader.WaitUntilFresh(ctx, int64(revision))
+		res.ObserveReadWait(began)
+		if err != nil {
 			return nil, "", err
 		}
 	}

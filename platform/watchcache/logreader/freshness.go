@@ -39,6 +39,7 @@ func (l *Reader) verify(ctx context.Context) error {
 	defer tick.Stop()
 	for {
 		l.compare(ctx)
+		l.cache.RecordRevisions()
 		if l.freshness.caughtUpAt.Load() != nil {
 			tick.Reset(verifyPeriod)
 		}

@@ -48,6 +48,7 @@ func (w *watcher) initial(ctx context.Context, start events.Start) (cache.Cursor
 	if err != nil {
 		return 0, err
 	}
+	w.resource.CountInitialEvents(len(items))
 	w.setPosition(revision, events.LastIndex)
 	out.initialDone = true
 	if w.request.SendInitialEvents != nil && w.request.AllowBookmarks {

@@ -3,6 +3,7 @@ package watch
 import (
 	"context"
 	"fmt"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
@@ -46,6 +47,7 @@ func (o *Cached) Current(ctx context.Context) (int64, error) {
 // Select implements Objects.
 func (o *Cached) Select(ctx context.Context, q *query.Query, start events.Start) ([]*cache.Item, int64, error) {
 	var err error
+	r, began := o.Cache.Resource(q.Entry.StorageResource), time.Now()
 	switch {
 	case start.At.Revision > 0:
 		err = o.LogReader.WaitUntilFresh(ctx, start.At.Revision)
@@ -55,8 +57,11 @@ func (o *Cached) Select(ctx context.Context, q *query.Query, start events.Start)
 	if err != nil {
 		return nil, 0, err
 	}
+	if !start.AnyRevision {
+		r.ObserveReadWait(began)
+	}
 	trigger := q.Trigger()
-	snapshot, err := o.LogReader.Snapshot(ctx, o.Cache.Resource(q.Entry.StorageResource), trigger.Index())
+	snapshot, err := o.LogReader.Snapshot(ctx, r, trigger.Index())
 	if err != nil {
 		return nil, 0, err
 	}
