@@ -17,6 +17,7 @@ import (
 	extensionsclient "k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
 	extensions "k8s.io/apiextensions-apiserver/pkg/client/informers/externalversions"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apiserver/pkg/endpoints/metrics"
 	serverstorage "k8s.io/apiserver/pkg/server/storage"
 	etcdmetrics "k8s.io/apiserver/pkg/storage/etcd3/metrics"
 	"k8s.io/client-go/informers"
@@ -161,6 +162,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	s.tasks.Ready.Set("informers", errors.New("not synced yet"))
 	s.tasks.Ready.Set("etcd", errors.New("no response yet"))
 	etcdmetrics.Register()
+	metrics.Register()
 	store, err := storage.Open(ctx, c.Storage, selector, served, s.identity)
 	if err != nil {
 		return nil, err

@@ -13,6 +13,8 @@ import (
 	"io"
 	"net/http"
 	"strings"
+	"sync"
+	"time"
 
 	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -20,7 +22,9 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/admission"
+	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/handlers/responsewriters"
+	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	restclient "k8s.io/client-go/rest"
 	"k8s.io/component-base/version"
@@ -100,8 +104,28 @@ func (l *Loopback) RoundTrip(req *http.Request) (*http.Response, error) {
 	if err != nil {
 		return errorResponse(req, err), nil
 	}
-	return l.serve(req, scope, r, info, body), nil
+	began := time.Now()
+	resp := l.serve(req, scope, r, info, body)
+	record := func() { monitor(req, info, resp, time.Since(began)) }
+	watch, ok := resp.Body.(*pipeBody)
+	if !ok {
+		record()
+		return resp, nil
+	}
+	done := watch.done
+	watch.done = sync.OnceFunc(func() { done(); record() })
+	return resp, nil
 }
+
+// monitor records a request in the metrics of API requests, as kube-apiserver does for its own requests.
+func monitor(req *http.Request, info *request.RequestInfo, resp *http.Response, took time.Duration) {
+	ctx := request.WithUser(request.WithRequestInfo(context.Background(), info), apiServer)
+	metrics.MonitorRequest(req.WithContext(ctx), strings.ToUpper(info.Verb), info.APIGroup, info.APIVersion,
+		info.Resource, info.Subresource, metrics.CleanScope(info), metrics.APIServerComponent, false, "",
+		resp.StatusCode, int(resp.ContentLength), took)
+}
+
+var apiServer = &user.DefaultInfo{Name: systemUser.Name}
 
 // serve runs a request on its scope.
 func (l *Loopback) serve(

@@ -14,6 +14,8 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	etcdmetrics "k8s.io/apiserver/pkg/storage/etcd3/metrics"
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/recovery"
@@ -38,6 +40,7 @@ func (t *term) handle(ctx context.Context, resp clientv3.WatchResponse, ok bool)
 		return err
 	}
 	if resp.IsProgressNotify() {
+		etcdmetrics.RecordEtcdBookmark(schema.GroupResource{}) // the watch is of all resources
 		t.Progress(resp.Header.Revision)
 		return nil
 	}
@@ -119,6 +122,7 @@ func (p *Publisher) decodeEvent(ctx context.Context, e *clientv3.Event) (c core.
 	if !ok {
 		return c
 	}
+	etcdmetrics.RecordEtcdEvent(st.GroupResource)
 	c.Resource, c.Object = st.Name(), strings.TrimPrefix(key, st.Prefix)
 	if e.PrevKv != nil {
 		c.Previous = e.PrevKv.ModRevision
@@ -132,7 +136,9 @@ func (p *Publisher) decodeEvent(ctx context.Context, e *clientv3.Event) (c core.
 		defer p.decryptBackoff.record(c.Resource, time.Now(), &c.Err)
 	}
 	var obj runtime.Object
-	c.Event, obj, c.Err = p.newLogEvent(ctx, e, st)
+	if c.Event, obj, c.Err = p.newLogEvent(ctx, e, st); c.Err != nil && !errors.Is(c.Err, core.ErrPrevCompacted) {
+		etcdmetrics.RecordDecodeError(st.GroupResource)
+	}
 	if c.Event != nil {
 		c.Object = cache.Key(c.Event.Namespace, c.Event.Name)
 	}

@@ -78,7 +78,7 @@ var (
 	})
 	publishedRevision = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_publisher_revision",
-		Help: "The revision up to which the log of the main etcd is complete, on the registry that publishes.",
+		Help: "The revision of etcd up to which the log of the main etcd is complete, on the registry that publishes.",
 	})
 	leading = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_publisher_leading",
