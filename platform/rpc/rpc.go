@@ -211,7 +211,7 @@ func (r *reloadedFile[T]) get() (T, error) {
 
 var rpcDuration = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 	Name:    "watershed_rpc_duration_seconds",
-	Help:    "Duration of RPCs served, by method and code. Streams count to their end.",
+	Help:    "Duration in seconds of RPCs served, by method and code. Streams count to their end.",
 	Buckets: prometheus.ExponentialBuckets(0.00025, 4, 9),
 }, []string{"method", "code"})
 

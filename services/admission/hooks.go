@@ -96,7 +96,7 @@ var (
 	}, []string{"endpoint"})
 	hookSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name:    "watershed_admission_webhook_seconds",
-		Help:    "Duration of calls of admission webhooks, including the wait for a slot, by endpoint.",
+		Help:    "Duration in seconds of calls of admission webhooks, including the wait for a slot, by endpoint.",
 		Buckets: []float64{.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 30},
 	}, []string{"endpoint"})
 	breakersOpen = prometheus.NewGaugeVec(prometheus.GaugeOpts{

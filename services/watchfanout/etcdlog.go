@@ -132,11 +132,11 @@ func (l *etcdLog) collectors() []prometheus.Collector {
 		&resourceCollector{l.cache},
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "watershed_watchfanout_revision",
-			Help: "The revision that the replica has reached.",
+			Help: "The revision of etcd that the replica has reached.",
 		}, func() float64 { return float64(l.cache.Progress()) }),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "watershed_watchfanout_event_lag_seconds",
-			Help: "Time from the publisher to this replica of the newest event.",
+			Help: "Time in seconds from the publisher to this replica of the newest event.",
 		}, func() float64 { return l.cache.Lag().Seconds() }),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "watershed_watchfanout_resets",

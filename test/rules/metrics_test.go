@@ -105,6 +105,9 @@ func text(e ast.Expr) (s string) {
 	return s
 }
 
+// units are the words in the help of a metric, by the end of its name.
+var units = map[string]string{"seconds": "in seconds", "bytes": "Bytes", "revision": "revision of etcd"}
+
 // TestTheMetricsReference compares docs/operators/metrics.md with the code. -update-metrics writes it.
 func TestTheMetricsReference(t *testing.T) {
 	const begin, end = "<!-- generated -->\n", "<!-- /generated -->"
@@ -122,9 +125,12 @@ func TestTheMetricsReference(t *testing.T) {
 	all := declaredMetrics(t)
 	count := 0
 	for _, part := range slices.Sorted(maps.Keys(all)) {
-		fmt.Fprintf(&out, "## %s\n\n", part)
+		fmt.Fprintf(&out, "### %s\n\n", part)
 		for _, m := range all[part] {
 			count++
+			if unit := units[m.name[strings.LastIndex(m.name, "_")+1:]]; !strings.Contains(m.help, unit) {
+				t.Errorf("the help of %s does not say %q", m.name, unit)
+			}
 			fmt.Fprintf(&out, "- `%s` (%s", m.name, m.kind)
 			if m.labels != "" {
 				fmt.Fprintf(&out, " by %s", m.labels)
