@@ -374,6 +374,12 @@ func (s *Service) Run(ctx context.Context) error {
 	s.informers.Start(ctx.Done())
 	s.extensions.Start(ctx.Done())
 	s.discovery.APIServices.Informers.Start(ctx.Done())
+	if period := s.config.Storage.CountPollPeriod; period > 0 {
+		s.tasks.Go(ctx, "counts of custom resources", func(ctx context.Context) error {
+			cache.WaitForCacheSync(ctx.Done(), s.crdHandler.HasSynced)
+			return s.resources.Custom.CountObjects(ctx, period)
+		})
+	}
 	s.tasks.Go(ctx, "discovery", func(ctx context.Context) error {
 		s.informers.WaitForCacheSync(ctx.Done())
 		s.extensions.WaitForCacheSync(ctx.Done())

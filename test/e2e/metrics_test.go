@@ -182,6 +182,7 @@ var metricsTraffic = []struct{ method, path, contentType, body string }{
 	{method: "POST", path: "/apis/metrics.example.com/v1/namespaces/metrics/gauges",
 		body: `{"apiVersion":"metrics.example.com/v1","kind":"Gauge","metadata":{"name":"g"}}`},
 	{method: "GET", path: "/apis/metrics.example.com/v1/gauges"},
+	{method: "GET", path: "/apis/metrics.example.com/v1/gauges?watch=1&timeoutSeconds=1&resourceVersion=0"},
 	{method: "GET", path: "/apis/absent.example.com/v1/anything"},
 	{method: "POST", path: "/api/v1/namespaces/metrics/secrets", body: `{"metadata":{"name":"s"},"data":{"k":"djE="}}`},
 	{method: "POST", path: "/api/v1/namespaces/metrics/events", body: `{"metadata":{"name":"e"},` +
@@ -286,10 +287,42 @@ func TestMetricsAreThoseOfKubeAPIServer(t *testing.T) {
 	sendMetricsTraffic(t, theirs)
 	sendMetricsTraffic(t, up)
 	compareMetrics(t, theirs, func() string { return scrape(t, up) })
+	for _, series := range sameValues {
+		harness.Eventually(t, 10*time.Second, func() error {
+			a, b := valueOf(scrape(t, theirs), series), valueOf(scrape(t, up), series)
+			if a == "" || a != b {
+				return fmt.Errorf("%s is %q, and kube-apiserver's %q", series, b, a)
+			}
+			return nil
+		})
+	}
 	up.Stop()
 	split := harness.Split(t, "", poll)
 	sendMetricsTraffic(t, split)
 	compareMetrics(t, theirs, func() string { return scrapeSplit(t, split) })
+}
+
+// sameValues are series whose values depend on the traffic only.
+var sameValues = []string{
+	`apiserver_resource_objects{group="metrics.example.com",resource="gauges"}`,
+	`apiserver_storage_events_received_total{group="metrics.example.com",resource="gauges"}`,
+	`apiserver_watch_events_total{group="metrics.example.com",resource="gauges",version="v1"}`,
+	`apiserver_watch_events_sizes_sum{group="metrics.example.com",resource="gauges",version="v1"}`,
+	`apiserver_watch_list_duration_seconds_count{group="",resource="configmaps",scope="cluster",version="v1"}`,
+	`apiserver_request_body_size_bytes_sum{group="metrics.example.com",resource="gauges",verb="create"}`,
+	`apiserver_request_body_size_bytes_count{group="",resource="configmaps",verb="delete_collection"}`,
+	`apiserver_watch_cache_events_received_total{group="metrics.example.com",resource="gauges"}`,
+	`apiserver_init_events_total{group="metrics.example.com",resource="gauges"}`,
+	`apiserver_requested_deprecated_apis{group="",removed_release="",resource="endpoints",subresource="",version="v1"}`,
+	`aggregator_unavailable_apiservice{name="v1.absent.example.com"}`,
+	`serviceaccount_valid_tokens_total`,
+}
+
+// valueOf returns the value of a series in a scrape. It is empty if the scrape has no such series.
+func valueOf(text, series string) string {
+	_, rest, _ := strings.Cut(text, "\n"+series+" ")
+	value, _, _ := strings.Cut(rest, "\n")
+	return value
 }
 
 // compareMetrics compares the metrics of kube-apiserver and of Watershed.

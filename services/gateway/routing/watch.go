@@ -128,7 +128,7 @@ func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 		Served:          c.servedChecker(),
 		Initialized:     c.initialized,
 	}
-	if s := p.opts.SendInitialEvents; s != nil && *s {
+	if s := p.opts.SendInitialEvents; s != nil && *s && p.opts.AllowWatchBookmarks { // a bookmark ends them
 		r.InitialEventsEnd = c.recordWatchList(p.opts)
 	}
 	if c.detachable() {
