@@ -9,8 +9,8 @@ import (
 	"k8s.io/component-base/metrics"
 )
 
-// counters are upstream's metrics of a resource in the watch cache. A lookup by labels takes longer than a count, so they
-// are resolved once for many events.
+// counters are upstream's metrics of a resource in the watch cache. A lookup by labels takes longer than a count, so
+// they are resolved once for many events.
 type counters struct {
 	groupResource                              schema.GroupResource
 	received, dispatched, initialEvents, loads metrics.CounterMetric
@@ -88,8 +88,8 @@ func (r *Resource) ObserveReadWait(since time.Time) {
 	}
 }
 
-// RecordRevisions records the revision of every loaded resource. It drops the resolved counters, because DELETE /metrics
-// replaces upstream's.
+// RecordRevisions records the revision of every loaded resource. It drops the resolved counters, because DELETE
+// /metrics replaces upstream's.
 func (c *Cache) RecordRevisions() {
 	progress := c.Progress()
 	c.each(func(r *Resource) {

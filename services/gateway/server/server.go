@@ -349,8 +349,8 @@ func (c *Config) listen(ctx context.Context, addr string) (net.Listener, error) 
 	return lc.Listen(ctx, "tcp", addr)
 }
 
-// discardLogger discards net/http's messages about clients that disconnect. It counts failed TLS handshakes, as upstream
-// does (k8s.io/apiserver/pkg/server/secure_serving.go).
+// discardLogger discards net/http's messages about clients that disconnect. It counts failed TLS handshakes, as
+// upstream does (k8s.io/apiserver/pkg/server/secure_serving.go).
 func discardLogger() *log.Logger { return log.New(handshakeErrors{}, "", 0) }
 
 type handshakeErrors struct{}

@@ -12,8 +12,8 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// eventMetrics are upstream's metrics of the events of a query's resource. A lookup by labels takes longer than a count,
-// so they are resolved once for many events.
+// eventMetrics are upstream's metrics of the events of a query's resource. A lookup by labels takes longer than a
+// count, so they are resolved once for many events.
 type eventMetrics struct {
 	resolved time.Time
 	count    basemetrics.CounterMetric
