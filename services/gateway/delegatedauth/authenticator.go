@@ -7,16 +7,20 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	"k8s.io/apiserver/pkg/audit"
 	"k8s.io/apiserver/pkg/authentication/authenticator"
+	_ "k8s.io/apiserver/pkg/authentication/request/x509" // apiserver_client_certificate_expiration_seconds
 	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/component-base/metrics"
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
 	"watershed.dev/platform/warnings"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
@@ -87,6 +91,7 @@ func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.R
 	key, cacheable := requestKey(r)
 	if cacheable {
 		if k, ok := a.users.get(key); ok {
+			observeCertificate(req)
 			return a.completeRequest(req, k)
 		}
 	}
@@ -139,6 +144,25 @@ func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.R
 	}
 	return a.completeRequest(req, k)
 }
+
+// observeCertificate records the remaining lifetime of a request's client certificate. authn records it if it
+// authenticates the request.
+func observeCertificate(req *http.Request) {
+	if req.TLS != nil && len(req.TLS.PeerCertificates) > 0 {
+		certificateExpiration().Observe(time.Until(req.TLS.PeerCertificates[0].NotAfter).Seconds())
+	}
+}
+
+// certificateExpiration returns the histogram of k8s.io/apiserver/pkg/authentication/request/x509.
+var certificateExpiration = sync.OnceValue(func() *metrics.Histogram {
+	return telemetry.UpstreamMetric(metrics.NewHistogram(&metrics.HistogramOpts{
+		Namespace:      "apiserver",
+		Subsystem:      "client",
+		Name:           "certificate_expiration_seconds",
+		Help:           "Distribution of the remaining lifetime on the certificate used to authenticate a request.",
+		StabilityLevel: metrics.ALPHA,
+	}))
+})
 
 type challengeKey struct{}
 

@@ -2,8 +2,6 @@ package routing
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"math"
 	"math/rand/v2"
 	"net/http"
@@ -11,7 +9,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
 	"go.opentelemetry.io/otel/trace"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/apis/meta/internalversion"
@@ -24,11 +21,11 @@ import (
 	"k8s.io/apiserver/pkg/storage"
 	"k8s.io/apiserver/pkg/util/flowcontrol"
 	basemetrics "k8s.io/component-base/metrics"
-	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/klog/v2"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 
 	"watershed.dev/platform/identity"
+	"watershed.dev/platform/telemetry"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/delegatedauth"
@@ -58,18 +55,13 @@ func (c *requestContext) watch() {
 // (metrics.RecordLongRunning), and a watch may outlast its handler.
 var openWatches = sync.OnceValue(func() *basemetrics.GaugeVec {
 	metrics.Register()
-	var registered prometheus.AlreadyRegisteredError
-	err := legacyregistry.Register(basemetrics.NewGaugeVec(&basemetrics.GaugeOpts{
+	return telemetry.UpstreamMetric(basemetrics.NewGaugeVec(&basemetrics.GaugeOpts{
 		Subsystem: metrics.APIServerComponent,
 		Name:      "longrunning_requests",
 		Help: "Gauge of all active long-running apiserver requests broken out by verb, group, version, resource, scope " +
 			"and component. Not all requests are tracked this way.",
 		StabilityLevel: basemetrics.STABLE,
 	}, []string{"verb", "group", "version", "resource", "subresource", "scope", "component"}))
-	if !errors.As(err, &registered) {
-		panic(fmt.Sprintf("upstream's gauge of long-running requests has changed: %v", err))
-	}
-	return registered.ExistingCollector.(*basemetrics.GaugeVec)
 })
 
 // detachable reports whether a watch's handler may return before the watch ends. Upstream's filters log and trace a
