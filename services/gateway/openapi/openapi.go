@@ -15,6 +15,7 @@ import (
 	"github.com/NYTimes/gziphandler"
 	"github.com/munnerz/goautoneg"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apiserver/pkg/endpoints/metrics"
 
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/discovery"
@@ -29,7 +30,8 @@ type Handler struct {
 	// aggregated caches the v2 documents and the v3 indexes of aggregated servers. servers forwards requests to them.
 	aggregated *aggregation.DiscoveryManager
 	servers    *aggregation.Proxy
-	v2         http.Handler
+	// v2, index and v3 serve the documents of v2, the index of v3 and the documents of v3.
+	v2, index, v3 http.Handler
 
 	mu   sync.Mutex
 	view *discovery.View
@@ -56,7 +58,13 @@ func New(registry registryv1.DiscoveryClient, aggregated *aggregation.DiscoveryM
 	}
 	// kube-apiserver compresses v2 with the same library, and does not compress v3
 	h.v2 = gziphandler.GzipHandler(http.HandlerFunc(h.serveV2))
+	h.index, h.v3 = monitored("openapi/v3", h.serveIndex), monitored("openapi/v3/", h.serveV3)
 	return h
+}
+
+// monitored returns a handler that records requests under a fixed name, as kube-aggregator does for v3.
+func monitored(name string, serve http.HandlerFunc) http.Handler {
+	return metrics.InstrumentHandlerFunc(http.MethodGet, "", "", "", name, "", "", false, "", serve)
 }
 
 // ServeHTTP implements http.Handler. It responds as kube-openapi's handlers do at 1.36, and as the OpenAPI aggregators
@@ -66,9 +74,9 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	case path == "v2":
 		h.v2.ServeHTTP(w, req)
 	case path == "v3":
-		h.serveIndex(w, req)
+		h.index.ServeHTTP(w, req)
 	case strings.HasPrefix(path, "v3/"):
-		h.serveV3(w, req, path)
+		h.v3.ServeHTTP(w, req)
 	default:
 		responsewriters.NotFound(w, req)
 	}
@@ -99,7 +107,8 @@ func (h *Handler) serveIndex(w http.ResponseWriter, req *http.Request) {
 	}
 }
 
-func (h *Handler) serveV3(w http.ResponseWriter, req *http.Request, path string) {
+func (h *Handler) serveV3(w http.ResponseWriter, req *http.Request) {
+	path := strings.TrimPrefix(req.URL.Path, "/openapi/")
 	own, remote := h.find(path)
 	switch {
 	case remote != nil:
