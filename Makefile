@@ -19,7 +19,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images manifests e2e-cluster demo-swap scale robustness robustness-broken bench fuzz docs clean help
+.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images manifests e2e-cluster demo-swap scale robustness robustness-broken rules bench fuzz docs clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -66,6 +66,9 @@ $(PEERS)/kubeadm: test/go.mod
 # dex' releases are no versions of its module: the commit of v2.45.1.
 $(PEERS)/dex: test/peers/dex/go.mod
 	cd test/peers/dex && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ github.com/dexidp/dex/cmd/dex
+# No rule needs the service discovery of clouds.
+$(PEERS)/promtool: test/peers/promtool/go.mod
+	cd test/peers/promtool && GOWORK=off go build -tags remove_all_sd -ldflags "-s -w" -o ../../../$@ github.com/prometheus/prometheus/cmd/promtool
 $(PEERS)/sample-apiserver: test/go.mod
 	cd test && go build -o ../$@ k8s.io/sample-apiserver
 $(PEERS)/kwok: test/go.mod
@@ -138,6 +141,9 @@ test-cmd: build $(addprefix $(PEERS)/,kubectl kubectl-convert kube-apiserver kub
 
 differential: build peers ## the same 60,000 requests to kube-apiserver and to Watershed; every difference is named. ARGS="-seed N" for others
 	cd test && go run ./differential $(ARGS)
+
+rules: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd promtool) ## Prometheus' rules and alerts for kube-apiserver, such as kubernetes-mixin's, over scrapes of both; RULES=FILE
+	cd test && go test -count=1 -v -run '^TestRulesGiveTheSameAnswers$$' ./e2e -rules $(abspath $(RULES))
 
 cost: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd) ## the price of hostile requests at kube-apiserver and at Watershed; rewrites docs/benchmarks/cost.md's table. ARGS=-short: 20 shapes, `up` only
 	cd test && go run ./cost $(ARGS)

@@ -143,6 +143,8 @@ var metricsTraffic = []struct{ method, path, contentType, body string }{
 	{method: "GET", path: "/apis"},
 	{method: "GET", path: "/openapi/v2"},
 	{method: "GET", path: "/openapi/v3"},
+	{method: "GET", path: "/openapi/v3/api/v1"},
+	{method: "GET", path: "/readyz"},
 	{method: "GET", path: "/version"},
 	{method: "GET", path: "/no/such/page"},
 	{method: "GET", path: "/api/v1/componentstatuses"},
