@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	cachermetrics "k8s.io/apiserver/pkg/storage/cacher/metrics"
 
 	"watershed.dev/platform/watchcache/cache"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -69,7 +70,7 @@ func (l *Reader) auditResource(ctx context.Context, name string) {
 			"reset", s.ResetDiffering())
 	}
 	gr := schema.ParseGroupResource(name)
-	l.checks.WithLabelValues(gr.Group, gr.Resource, result).Inc()
+	cachermetrics.StorageConsistencyCheckTotal.WithLabelValues(gr.Group, gr.Resource, result).Inc()
 }
 
 // errOtherRevision means that the registry is of a release that reads the current revision only.

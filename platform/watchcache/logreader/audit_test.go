@@ -7,6 +7,7 @@ import (
 	"testing/synctest"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
+	cachermetrics "k8s.io/apiserver/pkg/storage/cacher/metrics"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -15,6 +16,7 @@ import (
 // Every five minutes, a reader compares its objects with etcd's keys at the same revision. It names the objects that
 // differ, and resets their resource.
 func TestObjectsAreComparedWithEtcd(t *testing.T) {
+	cachermetrics.Register()
 	synctest.Test(t, func(t *testing.T) {
 		row := func(name string, revision int64) *registryv1.Row {
 			return &registryv1.Row{Namespace: "ns", Name: name, Revision: revision, Json: []byte("{}")}
@@ -66,7 +68,8 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 			t.Errorf("got %v\nwant %s", &d, want)
 		}
 		for status, want := range map[string]float64{"success": 1, "error": 1, "failure": 1} {
-			if got := testutil.ToFloat64(l.checks.WithLabelValues("", "configmaps", status)); got != want {
+			checks := cachermetrics.StorageConsistencyCheckTotal.CounterVec.WithLabelValues("", "configmaps", status)
+			if got := testutil.ToFloat64(checks); got != want {
 				t.Errorf("%s: %v", status, got)
 			}
 		}

@@ -62,8 +62,8 @@ type Reader struct {
 	freshness freshness
 	backfills backfills
 	replays   prometheus.Counter
-	// checks counts the comparisons with etcd, and differences the resources that differed.
-	checks, differences *prometheus.CounterVec
+	// differences counts the resources that differed from etcd or from the publisher's sums.
+	differences *prometheus.CounterVec
 }
 
 // New returns a reader that reads the log into c. ready has a condition until the log is read to etcd's revision.
@@ -82,11 +82,6 @@ func New(c *cache.Cache, nc *nats.Conn, s Source, ready *lifecycle.Readiness, co
 			Name: "watershed_watchfanout_replays_total",
 			Help: "Backfills read from the event log for watches that resume from before the ring.",
 		}),
-		checks: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "apiserver_storage_consistency_checks_total",
-			Help: "Comparisons of the cached objects with etcd's keys and revisions, by result: success, failure (they " +
-				"differ) or error.",
-		}, []string{"group", "resource", "status"}),
 		differences: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "watershed_watchfanout_audit_differences_total",
 			Help: "Times that cached objects differed from the publisher's sums or from etcd. The log names the objects.",
@@ -99,7 +94,7 @@ const eventLogCondition = "the event log"
 
 // Metrics are this package's collectors.
 func (l *Reader) Metrics() []prometheus.Collector {
-	return []prometheus.Collector{l.replays, l.checks, l.differences}
+	return []prometheus.Collector{l.replays, l.differences}
 }
 
 // Run starts the tasks that read the log until ctx is done. tasks restarts a task that fails.
