@@ -48,11 +48,7 @@ func requestScale(dataDir string, args []string) error {
 	if len(to) == 0 {
 		return errors.New("no service to scale: want name=number, as in watershed split scale watchfanout=4")
 	}
-	dir, err := filepath.Abs(dataDir)
-	if err != nil {
-		return err
-	}
-	sockets, err := process.SocketDir(dir)
+	sockets, err := process.SocketDir(dataDir)
 	if err != nil {
 		return err
 	}

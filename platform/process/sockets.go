@@ -14,10 +14,14 @@ import (
 // maxSocketDir bounds the path of a directory for sockets, because a socket's path has at most 108 bytes.
 const maxSocketDir = 80
 
-// SocketDir returns the directory for dir's sockets. It is dir, unless the path is too long or has characters that an
-// address may not have (rpc.ParseAddress). Then it is a short directory of this user in $XDG_RUNTIME_DIR or the
-// system's directory for temporary files.
+// SocketDir returns the directory for dir's sockets, as an absolute path. It is dir, unless the path is too long or has
+// characters that an address may not have (rpc.ParseAddress). Then it is a short directory of this user in
+// $XDG_RUNTIME_DIR or the system's directory for temporary files.
 func SocketDir(dir string) (string, error) {
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return "", err
+	}
 	if socketsFit(dir) {
 		return dir, nil
 	}
@@ -31,7 +35,7 @@ func SocketDir(dir string) (string, error) {
 		const text = "--data-dir %q cannot hold sockets, and %q cannot either: choose a shorter path of plain letters"
 		return "", fmt.Errorf(text, dir, short)
 	}
-	err := os.MkdirAll(short, 0o700)
+	err = os.MkdirAll(short, 0o700)
 	for _, d := range []string{root, short} { // other users may create directories in root's parent
 		if err == nil {
 			err = RestrictDirectory(d)

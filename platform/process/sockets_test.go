@@ -63,6 +63,10 @@ func TestSocketDirOfALongPath(t *testing.T) {
 	if got, err := SocketDir("/srv/w"); got != "/srv/w" || err != nil {
 		t.Errorf("a short path is replaced by %q, %v", got, err)
 	}
+	t.Chdir(runtime)
+	if got, err := SocketDir("w"); got != filepath.Join(runtime, "w") || err != nil {
+		t.Errorf("the sockets of a relative path lie in %q, %v", got, err)
+	}
 	long := "/srv/" + strings.Repeat("w", 100)
 	got, err := SocketDir(long)
 	if other, _ := SocketDir(long + "x"); filepath.Dir(got) != runtime || got == other || err != nil {

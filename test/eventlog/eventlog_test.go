@@ -133,6 +133,7 @@ func TestARecreatedLogIsAReset(t *testing.T) {
 	r.is(t, "!10 11 12 !29 30 ")
 }
 
+// TestACorruptMessageIsAReset checks that a corrupt message is as good as lost: the next message follows a gap.
 func TestACorruptMessageIsAReset(t *testing.T) {
 	c := start(t)
 	c.write(reset(10), added(11, "pods"))
@@ -154,7 +155,8 @@ func TestACorruptMessageIsAReset(t *testing.T) {
 		jetstream.WithExpectLastMsgID(c.last())); err != nil {
 		t.Fatal(err)
 	}
-	r.is(t, "!10 11 !12 13 !15 ")
+	c.write(added(16, "pods"))
+	r.is(t, "!10 11 !12 13 !15 16 ")
 }
 
 // TestLargeEventsComeBack checks that messages of objects up to the maximum size arrive unchanged. A message that

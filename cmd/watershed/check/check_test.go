@@ -237,7 +237,7 @@ func TestPrint(t *testing.T) {
 	var out strings.Builder
 	Print(&out, []Finding{{"etcd", Error, "a", "B.", "docs/operators/check.md#etcd"}, {Check: "disks", Problem: "c"}})
 	want := "error   etcd         a. B. [docs/operators/check.md#etcd]\nok      disks        c\n\n" +
-		"1 errors, 0 warnings, 0 skipped\n"
+		"errors: 1, warnings: 0, skipped: 0\n"
 	if out.String() != want {
 		t.Errorf("%q", out.String())
 	}

@@ -80,5 +80,5 @@ func Print(w io.Writer, all []Finding) {
 		}
 		fmt.Fprintln(w, line)
 	}
-	fmt.Fprintf(w, "\n%d errors, %d warnings, %d skipped\n", count[Error], count[Warning], count[Skipped])
+	fmt.Fprintf(w, "\nerrors: %d, warnings: %d, skipped: %d\n", count[Error], count[Warning], count[Skipped])
 }

@@ -129,10 +129,7 @@ func (s *Save) ofDataDir() error {
 		s.CAFile = pki("inner-ca.crt")
 		return nil
 	}
-	socket, err := filepath.Abs(filepath.Join(sockets, "etcd.sock"))
-	if err != nil {
-		return err
-	}
+	socket := filepath.Join(sockets, "etcd.sock")
 	if _, err := os.Stat(socket); err != nil {
 		return fmt.Errorf("--data-dir %q: no etcd runs in this directory; set the directory of `up` or `split`, or "+
 			"--etcd-servers", s.DataDir)
