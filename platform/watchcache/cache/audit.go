@@ -9,16 +9,22 @@ import (
 )
 
 const (
-	// maxDifferences bounds the snapshots of Differences that wait for their reader.
+	// maxDifferences bounds the differences that wait for their reader.
 	maxDifferences = 4
 	// auditResetPeriod is how often a difference may reset the same resource. A reset makes its clients list again, so
 	// a difference that returns must not reset the resource each time.
 	auditResetPeriod = time.Hour
 )
 
-// Differences receives the objects of each resource that differs from the publisher's sums, as they were before the
-// reset. If its reader is behind, it drops objects.
-func (c *Cache) Differences() <-chan *Snapshot { return c.differences }
+// Difference is the objects of a resource that differ from the publisher's sums, as they were before the reset. Reset
+// is false if the resource was not reset, because another difference has reset it within auditResetPeriod.
+type Difference struct {
+	*Snapshot
+	Reset bool
+}
+
+// Differences receives each difference. If its reader is behind, further differences are dropped.
+func (c *Cache) Differences() <-chan Difference { return c.differences }
 
 // compare compares the sums of the loaded resources with the publisher's at the same position, and resets a resource
 // that differs.
@@ -31,9 +37,9 @@ func (c *Cache) compare(sums *logv1.Sums) {
 			continue
 		}
 		if s := r.compare(sums.Term, change); s != nil {
-			s.ResetDiffering()
+			d := Difference{s, s.ResetDiffering()}
 			select {
-			case c.differences <- s:
+			case c.differences <- d:
 			default:
 			}
 		}

@@ -50,7 +50,7 @@ func TestAMissedChangeIsFound(t *testing.T) {
 			t.Fatalf("the sums differ, and there were %d resets", c.Resets())
 		}
 		s := <-c.Differences()
-		if got := fmt.Sprint(names(s)); got != "[a c]" || s.Revision != 15 || s.Resource() != "pods" {
+		if got := fmt.Sprint(names(s.Snapshot)); got != "[a c]" || s.Revision != 15 || s.Resource() != "pods" || !s.Reset {
 			t.Errorf("the difference has %s of %s at %d", got, s.Resource(), s.Revision)
 		}
 		read(15, "a", "c")
@@ -59,7 +59,9 @@ func TestAMissedChangeIsFound(t *testing.T) {
 		if _, loaded := c.Resource("pods").Loaded(); !loaded || len(c.Differences()) != 1 {
 			t.Errorf("another difference resets the resource, or is not reported")
 		}
-		<-c.Differences()
+		if s := <-c.Differences(); s.Reset {
+			t.Error("the difference states that the resource was reset")
+		}
 		time.Sleep(auditResetPeriod)
 		c.Apply(sums(17, base, nil))
 		if _, loaded := c.Resource("pods").Loaded(); loaded {

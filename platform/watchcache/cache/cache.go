@@ -49,7 +49,7 @@ type Cache struct {
 
 	replica core.Replica // only the applying goroutine uses it
 
-	differences chan *Snapshot
+	differences chan Difference
 }
 
 // New returns an empty cache.
@@ -59,7 +59,7 @@ func New(ringBytes int, idleTimeout time.Duration) *Cache {
 		RingBytes:   ringBytes,
 		IdleTimeout: idleTimeout,
 		resources:   map[string]*Resource{},
-		differences: make(chan *Snapshot, maxDifferences),
+		differences: make(chan Difference, maxDifferences),
 	}
 	c.epoch.Store(new(string))
 	return c

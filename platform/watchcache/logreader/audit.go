@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/wait"
 	cachermetrics "k8s.io/apiserver/pkg/storage/cacher/metrics"
 
 	"watershed.dev/platform/watchcache/cache"
@@ -20,6 +21,8 @@ const (
 	// auditPeriod is how often a reader compares the keys and revisions of its objects with etcd's, as kube-apiserver
 	// does (consistencyCheckPeriod in k8s.io/apiserver/pkg/storage/cacher).
 	auditPeriod = 5 * time.Minute
+	// auditJitter is the largest addition to auditPeriod, as a share, so that replicas do not read etcd together.
+	auditJitter = 0.5
 	// auditTimeout bounds the comparison of a resource.
 	auditTimeout = time.Minute
 	// maxNamed bounds the objects that a log line names.
@@ -27,9 +30,9 @@ const (
 )
 
 // audit compares the loaded objects with etcd until ctx is done: all of them every auditPeriod, and a resource that
-// differs from the publisher's sums at once. The latter was reset already, and the comparison only names the objects.
+// differs from the publisher's sums at once. The cache has reset the latter, and the comparison only names the objects.
 func (l *Reader) audit(ctx context.Context) error {
-	tick := time.NewTicker(auditPeriod)
+	tick := time.NewTicker(wait.Jitter(auditPeriod, auditJitter))
 	defer tick.Stop()
 	for {
 		select {
@@ -37,10 +40,11 @@ func (l *Reader) audit(ctx context.Context) error {
 			return ctx.Err()
 		case s := <-l.cache.Differences():
 			l.differences.WithLabelValues(s.Resource()).Inc()
-			d, err := l.auditSnapshot(ctx, s)
-			slog.Error("Objects differ from the publisher's sums; their resource was reset", "resource", s.Resource(),
-				"revision", s.Revision, "difference", d.String(), "error", err)
+			d, err := l.auditSnapshot(ctx, s.Snapshot)
+			slog.Error("Objects differ from the publisher's sums", "resource", s.Resource(), "revision", s.Revision,
+				"difference", d.String(), "reset", s.Reset, "error", err)
 		case <-tick.C:
+			tick.Reset(wait.Jitter(auditPeriod, auditJitter))
 			for _, name := range l.cache.Loaded() {
 				l.auditResource(ctx, name)
 			}
