@@ -57,7 +57,7 @@ func (f *statusFlags) run() error {
 		if f.every > 0 && f.output == "text" {
 			fmt.Print("\033[H\033[2J", time.Now().Format(time.TimeOnly), "\n")
 		}
-		fmt.Print(out.String())
+		fmt.Print(inspect.Printable(out.String()))
 		if f.every <= 0 {
 			return err
 		}
@@ -196,7 +196,7 @@ func showTier(t io.Writer, all []*process.Report) {
 			}
 		}
 		for _, s := range st.Slowest {
-			slow = append(slow, fmt.Sprintf("%s\t%s\t%d\t%d\t%s", s.Resource, p.Name(), s.Waiting, s.Revision, s.Query))
+			slow = append(slow, fmt.Sprintf("%s\t%s\t%d\t%d", s.Resource, p.Name(), s.Waiting, s.Revision))
 		}
 	}
 	var names []string
@@ -214,7 +214,7 @@ func showTier(t io.Writer, all []*process.Report) {
 		fmt.Fprintf(t, "%s\t%d\t%d\t%d\t%s\t%d\n", n, h.replicas, h.objects, h.events, megabytes(h.bytes), h.watches)
 	}
 	if len(slow) > 0 {
-		fmt.Fprintln(t, "\nSLOWEST STREAMS\tREPLICA\tWAITING\tREVISION\tQUERY")
+		fmt.Fprintln(t, "\nSLOWEST STREAMS\tREPLICA\tWAITING\tREVISION")
 		for _, s := range slow {
 			fmt.Fprintln(t, s)
 		}

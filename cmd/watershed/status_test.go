@@ -50,16 +50,16 @@ func TestStatusShowsEveryProcess(t *testing.T) {
 					{Name: "pods", Loaded: true, Objects: objects, Bytes: 2e6, Watches: 2},
 					{Name: "nobody"},
 				},
-				Slowest: []watch.Slow{{Resource: "pods", Query: "namespace=x", Revision: 5, Waiting: 7}},
+				Slowest: []watch.Slow{{Resource: "pods", Revision: 5, Waiting: 7}},
 			})})
 	}
 	store := at(&process.Report{Host: "a", PID: 3, Services: []string{"registry"}, Version: "v1",
 		NotReady: map[string]string{"registry": "etcd"},
 		States: state(t, "registry", &registry.State{
-			Etcds: []*etcdstatus.Status{{Alarms: []string{"NOSPACE"},
+			Etcds: []etcdstatus.Status{{Alarms: []string{"NOSPACE"},
 				Members: []etcdstatus.Member{
 					{Endpoint: "https://e:2379", Version: "3.6.1", Leader: true, Bytes: 5e6}}}},
-			Logs: []*registry.LogState{
+			Logs: []registry.LogState{
 				{Publishing: true, Revision: 12, Leader: "n-0", Current: 1, Wanted: 3, Messages: 9}},
 		})})
 	gone := filepath.Join(t.TempDir(), "gone.sock")
@@ -76,7 +76,7 @@ func TestStatusShowsEveryProcess(t *testing.T) {
 	for _, want := range []string{
 		"no response " + gone, "a/1 watchfanout v1 - true 60m 3.0 MB 7.5 ≤ 2 ms", "a/3 registry v1 - false",
 		"https://e:2379 3.6.1 true 5.0 MB", "NOSPACE", "main a/3 true 12 n-0 1/3 9",
-		"a/1 true 10 ? 0.0 ms", "a/2 true 11 ? 0.0 ms", "pods 2 4 0 4.0 MB 4", "7 5 namespace=x",
+		"a/1 true 10 ? 0.0 ms", "a/2 true 11 ? 0.0 ms", "pods 2 4 0 4.0 MB 4", "pods a/2 7 5",
 	} {
 		if !strings.Contains(shown, want) {
 			t.Errorf("%q is not in\n%s", want, shown)

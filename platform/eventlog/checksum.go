@@ -16,7 +16,7 @@ import (
 const checksumHeader = "Watershed-Checksum"
 
 // errChecksum means that a message is not as the publisher wrote it.
-var errChecksum = errors.New("the checksum of the message is wrong")
+var errChecksum = errors.New("the checksum of the message is wrong, or it has no ID")
 
 // checksum returns the checksum of a message. A zero byte ends each header.
 func checksum(m *logv1.StoredMessage) string {
@@ -43,7 +43,7 @@ func storedMessage(header nats.Header, sequence uint64, data []byte) *logv1.Stor
 
 // eventsOf returns the events of a message. There is at least a single event, unless it returns an error.
 func eventsOf(m *logv1.StoredMessage) ([]*logv1.Event, error) {
-	if m.Checksum != "" && m.Checksum != checksum(m) {
+	if m.Id == "" || m.Checksum != "" && m.Checksum != checksum(m) {
 		return nil, errChecksum
 	}
 	return decode(m.Encoding, m.Data)

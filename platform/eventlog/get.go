@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -78,12 +77,8 @@ func (l LogID) get(ctx context.Context, js jetstream.JetStream,
 	default:
 		return nil, response.Error
 	}
-	var header nats.Header
-	if len(response.Message.Header) > 0 {
-		if header, err = nats.DecodeHeadersMsg(response.Message.Header); err != nil {
-			return nil, fmt.Errorf("message %d of the log: %w", response.Message.Sequence, err)
-		}
-	}
+	// headers that cannot be decoded are none: the message is then corrupt (eventsOf)
+	header, _ := nats.DecodeHeadersMsg(response.Message.Header)
 	return &jetstream.RawStreamMsg{
 		Subject:  response.Message.Subject,
 		Sequence: response.Message.Sequence,

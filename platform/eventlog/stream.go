@@ -113,7 +113,8 @@ func (l LogID) getNext(ctx context.Context, js jetstream.JetStream, subject stri
 	return l.get(ctx, js, map[string]any{"seq": sequence, "next_by_subj": subject})
 }
 
-// Last returns the id of the log's last message. ok is false for an empty log; sequence is the stream's last sequence.
+// Last returns the id of the log's last message. sequence is the stream's last sequence. ok is false for an empty log,
+// and for a log whose last message is corrupt: no message can follow it, and the log begins again.
 func (l LogID) Last(ctx context.Context, js jetstream.JetStream) (id core.ID, sequence uint64, ok bool, err error) {
 	stream, err := l.stream(ctx, js)
 	if err != nil {
@@ -127,6 +128,13 @@ func (l LogID) Last(ctx context.Context, js jetstream.JetStream) (id core.ID, se
 	if err != nil {
 		return core.ID{}, 0, false, err
 	}
-	id, err = core.ParseID(m.Header.Get(jetstream.MsgIDHeader))
-	return id, state.LastSeq, err == nil, err
+	_, err = Events(m.Header, m.Data)
+	if err == nil {
+		id, err = core.ParseID(m.Header.Get(jetstream.MsgIDHeader))
+	}
+	if err != nil {
+		slog.Error("The last message of the event log is corrupt", "sequence", state.LastSeq, "error", err)
+		return core.ID{}, state.LastSeq, false, nil
+	}
+	return id, state.LastSeq, true, nil
 }

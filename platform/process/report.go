@@ -6,14 +6,13 @@ import (
 	"crypto/rand"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/http"
-	"net/url"
 	"os"
 	"path/filepath"
 	"regexp"
 	"runtime/metrics"
 	"slices"
-	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -23,6 +22,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/pki"
+	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/version"
 	processv1 "watershed.dev/proto/watershed/process/v1"
@@ -124,6 +124,7 @@ func (p *Process) Report(ctx context.Context) *Report {
 			continue
 		}
 		wg.Go(func() {
+			defer recovery.ToError("reporting the state of "+s.Name, new(error))
 			state, err := json.Marshal(built.State(ctx))
 			mu.Lock()
 			defer mu.Unlock()
@@ -141,23 +142,26 @@ func (p *Process) Report(ctx context.Context) *Report {
 	return r
 }
 
-// changedFlags returns the flags that are set. Values of URLs lose their passwords.
+// changedFlags returns the flags that are set, without credentials.
 func changedFlags(fs *pflag.FlagSet) map[string]string {
 	all := map[string]string{}
 	if fs == nil {
 		return all
 	}
 	fs.Visit(func(f *pflag.Flag) {
-		parts := strings.Split(f.Value.String(), ",")
-		for i, v := range parts {
-			if u, err := url.Parse(v); err == nil && u.User != nil {
-				parts[i] = u.Redacted()
-			}
+		all[f.Name] = Redact(f.Value.String())
+		if len(f.Annotations["classified"]) > 0 { // as in /flagz
+			all[f.Name] = "CLASSIFIED"
 		}
-		all[f.Name] = strings.Join(parts, ",")
 	})
 	return all
 }
+
+// credentials matches the user information of the URLs in a list.
+var credentials = regexp.MustCompile(`[^\s,\[\]/#]+@`)
+
+// Redact returns a text, such as a list of URLs or an error, without the user information of its URLs.
+func Redact(text string) string { return credentials.ReplaceAllString(text, "xxxxx@") }
 
 // certificateFlag matches the names of flags whose values are files with certificates, without the inner network's.
 var certificateFlag = regexp.MustCompile(
@@ -257,7 +261,10 @@ func (p *Process) reports(ctx context.Context, service string) []*Report {
 			case err != nil:
 				r = &Report{Services: services, Error: err.Error()}
 			}
-			r.Address = address
+			r.Address, r.Services = address, services // the certificate proves no others
+			maps.DeleteFunc(r.States, func(service string, _ json.RawMessage) bool {
+				return !slices.Contains(services, service)
+			})
 			mu.Lock()
 			defer mu.Unlock()
 			all = append(all, r)

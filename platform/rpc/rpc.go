@@ -391,7 +391,7 @@ func DialReplica(id TLS, service, address string) (*grpc.ClientConn, error) {
 		grpc.WithResolvers(r),
 		grpc.WithTransportCredentials(socketCredentials{credentials.NewTLS(conf)}),
 		grpc.WithUserAgent("watershed/"+version.Release()),
-		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(wireCodec)),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(wireCodec), grpc.MaxCallRecvMsgSize(16<<20)),
 	)
 }
 

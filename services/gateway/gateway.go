@@ -20,6 +20,7 @@ import (
 	_ "k8s.io/component-base/metrics/prometheus/restclient" // rest_client_*
 	_ "k8s.io/component-base/metrics/prometheus/version"    // kubernetes_build_info
 
+	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/lifecycle"
@@ -71,11 +72,13 @@ const (
 
 // Service is a running gateway.
 type Service struct {
-	config         *Config
-	deps           Deps
-	server         *server.Server
-	authz          *delegatedauth.Authorizer
-	discovery      *discovery.Watcher
+	config    *Config
+	deps      Deps
+	server    *server.Server
+	authz     *delegatedauth.Authorizer
+	discovery *discovery.Watcher
+	// sharedReports shares concurrent readings of all processes' reports.
+	sharedReports  coalesce.Group[[]*process.Report]
 	admissionRules *routing.AdmissionRules
 	views          *views
 	// handler serves clients, and loopback the other services of the process.

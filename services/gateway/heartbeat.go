@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"watershed.dev/platform/discovery"
@@ -35,8 +36,10 @@ type heartbeat struct {
 	address string
 	// accepting is closed when the gateway is ready for the first time, and draining when it shuts down.
 	accepting, draining <-chan struct{}
-	// process, if set, returns the report of the gateway's process.
+	// process, if set, returns the report of the gateway's process. It may take long, so no call waits for it: a call
+	// has the newest report, or none.
 	process func(context.Context) []byte
+	newest  atomic.Pointer[[]byte]
 	// live is the number of live gateways; 0 until registry has counted this gateway.
 	live watchable.Value[int]
 	// establishing has the revisions of the CRDs that the gateway serves and that are not established, by name.
@@ -48,8 +51,28 @@ func newHeartbeat(registry registryv1.DiscoveryClient, address string, accepting
 	return &heartbeat{registry: registry, name: rand.Text(), address: address, accepting: accepting, draining: draining}
 }
 
+// describe keeps the newest report until ctx is done.
+func (h *heartbeat) describe(ctx context.Context) {
+	tick := time.NewTicker(heartbeatPeriod)
+	defer tick.Stop()
+	for {
+		reportCtx, cancel := context.WithTimeout(ctx, heartbeatPeriod)
+		report := h.process(reportCtx)
+		cancel()
+		h.newest.Store(&report)
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+	}
+}
+
 // run calls registry until ctx is done, and then leaves.
 func (h *heartbeat) run(ctx context.Context) {
+	if h.process != nil {
+		go h.describe(ctx)
+	}
 	defer func() {
 		leaveCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), heartbeatTimeout)
 		defer cancel()
@@ -64,8 +87,8 @@ func (h *heartbeat) run(ctx context.Context) {
 		callCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), heartbeatTimeout)
 		r := &registryv1.GatewaysRequest{Name: h.name, AdvertiseAddress: h.address, Accepting: accepts,
 			Establishing: establishing, Report: report}
-		if h.process != nil && !report {
-			r.Process = h.process(callCtx)
+		if newest := h.newest.Load(); newest != nil && !report {
+			r.Process = *newest
 		}
 		resp, err := h.registry.Gateways(callCtx, r)
 		cancel()

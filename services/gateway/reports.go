@@ -8,12 +8,15 @@ import (
 	"time"
 
 	"watershed.dev/platform/process"
+	"watershed.dev/platform/recovery"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
 const (
-	// maxReportState bounds a service's state in a heartbeat in bytes. etcd stores heartbeats.
+	// maxReportState bounds the state of a service in a heartbeat in bytes, and maxReport the report: etcd stores both.
+	// Registry stores no larger report.
 	maxReportState = 4 << 10
+	maxReport      = 64 << 10
 	// maxReportAge is the age from which a report of another gateway is ignored: its next heartbeat is overdue. The
 	// gateway has ended, or its key is of a restored snapshot.
 	maxReportAge = heartbeatPeriod + 5*time.Second
@@ -28,8 +31,10 @@ func (g *Service) report(ctx context.Context) *process.Report {
 	return r
 }
 
-// encodeReport returns the report for a heartbeat, without large states.
-func (g *Service) encodeReport(ctx context.Context) []byte {
+// encodeReport returns the report for a heartbeat, without large states, and without certificates and flags if it is
+// too large with them.
+func (g *Service) encodeReport(ctx context.Context) (data []byte) {
+	defer recovery.ToError("reporting the process", new(error))
 	r := g.report(ctx)
 	for service, state := range r.States {
 		if len(state) > maxReportState {
@@ -37,6 +42,10 @@ func (g *Service) encodeReport(ctx context.Context) []byte {
 		}
 	}
 	data, err := json.Marshal(r)
+	if len(data) > maxReport {
+		r.Certificates, r.Flags = nil, nil
+		data, err = json.Marshal(r)
+	}
 	if err != nil {
 		slog.Warn("The heartbeat has no report", "error", err)
 	}
@@ -51,7 +60,14 @@ func (g *Service) withReports(metrics http.Handler) http.Handler {
 			metrics.ServeHTTP(w, req)
 			return
 		}
-		process.WriteReports(w, g.reports(req.Context())...)
+		all, err := g.sharedReports.Get(req.Context(), "", func(ctx context.Context) ([]*process.Report, error) {
+			return g.reports(ctx), nil
+		})
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusServiceUnavailable)
+			return
+		}
+		process.WriteReports(w, all...)
 	})
 }
 
@@ -61,6 +77,7 @@ func (g *Service) reports(ctx context.Context) []*process.Report {
 	read := make(chan struct{})
 	go func() {
 		defer close(read)
+		defer recovery.ToError("reading the reports of gateways", new(error))
 		others = g.otherGateways(ctx)
 	}()
 	all := append([]*process.Report{g.report(ctx)}, g.deps.Reports(ctx)...)

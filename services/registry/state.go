@@ -3,18 +3,21 @@ package registry
 import (
 	"context"
 	"errors"
+	"sync"
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
 
+	"watershed.dev/platform/process"
+	"watershed.dev/platform/recovery"
 	"watershed.dev/services/registry/etcdstatus"
 )
 
 // State is registry's part of its process's report.
 type State struct {
 	// Etcds are the states of the etcds, the main etcd's first, and Logs the states of their event logs.
-	Etcds []*etcdstatus.Status `json:"etcds"`
-	Logs  []*LogState          `json:"logs"`
+	Etcds []etcdstatus.Status `json:"etcds"`
+	Logs  []LogState          `json:"logs"`
 }
 
 // LogState is the state of an event log.
@@ -45,21 +48,30 @@ type LogState struct {
 
 // state returns the state of the etcds and of the event logs.
 func (s *Service) state(ctx context.Context) *State {
-	state := &State{}
-	for i, etcd := range s.resources.Storage.Etcds() {
-		state.Etcds = append(state.Etcds, etcdstatus.Read(ctx, etcd.Client.Client, etcd.OwnKey("nothing")))
-		state.Logs = append(state.Logs, s.logs[i].state(ctx))
+	etcds := s.resources.Storage.Etcds()
+	state := &State{Etcds: make([]etcdstatus.Status, len(etcds)), Logs: make([]LogState, len(etcds))}
+	var wg sync.WaitGroup
+	for i, etcd := range etcds {
+		wg.Go(func() {
+			defer recovery.ToError("reading the state of etcd", new(error))
+			state.Etcds[i] = *etcdstatus.Read(ctx, etcd.Client.Client, etcd.OwnKey("nothing"))
+		})
+		wg.Go(func() {
+			defer recovery.ToError("reading the state of the event log", new(error))
+			state.Logs[i] = s.logs[i].state(ctx)
+		})
 	}
+	wg.Wait()
 	return state
 }
 
-func (l *etcdLog) state(ctx context.Context) *LogState {
+func (l *etcdLog) state(ctx context.Context) LogState {
 	ctx, cancel := context.WithTimeout(ctx, etcdstatus.Timeout)
 	defer cancel()
-	st := &LogState{Log: string(l.etcd.Log), Publishing: l.publisher.Elected(), Revision: l.watchCache.Progress()}
+	st := LogState{Log: string(l.etcd.Log), Publishing: l.publisher.Elected(), Revision: l.watchCache.Progress()}
 	info, err := l.info(ctx)
 	if err != nil {
-		st.Error = err.Error()
+		st.Error = process.Redact(err.Error())
 		return st
 	}
 	st.Replicas, st.Current, st.Wanted = 1, 1, max(l.options.Replicas, 1)

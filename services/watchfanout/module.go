@@ -42,7 +42,7 @@ func options() process.Options {
 				Run:        s.Run,
 				Drain:      s.Drain,
 				Status:     s,
-				State:      func(ctx context.Context) any { return s.Status(ctx) },
+				State:      s.state,
 			}, nil
 		},
 	}

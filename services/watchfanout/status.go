@@ -34,6 +34,15 @@ type Status struct {
 	Slowest         []watch.Slow   `json:"slowest"`
 }
 
+// state is the status in the process's report, without the queries of watches: its readers may not read the objects.
+func (s *Service) state(ctx context.Context) any {
+	st := s.Status(ctx)
+	for i := range st.Slowest {
+		st.Slowest[i].Query = ""
+	}
+	return st
+}
+
 // maxSlowest bounds the watches that a status lists.
 const maxSlowest = 10
 

@@ -104,9 +104,9 @@ var knownOfAudit = []*difference{
 	},
 }
 
-// repairs are the repair controllers that create Events of Services (pkg/registry/core/service/ipallocator and
-// portallocator).
-var repairs = []string{"ipallocator-repair-controller", "portallocator-repair-controller"}
+// repairEvent matches an Event of the repair controllers that create Events of Services
+// (pkg/registry/core/service/ipallocator and portallocator). In a list of metadata it only has its name.
+var repairEvent = is(`"(ip|port)allocator-repair-controller"|"name":"svc\.[0-9a-f]{16}"`)
 
 // race is the absence of a difference that needs a race between the test and a controller.
 const race = "It needs a race between the test and a controller of kube-apiserver."
@@ -178,9 +178,7 @@ var known = []*difference{
 		request: is(`^GET \S+/events(\?\S*)? \(`),
 		detail:  is(`^` + audited + `(\.(items|rows)(\[\d+\]|: \d+ of )|\.metadata\.remainingItemCount: )`),
 		when: func(_ *request, a, b answer) bool {
-			return slices.ContainsFunc(repairs, func(name string) bool {
-				return strings.Contains(string(a.body), name) != strings.Contains(string(b.body), name)
-			})
+			return repairEvent.Match(a.body) != repairEvent.Match(b.body)
 		},
 		reason: "The repair controllers of cluster IPs and node ports are the same in both servers. They may see a " +
 			"Service before its allocation, and then create an Event.",

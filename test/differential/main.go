@@ -146,7 +146,7 @@ func withoutRepairs(t testing.TB, s *harness.Server) {
 		t.Fatal(err)
 	}
 	for _, e := range all.Items {
-		if slices.Contains(repairs, e.ReportingController) {
+		if repairEvent.MatchString(`"` + e.ReportingController + `"`) {
 			if err := s.Client().CoreV1().Events(e.Namespace).Delete(t.Context(), e.Name,
 				metav1.DeleteOptions{}); err != nil {
 				t.Fatal(err)

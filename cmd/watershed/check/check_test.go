@@ -28,10 +28,10 @@ func healthy(t *testing.T) *Input {
 	}}
 	states := map[string]any{
 		"registry": &registry.State{
-			Etcds: []*etcdstatus.Status{{Servers: []string{"https://e:2379"}, Revision: 100, Voting: 1,
+			Etcds: []etcdstatus.Status{{Servers: []string{"https://e:2379"}, Revision: 100, Voting: 1,
 				Members: []etcdstatus.Member{{Endpoint: "https://e:2379", Version: "3.6.16", Leader: true,
 					HasLeader: true, Bytes: 1e6, QuotaBytes: 2e9}}}},
-			Logs: []*registry.LogState{{Publishing: true, Revision: 100, Replicas: 1, Current: 1, Wanted: 1}},
+			Logs: []registry.LogState{{Publishing: true, Revision: 100, Replicas: 1, Current: 1, Wanted: 1}},
 		},
 		"watchfanout": &watchfanout.Status{Ready: true, Revision: 100},
 		"admission":   &admission.State{},
@@ -80,7 +80,7 @@ func TestEveryFaultIsFound(t *testing.T) {
 		set(t, in.Reports[registries], st)
 	}
 	member := func(in *Input, change func(*etcdstatus.Status, *etcdstatus.Member)) {
-		state(in, func(st *registry.State) { change(st.Etcds[0], &st.Etcds[0].Members[0]) })
+		state(in, func(st *registry.State) { change(&st.Etcds[0], &st.Etcds[0].Members[0]) })
 	}
 	for name, c := range map[string]struct {
 		check string
@@ -167,7 +167,7 @@ func TestEveryFaultIsFound(t *testing.T) {
 		}},
 		"small event log": {"event-log", Warning, "watches resume over 60 s", func(in *Input) {
 			state(in, func(st *registry.State) {
-				l := st.Logs[0]
+				l := &st.Logs[0]
 				l.Bytes, l.MaxBytes, l.OldestSeconds, l.RetentionSeconds = 95, 100, 60, 600
 			})
 		}},

@@ -10,6 +10,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"watershed.dev/cmd/watershed/inspect"
 	"watershed.dev/platform/lifecycle"
 )
 
@@ -78,7 +79,7 @@ func Print(w io.Writer, all []Finding) {
 		if x.Level > Skipped {
 			line += " [" + x.Docs + "]"
 		}
-		fmt.Fprintln(w, line)
+		fmt.Fprintln(w, inspect.Printable(line))
 	}
 	fmt.Fprintf(w, "\nerrors: %d, warnings: %d, skipped: %d\n", count[Error], count[Warning], count[Skipped])
 }

@@ -30,7 +30,7 @@ func etcd(in *Input) (found []Finding) {
 	}
 	for _, name := range slices.Sorted(maps.Keys(states)) {
 		for _, st := range states[name].Etcds {
-			found = append(found, etcdFaults(name, st)...)
+			found = append(found, etcdFaults(name, &st)...)
 		}
 	}
 	if len(states) == 0 && in.Etcd == nil {

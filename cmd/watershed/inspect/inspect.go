@@ -16,6 +16,7 @@ import (
 	"strings"
 	"sync"
 	"time"
+	"unicode"
 
 	"github.com/spf13/pflag"
 	"k8s.io/client-go/rest"
@@ -223,6 +224,17 @@ func reachable(socket string) bool {
 		c.Close()
 	}
 	return err == nil
+}
+
+// Printable returns a text without control characters except line feeds and tabs. Clients choose some of the text of
+// reports, and a terminal would execute their control sequences.
+func Printable(text string) string {
+	return strings.Map(func(r rune) rune {
+		if unicode.IsControl(r) && r != '\n' && r != '\t' {
+			return unicode.ReplacementChar
+		}
+		return r
+	}, text)
 }
 
 // DebugClient returns a client of a debug address: a host and port or a socket. It ignores the host of a URL.

@@ -46,11 +46,16 @@ func (c *Cache) compare(sums *logv1.Sums) {
 	}
 }
 
-// compare returns the objects if their sum differs from the publisher's, and nil otherwise.
+// compare returns the objects if their sum differs from the publisher's, and nil otherwise. It returns a difference
+// again when the resource may be reset.
 func (r *Resource) compare(term, change uint64) *Snapshot {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.tree == nil || !r.auditor.Differs(term, change) {
+	if r.tree == nil {
+		return nil
+	}
+	differs := r.auditor.Differs(term, change)
+	if !differs && (!r.differs || time.Since(r.auditResetAt) < auditResetPeriod) {
 		return nil
 	}
 	s := r.currentSnapshot("")
@@ -58,19 +63,34 @@ func (r *Resource) compare(term, change uint64) *Snapshot {
 	return s
 }
 
-// ResetDiffering resets the snapshot's resource, because the snapshot differs from etcd. It returns false if a
-// difference has reset the resource within auditResetPeriod, or the objects have been reset since.
+// ResetDiffering resets the snapshot's resource, because the snapshot differs from etcd. Its watches expire, because
+// their clients may have wrong objects. ResetDiffering returns false if a difference has reset the resource within
+// auditResetPeriod, or the objects have been reset since.
 func (s *Snapshot) ResetDiffering() bool {
 	r := s.resource
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if s.resets != r.horizon.Resets || time.Since(r.auditResetAt) < auditResetPeriod {
+	if s.resets != r.horizon.Resets {
 		return false
 	}
-	r.auditResetAt = time.Now()
-	r.reset(core.Effect{Low: max(r.cache.Progress(), r.applied)})
+	if time.Since(r.auditResetAt) < auditResetPeriod {
+		r.differs = true
+		return false
+	}
+	r.auditResetAt, r.differedUpTo = time.Now(), max(r.cache.Progress(), r.applied)
+	r.differences++
+	r.reset(core.Effect{Low: r.differedUpTo})
 	r.cache.resets.Add(1)
 	return true
+}
+
+// Differed returns whether a difference has reset the resource since the subscription began, or at a revision after
+// the position of the subscriber.
+func (s *Subscription) Differed(revision int64) bool {
+	r := s.resource
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.differences != s.differences || revision < r.differedUpTo
 }
 
 // Loaded returns the names of the resources that are loaded.

@@ -40,8 +40,12 @@ type Resource struct {
 	unreadable map[string]unreadable
 	// auditor has the sum of the objects, with the unreadable objects.
 	auditor core.Auditor
-	// auditResetAt is when a difference last reset the resource.
+	// auditResetAt is when a difference last reset the resource, differedUpTo the revision then, and differences the
+	// number of such resets. differs is true if a difference has not reset it yet (auditResetPeriod).
 	auditResetAt time.Time
+	differedUpTo int64
+	differences  int
+	differs      bool
 	// applied is the revision of the newest event, and appliedBytes the size of the events of that revision. Only the
 	// applying goroutine changes them.
 	applied      int64
@@ -212,7 +216,8 @@ func (r *Resource) updateTree(e *Event) {
 // drop unloads the objects; the next reader loads them again.
 func (r *Resource) drop() {
 	r.churn.Add(int64(r.bytes))
-	r.tree, r.indexes, r.snapshot, r.bytes, r.unreadable, r.auditor = nil, nil, nil, 0, nil, core.Auditor{}
+	r.tree, r.indexes, r.snapshot, r.bytes, r.unreadable = nil, nil, nil, 0, nil
+	r.auditor, r.differs = core.Auditor{}, false
 }
 
 // CRDChangedAt returns the revision of the last change of the resource's CRD that this replica has received.

@@ -71,6 +71,8 @@ type Subscription struct {
 	resource *Resource
 	trigger  Trigger
 	ring     *ring
+	// differences is the resource's number of differences when the subscription began.
+	differences int
 }
 
 // Subscribe subscribes to a trigger's events; the zero trigger selects every event. The caller must call Close.
@@ -79,7 +81,7 @@ func (r *Resource) Subscribe(t Trigger) *Subscription {
 	r.subscribers++
 	if t == (Trigger{}) {
 		defer r.mu.Unlock()
-		return &Subscription{resource: r, ring: &r.events}
+		return &Subscription{resource: r, ring: &r.events, differences: r.differences}
 	}
 	if trigger := r.triggers[t]; trigger != nil {
 		defer r.mu.Unlock()
@@ -119,7 +121,7 @@ func (r *Resource) Subscribe(t Trigger) *Subscription {
 
 func (r *Resource) join(t Trigger, trigger *triggerRing) *Subscription {
 	trigger.subscribers++
-	return &Subscription{resource: r, trigger: t, ring: &trigger.ring}
+	return &Subscription{resource: r, trigger: t, ring: &trigger.ring, differences: r.differences}
 }
 
 // Close ends the subscription.

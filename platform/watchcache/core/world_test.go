@@ -388,7 +388,10 @@ func (w *world) recreate() {
 
 // end returns the end of the log as a term reads it.
 func (s *stream) end() LogEnd {
-	end := LogEnd{Empty: len(s.stored) == 0, Sequence: s.last()}
+	end := LogEnd{Empty: len(s.stored) == 0 || s.stored[len(s.stored)-1].corrupt, Sequence: s.last()}
+	if end.Empty {
+		return end
+	}
 	more := true
 	for i := len(s.stored) - 1; i >= 0; i-- {
 		m := s.stored[i]

@@ -46,21 +46,25 @@ func (l *Reader) audit(ctx context.Context) error {
 		case <-tick.C:
 			tick.Reset(wait.Jitter(auditPeriod, auditJitter))
 			for _, name := range l.cache.Loaded() {
-				l.auditResource(ctx, name)
+				if !l.auditResource(ctx, name) {
+					break
+				}
 			}
 		}
 	}
 }
 
-// auditResource compares a resource with etcd, and resets it if it differs.
-func (l *Reader) auditResource(ctx context.Context, name string) {
+// auditResource compares a resource with etcd, and resets it if it differs. It returns false if other resources cannot
+// be compared now.
+func (l *Reader) auditResource(ctx context.Context, name string) bool {
 	s, ok := l.cache.Resource(name).Loaded()
 	if !ok {
-		return
+		return true
 	}
 	d, err := l.auditSnapshot(ctx, s)
-	if status.Code(err) == codes.Unimplemented { // the feature gate is off, or the registry is older
-		return
+	code := status.Code(err)
+	if code == codes.Unimplemented { // the feature gate is off, or the registry is older
+		return false
 	}
 	result := "success"
 	switch {
@@ -75,6 +79,7 @@ func (l *Reader) auditResource(ctx context.Context, name string) {
 	}
 	gr := schema.ParseGroupResource(name)
 	cachermetrics.StorageConsistencyCheckTotal.WithLabelValues(gr.Group, gr.Resource, result).Inc()
+	return code != codes.Unavailable && code != codes.DeadlineExceeded
 }
 
 // errOtherRevision means that the registry is of a release that reads the current revision only.

@@ -32,6 +32,9 @@ func (w *watcher) resume(ctx context.Context, after events.Position) (cache.Curs
 		if h := w.cache.Epoch(); h != "" && w.position.Epoch != "" && h != w.position.Epoch {
 			return 0, expired(w.position.Revision, low)
 		}
+		if w.events.Differed(w.position.Revision) { // the client may have wrong objects
+			return 0, expired(w.position.Revision, low)
+		}
 		if ok {
 			return cur, nil
 		}

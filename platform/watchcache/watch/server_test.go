@@ -284,6 +284,36 @@ func TestResume(t *testing.T) {
 	}
 }
 
+// If the objects of a replica differ from etcd's, its watches expire, also a watch at the newest revision: their
+// clients may have wrong objects. A client that has listed since watches on.
+func TestWatchesOfDifferingObjectsExpire(t *testing.T) {
+	w, s := newServer(t)
+	first := start(t, s, &watchfanoutv1.WatchRequest{Query: fixture.Query(), ResourceVersion: "0"})
+	if got := first.receive(3); got != "ADDED a, ADDED b, ADDED c" {
+		t.Error(got)
+	}
+	w.Apply(logv1.Type_TYPE_ADDED, 11, "d", "node-0", "")
+	if got := first.receive(1); got != "ADDED d" {
+		t.Error(got)
+	}
+	objects, loaded := w.Cache.Resource("pods").Loaded()
+	if !loaded || !objects.ResetDiffering() {
+		t.Fatal("the resource is not reset")
+	}
+	if got := first.receive(1); got != "ERROR 410" {
+		t.Error(got)
+	}
+	resumed := start(t, s, &watchfanoutv1.WatchRequest{Query: fixture.Query(), ResourceVersion: "10"})
+	if got := resumed.receive(1); got != "ERROR 410" {
+		t.Error(got)
+	}
+	listed := start(t, s, &watchfanoutv1.WatchRequest{Query: fixture.Query(), ResourceVersion: "11"})
+	w.Apply(logv1.Type_TYPE_ADDED, 12, "e", "node-0", "")
+	if got := listed.receive(1); got != "ADDED e" {
+		t.Error(got)
+	}
+}
+
 // A draining replica ends its watches with UNAVAILABLE, so that they resume on another replica.
 func TestADrainingReplicaEndsItsWatches(t *testing.T) {
 	_, s := newServer(t)

@@ -29,17 +29,30 @@ func (s *Server) Len() int {
 
 // Slowest returns at most n watches, those with the most unread events first.
 func (s *Server) Slowest(n int) []Slow {
-	var all []Slow
+	type behind struct {
+		*watcher
+		waiting int64
+	}
+	var all []behind
 	s.mu.Lock()
 	for w := range s.watchers {
 		if waiting := w.events.Behind(cache.Cursor(w.cursor.Load())); waiting > 0 {
-			all = append(all, Slow{w.query.Entry.StorageResource, w.query.Describe(), w.sentRevision.Load(), waiting})
+			all = append(all, behind{w, waiting})
 		}
 	}
 	s.mu.Unlock()
-	slices.SortFunc(all, func(a, b Slow) int { return cmp.Compare(b.Waiting, a.Waiting) })
-	return all[:min(len(all), n)]
+	slices.SortFunc(all, func(a, b behind) int { return cmp.Compare(b.waiting, a.waiting) })
+	var slowest []Slow
+	for _, w := range all[:min(len(all), n)] {
+		query := w.query.Describe() // a selector may be large
+		query = query[:min(len(query), maxDescribed)]
+		slowest = append(slowest, Slow{w.query.Entry.StorageResource, query, w.sentRevision.Load(), w.waiting})
+	}
+	return slowest
 }
+
+// maxDescribed bounds the description of a query in bytes.
+const maxDescribed = 256
 
 // Rate returns the recent rate of events written to streams, per second.
 func (s *Server) Rate() float64 { return s.rate.perSecond() }

@@ -60,13 +60,16 @@ func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest)
 		}
 		return &registryv1.GatewaysResponse{}, nil
 	}
+	if len(r.Process) > maxProcessReport {
+		r.Process = nil // the gateway counts without its report
+	}
 	processKey := store.OwnKey(ProcessesPrefix) + r.Name
 	process, err := proto.Marshal(&registryv1.GatewayReport{
 		Report:            r.Process,
 		ReceivedUnixNanos: time.Now().UnixNano(),
 	})
-	if err != nil || len(r.Process) > maxProcessReport {
-		return nil, status.Error(codes.InvalidArgument, "the report of the process has more than 64 KiB")
+	if err != nil {
+		return nil, status.Error(codes.InvalidArgument, err.Error())
 	}
 	address, value := "", ""
 	if d.Endpoints != nil {

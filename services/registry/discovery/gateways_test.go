@@ -90,8 +90,9 @@ func TestGatewayReports(t *testing.T) {
 	if got := reports(); len(got) != 1 || string(got[0].Report) != "{}" || got[0].ReceivedUnixNanos < before {
 		t.Errorf("%v", got)
 	}
-	if call(&registryv1.GatewaysRequest{Name: "a", Process: make([]byte, 65<<10)}) == nil {
-		t.Error("a report of 65 KiB is accepted")
+	large := &registryv1.GatewaysRequest{Name: "a", Process: make([]byte, 65<<10)}
+	if err := call(large); err != nil || len(reports()) != 1 || len(reports()[0].Report) != 0 {
+		t.Errorf("with a report of 65 KiB: %v", err)
 	}
 	if err := call(&registryv1.GatewaysRequest{Name: "a", Leaving: true}); err != nil || len(reports()) != 0 {
 		t.Errorf("the report stays: %v", err)

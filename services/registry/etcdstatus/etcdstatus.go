@@ -10,6 +10,8 @@ import (
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"watershed.dev/platform/process"
 )
 
 // Status is the state of an etcd.
@@ -52,7 +54,7 @@ const Timeout = 2 * time.Second
 func Read(ctx context.Context, client *clientv3.Client, key string) *Status {
 	ctx, cancel := context.WithTimeout(ctx, Timeout)
 	defer cancel()
-	s := &Status{Servers: client.Endpoints(), Members: make([]Member, len(client.Endpoints()))}
+	s := &Status{Members: make([]Member, len(client.Endpoints()))}
 	names := map[uint64]string{}
 	ids := make([]uint64, len(s.Members))
 	alarms := make([][]string, len(s.Members))
@@ -79,10 +81,11 @@ func Read(ctx context.Context, client *clientv3.Client, key string) *Status {
 			}
 		}
 	})
-	for i, endpoint := range s.Servers {
+	for i, endpoint := range client.Endpoints() {
+		s.Servers = append(s.Servers, process.Redact(endpoint))
 		wg.Go(func() {
 			m := &s.Members[i]
-			m.Endpoint = endpoint
+			m.Endpoint = process.Redact(endpoint)
 			resp, err := client.Status(ctx, endpoint)
 			if err != nil {
 				m.Error = err.Error()

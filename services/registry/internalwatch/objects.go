@@ -70,7 +70,7 @@ func (o *objects) Select(ctx context.Context, q *query.Query, start events.Start
 		prefix += name // and longer names, which the selector excludes
 	}
 	var items []*cache.Item
-	err = source.ReadPages(ctx, o.etcd, prefix, revision, func(kvs []*mvccpb.KeyValue) error {
+	err = source.ReadPages(ctx, o.etcd, prefix, revision, false, func(kvs []*mvccpb.KeyValue) error {
 		for _, row := range source.EncodeRows(ctx, stored, kvs) {
 			if row.Unreadable != "" {
 				if q.SkipUnreadable {

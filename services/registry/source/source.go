@@ -38,6 +38,8 @@ const (
 	// make pageBytes at the last page's average size, at most maxPage. Objects have between 100 bytes and 3 MB.
 	firstPage = 20
 	maxPage   = 2000
+	// keysPage is the page size of a read of keys. etcd reads the values too, and their sizes are unknown here.
+	keysPage  = 64
 	pageBytes = 8 << 20
 	// rowsBytes is about how many bytes of rows a message holds. A larger row has a message to itself.
 	rowsBytes = 4 << 20
@@ -183,7 +185,7 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 	if r.KeysOnly {
 		return sendKeys(ctx, st, out)
 	}
-	err = ReadPages(ctx, etcd, st.Prefix, revision, func(kvs []*mvccpb.KeyValue) error {
+	err = ReadPages(ctx, etcd, st.Prefix, revision, false, func(kvs []*mvccpb.KeyValue) error {
 		for len(kvs) > 0 {
 			n := batchSize(kvs, rowsBytes, func(kv *mvccpb.KeyValue) int { return len(kv.Value) })
 			for _, row := range EncodeRows(ctx, st, kvs[:n]) {
@@ -203,29 +205,34 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 
 // sendKeys sends rows without objects.
 func sendKeys(ctx context.Context, st *storage.Resource, out *snapshotChunks) error {
-	err := ReadPages(ctx, st.Etcd, st.Prefix, out.revision, func(kvs []*mvccpb.KeyValue) error {
+	err := ReadPages(ctx, st.Etcd, st.Prefix, out.revision, true, func(kvs []*mvccpb.KeyValue) error {
 		for _, kv := range kvs {
 			row := &registryv1.Row{Revision: kv.ModRevision}
 			row.Namespace, row.Name = st.SplitKey(string(kv.Key))
 			out.rows = append(out.rows, row)
 		}
 		return out.flush()
-	}, clientv3.WithKeysOnly())
+	})
 	if err != nil {
 		return err
 	}
 	return out.flush()
 }
 
-// ReadPages reads all keys with a prefix at one revision, in pages of about pageBytes.
+// ReadPages reads all keys with a prefix at one revision, in pages of about pageBytes. If keysOnly, it reads no values.
 func ReadPages(
 	ctx context.Context,
 	etcd *storage.Etcd,
 	prefix string,
 	revision int64,
+	keysOnly bool,
 	each func([]*mvccpb.KeyValue) error,
-	opts ...clientv3.OpOption,
 ) error {
+	var opts []clientv3.OpOption
+	most := int64(maxPage)
+	if keysOnly {
+		opts, most = append(opts, clientv3.WithKeysOnly()), keysPage
+	}
 	key, end := prefix, clientv3.GetPrefixRangeEnd(prefix)
 	limit := int64(firstPage)
 	for {
@@ -249,7 +256,7 @@ func ReadPages(
 			return nil
 		}
 		key = string(resp.Kvs[len(resp.Kvs)-1].Key) + "\x00"
-		limit = min(maxPage, max(1, pageBytes*int64(len(resp.Kvs))/max(1, bytes)), 4*limit)
+		limit = min(most, max(1, pageBytes*int64(len(resp.Kvs))/max(1, bytes)), 4*limit)
 	}
 }
 
