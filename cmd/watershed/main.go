@@ -161,7 +161,7 @@ func declare(cmd *cobra.Command, c command) {
 			return err
 		}
 		err := run()
-		if cmd.HasParent() { // kube-apiserver's errors do not change
+		if cmd.Name() != kubeAPIServerName { // its errors are kube-apiserver's
 			err = nameFile(flags, err)
 		}
 		return err

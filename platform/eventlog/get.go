@@ -22,8 +22,8 @@ const (
 )
 
 // attempt calls a request to JetStream until it has a response, at most maxAttempts times. A request has no response
-// if the leader of the stream, or of the cluster, is lost. A later request finds the next leader. The request must be
-// idempotent.
+// if the leader of the stream, or of the cluster, is lost. A later request finds the next leader. The last attempt has
+// 1.8 s, so a request that always needs longer fails. Only timeouts are repeated. The request must be idempotent.
 func attempt[T any](ctx context.Context, request func(context.Context) (T, error)) (response T, err error) {
 	timeout := firstAttempt
 	for range maxAttempts {

@@ -132,7 +132,7 @@ func (c *Cache) Apply(e *logv1.Event) {
 		c.notifyAdvanced()
 	}
 	if !c.eventsOnly {
-		c.compare(c.replica.Comparable(e))
+		c.compare(c.replica.SumsAt(e))
 	}
 }
 

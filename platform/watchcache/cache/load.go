@@ -90,7 +90,7 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 		return // the ring has dropped events after the snapshot, so the waiting readers load again
 	}
 	r.drop()
-	r.tree, r.unreadable, r.bytes, r.auditor.Sum = o.tree, o.unreadable, o.bytes, o.sum
+	r.tree, r.unreadable, r.bytes, r.checker.Sum = o.tree, o.unreadable, o.bytes, o.sum
 	r.metrics().loads.Inc()
 	for _, e := range r.events.From(r.events.Base()) {
 		if e.Revision > revision {

@@ -38,14 +38,14 @@ type Resource struct {
 	bytes    int
 	// unreadable has the objects that cannot be read, by key. They are not in the trees.
 	unreadable map[string]unreadable
-	// auditor has the sum of the objects, with the unreadable objects.
-	auditor core.Auditor
-	// auditResetAt is when a difference last reset the resource, differedUpTo the revision then, and differences the
-	// number of such resets. differs is true if a difference has not reset it yet (auditResetPeriod).
-	auditResetAt time.Time
-	differedUpTo int64
-	differences  int
-	differs      bool
+	// checker has the sum of the objects, with the unreadable objects.
+	checker core.SumChecker
+	// differenceResetAt is when a difference last reset the resource, differedUpTo the revision then, and differences
+	// the number of such resets. differs is true if a difference has not reset it yet (differenceResetPeriod).
+	differenceResetAt time.Time
+	differedUpTo      int64
+	differences       int
+	differs           bool
 	// applied is the revision of the newest event, and appliedBytes the size of the events of that revision. Only the
 	// applying goroutine changes them.
 	applied      int64
@@ -193,13 +193,13 @@ func (r *Resource) updateTree(e *Event) {
 	}
 	if u, found := r.unreadable[e.Item.Key]; found {
 		delete(r.unreadable, e.Item.Key)
-		r.auditor.Sum -= core.ObjectHash(e.Item.Key, u.revision)
+		r.checker.Sum -= core.ObjectHash(e.Item.Key, u.revision)
 	}
 	if e.Type != logv1.Type_TYPE_DELETED {
-		r.auditor.Sum += core.ObjectHash(e.Item.Key, e.Item.Revision)
+		r.checker.Sum += core.ObjectHash(e.Item.Key, e.Item.Revision)
 	}
 	if had {
-		r.auditor.Sum -= core.ObjectHash(old.Key, old.Revision)
+		r.checker.Sum -= core.ObjectHash(old.Key, old.Revision)
 		r.bytes -= old.Size()
 		r.churn.Add(int64(old.Size()))
 	}
@@ -217,7 +217,7 @@ func (r *Resource) updateTree(e *Event) {
 func (r *Resource) drop() {
 	r.churn.Add(int64(r.bytes))
 	r.tree, r.indexes, r.snapshot, r.bytes, r.unreadable = nil, nil, nil, 0, nil
-	r.auditor, r.differs = core.Auditor{}, false
+	r.checker, r.differs = core.SumChecker{}, false
 }
 
 // CRDChangedAt returns the revision of the last change of the resource's CRD that this replica has received.

@@ -17,9 +17,9 @@ type replica struct {
 	rings  [resourceCount]ring
 	// crdChangedAt is the revision of the last change of each resource's CRD.
 	crdChangedAt [resourceCount]int64
-	// objects has the revisions of each loaded resource's objects, by name. auditors has their sums.
+	// objects has the revisions of each loaded resource's objects, by name. checkers has their sums.
 	objects  [resourceCount]map[string]int64
-	auditors [resourceCount]Auditor
+	checkers [resourceCount]SumChecker
 	// limit is how many events a ring holds.
 	limit int
 	// starts counts the starts of the process.
@@ -134,7 +134,7 @@ func (r *replica) apply(w *world, e *logv1.Event, note string) {
 			if x.Events == nil {
 				ring.Events.Reset()
 				ring.Horizon.Reset(x.Low)
-				r.objects[i], r.auditors[i] = nil, Auditor{}
+				r.objects[i], r.checkers[i] = nil, SumChecker{}
 				if x.CRDChanged {
 					r.crdChangedAt[i] = x.CRDChangedAt
 				}
@@ -160,8 +160,8 @@ func (r *replica) apply(w *world, e *logv1.Event, note string) {
 	if w.trace != nil {
 		w.tracef("%s:   has applied revision %d", r.name, r.core.Progress)
 	}
-	for name, change := range r.core.Comparable(e).GetChanges() {
-		if i := resourceOf(name); r.objects[i] != nil && r.auditors[i].Differs(e.Sums.Term, change) {
+	for name, change := range r.core.SumsAt(e).GetChanges() {
+		if i := resourceOf(name); r.objects[i] != nil && r.checkers[i].Differs(e.Sums.Term, change) {
 			w.violated("%s: the objects of %s differ from the publisher's sums", r.name, shortName(name))
 		}
 	}
@@ -173,7 +173,7 @@ func (r *replica) load(w *world, resource int) {
 	if at == 0 || at > w.etcd.revision() || r.core.partial.Revision > at { // the ring would hold the partial events
 		return
 	}
-	r.objects[resource], r.auditors[resource] = map[string]int64{}, Auditor{}
+	r.objects[resource], r.checkers[resource] = map[string]int64{}, SumChecker{}
 	for name, revision := range w.etcd.objects(resource, at) {
 		r.update(resource, name, revision, false)
 	}
@@ -181,7 +181,7 @@ func (r *replica) load(w *world, resource int) {
 
 // update updates an object of a loaded resource.
 func (r *replica) update(resource int, name string, revision int64, deleted bool) {
-	objects, sum := r.objects[resource], &r.auditors[resource].Sum
+	objects, sum := r.objects[resource], &r.checkers[resource].Sum
 	if objects == nil {
 		return
 	}

@@ -148,7 +148,7 @@ func (s *schedule) publish(p *publisher) {
 		case n < 15:
 			e, _ := s.etcd.record()
 			p.term.Check(e, s.etcd.revision())
-			p.term.Audit()
+			p.term.PublishSums()
 			p.watching(s.world)
 		case n < 16:
 			p.term.ForceProgress()

@@ -65,33 +65,33 @@ func (s *sums) take() *logv1.Sums {
 	return m
 }
 
-// Audit publishes the changed sums, so that readers compare them with their own.
-func (t *Term) Audit() {
+// PublishSums publishes the changed sums, so that readers compare them with their own.
+func (t *Term) PublishSums() {
 	if t.Request.Op == WatchEtcd && len(t.sums.unsent) > 0 {
 		t.appendControl(&logv1.Event{Revision: t.chain.Last.Revision})
 	}
 }
 
-// Comparable returns the sums of an event that the replica has applied. It returns nil if the replica is not at the
+// SumsAt returns the sums of an event that the replica has applied. It returns nil if the replica is not at the
 // event's position: the log lost its end, and the replica had applied more.
-func (c *Replica) Comparable(e *logv1.Event) *logv1.Sums {
+func (c *Replica) SumsAt(e *logv1.Event) *logv1.Sums {
 	if e.Revision != c.Progress || c.partial.Revision > e.Revision || len(c.pending) > 0 {
 		return nil
 	}
 	return e.Sums
 }
 
-// Auditor compares the sum of a resource's objects with a publisher's. The zero value has compared nothing.
-type Auditor struct {
+// SumChecker compares the sum of a resource's objects with a publisher's. The zero value has compared nothing.
+type SumChecker struct {
 	// Sum is the sum of the objects. Its owner keeps it.
 	Sum uint64
-	// base is the sum at the begin of the publisher's term.
+	// base is the sum when the publisher's term began.
 	term, base uint64
 }
 
 // Differs returns true if the objects have changed otherwise than the publisher states, since the last comparison of
 // the same term.
-func (a *Auditor) Differs(term, change uint64) bool {
+func (a *SumChecker) Differs(term, change uint64) bool {
 	before := *a
 	a.term, a.base = term, a.Sum-change
 	return before.term == a.term && before.base != a.base

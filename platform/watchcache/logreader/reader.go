@@ -83,7 +83,7 @@ func New(c *cache.Cache, nc *nats.Conn, s Source, ready *lifecycle.Readiness, co
 			Help: "Backfills read from the event log for watches that resume from before the ring.",
 		}),
 		differences: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "watershed_watchfanout_audit_differences_total",
+			Name: "watershed_watchfanout_inconsistencies_total",
 			Help: "Times that cached objects differed from the publisher's sums or from etcd. The log names the objects.",
 		}, []string{"resource"}),
 	}
@@ -101,7 +101,7 @@ func (l *Reader) Metrics() []prometheus.Collector {
 func (l *Reader) Run(ctx context.Context, tasks *lifecycle.Supervisor) {
 	tasks.Go(ctx, "verify", l.verify)
 	if l.source.ObjectKeys != nil {
-		tasks.Go(ctx, "audit", l.audit)
+		tasks.Go(ctx, "consistency check", l.checkConsistency)
 	}
 	tasks.Go(ctx, "log", func(ctx context.Context) error {
 		l.cache.Restart()

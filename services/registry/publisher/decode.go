@@ -139,7 +139,7 @@ func (p *Publisher) decodeEvent(ctx context.Context, e *clientv3.Event) (c core.
 	if c.Event, obj, c.Err = p.newLogEvent(ctx, e, st); c.Err != nil && !errors.Is(c.Err, core.ErrPrevCompacted) {
 		etcdmetrics.RecordDecodeError(st.GroupResource)
 	}
-	if c.Event != nil {
+	if c.Event != nil { // readers know a readable object by its own namespace and name
 		c.Object = cache.Key(c.Event.Namespace, c.Event.Name)
 	}
 	if c.Err == nil && encrypted && p.DataKeys != nil {

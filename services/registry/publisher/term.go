@@ -252,7 +252,7 @@ func (t *term) checkToken(ctx context.Context) error {
 	etcd, err := t.readEpoch(ctx)
 	if err == nil {
 		t.Check(etcd.Epoch, etcd.Revision)
-		t.Audit()
+		t.PublishSums()
 	}
 	return err
 }

@@ -92,7 +92,7 @@ func TestSnapshot(t *testing.T) {
 	}
 }
 
-// A snapshot of keys has the revision that the caller asks for. The feature gate DetectCacheInconsistency turns it off.
+// A snapshot of keys has the revision that the caller asks for. It needs the feature gate DetectCacheInconsistency.
 func TestASnapshotOfKeys(t *testing.T) {
 	fx := fixture.New(t)
 	create(t, fx, fixture.ConfigMaps, `{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"a"}}`)

@@ -255,7 +255,7 @@ func (s *Resource) Key(namespace, name string) string {
 	return s.Prefix + namespace + "/" + name
 }
 
-// SplitKey returns the namespace and name in an etcd key. Row uses it if the object cannot be decoded.
+// SplitKey returns the namespace and name in an etcd key, for rows without a decoded object.
 func (s *Resource) SplitKey(key string) (namespace, name string) {
 	rest := strings.TrimPrefix(key, s.Prefix)
 	if i := strings.LastIndexByte(rest, '/'); i >= 0 {

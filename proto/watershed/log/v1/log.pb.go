@@ -120,7 +120,7 @@ type Event struct {
 	NextFencingToken string `protobuf:"bytes,15,opt,name=next_fencing_token,json=nextFencingToken" json:"next_fencing_token,omitempty"`
 	// Replaces object and previous if etcd stores the object encrypted.
 	Encrypted *Encrypted `protobuf:"bytes,16,opt,name=encrypted" json:"encrypted,omitempty"`
-	// What a reader that holds objects must hold at this position, in progress messages.
+	// The sums at this position. Only progress messages have them.
 	Sums          *Sums `protobuf:"bytes,17,opt,name=sums" json:"sums,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -2088,7 +2088,7 @@ type SnapshotRequest struct {
 	StorageResource string                 `protobuf:"bytes,1,opt,name=storage_resource,json=storageResource" json:"storage_resource,omitempty"`
 	// The event log that the caller reads the resource's events from. FAILED_PRECONDITION: it is another log.
 	Log string `protobuf:"bytes,2,opt,name=log" json:"log,omitempty"`
-	// The revision to read. 0: the current revision.
+	// The revision to read. 0: the current revision. The call fails if etcd has compacted it, or has not reached it.
 	Revision int64 `protobuf:"varint,3,opt,name=revision" json:"revision,omitempty"`
 	// The rows have only the namespaces, names and revisions of the objects. UNIMPLEMENTED: the feature gate
 	// DetectCacheInconsistency is off.

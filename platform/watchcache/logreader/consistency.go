@@ -18,21 +18,23 @@ import (
 )
 
 const (
-	// auditPeriod is how often a reader compares the keys and revisions of its objects with etcd's, as kube-apiserver
-	// does (consistencyCheckPeriod in k8s.io/apiserver/pkg/storage/cacher).
-	auditPeriod = 5 * time.Minute
-	// auditJitter is the largest addition to auditPeriod, as a share, so that replicas do not read etcd together.
-	auditJitter = 0.5
-	// auditTimeout bounds the comparison of a resource.
-	auditTimeout = time.Minute
+	// consistencyCheckPeriod is how often a reader compares the keys and revisions of its objects with etcd's, as
+	// kube-apiserver does (ConsistencyCheckPeriod in k8s.io/apiserver/pkg/storage/cacher).
+	consistencyCheckPeriod = 5 * time.Minute
+	// consistencyCheckJitter is the largest addition to consistencyCheckPeriod, as a share, so that replicas do not
+	// read etcd together.
+	consistencyCheckJitter = 0.5
+	// consistencyCheckTimeout bounds the comparison of a resource.
+	consistencyCheckTimeout = time.Minute
 	// maxNamed bounds the objects that a log line names.
 	maxNamed = 5
 )
 
-// audit compares the loaded objects with etcd until ctx is done: all of them every auditPeriod, and a resource that
-// differs from the publisher's sums at once. The cache has reset the latter, and the comparison only names the objects.
-func (l *Reader) audit(ctx context.Context) error {
-	tick := time.NewTicker(wait.Jitter(auditPeriod, auditJitter))
+// checkConsistency compares the loaded objects with etcd until ctx is done: all of them every consistencyCheckPeriod,
+// and a resource that differs from the publisher's sums at once. The cache has reset the latter, and the comparison
+// only names the objects.
+func (l *Reader) checkConsistency(ctx context.Context) error {
+	tick := time.NewTicker(wait.Jitter(consistencyCheckPeriod, consistencyCheckJitter))
 	defer tick.Stop()
 	for {
 		select {
@@ -40,13 +42,13 @@ func (l *Reader) audit(ctx context.Context) error {
 			return ctx.Err()
 		case s := <-l.cache.Differences():
 			l.differences.WithLabelValues(s.Resource()).Inc()
-			d, err := l.auditSnapshot(ctx, s.Snapshot)
+			d, err := l.compareWithEtcd(ctx, s.Snapshot)
 			slog.Error("Objects differ from the publisher's sums", "resource", s.Resource(), "revision", s.Revision,
 				"difference", d.String(), "reset", s.Reset, "error", err)
 		case <-tick.C:
-			tick.Reset(wait.Jitter(auditPeriod, auditJitter))
+			tick.Reset(wait.Jitter(consistencyCheckPeriod, consistencyCheckJitter))
 			for _, name := range l.cache.Loaded() {
-				if !l.auditResource(ctx, name) {
+				if !l.checkResource(ctx, name) {
 					break
 				}
 			}
@@ -54,14 +56,14 @@ func (l *Reader) audit(ctx context.Context) error {
 	}
 }
 
-// auditResource compares a resource with etcd, and resets it if it differs. It returns false if other resources cannot
+// checkResource compares a resource with etcd, and resets it if it differs. It returns false if other resources cannot
 // be compared now.
-func (l *Reader) auditResource(ctx context.Context, name string) bool {
+func (l *Reader) checkResource(ctx context.Context, name string) bool {
 	s, ok := l.cache.Resource(name).Loaded()
 	if !ok {
 		return true
 	}
-	d, err := l.auditSnapshot(ctx, s)
+	d, err := l.compareWithEtcd(ctx, s)
 	code := status.Code(err)
 	if code == codes.Unimplemented { // the feature gate is off, or the registry is older
 		return false
@@ -85,9 +87,9 @@ func (l *Reader) auditResource(ctx context.Context, name string) bool {
 // errOtherRevision means that the registry is of a release that reads the current revision only.
 var errOtherRevision = status.Error(codes.Unimplemented, "the registry has read another revision")
 
-// auditSnapshot compares the keys and revisions of a snapshot with etcd's at the same revision.
-func (l *Reader) auditSnapshot(ctx context.Context, s *cache.Snapshot) (d difference, err error) {
-	ctx, cancel := context.WithTimeout(ctx, auditTimeout)
+// compareWithEtcd compares the keys and revisions of a snapshot with etcd's at the same revision.
+func (l *Reader) compareWithEtcd(ctx context.Context, s *cache.Snapshot) (d difference, err error) {
+	ctx, cancel := context.WithTimeout(ctx, consistencyCheckTimeout)
 	defer cancel()
 	next, stop := iter.Pull2(s.Revisions())
 	defer stop()

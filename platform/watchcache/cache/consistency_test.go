@@ -50,7 +50,8 @@ func TestAMissedChangeIsFound(t *testing.T) {
 			t.Fatalf("the sums differ, and there were %d resets", c.Resets())
 		}
 		s := <-c.Differences()
-		if got := fmt.Sprint(names(s.Snapshot)); got != "[a c]" || s.Revision != 15 || s.Resource() != "pods" || !s.Reset {
+		got := fmt.Sprint(names(s.Snapshot))
+		if got != "[a c]" || s.Revision != 15 || s.Resource() != "pods" || !s.Reset {
 			t.Errorf("the difference has %s of %s at %d", got, s.Resource(), s.Revision)
 		}
 		read(15, "a", "c")
@@ -62,7 +63,7 @@ func TestAMissedChangeIsFound(t *testing.T) {
 		if s := <-c.Differences(); s.Reset {
 			t.Error("the difference states that the resource was reset")
 		}
-		time.Sleep(auditResetPeriod)
+		time.Sleep(differenceResetPeriod)
 		c.Apply(sums(17, base, nil))
 		if _, loaded := c.Resource("pods").Loaded(); loaded {
 			t.Error("after an hour, a difference does not reset the resource")
@@ -70,7 +71,8 @@ func TestAMissedChangeIsFound(t *testing.T) {
 	})
 }
 
-// Unreadable objects are part of the sum. A reset, a load and another term of the publisher begin a new comparison.
+// Unreadable objects are part of the sum. Another term of the publisher begins a new comparison, and sums of an earlier
+// position are ignored.
 func TestASumIsOfEveryObject(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
@@ -94,6 +96,12 @@ func TestASumIsOfEveryObject(t *testing.T) {
 	c.Apply(old)
 	if _, loaded := c.Resource("pods").Loaded(); !loaded {
 		t.Error("the resource was reset")
+	}
+	bad := sums(12, 5, map[string]int64{"a": 4})
+	bad.Sums.Term = 2
+	c.Apply(bad)
+	if _, loaded := c.Resource("pods").Loaded(); loaded {
+		t.Error("another revision of an object is no difference")
 	}
 }
 

@@ -2,6 +2,7 @@ package cache
 
 import (
 	"iter"
+	"log/slog"
 	"time"
 
 	"watershed.dev/platform/watchcache/core"
@@ -11,13 +12,13 @@ import (
 const (
 	// maxDifferences bounds the differences that wait for their reader.
 	maxDifferences = 4
-	// auditResetPeriod is how often a difference may reset the same resource. A reset makes its clients list again, so
-	// a difference that returns must not reset the resource each time.
-	auditResetPeriod = time.Hour
+	// differenceResetPeriod is how often a difference may reset the same resource. A reset makes its clients list
+	// again, so a difference that returns must not reset the resource each time.
+	differenceResetPeriod = time.Hour
 )
 
 // Difference is the objects of a resource that differ from the publisher's sums, as they were before the reset. Reset
-// is false if the resource was not reset, because another difference has reset it within auditResetPeriod.
+// is false if the resource was not reset, because another difference has reset it within differenceResetPeriod.
 type Difference struct {
 	*Snapshot
 	Reset bool
@@ -41,6 +42,8 @@ func (c *Cache) compare(sums *logv1.Sums) {
 			select {
 			case c.differences <- d:
 			default:
+				slog.Error("Objects differ from the publisher's sums; too many differences wait, so none is named",
+					"resource", name, "revision", d.Revision, "reset", d.Reset)
 			}
 		}
 	}
@@ -54,8 +57,8 @@ func (r *Resource) compare(term, change uint64) *Snapshot {
 	if r.tree == nil {
 		return nil
 	}
-	differs := r.auditor.Differs(term, change)
-	if !differs && (!r.differs || time.Since(r.auditResetAt) < auditResetPeriod) {
+	differs := r.checker.Differs(term, change)
+	if !differs && (!r.differs || time.Since(r.differenceResetAt) < differenceResetPeriod) {
 		return nil
 	}
 	s := r.currentSnapshot("")
@@ -65,7 +68,7 @@ func (r *Resource) compare(term, change uint64) *Snapshot {
 
 // ResetDiffering resets the snapshot's resource, because the snapshot differs from etcd. Its watches expire, because
 // their clients may have wrong objects. ResetDiffering returns false if a difference has reset the resource within
-// auditResetPeriod, or the objects have been reset since.
+// differenceResetPeriod, or the objects have been reset since.
 func (s *Snapshot) ResetDiffering() bool {
 	r := s.resource
 	r.mu.Lock()
@@ -73,11 +76,11 @@ func (s *Snapshot) ResetDiffering() bool {
 	if s.resets != r.horizon.Resets {
 		return false
 	}
-	if time.Since(r.auditResetAt) < auditResetPeriod {
+	if time.Since(r.differenceResetAt) < differenceResetPeriod {
 		r.differs = true
 		return false
 	}
-	r.auditResetAt, r.differedUpTo = time.Now(), max(r.cache.Progress(), r.applied)
+	r.differenceResetAt, r.differedUpTo = time.Now(), max(r.cache.Progress(), r.applied)
 	r.differences++
 	r.reset(core.Effect{Low: r.differedUpTo})
 	r.cache.resets.Add(1)

@@ -13,7 +13,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// Every five minutes, a reader compares its objects with etcd's keys at the same revision. It names the objects that
+// A reader compares its objects with etcd's keys at the same revision. It names the objects that
 // differ, and resets their resource.
 func TestObjectsAreComparedWithEtcd(t *testing.T) {
 	cachermetrics.Register()
@@ -44,25 +44,25 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 			}
 		}
 		loaded := func() bool { return len(l.cache.Loaded()) > 0 }
-		audit := func() difference {
+		check := func() difference {
 			s, _ := l.cache.Resource("configmaps").Loaded()
-			d, _ := l.auditSnapshot(t.Context(), s)
-			l.auditResource(t.Context(), "configmaps")
+			d, _ := l.compareWithEtcd(t.Context(), s)
+			l.checkResource(t.Context(), "configmaps")
 			return d
 		}
 		load()
-		if d := audit(); d.count() != 0 || !loaded() {
+		if d := check(); d.count() != 0 || !loaded() {
 			t.Errorf("equal objects: %v", &d)
 		}
 		failure = errors.New("etcd does not respond")
-		audit()
+		check()
 		failure = errOtherRevision
-		audit()
+		check()
 		if !loaded() {
 			t.Error("a comparison that failed resets the resource")
 		}
 		failure, etcd = nil, []*registryv1.Row{row("a", 3), row("b", 9), row("c", 5), row("odd", 6), row("z", 7)}
-		d := audit()
+		d := check()
 		want := `2 objects are missing, 1 do not exist, 1 are of another revision, such as ["ns/b" "ns/c" "ns/d" "ns/z"]`
 		if d.String() != want || loaded() {
 			t.Errorf("got %v\nwant %s", &d, want)
