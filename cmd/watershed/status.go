@@ -26,7 +26,7 @@ import (
 type statusFlags struct {
 	inspect.Options
 	every  time.Duration
-	output string
+	output inspect.Output
 }
 
 // addFlags adds the flags to fs.
@@ -34,7 +34,7 @@ func (f *statusFlags) addFlags(fs *pflag.FlagSet) {
 	f.Options.AddFlags(fs)
 	fs.DurationVarP(&f.every, "watch", "w", 0, "The interval between repeated outputs; -w: 2s. 0: print once.")
 	fs.Lookup("watch").NoOptDefVal = "2s"
-	fs.StringVarP(&f.output, "output", "o", "text", `"text" or "json".`)
+	f.output.AddFlag(fs)
 }
 
 // statusCommand prints the state of every process of a running Watershed, of etcd, of the event log and of the watch
@@ -46,15 +46,15 @@ func statusCommand(fs *pflag.FlagSet) func() error {
 }
 
 func (f *statusFlags) run() error {
-	if f.output != "text" && f.output != "json" {
-		return fmt.Errorf(`--output %q: want "text" or "json"`, f.output)
+	if err := f.output.Validate(); err != nil {
+		return err
 	}
 	ctx, cancel := lifecycle.SignalContext()
 	defer cancel()
 	for {
 		var out strings.Builder
 		err := f.show(ctx, &out)
-		if f.every > 0 && f.output == "text" {
+		if f.every > 0 && !f.output.IsJSON() {
 			fmt.Print("\033[H\033[2J", time.Now().Format(time.TimeOnly), "\n")
 		}
 		fmt.Print(inspect.Printable(out.String()))
@@ -78,7 +78,7 @@ func (f *statusFlags) show(ctx context.Context, w io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if f.output == "json" {
+	if f.output.IsJSON() {
 		return json.NewEncoder(w).Encode(all)
 	}
 	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
@@ -150,7 +150,8 @@ func showStores(t io.Writer, all []*process.Report) {
 		}
 		for _, l := range st.Logs {
 			logs = append(logs, fmt.Sprintf("%s\t%s\t%v\t%d\t%s\t%d/%d\t%d\t%s of %s\t%s of %s",
-				cmp.Or(l.Log, "main"), r.Name(), l.Publishing, l.Revision, cmp.Or(l.Error, l.Leader, "-"), l.Current, l.Wanted, l.Messages,
+				cmp.Or(l.Log, "main"), r.Name(), l.Publishing, l.Revision, cmp.Or(l.Error, l.Leader, "-"), l.Current,
+				l.Wanted, l.Messages,
 				megabytes(int(l.Bytes)), megabytes(int(l.MaxBytes)), age(time.Duration(l.OldestSeconds)*time.Second),
 				age(time.Duration(l.RetentionSeconds)*time.Second)))
 		}

@@ -43,8 +43,16 @@ func storedMessage(header nats.Header, sequence uint64, data []byte) *logv1.Stor
 
 // eventsOf returns the events of a message. There is at least a single event, unless it returns an error.
 func eventsOf(m *logv1.StoredMessage) ([]*logv1.Event, error) {
-	if m.Id == "" || m.Checksum != "" && m.Checksum != checksum(m) {
-		return nil, errChecksum
+	if err := verify(m); err != nil {
+		return nil, err
 	}
 	return decode(m.Encoding, m.Data)
+}
+
+// verify returns errChecksum if a message has no ID, or another checksum. It does not decode the events.
+func verify(m *logv1.StoredMessage) error {
+	if m.Id == "" || m.Checksum != "" && m.Checksum != checksum(m) {
+		return errChecksum
+	}
+	return nil
 }

@@ -32,10 +32,12 @@ func TestAChangedMessageIsRejected(t *testing.T) {
 		}
 	}
 	for name, change := range map[string]func(*logv1.StoredMessage){
-		"truncated":                  func(m *logv1.StoredMessage) { m.Data = m.Data[:len(m.Data)-1] },
-		"another ID":                 func(m *logv1.StoredMessage) { m.Id = "5.1.one1-4" },
-		"after another message":      func(m *logv1.StoredMessage) { m.ExpectedLastMsgId = "m4.0.two1-3" },
-		"a byte in another header":   func(m *logv1.StoredMessage) { m.Id, m.ExpectedLastMsgId = m.Id+"m", m.ExpectedLastMsgId[1:] },
+		"truncated":             func(m *logv1.StoredMessage) { m.Data = m.Data[:len(m.Data)-1] },
+		"another ID":            func(m *logv1.StoredMessage) { m.Id = "5.1.one1-4" },
+		"after another message": func(m *logv1.StoredMessage) { m.ExpectedLastMsgId = "m4.0.two1-3" },
+		"a byte in another header": func(m *logv1.StoredMessage) {
+			m.Id, m.ExpectedLastMsgId = m.Id+"m", m.ExpectedLastMsgId[1:]
+		},
 		"another encoding":           func(m *logv1.StoredMessage) { m.Encoding = batchEncoding },
 		"the checksum of no message": func(m *logv1.StoredMessage) { m.Checksum = "x" },
 	} {

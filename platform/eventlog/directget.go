@@ -248,7 +248,7 @@ func (d DirectGetReader) revisionBefore(ctx context.Context, sequence uint64) (i
 	if err != nil {
 		return 0, fmt.Errorf("message %d of the log: %w", sequence, err)
 	}
-	if _, err := Events(m.Header, m.Data); err != nil {
+	if verify(storedMessage(m.Header, sequence, m.Data)) != nil {
 		return 0, ErrExpired // its position may be wrong
 	}
 	name := m.Header.Get(jetstream.ExpectedLastMsgIDHeader)

@@ -131,7 +131,8 @@ webhooks:
 apiVersion: apiregistration.k8s.io/v1
 kind: APIService
 metadata: {name: v1.dead.example.com}
-spec: {group: dead.example.com, version: v1, groupPriorityMinimum: 100, versionPriority: 100, service: {name: gone, namespace: default}}
+spec: {group: dead.example.com, version: v1, groupPriorityMinimum: 100, versionPriority: 100,
+  service: {name: gone, namespace: default}}
 `)
 	harness.Eventually(t, 30*time.Second, func() error { // rejected once admission has read the configuration
 		if _, err := s.TryKubectl("", "create", "configmap", "x", "--dry-run=server"); err == nil {
@@ -175,7 +176,8 @@ func TestCheckFindsMixedVersions(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	out, err := exec.Command(program, "version").Output() // "watershed RELEASE (Kubernetes …" or "watershed RELEASE, …"
+	// "watershed RELEASE (Kubernetes …" or "watershed RELEASE, …"
+	out, err := exec.Command(program, "version").Output()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -124,11 +124,11 @@ func fault(l Level, mend, problem string, args ...any) Finding {
 
 // label names a process: its services and its name.
 func label(r *process.Report) string {
-	services := strings.Join(r.Services, ",")
-	if len(r.Services) == 6 {
-		services = "watershed"
+	name := strings.Join(r.Services, ",")
+	if len(r.Services) == len(services) {
+		name = "watershed"
 	}
-	return strings.TrimSpace(services + " " + r.Name())
+	return strings.TrimSpace(name + " " + r.Name())
 }
 
 // noReports returns a finding that a check has no reports to read.

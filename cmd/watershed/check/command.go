@@ -17,14 +17,14 @@ import (
 // Flags are the flags of the command.
 type Flags struct {
 	Options
-	Output string
+	Output inspect.Output
 	FailOn string
 }
 
 // AddFlags adds every flag to fs.
 func (f *Flags) AddFlags(fs *pflag.FlagSet) {
 	f.Options.AddFlags(fs)
-	fs.StringVarP(&f.Output, "output", "o", "text", `"text" or "json".`)
+	f.Output.AddFlag(fs)
 	fs.StringVar(&f.FailOn, "fail-on", Error.String(),
 		`The least level that ends with exit code 1: "warning" or "error".`)
 }
@@ -46,8 +46,8 @@ func Command(fs *pflag.FlagSet) func() error {
 
 // run prints the findings, and returns the highest level.
 func (f *Flags) run(ctx context.Context, w io.Writer) (Level, error) {
-	if f.Output != "text" && f.Output != "json" {
-		return OK, fmt.Errorf(`--output %q: want "text" or "json"`, f.Output)
+	if err := f.Output.Validate(); err != nil {
+		return OK, err
 	}
 	if f.FailOn != Warning.String() && f.FailOn != Error.String() {
 		return OK, fmt.Errorf(`--fail-on %q: want "warning" or "error"`, f.FailOn)
@@ -58,7 +58,7 @@ func (f *Flags) run(ctx context.Context, w io.Writer) (Level, error) {
 	}
 	all := Find(in)
 	sortFindings(all)
-	if f.Output == "json" {
+	if f.Output.IsJSON() {
 		e := json.NewEncoder(w)
 		e.SetIndent("", "  ")
 		return Worst(all), e.Encode(map[string]any{"findings": all})

@@ -24,10 +24,11 @@ import (
 // Flags are the flags of the command.
 type Flags struct {
 	inspect.Options
-	Namespace, MetricsAddress, Output string
-	Interval, Timeout, Duration       time.Duration
-	Once                              bool
-	Limits                            Limits
+	Namespace, MetricsAddress   string
+	Output                      inspect.Output
+	Interval, Timeout, Duration time.Duration
+	Once                        bool
+	Limits                      Limits
 }
 
 // onceWrites is the number of writes of --once.
@@ -51,7 +52,7 @@ func (f *Flags) AddFlags(fs *pflag.FlagSet) {
 		"The bound of the 99th percentile of the age of events, which decides the exit code.")
 	fs.DurationVar(&f.Limits.WriteP99, "max-write-latency", time.Second,
 		"The bound of the 99th percentile of the latency of writes, which decides the exit code.")
-	fs.StringVarP(&f.Output, "output", "o", "text", `"text" or "json".`)
+	f.Output.AddFlag(fs)
 }
 
 // Command probes the cluster, and returns an error if a bound is exceeded.
@@ -67,8 +68,8 @@ func Command(fs *pflag.FlagSet) func() error {
 
 // run probes and prints the summary.
 func (f *Flags) run(ctx context.Context, w io.Writer) error {
-	if f.Output != "text" && f.Output != "json" {
-		return fmt.Errorf(`--output %q: want "text" or "json"`, f.Output)
+	if err := f.Output.Validate(); err != nil {
+		return err
 	}
 	if f.Interval <= 0 || f.Timeout <= 0 {
 		return fmt.Errorf("--interval %s, --timeout %s: want more than 0", f.Interval, f.Timeout)
@@ -120,8 +121,8 @@ func (f *Flags) run(ctx context.Context, w io.Writer) error {
 	return f.Limits.Breach(result)
 }
 
-func writeResult(w io.Writer, output string, r Result) error {
-	if output == "json" {
+func writeResult(w io.Writer, output inspect.Output, r Result) error {
+	if output.IsJSON() {
 		return json.NewEncoder(w).Encode(r)
 	}
 	_, err := fmt.Fprintf(w, "%d writes, %d failed, p50 %.1f ms, p99 %.1f ms\n"+

@@ -231,7 +231,8 @@ func (r *Restore) Run(w io.Writer) error {
 		}
 		fmt.Fprintf(w, "Restored revision %d into %s\n", status.Revision, m.Dir)
 	}
-	_, err = fmt.Fprintln(w, "Start etcd and Watershed. Registry begins a new epoch of the event log, and clients list again.")
+	_, err = fmt.Fprintln(w,
+		"Start etcd and Watershed. Registry begins a new epoch of the event log, and clients list again.")
 	return err
 }
 
