@@ -93,6 +93,8 @@ func (c codec) marshalFrame(m *watchfanoutv1.WatchFrame) (mem.BufferSlice, error
 		End:               m.End,
 		Boundaries:        m.Boundaries,
 		ColumnsSent:       m.ColumnsSent,
+		WatchId:           m.WatchId,
+		Status:            m.Status,
 	})
 	if err != nil {
 		return nil, err

@@ -88,6 +88,8 @@ func TestFramesCrossAsTheyAre(t *testing.T) {
 		Boundaries:        []*watchfanoutv1.EventBoundary{{End: 5000, Bookmark: true, Traceparent: "t"}},
 		ColumnsSent:       true,
 		Initial:           [][]byte{small, large, {}, small},
+		WatchId:           9,
+		Status:            &watchfanoutv1.WatchStatus{Code: 14, Message: "m"},
 	}
 	fields := full.ProtoReflect().Descriptor().Fields()
 	for i := range fields.Len() {

@@ -44,8 +44,9 @@ var AllowedClients = map[string][]string{
 	"/watershed.registry.v1.Source/DataKey":  {"watchfanout"},
 	"/watershed.registry.v1.Source/ReadLog":  {"watchfanout"},
 
-	"/watershed.watchfanout.v1.Watch/List":  {"gateway"},
-	"/watershed.watchfanout.v1.Watch/Watch": {"gateway"},
+	"/watershed.watchfanout.v1.Watch/List":    {"gateway"},
+	"/watershed.watchfanout.v1.Watch/Watch":   {"gateway"},
+	"/watershed.watchfanout.v1.Watch/Watches": {"gateway"},
 
 	"/watershed.watchfanout.v1.InternalWatch/List":  {"gateway"},
 	"/watershed.watchfanout.v1.InternalWatch/Watch": {"gateway"},
@@ -86,6 +87,7 @@ var EndOnDrain = []string{
 // lasting lists the streams that last as long as their clients. Traffic does not count them.
 var lasting = append([]string{
 	"/watershed.watchfanout.v1.Watch/Watch",
+	"/watershed.watchfanout.v1.Watch/Watches",
 	discovery.AggregatedDiscoveryService_StreamAggregatedResources_FullMethodName,
 }, EndOnDrain...)
 

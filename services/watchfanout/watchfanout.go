@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -16,6 +17,8 @@ import (
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchcache/watch"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
@@ -79,6 +82,9 @@ type Service struct {
 	added  chan *etcdLog
 	moved  chan error
 	tasks  lifecycle.Supervisor
+
+	draining  chan struct{}
+	drainOnce sync.Once
 }
 
 // addedLogs is the capacity of Service.added.
@@ -103,7 +109,13 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}
-	s := &Service{config: c, source: d.Source, added: make(chan *etcdLog, addedLogs), moved: make(chan error, 1)}
+	s := &Service{
+		config:   c,
+		source:   d.Source,
+		added:    make(chan *etcdLog, addedLogs),
+		moved:    make(chan error, 1),
+		draining: make(chan struct{}),
+	}
 	s.others.Store(&map[eventlog.LogID]*etcdLog{})
 	s.tasks.Ready.Set("discovery", errors.New("the registry has not sent the served resources"))
 	s.discovery = &discovery.Watcher{
@@ -203,8 +215,26 @@ func (s *Service) Watch(r *watchfanoutv1.WatchRequest,
 	return l.watchServer.Watch(r, stream)
 }
 
+// Watches streams the frames of many watches until the caller cancels.
+func (s *Service) Watches(
+	stream grpc.BidiStreamingServer[watchfanoutv1.WatchesRequest, watchfanoutv1.WatchFrame]) error {
+	m := watch.Multiplexer{
+		ServerOf: func(r *commonv1.Resource) (*watch.Server, error) {
+			l, err := s.watchLog(r)
+			if err != nil {
+				return nil, err
+			}
+			return l.watchServer, nil
+		},
+		ProgressPeriod: s.config.ProgressPeriod,
+		Draining:       s.draining,
+	}
+	return m.Watches(stream)
+}
+
 // Drain ends every watch stream, so that the gateways resume the watches on other replicas.
 func (s *Service) Drain() {
+	s.drainOnce.Do(func() { close(s.draining) })
 	for _, l := range s.all() {
 		l.watchServer.Drain()
 	}

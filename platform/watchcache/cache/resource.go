@@ -98,7 +98,7 @@ func (r *Resource) apply(batch []*Event) {
 		r.dispatchToTriggers(e)
 	}
 	r.trim()
-	r.events.changed.Notify()
+	r.events.notify()
 	if c := r.metrics(); c != nil {
 		c.received.Add(float64(len(batch)))
 		c.dispatched.Add(float64(len(batch)))

@@ -9,10 +9,21 @@ import (
 	"watershed.dev/platform/watchcache/core"
 )
 
-// ring is the recent events, and a signal of new events.
+// ring is the recent events, and a signal of new events. The lock of its resource guards it.
 type ring struct {
 	core.Events[*Event]
 	changed watchable.Signal
+	// waiting has the subscriptions to wake (Await).
+	waiting map[*Subscription]struct{}
+}
+
+// notify wakes the watches.
+func (g *ring) notify() {
+	g.changed.Notify()
+	for s := range g.waiting {
+		s.wake()
+	}
+	g.waiting = nil
 }
 
 // forget drops the events up to a revision.
@@ -23,7 +34,7 @@ func (g *ring) forget(revision int64) {
 // reset overruns every cursor and wakes the watches.
 func (g *ring) reset() {
 	g.Reset()
-	g.changed.Notify()
+	g.notify()
 }
 
 // Trigger selects part of a resource's events: those of objects with a value in a field, before or after the event.
@@ -73,6 +84,8 @@ type Subscription struct {
 	ring     *ring
 	// differences is the resource's number of differences when the subscription began.
 	differences int
+	// wake is the callback of Await.
+	wake func()
 }
 
 // Subscribe subscribes to a trigger's events; the zero trigger selects every event. The caller must call Close.
@@ -124,11 +137,12 @@ func (r *Resource) join(t Trigger, trigger *triggerRing) *Subscription {
 	return &Subscription{resource: r, trigger: t, ring: &trigger.ring, differences: r.differences}
 }
 
-// Close ends the subscription.
+// Close ends the subscription. The caller must not call Await afterwards.
 func (s *Subscription) Close() {
 	r := s.resource
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	delete(s.ring.waiting, s)
 	r.subscribers--
 	r.lastUsed = time.Now()
 	if trigger := r.triggers[s.trigger]; trigger != nil {
@@ -157,7 +171,7 @@ func (r *Resource) dispatchToTriggers(e *Event) {
 func (r *Resource) dispatchTo(t Trigger, e *Event) {
 	if trigger := r.triggers[t]; trigger != nil {
 		trigger.Add(e)
-		trigger.changed.Notify()
+		trigger.notify()
 	}
 }
 
@@ -201,6 +215,22 @@ func (s *Subscription) Next(cur Cursor,
 		return rest, next, 0, nil, true
 	}
 	return rest, next, progress, s.ring.changed.C(), true
+}
+
+// Await lets the next event after a cursor, or a reset, call wake once. It replaces the channel of Next for a watch
+// without a goroutine. wake must not block, and must not call the subscription. Await returns false if there is such an
+// event already.
+func (s *Subscription) Await(cur Cursor, wake func()) bool {
+	s.resource.mu.Lock()
+	defer s.resource.mu.Unlock()
+	if s.ring.Next() != int64(cur) {
+		return false
+	}
+	if s.wake = wake; s.ring.waiting == nil {
+		s.ring.waiting = map[*Subscription]struct{}{}
+	}
+	s.ring.waiting[s] = struct{}{}
+	return true
 }
 
 // Behind returns the number of events after a cursor.

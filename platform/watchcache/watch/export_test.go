@@ -12,3 +12,13 @@ func (s *Server) Waiting(owner string) int {
 	}
 	return 0
 }
+
+// Draining reports whether Drain was called.
+func (s *Server) Draining() bool {
+	select {
+	case <-s.draining:
+		return true
+	default:
+		return false
+	}
+}

@@ -65,7 +65,11 @@ func start(t *testing.T, s *watch.Server, r *watchfanoutv1.WatchRequest) *testWa
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
 	o := &testWatch{t: t, c: make(chan *watchfanoutv1.WatchFrame, 100), ended: make(chan error, 1), leave: cancel}
-	go func() { o.ended <- s.Watch(r, &frames{ctx: ctx, c: o.c}) }()
+	if multiplexed {
+		go func() { o.ended <- watchInCall(ctx, s, r, o.c) }()
+	} else {
+		go func() { o.ended <- s.Watch(r, &frames{ctx: ctx, c: o.c}) }()
+	}
 	t.Cleanup(cancel)
 	return o
 }

@@ -65,16 +65,17 @@ func (s *Server) Metrics() []prometheus.Collector {
 	}, func() float64 { return float64(s.Len()) })}
 }
 
-// track registers a watch for the status page and metrics; the returned function removes it.
-func (s *Server) track(w *watcher) func() {
+// track registers a watch for the status page and metrics.
+func (s *Server) track(w *watcher) {
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.watchers[w] = struct{}{}
-	s.mu.Unlock()
-	return func() {
-		s.mu.Lock()
-		delete(s.watchers, w)
-		s.mu.Unlock()
-	}
+}
+
+func (s *Server) untrack(w *watcher) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.watchers, w)
 }
 
 // rate computes events per second since windowStart. A call after rateWindow begins the next window.

@@ -103,15 +103,25 @@ func (s *Server) checkFresh() error {
 // discovered.
 func (s *Server) Watch(r *watchfanoutv1.WatchRequest,
 	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
+	w, err := s.open(r, stream)
+	if err == nil {
+		defer w.close()
+		err = w.run(stream.Context())
+	}
+	return endOf(err)
+}
+
+// open returns a watch that the caller must close. It returns errEnded if it has sent the watch's end.
+func (s *Server) open(r *watchfanoutv1.WatchRequest, stream sender) (*watcher, error) {
 	q, err := s.Objects.Resolve(stream.Context(), r.Query)
 	if errors.Is(err, query.ErrNotDiscovered) {
-		return s.notDiscovered(r, stream)
+		return nil, s.notDiscovered(r, stream)
 	}
 	if err == nil {
 		err = s.checkFresh()
 	}
 	if err != nil {
-		return rpc.ToStatus(err)
+		return nil, err
 	}
 	w := &watcher{
 		server:      s,
@@ -125,18 +135,32 @@ func (s *Server) Watch(r *watchfanoutv1.WatchRequest,
 		columnsSent: r.ColumnsSent,
 	}
 	w.events = w.resource.Subscribe(q.Trigger())
-	defer w.events.Close()
-	defer w.releaseGranted()
-	defer s.track(w)()
-	return rpc.ToStatus(w.run(stream.Context()))
+	s.track(w)
+	return w, nil
+}
+
+func (w *watcher) close() {
+	w.server.untrack(w)
+	w.releaseGranted()
+	w.events.Close()
+}
+
+// errEnded: the watch has sent its end, and its stream ends without an error.
+var errEnded = errors.New("the watch has sent its end")
+
+// endOf returns the status with which a watch's stream ends.
+func endOf(err error) error {
+	if errors.Is(err, errEnded) {
+		return nil
+	}
+	return rpc.ToStatus(err)
 }
 
 // notDiscovered ends a watch of a resource that is not in the replica's discovery as the caller has it. Usually it
 // returns UNAVAILABLE, because another replica may have the resource, and this replica will soon. If the watch's
 // position is of another epoch, it sends 410 Expired. If the CRD changed or was deleted after the position, it ends the
 // watch.
-func (s *Server) notDiscovered(r *watchfanoutv1.WatchRequest,
-	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
+func (s *Server) notDiscovered(r *watchfanoutv1.WatchRequest, stream sender) error {
 	position, resource := events.FromProto(r.ResumeAfter), r.GetQuery().GetResource()
 	if position.DifferentEpoch(events.Position{Epoch: s.Cache.Epoch()}) {
 		f := frame.EncodingOf(nil, nil, r.Query.GetOutput().GetMediaType(), false)
@@ -144,14 +168,31 @@ func (s *Server) notDiscovered(r *watchfanoutv1.WatchRequest,
 		if err != nil {
 			return err
 		}
-		return stream.Send(&watchfanoutv1.WatchFrame{Data: data, End: true})
+		return sendEnd(stream, data)
 	}
 	storageResource := resource.GetResource() + "." + resource.GetGroup() // as CRDs name it
 	changed := events.Position{Revision: s.Cache.Resource(storageResource).CRDChangedAt()}
 	if position.Revision > 0 && resource.GetGroup() != "" && position.Before(changed) && isResumed(r) {
-		return stream.Send(&watchfanoutv1.WatchFrame{End: true})
+		return sendEnd(stream, nil)
 	}
 	return status.Error(codes.Unavailable, query.ErrNotDiscovered.Error())
+}
+
+// sender is the stream of a watch, of a call of Watch or of Watches.
+type sender interface {
+	// Context ends with the watch.
+	Context() context.Context
+	Send(*watchfanoutv1.WatchFrame) error
+	// SendMsg sends an *rpc.TrackedFrame.
+	SendMsg(any) error
+}
+
+// sendEnd sends the end of a watch, and returns errEnded.
+func sendEnd(stream sender, data []byte) error {
+	if err := stream.Send(&watchfanoutv1.WatchFrame{Data: data, End: true}); err != nil {
+		return err
+	}
+	return errEnded
 }
 
 // watcher is one watch stream: a cursor into the resource's events. Its states:
@@ -176,7 +217,7 @@ type watcher struct {
 
 	query       *query.Query
 	request     *watchfanoutv1.WatchRequest
-	stream      grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]
+	stream      sender
 	resource    *cache.Resource
 	events      *cache.Subscription
 	position    events.Position
@@ -185,58 +226,22 @@ type watcher struct {
 	// waitForQuota has reserved for it since; nil if there are none.
 	wanted  int
 	granted func()
+	// bookmarkDue: send a bookmark once all earlier events are sent.
+	bookmarkDue bool
 	// cursor is the watch's cursor and sentRevision the revision of the last event sent. The status page reads both.
 	cursor, sentRevision atomic.Int64
 }
 
 func (w *watcher) run(ctx context.Context) error {
-	cur, err := w.begin(ctx)
-	if err != nil {
-		return w.sendError(w.endError(err, isResumed(w.request)))
-	}
-	// The first message confirms that the stream is open and can resume from its position. It is omitted if the replica
-	// has not reached that position.
-	if w.position.Revision <= w.cache.Progress() {
-		if err := w.flushPosition(); err != nil {
-			return err
-		}
+	if err := w.start(ctx); err != nil {
+		return err
 	}
 	bookmarks := time.NewTicker(w.server.ProgressPeriod)
 	defer bookmarks.Stop()
-	for bookmarkDue := false; ; { // bookmarkDue: send a bookmark once all earlier events are sent
-		var advanced <-chan struct{} // a due bookmark may wait until the cache advances
-		if bookmarkDue {
-			advanced = w.cache.Advanced()
-		}
-		batch, next, progress, changed, ok := w.events.Next(cur, batchEvents)
-		if !ok { // the ring overran the cursor; the log has the events, unless it was reset
-			if cur, err = w.resume(ctx, w.position); err != nil {
-				return w.sendError(w.endError(err, true))
-			}
-			continue
-		}
-		cur = next
-		w.cursor.Store(int64(cur))
-		switch err := w.deliver(ctx, batch); {
-		case errors.Is(err, errQuotaExceeded): // it waits without its events, because the ring may drop them meanwhile
-			if err = w.waitForQuota(); err != nil {
-				return err
-			}
-			if cur, err = w.resume(ctx, w.position); err != nil {
-				return w.sendError(w.endError(err, true))
-			}
-			continue
-		case err != nil:
+	for {
+		changed, advanced, err := w.sendPending(ctx)
+		if err != nil {
 			return err
-		}
-		if changed == nil { // more events follow
-			continue
-		}
-		if bookmarkDue && w.mayReport(progress) {
-			bookmarkDue, advanced = false, nil
-			if err := w.sendProgress(progress); err != nil {
-				return err
-			}
 		}
 		select {
 		case <-changed:
@@ -249,9 +254,75 @@ func (w *watcher) run(ctx context.Context) error {
 			if err := w.server.checkFresh(); err != nil {
 				return err
 			}
-			bookmarkDue = true
+			w.bookmarkDue = true
 		}
 	}
+}
+
+// start sends the initial events, or the events that the ring has dropped.
+func (w *watcher) start(ctx context.Context) error {
+	cur, err := w.begin(ctx)
+	if err != nil {
+		return w.sendError(w.endError(err, isResumed(w.request)))
+	}
+	w.cursor.Store(int64(cur))
+	// The first message confirms that the stream is open and can resume from its position. It is omitted if the replica
+	// has not reached that position.
+	if w.position.Revision <= w.cache.Progress() {
+		return w.flushPosition()
+	}
+	return nil
+}
+
+// sendPending sends all pending events, and a due bookmark. changed is closed when another event arrives. advanced is
+// closed when the cache advances, if a bookmark waits for that.
+func (w *watcher) sendPending(ctx context.Context) (changed, advanced <-chan struct{}, err error) {
+	for {
+		advanced = nil
+		if w.bookmarkDue {
+			advanced = w.cache.Advanced()
+		}
+		batch, next, progress, changed, ok := w.events.Next(cache.Cursor(w.cursor.Load()), batchEvents)
+		if !ok { // the ring overran the cursor; the log has the events, unless it was reset
+			if err := w.resumeAgain(ctx); err != nil {
+				return nil, nil, err
+			}
+			continue
+		}
+		w.cursor.Store(int64(next))
+		switch err := w.deliver(ctx, batch); {
+		case errors.Is(err, errQuotaExceeded): // it waits without its events, because the ring may drop them meanwhile
+			if err = w.waitForQuota(); err == nil {
+				err = w.resumeAgain(ctx)
+			}
+			if err != nil {
+				return nil, nil, err
+			}
+			continue
+		case err != nil:
+			return nil, nil, err
+		}
+		if changed == nil { // more events follow
+			continue
+		}
+		if w.bookmarkDue && w.mayReport(progress) {
+			w.bookmarkDue, advanced = false, nil
+			if err := w.sendProgress(progress); err != nil {
+				return nil, nil, err
+			}
+		}
+		return changed, advanced, nil
+	}
+}
+
+// resumeAgain resumes an open watch after its position.
+func (w *watcher) resumeAgain(ctx context.Context) error {
+	cur, err := w.resume(ctx, w.position)
+	if err != nil {
+		return w.sendError(w.endError(err, true))
+	}
+	w.cursor.Store(int64(cur))
+	return nil
 }
 
 // mayReport reports whether the watch may send a revision that the cache has reached. The watch may have resumed from a
@@ -335,7 +406,7 @@ func (w *watcher) deliver(ctx context.Context, all []*cache.Event) error {
 // returns every other error.
 func (w *watcher) sendError(err error) error {
 	if errors.Is(err, errCRDChanged) {
-		return w.stream.Send(&watchfanoutv1.WatchFrame{End: true})
+		return sendEnd(w.stream, nil)
 	}
 	api, ok := err.(apierrors.APIStatus)
 	if !ok {
@@ -345,5 +416,5 @@ func (w *watcher) sendError(err error) error {
 	if err != nil {
 		return err
 	}
-	return w.stream.Send(&watchfanoutv1.WatchFrame{Data: data, End: true})
+	return sendEnd(w.stream, data)
 }

@@ -17,8 +17,9 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// watchBroadcast is a stream from the watch tier that equal watches share. Its goroutine executes run. It ends when
-// cancel is called or the stream cannot resume. Reassignments run on their own goroutines.
+// watchBroadcast is a stream from the watch tier that equal watches share. A goroutine executes run while there are
+// frames. The broadcast ends when cancel is called or the stream cannot resume. Reassignments run on their own
+// goroutines.
 type watchBroadcast struct {
 	hub   *Hub
 	key   key
@@ -31,6 +32,11 @@ type watchBroadcast struct {
 	served func() bool
 	cancel context.CancelFunc
 	events *eventMetrics
+
+	// The goroutine of run owns these fields. resume runs the broadcast in another goroutine after it was parked.
+	resume           func()
+	stream           *replicaStream
+	unavailableSince time.Time
 
 	mu sync.Mutex
 	core.Broadcast
@@ -166,56 +172,73 @@ func (b *watchBroadcast) end() {
 	b.hub.drop(b)
 }
 
-// run receives from the watch tier until ctx is done. After Unavailable it resumes, for up to resumeTimeout. Other
-// errors end the broadcast, because each client must see them on its own stream.
+// run receives from the watch tier until ctx is done, or until the broadcast is parked: its stream has no frame. The
+// next frame then runs it again.
 func (b *watchBroadcast) run(ctx context.Context) {
-	defer b.end()
-	r := &watchfanoutv1.WatchRequest{
-		Query:             b.query,
-		AllowBookmarks:    true,
-		SendInitialEvents: new(bool),
-		ColumnsSent:       true,
-		InitialEventsDone: true,
-		Owner:             b.owner,
+	if b.receiveAll(ctx) != errParked { //nolint:errorlint // it is never wrapped
+		b.end()
 	}
-	var unavailableSince time.Time
+}
+
+// receiveAll receives from replicas. After Unavailable it resumes, for up to resumeTimeout. Other errors end the
+// broadcast, because each client must see them on its own stream.
+func (b *watchBroadcast) receiveAll(ctx context.Context) error {
 	for {
-		err := b.watchReplicas(ctx, r, func() { unavailableSince = time.Time{} })
-		if ctx.Err() != nil || status.Code(err) != codes.Unavailable || !b.served() {
-			return
+		err := b.watchReplicas(ctx)
+		switch {
+		case err == errParked: //nolint:errorlint // it is never wrapped
+			return err
+		case ctx.Err() != nil || status.Code(err) != codes.Unavailable || !b.served():
+			return err
 		}
-		if unavailableSince.IsZero() {
-			unavailableSince = time.Now()
+		if b.unavailableSince.IsZero() {
+			b.unavailableSince = time.Now()
 			resumes.Inc()
-		} else if time.Since(unavailableSince) > resumeTimeout {
-			return
+		} else if time.Since(b.unavailableSince) > resumeTimeout {
+			return err
 		}
 		select {
 		case <-ctx.Done():
-		case <-time.After(retryDelay(unavailableSince)):
+		case <-time.After(retryDelay(b.unavailableSince)):
 		}
 	}
 }
 
 // watchReplicas receives from a replica, and from each successor that replaces it, until a stream breaks.
-func (b *watchBroadcast) watchReplicas(ctx context.Context, r *watchfanoutv1.WatchRequest, onFrame func()) error {
-	s, err := b.openReplica(ctx, r)
+func (b *watchBroadcast) watchReplicas(ctx context.Context) (err error) {
+	if b.stream == nil {
+		r := &watchfanoutv1.WatchRequest{
+			Query:             b.query,
+			AllowBookmarks:    true,
+			SendInitialEvents: new(bool),
+			ColumnsSent:       true,
+			InitialEventsDone: true,
+			Owner:             b.owner,
+		}
+		b.stream, err = b.openReplica(ctx, r)
+	}
 	for err == nil {
-		err = b.receive(s, onFrame)
-		s.cancel()
-		if next := s.successor(); next != nil {
-			s, err = next, nil
+		if err = b.receive(b.stream); err == errParked { //nolint:errorlint // it is never wrapped
+			return err
+		}
+		b.stream.cancel()
+		if b.stream = b.stream.successor(); b.stream != nil {
+			err = nil
 		}
 	}
 	return err
 }
 
-// receive dispatches a replica's frames until its stream ends.
-func (b *watchBroadcast) receive(s *replicaStream, onFrame func()) (err error) {
+// receive dispatches a replica's frames until its stream ends, or the broadcast is parked.
+func (b *watchBroadcast) receive(s *replicaStream) (err error) {
 	defer recovery.ToError("a watch broadcast", &err)
 	m := s.firstFrame
+	s.firstFrame = nil
 	for {
 		if m == nil {
+			if s.park(b.resume) {
+				return errParked
+			}
 			if m, err = s.Recv(); err != nil {
 				return err
 			}
@@ -223,7 +246,7 @@ func (b *watchBroadcast) receive(s *replicaStream, onFrame func()) (err error) {
 		if m.End {
 			return io.EOF
 		}
-		onFrame()
+		b.unavailableSince = time.Time{}
 		b.dispatch(m)
 		m = nil
 	}

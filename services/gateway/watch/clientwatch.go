@@ -190,7 +190,7 @@ var errDone = errors.New("done")
 // errCaughtUp: the watch may join a broadcast now.
 var errCaughtUp = errors.New("caught up")
 
-// errParked: a detached watch has nothing to do.
+// errParked: a detached watch, or a broadcast, has nothing to do.
 var errParked = errors.New("parked")
 
 // run serves the watch until it ends, or is parked. The caller does not own a parked watch any longer.

@@ -152,8 +152,9 @@ type Hub struct {
 	// the broadcast has not reached starts unsynced.
 	Revision func(ctx context.Context, log string) (int64, error)
 
-	revisions coalesce.Group[int64]
-	signals   signals
+	revisions   coalesce.Group[int64]
+	signals     signals
+	multiplexer multiplexer
 
 	ownQuota   MemoryQuota
 	mu         sync.Mutex
@@ -284,13 +285,14 @@ func (h *Hub) joinBroadcast(k key, w *clientWatch, position events.Position) (*w
 			cancel:          cancel,
 			events:          newEventMetrics(r.Query),
 		}
+		b.resume = func() { b.run(ctx) }
 		if h.broadcasts == nil {
 			h.broadcasts = map[key]*watchBroadcast{}
 		}
 		h.broadcasts[k] = b
 		broadcasts.Inc()
 		h.quota().enter(b)
-		go b.run(ctx)
+		go b.resume()
 	}
 	return b, b.join(w, position)
 }

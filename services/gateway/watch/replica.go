@@ -6,7 +6,6 @@ import (
 	"sync"
 	"time"
 
-	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
 
 	"watershed.dev/platform/rpc"
@@ -15,7 +14,7 @@ import (
 
 // replicaStream is a stream from a replica of the watch tier.
 type replicaStream struct {
-	grpc.ServerStreamingClient[watchfanoutv1.WatchFrame]
+	frameReceiver
 	cancel context.CancelFunc
 
 	mu sync.Mutex
@@ -35,18 +34,34 @@ func (b *watchBroadcast) openReplica(ctx context.Context, r *watchfanoutv1.Watch
 	b.mu.Lock()
 	request.ResumeAfter = b.High.Proto()
 	b.mu.Unlock()
-	watchCtx := rpc.WithReassignment(streamCtx, b.storageResource, func() {
+	var err error
+	s.frameReceiver, err = b.hub.openShared(streamCtx, b.storageResource, request, func() {
 		pause := rand.N(reassignJitter)
 		for sleep(streamCtx, pause) && !b.reassign(ctx, streamCtx, s, r) {
 			pause = min(2*pause+minRetryDelay, resumeTimeout)
 		}
 	})
-	var err error
-	if s.ServerStreamingClient, err = b.hub.openStream(watchCtx, request); err != nil {
+	if err != nil {
 		cancel()
 		return nil, err
 	}
 	return s, nil
+}
+
+// openShared opens the stream of a broadcast: in a call of Watches, if the source has that method.
+func (h *Hub) openShared(ctx context.Context, storageResource string, r *watchfanoutv1.WatchRequest,
+	onReassign func()) (frameReceiver, error) {
+	if client, ok := h.Client.(MultiplexedWatcher); ok && h.multiplexer.supported() {
+		return h.multiplexer.open(ctx, client, storageResource, r, onReassign)
+	}
+	return h.openStream(rpc.WithReassignment(ctx, storageResource, onReassign), r)
+}
+
+// park lets the stream's next frame call ready in a new goroutine. It returns false if a frame is there already, or the
+// stream needs a goroutine.
+func (s *replicaStream) park(ready func()) bool {
+	m, ok := s.frameReceiver.(*multiplexedStream)
+	return ok && m.park(ready)
 }
 
 // reassignJitter spreads broadcasts that move at the same time. A replica that shuts down serves longer than this.

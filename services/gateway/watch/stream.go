@@ -30,7 +30,9 @@ type checkedStream struct {
 func (s checkedStream) Recv() (*watchfanoutv1.WatchFrame, error) {
 	m, err := s.ServerStreamingClient.Recv()
 	if err == nil && !core.ValidBoundaries(m) {
-		return nil, status.Error(codes.Internal, "a replica sent a frame with boundaries outside of its data")
+		return nil, errMalformed
 	}
 	return m, err
 }
+
+var errMalformed = status.Error(codes.Internal, "a replica sent a frame with boundaries outside of its data")

@@ -29,6 +29,86 @@ type fakeTier struct {
 	requests    []*watchfanoutv1.WatchRequest
 	contexts    []context.Context
 	broken      chan struct{}
+	calls       []*tierCall
+	// watchesError fails Watches, and recvError fails its stream.
+	watchesError, recvError error
+}
+
+// Watches serves each watch of the call with Watch.
+func (t *fakeTier) Watches(ctx context.Context, _ ...grpc.CallOption) (
+	grpc.BidiStreamingClient[watchfanoutv1.WatchesRequest, watchfanoutv1.WatchFrame], error) {
+	if t.watchesError != nil {
+		return nil, t.watchesError
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	c := &tierCall{
+		ctx:     ctx,
+		tier:    t,
+		frames:  make(chan *watchfanoutv1.WatchFrame),
+		broken:  t.broken,
+		watches: map[uint64]context.CancelFunc{},
+	}
+	t.calls = append(t.calls, c)
+	return c, nil
+}
+
+// tierCall is a call of Watches.
+type tierCall struct {
+	grpc.BidiStreamingClient[watchfanoutv1.WatchesRequest, watchfanoutv1.WatchFrame]
+	ctx     context.Context
+	tier    *fakeTier
+	frames  chan *watchfanoutv1.WatchFrame
+	broken  chan struct{}
+	watches map[uint64]context.CancelFunc
+}
+
+func (c *tierCall) Send(r *watchfanoutv1.WatchesRequest) error {
+	if c.tier.recvError != nil {
+		return nil
+	}
+	if r.Watch == nil {
+		c.watches[r.WatchId]()
+		return nil
+	}
+	ctx, cancel := context.WithCancel(c.ctx)
+	c.watches[r.WatchId] = cancel
+	s, err := c.tier.Watch(ctx, r.Watch)
+	go func() {
+		for {
+			var m *watchfanoutv1.WatchFrame
+			if err == nil {
+				m, err = s.Recv()
+			}
+			if err != nil {
+				m = &watchfanoutv1.WatchFrame{Status: &watchfanoutv1.WatchStatus{Code: int32(status.Code(err))}}
+			}
+			m.WatchId = r.WatchId
+			select {
+			case c.frames <- m:
+			case <-ctx.Done():
+				return
+			}
+			if err != nil {
+				return
+			}
+		}
+	}()
+	return nil
+}
+
+func (c *tierCall) Recv() (*watchfanoutv1.WatchFrame, error) {
+	if c.tier.recvError != nil {
+		return nil, c.tier.recvError
+	}
+	select {
+	case m := <-c.frames:
+		return m, nil
+	case <-c.broken:
+		return nil, status.Error(codes.Unavailable, "killed")
+	case <-c.ctx.Done():
+		return nil, status.FromContextError(c.ctx.Err()).Err()
+	}
 }
 
 func newTier() *fakeTier { return &fakeTier{changed: make(chan struct{}), broken: make(chan struct{})} }

@@ -11,6 +11,7 @@ package watchfanoutv1
 import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	anypb "google.golang.org/protobuf/types/known/anypb"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -521,6 +522,122 @@ func (x *WatchRequest) GetOwner() string {
 	return ""
 }
 
+// WatchesRequest begins or ends a watch of a call of Watches.
+type WatchesRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The caller chooses the ID, which no other watch of the call has or had.
+	WatchId uint64 `protobuf:"varint,1,opt,name=watch_id,json=watchId" json:"watch_id,omitempty"`
+	// Unset: the watch ends.
+	Watch         *WatchRequest `protobuf:"bytes,2,opt,name=watch" json:"watch,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WatchesRequest) Reset() {
+	*x = WatchesRequest{}
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WatchesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WatchesRequest) ProtoMessage() {}
+
+func (x *WatchesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WatchesRequest.ProtoReflect.Descriptor instead.
+func (*WatchesRequest) Descriptor() ([]byte, []int) {
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *WatchesRequest) GetWatchId() uint64 {
+	if x != nil {
+		return x.WatchId
+	}
+	return 0
+}
+
+func (x *WatchesRequest) GetWatch() *WatchRequest {
+	if x != nil {
+		return x.Watch
+	}
+	return nil
+}
+
+// WatchStatus is the status with which a watch of Watches has ended. It has the fields of google.rpc.Status.
+type WatchStatus struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Code          int32                  `protobuf:"varint,1,opt,name=code" json:"code,omitempty"`
+	Message       string                 `protobuf:"bytes,2,opt,name=message" json:"message,omitempty"`
+	Details       []*anypb.Any           `protobuf:"bytes,3,rep,name=details" json:"details,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WatchStatus) Reset() {
+	*x = WatchStatus{}
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WatchStatus) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WatchStatus) ProtoMessage() {}
+
+func (x *WatchStatus) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WatchStatus.ProtoReflect.Descriptor instead.
+func (*WatchStatus) Descriptor() ([]byte, []int) {
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *WatchStatus) GetCode() int32 {
+	if x != nil {
+		return x.Code
+	}
+	return 0
+}
+
+func (x *WatchStatus) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
+func (x *WatchStatus) GetDetails() []*anypb.Any {
+	if x != nil {
+		return x.Details
+	}
+	return nil
+}
+
 // Position is a position in the log: a revision and, because a transaction may change several keys, the index of an
 // event in it.
 type Position struct {
@@ -536,7 +653,7 @@ type Position struct {
 
 func (x *Position) Reset() {
 	*x = Position{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -548,7 +665,7 @@ func (x *Position) String() string {
 func (*Position) ProtoMessage() {}
 
 func (x *Position) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -561,7 +678,7 @@ func (x *Position) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Position.ProtoReflect.Descriptor instead.
 func (*Position) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{6}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Position) GetRevision() int64 {
@@ -601,14 +718,18 @@ type WatchFrame struct {
 	// A Table's columns are in this message or in an earlier one.
 	ColumnsSent bool `protobuf:"varint,6,opt,name=columns_sent,json=columnsSent" json:"columns_sent,omitempty"`
 	// The initial events, in consecutive pieces. They precede data.
-	Initial       [][]byte `protobuf:"bytes,7,rep,name=initial" json:"initial,omitempty"`
+	Initial [][]byte `protobuf:"bytes,7,rep,name=initial" json:"initial,omitempty"`
+	// The watch of a call of Watches. Watch does not set it.
+	WatchId uint64 `protobuf:"varint,8,opt,name=watch_id,json=watchId" json:"watch_id,omitempty"`
+	// The watch of a call of Watches has ended, and the message has no data. Watch does not set it.
+	Status        *WatchStatus `protobuf:"bytes,9,opt,name=status" json:"status,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *WatchFrame) Reset() {
 	*x = WatchFrame{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[7]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -620,7 +741,7 @@ func (x *WatchFrame) String() string {
 func (*WatchFrame) ProtoMessage() {}
 
 func (x *WatchFrame) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[7]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -633,7 +754,7 @@ func (x *WatchFrame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchFrame.ProtoReflect.Descriptor instead.
 func (*WatchFrame) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{7}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *WatchFrame) GetData() []byte {
@@ -685,6 +806,20 @@ func (x *WatchFrame) GetInitial() [][]byte {
 	return nil
 }
 
+func (x *WatchFrame) GetWatchId() uint64 {
+	if x != nil {
+		return x.WatchId
+	}
+	return 0
+}
+
+func (x *WatchFrame) GetStatus() *WatchStatus {
+	if x != nil {
+		return x.Status
+	}
+	return nil
+}
+
 // EventBoundary is the end of one event in a WatchFrame.
 type EventBoundary struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -700,7 +835,7 @@ type EventBoundary struct {
 
 func (x *EventBoundary) Reset() {
 	*x = EventBoundary{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[8]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -712,7 +847,7 @@ func (x *EventBoundary) String() string {
 func (*EventBoundary) ProtoMessage() {}
 
 func (x *EventBoundary) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[8]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -725,7 +860,7 @@ func (x *EventBoundary) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventBoundary.ProtoReflect.Descriptor instead.
 func (*EventBoundary) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{8}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *EventBoundary) GetEnd() int32 {
@@ -760,7 +895,7 @@ var File_watershed_watchfanout_v1_watchfanout_proto protoreflect.FileDescriptor
 
 const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\n" +
-	"*watershed/watchfanout/v1/watchfanout.proto\x12\x18watershed.watchfanout.v1\x1a watershed/common/v1/common.proto\x1a$watershed/registry/v1/registry.proto\"\xad\x03\n" +
+	"*watershed/watchfanout/v1/watchfanout.proto\x12\x18watershed.watchfanout.v1\x1a\x19google/protobuf/any.proto\x1a watershed/common/v1/common.proto\x1a$watershed/registry/v1/registry.proto\"\xad\x03\n" +
 	"\x05Query\x129\n" +
 	"\bresource\x18\b \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12!\n" +
 	"\fcrd_revision\x18\t \x01(\x03R\vcrdRevision\x12\x16\n" +
@@ -799,11 +934,18 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\fresume_after\x18\x06 \x01(\v2\".watershed.watchfanout.v1.PositionR\vresumeAfter\x12.\n" +
 	"\x13initial_events_done\x18\a \x01(\bR\x11initialEventsDone\x12!\n" +
 	"\fcolumns_sent\x18\b \x01(\bR\vcolumnsSent\x12\x14\n" +
-	"\x05owner\x18\t \x01(\tR\x05ownerJ\x04\b\x05\x10\x06\"R\n" +
+	"\x05owner\x18\t \x01(\tR\x05ownerJ\x04\b\x05\x10\x06\"i\n" +
+	"\x0eWatchesRequest\x12\x19\n" +
+	"\bwatch_id\x18\x01 \x01(\x04R\awatchId\x12<\n" +
+	"\x05watch\x18\x02 \x01(\v2&.watershed.watchfanout.v1.WatchRequestR\x05watch\"k\n" +
+	"\vWatchStatus\x12\x12\n" +
+	"\x04code\x18\x01 \x01(\x05R\x04code\x12\x18\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\x12.\n" +
+	"\adetails\x18\x03 \x03(\v2\x14.google.protobuf.AnyR\adetails\"R\n" +
 	"\bPosition\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12\x14\n" +
 	"\x05index\x18\x02 \x01(\x05R\x05index\x12\x14\n" +
-	"\x05epoch\x18\x03 \x01(\tR\x05epoch\"\xa8\x02\n" +
+	"\x05epoch\x18\x03 \x01(\tR\x05epoch\"\x82\x03\n" +
 	"\n" +
 	"WatchFrame\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12>\n" +
@@ -814,15 +956,18 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"boundaries\x18\x05 \x03(\v2'.watershed.watchfanout.v1.EventBoundaryR\n" +
 	"boundaries\x12!\n" +
 	"\fcolumns_sent\x18\x06 \x01(\bR\vcolumnsSent\x12\x18\n" +
-	"\ainitial\x18\a \x03(\fR\ainitial\"\x9f\x01\n" +
+	"\ainitial\x18\a \x03(\fR\ainitial\x12\x19\n" +
+	"\bwatch_id\x18\b \x01(\x04R\awatchId\x12=\n" +
+	"\x06status\x18\t \x01(\v2%.watershed.watchfanout.v1.WatchStatusR\x06status\"\x9f\x01\n" +
 	"\rEventBoundary\x12\x10\n" +
 	"\x03end\x18\x01 \x01(\x05R\x03end\x12>\n" +
 	"\bposition\x18\x02 \x01(\v2\".watershed.watchfanout.v1.PositionR\bposition\x12\x1a\n" +
 	"\bbookmark\x18\x03 \x01(\bR\bbookmark\x12 \n" +
-	"\vtraceparent\x18\x04 \x01(\tR\vtraceparent2\xb6\x01\n" +
+	"\vtraceparent\x18\x04 \x01(\tR\vtraceparent2\x95\x02\n" +
 	"\x05Watch\x12T\n" +
 	"\x04List\x12%.watershed.watchfanout.v1.ListRequest\x1a#.watershed.watchfanout.v1.ListChunk0\x01\x12W\n" +
-	"\x05Watch\x12&.watershed.watchfanout.v1.WatchRequest\x1a$.watershed.watchfanout.v1.WatchFrame0\x012\xbe\x01\n" +
+	"\x05Watch\x12&.watershed.watchfanout.v1.WatchRequest\x1a$.watershed.watchfanout.v1.WatchFrame0\x01\x12]\n" +
+	"\aWatches\x12(.watershed.watchfanout.v1.WatchesRequest\x1a$.watershed.watchfanout.v1.WatchFrame(\x010\x012\xbe\x01\n" +
 	"\rInternalWatch\x12T\n" +
 	"\x04List\x12%.watershed.watchfanout.v1.ListRequest\x1a#.watershed.watchfanout.v1.ListChunk0\x01\x12W\n" +
 	"\x05Watch\x12&.watershed.watchfanout.v1.WatchRequest\x1a$.watershed.watchfanout.v1.WatchFrame0\x01BCZ:watershed.dev/proto/watershed/watchfanout/v1;watchfanoutv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
@@ -839,44 +984,52 @@ func file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP() []byte {
 	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescData
 }
 
-var file_watershed_watchfanout_v1_watchfanout_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
+var file_watershed_watchfanout_v1_watchfanout_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
 var file_watershed_watchfanout_v1_watchfanout_proto_goTypes = []any{
-	(*Query)(nil),         // 0: watershed.watchfanout.v1.Query
-	(*Shard)(nil),         // 1: watershed.watchfanout.v1.Shard
-	(*HashRange)(nil),     // 2: watershed.watchfanout.v1.HashRange
-	(*ListRequest)(nil),   // 3: watershed.watchfanout.v1.ListRequest
-	(*ListChunk)(nil),     // 4: watershed.watchfanout.v1.ListChunk
-	(*WatchRequest)(nil),  // 5: watershed.watchfanout.v1.WatchRequest
-	(*Position)(nil),      // 6: watershed.watchfanout.v1.Position
-	(*WatchFrame)(nil),    // 7: watershed.watchfanout.v1.WatchFrame
-	(*EventBoundary)(nil), // 8: watershed.watchfanout.v1.EventBoundary
-	(*v1.Resource)(nil),   // 9: watershed.common.v1.Resource
-	(*v11.Output)(nil),    // 10: watershed.registry.v1.Output
+	(*Query)(nil),          // 0: watershed.watchfanout.v1.Query
+	(*Shard)(nil),          // 1: watershed.watchfanout.v1.Shard
+	(*HashRange)(nil),      // 2: watershed.watchfanout.v1.HashRange
+	(*ListRequest)(nil),    // 3: watershed.watchfanout.v1.ListRequest
+	(*ListChunk)(nil),      // 4: watershed.watchfanout.v1.ListChunk
+	(*WatchRequest)(nil),   // 5: watershed.watchfanout.v1.WatchRequest
+	(*WatchesRequest)(nil), // 6: watershed.watchfanout.v1.WatchesRequest
+	(*WatchStatus)(nil),    // 7: watershed.watchfanout.v1.WatchStatus
+	(*Position)(nil),       // 8: watershed.watchfanout.v1.Position
+	(*WatchFrame)(nil),     // 9: watershed.watchfanout.v1.WatchFrame
+	(*EventBoundary)(nil),  // 10: watershed.watchfanout.v1.EventBoundary
+	(*v1.Resource)(nil),    // 11: watershed.common.v1.Resource
+	(*v11.Output)(nil),     // 12: watershed.registry.v1.Output
+	(*anypb.Any)(nil),      // 13: google.protobuf.Any
 }
 var file_watershed_watchfanout_v1_watchfanout_proto_depIdxs = []int32{
-	9,  // 0: watershed.watchfanout.v1.Query.resource:type_name -> watershed.common.v1.Resource
-	10, // 1: watershed.watchfanout.v1.Query.output:type_name -> watershed.registry.v1.Output
+	11, // 0: watershed.watchfanout.v1.Query.resource:type_name -> watershed.common.v1.Resource
+	12, // 1: watershed.watchfanout.v1.Query.output:type_name -> watershed.registry.v1.Output
 	1,  // 2: watershed.watchfanout.v1.Query.shard:type_name -> watershed.watchfanout.v1.Shard
 	2,  // 3: watershed.watchfanout.v1.Shard.ranges:type_name -> watershed.watchfanout.v1.HashRange
 	0,  // 4: watershed.watchfanout.v1.ListRequest.query:type_name -> watershed.watchfanout.v1.Query
 	0,  // 5: watershed.watchfanout.v1.WatchRequest.query:type_name -> watershed.watchfanout.v1.Query
-	6,  // 6: watershed.watchfanout.v1.WatchRequest.resume_after:type_name -> watershed.watchfanout.v1.Position
-	6,  // 7: watershed.watchfanout.v1.WatchFrame.position:type_name -> watershed.watchfanout.v1.Position
-	8,  // 8: watershed.watchfanout.v1.WatchFrame.boundaries:type_name -> watershed.watchfanout.v1.EventBoundary
-	6,  // 9: watershed.watchfanout.v1.EventBoundary.position:type_name -> watershed.watchfanout.v1.Position
-	3,  // 10: watershed.watchfanout.v1.Watch.List:input_type -> watershed.watchfanout.v1.ListRequest
-	5,  // 11: watershed.watchfanout.v1.Watch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
-	3,  // 12: watershed.watchfanout.v1.InternalWatch.List:input_type -> watershed.watchfanout.v1.ListRequest
-	5,  // 13: watershed.watchfanout.v1.InternalWatch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
-	4,  // 14: watershed.watchfanout.v1.Watch.List:output_type -> watershed.watchfanout.v1.ListChunk
-	7,  // 15: watershed.watchfanout.v1.Watch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
-	4,  // 16: watershed.watchfanout.v1.InternalWatch.List:output_type -> watershed.watchfanout.v1.ListChunk
-	7,  // 17: watershed.watchfanout.v1.InternalWatch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
-	14, // [14:18] is the sub-list for method output_type
-	10, // [10:14] is the sub-list for method input_type
-	10, // [10:10] is the sub-list for extension type_name
-	10, // [10:10] is the sub-list for extension extendee
-	0,  // [0:10] is the sub-list for field type_name
+	8,  // 6: watershed.watchfanout.v1.WatchRequest.resume_after:type_name -> watershed.watchfanout.v1.Position
+	5,  // 7: watershed.watchfanout.v1.WatchesRequest.watch:type_name -> watershed.watchfanout.v1.WatchRequest
+	13, // 8: watershed.watchfanout.v1.WatchStatus.details:type_name -> google.protobuf.Any
+	8,  // 9: watershed.watchfanout.v1.WatchFrame.position:type_name -> watershed.watchfanout.v1.Position
+	10, // 10: watershed.watchfanout.v1.WatchFrame.boundaries:type_name -> watershed.watchfanout.v1.EventBoundary
+	7,  // 11: watershed.watchfanout.v1.WatchFrame.status:type_name -> watershed.watchfanout.v1.WatchStatus
+	8,  // 12: watershed.watchfanout.v1.EventBoundary.position:type_name -> watershed.watchfanout.v1.Position
+	3,  // 13: watershed.watchfanout.v1.Watch.List:input_type -> watershed.watchfanout.v1.ListRequest
+	5,  // 14: watershed.watchfanout.v1.Watch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
+	6,  // 15: watershed.watchfanout.v1.Watch.Watches:input_type -> watershed.watchfanout.v1.WatchesRequest
+	3,  // 16: watershed.watchfanout.v1.InternalWatch.List:input_type -> watershed.watchfanout.v1.ListRequest
+	5,  // 17: watershed.watchfanout.v1.InternalWatch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
+	4,  // 18: watershed.watchfanout.v1.Watch.List:output_type -> watershed.watchfanout.v1.ListChunk
+	9,  // 19: watershed.watchfanout.v1.Watch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
+	9,  // 20: watershed.watchfanout.v1.Watch.Watches:output_type -> watershed.watchfanout.v1.WatchFrame
+	4,  // 21: watershed.watchfanout.v1.InternalWatch.List:output_type -> watershed.watchfanout.v1.ListChunk
+	9,  // 22: watershed.watchfanout.v1.InternalWatch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
+	18, // [18:23] is the sub-list for method output_type
+	13, // [13:18] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_watershed_watchfanout_v1_watchfanout_proto_init() }
@@ -890,7 +1043,7 @@ func file_watershed_watchfanout_v1_watchfanout_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_watchfanout_v1_watchfanout_proto_rawDesc), len(file_watershed_watchfanout_v1_watchfanout_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   9,
+			NumMessages:   11,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -21,8 +21,9 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	Watch_List_FullMethodName  = "/watershed.watchfanout.v1.Watch/List"
-	Watch_Watch_FullMethodName = "/watershed.watchfanout.v1.Watch/Watch"
+	Watch_List_FullMethodName    = "/watershed.watchfanout.v1.Watch/List"
+	Watch_Watch_FullMethodName   = "/watershed.watchfanout.v1.Watch/Watch"
+	Watch_Watches_FullMethodName = "/watershed.watchfanout.v1.Watch/Watches"
 )
 
 // WatchClient is the client API for Watch service.
@@ -35,6 +36,8 @@ type WatchClient interface {
 	List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error)
 	// Watch sends the events of a watch.
 	Watch(ctx context.Context, in *WatchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchFrame], error)
+	// Watches sends the events of many watches. A watch costs less than a call of Watch.
+	Watches(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WatchesRequest, WatchFrame], error)
 }
 
 type watchClient struct {
@@ -83,6 +86,19 @@ func (c *watchClient) Watch(ctx context.Context, in *WatchRequest, opts ...grpc.
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Watch_WatchClient = grpc.ServerStreamingClient[WatchFrame]
 
+func (c *watchClient) Watches(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WatchesRequest, WatchFrame], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Watch_ServiceDesc.Streams[2], Watch_Watches_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[WatchesRequest, WatchFrame]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Watch_WatchesClient = grpc.BidiStreamingClient[WatchesRequest, WatchFrame]
+
 // WatchServer is the server API for Watch service.
 // All implementations must embed UnimplementedWatchServer
 // for forward compatibility.
@@ -93,6 +109,8 @@ type WatchServer interface {
 	List(*ListRequest, grpc.ServerStreamingServer[ListChunk]) error
 	// Watch sends the events of a watch.
 	Watch(*WatchRequest, grpc.ServerStreamingServer[WatchFrame]) error
+	// Watches sends the events of many watches. A watch costs less than a call of Watch.
+	Watches(grpc.BidiStreamingServer[WatchesRequest, WatchFrame]) error
 	mustEmbedUnimplementedWatchServer()
 }
 
@@ -108,6 +126,9 @@ func (UnimplementedWatchServer) List(*ListRequest, grpc.ServerStreamingServer[Li
 }
 func (UnimplementedWatchServer) Watch(*WatchRequest, grpc.ServerStreamingServer[WatchFrame]) error {
 	return status.Error(codes.Unimplemented, "method Watch not implemented")
+}
+func (UnimplementedWatchServer) Watches(grpc.BidiStreamingServer[WatchesRequest, WatchFrame]) error {
+	return status.Error(codes.Unimplemented, "method Watches not implemented")
 }
 func (UnimplementedWatchServer) mustEmbedUnimplementedWatchServer() {}
 func (UnimplementedWatchServer) testEmbeddedByValue()               {}
@@ -152,6 +173,13 @@ func _Watch_Watch_Handler(srv interface{}, stream grpc.ServerStream) error {
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Watch_WatchServer = grpc.ServerStreamingServer[WatchFrame]
 
+func _Watch_Watches_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(WatchServer).Watches(&grpc.GenericServerStream[WatchesRequest, WatchFrame]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Watch_WatchesServer = grpc.BidiStreamingServer[WatchesRequest, WatchFrame]
+
 // Watch_ServiceDesc is the grpc.ServiceDesc for Watch service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -169,6 +197,12 @@ var Watch_ServiceDesc = grpc.ServiceDesc{
 			StreamName:    "Watch",
 			Handler:       _Watch_Watch_Handler,
 			ServerStreams: true,
+		},
+		{
+			StreamName:    "Watches",
+			Handler:       _Watch_Watches_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
 		},
 	},
 	Metadata: "watershed/watchfanout/v1/watchfanout.proto",

@@ -1,0 +1,258 @@
+package watch_test
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"runtime"
+	"strings"
+	"testing"
+	"time"
+
+	spb "google.golang.org/genproto/googleapis/rpc/status"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"watershed.dev/platform/watchcache/internal/fixture"
+	"watershed.dev/platform/watchcache/watch"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+)
+
+// multiplexed makes start use a call of Watches.
+var multiplexed bool
+
+// A watch of a call of Watches behaves as a watch with a call of its own.
+func TestWatchesOfACall(t *testing.T) {
+	multiplexed = true
+	defer func() { multiplexed = false }()
+	for name, test := range map[string]func(*testing.T){
+		"a large event":         TestALargeEventIsSentAlone,
+		"selected events":       TestAWatchReceivesSelectedEvents,
+		"initial events":        TestInitialEvents,
+		"resume":                TestResume,
+		"differing objects":     TestWatchesOfDifferingObjectsExpire,
+		"drain":                 TestADrainingReplicaEndsItsWatches,
+		"undiscovered resource": TestAWatchOfAnUndiscoveredResource,
+	} {
+		t.Run(name, test)
+	}
+}
+
+// callStream is the server's end of a call of Watches.
+type callStream struct {
+	grpc.BidiStreamingServer[watchfanoutv1.WatchesRequest, watchfanoutv1.WatchFrame]
+	frames
+	requests chan *watchfanoutv1.WatchesRequest
+}
+
+func (s *callStream) Context() context.Context               { return s.frames.Context() }
+func (s *callStream) Send(m *watchfanoutv1.WatchFrame) error { return s.frames.Send(m) }
+func (s *callStream) SendMsg(m any) error                    { return s.frames.SendMsg(m) }
+
+func (s *callStream) Recv() (*watchfanoutv1.WatchesRequest, error) {
+	select {
+	case r, ok := <-s.requests:
+		if !ok {
+			return nil, io.EOF
+		}
+		return r, nil
+	case <-s.ctx.Done():
+		return nil, status.FromContextError(s.ctx.Err()).Err()
+	}
+}
+
+// testCall is a call of Watches, and its end.
+type testCall struct {
+	*callStream
+	draining chan struct{}
+	ended    chan error
+}
+
+func startCall(ctx context.Context, s *watch.Server, period time.Duration) *testCall {
+	c := &testCall{
+		callStream: &callStream{
+			frames:   frames{ctx: ctx, c: make(chan *watchfanoutv1.WatchFrame, 100)},
+			requests: make(chan *watchfanoutv1.WatchesRequest),
+		},
+		draining: make(chan struct{}),
+		ended:    make(chan error, 1),
+	}
+	m := &watch.Multiplexer{
+		ServerOf:       func(*commonv1.Resource) (*watch.Server, error) { return s, nil },
+		ProgressPeriod: period,
+		Draining:       c.draining,
+	}
+	go func() { c.ended <- m.Watches(c.callStream) }()
+	return c
+}
+
+// begin begins a watch of a pod.
+func (c *testCall) begin(id uint64, pod string) {
+	q := fixture.Query()
+	q.FieldSelector = "metadata.name=" + pod
+	c.requests <- &watchfanoutv1.WatchesRequest{
+		WatchId: id,
+		Watch:   &watchfanoutv1.WatchRequest{Query: q, ResourceVersion: "10", AllowBookmarks: true},
+	}
+}
+
+// next returns the next frame that is not a position.
+func (c *testCall) next(t *testing.T) *watchfanoutv1.WatchFrame {
+	t.Helper()
+	for {
+		select {
+		case m := <-c.c:
+			if len(m.Data) > 0 || m.Status != nil {
+				return m
+			}
+		case <-time.After(10 * time.Second):
+			t.Fatal("no frame comes")
+		}
+	}
+}
+
+// watchInCall serves a watch in a call of its own, and returns the watch's status.
+func watchInCall(ctx context.Context, s *watch.Server, r *watchfanoutv1.WatchRequest,
+	to chan<- *watchfanoutv1.WatchFrame) error {
+	c := startCall(ctx, s, time.Hour)
+	c.requests <- &watchfanoutv1.WatchesRequest{WatchId: 1, Watch: r}
+	drained := c.draining
+	for {
+		select {
+		case m := <-c.c:
+			if end := m.Status; end != nil {
+				return status.ErrorProto(&spb.Status{Code: end.Code, Message: end.Message})
+			}
+			to <- m
+		case <-time.After(time.Millisecond): // the service drains its servers and its calls together
+			if s.Draining() && drained != nil {
+				close(drained)
+				drained = nil
+			}
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// An idle watch of a call has no goroutine, and receives its events and its bookmarks.
+func TestAnIdleWatchOfACallHasNoGoroutine(t *testing.T) {
+	w, s := newServer(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	const watches = 200
+	c := startCall(ctx, s, 500*time.Millisecond)
+	before := runtime.NumGoroutine()
+	for i := range uint64(watches) {
+		c.begin(i+1, fmt.Sprint("p", i+1))
+		<-c.c // it is open
+	}
+	for until := time.Now().Add(10 * time.Second); runtime.NumGoroutine() > before+5; time.Sleep(time.Millisecond) {
+		if time.Now().After(until) {
+			t.Fatalf("%d watches have %d goroutines", watches, runtime.NumGoroutine()-before)
+		}
+	}
+	if n := s.Len(); n != watches {
+		t.Fatalf("%d watches are open", n)
+	}
+	w.Apply(logv1.Type_TYPE_ADDED, 11, "p7", "node-0", "")
+	events, bookmarks := 0, map[uint64]bool{}
+	for len(bookmarks) < watches || events == 0 {
+		m := c.next(t)
+		if m.Boundaries[0].Bookmark {
+			bookmarks[m.WatchId] = true
+		} else if events++; m.WatchId != 7 {
+			t.Errorf("watch %d receives %s", m.WatchId, m.Data)
+		}
+	}
+	if events != 1 {
+		t.Errorf("an event comes %d times", events)
+	}
+	cancel()
+	if err := <-c.ended; status.Code(err) != codes.Canceled || s.Len() != 0 {
+		t.Errorf("the call ends with %v, and %d watches stay", err, s.Len())
+	}
+}
+
+// The caller ends a watch without the others. An ID that is in use ends the call.
+func TestAWatchOfACallEndsAlone(t *testing.T) {
+	w, s := newServer(t)
+	c := startCall(t.Context(), s, time.Hour)
+	c.begin(1, "a")
+	c.begin(2, "b")
+	for range 2 {
+		<-c.c
+	}
+	c.requests <- &watchfanoutv1.WatchesRequest{WatchId: 1}
+	if m := c.next(t); m.WatchId != 1 || codes.Code(m.Status.GetCode()) != codes.Canceled {
+		t.Errorf("%v", m)
+	}
+	c.requests <- &watchfanoutv1.WatchesRequest{WatchId: 1} // it has ended
+	w.Apply(logv1.Type_TYPE_MODIFIED, 11, "b", "node-0", "node-0")
+	if m := c.next(t); m.WatchId != 2 || m.Status != nil {
+		t.Errorf("%v", m)
+	}
+	c.begin(2, "b")
+	if err := <-c.ended; status.Code(err) != codes.InvalidArgument || s.Len() != 0 {
+		t.Errorf("the call ends with %v, and %d watches stay", err, s.Len())
+	}
+}
+
+// A call of a draining process ends after its watches. It begins no watch.
+func TestACallDrains(t *testing.T) {
+	_, s := newServer(t)
+	c := startCall(t.Context(), s, time.Hour)
+	for i := range uint64(3) {
+		c.begin(i+1, "a")
+		<-c.c
+	}
+	s.Drain()
+	close(c.draining)
+	for range 3 {
+		if m := c.next(t); codes.Code(m.Status.GetCode()) != codes.Unavailable {
+			t.Errorf("%v", m)
+		}
+	}
+	if err := <-c.ended; status.Code(err) != codes.Unavailable {
+		t.Errorf("the call ends with %v", err)
+	}
+}
+
+// A watch whose owner has too many bytes in flight delays no event and no bookmark of another owner.
+func TestAWaitingWatchOfACallDelaysNoOther(t *testing.T) {
+	w, s := newServer(t)
+	s.BoundInFlight(1)
+	c := startCall(t.Context(), s, 50*time.Millisecond)
+	c.done = make(chan func(), 1)
+	begin := func(id uint64, owner string) {
+		c.requests <- &watchfanoutv1.WatchesRequest{WatchId: id, Watch: &watchfanoutv1.WatchRequest{
+			Query: fixture.Query(), ResourceVersion: "10", AllowBookmarks: true, Owner: owner,
+		}}
+	}
+	begin(1, "loud")
+	begin(2, "loud")
+	begin(3, "quiet")
+	for until := time.Now().Add(10 * time.Second); s.Len() < 3; time.Sleep(time.Millisecond) {
+		if time.Now().After(until) {
+			t.Fatalf("%d watches are open", s.Len())
+		}
+	}
+	w.Apply(logv1.Type_TYPE_ADDED, 11, strings.Repeat("x", 20_000), "", "")
+	first, second := <-c.done, <-c.done // of both owners
+	for until := time.Now().Add(10 * time.Second); s.Waiting("loud") != 1; time.Sleep(time.Millisecond) {
+		if time.Now().After(until) {
+			t.Fatalf("%d messages wait", s.Waiting("loud"))
+		}
+	}
+	bookmarks := map[uint64]int{}
+	for bookmarks[3] < 3 {
+		if m := c.next(t); m.Boundaries[0].Bookmark {
+			bookmarks[m.WatchId]++
+		}
+	}
+	first()
+	second()
+	(<-c.done)()
+}
