@@ -34,8 +34,8 @@ var mistakes = []breakage{
 	{
 		name:    "reorder",
 		file:    "platform/watchcache/cache/ring.go",
-		code:    "		trigger.Add(e)\n		trigger.changed.Notify()\n",
-		instead: "		trigger.Add(e)\n		if all := trigger.From(trigger.Base()); r.Name == \"configmaps\" && len(all) > 1 && e.Revision%97 == 0 {\n			all[len(all)-1], all[len(all)-2] = all[len(all)-2], all[len(all)-1]\n		}\n		trigger.changed.Notify()\n",
+		code:    "		trigger.Add(e)\n		trigger.notify()\n",
+		instead: "		trigger.Add(e)\n		if all := trigger.From(trigger.Base()); r.Name == \"configmaps\" && len(all) > 1 && e.Revision%97 == 0 {\n			all[len(all)-1], all[len(all)-2] = all[len(all)-2], all[len(all)-1]\n		}\n		trigger.notify()\n",
 	},
 	{
 		name:    "stale",
