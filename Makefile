@@ -19,7 +19,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images manifests e2e-cluster demo-swap scale robustness robustness-broken rules bench fuzz docs clean help
+.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images manifests alerts e2e-cluster demo-swap scale robustness robustness-broken rules bench fuzz docs clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -106,8 +106,15 @@ $(PEERS)/e2e.test: test/go.mod
 images: ## images of every binary, tar files of OCI layouts in .build/images; LOAD=docker or LOAD=containerd loads them too
 	go run ./deploy/images -ldflags "$(LDFLAGS)" $(if $(LOAD),-load $(LOAD))
 
-manifests: $(PEERS)/kubectl ## deploy/k8s/rendered, which a test holds against the overlays
+manifests: $(PEERS)/kubectl ## deploy/k8s/rendered and deploy/monitoring/prometheusrule.yaml, which tests compare with their sources
 	@for o in dev ha compact; do $(PEERS)/kubectl kustomize deploy/k8s/overlays/$$o > deploy/k8s/rendered/$$o.yaml || exit 1; done
+	@cd deploy/monitoring && { printf '%s\n' '# `make manifests` writes this file from alerts.yaml.' \
+	  'apiVersion: monitoring.coreos.com/v1' 'kind: PrometheusRule' 'metadata:' '  name: watershed' \
+	  '  labels: {app.kubernetes.io/part-of: watershed}' 'spec:'; sed '/^#/d; s/^./  &/' alerts.yaml; } > prometheusrule.yaml
+
+alerts: $(PEERS)/promtool ## promtool's checks and unit tests of deploy/monitoring/alerts.yaml
+	$(PEERS)/promtool check rules deploy/monitoring/alerts.yaml
+	$(PEERS)/promtool test rules deploy/monitoring/alerts_test.yaml
 
 # The cluster begins with the images of UPGRADE_FROM and goes to this commit's; without one these are the same with
 # another version in them.
