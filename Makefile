@@ -6,6 +6,8 @@ STAMP      := -X $(VERSION).gitVersion=$(KUBERNETES) -X $(VERSION).gitMajor=1 -X
               -X $(VERSION).gitCommit=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) -X $(VERSION).gitTreeState=clean \
               -X $(VERSION).buildDate=1970-01-01T00:00:00Z
 LDFLAGS    := $(STAMP) -X watershed.dev/platform/version.release=$(RELEASE)
+# The tag of the images in deploy/k8s.
+TAG        := $(shell sed -n 's/^appVersion: //p' deploy/k8s/chart/Chart.yaml)
 BIN        := bin
 PEERS      := .build/bin
 MODULES    := proto platform services/authn services/authz services/admission services/registry services/watchfanout services/gateway cmd/certgen cmd/embedded cmd/xds cmd/watershed deploy/images
@@ -19,7 +21,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images manifests alerts e2e-cluster demo-swap scale robustness robustness-broken rules bench fuzz docs clean help
+.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images manifests chart alerts e2e-cluster demo-swap scale robustness robustness-broken rules bench fuzz docs clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -48,6 +50,7 @@ lint: ## formatting, vet, staticcheck and what .golangci.yml names, and the cont
 unit: ## unit tests with the race detector where things are concurrent
 	$(RACE_CGO) go test $(RACE) ./platform/... ./services/watchfanout/... ./services/gateway/... ./services/authn/... ./services/authz/...
 	go test ./proto/... ./services/admission/... ./services/registry/... ./cmd/certgen/... ./cmd/embedded/... ./cmd/xds/... ./cmd/watershed/... ./deploy/images/...
+	cd test/peers/helm && GOWORK=off go test .
 	cd test && go test -count=1 ./rules && go test ./eventlog && go test -count=1 -run EveryMistake ./robustness
 
 e2e: build peers ## real clients and controllers against both forms, and against kube-apiserver beside them
@@ -69,6 +72,8 @@ $(PEERS)/dex: test/peers/dex/go.mod
 # No rule needs the service discovery of clouds.
 $(PEERS)/promtool: test/peers/promtool/go.mod
 	cd test/peers/promtool && GOWORK=off go build -tags remove_all_sd -ldflags "-s -w" -o ../../../$@ github.com/prometheus/prometheus/cmd/promtool
+$(PEERS)/helm: test/peers/helm/go.mod
+	cd test/peers/helm && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ helm.sh/helm/v4/cmd/helm
 $(PEERS)/sample-apiserver: test/go.mod
 	cd test && go build -o ../$@ k8s.io/sample-apiserver
 $(PEERS)/kwok: test/go.mod
@@ -104,13 +109,18 @@ $(PEERS)/e2e.test: test/go.mod
 	cd test && go test -c -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/test/e2e
 
 images: ## images of every binary, tar files of OCI layouts in .build/images; LOAD=docker or LOAD=containerd loads them too
-	go run ./deploy/images -ldflags "$(LDFLAGS)" $(if $(LOAD),-load $(LOAD))
+	go run ./deploy/images -tag $(TAG) -ldflags "$(LDFLAGS)" $(if $(LOAD),-load $(LOAD))
 
 manifests: $(PEERS)/kubectl ## deploy/k8s/rendered and deploy/monitoring/prometheusrule.yaml, which tests compare with their sources
 	@for o in dev ha compact; do $(PEERS)/kubectl kustomize deploy/k8s/overlays/$$o > deploy/k8s/rendered/$$o.yaml || exit 1; done
 	@cd deploy/monitoring && { printf '%s\n' '# `make manifests` writes this file from alerts.yaml.' \
 	  'apiVersion: monitoring.coreos.com/v1' 'kind: PrometheusRule' 'metadata:' '  name: watershed' \
 	  '  labels: {app.kubernetes.io/part-of: watershed}' 'spec:'; sed '/^#/d; s/^./  &/' alerts.yaml; } > prometheusrule.yaml
+
+chart: $(PEERS)/helm ## helm lint and helm template of deploy/k8s/chart, and the comparison with the overlays
+	$(PEERS)/helm lint --quiet deploy/k8s/chart
+	@for o in dev ha compact; do $(PEERS)/helm template watershed deploy/k8s/chart --set overlay=$$o >/dev/null || exit 1; done
+	cd test/peers/helm && GOWORK=off go test -count=1 .
 
 alerts: $(PEERS)/promtool ## promtool's checks and unit tests of deploy/monitoring/alerts.yaml
 	$(PEERS)/promtool check rules deploy/monitoring/alerts.yaml
@@ -122,7 +132,7 @@ UPGRADE_FROM ?=
 
 e2e-cluster: build peers images $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns jaeger cert-manager) ## Watershed as workloads on this machine as a real node (as root); UPGRADE_FROM=COMMIT, ARGS="-placement compact -watchers 50"
 	$(if $(UPGRADE_FROM),rm -rf .build/from .build/images-from && git worktree prune && git worktree add --detach .build/from $(UPGRADE_FROM) && \
-	  (cd .build/from && GOWORK= go run ./deploy/images -ldflags "$(STAMP) -X watershed.dev/platform/version.release=$(UPGRADE_FROM)") && \
+	  (cd .build/from && GOWORK= go run ./deploy/images -tag $(TAG) -ldflags "$(STAMP) -X watershed.dev/platform/version.release=$(UPGRADE_FROM)") && \
 	  cp -r .build/from/.build/images .build/images-from && git worktree remove --force .build/from)
 	go run ./deploy/images -ldflags "$(LDFLAGS) -X watershed.dev/platform/version.release=next" -tag next -out .build/images-next \
 	  -only gateway,registry,watchfanout,authn,authz,admission,xds,watershed

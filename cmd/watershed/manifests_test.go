@@ -134,7 +134,8 @@ func TestManifestsMatchTheProcesses(t *testing.T) {
 				d.selected[o.Metadata.Name], _ = o.Spec.Selector[name].(string)
 			}
 			for _, c := range o.Spec.Template.Spec.Containers {
-				image, ours := strings.CutPrefix(strings.TrimSuffix(c.Image, ":dev"), "watershed.dev/")
+				repository, _, _ := strings.Cut(c.Image, ":")
+				image, ours := strings.CutPrefix(repository, "watershed.dev/")
 				if !ours {
 					continue
 				}

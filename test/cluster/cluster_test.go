@@ -43,7 +43,7 @@ type hosted struct {
 	outer *harness.Server
 	node  *node.Node
 	inner *rest.Config
-	// placement is the placement of the services, and tag the tag of their images.
+	// placement is the placement of the services, and tag the tag of their images. Empty: the tag of the manifests.
 	placement, tag string
 }
 
@@ -58,7 +58,7 @@ func TestWatershedAsWorkloads(t *testing.T) {
 			t.Fatalf("%v: `make e2e-cluster` builds it", err)
 		}
 	}
-	h := &hosted{report: newReport(t), placement: *placed, tag: "dev"}
+	h := &hosted{report: newReport(t), placement: *placed}
 	if placements[h.placement] == nil {
 		t.Fatalf("-placement %s: want split or compact", h.placement)
 	}

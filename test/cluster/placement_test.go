@@ -51,7 +51,9 @@ images:
 - {name: jaegertracing/all-in-one, newName: watershed.dev/jaeger, newTag: test}
 `
 	for _, s := range placements[placement] {
-		text += fmt.Sprintf("- {name: %s, newTag: %s}\n", image(s), h.tag)
+		if h.tag != "" {
+			text += fmt.Sprintf("- {name: %s, newTag: %s}\n", image(s), h.tag)
+		}
 	}
 	text += "components:\n"
 	if placement == "compact" {
