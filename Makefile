@@ -1,10 +1,10 @@
 # Everything is built with Go alone; what the tests compare with is built from Go modules too.
 KUBERNETES := v1.36.3
 RELEASE    := $(shell git describe --tags --always --dirty 2>/dev/null || echo development)
-VERSION    := k8s.io/component-base/version
-STAMP      := -X $(VERSION).gitVersion=$(KUBERNETES) -X $(VERSION).gitMajor=1 -X $(VERSION).gitMinor=36 \
-              -X $(VERSION).gitCommit=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) -X $(VERSION).gitTreeState=clean \
-              -X $(VERSION).buildDate=1970-01-01T00:00:00Z
+COMPONENT  := k8s.io/component-base/version
+STAMP      := -X $(COMPONENT).gitVersion=$(KUBERNETES) -X $(COMPONENT).gitMajor=1 -X $(COMPONENT).gitMinor=36 \
+              -X $(COMPONENT).gitCommit=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) -X $(COMPONENT).gitTreeState=clean \
+              -X $(COMPONENT).buildDate=1970-01-01T00:00:00Z
 LDFLAGS    := $(STAMP) -X watershed.dev/platform/version.release=$(RELEASE)
 # The tag of the images in deploy/k8s.
 TAG        := $(shell sed -n 's/^appVersion: //p' deploy/k8s/chart/Chart.yaml)
@@ -21,7 +21,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images manifests chart alerts e2e-cluster demo-swap scale robustness robustness-broken rules bench fuzz docs clean help
+.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster demo-swap scale robustness robustness-broken rules bench fuzz docs clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -111,7 +111,18 @@ $(PEERS)/e2e.test: test/go.mod
 images: ## images of every binary, tar files of OCI layouts in .build/images; LOAD=docker or LOAD=containerd loads them too
 	go run ./deploy/images -tag $(TAG) -ldflags "$(LDFLAGS)" $(if $(LOAD),-load $(LOAD))
 
-manifests: $(PEERS)/kubectl ## deploy/k8s/rendered and deploy/monitoring/prometheusrule.yaml, which tests compare with their sources
+PLATFORMS ?= linux/amd64,linux/arm64
+
+release: ## images, binaries, SBOMs, manifests, chart, notes and checksums in .build/release/VERSION: VERSION=v0.1.0; KEY=FILE signs them, REGISTRY=HOST/PATH names and pushes the images
+	@test -n "$(VERSION)" || { echo 'make release: VERSION is missing: add VERSION=v0.1.0'; exit 1; }
+	@go build -o .build/release-tool ./deploy/images
+	@.build/release-tool -release "$(VERSION)" -out ".build/release/$(VERSION)" -platforms "$(PLATFORMS)" \
+	  -ldflags "$(STAMP) -X watershed.dev/platform/version.release=$(VERSION)" \
+	  $(if $(KEY),-key "$(KEY)") $(if $(REGISTRY),-registry "$(REGISTRY)" -push)
+
+manifests: $(PEERS)/kubectl ## deploy/k8s/rendered and deploy/monitoring/prometheusrule.yaml, which tests compare with their sources; TAG=v0.2.0 is another tag of the images
+	@grep -rlE 'watershed.dev/[a-z]+:' deploy/k8s/base deploy/k8s/components deploy/k8s/chart/templates | xargs sed -i -E 's#(watershed.dev/[a-z]+):[0-9A-Za-z.-]+#\1:$(TAG)#'
+	@sed -i -e 's/^version: .*/version: $(TAG:v%=%)/' -e 's/^appVersion: .*/appVersion: $(TAG)/' deploy/k8s/chart/Chart.yaml
 	@for o in dev ha compact; do $(PEERS)/kubectl kustomize deploy/k8s/overlays/$$o > deploy/k8s/rendered/$$o.yaml || exit 1; done
 	@cd deploy/monitoring && { printf '%s\n' '# `make manifests` writes this file from alerts.yaml.' \
 	  'apiVersion: monitoring.coreos.com/v1' 'kind: PrometheusRule' 'metadata:' '  name: watershed' \

@@ -9,9 +9,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -24,45 +26,69 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 )
 
-// image builds one image, and loads it if -load is set.
-func (o *options) image(name, work string) error {
-	binary := filepath.Join(work, name)
-	build := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w "+o.ldflags, "-o", binary, packages[name])
-	build.Env = append(os.Environ(), "CGO_ENABLED=0")
-	build.Stderr = os.Stderr
-	if err := build.Run(); err != nil {
-		return err
-	}
-	sbom, err := billOfMaterials(name, o.release, binary, o.created)
-	if err != nil {
-		return err
-	}
-	image, err := o.assemble(name, binary)
-	if err != nil {
-		return err
-	}
-	full := o.registry + "/" + name + ":" + o.tag
-	file := filepath.Join(o.out, name+".tar")
-	if err := write(file, filepath.Join(work, name+".layout"), full, image, sbom); err != nil {
-		return err
-	}
-	if err := os.WriteFile(filepath.Join(o.out, name+".spdx.json"), sbom, 0o644); err != nil {
-		return err
-	}
-	digest, err := image.Digest()
-	if err != nil {
-		return err
-	}
-	info, err := os.Stat(file)
-	if err != nil {
-		return err
-	}
-	fmt.Printf("%-40s %6.1f MB  %s\n", full, float64(info.Size())/1e6, digest)
-	return o.loadInto(file)
+// image is a built image of all platforms.
+type image struct {
+	name   string
+	digest v1.Hash
+	layout string
 }
 
-// assemble returns an image with one file, and with the links to it.
-func (o *options) assemble(name, binary string) (v1.Image, error) {
+// image builds an image of all platforms, and loads it if -load is set.
+func (o *options) image(name, work string) (*image, error) {
+	index := mutate.IndexMediaType(empty.Index, types.OCIImageIndex)
+	var images, bills []v1.Image
+	for _, p := range o.platforms {
+		variant := name + "-" + p.OS + "-" + p.Architecture
+		binary := filepath.Join(work, variant)
+		build := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w "+o.ldflags, "-o", binary, packages[name])
+		build.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS="+p.OS, "GOARCH="+p.Architecture)
+		build.Stderr = os.Stderr
+		if err := build.Run(); err != nil {
+			return nil, err
+		}
+		sbom, err := billOfMaterials(variant, o.version, binary, o.created)
+		if err != nil {
+			return nil, err
+		}
+		if err := os.WriteFile(filepath.Join(o.out, variant+".spdx.json"), sbom, 0o644); err != nil {
+			return nil, err
+		}
+		assembled, err := o.assemble(name, binary, p)
+		if err != nil {
+			return nil, err
+		}
+		bill, err := referrer(assembled, sbom)
+		if err != nil {
+			return nil, err
+		}
+		images, bills = append(images, assembled), append(bills, bill)
+		index = mutate.AppendManifests(index,
+			mutate.IndexAddendum{Add: assembled, Descriptor: v1.Descriptor{Platform: &p}})
+	}
+	digest, err := index.Digest()
+	if err != nil {
+		return nil, err
+	}
+	full := o.registry + "/" + name + ":" + o.tag
+	dir := filepath.Join(work, name+".layout")
+	if err := write(dir, full, index, images[0], bills); err != nil {
+		return nil, err
+	}
+	files, err := walk(dir)
+	if err != nil {
+		return nil, err
+	}
+	content := pack("", files)
+	file := filepath.Join(o.out, name+".tar")
+	if err := os.WriteFile(file, content, 0o644); err != nil {
+		return nil, err
+	}
+	fmt.Printf("%-40s %6.1f MB  %s\n", full, float64(len(content))/1e6, digest)
+	return &image{name, digest, dir}, o.loadInto(file)
+}
+
+// assemble returns an image of a platform with one file, and with the links to it.
+func (o *options) assemble(name, binary string, platform v1.Platform) (v1.Image, error) {
 	content, err := os.ReadFile(binary)
 	if err != nil {
 		return nil, err
@@ -108,7 +134,7 @@ func (o *options) assemble(name, binary string) (v1.Image, error) {
 		return nil, err
 	}
 	config = config.DeepCopy()
-	config.Architecture, config.OS = goEnv("GOARCH"), goEnv("GOOS")
+	config.Architecture, config.OS = platform.Architecture, platform.OS
 	config.Created = v1.Time{Time: o.created}
 	config.Config = v1.Config{
 		User:       user,
@@ -116,7 +142,7 @@ func (o *options) assemble(name, binary string) (v1.Image, error) {
 		WorkingDir: "/",
 		Labels: map[string]string{
 			"org.opencontainers.image.title":    "watershed " + name,
-			"org.opencontainers.image.version":  o.release,
+			"org.opencontainers.image.version":  o.version,
 			"org.opencontainers.image.revision": o.revision,
 			"org.opencontainers.image.created":  o.created.Format(time.RFC3339),
 			"org.opencontainers.image.licenses": "Apache-2.0",
@@ -136,46 +162,42 @@ func goEnv(name string) string {
 	return strings.TrimSpace(string(out))
 }
 
-// write writes a tar file of an OCI layout with the image and its SBOM, which refers to the image. containerd reads the
-// image's name from an annotation of its descriptor, docker from its own manifest (docker save, format of 25.0).
-func write(file, dir, name string, image v1.Image, sbom []byte) error {
+// write writes an OCI layout with an image and its SBOMs, which refer to it. containerd reads the image's name from an
+// annotation of its descriptor. docker reads its own manifest (docker save, format of 25.0), which has the first
+// platform.
+func write(dir, name string, index v1.ImageIndex, first v1.Image, bills []v1.Image) error {
 	l, err := layout.Write(dir, empty.Index)
 	if err != nil {
 		return err
 	}
-	if err := l.AppendImage(image, layout.WithAnnotations(map[string]string{
+	if err := l.AppendIndex(index, layout.WithAnnotations(map[string]string{
 		"io.containerd.image.name":          name,
 		"org.opencontainers.image.ref.name": name,
 	})); err != nil {
 		return err
 	}
-	bill, err := referrer(image, sbom)
-	if err != nil {
-		return err
+	for _, bill := range bills {
+		if err := l.WriteImage(bill); err != nil {
+			return err
+		}
+		digest, err := bill.Digest()
+		if err != nil {
+			return err
+		}
+		size, err := bill.Size()
+		if err != nil {
+			return err
+		}
+		if err := l.AppendDescriptor(v1.Descriptor{
+			MediaType:    types.OCIManifestSchema1,
+			Digest:       digest,
+			Size:         size,
+			ArtifactType: spdx,
+		}); err != nil {
+			return err
+		}
 	}
-	if err := l.WriteImage(bill); err != nil {
-		return err
-	}
-	digest, err := bill.Digest()
-	if err != nil {
-		return err
-	}
-	size, err := bill.Size()
-	if err != nil {
-		return err
-	}
-	if err := l.AppendDescriptor(v1.Descriptor{
-		MediaType:    types.OCIManifestSchema1,
-		Digest:       digest,
-		Size:         size,
-		ArtifactType: spdx,
-	}); err != nil {
-		return err
-	}
-	if err := dockerManifest(dir, name, image); err != nil {
-		return err
-	}
-	return pack(file, dir)
+	return dockerManifest(dir, name, first)
 }
 
 // spdx is the media type of the SBOM.
@@ -233,38 +255,47 @@ func dockerManifest(dir, name string, image v1.Image) error {
 	return os.WriteFile(filepath.Join(dir, "manifest.json"), data, 0o644)
 }
 
-// pack writes the files of a directory to a tar file, in order and without times.
-func pack(file, dir string) error {
-	var buf bytes.Buffer
-	w := tar.NewWriter(&buf)
-	err := filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
-		if err != nil || d.IsDir() {
-			return err
+// walk returns the content of the files of a directory by their paths. It follows symbolic links.
+func walk(dir string) (map[string][]byte, error) {
+	files := map[string][]byte{}
+	entries, err := os.ReadDir(dir)
+	for _, e := range entries {
+		path := filepath.Join(dir, e.Name())
+		info, statErr := os.Stat(path)
+		if statErr != nil {
+			return nil, statErr
 		}
-		name, err := filepath.Rel(dir, path)
-		if err != nil {
-			return err
+		if info.IsDir() {
+			below, err := walk(path)
+			if err != nil {
+				return nil, err
+			}
+			for name, data := range below {
+				files[e.Name()+"/"+name] = data
+			}
+			continue
 		}
 		data, err := os.ReadFile(path)
 		if err != nil {
-			return err
+			return nil, err
 		}
-		header := &tar.Header{
-			Name:    filepath.ToSlash(name),
-			Mode:    0o644,
-			Size:    int64(len(data)),
-			ModTime: time.Unix(0, 0),
-		}
-		if err := w.WriteHeader(header); err != nil {
-			return err
-		}
-		_, err = w.Write(data)
-		return err
-	})
-	if err = errors.Join(err, w.Close()); err != nil {
-		return err
+		files[e.Name()] = data
 	}
-	return os.WriteFile(file, buf.Bytes(), 0o644)
+	return files, err
+}
+
+// pack returns a tar file of files below a prefix, in order and without times.
+func pack(prefix string, files map[string][]byte) []byte {
+	var buf bytes.Buffer
+	w := tar.NewWriter(&buf)
+	for _, name := range slices.Sorted(maps.Keys(files)) {
+		data := files[name]
+		header := &tar.Header{Name: prefix + name, Mode: 0o644, Size: int64(len(data)), ModTime: time.Unix(0, 0)}
+		_ = w.WriteHeader(header) // a buffer returns no error
+		_, _ = w.Write(data)
+	}
+	_ = w.Close()
+	return buf.Bytes()
 }
 
 // billOfMaterials returns the SBOM of a binary (SPDX 2.3), from the build information in the binary.
@@ -283,6 +314,7 @@ func billOfMaterials(name, release, binary string, created time.Time) ([]byte, e
 		Name     string      `json:"name"`
 		Version  string      `json:"versionInfo,omitempty"`
 		Location string      `json:"downloadLocation"`
+		Analyzed bool        `json:"filesAnalyzed"`
 		Refs     []reference `json:"externalRefs,omitempty"`
 	}
 	type relation struct {

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"testing"
 
@@ -22,7 +23,7 @@ func TestAnImage(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := o.run(); err != nil {
+		if err := o.runImages(); err != nil {
 			t.Fatal(err)
 		}
 		if files[i], err = os.ReadFile(filepath.Join(dir, "certgen.tar")); err != nil {
@@ -47,7 +48,7 @@ func TestAnImage(t *testing.T) {
 	var bill struct {
 		Packages []struct{ Name string }
 	}
-	data, err := os.ReadFile(filepath.Join(dir, "certgen.spdx.json"))
+	data, err := os.ReadFile(filepath.Join(dir, "certgen-"+runtime.GOOS+"-"+runtime.GOARCH+".spdx.json"))
 	if err == nil {
 		err = json.Unmarshal(data, &bill)
 	}
@@ -58,7 +59,7 @@ func TestAnImage(t *testing.T) {
 		) {
 		t.Errorf("the SBOM lacks k8s.io/client-go: %v", err)
 	}
-	for _, odd := range [][]string{{"-only", "nothing"}, {"-load", "rkt"}} {
+	for _, odd := range [][]string{{"-only", "nothing"}, {"-load", "rkt"}, {"-platforms", "linux"}, {"-push"}} {
 		if _, err := parse(odd); err == nil {
 			t.Errorf("%v is taken", odd)
 		}
