@@ -70,6 +70,15 @@ func (b *Broadcast) advance(r *Receiver) {
 	}
 }
 
+// Backlog returns the number of entries after a receiver's cursor, and estimates their bytes from the average size.
+func (b *Broadcast) Backlog(r *Receiver) (entries, bytes int64) {
+	base, next := b.entries.Base(), b.entries.Next()
+	if entries = next - max(r.Cursor, base); entries <= 0 {
+		return 0, 0
+	}
+	return entries, (int64(b.Bytes) - EntryBytes*(next-base)) * entries / (next - base)
+}
+
 // Delivery is the new entries of a frame, for the synced receivers. Parts is valid until the next call of Add.
 type Delivery struct {
 	Parts       [][]byte

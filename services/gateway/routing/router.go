@@ -70,6 +70,8 @@ type Router struct {
 	Stopping func() <-chan struct{}
 	// Traffic counts requests, except watches and connections. It may be nil.
 	Traffic *telemetry.Traffic
+	// Slow has the recent slow requests that Traffic counts. It may be nil.
+	Slow *SlowRequests
 }
 
 // connections are the subresources whose requests last as long as their clients.
@@ -154,13 +156,17 @@ func (c *requestContext) serve(scope string) {
 		monitoredRequest = monitored(req, c.info)
 	}
 	info, removed := c.info, c.apiResource.RemovedRelease
-	traffic := c.router.Traffic
+	traffic, slow := c.router.Traffic, c.router.Slow
 	if info.Verb == "watch" || slices.Contains(connections, info.Subresource) {
 		traffic = nil
 	}
 	h2writer.AtEnd(req, func(panicked any) {
 		if traffic != nil {
-			traffic.Observe(time.Since(received))
+			took := time.Since(received)
+			traffic.Observe(took)
+			if took >= SlowThreshold {
+				slow.add(monitoredRequest(), info, status, took)
+			}
 		}
 		if panicked == nil {
 			metrics.MonitorRequest(monitoredRequest(), strings.ToUpper(info.Verb), info.APIGroup, info.APIVersion,

@@ -110,6 +110,7 @@ func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 			SendInitialEvents: p.opts.SendInitialEvents,
 			Owner:             identity.QuotaOwner(c.user, c.req.RemoteAddr),
 		},
+		User:            c.user.GetName(),
 		StorageResource: c.apiResource.StorageResource,
 		Log:             c.apiResource.Log,
 		Deadline:        time.Now().Add(timeout),

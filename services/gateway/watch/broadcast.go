@@ -41,7 +41,11 @@ type watchBroadcast struct {
 	mu sync.Mutex
 	core.Broadcast
 	receivers []*receiver
-	idleTimer *time.Timer
+	// added is the size of all events so far, and replica the address of the replica that sends replicaStream.
+	added         int64
+	replica       string
+	replicaStream *replicaStream
+	idleTimer     *time.Timer
 }
 
 // join adds a receiver at a position. It returns nil if the broadcast has ended or has dropped the next event of the
@@ -53,6 +57,7 @@ func (b *watchBroadcast) join(w *clientWatch, position events.Position) *receive
 	if !b.Join(&r.Receiver, position) {
 		return nil
 	}
+	r.start = b.sentTo(r)
 	b.receivers = append(b.receivers, r)
 	if b.idleTimer != nil {
 		b.idleTimer.Stop()
@@ -89,6 +94,9 @@ func (b *watchBroadcast) leave(r *receiver) events.Position {
 	}
 	if len(b.receivers) == 0 && !b.Ended {
 		b.idleTimer = time.AfterFunc(idleTimeout, b.closeIdle)
+	}
+	if r.watch != nil {
+		r.watch.usage.add(b.sentTo(r) - r.start)
 	}
 	r.stream, r.watch = nil, nil // the limiter or the connection may hold the receiver for much longer
 	left := b.Leave(&r.Receiver)
@@ -247,6 +255,7 @@ func (b *watchBroadcast) receive(s *replicaStream) (err error) {
 			return io.EOF
 		}
 		b.unavailableSince = time.Time{}
+		b.sentBy(s)
 		b.dispatch(m)
 		m = nil
 	}

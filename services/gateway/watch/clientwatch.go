@@ -21,6 +21,8 @@ import (
 // Request is a client's watch request.
 type Request struct {
 	*watchfanoutv1.WatchRequest
+	// User is the name of the watch's user.
+	User string
 	// StorageResource is the resource that the watched objects are stored as. It selects the replica.
 	StorageResource string
 	// Log is the event log of the resource's etcd.
@@ -61,6 +63,7 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 	}
 	w.limiter = h.RateLimiter.join(r.Owner, h.Config.UserRate)
 	w.inflight = h.InflightQuota.join(r.Owner)
+	w.usage = h.Usages.join(r)
 	parked, panicked := false, any(errPanicked)
 	defer func() {
 		if parked {
@@ -119,6 +122,7 @@ func (w *clientWatch) ended() {
 	w.hub.signals.remove(w.subscribed, w)
 	w.inflight.leave()
 	w.limiter.leave()
+	w.usage.leave()
 	clients.Dec()
 }
 
@@ -147,6 +151,7 @@ type clientWatch struct {
 	stream      *h2writer.Stream
 	limiter     *limiter
 	inflight    *ownerQuota
+	usage       *usage
 	hijackTried bool // whether sink.Hijack was called
 	headersSent bool
 	place       core.Watch

@@ -28,6 +28,7 @@ func (b *watchBroadcast) dispatch(m *watchfanoutv1.WatchFrame) {
 	before := b.Bytes
 	d := b.Add(m)
 	b.account(before)
+	b.added += int64(b.Bytes - before - core.EntryBytes*len(d.Parts))
 	if len(d.Parts) > 0 {
 		b.deliver(&d)
 	}

@@ -148,6 +148,8 @@ type Hub struct {
 	RateLimiter *RateLimiter
 	// InflightQuota accounts for bytes that watches of all hubs hold until clients have accepted them. Nil: no limit.
 	InflightQuota *InflightQuota
+	// Usages counts the watches of all hubs by user and resource. Nil: no count.
+	Usages *Usages
 	// Revision returns the current revision of the etcd with an event log. If it is nil, a watch whose resourceVersion
 	// the broadcast has not reached starts unsynced.
 	Revision func(ctx context.Context, log string) (int64, error)

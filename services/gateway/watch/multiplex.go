@@ -272,6 +272,9 @@ type multiplexedStream struct {
 	changed watchable.Signal
 }
 
+// Context implements sharedStream.
+func (s *multiplexedStream) Context() context.Context { return s.call.stream.Context() }
+
 // push queues a frame, and waits while the queue is full. The lock is held.
 func (s *multiplexedStream) push(m *watchfanoutv1.WatchFrame) {
 	for len(s.queue) >= streamFrames && s.err == nil {

@@ -25,6 +25,8 @@ type receiver struct {
 	limiter *limiter
 	// stream is set if other goroutines may write to the client.
 	stream *h2writer.Stream
+	// start is sentTo when the receiver joined.
+	start int64
 	// watch is the client's. Its wake makes its goroutine call next.
 	watch *clientWatch
 }

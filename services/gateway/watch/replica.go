@@ -14,7 +14,7 @@ import (
 
 // replicaStream is a stream from a replica of the watch tier.
 type replicaStream struct {
-	frameReceiver
+	sharedStream
 	cancel context.CancelFunc
 
 	mu sync.Mutex
@@ -23,6 +23,12 @@ type replicaStream struct {
 	firstFrame *watchfanoutv1.WatchFrame
 	next       *replicaStream
 	ended      bool
+}
+
+// sharedStream is the stream of a broadcast. Its context has the replica as gRPC's peer.
+type sharedStream interface {
+	frameReceiver
+	Context() context.Context
 }
 
 // openReplica opens a stream that resumes after the broadcast's position. When its replica no longer owns the resource,
@@ -35,7 +41,7 @@ func (b *watchBroadcast) openReplica(ctx context.Context, r *watchfanoutv1.Watch
 	request.ResumeAfter = b.High.Proto()
 	b.mu.Unlock()
 	var err error
-	s.frameReceiver, err = b.hub.openShared(streamCtx, b.storageResource, request, func() {
+	s.sharedStream, err = b.hub.openShared(streamCtx, b.storageResource, request, func() {
 		pause := rand.N(reassignJitter)
 		for sleep(streamCtx, pause) && !b.reassign(ctx, streamCtx, s, r) {
 			pause = min(2*pause+minRetryDelay, resumeTimeout)
@@ -50,7 +56,7 @@ func (b *watchBroadcast) openReplica(ctx context.Context, r *watchfanoutv1.Watch
 
 // openShared opens the stream of a broadcast: in a call of Watches, if the source has that method.
 func (h *Hub) openShared(ctx context.Context, storageResource string, r *watchfanoutv1.WatchRequest,
-	onReassign func()) (frameReceiver, error) {
+	onReassign func()) (sharedStream, error) {
 	if client, ok := h.Client.(MultiplexedWatcher); ok && h.multiplexer.supported() {
 		return h.multiplexer.open(ctx, client, storageResource, r, onReassign)
 	}
@@ -60,7 +66,7 @@ func (h *Hub) openShared(ctx context.Context, storageResource string, r *watchfa
 // park lets the stream's next frame call ready in a new goroutine. It returns false if a frame is there already, or the
 // stream needs a goroutine.
 func (s *replicaStream) park(ready func()) bool {
-	m, ok := s.frameReceiver.(*multiplexedStream)
+	m, ok := s.sharedStream.(*multiplexedStream)
 	return ok && m.park(ready)
 }
 

@@ -98,6 +98,7 @@ func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame, 
 		}
 		for _, part := range m.Initial {
 			w.initialBytes.Add(int64(len(part)))
+			w.usage.add(int64(len(part)))
 		}
 		events.sentPieces(m.Initial)
 	}
@@ -107,6 +108,7 @@ func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame, 
 			return err
 		}
 		events.sentFrames(data)
+		w.usage.add(int64(len(data)))
 		if len(m.Initial) == 0 && w.place.Positioned { // flow control accounts for initial events
 			w.limiter.charge(core.EventCost(len(m.Boundaries), len(data)))
 			if w.limiter.wait(ctx) != nil {

@@ -1,0 +1,212 @@
+package watch
+
+import (
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc/peer"
+)
+
+// Usages counts the open watches and their bytes by user and resource. It has an entry for each user and resource with
+// an open watch. The delivery of events does not use it: Snapshot computes the bytes from the positions of receivers.
+type Usages struct {
+	// Hubs are the hubs with these watches. Set it before the first watch.
+	Hubs []*Hub
+
+	mu      sync.Mutex
+	entries map[usageKey]*usage
+
+	// snapshot guards the fields below, and scan and windows of the entries. It is locked before every other lock.
+	snapshot sync.Mutex
+	windows  [2]time.Time
+}
+
+type usageKey struct{ user, group, resource string }
+
+// usage is the open watches of a user for a resource. Its methods accept nil.
+type usage struct {
+	parent *Usages
+	key    usageKey
+	// open is the number of open watches. parent.mu guards it.
+	open int
+	// bytes has the bytes of unsynced watches, and of receivers that have left.
+	bytes atomic.Int64
+
+	// windows has the bytes at parent.windows.
+	windows [2]int64
+	scan    scan
+}
+
+// scan is the state of the receivers of a usage in a snapshot.
+type scan struct {
+	synced        int
+	behind, bytes int64
+	replicas      []string
+}
+
+// join adds a watch, until leave.
+func (u *Usages) join(r *Request) *usage {
+	if u == nil {
+		return nil
+	}
+	key := usageKey{r.User, r.Query.GetResource().GetGroup(), r.Query.GetResource().GetResource()}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	e := u.entries[key]
+	if e == nil {
+		e = &usage{parent: u, key: key}
+		if u.entries == nil {
+			u.entries = map[usageKey]*usage{}
+		}
+		u.entries[key] = e
+	}
+	e.open++
+	return e
+}
+
+func (e *usage) leave() {
+	if e == nil {
+		return
+	}
+	e.parent.mu.Lock()
+	defer e.parent.mu.Unlock()
+	if e.open--; e.open == 0 {
+		delete(e.parent.entries, e.key)
+	}
+}
+
+func (e *usage) add(bytes int64) {
+	if e != nil {
+		e.bytes.Add(bytes)
+	}
+}
+
+// Usage is the open watches of a user for a resource.
+type Usage struct {
+	User string `json:"user"`
+	// Resource is the resource and its group, such as "deployments.apps".
+	Resource string `json:"resource"`
+	Watches  int    `json:"watches"`
+	// Unsynced is the number of watches with a stream of their own: for initial or older events, or before the first
+	// row of a Table.
+	Unsynced int `json:"unsynced,omitempty"`
+	// Behind is the number of events that wait for the slowest watch.
+	Behind int64 `json:"behind,omitempty"`
+	// BytesPerSecond is the rate of the last 10 to 20 s, or 0 before the second snapshot.
+	BytesPerSecond float64 `json:"bytesPerSecond,omitempty"`
+	// Replicas are addresses of replicas that send the events, at most maxReplicas.
+	Replicas []string `json:"replicas,omitempty"`
+}
+
+const (
+	// maxReplicas bounds Usage.Replicas.
+	maxReplicas = 4
+	// usageWindow is the least time between two windows.
+	usageWindow = 8 * time.Second
+	// scanReceivers is the number of receivers that a snapshot reads while it holds a broadcast's lock.
+	scanReceivers = 1 << 10
+)
+
+// Snapshot returns the usages with open watches, in no order. Its time grows with the number of watches.
+func (u *Usages) Snapshot(now time.Time) []Usage {
+	u.snapshot.Lock()
+	defer u.snapshot.Unlock()
+	u.mu.Lock()
+	entries, open := make([]*usage, 0, len(u.entries)), make([]int, 0, len(u.entries))
+	for _, e := range u.entries {
+		e.scan = scan{}
+		entries, open = append(entries, e), append(open, e.open)
+	}
+	u.mu.Unlock()
+	for _, h := range u.Hubs {
+		h.mu.Lock()
+		all := make([]*watchBroadcast, 0, len(h.broadcasts))
+		for _, b := range h.broadcasts {
+			all = append(all, b)
+		}
+		h.mu.Unlock()
+		for _, b := range all {
+			b.scan()
+		}
+	}
+	oldest, window := 0, now.Sub(u.windows[1]) >= usageWindow
+	if u.windows[0].IsZero() {
+		oldest = 1
+	}
+	since := u.windows[oldest]
+	if window {
+		u.windows[0], u.windows[1] = u.windows[1], now
+	}
+	out := make([]Usage, 0, len(entries))
+	for i, e := range entries {
+		total := e.bytes.Load() + e.scan.bytes
+		row := Usage{
+			User:     e.key.user,
+			Resource: strings.TrimSuffix(e.key.resource+"."+e.key.group, "."),
+			Watches:  open[i],
+			Unsynced: max(0, open[i]-e.scan.synced),
+			Behind:   e.scan.behind,
+			Replicas: e.scan.replicas,
+		}
+		if elapsed := now.Sub(since); !since.IsZero() && elapsed > 0 {
+			row.BytesPerSecond = max(0, float64(total-e.windows[oldest])) / elapsed.Seconds()
+		}
+		if window {
+			e.windows[0], e.windows[1] = e.windows[1], total
+		}
+		out = append(out, row)
+	}
+	return out
+}
+
+// scan adds the receivers of a broadcast to their usages.
+func (b *watchBroadcast) scan() {
+	for from := 0; ; from += scanReceivers {
+		b.mu.Lock()
+		some := b.receivers[min(from, len(b.receivers)):min(from+scanReceivers, len(b.receivers))]
+		for _, r := range some {
+			e := r.watch.usage
+			if e == nil {
+				continue
+			}
+			behind, _ := b.Backlog(&r.Receiver)
+			e.scan.synced++
+			e.scan.behind = max(e.scan.behind, behind)
+			e.scan.bytes += b.sentTo(r) - r.start
+			if s := &e.scan; b.replica != "" && len(s.replicas) < maxReplicas && !slices.Contains(s.replicas, b.replica) {
+				s.replicas = append(s.replicas, b.replica)
+			}
+		}
+		last := len(some) < scanReceivers
+		b.mu.Unlock()
+		if last {
+			return
+		}
+	}
+}
+
+// sentTo returns the size of the broadcast's events that a receiver has received, including the events before it
+// joined. The lock is held.
+func (b *watchBroadcast) sentTo(r *receiver) int64 {
+	_, pending := b.Backlog(&r.Receiver)
+	return b.added - pending
+}
+
+// sentBy records the replica that sends a stream, after its first frame.
+func (b *watchBroadcast) sentBy(s *replicaStream) {
+	if b.hub.Usages == nil || b.replicaStream == s {
+		return
+	}
+	replica := ""
+	if p, ok := peer.FromContext(s.Context()); ok && p.Addr != nil {
+		if replica = p.Addr.String(); p.Addr.Network() == "unix" {
+			replica = "unix:" + replica // as in reports
+		}
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.replica, b.replicaStream = replica, s
+}
