@@ -30,6 +30,7 @@ var ownGroups = []struct{ group, patterns string }{
 	{"event log", "nats-* log-*"},
 	{"services", "rpc-* xds-* *-addresses services-* kubeconfig drain-* policy-*"},
 	{"metrics", "debug-address health-address"},
+	{"features", "console"},
 	{"auditing", "audit-*"},
 	{"authentication", "authentication-* basic-auth-*"},
 	{"admission", "webhook-* default-*"},

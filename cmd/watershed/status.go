@@ -107,26 +107,7 @@ func showProcesses(t io.Writer, all []*process.Report, now time.Time) {
 	}
 }
 
-// p99 returns a percentile, which is the bound of a bucket, with two digits.
-func p99(seconds float64) string {
-	if seconds == 0 {
-		return "-"
-	}
-	return fmt.Sprintf("≤ %.2g ms", seconds*1e3)
-}
-
-// age returns a duration in seconds, minutes, hours or days.
-func age(d time.Duration) string {
-	switch {
-	case d < 2*time.Minute:
-		return fmt.Sprintf("%ds", int(d.Seconds()))
-	case d < 2*time.Hour:
-		return fmt.Sprintf("%dm", int(d.Minutes()))
-	case d < 48*time.Hour:
-		return fmt.Sprintf("%dh", int(d.Hours()))
-	}
-	return fmt.Sprintf("%dd", int(d.Hours()/24))
-}
+var age, p99 = process.FormatAge, process.FormatP99
 
 // showStores lists the members of etcd, and the event log as each registry sees it.
 func showStores(t io.Writer, all []*process.Report) {

@@ -31,6 +31,7 @@ type Config struct {
 	MinRequestTimeout int
 	Watch             watch.Config
 	Profiling         bool
+	Console           bool
 	// ContentionProfiling records all blocking events, for the profile "block".
 	ContentionProfiling bool
 	LivezGracePeriod    time.Duration
@@ -54,6 +55,8 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.FlowControl.AddFlags(fs)
 	c.Egress.AddFlags(fs)
 	fs.BoolVar(&c.Profiling, "profiling", true, "Enable profiling via web interface host:port/debug/pprof/.")
+	fs.BoolVar(&c.Console, "console", true,
+		"Enable the console for operators via web interface host:port/watershed, for users that may get the path.")
 	fs.BoolVar(&c.ContentionProfiling, "contention-profiling", false,
 		"Enable block profiling of the gateway's process, if profiling is enabled.")
 	fs.DurationVar(&c.LivezGracePeriod, "livez-grace-period", 0,

@@ -37,6 +37,7 @@ import (
 	"watershed.dev/services/gateway/aggregation"
 	"watershed.dev/services/gateway/audit"
 	"watershed.dev/services/gateway/body"
+	"watershed.dev/services/gateway/console"
 	"watershed.dev/services/gateway/delegatedauth"
 	"watershed.dev/services/gateway/flowcontrol"
 	"watershed.dev/services/gateway/proxy"
@@ -78,7 +79,10 @@ type Service struct {
 	authz     *delegatedauth.Authorizer
 	discovery *discovery.Watcher
 	// sharedReports shares concurrent readings of all processes' reports.
-	sharedReports  coalesce.Group[[]*process.Report]
+	sharedReports coalesce.Group[*console.Cluster]
+	// usages and slow are nil without the console.
+	usages         *watch.Usages
+	slow           *routing.SlowRequests
 	admissionRules *routing.AdmissionRules
 	views          *views
 	// handler serves clients, and loopback the other services of the process.
@@ -139,6 +143,9 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	g.heartbeat = newHeartbeat(d.Discovery, c.advertiseAddress(), g.started, g.server.ShuttingDown)
 	if d.Report != nil {
 		g.heartbeat.process = g.encodeReport
+	}
+	if c.Console {
+		g.usages, g.slow = new(watch.Usages), new(routing.SlowRequests)
 	}
 	for _, name := range startChecks() {
 		g.ready.Set(name, errNotResponded)

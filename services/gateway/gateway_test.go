@@ -18,6 +18,7 @@ import (
 	"google.golang.org/grpc/status"
 	"k8s.io/apiserver/pkg/endpoints/filters"
 
+	"watershed.dev/platform/process"
 	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
@@ -204,6 +205,10 @@ func newTestGateway(t *testing.T, o *fakeServices, flags ...string) *Service {
 		Source:        registryv1.NewSourceClient(conn),
 		InternalWatch: watchfanoutv1.NewInternalWatchClient(conn),
 		Watch:         watchfanoutv1.NewWatchClient(conn),
+		Report: func(context.Context) *process.Report {
+			return &process.Report{Host: "a", States: map[string]json.RawMessage{}}
+		},
+		Reports: func(context.Context) []*process.Report { return nil },
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -28,6 +28,7 @@ import (
 	"watershed.dev/platform/telemetry"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/console"
 	"watershed.dev/services/gateway/proxy"
 	"watershed.dev/services/gateway/responsewriters"
 	"watershed.dev/services/gateway/routing"
@@ -47,7 +48,12 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 			MemoryQuota:   memoryQuota,
 			RateLimiter:   rateLimiter,
 			InflightQuota: inflightQuota,
+			Usages:        g.usages,
 		}
+	}
+	tier, internal := hub(d.Watch), hub(d.InternalWatch)
+	if g.usages != nil {
+		g.usages.Hubs = []*watch.Hub{tier, internal}
 	}
 	lists := func() *coalesce.Group[[]byte] {
 		return &coalesce.Group[[]byte]{
@@ -60,8 +66,8 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 		Discovery:         g.discovery,
 		AdmissionRules:    g.admissionRules,
 		Objects:           d.Objects,
-		Tier:              routing.Source{Lists: d.Watch, Watches: hub(d.Watch)},
-		Internal:          routing.Source{Lists: d.InternalWatch, Watches: hub(d.InternalWatch)},
+		Tier:              routing.Source{Lists: d.Watch, Watches: tier},
+		Internal:          routing.Source{Lists: d.InternalWatch, Watches: internal},
 		Lists:             routing.NewListGroups(lists),
 		PriorityLists:     routing.NewListGroups(lists),
 		Admission:         d.Admission,
@@ -72,6 +78,7 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 		MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second,
 		Stopping:          g.server.ShutdownStagger,
 		Traffic:           &g.traffic,
+		Slow:              g.slow,
 	}
 	return r
 }
@@ -102,6 +109,11 @@ func (g *Service) mux(router *routing.Router) http.Handler {
 		pages.HandleFunc("/debug/api_priority_and_fairness/", func(w http.ResponseWriter, req *http.Request) {
 			g.flowControl.ServeHTTP(w, req)
 		})
+	}
+	if g.config.Console && g.deps.Report != nil {
+		c := &console.Console{Read: g.consoleCluster}
+		pages.Handle(console.Root, c)
+		pages.Handle(console.Root+"/", c)
 	}
 	g.health = g.checks()
 	paths := installStatusz(pages, slices.Concat(ownPaths, g.installHealth(pages), g.installFlagz(pages)))

@@ -4,12 +4,14 @@ import (
 	"context"
 	"encoding/json"
 	"log/slog"
+	"math"
 	"net/http"
 	"time"
 
 	"watershed.dev/platform/process"
 	"watershed.dev/platform/recovery"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/console"
 )
 
 const (
@@ -17,6 +19,10 @@ const (
 	// Registry stores no larger report.
 	maxReportState = 4 << 10
 	maxReport      = 64 << 10
+	// maxConsole bounds the state for the consoles of other gateways in a heartbeat, in bytes.
+	maxConsole = 12 << 10
+	// maxSlowRequests bounds the slow requests of this state.
+	maxSlowRequests = 8
 	// maxReportAge is the age from which a report of another gateway is ignored: its next heartbeat is overdue. The
 	// gateway has ended, or its key is of a restored snapshot.
 	maxReportAge = heartbeatPeriod + 5*time.Second
@@ -41,6 +47,14 @@ func (g *Service) encodeReport(ctx context.Context) (data []byte) {
 			delete(r.States, service)
 		}
 	}
+	if g.usages != nil {
+		state, err := g.consoleState(maxSlowRequests).Encode(maxConsole)
+		if err != nil {
+			slog.Warn("The heartbeat has no state for consoles", "error", err)
+		} else {
+			r.States[consoleState] = state
+		}
+	}
 	data, err := json.Marshal(r)
 	if len(data) > maxReport {
 		r.Certificates, r.Flags = nil, nil
@@ -60,14 +74,49 @@ func (g *Service) withReports(metrics http.Handler) http.Handler {
 			metrics.ServeHTTP(w, req)
 			return
 		}
-		all, err := g.sharedReports.Get(req.Context(), "", func(ctx context.Context) ([]*process.Report, error) {
-			return g.reports(ctx), nil
-		})
+		all, err := g.readCluster(req.Context())
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusServiceUnavailable)
 			return
 		}
-		process.WriteReports(w, all...)
+		process.WriteReports(w, all.Reports...)
+	})
+}
+
+// consoleState is the name of the state for consoles in a heartbeat's report. It names users, so that only consoles
+// show it: reports at /metrics are without it.
+const consoleState = "console"
+
+// consoleState returns this gateway's state for consoles, with at most n slow requests.
+func (g *Service) consoleState(n int) *console.Gateway {
+	return console.NewGateway(g.usages.Snapshot(time.Now()), g.slow.Newest(n))
+}
+
+// consoleCluster returns the state for this gateway's console.
+func (g *Service) consoleCluster(ctx context.Context) (*console.Cluster, error) {
+	all, err := g.readCluster(ctx)
+	if err != nil {
+		return nil, err
+	}
+	own := g.consoleState(math.MaxInt)
+	own.Name = all.Reports[0].Name()
+	return &console.Cluster{Reports: all.Reports, Gateways: append([]*console.Gateway{own}, all.Gateways...)}, nil
+}
+
+// readCluster returns the reports of all processes, and the states for consoles of the other gateways. Concurrent calls
+// share a reading.
+func (g *Service) readCluster(ctx context.Context) (*console.Cluster, error) {
+	return g.sharedReports.Get(ctx, "", func(ctx context.Context) (*console.Cluster, error) {
+		all := &console.Cluster{Reports: g.reports(ctx)}
+		for _, r := range all.Reports[1:] {
+			other := &console.Gateway{}
+			if r.State(consoleState, other) {
+				other.Name = r.Name()
+				all.Gateways = append(all.Gateways, other)
+			}
+			delete(r.States, consoleState)
+		}
+		return all, nil
 	})
 }
 

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"net/http"
 	"net/http/httptest"
+	"strings"
 	"testing"
 	"time"
 
@@ -13,6 +14,8 @@ import (
 
 	"watershed.dev/platform/process"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/routing"
+	"watershed.dev/services/gateway/watch"
 )
 
 // reporter is a registry with the reports of gateways.
@@ -95,5 +98,66 @@ func TestReportsArePartOfMetrics(t *testing.T) {
 	h.ServeHTTP(w, httptest.NewRequest(http.MethodDelete, "/metrics?view=processes", nil))
 	if w.Code != http.StatusTeapot {
 		t.Errorf("DELETE: %d", w.Code)
+	}
+}
+
+// The console is served to users that may get its path, unless --console=false.
+func TestConsole(t *testing.T) {
+	g := newTestGateway(t, &fakeServices{})
+	g.awaitReady(t)
+	off := newTestGateway(t, &fakeServices{}, "--console=false")
+	off.awaitReady(t)
+	for _, c := range []struct {
+		g                   *Service
+		method, path, token string
+		code                int
+	}{
+		{g, "GET", "/watershed", "t", 200},
+		{g, "GET", "/watershed/watches", "t", 200},
+		{g, "HEAD", "/watershed/resources/", "t", 200},
+		{g, "GET", "/watershed", "", 403},
+		{g, "GET", "/watershed/watches", "", 403},
+		{g, "GET", "/watershed/nothing", "t", 404},
+		{g, "POST", "/watershed", "t", 405},
+		{off, "GET", "/watershed", "t", 404},
+		{off, "GET", "/watershed", "", 403},
+	} {
+		if code, body, _ := c.g.doRequest(c.method, c.path, c.token); code != c.code {
+			t.Errorf("%s %s with %q: %d, want %d: %.200s", c.method, c.path, c.token, code, c.code, body)
+		}
+	}
+}
+
+// A heartbeat has the gateway's state for other consoles. Consoles read it, and the reports at /metrics are without it.
+func TestConsolesOfOtherGateways(t *testing.T) {
+	registry := &reporter{}
+	g := &Service{usages: new(watch.Usages), slow: new(routing.SlowRequests), deps: Deps{
+		Discovery: registry,
+		Report: func(context.Context) *process.Report {
+			return &process.Report{Host: "own", States: map[string]json.RawMessage{}}
+		},
+		Reports: func(context.Context) []*process.Report { return nil },
+	}}
+	other := &process.Report{ID: "other", Host: "other", States: map[string]json.RawMessage{
+		consoleState: json.RawMessage(`{"open":7,"usages":1,"watches":[{"user":"alice"}]}`)}}
+	data, err := json.Marshal(other)
+	if err != nil {
+		t.Fatal(err)
+	}
+	registry.reports = []*registryv1.GatewayReport{{Report: data, ReceivedUnixNanos: time.Now().UnixNano()}}
+	all, err := g.consoleCluster(t.Context())
+	if err != nil || len(all.Gateways) != 2 || all.Gateways[0].Name != "own/0" || all.Gateways[1].Open != 7 ||
+		all.Gateways[1].Watches[0].User != "alice" {
+		t.Errorf("%+v, %v", all, err)
+	}
+	w := httptest.NewRecorder()
+	g.withReports(nil).ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics?view=processes", nil))
+	if body := w.Body.String(); w.Code != http.StatusOK || !strings.Contains(body, "other") ||
+		strings.Contains(body, "alice") {
+		t.Errorf("%d %s", w.Code, body)
+	}
+	own := &process.Report{}
+	if err := json.Unmarshal(g.encodeReport(t.Context()), own); err != nil || own.States[consoleState] == nil {
+		t.Errorf("%+v, %v", own, err)
 	}
 }

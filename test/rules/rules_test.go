@@ -137,6 +137,7 @@ var floors = map[string][][]string{
 		{"responsewriters"},
 		{"body", "delegatedauth", "watch", "proxy", "aggregation", "flowcontrol"},
 		{"discovery", "openapi", "routing", "server"},
+		{"console"},
 		{"."},
 		{"cmd/gateway"},
 	},
