@@ -21,7 +21,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster demo-swap scale robustness robustness-broken rules bench fuzz docs clean help
+.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster demo-swap scale robustness robustness-broken rules bench fuzz docs screenshots clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -196,6 +196,9 @@ fuzz: ## each fuzz target for FUZZ_TIME (a minute): what parses strangers' bytes
 
 contracts: ## takes the contracts as they are for what later ones must be compatible with
 	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf build --exclude-source-info -o baseline.binpb
+
+screenshots: build $(addprefix $(PEERS)/,kubectl kube-controller-manager kube-scheduler kwok kwok-stages.yaml) ## the pictures of the console in docs/operators/console, with chromium
+	cd test && go test -count=1 -run '^TestConsole$$' ./e2e -screenshots docs/operators/console
 
 docs: ## the generated parts of docs/operators, from flags and metrics
 	cd cmd/watershed && go test -count=1 -run TheConfigurationReference . -update

@@ -112,5 +112,6 @@ func resourcesView(c *Console, req *http.Request, all *Cluster) (any, error) {
 			cmp.Compare(b.Totals.Requests, a.Totals.Requests), strings.Compare(a.Name, b.Name))
 	})
 	shown := sorted[:min(len(sorted), maxRows)]
-	return map[string]any{"Rows": shown, "More": len(sorted) - len(shown), "Period": now.period}, nil
+	columns := []string{"Requests", "Response size", "Events", "Event size"}
+	return map[string]any{"Columns": append(columns, columns...), "Rows": shown, "More": len(sorted) - len(shown), "Period": now.period}, nil
 }

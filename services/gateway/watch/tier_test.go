@@ -63,8 +63,6 @@ type tierCall struct {
 	watches map[uint64]context.CancelFunc
 }
 
-func (c *tierCall) Context() context.Context { return c.ctx }
-
 func (c *tierCall) Send(r *watchfanoutv1.WatchesRequest) error {
 	if c.tier.recvError != nil {
 		return nil

@@ -13,8 +13,8 @@ import (
 )
 
 // Context has the address of a replica.
-func (s *tierStream) Context() context.Context {
-	return peer.NewContext(s.ctx, &peer.Peer{Addr: &net.UnixAddr{Name: "/replica", Net: "unix"}})
+func (c *tierCall) Context() context.Context {
+	return peer.NewContext(c.ctx, &peer.Peer{Addr: &net.UnixAddr{Name: "/replica", Net: "unix"}})
 }
 
 // Usages count watches and bytes by user, also of users that share a broadcast. They include the events that wait for a

@@ -1,0 +1,160 @@
+package e2e
+
+import (
+	"cmp"
+	"flag"
+	"fmt"
+	"net"
+	"net/http"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+
+	"watershed.dev/test/harness"
+)
+
+var screenshots = flag.String("screenshots", "", "the directory for screenshots of the console, which need chromium")
+
+// consoleObjects are a webhook that never responds, for ConfigMaps named slow, and the permission to get the console.
+const consoleObjects = `
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingWebhookConfiguration
+metadata: {name: slow}
+webhooks:
+- name: slow.example.com
+  clientConfig: {url: "https://%s/"}
+  failurePolicy: Ignore
+  timeoutSeconds: 1
+  sideEffects: None
+  admissionReviewVersions: [v1]
+  matchConditions: [{name: slow, expression: "object.metadata.name == 'slow'"}]
+  rules: [{apiGroups: [""], apiVersions: [v1], operations: [CREATE], resources: [configmaps]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata: {name: watershed-console}
+rules: [{nonResourceURLs: [/watershed, /watershed/*], verbs: [get]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: watershed-console}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: watershed-console}
+subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: operator}]
+`
+
+// TestConsole watches with kubectl, and expects the watch in the map of watches. A user needs the permission to get the
+// console. A slow request is listed. If chromium is installed, it displays each page.
+func TestConsole(t *testing.T) {
+	start := harness.Up
+	if *screenshots != "" {
+		start = harness.Split
+	}
+	s := start(t, "")
+	silent, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	operator := s.Identity("operator")
+	if code := statusOf(t, operator, "/watershed"); code != http.StatusForbidden {
+		t.Errorf("without a permission: %d", code)
+	}
+	s.Apply(fmt.Sprintf(consoleObjects, silent.Addr()))
+	for _, resource := range []string{"configmaps", "secrets"} {
+		harness.Start(t, s.Dir, "watch-"+resource, harness.Peer("kubectl"), "get", resource, "-A", "-w", "--kubeconfig",
+			s.Identity("alice", "system:masters"))
+	}
+	s.Kubectl("create", "configmap", "first")
+	shows := func(page, text string, act func()) {
+		t.Helper()
+		body := ""
+		for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
+			act()
+			if _, body = s.Get(page); strings.Contains(body, text) {
+				return
+			}
+		}
+		t.Errorf("%s lacks %s\n%s", page, text, body)
+	}
+	shows("/watershed/watches?q=alice", `alice</bdi></th><td>configmaps</td><td class="n">1</td>`, func() {})
+	shows("/watershed/requests", "<td>configmaps</td>", func() {
+		s.Kubectl("create", "configmap", "slow")
+		s.Kubectl("delete", "configmap", "slow")
+	})
+	for _, page := range []string{"", "/resources", "/events"} {
+		if code := statusOf(t, operator, "/watershed"+page); code != http.StatusOK {
+			t.Errorf("%s: %d", page, code)
+		}
+	}
+	t.Run("chromium", func(t *testing.T) { displayConsole(t, s) })
+}
+
+// statusOf returns the status code of a path for the user of a kubeconfig.
+func statusOf(t *testing.T, kubeconfig, path string) int {
+	t.Helper()
+	c, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
+	if err != nil {
+		t.Fatal(err)
+	}
+	client, err := rest.HTTPClientFor(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := client.Get(c.Host + path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp.Body.Close()
+	return resp.StatusCode
+}
+
+// displayConsole displays each page in chromium. The browser must apply the style sheet.
+func displayConsole(t *testing.T, s *harness.Server) {
+	chromium, err := exec.LookPath("chromium")
+	if err != nil {
+		t.Skip("chromium is not installed")
+	}
+	schemes := map[string]string{"light": "1"}
+	if *screenshots != "" {
+		schemes["dark"] = "0"
+		s.Controllers()
+		s.Kubectl("create", "deployment", "web", "--image=nginx", "--replicas=20")
+		s.Kubectl("rollout", "status", "deployment", "web", "--timeout=60s")
+	}
+	port := fmt.Sprint(harness.FreePort(t))
+	harness.Start(t, s.Dir, "proxy", harness.Peer("kubectl"), "proxy", "--port", port, "--kubeconfig", s.Kubeconfig)
+	for end := time.Now().Add(10 * time.Second); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
+		if c, err := net.Dial("tcp", "127.0.0.1:"+port); err == nil {
+			c.Close()
+			break
+		}
+	}
+	url := "http://127.0.0.1:" + port + "/watershed"
+	if resp, err := http.Get(url + "/resources"); err == nil { // the second view has rates
+		resp.Body.Close()
+	}
+	for _, page := range []string{"/requests", "/events", "", "/watches", "/resources"} {
+		name := strings.TrimPrefix(cmp.Or(page, "/topology"), "/")
+		for scheme, value := range schemes {
+			args := []string{"--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--user-data-dir=" +
+				filepath.Join(t.TempDir(), scheme), "--window-size=1280,520", "--enable-logging=stderr", "--dump-dom",
+				"--blink-settings=preferredColorScheme=" + value}
+			if *screenshots != "" {
+				file := filepath.Join(harness.Root(), *screenshots, name+"-"+scheme+".png")
+				args[len(args)-2] = "--screenshot=" + file
+			}
+			out, err := exec.Command(chromium, append(args, url+page)...).CombinedOutput()
+			if err != nil || strings.Contains(string(out), "Content Security Policy") {
+				t.Errorf("%s, %s: %v\n%s", name, scheme, err, out)
+			}
+			if *screenshots == "" && !strings.Contains(string(out), `<main id="main"`) {
+				t.Errorf("%s, %s has no page\n%s", name, scheme, out)
+			}
+		}
+	}
+}
