@@ -5,12 +5,17 @@ import (
 	"time"
 )
 
-// FormatP99 returns a 99th percentile, which is the bound of a bucket, with two digits. 0 means that it is unknown.
+// FormatP99 returns a 99th percentile, which is the bound of a bucket. 0 means that it is unknown.
 func FormatP99(seconds float64) string {
-	if seconds == 0 {
+	switch {
+	case seconds == 0:
 		return "-"
+	case seconds < .01:
+		return fmt.Sprintf("≤ %.2g ms", seconds*1e3)
+	case seconds < 1:
+		return fmt.Sprintf("≤ %.0f ms", seconds*1e3)
 	}
-	return fmt.Sprintf("≤ %.2g ms", seconds*1e3)
+	return fmt.Sprintf("≤ %.1f s", seconds)
 }
 
 // FormatAge returns a duration in seconds, minutes, hours or days.

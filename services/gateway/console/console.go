@@ -177,11 +177,11 @@ func (l *layout) Link(path string, refresh int) string {
 	return path + "?" + query.Encode()
 }
 
-// keep copies parameters that are set.
+// keep copies parameters that are set, shortened.
 func keep(to, from url.Values, names ...string) {
 	for _, name := range names {
 		if v := from.Get(name); v != "" {
-			to.Set(name, v)
+			to.Set(name, shorten(v))
 		}
 	}
 }

@@ -177,7 +177,7 @@ func compareUsages(order string, a, b *watch.Usage) int {
 // that contain the text.
 func watchesView(_ *Console, req *http.Request, all *Cluster) (any, error) {
 	query := req.URL.Query()
-	order, text := "rate", query.Get("q")
+	order, text := "rate", shorten(query.Get("q"))
 	shownColumns := slices.Clone(columns)
 	for i := range shownColumns {
 		if c := &shownColumns[i]; c.Order != "" {
