@@ -221,7 +221,7 @@ func TestEjectionEnds(t *testing.T) {
 // A new picker keeps the outstanding calls of its replicas.
 func TestOutstandingSurvivesUpdates(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r := &rendezvous{longCalls: map[*longCall]struct{}{}}
+		r := newRendezvous()
 		a, b, c := &conn{address: "a:1"}, &conn{address: "a:2"}, &conn{address: "a:3"}
 		build := func(conns ...*conn) balancer.Picker {
 			info := base.PickerBuildInfo{ReadySCs: map[balancer.SubConn]base.SubConnInfo{}}

@@ -52,7 +52,7 @@ func (rendezvousBuilder) Name() string { return Balancer }
 // Build implements balancer.Builder.
 func (rendezvousBuilder) Build(cc balancer.ClientConn, o balancer.BuildOptions) balancer.Balancer {
 	config := base.Config{HealthCheck: true}
-	r := &rendezvous{longCalls: map[*longCall]struct{}{}}
+	r := newRendezvous()
 	return addressBalancer{base.NewBalancerBuilder(Balancer, r, config).Build(cc, o)}
 }
 
@@ -75,6 +75,14 @@ type rendezvous struct {
 	mu        sync.Mutex
 	current   *picker
 	longCalls map[*longCall]struct{}
+	// spread is the number of long calls by key and address.
+	spread map[placement]int
+}
+
+type placement struct{ key, address string }
+
+func newRendezvous() *rendezvous {
+	return &rendezvous{longCalls: map[*longCall]struct{}{}, spread: map[placement]int{}}
 }
 
 // outstandingOf returns the outstanding calls of sc in the current picker, or an empty record if sc was not ready. The
@@ -92,8 +100,8 @@ func (r *rendezvous) outstandingOf(sc balancer.SubConn) *outstanding {
 
 // longCall is a call of WithReassignment that has not ended.
 type longCall struct {
-	key, address string
-	onReassign   func()
+	placement
+	onReassign func()
 }
 
 // Build implements base.PickerBuilder.
@@ -112,14 +120,33 @@ func (r *rendezvous) Build(info base.PickerBuildInfo) balancer.Picker {
 	for s := range r.longCalls {
 		r.reassign(s)
 	}
+	r.balance()
 	return p
 }
 
 // reassign starts a call's callback if the call's replica no longer serves its key. The caller holds the lock.
 func (r *rendezvous) reassign(s *longCall) {
 	if !slices.ContainsFunc(r.current.serving(s.key), func(r replica) bool { return r.address == s.address }) {
-		delete(r.longCalls, s)
+		r.end(s)
 		go s.onReassign()
+	}
+}
+
+// balance starts the callback of a call of each key that has several calls at a replica, and none at another replica
+// that serves the key: that replica has just come. The caller holds the lock.
+func (r *rendezvous) balance() {
+	moved := map[string]bool{}
+	for s := range r.longCalls {
+		if moved[s.key] || r.spread[s.placement] < 2 {
+			continue
+		}
+		moved[s.key] = slices.ContainsFunc(r.current.serving(s.key), func(other replica) bool {
+			return r.spread[placement{s.key, other.address}] == 0
+		})
+		if moved[s.key] {
+			r.end(s)
+			go s.onReassign()
+		}
 	}
 }
 
@@ -128,12 +155,33 @@ func (r *rendezvous) begin(s *longCall) (done func(balancer.DoneInfo)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.longCalls[s] = struct{}{}
+	r.spread[s.placement]++
 	r.reassign(s) // replicas may have changed since the pick
 	return func(balancer.DoneInfo) {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		delete(r.longCalls, s)
+		r.end(s)
 	}
+}
+
+// end removes a long call, if it is still there. The caller holds the lock.
+func (r *rendezvous) end(s *longCall) {
+	if _, ok := r.longCalls[s]; !ok {
+		return
+	}
+	delete(r.longCalls, s)
+	if r.spread[s.placement]--; r.spread[s.placement] == 0 {
+		delete(r.spread, s.placement)
+	}
+}
+
+// fewestLongCalls returns the replicas among candidates with the fewest long calls of a key.
+func (r *rendezvous) fewestLongCalls(key string, candidates []replica) []replica {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	calls := func(c replica) int { return r.spread[placement{key, c.address}] }
+	fewest := calls(slices.MinFunc(candidates, func(a, b replica) int { return cmp.Compare(calls(a), calls(b)) }))
+	return slices.DeleteFunc(slices.Clone(candidates), func(c replica) bool { return calls(c) > fewest })
 }
 
 type replica struct {
@@ -163,33 +211,37 @@ func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
 			candidates = p.serving(key)
 		}
 	}
-	chosen := p.leastRequest(candidates)
 	if onReassign := ReassignmentOf(info.Ctx); onReassign != nil {
+		chosen := p.leastRequest(p.owner.fewestLongCalls(key, responsive(candidates)))
 		return balancer.PickResult{
 			SubConn: chosen.conn,
-			Done:    p.owner.begin(&longCall{key, chosen.address, onReassign}),
+			Done:    p.owner.begin(&longCall{placement{key, chosen.address}, onReassign}),
 		}, nil
 	}
+	chosen := p.leastRequest(candidates)
 	if n != nil {
 		return n.pick(chosen), nil
 	}
 	return balancer.PickResult{SubConn: chosen.conn}, nil
 }
 
+// responsive returns the responsive replicas, or all if none is responsive.
+func responsive(candidates []replica) []replica {
+	unresponsive := func(r replica) bool { return r.unresponsive() }
+	if !slices.ContainsFunc(candidates, unresponsive) {
+		return candidates
+	}
+	if some := slices.DeleteFunc(slices.Clone(candidates), unresponsive); len(some) > 0 {
+		return some
+	}
+	return candidates
+}
+
 // leastRequest picks the replica with fewer outstanding calls among the next two responsive replicas. If all are
 // unresponsive, it considers all.
 func (p *picker) leastRequest(candidates []replica) replica {
 	next := p.next.Add(1)
-	if slices.ContainsFunc(candidates, func(r replica) bool { return r.unresponsive() }) {
-		if responsive := slices.DeleteFunc(
-			slices.Clone(candidates),
-			func(r replica) bool { return r.unresponsive() },
-		); len(
-			responsive,
-		) > 0 {
-			candidates = responsive
-		}
-	}
+	candidates = responsive(candidates)
 	n := uint64(len(candidates))
 	first, second := &candidates[next%n], &candidates[(next+1)%n]
 	if second.calls.Load() < first.calls.Load() {

@@ -15,7 +15,7 @@ type conn struct {
 }
 
 func pickerOf(addresses ...string) balancer.Picker {
-	return readyOf(&rendezvous{longCalls: map[*longCall]struct{}{}}, addresses...)
+	return readyOf(newRendezvous(), addresses...)
 }
 
 func readyOf(r *rendezvous, addresses ...string) balancer.Picker {
@@ -80,7 +80,7 @@ func TestOnlyLostKeysMove(t *testing.T) {
 // A long call's callback runs when its replica no longer serves its key. Other replicas may come or go, or an old
 // picker may pick. The callback does not run while the replica serves the key, or after the call has ended.
 func TestReassignment(t *testing.T) {
-	r := &rendezvous{longCalls: map[*longCall]struct{}{}}
+	r := newRendezvous()
 	reassigned := make(chan string, 100)
 	begin := func(p balancer.Picker, key string) (address string, done func(balancer.DoneInfo)) {
 		ctx := WithReassignment(t.Context(), key, func() { reassigned <- key })
@@ -123,5 +123,48 @@ func TestReassignment(t *testing.T) {
 	}
 	if len(reassigned) > 0 || len(r.longCalls) == 0 {
 		t.Errorf("%d reassigned, %d open", len(reassigned), len(r.longCalls))
+	}
+}
+
+// The long calls of a key are spread over its replicas, whatever other calls are picked between them. When a replica
+// returns, a call moves to it.
+func TestLongCallsAreSpread(t *testing.T) {
+	r := newRendezvous()
+	reassigned := make(chan func(), 10)
+	var current balancer.Picker
+	var begin func() string
+	begin = func() string {
+		var done func(balancer.DoneInfo)
+		ctx := WithReassignment(t.Context(), "pods", func() {
+			reassigned <- func() { begin(); done(balancer.DoneInfo{}) }
+		})
+		got, err := current.Pick(balancer.PickInfo{Ctx: ctx})
+		if err != nil {
+			t.Fatal(err)
+		}
+		done = got.Done
+		return got.SubConn.(*conn).address
+	}
+	current = readyOf(r, "a:1", "a:2")
+	first := begin()
+	if _, err := current.Pick(balancer.PickInfo{Ctx: WithHashKey(t.Context(), "pods")}); err != nil {
+		t.Fatal(err)
+	}
+	if second := begin(); first == second {
+		t.Errorf("both calls are at %s", first)
+	}
+	current = readyOf(r, "a:1")
+	(<-reassigned)()
+	if n := r.spread[placement{"pods", "a:1"}]; n != 2 {
+		t.Errorf("%d calls are at the last replica", n)
+	}
+	current = readyOf(r, "a:1", "a:2")
+	(<-reassigned)()
+	if n := r.spread[placement{"pods", "a:1"}]; n != 1 || len(reassigned) != 0 || len(r.longCalls) != 2 {
+		t.Errorf("%d calls are at the first replica, %d of %d move", n, len(reassigned), len(r.longCalls))
+	}
+	readyOf(r, "a:1", "a:2")
+	if len(reassigned) != 0 {
+		t.Error("a balanced call moves")
 	}
 }

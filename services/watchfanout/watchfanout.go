@@ -234,8 +234,8 @@ func (s *Service) Watches(
 
 // Drain ends every watch stream, so that the gateways resume the watches on other replicas.
 func (s *Service) Drain() {
-	s.drainOnce.Do(func() { close(s.draining) })
 	for _, l := range s.all() {
 		l.watchServer.Drain()
 	}
+	s.drainOnce.Do(func() { close(s.draining) })
 }

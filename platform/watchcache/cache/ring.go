@@ -14,16 +14,52 @@ type ring struct {
 	core.Events[*Event]
 	changed watchable.Signal
 	// waiting has the subscriptions to wake (Await).
-	waiting map[*Subscription]struct{}
+	waiting []*Subscription
 }
 
-// notify wakes the watches.
+// notify wakes the watches. Many watches are woken in another goroutine, because the caller holds the lock.
 func (g *ring) notify() {
 	g.changed.Notify()
-	for s := range g.waiting {
-		s.wake()
+	if len(g.waiting) == 0 {
+		return
+	}
+	wakes := make([]func(), 0, len(g.waiting))
+	for _, s := range g.waiting {
+		wakes = append(wakes, s.wake)
+		s.place = 0
 	}
 	g.waiting = nil
+	wake := func() {
+		for _, w := range wakes {
+			w()
+		}
+	}
+	const few = 8
+	if len(wakes) <= few {
+		wake()
+	} else {
+		go wake()
+	}
+}
+
+// await lets the next notify wake a subscription.
+func (g *ring) await(s *Subscription) {
+	if s.place == 0 {
+		g.waiting = append(g.waiting, s)
+		s.place = len(g.waiting)
+	}
+}
+
+// leave ends the wait of a subscription.
+func (g *ring) leave(s *Subscription) {
+	if s.place == 0 {
+		return
+	}
+	last := g.waiting[len(g.waiting)-1]
+	g.waiting[s.place-1], last.place = last, s.place
+	g.waiting[len(g.waiting)-1] = nil
+	g.waiting = g.waiting[:len(g.waiting)-1]
+	s.place = 0
 }
 
 // forget drops the events up to a revision.
@@ -84,8 +120,9 @@ type Subscription struct {
 	ring     *ring
 	// differences is the resource's number of differences when the subscription began.
 	differences int
-	// wake is the callback of Await.
-	wake func()
+	// wake is the callback of Await, and place the place in ring.waiting, from 1. 0: it is not there.
+	wake  func()
+	place int
 }
 
 // Subscribe subscribes to a trigger's events; the zero trigger selects every event. The caller must call Close.
@@ -142,7 +179,7 @@ func (s *Subscription) Close() {
 	r := s.resource
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	delete(s.ring.waiting, s)
+	s.ring.leave(s)
 	r.subscribers--
 	r.lastUsed = time.Now()
 	if trigger := r.triggers[s.trigger]; trigger != nil {
@@ -218,7 +255,8 @@ func (s *Subscription) Next(cur Cursor,
 }
 
 // Await lets the next event after a cursor, or a reset, call wake once. It replaces the channel of Next for a watch
-// without a goroutine. wake must not block, and must not call the subscription. Await returns false if there is such an
+// without a goroutine. wake must not block, and must not call the subscription. It may be called after Close. Await
+// returns false if there is such an
 // event already.
 func (s *Subscription) Await(cur Cursor, wake func()) bool {
 	s.resource.mu.Lock()
@@ -226,10 +264,8 @@ func (s *Subscription) Await(cur Cursor, wake func()) bool {
 	if s.ring.Next() != int64(cur) {
 		return false
 	}
-	if s.wake = wake; s.ring.waiting == nil {
-		s.ring.waiting = map[*Subscription]struct{}{}
-	}
-	s.ring.waiting[s] = struct{}{}
+	s.wake = wake
+	s.ring.await(s)
 	return true
 }
 

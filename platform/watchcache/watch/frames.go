@@ -204,7 +204,11 @@ func (f *frames) send(m *watchfanoutv1.WatchFrame) error {
 		return f.watcher.stream.Send(m)
 	}
 	// gRPC drops the unsent messages of a stream that has ended, without calling Done.
-	stop := context.AfterFunc(f.watcher.stream.Context(), release)
+	ctx := f.watcher.stream.Context()
+	if w, ok := f.watcher.stream.(*multiplexedWatch); ok {
+		ctx = w.call.ctx
+	}
+	stop := context.AfterFunc(ctx, release)
 	return f.watcher.stream.SendMsg(&rpc.TrackedFrame{WatchFrame: m, Done: func() { stop(); release() }})
 }
 

@@ -80,8 +80,10 @@ type call struct {
 	ctx   context.Context
 	ended sync.WaitGroup // of the watches
 
-	sending sync.Mutex // serializes stream's Send
-	stream  grpc.BidiStreamingServer[watchfanoutv1.WatchesRequest, watchfanoutv1.WatchFrame]
+	// sending serializes stream's Send. A large message takes large first, so a small message waits for a single large
+	// message at most.
+	sending, large sync.Mutex
+	stream         grpc.BidiStreamingServer[watchfanoutv1.WatchesRequest, watchfanoutv1.WatchFrame]
 
 	mu      sync.Mutex
 	watches map[uint64]*multiplexedWatch
@@ -145,9 +147,7 @@ func (c *call) tick(part, ticks uint64) {
 	}
 	c.mu.Unlock()
 	for _, w := range due {
-		if w.tick() {
-			w.run()
-		}
+		w.tick()
 	}
 }
 
@@ -165,17 +165,18 @@ func (c *call) drain() {
 
 // end removes a watch and sends its status.
 func (c *call) end(w *multiplexedWatch, err error) {
+	defer c.ended.Done()
+	defer w.cancel()
 	c.mu.Lock()
 	delete(c.watches, w.id)
 	c.mu.Unlock()
-	s := status.Convert(err).Proto()
+	s := status.Convert(endOf(err)).Proto()
 	_ = w.Send(&watchfanoutv1.WatchFrame{Status: &watchfanoutv1.WatchStatus{
 		Code:    s.GetCode(),
 		Message: s.GetMessage(),
 		Details: s.GetDetails(),
+		Unready: errors.Is(err, rpc.ErrDraining) || w.watcher != nil && w.watcher.server.checkFresh() != nil,
 	}})
-	w.cancel()
-	c.ended.Done()
 }
 
 // multiplexedWatch is a watch of a call. The goroutine that runs it owns the fields without mu.
@@ -206,6 +207,8 @@ func (w *multiplexedWatch) Send(m *watchfanoutv1.WatchFrame) error {
 // SendMsg implements sender.
 func (w *multiplexedWatch) SendMsg(m any) error {
 	m.(*rpc.TrackedFrame).WatchId = w.id
+	w.call.large.Lock()
+	defer w.call.large.Unlock()
 	w.call.sending.Lock()
 	defer w.call.sending.Unlock()
 	return w.call.stream.SendMsg(m)
@@ -224,22 +227,32 @@ func (w *multiplexedWatch) wake() {
 	}
 }
 
-// tick makes a bookmark due. It returns true if the watch is idle, and the caller must run it.
-func (w *multiplexedWatch) tick() bool {
+// tick makes a bookmark due. It sends the bookmark of an idle watch, which then needs no goroutine. It sends no event,
+// because an event may wait for its owner's quota, and the other watches' bookmarks would wait too.
+func (w *multiplexedWatch) tick() {
 	w.mu.Lock()
 	w.ticked = true
-	if !w.parked {
-		w.woken = true
-		w.mu.Unlock()
-		return false
-	}
-	w.parked = false
+	idle := w.parked
+	w.parked, w.woken = false, !idle
 	w.mu.Unlock()
-	if w.watcher.events.Behind(cache.Cursor(w.watcher.cursor.Load())) > 0 { // an event may wait for its owner's quota
+	if idle && !w.sendBookmark() {
 		go w.run()
+	}
+}
+
+// sendBookmark sends a bookmark and parks the watch. It returns false if there is something else to do.
+func (w *multiplexedWatch) sendBookmark() (parked bool) {
+	defer func() {
+		if r := recover(); r != nil { // run will panic again, and recover
+			parked = false
+		}
+	}()
+	events, _, progress, _, ok := w.watcher.events.Next(cache.Cursor(w.watcher.cursor.Load()), 1)
+	if !ok || len(events) > 0 || !w.watcher.mayReport(progress) || w.watcher.server.checkFresh() != nil {
 		return false
 	}
-	return true
+	w.takeTick()
+	return w.watcher.sendProgress(progress) == nil && w.park()
 }
 
 // run runs the watch until it is parked or ends.
@@ -249,9 +262,17 @@ func (w *multiplexedWatch) run() {
 		return
 	}
 	if w.watcher != nil {
-		w.watcher.close()
+		if closeErr := w.closeRecovered(); err == nil {
+			err = closeErr
+		}
 	}
-	w.call.end(w, endOf(err))
+	w.call.end(w, err)
+}
+
+func (w *multiplexedWatch) closeRecovered() (err error) {
+	defer recovery.ToError("the end of a watch", &err)
+	w.watcher.close()
+	return nil
 }
 
 func (w *multiplexedWatch) runRecovered() (parked bool, err error) {
@@ -275,6 +296,8 @@ func (w *multiplexedWatch) runRecovered() (parked bool, err error) {
 		case <-w.ctx.Done():
 			return false, status.FromContextError(w.ctx.Err()).Err()
 		case <-w.watcher.server.draining:
+			return false, rpc.ErrDraining
+		case <-w.call.Draining:
 			return false, rpc.ErrDraining
 		default:
 		}

@@ -6,6 +6,7 @@ import (
 	"io"
 	"runtime"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -46,11 +47,17 @@ type callStream struct {
 	grpc.BidiStreamingServer[watchfanoutv1.WatchesRequest, watchfanoutv1.WatchFrame]
 	frames
 	requests chan *watchfanoutv1.WatchesRequest
+	onSend   func(*watchfanoutv1.WatchFrame)
 }
 
-func (s *callStream) Context() context.Context               { return s.frames.Context() }
-func (s *callStream) Send(m *watchfanoutv1.WatchFrame) error { return s.frames.Send(m) }
-func (s *callStream) SendMsg(m any) error                    { return s.frames.SendMsg(m) }
+func (s *callStream) Context() context.Context { return s.frames.Context() }
+func (s *callStream) Send(m *watchfanoutv1.WatchFrame) error {
+	if s.onSend != nil {
+		s.onSend(m)
+	}
+	return s.frames.Send(m)
+}
+func (s *callStream) SendMsg(m any) error { return s.frames.SendMsg(m) }
 
 func (s *callStream) Recv() (*watchfanoutv1.WatchesRequest, error) {
 	select {
@@ -208,10 +215,9 @@ func TestACallDrains(t *testing.T) {
 		c.begin(i+1, "a")
 		<-c.c
 	}
-	s.Drain()
-	close(c.draining)
+	close(c.draining) // the servers drain later
 	for range 3 {
-		if m := c.next(t); codes.Code(m.Status.GetCode()) != codes.Unavailable {
+		if m := c.next(t); codes.Code(m.Status.GetCode()) != codes.Unavailable || !m.Status.Unready {
 			t.Errorf("%v", m)
 		}
 	}
@@ -255,4 +261,40 @@ func TestAWaitingWatchOfACallDelaysNoOther(t *testing.T) {
 	first()
 	second()
 	(<-c.done)()
+}
+
+// An event that arrives while a tick sends a bookmark, and waits for its owner's quota, delays no other bookmark.
+func TestATickSendsNoEvent(t *testing.T) {
+	w, s := newServer(t)
+	s.BoundInFlight(1)
+	c := startCall(t.Context(), s, 50*time.Millisecond)
+	c.done = make(chan func(), 1)
+	large := strings.Repeat("x", 20_000)
+	var once sync.Once
+	c.onSend = func(m *watchfanoutv1.WatchFrame) {
+		if m.WatchId == 2 && len(m.Boundaries) == 1 && m.Boundaries[0].Bookmark {
+			once.Do(func() { w.Apply(logv1.Type_TYPE_ADDED, 12, large, "", "") })
+		}
+	}
+	for id, owner := range []string{1: "loud", 2: "loud", 3: "quiet"} {
+		if owner == "" {
+			continue
+		}
+		q := fixture.Query()
+		if id == 3 {
+			q.FieldSelector = "metadata.name=a"
+		}
+		c.requests <- &watchfanoutv1.WatchesRequest{WatchId: uint64(id), Watch: &watchfanoutv1.WatchRequest{
+			Query: q, ResourceVersion: "10", AllowBookmarks: true, Owner: owner,
+		}}
+		if id == 1 {
+			w.Apply(logv1.Type_TYPE_ADDED, 11, large, "", "")
+			defer (<-c.done)() // it stays in flight
+		}
+	}
+	for bookmarks := 0; bookmarks < 20; {
+		if m := c.next(t); m.WatchId == 3 && m.Boundaries[0].Bookmark {
+			bookmarks++
+		}
+	}
 }

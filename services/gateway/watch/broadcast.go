@@ -6,6 +6,7 @@ import (
 	"math"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -37,6 +38,8 @@ type watchBroadcast struct {
 	resume           func()
 	stream           *replicaStream
 	unavailableSince time.Time
+	// overflowed: the broadcast has a call of Watch, because it was too slow for a shared call.
+	overflowed atomic.Bool
 
 	mu sync.Mutex
 	core.Broadcast
@@ -196,6 +199,9 @@ func (b *watchBroadcast) receiveAll(ctx context.Context) error {
 		switch {
 		case err == errParked: //nolint:errorlint // it is never wrapped
 			return err
+		case err == errOverflow: //nolint:errorlint // it is never wrapped
+			b.overflowed.Store(true)
+			continue
 		case ctx.Err() != nil || status.Code(err) != codes.Unavailable || !b.served():
 			return err
 		}

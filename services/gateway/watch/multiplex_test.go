@@ -10,6 +10,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
@@ -55,7 +56,7 @@ func TestBroadcastsShareCalls(t *testing.T) {
 	}
 	h.waitForReceivers(t, watches)
 	up.waitForOpen(t, watches)
-	if n := up.openCalls(); n != callsPerResource {
+	if n := up.openCalls(); n != callsPerOwner {
 		t.Errorf("%d calls", n)
 	}
 	up.write(7)
@@ -92,7 +93,7 @@ func TestACallOfADrainingReplicaEnds(t *testing.T) {
 	up.mu.Unlock()
 	first.frames <- &watchfanoutv1.WatchFrame{
 		WatchId: 1,
-		Status:  &watchfanoutv1.WatchStatus{Code: int32(codes.Unavailable)},
+		Status:  &watchfanoutv1.WatchStatus{Code: int32(codes.Unavailable), Unready: true},
 	}
 	select {
 	case <-first.ctx.Done():
@@ -130,51 +131,141 @@ func TestAReplicaWithoutWatches(t *testing.T) {
 	}
 }
 
-// A call waits for a broadcast that does not receive, and then loses no frame. It ends without waiting for it.
-func TestACallWaitsForASlowBroadcast(t *testing.T) {
+// Owners share no call. A broadcast that is slower than its call delays no other: it receives the frames of its queue,
+// and continues with a call of Watch.
+func TestASlowBroadcastLeavesItsCall(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		up, m := newTier(), &multiplexer{}
-		ctx, cancel := context.WithCancel(t.Context())
-		request := &watchfanoutv1.WatchRequest{ResumeAfter: &watchfanoutv1.Position{}}
-		s, err := m.open(ctx, up, "pods", request, func() {})
-		if err != nil {
-			t.Fatal(err)
+		request := func(owner string) *watchfanoutv1.WatchRequest {
+			return &watchfanoutv1.WatchRequest{ResumeAfter: &watchfanoutv1.Position{}, Owner: owner}
+		}
+		slow := m.open(t.Context(), up, "pods", request("a"), func() {})
+		other := m.open(t.Context(), up, "pods", request("a"), func() {})
+		tenant := m.open(t.Context(), up, "pods", request("b"), func() {})
+		if other.call != slow.call || tenant.call == slow.call {
+			t.Error("the calls are not of the owners")
 		}
 		const frames = 2 * streamFrames
 		for i := range int64(frames) {
 			up.write(10*i + 1)
-		}
-		synctest.Wait()
-		if n := len(s.queue); n != streamFrames {
-			t.Errorf("%d frames are in the queue", n)
-		}
-		for i := range int64(frames + 1) {
-			f, err := s.Recv()
-			if err != nil || i > 0 && f.Position.Revision != 10*(i-1)+1 {
-				t.Fatalf("frame %d is %v, %v", i, f, err)
+			synctest.Wait()
+			for _, s := range []*multiplexedStream{other, tenant} {
+				if f, err := s.Recv(); err != nil || i > 0 && f.Position.Revision != 10*(i-1)+1 {
+					t.Fatalf("frame %d is %v, %v", i, f, err)
+				}
 			}
 		}
-		for i := range int64(frames) {
-			up.write(10*(frames+i) + 1)
+		received := 0
+		for {
+			_, err := slow.Recv()
+			if err == errOverflow { //nolint:errorlint // it is never wrapped
+				break
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			received++
 		}
+		if received != streamFrames {
+			t.Errorf("%d frames are received", received)
+		}
+		large := &watchfanoutv1.WatchFrame{WatchId: other.id, Data: make([]byte, streamBytes)}
+		for len(other.queue) > 0 {
+			if _, err := other.Recv(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		other.call.deliver(large)
+		if other.err != nil {
+			t.Errorf("a large frame ends the stream: %v", other.err)
+		}
+		other.call.deliver(large)
+		if other.err != errOverflow { //nolint:errorlint // it is never wrapped
+			t.Errorf("%d bytes wait", other.bytes)
+		}
+		time.Sleep(idleCallTimeout)
 		synctest.Wait()
-		cancel()
-		synctest.Wait()
-		for err = nil; err == nil; {
-			_, err = s.Recv()
+		if n := up.openCalls(); n != 1 {
+			t.Errorf("%d calls are open", n)
 		}
-		if status.Code(err) != codes.Canceled {
-			t.Error(err)
-		}
-		m.retire(s.call)
-		synctest.Wait()
-		if up.openCalls() != 0 {
-			t.Error("a call without streams stays open")
-		}
-		if s.call.open(t.Context(), request, func() {}).err == nil {
+		if other.call.open(t.Context(), request("a"), func() {}) != nil {
 			t.Error("an ended call opens a stream")
 		}
+		tenant.call.ended(status.Error(codes.Internal, "a message is too large"))
+		for {
+			if _, err := tenant.Recv(); err != nil {
+				if status.Code(err) != codes.Unavailable {
+					t.Errorf("the stream of an ended call ends with %v", err)
+				}
+				break
+			}
+		}
 	})
+}
+
+// A broadcast that has left its call receives every event.
+func TestABroadcastAfterAnOverflow(t *testing.T) {
+	up := newTier()
+	up.write(6)
+	h := hub(up)
+	a := h.watch(t, nil)
+	a.expect(t, "e6 ")
+	h.waitForReceivers(t, 1)
+	h.mu.Lock()
+	for _, b := range h.broadcasts {
+		s := b.openedStream(t, up)
+		s.call.mu.Lock()
+		s.leave(errOverflow)
+		s.call.mu.Unlock()
+	}
+	h.mu.Unlock()
+	up.waitForStreams(t, 3)
+	up.write(7)
+	a.expect(t, "e6 e7 ")
+	up.waitForOpen(t, 1)
+}
+
+// openedStream returns the broadcast's only stream.
+func (b *watchBroadcast) openedStream(t *testing.T, up *fakeTier) *multiplexedStream {
+	t.Helper()
+	up.waitForStreams(t, 2)
+	m := &b.hub.multiplexer
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, calls := range m.calls {
+		for _, s := range calls[0].streams {
+			return s
+		}
+	}
+	t.Fatal("no stream is open")
+	return nil
+}
+
+// A replica that does not accept a call delays no other resource, and no stream's end.
+func TestACallThatDoesNotBegin(t *testing.T) {
+	blocked := make(chan struct{})
+	defer close(blocked)
+	m := &multiplexer{}
+	ctx, cancel := context.WithCancel(t.Context())
+	s := m.open(ctx, &blockedTier{blocked}, "pods", &watchfanoutv1.WatchRequest{}, func() {})
+	up := newTier()
+	up.write(6)
+	other := m.open(t.Context(), up, "nodes", &watchfanoutv1.WatchRequest{}, func() {})
+	if _, err := other.Recv(); err != nil {
+		t.Error(err)
+	}
+	cancel()
+	if _, err := s.Recv(); status.Code(err) != codes.Canceled {
+		t.Error(err)
+	}
+}
+
+type blockedTier struct{ c chan struct{} }
+
+func (b *blockedTier) Watches(context.Context, ...grpc.CallOption) (
+	grpc.BidiStreamingClient[watchfanoutv1.WatchesRequest, watchfanoutv1.WatchFrame], error) {
+	<-b.c
+	return nil, status.Error(codes.Unavailable, "no replica")
 }
 
 // The status of a watch ends its stream, and a malformed frame does.

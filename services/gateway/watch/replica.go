@@ -41,7 +41,7 @@ func (b *watchBroadcast) openReplica(ctx context.Context, r *watchfanoutv1.Watch
 	request.ResumeAfter = b.High.Proto()
 	b.mu.Unlock()
 	var err error
-	s.sharedStream, err = b.hub.openShared(streamCtx, b.storageResource, request, func() {
+	s.sharedStream, err = b.openStream(streamCtx, request, func() {
 		pause := rand.N(reassignJitter)
 		for sleep(streamCtx, pause) && !b.reassign(ctx, streamCtx, s, r) {
 			pause = min(2*pause+minRetryDelay, resumeTimeout)
@@ -54,13 +54,15 @@ func (b *watchBroadcast) openReplica(ctx context.Context, r *watchfanoutv1.Watch
 	return s, nil
 }
 
-// openShared opens the stream of a broadcast: in a call of Watches, if the source has that method.
-func (h *Hub) openShared(ctx context.Context, storageResource string, r *watchfanoutv1.WatchRequest,
-	onReassign func()) (sharedStream, error) {
-	if client, ok := h.Client.(MultiplexedWatcher); ok && h.multiplexer.supported() {
-		return h.multiplexer.open(ctx, client, storageResource, r, onReassign)
+// openStream opens a stream in a call of Watches, if the source has that method and the broadcast is not too slow for
+// it.
+func (b *watchBroadcast) openStream(ctx context.Context, r *watchfanoutv1.WatchRequest, onReassign func()) (
+	sharedStream, error) {
+	h := b.hub
+	if client, ok := h.Client.(MultiplexedWatcher); ok && h.multiplexer.supported() && !b.overflowed.Load() {
+		return h.multiplexer.open(ctx, client, b.storageResource, r, onReassign), nil
 	}
-	return h.openStream(rpc.WithReassignment(ctx, storageResource, onReassign), r)
+	return h.openStream(rpc.WithReassignment(ctx, b.storageResource, onReassign), r)
 }
 
 // park lets the stream's next frame call ready in a new goroutine. It returns false if a frame is there already, or the

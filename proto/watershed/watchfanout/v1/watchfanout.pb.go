@@ -577,12 +577,14 @@ func (x *WatchesRequest) GetWatch() *WatchRequest {
 	return nil
 }
 
-// WatchStatus is the status with which a watch of Watches has ended. It has the fields of google.rpc.Status.
+// WatchStatus is the status with which a watch of Watches has ended. Its first three fields are as in google.rpc.Status.
 type WatchStatus struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Code          int32                  `protobuf:"varint,1,opt,name=code" json:"code,omitempty"`
-	Message       string                 `protobuf:"bytes,2,opt,name=message" json:"message,omitempty"`
-	Details       []*anypb.Any           `protobuf:"bytes,3,rep,name=details" json:"details,omitempty"`
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Code    int32                  `protobuf:"varint,1,opt,name=code" json:"code,omitempty"`
+	Message string                 `protobuf:"bytes,2,opt,name=message" json:"message,omitempty"`
+	Details []*anypb.Any           `protobuf:"bytes,3,rep,name=details" json:"details,omitempty"`
+	// The replica drains, or its cache is stale: further watches belong into another call.
+	Unready       bool `protobuf:"varint,4,opt,name=unready" json:"unready,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -636,6 +638,13 @@ func (x *WatchStatus) GetDetails() []*anypb.Any {
 		return x.Details
 	}
 	return nil
+}
+
+func (x *WatchStatus) GetUnready() bool {
+	if x != nil {
+		return x.Unready
+	}
+	return false
 }
 
 // Position is a position in the log: a revision and, because a transaction may change several keys, the index of an
@@ -937,11 +946,12 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\x05owner\x18\t \x01(\tR\x05ownerJ\x04\b\x05\x10\x06\"i\n" +
 	"\x0eWatchesRequest\x12\x19\n" +
 	"\bwatch_id\x18\x01 \x01(\x04R\awatchId\x12<\n" +
-	"\x05watch\x18\x02 \x01(\v2&.watershed.watchfanout.v1.WatchRequestR\x05watch\"k\n" +
+	"\x05watch\x18\x02 \x01(\v2&.watershed.watchfanout.v1.WatchRequestR\x05watch\"\x85\x01\n" +
 	"\vWatchStatus\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\x05R\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12.\n" +
-	"\adetails\x18\x03 \x03(\v2\x14.google.protobuf.AnyR\adetails\"R\n" +
+	"\adetails\x18\x03 \x03(\v2\x14.google.protobuf.AnyR\adetails\x12\x18\n" +
+	"\aunready\x18\x04 \x01(\bR\aunready\"R\n" +
 	"\bPosition\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12\x14\n" +
 	"\x05index\x18\x02 \x01(\x05R\x05index\x12\x14\n" +
