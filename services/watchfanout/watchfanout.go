@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -82,9 +81,8 @@ type Service struct {
 	added  chan *etcdLog
 	moved  chan error
 	tasks  lifecycle.Supervisor
-
-	draining  chan struct{}
-	drainOnce sync.Once
+	// watches serves Watches for all logs.
+	watches watch.Multiplexer
 }
 
 // addedLogs is the capacity of Service.added.
@@ -109,13 +107,8 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}
-	s := &Service{
-		config:   c,
-		source:   d.Source,
-		added:    make(chan *etcdLog, addedLogs),
-		moved:    make(chan error, 1),
-		draining: make(chan struct{}),
-	}
+	s := &Service{config: c, source: d.Source, added: make(chan *etcdLog, addedLogs), moved: make(chan error, 1)}
+	s.watches.ServerOf, s.watches.ProgressPeriod = s.watchServerOf, c.ProgressPeriod
 	s.others.Store(&map[eventlog.LogID]*etcdLog{})
 	s.tasks.Ready.Set("discovery", errors.New("the registry has not sent the served resources"))
 	s.discovery = &discovery.Watcher{
@@ -218,18 +211,15 @@ func (s *Service) Watch(r *watchfanoutv1.WatchRequest,
 // Watches streams the frames of many watches until the caller cancels.
 func (s *Service) Watches(
 	stream grpc.BidiStreamingServer[watchfanoutv1.WatchesRequest, watchfanoutv1.WatchFrame]) error {
-	m := watch.Multiplexer{
-		ServerOf: func(r *commonv1.Resource) (*watch.Server, error) {
-			l, err := s.watchLog(r)
-			if err != nil {
-				return nil, err
-			}
-			return l.watchServer, nil
-		},
-		ProgressPeriod: s.config.ProgressPeriod,
-		Draining:       s.draining,
+	return s.watches.Watches(stream)
+}
+
+func (s *Service) watchServerOf(r *commonv1.Resource) (*watch.Server, error) {
+	l, err := s.watchLog(r)
+	if err != nil {
+		return nil, err
 	}
-	return m.Watches(stream)
+	return l.watchServer, nil
 }
 
 // Drain ends every watch stream, so that the gateways resume the watches on other replicas.
@@ -237,5 +227,5 @@ func (s *Service) Drain() {
 	for _, l := range s.all() {
 		l.watchServer.Drain()
 	}
-	s.drainOnce.Do(func() { close(s.draining) })
+	s.watches.Drain()
 }

@@ -23,15 +23,17 @@ import (
 //
 //	running --- park ---> parked --- wake ---> running --- ended.
 //
-// wake is called by an event of the watch's trigger, by the multiplexer's ticks, by the caller's end of the watch, and
-// when the process drains.
+// wake is called by an event of the watch's trigger, by the call's ticks, by the caller's end of the watch, and by
+// Drain.
 type Multiplexer struct {
 	// ServerOf returns the server of a resource's watches.
 	ServerOf func(*commonv1.Resource) (*Server, error)
 	// ProgressPeriod is how often a watch receives the cache's revision.
 	ProgressPeriod time.Duration
-	// Draining is closed when every watch must end with UNAVAILABLE.
-	Draining <-chan struct{}
+
+	mu       sync.Mutex
+	calls    map[*call]struct{}
+	draining bool
 }
 
 // A call with many watches divides the period of bookmarks in at most maxTicks, so that not all watches send at once.
@@ -40,45 +42,69 @@ const (
 	watchesPerTick = 64
 )
 
-// Watches serves a call. It ends with the caller, or when the process drains after its watches have ended.
+// Watches serves a call until the caller ends it.
 func (m *Multiplexer) Watches(
 	stream grpc.BidiStreamingServer[watchfanoutv1.WatchesRequest, watchfanoutv1.WatchFrame]) error {
 	ctx, cancel := context.WithCancel(stream.Context())
-	c := &call{Multiplexer: m, ctx: ctx, stream: stream, watches: map[uint64]*multiplexedWatch{}}
-	defer c.drain()
-	defer cancel()
-	received := make(chan error, 1)
-	go func() { received <- c.receive() }()
-	period := max(m.ProgressPeriod, time.Millisecond)
-	tick := time.NewTimer(period)
-	defer tick.Stop()
-	for n, ticks := uint64(0), uint64(1); ; {
-		select {
-		case err := <-received:
-			if errors.Is(err, io.EOF) {
-				return nil
-			}
+	c := &call{Multiplexer: m, ctx: ctx, stream: stream, watches: map[uint64]*multiplexedWatch{}, ticks: 1}
+	c.mu.Lock()
+	c.timer = time.AfterFunc(m.ProgressPeriod, c.tick)
+	c.mu.Unlock()
+	m.add(c)
+	defer func() {
+		m.remove(c)
+		cancel()
+		c.drain()
+		c.tasks.Wait()
+	}()
+	for {
+		r, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err == nil {
+			err = c.handle(r)
+		}
+		if err != nil {
 			return err
-		case <-ctx.Done():
-			return status.FromContextError(ctx.Err()).Err()
-		case <-m.Draining:
-			c.drain()
-			return rpc.ErrDraining
-		case <-tick.C:
-			if n++; n >= ticks {
-				n, ticks = 0, c.ticks()
-			}
-			tick.Reset(period / time.Duration(ticks))
-			c.tick(n, ticks)
 		}
 	}
 }
 
-// call is a call of Watches.
+// Drain ends every watch with UNAVAILABLE after its pending events, and begins none. The caller ends a call without
+// watches.
+func (m *Multiplexer) Drain() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.draining = true
+	for c := range m.calls {
+		c.drain()
+	}
+}
+
+func (m *Multiplexer) add(c *call) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.calls == nil {
+		m.calls = map[*call]struct{}{}
+	}
+	m.calls[c] = struct{}{}
+	if m.draining {
+		c.drain()
+	}
+}
+
+func (m *Multiplexer) remove(c *call) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	delete(m.calls, c)
+}
+
+// call is a call of Watches. Lock order: Multiplexer.mu, call.mu, multiplexedWatch.mu.
 type call struct {
 	*Multiplexer
 	ctx   context.Context
-	ended sync.WaitGroup // of the watches
+	tasks sync.WaitGroup // the watches and a running tick
 
 	// sending serializes stream's Send. A large message takes large first, so a small message waits for a single large
 	// message at most.
@@ -87,67 +113,60 @@ type call struct {
 
 	mu      sync.Mutex
 	watches map[uint64]*multiplexedWatch
-	drained bool
+	drained bool // watches end, and no watch begins
+	timer   *time.Timer
+	// ticked is the number of ticks in this period, of ticks.
+	ticked, ticks uint64
 }
 
-// receive begins and ends watches as the caller requests, until the stream ends.
-func (c *call) receive() error {
-	for {
-		r, err := c.stream.Recv()
-		if err != nil {
-			return err
-		}
-		if r.Watch == nil {
-			c.mu.Lock()
-			w := c.watches[r.WatchId]
-			c.mu.Unlock()
-			if w != nil {
-				w.cancel()
-				w.wake()
-			}
-		} else if err := c.begin(r); err != nil {
-			return err
-		}
-	}
-}
-
-// begin starts a watch.
-func (c *call) begin(r *watchfanoutv1.WatchesRequest) error {
+// handle begins or ends a watch.
+func (c *call) handle(r *watchfanoutv1.WatchesRequest) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.watches[r.WatchId] != nil {
+	w := c.watches[r.WatchId]
+	switch {
+	case r.Watch == nil && w != nil:
+		w.cancel()
+		w.wake()
+	case r.Watch != nil && w != nil:
 		return status.Errorf(codes.InvalidArgument, "watch %d is open", r.WatchId)
+	case r.Watch != nil:
+		w = &multiplexedWatch{call: c, id: r.WatchId, request: r.Watch}
+		w.ctx, w.cancel = context.WithCancel(c.ctx)
+		c.watches[w.id] = w
+		c.tasks.Add(1)
+		go w.run()
 	}
-	if c.drained {
-		return rpc.ErrDraining
-	}
-	w := &multiplexedWatch{call: c, id: r.WatchId, request: r.Watch}
-	w.ctx, w.cancel = context.WithCancel(c.ctx)
-	c.watches[w.id] = w
-	c.ended.Add(1)
-	go w.run()
 	return nil
 }
 
-// ticks returns the number of ticks in the next period.
-func (c *call) ticks() uint64 {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return min(maxTicks, uint64(len(c.watches))/watchesPerTick+1)
-}
-
 // tick makes a bookmark due for a part of the watches. Idle watches need no goroutine for it.
-func (c *call) tick(part, ticks uint64) {
+func (c *call) tick() {
 	c.mu.Lock()
+	if c.drained {
+		c.mu.Unlock()
+		return
+	}
+	c.tasks.Add(1)
+	defer c.tasks.Done()
+	if c.ticked++; c.ticked >= c.ticks {
+		c.ticked, c.ticks = 0, min(maxTicks, uint64(len(c.watches))/watchesPerTick+1)
+	}
 	var due []*multiplexedWatch
 	for id, w := range c.watches {
-		if id%ticks == part {
+		if id%c.ticks == c.ticked {
 			due = append(due, w)
 		}
 	}
+	next := c.ProgressPeriod / time.Duration(c.ticks)
 	c.mu.Unlock()
 	for _, w := range due {
 		w.tick()
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.drained {
+		c.timer.Reset(next)
 	}
 }
 
@@ -155,17 +174,23 @@ func (c *call) tick(part, ticks uint64) {
 // there.
 func (c *call) drain() {
 	c.mu.Lock()
+	defer c.mu.Unlock()
 	c.drained = true
+	c.timer.Stop()
 	for _, w := range c.watches {
 		w.wake()
 	}
-	c.mu.Unlock()
-	c.ended.Wait()
+}
+
+func (c *call) isDrained() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.drained
 }
 
 // end removes a watch and sends its status.
 func (c *call) end(w *multiplexedWatch, err error) {
-	defer c.ended.Done()
+	defer c.tasks.Done()
 	defer w.cancel()
 	c.mu.Lock()
 	delete(c.watches, w.id)
@@ -297,9 +322,10 @@ func (w *multiplexedWatch) runRecovered() (parked bool, err error) {
 			return false, status.FromContextError(w.ctx.Err()).Err()
 		case <-w.watcher.server.draining:
 			return false, rpc.ErrDraining
-		case <-w.call.Draining:
-			return false, rpc.ErrDraining
 		default:
+		}
+		if w.call.isDrained() {
+			return false, rpc.ErrDraining
 		}
 		if w.park() {
 			return true, nil
@@ -308,6 +334,9 @@ func (w *multiplexedWatch) runRecovered() (parked bool, err error) {
 }
 
 func (w *multiplexedWatch) start() error {
+	if w.call.isDrained() {
+		return rpc.ErrDraining
+	}
 	s, err := w.call.ServerOf(w.request.GetQuery().GetResource())
 	if err != nil {
 		return err

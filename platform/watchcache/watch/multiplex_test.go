@@ -74,8 +74,8 @@ func (s *callStream) Recv() (*watchfanoutv1.WatchesRequest, error) {
 // testCall is a call of Watches, and its end.
 type testCall struct {
 	*callStream
-	draining chan struct{}
-	ended    chan error
+	multiplexer *watch.Multiplexer
+	ended       chan error
 }
 
 func startCall(ctx context.Context, s *watch.Server, period time.Duration) *testCall {
@@ -84,15 +84,13 @@ func startCall(ctx context.Context, s *watch.Server, period time.Duration) *test
 			frames:   frames{ctx: ctx, c: make(chan *watchfanoutv1.WatchFrame, 100)},
 			requests: make(chan *watchfanoutv1.WatchesRequest),
 		},
-		draining: make(chan struct{}),
-		ended:    make(chan error, 1),
+		multiplexer: &watch.Multiplexer{
+			ServerOf:       func(*commonv1.Resource) (*watch.Server, error) { return s, nil },
+			ProgressPeriod: period,
+		},
+		ended: make(chan error, 1),
 	}
-	m := &watch.Multiplexer{
-		ServerOf:       func(*commonv1.Resource) (*watch.Server, error) { return s, nil },
-		ProgressPeriod: period,
-		Draining:       c.draining,
-	}
-	go func() { c.ended <- m.Watches(c.callStream) }()
+	go func() { c.ended <- c.multiplexer.Watches(c.callStream) }()
 	return c
 }
 
@@ -126,7 +124,6 @@ func watchInCall(ctx context.Context, s *watch.Server, r *watchfanoutv1.WatchReq
 	to chan<- *watchfanoutv1.WatchFrame) error {
 	c := startCall(ctx, s, time.Hour)
 	c.requests <- &watchfanoutv1.WatchesRequest{WatchId: 1, Watch: r}
-	drained := c.draining
 	for {
 		select {
 		case m := <-c.c:
@@ -135,9 +132,8 @@ func watchInCall(ctx context.Context, s *watch.Server, r *watchfanoutv1.WatchReq
 			}
 			to <- m
 		case <-time.After(time.Millisecond): // the service drains its servers and its calls together
-			if s.Draining() && drained != nil {
-				close(drained)
-				drained = nil
+			if s.Draining() {
+				c.multiplexer.Drain()
 			}
 		case <-ctx.Done():
 			return ctx.Err()
@@ -207,7 +203,7 @@ func TestAWatchOfACallEndsAlone(t *testing.T) {
 	}
 }
 
-// A call of a draining process ends after its watches. It begins no watch.
+// The watches of a draining process end with UNAVAILABLE, and no watch begins.
 func TestACallDrains(t *testing.T) {
 	_, s := newServer(t)
 	c := startCall(t.Context(), s, time.Hour)
@@ -215,14 +211,22 @@ func TestACallDrains(t *testing.T) {
 		c.begin(i+1, "a")
 		<-c.c
 	}
-	close(c.draining) // the servers drain later
-	for range 3 {
+	c.multiplexer.Drain() // the servers drain later
+	c.begin(4, "a")
+	for range 4 {
 		if m := c.next(t); codes.Code(m.Status.GetCode()) != codes.Unavailable || !m.Status.Unready {
 			t.Errorf("%v", m)
 		}
 	}
-	if err := <-c.ended; status.Code(err) != codes.Unavailable {
-		t.Errorf("the call ends with %v", err)
+	close(c.requests)
+	if err := <-c.ended; err != nil || s.Len() != 0 {
+		t.Errorf("the call ends with %v, and %d watches stay", err, s.Len())
+	}
+	another := startCall(t.Context(), s, time.Hour)
+	another.multiplexer.Drain()
+	another.begin(1, "a")
+	if m := another.next(t); !m.Status.GetUnready() {
+		t.Errorf("%v", m)
 	}
 }
 
