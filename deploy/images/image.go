@@ -40,7 +40,9 @@ func (o *options) image(name, work string) (*image, error) {
 	for _, p := range o.platforms {
 		variant := name + "-" + p.OS + "-" + p.Architecture
 		binary := filepath.Join(work, variant)
-		build := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w "+o.ldflags, "-o", binary, packages[name])
+		// GOFLAGS may have -buildvcs=false, and the binary must have the commit
+		build := exec.Command("go", "build", "-trimpath", "-buildvcs=auto", "-ldflags", "-s -w "+o.ldflags, "-o", binary,
+			packages[name])
 		build.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS="+p.OS, "GOARCH="+p.Architecture)
 		build.Stderr = os.Stderr
 		if err := build.Run(); err != nil {
@@ -69,9 +71,10 @@ func (o *options) image(name, work string) (*image, error) {
 	if err != nil {
 		return nil, err
 	}
-	full := o.registry + "/" + name + ":" + o.tag
+	repository := o.registry + "/" + name
+	full := repository + ":" + o.tag
 	dir := filepath.Join(work, name+".layout")
-	if err := write(dir, full, index, images[0], bills); err != nil {
+	if err := write(dir, []string{full, repository + "@" + digest.String()}, index, images[0], bills); err != nil {
 		return nil, err
 	}
 	files, err := walk(dir)
@@ -162,19 +165,21 @@ func goEnv(name string) string {
 	return strings.TrimSpace(string(out))
 }
 
-// write writes an OCI layout with an image and its SBOMs, which refer to it. containerd reads the image's name from an
-// annotation of its descriptor. docker reads its own manifest (docker save, format of 25.0), which has the first
-// platform.
-func write(dir, name string, index v1.ImageIndex, first v1.Image, bills []v1.Image) error {
+// write writes an OCI layout with an image and its SBOMs, which refer to it. containerd reads a name of the image from
+// an annotation of each descriptor. A kubelet without a registry needs the name with the digest. docker reads its own
+// manifest (docker save, format of 25.0), which has the first name and the first platform.
+func write(dir string, names []string, index v1.ImageIndex, first v1.Image, bills []v1.Image) error {
 	l, err := layout.Write(dir, empty.Index)
 	if err != nil {
 		return err
 	}
-	if err := l.AppendIndex(index, layout.WithAnnotations(map[string]string{
-		"io.containerd.image.name":          name,
-		"org.opencontainers.image.ref.name": name,
-	})); err != nil {
-		return err
+	for _, name := range names {
+		if err := l.AppendIndex(index, layout.WithAnnotations(map[string]string{
+			"io.containerd.image.name":          name,
+			"org.opencontainers.image.ref.name": name,
+		})); err != nil {
+			return err
+		}
 	}
 	for _, bill := range bills {
 		if err := l.WriteImage(bill); err != nil {
@@ -197,7 +202,7 @@ func write(dir, name string, index v1.ImageIndex, first v1.Image, bills []v1.Ima
 			return err
 		}
 	}
-	return dockerManifest(dir, name, first)
+	return dockerManifest(dir, names[0], first)
 }
 
 // spdx is the media type of the SBOM.
