@@ -21,7 +21,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster demo-swap scale robustness robustness-broken rules bench fuzz docs screenshots clean help
+.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster e2e-release demo-swap scale robustness robustness-broken rules bench fuzz docs screenshots clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -148,6 +148,10 @@ e2e-cluster: build peers images $(addprefix $(PEERS)/,kubelet kube-proxy contain
 	go run ./deploy/images -ldflags "$(LDFLAGS) -X watershed.dev/platform/version.release=next" -tag next -out .build/images-next \
 	  -only gateway,registry,watchfanout,authn,authz,admission,xds,watershed
 	cd test && go test -count=1 -timeout 30m -v -run Workloads ./cluster -cluster $(if $(UPGRADE_FROM),-images images-from) $(ARGS)
+
+e2e-release: build $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns helm) ## the chart of .build/release/VERSION on this machine as a real node (as root): VERSION=v0.2.0 and FROM=v0.1.0, after make release of both
+	cd test && go test -count=1 -timeout 20m -v -run ReleaseOnANode ./cluster \
+	  -release $(CURDIR)/.build/release/$(VERSION) $(if $(FROM),-release-from $(CURDIR)/.build/release/$(FROM))
 
 demo-swap: build peers $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause) ## kube-apiserver of a cluster with a real node swapped for Watershed, and back, under load (as root)
 	cd test && go test -count=1 -timeout 20m -v -run Swap ./cluster -swap $(ARGS)

@@ -62,7 +62,11 @@ func TestWatershedAsWorkloads(t *testing.T) {
 	if placements[h.placement] == nil {
 		t.Fatalf("-placement %s: want split or compact", h.placement)
 	}
-	h.host()
+	archives, err := filepath.Glob(filepath.Join(harness.Root(), ".build", *from, "*.tar"))
+	if err != nil || len(archives) == 0 {
+		t.Fatalf("no images: `make e2e-cluster` builds them (%v)", err)
+	}
+	h.host(archives, "coredns", "jaeger")
 	h.deploy()
 	h.kubectl()
 	c, err := start(t.Context(), h.inner, *watchers, writePause)
@@ -102,23 +106,20 @@ func TestWatershedAsWorkloads(t *testing.T) {
 	h.traces()
 }
 
-// host starts a Watershed with a node, DNS and a volume.
-func (h *hosted) host() {
+// host starts a Watershed with a node, DNS and a volume. The node has the images of the archives, and of the programs.
+func (h *hosted) host(archives []string, programs ...string) {
 	node.Prepare(h)
 	h.outer = harness.Up(h, "", append(node.Flags(), "--bind-address=0.0.0.0", "--tls-sans="+node.Address)...)
 	h.outer.Managers()
-	archives, err := filepath.Glob(filepath.Join(harness.Root(), ".build", *from, "*.tar"))
-	if err != nil || len(archives) == 0 {
-		h.Fatalf("no images: `make e2e-cluster` builds them (%v)", err)
+	images := map[string]string{}
+	for _, p := range programs {
+		images["watershed.dev/"+p+":test"] = harness.Peer(p)
 	}
 	h.node = node.Join(h, h.outer, node.Options{
 		DNS:      "10.96.0.10",
 		Archives: archives,
 		Lean:     true,
-		Programs: map[string]string{
-			"watershed.dev/coredns:test": harness.Peer("coredns"),
-			"watershed.dev/jaeger:test":  harness.Peer("jaeger"),
-		},
+		Programs: images,
 	})
 	h.Cleanup(func() { // the end of the node's processes does not end its pods
 		_, _ = h.outer.TryKubectl(
@@ -168,6 +169,12 @@ func (h *hosted) deploy() {
 	h.outer.Kubectl("apply", "-k", dir)
 	h.rollout("watershed", "deployment/"+entry[h.placement])
 	fmt.Printf("\noverlays/dev as %s is ready %.1f s after kubectl apply.\n", h.placement, time.Since(began).Seconds())
+	h.connect()
+}
+
+// connect reads the kubeconfig of the inner cluster's administrator.
+func (h *hosted) connect() {
+	h.Helper()
 	kubeconfig := h.admin()
 	var err error
 	if h.inner, err = clientcmd.RESTConfigFromKubeConfig(kubeconfig); err != nil {
