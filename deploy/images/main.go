@@ -101,6 +101,9 @@ func parse(args []string) (*options, error) {
 	o.version, o.revision = git("describe", "--tags", "--always", "--dirty"), git("rev-parse", "HEAD")
 	seconds, _ := strconv.ParseInt(git("log", "-1", "--format=%ct"), 10, 64)
 	o.created = time.Unix(seconds, 0).UTC() // the time of the commit, so that builds are reproducible
+	if *release != "" && *only != "" {
+		return nil, fmt.Errorf("-only %q with -release: a release has all images: omit -only", *only)
+	}
 	if *release != "" {
 		return o, o.parseRelease(*release, *key)
 	}

@@ -249,6 +249,7 @@ func TestABadReleaseFails(t *testing.T) {
 		{with("-push"), `-push with -registry "watershed.dev": name your registry`},
 		{with("-push", "-registry", "localhost:1"), `connection refused: start the registry, log in, or omit -push`},
 		{with("-out", "."), `-out ".": the directory exists: remove it`},
+		{with("-only", "watershed"), `-only "watershed" with -release: a release has all images`},
 		{with("-platforms", "arm64"), `-platforms "arm64": want OS/ARCHITECTURE`},
 	} {
 		_, err := parse(c.args)
