@@ -211,6 +211,44 @@ monitoring: {enabled: true, labels: {release: prometheus}}
 	want("fast", "StatefulSet/etcd", in(claim, "storageClassName")...)
 }
 
+// TestTheChartTakesValuesOfEveryWorkload sets the values of each workload of the overlays.
+func TestTheChartTakesValuesOfEveryWorkload(t *testing.T) {
+	for _, overlay := range []string{"dev", "ha", "compact"} {
+		all, err := render(t, "watershed", "overlay: "+overlay)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for name, o := range all {
+			kind, workload, _ := strings.Cut(name, "/")
+			if field(o, "spec", "template") == nil {
+				continue
+			}
+			got, err := render(t, "watershed", `
+overlay: `+overlay+`
+workloads:
+  `+strings.TrimSuffix(workload, "-1")+`:
+    args: [--a=b]
+    env: [{name: A, value: b}]
+    volumes: [{name: a, emptyDir: {}}]
+    volumeMounts: [{name: a, mountPath: /a}]
+    resources: {requests: {cpu: "1"}}
+    pod: {priorityClassName: other}
+`)
+			if err != nil {
+				t.Errorf("%s, %s: %v", overlay, name, err)
+				continue
+			}
+			text, _ := yaml.Marshal(got[name])
+			for _, want := range []string{"- --a=b\n", "name: A\n", "emptyDir: {}\n", "mountPath: /a\n", "cpu: \"1\"\n",
+				"priorityClassName: other\n"} {
+				if !strings.Contains(string(text), want) {
+					t.Errorf("%s: the %s %s lacks %q", overlay, kind, workload, want)
+				}
+			}
+		}
+	}
+}
+
 // TestTheSchemaNamesABadValue checks the errors of values that the chart does not have.
 func TestTheSchemaNamesABadValue(t *testing.T) {
 	for values, want := range map[string]string{

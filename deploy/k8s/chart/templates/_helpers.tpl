@@ -20,15 +20,15 @@ stay. The argument is (list $ image). */}}
 {{- $_ := set $c "image" (include "watershed.image" (list (index $ 0) $c.image)) -}}
 {{- with $values.image.pullPolicy }}{{ $_ := set $c "imagePullPolicy" . }}{{ end -}}
 {{- with $w.resources }}{{ $_ := set $c "resources" (mergeOverwrite (deepCopy $c.resources) .) }}{{ end -}}
-{{- with $w.args }}{{ $_ := set $c "args" (concat $c.args .) }}{{ end -}}
-{{- with $w.volumeMounts }}{{ $_ := set $c "volumeMounts" (concat $c.volumeMounts .) }}{{ end -}}
+{{- with $w.args }}{{ $_ := set $c "args" (concat ($c.args | default list) .) }}{{ end -}}
+{{- with $w.volumeMounts }}{{ $_ := set $c "volumeMounts" (concat ($c.volumeMounts | default list) .) }}{{ end -}}
 {{- with $w.env -}}
 {{- $names := list }}{{ range . }}{{ $names = append $names .name }}{{ end -}}
 {{- $kept := list }}{{ range $c.env }}{{ if not (has .name $names) }}{{ $kept = append $kept . }}{{ end }}{{ end -}}
 {{- $_ := set $c "env" (concat $kept .) -}}
 {{- end -}}
 {{- end -}}
-{{- with $w.volumes }}{{ $_ := set $spec "volumes" (concat $spec.volumes .) }}{{ end -}}
+{{- with $w.volumes }}{{ $_ := set $spec "volumes" (concat ($spec.volumes | default list) .) }}{{ end -}}
 {{- with $w.pod }}{{ $_ := set $template "spec" (mergeOverwrite $spec (deepCopy .)) }}{{ end -}}
 {{- range $field, $more := dict "annotations" $w.podAnnotations "labels" $w.podLabels -}}
 {{- with $more }}{{ $_ := set $template.metadata $field (merge (deepCopy .) (get $template.metadata $field | default dict)) }}{{ end -}}
