@@ -252,6 +252,8 @@ func TestListsAndWatchesAreAnsweredAsByKubeAPIServer(t *testing.T) {
 		{"GET", cms + "?includeObject=bad", "application/json;as=Table;v=v1;g=meta.k8s.io"},
 		{"GET", cms, "application/json;as=Table;v=v1;g=meta.k8s.io"},
 		{"GET", "/api/v1/watch/namespaces/odd/configmaps/cm1?timeoutSeconds=1", ""},
+		{"GET", "/api/v1/watch/namespaces/odd?timeoutSeconds=1", ""},
+		{"GET", "/api/v1/namespaces?watch=1&timeoutSeconds=1&fieldSelector=metadata.name%3Dodd", ""},
 		{"POST", "/api/v1/watch/namespaces/odd/configmaps", ""},
 		{"DELETE", "/api/v1/watch/namespaces/odd/configmaps", ""},
 		{"HEAD", cms, ""},

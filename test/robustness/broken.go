@@ -10,92 +10,165 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
+
+	"watershed.dev/test/harness"
 )
 
-// breakage is a deliberate defect: a build replaces code with instead, and the checker must detect it.
+// breakage is a deliberate defect: a build replaces code with instead. The tests of test must detect it, and the
+// checker too if inCluster is true.
 type breakage struct {
 	name, file, code, instead string
+	// test is a package and the tests that must fail, such as "./platform/events TestRing". Empty: none.
+	test string
+	// inCluster is true if clients of a cluster can see the defect within some faults.
+	inCluster bool
 }
 
-// mistakes are the defects. `go build -overlay` applies them, so the source files do not change.
+// mistakes are the defects without a history. `go build -overlay` applies them, so the source files do not change.
 var mistakes = []breakage{
 	{
-		name:    "drop",
-		file:    "platform/watchcache/core/replica.go",
-		code:    "		if c.pending = append(c.pending[:n], e); !e.More {\n",
-		instead: "		if e.StorageResource == \"configmaps\" && e.Revision%97 == 0 {\n			c.advance(e)\n			return c.effects\n		}\n		if c.pending = append(c.pending[:n], e); !e.More {\n",
+		inCluster: true,
+		name:      "drop",
+		file:      "platform/watchcache/core/replica.go",
+		code:      "		if c.pending = append(c.pending[:n], e); !e.More {\n",
+		instead:   "		if e.StorageResource == \"configmaps\" && e.Revision%97 == 0 {\n			c.advance(e)\n			return c.effects\n		}\n		if c.pending = append(c.pending[:n], e); !e.More {\n",
 	},
 	{
-		name:    "repeat",
-		file:    "platform/watchcache/watch/watch.go",
-		code:    "		if err := out.addEvent(data, false, e.Traceparent); err != nil {\n",
-		instead: "		if e.Revision%97 == 0 {\n			_ = out.addEvent(data, false, \"\")\n		}\n		if err := out.addEvent(data, false, e.Traceparent); err != nil {\n",
+		inCluster: true,
+		name:      "repeat",
+		file:      "platform/watchcache/watch/watch.go",
+		code:      "		if err := out.addEvent(data, false, e.Traceparent); err != nil {\n",
+		instead:   "		if e.Revision%97 == 0 {\n			_ = out.addEvent(data, false, \"\")\n		}\n		if err := out.addEvent(data, false, e.Traceparent); err != nil {\n",
 	},
 	{
-		name:    "reorder",
-		file:    "platform/watchcache/cache/ring.go",
-		code:    "		trigger.Add(e)\n		trigger.notify()\n",
-		instead: "		trigger.Add(e)\n		if all := trigger.From(trigger.Base()); r.Name == \"configmaps\" && len(all) > 1 && e.Revision%97 == 0 {\n			all[len(all)-1], all[len(all)-2] = all[len(all)-2], all[len(all)-1]\n		}\n		trigger.notify()\n",
+		inCluster: true,
+		name:      "reorder",
+		file:      "platform/watchcache/cache/ring.go",
+		code:      "		trigger.Add(e)\n		trigger.notify()\n",
+		instead:   "		trigger.Add(e)\n		if all := trigger.From(trigger.Base()); r.Name == \"configmaps\" && len(all) > 1 && e.Revision%97 == 0 {\n			all[len(all)-1], all[len(all)-2] = all[len(all)-2], all[len(all)-1]\n		}\n		trigger.notify()\n",
 	},
 	{
-		name:    "stale",
-		file:    "platform/watchcache/logreader/reader.go",
-		code:    "	return l.waitForEtcd(ctx, r, epoch, progress)\n",
-		instead: "	_, _ = epoch, progress\n	return l.Wait(ctx, r-20)\n",
+		inCluster: true,
+		name:      "stale",
+		file:      "platform/watchcache/logreader/reader.go",
+		code:      "	return l.waitForEtcd(ctx, r, epoch, progress)\n",
+		instead:   "	_, _ = epoch, progress\n	return l.Wait(ctx, r-20)\n",
 	},
 }
 
+// everyBreakage returns the mistakes and the historical bugs.
+func everyBreakage() []breakage { return slices.Concat(mistakes, historical) }
+
 func breakages() (names []string) {
-	for _, b := range mistakes {
+	for _, b := range everyBreakage() {
 		names = append(names, b.name)
 	}
 	return names
 }
 
-// runBroken builds and runs each broken Watershed. It returns the exit code: 0 if the checker detected every defect.
+// Values of -break beside the name of a defect.
+const (
+	breakAll   = "all"
+	breakTests = "tests" // every defect that a test must detect, without a cluster
+)
+
+// runBroken runs the tests and the cluster of each broken Watershed. It returns the exit code: 0 if every defect was
+// detected.
 func runBroken(ctx context.Context, o options, which string) int {
+	if which != breakAll && which != breakTests && !slices.Contains(breakages(), which) {
+		log.Printf("-break %q: want %s, %s, or one of %s", which, breakAll, breakTests, strings.Join(breakages(), ", "))
+		return 2
+	}
 	code := 0
-	for _, b := range mistakes {
-		if which != "all" && which != b.name {
+	for _, b := range everyBreakage() {
+		if which != breakAll && which != breakTests && which != b.name {
 			continue
 		}
-		binary, err := b.build(ctx)
-		if err != nil {
-			log.Print(err)
-			return 2
+		var by []func() (string, error)
+		if b.test != "" {
+			by = append(by, func() (string, error) { return b.runTest(ctx) })
 		}
-		broken := o
-		broken.watershed = binary
-		r, err := run(ctx, broken)
-		_ = os.RemoveAll(filepath.Dir(binary))
-		switch {
-		case err != nil:
-			log.Printf("%s: %v", b.name, err)
-			return 2
-		case len(r.found) == 0:
-			fmt.Printf("%s: NOT FOUND\n", b.name)
-			code = 1
-		default:
-			fmt.Printf("%s: found, %d contradictions, the first: %s\n", b.name, len(r.found), r.found[0])
-			if o.dir == "" {
-				_ = os.RemoveAll(r.dir)
+		if b.inCluster && which != breakTests {
+			by = append(by, func() (string, error) { return b.runCluster(ctx, o) })
+		}
+		for _, find := range by {
+			found, err := find()
+			if err != nil {
+				log.Printf("%s: %v", b.name, err)
+				return 2
 			}
+			if found == "" {
+				fmt.Printf("%s: NOT FOUND\n", b.name)
+				code = 1
+				continue
+			}
+			fmt.Printf("%s: found by %s\n", b.name, found)
 		}
-	}
-	if which != "all" && !slices.Contains(breakages(), which) {
-		log.Printf("-break %q: want one of %s, or all", which, strings.Join(breakages(), ", "))
-		return 2
 	}
 	return code
 }
 
-func (b breakage) build(ctx context.Context) (string, error) {
-	root, err := exec.CommandContext(ctx, "go", "env", "GOWORK").Output()
+// runCluster runs a cluster of the broken Watershed. It returns the finding of the checker, or an empty string.
+func (b breakage) runCluster(ctx context.Context, o options) (string, error) {
+	overlay, err := b.overlay()
 	if err != nil {
 		return "", err
 	}
-	dir := filepath.Dir(strings.TrimSpace(string(root)))
-	source := filepath.Join(dir, b.file)
+	tmp := filepath.Dir(overlay)
+	defer func() { _ = os.RemoveAll(tmp) }()
+	o.watershed = filepath.Join(tmp, "watershed")
+	cmd := exec.CommandContext(ctx, "go", "build", "-overlay", overlay, "-o", o.watershed, "./cmd/watershed")
+	cmd.Dir = harness.Root()
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("-break %s: %w\n%s", b.name, err, out)
+	}
+	r, err := run(ctx, o)
+	if err != nil || len(r.found) == 0 {
+		return "", err
+	}
+	if o.dir == "" {
+		_ = os.RemoveAll(r.dir)
+	}
+	return fmt.Sprintf("the checker with seed %d, %d contradictions, the first: %s", r.seed, len(r.found),
+		r.found[0]), nil
+}
+
+// runTest runs the tests of the broken code. It returns the first failure, or an empty string if the tests pass.
+func (b breakage) runTest(ctx context.Context) (string, error) {
+	overlay, err := b.overlay()
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = os.RemoveAll(filepath.Dir(overlay)) }()
+	pkg, tests, _ := strings.Cut(b.test, " ")
+	began := time.Now()
+	cmd := exec.CommandContext(ctx, "go", "test", "-count=1", "-vet=off", "-timeout=90s", "-overlay", overlay,
+		"-run", "^("+tests+")$", pkg)
+	cmd.Dir = harness.Root()
+	out, err := cmd.CombinedOutput()
+	if err == nil {
+		return "", nil
+	}
+	var failed, reason string
+	for line := range strings.Lines(string(out)) {
+		line = strings.TrimSpace(line)
+		switch name, isFailure := strings.CutPrefix(line, "--- FAIL: "); {
+		case isFailure && failed == "":
+			failed, _, _ = strings.Cut(name, " ")
+		case reason == "" && (strings.Contains(line, "_test.go:") || strings.HasPrefix(line, "panic: ")):
+			reason = line
+		}
+	}
+	if failed == "" && reason == "" {
+		return "", fmt.Errorf("-break %s: %w\n%s", b.name, err, out)
+	}
+	return fmt.Sprintf("%s %s after %v: %s", pkg, failed, time.Since(began).Round(time.Second), reason), nil
+}
+
+// overlay writes an overlay for the go command that replaces the code, in a temporary directory.
+func (b breakage) overlay() (string, error) {
+	source := filepath.Join(harness.Root(), b.file)
 	text, err := os.ReadFile(source)
 	if err != nil {
 		return "", err
@@ -108,7 +181,6 @@ func (b breakage) build(ctx context.Context) (string, error) {
 		return "", err
 	}
 	replaced, overlay := filepath.Join(tmp, "replaced.go"), filepath.Join(tmp, "overlay.json")
-	binary := filepath.Join(tmp, "watershed")
 	if err := os.WriteFile(replaced, []byte(strings.Replace(string(text), b.code, b.instead, 1)), 0o600); err != nil {
 		return "", err
 	}
@@ -116,15 +188,7 @@ func (b breakage) build(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if err := os.WriteFile(overlay, j, 0o600); err != nil {
-		return "", err
-	}
-	cmd := exec.CommandContext(ctx, "go", "build", "-overlay", overlay, "-o", binary, "./cmd/watershed")
-	cmd.Dir = dir
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return "", fmt.Errorf("-break %s: %w\n%s", b.name, err, out)
-	}
-	return binary, nil
+	return overlay, os.WriteFile(overlay, j, 0o600)
 }
 
 // applies returns an error unless text contains the code to replace exactly once.

@@ -50,8 +50,8 @@ func main() {
 	flag.StringVar(&o.replicas, "replicas", "watchfanout=3", "The --replicas of `watershed split`.")
 	flag.IntVar(&o.writers, "writers", 6, "The number of writing clients.")
 	flag.IntVar(&o.watchers, "watchers", 24, "The number of watching clients.")
-	breakAs := flag.String("break", "", "Build a Watershed with a deliberate defect, which the checker must detect: "+
-		strings.Join(breakages(), ", ")+", all.")
+	breakAs := flag.String("break", "", "Build a Watershed with a deliberate defect, which its test or the checker must "+
+		"detect: "+strings.Join(breakages(), ", ")+"; "+breakAll+"; or "+breakTests+", for the tests only.")
 	flag.Parse()
 	if o.seed == 0 {
 		o.seed = rand.Uint64N(1 << 32)

@@ -134,11 +134,13 @@ func TestAResetEndsEveryCursor(t *testing.T) {
 	r := subscribe(c, "pods")
 	seen, _, _ := r.After(11, lastIndex)
 	quiet, _, _ := subscribe(c, "nodes").After(11, lastIndex)
+	triggered := c.Resource("pods").Subscribe(Trigger{ByNamespace, "ns"})
+	later, _, _ := triggered.After(11, lastIndex)
 	c.Apply(reset(50))
 	for name, x := range map[string]struct {
 		r   *Subscription
 		cur Cursor
-	}{"pods": {r, seen}, "nodes": {subscribe(c, "nodes"), quiet}} {
+	}{"pods": {r, seen}, "nodes": {subscribe(c, "nodes"), quiet}, "a namespace": {triggered, later}} {
 		if _, _, _, _, ok := x.r.Next(x.cur, 10); ok {
 			t.Errorf("a watch of %s goes on over a gap", name)
 		}
@@ -186,6 +188,93 @@ func TestARingForgetsWholeRevisions(t *testing.T) {
 	events, _, _, _, _ := r.Next(cur, 10)
 	if !ok || len(events) != 1 || events[0].Revision != 30 {
 		t.Errorf("%v %v", ok, events)
+	}
+}
+
+// The ring of a resource without watches shrinks, and grows again when watches come. It then has every event after its
+// horizon, and no watch resumes from before (kubernetes #91415).
+func TestAResizedRingHoldsEveryEventAfterItsHorizon(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := New(20_000, time.Minute)
+		c.Apply(reset(10))
+		last := int64(10)
+		add := func(n int) {
+			for range n {
+				last++
+				c.Apply(event(logv1.Type_TYPE_ADDED, last, fmt.Sprint("p", last)))
+			}
+		}
+		check := func(state string, atLeast int) {
+			t.Helper()
+			r := subscribe(c, "pods")
+			defer r.Close()
+			resumable := 0
+			for after := int64(10); after <= last; after++ {
+				cur, _, ok := r.After(after, lastIndex)
+				if !ok {
+					continue
+				}
+				resumable++
+				events, _, _, _, _ := r.Next(cur, 1000)
+				if got := int64(len(events)); got != last-after {
+					t.Fatalf("%s: a watch from %d receives %d events of %d", state, after, got, last-after)
+				}
+			}
+			if resumable < atLeast {
+				t.Errorf("%s: watches can resume from %d revisions", state, resumable)
+			}
+		}
+		add(30)
+		check("large", 30)
+		time.Sleep(2 * time.Minute)
+		add(1)
+		check("small", 1)
+		add(30)
+		check("large again", 30)
+	})
+}
+
+// A replica that has read no event yet, or only progress, serves no watch from before its position (kubernetes #49956).
+// The event at its position may have come between the client's list and its watch.
+func TestAnEmptyRingHoldsNothingBeforeItsPosition(t *testing.T) {
+	for name, first := range map[string]*logv1.Event{
+		"a reset":  reset(11),
+		"progress": {Revision: 11},
+		"an event": event(logv1.Type_TYPE_ADDED, 12, "a"),
+	} {
+		c := New(1<<20, 0)
+		c.Apply(first)
+		r := subscribe(c, "pods")
+		if _, _, ok := r.After(10, lastIndex); ok {
+			t.Errorf("%s: a watch from 10 misses event 11", name)
+		}
+		if _, _, ok := r.After(11, lastIndex); !ok {
+			t.Errorf("%s: a watch from 11 expires", name)
+		}
+	}
+}
+
+// A reader of the objects holds no lock that events need (kubernetes #138728, #139526).
+func TestAReaderDelaysNoEvent(t *testing.T) {
+	c := New(1<<20, 0)
+	c.Apply(reset(10))
+	s, err := c.Resource("pods").Snapshot(t.Context(), "", source(10, "a", "b"), waitFor(c))
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = s.Select(t.Context(), Trigger{}, "", "", func(*Item) bool {
+		applied := make(chan struct{})
+		go func() { defer close(applied); c.Apply(event(logv1.Type_TYPE_MODIFIED, c.Progress()+1, "a")) }()
+		select {
+		case <-applied:
+			return true
+		case <-time.After(10 * time.Second):
+			t.Error("an event waits for a reader")
+			return false
+		}
+	})
+	if err != nil || c.Progress() != 12 {
+		t.Errorf("progress %d, %v", c.Progress(), err)
 	}
 }
 
@@ -380,6 +469,34 @@ func TestAnIndexFollowsTheObjects(t *testing.T) {
 	}
 	if got := list("ns1/"); got != "[ns1/p99]" {
 		t.Error(got)
+	}
+}
+
+// The index of a snapshot does not change with the objects (kubernetes #139610).
+func TestASnapshotsIndexDoesNotChange(t *testing.T) {
+	c := New(1<<20, 0)
+	c.Apply(reset(10))
+	on := func(node string) map[string]string { return map[string]string{"spec.nodeName": node} }
+	rows := func(context.Context, string) (rows []*registryv1.Row, revision int64, err error) {
+		for i := range 300 {
+			rows = append(rows, &registryv1.Row{Name: fmt.Sprintf("p%03d", i), Revision: 10, Fields: on("n1")})
+		}
+		return rows, 10, nil
+	}
+	s, err := c.Resource("pods").Snapshot(t.Context(), "spec.nodeName", rows, waitFor(c))
+	if err != nil {
+		t.Fatal(err)
+	}
+	seen := 0
+	s.ScanField(Trigger{"spec.nodeName", "n1"}, "", "", func(i *Item) bool {
+		move := event(logv1.Type_TYPE_MODIFIED, int64(11+seen), fmt.Sprintf("p%03d", 299-seen))
+		move.Namespace, move.Object.Fields = "", on("n2")
+		c.Apply(move)
+		seen++
+		return i.Revision == 10
+	})
+	if seen != 300 {
+		t.Errorf("%d objects are on the node", seen)
 	}
 }
 

@@ -322,7 +322,11 @@ func (s *schedule) fault() {
 	case 13:
 		r.restart(w)
 	case 14:
-		s.compact(s.etcd.revision() - int64(s.rng.IntN(6)))
+		revision := s.etcd.revision() - int64(s.rng.IntN(6))
+		if p.waits() && s.chance(50) { // etcd has the publisher's next event, and not the object's state before it
+			revision = p.next
+		}
+		s.compact(revision)
 	case 15:
 		if n := len(s.log.stored); n > 0 && !s.restores {
 			s.corrupt(s.log.before + 1 + s.rng.Uint64N(uint64(n)))

@@ -6,13 +6,17 @@ import (
 	"encoding/json"
 	"strings"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/watchcache/internal/fixture"
 	"watershed.dev/platform/watchcache/list"
+	"watershed.dev/platform/watchcache/logreader"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -126,6 +130,43 @@ func TestLists(t *testing.T) {
 	table, err := getList(t, l, &watchfanoutv1.ListRequest{Query: fixture.Table(fixture.Query())})
 	if err != nil || table.Kind != "Table" || len(table.Rows) != 3 {
 		t.Errorf("%+v, %v", table, err)
+	}
+}
+
+// While etcd does not respond, and the log lacks its newest event, a list that does not need that event is served at
+// once (kubernetes #123676). Any other list is delegated to registry.
+func TestListsWhileEtcdDoesNotRespond(t *testing.T) {
+	w := fixture.New(t)
+	w.Apply(logv1.Type_TYPE_MODIFIED, 11, "b", "node-0", "node-1")
+	reader := logreader.New(w.Cache, nil, logreader.Source{
+		Revision: func(context.Context) (int64, error) { return 0, status.Error(codes.Unavailable, "paused") },
+		Rows:     logreader.Remote(w.Source, eventlog.Main).Rows,
+	}, &lifecycle.Readiness{}, logreader.Config{StaleAfter: 4 * time.Second})
+	l := list.New(w.Discovery, w.Cache, reader, w.Converter, 0)
+	const unset, exact, notOlder = "", "Exact", "NotOlderThan"
+	for _, c := range []struct {
+		revision, match string
+		limit           int64
+		names           string
+	}{
+		{"", unset, 0, ""},
+		{"", unset, 2, ""},
+		{"0", unset, 0, "a b c"},
+		{"0", unset, 2, "a b c"},
+		{"0", notOlder, 0, "a b c"},
+		{"11", unset, 0, "a b c"},
+		{"11", unset, 2, ""},
+		{"11", notOlder, 0, "a b c"},
+		{"11", notOlder, 2, "a b"},
+		{"11", exact, 0, ""},
+		{"11", exact, 2, ""},
+	} {
+		got, err := getList(t, l, &watchfanoutv1.ListRequest{Query: fixture.Query(), ResourceVersion: c.revision,
+			ResourceVersionMatch: c.match, Limit: c.limit})
+		delegated := status.Code(err) == codes.FailedPrecondition
+		if delegated != (c.names == "") || !delegated && (err != nil || got.names() != c.names) {
+			t.Errorf("%+v: %q, %v", c, got.names(), err)
+		}
 	}
 }
 

@@ -2,6 +2,7 @@ package routing
 
 import (
 	"net/http"
+	"net/http/httptest"
 	"net/url"
 	"testing"
 
@@ -9,6 +10,7 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/identity"
+	"watershed.dev/platform/paths"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -41,6 +43,27 @@ func TestInternalReadsGoToRegistry(t *testing.T) {
 		p, err := c.plan()
 		if err != nil || (p.source == &r.Internal) != internal || (p.source == &r.Tier) == internal {
 			t.Errorf("%s: lists and watches are answered by registry: %v, %v", group, p.source == &r.Internal, err)
+		}
+	}
+}
+
+// The name of a Namespace is not its namespace, also in the deprecated path of a watch (kubernetes #125133).
+func TestTheNamespaceOfARequest(t *testing.T) {
+	for path, want := range map[string]string{
+		"/api/v1/namespaces/x":                       "",
+		"/api/v1/watch/namespaces/x":                 "",
+		"/api/v1/namespaces/x?watch=1":               "",
+		"/api/v1/watch/nodes/x":                      "",
+		"/api/v1/watch/namespaces/x/pods":            "x",
+		"/api/v1/watch/namespaces/x/pods/namespaces": "x",
+	} {
+		info, err := paths.RequestInfo.NewRequestInfo(httptest.NewRequest("GET", path, nil))
+		if err != nil {
+			t.Fatal(err)
+		}
+		c := &requestContext{info: info, apiResource: &registryv1.APIResource{Namespaced: info.Resource == "pods"}}
+		if got := c.namespace(); got != want {
+			t.Errorf("%s: %q", path, got)
 		}
 	}
 }

@@ -35,9 +35,10 @@ type journal struct {
 
 	mu       sync.Mutex
 	recorded []string
-	// sums are the newest sums, by resource.
-	sums    map[string]uint64
-	changed chan struct{}
+	// sums are the newest sums, by resource, and progress the newest revision of a progress message.
+	sums     map[string]uint64
+	progress int64
+	changed  chan struct{}
 }
 
 func newJournal(t *testing.T) *journal {
@@ -67,14 +68,27 @@ func newJournal(t *testing.T) *journal {
 	return j
 }
 
-// record appends an event of the log. Of progress it records the sums.
+// record appends an event of the log. Of progress it records the sums. It checks that no event follows the progress
+// that includes it, and that each object has the revision of its event.
 func (j *journal) record(e *logv1.Event) error {
 	if e.Type == logv1.Type_TYPE_UNSPECIFIED {
 		j.mu.Lock()
 		maps.Copy(j.sums, e.Sums.GetChanges())
+		j.progress = e.Revision
 		j.mu.Unlock()
 		j.notify()
 		return nil
+	}
+	if e.Type == logv1.Type_TYPE_RESET && e.StorageResource == "" {
+		j.progress = 0
+	}
+	if core.IsChange(e) && e.Revision <= j.progress {
+		j.t.Errorf("%s of revision %d follows progress of revision %d", e.Name, e.Revision, j.progress)
+	}
+	for _, o := range []*logv1.Object{e.Object, e.Previous} {
+		if o != nil && !strings.Contains(string(o.Json), fmt.Sprintf(`"resourceVersion":"%d"`, e.Revision)) {
+			j.t.Errorf("%s %s of revision %d has the object %s", e.Type, e.Name, e.Revision, o.Json)
+		}
 	}
 	s := strings.ToLower(strings.TrimPrefix(e.Type.String(), "TYPE_"))
 	if e.StorageResource != "" {
