@@ -82,6 +82,10 @@ func (d DirectGetReader) Messages(ctx context.Context, r *logv1.ReadRequest, eac
 		switch {
 		case filtered && (now.State.FirstSeq > through+1 || !now.Created.Equal(begun.Created)):
 			return ErrExpired // messages of the resource may have expired
+		case filtered && hasHole(now.State):
+			if lost, err := d.lacksAfter(ctx, from); err != nil || lost {
+				return cmp.Or(err, ErrExpired) // a lost message may be of the resource
+			}
 		case !now.Created.Equal(begun.Created):
 			return errAnotherStream
 		}
@@ -94,6 +98,23 @@ func (d DirectGetReader) Messages(ctx context.Context, r *logv1.ReadRequest, eac
 			return nil
 		}
 	}
+}
+
+// hasHole returns whether the stream has lost a message between two others. A reader of all messages finds that by their
+// sequences and IDs, but a reader of a resource receives only some of the messages.
+func hasHole(s jetstream.StreamState) bool { return s.Msgs > 0 && s.Msgs != s.LastSeq-s.FirstSeq+1 }
+
+// lacksAfter returns whether the stream has lost a message at a sequence or after it.
+func (d DirectGetReader) lacksAfter(ctx context.Context, sequence uint64) (bool, error) {
+	stream, err := d.Log.stream(ctx, d.JS)
+	if err != nil {
+		return false, err
+	}
+	info, err := stream.Info(ctx, jetstream.WithDeletedDetails(true))
+	if err != nil {
+		return false, err
+	}
+	return slices.ContainsFunc(info.State.Deleted, func(lost uint64) bool { return lost >= sequence }), nil
 }
 
 // cursor is the progress of reading one subject. All messages up to through were read, and next holds the pending ones.
@@ -242,13 +263,14 @@ func (d DirectGetReader) startAfter(ctx context.Context, state jetstream.StreamS
 	return first + uint64(n), failed
 }
 
-// revisionBefore returns the revision up to which the log is complete before a message: that of its predecessor.
+// revisionBefore returns the revision up to which the log is complete before a message: that of its predecessor. If the
+// stream has lost the message, the next message is used.
 func (d DirectGetReader) revisionBefore(ctx context.Context, sequence uint64) (int64, error) {
-	m, err := d.Log.Get(ctx, d.JS, sequence)
+	m, err := d.Log.getNext(ctx, d.JS, ">", sequence)
 	if err != nil {
 		return 0, fmt.Errorf("message %d of the log: %w", sequence, err)
 	}
-	if verify(storedMessage(m.Header, sequence, m.Data)) != nil {
+	if verify(storedMessage(m.Header, m.Sequence, m.Data)) != nil {
 		return 0, ErrExpired // its position may be wrong
 	}
 	name := m.Header.Get(jetstream.ExpectedLastMsgIDHeader)

@@ -114,7 +114,7 @@ func (l LogID) getNext(ctx context.Context, js jetstream.JetStream, subject stri
 }
 
 // Last returns the id of the log's last message. sequence is the stream's last sequence. ok is false for an empty log,
-// and for a log whose last message is corrupt: no message can follow it, and the log begins again.
+// and for a log whose last message is corrupt or lost: no message can follow it, and the log begins again.
 func (l LogID) Last(ctx context.Context, js jetstream.JetStream) (id core.ID, sequence uint64, ok bool, err error) {
 	stream, err := l.stream(ctx, js)
 	if err != nil {
@@ -125,6 +125,9 @@ func (l LogID) Last(ctx context.Context, js jetstream.JetStream) (id core.ID, se
 		return core.ID{}, state.LastSeq, false, nil
 	}
 	m, err := l.Get(ctx, js, state.LastSeq)
+	if errors.Is(err, jetstream.ErrMsgNotFound) {
+		return core.ID{}, state.LastSeq, false, nil
+	}
 	if err != nil {
 		return core.ID{}, 0, false, err
 	}

@@ -46,6 +46,22 @@ func TestAGapIsAReset(t *testing.T) {
 	r.is(t, "!10 11 !12 13 14 ")
 }
 
+// TestALogWithoutItsLastMessageBeginsAgain checks that the publisher begins the log again if the stream has lost its last
+// message only. Readers get the reset.
+func TestALogWithoutItsLastMessageBeginsAgain(t *testing.T) {
+	c := start(t)
+	c.write(reset(10), added(11, "pods"), added(12, "pods"))
+	stream, err := c.js.Stream(t.Context(), eventlog.StreamName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := stream.DeleteMsg(t.Context(), 3); err != nil {
+		t.Fatal(err)
+	}
+	c.write(reset(20), added(21, "pods"))
+	c.read().is(t, "!10 11 !20 21 ")
+}
+
 // TestAnEmptiedLogBeginsWithAReset checks that the publisher begins an empty log with a reset.
 func TestAnEmptiedLogBeginsWithAReset(t *testing.T) {
 	c := start(t)

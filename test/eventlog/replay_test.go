@@ -105,6 +105,36 @@ func TestAReplayThatIsOvertakenSaysSo(t *testing.T) {
 	}
 }
 
+// TestAReplayOverALostMessageSaysSo checks that a replay fails if the stream has lost a message after its beginning. A
+// message that was lost before affects no replay.
+func TestAReplayOverALostMessageSaysSo(t *testing.T) {
+	c := start(t)
+	c.write(reset(10))
+	for r := int64(11); r <= 30; r++ {
+		c.write(added(r, "pods"))
+	}
+	stream, err := c.js.Stream(t.Context(), eventlog.StreamName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := stream.DeleteMsg(t.Context(), 10); err != nil { // revision 19
+		t.Fatal(err)
+	}
+	for after, want := range map[int64]error{12: eventlog.ErrExpired, 17: eventlog.ErrExpired, 19: nil, 25: nil} {
+		next := after + 1
+		err := eventlog.Replay(t.Context(), c.stored(), "pods", after, "", func(e *logv1.Event) (bool, error) {
+			if e.Revision != next {
+				t.Errorf("after %d came %d", next-1, e.Revision)
+			}
+			next++
+			return e.Revision < 30, nil
+		})
+		if !errors.Is(err, want) {
+			t.Errorf("a replay after %d ended at %d with %v", after, next-1, err)
+		}
+	}
+}
+
 // TestAReplayWhoseRestIsGoneSaysSo checks that a replay fails at once if its remaining messages are gone.
 func TestAReplayWhoseRestIsGoneSaysSo(t *testing.T) {
 	c := start(t)
