@@ -51,7 +51,7 @@ unit: ## unit tests with the race detector where things are concurrent
 	$(RACE_CGO) go test $(RACE) ./platform/... ./services/watchfanout/... ./services/gateway/... ./services/authn/... ./services/authz/...
 	go test ./proto/... ./services/admission/... ./services/registry/... ./cmd/certgen/... ./cmd/embedded/... ./cmd/xds/... ./cmd/watershed/... ./deploy/images/...
 	cd test/peers/helm && GOWORK=off go test .
-	cd test && go test -count=1 ./rules && go test ./eventlog && go test -count=1 -run EveryMistake ./robustness
+	cd test && go test -count=1 ./rules && go test ./eventlog ./simulation && go test -count=1 -run EveryMistake ./robustness
 
 e2e: build peers ## real clients and controllers against both forms, and against kube-apiserver beside them
 	cd test && go test -count=1 -timeout 45m $$(go list ./... | grep -v '^watershed.dev/test/cost$$')
@@ -186,7 +186,7 @@ envtest: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd) ## controller-
 robustness: build $(addprefix $(PEERS)/,kube-apiserver kube-controller-manager) ## clients against the split form while 1,000 things go wrong, and a judge; ARGS="-seed N" repeats a run
 	cd test && go run ./robustness -watershed ../$(BIN)/watershed $(ARGS)
 
-robustness-broken: build ## the same against a Watershed that is broken on purpose, in each way: the judge has to find it
+robustness-broken: build ## the same against a Watershed that is broken on purpose, in each way: its test or the judge has to find it
 	cd test && go run ./robustness -watershed ../$(BIN)/watershed -faults 25 -break all $(ARGS)
 
 bench: build peers ## Watershed beside kube-apiserver; rewrites docs/benchmarks/performance.md's table. ROW="update a Lease" measures that alone

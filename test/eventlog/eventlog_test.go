@@ -46,8 +46,8 @@ func TestAGapIsAReset(t *testing.T) {
 	r.is(t, "!10 11 !12 13 14 ")
 }
 
-// TestALogWithoutItsLastMessageBeginsAgain checks that the publisher begins the log again if the stream has lost its last
-// message only. Readers get the reset.
+// TestALogWithoutItsLastMessageBeginsAgain checks that the publisher begins the log again if the stream has lost its
+// last message only. Readers get the reset.
 func TestALogWithoutItsLastMessageBeginsAgain(t *testing.T) {
 	c := start(t)
 	c.write(reset(10), added(11, "pods"), added(12, "pods"))
