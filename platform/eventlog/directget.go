@@ -100,8 +100,8 @@ func (d DirectGetReader) Messages(ctx context.Context, r *logv1.ReadRequest, eac
 	}
 }
 
-// hasHole returns whether the stream has lost a message between two others. A reader of all messages finds that by their
-// sequences and IDs, but a reader of a resource receives only some of the messages.
+// hasHole returns whether the stream has lost a message between two others. A reader of all messages finds that by
+// their sequences and IDs, but a reader of a resource receives only some of the messages.
 func hasHole(s jetstream.StreamState) bool { return s.Msgs > 0 && s.Msgs != s.LastSeq-s.FirstSeq+1 }
 
 // lacksAfter returns whether the stream has lost a message at a sequence or after it.

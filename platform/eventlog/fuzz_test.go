@@ -1,10 +1,12 @@
 package eventlog
 
 import (
+	"bytes"
 	"testing"
 
 	"github.com/klauspost/compress/s2"
 	"github.com/nats-io/nats.go"
+	"google.golang.org/protobuf/proto"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
@@ -38,6 +40,32 @@ func FuzzEvents(f *testing.F) {
 			if _, err := Message(e); err != nil {
 				t.Errorf("a decoded event cannot be encoded: %v", err)
 			}
+		}
+	})
+}
+
+// A message with a checksum is rejected if a byte of its ID, its expected ID, its encoding or its data has changed, is
+// missing or is added. No bytes may move between them.
+func FuzzChecksum(f *testing.F) {
+	data, err := proto.Marshal(&logv1.Event{Type: logv1.Type_TYPE_DELETED, Revision: 7, StorageResource: "pods"})
+	if err != nil {
+		f.Fatal(err)
+	}
+	sound := &logv1.StoredMessage{Id: "7.0.p-2", ExpectedLastMsgId: "6.p-1", Encoding: "", Data: data}
+	sound.Checksum = checksum(sound)
+	f.Add(sound.Id, sound.ExpectedLastMsgId, sound.Encoding, data)
+	f.Add("7.0.p-26", ".p-1", "", data)
+	f.Add("7.0.p-2", "6.p-1"+string(data[:1]), "", data[1:])
+	f.Add("7.0.p-2", "6.p-1", "batch", data)
+	f.Add("7.0.p-2", "6.p-1", "", data[:len(data)-1])
+	f.Add("", "", "", []byte{})
+	f.Fuzz(func(t *testing.T, id, expected, encoding string, data []byte) {
+		m := &logv1.StoredMessage{Id: id, ExpectedLastMsgId: expected, Encoding: encoding, Data: data,
+			Checksum: sound.Checksum}
+		same := id == sound.Id && expected == sound.ExpectedLastMsgId && encoding == sound.Encoding &&
+			bytes.Equal(data, sound.Data)
+		if events, err := eventsOf(m); same != (err == nil) || same && events[0].Revision != 7 {
+			t.Errorf("%v, %v", m, err)
 		}
 	})
 }
