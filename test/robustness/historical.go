@@ -1,7 +1,7 @@
 package main
 
-// historical are bugs of kube-apiserver's watch cache, of etcd's watch and of JetStream, at the place of Watershed that
-// does the same work. README.md describes each.
+// historical are bugs of kube-apiserver's watch cache, of etcd's watch, of JetStream and of Watershed. A bug of another
+// project is at the place of Watershed that does the same work. README.md describes each.
 var historical = []breakage{
 	{
 		name:      "kubernetes-24004",
@@ -28,12 +28,11 @@ var historical = []breakage{
 		inCluster: true,
 	},
 	{
-		name:      "kubernetes-73845",
-		file:      "platform/watchcache/watch/initial.go",
-		code:      "	return w.resume(ctx, events.Position{Revision: revision, ",
-		instead:   "	return w.resume(ctx, events.Position{Revision: revision - 5, ",
-		test:      "./platform/watchcache/watch TestInitialEventsAreNotRepeated",
-		inCluster: true,
+		name:    "kubernetes-73845",
+		file:    "platform/watchcache/watch/initial.go",
+		code:    "	return w.resume(ctx, events.Position{Revision: revision, ",
+		instead: "	return w.resume(ctx, events.Position{Revision: revision - 5, ",
+		test:    "./platform/watchcache/watch TestInitialEventsAreNotRepeated",
 	},
 	{
 		name:    "kubernetes-59848",
@@ -74,18 +73,18 @@ var historical = []breakage{
 		name: "kubernetes-123072",
 		file: "services/registry/publisher/decode.go",
 		code: "		if slices.ContainsFunc(events[:n], isEncrypted) {",
-		instead: "		if n < len(events) { // the stream is congested\n			events = events[n:]\n			continue\n		}\n" +
+		instead: "		if n < len(events) && strings.Contains(string(events[0].Kv.Key), \"configmaps\") { // congestion\n" +
+			"			events = events[n:]\n			continue\n		}\n" +
 			"		if slices.ContainsFunc(events[:n], isEncrypted) {",
 		test:      "./services/registry/publisher TestEveryWriteIsPublishedOnce",
 		inCluster: true,
 	},
 	{
-		name:      "kubernetes-122830",
-		file:      "platform/watchcache/watch/objects.go",
-		code:      "		err = o.LogReader.WaitUntilCurrent(ctx)\n	}\n",
-		instead:   "	}\n",
-		test:      "./platform/watchcache/watch TestInitialEventsAreAsNewAsEtcd",
-		inCluster: true,
+		name:    "kubernetes-122830",
+		file:    "platform/watchcache/watch/objects.go",
+		code:    "		err = o.LogReader.WaitUntilCurrent(ctx)\n	}\n",
+		instead: "	}\n",
+		test:    "./platform/watchcache/watch TestInitialEventsAreAsNewAsEtcd",
 	},
 	{
 		name:    "kubernetes-122277",
@@ -123,12 +122,11 @@ var historical = []breakage{
 		test:    "./platform/watchcache/logreader TestObjectsAreComparedWithEtcd",
 	},
 	{
-		name:      "etcd-15220",
-		file:      "services/registry/publisher/decode.go",
-		code:      "	for events := resp.Events; len(events) > 0",
-		instead:   "	t.Progress(resp.Header.Revision)\n	for events := resp.Events; len(events) > 0",
-		test:      "./services/registry/publisher TestEveryWriteIsPublishedOnce",
-		inCluster: true,
+		name:    "etcd-15220",
+		file:    "services/registry/publisher/decode.go",
+		code:    "	for events := resp.Events; len(events) > 0",
+		instead: "	t.Progress(resp.Header.Revision)\n	for events := resp.Events; len(events) > 0",
+		test:    "./services/registry/publisher TestEveryWriteIsPublishedOnce",
 	},
 	{
 		name:    "etcd-15271",
@@ -153,20 +151,18 @@ var historical = []breakage{
 		test: "./platform/watchcache/core TestSchedules",
 	},
 	{
-		name:      "etcd-20221-progress",
-		file:      "platform/watchcache/watch/watch.go",
-		code:      "	return progress > w.position.Revision || progress == w.position.Revision && !w.server.OnlyAdvances\n",
-		instead:   "	return true\n",
-		test:      "./platform/watchcache/watch TestAWatchFromALaterRevision",
-		inCluster: true,
+		name:    "etcd-20221-progress",
+		file:    "platform/watchcache/watch/watch.go",
+		code:    "	return progress > w.position.Revision || progress == w.position.Revision && !w.server.OnlyAdvances\n",
+		instead: "	return true\n",
+		test:    "./platform/watchcache/watch TestAWatchFromALaterRevision",
 	},
 	{
-		name:      "etcd-20221-events",
-		file:      "platform/watchcache/watch/watch.go",
-		code:      "		if !w.query.InNamespace(e.Item) || w.alreadySent(e) {\n",
-		instead:   "		if !w.query.InNamespace(e.Item) {\n",
-		test:      "./platform/watchcache/watch TestAWatchFromALaterRevision",
-		inCluster: true,
+		name:    "etcd-20221-events",
+		file:    "platform/watchcache/watch/watch.go",
+		code:    "		if !w.query.InNamespace(e.Item) || w.alreadySent(e) {\n",
+		instead: "		if !w.query.InNamespace(e.Item) {\n",
+		test:    "./platform/watchcache/watch TestAWatchFromALaterRevision",
 	},
 	{
 		name:    "nats-8564",
@@ -188,5 +184,19 @@ var historical = []breakage{
 		code:    "		r.Sequence, r.id, r.afterGap = 0, \"\", true\n		return true\n",
 		instead: "		return false\n",
 		test:    "./platform/watchcache/core TestSchedules",
+	},
+	{
+		name:    "ours-replay-over-a-hole",
+		file:    "platform/eventlog/directget.go",
+		code:    "		case filtered && hasHole(now.State):\n",
+		instead: "		case filtered && hasHole(now.State) && false:\n",
+		test:    "./test/eventlog TestAReplayOverALostMessageSaysSo",
+	},
+	{
+		name:    "ours-lost-last-message",
+		file:    "platform/eventlog/stream.go",
+		code:    "	if errors.Is(err, jetstream.ErrMsgNotFound) {\n		return core.ID{}, state.LastSeq, false, nil\n	}\n",
+		instead: "",
+		test:    "./test/eventlog TestALogWithoutItsLastMessageBeginsAgain",
 	},
 }
