@@ -125,11 +125,15 @@ func (l LogID) Last(ctx context.Context, js jetstream.JetStream) (id core.ID, se
 		return core.ID{}, state.LastSeq, false, nil
 	}
 	m, err := l.Get(ctx, js, state.LastSeq)
-	if errors.Is(err, jetstream.ErrMsgNotFound) {
-		return core.ID{}, state.LastSeq, false, nil
+	if errors.Is(err, jetstream.ErrMsgNotFound) { // it is lost, or the leader has changed and lags
+		if stream, err := l.stream(ctx, js); err != nil {
+			return core.ID{}, 0, false, err
+		} else if s := stream.CachedInfo().State; s.LastSeq == state.LastSeq && hasHole(s) {
+			return core.ID{}, s.LastSeq, false, nil
+		}
 	}
 	if err != nil {
-		return core.ID{}, 0, false, err
+		return core.ID{}, 0, false, fmt.Errorf("message %d of the log: %w", state.LastSeq, err)
 	}
 	_, err = Events(m.Header, m.Data)
 	if err == nil {
