@@ -43,10 +43,7 @@ type Options struct {
 
 // AddFlags registers the flags of logs, traces and the debug pages, with their defaults.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
-	fs.IntVarP(&o.Verbosity, "v", "v", o.Verbosity,
-		"Log verbosity: 0 is for operators, 4 is for debugging.")
-	fs.StringVar(&o.VModule, "vmodule", o.VModule, "Comma-separated pattern=N settings for file-filtered verbosity.")
-	fs.StringVar(&o.LogFormat, "logging-format", "text", `"text" or "json".`)
+	o.AddLogFlags(fs)
 	o.Metrics.AddFlags(fs)
 	o.Tracing.addFlags(fs)
 	fs.StringVar(&o.DebugAddress, "debug-address", o.DebugAddress,
@@ -61,22 +58,25 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	)
 }
 
-// Start sets up logging to w, and tracing, for the named service. stop flushes spans.
-func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop func(), err error) {
-	var h slog.Handler
+// AddLogFlags registers the flags of logs, with their defaults.
+func (o *Options) AddLogFlags(fs *pflag.FlagSet) {
+	fs.IntVarP(&o.Verbosity, "v", "v", o.Verbosity,
+		"Log verbosity: 0 is for operators, 4 is for debugging.")
+	fs.StringVar(&o.VModule, "vmodule", o.VModule, "Comma-separated pattern=N settings for file-filtered verbosity.")
+	fs.StringVar(&o.LogFormat, "logging-format", textFormat, `"text" or "json".`)
+}
+
+// StartLogs sets up logging to w for the named service.
+func (o *Options) StartLogs(service string, w io.Writer) error {
 	modules, err := parseModules(o.VModule)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	verbosity.Store(int64(o.Verbosity))
 	level := level{modules.maxVerbosity()}
-	switch o.LogFormat {
-	case "text", "":
-		h = slog.NewTextHandler(w, &slog.HandlerOptions{Level: level, ReplaceAttr: truncateAttr})
-	case "json":
-		h = slog.NewJSONHandler(w, &slog.HandlerOptions{Level: level, ReplaceAttr: truncateAttr})
-	default:
-		return nil, fmt.Errorf(`--logging-format %q: want "text" or "json"`, o.LogFormat)
+	h, err := newHandler(w, o.LogFormat, level)
+	if err != nil {
+		return err
 	}
 	if len(modules) > 0 {
 		h = &moduleHandler{Handler: h, modules: modules}
@@ -86,10 +86,18 @@ func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop 
 	klog.InitFlags(klogFlags)
 	_ = klogFlags.Set("v", strconv.Itoa(o.Verbosity))
 	if err := klogFlags.Set("vmodule", o.VModule); err != nil {
-		return nil, fmt.Errorf("--vmodule %q: %w", o.VModule, err)
+		return fmt.Errorf("--vmodule %q: %w", o.VModule, err)
 	}
 	klog.SetSlogLogger(slog.Default().With("logger", "kubernetes"))
 	utilruntime.ErrorHandlers[0] = unhandled
+	return nil
+}
+
+// Start sets up logging to w, metrics and tracing, for the named service. stop flushes spans.
+func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop func(), err error) {
+	if err := o.StartLogs(service, w); err != nil {
+		return nil, err
+	}
 	if errs := o.Metrics.Validate(); len(errs) > 0 {
 		return nil, errors.Join(errs...)
 	}
