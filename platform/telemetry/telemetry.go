@@ -73,8 +73,8 @@ func (o *Options) StartLogs(service string, w io.Writer) error {
 		return err
 	}
 	verbosity.Store(int64(o.Verbosity))
-	level := level{modules.maxVerbosity()}
-	h, err := newHandler(w, o.LogFormat, level)
+	moduleVerbosity.Store(int64(modules.maxVerbosity()))
+	h, err := newHandler(w, o.LogFormat, level{})
 	if err != nil {
 		return err
 	}

@@ -11,14 +11,18 @@ import (
 	"k8s.io/component-base/logs"
 )
 
-// verbosity is the verbosity of this process's logs.
-var verbosity atomic.Int64
+// verbosity is the verbosity of this process's logs, and moduleVerbosity the highest verbosity of --vmodule.
+var verbosity, moduleVerbosity atomic.Int64
+
+// Verbose reports if the logs may have lines of a verbosity: by -v, or of any file by --vmodule. Unlike klog.V, it
+// allocates nothing.
+func Verbose(v int64) bool { return verbosity.Load() >= v || moduleVerbosity.Load() >= v }
 
 // level is the level of a handler that also passes the lines of --vmodule.
-type level struct{ modules int }
+type level struct{}
 
 // Level implements slog.Leveler.
-func (l level) Level() slog.Level { return -slog.Level(max(verbosity.Load(), int64(l.modules))) }
+func (level) Level() slog.Level { return -slog.Level(max(verbosity.Load(), moduleVerbosity.Load())) }
 
 // SetVerbosity sets the verbosity of this process's logs while it runs. It returns kube-apiserver's response
 // (k8s.io/component-base/logs, GlogSetter).

@@ -23,6 +23,7 @@ type Stream struct {
 	// The connection's lock guards all fields below.
 	window      int64 // how much the client accepts
 	sent        int64 // bytes of the body that the server has written
+	written     int64 // bytes of the body that TryWrite and Write have queued
 	headersSent bool  // the response's headers have been written
 	hijacked    bool
 	closed      bool
@@ -152,6 +153,13 @@ func (s *Stream) TryWrite(parts ...[]byte) (accepted, queueFull bool) {
 	return true, false
 }
 
+// Written returns the number of bytes that TryWrite and Write have queued.
+func (s *Stream) Written() int64 {
+	s.conn.mu.Lock()
+	defer s.conn.mu.Unlock()
+	return s.written
+}
+
 // EnqueueWaiter calls r.Unblock once, when the connection's queue has space, in FIFO order. A thousand waiting streams
 // thus wake no goroutine of their own. A waiter that finds no space again calls EnqueueWaiter again and goes last.
 func (s *Stream) EnqueueWaiter(r Waiter) {
@@ -193,6 +201,7 @@ func (p *partReader) appendNext(dst []byte, n int) []byte {
 func (s *Stream) enqueue(p *partReader, n int) {
 	c := s.conn
 	s.window -= int64(n)
+	s.written += int64(n)
 	c.sendWindow -= int64(n)
 	c.sendUsed += int64(n)
 	c.grow(n + (n/c.maxFrame+1)*frameHeaderBytes)

@@ -18,10 +18,10 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/server/httplog"
 	"k8s.io/apiserver/pkg/storage"
 	"k8s.io/apiserver/pkg/util/flowcontrol"
 	basemetrics "k8s.io/component-base/metrics"
-	"k8s.io/klog/v2"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 
 	"watershed.dev/platform/identity"
@@ -67,8 +67,8 @@ var openWatches = sync.OnceValue(func() *basemetrics.GaugeVec {
 // detachable reports whether a watch's handler may return before the watch ends. Upstream's filters log and trace a
 // request until its handler returns.
 func (c *requestContext) detachable() bool {
-	const loggingLevel = 3 // of k8s.io/apiserver/pkg/server/httplog, WithLogging
-	return !klog.V(loggingLevel).Enabled() && !trace.SpanContextFromContext(c.req.Context()).IsSampled()
+	logged := httplog.Unlogged(c.req, nil) != nil
+	return !logged && !trace.SpanContextFromContext(c.req.Context()).IsSampled()
 }
 
 // watchRequest returns the request for a watch and the hub that serves it. An error rejects the watch.

@@ -69,6 +69,7 @@ func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler
 	}
 	h = withFilter("audit", h, func(h http.Handler) http.Handler { return withAudit(h, auditor) })
 	h = withTracing(h)
+	h = withLoggedUser(h)
 	unauthorizedHandler := genericapifilters.WithFailedAuthenticationAudit(unauthorized{}, auditor.Sink, auditor.Policy)
 	h = withFilter("authentication", h, func(h http.Handler) http.Handler {
 		return genericapifilters.WithAuthentication(h, authnUnavailable{p.Authn},
@@ -88,7 +89,7 @@ func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler
 	if c.ShutdownSendRetryAfter {
 		h = genericfilters.WithRetryAfter(h, s.delayOver)
 	}
-	h = genericfilters.WithHTTPLogging(h)
+	h = withHTTPLogging(h)
 	h = genericapifilters.WithLatencyTrackers(h)
 	h = genericapifilters.WithRequestInfo(h, paths.RequestInfo)
 	h = genericapifilters.WithRequestReceivedTimestamp(h)
