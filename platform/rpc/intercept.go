@@ -30,6 +30,8 @@ func unaryInterceptor(
 	if err := authorize(ctx, info.FullMethod); err != nil {
 		return nil, err
 	}
+	ctx, steps := startServerSteps(ctx, info.FullMethod)
+	defer steps.End()
 	resp, err = h(ctx, req)
 	return resp, ToStatus(err)
 }
@@ -40,6 +42,11 @@ func streamInterceptor(srv any, ss grpc.ServerStream, info *grpc.StreamServerInf
 	defer recoverPanic(info.FullMethod, &err)
 	if err := authorize(ss.Context(), info.FullMethod); err != nil {
 		return err
+	}
+	if ctx, steps := startServerSteps(ss.Context(), info.FullMethod); steps != nil &&
+		!slices.Contains(lasting, info.FullMethod) {
+		defer steps.End()
+		ss = &streamWithContext{ss, ctx}
 	}
 	return ToStatus(h(srv, ss))
 }

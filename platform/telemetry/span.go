@@ -24,8 +24,10 @@ func StartSpan(ctx context.Context, name string) (context.Context, trace.Span) {
 	return otel.Tracer(requestTracer).Start(ctx, name)
 }
 
-// AddSpanEvent adds an event to the span of a traced request. err is the error of the event, or nil.
+// AddSpanEvent adds an event to the span of a traced request, and a step if the request has steps. err is the error of
+// the event, or nil.
 func AddSpanEvent(ctx context.Context, name string, err error) {
+	AddStep(ctx, name)
 	span := trace.SpanFromContext(ctx)
 	switch {
 	case !span.IsRecording():

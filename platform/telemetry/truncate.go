@@ -19,7 +19,12 @@ const (
 func truncateAttr(_ []string, a slog.Attr) slog.Attr {
 	limit := maxValueBytes
 	switch a.Key {
-	case slog.MessageKey, "error", "err":
+	case slog.MessageKey:
+		limit = maxMessageBytes
+		if strings.HasPrefix(a.Value.String(), "Trace[") { // the steps of a slow request (k8s.io/utils/trace)
+			limit = maxStackBytes
+		}
+	case "err":
 		limit = maxMessageBytes
 	case "panic", "stack", "stacktrace":
 		limit = maxStackBytes

@@ -7,6 +7,7 @@ import (
 	"google.golang.org/grpc"
 
 	"watershed.dev/platform/process"
+	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -59,7 +60,7 @@ func dial(d *process.Deps) (Deps, error) {
 	dial := func(name string) grpc.ClientConnInterface {
 		conn, err := d.Dial(name)
 		errs = append(errs, err)
-		return conn
+		return rpc.WithSteps(conn)
 	}
 	registryConn := dial("registry")
 	return Deps{

@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"k8s.io/apiserver/pkg/endpoints/metrics"
+
+	"watershed.dev/platform/telemetry"
 )
 
 // filterStartKey is the context key of a request's *time.Time: when its current filter began. The filters of a request
@@ -33,6 +35,7 @@ func filterEnded(name string, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		if start, ok := req.Context().Value(filterStartKey{}).(*time.Time); ok {
 			metrics.RecordFilterLatency(req.Context(), name, time.Since(*start))
+			telemetry.AddStep(req.Context(), name)
 		}
 		next.ServeHTTP(w, req)
 	})

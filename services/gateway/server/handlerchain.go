@@ -89,6 +89,7 @@ func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler
 	if c.ShutdownSendRetryAfter {
 		h = genericfilters.WithRetryAfter(h, s.delayOver)
 	}
+	h = withSteps(h)
 	h = withHTTPLogging(h)
 	h = genericapifilters.WithLatencyTrackers(h)
 	h = genericapifilters.WithRequestInfo(h, paths.RequestInfo)
