@@ -28,11 +28,12 @@ import (
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.etcd.io/etcd/server/v3/etcdserver/api/membership"
 	"go.uber.org/zap"
-	"go.uber.org/zap/zapcore"
 
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
+	"watershed.dev/platform/zaplog"
 )
 
 // Etcd is an etcd member. Its flags have etcd's names.
@@ -81,7 +82,7 @@ func (e *Etcd) AddFlags(fs *pflag.FlagSet) {
 func EtcdCommand(fs *pflag.FlagSet) func() error {
 	var e Etcd
 	e.AddFlags(fs)
-	return func() error { return runStandalone(e.Runner()) }
+	return runStandalone(fs, e.Runner())
 }
 
 // Runner returns a runner of the member, which is ready when the member serves clients.
@@ -91,7 +92,9 @@ func (e *Etcd) Runner() lifecycle.Runner {
 		if err := os.MkdirAll(e.Dir, 0o700); err != nil {
 			return fmt.Errorf("--data-dir %q: %w", e.Dir, err)
 		}
-		conf, err := e.config()
+		var errors slog.LevelVar
+		errors.Set(slog.LevelError)
+		conf, err := e.config(&errors)
 		if err != nil {
 			return err
 		}
@@ -102,7 +105,10 @@ func (e *Etcd) Runner() lifecycle.Runner {
 		if err != nil {
 			return err
 		}
-		defer member.Close()
+		defer func() {
+			errors.Set(slog.LevelDebug) // its listeners report that they are closed
+			member.Close()
+		}()
 		select {
 		case <-member.Server.ReadyNotify():
 			ready.Set("etcd", nil)
@@ -120,17 +126,13 @@ func (e *Etcd) Runner() lifecycle.Runner {
 	}}
 }
 
-func (e *Etcd) config() (*embed.Config, error) {
+// config returns the member's configuration. It logs its errors at the level errors.
+func (e *Etcd) config(errors slog.Leveler) (*embed.Config, error) {
 	c := embed.NewConfig()
 	c.Name, c.Dir = cmp.Or(e.Name, "watershed"), e.Dir
 	c.QuotaBackendBytes, c.MaxRequestBytes = etcdQuotaBytes, etcdMaxRequestBytes
 	c.EnableGRPCGateway = false
-	c.LogLevel = "warn"
-	// etcd's errors are lines of this process's log, which has the time and the level
-	console := zapcore.NewConsoleEncoder(zapcore.EncoderConfig{MessageKey: "msg"})
-	log := slog.NewLogLogger(slog.Default().Handler(), slog.LevelError).Writer()
-	errorsOnly := zapcore.NewCore(console, zapcore.AddSync(log), zapcore.ErrorLevel)
-	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.New(errorsOnly))
+	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zaplog.New(errors))
 	if e.Metrics != "" {
 		m, err := parse("listen-metrics-urls", e.Metrics)
 		if err != nil {
@@ -210,11 +212,18 @@ func parse(flag, value string) ([]url.URL, error) {
 	return []url.URL{*u}, nil
 }
 
-// runStandalone runs a runner in its own process.
-func runStandalone(p lifecycle.Runner) error {
-	ctx, cancel := lifecycle.SignalContext()
-	defer cancel()
-	return lifecycle.Run(ctx, []lifecycle.Runner{p}, nil, nil)
+// runStandalone adds the flags of logs to fs, and returns a function that runs a runner in its own process.
+func runStandalone(fs *pflag.FlagSet, r lifecycle.Runner) (run func() error) {
+	var o telemetry.Options
+	o.AddLogFlags(fs)
+	return func() error {
+		if err := o.StartLogs(r.Name, os.Stderr); err != nil {
+			return err
+		}
+		ctx, cancel := lifecycle.SignalContext()
+		defer cancel()
+		return lifecycle.Run(ctx, []lifecycle.Runner{r}, nil, nil)
+	}
 }
 
 // checkSameCluster rejects a start with an --initial-cluster that differs from the running members' cluster. etcd would

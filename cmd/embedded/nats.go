@@ -67,7 +67,7 @@ func (n *NATS) AddFlags(fs *pflag.FlagSet) {
 func NATSCommand(fs *pflag.FlagSet) func() error {
 	var n NATS
 	n.AddFlags(fs)
-	return func() error { return runStandalone(n.Runner(func(*server.Server) {})) }
+	return runStandalone(fs, n.Runner(func(*server.Server) {}))
 }
 
 // Runner returns a runner of the server. It calls onStarted with the server before it is ready.
@@ -98,7 +98,6 @@ func (n *NATS) start() (*server.Server, error) {
 		StoreDir:           n.Dir,
 		MaxPayload:         maxPayloadBytes,
 		NoSigs:             true,
-		NoLog:              true,
 		MaxPending:         maxPendingBytes,
 		JetStreamMaxMemory: maxMemoryBytes,
 		JetStreamMaxStore:  maxStoreBytes,
@@ -114,6 +113,7 @@ func (n *NATS) start() (*server.Server, error) {
 	if err != nil {
 		return nil, err
 	}
+	srv.SetLoggerV2(natsLog{}, false, false, false)
 	srv.Start()
 	if !srv.ReadyForConnections(20 * time.Second) {
 		srv.Shutdown()

@@ -4,11 +4,13 @@ import (
 	"context"
 	"crypto/tls"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"net"
 	"slices"
 	"strings"
 	"time"
+	_ "unsafe" // for go:linkname
 
 	"go.etcd.io/etcd/client/pkg/v3/transport"
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -23,6 +25,7 @@ import (
 
 	"watershed.dev/platform/egress"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/zaplog"
 )
 
 // newClient returns a client of etcd, which connects through dial. Nil: directly.
@@ -50,6 +53,14 @@ func newClient(servers []string, tlsConfig *tls.Config, dial utilnet.DialFunc) (
 	}
 	return client, nil
 }
+
+// upstreamClientLogger is the logger of the etcd clients that upstream's allocators open. Upstream's writes to standard
+// error, and no option replaces it.
+//
+//go:linkname upstreamClientLogger k8s.io/apiserver/pkg/storage/storagebackend/factory.etcd3ClientLogger
+var upstreamClientLogger *zap.Logger
+
+func init() { upstreamClientLogger = zaplog.New(slog.LevelError) }
 
 // dialOptions returns the options of the connection to etcd.
 func dialOptions(dial utilnet.DialFunc) []grpc.DialOption {

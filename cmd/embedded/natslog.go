@@ -1,0 +1,39 @@
+package embedded
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"strings"
+)
+
+// natsLog writes the lines of the NATS server to the process's log (server.Logger). Notices have verbosity 4.
+type natsLog struct{}
+
+// Noticef implements server.Logger.
+func (natsLog) Noticef(format string, v ...any) { logNATS(slog.LevelDebug, format, v...) }
+
+// Warnf implements server.Logger.
+func (natsLog) Warnf(format string, v ...any) { logNATS(slog.LevelWarn, format, v...) }
+
+// Fatalf implements server.Logger. The server shuts down after it.
+func (natsLog) Fatalf(format string, v ...any) { logNATS(slog.LevelError, format, v...) }
+
+// Errorf implements server.Logger.
+func (natsLog) Errorf(format string, v ...any) { logNATS(slog.LevelError, format, v...) }
+
+// Debugf implements server.Logger. The server does not call it.
+func (natsLog) Debugf(string, ...any) {}
+
+// Tracef implements server.Logger. The server does not call it.
+func (natsLog) Tracef(string, ...any) {}
+
+// logNATS logs a line. Lines about a connection have verbosity 4, because a client without a certificate can cause any
+// number of them. They begin with the connection's address and ID.
+func logNATS(level slog.Level, format string, v ...any) {
+	text := fmt.Sprintf(format, v...)
+	if strings.Contains(text, " - cid:") || strings.Contains(text, " - rid:") {
+		level = slog.LevelDebug
+	}
+	slog.Log(context.Background(), level, text, "logger", "nats")
+}

@@ -1,0 +1,65 @@
+// Package zaplog writes the lines of etcd's server and clients, which log with zap, to the process's log. It starts no
+// goroutine.
+package zaplog
+
+import (
+	"context"
+	"log/slog"
+	"maps"
+	"slices"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+)
+
+// New returns a logger whose errors are lines of the process's log, of level errors. Lines below an error have
+// verbosity 4.
+func New(errors slog.Leveler) *zap.Logger { return zap.New(&core{errors: errors}) }
+
+// core implements zapcore.Core.
+type core struct {
+	errors slog.Leveler
+	fields []zapcore.Field
+}
+
+func (c *core) level(l zapcore.Level) slog.Level {
+	if l >= zapcore.ErrorLevel {
+		return c.errors.Level()
+	}
+	return slog.LevelDebug
+}
+
+// Enabled implements zapcore.Core.
+func (c *core) Enabled(l zapcore.Level) bool {
+	return slog.Default().Enabled(context.Background(), c.level(l))
+}
+
+// With implements zapcore.Core.
+func (c *core) With(fields []zapcore.Field) zapcore.Core {
+	return &core{c.errors, slices.Concat(c.fields, fields)}
+}
+
+// Check implements zapcore.Core.
+func (c *core) Check(e zapcore.Entry, checked *zapcore.CheckedEntry) *zapcore.CheckedEntry {
+	if c.Enabled(e.Level) {
+		return checked.AddCore(e, c)
+	}
+	return checked
+}
+
+// Write implements zapcore.Core.
+func (c *core) Write(e zapcore.Entry, fields []zapcore.Field) error {
+	all := zapcore.NewMapObjectEncoder()
+	for _, f := range slices.Concat(c.fields, fields) {
+		f.AddTo(all)
+	}
+	attrs := []any{"logger", "etcd"}
+	for _, key := range slices.Sorted(maps.Keys(all.Fields)) {
+		attrs = append(attrs, key, all.Fields[key])
+	}
+	slog.Log(context.Background(), c.level(e.Level), e.Message, attrs...)
+	return nil
+}
+
+// Sync implements zapcore.Core.
+func (c *core) Sync() error { return nil }
