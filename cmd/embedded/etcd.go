@@ -222,7 +222,7 @@ func runStandalone(fs *pflag.FlagSet, r lifecycle.Runner) (run func() error) {
 		}
 		ctx, cancel := lifecycle.SignalContext()
 		defer cancel()
-		return lifecycle.Run(ctx, []lifecycle.Runner{r}, nil, nil)
+		return lifecycle.Run(ctx, []lifecycle.Runner{r}, lifecycle.Observer{})
 	}
 }
 

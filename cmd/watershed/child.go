@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -138,6 +139,18 @@ func (p *child) disableRestart() {
 	p.stopped = true
 }
 
+// stopLimit returns how long the process may take to stop.
+func (p *child) stopLimit() time.Duration { return cmp.Or(p.stopTimeout, lifecycle.StopTimeout) }
+
+// names returns the names of processes, comma separated.
+func names(all []*child) string {
+	var list []string
+	for _, p := range all {
+		list = append(list, p.name)
+	}
+	return strings.Join(list, ", ")
+}
+
 // stop terminates the process and waits until it has ended.
 func (p *child) stop() {
 	p.mu.Lock()
@@ -148,7 +161,7 @@ func (p *child) stop() {
 	p.mu.Unlock()
 	select {
 	case <-p.done:
-	case <-time.After(cmp.Or(p.stopTimeout, lifecycle.StopTimeout)):
+	case <-time.After(p.stopLimit()):
 		p.mu.Lock()
 		_ = p.cmd.Process.Kill()
 		p.mu.Unlock()

@@ -6,6 +6,7 @@ import (
 	"io"
 	"maps"
 	"net/http"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -111,6 +112,7 @@ func (fs *splitFlags) newSplit() (*splitRun, error) {
 		counts:  counts,
 		network: fs.network,
 		spawn:   make(spawner),
+		show:    &progress{w: os.Stdout},
 	}, nil
 }
 
@@ -145,7 +147,7 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 	defer cancel()
 	go s.spawn.run()
 	go s.pki.Renew(ctx)
-	fmt.Printf("Watershed %s starts %d processes in %s\n", version.Release(), len(processes), s.dir)
+	s.show.say("Watershed %s starts %d processes in %s", version.Release(), len(processes), s.dir)
 	s.processes = processes
 	starting, refused := context.WithCancelCause(ctx)
 	defer refused(nil)
@@ -164,7 +166,7 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 		s.stop()
 	}()
 	if err := s.ready(starting); err != nil {
-		fmt.Println() // ends the line of a process
+		s.show.failed()
 		if ctx.Err() != nil {
 			return nil
 		}
@@ -189,10 +191,12 @@ func (s *splitRun) stop() {
 			begin--
 		}
 		var wg sync.WaitGroup
+		stopped := s.show.stopping(names(s.processes[begin:end]), s.processes[begin].stopLimit())
 		for _, p := range s.processes[begin:end] {
 			wg.Go(p.stop)
 		}
 		wg.Wait()
+		stopped()
 		end = begin
 	}
 }
@@ -207,6 +211,7 @@ type splitRun struct {
 	// network is "unix" or "tcp": the network between services.
 	network string
 	spawn   spawner
+	show    *progress
 	// addresses lists the RPC addresses of each service's processes.
 	addresses map[string][]string
 
@@ -222,22 +227,22 @@ type splitRun struct {
 // ready waits until every process with services is ready: not only a gateway of the shared port, and not before a
 // service has read its policies. It prints each process. If ctx is done first, the error is its cause.
 func (s *splitRun) ready(ctx context.Context) error {
-	slow := time.Now().Add(silence)
 	for _, p := range s.processes {
 		if _, store := stores[p.set]; store {
 			continue
 		}
 		client := inspect.DebugClient(p.debug)
-		fmt.Printf("  %-14s ", p.name)
-		for {
-			err := get(ctx, client, "http://"+p.name+"/readyz")
-			if err == nil {
-				fmt.Printf("pid %-8d %s\n", p.pid(), p.debug)
-				break
+		isReady := func() error { return get(ctx, client, "http://"+p.name+"/readyz") }
+		s.show.starting(p.name, func() error {
+			if err := isReady(); err != nil {
+				return fmt.Errorf("%w. The logs are in %s", err, s.dir)
 			}
-			if time.Now().After(slow) {
-				fmt.Printf("not ready yet: %v. The logs are in %s.\n  %-14s ", err, s.dir, p.name)
-				slow = time.Now().Add(15 * time.Second)
+			return nil
+		})
+		for {
+			if isReady() == nil {
+				s.show.started(fmt.Sprintf("pid %-8d %s", p.pid(), p.debug))
+				break
 			}
 			select {
 			case <-ctx.Done():

@@ -1,11 +1,10 @@
 package main
 
 import (
-	"fmt"
 	"io"
 	"os"
 	"path/filepath"
-	"sync"
+	"slices"
 	"time"
 
 	"github.com/nats-io/nats-server/v2/server"
@@ -36,9 +35,9 @@ func (fs *upFlags) run() error {
 	}
 	logFile := fs.logs.open(filepath.Join(l.dir, "watershed.log"))
 	defer logFile.Close()
-	var logs, progress io.Writer = logFile, os.Stdout
+	var logs, terminal io.Writer = logFile, os.Stdout
 	if fs.upstream {
-		logs, progress = os.Stderr, io.Discard
+		logs, terminal = os.Stderr, io.Discard
 	}
 	ctx, cancel := lifecycle.SignalContext()
 	defer cancel()
@@ -64,18 +63,42 @@ func (fs *upFlags) run() error {
 		runners = append(runners, r)
 	}
 	go l.pki.Renew(ctx)
-	show := &progressPrinter{w: progress, runners: runners}
-	defer show.end("") // before an error
+	show := &progress{w: terminal}
 	show.say("Watershed %s starts in %s", version.Release(), l.dir)
-	return lifecycle.Run(ctx, runners, show.starting, func() {
-		show.done()
+	return lifecycle.Run(ctx, runners, observe(show, runners, func() {
 		show.say(
 			"Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nLogs are in %s. Ctrl-C stops.",
 			time.Since(began).Seconds(),
 			l.pki.AdminKubeconfig(),
 			logFile.Filename,
 		)
-	})
+	}))
+}
+
+// observe returns an observer that shows the progress of runners. onStarted is called once all are ready.
+func observe(show *progress, runners []lifecycle.Runner, onStarted func()) lifecycle.Observer {
+	stopped := func() {}
+	return lifecycle.Observer{
+		Starting: func(name string) {
+			show.started("")
+			i := slices.IndexFunc(runners, func(r lifecycle.Runner) bool { return r.Name == name })
+			show.starting(name, func() error {
+				if runners[i].Ready == nil {
+					return nil
+				}
+				return runners[i].Ready.Err()
+			})
+		},
+		Started: func() {
+			show.started("")
+			onStarted()
+		},
+		Stopping: func(name string, timeout time.Duration) {
+			show.failed()
+			stopped()
+			stopped = show.stopping(name, timeout)
+		},
+	}
 }
 
 // upFlags holds the flags of the command, and the process of all services.
@@ -127,58 +150,4 @@ func (fs *upFlags) stores(l *layout) (runners []lifecycle.Runner, err error) {
 	disableAnonymous(fs.FlagSet)
 	fs.process.Identity = l.pki.Identity
 	return runners, fs.process.Configure(fs.FlagSet)
-}
-
-// silence is the time without a line after which the terminal shows the reason.
-const silence = 5 * time.Second
-
-// progressPrinter prints a line for each runner that starts. After silence it prints why the runner is not ready.
-type progressPrinter struct {
-	w       io.Writer
-	runners []lifecycle.Runner
-
-	mu    sync.Mutex // of the lines
-	began time.Time
-	last  string
-	slow  *time.Timer
-}
-
-func (s *progressPrinter) say(format string, args ...any) { fmt.Fprintf(s.w, format+"\n", args...) }
-
-func (s *progressPrinter) starting(name string) {
-	s.done()
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.last, s.began = name, time.Now()
-	fmt.Fprintf(s.w, "  %-12s ", name)
-	s.slow = time.AfterFunc(silence, func() { s.explain(name) })
-}
-
-// explain prints why a runner is not ready, if it is still the last.
-func (s *progressPrinter) explain(name string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, r := range s.runners {
-		if r.Name != name || s.last != name || r.Ready == nil {
-			continue
-		}
-		if reason := r.Ready.Err(); reason != nil {
-			fmt.Fprintf(s.w, "not ready yet: %v\n  %-12s ", reason, name)
-		}
-	}
-}
-
-func (s *progressPrinter) done() {
-	s.end(fmt.Sprintf("%5d ms", time.Since(s.began).Milliseconds()))
-}
-
-// end ends the line of a runner.
-func (s *progressPrinter) end(text string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.last != "" {
-		s.slow.Stop()
-		fmt.Fprintln(s.w, text)
-		s.last = ""
-	}
 }

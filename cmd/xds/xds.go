@@ -180,5 +180,5 @@ func (c *Config) run(ctx context.Context) error {
 		}
 		runners = append(runners, lifecycle.Runner{Name: "EndpointSlices", Run: e.watch})
 	}
-	return lifecycle.Run(ctx, runners, nil, nil)
+	return lifecycle.Run(ctx, runners, lifecycle.Observer{})
 }

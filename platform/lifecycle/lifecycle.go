@@ -35,10 +35,18 @@ type Runner struct {
 // StopTimeout bounds how long a runner without its own timeout may take to stop.
 const StopTimeout = 30 * time.Second
 
+// Observer follows the start and the stop of runners. Its functions may be nil.
+type Observer struct {
+	// Starting is called before each runner, and Started once all are ready.
+	Starting func(name string)
+	Started  func()
+	// Stopping is called before each runner stops, for at most timeout.
+	Stopping func(name string, timeout time.Duration)
+}
+
 // Run starts the runners in order, and waits until ctx is done or a runner ends. Then it stops them in reverse order.
-// It returns the error of the first runner that ended by itself. onStarting is called before each runner, and
-// onStarted once all are ready; both may be nil.
-func Run(ctx context.Context, runners []Runner, onStarting func(name string), onStarted func()) error {
+// It returns the error of the first runner that ended by itself.
+func Run(ctx context.Context, runners []Runner, o Observer) error {
 	type running struct {
 		name   string
 		cancel context.CancelFunc
@@ -53,6 +61,9 @@ func Run(ctx context.Context, runners []Runner, onStarting func(name string), on
 			if all[i].stop != nil {
 				timeout = cmp.Or(all[i].stop(), StopTimeout)
 			}
+			if o.Stopping != nil {
+				o.Stopping(all[i].name, timeout)
+			}
 			all[i].cancel()
 			select {
 			case <-all[i].done:
@@ -62,8 +73,8 @@ func Run(ctx context.Context, runners []Runner, onStarting func(name string), on
 		}
 	}()
 	for _, p := range runners {
-		if onStarting != nil {
-			onStarting(p.Name)
+		if o.Starting != nil {
+			o.Starting(p.Name)
 		}
 		runnerCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 		r := running{p.Name, cancel, make(chan struct{}), p.StopTimeout}
@@ -83,8 +94,8 @@ func Run(ctx context.Context, runners []Runner, onStarting func(name string), on
 			return err
 		}
 	}
-	if onStarted != nil {
-		onStarted()
+	if o.Started != nil {
+		o.Started()
 	}
 	select {
 	case <-ctx.Done():

@@ -46,10 +46,13 @@ func TestRunnersStartInOrderAndStopInReverse(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		err := Run(ctx,
 			[]Runner{s.runner("etcd", 3*time.Second), s.runner("nats", 0), s.runner("registry", time.Second)},
-			func(name string) { s.record("%s starts", name) },
-			func() { s.record("started"); cancel() })
+			Observer{
+				Starting: func(name string) { s.record("%s starts", name) },
+				Started:  func() { s.record("started"); cancel() },
+				Stopping: func(name string, timeout time.Duration) { s.record("%s stops in %v", name, timeout) },
+			})
 		want := "etcd starts, etcd runs, nats starts, nats runs, registry starts, registry runs, started, " +
-			"registry ends, nats ends, etcd ends"
+			"registry stops in 30s, registry ends, nats stops in 30s, nats ends, etcd stops in 30s, etcd ends"
 		if got := strings.Join(s.events, ", "); got != want || err != nil {
 			t.Errorf("%s (%v)", got, err)
 		}
@@ -67,17 +70,17 @@ func TestAnEndedRunnerEndsTheProcess(t *testing.T) {
 			Run:   func(context.Context) error { return errors.New("no disk") },
 		}
 		fails.Ready.Set("nats", errors.New("not yet"))
-		err := Run(t.Context(), []Runner{s.runner("etcd", 0), fails, s.runner("registry", 0)}, nil, nil)
+		err := Run(t.Context(), []Runner{s.runner("etcd", 0), fails, s.runner("registry", 0)}, Observer{})
 		if err == nil || err.Error() != "nats: no disk" || strings.Join(s.events, ", ") != "etcd runs, etcd ends" {
 			t.Errorf("%v after %q", err, s.events)
 		}
 		quits := Runner{Name: "debug", Run: func(context.Context) error { return nil }}
-		if err := Run(t.Context(), []Runner{quits}, nil, nil); err == nil || err.Error() != "debug: ended by itself" {
+		if err := Run(t.Context(), []Runner{quits}, Observer{}); err == nil || err.Error() != "debug: ended by itself" {
 			t.Errorf("%v", err)
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
-		if err := Run(ctx, []Runner{s.runner("registry", time.Hour)}, nil, nil); err != nil {
+		if err := Run(ctx, []Runner{s.runner("registry", time.Hour)}, Observer{}); err != nil {
 			t.Errorf("stopped while it starts: %v", err)
 		}
 	})
@@ -94,7 +97,7 @@ func TestStopTimesOut(t *testing.T) {
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		began := time.Now()
-		if err := Run(ctx, []Runner{stuck}, nil, cancel); err != nil || time.Since(began) != time.Minute {
+		if err := Run(ctx, []Runner{stuck}, Observer{Started: cancel}); err != nil || time.Since(began) != time.Minute {
 			t.Errorf("%v after %v", err, time.Since(began))
 		}
 		close(hangs)

@@ -103,6 +103,8 @@ type Deps struct {
 	// Report returns the report of this process, and Reports the reports of the other processes that the service calls.
 	Report  func(context.Context) *Report
 	Reports func(context.Context) []*Report
+	// Starting receives why the service is not built yet, for the pages and the terminal.
+	Starting func(reason error)
 	// NATS is the embedded server; nil if the service's options have the addresses of NATS.
 	NATS InProcessNATS
 }

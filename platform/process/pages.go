@@ -44,6 +44,8 @@ type Instance struct {
 	// Name is the service's name.
 	Name    string
 	service atomic.Pointer[Service]
+	// starting is why the service is not built yet, if it is known.
+	starting atomic.Pointer[error]
 }
 
 // Set sets the service once it is built.
@@ -95,7 +97,7 @@ func (b *Instance) ready(context.Context) error {
 	s := b.Get()
 	switch {
 	case s == nil:
-		return b.starting()
+		return b.notBuilt()
 	case s.Ready.Err() != nil:
 		return s.Ready.Err()
 	case s.Policies != nil && s.Policies.Err() != nil:
@@ -110,7 +112,7 @@ func (b *Instance) ready(context.Context) error {
 func (b *Instance) check(ctx context.Context) error {
 	s := b.Get()
 	if s == nil {
-		return b.starting()
+		return b.notBuilt()
 	}
 	err := s.Ready.Err()
 	if err == nil && s.Check != nil {
@@ -119,4 +121,9 @@ func (b *Instance) check(ctx context.Context) error {
 	return err
 }
 
-func (b *Instance) starting() error { return fmt.Errorf("%s is starting; see its log", b.Name) }
+func (b *Instance) notBuilt() error {
+	if reason := b.starting.Load(); reason != nil {
+		return fmt.Errorf("%s is starting: %w", b.Name, *reason)
+	}
+	return fmt.Errorf("%s is starting; see its log", b.Name)
+}

@@ -70,7 +70,7 @@ func (p *Process) run(fs *pflag.FlagSet, targets []string, adjust []func(*pflag.
 		return err
 	}
 	slog.Info("Starting", "version", version.Release(), "services", p.modules.Names())
-	return lifecycle.Run(ctx, runners, nil, nil)
+	return lifecycle.Run(ctx, runners, lifecycle.Observer{})
 }
 
 // Load returns a process with the targets, which is configured by the options in args as its command does.
@@ -283,7 +283,12 @@ func (p *Process) runner(s *service, registrar grpc.ServiceRegistrar, metrics *M
 		return s.options.StopTimeout()
 	}
 	return lifecycle.Runner{Name: name, Ready: ready, StopTimeout: stopTimeout, Run: func(ctx context.Context) error {
-		built, err := s.options.Build(ctx, p.deps(name))
+		d := p.deps(name)
+		d.Starting = func(reason error) {
+			s.starting.Store(&reason)
+			ready.Set(name, reason)
+		}
+		built, err := s.options.Build(ctx, d)
 		if err != nil {
 			return err
 		}

@@ -92,7 +92,7 @@ func start(t *testing.T, p *Process) {
 		t.Fatal(err)
 	}
 	ready, ended := make(chan struct{}), make(chan error, 1)
-	go func() { ended <- lifecycle.Run(ctx, runners, nil, func() { close(ready) }) }()
+	go func() { ended <- lifecycle.Run(ctx, runners, lifecycle.Observer{Started: func() { close(ready) }}) }()
 	t.Cleanup(func() {
 		cancel()
 		if err := <-ended; err != nil {

@@ -2,16 +2,24 @@ package registry
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
+	"strings"
 	"time"
+
+	"watershed.dev/platform/process"
 )
 
-// waitForEtcd waits until etcd responds, because some stores read it while they are built.
-func (s *Service) waitForEtcd(ctx context.Context) error {
+// waitForEtcd waits until etcd responds, because some stores read it while they are built. starting receives the reason
+// of the wait.
+func (s *Service) waitForEtcd(ctx context.Context, starting func(reason error)) error {
 	for {
-		readCtx, cancel := context.WithTimeout(ctx, 5*time.Second)
-		_, err := s.resources.Storage.ReadRevision(readCtx)
-		cancel()
+		err := s.resources.Storage.ConnectionError(ctx)
+		if err == nil {
+			readCtx, cancel := context.WithTimeout(ctx, 5*time.Second)
+			_, err = s.resources.Storage.ReadRevision(readCtx)
+			cancel()
+		}
 		if err == nil {
 			return nil
 		}
@@ -19,6 +27,8 @@ func (s *Service) waitForEtcd(ctx context.Context) error {
 			return ctx.Err()
 		}
 		slog.Warn("etcd does not respond; retrying", "servers", s.config.Storage.Servers, "error", err)
+		starting(fmt.Errorf("etcd does not respond at --etcd-servers %s: %w",
+			process.Redact(strings.Join(s.config.Storage.Servers, ",")), err))
 		select {
 		case <-ctx.Done():
 		case <-time.After(etcdRetryPeriod):

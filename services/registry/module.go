@@ -17,7 +17,7 @@ func options() process.Options {
 		ControlPlane: c.Egress.OpenControlPlane,
 		Build: func(ctx context.Context, d *process.Deps) (*process.Service, error) {
 			c.Log.Conn = d.NATS
-			s, err := New(ctx, c, Deps{ID: d.ID})
+			s, err := New(ctx, c, Deps{ID: d.ID, Starting: d.Starting})
 			if err != nil {
 				return nil, err
 			}

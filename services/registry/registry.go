@@ -141,6 +141,8 @@ type Service struct {
 type Deps struct {
 	// ID is the registry's identity on the inner network.
 	ID rpc.TLS
+	// Starting receives why New waits.
+	Starting func(reason error)
 }
 
 // New connects to etcd and NATS and builds all servers. It waits until etcd responds or ctx ends.
@@ -179,7 +181,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	if err := s.checkLogOwners(ctx); err != nil {
 		return nil, err
 	}
-	if err := s.waitForEtcd(ctx); err != nil {
+	if err := s.waitForEtcd(ctx, d.Starting); err != nil {
 		return nil, err
 	}
 	if err := s.initLoopback(); err != nil {
@@ -191,7 +193,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	if err := store.CheckOverrides(); err != nil {
 		return nil, err
 	}
-	if err := s.waitForSameCluster(ctx); err != nil {
+	if err := s.waitForSameCluster(ctx, d.Starting); err != nil {
 		return nil, err
 	}
 	if err := s.initCustomResources(); err != nil {

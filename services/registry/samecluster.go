@@ -28,8 +28,8 @@ const (
 )
 
 // waitForSameCluster waits until checkSameCluster succeeds, because an API server that has stopped counts as live until
-// its lease ends. It returns the error after serverTimeout.
-func (s *Service) waitForSameCluster(ctx context.Context) error {
+// its lease ends. It returns the error after serverTimeout. starting receives the reason of the wait.
+func (s *Service) waitForSameCluster(ctx context.Context, starting func(reason error)) error {
 	for deadline, warned := time.Now().Add(serverTimeout), false; ; warned = true {
 		err := s.checkSameCluster(ctx)
 		if err == nil || time.Now().After(deadline) {
@@ -37,6 +37,7 @@ func (s *Service) waitForSameCluster(ctx context.Context) error {
 		}
 		if !warned {
 			slog.Warn("Waiting for the lease of another API server", "error", err)
+			starting(fmt.Errorf("waiting for the lease of another API server: %w", err))
 		}
 		select {
 		case <-ctx.Done():

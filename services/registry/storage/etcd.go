@@ -22,6 +22,7 @@ import (
 	serveroptions "k8s.io/apiserver/pkg/server/options"
 	"k8s.io/apiserver/pkg/storage/etcd3/metrics"
 	"k8s.io/apiserver/pkg/storage/storagebackend"
+	certutil "k8s.io/client-go/util/cert"
 
 	"watershed.dev/platform/egress"
 	"watershed.dev/platform/rpc"
@@ -78,11 +79,15 @@ func (o *Options) tlsConfig() (*tls.Config, error) {
 	if o.CertFile == "" && o.CAFile == "" {
 		return nil, nil
 	}
+	if o.CAFile != "" {
+		if _, err := certutil.NewPool(o.CAFile); err != nil {
+			return nil, fmt.Errorf("--etcd-cafile %q: %w", o.CAFile, err)
+		}
+	}
 	info := transport.TLSInfo{CertFile: o.CertFile, KeyFile: o.KeyFile, TrustedCAFile: o.CAFile}
 	config, err := info.ClientConfig()
 	if err != nil {
-		return nil, fmt.Errorf("--etcd-certfile %q, --etcd-keyfile %q, --etcd-cafile %q: %w",
-			o.CertFile, o.KeyFile, o.CAFile, err)
+		return nil, fmt.Errorf("--etcd-certfile %q, --etcd-keyfile %q: %w", o.CertFile, o.KeyFile, err)
 	}
 	return config, nil
 }

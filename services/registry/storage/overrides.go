@@ -4,13 +4,20 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"fmt"
+	"net"
+	"net/url"
 	"path"
 	"slices"
 	"strings"
 	"sync/atomic"
+	"time"
 
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	etcdkubernetes "go.etcd.io/etcd/client/v3/kubernetes"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	serveroptions "k8s.io/apiserver/pkg/server/options"
 
@@ -36,6 +43,22 @@ func (e *Etcd) ReadRevision(ctx context.Context) (int64, error) {
 		return 0, err
 	}
 	return resp.Header.Revision, nil
+}
+
+// connectionTimeout bounds ConnectionError.
+const connectionTimeout = 2 * time.Second
+
+// ConnectionError returns why the client has no connection. It is nil if the client has a connection.
+func (e *Etcd) ConnectionError(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, connectionTimeout)
+	defer cancel()
+	// unlike other calls of the client, it does not wait for a connection
+	maintenance := etcdserverpb.NewMaintenanceClient(e.Client.Client.ActiveConnection())
+	_, err := maintenance.Status(ctx, &etcdserverpb.StatusRequest{})
+	if code := status.Code(err); code != codes.Unavailable && code != codes.DeadlineExceeded {
+		return nil
+	}
+	return errors.New(status.Convert(err).Message())
 }
 
 // absentKey is the name of an own key that no process writes.
@@ -73,6 +96,11 @@ const overridesFlag = "--etcd-servers-overrides"
 
 // Validate returns an error that names the invalid flag.
 func (o *Options) Validate() error {
+	for _, server := range o.Servers {
+		if !isEtcdURL(server) {
+			return fmt.Errorf("--etcd-servers %q: want http://host:port, https://host:port or unix://path", server)
+		}
+	}
 	overrides, err := serveroptions.ParseEtcdServersOverrides(o.Overrides)
 	if err != nil {
 		return fmt.Errorf("%w: %q", err, o.Overrides)
@@ -90,6 +118,15 @@ func (o *Options) Validate() error {
 		return fmt.Errorf("%s names %d etcds; the limit is %d", overridesFlag, len(ids), maxOtherEtcds)
 	}
 	return nil
+}
+
+// isEtcdURL reports if etcd's client can dial a server. It accepts host:port as http, as kube-apiserver does.
+func isEtcdURL(server string) bool {
+	if _, _, err := net.SplitHostPort(server); err == nil && !strings.Contains(server, "/") {
+		return true
+	}
+	u, err := url.Parse(server)
+	return err == nil && (u.Host+u.Path) != "" && slices.Contains([]string{"http", "https", "unix", "unixs"}, u.Scheme)
 }
 
 // flagValue returns a resource as --etcd-servers-overrides names it.

@@ -1,6 +1,7 @@
 package storage_test
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 
@@ -45,6 +46,20 @@ func TestValidateOverrides(t *testing.T) {
 	err := (&storage.Options{Overrides: many}).Validate()
 	if err == nil || !strings.Contains(err.Error(), "limit is 7") {
 		t.Errorf("8 etcds: %v", err)
+	}
+}
+
+// --etcd-servers has URLs that etcd's client can dial.
+func TestValidateServers(t *testing.T) {
+	for server, valid := range map[string]bool{
+		"http://127.0.0.1:2379": true, "https://etcd-0.etcd:2379": true, "127.0.0.1:2379": true, "[::1]:2379": true,
+		"unix:///run/etcd.sock": true, "unix://localhost:2379": true, "https://etcd": true,
+		":::bad": false, "ftp://etcd": false, "": false, " ": false, "etcd": false, "http://": false, "http//etcd:1": false,
+	} {
+		err := (&storage.Options{Servers: []string{server}}).Validate()
+		if valid != (err == nil) || err != nil && !strings.HasPrefix(err.Error(), fmt.Sprintf("--etcd-servers %q: ", server)) {
+			t.Errorf("%q: %v", server, err)
+		}
 	}
 }
 
