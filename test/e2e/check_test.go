@@ -32,7 +32,7 @@ import (
 )
 
 // finding is a finding of `watershed check -o json`.
-type finding struct{ Check, Level, Problem, Mend, Docs string }
+type finding struct{ Check, Level, Problem, Remedy, Docs string }
 
 // runCheck runs `watershed check` and returns the findings above the level ok, and the exit code.
 func runCheck(t *testing.T, args ...string) (found []finding, code int) {
@@ -58,7 +58,7 @@ func checkFinds(t *testing.T, args []string, want map[string]string) {
 		found, code := runCheck(t, args...)
 		for check, text := range want {
 			if !slices.ContainsFunc(found, func(f finding) bool {
-				return f.Check == check && strings.Contains(f.Problem, text) && f.Mend != "" && f.Docs != ""
+				return f.Check == check && strings.Contains(f.Problem, text) && f.Remedy != "" && f.Docs != ""
 			}) {
 				return fmt.Errorf("%s: nothing has %q: %+v", check, text, found)
 			}

@@ -39,9 +39,9 @@ type Finding struct {
 	// Check is the name of the check, which is also the heading of its paragraph.
 	Check string `json:"check"`
 	Level Level  `json:"level"`
-	// Problem and Mend are a line together. Mend is empty without a fault.
+	// Problem and Remedy are a line together. Remedy is empty without a fault.
 	Problem string `json:"problem"`
-	Mend    string `json:"mend,omitempty"`
+	Remedy  string `json:"remedy,omitempty"`
 	Docs    string `json:"docs,omitempty"`
 }
 
@@ -118,8 +118,8 @@ func Worst(all []Finding) (worst Level) {
 	return worst
 }
 
-func fault(l Level, mend, problem string, args ...any) Finding {
-	return Finding{Level: l, Problem: fmt.Sprintf(problem, args...), Mend: mend}
+func fault(l Level, remedy, problem string, args ...any) Finding {
+	return Finding{Level: l, Problem: fmt.Sprintf(problem, args...), Remedy: remedy}
 }
 
 // label names a process: its services and its name.

@@ -70,7 +70,7 @@ func TestNoFaults(t *testing.T) {
 	}
 }
 
-// Each fault has a finding of its check, with a level, a mend and a link. No other check has a finding.
+// Each fault has a finding of its check, with a level, a remedy and a link. No other check has a finding.
 func TestEveryFaultIsFound(t *testing.T) {
 	const gateway, registries, replica, other = 0, 4, 5, 6
 	state := func(in *Input, change func(*registry.State)) {
@@ -196,7 +196,7 @@ func TestEveryFaultIsFound(t *testing.T) {
 				case f.Check != c.check && f.Level != OK:
 					t.Errorf("another finding: %+v", f)
 				case f.Check == c.check && (f.Level != c.level || !strings.Contains(f.Problem, c.text) ||
-					f.Mend == "" || f.Docs != page+c.check):
+					f.Remedy == "" || f.Docs != page+c.check):
 					t.Errorf("%+v, want %v %q", f, c.level, c.text)
 				}
 			}
@@ -232,7 +232,7 @@ func TestSkippedChecks(t *testing.T) {
 	}
 }
 
-// A line has the level, the check, the problem, the mend and the link.
+// A line has the level, the check, the problem, the remedy and the link.
 func TestPrint(t *testing.T) {
 	var out strings.Builder
 	Print(&out, []Finding{{"etcd", Error, "a", "B.", "docs/operators/check.md#etcd"}, {Check: "disks", Problem: "c"}})

@@ -73,8 +73,8 @@ func Print(w io.Writer, all []Finding) {
 	for _, x := range all {
 		count[x.Level]++
 		line := fmt.Sprintf("%-8s%-13s%s", x.Level, x.Check, x.Problem)
-		if x.Mend != "" {
-			line += ". " + x.Mend
+		if x.Remedy != "" {
+			line += ". " + x.Remedy
 		}
 		if x.Level > Skipped {
 			line += " [" + x.Docs + "]"
