@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -300,7 +301,11 @@ func TestSplitWaitsForEveryProcess(t *testing.T) {
 	dir := t.TempDir()
 	var isReady [2]atomic.Bool
 	asked := make(chan int, 100)
-	s := &splitRun{layout: &layout{dir: dir}, processes: []*child{{set: "nats", name: "nats-0"}}}
+	s := &splitRun{
+		layout:    &layout{dir: dir},
+		show:      &progress{w: io.Discard},
+		processes: []*child{{set: "nats", name: "nats-0"}},
+	}
 	for n := range isReady {
 		socket := filepath.Join(dir, fmt.Sprint(n))
 		l, err := net.Listen("unix", socket)
