@@ -32,6 +32,8 @@ type child struct {
 	logs    logFiles
 	// set, config and debug are for split: the set of services, the configuration file, and the debug address.
 	set, config, debug string
+	// memoryLimit is the process's GOMEMLIMIT. Empty: this process's.
+	memoryLimit string
 	// stopTimeout is how long the process may take to stop; 0: lifecycle.StopTimeout.
 	stopTimeout time.Duration
 	// onRefused, if set, is called if the process ended twice in a row with the same error. If it returns true, the
@@ -102,6 +104,9 @@ func (p *child) runOnce(s spawner, log io.Writer) (lastError string, err error) 
 	out := &output{file: log}
 	cmd := exec.Command(p.program, p.args...)
 	cmd.Stdout, cmd.Stderr, cmd.WaitDelay = out, out, time.Second
+	if p.memoryLimit != "" {
+		cmd.Env = append(os.Environ(), "GOMEMLIMIT="+p.memoryLimit)
+	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	p.mu.Lock()
 	if p.stopped {

@@ -114,6 +114,8 @@ func (s *splitRun) planProcess(set string, n int, command, debug string, setting
 		program: self,
 		logs:    s.logs,
 		debug:   debug,
+
+		memoryLimit: process.MemoryShare(total(s.counts)),
 	}
 	p.config = filepath.Join(s.dir, "config", p.name+".yaml")
 	p.args = []string{command, "--config", p.config}

@@ -29,6 +29,21 @@ func LimitMemory() {
 	}
 }
 
+// minMemoryShare is the least share of a process. With less, the garbage collector of a small process would run too
+// often.
+const minMemoryShare = 256 << 20
+
+// MemoryShare returns the GOMEMLIMIT of each of n processes in this process's cgroup: equal shares of the limit of
+// LimitMemory. It is empty if the cgroup has no limit, or if GOMEMLIMIT is set.
+func MemoryShare(n int) string { return memoryShare(cgroupLimit("/"), n) }
+
+func memoryShare(limit int64, n int) string {
+	if os.Getenv("GOMEMLIMIT") != "" || limit >= unlimited {
+		return ""
+	}
+	return strconv.FormatInt(max(limit/10*9/int64(n), minMemoryShare), 10)
+}
+
 // setGCPercent sets how much the heap may grow between two garbage collections, in percent. It is the
 // maximum of the services' values. GOGC, if set, has precedence.
 func (p *Process) setGCPercent() {

@@ -50,6 +50,24 @@ func TestTheCgroupsMemoryLimit(t *testing.T) {
 	}
 }
 
+// Processes of a cgroup have equal shares of its limit, with a minimum.
+func TestMemoryShare(t *testing.T) {
+	t.Setenv("GOMEMLIMIT", "")
+	for _, c := range []struct {
+		limit int64
+		n     int
+		want  string
+	}{{10 << 30, 9, "1073741824"}, {1 << 30, 12, "268435456"}, {math.MaxInt64, 12, ""}} {
+		if got := memoryShare(c.limit, c.n); got != c.want {
+			t.Errorf("%d bytes for %d: %q, want %q", c.limit, c.n, got, c.want)
+		}
+	}
+	t.Setenv("GOMEMLIMIT", "1GiB")
+	if got := memoryShare(1<<30, 12); got != "" {
+		t.Errorf("GOMEMLIMIT is replaced by %q", got)
+	}
+}
+
 // GOMEMLIMIT has precedence over the cgroup.
 func TestGOMEMLIMITHasPrecedence(t *testing.T) {
 	before := debug.SetMemoryLimit(12345 << 20)
