@@ -14,6 +14,7 @@ package embedded
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -89,12 +90,15 @@ func EtcdCommand(fs *pflag.FlagSet) func() error {
 func (e *Etcd) Runner() lifecycle.Runner {
 	ready := lifecycle.NotReady("etcd")
 	return lifecycle.Runner{Name: "etcd", Ready: ready, Run: func(ctx context.Context) error {
+		if e.Dir == "" {
+			return errors.New("--data-dir is required")
+		}
 		if err := os.MkdirAll(e.Dir, 0o700); err != nil {
 			return fmt.Errorf("--data-dir %q: %w", e.Dir, err)
 		}
-		var errors slog.LevelVar
-		errors.Set(slog.LevelError)
-		conf, err := e.config(&errors)
+		var level slog.LevelVar
+		level.Set(slog.LevelError)
+		conf, err := e.config(&level)
 		if err != nil {
 			return err
 		}
@@ -106,7 +110,7 @@ func (e *Etcd) Runner() lifecycle.Runner {
 			return err
 		}
 		defer func() {
-			errors.Set(slog.LevelDebug) // its listeners report that they are closed
+			level.Set(slog.LevelDebug) // its listeners report that they are closed
 			member.Close()
 		}()
 		select {
@@ -126,13 +130,13 @@ func (e *Etcd) Runner() lifecycle.Runner {
 	}}
 }
 
-// config returns the member's configuration. It logs its errors at the level errors.
-func (e *Etcd) config(errors slog.Leveler) (*embed.Config, error) {
+// config returns the member's configuration. level is the level of its errors in the log.
+func (e *Etcd) config(level slog.Leveler) (*embed.Config, error) {
 	c := embed.NewConfig()
 	c.Name, c.Dir = cmp.Or(e.Name, "watershed"), e.Dir
 	c.QuotaBackendBytes, c.MaxRequestBytes = etcdQuotaBytes, etcdMaxRequestBytes
 	c.EnableGRPCGateway = false
-	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zaplog.New(errors))
+	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zaplog.New(level))
 	if e.Metrics != "" {
 		m, err := parse("listen-metrics-urls", e.Metrics)
 		if err != nil {
@@ -163,6 +167,9 @@ func (e *Etcd) clients(c *embed.Config) (err error) {
 			"--listen-client-urls %q: want an https URL, or a unix socket: clients of etcd use certificates",
 			e.Listen,
 		)
+	}
+	if e.ID.CertFile == "" || e.ID.KeyFile == "" || e.ID.CAFile == "" {
+		return errors.New("--rpc-cert-file, --rpc-key-file and --rpc-ca-file are required: clients of etcd use certificates")
 	}
 	c.ClientTLSInfo = e.mutualTLS("registry")
 	return nil

@@ -74,6 +74,9 @@ func NATSCommand(fs *pflag.FlagSet) func() error {
 func (n *NATS) Runner(onStarted func(*server.Server)) lifecycle.Runner {
 	ready := lifecycle.NotReady("nats")
 	return lifecycle.Runner{Name: "nats", Ready: ready, Run: func(ctx context.Context) error {
+		if n.Dir == "" {
+			return errors.New("--data-dir is required")
+		}
 		srv, err := n.start()
 		if err != nil {
 			return err

@@ -32,6 +32,8 @@ type child struct {
 	logs    logFiles
 	// set, config and debug are for split: the set of services, the configuration file, and the debug address.
 	set, config, debug string
+	// show prints restarts; nil: nothing does.
+	show *progress
 	// memoryLimit is the process's GOMEMLIMIT. Empty: this process's.
 	memoryLimit string
 	// stopTimeout is how long the process may take to stop; 0: lifecycle.StopTimeout.
@@ -93,7 +95,9 @@ func (p *child) start(s spawner) {
 				return
 			}
 			previous = lastError
-			fmt.Printf("%s ended (%v); restarting it\n", p.name, err)
+			if p.show != nil {
+				p.show.note(fmt.Sprintf("%s ended (%v); restarting it", p.name, err))
+			}
 			time.Sleep(restartPause)
 		}
 	}()

@@ -72,11 +72,11 @@ func (c *controllers) find(program string) (string, error) {
 }
 
 // runner returns a runner that starts the controllers after the runners before it, and restarts them.
-func (c *controllers) runner(l *layout) (lifecycle.Runner, error) {
+func (c *controllers) runner(l *layout, show *progress) (lifecycle.Runner, error) {
 	if c.nodes < 0 {
 		return lifecycle.Runner{}, fmt.Errorf("--fake-nodes %d: want at least 0", c.nodes)
 	}
-	all, err := c.programs(l)
+	all, err := c.programs(l, show)
 	if err != nil {
 		return lifecycle.Runner{}, err
 	}
@@ -105,7 +105,7 @@ func (c *controllers) runner(l *layout) (lifecycle.Runner, error) {
 }
 
 // programs returns the controllers with their flags, and issues the certificates that they use.
-func (c *controllers) programs(l *layout) (all []*child, err error) {
+func (c *controllers) programs(l *layout, show *progress) (all []*child, err error) {
 	ports, err := freePorts(1)
 	if err != nil {
 		return nil, err
@@ -152,7 +152,7 @@ func (c *controllers) programs(l *layout) (all []*child, err error) {
 		if err != nil {
 			return nil, err
 		}
-		all = append(all, &child{name: spec.program, dir: l.dir, program: path, args: spec.args, logs: l.logs})
+		all = append(all, &child{name: spec.program, dir: l.dir, program: path, args: spec.args, logs: l.logs, show: show})
 	}
 	return all, nil
 }

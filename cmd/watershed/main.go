@@ -4,13 +4,14 @@ package main
 
 import (
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
-	"github.com/spf13/pflag"
+	"k8s.io/klog/v2"
 
 	"watershed.dev/cmd/certgen"
 	"watershed.dev/cmd/embedded"
@@ -160,30 +161,8 @@ func declare(cmd *cobra.Command, c command) {
 		if err := config.Complete(flags); err != nil {
 			return err
 		}
-		err := run()
-		if cmd.Name() != kubeAPIServerName { // its errors are kube-apiserver's
-			err = nameFile(flags, err)
-		}
-		return err
+		return run()
 	}
-}
-
-// nameFile adds the flag to an error about a file that names no flag.
-func nameFile(flags *pflag.FlagSet, err error) error {
-	if err == nil || strings.Contains(err.Error(), "--") {
-		return err
-	}
-	var name, path string
-	flags.VisitAll(func(f *pflag.Flag) {
-		value := strings.Trim(f.Value.String(), "[]") // of a list
-		if f.Changed && len(value) > len(path) && strings.Contains(value, "/") && strings.Contains(err.Error(), value) {
-			name, path = f.Name, value
-		}
-	})
-	if name == "" {
-		return err
-	}
-	return fmt.Errorf("--%s %q: %w", name, path, err)
 }
 
 // newProgram returns the command of a binary or link with a name.
@@ -210,11 +189,12 @@ func execute(program string, args []string) error {
 	if names := strings.Fields(suggestions); len(names) > 0 {
 		text += fmt.Sprintf(" (did you mean %q?)", names[0])
 	}
-	return fmt.Errorf("%s: %s", cmd.CommandPath(), text)
+	return fmt.Errorf("%s: %s", cmd.CommandPath(), process.ErrorLine(text))
 }
 
 func main() {
 	process.LimitMemory()
+	klog.SetSlogLogger(slog.New(slog.DiscardHandler)) // until a process sets up its log; tools print their errors
 	if err := execute(filepath.Base(os.Args[0]), os.Args[1:]); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)

@@ -114,6 +114,7 @@ func (s *splitRun) planProcess(set string, n int, command, debug string, setting
 		program: self,
 		logs:    s.logs,
 		debug:   debug,
+		show:    s.show,
 
 		memoryLimit: process.MemoryShare(total(s.counts)),
 	}

@@ -52,6 +52,17 @@ func (p *progress) explain(part string, reason func() error) {
 	p.slow.Reset(repeatedSilence)
 }
 
+// note prints a line, and then the begin of the line of the part that starts again.
+func (p *progress) note(text string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.part == "" {
+		p.say("%s", text)
+		return
+	}
+	fmt.Fprintf(p.w, "\n%s\n  %-14s ", text, p.part)
+}
+
 // started ends the line of the part that starts. Empty text: its duration.
 func (p *progress) started(text string) {
 	p.mu.Lock()

@@ -42,11 +42,13 @@ func TestProgress(t *testing.T) {
 func TestAFailedStartEndsItsLine(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var out strings.Builder
-		show := observe(&progress{w: &out}, []lifecycle.Runner{{Name: "etcd"}}, nil)
+		p := &progress{w: &out}
+		show := observe(p, []lifecycle.Runner{{Name: "etcd"}}, nil)
 		show.Starting("etcd")
+		p.note("kwok ended")
 		show.Stopping("etcd", time.Second)
 		time.Sleep(2 * silence)
-		want := "  etcd           \nWaiting for etcd to stop, for at most 1s. Ctrl-C ends the process at once.\n"
+		want := "  etcd           \nkwok ended\n  etcd           \nWaiting for etcd to stop, for at most 1s. Ctrl-C ends the process at once.\n"
 		if out.String() != want {
 			t.Errorf("%q, want %q", out.String(), want)
 		}

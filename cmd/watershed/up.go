@@ -39,6 +39,7 @@ func (fs *upFlags) run() error {
 	if fs.upstream {
 		logs, terminal = os.Stderr, io.Discard
 	}
+	show := &progress{w: terminal}
 	ctx, cancel := lifecycle.SignalContext()
 	defer cancel()
 	t := &fs.process.Telemetry
@@ -56,14 +57,13 @@ func (fs *upFlags) run() error {
 	}
 	runners = append(runners, services...)
 	if fs.controllers.enabled {
-		r, err := fs.controllers.runner(l)
+		r, err := fs.controllers.runner(l, show)
 		if err != nil {
 			return err
 		}
 		runners = append(runners, r)
 	}
 	go l.pki.Renew(ctx)
-	show := &progress{w: terminal}
 	show.say("Watershed %s starts in %s", version.Release(), l.dir)
 	return lifecycle.Run(ctx, runners, observe(show, runners, func() {
 		show.say(

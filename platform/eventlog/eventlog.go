@@ -14,6 +14,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/url"
+	"strings"
 	"time"
 
 	"github.com/klauspost/compress/s2"
@@ -101,6 +103,12 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 // Validate returns an error that names each flag with a value that JetStream cannot use.
 func (o *Options) Validate() error {
 	var errs []error
+	for server := range strings.SplitSeq(o.URL, ",") {
+		u, err := url.Parse(server)
+		if o.URL != "" && (err != nil || u.Host == "") {
+			errs = append(errs, errors.New("--nats-url: want nats://host:port or tls://host:port, comma separated"))
+		}
+	}
 	if o.Storage != "file" && o.Storage != "memory" {
 		errs = append(errs, fmt.Errorf(`--log-storage=%s: want "file" or "memory"`, o.Storage))
 	}
@@ -121,11 +129,11 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, error) {
 		nats.ReconnectWait(100 * time.Millisecond), nats.ReconnectBufSize(-1),
 		nats.RetryOnFailedConnect(true), nats.PingInterval(5 * time.Second), nats.MaxPingsOutstanding(2),
 		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) { slog.Warn("NATS", "error", err) })}
-	url := o.URL
+	servers := o.URL
 	if o.Conn != nil {
 		opts = append(opts, nats.InProcessServer(o.Conn))
 	} else {
-		if url == "" {
+		if servers == "" {
 			return nil, errors.New("--nats-url is required")
 		}
 		conf, err := id.ClientConfig("nats")
@@ -134,13 +142,13 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, error) {
 		}
 		opts = append(opts, nats.Secure(conf))
 	}
-	nc, err := nats.Connect(url, opts...)
+	nc, err := nats.Connect(servers, opts...)
 	if err != nil {
-		return nil, fmt.Errorf("--nats-url %q: %w", url, err)
+		return nil, fmt.Errorf("--nats-url %q: %w", servers, err)
 	}
 	if err := checkServer(nc); err != nil {
 		nc.Close()
-		return nil, fmt.Errorf("--nats-url %q: %w", url, err)
+		return nil, fmt.Errorf("--nats-url %q: %w", servers, err)
 	}
 	return nc, nil
 }

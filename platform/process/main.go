@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 
 	"github.com/spf13/pflag"
 
@@ -13,6 +14,11 @@ import (
 
 // Command declares the flags of a command in fs. It returns the function that runs the command once fs has the values.
 type Command func(fs *pflag.FlagSet) (run func() error)
+
+// ErrorLine returns the text of an error as a line. Joined errors have several lines.
+func ErrorLine(text string) string { return strings.Join(strings.FieldsFunc(text, isNewline), "; ") }
+
+func isNewline(r rune) bool { return r == '\n' || r == '\r' }
 
 // CommandMain is the main function of a binary with one command. It runs the command with the arguments of the command
 // line, or prints the version.
@@ -30,7 +36,7 @@ func CommandMain(name string, command Command) {
 		err = run()
 	}
 	if err != nil && !errors.Is(err, pflag.ErrHelp) {
-		fmt.Fprintln(os.Stderr, name+":", err)
+		fmt.Fprintln(os.Stderr, name+":", ErrorLine(err.Error()))
 		os.Exit(1)
 	}
 }

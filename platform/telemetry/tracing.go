@@ -129,7 +129,7 @@ const flushTimeout = 5 * time.Second
 // start connects to the collector. stop flushes spans.
 func (o *Tracing) start(ctx context.Context, service string) (stop func(), err error) {
 	if err := o.readConfig(); err != nil {
-		return nil, err
+		return nil, fmt.Errorf("--tracing-config-file %q: %w", o.ConfigFile, err)
 	}
 	if o.Ratio < 0 || o.Ratio > 1 {
 		return nil, fmt.Errorf("--tracing-sampling-ratio %v: want a number from 0 to 1", o.Ratio)

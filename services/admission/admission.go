@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net/http"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -150,6 +151,9 @@ func New(ctx context.Context, c *Config, conn *apiclient.Conn) (*Service, error)
 	}
 	if err := c.Options.ApplyTo(gc, newPluginInformers(s.informers, client, false), plugins, dyn,
 		utilfeature.DefaultFeatureGate, version, append(initializers, s.mapper, s.stopped)...); err != nil {
+		if strings.HasPrefix(err.Error(), "failed to read plugin config") {
+			err = fmt.Errorf("--admission-control-config-file %q: %w", c.Options.GenericAdmission.ConfigFile, err)
+		}
 		return nil, err
 	}
 	s.chain = admission.WithAudit(gc.AdmissionControl)

@@ -134,7 +134,7 @@ func New(ctx context.Context, c *Config, cluster *apiclient.Conn) (*Service, err
 	}
 	// authn's own cache of tokens, as kube-apiserver has it, must not outlive the gateway's.
 	c.Options.TokenSuccessCacheTTL = min(c.Options.TokenSuccessCacheTTL, c.CacheTTL)
-	ac, err := c.Options.ToAuthenticationConfig()
+	ac, err := c.read()
 	if err != nil {
 		return nil, err
 	}

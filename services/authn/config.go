@@ -3,6 +3,7 @@ package authn
 import (
 	"context"
 	"errors"
+	"fmt"
 	"reflect"
 
 	"k8s.io/apimachinery/pkg/util/validation/field"
@@ -10,6 +11,8 @@ import (
 	apiservervalidation "k8s.io/apiserver/pkg/apis/apiserver/validation"
 	authenticationcel "k8s.io/apiserver/pkg/authentication/cel"
 	authenticationconfigmetrics "k8s.io/apiserver/pkg/server/options/authenticationconfig/metrics"
+	certutil "k8s.io/client-go/util/cert"
+	"k8s.io/client-go/util/keyutil"
 	kubeauthenticator "k8s.io/kubernetes/pkg/kubeapiserver/authenticator"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 
@@ -89,4 +92,37 @@ func (f *configFile) reload(ctx context.Context, data []byte) error {
 		return reload.Retryable(err)
 	}
 	return nil
+}
+
+// read reads the files of the options. Its error names the flag of the file.
+func (c *Config) read() (kubeauthenticator.Config, error) {
+	o := c.Options
+	var errs []error
+	check := func(flag, path string, err error) {
+		if err != nil {
+			errs = append(errs, fmt.Errorf("--%s %q: %w", flag, path, err))
+		}
+	}
+	if cert := o.ClientCert; cert != nil && cert.ClientCA != "" {
+		_, err := certutil.NewPool(cert.ClientCA)
+		check("client-ca-file", cert.ClientCA, err)
+	}
+	if proxy := o.RequestHeader; proxy != nil && proxy.ClientCAFile != "" {
+		_, err := certutil.NewPool(proxy.ClientCAFile)
+		check("requestheader-client-ca-file", proxy.ClientCAFile, err)
+	}
+	if accounts := o.ServiceAccounts; accounts != nil {
+		for _, path := range accounts.KeyFiles {
+			_, err := keyutil.PublicKeysFromFile(path)
+			check("service-account-key-file", path, err)
+		}
+	}
+	if len(errs) > 0 {
+		return kubeauthenticator.Config{}, errors.Join(errs...)
+	}
+	ac, err := o.ToAuthenticationConfig()
+	if err != nil && o.AuthenticationConfigFile != "" {
+		err = fmt.Errorf("--authentication-config %q: %w", o.AuthenticationConfigFile, err)
+	}
+	return ac, err
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -56,7 +57,13 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 
 // Validate completes the options, and returns an error that names the invalid flag.
 func (c *Config) Validate() error {
-	return errors.Join(append(c.Options.Complete(), c.Options.Validate()...)...)
+	errs := append(c.Options.Complete(), c.Options.Validate()...)
+	for i, err := range errs {
+		if file := c.Options.AuthorizationConfigurationFile; file != "" && !strings.Contains(err.Error(), "--") {
+			errs[i] = fmt.Errorf("--authorization-config %q: %w", file, err)
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // Service is a running authz. The state of its policies:

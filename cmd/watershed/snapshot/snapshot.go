@@ -101,7 +101,7 @@ func (s *Save) Run(ctx context.Context, w io.Writer) error {
 	defer cancel()
 	manager := snapshot.NewV3(zap.NewNop())
 	if _, err := manager.Save(ctx, conf, s.File); err != nil {
-		return fmt.Errorf("etcd %s: %w", s.Servers[0], err)
+		return fmt.Errorf("--etcd-servers %q: %w", s.Servers[0], err)
 	}
 	status, err := manager.Status(s.File)
 	if err != nil {

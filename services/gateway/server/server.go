@@ -129,6 +129,9 @@ func (c *Config) Validate() error {
 			errs = append(errs, fmt.Errorf("--%s %v: must not be negative", f.name, f.value))
 		}
 	}
+	if net.ParseIP(c.BindAddress) == nil {
+		errs = append(errs, fmt.Errorf("--bind-address %q: not an IP address", c.BindAddress))
+	}
 	if c.SecurePort < 1 || c.SecurePort > 65535 {
 		errs = append(errs, fmt.Errorf("--secure-port %d must be between 1 and 65535, inclusive. It cannot be turned "+
 			"off with 0", c.SecurePort))
@@ -228,7 +231,7 @@ func (s *Server) Run(ctx context.Context, h http.Handler, joinable <-chan struct
 	addr := net.JoinHostPort(c.BindAddress, fmt.Sprint(c.SecurePort))
 	l, err := c.listen(ctx, addr)
 	if err != nil {
-		return fmt.Errorf("--secure-port %d: %w", c.SecurePort, err)
+		return fmt.Errorf("--bind-address %s --secure-port %d: %w", c.BindAddress, c.SecurePort, err)
 	}
 	srv := c.server(h2writer.Handler(h), conf)
 	s.userLimits.trackConnections(srv)

@@ -132,6 +132,9 @@ func (o *Options) ServiceIPRanges() (primary, secondary net.IPNet, err error) {
 		if err != nil {
 			return primary, secondary, fmt.Errorf("--service-cluster-ip-range %q: %w", o.ServiceClusterIPRange, err)
 		}
+		if ones, bits := n.Mask.Size(); bits-ones < 3 { // as in k8s.io/kubernetes/pkg/controlplane, ServiceIPRange
+			return primary, secondary, fmt.Errorf("--service-cluster-ip-range %q: a range must have at least 8 addresses", s)
+		}
 		switch i {
 		case 0:
 			primary = *n

@@ -76,7 +76,7 @@ func dialOptions(dial utilnet.DialFunc) []grpc.DialOption {
 
 // tlsConfig reads the files of the connection to etcd. It returns nil if no file is set.
 func (o *Options) tlsConfig() (*tls.Config, error) {
-	if o.CertFile == "" && o.CAFile == "" {
+	if o.CertFile == "" && o.KeyFile == "" && o.CAFile == "" {
 		return nil, nil
 	}
 	if o.CAFile != "" {
