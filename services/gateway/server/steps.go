@@ -11,8 +11,8 @@ import (
 	"watershed.dev/platform/telemetry"
 )
 
-// withSteps logs a slow request for a resource with its steps: the filters, and the calls of other services. Names and
-// fields are those of upstream's handlers (k8s.io/apiserver/pkg/endpoints/handlers/trace_util.go). The services log
+// withSteps logs a slow request for a resource with its steps: the filters, and the calls of other services. It has
+// the names and fields of upstream's handlers (k8s.io/apiserver/pkg/endpoints/handlers/trace_util.go). The services log
 // their slow calls with the same audit ID.
 func withSteps(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
