@@ -152,7 +152,14 @@ func (c *controllers) programs(l *layout, show *progress) (all []*child, err err
 		if err != nil {
 			return nil, err
 		}
-		all = append(all, &child{name: spec.program, dir: l.dir, program: path, args: spec.args, logs: l.logs, show: show})
+		all = append(all, &child{
+			name:    spec.program,
+			dir:     l.dir,
+			program: path,
+			args:    spec.args,
+			logs:    l.logs,
+			show:    show,
+		})
 	}
 	return all, nil
 }
