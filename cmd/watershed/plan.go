@@ -223,6 +223,9 @@ func (s *splitRun) planStores(nextAddress func() string,
 		}
 		return own
 	}
+	flags := pflag.NewFlagSet("logs", pflag.ContinueOnError)
+	new(telemetry.Options).AddLogFlags(flags)
+	logs := s.fromCommandLine(flags)
 	members, routes := peers("etcd"), peers("nats")
 	var initial []string
 	for n, m := range members {
@@ -240,7 +243,7 @@ func (s *splitRun) planStores(nextAddress func() string,
 			})
 		}
 		settings["data-dir"] = filepath.Join(s.dir, dir)
-		if err := add("etcd", n, metrics+"/metrics", merge(s.identitySettings("etcd"), settings)); err != nil {
+		if err := add("etcd", n, metrics+"/metrics", merge(s.identitySettings("etcd"), logs, settings)); err != nil {
 			return err
 		}
 	}
@@ -255,7 +258,7 @@ func (s *splitRun) planStores(nextAddress func() string,
 			})
 		}
 		settings["data-dir"] = filepath.Join(s.dir, dir)
-		if err := add("nats", n, "", merge(s.identitySettings("nats"), settings)); err != nil {
+		if err := add("nats", n, "", merge(s.identitySettings("nats"), logs, settings)); err != nil {
 			return err
 		}
 	}

@@ -227,7 +227,8 @@ func TestSplitHandsFlagsOn(t *testing.T) {
 		"--service-account-issuer=https://a", "--service-account-issuer=https://b", "--watch-ring-bytes=65536",
 		"--enable-admission-plugins=NodeRestriction", "--event-ttl=2h", "--tls-sni-cert-key=/a.crt,/a.key",
 		"--tls-sni-cert-key=/b.crt,/b.key:b.example", "--oidc-issuer-url=https://i", "--oidc-client-id=c",
-		"--oidc-required-claim=a=b,c", "--oidc-required-claim=d=e", "--tracing-sampling-ratio=0.5") {
+		"--oidc-required-claim=a=b,c", "--oidc-required-claim=d=e", "--tracing-sampling-ratio=0.5",
+		"--logging-format=json") {
 		settings[p.set] = settingsIn(t, p.config)
 	}
 	for _, want := range []struct{ service, name, value string }{
@@ -241,6 +242,9 @@ func TestSplitHandsFlagsOn(t *testing.T) {
 		{"registry", "event-ttl", "2h0m0s"},
 		{"xds", "tracing-sampling-ratio", "0.5"},
 		{"gateway", "v", "2"},
+		{"etcd", "v", "2"},
+		{"etcd", "logging-format", "json"},
+		{"nats", "logging-format", "json"},
 		{"gateway", "tls-sni-cert-key", "[/a.crt,/a.key /b.crt,/b.key:b.example]"},
 		{"authn", "oidc-required-claim", "[a=b,c d=e]"},
 	} {

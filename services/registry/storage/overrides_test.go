@@ -57,7 +57,8 @@ func TestValidateServers(t *testing.T) {
 		":::bad": false, "ftp://etcd": false, "": false, " ": false, "etcd": false, "http://": false, "http//etcd:1": false,
 	} {
 		err := (&storage.Options{Servers: []string{server}}).Validate()
-		if valid != (err == nil) || err != nil && !strings.HasPrefix(err.Error(), fmt.Sprintf("--etcd-servers %q: ", server)) {
+		named := err != nil && strings.HasPrefix(err.Error(), fmt.Sprintf("--etcd-servers %q: ", server))
+		if valid != (err == nil) || !valid && !named {
 			t.Errorf("%q: %v", server, err)
 		}
 	}
