@@ -99,7 +99,7 @@ func (b *watchBroadcast) leave(r *receiver) events.Position {
 		b.idleTimer = time.AfterFunc(idleTimeout, b.closeIdle)
 	}
 	if r.watch != nil {
-		r.watch.usage.add(b.sentTo(r) - r.start)
+		b.count(r)
 	}
 	r.stream, r.watch = nil, nil // the limiter or the connection may hold the receiver for much longer
 	left := b.Leave(&r.Receiver)

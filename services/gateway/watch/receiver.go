@@ -25,7 +25,7 @@ type receiver struct {
 	limiter *limiter
 	// stream is set if other goroutines may write to the client.
 	stream *h2writer.Stream
-	// start is sentTo when the receiver joined.
+	// start is sentTo when the receiver joined, or when its usage last counted it.
 	start int64
 	// watch is the client's. Its wake makes its goroutine call next.
 	watch *clientWatch

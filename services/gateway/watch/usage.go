@@ -11,13 +11,16 @@ import (
 )
 
 // Usages counts the open watches and their bytes by user and resource. It has an entry for each user and resource with
-// an open watch. The delivery of events does not use it: Snapshot computes the bytes from the positions of receivers.
+// an open watch, and for two windows after the last watch has left. The delivery of events does not use it: Snapshot
+// computes the bytes from the positions of receivers.
 type Usages struct {
 	// Hubs are the hubs with these watches. Set it before the first watch.
 	Hubs []*Hub
 
 	mu      sync.Mutex
 	entries map[usageKey]*usage
+	// closed is the number of entries without an open watch, at most maxClosed.
+	closed int
 
 	// snapshot guards the fields below, and scan and windows of the entries. It is locked before every other lock.
 	snapshot sync.Mutex
@@ -30,9 +33,9 @@ type usageKey struct{ user, group, resource string }
 type usage struct {
 	parent *Usages
 	key    usageKey
-	// open is the number of open watches. parent.mu guards it.
-	open int
-	// bytes has the bytes of unsynced watches, and of receivers that have left.
+	// open is the number of open watches, and passed the number of windows since it became 0. parent.mu guards them.
+	open, passed int
+	// bytes never decreases. The bytes of a receiver since receiver.start are not in it.
 	bytes atomic.Int64
 
 	// windows has the bytes at parent.windows.
@@ -42,9 +45,9 @@ type usage struct {
 
 // scan is the state of the receivers of a usage in a snapshot.
 type scan struct {
-	synced        int
-	behind, bytes int64
-	replicas      []string
+	synced   int
+	behind   int64
+	replicas []string
 }
 
 // join adds a watch, until leave.
@@ -62,8 +65,11 @@ func (u *Usages) join(r *Request) *usage {
 			u.entries = map[usageKey]*usage{}
 		}
 		u.entries[key] = e
+	} else if e.open == 0 {
+		u.closed--
 	}
 	e.open++
+	e.passed = 0
 	return e
 }
 
@@ -71,10 +77,15 @@ func (e *usage) leave() {
 	if e == nil {
 		return
 	}
-	e.parent.mu.Lock()
-	defer e.parent.mu.Unlock()
-	if e.open--; e.open == 0 {
-		delete(e.parent.entries, e.key)
+	u := e.parent
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	switch e.open--; {
+	case e.open > 0:
+	case u.closed < maxClosed:
+		u.closed++
+	default:
+		delete(u.entries, e.key)
 	}
 }
 
@@ -84,7 +95,7 @@ func (e *usage) add(bytes int64) {
 	}
 }
 
-// Usage is the open watches of a user for a resource.
+// Usage is the open watches of a user for a resource, and the bytes of recent watches.
 type Usage struct {
 	User string `json:"user"`
 	// Resource is the resource and its group, such as "deployments.apps".
@@ -104,19 +115,28 @@ type Usage struct {
 const (
 	// maxReplicas bounds Usage.Replicas.
 	maxReplicas = 4
+	// maxClosed bounds Usages.closed.
+	maxClosed = 1 << 10
 	// usageWindow is the least time between two windows.
 	usageWindow = 8 * time.Second
 	// scanReceivers is the number of receivers that a snapshot reads while it holds a broadcast's lock.
 	scanReceivers = 1 << 10
 )
 
-// Snapshot returns the usages with open watches, in no order. Its time grows with the number of watches.
+// Snapshot returns the usages with open or recent watches, in no order. Its time grows with the number of watches.
 func (u *Usages) Snapshot(now time.Time) []Usage {
 	u.snapshot.Lock()
 	defer u.snapshot.Unlock()
+	window := now.Sub(u.windows[1]) >= usageWindow
 	u.mu.Lock()
 	entries, open := make([]*usage, 0, len(u.entries)), make([]int, 0, len(u.entries))
 	for _, e := range u.entries {
+		if window && e.open == 0 {
+			if e.passed++; e.passed == len(u.windows) { // this snapshot is the last with the entry
+				delete(u.entries, e.key)
+				u.closed--
+			}
+		}
 		e.scan = scan{}
 		entries, open = append(entries, e), append(open, e.open)
 	}
@@ -132,7 +152,7 @@ func (u *Usages) Snapshot(now time.Time) []Usage {
 			b.scan()
 		}
 	}
-	oldest, window := 0, now.Sub(u.windows[1]) >= usageWindow
+	oldest := 0
 	if u.windows[0].IsZero() {
 		oldest = 1
 	}
@@ -142,7 +162,7 @@ func (u *Usages) Snapshot(now time.Time) []Usage {
 	}
 	out := make([]Usage, 0, len(entries))
 	for i, e := range entries {
-		total := e.bytes.Load() + e.scan.bytes
+		total := e.bytes.Load()
 		row := Usage{
 			User:     e.key.user,
 			Resource: strings.TrimSuffix(e.key.resource+"."+e.key.group, "."),
@@ -152,7 +172,7 @@ func (u *Usages) Snapshot(now time.Time) []Usage {
 			Replicas: e.scan.replicas,
 		}
 		if elapsed := now.Sub(since); !since.IsZero() && elapsed > 0 {
-			row.BytesPerSecond = max(0, float64(total-e.windows[oldest])) / elapsed.Seconds()
+			row.BytesPerSecond = float64(total-e.windows[oldest]) / elapsed.Seconds()
 		}
 		if window {
 			e.windows[0], e.windows[1] = e.windows[1], total
@@ -175,7 +195,7 @@ func (b *watchBroadcast) scan() {
 			behind, _ := b.Backlog(&r.Receiver)
 			e.scan.synced++
 			e.scan.behind = max(e.scan.behind, behind)
-			e.scan.bytes += b.sentTo(r) - r.start
+			b.count(r)
 			if s := &e.scan; b.replica != "" && len(s.replicas) < maxReplicas && !slices.Contains(s.replicas, b.replica) {
 				s.replicas = append(s.replicas, b.replica)
 			}
@@ -185,6 +205,15 @@ func (b *watchBroadcast) scan() {
 		if last {
 			return
 		}
+	}
+}
+
+// count adds the receiver's bytes since receiver.start to its usage. sentTo is an estimate while events wait, so it may
+// decrease. The lock is held.
+func (b *watchBroadcast) count(r *receiver) {
+	if sent := b.sentTo(r); sent > r.start {
+		r.watch.usage.add(sent - r.start)
+		r.start = sent
 	}
 }
 

@@ -2,6 +2,7 @@ package watch
 
 import (
 	"context"
+	"fmt"
 	"net"
 	"reflect"
 	"slices"
@@ -10,6 +11,8 @@ import (
 	"time"
 
 	"google.golang.org/grpc/peer"
+
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
 // Context has the address of a replica.
@@ -18,7 +21,7 @@ func (c *tierCall) Context() context.Context {
 }
 
 // Usages count watches and bytes by user, also of users that share a broadcast. They include the events that wait for a
-// slow client. A user without watches has no entry.
+// slow client. A user without recent watches has no entry.
 func TestUsages(t *testing.T) {
 	up := newTier()
 	up.write(6)
@@ -68,7 +71,80 @@ func TestUsages(t *testing.T) {
 	<-a.done
 	c.cancel()
 	<-c.done
-	if all := snapshot(30 * time.Second); len(all) != 0 || len(usages.entries) != 0 {
+	for i, last := range []bool{false, true} { // the rates are of the last two windows
+		all := snapshot(time.Duration(30+10*i) * time.Second)
+		if len(all) != 2 || all[0].Watches+all[1].Watches != 0 || (len(usages.entries) == 0) != last {
+			t.Errorf("%+v", all)
+		}
+	}
+	if all := snapshot(50 * time.Second); len(all) != 0 || usages.closed != 0 {
+		t.Errorf("%d entries, %+v", usages.closed, all)
+	}
+}
+
+// A client that ends its watch before each snapshot remains in the map, with its bytes. The number of such entries is
+// bounded.
+func TestUsagesOfEndedWatches(t *testing.T) {
+	usages, now := &Usages{}, time.Now()
+	request := &Request{User: "alice", WatchRequest: &watchfanoutv1.WatchRequest{}}
+	for i := range 5 {
+		e := usages.join(request)
+		e.add(1000)
+		e.leave()
+		all := usages.Snapshot(now.Add(time.Duration(10*i) * time.Second))
+		if len(all) != 1 || all[0].Watches != 0 || i > 0 && all[0].BytesPerSecond != 100 {
+			t.Errorf("%+v", all)
+		}
+	}
+	var open []*usage
+	for i := range 2 * maxClosed {
+		request.User = fmt.Sprint(i)
+		open = append(open, usages.join(request))
+	}
+	for _, e := range open {
+		e.leave()
+	}
+	if len(usages.entries) != maxClosed || usages.closed != maxClosed {
+		t.Errorf("%d entries, %d without watches", len(usages.entries), usages.closed)
+	}
+	request.User = "0"
+	usages.join(request)
+	if usages.closed != maxClosed-1 {
+		t.Errorf("%d entries without watches", usages.closed)
+	}
+}
+
+// A receiver that leaves during a snapshot is counted once, so that the next rate is right.
+func TestAReceiverLeavesDuringASnapshot(t *testing.T) {
+	up := newTier()
+	up.write(6)
+	h, last := hub(up), hub(up)
+	usages, now := &Usages{Hubs: []*Hub{h, last}}, time.Now()
+	h.Usages = usages
+	a, b := h.watch(t, nil), h.watch(t, nil)
+	for _, c := range []*client{a, b} {
+		c.expect(t, "e6 ")
+	}
+	h.waitForReceivers(t, 2)
+	up.write(7)
+	for _, c := range []*client{a, b} {
+		c.expect(t, "e6 e7 ")
+	}
+	last.mu.Lock() // the snapshot waits here after it has scanned the receivers
+	snapshot := make(chan struct{})
+	go func() { defer close(snapshot); usages.Snapshot(now) }()
+	waitFor(t, "the receivers are not scanned", func() bool {
+		usages.mu.Lock()
+		defer usages.mu.Unlock()
+		return usages.entries[usageKey{resource: "pods"}].bytes.Load() == 12
+	})
+	a.cancel()
+	<-a.done
+	last.mu.Unlock()
+	<-snapshot
+	up.write(8)
+	b.expect(t, "e6 e7 e8 ")
+	if all := usages.Snapshot(now.Add(10 * time.Second)); len(all) != 1 || all[0].BytesPerSecond != .3 {
 		t.Errorf("%+v", all)
 	}
 }
