@@ -46,15 +46,11 @@ type Gateway struct {
 	Slow []routing.SlowRequest `json:"slow,omitempty"`
 }
 
-// NewGateway returns the state of a gateway with these usages. It shortens the names of users.
+// NewGateway returns the state of a gateway with these usages.
 func NewGateway(all []watch.Usage, slow []routing.SlowRequest) *Gateway {
 	g := &Gateway{Watches: all, Usages: len(all), Slow: slow}
 	for i := range all {
 		g.Open += all[i].Watches
-		all[i].User = shorten(all[i].User)
-	}
-	for i := range slow {
-		slow[i].User = shorten(slow[i].User)
 	}
 	slices.SortFunc(all, func(a, b watch.Usage) int { return compareUsages("", &a, &b) })
 	return g
@@ -181,7 +177,7 @@ func (l *layout) Link(path string, refresh int) string {
 func keep(to, from url.Values, names ...string) {
 	for _, name := range names {
 		if v := from.Get(name); v != "" {
-			to.Set(name, shorten(v))
+			to.Set(name, watch.ShortName(v))
 		}
 	}
 }

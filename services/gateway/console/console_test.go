@@ -113,7 +113,7 @@ func TestPages(t *testing.T) {
 func TestManyWatches(t *testing.T) {
 	var watches []watch.Usage
 	for i := range 10000 {
-		watches = append(watches, watch.Usage{User: fmt.Sprint("user-", i, strings.Repeat("é", 1000)), Resource: "pods",
+		watches = append(watches, watch.Usage{User: fmt.Sprint("user-", i, strings.Repeat("é", 60)), Resource: "pods",
 			Watches: 2, BytesPerSecond: float64(i)})
 	}
 	all := testCluster(watches)

@@ -177,7 +177,7 @@ func compareUsages(order string, a, b *watch.Usage) int {
 // that contain the text.
 func watchesView(_ *Console, req *http.Request, all *Cluster) (any, error) {
 	query := req.URL.Query()
-	order, text := "rate", shorten(query.Get("q"))
+	order, text := "rate", watch.ShortName(query.Get("q"))
 	shownColumns := slices.Clone(columns)
 	for i := range shownColumns {
 		if c := &shownColumns[i]; c.Order != "" {
@@ -212,17 +212,6 @@ func watchesView(_ *Console, req *http.Request, all *Cluster) (any, error) {
 	shown := rows[:min(len(rows), maxRows)]
 	return map[string]any{"Rows": shown, "More": len(rows) - len(shown), "Unlisted": unlisted, "Open": open,
 		"Top": top, "Order": order, "Text": text, "Columns": shownColumns}, nil
-}
-
-// maxText bounds a text that a client chose, in bytes.
-const maxText = 128
-
-// shorten returns a text of at most maxText bytes.
-func shorten(text string) string {
-	if len(text) > maxText {
-		text = text[:maxText] + "…"
-	}
-	return strings.ToValidUTF8(text, "\uFFFD")
 }
 
 // requestRow is a row of the slow requests.

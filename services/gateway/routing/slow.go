@@ -2,20 +2,25 @@ package routing
 
 import (
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"time"
 
 	"go.opentelemetry.io/otel/trace"
 	"k8s.io/apiserver/pkg/endpoints/request"
+
+	"watershed.dev/services/gateway/watch"
 )
 
 const (
 	// SlowThreshold is the least duration of a slow request. kube-apiserver logs the steps of such a request.
 	SlowThreshold = 500 * time.Millisecond
-	// maxSlow bounds the slow requests that a gateway holds, and maxSlowText each of their texts in bytes.
-	maxSlow     = 64
-	maxSlowText = 256
+	// maxSlow bounds the slow requests that a gateway holds, and maxSlowOfUser those of a user: a client can make its
+	// requests slow. maxSlowResource bounds the name of a resource in bytes.
+	maxSlow         = 64
+	maxSlowOfUser   = 8
+	maxSlowResource = 256
 )
 
 // SlowRequest is a request for a resource that took SlowThreshold or longer. It has no name, namespace or query,
@@ -54,18 +59,25 @@ func (s *SlowRequests) add(req *http.Request, info *request.RequestInfo, code in
 		r.Resource += "/" + info.Subresource
 	}
 	if u, ok := request.UserFrom(req.Context()); ok {
-		r.User = u.GetName()
+		r.User = strings.Clone(watch.ShortName(u.GetName()))
 	}
 	if span := trace.SpanContextFromContext(req.Context()); span.IsSampled() {
 		r.Trace = span.TraceID().String()
 	}
-	for _, text := range []*string{&r.User, &r.Resource} { // a copy releases the request
-		*text = strings.Clone((*text)[:min(len(*text), maxSlowText)])
-	}
+	r.Resource = strings.Clone(r.Resource[:min(len(r.Resource), maxSlowResource)]) // a copy releases the request
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if len(s.newest) == maxSlow {
-		s.newest = append(s.newest[:0], s.newest[1:]...)
+	ofUser, oldest := 0, 0 // oldest is the index of the user's oldest request
+	for i, other := range slices.Backward(s.newest) {
+		if other.User == r.User {
+			ofUser, oldest = ofUser+1, i
+		}
+	}
+	switch {
+	case ofUser == maxSlowOfUser:
+		s.newest = slices.Delete(s.newest, oldest, oldest+1)
+	case len(s.newest) == maxSlow:
+		s.newest = slices.Delete(s.newest, 0, 1)
 	}
 	s.newest = append(s.newest, r)
 }

@@ -28,7 +28,7 @@ func TestSlowRequestsAreBounded(t *testing.T) {
 			Name: "hidden", Namespace: "hidden"}, http.StatusOK, time.Second)
 	}
 	all := s.Newest(1000)
-	if len(all) != maxSlow || len(all[0].User) != maxSlowText || !strings.HasPrefix(all[0].User, "191x") ||
+	if len(all) != maxSlow || len(all[0].User) > 256 || !strings.HasPrefix(all[0].User, "191x") ||
 		!strings.HasPrefix(all[1].User, "190x") || len(s.Newest(2)) != 2 {
 		t.Fatalf("%d requests: %.500v", len(all), all)
 	}
@@ -36,5 +36,23 @@ func TestSlowRequestsAreBounded(t *testing.T) {
 	if got := fmt.Sprint(all[0]); strings.Contains(got, "hidden") || all[0].Trace != trace1.String() ||
 		all[0].Resource != "deployments.apps/scale" {
 		t.Errorf("%s", got)
+	}
+}
+
+// A user with many slow requests replaces its own requests, and not the requests of other users.
+func TestSlowRequestsOfAUser(t *testing.T) {
+	s := &SlowRequests{}
+	add := func(name string, code int) {
+		ctx := request.WithUser(t.Context(), &user.DefaultInfo{Name: name})
+		s.add((&http.Request{}).WithContext(ctx), &request.RequestInfo{}, code, time.Second)
+	}
+	add("alice", 1)
+	for code := range 3 * maxSlow {
+		add("mallory", code)
+	}
+	all := s.Newest(maxSlow)
+	if len(all) != maxSlowOfUser+1 || all[0].Code != 3*maxSlow-1 || all[maxSlowOfUser-1].Code != 3*maxSlow-maxSlowOfUser ||
+		all[maxSlowOfUser].User != "alice" {
+		t.Errorf("%+v", all)
 	}
 }

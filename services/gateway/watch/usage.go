@@ -55,7 +55,7 @@ func (u *Usages) join(r *Request) *usage {
 	if u == nil {
 		return nil
 	}
-	key := usageKey{r.User, r.Query.GetResource().GetGroup(), r.Query.GetResource().GetResource()}
+	key := usageKey{ShortName(r.User), r.Query.GetResource().GetGroup(), r.Query.GetResource().GetResource()}
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	e := u.entries[key]
@@ -93,6 +93,22 @@ func (e *usage) add(bytes int64) {
 	if e != nil {
 		e.bytes.Add(bytes)
 	}
+}
+
+const (
+	// maxName bounds a name, in bytes. nameHead is longer than the namespace of a service account's name, and the rest
+	// is the tail.
+	maxName  = 128
+	nameHead = 90
+)
+
+// ShortName returns a text that a client chose, such as a user's name. If it has more than 128 bytes, it has only its
+// head and its tail, because a tenant chooses the end of the name of a service account.
+func ShortName(text string) string {
+	if len(text) > maxName {
+		text = text[:nameHead] + "…" + text[len(text)-(maxName-nameHead):]
+	}
+	return strings.ToValidUTF8(text, "\uFFFD")
 }
 
 // Usage is the open watches of a user for a resource, and the bytes of recent watches.

@@ -148,3 +148,25 @@ func TestAReceiverLeavesDuringASnapshot(t *testing.T) {
 		t.Errorf("%+v", all)
 	}
 }
+
+// Two long names of service accounts differ in their namespaces or in their tails.
+func TestShortNames(t *testing.T) {
+	account := func(namespace, tail string) string {
+		namespace = strings.Repeat("n", 62) + namespace
+		return ShortName("system:serviceaccount:" + namespace + ":" + strings.Repeat("x", 252) + tail)
+	}
+	if a := account("1", "1"); a == account("2", "1") || a == account("1", "2") || len(a) != maxName+len("…") {
+		t.Error(a)
+	}
+	longest := strings.Repeat("x", maxName)
+	for text, want := range map[string]string{"alice": "alice", "a\xffb": "a\uFFFDb", longest: longest} {
+		if got := ShortName(text); got != want {
+			t.Errorf("%q: %q", text, got)
+		}
+	}
+	usages := &Usages{}
+	usages.join(&Request{User: strings.Repeat("x", 1<<20), WatchRequest: &watchfanoutv1.WatchRequest{}})
+	if all := usages.Snapshot(time.Now()); len(all[0].User) > 2*maxName {
+		t.Errorf("%d bytes", len(all[0].User))
+	}
+}
