@@ -30,6 +30,13 @@ const (
 	reportsTimeout = 2 * time.Second
 )
 
+// heartbeatReport is the report in a heartbeat. Console is the state for the consoles of other gateways. It names users,
+// so it is not in States: clients with the permission to get metrics receive Report, also from older gateways.
+type heartbeatReport struct {
+	*process.Report
+	Console json.RawMessage `json:"console,omitempty"`
+}
+
 // report returns the report of this gateway's process.
 func (g *Service) report(ctx context.Context) *process.Report {
 	r := g.deps.Report(ctx)
@@ -41,7 +48,7 @@ func (g *Service) report(ctx context.Context) *process.Report {
 // too large with them.
 func (g *Service) encodeReport(ctx context.Context) (data []byte) {
 	defer recovery.ToError("reporting the process", new(error))
-	r := g.report(ctx)
+	r := heartbeatReport{Report: g.report(ctx)}
 	for service, state := range r.States {
 		if len(state) > maxReportState {
 			delete(r.States, service)
@@ -52,13 +59,13 @@ func (g *Service) encodeReport(ctx context.Context) (data []byte) {
 		if err != nil {
 			slog.Warn("The heartbeat has no state for consoles", "error", err)
 		} else {
-			r.States[consoleState] = state
+			r.Console = state
 		}
 	}
-	data, err := json.Marshal(r)
+	data, err := console.Marshal(r)
 	if len(data) > maxReport {
 		r.Certificates, r.Flags = nil, nil
-		data, err = json.Marshal(r)
+		data, err = console.Marshal(r)
 	}
 	if err != nil {
 		slog.Warn("The heartbeat has no report", "error", err)
@@ -83,10 +90,6 @@ func (g *Service) withReports(metrics http.Handler) http.Handler {
 	})
 }
 
-// consoleState is the name of the state for consoles in a heartbeat's report. It names users, so that only consoles
-// show it: reports at /metrics are without it.
-const consoleState = "console"
-
 // consoleState returns this gateway's state for consoles, with at most n slow requests.
 func (g *Service) consoleState(n int) *console.Gateway {
 	return console.NewGateway(g.usages.Snapshot(time.Now()), g.slow.Newest(n))
@@ -107,40 +110,38 @@ func (g *Service) consoleCluster(ctx context.Context) (*console.Cluster, error) 
 // share a reading.
 func (g *Service) readCluster(ctx context.Context) (*console.Cluster, error) {
 	return g.sharedReports.Get(ctx, "", func(ctx context.Context) (*console.Cluster, error) {
-		all := &console.Cluster{Reports: g.reports(ctx)}
-		for _, r := range all.Reports[1:] {
-			other := &console.Gateway{}
-			if r.State(consoleState, other) {
-				other.Name = r.Name()
-				all.Gateways = append(all.Gateways, other)
-			}
-			delete(r.States, consoleState)
-		}
-		return all, nil
+		return g.reports(ctx), nil
 	})
 }
 
-// reports returns the reports of this process, of the processes of the other services, and of the other gateways.
-func (g *Service) reports(ctx context.Context) []*process.Report {
-	var others []*process.Report
+// reports returns the reports of this process, of the processes of the other services, and of the other gateways, and
+// the states of the other gateways.
+func (g *Service) reports(ctx context.Context) *console.Cluster {
+	var others []heartbeatReport
 	read := make(chan struct{})
 	go func() {
 		defer close(read)
 		defer recovery.ToError("reading the reports of gateways", new(error))
 		others = g.otherGateways(ctx)
 	}()
-	all := append([]*process.Report{g.report(ctx)}, g.deps.Reports(ctx)...)
+	all := &console.Cluster{Reports: append([]*process.Report{g.report(ctx)}, g.deps.Reports(ctx)...)}
 	<-read
 	for _, r := range others {
-		if r.ID != all[0].ID {
-			all = append(all, r)
+		if r.ID == all.Reports[0].ID {
+			continue
+		}
+		all.Reports = append(all.Reports, r.Report)
+		other := &console.Gateway{}
+		if r.Console != nil && json.Unmarshal(r.Console, other) == nil {
+			other.Name = r.Name()
+			all.Gateways = append(all.Gateways, other)
 		}
 	}
 	return all
 }
 
 // otherGateways returns the reports of the gateways' last heartbeats. If registry does not respond, there are none.
-func (g *Service) otherGateways(ctx context.Context) (all []*process.Report) {
+func (g *Service) otherGateways(ctx context.Context) (all []heartbeatReport) {
 	ctx, cancel := context.WithTimeout(ctx, reportsTimeout)
 	defer cancel()
 	resp, err := g.deps.Discovery.GatewayReports(ctx, &registryv1.GatewayReportsRequest{})
@@ -153,7 +154,9 @@ func (g *Service) otherGateways(ctx context.Context) (all []*process.Report) {
 		if time.Since(received) > maxReportAge {
 			continue
 		}
-		if r, err := process.DecodeReport(kept.Report, received.Add(-heartbeatTimeout), received); err == nil {
+		r := heartbeatReport{Report: &process.Report{}}
+		if err := json.Unmarshal(kept.Report, &r); err == nil {
+			r.CompareClock(received.Add(-heartbeatTimeout), received)
 			all = append(all, r)
 		}
 	}

@@ -54,7 +54,7 @@ func TestReportsOfAllProcesses(t *testing.T) {
 		Reports: func(context.Context) []*process.Report { return []*process.Report{{ID: "authn"}} },
 	}}
 	ids := func() (all []string) {
-		for _, r := range g.reports(t.Context()) {
+		for _, r := range g.reports(t.Context()).Reports {
 			all = append(all, r.ID)
 			if r.ID == "other" && (r.SkewSeconds < 59 || r.SkewSeconds > 60) {
 				t.Errorf("the clock of the other gateway differs by %v s", r.SkewSeconds)
@@ -138,8 +138,8 @@ func TestConsolesOfOtherGateways(t *testing.T) {
 		},
 		Reports: func(context.Context) []*process.Report { return nil },
 	}}
-	other := &process.Report{ID: "other", Host: "other", States: map[string]json.RawMessage{
-		consoleState: json.RawMessage(`{"open":7,"usages":1,"watches":[{"user":"alice"}]}`)}}
+	other := heartbeatReport{&process.Report{ID: "other", Host: "other"},
+		json.RawMessage(`{"open":7,"usages":1,"watches":[{"user":"alice"}]}`)}
 	data, err := json.Marshal(other)
 	if err != nil {
 		t.Fatal(err)
@@ -156,8 +156,27 @@ func TestConsolesOfOtherGateways(t *testing.T) {
 		strings.Contains(body, "alice") {
 		t.Errorf("%d %s", w.Code, body)
 	}
-	own := &process.Report{}
-	if err := json.Unmarshal(g.encodeReport(t.Context()), own); err != nil || own.States[consoleState] == nil {
+	own := heartbeatReport{}
+	if err := json.Unmarshal(g.encodeReport(t.Context()), &own); err != nil || own.Console == nil {
 		t.Errorf("%+v, %v", own, err)
+	}
+}
+
+// During an upgrade, the gateways of the release before serve heartbeats of this release at /metrics. They decode
+// process.Report, so its fields have no state for consoles.
+func TestOlderGatewaysServeNoNamesOfUsers(t *testing.T) {
+	state := json.RawMessage(`{"watches":[{"user":"alice"}]}`)
+	data, err := json.Marshal(heartbeatReport{&process.Report{ID: "new"}, state})
+	if err != nil || !strings.Contains(string(data), "alice") {
+		t.Fatalf("%s, %v", data, err)
+	}
+	older, err := process.DecodeReport(data, time.Now(), time.Now())
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := httptest.NewRecorder()
+	process.WriteReports(w, older)
+	if body := w.Body.String(); !strings.Contains(body, `"new"`) || strings.Contains(body, "alice") {
+		t.Error(body)
 	}
 }

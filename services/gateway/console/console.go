@@ -56,18 +56,41 @@ func NewGateway(all []watch.Usage, slow []routing.SlowRequest) *Gateway {
 	return g
 }
 
-// Encode returns the state as JSON, with as many usages as fit into a number of bytes.
-func (g Gateway) Encode(limit int) (json.RawMessage, error) {
-	for {
-		data, err := json.Marshal(g)
-		if err != nil || len(data) <= limit {
-			return data, err
-		}
-		if len(g.Watches) == 0 {
-			return nil, fmt.Errorf("%d bytes: more than %d", len(data), limit)
-		}
-		g.Watches = g.Watches[:len(g.Watches)*limit/(len(data)+1)]
+// maxSlowBytes bounds the slow requests of an encoded state, in bytes.
+const maxSlowBytes = 4 << 10
+
+// Encode returns the state as JSON of at most limit bytes, with as many slow requests and usages as fit.
+func (g Gateway) Encode(limit int) ([]byte, error) {
+	g.Slow = fit(g.Slow, maxSlowBytes)
+	all := g.Watches
+	g.Watches = nil
+	data, err := Marshal(g)
+	if err != nil {
+		return nil, err
 	}
+	g.Watches = fit(all, limit-len(data)-len(`,"watches":`))
+	return Marshal(g)
+}
+
+// fit returns the first rows whose JSON fits into limit bytes.
+func fit[T any](rows []T, limit int) []T {
+	size := len("[]")
+	for i := range rows {
+		data, err := Marshal(rows[i])
+		if size += len(data) + len(","); err != nil || size > limit {
+			return rows[:i]
+		}
+	}
+	return rows
+}
+
+// Marshal returns v as JSON. Unlike json.Marshal, it does not write <, > and & with 6 bytes each.
+func Marshal(v any) ([]byte, error) {
+	var out bytes.Buffer
+	e := json.NewEncoder(&out)
+	e.SetEscapeHTML(false)
+	err := e.Encode(v)
+	return bytes.TrimSuffix(out.Bytes(), []byte("\n")), err
 }
 
 // Cluster is a running Watershed.

@@ -132,9 +132,35 @@ func TestManyWatches(t *testing.T) {
 	if len(g.Watches) < 20 || g.Watches[0].BytesPerSecond != 9999 || g.Usages != 10000 || g.Open != 20000 {
 		t.Errorf("%d of %d usages of %d watches", len(g.Watches), g.Usages, g.Open)
 	}
+	if text := string(data); !strings.Contains(text, hostile[1:]) {
+		t.Errorf("%s lacks the slow request", text)
+	}
 	all.Gateways = append(all.Gateways, g)
 	if body := get(t, c, "/watershed/watches"); !strings.Contains(body, fmt.Sprint("omit ", 10000-len(g.Watches))) {
 		t.Error("the page does not state the number of omitted watches")
+	}
+}
+
+// Names of characters that json.Marshal escapes have the space of other names. The slow requests leave two thirds of a
+// heartbeat to the watches.
+func TestNamesOfEscapedCharacters(t *testing.T) {
+	state := func(name string) *Gateway {
+		var watches []watch.Usage
+		var slow []routing.SlowRequest
+		for range 1000 {
+			watches = append(watches, watch.Usage{User: name})
+			slow = append(slow, routing.SlowRequest{User: name, Resource: strings.Repeat("\x01", 256)})
+		}
+		data, err := NewGateway(watches, slow).Encode(3 * maxSlowBytes)
+		g := &Gateway{}
+		if err != nil || len(data) > 3*maxSlowBytes || json.Unmarshal(data, g) != nil {
+			t.Fatalf("%d bytes, %v", len(data), err)
+		}
+		return g
+	}
+	escaped, plain := state(strings.Repeat("<", 128)), state(strings.Repeat("x", 128))
+	if n := len(escaped.Watches); n < 40 || n != len(plain.Watches) || len(escaped.Slow) != 2 || escaped.Usages != 1000 {
+		t.Errorf("%d watches, not %d, and %d slow requests", n, len(plain.Watches), len(escaped.Slow))
 	}
 }
 
