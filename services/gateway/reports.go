@@ -30,8 +30,8 @@ const (
 	reportsTimeout = 2 * time.Second
 )
 
-// heartbeatReport is the report in a heartbeat. Console is the state for the consoles of other gateways. It names users,
-// so it is not in States: clients with the permission to get metrics receive Report, also from older gateways.
+// heartbeatReport is the report in a heartbeat. Console is the state for the consoles of other gateways. It names
+// users, so it is not in States: clients with the permission to get metrics receive Report, also from older gateways.
 type heartbeatReport struct {
 	*process.Report
 	Console json.RawMessage `json:"console,omitempty"`

@@ -16,6 +16,7 @@ import (
 	"html/template"
 	"net/http"
 	"net/url"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -99,6 +100,19 @@ type Cluster struct {
 	Reports []*process.Report
 	// Gateways are the states of the gateways. The first is this gateway's.
 	Gateways []*Gateway
+}
+
+// socketDirectory matches the directory in the address of a Unix socket, also in the error of a call.
+var socketDirectory = regexp.MustCompile(`unix([: ])/([\w./+@=~-]*/)?`)
+
+// withoutDirectories returns a copy whose reports name Unix sockets without their directories.
+func (all *Cluster) withoutDirectories() (*Cluster, error) {
+	data, err := Marshal(all.Reports)
+	if err != nil {
+		return nil, err
+	}
+	shown := &Cluster{Gateways: all.Gateways}
+	return shown, json.Unmarshal(socketDirectory.ReplaceAll(data, []byte("unix$1")), &shown.Reports)
 }
 
 // Console serves the pages.
@@ -240,7 +254,11 @@ func (c *Console) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 
 func (c *Console) write(out *bytes.Buffer, p *page, req *http.Request) error {
 	all, err := c.cluster.get(req.Context(), func(ctx context.Context, _ *Cluster) (*Cluster, error) {
-		return c.Read(ctx)
+		all, err := c.Read(ctx)
+		if err != nil {
+			return nil, err
+		}
+		return all.withoutDirectories()
 	})
 	if err != nil {
 		return err

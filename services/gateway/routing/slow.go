@@ -16,8 +16,8 @@ import (
 const (
 	// SlowThreshold is the least duration of a slow request. kube-apiserver logs the steps of such a request.
 	SlowThreshold = 500 * time.Millisecond
-	// maxSlow bounds the slow requests that a gateway holds, and maxSlowOfUser those of a user: a client can make its
-	// requests slow. maxSlowResource bounds the name of a resource in bytes.
+	// maxSlow bounds the slow requests that a gateway holds, and maxSlowOfUser the slow requests of a user, because
+	// clients can make their requests slow. maxSlowResource bounds the name of a resource in bytes.
 	maxSlow         = 64
 	maxSlowOfUser   = 8
 	maxSlowResource = 256

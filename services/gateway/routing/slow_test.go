@@ -51,8 +51,8 @@ func TestSlowRequestsOfAUser(t *testing.T) {
 		add("mallory", code)
 	}
 	all := s.Newest(maxSlow)
-	if len(all) != maxSlowOfUser+1 || all[0].Code != 3*maxSlow-1 || all[maxSlowOfUser-1].Code != 3*maxSlow-maxSlowOfUser ||
-		all[maxSlowOfUser].User != "alice" {
+	if len(all) != maxSlowOfUser+1 || all[0].Code != 3*maxSlow-1 || all[maxSlowOfUser].User != "alice" ||
+		all[maxSlowOfUser-1].Code != 3*maxSlow-maxSlowOfUser {
 		t.Errorf("%+v", all)
 	}
 }

@@ -1,6 +1,7 @@
 package watch
 
 import (
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -33,7 +34,7 @@ type usageKey struct{ user, group, resource string }
 type usage struct {
 	parent *Usages
 	key    usageKey
-	// open is the number of open watches, and passed the number of windows since it became 0. parent.mu guards them.
+	// open is the number of open watches, and passed the number of windows since the last. parent.mu guards them.
 	open, passed int
 	// bytes never decreases. The bytes of a receiver since receiver.start are not in it.
 	bytes atomic.Int64
@@ -96,8 +97,8 @@ func (e *usage) add(bytes int64) {
 }
 
 const (
-	// maxName bounds a name, in bytes. nameHead is longer than the namespace of a service account's name, and the rest
-	// is the tail.
+	// maxName bounds a name in bytes. nameHead is longer than the namespace in the name of a service account. The
+	// other bytes are the tail.
 	maxName  = 128
 	nameHead = 90
 )
@@ -124,7 +125,7 @@ type Usage struct {
 	Behind int64 `json:"behind,omitempty"`
 	// BytesPerSecond is the rate of the last 10 to 20 s, or 0 before the second snapshot.
 	BytesPerSecond float64 `json:"bytesPerSecond,omitempty"`
-	// Replicas are addresses of replicas that send the events, at most maxReplicas.
+	// Replicas are addresses of replicas that send the events, at most maxReplicas. A socket has no directory.
 	Replicas []string `json:"replicas,omitempty"`
 }
 
@@ -248,7 +249,7 @@ func (b *watchBroadcast) sentBy(s *replicaStream) {
 	replica := ""
 	if p, ok := peer.FromContext(s.Context()); ok && p.Addr != nil {
 		if replica = p.Addr.String(); p.Addr.Network() == "unix" {
-			replica = "unix:" + replica // as in reports
+			replica = "unix:" + filepath.Base(replica)
 		}
 	}
 	b.mu.Lock()

@@ -17,7 +17,7 @@ import (
 
 // Context has the address of a replica.
 func (c *tierCall) Context() context.Context {
-	return peer.NewContext(c.ctx, &peer.Peer{Addr: &net.UnixAddr{Name: "/replica", Net: "unix"}})
+	return peer.NewContext(c.ctx, &peer.Peer{Addr: &net.UnixAddr{Name: "/directory/replica", Net: "unix"}})
 }
 
 // Usages count watches and bytes by user, also of users that share a broadcast. They include the events that wait for a
@@ -51,9 +51,10 @@ func TestUsages(t *testing.T) {
 	up.write(8, 9)
 	a.expect(t, "e6 e7 e8 e9 ")
 	b.expect(t, "e6 e7 e8 e9 ")
+	replicas := []string{"unix:replica"}
 	want := []Usage{
-		{User: "alice", Resource: "pods", Watches: 2, BytesPerSecond: 1.8, Replicas: []string{"unix:/replica"}},
-		{User: "bob", Resource: "pods", Watches: 1, Behind: 2, BytesPerSecond: .3, Replicas: []string{"unix:/replica"}},
+		{User: "alice", Resource: "pods", Watches: 2, BytesPerSecond: 1.8, Replicas: replicas},
+		{User: "bob", Resource: "pods", Watches: 1, Behind: 2, BytesPerSecond: .3, Replicas: replicas},
 	}
 	if all := snapshot(10 * time.Second); !reflect.DeepEqual(all, want) { // a client's event has 3 bytes
 		t.Errorf("%+v", all)
