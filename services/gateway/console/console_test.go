@@ -38,7 +38,8 @@ func testCluster(watches []watch.Usage) *Cluster {
 			report("gateway", `{}`),
 			report("registry", `{"etcds":[{"alarms":["NOSPACE"],"members":[{"endpoint":"etcd:2379","leader":true,`+
 				`"version":"3.6.0","bytes":2e6},{"endpoint":"unix:///directory/etcd.sock"}]}],`+
-				`"logs":[{"publishing":true,"revision":41,"current":1,"wanted":3,"maxBytes":1e9,"oldestSeconds":59}]}`),
+				`"logs":[{"publishing":true,"revision":41,"current":1,"wanted":3,`+
+				`"maxBytes":1e9,"oldestSeconds":59}]}`),
 			report("watchfanout", `{"ready":true,"revision":40,"behind":1,"lagMilliseconds":2.5,"bytes":5e6,`+
 				`"slowest":[{"resource":"pods","query":"secret-query","waiting":17}]}`),
 			{Address: "192.0.2.1:9", Services: []string{"authn"}, Error: hostile},
@@ -95,7 +96,7 @@ func TestPages(t *testing.T) {
 	c := &Console{Read: func(context.Context) (*Cluster, error) { return all, nil }}
 	escaped := "&#34;&gt;&lt;script&gt;"
 	for target, texts := range map[string][]string{
-		"/watershed":                     {"0 of 2 ready", "no response: " + escaped, "NOSPACE", ">unix:etcd.sock<"},
+		"/watershed":                     {"0 of 2 ready", "response: " + escaped, "NOSPACE", ">unix:etcd.sock<"},
 		"/watershed/watches":             {escaped, "<td>pods</td>", "2.5 kB", "192.0.2.7:9", "host/0"},
 		"/watershed/watches?q=pod":       {escaped, `value="pod"`, "?q=pod&amp;refresh=5"},
 		"/watershed/watches?q=" + "x%22": {"No watch matches", `value="x&#34;"`},
@@ -103,7 +104,7 @@ func TestPages(t *testing.T) {
 		"/watershed/resources":           {"need a second view", ">pods</th>"},
 		"/watershed/events?refresh=5":    {"2.5 ms", "5.0 MB", ">17</td>", `http-equiv="refresh" content="5"`},
 		"/watershed/requests":            {escaped, "1.50 s", "0102", "500ms"},
-		"/watershed/":                    {"Topology", "etcd:2379", "3.0 MB", "unix:authn-1.rpc", "authn: unix:etcd.sock"},
+		"/watershed/":                    {"Topology", "etcd:2379", "3.0 MB", ">unix:authn-1", "authn: unix:etcd.sock"},
 		"/watershed/events":              {">unix:watchfanout-1.rpc<", "unix watchfanout-1.rpc: connect"},
 	} {
 		body := get(t, c, target)

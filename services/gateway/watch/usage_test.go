@@ -4,12 +4,17 @@ import (
 	"context"
 	"fmt"
 	"net"
+	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/peer"
 
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -169,5 +174,96 @@ func TestShortNames(t *testing.T) {
 	usages.join(&Request{User: strings.Repeat("x", 1<<20), WatchRequest: &watchfanoutv1.WatchRequest{}})
 	if all := usages.Snapshot(time.Now()); len(all[0].User) > 2*maxName {
 		t.Errorf("%d bytes", len(all[0].User))
+	}
+}
+
+// replica serves a fakeTier over gRPC.
+type replica struct {
+	watchfanoutv1.UnimplementedWatchServer
+	tier  *fakeTier
+	calls atomic.Int64 // of Watches
+}
+
+func (s *replica) Watch(r *watchfanoutv1.WatchRequest, out grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
+	in, err := s.tier.Watch(out.Context(), r)
+	for err == nil {
+		var m *watchfanoutv1.WatchFrame
+		if m, err = in.Recv(); err == nil {
+			err = out.Send(m)
+		}
+	}
+	return err
+}
+
+func (s *replica) Watches(
+	out grpc.BidiStreamingServer[watchfanoutv1.WatchesRequest, watchfanoutv1.WatchFrame]) error {
+	s.calls.Add(1)
+	call, err := s.tier.Watches(out.Context())
+	if err != nil {
+		return err
+	}
+	var frames sync.WaitGroup
+	defer frames.Wait()
+	frames.Go(func() {
+		for {
+			m, err := call.Recv()
+			if err != nil || out.Send(m) != nil {
+				return
+			}
+		}
+	})
+	for {
+		r, err := out.Recv()
+		if err != nil {
+			return err
+		}
+		if err := call.Send(r); err != nil {
+			return err
+		}
+	}
+}
+
+// A usage names the replica at the other end of a call of Watches over gRPC, for each broadcast of the call.
+func TestTheReplicaOfASharedCall(t *testing.T) {
+	s := &replica{tier: newTier()}
+	s.tier.write(6)
+	l, err := net.Listen("unix", filepath.Join(t.TempDir(), "replica-1.rpc"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := grpc.NewServer()
+	watchfanoutv1.RegisterWatchServer(server, s)
+	go func() { _ = server.Serve(l) }()
+	defer server.Stop()
+	conn, err := grpc.NewClient("unix:"+l.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	h := hub(s.tier)
+	h.Client, h.Usages = watchfanoutv1.NewWatchClient(conn), &Usages{Hubs: []*Hub{h}}
+	users := []string{"alice", "bob"}
+	var clients []*client
+	for _, user := range users {
+		clients = append(clients, h.watch(t, func(r *Request) {
+			r.User, r.Query.FieldSelector = user, "metadata.name="+user
+		}))
+	}
+	for _, c := range clients {
+		c.expect(t, "e6 ")
+	}
+	h.waitForReceivers(t, len(users))
+	s.tier.write(7)
+	for _, c := range clients {
+		c.expect(t, "e6 e7 ")
+	}
+	all := h.Usages.Snapshot(time.Now())
+	for _, u := range all {
+		if !slices.Equal(u.Replicas, []string{"unix:replica-1.rpc"}) {
+			t.Errorf("%+v", u)
+		}
+	}
+	if len(all) != len(users) || s.calls.Load() != 1 {
+		t.Errorf("%d usages, %d calls", len(all), s.calls.Load())
 	}
 }
