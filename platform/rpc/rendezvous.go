@@ -132,8 +132,8 @@ func (r *rendezvous) reassign(s *longCall) {
 	}
 }
 
-// balance starts the callback of a call of each key that has several calls at a replica, and none at another replica
-// that serves the key: that replica has just come. The caller holds the lock.
+// balance moves calls to replicas that have just come. It starts the callback of a call if another replica serves its
+// key and has no call of the key, while this replica has several. The caller holds the lock.
 func (r *rendezvous) balance() {
 	moved := map[string]bool{}
 	for s := range r.longCalls {

@@ -126,7 +126,7 @@ func TestReassignment(t *testing.T) {
 	}
 }
 
-// The long calls of a key are spread over its replicas, whatever other calls are picked between them. When a replica
+// The long calls of a key are spread over its replicas, also if other calls are picked between them. When a replica
 // returns, a call moves to it.
 func TestLongCallsAreSpread(t *testing.T) {
 	r := newRendezvous()
