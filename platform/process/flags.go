@@ -160,6 +160,15 @@ func (n *network) startXDS(ctx context.Context, service string) (err error) {
 	return err
 }
 
+// metrics returns the metrics of the process and of its xDS client, if it has a client.
+func (n *network) metrics() *Metrics {
+	m := NewMetrics()
+	if n.xds != nil {
+		m.Add(n.xds.Metrics())
+	}
+	return m
+}
+
 // replicas returns the replicas of a service of other processes.
 func (n *network) replicas(service string) rpc.Replicas {
 	if n.xds == nil {

@@ -240,7 +240,7 @@ func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 		registrar = &exposedRegistrar{p, server}
 	}
 	processv1.RegisterProcessesServer(registrar, &processes{process: p})
-	metrics := NewMetrics()
+	metrics := p.network.metrics()
 	runners := []lifecycle.Runner{{Name: "debug", Run: func(ctx context.Context) error {
 		go rpc.Traffic.Run(ctx)
 		var all []*Instance

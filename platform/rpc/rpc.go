@@ -215,10 +215,8 @@ var rpcDuration = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 	Buckets: prometheus.ExponentialBuckets(0.00025, 4, 9),
 }, []string{"method", "code"})
 
-// Metrics returns this package's collectors.
-func Metrics() []prometheus.Collector {
-	return []prometheus.Collector{rpcDuration, xdsUpdates, xdsConnected}
-}
+// Metrics returns the collectors that every process has. A process with an xDS client also has XDS.Metrics.
+func Metrics() []prometheus.Collector { return []prometheus.Collector{rpcDuration} }
 
 // Server is the gRPC server of the services of a process. Clients' balancers send calls to a service only while its
 // health status is SERVING.

@@ -81,7 +81,7 @@ var (
 	}, []string{"service", "result"})
 	xdsConnected = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_xds_connected",
-		Help: "1 while connected to an xDS server that has sent endpoints.",
+		Help: "1 while connected to an xDS server that has sent endpoints. Only processes with --xds-servers have it.",
 	})
 )
 
@@ -105,6 +105,10 @@ func NewXDS(id TLS, c XDSConfig) (*XDS, error) {
 	}
 	return &XDS{config: c, conn: conn, services: map[string]*serviceState{}, subscribed: make(chan struct{}, 1)}, nil
 }
+
+// Metrics returns the collectors of the client. A process without a client has none of them, because it would report a
+// lost connection.
+func (*XDS) Metrics() []prometheus.Collector { return []prometheus.Collector{xdsUpdates, xdsConnected} }
 
 // Run receives endpoints until ctx is done.
 func (x *XDS) Run(ctx context.Context) {
