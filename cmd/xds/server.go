@@ -112,6 +112,7 @@ func (s *server) register(ctx context.Context, r grpc.ServiceRegistrar) {
 func (s *server) waitFor(service string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.empties.WithLabelValues(service) // Prometheus' increase() ignores the first value of a series
 	if len(s.replicas[service]) == 0 {
 		s.ready.Set(service, errors.New("its replicas are not known yet"))
 	}
@@ -154,6 +155,7 @@ func (s *server) publish(service string, replicas []Replica) error {
 		}
 	}
 	s.replicaCount.WithLabelValues(service).Set(float64(len(replicas)))
+	s.empties.WithLabelValues(service)
 	s.ready.Set(service, nil)
 	s.once.Do(func() { close(s.firstUpdate) })
 	slog.Info("Published replicas", "peer", service, "number", len(replicas))

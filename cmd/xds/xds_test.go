@@ -218,6 +218,16 @@ func TestClientsGoOnWithoutAServer(t *testing.T) {
 	}), w.replicas[1])
 }
 
+// The series of each service exist before the first update without a replica. The alert NoReplicas relies on it.
+func TestMetricsBeginWithEveryService(t *testing.T) {
+	s := newServer("")
+	s.waitFor("registry")
+	s.set("authz", []Replica{{Address: "192.0.2.3:1"}}) // a file is its source
+	if n := testutil.CollectAndCount(s.empties); n != 2 {
+		t.Errorf("watershed_xds_empty_total has %d series, want 2", n)
+	}
+}
+
 // A server starts with the state of the previous process, and skips invalid entries.
 func TestStateIsRestored(t *testing.T) {
 	state := filepath.Join(t.TempDir(), "state.json")

@@ -12,13 +12,13 @@ import (
 	"strings"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/spf13/pflag"
 	"k8s.io/client-go/kubernetes"
 
 	"watershed.dev/cmd/watershed/inspect"
 	"watershed.dev/platform/lifecycle"
-	"watershed.dev/platform/process"
 )
 
 // Flags are the flags of the command.
@@ -88,8 +88,9 @@ func (f *Flags) run(ctx context.Context, w io.Writer) error {
 		if err != nil {
 			return fmt.Errorf("--metrics-bind-address %q: %w", f.MetricsAddress, err)
 		}
-		metrics := process.NewMetrics()
-		metrics.Add(Metrics())
+		// It lacks watershed_build_info, by which alerts find the namespaces of Watershed: the probe is a client.
+		metrics := prometheus.NewRegistry()
+		metrics.MustRegister(Metrics()...)
 		handler := promhttp.HandlerFor(metrics, promhttp.HandlerOpts{})
 		server := &http.Server{Handler: handler, ReadHeaderTimeout: 10 * time.Second}
 		defer server.Close()

@@ -46,8 +46,15 @@ var (
 	}, []string{"operation"})
 )
 
-// Metrics returns the collectors of the package.
+// Metrics returns the collectors of the package. It creates every series, because Prometheus' increase() ignores the
+// first value of a series.
 func Metrics() []prometheus.Collector {
+	for _, result := range []string{"received", "missing", "out_of_order"} {
+		outcomes.WithLabelValues(result)
+	}
+	for _, operation := range []string{"write", "watch"} {
+		failures.WithLabelValues(operation)
+	}
 	return []prometheus.Collector{eventAge, writeLatency, outcomes, failures}
 }
 

@@ -6,6 +6,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
@@ -43,6 +45,17 @@ func TestProbeCountsFaults(t *testing.T) {
 	p.expire(0)
 	if r := p.Result(); r.Events != 2 || r.OutOfOrder != 2 || r.Missing != 1 {
 		t.Errorf("%+v", r)
+	}
+}
+
+// Every series of a counter exists before its first incident.
+func TestMetricsBeginWithEverySeries(t *testing.T) {
+	r := prometheus.NewRegistry()
+	r.MustRegister(Metrics()...)
+	for name, want := range map[string]int{"watershed_probe_events_total": 3, "watershed_probe_failures_total": 2} {
+		if got, err := testutil.GatherAndCount(r, name); err != nil || got != want {
+			t.Errorf("%s has %d series, want %d: %v", name, got, want, err)
+		}
 	}
 }
 
