@@ -87,22 +87,22 @@ const (
 var (
 	hookCalls = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "watershed_admission_webhook_calls_total",
-		Help: "Calls of admission webhooks, by endpoint and result: succeeded, failed, canceled (the client is " +
+		Help: "Calls of admission webhooks, by webhook and result: succeeded, failed, canceled (the client is " +
 			"gone), over_budget, not_called (the breaker is open).",
-	}, []string{"endpoint", "result"})
+	}, []string{"webhook", "result"})
 	hooksInFlight = prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "watershed_admission_webhook_inflight",
-		Help: "Calls of admission webhooks in progress or waiting for a slot, by endpoint.",
-	}, []string{"endpoint"})
+		Help: "Calls of admission webhooks in progress or waiting for a slot, by webhook.",
+	}, []string{"webhook"})
 	hookSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name:    "watershed_admission_webhook_seconds",
-		Help:    "Duration in seconds of calls of admission webhooks, including the wait for a slot, by endpoint.",
+		Help:    "Duration in seconds of calls of admission webhooks, including the wait for a slot, by webhook.",
 		Buckets: []float64{.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 30},
-	}, []string{"endpoint"})
+	}, []string{"webhook"})
 	breakersOpen = prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "watershed_admission_webhook_breaker_open",
-		Help: "1 while an admission webhook is not called because it has failed, by endpoint.",
-	}, []string{"endpoint"})
+		Help: "1 while an admission webhook is not called because it has failed, by webhook.",
+	}, []string{"webhook"})
 )
 
 func hookMetrics() []prometheus.Collector {
@@ -178,7 +178,7 @@ func (h *hooks) refresh() {
 
 func (h *hooks) forget(name string) {
 	delete(h.endpoints, name)
-	hookCalls.DeletePartialMatch(prometheus.Labels{"endpoint": name})
+	hookCalls.DeletePartialMatch(prometheus.Labels{"webhook": name})
 	hooksInFlight.DeleteLabelValues(name)
 	hookSeconds.DeleteLabelValues(name)
 	breakersOpen.DeleteLabelValues(name)

@@ -108,6 +108,9 @@ func text(e ast.Expr) (s string) {
 // units are the words in the help of a metric, by the end of its name.
 var units = map[string]string{"seconds": "in seconds", "bytes": "Bytes", "revision": "revision of etcd"}
 
+// targetLabels are the labels of a target of a PodMonitor. Prometheus renames a metric's label of such a name.
+var targetLabels = []string{"container", "endpoint", "instance", "job", "namespace", "pod"}
+
 // TestTheMetricsReference compares docs/operators/metrics.md with the code. -update-metrics writes it.
 func TestTheMetricsReference(t *testing.T) {
 	const begin, end = "<!-- generated -->\n", "<!-- /generated -->"
@@ -130,6 +133,11 @@ func TestTheMetricsReference(t *testing.T) {
 			count++
 			if unit := units[m.name[strings.LastIndex(m.name, "_")+1:]]; !strings.Contains(m.help, unit) {
 				t.Errorf("the help of %s does not say %q", m.name, unit)
+			}
+			for label := range strings.SplitSeq(m.labels, ", ") {
+				if slices.Contains(targetLabels, label) {
+					t.Errorf("%s has the label %s, which Prometheus overwrites: name it by its subject", m.name, label)
+				}
 			}
 			fmt.Fprintf(&out, "- `%s` (%s", m.name, m.kind)
 			if m.labels != "" {
