@@ -1,3 +1,10 @@
+# The parameters of a release: make does not expand them, and the shell reads them from the environment, in quotes.
+override export VERSION   := $(value VERSION)
+override export FROM      := $(value FROM)
+override export KEY       := $(value KEY)
+override export REGISTRY  := $(value REGISTRY)
+override export PLATFORMS := $(value PLATFORMS)
+
 # Everything is built with Go alone; what the tests compare with is built from Go modules too.
 KUBERNETES := v1.36.3
 RELEASE    := $(shell git describe --tags --always --dirty 2>/dev/null || echo development)
@@ -111,14 +118,12 @@ $(PEERS)/e2e.test: test/go.mod
 images: ## images of every binary, tar files of OCI layouts in .build/images; LOAD=docker or LOAD=containerd loads them too
 	go run ./deploy/images -tag $(TAG) -ldflags "$(LDFLAGS)" $(if $(LOAD),-load $(LOAD))
 
-PLATFORMS ?= linux/amd64,linux/arm64
-
 release: ## images, binaries, SBOMs, manifests, chart, notes and checksums in .build/release/VERSION: VERSION=v0.1.0; KEY=FILE signs them, REGISTRY=HOST/PATH names and pushes the images
-	@test -n "$(VERSION)" || { echo 'make release: VERSION is missing: add VERSION=v0.1.0'; exit 1; }
+	@test -n "$$VERSION" || { echo 'make release: VERSION is missing: add VERSION=v0.1.0'; exit 1; }
 	@go build -o .build/release-tool ./deploy/images
-	@.build/release-tool -release "$(VERSION)" -out ".build/release/$(VERSION)" -platforms "$(PLATFORMS)" \
-	  -ldflags "$(STAMP) -X watershed.dev/platform/version.release=$(VERSION)" \
-	  $(if $(KEY),-key "$(KEY)") $(if $(REGISTRY),-registry "$(REGISTRY)" -push)
+	@.build/release-tool -release "$$VERSION" -out ".build/release/$$VERSION" \
+	  -platforms "$${PLATFORMS:-linux/amd64,linux/arm64}" -key "$$KEY" \
+	  -ldflags "$(STAMP) -X watershed.dev/platform/version.release=$$VERSION" $${REGISTRY:+-registry "$$REGISTRY" -push}
 
 manifests: $(PEERS)/kubectl ## deploy/k8s/rendered and deploy/monitoring/prometheusrule.yaml, which tests compare with their sources; TAG=v0.2.0 is another tag of the images
 	@grep -rlE 'watershed.dev/[a-z]+:' deploy/k8s/base deploy/k8s/components deploy/k8s/chart/templates | xargs sed -i -E 's#(watershed.dev/[a-z]+):[0-9A-Za-z.-]+#\1:$(TAG)#'
@@ -151,7 +156,7 @@ e2e-cluster: build peers images $(addprefix $(PEERS)/,kubelet kube-proxy contain
 
 e2e-release: build $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns helm) ## the chart of .build/release/VERSION on this machine as a real node (as root): VERSION=v0.2.0 and FROM=v0.1.0, after make release of both
 	cd test && go test -count=1 -timeout 20m -v -run ReleaseOnANode ./cluster \
-	  -release $(CURDIR)/.build/release/$(VERSION) $(if $(FROM),-release-from $(CURDIR)/.build/release/$(FROM))
+	  -release "$(CURDIR)/.build/release/$$VERSION" $${FROM:+-release-from "$(CURDIR)/.build/release/$$FROM"}
 
 demo-swap: build peers $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause) ## kube-apiserver of a cluster with a real node swapped for Watershed, and back, under load (as root)
 	cd test && go test -count=1 -timeout 20m -v -run Swap ./cluster -swap $(ARGS)

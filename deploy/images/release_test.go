@@ -265,6 +265,30 @@ func TestABadReleaseFails(t *testing.T) {
 	}
 }
 
+// Neither make nor the shell runs the parameters of `make release`.
+func TestMakeReleaseRunsNoParameter(t *testing.T) {
+	if _, err := exec.LookPath("make"); err != nil {
+		t.Skip(err)
+	}
+	canary := filepath.Join(t.TempDir(), "canary")
+	for _, text := range []string{
+		`v0.1.0";touch ` + canary + `;:"`, `v0.1.0$(shell touch ` + canary + `)`, "v0.1.0$(touch " + canary + ")",
+		"v0.1.0`touch " + canary + "`", `v0.1.0';touch ` + canary + `;:'`,
+	} {
+		args := []string{"-C", filepath.Join("..", ".."), "-s", "release"}
+		for _, name := range []string{"VERSION", "KEY", "REGISTRY", "PLATFORMS"} {
+			args = append(args, name+"="+text)
+		}
+		out, err := exec.Command("make", args...).CombinedOutput()
+		if err == nil || !strings.Contains(string(out), "images: -platforms ") {
+			t.Errorf("%s: %v: %s", text, err, out)
+		}
+		if _, err := os.Stat(canary); err == nil {
+			t.Fatalf("%s ran", text)
+		}
+	}
+}
+
 // Every image of the project in the manifests is built, and has a digest in the files of a release.
 func TestManifestsNameImagesByDigest(t *testing.T) {
 	t.Chdir(filepath.Join("..", ".."))
