@@ -14,6 +14,7 @@ import (
 	"maps"
 	"net/http"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -110,7 +111,12 @@ func (o *options) runRelease() error {
 			return err
 		}
 	}
-	files, err := o.manifests(images)
+	// The work tree may have ignored files. Only files of the commit belong to a release.
+	tree := filepath.Join(work, "tree") + "/"
+	if out, err := exec.Command("git", "checkout-index", "--all", "--prefix="+tree).CombinedOutput(); err != nil {
+		return fmt.Errorf("git checkout-index: %w: %s", err, out)
+	}
+	files, err := o.manifests(filepath.Join(tree, "deploy"), images)
 	if err != nil {
 		return err
 	}
@@ -147,13 +153,13 @@ func copyFile(to, from string) error {
 // chart is the file name of the Helm chart. Helm requires it.
 func (o *options) chart() string { return "watershed-" + strings.TrimPrefix(o.tag, "v") + ".tgz" }
 
-// manifests returns the files for Kubernetes, with the digest of each image: the rendered overlays, a bundle of bases,
-// components and overlays for kustomize, and the chart. images.txt lists the images.
-func (o *options) manifests(images []*image) (map[string][]byte, error) {
+// manifests returns the files for Kubernetes from the directory deploy, with the digest of each image: the rendered
+// overlays, a bundle of bases, components and overlays for kustomize, and the chart. images.txt lists the images.
+func (o *options) manifests(deploy string, images []*image) (map[string][]byte, error) {
 	files := map[string][]byte{}
 	bundle, chart := map[string][]byte{}, map[string][]byte{}
 	for _, dir := range []string{"k8s", "monitoring"} {
-		tree, err := walk(filepath.Join("deploy", dir))
+		tree, err := walk(filepath.Join(deploy, dir))
 		if err != nil {
 			return nil, err
 		}

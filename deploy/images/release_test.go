@@ -39,6 +39,7 @@ var tiny = map[string]string{
 	"deploy/k8s/chart/values.yaml":         "image:\n  registry: watershed.dev\n",
 	"deploy/k8s/chart/templates/test.yaml": "{{ \"watershed.dev/watershed:v0.0.9\" }}\n",
 	"deploy/monitoring/alerts.yaml":        "groups: []\n",
+	".gitignore":                           "/deploy/k8s/base/secret.yaml\n/deploy/k8s/chart/templates/local.yaml\n",
 }
 
 // repository makes the tiny repository the working directory, and returns the path of a key.
@@ -113,6 +114,11 @@ func TestARelease(t *testing.T) {
 	server := httptest.NewServer(registry.New(quiet, registry.WithReferrersSupport(true)))
 	defer server.Close()
 	host := strings.TrimPrefix(server.URL, "http://") + "/a"
+	for _, ignored := range []string{"base/secret.yaml", "chart/templates/local.yaml"} {
+		if err := os.WriteFile(filepath.Join("deploy/k8s", ignored), []byte("password"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
 	var files [2]map[string][]byte
 	for i := range files {
 		out := filepath.Join(t.TempDir(), "out")
@@ -175,7 +181,7 @@ func TestARelease(t *testing.T) {
 	if chart["watershed/Chart.yaml"] != "name: watershed\nversion: 0.1.0\nappVersion: v0.1.0\n" ||
 		chart["watershed/values.yaml"] != "image:\n  registry: "+host+"\n" ||
 		!strings.HasPrefix(chart["watershed/files/ha.yaml"], "image: watershed.dev/gateway:v0.1.0@"+image[1]+"\n") ||
-		!strings.Contains(chart["watershed/templates/test.yaml"], "watershed:v0.1.0@sha256:") {
+		!strings.Contains(chart["watershed/templates/test.yaml"], "watershed:v0.1.0@sha256:") || len(chart) != 4 {
 		t.Errorf("chart %v", chart)
 	}
 	pushed(t, image[0])
@@ -297,7 +303,7 @@ func TestManifestsNameImagesByDigest(t *testing.T) {
 	for name := range packages {
 		images = append(images, &image{name: name, digest: v1.Hash{Algorithm: "sha256", Hex: strings.Repeat("0", 64)}})
 	}
-	files, err := o.manifests(images)
+	files, err := o.manifests("deploy", images)
 	if err != nil {
 		t.Fatal(err)
 	}
