@@ -4,6 +4,8 @@ override export FROM      := $(value FROM)
 override export KEY       := $(value KEY)
 override export REGISTRY  := $(value REGISTRY)
 override export PLATFORMS := $(value PLATFORMS)
+override export PUSH      := $(value PUSH)
+override export UNSIGNED  := $(value UNSIGNED)
 
 # Everything is built with Go alone; what the tests compare with is built from Go modules too.
 KUBERNETES := v1.36.3
@@ -118,12 +120,13 @@ $(PEERS)/e2e.test: test/go.mod
 images: ## images of every binary, tar files of OCI layouts in .build/images; LOAD=docker or LOAD=containerd loads them too
 	go run ./deploy/images -tag $(TAG) -ldflags "$(LDFLAGS)" $(if $(LOAD),-load $(LOAD))
 
-release: ## images, binaries, SBOMs, manifests, chart, notes and checksums in .build/release/VERSION: VERSION=v0.1.0; KEY=FILE signs them, REGISTRY=HOST/PATH names and pushes the images
+release: ## images, binaries, SBOMs, manifests, chart, notes and checksums in .build/release/VERSION: VERSION=v0.1.0; KEY=FILE signs them, REGISTRY=HOST/PATH names the images, and PUSH=1 pushes them
 	@test -n "$$VERSION" || { echo 'make release: VERSION is missing: add VERSION=v0.1.0'; exit 1; }
 	@go build -o .build/release-tool ./deploy/images
 	@.build/release-tool -release "$$VERSION" -out ".build/release/$$VERSION" \
-	  -platforms "$${PLATFORMS:-linux/amd64,linux/arm64}" -key "$$KEY" \
-	  -ldflags "$(STAMP) -X watershed.dev/platform/version.release=$$VERSION" $${REGISTRY:+-registry "$$REGISTRY" -push}
+	  -platforms "$${PLATFORMS:-linux/amd64,linux/arm64}" -key "$$KEY" -registry "$${REGISTRY:-watershed.dev}" \
+	  -push="$${PUSH:-0}" -unsigned="$${UNSIGNED:-0}" \
+	  -ldflags "$(STAMP) -X watershed.dev/platform/version.release=$$VERSION"
 
 manifests: $(PEERS)/kubectl ## deploy/k8s/rendered and deploy/monitoring/prometheusrule.yaml, which tests compare with their sources; TAG=v0.2.0 is another tag of the images
 	@grep -rlE 'watershed.dev/[a-z]+:' deploy/k8s/base deploy/k8s/components deploy/k8s/chart/templates | xargs sed -i -E 's#(watershed.dev/[a-z]+):[0-9A-Za-z.-]+#\1:$(TAG)#'

@@ -43,8 +43,8 @@ type options struct {
 	created                           time.Time
 
 	// The options of a release. Without a key, its checksums are not signed.
-	release, push bool
-	key           ed25519.PrivateKey
+	release, push, unsigned bool
+	key                     ed25519.PrivateKey
 }
 
 func main() {
@@ -74,6 +74,7 @@ func parse(args []string) (*options, error) {
 	release := fs.String("release", "", "Build all artefacts of the release with this version, such as v0.1.0.")
 	key := fs.String("key", "", "PEM file with the ed25519 key that signs the release. Empty: it is not signed.")
 	fs.BoolVar(&o.push, "push", false, "Push the images and the chart of the release to -registry.")
+	fs.BoolVar(&o.unsigned, "unsigned", false, "Allow -push without -key.")
 	if err := fs.Parse(args); err != nil {
 		return nil, err
 	}

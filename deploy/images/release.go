@@ -27,6 +27,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/layout"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/google/go-containerregistry/pkg/v1/remote"
+	"github.com/google/go-containerregistry/pkg/v1/remote/transport"
 	"github.com/google/go-containerregistry/pkg/v1/static"
 	"github.com/google/go-containerregistry/pkg/v1/types"
 	"golang.org/x/mod/semver"
@@ -59,9 +60,12 @@ func (o *options) parseRelease(version, keyFile string) (err error) {
 	if o.push && o.registry == project {
 		return fmt.Errorf("-push with -registry %q: name your registry (make: REGISTRY)", o.registry)
 	}
+	if o.push && o.key == nil && !o.unsigned {
+		return errors.New("-push without -key: add -key FILE, or -unsigned (make: KEY, UNSIGNED=1)")
+	}
 	if o.push {
 		if err := remote.CheckPushPermission(ref, authn.DefaultKeychain, http.DefaultTransport); err != nil {
-			return fmt.Errorf("-registry %q: %w: start the registry, log in, or omit -push (make: REGISTRY)",
+			return fmt.Errorf("-registry %q: %w: start the registry, log in, or omit -push (make: REGISTRY, PUSH)",
 				o.registry, err)
 		}
 	}
@@ -134,12 +138,66 @@ func (o *options) runRelease() error {
 	if !o.push {
 		return nil
 	}
+	if err := o.pushAll(images, files[o.chart()]); err != nil {
+		return fmt.Errorf("-registry %q: %w", o.registry, err)
+	}
+	return nil
+}
+
+// pushAll pushes the images and the chart. It pushes nothing if a tag has another digest.
+func (o *options) pushAll(images []*image, chart []byte) error {
+	artefact, err := chartImage(chart)
+	if err != nil {
+		return err
+	}
+	digest, err := artefact.Digest()
+	if err != nil {
+		return err
+	}
+	chartTag := o.registry + "/charts/watershed:" + strings.TrimPrefix(o.tag, "v")
+	tags := map[string]v1.Hash{chartTag: digest}
 	for _, i := range images {
-		if err := o.pushImage(i); err != nil {
-			return fmt.Errorf("-registry %q: %w", o.registry, err)
+		tags[o.registry+"/"+i.name+":"+o.tag] = i.digest
+	}
+	for _, tag := range slices.Sorted(maps.Keys(tags)) {
+		if err := checkTag(tag, tags[tag]); err != nil {
+			return err
 		}
 	}
-	return o.pushChart(files[o.chart()])
+	for _, i := range images {
+		if err := o.pushImage(i); err != nil {
+			return err
+		}
+	}
+	ref, err := name.NewTag(chartTag)
+	if err != nil {
+		return err
+	}
+	if err := remote.Write(ref, artefact, remote.WithAuthFromKeychain(authn.DefaultKeychain)); err != nil {
+		return err
+	}
+	fmt.Println("pushed", ref)
+	return nil
+}
+
+// checkTag returns an error if a tag exists with another digest, because clients have pulled and pinned that digest.
+func checkTag(tag string, want v1.Hash) error {
+	ref, err := name.NewTag(tag)
+	if err != nil {
+		return err
+	}
+	found, err := remote.Head(ref, remote.WithAuthFromKeychain(authn.DefaultKeychain))
+	var failed *transport.Error
+	switch {
+	case errors.As(err, &failed) && failed.StatusCode == http.StatusNotFound:
+		return nil
+	case err != nil:
+		return err
+	case found.Digest != want:
+		return fmt.Errorf("%s exists with another digest (%s): release another version, or delete the tag", tag,
+			found.Digest)
+	}
+	return nil
 }
 
 func copyFile(to, from string) error {
@@ -314,23 +372,9 @@ func (o *options) pushImage(i *image) error {
 	return nil
 }
 
-// pushChart pushes the chart as `helm push` does, to REGISTRY/charts/watershed. Helm reads the layer only.
-func (o *options) pushChart(chart []byte) error {
-	tag, err := name.NewTag(o.registry + "/charts/watershed:" + strings.TrimPrefix(o.tag, "v"))
-	if err != nil {
-		return err
-	}
+// chartImage returns the chart as an artefact, as `helm push` does. Helm reads the layer only.
+func chartImage(chart []byte) (v1.Image, error) {
 	base := mutate.ConfigMediaType(mutate.MediaType(empty.Image, types.OCIManifestSchema1),
 		"application/vnd.cncf.helm.config.v1+json")
-	var artefact v1.Image
-	artefact, err = mutate.AppendLayers(base,
-		static.NewLayer(chart, "application/vnd.cncf.helm.chart.content.v1.tar+gzip"))
-	if err != nil {
-		return err
-	}
-	if err := remote.Write(tag, artefact, remote.WithAuthFromKeychain(authn.DefaultKeychain)); err != nil {
-		return fmt.Errorf("-registry %q: %w", o.registry, err)
-	}
-	fmt.Println("pushed", tag)
-	return nil
+	return mutate.AppendLayers(base, static.NewLayer(chart, "application/vnd.cncf.helm.chart.content.v1.tar+gzip"))
 }

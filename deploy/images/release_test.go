@@ -25,6 +25,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/name"
 	"github.com/google/go-containerregistry/pkg/registry"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/empty"
 	"github.com/google/go-containerregistry/pkg/v1/remote"
 )
 
@@ -196,6 +197,33 @@ func TestARelease(t *testing.T) {
 	}
 }
 
+// A tag of another digest stays, and nothing is pushed.
+func TestATagIsNotOverwritten(t *testing.T) {
+	repository(t)
+	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
+	defer server.Close()
+	host := strings.TrimPrefix(server.URL, "http://")
+	taken, err := name.NewTag(host + "/watershed:v0.1.0")
+	if err == nil {
+		err = remote.Write(taken, empty.Image)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	o, err := parse([]string{"-release", "v0.1.0", "-out", filepath.Join(t.TempDir(), "out"), "-registry", host, "-push",
+		"-unsigned"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := o.runRelease(); err == nil || !strings.Contains(err.Error(), "exists with another digest (sha256:") {
+		t.Errorf("%v", err)
+	}
+	all, err := remote.Catalog(t.Context(), taken.Registry)
+	if err != nil || !slices.Equal(all, []string{"watershed"}) {
+		t.Errorf("the registry has %v, %v", all, err)
+	}
+}
+
 // pushed checks that a registry has an image for both platforms, and the SBOM of each.
 func pushed(t *testing.T, image string) {
 	t.Helper()
@@ -254,6 +282,8 @@ func TestABadReleaseFails(t *testing.T) {
 		{with("-registry", "http://a"), `-registry "http://a": `},
 		{with("-push"), `-push with -registry "watershed.dev": name your registry`},
 		{with("-push", "-registry", "localhost:1"), `connection refused: start the registry, log in, or omit -push`},
+		{with("-push", "-registry", "localhost:1", "-key", ""), `-push without -key: add -key FILE, or -unsigned`},
+		{with("-push", "-registry", "localhost:1", "-key", "", "-unsigned"), `connection refused`},
 		{with("-out", "."), `-out ".": the directory exists: remove it`},
 		{with("-only", "watershed"), `-only "watershed" with -release: a release has all images`},
 		{with("-platforms", "arm64"), `-platforms "arm64": want OS/ARCHITECTURE`},
@@ -282,11 +312,11 @@ func TestMakeReleaseRunsNoParameter(t *testing.T) {
 		"v0.1.0`touch " + canary + "`", `v0.1.0';touch ` + canary + `;:'`,
 	} {
 		args := []string{"-C", filepath.Join("..", ".."), "-s", "release"}
-		for _, name := range []string{"VERSION", "KEY", "REGISTRY", "PLATFORMS"} {
+		for _, name := range []string{"VERSION", "KEY", "REGISTRY", "PLATFORMS", "PUSH", "UNSIGNED"} {
 			args = append(args, name+"="+text)
 		}
 		out, err := exec.Command("make", args...).CombinedOutput()
-		if err == nil || !strings.Contains(string(out), "images: -platforms ") {
+		if err == nil || !strings.Contains(string(out), "images: invalid boolean value ") {
 			t.Errorf("%s: %v: %s", text, err, out)
 		}
 		if _, err := os.Stat(canary); err == nil {
