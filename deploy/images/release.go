@@ -76,8 +76,15 @@ func (o *options) parseRelease(version, keyFile string) (err error) {
 	return nil
 }
 
-// readKey reads an ed25519 key in a PEM file (PKCS #8).
+// readKey reads an ed25519 key in a PEM file (PKCS #8), which only its owner may access.
 func readKey(file string) (ed25519.PrivateKey, error) {
+	info, err := os.Stat(file)
+	if err != nil {
+		return nil, errors.Unwrap(err)
+	}
+	if mode := info.Mode().Perm(); mode&0o077 != 0 {
+		return nil, fmt.Errorf("the file's mode is %04o, want 0600", mode)
+	}
 	text, err := os.ReadFile(file)
 	if err != nil {
 		return nil, errors.Unwrap(err)
@@ -293,12 +300,12 @@ func (o *options) notes() ([]byte, error) {
 		return nil, err
 	}
 	for _, title := range []string{o.tag, "Unreleased"} {
-		_, section, found := strings.Cut(string(text), "\n## "+title)
-		if !found {
+		// a date may follow
+		at := regexp.MustCompile(`(?m)^## ` + regexp.QuoteMeta(title) + `( .*)?$`).FindIndex(text)
+		if at == nil {
 			continue
 		}
-		_, section, _ = strings.Cut(section, "\n") // the date
-		section, _, _ = strings.Cut(section, "\n## ")
+		section, _, _ := strings.Cut(string(text[at[1]:]), "\n## ")
 		if title != o.tag {
 			fmt.Fprintf(os.Stderr, "images: CHANGELOG.md has no section %q: the notes are its section %q\n",
 				o.tag, title)

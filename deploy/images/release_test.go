@@ -9,6 +9,7 @@ import (
 	"crypto/x509"
 	"debug/elf"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"io"
 	"log"
@@ -33,7 +34,8 @@ import (
 var tiny = map[string]string{
 	"go.mod":                               "module tiny\n\ngo 1.26\n",
 	"main.go":                              "package main\n\nvar release string\n\nfunc main() { print(release) }\n",
-	"CHANGELOG.md":                         "\n## Unreleased\n\n- Later.\n\n## v0.1.0 - 2026\n\n- First.\n\n## v0.0.9\n",
+	"CHANGELOG.md":                         "\n## Unreleased\n\n- Later.\n\n## v0.1.0-rc.1\n\n- Rc.\n\n" +
+		"## v0.1.01\n\n- No.\n\n## v0.1.0 - 2026\n\n- First.\n\n## v0.0.9\n",
 	"deploy/k8s/base/gateway.yaml":         "image: watershed.dev/gateway:v0.0.9\n",
 	"deploy/k8s/rendered/ha.yaml":          "image: watershed.dev/gateway:v0.0.9\nimage: other/image:1\n",
 	"deploy/k8s/chart/Chart.yaml":          "name: watershed\nversion: 0.0.9\nappVersion: v0.0.9\n",
@@ -267,6 +269,10 @@ func TestABadReleaseFails(t *testing.T) {
 	if err := os.WriteFile(garbage, []byte("x"), 0o600); err != nil {
 		t.Fatal(err)
 	}
+	public := filepath.Join(t.TempDir(), "public")
+	if err := errors.Join(os.WriteFile(public, nil, 0o600), os.Chmod(public, 0o640)); err != nil {
+		t.Fatal(err)
+	}
 	with := func(args ...string) []string {
 		return append([]string{"-release", "v0.1.0", "-key", key, "-out", filepath.Join(t.TempDir(), "out")}, args...)
 	}
@@ -278,6 +284,7 @@ func TestABadReleaseFails(t *testing.T) {
 		{[]string{"-release", "v1"}, `-release "v1": want a semantic version`},
 		{[]string{"-release", "v1.2.3+build"}, `-release "v1.2.3+build": want a semantic version`},
 		{with("-key", "/none"), `-key "/none": no such file or directory: create a key with`},
+		{with("-key", public), `: the file's mode is 0640, want 0600: create a key with`},
 		{with("-key", garbage), `: not a PEM file: create a key with`},
 		{with("-registry", "http://a"), `-registry "http://a": `},
 		{with("-push"), `-push with -registry "watershed.dev": name your registry`},
