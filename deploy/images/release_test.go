@@ -32,9 +32,9 @@ import (
 
 // tiny are the files of a repository with a program that prints its version, as two images.
 var tiny = map[string]string{
-	"go.mod":                               "module tiny\n\ngo 1.26\n",
-	"main.go":                              "package main\n\nvar release string\n\nfunc main() { print(release) }\n",
-	"CHANGELOG.md":                         "\n## Unreleased\n\n- Later.\n\n## v0.1.0-rc.1\n\n- Rc.\n\n" +
+	"go.mod":  "module tiny\n\ngo 1.26\n",
+	"main.go": "package main\n\nvar release string\n\nfunc main() { print(release) }\n",
+	"CHANGELOG.md": "\n## Unreleased\n\n- Later.\n\n## v0.1.0-rc.1\n\n- Rc.\n\n" +
 		"## v0.1.01\n\n- No.\n\n## v0.1.0 - 2026\n\n- First.\n\n## v0.0.9\n",
 	"deploy/k8s/base/gateway.yaml":         "image: watershed.dev/gateway:v0.0.9\n",
 	"deploy/k8s/rendered/ha.yaml":          "image: watershed.dev/gateway:v0.0.9\nimage: other/image:1\n",
@@ -308,7 +308,7 @@ func TestABadReleaseFails(t *testing.T) {
 	}
 }
 
-// Neither make nor the shell runs the parameters of `make release`.
+// make and the shell do not run the parameters of `make release`.
 func TestMakeReleaseRunsNoParameter(t *testing.T) {
 	if _, err := exec.LookPath("make"); err != nil {
 		t.Skip(err)
