@@ -219,7 +219,8 @@ func copyFile(to, from string) error {
 func (o *options) chart() string { return "watershed-" + strings.TrimPrefix(o.tag, "v") + ".tgz" }
 
 // manifests returns the files for Kubernetes: the rendered overlays, a bundle of bases, components and overlays for
-// kustomize, and the chart. It reads the directory deploy, and adds the digest of each image. images.txt lists the images.
+// kustomize, and the chart. It reads the directory deploy, and adds the digest of each image. images.txt lists the
+// images.
 func (o *options) manifests(deploy string, images []*image) (map[string][]byte, error) {
 	files := map[string][]byte{}
 	bundle, chart := map[string][]byte{}, map[string][]byte{}
