@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -89,12 +90,15 @@ func newEventsOnly(log ...*logv1.Event) *eventsOnly {
 type recorder struct {
 	grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]
 	ctx    context.Context
+	mu     sync.Mutex
 	frames []*watchfanoutv1.WatchFrame
 }
 
 func (s *recorder) Context() context.Context { return s.ctx }
 
 func (s *recorder) Send(m *watchfanoutv1.WatchFrame) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.frames = append(s.frames, m)
 	return nil
 }
@@ -103,6 +107,8 @@ func (s *recorder) Send(m *watchfanoutv1.WatchFrame) error {
 // boundary is the end of an event.
 func (s *recorder) received(t *testing.T) string {
 	t.Helper()
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	var out []string
 	for _, f := range s.frames {
 		begin := int32(0)
