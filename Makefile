@@ -7,7 +7,7 @@ override export PLATFORMS := $(value PLATFORMS)
 override export PUSH      := $(value PUSH)
 override export UNSIGNED  := $(value UNSIGNED)
 
-# Everything is built with Go alone; what the tests compare with is built from Go modules too.
+# Go alone builds everything, also the servers that the tests compare with.
 KUBERNETES := v1.36.3
 RELEASE    := $(shell git describe --tags --always --dirty 2>/dev/null || echo development)
 COMPONENT  := k8s.io/component-base/version
@@ -21,8 +21,7 @@ BIN        := bin
 PEERS      := .build/bin
 MODULES    := proto platform services/authn services/authz services/admission services/registry services/watchfanout services/gateway cmd/certgen cmd/embedded cmd/xds cmd/watershed deploy/images
 
-# Every binary is static and says nothing of where it was built, so what one compiles serves the others. Tests are
-# compiled the same way.
+# Every binary is static and has no build path, so the build cache serves all, also the tests.
 export CGO_ENABLED := 0
 export GOFLAGS     := $(GOFLAGS) -trimpath
 
@@ -32,7 +31,7 @@ RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
 .PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster e2e-release demo-swap scale robustness robustness-broken rules bench fuzz docs screenshots clean help
 
-help: ## what can be made
+help: ## the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
 build: ## bin/watershed, the one binary, and bin/kube-apiserver, a link to it
@@ -48,15 +47,15 @@ cluster: build $(addprefix $(PEERS)/,kubectl kube-controller-manager kube-schedu
 split: build ## every service as a process of its own, in .watershed/
 	$(BIN)/watershed split --data-dir .watershed $(ARGS)
 
-test: lint unit e2e ## what CI runs
+test: lint unit e2e ## lint, unit and e2e, as CI
 
-lint: ## formatting, vet, staticcheck and what .golangci.yml names, and the contracts' form
+lint: ## formatting, vet, the linters of .golangci.yml, and buf lint and breaking
 	@f=$$(gofmt -l proto platform services cmd deploy test); test -z "$$f" || { echo "$$f"; echo 'run gofmt -w on these'; exit 1; }
 	cd proto/tools/lint && GOWORK=off go build -o ../../../.build/bin/golangci-lint github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 	@for m in $(MODULES) test; do (cd $$m && $(CURDIR)/.build/bin/golangci-lint run --config $(CURDIR)/.golangci.yml ./...) || exit 1; done
 	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf lint && GOWORK=off go tool -modfile=tools/go.mod buf breaking --against baseline.binpb
 
-unit: ## unit tests with the race detector where things are concurrent
+unit: ## unit tests, of concurrent packages with the race detector
 	$(RACE_CGO) go test $(RACE) ./platform/... ./services/watchfanout/... ./services/gateway/... ./services/authn/... ./services/authz/...
 	go test ./proto/... ./services/admission/... ./services/registry/... ./cmd/certgen/... ./cmd/embedded/... ./cmd/xds/... ./cmd/watershed/... ./deploy/images/...
 	cd test/peers/helm && GOWORK=off go test .
@@ -202,8 +201,8 @@ bench: build peers ## Watershed beside kube-apiserver; rewrites docs/benchmarks/
 
 FUZZ_TIME  ?= 1m
 
-fuzz: ## each fuzz target for FUZZ_TIME (a minute): what parses strangers' bytes and is ours
-	@for p in ./services/gateway/h2writer ./services/gateway/routing ./platform/watchcache/query ./platform/watchcache/list ./platform/watchcache/logreader ./platform/frame ./platform/eventlog ./platform/rpc ./platform/deflate; do \
+fuzz: ## each fuzz target for FUZZ_TIME (a minute)
+	@for p in ./services/gateway/h2writer ./services/gateway/routing ./platform/watchcache/core ./platform/watchcache/query ./platform/watchcache/list ./platform/watchcache/logreader ./platform/frame ./platform/eventlog ./platform/rpc ./platform/deflate; do \
 	  for f in $$(go test -list '^Fuzz' $$p | grep ^Fuzz); do echo "$$p $$f"; go test -run '^$$' -fuzz "^$$f$$" -fuzztime $(FUZZ_TIME) $$p || exit 1; done; done
 
 contracts: ## takes the contracts as they are for what later ones must be compatible with

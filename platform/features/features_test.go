@@ -33,8 +33,8 @@ func TestUnimplementedGatesAreRejected(t *testing.T) {
 			continue
 		}
 		err := set(fmt.Sprintf("kube:%s=%t", name, !standard))
-		mend := fmt.Sprintf("; set %s=%t", name, standard)
-		if err == nil || !strings.Contains(err.Error(), gate.rejected+mend) {
+		remedy := fmt.Sprintf("; set %s=%t", name, standard)
+		if err == nil || !strings.Contains(err.Error(), gate.rejected+remedy) {
 			t.Errorf("%s: %v", name, err)
 		}
 		if err := set(fmt.Sprintf("%s=%t", name, standard)); err != nil {

@@ -27,16 +27,16 @@ func WithHashKey(ctx context.Context, key string) context.Context {
 	return metadata.AppendToOutgoingContext(ctx, hashKeyHeader, key)
 }
 
-// WithReassignment is WithHashKey for a long call. When other replicas serve key and the call's replica no longer
-// does, the balancer calls onReassign in a new goroutine. The call continues. The caller may then start it again at
-// the new replica.
+// WithReassignment is WithHashKey for a long call. The balancer calls onReassign in a new goroutine when another
+// replica should carry the call. Then the call's replica no longer serves key, or it has several long calls of key and
+// another replica of key has none. The call continues, and the caller may start it again.
 func WithReassignment(ctx context.Context, key string, onReassign func()) context.Context {
 	return context.WithValue(WithHashKey(ctx, key), reassignmentKey{}, onReassign)
 }
 
 type reassignmentKey struct{}
 
-// ReassignmentOf returns the callback that WithReassignment added to ctx, or nil.
+// ReassignmentOf returns the callback that WithReassignment added to ctx, or nil. Tests of callers use it too.
 func ReassignmentOf(ctx context.Context) func() {
 	onReassign, _ := ctx.Value(reassignmentKey{}).(func())
 	return onReassign
@@ -75,14 +75,14 @@ type rendezvous struct {
 	mu        sync.Mutex
 	current   *picker
 	longCalls map[*longCall]struct{}
-	// spread is the number of long calls by key and address.
-	spread map[placement]int
+	// callsAt is the number of long calls by key and address.
+	callsAt map[placement]int
 }
 
 type placement struct{ key, address string }
 
 func newRendezvous() *rendezvous {
-	return &rendezvous{longCalls: map[*longCall]struct{}{}, spread: map[placement]int{}}
+	return &rendezvous{longCalls: map[*longCall]struct{}{}, callsAt: map[placement]int{}}
 }
 
 // outstandingOf returns the outstanding calls of sc in the current picker, or an empty record if sc was not ready. The
@@ -137,11 +137,11 @@ func (r *rendezvous) reassign(s *longCall) {
 func (r *rendezvous) balance() {
 	moved := map[string]bool{}
 	for s := range r.longCalls {
-		if moved[s.key] || r.spread[s.placement] < 2 {
+		if moved[s.key] || r.callsAt[s.placement] < 2 {
 			continue
 		}
 		moved[s.key] = slices.ContainsFunc(r.current.serving(s.key), func(other replica) bool {
-			return r.spread[placement{s.key, other.address}] == 0
+			return r.callsAt[placement{s.key, other.address}] == 0
 		})
 		if moved[s.key] {
 			r.end(s)
@@ -155,7 +155,7 @@ func (r *rendezvous) begin(s *longCall) (done func(balancer.DoneInfo)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.longCalls[s] = struct{}{}
-	r.spread[s.placement]++
+	r.callsAt[s.placement]++
 	r.reassign(s) // replicas may have changed since the pick
 	return func(balancer.DoneInfo) {
 		r.mu.Lock()
@@ -170,8 +170,8 @@ func (r *rendezvous) end(s *longCall) {
 		return
 	}
 	delete(r.longCalls, s)
-	if r.spread[s.placement]--; r.spread[s.placement] == 0 {
-		delete(r.spread, s.placement)
+	if r.callsAt[s.placement]--; r.callsAt[s.placement] == 0 {
+		delete(r.callsAt, s.placement)
 	}
 }
 
@@ -179,7 +179,7 @@ func (r *rendezvous) end(s *longCall) {
 func (r *rendezvous) fewestLongCalls(key string, candidates []replica) []replica {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	calls := func(c replica) int { return r.spread[placement{key, c.address}] }
+	calls := func(c replica) int { return r.callsAt[placement{key, c.address}] }
 	fewest := calls(slices.MinFunc(candidates, func(a, b replica) int { return cmp.Compare(calls(a), calls(b)) }))
 	return slices.DeleteFunc(slices.Clone(candidates), func(c replica) bool { return calls(c) > fewest })
 }
@@ -198,7 +198,8 @@ type picker struct {
 }
 
 // Pick implements balancer.Picker. It picks the replica with fewer outstanding calls. If the numbers are equal it
-// alternates, which keeps the caches of both of a key's replicas warm.
+// alternates, which keeps the caches of both of a key's replicas warm. A long call (WithReassignment) goes to the
+// replica with the fewest long calls of its key.
 func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
 	n := callStateOf(info.Ctx)
 	if n != nil && n.slot != "" {

@@ -155,12 +155,12 @@ func TestLongCallsAreSpread(t *testing.T) {
 	}
 	current = readyOf(r, "a:1")
 	(<-reassigned)()
-	if n := r.spread[placement{"pods", "a:1"}]; n != 2 {
+	if n := r.callsAt[placement{"pods", "a:1"}]; n != 2 {
 		t.Errorf("%d calls are at the last replica", n)
 	}
 	current = readyOf(r, "a:1", "a:2")
 	(<-reassigned)()
-	if n := r.spread[placement{"pods", "a:1"}]; n != 1 || len(reassigned) != 0 || len(r.longCalls) != 2 {
+	if n := r.callsAt[placement{"pods", "a:1"}]; n != 1 || len(reassigned) != 0 || len(r.longCalls) != 2 {
 		t.Errorf("%d calls are at the first replica, %d of %d move", n, len(reassigned), len(r.longCalls))
 	}
 	readyOf(r, "a:1", "a:2")

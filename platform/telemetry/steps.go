@@ -11,8 +11,8 @@ import (
 const (
 	// StepsVerbosity is the verbosity from which slow requests are logged (k8s.io/utils/trace).
 	StepsVerbosity = 2
-	// slowRequest is kube-apiserver's least duration of a request whose steps are logged.
-	slowRequest = 500 * time.Millisecond
+	// SlowRequest is kube-apiserver's least duration of a request whose steps are logged.
+	SlowRequest = 500 * time.Millisecond
 	// slowStep is the least duration of a step that a client can repeat. It bounds the number of these steps.
 	slowStep = time.Millisecond
 )
@@ -41,7 +41,7 @@ func StartSteps(ctx context.Context, name string, keysAndValues ...string) (cont
 // End ends the steps, and logs them if the request was slow.
 func (s *Steps) End() {
 	if s != nil {
-		s.trace.LogIfLong(slowRequest)
+		s.trace.LogIfLong(SlowRequest)
 	}
 }
 

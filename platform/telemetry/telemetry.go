@@ -1,5 +1,5 @@
-// Package telemetry sets up a process's logs, metrics and traces. It bounds the length of log lines and of spans'
-// values. It does not define metrics.
+// Package telemetry sets up a process's logs, metrics and traces. It logs the steps of slow requests
+// (Steps). It bounds the length of log lines and of spans' values. It does not define metrics.
 //
 // ServeDebug owns the goroutines of its servers. The OpenTelemetry SDK owns the goroutines that export spans.
 package telemetry

@@ -12,19 +12,18 @@ import (
 	"go.uber.org/zap/zapcore"
 )
 
-// New returns a logger whose errors are lines of the process's log, of level errors. Lines below an error have
-// verbosity 4.
-func New(errors slog.Leveler) *zap.Logger { return zap.New(&core{errors: errors}) }
+// New returns a logger whose errors have errorLevel in the process's log. All other lines have verbosity 4.
+func New(errorLevel slog.Leveler) *zap.Logger { return zap.New(&core{errorLevel: errorLevel}) }
 
 // core implements zapcore.Core.
 type core struct {
-	errors slog.Leveler
-	fields []zapcore.Field
+	errorLevel slog.Leveler
+	fields     []zapcore.Field
 }
 
 func (c *core) level(l zapcore.Level) slog.Level {
 	if l >= zapcore.ErrorLevel {
-		return c.errors.Level()
+		return c.errorLevel.Level()
 	}
 	return slog.LevelDebug
 }
@@ -36,7 +35,7 @@ func (c *core) Enabled(l zapcore.Level) bool {
 
 // With implements zapcore.Core.
 func (c *core) With(fields []zapcore.Field) zapcore.Core {
-	return &core{c.errors, slices.Concat(c.fields, fields)}
+	return &core{c.errorLevel, slices.Concat(c.fields, fields)}
 }
 
 // Check implements zapcore.Core.

@@ -156,7 +156,7 @@ func readAPIServices(ctx context.Context, client kubernetes.Interface) (all []AP
 
 // unread returns a finding that the cluster's objects cannot be read.
 func unread(in *Input) []Finding {
-	return []Finding{fault(Skipped, "Mend the faults above, or use a kubeconfig whose user may list them.",
+	return []Finding{fault(Skipped, "Fix the faults above, or use a kubeconfig whose user may list them.",
 		"the objects cannot be read: %v", in.ClusterError)}
 }
 

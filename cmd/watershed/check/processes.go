@@ -29,7 +29,7 @@ func processes(in *Input) (found []Finding) {
 				"%s does not respond: %s", label(r), r.Error))
 		}
 		for _, s := range slices.Sorted(maps.Keys(r.NotReady)) {
-			found = append(found, fault(Error, "Mend the reason; the log of the process has more.",
+			found = append(found, fault(Error, "Fix the cause; the log of the process has more.",
 				"%s is not ready: %s: %s", label(r), s, r.NotReady[s]))
 		}
 	}

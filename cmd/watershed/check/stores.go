@@ -94,11 +94,11 @@ func etcdFaults(from string, s *etcdstatus.Status) (found []Finding) {
 			"the members of etcd have the versions %s", strings.Join(slices.Sorted(maps.Keys(versions)), " and ")))
 	}
 	for _, alarm := range s.Alarms {
-		mend := "Look at etcd's log."
+		remedy := "Look at etcd's log."
 		if alarm == "NOSPACE" {
-			mend = "Compact and defragment etcd or raise --quota-backend-bytes, then run etcdctl alarm disarm."
+			remedy = "Compact and defragment etcd or raise --quota-backend-bytes, then run etcdctl alarm disarm."
 		}
-		found = append(found, fault(Error, mend, "etcd %s has the alarm %s: it rejects writes", servers, alarm))
+		found = append(found, fault(Error, remedy, "etcd %s has the alarm %s: it rejects writes", servers, alarm))
 	}
 	return found
 }

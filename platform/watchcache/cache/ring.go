@@ -256,8 +256,7 @@ func (s *Subscription) Next(cur Cursor,
 
 // Await lets the next event after a cursor, or a reset, call wake once. It replaces the channel of Next for a watch
 // without a goroutine. wake must not block, and must not call the subscription. It may be called after Close. Await
-// returns false if there is such an
-// event already.
+// returns false if there is such an event already.
 func (s *Subscription) Await(cur Cursor, wake func()) bool {
 	s.resource.mu.Lock()
 	defer s.resource.mu.Unlock()

@@ -23,8 +23,8 @@ import (
 //
 //	running --- park ---> parked --- wake ---> running --- ended.
 //
-// wake is called by an event of the watch's trigger, by the call's ticks, by the caller's end of the watch, and by
-// Drain.
+// An event of the watch's trigger, the caller's end of the watch, and Drain call wake. The call's timer calls tick,
+// which starts the watch only if it has more to do than send a bookmark.
 type Multiplexer struct {
 	// ServerOf returns the server of a resource's watches.
 	ServerOf func(*commonv1.Resource) (*Server, error)
@@ -36,7 +36,7 @@ type Multiplexer struct {
 	draining bool
 }
 
-// A call with many watches divides the period of bookmarks in at most maxTicks, so that not all watches send at once.
+// A call with many watches divides the period of bookmarks into at most maxTicks, so that not all watches send at once.
 const (
 	maxTicks       = 16
 	watchesPerTick = 64
@@ -115,7 +115,7 @@ type call struct {
 	watches map[uint64]*multiplexedWatch
 	drained bool // watches end, and no watch begins
 	timer   *time.Timer
-	// ticked is the number of ticks in this period, of ticks.
+	// The current period has ticks ticks, and ticked of them have passed.
 	ticked, ticks uint64
 }
 
@@ -204,7 +204,8 @@ func (c *call) end(w *multiplexedWatch, err error) {
 	}})
 }
 
-// multiplexedWatch is a watch of a call. The goroutine that runs it owns the fields without mu.
+// multiplexedWatch is a watch of a call. The goroutine that has set parked to false, or has begun the watch, owns the
+// fields without mu.
 type multiplexedWatch struct {
 	call    *call
 	id      uint64

@@ -1,7 +1,9 @@
 // Package watch serves watches. Each watch is a cursor into the events of the trigger that its query selects. It does
 // not encode objects (conversion, query) and does not buffer events: the resource's ring holds them.
 //
-// The goroutine of each stream owns its watcher. Server's fields are shared, and guarded by mu or atomic.
+// A watch of a call of Watch has a goroutine, which owns its watcher. A watch of a call of Watches has a goroutine only
+// while it is not parked (Multiplexer). The call's timer owns a parked watcher while it sends the bookmark. Server's
+// fields are shared, and guarded by mu or atomic.
 package watch
 
 import (

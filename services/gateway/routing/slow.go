@@ -10,12 +10,13 @@ import (
 	"go.opentelemetry.io/otel/trace"
 	"k8s.io/apiserver/pkg/endpoints/request"
 
+	"watershed.dev/platform/telemetry"
 	"watershed.dev/services/gateway/watch"
 )
 
 const (
-	// SlowThreshold is the least duration of a slow request. kube-apiserver logs the steps of such a request.
-	SlowThreshold = 500 * time.Millisecond
+	// SlowThreshold is the least duration of a slow request. The log has the steps of the same requests.
+	SlowThreshold = telemetry.SlowRequest
 	// maxSlow bounds the slow requests that a gateway holds, and maxSlowOfUser the slow requests of a user, because
 	// clients can make their requests slow. maxSlowResource bounds the name of a resource in bytes.
 	maxSlow         = 64

@@ -8,8 +8,9 @@
 //
 // Goroutines: the request's goroutine runs Hub.Serve and is the only user of its Sink. A detached watch has a goroutine
 // only while it has something to do (detached.go). A broadcast's goroutine receives frames and writes them to synced
-// receivers. The goroutine of shared initial events reads ahead for their members. Limiters and connections call
-// Unblock from timers or from their own goroutine.
+// receivers. It runs only while there are frames. A shared call has a goroutine that receives, and another that sends
+// while requests wait (multiplex.go). The goroutine of shared initial events reads ahead for their members. Limiters
+// and connections call Unblock from timers or from their own goroutine.
 //
 // Review notes:
 //

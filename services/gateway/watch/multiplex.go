@@ -41,8 +41,8 @@ const (
 	unsupportedTimeout = time.Minute
 )
 
-// MultiplexedWatcher is a Watcher that carries many watches in a call.
-type MultiplexedWatcher interface {
+// multiplexedWatcher is a Watcher that carries many watches in a call.
+type multiplexedWatcher interface {
 	Watches(context.Context, ...grpc.CallOption) (
 		grpc.BidiStreamingClient[watchfanoutv1.WatchesRequest, watchfanoutv1.WatchFrame], error)
 }
@@ -65,9 +65,9 @@ func (m *multiplexer) supported() bool {
 	return time.Now().After(m.unsupportedUntil)
 }
 
-// open opens a stream of a stored resource. onReassign is called in a new goroutine when the stream's replica no longer
-// serves the resource. ctx ends the stream. open does not wait for the replica.
-func (m *multiplexer) open(ctx context.Context, client MultiplexedWatcher, storageResource string,
+// open opens a stream of a stored resource. onReassign is called in a new goroutine when another replica should carry
+// the stream (rpc.WithReassignment). ctx ends the stream. open does not wait for the replica.
+func (m *multiplexer) open(ctx context.Context, client multiplexedWatcher, storageResource string,
 	r *watchfanoutv1.WatchRequest, onReassign func()) *multiplexedStream {
 	key := callKey{storageResource, r.Owner}
 	for {
@@ -78,7 +78,7 @@ func (m *multiplexer) open(ctx context.Context, client MultiplexedWatcher, stora
 }
 
 // callFor returns the call with the fewest streams, or a new call.
-func (m *multiplexer) callFor(client MultiplexedWatcher, key callKey) *multiplexedCall {
+func (m *multiplexer) callFor(client multiplexedWatcher, key callKey) *multiplexedCall {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	var c *multiplexedCall
@@ -118,7 +118,7 @@ func (m *multiplexer) retire(c *multiplexedCall) {
 // multiplexedCall is a call of Watches. Lock order: multiplexer.mu, then multiplexedCall.mu.
 type multiplexedCall struct {
 	multiplexer *multiplexer
-	client      MultiplexedWatcher
+	client      multiplexedWatcher
 	key         callKey
 	ctx         context.Context
 	cancel      context.CancelFunc
@@ -215,7 +215,7 @@ func (c *multiplexedCall) begin() grpc.BidiStreamingClient[watchfanoutv1.Watches
 	return stream
 }
 
-// reassigned reports to all streams that the replica no longer serves the resource.
+// reassigned retires the call, and lets each stream move (rpc.WithReassignment).
 func (c *multiplexedCall) reassigned() {
 	c.multiplexer.retire(c)
 	c.mu.Lock()

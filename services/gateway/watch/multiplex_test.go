@@ -39,8 +39,7 @@ func waitFor(t *testing.T, failure string, condition func() bool) {
 	}
 }
 
-// Broadcasts share calls, and an idle broadcast has no goroutine. A call ends with its last broadcast if the replica
-// no longer serves the resource.
+// Broadcasts share calls, and an idle broadcast has no goroutine. They resume after the calls break.
 func TestBroadcastsShareCalls(t *testing.T) {
 	up := newTier()
 	up.write(6)

@@ -59,7 +59,7 @@ func (b *watchBroadcast) openReplica(ctx context.Context, r *watchfanoutv1.Watch
 func (b *watchBroadcast) openStream(ctx context.Context, r *watchfanoutv1.WatchRequest, onReassign func()) (
 	sharedStream, error) {
 	h := b.hub
-	if client, ok := h.Client.(MultiplexedWatcher); ok && h.multiplexer.supported() && !b.overflowed.Load() {
+	if client, ok := h.Client.(multiplexedWatcher); ok && h.multiplexer.supported() && !b.overflowed.Load() {
 		return h.multiplexer.open(ctx, client, b.storageResource, r, onReassign), nil
 	}
 	return h.openStream(rpc.WithReassignment(ctx, b.storageResource, onReassign), r)

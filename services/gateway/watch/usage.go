@@ -12,7 +12,7 @@ import (
 )
 
 // Usages counts the open watches and their bytes by user and resource. It has an entry for each user and resource with
-// an open watch, and for two windows after the last watch has left. The delivery of events does not use it: Snapshot
+// an open watch, and for two samples after the last watch has left. The delivery of events does not use it: Snapshot
 // computes the bytes from the positions of receivers.
 type Usages struct {
 	// Hubs are the hubs with these watches. Set it before the first watch.
@@ -23,9 +23,10 @@ type Usages struct {
 	// closed is the number of entries without an open watch, at most maxClosed.
 	closed int
 
-	// snapshot guards the fields below, and scan and windows of the entries. It is locked before every other lock.
+	// snapshot guards the fields below, and scan and samples of the entries. It is locked before every other lock.
 	snapshot sync.Mutex
-	windows  [2]time.Time
+	// samples are the times of the last two samples.
+	samples [2]time.Time
 }
 
 type usageKey struct{ user, group, resource string }
@@ -34,13 +35,14 @@ type usageKey struct{ user, group, resource string }
 type usage struct {
 	parent *Usages
 	key    usageKey
-	// open is the number of open watches, and passed the number of windows since the last. parent.mu guards them.
-	open, passed int
+	// open is the number of open watches, and samplesSinceEnd the number of samples since the last watch has ended.
+	// parent.mu guards both.
+	open, samplesSinceEnd int
 	// bytes never decreases. The bytes of a receiver since receiver.start are not in it.
 	bytes atomic.Int64
 
-	// windows has the bytes at parent.windows.
-	windows [2]int64
+	// samples has the bytes at parent.samples.
+	samples [2]int64
 	scan    scan
 }
 
@@ -70,7 +72,7 @@ func (u *Usages) join(r *Request) *usage {
 		u.closed--
 	}
 	e.open++
-	e.passed = 0
+	e.samplesSinceEnd = 0
 	return e
 }
 
@@ -123,7 +125,7 @@ type Usage struct {
 	Unsynced int `json:"unsynced,omitempty"`
 	// Behind is the number of events that wait for the slowest watch.
 	Behind int64 `json:"behind,omitempty"`
-	// BytesPerSecond is the rate of the last 10 to 20 s, or 0 before the second snapshot.
+	// BytesPerSecond is the rate of the last 8 to 20 s, or 0 before the second snapshot.
 	BytesPerSecond float64 `json:"bytesPerSecond,omitempty"`
 	// Replicas are addresses of replicas that send the events, at most maxReplicas. A socket has no directory.
 	Replicas []string `json:"replicas,omitempty"`
@@ -134,8 +136,8 @@ const (
 	maxReplicas = 4
 	// maxClosed bounds Usages.closed.
 	maxClosed = 1 << 10
-	// usageWindow is the least time between two windows.
-	usageWindow = 8 * time.Second
+	// samplePeriod is the least time between two samples.
+	samplePeriod = 8 * time.Second
 	// scanReceivers is the number of receivers that a snapshot reads while it holds a broadcast's lock.
 	scanReceivers = 1 << 10
 )
@@ -144,12 +146,12 @@ const (
 func (u *Usages) Snapshot(now time.Time) []Usage {
 	u.snapshot.Lock()
 	defer u.snapshot.Unlock()
-	window := now.Sub(u.windows[1]) >= usageWindow
+	due := now.Sub(u.samples[1]) >= samplePeriod
 	u.mu.Lock()
 	entries, open := make([]*usage, 0, len(u.entries)), make([]int, 0, len(u.entries))
 	for _, e := range u.entries {
-		if window && e.open == 0 {
-			if e.passed++; e.passed == len(u.windows) { // this snapshot is the last with the entry
+		if due && e.open == 0 {
+			if e.samplesSinceEnd++; e.samplesSinceEnd == len(u.samples) { // this snapshot is the last with the entry
 				delete(u.entries, e.key)
 				u.closed--
 			}
@@ -170,12 +172,12 @@ func (u *Usages) Snapshot(now time.Time) []Usage {
 		}
 	}
 	oldest := 0
-	if u.windows[0].IsZero() {
+	if u.samples[0].IsZero() {
 		oldest = 1
 	}
-	since := u.windows[oldest]
-	if window {
-		u.windows[0], u.windows[1] = u.windows[1], now
+	since := u.samples[oldest]
+	if due {
+		u.samples[0], u.samples[1] = u.samples[1], now
 	}
 	out := make([]Usage, 0, len(entries))
 	for i, e := range entries {
@@ -189,10 +191,10 @@ func (u *Usages) Snapshot(now time.Time) []Usage {
 			Replicas: e.scan.replicas,
 		}
 		if elapsed := now.Sub(since); !since.IsZero() && elapsed > 0 {
-			row.BytesPerSecond = float64(total-e.windows[oldest]) / elapsed.Seconds()
+			row.BytesPerSecond = float64(total-e.samples[oldest]) / elapsed.Seconds()
 		}
-		if window {
-			e.windows[0], e.windows[1] = e.windows[1], total
+		if due {
+			e.samples[0], e.samples[1] = e.samples[1], total
 		}
 		out = append(out, row)
 	}
