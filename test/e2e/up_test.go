@@ -289,10 +289,10 @@ func TestASecondUpIsRefused(t *testing.T) {
 		return exec.CommandContext(ctx, harness.Watershed(), "up", "--data-dir", dir, "--secure-port", fmt.Sprint(port))
 	}
 	refused(t, second(s.Dir, harness.FreePort(t)), fmt.Sprintf("--data-dir %q is in use by process", s.Dir))
-	refused(t, second(harness.TempDir(t), s.Port), fmt.Sprintf("gateway: --secure-port %d: ", s.Port))
+	refused(t, second(harness.TempDir(t), s.Port), fmt.Sprintf("gateway: --bind-address 0.0.0.0 --secure-port %d: ", s.Port))
 	split := second(harness.TempDir(t), s.Port)
 	split.Args[1] = "split"
-	refused(t, split, fmt.Sprintf("gateway: --secure-port %d: ", s.Port))
+	refused(t, split, fmt.Sprintf("gateway: --bind-address 0.0.0.0 --secure-port %d: ", s.Port))
 }
 
 // refused runs a command that must fail with exit code 1 and a line on standard error.

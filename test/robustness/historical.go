@@ -195,8 +195,8 @@ var historical = []breakage{
 	{
 		name:    "ours-lost-last-message",
 		file:    "platform/eventlog/stream.go",
-		code:    "	if errors.Is(err, jetstream.ErrMsgNotFound) {\n		return core.ID{}, state.LastSeq, false, nil\n	}\n",
-		instead: "",
+		code:    "s.LastSeq == state.LastSeq && hasHole(s) {\n",
+		instead: "false {\n",
 		test:    "./test/eventlog TestALogWithoutItsLastMessageBeginsAgain",
 	},
 }

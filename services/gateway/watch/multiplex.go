@@ -36,7 +36,7 @@ const (
 	streamFrames = 64
 	streamBytes  = 512 << 10
 	// idleCallTimeout is how long a call outlives its last stream.
-	idleCallTimeout = 5 * time.Second
+	idleCallTimeout = time.Second
 	// unsupportedTimeout is how long a replica of an older release keeps broadcasts from calls of Watches.
 	unsupportedTimeout = time.Minute
 )
