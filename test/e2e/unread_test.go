@@ -79,7 +79,7 @@ func TestUnreadWatchesAreBounded(t *testing.T) {
 // unreadWatches opens a tenant's watches and updates a large object. initial creates the object before the watches.
 func unreadWatches(t *testing.T, initial bool) {
 	const watches, updates = 2000, 20
-	t.Setenv("GOMEMLIMIT", "1GiB") // the manifests set it for both services
+	t.Setenv("GOMEMLIMIT", "1GiB") // as in a container
 	s := harness.Split(t, "")
 	token := tenant(t, s, "t")
 	write := func(n int) {

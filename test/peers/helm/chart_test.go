@@ -179,7 +179,7 @@ monitoring: {enabled: true, labels: {release: prometheus}}
 	}
 	env := fmt.Sprint(field(got[registry], in(container, "env")...))
 	if strings.Count(env, "WATERSHED_ETCD_SERVERS") != 1 || !strings.Contains(env, "etcd.example.com") ||
-		!strings.Contains(env, "GOMEMLIMIT") {
+		!strings.Contains(env, "WATERSHED_NATS_URL") {
 		t.Errorf("env %s", env)
 	}
 	mounts := fmt.Sprint(field(got[registry], in(container, "volumeMounts")...))
