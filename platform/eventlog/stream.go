@@ -10,6 +10,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 
 	"watershed.dev/platform/watchcache/core"
+	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
 // Stream creates the stream of the log, or updates an existing stream to the configuration.
@@ -144,4 +145,48 @@ func (l LogID) Last(ctx context.Context, js jetstream.JetStream) (id core.ID, se
 		return core.ID{}, state.LastSeq, false, nil
 	}
 	return id, state.LastSeq, true, nil
+}
+
+// lastEventLookback is how many messages End reads back from the end of the log for its last event.
+const lastEventLookback = 32
+
+// End reads the end of the log. It creates the stream if necessary. keyOf returns the etcd key of an event's object, or
+// an empty string if it is unknown.
+func (o *Options) End(ctx context.Context, js jetstream.JetStream, keyOf func(*logv1.Event) string) (
+	end core.LogEnd, err error) {
+	if _, err = o.Stream(ctx, js); err != nil {
+		return end, err
+	}
+	last, sequence, ok, err := o.ID.Last(ctx, js)
+	if err != nil {
+		return end, err
+	}
+	end = core.LogEnd{Empty: !ok, Last: last, Sequence: sequence}
+	if end.Empty {
+		return end, nil
+	}
+	m, err := o.ID.GetLast(ctx, js, o.ID.Subject(ProgressSubject))
+	switch {
+	case err == nil:
+		end.Progress = &logv1.Event{} // of no epoch, if the message is corrupt
+		if progress, err := Events(m.Header, m.Data); err == nil {
+			end.Progress = progress[0]
+		}
+	case !errors.Is(err, jetstream.ErrMsgNotFound):
+		return end, err
+	}
+	for seq, more := sequence, true; more && seq > 0 && seq+lastEventLookback > sequence; seq-- {
+		m, err := o.ID.Get(ctx, js, seq)
+		if errors.Is(err, jetstream.ErrMsgNotFound) {
+			break
+		}
+		if err != nil {
+			return end, err
+		}
+		events, _ := Events(m.Header, m.Data)
+		for i := len(events) - 1; i >= 0 && more; i-- {
+			more = end.ReadBack(events[i], keyOf(events[i]))
+		}
+	}
+	return end, nil
 }

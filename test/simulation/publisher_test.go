@@ -2,7 +2,6 @@ package simulation
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -99,7 +98,7 @@ func (t *term) perform(ctx context.Context) error {
 	}
 	switch r.Op {
 	case core.ReadLog:
-		end, err := t.readLog(ctx)
+		end, err := t.log.End(ctx, t.js, keyOf)
 		if err == nil {
 			t.LogRead(end)
 		}
@@ -185,37 +184,5 @@ func (t *term) watch(ctx context.Context) error {
 	return nil
 }
 
-// readLog reads the end of the log, and creates the stream if necessary.
-func (t *term) readLog(ctx context.Context) (end core.LogEnd, err error) {
-	if _, err = t.log.Stream(ctx, t.js); err != nil {
-		return end, err
-	}
-	last, sequence, ok, err := eventlog.Main.Last(ctx, t.js)
-	if end = (core.LogEnd{Empty: !ok, Last: last, Sequence: sequence}); err != nil || !ok {
-		return end, err
-	}
-	m, err := eventlog.Main.GetLast(ctx, t.js, eventlog.ProgressSubject)
-	switch {
-	case err == nil:
-		end.Progress = &logv1.Event{}
-		if progress, err := eventlog.Events(m.Header, m.Data); err == nil {
-			end.Progress = progress[0]
-		}
-	case !errors.Is(err, jetstream.ErrMsgNotFound):
-		return end, err
-	}
-	for more := true; more && sequence > 0; sequence-- {
-		m, err := eventlog.Main.Get(ctx, t.js, sequence)
-		if errors.Is(err, jetstream.ErrMsgNotFound) {
-			break
-		}
-		if err != nil {
-			return end, err
-		}
-		events, _ := eventlog.Events(m.Header, m.Data)
-		for i := len(events) - 1; i >= 0 && more; i-- {
-			more = end.ReadBack(events[i], events[i].StorageResource+"/"+events[i].Name)
-		}
-	}
-	return end, nil
-}
+// keyOf returns the key of an event's object in the simulated etcd.
+func keyOf(e *logv1.Event) string { return e.StorageResource + "/" + e.Name }

@@ -261,24 +261,26 @@ func (w *multiplexedWatch) tick() {
 	idle := w.parked
 	w.parked, w.woken = false, !idle
 	w.mu.Unlock()
-	if idle && !w.sendBookmark() {
+	if !idle {
+		return
+	}
+	if parked, err := w.sendBookmark(); err != nil || !parked {
 		go w.run()
 	}
 }
 
 // sendBookmark sends a bookmark and parks the watch. It returns false if there is something else to do.
-func (w *multiplexedWatch) sendBookmark() (parked bool) {
-	defer func() {
-		if r := recover(); r != nil { // run will panic again, and recover
-			parked = false
-		}
-	}()
+func (w *multiplexedWatch) sendBookmark() (parked bool, err error) {
+	defer recovery.ToError("the bookmark of a watch", &err)
 	events, _, progress, _, ok := w.watcher.events.Next(cache.Cursor(w.watcher.cursor.Load()), 1)
 	if !ok || len(events) > 0 || !w.watcher.mayReport(progress) || w.watcher.server.checkFresh() != nil {
-		return false
+		return false, nil
 	}
 	w.takeTick()
-	return w.watcher.sendProgress(progress) == nil && w.park()
+	if err := w.watcher.sendProgress(progress); err != nil {
+		return false, err
+	}
+	return w.park(), nil
 }
 
 // run runs the watch until it is parked or ends.
@@ -318,12 +320,8 @@ func (w *multiplexedWatch) runRecovered() (parked bool, err error) {
 		if _, _, err := w.watcher.sendPending(w.ctx); err != nil {
 			return false, err
 		}
-		select {
-		case <-w.ctx.Done():
-			return false, status.FromContextError(w.ctx.Err()).Err()
-		case <-w.watcher.server.draining:
-			return false, rpc.ErrDraining
-		default:
+		if err := w.ctx.Err(); err != nil {
+			return false, status.FromContextError(err).Err()
 		}
 		if w.call.isDrained() {
 			return false, rpc.ErrDraining

@@ -113,5 +113,10 @@ func resourcesView(c *Console, req *http.Request, all *Cluster) (any, error) {
 	})
 	shown := sorted[:min(len(sorted), maxRows)]
 	columns := []string{"Requests", "Response size", "Events", "Event size"}
-	return map[string]any{"Columns": append(columns, columns...), "Rows": shown, "More": len(sorted) - len(shown), "Period": now.period}, nil
+	return map[string]any{
+		"Columns": append(columns, columns...),
+		"Rows":    shown,
+		"More":    len(sorted) - len(shown),
+		"Period":  now.period,
+	}, nil
 }

@@ -8,7 +8,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/nats-io/nats.go/jetstream"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
@@ -86,7 +85,10 @@ func (t *term) perform(ctx context.Context, r core.Request) (err error) {
 	switch r.Op {
 	case core.ReadLog:
 		var end core.LogEnd
-		if end, err = t.readLog(ctx); err == nil {
+		if end, err = t.Publisher.Log.End(ctx, t.JS, t.keyOf); err == nil {
+			if !end.Empty {
+				t.logEpoch = end.Progress.GetEpoch()
+			}
 			t.LogRead(end)
 		}
 		return err
@@ -126,49 +128,6 @@ func (t *term) acknowledge(ack eventlog.Ack) error {
 	}
 	return ack.Err
 }
-
-// readLog reads the end of the log. It creates the stream if necessary.
-func (p *Publisher) readLog(ctx context.Context) (end core.LogEnd, err error) {
-	if _, err = p.Log.Stream(ctx, p.JS); err != nil {
-		return end, err
-	}
-	last, sequence, ok, err := p.Log.ID.Last(ctx, p.JS)
-	if err != nil {
-		return end, err
-	}
-	end = core.LogEnd{Empty: !ok, Last: last, Sequence: sequence}
-	if end.Empty {
-		return end, nil
-	}
-	m, err := p.Log.ID.GetLast(ctx, p.JS, p.Log.ID.Subject(eventlog.ProgressSubject))
-	switch {
-	case err == nil:
-		end.Progress = &logv1.Event{} // of no epoch, if the message is corrupt
-		if progress, err := eventlog.Events(m.Header, m.Data); err == nil {
-			end.Progress = progress[0]
-		}
-	case !errors.Is(err, jetstream.ErrMsgNotFound):
-		return end, err
-	}
-	p.logEpoch = end.Progress.GetEpoch()
-	for seq, more := sequence, true; more && seq > 0 && seq+lastEventLookback > sequence; seq-- {
-		m, err := p.Log.ID.Get(ctx, p.JS, seq)
-		if errors.Is(err, jetstream.ErrMsgNotFound) {
-			break
-		}
-		if err != nil {
-			return end, err
-		}
-		events, _ := eventlog.Events(m.Header, m.Data)
-		for i := len(events) - 1; i >= 0 && more; i-- {
-			more = end.ReadBack(events[i], p.keyOf(events[i]))
-		}
-	}
-	return end, nil
-}
-
-// lastEventLookback is how many messages readLog reads back from the end of the log for its last event.
-const lastEventLookback = 32
 
 // keyOf returns the etcd key of an event's object. It is empty for a custom resource, because its CRD as of the event's
 // revision is unknown.
