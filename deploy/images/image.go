@@ -182,23 +182,7 @@ func write(dir string, names []string, index v1.ImageIndex, first v1.Image, bill
 		}
 	}
 	for _, bill := range bills {
-		if err := l.WriteImage(bill); err != nil {
-			return err
-		}
-		digest, err := bill.Digest()
-		if err != nil {
-			return err
-		}
-		size, err := bill.Size()
-		if err != nil {
-			return err
-		}
-		if err := l.AppendDescriptor(v1.Descriptor{
-			MediaType:    types.OCIManifestSchema1,
-			Digest:       digest,
-			Size:         size,
-			ArtifactType: spdx,
-		}); err != nil {
+		if err := l.AppendImage(bill); err != nil {
 			return err
 		}
 	}
