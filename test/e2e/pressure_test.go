@@ -78,7 +78,7 @@ func footprintOf(t *testing.T, s *harness.Server, process string) (f footprint) 
 }
 
 // grown returns an error if a process is larger than at before. known has the series that its service had before: a
-// registry that becomes the leader adds those of the leader before it.
+// registry that becomes the leader adds the series of a leader.
 func (f footprint) grown(before footprint, known map[string]bool) error {
 	if n := f.heap - before.heap; n > maxHeapGrowth {
 		return fmt.Errorf("the heap has grown by %d KB", n>>10)

@@ -36,7 +36,7 @@ func NewWriter(w http.ResponseWriter, req *http.Request, contentType string, cod
 	h.Set("Content-Type", contentType)
 	b := &Writer{w: w}
 	if ShouldCompress(req, size) {
-		setGzipHeaders(h)
+		SetGzipHeaders(h)
 		b.gz = gzipWriters.Get().(*gzip.Writer)
 		b.gz.Reset(&b.out)
 	} else if size >= 0 {
@@ -52,20 +52,26 @@ func NewEncoded(w http.ResponseWriter, contentType string, code int, gzip bool) 
 	h := w.Header()
 	h.Set("Content-Type", contentType)
 	if gzip {
-		setGzipHeaders(h)
+		SetGzipHeaders(h)
 	}
 	w.WriteHeader(code)
 	return &Writer{w: w}
 }
 
-func setGzipHeaders(h http.Header) {
+// SetGzipHeaders sets the headers of a gzip body.
+func SetGzipHeaders(h http.Header) {
 	h.Set("Content-Encoding", "gzip")
 	h.Add("Vary", "Accept-Encoding")
 }
 
 // ShouldCompress reports whether a response of `size` bytes is compressed for this client.
 func ShouldCompress(req *http.Request, size int64) bool {
-	return size > deflate.Threshold && deflate.AcceptsGzip(req.Header) &&
+	return size > deflate.Threshold && AcceptsCompressed(req)
+}
+
+// AcceptsCompressed reports whether a response may be compressed for this client.
+func AcceptsCompressed(req *http.Request) bool {
+	return deflate.AcceptsGzip(req.Header) &&
 		utilfeature.DefaultFeatureGate.Enabled(features.APIResponseCompression)
 }
 

@@ -12,6 +12,8 @@ import (
 	"golang.org/x/net/websocket"
 	"k8s.io/apimachinery/pkg/runtime"
 
+	"watershed.dev/platform/deflate"
+	"watershed.dev/services/gateway/body"
 	"watershed.dev/services/gateway/h2writer"
 	"watershed.dev/services/gateway/watch"
 )
@@ -21,6 +23,7 @@ type httpSink struct {
 	call    *requestContext
 	control *http.ResponseController
 	written int64
+	gzip    bool
 }
 
 func (s *httpSink) SendHeaders() {
@@ -30,7 +33,14 @@ func (s *httpSink) SendHeaders() {
 	}
 	s.call.w.Header().Set("Content-Type", t)
 	s.call.w.Header().Set("Transfer-Encoding", "chunked")
+	if s.gzip {
+		body.SetGzipHeaders(s.call.w.Header())
+	}
 	s.call.w.WriteHeader(http.StatusOK)
+	if s.gzip {
+		n, _ := s.call.w.Write(deflate.Header()) // the next write returns the same error
+		s.written += int64(n)
+	}
 	_ = s.control.Flush()
 }
 

@@ -28,6 +28,7 @@ import (
 	"watershed.dev/platform/telemetry"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/body"
 	"watershed.dev/services/gateway/delegatedauth"
 	"watershed.dev/services/gateway/h2writer"
 	"watershed.dev/services/gateway/watch"
@@ -48,7 +49,8 @@ func (c *requestContext) watch() {
 		c.serveWebSocket(hub, r)
 		return
 	}
-	hub.Serve(c.req.Context(), r, &httpSink{call: c, control: http.NewResponseController(c.w)})
+	r.Compress = hub.Config.Compression && !c.isInternal() && body.AcceptsCompressed(c.req)
+	hub.Serve(c.req.Context(), r, &httpSink{call: c, control: http.NewResponseController(c.w), gzip: r.Compress})
 }
 
 // openWatches returns upstream's gauge of long-running requests. Upstream counts a request only while a function runs

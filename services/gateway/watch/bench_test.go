@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/net/http2"
 
+	"watershed.dev/platform/deflate"
 	"watershed.dev/platform/events"
 	"watershed.dev/services/gateway/h2writer"
 )
@@ -66,12 +67,13 @@ func watchStreams(b *testing.B, n int) (streams []*h2writer.Stream) {
 }
 
 // BenchmarkDispatch measures an event of 500 bytes to 100 receivers: over HTTP/1.1, in which the client's goroutine
-// takes the event, and over HTTP/2, in which the broadcast writes it.
+// takes the event, and over HTTP/2, in which the broadcast writes it, plain or compressed.
 func BenchmarkDispatch(b *testing.B) {
 	const receivers = 100
 	for name, streams := range map[string]func() []*h2writer.Stream{
-		"active": func() []*h2writer.Stream { return make([]*h2writer.Stream, receivers) },
-		"synced": func() []*h2writer.Stream { return watchStreams(b, receivers) },
+		"active":     func() []*h2writer.Stream { return make([]*h2writer.Stream, receivers) },
+		"synced":     func() []*h2writer.Stream { return watchStreams(b, receivers) },
+		"compressed": func() []*h2writer.Stream { return watchStreams(b, receivers) },
 	} {
 		b.Run(name, func(b *testing.B) {
 			h := hub(newTier())
@@ -81,6 +83,10 @@ func BenchmarkDispatch(b *testing.B) {
 				r := broadcast.join(&clientWatch{woken: make(chan struct{}, 1)}, events.Position{Revision: 1})
 				r.stream, r.Direct, r.AllowBookmarks, r.BookmarkPeriod = s, s != nil, true, time.Minute
 				all = append(all, r)
+				if name == "compressed" {
+					r.gzip = new(deflate.Sum)
+					broadcast.compressed++
+				}
 			}
 			revision := int64(1)
 			b.ReportAllocs()
@@ -90,7 +96,7 @@ func BenchmarkDispatch(b *testing.B) {
 				for _, r := range all {
 					if parts, err := broadcast.next(r); err != nil {
 						b.Fatal(err)
-					} else if r.stream != nil && len(parts) > 0 {
+					} else if r.stream != nil && len(parts) > 0 { // plain also for a gzip body, which nothing reads
 						if err := r.stream.Write(b.Context(), time.Minute, parts...); err != nil {
 							b.Fatal(err)
 						}

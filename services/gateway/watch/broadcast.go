@@ -44,6 +44,8 @@ type watchBroadcast struct {
 	mu sync.Mutex
 	core.Broadcast
 	receivers []*receiver
+	// compressed is the number of receivers with a gzip body.
+	compressed int
 	// added is the size of all events so far, and replica the address of the replica that sends replicaStream.
 	added         int64
 	replica       string
@@ -94,6 +96,9 @@ func (b *watchBroadcast) leave(r *receiver) events.Position {
 		b.receivers[last] = nil
 		b.receivers = b.receivers[:last]
 		receivers.Dec()
+		if r.gzip != nil {
+			b.compressed--
+		}
 	}
 	if len(b.receivers) == 0 && !b.Ended {
 		b.idleTimer = time.AfterFunc(idleTimeout, b.closeIdle)
@@ -101,7 +106,7 @@ func (b *watchBroadcast) leave(r *receiver) events.Position {
 	if r.watch != nil {
 		b.count(r)
 	}
-	r.stream, r.watch = nil, nil // the limiter or the connection may hold the receiver for much longer
+	r.stream, r.watch, r.gzip = nil, nil, nil // the limiter or the connection may hold the receiver for much longer
 	left := b.Leave(&r.Receiver)
 	b.releaseEntries()
 	return left

@@ -12,6 +12,7 @@ import (
 	"google.golang.org/grpc/status"
 	cachermetrics "k8s.io/apiserver/pkg/storage/cacher/metrics"
 
+	"watershed.dev/platform/deflate"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/watchcache/core"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -42,6 +43,8 @@ type Request struct {
 	Initialized func(bytes int64)
 	// InitialEventsEnd is called when all initial events have been sent. Nil: no call.
 	InitialEventsEnd func()
+	// Compress makes the response a gzip body.
+	Compress bool
 	// Served reports whether discovery still has the resource. A watch of a deleted CRD ends, because no replica serves
 	// it.
 	Served func() bool
@@ -60,6 +63,9 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 		sink:    out,
 		place:   core.NewWatch(r.WatchRequest, time.Now().Add(min(r.BookmarkPeriod, firstBookmarkDelay))),
 		woken:   make(chan struct{}, 1),
+	}
+	if r.Compress {
+		w.gzip = new(deflate.Sum)
 	}
 	w.limiter = h.RateLimiter.join(r.Owner, h.Config.UserRate)
 	w.inflight = h.InflightQuota.join(r.Owner)
@@ -108,6 +114,7 @@ func (w *clientWatch) serve(ctx context.Context, r *Request, out Sink) (parked b
 	if w.run(ctx) {
 		return true
 	}
+	w.endBody(ctx)
 	if w.stream != nil && !w.detached {
 		finishCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
 		defer cancel()
@@ -155,6 +162,9 @@ type clientWatch struct {
 	hijackTried bool // whether sink.Hijack was called
 	headersSent bool
 	place       core.Watch
+	// gzip accumulates the checksum of a gzip body. The watch's goroutine owns it, and the broadcast does while the
+	// receiver is synced. Nil: the body is plain, or it cannot be completed.
+	gzip *deflate.Sum
 	// initialBytes is the size of the initial events sent so far.
 	initialBytes     atomic.Int64
 	unavailableSince time.Time
@@ -346,6 +356,9 @@ func (w *clientWatch) join(ctx context.Context) error {
 	rcv.stream, rcv.Direct, rcv.AllowBookmarks = w.stream, w.stream != nil, w.AllowBookmarks
 	rcv.BookmarkPeriod, rcv.NextBookmark = w.BookmarkPeriod, w.place.NextBookmark
 	rcv.limiter = w.limiter
+	if rcv.gzip = w.gzip; rcv.gzip != nil {
+		b.compressed++
+	}
 	b.mu.Unlock()
 	w.timer = time.AfterFunc(time.Until(w.Deadline.Add(-lastBookmarkLead)), w.wake)
 	return nil
@@ -395,9 +408,42 @@ func (w *clientWatch) reauthorize(ctx context.Context) bool {
 	return w.Allowed(ctx)
 }
 
-// write sends frames to the client. It ends the watch if the client accepts no data for WriteTimeout, or for
-// overQuotaTimeout if its user exceeds the in-flight quota. Other watches are not affected.
+// write sends frames to the client, compressed for this watch alone if the response is a gzip body.
 func (w *clientWatch) write(ctx context.Context, frames ...[]byte) error {
+	if w.gzip == nil {
+		return w.send(ctx, frames...)
+	}
+	part, err := deflate.Compress(frames...)
+	if err != nil {
+		return err
+	}
+	return w.writePart(ctx, part)
+}
+
+// writePart sends a part of the gzip body.
+func (w *clientWatch) writePart(ctx context.Context, part *deflate.Part) error {
+	if err := w.send(ctx, part.Data); err != nil {
+		w.gzip = nil // the client may have a fragment of the part
+		return err
+	}
+	w.gzip.Add(part)
+	return nil
+}
+
+// endBody sends the trailer of a gzip body. A client whose window is full does not receive it.
+func (w *clientWatch) endBody(ctx context.Context) {
+	switch {
+	case w.gzip == nil || !w.headersSent:
+	case w.stream != nil:
+		_, _ = w.stream.TryWrite(w.gzip.Trailer())
+	default:
+		_ = w.sink.Write(context.WithoutCancel(ctx), time.Second, w.gzip.Trailer())
+	}
+}
+
+// send sends bytes to the client. It ends the watch if the client accepts no data for WriteTimeout, or for
+// overQuotaTimeout if its user exceeds the in-flight quota. Other watches are not affected.
+func (w *clientWatch) send(ctx context.Context, frames ...[]byte) error {
 	writeTimeout, hijacking, cancel := w.hub.Config.WriteTimeout, ctx, context.CancelFunc(func() {})
 	n := 0
 	for _, f := range frames {

@@ -96,6 +96,9 @@ func (w *clientWatch) resume() {
 	if parked {
 		return
 	}
+	if err == nil {
+		w.endBody(ctx)
+	}
 	if endErr := w.endedRecovered(); err == nil {
 		err = endErr
 	}

@@ -5,6 +5,7 @@ import (
 
 	"go.opentelemetry.io/otel/attribute"
 
+	"watershed.dev/platform/deflate"
 	"watershed.dev/platform/telemetry"
 	"watershed.dev/platform/watchcache/core"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -30,7 +31,7 @@ func (b *watchBroadcast) dispatch(m *watchfanoutv1.WatchFrame) {
 	b.account(before)
 	b.added += int64(b.Bytes - before - core.EntryBytes*len(d.Parts))
 	if len(d.Parts) > 0 {
-		b.deliver(&d)
+		b.deliver(&d, b.compress(d.Parts))
 	}
 	if d.Bookmark {
 		b.sendBookmarks(time.Now())
@@ -41,14 +42,31 @@ func (b *watchBroadcast) dispatch(m *watchfanoutv1.WatchFrame) {
 	}
 }
 
-func (b *watchBroadcast) deliver(d *core.Delivery) {
+// compress returns new entries as a part of the receivers' gzip bodies, or nil if no receiver has such a body. It
+// releases the lock meanwhile: a receiver that takes the entries before it has the lock again does not get them twice
+// (core.Broadcast.Offer).
+func (b *watchBroadcast) compress(parts [][]byte) *deflate.Part {
+	if b.compressed == 0 {
+		return nil
+	}
+	b.mu.Unlock()
+	defer b.mu.Lock()
+	part, err := deflate.Compress(parts...)
+	if err != nil { // each watch then compresses the entries, and fails
+		return nil
+	}
+	return part
+}
+
+// deliver writes new entries to the synced receivers. part is the compressed entries, for receivers with a gzip body.
+func (b *watchBroadcast) deliver(d *core.Delivery, part *deflate.Part) {
 	n, cost, now := 0, partsCost(d.Parts), time.Now()
 	for _, r := range b.receivers {
 		switch b.Offer(&r.Receiver, d) {
 		case core.Wake:
 			b.wake(r)
 		case core.Write:
-			if b.tryWrite(r, now, cost, d.End, d.Parts...) {
+			if b.offer(r, now, cost, d.End, d.Parts, part) {
 				b.Delivered(&r.Receiver, d)
 				n++
 			}
@@ -57,6 +75,23 @@ func (b *watchBroadcast) deliver(d *core.Delivery) {
 	delivered.Add(float64(n * len(d.Parts)))
 	b.events.sent(n, d.Parts...)
 	b.flush()
+}
+
+// offer is tryWrite for a plain body, or the same for a gzip body, with part.
+func (b *watchBroadcast) offer(r *receiver, now time.Time, cost float64, end int64, plain [][]byte,
+	part *deflate.Part) bool {
+	if r.gzip == nil {
+		return b.tryWrite(r, now, cost, end, plain...)
+	}
+	if part == nil {
+		b.wake(r)
+		return false
+	}
+	accepted := b.tryWrite(r, now, cost, end, part.Data)
+	if accepted {
+		r.gzip.Add(part)
+	}
+	return accepted
 }
 
 func partsCost(parts [][]byte) float64 {
@@ -91,14 +126,16 @@ func (b *watchBroadcast) tryWrite(r *receiver, now time.Time, cost float64, end 
 
 // sendBookmarks sends the newest bookmark to the receivers that are due a bookmark.
 func (b *watchBroadcast) sendBookmarks(now time.Time) {
+	bookmark := [][]byte{b.Bookmark.Data}
+	part := b.compress(bookmark)
 	for _, r := range b.receivers {
 		switch b.OfferBookmark(&r.Receiver, now) {
 		case core.Wake:
 			b.wake(r)
 		case core.Write:
-			if b.tryWrite(r, now, 0, r.Cursor, b.Bookmark.Data) {
+			if b.offer(r, now, 0, r.Cursor, bookmark, part) {
 				b.BookmarkSent(&r.Receiver, now)
-				b.events.sent(1, b.Bookmark.Data)
+				b.events.sent(1, bookmark...)
 			}
 		}
 	}

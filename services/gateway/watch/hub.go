@@ -59,6 +59,8 @@ type Config struct {
 	// UserRate is how many tokens per second the watches of one user receive. An event costs a token, plus
 	// a token per KiB of data. 0: no limit.
 	UserRate int
+	// Compression compresses the responses of watches that allow it (Request.Compress).
+	Compression bool
 }
 
 // AddFlags registers the flags --watch-* and --max-watch-rate-per-user, with their defaults.
@@ -67,6 +69,9 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"The minimum time between two bookmarks of a watch that allows them.")
 	fs.DurationVar(&c.WriteTimeout, "watch-write-timeout", 30*time.Second,
 		"How long a client may accept no pending byte of a watch before the gateway ends the watch.")
+	fs.BoolVar(&c.Compression, "watch-compression", false,
+		"Compress the responses of watches with gzip, for clients that accept it. The gateway compresses an event once "+
+			"for all watches with equal queries of a user. kube-apiserver 1.36 compresses no watch.")
 	fs.IntVar(&c.UserRate, "max-watch-rate-per-user", 100000,
 		"The rate limit, in events per second, for all watches of a user at a gateway. The burst is ten seconds' "+
 			"worth. An event counts as one, plus one per KB. Events over the rate are delayed, and a watch that falls "+
@@ -122,9 +127,10 @@ func retryDelay(unavailableSince time.Time) time.Duration {
 
 // Sink is a client's open response. Only the goroutine of Serve calls its methods.
 type Sink interface {
-	// SendHeaders sends the response headers. It is called once.
+	// SendHeaders sends the response headers, and the gzip header of a compressed response. It is called once.
 	SendHeaders()
-	// Write sends whole frames. It returns h2writer.ErrSlowClient if the client accepts no data for writeTimeout.
+	// Write sends whole frames, or a part of a gzip body. It returns h2writer.ErrSlowClient if the client accepts no
+	// data for writeTimeout.
 	Write(ctx context.Context, writeTimeout time.Duration, frames ...[]byte) error
 	// Fail sends an error response. It is called only before SendHeaders.
 	Fail(error)

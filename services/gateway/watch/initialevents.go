@@ -29,11 +29,6 @@ const (
 	evictTimeout = 5 * time.Second
 )
 
-// frameReceiver is the stream of an unsynced watch.
-type frameReceiver interface {
-	Recv() (*watchfanoutv1.WatchFrame, error)
-}
-
 // sharedInitialEvents is a stream that all its members receive.
 //
 //	queued --- first frame of the previous stream, or startDelay ---> running.
@@ -57,7 +52,7 @@ type sharedInitialEvents struct {
 
 // bufferedFrame is a frame and the number of members that have not received it.
 type bufferedFrame struct {
-	frame   *watchfanoutv1.WatchFrame
+	frame   *sharedFrame
 	readers int
 }
 
@@ -186,8 +181,9 @@ func (e *sharedInitialEvents) add(m *watchfanoutv1.WatchFrame, err error) bool {
 	if err != nil {
 		e.err = err
 	} else if n := len(e.members); n > 0 {
-		e.frames = append(e.frames, bufferedFrame{m, n})
-		e.hub.bufferedBytes.Add(frameBytes(m))
+		f := newSharedFrame(m)
+		e.frames = append(e.frames, bufferedFrame{f, n})
+		e.hub.bufferedBytes.Add(e.hub.frameBytes(f))
 	}
 	e.notify()
 	for e.err == nil && len(e.members) > 0 {
@@ -235,9 +231,13 @@ func (e *sharedInitialEvents) evict(base int) {
 
 var errTooSlow = status.Error(codes.Unavailable, "the watch is too slow to share its initial events with other watches")
 
-func frameBytes(m *watchfanoutv1.WatchFrame) (n int64) {
+// frameBytes returns the size of a frame. With compression, its initial events may be held twice.
+func (h *Hub) frameBytes(m *sharedFrame) (n int64) {
 	for _, p := range m.Initial {
 		n += int64(len(p))
+	}
+	if h.Config.Compression {
+		n *= 2
 	}
 	return n + int64(len(m.Data))
 }
@@ -246,7 +246,7 @@ func frameBytes(m *watchfanoutv1.WatchFrame) (n int64) {
 func (e *sharedInitialEvents) releaseFrame(number int) {
 	e.frames[number-e.base].readers--
 	for len(e.frames) > 0 && e.frames[0].readers == 0 {
-		e.hub.bufferedBytes.Add(-frameBytes(e.frames[0].frame))
+		e.hub.bufferedBytes.Add(-e.hub.frameBytes(e.frames[0].frame))
 		e.frames[0].frame = nil
 		e.frames = e.frames[1:]
 		e.base++
@@ -255,7 +255,7 @@ func (e *sharedInitialEvents) releaseFrame(number int) {
 }
 
 // Recv returns the next frame.
-func (p *member) Recv() (*watchfanoutv1.WatchFrame, error) {
+func (p *member) Recv() (*sharedFrame, error) {
 	e := p.initialEvents
 	e.mu.Lock()
 	defer e.mu.Unlock()

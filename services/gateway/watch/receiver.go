@@ -3,6 +3,7 @@ package watch
 import (
 	"time"
 
+	"watershed.dev/platform/deflate"
 	"watershed.dev/platform/watchcache/core"
 	"watershed.dev/services/gateway/h2writer"
 )
@@ -25,6 +26,8 @@ type receiver struct {
 	limiter *limiter
 	// stream is set if other goroutines may write to the client.
 	stream *h2writer.Stream
+	// gzip is the watch's, nil for a plain body.
+	gzip *deflate.Sum
 	// start is sentTo when the receiver joined, or when its usage last counted it.
 	start int64
 	// watch is the client's. Its wake makes its goroutine call next.
@@ -55,6 +58,9 @@ func (r *receiver) Unblock() {
 	defer b.mu.Unlock()
 	pending, action := b.Unblock(&r.Receiver, unblockBytes)
 	now := time.Now()
+	if action == core.Write && r.gzip != nil { // the watch's goroutine compresses them
+		action = core.Wake
+	}
 	switch action {
 	case core.Wake:
 		b.wake(r)

@@ -27,7 +27,7 @@ type replicaStream struct {
 
 // sharedStream is the stream of a broadcast. Its context has the replica as gRPC's peer.
 type sharedStream interface {
-	frameReceiver
+	Recv() (*watchfanoutv1.WatchFrame, error)
 	Context() context.Context
 }
 

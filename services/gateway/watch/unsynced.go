@@ -6,8 +6,10 @@ import (
 	"sync"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
 
+	"watershed.dev/platform/deflate"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/watchcache/core"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -47,7 +49,7 @@ func (w *clientWatch) runUnsynced(ctx context.Context) error {
 	}
 	leave = leaveStream
 	type received struct {
-		frame *watchfanoutv1.WatchFrame
+		frame *sharedFrame
 		err   error
 	}
 	first := make(chan received, 1)
@@ -85,15 +87,57 @@ func (w *clientWatch) openStream(ctx context.Context, r *watchfanoutv1.WatchRequ
 		return w.hub.joinInitialEvents(ctx, w.StorageResource, r)
 	}
 	stream, err := w.hub.openStream(rpc.WithHashKey(ctx, w.StorageResource), r)
-	return stream, func() {}, err
+	return unsharedStream{stream}, func() {}, err
+}
+
+// frameReceiver is the stream of an unsynced watch.
+type frameReceiver interface {
+	Recv() (*sharedFrame, error)
+}
+
+// sharedFrame is a frame for an unsynced watch. Members of shared initial events have the same frame.
+type sharedFrame struct {
+	*watchfanoutv1.WatchFrame
+	// compressInitial returns the initial events as a part of a gzip body. It compresses them once.
+	compressInitial func() (*deflate.Part, error)
+}
+
+func newSharedFrame(m *watchfanoutv1.WatchFrame) *sharedFrame {
+	return &sharedFrame{m, sync.OnceValues(func() (*deflate.Part, error) { return deflate.Compress(m.Initial...) })}
+}
+
+// unsharedStream is a watch's own stream.
+type unsharedStream struct {
+	grpc.ServerStreamingClient[watchfanoutv1.WatchFrame]
+}
+
+// Recv implements frameReceiver.
+func (s unsharedStream) Recv() (*sharedFrame, error) {
+	m, err := s.ServerStreamingClient.Recv()
+	if err != nil {
+		return nil, err
+	}
+	return newSharedFrame(m), nil
+}
+
+// writeInitial sends the initial events of a frame.
+func (w *clientWatch) writeInitial(ctx context.Context, m *sharedFrame) error {
+	if w.gzip == nil {
+		return w.send(ctx, m.Initial...)
+	}
+	part, err := m.compressInitial()
+	if err != nil {
+		return err
+	}
+	return w.writePart(ctx, part)
 }
 
 // forward sends a frame to the client.
-func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame, events *eventMetrics) error {
+func (w *clientWatch) forward(ctx context.Context, m *sharedFrame, events *eventMetrics) error {
 	w.unavailableSince = time.Time{}
 	w.sendHeaders()
 	if len(m.Initial) > 0 {
-		if err := w.write(ctx, m.Initial...); err != nil {
+		if err := w.writeInitial(ctx, m); err != nil {
 			return err
 		}
 		for _, part := range m.Initial {
@@ -103,7 +147,7 @@ func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame, 
 		events.sentPieces(m.Initial)
 	}
 	lastBookmark := w.Deadline.Add(-lastBookmarkLead)
-	if data := w.place.WithoutEarlyBookmarks(m, time.Now(), lastBookmark, w.BookmarkPeriod); len(data) > 0 {
+	if data := w.place.WithoutEarlyBookmarks(m.WatchFrame, time.Now(), lastBookmark, w.BookmarkPeriod); len(data) > 0 {
 		if err := w.write(ctx, data); err != nil {
 			return err
 		}
@@ -123,7 +167,7 @@ func (w *clientWatch) forward(ctx context.Context, m *watchfanoutv1.WatchFrame, 
 		w.InitialEventsEnd()
 		w.InitialEventsEnd = nil
 	}
-	if w.place.Sent(m); w.place.Positioned {
+	if w.place.Sent(m.WatchFrame); w.place.Positioned {
 		w.initialized()
 	}
 	if w.mayJoin() && w.hub.joinable(w.key, w.place.Position()) {
