@@ -39,6 +39,7 @@ func recorded(t *testing.T, resource string) (events, sizes int, bytes int) {
 // arrives by itself, among other events or in pieces.
 func TestEventMetricsCountEveryEvent(t *testing.T) {
 	metrics.Register()
+	metrics.Reset() // the test may run again
 	object, message := `{"kind":"ConfigMap","apiVersion":"v1","a":1}`, []byte("message")
 	for _, c := range []struct {
 		mediaType, resource string
