@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
@@ -25,17 +26,28 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// host is an API server of a control plane with several, and an informer of its clients.
+// hostInformers is the number of informers of each host. With more than a single informer, TestThreeHostsShareEtcd also
+// kills each host in turn.
+var hostInformers = flag.Int("informers", 1, "the number of informers of each host")
+
+// host is an API server of a control plane with several, and informers that are its clients.
 type host struct {
 	*harness.Server
 	address string
-	// lists and watches count the informer's requests, and seen has the names of its objects.
+	// lists counts the informers' lists, and seen has the names of each informer's objects.
 	lists atomic.Int64
-	seen  sync.Map
+	seen  []*sync.Map
 }
 
-// follow starts an informer of the host's ConfigMaps, which lists once unless the host loses events.
+// follow starts informers of the host's ConfigMaps, each of which lists once unless the host loses events.
 func (h *host) follow(t *testing.T) {
+	for range *hostInformers {
+		h.seen = append(h.seen, &sync.Map{})
+		h.startInformer(t, h.seen[len(h.seen)-1])
+	}
+}
+
+func (h *host) startInformer(t *testing.T, seen *sync.Map) {
 	client := h.Client()
 	lw := cache.NewListWatchFromClient(client.CoreV1().RESTClient(), "configmaps", "default", fields.Everything())
 	counted := &cache.ListWatch{
@@ -54,7 +66,7 @@ func (h *host) follow(t *testing.T) {
 		ListerWatcher: cache.ToListWatcherWithWatchListSemantics(counted, client),
 		ObjectType:    &corev1.ConfigMap{},
 		Handler: cache.ResourceEventHandlerFuncs{
-			AddFunc: func(o any) { h.seen.Store(o.(*corev1.ConfigMap).Name, true) },
+			AddFunc: func(o any) { seen.Store(o.(*corev1.ConfigMap).Name, true) },
 		},
 	})
 	go informer.Run(t.Context().Done())
@@ -63,14 +75,24 @@ func (h *host) follow(t *testing.T) {
 	}
 }
 
-// missing returns the first object that the informer lacks.
+// missing returns the first object that an informer lacks.
 func (h *host) missing(names []string) string {
-	for _, n := range names {
-		if _, ok := h.seen.Load(n); !ok {
-			return n
+	for _, seen := range h.seen {
+		for _, n := range names {
+			if _, ok := seen.Load(n); !ok {
+				return n
+			}
 		}
 	}
 	return ""
+}
+
+// expectLists reports an error unless each informer has listed once.
+func (h *host) expectLists(t *testing.T, when string) {
+	t.Helper()
+	if n := h.lists.Load(); n != int64(*hostInformers) {
+		t.Errorf("%s: %d informers of %s listed %d times", when, *hostInformers, h.address, n)
+	}
 }
 
 // endpoints returns the addresses of the kubernetes Service.
@@ -168,17 +190,37 @@ func TestThreeHostsShareEtcd(t *testing.T) {
 	}
 	write(all[0], hosts[2])
 	contains(t, "the error", string(<-refused), "has another client CA (CN=ca)")
+	all[0].expectLists(t, "before kube-apiserver was killed")
 	reference.Kill()
 	hosts[0].Server = reference.Beside(hosts[0].Dir, "--advertise-address="+hosts[0].address,
 		fmt.Sprintf("--secure-port=%d", hosts[0].Port))
 	write(hosts[0], hosts[2])
 	awaitEndpoints(hosts[0], hosts[2])
-	for i, h := range all {
-		if n := h.lists.Load(); n != 1 {
-			t.Errorf("the clients of host %d listed %d times", i, n)
-		}
+	if *hostInformers > 1 {
+		killInTurn(t, reference, hosts, write)
+	}
+	for _, h := range hosts {
+		h.expectLists(t, "at the end")
 		if out := h.Output(); strings.Contains(out, "panic") {
-			t.Errorf("host %d: %s", i, out)
+			t.Errorf("%s: %s", h.address, out)
+		}
+	}
+}
+
+// killInTurn kills each host of Watershed, and starts it again. The host's own informers resume, without a list.
+func killInTurn(t *testing.T, reference *harness.Reference, all []*host, write func(...*host)) {
+	start := func(h *host) {
+		h.Server = reference.Beside(h.Dir, "--advertise-address="+h.address, fmt.Sprintf("--secure-port=%d", h.Port))
+	}
+	start(all[1]) // it was stopped
+	write(all...)
+	for i, h := range all {
+		h.Kill()
+		write(slices.Delete(slices.Clone(all), i, i+1)...)
+		start(h)
+		write(all...)
+		for _, other := range all {
+			other.expectLists(t, "after "+h.address+" was killed")
 		}
 	}
 }
@@ -226,10 +268,8 @@ func TestHostsMigrateInTurn(t *testing.T) {
 		r.Kill()
 		write(all...)
 	}
-	for i, h := range all {
-		if n := h.lists.Load(); n != 1 {
-			t.Errorf("on the way to Watershed, the clients of host %d listed %d times", i, n)
-		}
+	for _, h := range all {
+		h.expectLists(t, "on the way to Watershed")
 	}
 	for i, r := range references {
 		all[i].Stop()
@@ -237,9 +277,7 @@ func TestHostsMigrateInTurn(t *testing.T) {
 		r.Restart()
 		write(all...)
 		for j := i + 1; j < len(all); j++ {
-			if n := all[j].lists.Load(); n != 1 {
-				t.Errorf("as host %d moves back, the clients of host %d listed %d times", i, j, n)
-			}
+			all[j].expectLists(t, fmt.Sprintf("as host %d moves back", i))
 		}
 	}
 }
