@@ -7,6 +7,7 @@ package crd
 
 import (
 	"fmt"
+	"weak"
 
 	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
 	"k8s.io/apiextensions-apiserver/pkg/apis/apiextensions"
@@ -49,28 +50,48 @@ func New(d *apiextensionsv1.CustomResourceDefinition) (*CRD, error) {
 		return nil, err
 	}
 	for _, v := range d.Spec.Versions {
-		internal, err := Validation(d, v.Name)
+		s, err := structural(d, v.Name)
 		if err != nil {
 			return nil, err
 		}
-		if internal == nil {
-			continue
-		}
-		s, err := structuralschema.NewStructural(internal.OpenAPIV3Schema)
-		if d.Spec.PreserveUnknownFields {
+		if s != nil {
 			out.Schemas[v.Name] = s
-			continue
 		}
+	}
+	return out, nil
+}
+
+// structural returns the structural schema of a version, or nil. CRDs that share a schema share its structural schema.
+func structural(d *apiextensionsv1.CustomResourceDefinition, version string) (*structuralschema.Structural, error) {
+	v, err := apihelpers.GetSchemaForVersion(d, version)
+	if err != nil || v == nil {
+		return nil, err
+	}
+	known, key := &structurals[0], weak.Make(v)
+	if d.Spec.PreserveUnknownFields {
+		known = &structurals[1]
+	}
+	if s := known.get(key); s != nil {
+		return s, nil
+	}
+	internal, err := Validation(d, version)
+	if err != nil {
+		return nil, err
+	}
+	s, err := structuralschema.NewStructural(internal.OpenAPIV3Schema)
+	if !d.Spec.PreserveUnknownFields {
 		if err != nil {
-			return nil, fmt.Errorf("the schema of %s in %s is not structural: %w", d.Name, v.Name, err)
+			return nil, fmt.Errorf("the schema of %s in %s is not structural: %w", d.Name, version, err)
 		}
 		s = s.DeepCopy() // s shares its defaults with d
 		if err := defaulting.PruneDefaults(s); err != nil {
-			return nil, fmt.Errorf("the defaults of %s in %s: %w", d.Name, v.Name, err)
+			return nil, fmt.Errorf("the defaults of %s in %s: %w", d.Name, version, err)
 		}
-		out.Schemas[v.Name] = s
 	}
-	return out, nil
+	if s != nil {
+		known.put(key, s)
+	}
+	return s, nil
 }
 
 // Validation returns the schema of a version in the internal API version, or nil.

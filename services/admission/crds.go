@@ -49,7 +49,8 @@ func newCRDs(config *rest.Config, services webhookutil.ServiceResolver, out egre
 	}
 	c := &crds{
 		client:    client,
-		informers: extensions.NewSharedInformerFactory(client, 10*time.Minute),
+		informers: extensions.NewSharedInformerFactoryWithOptions(client, 10*time.Minute,
+			extensions.WithTransform(crd.Transform)),
 		cached:    map[string]*customResource{},
 	}
 	crdInformer := c.informers.Apiextensions().V1().CustomResourceDefinitions()

@@ -311,7 +311,8 @@ func (s *Service) initCustomResources() error {
 	if err != nil {
 		return err
 	}
-	s.extensions = extensions.NewSharedInformerFactory(client, 5*time.Minute)
+	s.extensions = extensions.NewSharedInformerFactoryWithOptions(client, 5*time.Minute,
+		extensions.WithTransform(crd.Transform))
 	crds := &customresources.Set{
 		Storage:  s.resources.Storage,
 		BuiltIn:  s.resources.BuiltIn.HasVersion,

@@ -109,7 +109,11 @@ func convertToV1(obj runtime.Object) (*apiextensionsv1.CustomResourceDefinition,
 		return nil, fmt.Errorf("not a CustomResourceDefinition: %T", obj)
 	}
 	d := &apiextensionsv1.CustomResourceDefinition{}
-	return d, apiextensionsapiserver.Scheme.Convert(internal, d, nil)
+	if err := apiextensionsapiserver.Scheme.Convert(internal, d, nil); err != nil {
+		return nil, err
+	}
+	crd.Share(d)
+	return d, nil
 }
 
 // ByKey returns the stored resource of an etcd key. prefix is the prefix of all keys.

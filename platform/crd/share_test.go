@@ -1,0 +1,103 @@
+package crd
+
+import (
+	"encoding/json"
+	"runtime"
+	"testing"
+	"time"
+
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// decoded returns a decoded CRD with the versions v1 and v2.
+func decoded(t *testing.T, uid, schema string) *apiextensionsv1.CustomResourceDefinition {
+	t.Helper()
+	names := `"plural":"things","singular":"thing","kind":"Thing","listKind":"ThingList"`
+	text := `{"metadata":{"name":"things.example.com","uid":"` + uid + `"},"spec":{"group":"example.com","versions":[
+		{"name":"v1","served":true,"storage":true,"schema":{"openAPIV3Schema":` + schema + `}},
+		{"name":"v2","served":true,"schema":{"openAPIV3Schema":{"type":"object"}}}],"names":{` + names + `}},
+		"status":{"acceptedNames":{` + names + `}}}`
+	d := &apiextensionsv1.CustomResourceDefinition{}
+	if err := json.Unmarshal([]byte(text), d); err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+const (
+	one = `{"type":"object","properties":{"a":{"type":"string","default":"x"}}}`
+	two = `{"type":"object","properties":{"b":{"type":"string"}}}`
+)
+
+func TestEqualSchemasOfACRDAreShared(t *testing.T) {
+	first := decoded(t, "u1", one)
+	Share(first)
+	for name, c := range map[string]struct {
+		uid, schema string
+		v1, v2      bool
+	}{
+		"the same":          {"u1", one, true, true},
+		"a version changed": {"u1", two, false, true},
+		"another CRD":       {"u2", one, false, false},
+	} {
+		d := decoded(t, c.uid, c.schema)
+		if _, err := Transform(d); err != nil {
+			t.Fatal(err)
+		}
+		for i, want := range []bool{c.v1, c.v2} {
+			if got := d.Spec.Versions[i].Schema == first.Spec.Versions[i].Schema; got != want {
+				t.Errorf("%s: version %d is shared: %v", name, i+1, got)
+			}
+		}
+		properties := d.Spec.Versions[0].Schema.OpenAPIV3Schema.Properties
+		if _, ok := properties["a"]; ok != (c.schema == one) {
+			t.Errorf("%s: it has another's properties: %v", name, properties)
+		}
+		Share(first) // the last that was shared is the next that is compared
+	}
+}
+
+func TestCRDsShareStructuralSchemas(t *testing.T) {
+	a, b, changed := decoded(t, "u3", one), decoded(t, "u3", one), decoded(t, "u3", two)
+	preserving := decoded(t, "u3", one)
+	preserving.Spec.PreserveUnknownFields = true
+	var built []*CRD
+	for _, d := range []*apiextensionsv1.CustomResourceDefinition{a, b, changed, preserving} {
+		Share(d)
+		c, err := New(d)
+		if err != nil {
+			t.Fatal(err)
+		}
+		built = append(built, c)
+	}
+	if built[0].Schemas["v1"] != built[1].Schemas["v1"] {
+		t.Error("equal CRDs have two structural schemas")
+	}
+	if built[0].Schemas["v1"] == built[2].Schemas["v1"] || built[0].Schemas["v1"] == built[3].Schemas["v1"] {
+		t.Error("CRDs that are not equal share a structural schema")
+	}
+}
+
+func TestSchemasAreForgottenWithTheirCRDs(t *testing.T) {
+	key := version{types.UID("u4"), "v1"}
+	func() {
+		d := decoded(t, "u4", one)
+		Share(d)
+		if _, err := New(d); err != nil {
+			t.Fatal(err)
+		}
+	}()
+	for until := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+		runtime.GC()
+		schemas.mu.Lock()
+		_, known := schemas.entries[key]
+		schemas.mu.Unlock()
+		if !known {
+			return
+		}
+		if time.Now().After(until) {
+			t.Fatal("the schema of a collected CRD is kept")
+		}
+	}
+}
