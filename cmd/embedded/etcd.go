@@ -188,6 +188,8 @@ func (e *Etcd) peers(c *embed.Config) (err error) {
 		}
 		c.ListenPeerUrls = []url.URL{{Scheme: "unix", Path: filepath.Join(sockets, "peer.sock")}}
 		c.AdvertisePeerUrls = unusedURLs
+		// etcd keeps its newest entries in memory for followers that are behind. This member has none.
+		c.SnapshotCount, c.SnapshotCatchUpEntries = 1000, 1
 		c.InitialCluster = c.Name + "=" + unusedURLs[0].String()
 		return nil
 	}
