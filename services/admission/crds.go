@@ -48,10 +48,10 @@ func newCRDs(config *rest.Config, services webhookutil.ServiceResolver, out egre
 		return nil, err
 	}
 	c := &crds{
-		client:    client,
+		client: client,
 		informers: extensions.NewSharedInformerFactoryWithOptions(client, 10*time.Minute,
 			extensions.WithTransform(crd.Transform)),
-		cached:    map[string]*customResource{},
+		cached: map[string]*customResource{},
 	}
 	crdInformer := c.informers.Apiextensions().V1().CustomResourceDefinitions()
 	c.lister = crdInformer.Lister()

@@ -178,7 +178,7 @@ func (r *runs) newRun(key runKey, c *content, first, end int) *run {
 			r.cacheFor(key).PutUnless(key, replaced, created, created.overhead()+len(part.Data))
 		}()
 		defer recovery.ToError("compressing a list", &err)
-		return deflate.Compress(c.body.Run(nil, first, end)...)
+		return deflate.Compress(c.body.Run(nil, first, end)...), nil
 	})
 	return created
 }

@@ -66,11 +66,11 @@ func SetGzipHeaders(h http.Header) {
 
 // ShouldCompress reports whether a response of `size` bytes is compressed for this client.
 func ShouldCompress(req *http.Request, size int64) bool {
-	return size > deflate.Threshold && AcceptsCompressed(req)
+	return size > deflate.Threshold && AcceptsGzip(req)
 }
 
-// AcceptsCompressed reports whether a response may be compressed for this client.
-func AcceptsCompressed(req *http.Request) bool {
+// AcceptsGzip reports whether a response may be compressed for this client.
+func AcceptsGzip(req *http.Request) bool {
 	return deflate.AcceptsGzip(req.Header) &&
 		utilfeature.DefaultFeatureGate.Enabled(features.APIResponseCompression)
 }

@@ -12,7 +12,6 @@ import (
 	"golang.org/x/net/websocket"
 	"k8s.io/apimachinery/pkg/runtime"
 
-	"watershed.dev/platform/deflate"
 	"watershed.dev/services/gateway/body"
 	"watershed.dev/services/gateway/h2writer"
 	"watershed.dev/services/gateway/watch"
@@ -23,24 +22,19 @@ type httpSink struct {
 	call    *requestContext
 	control *http.ResponseController
 	written int64
-	gzip    bool
 }
 
-func (s *httpSink) SendHeaders() {
+func (s *httpSink) SendHeaders(gzip bool) {
 	t := s.call.out.MediaType
 	if t != runtime.ContentTypeJSON {
 		t += ";stream=watch"
 	}
 	s.call.w.Header().Set("Content-Type", t)
 	s.call.w.Header().Set("Transfer-Encoding", "chunked")
-	if s.gzip {
+	if gzip {
 		body.SetGzipHeaders(s.call.w.Header())
 	}
 	s.call.w.WriteHeader(http.StatusOK)
-	if s.gzip {
-		n, _ := s.call.w.Write(deflate.Header()) // the next write returns the same error
-		s.written += int64(n)
-	}
 	_ = s.control.Flush()
 }
 
@@ -119,7 +113,7 @@ type socketSink struct {
 	binary bool
 }
 
-func (s *socketSink) SendHeaders()                            {}
+func (s *socketSink) SendHeaders(bool)                        {}
 func (s *socketSink) Fail(error)                              {}
 func (s *socketSink) Hijack(context.Context) *h2writer.Stream { return nil }
 

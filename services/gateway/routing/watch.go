@@ -49,8 +49,8 @@ func (c *requestContext) watch() {
 		c.serveWebSocket(hub, r)
 		return
 	}
-	r.Compress = hub.Config.Compression && !c.isInternal() && body.AcceptsCompressed(c.req)
-	hub.Serve(c.req.Context(), r, &httpSink{call: c, control: http.NewResponseController(c.w), gzip: r.Compress})
+	r.Compress = hub.Config.Compression && !c.isInternal() && body.AcceptsGzip(c.req)
+	hub.Serve(c.req.Context(), r, &httpSink{call: c, control: http.NewResponseController(c.w)})
 }
 
 // openWatches returns upstream's gauge of long-running requests. Upstream counts a request only while a function runs

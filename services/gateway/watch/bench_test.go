@@ -11,7 +11,6 @@ import (
 
 	"golang.org/x/net/http2"
 
-	"watershed.dev/platform/deflate"
 	"watershed.dev/platform/events"
 	"watershed.dev/services/gateway/h2writer"
 )
@@ -84,8 +83,7 @@ func BenchmarkDispatch(b *testing.B) {
 				r.stream, r.Direct, r.AllowBookmarks, r.BookmarkPeriod = s, s != nil, true, time.Minute
 				all = append(all, r)
 				if name == "compressed" {
-					r.gzip = new(deflate.Sum)
-					broadcast.compressed++
+					r.gzip = new(gzipBody)
 				}
 			}
 			revision := int64(1)

@@ -44,8 +44,6 @@ type watchBroadcast struct {
 	mu sync.Mutex
 	core.Broadcast
 	receivers []*receiver
-	// compressed is the number of receivers with a gzip body.
-	compressed int
 	// added is the size of all events so far, and replica the address of the replica that sends replicaStream.
 	added         int64
 	replica       string
@@ -96,9 +94,6 @@ func (b *watchBroadcast) leave(r *receiver) events.Position {
 		b.receivers[last] = nil
 		b.receivers = b.receivers[:last]
 		receivers.Dec()
-		if r.gzip != nil {
-			b.compressed--
-		}
 	}
 	if len(b.receivers) == 0 && !b.Ended {
 		b.idleTimer = time.AfterFunc(idleTimeout, b.closeIdle)

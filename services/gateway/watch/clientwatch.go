@@ -65,7 +65,7 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 		woken:   make(chan struct{}, 1),
 	}
 	if r.Compress {
-		w.gzip = new(deflate.Sum)
+		w.gzip = new(gzipBody)
 	}
 	w.limiter = h.RateLimiter.join(r.Owner, h.Config.UserRate)
 	w.inflight = h.InflightQuota.join(r.Owner)
@@ -95,7 +95,8 @@ func (w *clientWatch) serve(ctx context.Context, r *Request, out Sink) (parked b
 	}
 	w.policyChanged = r.PolicyChanged()
 	if !r.Allowed(ctx) { // the permission may have been revoked since the authorization filter ran
-		out.SendHeaders()
+		w.sendHeaders()
+		w.endBody(ctx)
 		return false
 	}
 	// The internal services have period 0. They measure freshness by bookmarks and need the response before the first
@@ -162,9 +163,8 @@ type clientWatch struct {
 	hijackTried bool // whether sink.Hijack was called
 	headersSent bool
 	place       core.Watch
-	// gzip accumulates the checksum of a gzip body. The watch's goroutine owns it, and the broadcast does while the
-	// receiver is synced. Nil: the body is plain, or it cannot be completed.
-	gzip *deflate.Sum
+	// gzip is nil if the response is plain.
+	gzip *gzipBody
 	// initialBytes is the size of the initial events sent so far.
 	initialBytes     atomic.Int64
 	unavailableSince time.Time
@@ -276,7 +276,7 @@ func (w *clientWatch) terminated() {
 func (w *clientWatch) sendHeaders() {
 	if !w.headersSent {
 		w.headersSent = true
-		w.sink.SendHeaders()
+		w.sink.SendHeaders(w.gzip != nil)
 	}
 }
 
@@ -356,9 +356,7 @@ func (w *clientWatch) join(ctx context.Context) error {
 	rcv.stream, rcv.Direct, rcv.AllowBookmarks = w.stream, w.stream != nil, w.AllowBookmarks
 	rcv.BookmarkPeriod, rcv.NextBookmark = w.BookmarkPeriod, w.place.NextBookmark
 	rcv.limiter = w.limiter
-	if rcv.gzip = w.gzip; rcv.gzip != nil {
-		b.compressed++
-	}
+	rcv.gzip = w.gzip
 	b.mu.Unlock()
 	w.timer = time.AfterFunc(time.Until(w.Deadline.Add(-lastBookmarkLead)), w.wake)
 	return nil
@@ -410,45 +408,49 @@ func (w *clientWatch) reauthorize(ctx context.Context) bool {
 
 // write sends frames to the client, compressed for this watch alone if the response is a gzip body.
 func (w *clientWatch) write(ctx context.Context, frames ...[]byte) error {
-	if w.gzip == nil {
-		return w.send(ctx, frames...)
+	if w.gzip != nil {
+		return w.writePart(ctx, deflate.Compress(frames...))
 	}
-	part, err := deflate.Compress(frames...)
-	if err != nil {
-		return err
-	}
-	return w.writePart(ctx, part)
-}
-
-// writePart sends a part of the gzip body.
-func (w *clientWatch) writePart(ctx context.Context, part *deflate.Part) error {
-	if err := w.send(ctx, part.Data); err != nil {
-		w.gzip = nil // the client may have a fragment of the part
-		return err
-	}
-	w.gzip.Add(part)
-	return nil
-}
-
-// endBody sends the trailer of a gzip body. A client whose window is full does not receive it.
-func (w *clientWatch) endBody(ctx context.Context) {
-	switch {
-	case w.gzip == nil || !w.headersSent:
-	case w.stream != nil:
-		_, _ = w.stream.TryWrite(w.gzip.Trailer())
-	default:
-		_ = w.sink.Write(context.WithoutCancel(ctx), time.Second, w.gzip.Trailer())
-	}
-}
-
-// send sends bytes to the client. It ends the watch if the client accepts no data for WriteTimeout, or for
-// overQuotaTimeout if its user exceeds the in-flight quota. Other watches are not affected.
-func (w *clientWatch) send(ctx context.Context, frames ...[]byte) error {
-	writeTimeout, hijacking, cancel := w.hub.Config.WriteTimeout, ctx, context.CancelFunc(func() {})
 	n := 0
 	for _, f := range frames {
 		n += len(f)
 	}
+	return w.writeBytes(ctx, n, frames...)
+}
+
+// writePart sends a part of the gzip body.
+func (w *clientWatch) writePart(ctx context.Context, part *deflate.Part) error {
+	err := w.writeBytes(ctx, int(part.Size), w.gzip.part(part)...)
+	if err != nil {
+		w.gzip.broken = true
+		return err
+	}
+	w.gzip.sent(part)
+	return nil
+}
+
+// endTimeout bounds the wait for a client that must read the end of a response.
+const endTimeout = time.Second
+
+// endBody completes a gzip body, unless the client does not read it.
+func (w *clientWatch) endBody(ctx context.Context) {
+	if w.gzip == nil || w.gzip.broken || !w.headersSent || w.isClosed() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), endTimeout)
+	defer cancel()
+	if w.stream != nil {
+		_ = w.stream.Write(ctx, endTimeout, w.gzip.end()...)
+	} else {
+		_ = w.sink.Write(ctx, endTimeout, w.gzip.end()...)
+	}
+}
+
+// writeBytes sends bytes to the client. They occupy n bytes of memory until it has accepted them. It ends the watch if
+// the client accepts no data for WriteTimeout, or for overQuotaTimeout if its user exceeds the in-flight quota. Other
+// watches are not affected.
+func (w *clientWatch) writeBytes(ctx context.Context, n int, frames ...[]byte) error {
+	writeTimeout, hijacking, cancel := w.hub.Config.WriteTimeout, ctx, context.CancelFunc(func() {})
 	defer w.inflight.account(-n)
 	if w.inflight.account(n) {
 		writeTimeout = min(writeTimeout, overQuotaTimeout)

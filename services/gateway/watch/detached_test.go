@@ -11,7 +11,6 @@ import (
 	"testing"
 	"time"
 
-	"watershed.dev/platform/deflate"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/h2writer"
@@ -19,33 +18,20 @@ import (
 
 // streamSink is the sink of a response over HTTP/2.
 type streamSink struct {
-	w    http.ResponseWriter
-	req  *http.Request
-	gzip bool
+	w   http.ResponseWriter
+	req *http.Request
 }
 
-func (s streamSink) SendHeaders() {
-	_, _ = s.w.Write(s.start())
-	s.w.(http.Flusher).Flush()
-}
-
-// start is the bytes before the events.
-func (s streamSink) start() []byte {
-	if s.gzip {
-		return deflate.Header()
-	}
-	return nil
-}
-
-func (s streamSink) Fail(error) { http.Error(s.w, "failed", http.StatusInternalServerError) }
+func (s streamSink) SendHeaders(bool) { s.w.(http.Flusher).Flush() }
+func (s streamSink) Fail(error)       { http.Error(s.w, "failed", http.StatusInternalServerError) }
 
 func (s streamSink) Write(context.Context, time.Duration, ...[]byte) error {
 	return errors.New("the stream is not hijacked")
 }
 
 func (s streamSink) Hijack(ctx context.Context) *h2writer.Stream {
-	stream, written := h2writer.StreamFrom(s.req), int64(len(s.start()))
-	for until := time.Now().Add(5 * time.Second); !stream.Hijack(ctx, written); time.Sleep(time.Millisecond) {
+	stream := h2writer.StreamFrom(s.req)
+	for until := time.Now().Add(5 * time.Second); !stream.Hijack(ctx, 0); time.Sleep(time.Millisecond) {
 		if time.Now().After(until) || ctx.Err() != nil { // the connection's window comes after the request
 			return nil
 		}
@@ -87,7 +73,7 @@ func newDetachedServer(t *testing.T) *detachedServer {
 			Detached:        context.Background(),
 		}
 		s.change(r)
-		s.Serve(req.Context(), r, streamSink{w, req, r.Compress})
+		s.Serve(req.Context(), r, streamSink{w, req})
 		s.returned.Add(1)
 	}))
 	s.url, s.client = srv.URL, client

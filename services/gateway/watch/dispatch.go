@@ -31,7 +31,7 @@ func (b *watchBroadcast) dispatch(m *watchfanoutv1.WatchFrame) {
 	b.account(before)
 	b.added += int64(b.Bytes - before - core.EntryBytes*len(d.Parts))
 	if len(d.Parts) > 0 {
-		b.deliver(&d, b.compress(d.Parts))
+		b.deliver(&d)
 	}
 	if d.Bookmark {
 		b.sendBookmarks(time.Now())
@@ -42,31 +42,31 @@ func (b *watchBroadcast) dispatch(m *watchfanoutv1.WatchFrame) {
 	}
 }
 
-// compress returns new entries as a part of the receivers' gzip bodies, or nil if no receiver has such a body. It
-// releases the lock meanwhile: a receiver that takes the entries before it has the lock again does not get them twice
-// (core.Broadcast.Offer).
-func (b *watchBroadcast) compress(parts [][]byte) *deflate.Part {
-	if b.compressed == 0 {
-		return nil
-	}
-	b.mu.Unlock()
-	defer b.mu.Lock()
-	part, err := deflate.Compress(parts...)
-	if err != nil { // each watch then compresses the entries, and fails
-		return nil
-	}
-	return part
-}
-
-// deliver writes new entries to the synced receivers. part is the compressed entries, for receivers with a gzip body.
-func (b *watchBroadcast) deliver(d *core.Delivery, part *deflate.Part) {
-	n, cost, now := 0, partsCost(d.Parts), time.Now()
+// deliver writes new entries to the synced receivers: first the plain entries, and then the compressed.
+func (b *watchBroadcast) deliver(d *core.Delivery) {
+	n, cost, now, compressed := 0, partsCost(d.Parts), time.Now(), false
 	for _, r := range b.receivers {
 		switch b.Offer(&r.Receiver, d) {
 		case core.Wake:
 			b.wake(r)
 		case core.Write:
-			if b.offer(r, now, cost, d.End, d.Parts, part) {
+			if r.gzip != nil {
+				compressed = true
+			} else if b.tryWrite(r, now, cost, d.End, d.Parts...) {
+				b.Delivered(&r.Receiver, d)
+				n++
+			}
+		}
+	}
+	if compressed {
+		part := b.compressUnlocked(d.Parts)
+		for _, r := range b.receivers {
+			if r.gzip == nil || r.State != core.Synced {
+				continue
+			}
+			if b.Offer(&r.Receiver, d) == core.Wake { // it has taken the entries
+				b.wake(r)
+			} else if b.tryWritePart(r, now, cost, d.End, part) {
 				b.Delivered(&r.Receiver, d)
 				n++
 			}
@@ -77,19 +77,19 @@ func (b *watchBroadcast) deliver(d *core.Delivery, part *deflate.Part) {
 	b.flush()
 }
 
-// offer is tryWrite for a plain body, or the same for a gzip body, with part.
-func (b *watchBroadcast) offer(r *receiver, now time.Time, cost float64, end int64, plain [][]byte,
-	part *deflate.Part) bool {
-	if r.gzip == nil {
-		return b.tryWrite(r, now, cost, end, plain...)
-	}
-	if part == nil {
-		b.wake(r)
-		return false
-	}
-	accepted := b.tryWrite(r, now, cost, end, part.Data)
+// compressUnlocked returns entries as a part of gzip bodies. It releases the lock meanwhile: a receiver that takes the
+// entries before the lock is held again is not offered them (core.Broadcast.Offer).
+func (b *watchBroadcast) compressUnlocked(parts [][]byte) *deflate.Part {
+	b.mu.Unlock()
+	defer b.mu.Lock()
+	return deflate.Compress(parts...)
+}
+
+// tryWritePart is tryWrite with a part of a gzip body.
+func (b *watchBroadcast) tryWritePart(r *receiver, now time.Time, cost float64, end int64, part *deflate.Part) bool {
+	accepted := b.tryWrite(r, now, cost, end, r.gzip.part(part)...)
 	if accepted {
-		r.gzip.Add(part)
+		r.gzip.sent(part)
 	}
 	return accepted
 }
@@ -126,16 +126,24 @@ func (b *watchBroadcast) tryWrite(r *receiver, now time.Time, cost float64, end 
 
 // sendBookmarks sends the newest bookmark to the receivers that are due a bookmark.
 func (b *watchBroadcast) sendBookmarks(now time.Time) {
-	bookmark := [][]byte{b.Bookmark.Data}
-	part := b.compress(bookmark)
+	var part *deflate.Part
 	for _, r := range b.receivers {
 		switch b.OfferBookmark(&r.Receiver, now) {
 		case core.Wake:
 			b.wake(r)
 		case core.Write:
-			if b.offer(r, now, 0, r.Cursor, bookmark, part) {
+			sent := false
+			if r.gzip == nil {
+				sent = b.tryWrite(r, now, 0, r.Cursor, b.Bookmark.Data)
+			} else {
+				if part == nil { // a bookmark is small, and takes no turn
+					part = deflate.Compress(b.Bookmark.Data)
+				}
+				sent = b.tryWritePart(r, now, 0, r.Cursor, part)
+			}
+			if sent {
 				b.BookmarkSent(&r.Receiver, now)
-				b.events.sent(1, bookmark...)
+				b.events.sent(1, b.Bookmark.Data)
 			}
 		}
 	}

@@ -3,7 +3,6 @@ package watch
 import (
 	"time"
 
-	"watershed.dev/platform/deflate"
 	"watershed.dev/platform/watchcache/core"
 	"watershed.dev/services/gateway/h2writer"
 )
@@ -26,8 +25,8 @@ type receiver struct {
 	limiter *limiter
 	// stream is set if other goroutines may write to the client.
 	stream *h2writer.Stream
-	// gzip is the watch's, nil for a plain body.
-	gzip *deflate.Sum
+	// gzip is the gzip body of the watch. Nil: the response is plain.
+	gzip *gzipBody
 	// start is sentTo when the receiver joined, or when its usage last counted it.
 	start int64
 	// watch is the client's. Its wake makes its goroutine call next.

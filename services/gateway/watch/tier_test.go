@@ -262,7 +262,7 @@ type recordingSink struct {
 
 func newScreen() *recordingSink { return &recordingSink{changed: make(chan struct{}, 100000)} }
 
-func (s *recordingSink) SendHeaders()                            {}
+func (s *recordingSink) SendHeaders(bool)                        {}
 func (s *recordingSink) Hijack(context.Context) *h2writer.Stream { return nil }
 
 func (s *recordingSink) Fail(err error) {

@@ -99,11 +99,11 @@ type frameReceiver interface {
 type sharedFrame struct {
 	*watchfanoutv1.WatchFrame
 	// compressInitial returns the initial events as a part of a gzip body. It compresses them once.
-	compressInitial func() (*deflate.Part, error)
+	compressInitial func() *deflate.Part
 }
 
 func newSharedFrame(m *watchfanoutv1.WatchFrame) *sharedFrame {
-	return &sharedFrame{m, sync.OnceValues(func() (*deflate.Part, error) { return deflate.Compress(m.Initial...) })}
+	return &sharedFrame{m, sync.OnceValue(func() *deflate.Part { return deflate.Compress(m.Initial...) })}
 }
 
 // unsharedStream is a watch's own stream.
@@ -123,13 +123,9 @@ func (s unsharedStream) Recv() (*sharedFrame, error) {
 // writeInitial sends the initial events of a frame.
 func (w *clientWatch) writeInitial(ctx context.Context, m *sharedFrame) error {
 	if w.gzip == nil {
-		return w.send(ctx, m.Initial...)
+		return w.write(ctx, m.Initial...)
 	}
-	part, err := m.compressInitial()
-	if err != nil {
-		return err
-	}
-	return w.writePart(ctx, part)
+	return w.writePart(ctx, m.compressInitial())
 }
 
 // forward sends a frame to the client.
