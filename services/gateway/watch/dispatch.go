@@ -132,7 +132,7 @@ func (b *watchBroadcast) sendBookmarks(now time.Time) {
 		case core.Wake:
 			b.wake(r)
 		case core.Write:
-			sent := false
+			var sent bool
 			if r.gzip == nil {
 				sent = b.tryWrite(r, now, 0, r.Cursor, b.Bookmark.Data)
 			} else {
