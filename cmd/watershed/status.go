@@ -74,7 +74,7 @@ func (f *statusFlags) run() error {
 
 // show writes the state once. It fails if no process responds.
 func (f *statusFlags) show(ctx context.Context, w io.Writer) error {
-	all, err := f.Reports(ctx)
+	all, err := f.Reports(ctx, process.Shallow)
 	if err != nil {
 		return err
 	}

@@ -82,6 +82,8 @@ type Service struct {
 	Draining func() bool
 	// State returns the service's part of the process's report. It responds within seconds.
 	State func(context.Context) any
+	// DeepState returns State's value for a deep report, within DeepTimeout; nil: as State.
+	DeepState func(context.Context) any
 	// Traffic counts the requests of clients of the cluster; nil: the process counts the RPCs that it serves.
 	Traffic *telemetry.Traffic
 	// Files is the page of the files that the service reloads, and Status the page of its state.
@@ -101,8 +103,9 @@ type Deps struct {
 	// Flags has the flags of the process, with their values.
 	Flags *pflag.FlagSet
 	// Report returns the report of this process, and Reports the reports of the other processes that the service calls.
-	Report  func(context.Context) *Report
-	Reports func(context.Context) []*Report
+	// Reports of the kind Deep have the services' DeepState.
+	Report  func(context.Context, Kind) *Report
+	Reports func(context.Context, Kind) []*Report
 	// Starting receives why the service is not built yet, for the pages and the terminal.
 	Starting func(reason error)
 	// NATS is the embedded server; nil if the service's options have the addresses of NATS.

@@ -249,7 +249,7 @@ func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 		}
 		pages := Pages(all...)
 		pages["/report"] = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			WriteReports(w, p.Report(r.Context()))
+			WriteReports(w, p.Report(r.Context(), KindOf(r)))
 		})
 		return p.Telemetry.ServeDebug(ctx, metrics, pages)
 	}}}
@@ -317,7 +317,7 @@ func (p *Process) deps(name string) *Deps {
 		ID:      p.identity(name),
 		Flags:   p.flags,
 		Report:  p.Report,
-		Reports: func(ctx context.Context) []*Report { return p.reports(ctx, name) },
+		Reports: func(ctx context.Context, kind Kind) []*Report { return p.reports(ctx, name, kind) },
 		Dial: func(peer string) (grpc.ClientConnInterface, error) {
 			if p.has(peer) {
 				return p.local.Client(name), nil

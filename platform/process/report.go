@@ -89,8 +89,39 @@ var (
 	processID = rand.Text()
 )
 
+// Kind is the kind of a report.
+type Kind string
+
+// Shallow reports have each service's State. Deep reports have DeepState.
+const (
+	Shallow Kind = ""
+	Deep    Kind = "true"
+)
+
+// DeepQuery is the query parameter for the kind of the requested reports.
+const DeepQuery = "deep"
+
+// KindOf returns the kind of the reports that a request selects.
+func KindOf(r *http.Request) Kind {
+	if Kind(r.URL.Query().Get(DeepQuery)) == Deep {
+		return Deep
+	}
+	return Shallow
+}
+
+// DeepTimeout bounds a service's DeepState. A gateway responds some seconds later, within the 1 m of --request-timeout.
+const DeepTimeout = 40 * time.Second
+
+// timeout bounds a report of another process.
+func (k Kind) timeout() time.Duration {
+	if k == Deep {
+		return DeepTimeout + reportTimeout
+	}
+	return reportTimeout
+}
+
 // Report returns the state of the process.
-func (p *Process) Report(ctx context.Context) *Report {
+func (p *Process) Report(ctx context.Context, kind Kind) *Report {
 	host, _ := os.Hostname()
 	r := &Report{
 		ID:         processID,
@@ -120,12 +151,16 @@ func (p *Process) Report(ctx context.Context) *Report {
 			continue
 		}
 		traffic = cmp.Or(built.Traffic, traffic)
-		if built.State == nil {
+		stateOf := built.State
+		if kind == Deep && built.DeepState != nil {
+			stateOf = built.DeepState
+		}
+		if stateOf == nil {
 			continue
 		}
 		wg.Go(func() {
 			defer recovery.ToError("reporting the state of "+s.Name, new(error))
-			state, err := json.Marshal(built.State(ctx))
+			state, err := json.Marshal(stateOf(ctx))
 			mu.Lock()
 			defer mu.Unlock()
 			if err == nil {
@@ -227,20 +262,24 @@ type processes struct {
 }
 
 // Report implements processv1.ProcessesServer.
-func (s *processes) Report(ctx context.Context, _ *processv1.ReportRequest) (*processv1.ReportResponse, error) {
-	report, err := json.Marshal(s.process.Report(ctx))
+func (s *processes) Report(ctx context.Context, r *processv1.ReportRequest) (*processv1.ReportResponse, error) {
+	kind := Shallow
+	if r.Deep {
+		kind = Deep
+	}
+	report, err := json.Marshal(s.process.Report(ctx, kind))
 	return &processv1.ReportResponse{Report: report}, err
 }
 
-// reportTimeout bounds a report of another process.
+// reportTimeout bounds a shallow report of another process.
 const reportTimeout = 4 * time.Second
 
 // olderRelease is the version of a process without Processes.Report, during an upgrade.
 const olderRelease = "an older release"
 
 // reports returns the reports of the other processes whose services the process calls. service is the caller.
-func (p *Process) reports(ctx context.Context, service string) []*Report {
-	ctx, cancel := context.WithTimeout(ctx, reportTimeout)
+func (p *Process) reports(ctx context.Context, service string, kind Kind) []*Report {
+	ctx, cancel := context.WithTimeout(ctx, kind.timeout())
 	defer cancel()
 	at := map[string][]string{} // services by address
 	for peer := range p.callers() {
@@ -254,7 +293,7 @@ func (p *Process) reports(ctx context.Context, service string) []*Report {
 	for address, services := range at {
 		slices.Sort(services)
 		wg.Go(func() {
-			r, err := p.reportAt(ctx, service, services[0], address)
+			r, err := p.reportAt(ctx, service, services[0], address, kind)
 			switch {
 			case status.Code(err) == codes.Unimplemented:
 				r = &Report{Services: services, Version: olderRelease}
@@ -275,14 +314,14 @@ func (p *Process) reports(ctx context.Context, service string) []*Report {
 }
 
 // reportAt returns the report of the process at an address.
-func (p *Process) reportAt(ctx context.Context, from, to, address string) (*Report, error) {
+func (p *Process) reportAt(ctx context.Context, from, to, address string, kind Kind) (*Report, error) {
 	conn, err := rpc.DialReplica(p.identity(from), to, address)
 	if err != nil {
 		return nil, err
 	}
 	defer conn.Close()
 	sent := time.Now()
-	resp, err := processv1.NewProcessesClient(conn).Report(ctx, &processv1.ReportRequest{})
+	resp, err := processv1.NewProcessesClient(conn).Report(ctx, &processv1.ReportRequest{Deep: kind == Deep})
 	if err != nil {
 		return nil, err
 	}

@@ -59,8 +59,8 @@ type Deps struct {
 	// Flags are the flags of the process, for /flagz.
 	Flags *pflag.FlagSet
 	// Report returns the report of this process, and Reports the reports of the other services' processes.
-	Report  func(context.Context) *process.Report
-	Reports func(context.Context) []*process.Report
+	Report  func(context.Context, process.Kind) *process.Report
+	Reports func(context.Context, process.Kind) []*process.Report
 }
 
 const (

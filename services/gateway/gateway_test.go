@@ -205,10 +205,10 @@ func newTestGateway(t *testing.T, o *fakeServices, flags ...string) *Service {
 		Source:        registryv1.NewSourceClient(conn),
 		InternalWatch: watchfanoutv1.NewInternalWatchClient(conn),
 		Watch:         watchfanoutv1.NewWatchClient(conn),
-		Report: func(context.Context) *process.Report {
+		Report: func(context.Context, process.Kind) *process.Report {
 			return &process.Report{Host: "a", States: map[string]json.RawMessage{}}
 		},
-		Reports: func(context.Context) []*process.Report { return nil },
+		Reports: func(context.Context, process.Kind) []*process.Report { return nil },
 	})
 	if err != nil {
 		t.Fatal(err)

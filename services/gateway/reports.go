@@ -38,8 +38,8 @@ type heartbeatReport struct {
 }
 
 // report returns the report of this gateway's process.
-func (g *Service) report(ctx context.Context) *process.Report {
-	r := g.deps.Report(ctx)
+func (g *Service) report(ctx context.Context, kind process.Kind) *process.Report {
+	r := g.deps.Report(ctx, kind)
 	r.Address = g.external
 	return r
 }
@@ -48,7 +48,7 @@ func (g *Service) report(ctx context.Context) *process.Report {
 // too large with them.
 func (g *Service) encodeReport(ctx context.Context) (data []byte) {
 	defer recovery.ToError("reporting the process", new(error))
-	r := heartbeatReport{Report: g.report(ctx)}
+	r := heartbeatReport{Report: g.report(ctx, process.Shallow)}
 	for service, state := range r.States {
 		if len(state) > maxReportState {
 			delete(r.States, service)
@@ -74,14 +74,15 @@ func (g *Service) encodeReport(ctx context.Context) (data []byte) {
 }
 
 // withReports serves the reports of all processes at /metrics?view=processes, and metrics otherwise. The path is that
-// of metrics, so that clients with the permission to get metrics may get the reports.
+// of metrics, so that clients with the permission to get metrics may get the reports. With deep=true, the reports are
+// deep.
 func (g *Service) withReports(metrics http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		if g.deps.Report == nil || req.Method != http.MethodGet || req.URL.Query().Get("view") != "processes" {
 			metrics.ServeHTTP(w, req)
 			return
 		}
-		all, err := g.readCluster(req.Context())
+		all, err := g.readCluster(req.Context(), process.KindOf(req))
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusServiceUnavailable)
 			return
@@ -97,7 +98,7 @@ func (g *Service) consoleState(n int) *console.Gateway {
 
 // consoleCluster returns the state for this gateway's console.
 func (g *Service) consoleCluster(ctx context.Context) (*console.Cluster, error) {
-	all, err := g.readCluster(ctx)
+	all, err := g.readCluster(ctx, process.Shallow)
 	if err != nil {
 		return nil, err
 	}
@@ -108,15 +109,15 @@ func (g *Service) consoleCluster(ctx context.Context) (*console.Cluster, error) 
 
 // readCluster returns the reports of all processes, and the states for consoles of the other gateways. Concurrent calls
 // share a reading.
-func (g *Service) readCluster(ctx context.Context) (*console.Cluster, error) {
-	return g.sharedReports.Get(ctx, "", func(ctx context.Context) (*console.Cluster, error) {
-		return g.reports(ctx), nil
+func (g *Service) readCluster(ctx context.Context, kind process.Kind) (*console.Cluster, error) {
+	return g.sharedReports.Get(ctx, string(kind), func(ctx context.Context) (*console.Cluster, error) {
+		return g.reports(ctx, kind), nil
 	})
 }
 
 // reports returns the reports of this process, of the processes of the other services, and of the other gateways, and
 // the states of the other gateways.
-func (g *Service) reports(ctx context.Context) *console.Cluster {
+func (g *Service) reports(ctx context.Context, kind process.Kind) *console.Cluster {
 	var others []heartbeatReport
 	read := make(chan struct{})
 	go func() {
@@ -124,7 +125,7 @@ func (g *Service) reports(ctx context.Context) *console.Cluster {
 		defer recovery.ToError("reading the reports of gateways", new(error))
 		others = g.otherGateways(ctx)
 	}()
-	all := &console.Cluster{Reports: append([]*process.Report{g.report(ctx)}, g.deps.Reports(ctx)...)}
+	all := &console.Cluster{Reports: append([]*process.Report{g.report(ctx, kind)}, g.deps.Reports(ctx, kind)...)}
 	<-read
 	for _, r := range others {
 		if r.ID == all.Reports[0].ID {

@@ -47,14 +47,14 @@ func TestReportsOfAllProcesses(t *testing.T) {
 	registry.reports[2].ReceivedUnixNanos = now.Add(-maxReportAge - time.Second).UnixNano()
 	g := &Service{external: "192.0.2.1:443", deps: Deps{
 		Discovery: registry,
-		Report: func(context.Context) *process.Report {
+		Report: func(context.Context, process.Kind) *process.Report {
 			return &process.Report{ID: "own", States: map[string]json.RawMessage{
 				"large": json.RawMessage(`"` + string(make([]byte, maxReportState)) + `"`), "small": json.RawMessage(`1`)}}
 		},
-		Reports: func(context.Context) []*process.Report { return []*process.Report{{ID: "authn"}} },
+		Reports: func(context.Context, process.Kind) []*process.Report { return []*process.Report{{ID: "authn"}} },
 	}}
 	ids := func() (all []string) {
-		for _, r := range g.reports(t.Context()).Reports {
+		for _, r := range g.reports(t.Context(), process.Shallow).Reports {
 			all = append(all, r.ID)
 			if r.ID == "other" && (r.SkewSeconds < 59 || r.SkewSeconds > 60) {
 				t.Errorf("the clock of the other gateway differs by %v s", r.SkewSeconds)
@@ -76,12 +76,16 @@ func TestReportsOfAllProcesses(t *testing.T) {
 	}
 }
 
-// Only GET of /metrics?view=processes has reports.
+// Only GET of /metrics?view=processes has reports. With deep=true, all reports are deep.
 func TestReportsArePartOfMetrics(t *testing.T) {
 	g := &Service{deps: Deps{
 		Discovery: &reporter{},
-		Report:    func(context.Context) *process.Report { return &process.Report{} },
-		Reports:   func(context.Context) []*process.Report { return nil },
+		Report: func(_ context.Context, kind process.Kind) *process.Report {
+			return &process.Report{ID: "own" + string(kind)}
+		},
+		Reports: func(_ context.Context, kind process.Kind) []*process.Report {
+			return []*process.Report{{ID: "other" + string(kind)}}
+		},
 	}}
 	metrics := func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusTeapot) }
 	h := g.withReports(http.HandlerFunc(metrics))
@@ -95,6 +99,11 @@ func TestReportsArePartOfMetrics(t *testing.T) {
 		}
 	}
 	w := httptest.NewRecorder()
+	h.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics?view=processes&deep=true", nil))
+	if body := w.Body.String(); !strings.Contains(body, `"owntrue"`) || !strings.Contains(body, `"othertrue"`) {
+		t.Error(body)
+	}
+	w = httptest.NewRecorder()
 	h.ServeHTTP(w, httptest.NewRequest(http.MethodDelete, "/metrics?view=processes", nil))
 	if w.Code != http.StatusTeapot {
 		t.Errorf("DELETE: %d", w.Code)
@@ -133,10 +142,10 @@ func TestConsolesOfOtherGateways(t *testing.T) {
 	registry := &reporter{}
 	g := &Service{usages: new(watch.Usages), slow: new(routing.SlowRequests), deps: Deps{
 		Discovery: registry,
-		Report: func(context.Context) *process.Report {
+		Report: func(context.Context, process.Kind) *process.Report {
 			return &process.Report{Host: "own", States: map[string]json.RawMessage{}}
 		},
-		Reports: func(context.Context) []*process.Report { return nil },
+		Reports: func(context.Context, process.Kind) []*process.Report { return nil },
 	}}
 	other := heartbeatReport{&process.Report{ID: "other", Host: "other"},
 		json.RawMessage(`{"open":7,"usages":1,"watches":[{"user":"alice"}]}`)}

@@ -43,6 +43,7 @@ func options() process.Options {
 				Drain:      s.Drain,
 				Status:     s,
 				State:      s.state,
+				DeepState:  s.deepState,
 			}, nil
 		},
 	}

@@ -11,7 +11,9 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"watershed.dev/platform/process"
 	"watershed.dev/platform/watchcache/cache"
+	"watershed.dev/platform/watchcache/logreader"
 	"watershed.dev/platform/watchcache/watch"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -32,6 +34,8 @@ type Status struct {
 	Bytes           int            `json:"bytes"`
 	Resources       []cache.Status `json:"resources"`
 	Slowest         []watch.Slow   `json:"slowest"`
+	// Compared are the comparisons with the etcds, the main etcd's first. Only deep reports have them.
+	Compared []*logreader.Comparison `json:"compared,omitempty"`
 }
 
 // state is the status in the process's report, without the queries of watches: its readers may not read the objects.
@@ -40,6 +44,20 @@ func (s *Service) state(ctx context.Context) any {
 	for i := range st.Slowest {
 		st.Slowest[i].Query = ""
 	}
+	return st
+}
+
+// deepState is state with a comparison of the objects with etcd's. It names no objects, because the readers of a report
+// may not read them.
+func (s *Service) deepState(ctx context.Context) any {
+	ctx, cancel := context.WithTimeout(ctx, process.DeepTimeout)
+	defer cancel()
+	var compared []*logreader.Comparison
+	for _, l := range s.all() {
+		compared = append(compared, l.logReader.CompareWithEtcd(ctx))
+	}
+	st := s.state(context.WithoutCancel(ctx)).(*Status)
+	st.Compared = compared
 	return st
 }
 

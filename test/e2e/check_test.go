@@ -274,7 +274,7 @@ func expired(t *testing.T, dir string) (certFile, keyFile string) {
 func TestCheckOfUp(t *testing.T) {
 	s := harness.Up(t, "")
 	checkIsClean(t, "--kubeconfig", s.Kubeconfig)
-	checkIsClean(t, "--data-dir", s.Dir)
+	checkIsClean(t, "--data-dir", s.Dir, "--deep")
 	if found, code := runCheck(t, "--kubeconfig", s.Identity("m", "system:monitoring")); code != 0 ||
 		slices.ContainsFunc(found, func(f finding) bool { return f.Level != "skipped" }) {
 		t.Errorf("system:monitoring: exit code %d, %+v", code, found)
@@ -329,10 +329,15 @@ func loneMember(t *testing.T) (url string) {
 	return url
 }
 
-// TestStatusOfCompact lists every process of compact through a gateway, both fronts included.
+// TestStatusOfCompact lists every process of compact through a gateway, both fronts included. With --deep, each replica
+// of the watch tier compares its objects with etcd's.
 func TestStatusOfCompact(t *testing.T) {
 	s := harness.Compact(t, "")
-	checkIsClean(t, "--kubeconfig", s.Kubeconfig)
+	checkIsClean(t, "--kubeconfig", s.Kubeconfig, "--deep")
+	out, err := exec.Command(harness.Watershed(), "check", "--kubeconfig", s.Kubeconfig, "--deep").CombinedOutput()
+	if !regexp.MustCompile(`(?m)^ok +objects +2 replicas have compared [1-9]\d* objects of [1-9]\d* resources`).Match(out) {
+		t.Errorf("%v\n%s", err, out)
+	}
 	harness.Eventually(t, 30*time.Second, func() error { // the other front's report comes with its next heartbeat
 		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 		defer cancel()

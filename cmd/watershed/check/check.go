@@ -54,6 +54,9 @@ type Input struct {
 	// Reports are the reports of all processes, and Later the same, Pause later. ReportsError is why there are none.
 	Reports, Later []*process.Report
 	ReportsError   error
+	// Deep are the deep reports of --deep, nil without the flag. DeepError is why there are none.
+	Deep      []*process.Report
+	DeepError error
 	// Server is the URL of the gateway, Serving its serving certificate, and Roots the CA in the kubeconfig.
 	Server  string
 	Serving *x509.Certificate
@@ -86,15 +89,17 @@ var checks = []struct {
 	{"etcd", "etcd has a quorum, space and no alarm", etcd},
 	{"event-log", "a registry publishes the event log, and NATS holds it", eventLog},
 	{"watch-tier", "no replica of the watch tier lags", watchTier},
+	{"objects", "", objects},
 	{"webhooks", "the admission webhooks respond", webhooks},
 	{"apiservices", "the APIServices are available", apiServices},
 }
 
-// Find returns the findings of all checks. A check without a fault has a finding of level OK.
+// Find returns the findings of all checks. A check without a fault has a finding of level OK. The check of objects has
+// findings with --deep only.
 func Find(in *Input) (all []Finding) {
 	for _, c := range checks {
 		found := c.find(in)
-		if len(found) == 0 {
+		if len(found) == 0 && c.ok != "" {
 			found = []Finding{{Level: OK, Problem: c.ok}}
 		}
 		for _, f := range found {

@@ -10,6 +10,7 @@ import (
 
 	"watershed.dev/platform/pki"
 	"watershed.dev/platform/process"
+	"watershed.dev/platform/watchcache/logreader"
 	"watershed.dev/services/admission"
 	"watershed.dev/services/registry"
 	"watershed.dev/services/registry/etcdstatus"
@@ -49,6 +50,14 @@ func healthy(t *testing.T) *Input {
 		in.Reports = append(in.Reports, r)
 	}
 	in.Later = slices.Clone(in.Reports)
+	in.Deep = slices.Clone(in.Reports)
+	for i, r := range in.Deep {
+		if r.Services[0] == "watchfanout" {
+			compared := *r
+			set(t, &compared, &watchfanout.Status{Compared: []*logreader.Comparison{{Resources: 2, Objects: 30}}})
+			in.Deep[i] = &compared
+		}
+	}
 	return in
 }
 
@@ -73,6 +82,9 @@ func TestNoFaults(t *testing.T) {
 // Each fault has a finding of its check, with a level, a remedy and a link. No other check has a finding.
 func TestEveryFaultIsFound(t *testing.T) {
 	const gateway, registries, replica, other = 0, 4, 5, 6
+	compared := func(in *Input, c logreader.Comparison) {
+		set(t, in.Deep[replica], &watchfanout.Status{Compared: []*logreader.Comparison{{}, &c}})
+	}
 	state := func(in *Input, change func(*registry.State)) {
 		st := &registry.State{}
 		in.Reports[registries].State("registry", st)
@@ -176,6 +188,17 @@ func TestEveryFaultIsFound(t *testing.T) {
 			set(t, &late, &watchfanout.Status{Revision: 60, Behind: 40})
 			in.Reports[other], in.Later[other] = &late, &late
 		}},
+		"objects that differ": {"objects", Error, "differs from etcd in pods at revision 7: 1 objects are missing, 2 do " +
+			"not exist, 3 have another revision", func(in *Input) {
+			compared(in, logreader.Comparison{Differences: []logreader.Difference{{Resource: "pods", Revision: 7,
+				Missing: 1, Extra: 2, Stale: 3, Reset: true}}})
+		}},
+		"objects that differ again": {"objects", Error, "differs from etcd in pods", func(in *Input) {
+			compared(in, logreader.Comparison{Differences: []logreader.Difference{{Resource: "pods", Missing: 1}}})
+		}},
+		"objects that cannot be compared": {"objects", Warning, "watchfanout h/5 could not compare", func(in *Input) {
+			compared(in, logreader.Comparison{Errors: []string{"pods: etcd does not respond"}})
+		}},
 		"dead webhook": {"webhooks", Error, "the Service a/b does not exist; requests that match it are rejected",
 			func(in *Input) { in.Cluster.Webhooks[0].Problem = "the Service a/b does not exist" }},
 		"webhook whose call failed": {"webhooks", Error, "the last call of admission h/3 failed", func(in *Input) {
@@ -191,16 +214,43 @@ func TestEveryFaultIsFound(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			in := healthy(t)
 			c.plant(in)
-			for _, f := range Find(in) {
+			all := Find(in)
+			if !slices.ContainsFunc(all, func(f Finding) bool { return f.Check == c.check && f.Level > OK }) {
+				t.Errorf("no finding of %s", c.check)
+			}
+			for _, f := range all {
 				switch {
 				case f.Check != c.check && f.Level != OK:
 					t.Errorf("another finding: %+v", f)
-				case f.Check == c.check && (f.Level != c.level || !strings.Contains(f.Problem, c.text) ||
-					f.Remedy == "" || f.Docs != page+c.check):
+				case f.Level == OK || f.Check != c.check:
+				case f.Level != c.level || !strings.Contains(f.Problem, c.text) || f.Remedy == "" ||
+					f.Docs != page+c.check:
 					t.Errorf("%+v, want %v %q", f, c.level, c.text)
 				}
 			}
 		})
+	}
+}
+
+// With --deep, replicas that have compared nothing are skipped. Without it, the check of objects has no finding.
+func TestComparisonsThatAreMissing(t *testing.T) {
+	in := healthy(t)
+	in.Deep[5].States = nil
+	set(t, in.Deep[6], &watchfanout.Status{Compared: []*logreader.Comparison{{Disabled: true}}})
+	skipped := 0
+	for _, f := range Find(in) {
+		if f.Check == "objects" && f.Level == Skipped {
+			skipped++
+		}
+	}
+	if skipped != 2 {
+		t.Errorf("%d replicas are skipped: %+v", skipped, objects(in))
+	}
+	in.Deep = nil
+	for _, f := range Find(in) {
+		if f.Check == "objects" {
+			t.Errorf("without --deep: %+v", f)
+		}
 	}
 }
 

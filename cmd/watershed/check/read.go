@@ -17,6 +17,7 @@ import (
 
 	"watershed.dev/cmd/watershed/inspect"
 	"watershed.dev/platform/pki"
+	"watershed.dev/platform/process"
 	"watershed.dev/services/registry/etcdstatus"
 )
 
@@ -25,12 +26,17 @@ type Options struct {
 	inspect.Options
 	// Etcd is an etcd to read directly; no servers: registries read etcd.
 	Etcd inspect.Etcd
+	// Deep makes the replicas of the watch tier compare their objects with etcd's.
+	Deep bool
 }
 
 // AddFlags adds every option to fs.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	o.Options.AddFlags(fs)
 	o.Etcd.AddFlags(fs)
+	fs.BoolVar(&o.Deep, "deep", false,
+		"Makes each replica of the watch tier compare the keys and revisions of its objects with etcd's, for 40 s at "+
+			"most.")
 }
 
 // Read reads everything that Find needs. An error means that the options are invalid.
@@ -45,13 +51,16 @@ func (o *Options) Read(ctx context.Context) (*Input, error) {
 			return nil, err
 		}
 	}
-	if in.Reports, in.ReportsError = o.Reports(ctx); in.ReportsError == nil {
+	if in.Reports, in.ReportsError = o.Reports(ctx, process.Shallow); in.ReportsError == nil {
 		select {
 		case <-time.After(Pause):
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		}
-		in.Later, _ = o.Reports(ctx)
+		in.Later, _ = o.Reports(ctx, process.Shallow)
+		if o.Deep {
+			in.Deep, in.DeepError = o.Reports(ctx, process.Deep)
+		}
 	}
 	if config == nil { // the data directory is not of this machine's cluster
 		in.ClusterError = err

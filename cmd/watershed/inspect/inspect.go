@@ -10,6 +10,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -48,8 +49,16 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.Context, "context", "", "The context of the kubeconfig.")
 }
 
-// timeout bounds a request.
+// timeout bounds a request, except for deep reports: their time is the gateway's.
 const timeout = 10 * time.Second
+
+// timeoutOf bounds a request for reports.
+func timeoutOf(kind process.Kind) time.Duration {
+	if kind == process.Deep {
+		return process.DeepTimeout + timeout
+	}
+	return timeout
+}
 
 // ThroughGateway reports whether the processes are read through a gateway.
 func (o *Options) ThroughGateway() bool {
@@ -85,11 +94,11 @@ func (o *Options) Config() (*rest.Config, error) {
 
 // Reports returns the report of every process, sorted by service. A process that does not respond has a report with an
 // error.
-func (o *Options) Reports(ctx context.Context) (all []*process.Report, err error) {
+func (o *Options) Reports(ctx context.Context, kind process.Kind) (all []*process.Report, err error) {
 	if o.ThroughGateway() {
-		all, err = o.fromGateway(ctx)
+		all, err = o.fromGateway(ctx, kind)
 	} else {
-		all, err = o.fromDebugAddresses(ctx)
+		all, err = o.fromDebugAddresses(ctx, kind)
 	}
 	slices.SortFunc(all, func(a, b *process.Report) int {
 		if c := slices.Compare(a.Services, b.Services); c != 0 {
@@ -101,11 +110,12 @@ func (o *Options) Reports(ctx context.Context) (all []*process.Report, err error
 }
 
 // fromGateway returns the reports that a gateway collects.
-func (o *Options) fromGateway(ctx context.Context) ([]*process.Report, error) {
+func (o *Options) fromGateway(ctx context.Context, kind process.Kind) ([]*process.Report, error) {
 	c, err := o.Config()
 	if err != nil {
 		return nil, err
 	}
+	c.Timeout = timeoutOf(kind)
 	client, err := rest.HTTPClientFor(c)
 	if err != nil {
 		return nil, err
@@ -115,7 +125,8 @@ func (o *Options) fromGateway(ctx context.Context) ([]*process.Report, error) {
 	if err != nil {
 		return nil, err
 	}
-	base.Path, base.RawQuery = strings.TrimSuffix(base.Path, "/")+"/metrics", "view=processes"
+	base.Path = strings.TrimSuffix(base.Path, "/") + "/metrics"
+	base.RawQuery = url.Values{"view": {"processes"}, process.DeepQuery: {string(kind)}}.Encode()
 	return get(ctx, client, base.String())
 }
 
@@ -123,8 +134,8 @@ func (o *Options) fromGateway(ctx context.Context) ([]*process.Report, error) {
 var errOlder = errors.New("the server sends no reports of processes: it is kube-apiserver, or an older release of " +
 	"Watershed; use --data-dir or --addresses")
 
-func get(ctx context.Context, client *http.Client, url string) ([]*process.Report, error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+func get(ctx context.Context, client *http.Client, target string) ([]*process.Report, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, target, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -153,7 +164,7 @@ func get(ctx context.Context, client *http.Client, url string) ([]*process.Repor
 }
 
 // fromDebugAddresses returns the reports of the processes of this machine.
-func (o *Options) fromDebugAddresses(ctx context.Context) ([]*process.Report, error) {
+func (o *Options) fromDebugAddresses(ctx context.Context, kind process.Kind) ([]*process.Report, error) {
 	targets := map[string][]string{}
 	for _, a := range o.Addresses {
 		targets[a] = nil
@@ -169,7 +180,9 @@ func (o *Options) fromDebugAddresses(ctx context.Context) ([]*process.Report, er
 	var all []*process.Report
 	for address, services := range targets {
 		wg.Go(func() {
-			reports, err := get(ctx, DebugClient(address), "http://process/report")
+			client := DebugClient(address)
+			client.Timeout = timeoutOf(kind)
+			reports, err := get(ctx, client, "http://process/report?"+process.DeepQuery+"="+string(kind))
 			if err != nil {
 				reports = []*process.Report{{Services: services, Address: address, Error: err.Error()}}
 			}

@@ -54,12 +54,13 @@ clusters: [{name: c, cluster: {server: "` + server.URL + `"}}]}`
 		t.Fatal(err)
 	}
 	o := &Options{Kubeconfig: path}
-	all, err := o.Reports(t.Context())
+	all, err := o.Reports(t.Context(), process.Shallow)
 	if err != nil || len(all) != 2 || all[0].SkewSeconds != 3 || all[1].SkewSeconds > -59 {
 		t.Errorf("%+v, %v", all, err)
 	}
 	older = true
-	if _, err := o.Reports(t.Context()); err == nil || !strings.Contains(err.Error(), "older release") {
+	_, err = o.Reports(t.Context(), process.Shallow)
+	if err == nil || !strings.Contains(err.Error(), "older release") {
 		t.Errorf("%v", err)
 	}
 }

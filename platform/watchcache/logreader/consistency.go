@@ -48,7 +48,7 @@ func (l *Reader) checkConsistency(ctx context.Context) error {
 		case <-tick.C:
 			tick.Reset(wait.Jitter(consistencyCheckPeriod, consistencyCheckJitter))
 			for _, name := range l.cache.Loaded() {
-				if !l.checkResource(ctx, name) {
+				if _, err := l.checkResource(ctx, name); endsChecks(err) {
 					break
 				}
 			}
@@ -56,32 +56,106 @@ func (l *Reader) checkConsistency(ctx context.Context) error {
 	}
 }
 
-// checkResource compares a resource with etcd, and resets it if it differs. It returns false if other resources cannot
-// be compared now.
-func (l *Reader) checkResource(ctx context.Context, name string) bool {
-	s, ok := l.cache.Resource(name).Loaded()
-	if !ok {
-		return true
+// Comparison is the result of comparing the loaded objects with etcd's at the same revisions.
+type Comparison struct {
+	// Resources is the number of the compared resources, and Objects the number of their objects.
+	Resources int `json:"resources"`
+	Objects   int `json:"objects"`
+	// Differences are the first maxReported resources with a difference.
+	Differences []Difference `json:"differences,omitempty"`
+	// Errors are the first maxReported reasons why a resource could not be compared.
+	Errors []string `json:"errors,omitempty"`
+	// Disabled reports that the feature gate DetectCacheInconsistency is off, or registry's release older.
+	Disabled bool `json:"disabled,omitempty"`
+}
+
+// Difference is a resource whose objects differ from etcd's.
+type Difference struct {
+	Resource string `json:"resource"`
+	Revision int64  `json:"revision"`
+	// Missing objects are only in etcd, Extra objects only in the cache. Stale objects have another revision in etcd.
+	Missing int `json:"missing,omitempty"`
+	Extra   int `json:"extra,omitempty"`
+	Stale   int `json:"stale,omitempty"`
+	// Reset is false if a difference has reset the resource within the hour before.
+	Reset bool `json:"reset"`
+}
+
+// maxReported bounds the differences and the errors of a Comparison.
+const maxReported = 20
+
+// CompareWithEtcd compares the loaded objects with etcd now, and resets the resources that differ. A resource is
+// compared for all concurrent callers together, a single resource at a time. The end of ctx is an error of the
+// comparison.
+func (l *Reader) CompareWithEtcd(ctx context.Context) *Comparison {
+	all := &Comparison{}
+	for _, name := range l.cache.Loaded() {
+		c, err := l.checkResource(ctx, name)
+		switch {
+		case status.Code(err) == codes.Unimplemented:
+			all.Disabled = true
+			return all
+		case err != nil:
+			if len(all.Errors) < maxReported {
+				all.Errors = append(all.Errors, fmt.Sprintf("%s: %v", name, err))
+			}
+			if ctx.Err() != nil || endsChecks(err) {
+				return all
+			}
+		case c != nil:
+			all.Resources++
+			all.Objects += c.objects
+			if c.difference.count() > 0 && len(all.Differences) < maxReported {
+				all.Differences = append(all.Differences, Difference{name, c.revision, c.difference.missing,
+					c.difference.extra, c.difference.stale, c.reset})
+			}
+		}
 	}
-	d, err := l.compareWithEtcd(ctx, s)
+	return all
+}
+
+// checked is the result of the comparison of a resource.
+type checked struct {
+	revision   int64
+	objects    int
+	difference difference
+	reset      bool
+}
+
+// checkResource compares a resource with etcd, and resets it if it differs. The result is nil if the resource is not
+// loaded.
+func (l *Reader) checkResource(ctx context.Context, name string) (*checked, error) {
+	return l.checks.Get(ctx, name, func(ctx context.Context) (*checked, error) {
+		s, ok := l.cache.Resource(name).Loaded()
+		if !ok {
+			return nil, nil
+		}
+		d, err := l.compareWithEtcd(ctx, s)
+		c := &checked{revision: s.Revision, objects: s.Len(), difference: d}
+		result := "success"
+		switch {
+		case status.Code(err) == codes.Unimplemented: // the feature gate is off, or the registry is older
+			return nil, err
+		case err != nil:
+			result = "error"
+			slog.Warn("Objects cannot be compared with etcd", "resource", name, "revision", s.Revision, "error", err)
+		case d.count() > 0:
+			result = "failure"
+			c.reset = s.ResetDiffering()
+			l.differences.WithLabelValues(name).Inc()
+			slog.Error("Objects differ from etcd's", "resource", name, "revision", s.Revision,
+				"difference", d.String(), "reset", c.reset)
+		}
+		gr := schema.ParseGroupResource(name)
+		cachermetrics.StorageConsistencyCheckTotal.WithLabelValues(gr.Group, gr.Resource, result).Inc()
+		return c, err
+	})
+}
+
+// endsChecks reports whether an error keeps other resources from being compared now.
+func endsChecks(err error) bool {
 	code := status.Code(err)
-	if code == codes.Unimplemented { // the feature gate is off, or the registry is older
-		return false
-	}
-	result := "success"
-	switch {
-	case err != nil:
-		result = "error"
-		slog.Warn("Objects cannot be compared with etcd", "resource", name, "revision", s.Revision, "error", err)
-	case d.count() > 0:
-		result = "failure"
-		l.differences.WithLabelValues(name).Inc()
-		slog.Error("Objects differ from etcd's", "resource", name, "revision", s.Revision, "difference", d.String(),
-			"reset", s.ResetDiffering())
-	}
-	gr := schema.ParseGroupResource(name)
-	cachermetrics.StorageConsistencyCheckTotal.WithLabelValues(gr.Group, gr.Resource, result).Inc()
-	return code != codes.Unavailable && code != codes.DeadlineExceeded
+	return code == codes.Unimplemented || code == codes.Unavailable || code == codes.DeadlineExceeded
 }
 
 // errOtherRevision means that the registry is of a release that reads the current revision only.

@@ -3,8 +3,11 @@ package logreader
 import (
 	"context"
 	"errors"
+	"reflect"
+	"sync"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	cachermetrics "k8s.io/apiserver/pkg/storage/cacher/metrics"
@@ -44,20 +47,31 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 			}
 		}
 		loaded := func() bool { return len(l.cache.Loaded()) > 0 }
+		// The comparison on demand has the result of the periodic comparison.
+		compared := func(want *Comparison) {
+			t.Helper()
+			if got := l.CompareWithEtcd(t.Context()); !reflect.DeepEqual(got, want) {
+				t.Errorf("got %+v, want %+v", got, want)
+			}
+		}
 		check := func() difference {
 			s, _ := l.cache.Resource("configmaps").Loaded()
 			d, _ := l.compareWithEtcd(t.Context(), s)
-			l.checkResource(t.Context(), "configmaps")
+			_, _ = l.checkResource(t.Context(), "configmaps")
 			return d
 		}
+		compared(&Comparison{})
 		load()
 		if d := check(); d.count() != 0 || !loaded() {
 			t.Errorf("equal objects: %v", &d)
 		}
+		compared(&Comparison{Resources: 1, Objects: 3})
 		failure = errors.New("etcd does not respond")
 		check()
+		compared(&Comparison{Errors: []string{"configmaps: etcd does not respond"}})
 		failure = errOtherRevision
 		check()
+		compared(&Comparison{Disabled: true})
 		if !loaded() {
 			t.Error("a comparison that failed resets the resource")
 		}
@@ -67,12 +81,64 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 		if d.String() != want || loaded() {
 			t.Errorf("got %v\nwant %s", &d, want)
 		}
-		for status, want := range map[string]float64{"success": 1, "error": 1, "failure": 1} {
+		load()
+		compared(&Comparison{Resources: 1, Objects: 3, Differences: []Difference{{Resource: "configmaps", Revision: 10,
+			Missing: 2, Extra: 1, Stale: 1}}}) // and the resource stays, because it has been reset within the hour
+		if !loaded() {
+			t.Error("a difference resets a resource twice within an hour")
+		}
+		for status, want := range map[string]float64{"success": 2, "error": 2, "failure": 2} {
 			checks := cachermetrics.StorageConsistencyCheckTotal.CounterVec.WithLabelValues("", "configmaps", status)
 			if got := testutil.ToFloat64(checks); got != want {
 				t.Errorf("%s: %v", status, got)
 			}
 		}
-		load()
+	})
+}
+
+// Callers of a comparison share it. While it runs, no other resource is compared.
+func TestComparisonsRunOneAtATime(t *testing.T) {
+	cachermetrics.Register()
+	synctest.Test(t, func(t *testing.T) {
+		running, reads := 0, 0
+		l := newReader(Source{
+			Rows: func(context.Context, string) ([]*registryv1.Row, int64, error) { return nil, 10, nil },
+			ObjectKeys: func(ctx context.Context, _ string, _ int64, _ func(*registryv1.Row)) error {
+				if running++; running > 1 {
+					t.Error("two comparisons run together")
+				}
+				defer func() { running-- }()
+				reads++
+				select {
+				case <-time.After(time.Second):
+				case <-ctx.Done():
+				}
+				return ctx.Err()
+			},
+		})
+		l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 10})
+		for _, name := range []string{"configmaps", "pods", "secrets"} {
+			if _, err := l.Snapshot(t.Context(), l.cache.Resource(name), ""); err != nil {
+				t.Fatal(err)
+			}
+		}
+		var wg sync.WaitGroup
+		for range 100 {
+			wg.Go(func() {
+				if c := l.CompareWithEtcd(t.Context()); c.Resources != 3 {
+					t.Errorf("%+v", c)
+				}
+			})
+		}
+		wg.Wait()
+		if reads > 20 { // callers that arrive during a read of a resource share the next
+			t.Errorf("%d reads of etcd for 100 callers", reads)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 1500*time.Millisecond)
+		defer cancel()
+		if c := l.CompareWithEtcd(ctx); c.Resources != 1 || len(c.Errors) != 1 {
+			t.Errorf("a comparison whose time ends: %+v", c)
+		}
+		synctest.Wait()
 	})
 }

@@ -64,6 +64,8 @@ type Reader struct {
 	replays   prometheus.Counter
 	// differences counts the resources that differed from etcd or from the publisher's sums.
 	differences *prometheus.CounterVec
+	// checks shares the comparisons of a resource with etcd, and runs a single comparison at a time.
+	checks coalesce.Group[*checked]
 }
 
 // New returns a reader that reads the log into c. ready has a condition until the log is read to etcd's revision.
@@ -78,6 +80,7 @@ func New(c *cache.Cache, nc *nats.Conn, s Source, ready *lifecycle.Readiness, co
 		ready:           ready,
 		backfills:       newBackfills(),
 		revisions:       coalesce.Group[int64]{Timeout: freshnessTimeout},
+		checks:          coalesce.Group[*checked]{Limit: 1},
 		replays: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "watershed_watchfanout_replays_total",
 			Help: "Backfills read from the event log for watches that resume from before the ring.",

@@ -23,9 +23,12 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// ReportRequest has no parameters.
+// ReportRequest selects the contents of a report.
 type ReportRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Services add states that cost more than seconds: watchfanout compares its objects with etcd's. An older release
+	// ignores the field.
+	Deep          bool `protobuf:"varint,1,opt,name=deep" json:"deep,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -58,6 +61,13 @@ func (x *ReportRequest) ProtoReflect() protoreflect.Message {
 // Deprecated: Use ReportRequest.ProtoReflect.Descriptor instead.
 func (*ReportRequest) Descriptor() ([]byte, []int) {
 	return file_watershed_process_v1_process_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *ReportRequest) GetDeep() bool {
+	if x != nil {
+		return x.Deep
+	}
+	return false
 }
 
 // ReportResponse is the state of a process.
@@ -110,8 +120,9 @@ var File_watershed_process_v1_process_proto protoreflect.FileDescriptor
 
 const file_watershed_process_v1_process_proto_rawDesc = "" +
 	"\n" +
-	"\"watershed/process/v1/process.proto\x12\x14watershed.process.v1\"\x0f\n" +
-	"\rReportRequest\"(\n" +
+	"\"watershed/process/v1/process.proto\x12\x14watershed.process.v1\"#\n" +
+	"\rReportRequest\x12\x12\n" +
+	"\x04deep\x18\x01 \x01(\bR\x04deep\"(\n" +
 	"\x0eReportResponse\x12\x16\n" +
 	"\x06report\x18\x01 \x01(\fR\x06report2`\n" +
 	"\tProcesses\x12S\n" +
