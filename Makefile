@@ -29,7 +29,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster e2e-release demo-swap scale robustness robustness-broken rules bench fuzz docs screenshots clean help
+.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster e2e-release demo-swap scale robustness robustness-broken robustness-controllers rules bench fuzz docs screenshots clean help
 
 help: ## the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -192,6 +192,9 @@ envtest: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd) ## controller-
 
 robustness: build $(addprefix $(PEERS)/,kube-apiserver kube-controller-manager) ## clients against the split form while 1,000 things go wrong, and a judge; ARGS="-seed N" repeats a run
 	cd test && go run ./robustness -watershed ../$(BIN)/watershed $(ARGS)
+
+robustness-controllers: build $(addprefix $(PEERS)/,kube-apiserver kube-controller-manager kubectl etcd) ## kube-controller-manager on a tier that receives the log 5 s late creates no pod more than on kube-apiserver
+	cd test && go test -count=1 -timeout 10m -v -run ControllersBehind ./e2e -lag 5s $(ARGS)
 
 robustness-broken: build ## the same against a Watershed that is broken on purpose, in each way: its test or the judge has to find it
 	cd test && go run ./robustness -watershed ../$(BIN)/watershed -faults 25 -break all $(ARGS)

@@ -15,16 +15,22 @@ import (
 func (s *Server) Managers(flags ...string) string {
 	s.t.Helper()
 	dir := TempDir(s.t)
-	Start(s.t, dir, "kube-controller-manager", Peer("kube-controller-manager"), append([]string{
+	s.ControllerManager(s.t, dir, flags...)
+	Start(s.t, dir, "kube-scheduler", Peer("kube-scheduler"),
+		"--kubeconfig", s.Identity("system:kube-scheduler"),
+		"--leader-elect=false", "--secure-port", "0")
+	return dir
+}
+
+// ControllerManager runs kube-controller-manager, with more flags. Its log is in dir.
+func (s *Server) ControllerManager(t testing.TB, dir string, flags ...string) *Process {
+	t.Helper()
+	return Start(t, dir, "kube-controller-manager", Peer("kube-controller-manager"), append([]string{
 		"--kubeconfig", s.Identity("system:kube-controller-manager"),
 		"--service-account-private-key-file", s.SAKey,
 		"--use-service-account-credentials", "--root-ca-file", s.CA + ".crt",
 		"--cluster-signing-cert-file", s.CA + ".crt", "--cluster-signing-key-file", s.CA + ".key",
 		"--leader-elect=false", "--secure-port", "0", "--controllers", "*"}, flags...)...)
-	Start(s.t, dir, "kube-scheduler", Peer("kube-scheduler"),
-		"--kubeconfig", s.Identity("system:kube-scheduler"),
-		"--leader-elect=false", "--secure-port", "0")
-	return dir
 }
 
 // Controllers runs kube-controller-manager, kube-scheduler and kwok with three nodes.
