@@ -12,6 +12,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats-server/v2/server"
@@ -36,6 +37,9 @@ type NATS struct {
 	// Name, Cluster (a host:port) and Routes make it a server of a cluster. With Cluster empty it is the only server.
 	Name, Cluster string
 	Routes        []string
+
+	// running is the server that runs, or the last that ran.
+	running atomic.Pointer[server.Server]
 }
 
 // Bounds of JetStream's storage, of one message, of the pending data of one client, and of monitor connections.
@@ -67,11 +71,21 @@ func (n *NATS) AddFlags(fs *pflag.FlagSet) {
 func NATSCommand(fs *pflag.FlagSet) func() error {
 	var n NATS
 	n.AddFlags(fs)
-	return runStandalone(fs, n.Runner(func(*server.Server) {}))
+	return runStandalone(fs, n.Runner())
 }
 
-// Runner returns a runner of the server. It calls onStarted with the server before it is ready.
-func (n *NATS) Runner(onStarted func(*server.Server)) lifecycle.Runner {
+// InProcessConn connects to the server within the process (nats.InProcessConnProvider).
+func (n *NATS) InProcessConn() (net.Conn, error) {
+	srv := n.running.Load()
+	if srv == nil {
+		return nil, errors.New("NATS has not started")
+	}
+	return srv.InProcessConn()
+}
+
+// Runner returns a runner of the server. After an error of the disk, it restarts the server when the directory accepts
+// writes again.
+func (n *NATS) Runner() lifecycle.Runner {
 	ready := lifecycle.NotReady("nats")
 	return lifecycle.Runner{Name: "nats", Ready: ready, Run: func(ctx context.Context) error {
 		if n.Dir == "" {
@@ -81,12 +95,13 @@ func (n *NATS) Runner(onStarted func(*server.Server)) lifecycle.Runner {
 		if err != nil {
 			return err
 		}
-		if err := n.monitor(ctx, srv); err != nil {
+		n.running.Store(srv)
+		if err := n.monitor(ctx); err != nil {
 			return err
 		}
-		onStarted(srv)
 		ready.Set("nats", nil)
-		<-ctx.Done()
+		n.restartAfterWriteErrors(ctx)
+		srv = n.running.Load()
 		srv.Shutdown()
 		srv.WaitForShutdown()
 		return nil
@@ -154,7 +169,7 @@ func (n *NATS) listen(o *server.Options) (err error) {
 
 // monitor serves /healthz until ctx is done. It replaces NATS' own monitoring, which shows the clients and goroutines
 // of the server to every reader.
-func (n *NATS) monitor(ctx context.Context, srv *server.Server) error {
+func (n *NATS) monitor(ctx context.Context) error {
 	if n.Monitor == "" {
 		return nil
 	}
@@ -164,7 +179,7 @@ func (n *NATS) monitor(ctx context.Context, srv *server.Server) error {
 	}
 	mux := http.NewServeMux()
 	mux.HandleFunc("/healthz", func(w http.ResponseWriter, _ *http.Request) {
-		if !srv.Running() || !srv.JetStreamEnabled() {
+		if srv := n.running.Load(); !srv.Running() || !srv.JetStreamEnabled() {
 			http.Error(w, "the NATS server or its JetStream does not run", http.StatusServiceUnavailable)
 			return
 		}

@@ -7,7 +7,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/nats-io/nats-server/v2/server"
 	"github.com/spf13/pflag"
 
 	"watershed.dev/cmd/embedded"
@@ -133,13 +132,12 @@ func (fs *upFlags) stores(l *layout) (runners []lifecycle.Runner, err error) {
 		runners = append(runners, (&embedded.Etcd{Dir: filepath.Join(l.dir, "etcd"), Listen: socket}).Runner())
 	}
 	if natsURL, _ := fs.GetString("nats-url"); natsURL == "" {
-		var nats *server.Server
 		if settings["log-name"], err = l.logName(); err != nil {
 			return nil, err
 		}
 		log := &embedded.NATS{Dir: filepath.Join(l.dir, "nats"), KeyFile: l.pki.JetStreamKey()}
-		runners = append(runners, log.Runner(func(s *server.Server) { nats = s }))
-		fs.process.NATS = func() process.InProcessNATS { return nats }
+		runners = append(runners, log.Runner())
+		fs.process.NATS = func() process.InProcessNATS { return log }
 	}
 	if err := config.FillDefaults(fs.FlagSet, settings); err != nil {
 		return nil, err

@@ -26,6 +26,9 @@ type LogState struct {
 	Log string `json:"log,omitempty"`
 	// Publishing reports if this registry writes the log.
 	Publishing bool `json:"publishing"`
+	// Failure is why this registry cannot publish, although it is elected. JetStream may reject messages while NATS
+	// responds, for example because its disk is full.
+	Failure string `json:"failure,omitempty"`
 	// Revision is the revision up to which this registry has read the log.
 	Revision int64 `json:"revision"`
 	// Error is why NATS does not respond. The fields below are then empty.
@@ -69,6 +72,9 @@ func (l *etcdLog) state(ctx context.Context) LogState {
 	ctx, cancel := context.WithTimeout(ctx, etcdstatus.Timeout)
 	defer cancel()
 	st := LogState{Log: string(l.etcd.Log), Publishing: l.publisher.Elected(), Revision: l.watchCache.Progress()}
+	if err := l.publisher.Failure(); err != nil {
+		st.Failure = process.Redact(err.Error())
+	}
 	info, err := l.info(ctx)
 	if err != nil {
 		st.Error = process.Redact(err.Error())

@@ -171,6 +171,9 @@ func TestEveryFaultIsFound(t *testing.T) {
 		"stopped NATS": {"event-log", Error, "registry h/4 does not reach the event log in NATS", func(in *Input) {
 			state(in, func(st *registry.State) { st.Logs[0].Error = "refused" })
 		}},
+		"NATS with a full disk": {"event-log", Error, "registry h/4 cannot publish the event log: no space", func(in *Input) {
+			state(in, func(st *registry.State) { st.Logs[0].Failure = "no space left on device" })
+		}},
 		"no publisher": {"event-log", Error, "no registry publishes the event log", func(in *Input) {
 			state(in, func(st *registry.State) { st.Logs[0].Publishing = false })
 		}},

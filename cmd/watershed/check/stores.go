@@ -116,6 +116,9 @@ func eventLog(in *Input) (found []Finding) {
 			case l.Error != "":
 				found = append(found, fault(Error, "Start NATS, or correct --nats-url and its certificates.",
 					"%s does not reach %s in NATS: %s", name, log, l.Error))
+			case l.Failure != "":
+				found = append(found, fault(Error, "Look at the disk, the memory and the log of NATS.",
+					"%s cannot publish %s: %s", name, log, l.Failure))
 			case l.Current < l.Wanted:
 				found = append(found, fault(Warning, "Start the other NATS servers.",
 					"%s has %d of %d replicas in NATS", log, l.Current, l.Wanted))

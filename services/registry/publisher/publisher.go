@@ -119,6 +119,30 @@ type Publisher struct {
 	publishing    atomic.Bool
 	// elected is true while this publisher is elected.
 	elected atomic.Bool
+	// failure is why a term has ended after the log's last acknowledgement; nil if none has.
+	failure atomic.Pointer[error]
+}
+
+// wrongLastID is JetStream's error for a message whose expected message is not the last. It often follows the rejection
+// of the expected message.
+const wrongLastID jetstream.ErrorCode = 10070
+
+// failed records the error of a term. The cause of a rejected message replaces the errors that follow from it.
+func (p *Publisher) failed(err error) {
+	var rejected *jetstream.APIError
+	if errors.As(err, &rejected) && rejected.ErrorCode == wrongLastID {
+		p.failure.CompareAndSwap(nil, &err)
+		return
+	}
+	p.failure.Store(&err)
+}
+
+// Failure returns why this publisher cannot publish now: an error that no acknowledgement has followed.
+func (p *Publisher) Failure() error {
+	if err := p.failure.Load(); err != nil && p.Elected() {
+		return *err
+	}
+	return nil
 }
 
 // Elected reports whether this publisher writes the log.
@@ -171,6 +195,7 @@ func (p *Publisher) lead(ctx context.Context) error {
 			pause = minPause
 		}
 		failures.Inc()
+		p.failed(err)
 		slog.Warn("Publishing failed; resuming from the log's last message", "error", err)
 		if p.core.TermFailed(time.Now()) {
 			return fmt.Errorf("no event could be published for a while: %w", err)

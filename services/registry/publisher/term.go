@@ -122,6 +122,7 @@ func (t *term) perform(ctx context.Context, r core.Request) (err error) {
 func (t *term) acknowledge(ack eventlog.Ack) error {
 	if ack.ID != (core.ID{}) {
 		t.Acknowledged(ack.ID)
+		t.failure.Store(nil)
 		if t.Publisher.Log.ID == eventlog.Main {
 			publishedRevision.Set(float64(t.core.Published))
 		}

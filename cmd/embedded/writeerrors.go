@@ -1,0 +1,89 @@
+package embedded
+
+import (
+	"context"
+	"log/slog"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/nats-io/nats-server/v2/server"
+)
+
+const (
+	// writeErrorPeriod is how often the server's health is read, and how often the directory is tested after an error.
+	writeErrorPeriod = time.Second
+	// writtenBytes is how much the directory must accept before the server restarts.
+	writtenBytes = 4 << 20
+)
+
+// restartAfterWriteErrors restarts the server after an error of the disk, until ctx is done. A stream of JetStream
+// rejects every message after such an error, and a server of a cluster disables JetStream, until they restart. An example
+// is a full disk. The directory must accept writes first.
+func (n *NATS) restartAfterWriteErrors(ctx context.Context) {
+	tick := time.NewTicker(writeErrorPeriod)
+	defer tick.Stop()
+	logged := false
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		reason := writeError(n.running.Load())
+		if reason == "" {
+			logged = false
+			continue
+		}
+		err := n.testWrite()
+		if !logged || err == nil {
+			slog.Error("JetStream cannot write", "directory", n.Dir, "reason", reason, "test", err)
+			logged = true
+		}
+		if err == nil {
+			n.restart()
+		}
+	}
+}
+
+// restart stops the server and starts it again. If that fails, the next call starts it.
+func (n *NATS) restart() {
+	old := n.running.Load()
+	old.Shutdown()
+	old.WaitForShutdown()
+	srv, err := n.start()
+	if err != nil {
+		slog.Error("NATS cannot restart", "error", err)
+		return
+	}
+	n.running.Store(srv)
+	slog.Warn("NATS has restarted after an error of the disk", "directory", n.Dir)
+}
+
+// writeError returns why the server's JetStream cannot write, or an empty string.
+func writeError(srv *server.Server) string {
+	if !srv.Running() || !srv.JetStreamEnabled() {
+		return "JetStream has been disabled"
+	}
+	// Other reasons than write errors, such as a follower that is behind, end without a restart.
+	for _, e := range srv.Healthz(&server.HealthzOptions{Details: true}).Errors {
+		if strings.Contains(e.Error, "write error") {
+			return e.Error
+		}
+	}
+	return ""
+}
+
+// testWrite returns why the directory does not accept writtenBytes.
+func (n *NATS) testWrite() error {
+	f, err := os.CreateTemp(n.Dir, "test-write-")
+	if err != nil {
+		return err
+	}
+	defer os.Remove(f.Name())
+	defer f.Close()
+	if _, err := f.Write(make([]byte, writtenBytes)); err != nil {
+		return err
+	}
+	return f.Sync()
+}

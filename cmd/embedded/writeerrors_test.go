@@ -1,0 +1,99 @@
+package embedded
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"watershed.dev/platform/lifecycle"
+)
+
+// smallDisk mounts a file system of 16 MB until the test ends. It needs root.
+func smallDisk(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=16m"); err != nil {
+		t.Skipf("a file system cannot be mounted: %v", err)
+	}
+	t.Cleanup(func() { _ = syscall.Unmount(dir, 0) })
+	return dir
+}
+
+// A server whose disk was full accepts messages after the disk has space again. It has the messages from before.
+func TestNATSRestartsAfterAFullDisk(t *testing.T) {
+	n := &NATS{Dir: smallDisk(t)}
+	r := n.Runner()
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- lifecycle.Run(ctx, []lifecycle.Runner{r}, lifecycle.Observer{}) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	var nc *nats.Conn
+	eventually(t, func() (err error) {
+		nc, err = nats.Connect("", nats.InProcessServer(n), nats.MaxReconnects(-1),
+			nats.ReconnectWait(10*time.Millisecond))
+		return err
+	})
+	defer nc.Close()
+	js, err := jetstream.New(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	stream, err := js.CreateStream(t.Context(), jetstream.StreamConfig{Name: "log", Subjects: []string{"log"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	publish := func() error {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		_, err := js.Publish(ctx, "log", make([]byte, 64<<10))
+		return err
+	}
+	if err := publish(); err != nil {
+		t.Fatal(err)
+	}
+	filler := filepath.Join(n.Dir, "filler")
+	if err := os.WriteFile(filler, make([]byte, 32<<20), 0o600); !errors.Is(err, syscall.ENOSPC) {
+		t.Fatalf("the disk is not full: %v", err)
+	}
+	eventually(t, func() error {
+		if err := publish(); err == nil {
+			return errors.New("a full disk accepts messages")
+		}
+		if reason := writeError(n.running.Load()); !strings.Contains(reason, "no space left") {
+			return errors.New("no write error is reported: " + reason)
+		}
+		return nil
+	})
+	if err := os.Remove(filler); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, publish)
+	if _, err := stream.GetMsg(t.Context(), 1); err != nil {
+		t.Errorf("the first message: %v", err)
+	}
+}
+
+// eventually polls f for 30 s until it returns nil.
+func eventually(t *testing.T, f func() error) {
+	t.Helper()
+	err := f()
+	for until := time.Now().Add(30 * time.Second); err != nil && time.Now().Before(until); err = f() {
+		time.Sleep(20 * time.Millisecond)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}

@@ -1,0 +1,167 @@
+package e2e
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/watch"
+	toolscache "k8s.io/client-go/tools/cache"
+	watchtools "k8s.io/client-go/tools/watch"
+
+	"watershed.dev/test/harness"
+)
+
+// smallDisk mounts a file system of some megabytes at a new directory until the test ends. It needs root.
+func smallDisk(t *testing.T, dir string, megabytes int) {
+	t.Helper()
+	err := os.MkdirAll(dir, 0o700)
+	if err == nil {
+		err = syscall.Mount("tmpfs", dir, "tmpfs", 0, fmt.Sprintf("size=%dm,mode=0700", megabytes))
+	}
+	if err != nil {
+		t.Skipf("a file system cannot be mounted: %v", err)
+	}
+	t.Cleanup(func() { _ = syscall.Unmount(dir, syscall.MNT_DETACH) })
+}
+
+// fill fills the file system of dir, and returns a function that frees the space.
+func fill(t *testing.T, dir string) (free func()) {
+	t.Helper()
+	name := filepath.Join(dir, "filler")
+	f, err := os.Create(name)
+	for block := make([]byte, 1<<20); err == nil; {
+		_, err = f.Write(block)
+	}
+	if !errors.Is(err, syscall.ENOSPC) {
+		t.Fatalf("the disk is not full: %v", err)
+	}
+	f.Close()
+	return func() {
+		if err := os.Remove(name); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// numbered are ConfigMaps that a client creates in order, and the names that a watch has received.
+type numbered struct {
+	t        *testing.T
+	s        *harness.Server
+	n        int
+	created  []string
+	received []string
+	events   <-chan watch.Event
+}
+
+// watchNumbered watches ConfigMaps. The watch continues at its position after each end, and lists never.
+func watchNumbered(t *testing.T, s *harness.Server) *numbered {
+	t.Helper()
+	maps := s.Client().CoreV1().ConfigMaps("default")
+	list, err := maps.List(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w, err := watchtools.NewRetryWatcherWithContext(t.Context(), list.ResourceVersion, &toolscache.ListWatch{
+		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
+			return maps.Watch(ctx, o)
+		},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(w.Stop)
+	return &numbered{t: t, s: s, events: w.ResultChan()}
+}
+
+// create creates the next object with a timeout. Only an acknowledged object is in created.
+func (n *numbered) create(timeout time.Duration) error {
+	ctx, cancel := context.WithTimeout(n.t.Context(), timeout)
+	defer cancel()
+	n.n++
+	name := fmt.Sprintf("n-%04d", n.n)
+	_, err := n.s.Client().CoreV1().ConfigMaps("default").Create(ctx,
+		&corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{})
+	if err == nil {
+		n.created = append(n.created, name)
+	}
+	return err
+}
+
+// receive receives events until the last acknowledged object. The watch has each acknowledged object once, in order.
+func (n *numbered) receive() {
+	n.t.Helper()
+	last := n.created[len(n.created)-1]
+	for until := time.After(30 * time.Second); !slices.Contains(n.received, last); {
+		select {
+		case e, ok := <-n.events:
+			object, isMap := e.Object.(*corev1.ConfigMap)
+			if !ok || !isMap || e.Type != watch.Added {
+				n.t.Fatalf("the watch does not continue: %s %+v", e.Type, e.Object)
+			}
+			if strings.HasPrefix(object.Name, "n-") {
+				n.received = append(n.received, object.Name)
+			}
+		case <-until:
+			n.t.Fatalf("the watch has not received %s, but %d objects", last, len(n.received))
+		}
+	}
+	if !slices.IsSorted(n.received) || len(slices.Compact(slices.Clone(n.received))) != len(n.received) {
+		n.t.Errorf("events are repeated or out of order: %q", n.received)
+	}
+	for _, name := range n.created {
+		if !slices.Contains(n.received, name) {
+			n.t.Errorf("the watch lacks %s", name)
+		}
+	}
+}
+
+// TestFullDisks fills the disks of NATS and of etcd. While NATS' disk is full, writes succeed, and check names the
+// reason. Once a disk has space, writes succeed and the watch has every acknowledged write, without a list.
+func TestFullDisks(t *testing.T) {
+	dir := harness.TempDir(t)
+	nats, etcd := filepath.Join(dir, "nats"), filepath.Join(dir, "etcd")
+	smallDisk(t, nats, 64)
+	smallDisk(t, etcd, 400)
+	s := harness.Split(t, dir)
+	n := watchNumbered(t, s)
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	must(n.create(10 * time.Second))
+	n.receive()
+
+	free := fill(t, nats)
+	for range 20 {
+		must(n.create(10 * time.Second))
+	}
+	checkFinds(t, []string{"--data-dir", dir}, map[string]string{"event-log": "no space left on device"})
+	free()
+	must(n.create(10 * time.Second))
+	n.receive()
+
+	free = fill(t, etcd)
+	for until := time.Now().Add(10 * time.Second); n.create(time.Second) == nil; { // until etcd ends
+		if time.Now().After(until) {
+			t.Log("etcd writes into the space of its file")
+			break
+		}
+	}
+	free()
+	harness.Eventually(t, 30*time.Second, func() error { return n.create(5 * time.Second) })
+	n.receive()
+	t.Logf("%d of %d writes were acknowledged", len(n.created), n.n)
+	checkIsClean(t, "--data-dir", dir, "--deep")
+}
