@@ -59,7 +59,7 @@ func newDelayedProxy(t *testing.T, to string) *delayedProxy {
 	return p
 }
 
-// copyDelayed forwards what it reads after the delay. The buffer holds the chunks of the delay.
+// copyDelayed forwards bytes after the delay. The buffer holds the chunks of the delay.
 func (p *delayedProxy) copyDelayed(to, from net.Conn) {
 	type chunk struct {
 		data []byte
@@ -249,8 +249,8 @@ func TestControllersBehindCreateNoMorePods(t *testing.T) {
 	})
 }
 
-// keepLogMoving writes an object ten times a second until the test ends, because a reader of a log that is silent for
-// 3 s reads the stream through registry, without the delay. It waits until a watch of the object is late.
+// keepLogMoving writes an object ten times a second until the test ends. If a log is silent for 3 s, its reader reads the
+// stream through registry, without the delay. keepLogMoving waits until a watch of the object is late.
 func keepLogMoving(t *testing.T, s *harness.Server) {
 	t.Helper()
 	maps := s.Client().CoreV1().ConfigMaps("kube-system")
