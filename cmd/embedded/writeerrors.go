@@ -18,8 +18,8 @@ const (
 )
 
 // restartAfterWriteErrors restarts the server after an error of the disk, until ctx is done. A stream of JetStream
-// rejects every message after such an error, and a server of a cluster disables JetStream, until they restart. An example
-// is a full disk. The directory must accept writes first.
+// rejects every message after such an error, and a server of a cluster disables JetStream, until they restart. A full
+// disk is such an error. The directory must accept writes first.
 func (n *NATS) restartAfterWriteErrors(ctx context.Context) {
 	tick := time.NewTicker(writeErrorPeriod)
 	defer tick.Stop()
