@@ -249,13 +249,14 @@ func TestControllersBehindCreateNoMorePods(t *testing.T) {
 	})
 }
 
-// keepLogMoving writes an object ten times a second until the test ends. If a log is silent for 3 s, its reader reads the
-// stream through registry, without the delay. keepLogMoving waits until a watch of the object is late.
+// keepLogMoving writes an object ten times a second until the test ends. If a log is silent for 3 s, its reader reads
+// the stream through registry, without the delay. keepLogMoving waits until a watch of the object is late.
 func keepLogMoving(t *testing.T, s *harness.Server) {
 	t.Helper()
 	maps := s.Client().CoreV1().ConfigMaps("kube-system")
 	object := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "moving"}}
-	if _, err := maps.Create(t.Context(), object, metav1.CreateOptions{}); err != nil && !apierrors.IsAlreadyExists(err) {
+	_, err := maps.Create(t.Context(), object, metav1.CreateOptions{})
+	if err != nil && !apierrors.IsAlreadyExists(err) {
 		t.Fatal(err)
 	}
 	go func() {
