@@ -170,6 +170,8 @@ func (s *schedule) outcome() outcome {
 		return loses
 	case 2:
 		return delays
+	case 3, 4:
+		return noSpace
 	}
 	return succeeds
 }

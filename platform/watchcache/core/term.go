@@ -16,7 +16,7 @@ const (
 	// ReadEtcd reads the epoch's record, and then whether etcd has Event: EtcdRead.
 	ReadEtcd
 	// WriteEpoch writes Epoch if the publisher is still elected and the record's mod revision is still After:
-	// Answer. A delayed write of an earlier term therefore changes nothing.
+	// Answer. A delayed write of an earlier term therefore changes nothing. Unwritten, if etcd has no space.
 	WriteEpoch
 	// ReadRevision reads etcd's revision: Answer.
 	ReadRevision
@@ -75,7 +75,7 @@ type Term struct {
 	log LogEnd
 	// fresh is the record of a new epoch, if the term starts it.
 	fresh Epoch
-	// epoch is the record as this publisher wrote it. modRevision is its mod revision.
+	// epoch is the record as this publisher read or wrote it. modRevision is its mod revision.
 	epoch       Epoch
 	modRevision int64
 	// token and nextToken are the fencing tokens in the log's progress messages: the current token, and the next if a
@@ -112,6 +112,7 @@ func (t *Term) LogRead(log LogEnd) {
 
 // EtcdRead answers ReadEtcd: the term decides how to continue the log.
 func (t *Term) EtcdRead(etcd EtcdState) {
+	t.epoch, t.modRevision, t.nextToken = etcd.Epoch, etcd.ModRevision, t.log.Progress.GetNextFencingToken()
 	t.Reason = "etcd has no epoch"
 	switch {
 	case !t.log.Empty:
@@ -140,7 +141,7 @@ func (t *Term) resume(etcd EtcdState) {
 	}
 	// Writing the record again invalidates the pending transactions of an earlier term.
 	t.writeEpoch(e, etcd.ModRevision, func(int64) {
-		t.publisher.checkpoint = checkpoint{epoch: e, modRevision: t.modRevision, revision: t.chain.Last.Revision}
+		t.publisher.checkpoint = checkpoint{epoch: t.epoch, modRevision: t.modRevision, revision: t.chain.Last.Revision}
 		t.watch()
 	})
 }
@@ -201,9 +202,27 @@ func (t *Term) await(r Request, then func(revision int64)) {
 
 func (t *Term) writeEpoch(e Epoch, after int64, then func(revision int64)) {
 	t.await(Request{Op: WriteEpoch, Epoch: e, After: after}, func(revision int64) {
-		t.epoch, t.token, t.nextToken, t.modRevision = e, e.Token, "", revision
+		if revision != t.modRevision { // not Unwritten
+			t.epoch, t.nextToken, t.modRevision = e, "", revision
+		}
+		t.token = t.epoch.Token
 		then(revision)
 	})
+}
+
+// Unwritten answers WriteEpoch if etcd has no space for the record. The term continues with the record that etcd has:
+// etcd without space still deletes objects, and their events must reach the log. It returns false if the term cannot
+// continue, because the record would begin an epoch.
+//
+// Pending writes of an earlier term stay valid. If etcd executes such a write, Check ends this term. The next term
+// recognizes its token, which remains the log's next token.
+func (t *Term) Unwritten() bool {
+	e := t.Request.Epoch
+	if e.ID != t.epoch.ID || e.Since != t.epoch.Since {
+		return false
+	}
+	t.Answer(t.modRevision)
+	return true
 }
 
 // Answer answers WriteEpoch with etcd's revision, and ReadRevision and ReadOldest.
@@ -275,7 +294,7 @@ func (t *Term) Rotate(next string) {
 		e := t.epoch
 		e.Token = next
 		t.writeEpoch(e, t.modRevision, func(int64) {
-			t.publisher.checkpoint.epoch, t.publisher.checkpoint.modRevision = e, t.modRevision
+			t.publisher.checkpoint.epoch, t.publisher.checkpoint.modRevision = t.epoch, t.modRevision
 			t.appendControl(&logv1.Event{Revision: t.chain.Last.Revision})
 			t.await(watch, nil)
 		})

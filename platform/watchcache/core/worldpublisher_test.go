@@ -145,6 +145,8 @@ const (
 	loses
 	// delays: the request has its effect later, and its response is lost.
 	delays
+	// noSpace: etcd rejects a write, because it has no space.
+	noSpace
 )
 
 // step performs the term's request, unless it waits for etcd's events or an acknowledgement.
@@ -219,6 +221,14 @@ func (p *publisher) watching(w *world) {
 
 func (p *publisher) writeEpoch(w *world, r Request, o outcome) {
 	d := delayedWrite{p.name, r.Epoch, r.After}
+	if o == noSpace {
+		if !p.term.Unwritten() {
+			p.end(w, "etcd has no space for a new epoch")
+		} else if w.trace != nil {
+			w.tracef("%s: etcd has no space for the epoch's record", p.name)
+		}
+		return
+	}
 	if o == delays {
 		w.etcd.delayed = append(w.etcd.delayed, d)
 		p.end(w, "the write of the epoch's record is delayed")
