@@ -153,7 +153,7 @@ spec: {group: dead.example.com, version: v1, groupPriorityMinimum: 100, versionP
 	}
 	checkFinds(t, through, planted)
 	checkFinds(t, through, map[string]string{"webhooks": "127.0.0.1:1/review) does not respond: the last call"})
-	raiseAlarm(t, s)
+	noSpace(t, s, etcdserverpb.AlarmRequest_ACTIVATE)
 	planted["etcd"] = "has the alarm NOSPACE"
 	checkFinds(t, through, planted)
 	pid := pidOf(t, s, "nats-0")
@@ -210,8 +210,8 @@ func pidOf(t *testing.T, s *harness.Server, process string) int {
 	return pid
 }
 
-// raiseAlarm raises the alarm NOSPACE in the etcd of split.
-func raiseAlarm(t *testing.T, s *harness.Server) {
+// noSpace raises or disarms the alarm NOSPACE in the etcd of split.
+func noSpace(t *testing.T, s *harness.Server, action etcdserverpb.AlarmRequest_AlarmAction) {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(s.Dir, "config", "etcd-0.yaml"))
 	if err != nil {
@@ -234,7 +234,7 @@ func raiseAlarm(t *testing.T, s *harness.Server) {
 		t.Fatal(err)
 	}
 	if _, err := etcdserverpb.NewMaintenanceClient(client.ActiveConnection()).Alarm(t.Context(),
-		&etcdserverpb.AlarmRequest{Action: etcdserverpb.AlarmRequest_ACTIVATE, Alarm: etcdserverpb.AlarmType_NOSPACE,
+		&etcdserverpb.AlarmRequest{Action: action, Alarm: etcdserverpb.AlarmType_NOSPACE,
 			MemberID: members.Members[0].ID}); err != nil {
 		t.Fatal(err)
 	}

@@ -12,7 +12,9 @@ import (
 	"testing"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/watch"
 	toolscache "k8s.io/client-go/tools/cache"
@@ -164,4 +166,81 @@ func TestFullDisks(t *testing.T) {
 	n.receive()
 	t.Logf("%d of %d writes were acknowledged", len(n.created), n.n)
 	checkIsClean(t, "--data-dir", dir, "--deep")
+}
+
+// TestEtcdWithoutSpace checks that clients see the deletions of an etcd with the alarm NOSPACE. The publisher cannot
+// write its fencing token then. Reads stay consistent, and writes continue after the alarm.
+func TestEtcdWithoutSpace(t *testing.T) {
+	s := harness.Split(t, "")
+	maps := s.Client().CoreV1().ConfigMaps("default")
+	w, err := maps.Watch(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Stop()
+	next := func(want watch.EventType, name string) {
+		t.Helper()
+		for until := time.After(20 * time.Second); ; {
+			select {
+			case e, ok := <-w.ResultChan():
+				object, isMap := e.Object.(*corev1.ConfigMap)
+				if !ok || !isMap {
+					t.Fatalf("the watch has ended: %s %+v", e.Type, e.Object)
+				}
+				if e.Type == want && object.Name == name {
+					return
+				}
+			case <-until:
+				t.Fatalf("the watch has no %s %s", want, name)
+			}
+		}
+	}
+	create := func(name string) error {
+		_, err := maps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: name}},
+			metav1.CreateOptions{})
+		return err
+	}
+	for _, name := range []string{"early", "late"} {
+		if err := create(name); err != nil {
+			t.Fatal(err)
+		}
+		next(watch.Added, name)
+	}
+
+	remove := func(name string) {
+		t.Helper()
+		if err := maps.Delete(t.Context(), name, metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		next(watch.Deleted, name)
+		if _, err := maps.Get(t.Context(), name, metav1.GetOptions{}); !apierrors.IsNotFound(err) {
+			t.Errorf("%s is deleted, and GET has %v", name, err)
+		}
+		list, err := maps.List(t.Context(), metav1.ListOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if slices.ContainsFunc(list.Items, func(m corev1.ConfigMap) bool { return m.Name == name }) {
+			t.Errorf("%s is deleted, and a consistent list has it", name)
+		}
+	}
+	noSpace(t, s, etcdserverpb.AlarmRequest_ACTIVATE)
+	if err := create("refused"); err == nil || !strings.Contains(err.Error(), "database space exceeded") {
+		t.Errorf("a create without space: %v", err)
+	}
+	remove("early")
+	harness.Eventually(t, 30*time.Second, func() error {
+		for _, registry := range []string{"registry-0.log", "registry-1.log"} { // either is the publisher
+			log, err := os.ReadFile(filepath.Join(s.Dir, registry))
+			if err != nil || strings.Contains(string(log), "etcd has no space for the next fencing token") {
+				return err
+			}
+		}
+		return errors.New("no fencing token was due")
+	})
+	remove("late")
+
+	noSpace(t, s, etcdserverpb.AlarmRequest_DEACTIVATE)
+	harness.Eventually(t, 30*time.Second, func() error { return create("after") })
+	next(watch.Added, "after")
 }

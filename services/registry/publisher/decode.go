@@ -11,7 +11,6 @@ import (
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
-	clientv3 "go.etcd.io/etcd/client/v3"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -28,23 +27,21 @@ import (
 )
 
 // handle handles a response of the etcd watch; ok is false if the watch has ended.
-func (t *term) handle(ctx context.Context, resp clientv3.WatchResponse, ok bool) error {
-	if !ok {
+func (t *term) handle(ctx context.Context, resp etcdResponse, ok bool) error {
+	switch {
+	case !ok:
 		return errors.New("etcd ended the watch")
-	}
-	if resp.CompactRevision != 0 || errors.Is(resp.Err(), rpctypes.ErrCompacted) {
+	case errors.Is(resp.err, rpctypes.ErrCompacted):
 		t.Compacted()
 		return nil
-	}
-	if err := resp.Err(); err != nil {
-		return err
-	}
-	if resp.IsProgressNotify() {
+	case resp.err != nil:
+		return resp.err
+	case len(resp.events) == 0:
 		etcdmetrics.RecordEtcdBookmark(schema.GroupResource{}) // the watch is of all resources
-		t.Progress(resp.Header.Revision)
+		t.Progress(resp.revision)
 		return nil
 	}
-	for events := resp.Events; len(events) > 0 && t.Request.Op == core.WatchEtcd; {
+	for events := resp.events; len(events) > 0 && t.Request.Op == core.WatchEtcd; {
 		n := 1
 		for n < len(events) && events[n].Kv.ModRevision == events[0].Kv.ModRevision {
 			n++
@@ -68,7 +65,7 @@ func (t *term) handle(ctx context.Context, resp clientv3.WatchResponse, ok bool)
 
 // transaction makes the entries of the events of a revision. An event's span belongs to the trace of its write, if
 // the write is traced.
-func (t *term) transaction(ctx context.Context, events []*clientv3.Event) {
+func (t *term) transaction(ctx context.Context, events []*mvccpb.Event) {
 	changes := make([]core.Change, len(events))
 	for i, e := range events {
 		c := &changes[i]
@@ -110,12 +107,12 @@ func (p *Publisher) resourceByKey(key string) (*storage.Resource, bool) {
 }
 
 // isEncrypted returns true if etcd holds the object before or after an event encrypted.
-func isEncrypted(e *clientv3.Event) bool {
+func isEncrypted(e *mvccpb.Event) bool {
 	return storage.Encrypted(e.Kv.Value) || e.PrevKv != nil && storage.Encrypted(e.PrevKv.Value)
 }
 
 // decodeEvent decodes an etcd event.
-func (p *Publisher) decodeEvent(ctx context.Context, e *clientv3.Event) (c core.Change) {
+func (p *Publisher) decodeEvent(ctx context.Context, e *mvccpb.Event) (c core.Change) {
 	key, deleted := string(e.Kv.Key), e.Type == mvccpb.DELETE
 	c.EtcdEvent = core.EtcdEvent{Key: key, Revision: e.Kv.ModRevision, Deleted: deleted}
 	st, ok := p.resourceByKey(key)
@@ -151,7 +148,7 @@ func (p *Publisher) decodeEvent(ctx context.Context, e *clientv3.Event) (c core.
 	return c
 }
 
-func (p *Publisher) newLogEvent(ctx context.Context, e *clientv3.Event,
+func (p *Publisher) newLogEvent(ctx context.Context, e *mvccpb.Event,
 	st *storage.Resource) (*logv1.Event, runtime.Object, error) {
 	key := string(e.Kv.Key)
 	out := &logv1.Event{Revision: e.Kv.ModRevision, StorageResource: st.Name(), ObservedUnixNano: time.Now().UnixNano()}
@@ -163,7 +160,7 @@ func (p *Publisher) newLogEvent(ctx context.Context, e *clientv3.Event,
 			return nil, nil, core.ErrPrevCompacted
 		}
 		value = e.PrevKv.Value // the last state, at the revision of the deletion
-	case e.IsCreate():
+	case e.Kv.CreateRevision == e.Kv.ModRevision:
 		out.Type = logv1.Type_TYPE_ADDED
 	default:
 		out.Type = logv1.Type_TYPE_MODIFIED

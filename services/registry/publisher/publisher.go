@@ -22,7 +22,6 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/prometheus/client_golang/prometheus"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
-	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
@@ -256,14 +255,16 @@ func (p *Publisher) publish(ctx context.Context) error {
 	case err != nil:
 		return err
 	}
-	watch := p.Etcd.Client.Watch(clientv3.WithRequireLeader(ctx), p.Etcd.Prefix(), clientv3.WithPrefix(),
-		clientv3.WithPrevKV(), clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
+	watch, err := watchEtcd(ctx, p.Etcd.Client.Client, p.Etcd.Prefix(), from)
+	if err != nil {
+		return err
+	}
 	return t.watch(ctx, watch, paced(ctx, progressRequests))
 }
 
 // watch publishes etcd's events and progress, and rotates the fencing token of the epoch. A receive from
 // progressRequests means that a reader requested progress.
-func (t *term) watch(ctx context.Context, watch clientv3.WatchChan, progressRequests <-chan struct{}) (err error) {
+func (t *term) watch(ctx context.Context, watch *etcdWatch, progressRequests <-chan struct{}) (err error) {
 	idle, rotations, checks := time.NewTicker(
 		idleProgress,
 	), time.NewTicker(
@@ -283,15 +284,15 @@ func (t *term) watch(ctx context.Context, watch clientv3.WatchChan, progressRequ
 		case <-t.log.Due():
 			err = t.log.Flush(ctx)
 		case <-progressRequests:
-			err = t.requestProgress(ctx)
+			err = t.requestProgress(ctx, watch)
 		case <-checks.C:
 			err = t.checkToken(ctx)
 		case <-rotations.C:
 			t.Rotate(rand.Text())
 		case <-idle.C:
 			t.ForceProgress()
-			err = t.requestProgress(ctx)
-		case resp, ok := <-watch:
+			err = t.requestProgress(ctx, watch)
+		case resp, ok := <-watch.responses:
 			err = t.handle(ctx, resp, ok)
 		}
 		if err == nil {
@@ -301,11 +302,10 @@ func (t *term) watch(ctx context.Context, watch clientv3.WatchChan, progressRequ
 	return err
 }
 
-// requestProgress requests a progress notification on the watch. etcd finds the stream by the metadata of ctx, so the
-// metadata must be as in publish. The open batch does not wait for etcd.
-func (t *term) requestProgress(ctx context.Context) error {
+// requestProgress requests a progress notification on the watch. The open batch does not wait for etcd.
+func (t *term) requestProgress(ctx context.Context, watch *etcdWatch) error {
 	if err := t.log.Flush(ctx); err != nil {
 		return err
 	}
-	return t.Etcd.Client.RequestProgress(clientv3.WithRequireLeader(ctx))
+	return watch.requestProgress()
 }

@@ -109,6 +109,10 @@ func (t *term) perform(ctx context.Context, r core.Request) (err error) {
 		return r.Reason
 	case core.WriteEpoch:
 		revision, err = t.writeEpoch(ctx, r.Epoch, r.After)
+		if errors.Is(err, rpctypes.ErrNoSpace) && t.Unwritten() {
+			slog.Warn("etcd has no space for the next fencing token; the log continues with the token in etcd")
+			return nil
+		}
 	default:
 		revision, err = t.readRevision(ctx, r)
 	}
@@ -255,8 +259,7 @@ func (p *Publisher) latestEpochBegin(ctx context.Context) (since int64, err erro
 // published them.
 const maxBacklog = 50_000
 
-// maxBacklogBytes is the largest etcd that a new log is filled from. The etcd client buffers all events that are not
-// published yet, and etcd does not report their size.
+// maxBacklogBytes is the largest etcd that a new log is filled from: etcd does not report the size of its events.
 const maxBacklogBytes = 512 << 20
 
 // dbSize returns the bytes in use of etcd's database, old revisions included. It is false if no member responds.

@@ -7,7 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.etcd.io/etcd/api/v3/mvccpb"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
@@ -115,7 +115,7 @@ func (c *traceContexts) add(tc *logv1.TraceContext) {
 }
 
 // pop removes and returns the trace context of the write that an event belongs to, or returns "".
-func (c *traceContexts) pop(e *clientv3.Event) string {
+func (c *traceContexts) pop(e *mvccpb.Event) string {
 	if c.count.Load() == 0 {
 		return ""
 	}

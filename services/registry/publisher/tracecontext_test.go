@@ -6,13 +6,12 @@ import (
 	"time"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
-	clientv3 "go.etcd.io/etcd/client/v3"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-func over(key string, revision int64) *clientv3.Event {
-	e := &clientv3.Event{Kv: &mvccpb.KeyValue{Key: []byte(key)}}
+func over(key string, revision int64) *mvccpb.Event {
+	e := &mvccpb.Event{Kv: &mvccpb.KeyValue{Key: []byte(key)}}
 	if revision > 0 {
 		e.PrevKv = &mvccpb.KeyValue{Key: []byte(key), ModRevision: revision}
 	}
@@ -27,7 +26,7 @@ func TestTraceContexts(t *testing.T) {
 	c.add(&logv1.TraceContext{Key: "old", Traceparent: "failed"})
 	c.byWrite[writeKey{"old", 0}] = traceContext{"failed", time.Now().Add(-2 * traceContextTTL)}
 	for _, w := range []struct {
-		event *clientv3.Event
+		event *mvccpb.Event
 		want  string
 	}{
 		{over("a", 4), ""},
