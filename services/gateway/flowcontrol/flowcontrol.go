@@ -23,6 +23,7 @@ import (
 	"github.com/spf13/pflag"
 	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
 	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	genericfilters "k8s.io/apiserver/pkg/server/filters"
 	"k8s.io/apiserver/pkg/server/mux"
@@ -77,8 +78,8 @@ type controller struct {
 // syncPollInterval is the delay between two checks of a controller's priority levels.
 const syncPollInterval = 20 * time.Millisecond
 
-// awaitSynced waits until the controller has applied the existing priority levels: it then has the maximum seats of
-// each queuing level. Upstream has no better signal. It returns false if ctx is done first.
+// awaitSynced waits until the controller has applied the existing priority levels and FlowSchemas. It then has the
+// maximum seats of each queuing level. Upstream has no better signal. It returns false if ctx is done first.
 func (c *controller) awaitSynced(ctx context.Context, levels flowcontrollisters.PriorityLevelConfigurationLister) bool {
 	for {
 		list, err := levels.List(labels.Everything())
@@ -86,7 +87,7 @@ func (c *controller) awaitSynced(ctx context.Context, levels flowcontrollisters.
 			queues := l.Spec.Limited != nil && l.Spec.Limited.LimitResponse.Queuing != nil
 			return queues && c.GetMaxSeats(l.Name) == 0
 		}
-		if err == nil && len(list) > 0 && !slices.ContainsFunc(list, unknown) {
+		if err == nil && len(list) > 0 && !slices.ContainsFunc(list, unknown) && c.applied(ctx) {
 			close(c.synced)
 			return true
 		}
@@ -96,6 +97,17 @@ func (c *controller) awaitSynced(ctx context.Context, levels flowcontrollisters.
 		case <-time.After(syncPollInterval):
 		}
 	}
+}
+
+// applied reports whether the controller has replaced upstream's mandatory objects, which have no UID, by the API's.
+func (c *controller) applied(ctx context.Context) (yes bool) {
+	c.Handle(ctx, flowcontrol.RequestDigest{
+		RequestInfo: &request.RequestInfo{Verb: "get", Path: "/"},
+		User:        &user.DefaultInfo{Name: user.APIServerUser, Groups: []string{user.SystemPrivilegedGroup}},
+	}, func(schema *flowcontrolv1.FlowSchema, level *flowcontrolv1.PriorityLevelConfiguration, _ string) {
+		yes = schema.UID != "" && level.UID != ""
+	}, func() fcrequest.WorkEstimate { return fcrequest.WorkEstimate{InitialSeats: 1} }, func(bool) {}, func() {})
+	return yes
 }
 
 // New returns the flow control of a gateway. config is for calls to the API, gateways is the number of live gateways
