@@ -124,8 +124,8 @@ var historical = []breakage{
 	{
 		name:    "etcd-15220",
 		file:    "services/registry/publisher/decode.go",
-		code:    "	for events := resp.Events; len(events) > 0",
-		instead: "	t.Progress(resp.Header.Revision)\n	for events := resp.Events; len(events) > 0",
+		code:    "	for events := resp.events; len(events) > 0",
+		instead: "	t.Progress(resp.revision)\n	for events := resp.events; len(events) > 0",
 		test:    "./services/registry/publisher TestEveryWriteIsPublishedOnce",
 	},
 	{

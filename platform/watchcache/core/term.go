@@ -151,7 +151,7 @@ func (t *Term) refill(etcd EtcdState) {
 	t.Decision, t.Reason = "is refilled from etcd", "the log was lost, and etcd is unchanged"
 	t.writeEpoch(etcd.Epoch, etcd.ModRevision, func(revision int64) {
 		t.publisher.checkpoint.modRevision = revision
-		t.await(Request{Op: ReadOldest, Revision: revision}, func(oldest int64) {
+		t.await(Request{Op: ReadOldest, Revision: max(revision, etcd.Revision)}, func(oldest int64) {
 			t.restart(max(oldest, t.epoch.Since))
 		})
 	})

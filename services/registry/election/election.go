@@ -6,9 +6,11 @@ package election
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
@@ -26,9 +28,14 @@ const leaseSeconds = 2
 // Candidates poll, because a watch per candidate would be watches that etcd has to serve.
 func Run(ctx context.Context, client *clientv3.Client, key, identity string, lead func(context.Context) error,
 	onOtherLeader func()) error {
-	for ctx.Err() == nil {
+	for warned := false; ctx.Err() == nil; {
 		lease, err := campaign(ctx, client, key, identity, onOtherLeader)
 		if err != nil || lease == nil {
+			full := errors.Is(err, rpctypes.ErrNoSpace)
+			if full && !warned {
+				slog.Warn("etcd has no space for a lease, so no registry can be elected", "key", key)
+			}
+			warned = full
 			if err != nil && ctx.Err() == nil {
 				slog.Debug("Election failed", "key", key, "error", err)
 			}

@@ -2,6 +2,8 @@ package publisher
 
 import (
 	"context"
+	"errors"
+	"io"
 	"math"
 	"slices"
 
@@ -9,16 +11,22 @@ import (
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"golang.org/x/sync/semaphore"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 )
 
-// etcdWatch is a watch of the keys of a prefix. It receives a response from etcd only after the caller has taken the
-// response before it. gRPC's flow control makes etcd wait, and etcd reads the missed events from its history.
-// clientv3's Watch receives without end, and buffers all responses that its caller has not taken.
+// maxUnpublished bounds the responses of etcd that are received and not published yet, in bytes. It is enough for a
+// stall of NATS by a failover. After a longer stall, etcd reads the events from its history, which costs it memory.
+const maxUnpublished = 256 << 20
+
+// etcdWatch is a watch of the keys of a prefix. It receives responses while the untaken responses have at most
+// maxUnpublished bytes. Then gRPC's flow control makes etcd wait. clientv3's Watch receives and buffers without end.
 type etcdWatch struct {
 	stream etcdserverpb.Watch_WatchClient
+	// room has the bytes that receive may still take. The caller returns a response's size to it.
+	room *semaphore.Weighted
 	// responses is closed after the response with an error, or after ctx.
 	responses chan etcdResponse
 }
@@ -28,8 +36,12 @@ type etcdWatch struct {
 type etcdResponse struct {
 	events   []*mvccpb.Event
 	revision int64
+	size     int64
 	err      error
 }
+
+// queuedResponses bounds the number of untaken responses. Most are small, and maxUnpublished bounds the large.
+const queuedResponses = 4096
 
 // watchEtcd starts a watch of all events from a revision on, with previous values. It ends with ctx.
 func watchEtcd(ctx context.Context, client *clientv3.Client, prefix string, from int64) (*etcdWatch, error) {
@@ -38,7 +50,12 @@ func watchEtcd(ctx context.Context, client *clientv3.Client, prefix string, from
 	if err != nil {
 		return nil, rpctypes.Error(err)
 	}
-	err = stream.Send(&etcdserverpb.WatchRequest{RequestUnion: &etcdserverpb.WatchRequest_CreateRequest{
+	w := &etcdWatch{
+		stream:    stream,
+		room:      semaphore.NewWeighted(maxUnpublished),
+		responses: make(chan etcdResponse, queuedResponses),
+	}
+	err = w.send(&etcdserverpb.WatchRequest{RequestUnion: &etcdserverpb.WatchRequest_CreateRequest{
 		CreateRequest: &etcdserverpb.WatchCreateRequest{
 			Key:            []byte(prefix),
 			RangeEnd:       []byte(clientv3.GetPrefixRangeEnd(prefix)),
@@ -49,19 +66,25 @@ func watchEtcd(ctx context.Context, client *clientv3.Client, prefix string, from
 		},
 	}})
 	if err != nil {
-		return nil, rpctypes.Error(err)
+		return nil, err
 	}
-	w := &etcdWatch{stream: stream, responses: make(chan etcdResponse)}
 	go w.receive(ctx)
 	return w, nil
 }
 
 // requestProgress requests a progress notification. etcd sends none while it has events to send.
 func (w *etcdWatch) requestProgress() error {
-	err := w.stream.Send(&etcdserverpb.WatchRequest{RequestUnion: &etcdserverpb.WatchRequest_ProgressRequest{
+	return w.send(&etcdserverpb.WatchRequest{RequestUnion: &etcdserverpb.WatchRequest_ProgressRequest{
 		ProgressRequest: &etcdserverpb.WatchProgressRequest{},
 	}})
-	return rpctypes.Error(err)
+}
+
+// send sends a request. The error of a broken stream is in the next response.
+func (w *etcdWatch) send(request *etcdserverpb.WatchRequest) error {
+	if err := w.stream.Send(request); !errors.Is(err, io.EOF) {
+		return rpctypes.Error(err)
+	}
+	return nil
 }
 
 // receive receives etcd's responses until ctx or the watch ends.
@@ -85,6 +108,9 @@ func (w *etcdWatch) receive(ctx context.Context) {
 				if r.events, begun = r.events[:n], slices.Clone(r.events[n:]); n == 0 {
 					continue
 				}
+			}
+			if r.size = min(int64(resp.Size()), maxUnpublished); w.room.Acquire(ctx, r.size) != nil {
+				return
 			}
 		}
 		select {

@@ -93,9 +93,9 @@ func TestFragmentsOfARevisionAreJoined(t *testing.T) {
 	}
 }
 
-// While the caller takes no response, etcd sends no more than the windows of gRPC hold.
+// While the caller takes no response, etcd sends no more than maxUnpublished and the windows of gRPC.
 func TestUntakenResponsesWaitInEtcd(t *testing.T) {
-	const responses, megabyte = 200, 1 << 20
+	const responses, megabyte = 400, 1 << 20
 	var sent atomic.Int64
 	w := watchOf(t, func(stream etcdserverpb.Watch_WatchServer) error {
 		value := string(make([]byte, megabyte))
@@ -111,12 +111,14 @@ func TestUntakenResponsesWaitInEtcd(t *testing.T) {
 	for before := int64(-1); before != sent.Load(); time.Sleep(300 * time.Millisecond) { // until etcd waits
 		before = sent.Load()
 	}
-	if n := sent.Load(); n > 40 {
+	if n := sent.Load(); n < maxUnpublished/megabyte || n > maxUnpublished/megabyte+40 {
 		t.Errorf("etcd has sent %d MB, and none is taken", n)
 	}
 	for n := range int64(responses) {
-		if r := <-w.responses; r.err != nil || r.events[0].Kv.ModRevision != n+1 {
+		r := <-w.responses
+		if r.err != nil || r.events[0].Kv.ModRevision != n+1 {
 			t.Fatalf("response %d is %v", n, r.err)
 		}
+		w.room.Release(r.size)
 	}
 }

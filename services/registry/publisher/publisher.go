@@ -183,7 +183,8 @@ func (p *Publisher) lead(ctx context.Context) error {
 	p.core.Elected()
 	p.elected.Store(true)
 	defer p.elected.Store(false)
-	for pause := minPause; ; {
+	var warned time.Time
+	for pause, failed := minPause, 0; ; {
 		published := p.published.Load()
 		err := p.publish(ctx)
 		if ctx.Err() != nil {
@@ -195,7 +196,10 @@ func (p *Publisher) lead(ctx context.Context) error {
 		}
 		failures.Inc()
 		p.failed(err)
-		slog.Warn("Publishing failed; resuming from the log's last message", "error", err)
+		if failed++; time.Since(warned) > warnPeriod {
+			slog.Warn("Publishing failed; resuming from the log's last message", "error", err, "times", failed)
+			warned, failed = time.Now(), 0
+		}
 		if p.core.TermFailed(time.Now()) {
 			return fmt.Errorf("no event could be published for a while: %w", err)
 		}
@@ -213,6 +217,9 @@ const (
 	minPause = 20 * time.Millisecond
 	maxPause = 200 * time.Millisecond
 )
+
+// warnPeriod is how often a failing publisher warns.
+const warnPeriod = 5 * time.Second
 
 // publish runs one term: it resumes from the log's last message and returns with the term's error.
 func (p *Publisher) publish(ctx context.Context) error {
@@ -294,6 +301,7 @@ func (t *term) watch(ctx context.Context, watch *etcdWatch, progressRequests <-c
 			err = t.requestProgress(ctx, watch)
 		case resp, ok := <-watch.responses:
 			err = t.handle(ctx, resp, ok)
+			watch.room.Release(resp.size)
 		}
 		if err == nil {
 			err = t.proceed(ctx)

@@ -180,14 +180,26 @@ func (p *Publisher) hasEvent(ctx context.Context, e core.EtcdEvent) (bool, error
 		return false, nil
 	case err != nil:
 		return false, err
+	case e.Deleted && len(resp.Kvs) > 0:
+		return false, nil
 	case e.Deleted:
-		return len(resp.Kvs) == 0, nil
+		return p.existed(ctx, e.Key, e.Revision-1)
 	}
 	return len(resp.Kvs) == 1 && resp.Kvs[0].ModRevision == e.Revision, nil
 }
 
+// existed reports whether etcd had a key at a revision. It is true if etcd has compacted the revision.
+func (p *Publisher) existed(ctx context.Context, key string, revision int64) (bool, error) {
+	resp, err := p.Etcd.Client.Client.Get(ctx, key, clientv3.WithRev(revision), clientv3.WithKeysOnly())
+	if errors.Is(err, rpctypes.ErrCompacted) {
+		return true, nil
+	}
+	return err == nil && len(resp.Kvs) == 1, err
+}
+
 // writeEpoch writes the epoch's record if this publisher is still elected and the mod revision of EpochKey is still
-// after (0: the key does not exist). Otherwise it returns core.ErrEpochChanged.
+// after (0: the key does not exist). Otherwise it returns core.ErrEpochChanged. rpctypes.ErrNoSpace means that the
+// record is not written and the conditions hold.
 func (p *Publisher) writeEpoch(ctx context.Context, e core.Epoch, after int64) (revision int64, err error) {
 	data, err := json.Marshal(e)
 	if err != nil {
@@ -196,11 +208,17 @@ func (p *Publisher) writeEpoch(ctx context.Context, e core.Epoch, after int64) (
 	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.Value(p.electionKey()), "=", p.Identity),
 		clientv3.Compare(clientv3.ModRevision(p.EpochKey()), "=", after)}
 	resp, err := p.Etcd.Client.Txn(ctx).If(conditions...).Then(clientv3.OpPut(p.EpochKey(), string(data))).Commit()
-	if err != nil {
-		return 0, err
+	noSpace := errors.Is(err, rpctypes.ErrNoSpace)
+	if noSpace { // the write that raises the alarm is executed, and a later one does not compare
+		resp, err = p.Etcd.Client.Txn(ctx).If(conditions...).Then(clientv3.OpGet(p.EpochKey())).Commit()
 	}
-	if !resp.Succeeded {
+	switch {
+	case err != nil:
+		return 0, err
+	case !resp.Succeeded:
 		return 0, core.ErrEpochChanged
+	case noSpace:
+		return 0, rpctypes.ErrNoSpace
 	}
 	return resp.Header.Revision, nil
 }

@@ -26,6 +26,11 @@ func TestRequestsToEtcd(t *testing.T) {
 	}
 	put("/registry/a")
 	last := put("/registry/a")
+	put("/registry/deleted")
+	gone, err := etcd.Delete(t.Context(), "/registry/deleted")
+	if err != nil {
+		t.Fatal(err)
+	}
 	now := put("/registry/b")
 	for name, c := range map[string]struct {
 		event core.EtcdEvent
@@ -35,6 +40,9 @@ func TestRequestsToEtcd(t *testing.T) {
 		"etcd lacks the event": {core.EtcdEvent{Key: "/registry/b", Revision: last}, false},
 		"it is in the future":  {core.EtcdEvent{Key: "/registry/a", Revision: now + 9}, false},
 		"it was deleted here":  {core.EtcdEvent{Key: "/registry/a", Revision: last, Deleted: true}, false},
+		"it never existed":     {core.EtcdEvent{Key: "/registry/c", Revision: last, Deleted: true}, false},
+		"it was deleted": {core.EtcdEvent{Key: "/registry/deleted", Revision: gone.Header.Revision, Deleted: true},
+			true},
 	} {
 		if got, err := p.readEtcd(t.Context(), c.event); err != nil || got.HasEvent != c.has || got.Revision != now {
 			t.Errorf("%s: %+v, %v", name, got, err)
