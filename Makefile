@@ -29,7 +29,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster e2e-release demo-swap scale robustness robustness-broken robustness-controllers rules bench fuzz docs screenshots clean help
+.PHONY: build up cluster split test check linter unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster e2e-release demo-swap scale robustness robustness-broken robustness-controllers rules bench fuzz docs screenshots clean help
 
 help: ## the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -49,10 +49,24 @@ split: build ## every service as a process of its own, in .watershed/
 
 test: lint unit e2e ## lint, unit and e2e, as CI
 
-lint: ## formatting, vet, the linters of .golangci.yml, and buf lint and breaking
-	@f=$$(gofmt -l proto platform services cmd deploy test); test -z "$$f" || { echo "$$f"; echo 'run gofmt -w on these'; exit 1; }
+SINCE      ?= HEAD
+LINT       := $(CURDIR)/.build/bin/golangci-lint run --config $(CURDIR)/.golangci.yml ./...
+
+check: linter ## in some minutes, for a change in a service: lint and unit tests of the modules that changed since SINCE=HEAD, and rules
+	@changed=$$(git diff --name-only "$(SINCE)"; git ls-files --others --exclude-standard); \
+	for m in $(MODULES) test; do \
+	  echo "$$changed" | grep -q "^$$m/.*[.]go$$" || continue; \
+	  echo "$$m: lint$$(test $$m = test || echo ' and unit tests')"; \
+	  (cd $$m && $(LINT) && { test $$m = test || go test ./...; }) || exit 1; \
+	done
+	cd test && go test -count=1 ./rules
+
+linter:
 	cd proto/tools/lint && GOWORK=off go build -o ../../../.build/bin/golangci-lint github.com/golangci/golangci-lint/v2/cmd/golangci-lint
-	@for m in $(MODULES) test; do (cd $$m && $(CURDIR)/.build/bin/golangci-lint run --config $(CURDIR)/.golangci.yml ./...) || exit 1; done
+
+lint: linter ## formatting, vet, the linters of .golangci.yml, and buf lint and breaking
+	@f=$$(gofmt -l proto platform services cmd deploy test); test -z "$$f" || { echo "$$f"; echo 'run gofmt -w on these'; exit 1; }
+	@for m in $(MODULES) test; do (cd $$m && $(LINT)) || exit 1; done
 	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf lint && GOWORK=off go tool -modfile=tools/go.mod buf breaking --against baseline.binpb
 
 unit: ## unit tests, of concurrent packages with the race detector
@@ -62,7 +76,7 @@ unit: ## unit tests, of concurrent packages with the race detector
 	cd test && go test -count=1 ./rules && go test ./eventlog ./simulation && go test -count=1 -run EveryMistake ./robustness
 
 e2e: build peers ## real clients and controllers against both forms, and against kube-apiserver beside them
-	cd test && go test -count=1 -timeout 45m $$(go list ./... | grep -v '^watershed.dev/test/cost$$')
+	cd test && go test -count=1 -timeout 45m ./e2e $$(go list ./... | grep -Ev '^watershed.dev/test/(cost|e2e)$$') # the longest first
 	cd test && go test -count=1 -timeout 30m ./cost # alone: it measures CPU and memory
 
 # What the tests run against, each from its own module.
