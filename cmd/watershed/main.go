@@ -15,6 +15,7 @@ import (
 
 	"watershed.dev/cmd/certgen"
 	"watershed.dev/cmd/embedded"
+	"watershed.dev/cmd/watershed/capacity"
 	"watershed.dev/cmd/watershed/check"
 	"watershed.dev/cmd/watershed/probe"
 	"watershed.dev/cmd/watershed/snapshot"
@@ -62,6 +63,7 @@ func commands(args []string) []command {
 		command{"status", "", tools, "Show the processes and stores of a running Watershed", statusCommand},
 		command{"check", "", tools, "Find faults of a running Watershed", check.Command},
 		command{"probe", "", tools, "Write and watch as a client does, and measure it", probe.Command},
+		command{"capacity", "", tools, "Compute the processes that a cluster needs", capacity.Command},
 		command{"snapshot", "", tools, "Save and restore etcd", snapshot.Command},
 		command{"snapshot save", "FILE", "", "Save a snapshot of etcd", snapshot.SaveCommand},
 		command{"snapshot restore", "FILE", "", "Restore a snapshot of etcd", snapshot.RestoreCommand},

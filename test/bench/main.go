@@ -29,6 +29,8 @@ var (
 			"docs/benchmarks/performance/.")
 	failovers = flag.Int("failover", 0,
 		"Measure instead how old events become when the leader of the event log is killed so many times.")
+	costs = flag.String("coefficients", "",
+		"Measure instead the costs that `watershed capacity` adds up, and write them to this file.")
 	with = flag.String("with", "",
 		"Flags that kube-apiserver and Watershed get beside their own, separated by spaces; "+
 			"{server} in one stands for each one's name.")
@@ -49,6 +51,10 @@ func main() {
 	defer os.RemoveAll(dir)
 	if *grow {
 		growth(dir)
+		return
+	}
+	if *costs != "" {
+		measureCoefficients(dir, *costs)
 		return
 	}
 	if *failovers > 0 {

@@ -32,6 +32,9 @@ type server struct {
 	// pids returns the server's processes, without etcd, with their services' names.
 	pids func() map[int]string
 	stop func()
+	// dir is the data directory of split, and idle the use of cores by its idle services.
+	dir  string
+	idle map[string]float64
 	// firstRead is the first pod of the last read. read is the number of pods read so far.
 	firstRead, read int
 }
@@ -83,29 +86,29 @@ func (s *server) rss() float64 {
 
 // memory returns the memory that the server occupies, in megabytes: each process's anonymous memory, and each
 // mapped binary once.
-func (s *server) memory() float64 {
-	own, mapped := 0.0, map[string]float64{}
+func (s *server) memory() (total float64) {
+	mapped := map[string]float64{}
 	for pid := range s.pids() {
-		b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 		binary, _ := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid))
-		for line := range strings.Lines(string(b)) {
-			f := strings.Fields(line)
-			if len(f) < 2 {
-				continue
-			}
-			kilobytes, _ := strconv.ParseFloat(f[1], 64)
-			switch f[0] {
-			case "RssAnon:":
-				own += kilobytes * 1024 / 1e6
-			case "RssFile:":
-				mapped[binary] = max(mapped[binary], kilobytes*1024/1e6)
-			}
-		}
+		mapped[binary] = max(mapped[binary], resident(pid, "RssFile:"))
+		total += resident(pid, "RssAnon:")
 	}
 	for _, n := range mapped {
-		own += n
+		total += n
 	}
-	return own
+	return total
+}
+
+// resident returns a kind of a process's resident memory in megabytes (proc_pid_status(5)).
+func resident(pid int, kind string) float64 {
+	b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	for line := range strings.Lines(string(b)) {
+		if f := strings.Fields(line); len(f) > 1 && f[0] == kind {
+			kilobytes, _ := strconv.ParseFloat(f[1], 64)
+			return kilobytes * 1024 / 1e6
+		}
+	}
+	return 0
 }
 
 func run(dir, name, program string, args ...string) (*exec.Cmd, string) {
@@ -218,6 +221,7 @@ func startPlacement(placement, dir, name, binary string, flags ...string) *serve
 		client:     clientOf(filepath.Join(data, "admin.kubeconfig"), false),
 		gzipClient: clientOf(filepath.Join(data, "admin.kubeconfig"), true),
 		stop:       func() { kill(cmd) },
+		dir:        data,
 		pids: func() map[int]string {
 			all := map[int]string{}
 			files, _ := filepath.Glob(filepath.Join(data, "*.pid"))

@@ -128,7 +128,7 @@ var floors = map[string][][]string{
 	"services/authn":     {{"."}, {"cmd/authn"}},
 	"services/authz":     {{"."}, {"cmd/authz"}},
 	"services/admission": {{"."}, {"cmd/admission"}},
-	"cmd/watershed":      {{"inspect"}, {"check", "probe", "snapshot"}, {"."}},
+	"cmd/watershed":      {{"inspect"}, {"capacity", "check", "probe", "snapshot"}, {"."}},
 	"cmd/certgen":        {{"."}, {"cmd/certgen"}},
 	"cmd/embedded":       {{"."}, {"cmd/etcd", "cmd/nats"}},
 	"cmd/xds":            {{"."}, {"cmd/xds"}},

@@ -1,0 +1,333 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log"
+	"maps"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// coefficients are the costs that `watershed capacity` adds up, measured with `split`. Each map is by service.
+type coefficients struct {
+	Date       string `json:"date"`
+	Processors int    `json:"processors"`
+	Go         string `json:"go"`
+	// CPU is processor time by operation, in microseconds.
+	CPU map[string]map[string]float64 `json:"cpu"`
+	// Publisher is the processor time of publishing an event, in microseconds. It is a part of the registry's CPU.
+	Publisher float64 `json:"publisher"`
+	// Process is the memory of an idle process in megabytes, and Idle its use of a core.
+	Process map[string]float64 `json:"process"`
+	Idle    map[string]float64 `json:"idle"`
+	// Object is the memory of an object in each replica of a service, in kilobytes.
+	Object map[string]map[string]float64 `json:"object"`
+	// Watch is the memory of a watch in all replicas of a service together, in kilobytes.
+	Watch map[string]map[string]float64 `json:"watch"`
+}
+
+// idleTime is how long the processor time of idle processes is measured.
+const idleTime = 10 * time.Second
+
+// twoOfEach are the replicas of a measurement. Each other service has a single process.
+const twoOfEach = "gateway=2,registry=2,watchfanout=2"
+
+// measureCoefficients measures all coefficients, and writes them to a file.
+func measureCoefficients(dir, file string) {
+	fresh := func(of string) *server {
+		d := filepath.Join(dir, of)
+		check(os.MkdirAll(d, 0o700))
+		s := startPlacement("split", d, "split", *watershed, "--replicas", twoOfEach)
+		*pods = 0
+		prepare(s)
+		time.Sleep(5 * time.Second) // work after the start ends
+		s.measureIdle()
+		return s
+	}
+	c := &coefficients{Date: time.Now().UTC().Format(time.DateOnly), Processors: runtime.NumCPU(),
+		Go: runtime.Version(), CPU: map[string]map[string]float64{}, Object: map[string]map[string]float64{},
+		Watch: map[string]map[string]float64{}}
+	s := fresh("cpu")
+	c.Process, c.Idle = s.processes(), map[string]float64{}
+	for name, n := range s.counts() {
+		c.Idle[name] = s.idle[name] / n
+	}
+	c.CPU["update a Lease"] = s.used(2*2000, func() { updateLeases(s); updateLeases(s) })
+	publisher := s.publisher()
+	c.CPU["create a ConfigMap"] = s.used(2*1000, func() { createConfigMaps(s); createConfigMaps(s) })
+	c.Publisher = (s.publisher() - publisher) * 1e6 / (2 * 1000)
+	c.CPU["create a Pod"] = s.used(2*500, func() { createPods(s); createPods(s) })
+	list := func() int { return len(s.do("GET", "/api/v1/namespaces/more/pods", "", nil, 200)) }
+	megabytes := float64(list()) / 1e6
+	time.Sleep(5 * time.Second) // the watch tier loads the pods
+	c.CPU["list a megabyte"] = s.used(20*megabytes, func() {
+		for range 20 {
+			list()
+		}
+	})
+	alone := s.used(watchedEvents, s.createSlowly)
+	ctx, cancel := context.WithCancel(context.Background())
+	closed := s.openAll(ctx, 1000, func(int) string { return "" })
+	c.CPU["deliver to a watch"] = s.watchCost(alone, 1000)
+	cancel()
+	closed.Wait()
+	s.stop()
+
+	for _, of := range []struct {
+		name  string
+		n     int
+		query func(i int) string
+	}{
+		{"shared", 5000, func(int) string { return "" }},
+		{"of its own", 5000, func(i int) string { return fmt.Sprintf("&fieldSelector=metadata.name%%3Dw%d", i) }},
+	} {
+		s := fresh("watches-" + strings.ReplaceAll(of.name, " ", "-"))
+		alone, before := s.used(watchedEvents, s.createSlowly), s.heaps()
+		ctx, cancel := context.WithCancel(context.Background())
+		closed := s.openAll(ctx, of.n, of.query)
+		c.Watch[of.name] = s.growth(before, float64(of.n), false)
+		idle := s.idle
+		s.measureIdle()
+		c.CPU["hold a watch "+of.name] = map[string]float64{}
+		for _, name := range watchPath {
+			c.CPU["hold a watch "+of.name][name] = max(0, s.idle[name]-idle[name]) * 1e6 / float64(of.n)
+		}
+		if of.name == "of its own" { // no event matches a watch
+			c.CPU["skip a watch"] = s.watchCost(alone, float64(of.n))
+		}
+		cancel()
+		closed.Wait()
+		s.stop()
+	}
+
+	for _, of := range []struct {
+		name string
+		n    int
+		make func(*server, int)
+	}{
+		{"Pod of 7.6 KB", 10_000, func(s *server, i int) {
+			s.do("POST", "/api/v1/namespaces/more/pods", "", pod(fmt.Sprintf("o%d", i)), 201)
+		}},
+		{"ConfigMap of 1 KB", 50_000, func(s *server, i int) {
+			s.do("POST", "/api/v1/namespaces/more/configmaps", "", fmt.Appendf(nil,
+				`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"g%d"},"data":{"k":%q}}`, i,
+				strings.Repeat("x", 1024)), 201)
+		}},
+	} {
+		s := fresh("objects-" + strings.Fields(of.name)[0])
+		before := s.heaps()
+		s.each("", of.n, func(i int) { of.make(s, i) })
+		s.do("GET", "/api/v1/namespaces/more/pods?limit=1", "", nil, 200)
+		s.do("GET", "/api/v1/namespaces/more/configmaps?limit=1", "", nil, 200)
+		c.Object[of.name] = s.growth(before, float64(of.n), true)
+		s.stop()
+	}
+	c.round()
+	data, err := json.MarshalIndent(c, "", "  ")
+	check(err)
+	check(os.WriteFile(file, append(data, '\n'), 0o644))
+	fmt.Println(string(data))
+}
+
+// round rounds all costs to three digits.
+func (c *coefficients) round() {
+	c.Publisher = rounded(c.Publisher)
+	all := []map[string]float64{c.Process, c.Idle}
+	for _, costs := range []map[string]map[string]float64{c.CPU, c.Object, c.Watch} {
+		all = slices.AppendSeq(all, maps.Values(costs))
+	}
+	for _, of := range all {
+		for name, v := range of {
+			of[name] = rounded(v)
+		}
+	}
+}
+
+func rounded(v float64) float64 {
+	n, err := strconv.ParseFloat(plain(v), 64)
+	check(err)
+	return n
+}
+
+// used returns the processor time of an operation in microseconds, by service, if do performs n of them. The processor
+// time of idle processes is subtracted.
+func (s *server) used(n float64, do func()) map[string]float64 {
+	before, began := s.usage(), time.Now()
+	do()
+	used, took := s.usage(), time.Since(began).Seconds()
+	for name, seconds := range used {
+		used[name] = max(0, seconds-before[name]-s.idle[name]*took) * 1e6 / n
+	}
+	log.Printf("%v", used)
+	return used
+}
+
+// measureIdle measures the use of cores by the services without work.
+func (s *server) measureIdle() {
+	before := s.usage()
+	time.Sleep(idleTime)
+	s.idle = s.usage()
+	for name := range s.idle {
+		s.idle[name] = (s.idle[name] - before[name]) / idleTime.Seconds()
+	}
+}
+
+// watchPath are the services that hold watches. The others have no work with a delivery.
+var watchPath = []string{"gateway", "watchfanout"}
+
+// watchedEvents is the number of events whose cost to watches is measured.
+const watchedEvents = 200
+
+// createSlowly creates ConfigMaps, 40 a second, so that no event waits for another.
+func (s *server) createSlowly() {
+	tick := time.NewTicker(time.Second / 40)
+	defer tick.Stop()
+	for range watchedEvents {
+		<-tick.C
+		s.do("POST", "/api/v1/namespaces/events/configmaps", "", fmt.Appendf(nil,
+			`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"e%d"},"data":{"pad":%q}}`, serial.Add(1),
+			strings.Repeat("x", 900)), 201)
+	}
+	time.Sleep(time.Second) // until each watch has the events
+}
+
+// watchCost returns the processor time that an event costs the watch path for each of n open watches, in microseconds.
+// alone is the cost of an event without them.
+func (s *server) watchCost(alone map[string]float64, n float64) map[string]float64 {
+	used, of := s.used(watchedEvents, s.createSlowly), map[string]float64{}
+	for _, name := range watchPath {
+		of[name] = max(0, used[name]-alone[name]) / n
+	}
+	log.Printf("%v", of)
+	return of
+}
+
+// processes returns the anonymous memory of a process in megabytes, by service.
+func (s *server) processes() map[string]float64 {
+	of, n := map[string]float64{}, s.counts()
+	for pid, name := range s.pids() {
+		of[name] += resident(pid, "RssAnon:") / n[name]
+	}
+	return of
+}
+
+// counts returns the number of processes by service.
+func (s *server) counts() map[string]float64 {
+	of := map[string]float64{}
+	for _, name := range s.pids() {
+		of[name]++
+	}
+	return of
+}
+
+// publisher returns the processor time of the busier registry beyond the other's, in seconds. Both serve equal shares
+// of the requests, and either publishes.
+func (s *server) publisher() float64 {
+	var of []float64
+	for pid, name := range s.pids() {
+		if b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid)); err == nil && name == "registry" {
+			of = append(of, secondsOf(b))
+		}
+	}
+	return slices.Max(of) - slices.Min(of)
+}
+
+// openAll opens watches over 20 connections, and returns when all have their headers.
+func (s *server) openAll(ctx context.Context, n int, query func(i int) string) (closed *sync.WaitGroup) {
+	closed = &sync.WaitGroup{}
+	clients := make([]*http.Client, 20)
+	for i := range clients {
+		clients[i] = &http.Client{Transport: s.client.Transport.(*http.Transport).Clone()}
+	}
+	var head struct {
+		Metadata struct{ ResourceVersion string }
+	}
+	check(json.Unmarshal(s.do("GET", "/api/v1/namespaces/small/configmaps", "", nil, 200), &head))
+	var open atomic.Int64
+	for i := range n {
+		closed.Go(func() {
+			req, err := http.NewRequestWithContext(ctx, "GET", s.url+
+				"/api/v1/namespaces/events/configmaps?watch=true&resourceVersion="+head.Metadata.ResourceVersion+query(i), nil)
+			check(err)
+			resp, err := clients[i%len(clients)].Do(req)
+			check(err)
+			defer resp.Body.Close()
+			open.Add(1)
+			_, _ = io.Copy(io.Discard, resp.Body)
+		})
+	}
+	for deadline := time.Now().Add(2 * time.Minute); open.Load() < int64(n); time.Sleep(50 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			log.Fatalf("%s: %d of %d watches are open", s.name, open.Load(), n)
+		}
+	}
+	return closed
+}
+
+// heaps returns the heap at which each process collects its garbage next, in megabytes by process, after a collection.
+// It holds the live objects and the garbage that the process may keep (GOGC). The stacks are added.
+func (s *server) heaps() map[string]float64 {
+	of := map[string]float64{}
+	configs, _ := filepath.Glob(filepath.Join(s.dir, "config", "*.yaml"))
+	for _, config := range configs {
+		b, err := os.ReadFile(config)
+		check(err)
+		socket := regexp.MustCompile(`debug-address: (\S+)`).FindSubmatch(b)
+		if socket == nil {
+			continue
+		}
+		client := &http.Client{Transport: &http.Transport{
+			DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+				return new(net.Dialer).DialContext(ctx, "unix", string(socket[1]))
+			},
+		}}
+		name := strings.TrimSuffix(filepath.Base(config), ".yaml")
+		for range 2 { // finalizers free memory for the second collection
+			resp, err := client.Get("http://process/debug/pprof/heap?gc=1&debug=1")
+			check(err)
+			profile, err := io.ReadAll(resp.Body)
+			resp.Body.Close()
+			check(err)
+			of[name] = 0
+			for _, line := range regexp.MustCompile(`(?m)^# (?:NextGC|Stack) = (\d+)`).FindAllSubmatch(profile, -1) {
+				n, err := strconv.ParseFloat(string(line[1]), 64)
+				check(err)
+				of[name] += n / 1e6
+			}
+		}
+		client.CloseIdleConnections()
+	}
+	return of
+}
+
+// growth returns the growth of the heaps since before by service, divided by n: the mean of a service's processes, or
+// their sum.
+func (s *server) growth(before map[string]float64, n float64, mean bool) map[string]float64 {
+	of, processes := map[string]float64{}, map[string]float64{}
+	for name, megabytes := range s.heaps() {
+		service := serviceOf(name)
+		of[service] += (megabytes - before[name]) * 1000 / n
+		processes[service]++
+	}
+	for service, kilobytes := range of {
+		if mean {
+			kilobytes /= processes[service]
+		}
+		of[service] = max(0, kilobytes) // noise may make it negative
+	}
+	log.Printf("%v", of)
+	return of
+}
