@@ -60,7 +60,37 @@ func measureCoefficients(dir, file string) {
 	c := &coefficients{Date: time.Now().UTC().Format(time.DateOnly), Processors: runtime.NumCPU(),
 		Go: runtime.Version(), CPU: map[string]map[string]float64{}, Object: map[string]map[string]float64{},
 		Watch: map[string]map[string]float64{}}
-	s := fresh("cpu")
+	s := fresh("operations")
+	c.measureOperations(s)
+	s.stop()
+	s = fresh("shared-watches")
+	c.measureWatches(s, "shared", func(int) string { return "" })
+	s.stop()
+	s = fresh("own-watches")
+	c.CPU["skip a watch"] = c.measureWatches(s, "of its own", func(i int) string { // which no event matches
+		return fmt.Sprintf("&fieldSelector=metadata.name%%3Dw%d", i)
+	})
+	s.stop()
+	s = fresh("pods")
+	c.measureObjects(s, "Pod of 7.6 KB", 10_000, "/api/v1/namespaces/more/pods", func(i int) []byte {
+		return pod(fmt.Sprintf("o%d", i))
+	})
+	s.stop()
+	s = fresh("config-maps")
+	c.measureObjects(s, "ConfigMap of 1 KB", 50_000, "/api/v1/namespaces/more/configmaps", func(i int) []byte {
+		return fmt.Appendf(nil, `{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"g%d"},"data":{"k":%q}}`, i,
+			strings.Repeat("x", 1024))
+	})
+	s.stop()
+	c.round()
+	data, err := json.MarshalIndent(c, "", "  ")
+	check(err)
+	check(os.WriteFile(file, append(data, '\n'), 0o644))
+	fmt.Println(string(data))
+}
+
+// measureOperations measures idle processes, writes, lists and deliveries.
+func (c *coefficients) measureOperations(s *server) {
 	c.Process, c.Idle = s.processes(), map[string]float64{}
 	for name, n := range s.counts() {
 		c.Idle[name] = s.idle[name] / n
@@ -79,67 +109,34 @@ func measureCoefficients(dir, file string) {
 		}
 	})
 	alone := s.used(watchedEvents, s.createSlowly)
-	ctx, cancel := context.WithCancel(context.Background())
-	closed := s.openAll(ctx, 1000, func(int) string { return "" })
+	closeAll := s.openAll(1000, func(int) string { return "" })
 	c.CPU["deliver to a watch"] = s.watchCost(alone, 1000)
-	cancel()
-	closed.Wait()
-	s.stop()
+	closeAll()
+}
 
-	for _, of := range []struct {
-		name  string
-		n     int
-		query func(i int) string
-	}{
-		{"shared", 5000, func(int) string { return "" }},
-		{"of its own", 5000, func(i int) string { return fmt.Sprintf("&fieldSelector=metadata.name%%3Dw%d", i) }},
-	} {
-		s := fresh("watches-" + strings.ReplaceAll(of.name, " ", "-"))
-		alone, before := s.used(watchedEvents, s.createSlowly), s.heaps()
-		ctx, cancel := context.WithCancel(context.Background())
-		closed := s.openAll(ctx, of.n, of.query)
-		c.Watch[of.name] = s.growth(before, float64(of.n), false)
-		idle := s.idle
-		s.measureIdle()
-		c.CPU["hold a watch "+of.name] = map[string]float64{}
-		for _, name := range watchPath {
-			c.CPU["hold a watch "+of.name][name] = max(0, s.idle[name]-idle[name]) * 1e6 / float64(of.n)
-		}
-		if of.name == "of its own" { // no event matches a watch
-			c.CPU["skip a watch"] = s.watchCost(alone, float64(of.n))
-		}
-		cancel()
-		closed.Wait()
-		s.stop()
+// measureWatches measures the memory and the processor time of open watches, whose queries differ by query. It returns
+// the processor time of an event in the watch path for each watch, in microseconds.
+func (c *coefficients) measureWatches(s *server, name string, query func(i int) string) map[string]float64 {
+	const n = 5000
+	alone, before, idle := s.used(watchedEvents, s.createSlowly), s.heaps(), s.idle
+	closeAll := s.openAll(n, query)
+	defer closeAll()
+	c.Watch[name] = s.growth(before, n, false)
+	s.measureIdle()
+	hold := map[string]float64{}
+	for _, service := range watchPath {
+		hold[service] = max(0, s.idle[service]-idle[service]) * 1e6 / n
 	}
+	c.CPU["hold a watch "+name] = hold
+	return s.watchCost(alone, n)
+}
 
-	for _, of := range []struct {
-		name string
-		n    int
-		make func(*server, int)
-	}{
-		{"Pod of 7.6 KB", 10_000, func(s *server, i int) {
-			s.do("POST", "/api/v1/namespaces/more/pods", "", pod(fmt.Sprintf("o%d", i)), 201)
-		}},
-		{"ConfigMap of 1 KB", 50_000, func(s *server, i int) {
-			s.do("POST", "/api/v1/namespaces/more/configmaps", "", fmt.Appendf(nil,
-				`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"g%d"},"data":{"k":%q}}`, i,
-				strings.Repeat("x", 1024)), 201)
-		}},
-	} {
-		s := fresh("objects-" + strings.Fields(of.name)[0])
-		before := s.heaps()
-		s.each("", of.n, func(i int) { of.make(s, i) })
-		s.do("GET", "/api/v1/namespaces/more/pods?limit=1", "", nil, 200)
-		s.do("GET", "/api/v1/namespaces/more/configmaps?limit=1", "", nil, 200)
-		c.Object[of.name] = s.growth(before, float64(of.n), true)
-		s.stop()
-	}
-	c.round()
-	data, err := json.MarshalIndent(c, "", "  ")
-	check(err)
-	check(os.WriteFile(file, append(data, '\n'), 0o644))
-	fmt.Println(string(data))
+// measureObjects measures the memory of objects in each process, after a read of each resource.
+func (c *coefficients) measureObjects(s *server, name string, n int, path string, object func(i int) []byte) {
+	before := s.heaps()
+	s.each("", n, func(i int) { s.do("POST", path, "", object(i), 201) })
+	s.do("GET", path+"?limit=1", "", nil, 200)
+	c.Object[name] = s.growth(before, float64(n), true)
 }
 
 // round rounds all costs to three digits.
@@ -245,9 +242,10 @@ func (s *server) publisher() float64 {
 	return slices.Max(of) - slices.Min(of)
 }
 
-// openAll opens watches over 20 connections, and returns when all have their headers.
-func (s *server) openAll(ctx context.Context, n int, query func(i int) string) (closed *sync.WaitGroup) {
-	closed = &sync.WaitGroup{}
+// openAll opens watches over 20 connections, and returns when all have their headers. closeAll closes them.
+func (s *server) openAll(n int, query func(i int) string) (closeAll func()) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var closed sync.WaitGroup
 	clients := make([]*http.Client, 20)
 	for i := range clients {
 		clients[i] = &http.Client{Transport: s.client.Transport.(*http.Transport).Clone()}
@@ -274,7 +272,7 @@ func (s *server) openAll(ctx context.Context, n int, query func(i int) string) (
 			log.Fatalf("%s: %d of %d watches are open", s.name, open.Load(), n)
 		}
 	}
-	return closed
+	return func() { cancel(); closed.Wait() }
 }
 
 // heaps returns the heap at which each process collects its garbage next, in megabytes by process, after a collection.

@@ -109,6 +109,11 @@ func (l *Load) rates() (r rates) {
 	return r
 }
 
+// events returns the cores that a service needs for writes and their events, in the processes of the measurement.
+func (r *rates) events(m *Measured, name string) float64 {
+	return (r.leases*m.CPU[Lease][name] + r.small*m.CPU[ConfigMap][name] + r.pods*m.CPU[Pod][name]) / 1e6
+}
+
 // times returns a load of n times the nodes, with n times their work.
 func (l Load) times(n float64) Load {
 	l.Nodes = int(float64(l.Nodes) * n)
@@ -139,6 +144,9 @@ func Largest(l Load, limits Limits, m *Measured) (nodes int, beyond *Plan) {
 // services are in the order of the output.
 var services = []string{"gateway", "authn", "authz", "admission", "registry", "watchfanout", "nats", "xds"}
 
+// tier is the service whose processes each read all events.
+const tier = "watchfanout"
+
 // Compute returns the plan of a load.
 func Compute(l Load, limits Limits, m *Measured) *Plan {
 	r := l.rates()
@@ -160,18 +168,18 @@ func Compute(l Load, limits Limits, m *Measured) *Plan {
 
 // service returns the need of a service for objects as large as pods, and for small objects.
 func service(name string, l Load, r rates, limits Limits, m *Measured, pods, small float64) Service {
-	events := r.leases*m.CPU[Lease][name] + r.small*m.CPU[ConfigMap][name] + r.pods*m.CPU[Pod][name]
 	requests := r.deliveries*m.CPU[Deliver][name] + r.skips*m.CPU[Skip][name] + r.lists*m.CPU[List][name] +
 		float64(l.Nodes*l.SharedWatches)*m.CPU[HoldShared][name] + float64(l.Nodes*l.OwnWatches)*m.CPU[HoldOwn][name]
-	each := 0.0
-	if name == "watchfanout" { // each replica reads all events; two were measured
-		each, events = events/measuredReplicas/1e6, 0
+	shared, each := requests/1e6, 0.0
+	if events := r.events(m, name); name == tier {
+		each = events / measuredReplicas
+	} else {
+		shared += events
 	}
-	shared := (events + requests) / 1e6
 	watches := float64(l.Nodes*l.SharedWatches)*m.Watch[Shared][name] + float64(l.Nodes*l.OwnWatches)*m.Watch[Own][name]
 	s := Service{Name: name, Processes: fewest}
 	if name != "nats" {
-		room := max(busy*limits.Cores-each, 0.01*limits.Cores)
+		room := max(busy*limits.Cores-each, busy*limits.Cores/2) // walls has the limit of each
 		s.Processes = max(s.Processes, int(math.Ceil(shared/room)))
 	} else {
 		s.Processes = 3 // a quorum
@@ -187,9 +195,6 @@ func walls(p *Plan, r rates, limits Limits, m *Measured, kilobytes float64) []Wa
 	at := func(name string) Service {
 		return p.Services[slices.IndexFunc(p.Services, func(s Service) bool { return s.Name == name })]
 	}
-	tier := at("watchfanout")
-	read := (r.leases*m.CPU[Lease]["watchfanout"] + r.small*m.CPU[ConfigMap]["watchfanout"] +
-		r.pods*m.CPU[Pod]["watchfanout"]) / measuredReplicas / 1e6
 	megabytes := (r.pods*podMessage + (r.leases+r.small)*smallMessage) / 1e3
 	all := []Wall{
 		{"writes of etcd", p.Writes / limits.EtcdWrites,
@@ -198,10 +203,10 @@ func walls(p *Plan, r rates, limits Limits, m *Measured, kilobytes float64) []Wa
 			"raise --quota-backend-bytes, or give a resource an etcd of its own (--etcd-servers-overrides)"},
 		{"the publisher's core", p.Writes * m.Publisher / 1e6,
 			"each etcd of --etcd-servers-overrides has a publisher of its own"},
-		{"a watchfanout replica's core for all events", read, "none yet: each replica reads the events of all resources"},
-		{"bytes of the event log from NATS", megabytes * float64(tier.Processes+at("registry").Processes) /
+		{"a watchfanout replica's core for all events", r.events(m, tier) / measuredReplicas, "none yet: each replica reads the events of all resources"},
+		{"bytes of the event log from NATS", megabytes * float64(at(tier).Processes+at("registry").Processes) /
 			limits.NATSMegabytes, "larger machines for watchfanout, so that fewer replicas read the log"},
-		{"watchfanout replicas that NATS accepts", float64(tier.Processes) / natsConnections,
+		{"watchfanout replicas that NATS accepts", float64(at(tier).Processes) / natsConnections,
 			"larger machines for watchfanout"},
 	}
 	for _, s := range p.Services {
