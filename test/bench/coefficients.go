@@ -16,8 +16,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"time"
 )
 
@@ -64,7 +62,7 @@ func measureCoefficients(dir, file string) {
 	c.measureOperations(s)
 	s.stop()
 	s = fresh("shared-watches")
-	c.measureWatches(s, "shared", func(int) string { return "" })
+	c.measureWatches(s, "shared", everything)
 	s.stop()
 	s = fresh("own-watches")
 	c.CPU["skip a watch"] = c.measureWatches(s, "of its own", func(i int) string { // which no event matches
@@ -109,7 +107,7 @@ func (c *coefficients) measureOperations(s *server) {
 		}
 	})
 	alone := s.used(watchedEvents, s.createSlowly)
-	closeAll := s.openAll(1000, func(int) string { return "" })
+	closeAll := s.openAll(1000, everything)
 	c.CPU["deliver to a watch"] = s.watchCost(alone, 1000)
 	closeAll()
 }
@@ -242,37 +240,14 @@ func (s *server) publisher() float64 {
 	return slices.Max(of) - slices.Min(of)
 }
 
-// openAll opens watches over 20 connections, and returns when all have their headers. closeAll closes them.
+// openAll opens watches. closeAll closes them.
 func (s *server) openAll(n int, query func(i int) string) (closeAll func()) {
 	ctx, cancel := context.WithCancel(context.Background())
-	var closed sync.WaitGroup
-	clients := make([]*http.Client, 20)
-	for i := range clients {
-		clients[i] = &http.Client{Transport: s.client.Transport.(*http.Transport).Clone()}
+	ready, open := openWatches(ctx, s, n, query)
+	if !ready {
+		log.Fatalf("%s: the watches do not open", s.name)
 	}
-	var head struct {
-		Metadata struct{ ResourceVersion string }
-	}
-	check(json.Unmarshal(s.do("GET", "/api/v1/namespaces/small/configmaps", "", nil, 200), &head))
-	var open atomic.Int64
-	for i := range n {
-		closed.Go(func() {
-			req, err := http.NewRequestWithContext(ctx, "GET", s.url+
-				"/api/v1/namespaces/events/configmaps?watch=true&resourceVersion="+head.Metadata.ResourceVersion+query(i), nil)
-			check(err)
-			resp, err := clients[i%len(clients)].Do(req)
-			check(err)
-			defer resp.Body.Close()
-			open.Add(1)
-			_, _ = io.Copy(io.Discard, resp.Body)
-		})
-	}
-	for deadline := time.Now().Add(2 * time.Minute); open.Load() < int64(n); time.Sleep(50 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			log.Fatalf("%s: %d of %d watches are open", s.name, open.Load(), n)
-		}
-	}
-	return func() { cancel(); closed.Wait() }
+	return func() { cancel(); open.done.Wait() }
 }
 
 // heaps returns the heap at which each process collects its garbage next, in megabytes by process, after a collection.

@@ -38,7 +38,7 @@ func growth(dir string) {
 		s := fresh("-watchers")
 		for _, w := range []struct{ watchers, rate, updates int }{{100, 40, 200}, {1000, 40, 200}, {10000, 4, 20}} {
 			ctx, cancel := context.WithCancel(context.Background())
-			ready, open := openWatches(ctx, s, w.watchers)
+			ready, open := openWatches(ctx, s, w.watchers, everything)
 			if ready {
 				used, _, _ := s.deliveries(open, w.watchers, w.rate, w.updates)
 				delivery[name] = append(delivery[name], point{float64(w.watchers), used})

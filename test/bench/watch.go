@@ -27,7 +27,7 @@ import (
 func deliver(s *server, watchers, rate, updates int) map[string]float64 {
 	ctx, cancel := context.WithCancel(context.Background())
 	before := s.rss()
-	ready, wg := openWatches(ctx, s, watchers)
+	ready, wg := openWatches(ctx, s, watchers, everything)
 	if !ready {
 		log.Fatalf("%s: the watches do not open", s.name)
 	}
@@ -55,7 +55,12 @@ type watches struct {
 	ages      []time.Duration
 }
 
-func openWatches(ctx context.Context, s *server, watchers int) (bool, *watches) {
+// everything is the query of watches that receive every event.
+func everything(int) string { return "" }
+
+// openWatches opens watches of ConfigMaps over 20 connections. query returns the further parameters of a watch's URL.
+// It returns false if the watches do not open within a minute.
+func openWatches(ctx context.Context, s *server, watchers int, query func(i int) string) (bool, *watches) {
 	w := &watches{}
 	var head struct {
 		Metadata struct{ ResourceVersion string }
@@ -70,8 +75,8 @@ func openWatches(ctx context.Context, s *server, watchers int) (bool, *watches) 
 		ready.Add(1)
 		w.done.Go(func() {
 			req, err := http.NewRequestWithContext(ctx, "GET",
-				s.url+"/api/v1/namespaces/events/configmaps?watch=true&resourceVersion="+head.Metadata.ResourceVersion,
-				nil)
+				s.url+"/api/v1/namespaces/events/configmaps?watch=true&resourceVersion="+head.Metadata.ResourceVersion+
+					query(i), nil)
 			check(err)
 			resp, err := conns[i%len(conns)].Do(req)
 			check(err)

@@ -178,20 +178,16 @@ func TestEtcdWithoutSpace(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer w.Stop()
-	next := func(want watch.EventType, name string) {
+	receive := func(want watch.EventType, name string) {
 		t.Helper()
-		for until := time.After(20 * time.Second); ; {
-			select {
-			case e, ok := <-w.ResultChan():
-				object, isMap := e.Object.(*corev1.ConfigMap)
-				if !ok || !isMap {
-					t.Fatalf("the watch has ended: %s %+v", e.Type, e.Object)
-				}
-				if e.Type == want && object.Name == name {
-					return
-				}
-			case <-until:
-				t.Fatalf("the watch has no %s %s", want, name)
+		for {
+			e := next(t, w)
+			object, isMap := e.Object.(*corev1.ConfigMap)
+			if !isMap {
+				t.Fatalf("the watch has ended: %s %+v", e.Type, e.Object)
+			}
+			if e.Type == want && object.Name == name {
+				return
 			}
 		}
 	}
@@ -204,7 +200,7 @@ func TestEtcdWithoutSpace(t *testing.T) {
 		if err := create(name); err != nil {
 			t.Fatal(err)
 		}
-		next(watch.Added, name)
+		receive(watch.Added, name)
 	}
 
 	remove := func(name string) {
@@ -212,7 +208,7 @@ func TestEtcdWithoutSpace(t *testing.T) {
 		if err := maps.Delete(t.Context(), name, metav1.DeleteOptions{}); err != nil {
 			t.Fatal(err)
 		}
-		next(watch.Deleted, name)
+		receive(watch.Deleted, name)
 		if _, err := maps.Get(t.Context(), name, metav1.GetOptions{}); !apierrors.IsNotFound(err) {
 			t.Errorf("%s is deleted, and GET has %v", name, err)
 		}
@@ -242,5 +238,5 @@ func TestEtcdWithoutSpace(t *testing.T) {
 
 	noSpace(t, s, etcdserverpb.AlarmRequest_DEACTIVATE)
 	harness.Eventually(t, 30*time.Second, func() error { return create("after") })
-	next(watch.Added, "after")
+	receive(watch.Added, "after")
 }

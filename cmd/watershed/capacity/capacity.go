@@ -203,7 +203,8 @@ func walls(p *Plan, r rates, limits Limits, m *Measured, kilobytes float64) []Wa
 			"raise --quota-backend-bytes, or give a resource an etcd of its own (--etcd-servers-overrides)"},
 		{"the publisher's core", p.Writes * m.Publisher / 1e6,
 			"each etcd of --etcd-servers-overrides has a publisher of its own"},
-		{"a watchfanout replica's core for all events", r.events(m, tier) / measuredReplicas, "none yet: each replica reads the events of all resources"},
+		{"a watchfanout replica's core for all events", r.events(m, tier) / measuredReplicas,
+			"none yet: each replica reads the events of all resources"},
 		{"bytes of the event log from NATS", megabytes * float64(at(tier).Processes+at("registry").Processes) /
 			limits.NATSMegabytes, "larger machines for watchfanout, so that fewer replicas read the log"},
 		{"watchfanout replicas that NATS accepts", float64(at(tier).Processes) / natsConnections,

@@ -103,7 +103,8 @@ func TestMoreNodesNeedMore(t *testing.T) {
 		largest, beyond := Largest(f.Load, f.Limits, m)
 		fits := Compute(f.times(float64(largest)/float64(f.Nodes)), f.Limits, m)
 		if fits.Walls[0].Use > 1.02 || beyond.Walls[0].Use <= 1 {
-			t.Errorf("%s nodes: %d nodes fit by %v, and the next do not by %v", nodes, largest, fits.Walls[0], beyond.Walls[0])
+			t.Errorf("%s nodes: %d nodes fit by %v, and the next do not by %v", nodes, largest, fits.Walls[0],
+				beyond.Walls[0])
 		}
 		last = p
 	}

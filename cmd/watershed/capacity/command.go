@@ -137,8 +137,8 @@ func (p *Plan) print(w io.Writer, m *Measured, largest int, beyond *Plan) error 
 		verdict = "The load does not fit"
 	}
 	wall := beyond.Walls[0]
-	fmt.Fprintf(t, "\n%s. %s nodes of this kind fit. The next limit: %s. Remedy: %s.\n", verdict, whole(largest), wall.Name,
-		wall.Remedy)
+	fmt.Fprintf(t, "\n%s. %s nodes of this kind fit. The next limit: %s. Remedy: %s.\n", verdict, whole(largest),
+		wall.Name, wall.Remedy)
 	fmt.Fprintf(t, "Costs measured on %s, %d processors, %s. etcd is not in the cores.\n", m.Date, m.Processors, m.Go)
 	return t.Flush()
 }

@@ -140,7 +140,7 @@ func (t *Term) resume(etcd EtcdState) {
 		e.Since = t.chain.Last.Revision
 	}
 	// Writing the record again invalidates the pending transactions of an earlier term.
-	t.writeEpoch(e, etcd.ModRevision, func(int64) {
+	t.writeEpoch(e, func(int64) {
 		t.publisher.checkpoint = checkpoint{epoch: t.epoch, modRevision: t.modRevision, revision: t.chain.Last.Revision}
 		t.watch()
 	})
@@ -149,7 +149,7 @@ func (t *Term) resume(etcd EtcdState) {
 // refill begins a new log of the same epoch with the history that etcd still has, because the old log was lost.
 func (t *Term) refill(etcd EtcdState) {
 	t.Decision, t.Reason = "is refilled from etcd", "the log was lost, and etcd is unchanged"
-	t.writeEpoch(etcd.Epoch, etcd.ModRevision, func(revision int64) {
+	t.writeEpoch(etcd.Epoch, func(revision int64) {
 		t.publisher.checkpoint.modRevision = revision
 		t.await(Request{Op: ReadOldest, Revision: max(revision, etcd.Revision)}, func(oldest int64) {
 			t.restart(max(oldest, t.epoch.Since))
@@ -164,12 +164,12 @@ func (t *Term) startEpoch(etcd EtcdState, otherEpoch bool) {
 	e := t.fresh
 	begin := func(since int64) {
 		e.Since = since
-		t.writeEpoch(e, t.modRevision, func(int64) {
+		t.writeEpoch(e, func(int64) {
 			t.publisher.checkpoint = checkpoint{epoch: e, modRevision: t.modRevision}
 			t.restart(since)
 		})
 	}
-	t.writeEpoch(e, etcd.ModRevision, func(revision int64) { // the write returns the revision that Since needs
+	t.writeEpoch(e, func(revision int64) { // the write returns the revision that Since needs
 		if otherEpoch {
 			begin(revision)
 			return
@@ -200,8 +200,8 @@ func (t *Term) await(r Request, then func(revision int64)) {
 	}
 }
 
-func (t *Term) writeEpoch(e Epoch, after int64, then func(revision int64)) {
-	t.await(Request{Op: WriteEpoch, Epoch: e, After: after}, func(revision int64) {
+func (t *Term) writeEpoch(e Epoch, then func(revision int64)) {
+	t.await(Request{Op: WriteEpoch, Epoch: e, After: t.modRevision}, func(revision int64) {
 		if revision != t.modRevision { // not Unwritten
 			t.epoch, t.nextToken, t.modRevision = e, "", revision
 		}
@@ -293,7 +293,7 @@ func (t *Term) Rotate(next string) {
 	t.await(Request{Op: AwaitAck}, func(int64) {
 		e := t.epoch
 		e.Token = next
-		t.writeEpoch(e, t.modRevision, func(int64) {
+		t.writeEpoch(e, func(int64) {
 			t.publisher.checkpoint.epoch, t.publisher.checkpoint.modRevision = t.epoch, t.modRevision
 			t.appendControl(&logv1.Event{Revision: t.chain.Last.Revision})
 			t.await(watch, nil)

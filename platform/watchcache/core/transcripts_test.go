@@ -176,7 +176,12 @@ func (s *transcript) publisherStep(t *testing.T, d *datadriven.TestData, p *publ
 	case "request":
 		var o outcome
 		for _, a := range d.CmdArgs[1:] {
-			o = map[string]outcome{"fails": fails, "response-lost": loses, "delayed": delays, "no-space": noSpace}[a.Key]
+			o = map[string]outcome{
+				"fails":         fails,
+				"response-lost": loses,
+				"delayed":       delays,
+				"no-space":      noSpace,
+			}[a.Key]
 		}
 		p.step(w, o)
 	case "receive":

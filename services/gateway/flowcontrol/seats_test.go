@@ -7,6 +7,7 @@ import (
 
 	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apiserver/pkg/apis/flowcontrol/bootstrap"
 	"k8s.io/client-go/kubernetes/fake"
 )
@@ -19,22 +20,23 @@ func exempt() (*flowcontrolv1.PriorityLevelConfiguration, *flowcontrolv1.FlowSch
 	return level, schema
 }
 
-// run runs f until the test ends.
-func run(t *testing.T, f *Fairness) {
+// start starts the flow control of 600 seats, of an API with these objects, until the test ends.
+func start(t *testing.T, objects ...runtime.Object) *Fairness {
+	f := newTestFairness(600)
+	f.client = fake.NewClientset(objects...)
+	f.ready = make(chan struct{})
+	f.active.Store(f.controller(600))
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan struct{})
 	go func() { defer close(ended); f.Run(ctx) }()
 	t.Cleanup(func() { cancel(); <-ended })
+	return f
 }
 
 // Each of three gateways has a third of the cluster's seats.
 func TestSeatsAreDividedAmongGateways(t *testing.T) {
-	f := newTestFairness(600)
 	level, schema := exempt()
-	f.client = fake.NewClientset(level, schema)
-	f.ready = make(chan struct{})
-	f.active.Store(f.controller(600))
-	run(t, f)
+	f := start(t, level, schema)
 	f.gateways.Set(3)
 	for until := time.Now().Add(20 * time.Second); f.active.Load().seats != 200; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
@@ -45,12 +47,8 @@ func TestSeatsAreDividedAmongGateways(t *testing.T) {
 
 // Flow control is ready once its headers have the UIDs of the API's objects: a FlowSchema may come after its level.
 func TestReadyOnceTheObjectsAreApplied(t *testing.T) {
-	f := newTestFairness(600)
 	level, schema := exempt()
-	f.client = fake.NewClientset(level)
-	f.ready = make(chan struct{})
-	f.active.Store(f.controller(600))
-	run(t, f)
+	f := start(t, level)
 	select {
 	case <-f.Ready():
 		t.Fatal("it is ready without a FlowSchema")
