@@ -187,7 +187,7 @@ conformance: build peers node-peers $(PEERS)/e2e.test ## the upstream suite, wit
 PACKAGES ?= short
 
 integration: build $(PEERS)/etcd ## Kubernetes' own test/integration against Watershed: a short list, or PACKAGES=apiserver/apply,auth or PACKAGES=all; ARGS="-reference -record"
-	cd test && go run ./integration -packages $(PACKAGES) $(ARGS)
+	cd test && go run ./integration -ldflags "$(STAMP)" -packages $(PACKAGES) $(ARGS)
 
 test-cmd: build $(addprefix $(PEERS)/,kubectl kubectl-convert kube-apiserver kube-controller-manager kubeadm etcd) ## Kubernetes' own test/cmd, kubectl's scripts, against kube-apiserver and bin/kube-apiserver; ARGS='-what "crd wait"' for some
 	cd test && go run ./cmd $(ARGS)

@@ -12,6 +12,7 @@ import (
 
 	"github.com/spf13/pflag"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
+	"k8s.io/component-base/featuregate"
 )
 
 // A gate that Watershed does not implement is rejected by name, with the value to set. Its default and other gates are
@@ -28,7 +29,7 @@ func TestUnimplementedGatesAreRejected(t *testing.T) {
 		return fs.Set("feature-gates", text)
 	}
 	for name, gate := range replacedGates {
-		standard := utilfeature.DefaultMutableFeatureGate.GetAll()[name].Default
+		standard := standard(name)
 		if gate.rejected == "" {
 			continue
 		}
@@ -40,6 +41,36 @@ func TestUnimplementedGatesAreRejected(t *testing.T) {
 		if err := set(fmt.Sprintf("%s=%t", name, standard)); err != nil {
 			t.Errorf("%s at its default: %v", name, err)
 		}
+	}
+}
+
+// A server without beta features starts. The start names each gate that Watershed accepts and ignores.
+func TestGatesWithoutEffectAreNamed(t *testing.T) {
+	fs := pflag.NewFlagSet("x", pflag.ContinueOnError)
+	AddFlag(fs)
+	if lines := WithoutEffect(); len(lines) > 0 {
+		t.Errorf("the defaults: %q", lines)
+	}
+	var disabled, enabled []string
+	for name, spec := range utilfeature.DefaultMutableFeatureGate.GetAll() {
+		if spec.Default && spec.PreRelease == featuregate.Beta && !spec.LockToDefault {
+			disabled, enabled = append(disabled, string(name)+"=false"), append(enabled, string(name)+"=true")
+		}
+	}
+	if err := fs.Set("feature-gates", strings.Join(disabled, ",")); err != nil {
+		t.Error(err)
+	}
+	defer func() {
+		if err := fs.Set("feature-gates", strings.Join(enabled, ",")); err != nil {
+			t.Error(err)
+		}
+	}()
+	want := []string{
+		"ListFromCacheSnapshot=false changes nothing: the watch cache serves pages from snapshots",
+		"SizeBasedListCostEstimate=false changes nothing: the size of a list is always its cost",
+	}
+	if lines := WithoutEffect(); !slices.Equal(lines, want) {
+		t.Errorf("got %q", lines)
 	}
 }
 

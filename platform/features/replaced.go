@@ -2,6 +2,7 @@ package features
 
 import (
 	"fmt"
+	"slices"
 
 	"k8s.io/apiserver/pkg/features"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
@@ -15,6 +16,9 @@ type replacedGate struct {
 	// rejected is the reason for which the gate cannot leave its default. Empty: Watershed implements both values, or
 	// neither has an effect.
 	rejected string
+	// noEffect is the reason for which another value is accepted and changes nothing: upstream's two implementations
+	// give clients the same responses. The process logs it at its start.
+	noEffect string
 }
 
 // replacedGates has each such gate that is not locked. A test compares the names with upstream's code.
@@ -36,23 +40,38 @@ var replacedGates = map[featuregate.Feature]replacedGate{
 	features.RemoteRequestHeaderUID:            {},
 	features.UnauthenticatedHTTP2DOSMitigation: {},
 
-	features.APIServingWithRoutine:       {"requests are served by the goroutines of package server"},
-	features.CBORServingAndStorage:       {"CBOR is neither served nor stored"},
-	features.ConcurrentWatchObjectDecode: {"no API server decodes the events of a watch"},
-	features.ListFromCacheSnapshot:       {"lists at a revision are always served by the watch cache"},
-	features.SizeBasedListCostEstimate:   {"the cost of a list is always its size"},
-	features.StorageVersionAPI:           {"no StorageVersion objects are written"},
+	features.APIServingWithRoutine:       {noEffect: "requests are served by the goroutines of package server"},
+	features.ConcurrentWatchObjectDecode: {noEffect: "no API server decodes the events of a watch"},
+	features.ListFromCacheSnapshot:       {noEffect: "the watch cache serves pages from snapshots"},
+	features.SizeBasedListCostEstimate:   {noEffect: "the size of a list is always its cost"},
+
+	features.CBORServingAndStorage: {rejected: "CBOR is neither served nor stored"},
+	features.StorageVersionAPI:     {rejected: "no StorageVersion objects are written"},
 }
 
 // checkReplaced returns an error for the first gate that is not at its default although Watershed implements only the
 // default.
 func checkReplaced() error {
-	all := utilfeature.DefaultMutableFeatureGate.GetAll()
 	for name, gate := range replacedGates {
-		standard := all[name].Default
-		if gate.rejected != "" && utilfeature.DefaultFeatureGate.Enabled(name) != standard {
+		if standard := standard(name); gate.rejected != "" && utilfeature.DefaultFeatureGate.Enabled(name) != standard {
 			return fmt.Errorf("%s=%t: %s; set %s=%t", name, !standard, gate.rejected, name, standard)
 		}
 	}
 	return nil
+}
+
+// standard returns a gate's default.
+func standard(name featuregate.Feature) bool {
+	return utilfeature.DefaultMutableFeatureGate.GetAll()[name].Default
+}
+
+// WithoutEffect returns a line for each gate whose value was set and changes nothing, in the order of their names.
+func WithoutEffect() (lines []string) {
+	for name, gate := range replacedGates {
+		if value := utilfeature.DefaultFeatureGate.Enabled(name); gate.noEffect != "" && value != standard(name) {
+			lines = append(lines, fmt.Sprintf("%s=%t changes nothing: %s", name, value, gate.noEffect))
+		}
+	}
+	slices.Sort(lines)
+	return lines
 }

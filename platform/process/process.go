@@ -19,6 +19,7 @@ import (
 	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 
 	"watershed.dev/platform/config"
+	"watershed.dev/platform/features"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
@@ -220,6 +221,9 @@ func (p *Process) StopTimeout() time.Duration {
 // Runners returns the process's runners: the debug pages, the services, and their RPCs. The pages start first. A
 // service that waits for a dependency, as the registry does for etcd, is then alive and reports why it is not ready.
 func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
+	for _, line := range features.WithoutEffect() {
+		slog.Warn("A feature gate has no effect", "gate", line)
+	}
 	p.local = rpc.NewInProcess(telemetry.TracingEnabled())
 	if i := slices.IndexFunc(p.modules, func(m *Module) bool { return p.outside(m.DependsOn) }); i >= 0 {
 		if err := p.network.startXDS(ctx, p.modules[i].Name); err != nil {

@@ -412,7 +412,6 @@ func (s *Service) newControllers() *controllers.Controllers {
 		Storage:    s.resources.Storage,
 		APIs:       &s.config.APIs,
 		Identity:   s.identity,
-		LogName:    s.config.Log.Name,
 		Extensions: s.extensions,
 		CRClients:  s.resources.Custom,
 		Services:   s.services,

@@ -169,7 +169,7 @@ func TestThreeHostsShareEtcd(t *testing.T) {
 	write(all...)
 	leases, err := hosts[0].Client().CoordinationV1().Leases("kube-system").List(t.Context(), metav1.ListOptions{
 		LabelSelector: "apiserver.kubernetes.io/identity=kube-apiserver"})
-	if err != nil || len(leases.Items) != 4 {
+	if err != nil || len(leases.Items) != 1 { // all servers have the name of this machine
 		t.Errorf("%d identity leases, %v", len(leases.Items), err)
 	}
 

@@ -33,6 +33,7 @@ var (
 	ours      = flag.Bool("ours", true, "Run Watershed.")
 	record    = flag.Bool("record", false, "Write record/ and the page of the results.")
 	out       = flag.String("out", "../.build/integration", "The directory of the overlay and of failed tests' output.")
+	ldflags   = flag.String("ldflags", "", "The linker's flags of the tests: they compare the server's version with theirs.")
 	limit     = flag.Duration("timeout", time.Hour, "The timeout of a package.")
 )
 
@@ -111,7 +112,8 @@ func test(name, dir string, env ...string) (results, error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return nil, err
 	}
-	args := []string{"test", "-json", "-count=1", "-vet=off", "-parallel=2", "-timeout=" + limit.String()}
+	args := []string{"test", "-json", "-count=1", "-vet=off", "-parallel=2", "-timeout=" + limit.String(),
+		"-ldflags=" + *ldflags}
 	if *tests != "" {
 		args = append(args, "-run="+*tests)
 	}

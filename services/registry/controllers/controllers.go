@@ -152,8 +152,6 @@ type Controllers struct {
 	Storage   *storage.Storage
 	APIs      *installer.Options
 	Identity  string
-	// LogName is the name of the event log.
-	LogName string
 	// Extensions has the informer of CRDs. CRClients deletes the objects of a CRD.
 	Extensions extensions.SharedInformerFactory
 	CRClients  finalizer.CRClientGetter

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/base32"
+	"encoding/binary"
 	"os"
 	"strings"
 	"time"
@@ -27,15 +28,24 @@ func HasIdentityLease() bool {
 	return utilfeature.DefaultFeatureGate.Enabled(features.APIServerIdentity)
 }
 
+// leaseName returns the name of the identity lease that kube-apiserver has on a host (genericapiserver.NewConfig).
+func leaseName(host string) string {
+	var data []byte
+	for _, s := range []string{host, identityName} {
+		data = append(binary.BigEndian.AppendUint16(data, uint16(len(s))), s...)
+	}
+	hash := sha256.Sum256(data)
+	return "apiserver-" + strings.ToLower(base32.StdEncoding.WithPadding(base32.NoPadding).EncodeToString(hash[:16]))
+}
+
 // RenewIdentityLease renews the identity lease of this API server until ctx ends. Every registry calls it. Registries
-// with the same host and event log are the same API server.
+// and kube-apiservers of the same host share its lease.
 func (cs *Controllers) RenewIdentityLease(ctx context.Context) error {
 	host, err := os.Hostname()
 	if err != nil {
 		return err
 	}
-	hash := sha256.Sum256([]byte(host + "/" + cs.LogName))
-	name := "apiserver-" + strings.ToLower(base32.StdEncoding.WithPadding(base32.NoPadding).EncodeToString(hash[:16]))
+	name := leaseName(host)
 	lease.NewController(clock.RealClock{}, sharedLeases{cs.Client}, name+"_"+cs.Identity,
 		int32(controlplaneapiserver.IdentityLeaseDurationSeconds), nil,
 		controlplaneapiserver.IdentityLeaseRenewIntervalPeriod, name, metav1.NamespaceSystem,

@@ -13,6 +13,13 @@ import (
 	clienttesting "k8s.io/client-go/testing"
 )
 
+// The lease has kube-apiserver's name: a host whose kube-apiserver is replaced keeps its lease.
+func TestTheLeaseHasKubeAPIServersName(t *testing.T) {
+	if got := leaseName("kind-control-plane"); got != "apiserver-c7uylvfxlbqccnk6myfkwetzze" {
+		t.Errorf("the name is %q", got)
+	}
+}
+
 // A registry that finds the identity lease renewed by another does not fail. It fails if the lease is not renewed.
 func TestRegistriesShareAnIdentityLease(t *testing.T) {
 	for name, c := range map[string]struct {
