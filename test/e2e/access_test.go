@@ -6,6 +6,7 @@ import (
 	"io"
 	"maps"
 	"net/http"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -17,6 +18,7 @@ import (
 	"k8s.io/client-go/rest"
 	signer "k8s.io/kubernetes/pkg/serviceaccount/externaljwt/plugin/testing/v1"
 
+	"watershed.dev/platform/pki"
 	"watershed.dev/platform/reload/reloadtest"
 	"watershed.dev/test/harness"
 )
@@ -120,6 +122,23 @@ func TestCredentialFilesAreReloaded(t *testing.T) {
 		!strings.Contains(log, "--basic-auth-file is on") {
 		t.Errorf("the log does not contain the failure")
 	}
+	replaced, err := pki.OpenCA(dir, "front-proxy", "front-proxy")
+	if err != nil {
+		t.Fatal(err)
+	}
+	added, err := os.ReadFile(replaced.CertFile())
+	if err != nil {
+		t.Fatal(err)
+	}
+	writeFile(t, filepath.Join(s.Dir, "pki", "front-proxy-ca.crt"), string(added))
+	harness.Eventually(t, 20*time.Second, func() error { // kube-apiserver publishes it at once, and keeps the old CA
+		published := s.Kubectl("get", "configmap", "-n", "kube-system", "extension-apiserver-authentication",
+			"-o", "jsonpath={.data.requestheader-client-ca-file}")
+		if n := strings.Count(published, "BEGIN CERTIFICATE"); n != 2 || !strings.Contains(published, string(added)) {
+			return fmt.Errorf("%d front proxies' CAs are published", n)
+		}
+		return nil
+	})
 	conf := s.Config()
 	client, err := rest.HTTPClientFor(
 		&rest.Config{Host: conf.Host, TLSClientConfig: rest.TLSClientConfig{Insecure: true}},

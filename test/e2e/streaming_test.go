@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -16,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/net/websocket"
 	"k8s.io/cri-streaming/pkg/streaming/portforward"
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 	utilexec "k8s.io/utils/exec"
@@ -128,7 +130,41 @@ func TestStreaming(t *testing.T) {
 	}
 }
 
+// aWebSocketWatchEnds checks that a watch over WebSocket ends with a close message at its timeout. The write deadline of
+// its last event has passed then.
+func aWebSocketWatchEnds(t *testing.T, s *harness.Server) {
+	t.Helper()
+	conf := s.Config()
+	cert, err := tls.X509KeyPair(conf.CertData, conf.KeyData)
+	if err != nil {
+		t.Fatal(err)
+	}
+	url := strings.Replace(conf.Host, "https://", "wss://", 1) + "/api/v1/namespaces?watch=true&timeoutSeconds=1"
+	dial, err := websocket.NewConfig(url, conf.Host)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dial.TlsConfig = &tls.Config{InsecureSkipVerify: true, Certificates: []tls.Certificate{cert}}
+	ws, err := dial.DialContext(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ws.Close()
+	for n := 0; ; n++ {
+		var message string
+		err := websocket.Message.Receive(ws, &message)
+		if err == nil {
+			continue
+		}
+		if !errors.Is(err, io.EOF) || n == 0 {
+			t.Errorf("after %d messages: %v", n, err)
+		}
+		return
+	}
+}
+
 func streams(t *testing.T, s *harness.Server) {
+	aWebSocketWatchEnds(t, s)
 	k := newKubelet(t, s)
 	_, port, _ := net.SplitHostPort(k.Listener.Addr().String())
 	s.Apply(fmt.Sprintf(

@@ -2,6 +2,7 @@ package aggregation
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/json"
@@ -163,8 +164,10 @@ func (m *DiscoveryManager) refreshServer(ctx context.Context, gv schema.GroupVer
 			now.Stale = true
 		}
 	} else {
-		now.OpenAPIPaths = s.fetchOpenAPIPaths(ctx, gv.Group)
-		now.OpenAPIV2 = s.fetchDocument(ctx, "/openapi/v2", openAPILimit)
+		if s.Available {
+			now.OpenAPIPaths = s.fetchOpenAPIPaths(ctx, gv.Group)
+			now.OpenAPIV2 = s.fetchDocument(ctx, "/openapi/v2", openAPILimit)
+		}
 		if before != nil && now.OpenAPIPaths == nil {
 			now.OpenAPIPaths = before.OpenAPIPaths
 		}
@@ -248,7 +251,8 @@ func (m *DiscoveryManager) Err() error {
 	return nil
 }
 
-// fetchDiscovery fetches a server's discovery, in the aggregated form or else in the old form.
+// fetchDiscovery fetches a server's discovery, in the aggregated form or else in the old form. As in kube-apiserver, the
+// condition Available does not matter: it is about requests for the group version.
 func (s *server) fetchDiscovery(ctx context.Context, gv schema.GroupVersion) (*CachedDiscovery, error) {
 	const accept = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList," +
 		"application/json;g=apidiscovery.k8s.io;v=v2beta1;as=APIGroupDiscoveryList"
@@ -261,6 +265,7 @@ func (s *server) fetchDiscovery(ctx context.Context, gv schema.GroupVersion) (*C
 		for _, g := range list.Items {
 			for _, v := range g.Versions {
 				if g.Name == gv.Group && v.Version == gv.Version {
+					setResponseKinds(v.Resources)
 					return newCachedDiscovery(v.Resources)
 				}
 			}
@@ -285,6 +290,19 @@ func (s *server) fetchDiscovery(ctx context.Context, gv schema.GroupVersion) (*C
 	return newCachedDiscovery(resources)
 }
 
+// setResponseKinds sets the kinds that the server omits to empty kinds, as kube-apiserver does. client-go 0.26.0 to
+// 0.26.3 panics without them (kubernetes issue 118361).
+func setResponseKinds(resources []apidiscoveryv2.APIResourceDiscovery) {
+	for i := range resources {
+		r := &resources[i]
+		r.ResponseKind = cmp.Or(r.ResponseKind, new(metav1.GroupVersionKind))
+		for j := range r.Subresources {
+			s := &r.Subresources[j]
+			s.ResponseKind = cmp.Or(s.ResponseKind, new(metav1.GroupVersionKind))
+		}
+	}
+}
+
 func newCachedDiscovery(resources []apidiscoveryv2.APIResourceDiscovery) (*CachedDiscovery, error) {
 	if resources == nil {
 		resources = []apidiscoveryv2.APIResourceDiscovery{}
@@ -295,8 +313,8 @@ func newCachedDiscovery(resources []apidiscoveryv2.APIResourceDiscovery) (*Cache
 // get fetches a path of the server as the user aggregator.
 func (s *server) get(ctx context.Context, path, accept string,
 	limit responseLimit) (data []byte, contentType string, err error) {
-	if !s.Available || len(s.Addresses) == 0 || s.err != nil {
-		return nil, "", fmt.Errorf("%s.%s is not available", s.Version, s.Group)
+	if len(s.Addresses) == 0 || s.err != nil {
+		return nil, "", fmt.Errorf("%s.%s has no address", s.Version, s.Group)
 	}
 	ctx, cancel := context.WithTimeout(ctx, fetchTimeout)
 	defer cancel()

@@ -92,6 +92,9 @@ func (s *httpSink) Hijack(ctx context.Context) *h2writer.Stream {
 	return nil
 }
 
+// closeTimeout bounds the time to send the end of a WebSocket. It is crypto/tls's time for the end of a connection.
+const closeTimeout = 5 * time.Second
+
 // serveWebSocket sends each event as a WebSocket message.
 func (c *requestContext) serveWebSocket(hub *watch.Hub, r *watch.Request) {
 	ctx, cancel := context.WithCancel(c.req.Context())
@@ -104,6 +107,8 @@ func (c *requestContext) serveWebSocket(hub *watch.Hub, r *watch.Request) {
 			_, _ = io.Copy(io.Discard, ws)
 		}()
 		hub.Serve(ctx, r, &socketSink{ws, c.out.MediaType == runtime.ContentTypeProtobuf})
+		// The deadline of the last event may have passed. TLS cannot send anything valid after a write that timed out.
+		_ = ws.SetWriteDeadline(time.Now().Add(closeTimeout))
 	})
 	handler.ServeHTTP(c.w, c.req)
 }

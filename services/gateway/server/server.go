@@ -213,9 +213,9 @@ func (s *Server) Run(ctx context.Context, h http.Handler, joinable <-chan struct
 	serving, stop := context.WithCancel(context.WithoutCancel(ctx)) // until the last request has ended
 	defer stop()
 	conf, err := c.TLS.config(serving,
-		clientCA{"client-ca-file", c.ClientCAFile},
-		clientCA{"requestheader-client-ca-file", c.RequestHeaderCAFile},
-		clientCA{"services-client-ca-file", c.ServicesCAFile})
+		clientCA{flag: "client-ca-file", file: c.ClientCAFile},
+		clientCA{flag: "requestheader-client-ca-file", file: c.RequestHeaderCAFile},
+		clientCA{flag: "services-client-ca-file", file: c.ServicesCAFile, services: true})
 	if err != nil {
 		return err
 	}

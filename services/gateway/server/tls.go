@@ -70,7 +70,11 @@ func (c *TLSConfig) CheckServicesCertificate(now time.Time) error {
 }
 
 // clientCA is a CA file that the handshake advertises, and its flag. authn verifies the certificates.
-type clientCA struct{ flag, file string }
+type clientCA struct {
+	flag, file string
+	// services is true for the CA of authn, authz and admission. Only their connections learn of it.
+	services bool
+}
 
 // config returns the server's TLS configuration, which reloads its files until ctx is done.
 func (c *TLSConfig) config(ctx context.Context, clientCAs ...clientCA) (*tls.Config, error) {
@@ -103,7 +107,7 @@ func (c *TLSConfig) config(ctx context.Context, clientCAs ...clientCA) (*tls.Con
 		}
 		sni, providers = append(sni, p), append(providers, p)
 	}
-	var authorities []dynamiccertificates.CAContentProvider
+	var clients, all []dynamiccertificates.CAContentProvider
 	for _, f := range clientCAs {
 		if f.file == "" {
 			continue
@@ -112,8 +116,38 @@ func (c *TLSConfig) config(ctx context.Context, clientCAs ...clientCA) (*tls.Con
 		if err != nil {
 			return nil, fmt.Errorf("--%s %q: %w", f.flag, f.file, err)
 		}
-		authorities, providers = append(authorities, p), append(providers, p)
+		if !f.services {
+			clients = append(clients, p)
+		}
+		all, providers = append(all, p), append(providers, p)
 	}
+	for _, p := range providers {
+		if err := p.RunOnce(ctx); err != nil {
+			return nil, err
+		}
+		go p.Run(ctx, 1)
+	}
+	forClients, err := newHandshake(ctx, base, clients, serving, sni, providers)
+	if err != nil {
+		return nil, err
+	}
+	forServices, err := newHandshake(ctx, base, all, serving, sni, providers)
+	if err != nil {
+		return nil, err
+	}
+	base.GetConfigForClient = func(hello *tls.ClientHelloInfo) (*tls.Config, error) {
+		if hello.ServerName == identity.Gateway {
+			return forServices(hello)
+		}
+		return forClients(hello)
+	}
+	return base, nil
+}
+
+// newHandshake returns a GetConfigForClient that advertises the authorities and follows the providers until ctx is done.
+func newHandshake(ctx context.Context, base *tls.Config, authorities []dynamiccertificates.CAContentProvider,
+	serving dynamiccertificates.CertKeyContentProvider, sni []dynamiccertificates.SNICertKeyContentProvider,
+	providers []reloader) (func(*tls.ClientHelloInfo) (*tls.Config, error), error) {
 	var clients dynamiccertificates.CAContentProvider
 	if len(authorities) > 0 {
 		clients = dynamiccertificates.NewUnionCAContentProvider(authorities...)
@@ -121,17 +155,12 @@ func (c *TLSConfig) config(ctx context.Context, clientCAs ...clientCA) (*tls.Con
 	controller := dynamiccertificates.NewDynamicServingCertificateController(base, clients, serving, sni, nil)
 	for _, p := range providers {
 		p.AddListener(controller)
-		if err := p.RunOnce(ctx); err != nil {
-			return nil, err
-		}
-		go p.Run(ctx, 1)
 	}
 	if err := controller.RunOnce(); err != nil {
 		return nil, err
 	}
 	go controller.Run(1, ctx.Done())
-	base.GetConfigForClient = controller.GetConfigForClient
-	return base, nil
+	return controller.GetConfigForClient, nil
 }
 
 // base returns the settings that do not change while the server runs.

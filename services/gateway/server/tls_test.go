@@ -11,6 +11,7 @@ import (
 
 	cliflag "k8s.io/component-base/cli/flag"
 
+	"watershed.dev/platform/identity"
 	"watershed.dev/platform/pki"
 )
 
@@ -81,7 +82,7 @@ func TestTLSReloadsItsFiles(t *testing.T) {
 	c.SNI = []cliflag.NamedCertKey{{Names: []string{"api.example.com"}, CertFile: sniCert, KeyFile: sniKey}}
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	conf, err := c.config(ctx, clientCA{"client-ca-file", clients.CertFile()})
+	conf, err := c.config(ctx, clientCA{flag: "client-ca-file", file: clients.CertFile()})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -120,6 +121,29 @@ func TestTLSReloadsItsFiles(t *testing.T) {
 	}
 }
 
+// Only connections of authn, authz and admission learn of the CA of their certificates.
+func TestTheServicesCAIsAdvertisedToServices(t *testing.T) {
+	dir := t.TempDir()
+	clients, services := authority(t, dir, "clients"), authority(t, dir, "services")
+	c := &TLSConfig{}
+	c.CertFile, c.KeyFile = leaf(t, clients, "serving", "localhost")
+	c.ServicesCertFile, c.ServicesKeyFile = leaf(t, services, "inner", identity.Gateway)
+	conf, err := c.config(t.Context(), clientCA{flag: "client-ca-file", file: clients.CertFile()},
+		clientCA{flag: "services-client-ca-file", file: services.CertFile(), services: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, want := range map[string]struct {
+		serving     string
+		authorities int
+	}{"localhost": {"serving", 1}, "": {"serving", 1}, identity.Gateway: {"inner", 2}} {
+		s, err := dial(t, conf, name, 0)
+		if err != nil || s.serving != want.serving || len(s.clientCAs) != want.authorities {
+			t.Errorf("%q: %q, %v", name, s, err)
+		}
+	}
+}
+
 func TestBadTLSSettingsNameTheirFlag(t *testing.T) {
 	dir := t.TempDir()
 	crt, key := leaf(t, authority(t, dir, "ca"), "x", "localhost")
@@ -139,7 +163,7 @@ func TestBadTLSSettingsNameTheirFlag(t *testing.T) {
 		}
 	}
 	c := TLSConfig{CertFile: crt, KeyFile: key}
-	if _, err := c.config(t.Context(), clientCA{"client-ca-file", dir + "/none"}); err == nil ||
+	if _, err := c.config(t.Context(), clientCA{flag: "client-ca-file", file: dir + "/none"}); err == nil ||
 		!strings.Contains(err.Error(), "--client-ca-file") {
 		t.Errorf("%v", err)
 	}

@@ -300,6 +300,7 @@ func (cs *Controllers) kubernetesService(ctx context.Context, ipRange net.IPNet)
 // publishTrust starts the controller of kube-system/extension-apiserver-authentication.
 func (cs *Controllers) publishTrust(ctx context.Context) error {
 	info := clusterauthenticationtrust.ClusterAuthenticationInfo{}
+	var authorities []*dynamiccertificates.DynamicFileCAContent
 	for _, f := range []struct {
 		name, path string
 		into       *dynamiccertificates.CAContentProvider
@@ -312,8 +313,7 @@ func (cs *Controllers) publishTrust(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		go ca.Run(ctx, 1)
-		*f.into = ca
+		*f.into, authorities = ca, append(authorities, ca)
 	}
 	if info.RequestHeaderCA != nil {
 		info.RequestHeaderAllowedNames = headerrequest.StaticStringSlice(cs.RequestHeaderNames)
@@ -323,6 +323,10 @@ func (cs *Controllers) publishTrust(ctx context.Context) error {
 		info.RequestHeaderExtraHeaderPrefixes = headerrequest.StaticStringSlice(cs.RequestHeaderExtras)
 	}
 	c := clusterauthenticationtrust.NewClusterAuthenticationTrustController(info, cs.Client)
+	for _, ca := range authorities {
+		ca.AddListener(c)
+		go ca.Run(ctx, 1)
+	}
 	go c.Run(ctx, 1)
 	return nil
 }
