@@ -130,8 +130,8 @@ func TestStreaming(t *testing.T) {
 	}
 }
 
-// aWebSocketWatchEnds checks that a watch over WebSocket ends with a close message at its timeout. The write deadline of
-// its last event has passed then.
+// aWebSocketWatchEnds checks that a watch over WebSocket ends with a close message at its timeout. By then, the write
+// deadline of its last event has passed.
 func aWebSocketWatchEnds(t *testing.T, s *harness.Server) {
 	t.Helper()
 	conf := s.Config()

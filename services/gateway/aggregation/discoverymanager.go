@@ -251,8 +251,8 @@ func (m *DiscoveryManager) Err() error {
 	return nil
 }
 
-// fetchDiscovery fetches a server's discovery, in the aggregated form or else in the old form. As in kube-apiserver, the
-// condition Available does not matter: it is about requests for the group version.
+// fetchDiscovery fetches a server's discovery, in the aggregated form or else in the old form. The server need not be
+// available, as in kube-apiserver: that condition is about requests for the group version.
 func (s *server) fetchDiscovery(ctx context.Context, gv schema.GroupVersion) (*CachedDiscovery, error) {
 	const accept = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList," +
 		"application/json;g=apidiscovery.k8s.io;v=v2beta1;as=APIGroupDiscoveryList"
