@@ -144,7 +144,8 @@ func (c *TLSConfig) config(ctx context.Context, clientCAs ...clientCA) (*tls.Con
 	return base, nil
 }
 
-// newHandshake returns a GetConfigForClient that advertises the authorities. It reloads the providers until ctx is done.
+// newHandshake returns a GetConfigForClient that advertises the authorities. Changes of the providers take effect until
+// ctx is done.
 func newHandshake(ctx context.Context, base *tls.Config, authorities []dynamiccertificates.CAContentProvider,
 	serving dynamiccertificates.CertKeyContentProvider, sni []dynamiccertificates.SNICertKeyContentProvider,
 	providers []reloader) (func(*tls.ClientHelloInfo) (*tls.Config, error), error) {
