@@ -121,12 +121,6 @@ func (c *TLSConfig) config(ctx context.Context, clientCAs ...clientCA) (*tls.Con
 		}
 		all, providers = append(all, p), append(providers, p)
 	}
-	for _, p := range providers {
-		if err := p.RunOnce(ctx); err != nil {
-			return nil, err
-		}
-		go p.Run(ctx, 1)
-	}
 	forClients, err := newHandshake(ctx, base, clients, serving, sni, providers)
 	if err != nil {
 		return nil, err
@@ -135,17 +129,24 @@ func (c *TLSConfig) config(ctx context.Context, clientCAs ...clientCA) (*tls.Con
 	if err != nil {
 		return nil, err
 	}
-	base.GetConfigForClient = func(hello *tls.ClientHelloInfo) (*tls.Config, error) {
+	for _, p := range providers { // they have their listeners, which a running provider must not get
+		if err := p.RunOnce(ctx); err != nil {
+			return nil, err
+		}
+		go p.Run(ctx, 1)
+	}
+	conf := base.Clone() // the controllers read base
+	conf.GetConfigForClient = func(hello *tls.ClientHelloInfo) (*tls.Config, error) {
 		if hello.ServerName == identity.Gateway {
 			return forServices(hello)
 		}
 		return forClients(hello)
 	}
-	return base, nil
+	return conf, nil
 }
 
-// newHandshake returns a GetConfigForClient that advertises the authorities. Changes of the providers take effect until
-// ctx is done.
+// newHandshake returns a GetConfigForClient that advertises the authorities. Changes of the providers, which do not run
+// yet, take effect until ctx is done.
 func newHandshake(ctx context.Context, base *tls.Config, authorities []dynamiccertificates.CAContentProvider,
 	serving dynamiccertificates.CertKeyContentProvider, sni []dynamiccertificates.SNICertKeyContentProvider,
 	providers []reloader) (func(*tls.ClientHelloInfo) (*tls.Config, error), error) {
