@@ -29,7 +29,7 @@ func TestUnimplementedGatesAreRejected(t *testing.T) {
 		return fs.Set("feature-gates", text)
 	}
 	for name, gate := range replacedGates {
-		standard := standard(name)
+		standard := utilfeature.DefaultMutableFeatureGate.GetAll()[name].Default
 		if gate.rejected == "" {
 			continue
 		}

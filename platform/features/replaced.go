@@ -52,23 +52,31 @@ var replacedGates = map[featuregate.Feature]replacedGate{
 // checkReplaced returns an error for the first gate that is not at its default although Watershed implements only the
 // default.
 func checkReplaced() error {
-	for name, gate := range replacedGates {
-		if standard := standard(name); gate.rejected != "" && utilfeature.DefaultFeatureGate.Enabled(name) != standard {
-			return fmt.Errorf("%s=%t: %s; set %s=%t", name, !standard, gate.rejected, name, standard)
+	for name, gate := range changedGates() {
+		if gate.rejected != "" {
+			value := utilfeature.DefaultFeatureGate.Enabled(name)
+			return fmt.Errorf("%s=%t: %s; set %s=%t", name, value, gate.rejected, name, !value)
 		}
 	}
 	return nil
 }
 
-// standard returns a gate's default.
-func standard(name featuregate.Feature) bool {
-	return utilfeature.DefaultMutableFeatureGate.GetAll()[name].Default
+// changedGates returns the replaced gates that are not at their default.
+func changedGates() map[featuregate.Feature]replacedGate {
+	changed, all := map[featuregate.Feature]replacedGate{}, utilfeature.DefaultMutableFeatureGate.GetAll()
+	for name, gate := range replacedGates {
+		if utilfeature.DefaultFeatureGate.Enabled(name) != all[name].Default {
+			changed[name] = gate
+		}
+	}
+	return changed
 }
 
 // WithoutEffect returns a line for each gate whose value was set and changes nothing, in the order of their names.
 func WithoutEffect() (lines []string) {
-	for name, gate := range replacedGates {
-		if value := utilfeature.DefaultFeatureGate.Enabled(name); gate.noEffect != "" && value != standard(name) {
+	for name, gate := range changedGates() {
+		if gate.noEffect != "" {
+			value := utilfeature.DefaultFeatureGate.Enabled(name)
 			lines = append(lines, fmt.Sprintf("%s=%t changes nothing: %s", name, value, gate.noEffect))
 		}
 	}

@@ -33,8 +33,9 @@ var (
 	ours      = flag.Bool("ours", true, "Run Watershed.")
 	record    = flag.Bool("record", false, "Write record/ and the page of the results.")
 	out       = flag.String("out", "../.build/integration", "The directory of the overlay and of failed tests' output.")
-	ldflags   = flag.String("ldflags", "", "The linker's flags of the tests: they compare the server's version with theirs.")
-	limit     = flag.Duration("timeout", time.Hour, "The timeout of a package.")
+	ldflags   = flag.String("ldflags", "",
+		"The linker's flags of the tests, which compare the server's version with their own.")
+	limit = flag.Duration("timeout", time.Hour, "The timeout of a package.")
 )
 
 func main() {
