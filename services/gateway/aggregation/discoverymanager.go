@@ -164,10 +164,8 @@ func (m *DiscoveryManager) refreshServer(ctx context.Context, gv schema.GroupVer
 			now.Stale = true
 		}
 	} else {
-		if s.Available {
-			now.OpenAPIPaths = s.fetchOpenAPIPaths(ctx, gv.Group)
-			now.OpenAPIV2 = s.fetchDocument(ctx, "/openapi/v2", openAPILimit)
-		}
+		now.OpenAPIPaths = s.fetchOpenAPIPaths(ctx, gv.Group)
+		now.OpenAPIV2 = s.fetchDocument(ctx, "/openapi/v2", openAPILimit)
 		if before != nil && now.OpenAPIPaths == nil {
 			now.OpenAPIPaths = before.OpenAPIPaths
 		}
@@ -251,8 +249,7 @@ func (m *DiscoveryManager) Err() error {
 	return nil
 }
 
-// fetchDiscovery fetches a server's discovery, in the aggregated form or else in the old form. The server need not be
-// available, as in kube-apiserver: that condition is about requests for the group version.
+// fetchDiscovery fetches a server's discovery, in the aggregated form or else in the old form.
 func (s *server) fetchDiscovery(ctx context.Context, gv schema.GroupVersion) (*CachedDiscovery, error) {
 	const accept = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList," +
 		"application/json;g=apidiscovery.k8s.io;v=v2beta1;as=APIGroupDiscoveryList"
@@ -310,11 +307,12 @@ func newCachedDiscovery(resources []apidiscoveryv2.APIResourceDiscovery) (*Cache
 	return &CachedDiscovery{Resources: resources}, nil
 }
 
-// get fetches a path of the server as the user aggregator.
+// get fetches a path of the server as the user aggregator. kube-apiserver fetches discovery also from a server that is
+// not available. Here, forty such servers that hang would delay the start of a gateway, and other servers, by 100 s.
 func (s *server) get(ctx context.Context, path, accept string,
 	limit responseLimit) (data []byte, contentType string, err error) {
-	if len(s.Addresses) == 0 || s.err != nil {
-		return nil, "", fmt.Errorf("%s.%s has no address", s.Version, s.Group)
+	if !s.Available || len(s.Addresses) == 0 || s.err != nil {
+		return nil, "", fmt.Errorf("%s.%s is not available", s.Version, s.Group)
 	}
 	ctx, cancel := context.WithTimeout(ctx, fetchTimeout)
 	defer cancel()

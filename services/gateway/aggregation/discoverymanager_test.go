@@ -46,26 +46,31 @@ func TestLargeDiscoveryIsRefused(t *testing.T) {
 	}
 }
 
-// Discovery is fetched from a server that is not available, because it rejects the check of its group version. A
-// resource without a kind has an empty kind: clients dereference it.
-func TestDiscoveryOfAnUnavailableServer(t *testing.T) {
-	server := newAggregatedServer(t, func(w http.ResponseWriter, _ *http.Request) {
+// A resource without a kind has an empty kind: clients dereference it.
+func TestMissingResponseKindsAreEmpty(t *testing.T) {
+	p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList")
 		fmt.Fprint(w, `{"items":[{"metadata":{"name":"metrics.k8s.io"},"versions":[{"version":"v1","resources":[`+
 			`{"resource":"pods","subresources":[{"subresource":"status"}]},`+
 			`{"resource":"nodes","responseKind":{"kind":"NodeMetrics"}}]}]}]}`)
-	})
-	server.Available = false
-	manager := NewDiscoveryManager(proxyTo(t, server), func() {})
+	}))
+	manager := NewDiscoveryManager(p, func() {})
 	manager.refresh(t.Context())
-	cached := manager.Lookup(metrics)
-	if cached.Stale || cached.OpenAPIV2 != nil {
-		t.Errorf("stale %v, %d bytes of OpenAPI", cached.Stale, len(cached.OpenAPIV2))
-	}
-	got := cached.Resources
+	got := manager.Lookup(metrics).Resources
 	if len(got) != 2 || got[0].ResponseKind == nil || got[0].Subresources[0].ResponseKind == nil ||
 		got[1].ResponseKind.Kind != "NodeMetrics" {
 		t.Errorf("got %v", got)
+	}
+}
+
+// A server that is not available is not asked: a gateway is ready without its response, and others do not wait for it.
+func TestAnUnavailableServerIsNotAsked(t *testing.T) {
+	server := newAggregatedServer(t, func(http.ResponseWriter, *http.Request) { t.Error("a request arrives") })
+	server.Available = false
+	manager := NewDiscoveryManager(proxyTo(t, server), func() {})
+	manager.refresh(t.Context())
+	if got := manager.Lookup(metrics); got == nil || !got.Stale || manager.Err() != nil {
+		t.Errorf("got %v, and the error %v", got, manager.Err())
 	}
 }
 
