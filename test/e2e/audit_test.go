@@ -1,7 +1,7 @@
 package e2e
 
 import (
-	"bufio"
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -31,7 +31,8 @@ func auditPolicy(t *testing.T, dir, level string) string {
 	return path
 }
 
-// audited returns the audit IDs of completed requests below an API path, and how often the log's files record each.
+// audited returns the audit IDs of completed requests below an API path, and how often the log's files record each. A
+// killed server may leave a part of a line, which records nothing.
 func audited(t *testing.T, pattern, uri string) map[string]int {
 	t.Helper()
 	ids := map[string]int{}
@@ -40,22 +41,22 @@ func audited(t *testing.T, pattern, uri string) map[string]int {
 		t.Fatal(err)
 	}
 	for _, f := range files {
-		data, err := os.Open(f)
+		data, err := os.ReadFile(f)
 		if err != nil {
 			t.Fatal(err)
 		}
-		lines := bufio.NewScanner(data)
-		lines.Buffer(nil, 16<<20)
-		for lines.Scan() {
+		for line := range bytes.Lines(data) {
 			var e struct{ AuditID, Stage, RequestURI string }
-			if err := json.Unmarshal(lines.Bytes(), &e); err != nil {
-				t.Errorf("%s: a line is not an event: %.200s", f, lines.Text())
+			if !bytes.HasSuffix(line, []byte("\n")) {
+				continue
+			}
+			if err := json.Unmarshal(line, &e); err != nil {
+				t.Errorf("%s: a line is not an event: %.200s", f, line)
 			}
 			if e.Stage == "ResponseComplete" && strings.HasPrefix(e.RequestURI, uri) {
 				ids[e.AuditID]++
 			}
 		}
-		_ = data.Close()
 	}
 	return ids
 }

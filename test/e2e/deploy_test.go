@@ -144,11 +144,8 @@ func TestUpWithControllers(t *testing.T) {
 	s := harness.Up(t, "", "--with-controllers", "--controllers-path", filepath.Join(harness.Root(), ".build", "bin"))
 	s.Kubectl("create", "deployment", "web", "--image=web", "--replicas=2")
 	s.Kubectl("rollout", "status", "deployment/web", "--timeout=60s")
-	out, err := exec.Command(harness.Watershed(), "up", "--with-controllers", "--controllers-path=/does/not/exist",
-		"--data-dir", t.TempDir()).CombinedOutput()
-	if err == nil || !strings.Contains(string(out), "--with-controllers: kwok-stages.yaml not found") {
-		t.Errorf("%v: %s", err, out)
-	}
+	refused(t, exec.Command(harness.Watershed(), "up", "--with-controllers", "--controllers-path=/does/not/exist",
+		"--data-dir", t.TempDir()), "--with-controllers: kwok-stages.yaml not found")
 }
 
 // renderedWith returns the manifests of overlays/dev with further components.

@@ -295,12 +295,18 @@ func TestASecondUpIsRefused(t *testing.T) {
 	refused(t, split, fmt.Sprintf("gateway: --bind-address 0.0.0.0 --secure-port %d: ", s.Port))
 }
 
-// refused runs a command that must fail with exit code 1 and a line on standard error.
+// refused runs a command that must fail with exit code 1 and a line on standard error. A command that starts a server
+// instead is killed after a minute.
 func refused(t *testing.T, cmd *exec.Cmd, want string) {
 	t.Helper()
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
-	if err := cmd.Run(); err == nil || cmd.ProcessState.ExitCode() != 1 {
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	kill := time.AfterFunc(time.Minute, func() { _ = cmd.Process.Kill() })
+	defer kill.Stop()
+	if err := cmd.Wait(); err == nil || cmd.ProcessState.ExitCode() != 1 {
 		t.Errorf("%q: %v", cmd.Args, err)
 	}
 	if line, more, _ := strings.Cut(stderr.String(), "\n"); !strings.Contains(line, want) || more != "" {
@@ -318,6 +324,8 @@ func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
 		"bad value": {[]string{"up", "--secure-port=abc"}, "--secure-port=abc: not a port (1–65535)"},
 		"bad size": {[]string{"up", "--data-dir=DIR", "--watch-ring-bytes=-3"},
 			"--watch-ring-bytes=-3: want 1 or more"},
+		"missing gate": {[]string{"up", "--data-dir=DIR", "--feature-gates=CBORServingAndStorage=true"},
+			"CBOR is neither served nor stored; set CBORServingAndStorage=false"},
 		"missing file": {[]string{"gateway", "--config", "/none.yaml"}, "/none.yaml"},
 		"no identity": {[]string{"watchfanout", "--registry-addresses=127.0.0.1:1", "--nats-url=tls://127.0.0.1:1"},
 			"--rpc-"},

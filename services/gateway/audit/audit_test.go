@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -362,5 +363,55 @@ func TestPolicyIsReloaded(t *testing.T) {
 	data, err := os.ReadFile(filepath.Join(dir, "log"))
 	if err != nil || !strings.Contains(string(data), `"code":418`) || strings.Count(string(data), "\n") != 1 {
 		t.Errorf("%s %v", data, err)
+	}
+}
+
+// limitedFile fails a write after a number of bytes, as a full disk does.
+type limitedFile struct {
+	*os.File
+	free int
+}
+
+func (f *limitedFile) Write(b []byte) (int, error) {
+	n, err := f.File.Write(b[:min(len(b), f.free)])
+	f.free -= n
+	if err == nil && n < len(b) {
+		err = syscall.ENOSPC
+	}
+	return n, err
+}
+
+// A part of a line, which a killed server or a full disk leaves, does not damage the next event's line.
+func TestAnEventBeginsItsOwnLine(t *testing.T) {
+	for _, maxSize := range []int{0, 1} {
+		path := filepath.Join(t.TempDir(), "audit.log")
+		if err := os.WriteFile(path, []byte("whole\npart of the killed ser"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		w, err := (&LogConfig{Path: path, MaxSize: maxSize}).open()
+		if err != nil {
+			t.Fatal(err)
+		}
+		write := func(line string) error {
+			_, err := w.Write([]byte(line))
+			return err
+		}
+		if err := write("first\n"); err != nil {
+			t.Fatal(err)
+		}
+		disk, _ := os.OpenFile(path, os.O_APPEND|os.O_WRONLY, 0)
+		full := &limitedFile{disk, 3}
+		w.(*lineWriter).out = full
+		if write("second\n") == nil || write("third\n") == nil {
+			t.Error("a full disk has no error")
+		}
+		full.free = 100
+		if err := write("fourth\n"); err != nil {
+			t.Fatal(err)
+		}
+		got, _ := os.ReadFile(path)
+		if want := "whole\npart of the killed ser\nfirst\nsec\nfourth\n"; string(got) != want {
+			t.Errorf("max size %d: %q", maxSize, got)
+		}
 	}
 }

@@ -132,16 +132,60 @@ func (l *LogConfig) open() (io.Writer, error) {
 		return nil, err
 	}
 	f, err := os.OpenFile(l.Path, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
-	if err != nil || l.MaxSize == 0 {
-		return f, err
+	if err != nil {
+		return nil, err
 	}
-	return &lumberjack.Logger{
+	w := &lineWriter{out: f, partial: endsInPartialLine(l.Path)}
+	if l.MaxSize == 0 {
+		return w, nil
+	}
+	w.out = &lumberjack.Logger{
 		Filename:   l.Path,
 		MaxAge:     l.MaxAge,
 		MaxBackups: l.MaxBackups,
 		MaxSize:    l.MaxSize,
 		Compress:   l.Compress,
-	}, f.Close()
+	}
+	return w, f.Close()
+}
+
+// lineWriter begins each event on a line of its own. A killed server or a full disk leaves a part of an event's line.
+// Without a line break, the next event would continue that line, and no reader could parse it.
+type lineWriter struct {
+	mu      sync.Mutex
+	out     io.Writer
+	partial bool // the last line has no line break
+}
+
+// Write implements io.Writer. b is a whole line.
+func (w *lineWriter) Write(b []byte) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.partial {
+		if _, err := w.out.Write([]byte("\n")); err != nil {
+			return 0, err
+		}
+		w.partial = false
+	}
+	n, err := w.out.Write(b)
+	w.partial = n > 0 && n < len(b)
+	return n, err
+}
+
+// endsInPartialLine returns true for a file whose last line has no line break.
+func endsInPartialLine(path string) bool {
+	info, err := os.Stat(path)
+	if err != nil || !info.Mode().IsRegular() || info.Size() == 0 { // a reader of a pipe would take its events
+		return false
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	last := make([]byte, 1)
+	_, err = f.ReadAt(last, info.Size()-1)
+	return err == nil && last[0] != '\n'
 }
 
 // wrap returns a backend with the queue and the truncation that the options require.
