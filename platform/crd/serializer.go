@@ -4,11 +4,16 @@ import (
 	apiextensionsapiserver "k8s.io/apiextensions-apiserver/pkg/apiserver"
 	"k8s.io/apiextensions-apiserver/pkg/crdserverscheme"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured/unstructuredscheme"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/runtime/serializer/cbor"
 	"k8s.io/apimachinery/pkg/runtime/serializer/json"
 	"k8s.io/apimachinery/pkg/runtime/serializer/protobuf"
+	"k8s.io/apimachinery/pkg/runtime/serializer/recognizer"
 	"k8s.io/apimachinery/pkg/runtime/serializer/versioning"
+	"k8s.io/apiserver/pkg/features"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 )
 
 var scheme = apiextensionsapiserver.Scheme
@@ -21,7 +26,7 @@ func (d *CRD) Serializer(typer runtime.ObjectTyper,
 	text := func(o json.SerializerOptions) *json.Serializer {
 		return json.NewSerializerWithOptions(json.DefaultMetaFactory, creater, typer, o)
 	}
-	return serializer{d, converter, []runtime.SerializerInfo{
+	media := []runtime.SerializerInfo{
 		{
 			MediaType:        runtime.ContentTypeJSON,
 			MediaTypeType:    "application",
@@ -50,7 +55,11 @@ func (d *CRD) Serializer(typer runtime.ObjectTyper,
 			StreamSerializer: &runtime.StreamSerializerInfo{Serializer: protobuf.NewRawSerializer(creater, typer),
 				Framer: protobuf.LengthDelimitedFramer},
 		},
-	}}
+	}
+	if utilfeature.DefaultFeatureGate.Enabled(features.CBORServingAndStorage) {
+		media = append(media, cbor.NewSerializerInfo(creater, typer))
+	}
+	return serializer{d, converter, media}
 }
 
 type serializer struct {
@@ -75,12 +84,23 @@ func (s serializer) DecoderToVersion(d runtime.Decoder, gv runtime.GroupVersione
 		s.Defaulter(scheme), nil, gv, "custom resource")
 }
 
+// storedDecoder decodes an object of etcd. The object may be CBOR although the feature gate is off: a server with the
+// gate wrote it.
+var storedDecoder = recognizer.NewDecoder(storedCBOR, unstructured.UnstructuredJSONScheme)
+
+var storedCBOR = cbor.NewSerializer(unstructuredscheme.NewUnstructuredCreator(),
+	unstructuredscheme.NewUnstructuredObjectTyper())
+
 // StorageCodec returns a codec that decodes objects of etcd, in any version, into version, and encodes the storage
 // version.
 func (d *CRD) StorageCodec(version string, converter runtime.ObjectConvertor) runtime.Codec {
 	gv := func(v string) schema.GroupVersion { return schema.GroupVersion{Group: d.Spec.Group, Version: v} }
-	return versioning.NewCodec(unstructured.UnstructuredJSONScheme,
-		schemaCoercingDecoder{unstructured.UnstructuredJSONScheme, schemaCoercer{CRD: d, stored: true}},
+	var encoder runtime.Encoder = unstructured.UnstructuredJSONScheme
+	if utilfeature.DefaultFeatureGate.Enabled(features.CBORServingAndStorage) {
+		encoder = storedCBOR
+	}
+	return versioning.NewCodec(encoder,
+		schemaCoercingDecoder{storedDecoder, schemaCoercer{CRD: d, stored: true}},
 		schemaCoercingConverter{converter, schemaCoercer{CRD: d}},
 		Creater{}, crdserverscheme.NewUnstructuredObjectTyper(), d.Defaulter(scheme), gv(d.StorageVersion), gv(version),
 		"custom resource storage")
@@ -89,7 +109,7 @@ func (d *CRD) StorageCodec(version string, converter runtime.ObjectConvertor) ru
 // Decode decodes an object of etcd in its stored version, coerced and with defaults.
 func (d *CRD) Decode(data []byte) (*unstructured.Unstructured, error) {
 	u := &unstructured.Unstructured{}
-	if _, _, err := unstructured.UnstructuredJSONScheme.Decode(data, nil, u); err != nil {
+	if _, _, err := storedDecoder.Decode(data, nil, u); err != nil {
 		return nil, err
 	}
 	if _, err := (schemaCoercer{CRD: d, stored: true}).coerce(u); err != nil {

@@ -24,6 +24,7 @@ type replacedGate struct {
 // replacedGates has each such gate that is not locked. A test compares the names with upstream's code.
 var replacedGates = map[featuregate.Feature]replacedGate{
 	features.AllowUnsafeMalformedObjectDeletion:    {},
+	features.CBORServingAndStorage:                 {},
 	features.APIResponseCompression:                {},
 	features.APIServerIdentity:                     {},
 	features.ConstrainedImpersonation:              {},
@@ -45,8 +46,7 @@ var replacedGates = map[featuregate.Feature]replacedGate{
 	features.ListFromCacheSnapshot:       {noEffect: "the watch cache serves pages from snapshots"},
 	features.SizeBasedListCostEstimate:   {noEffect: "the size of a list is always its cost"},
 
-	features.CBORServingAndStorage: {rejected: "CBOR is neither served nor stored"},
-	features.StorageVersionAPI:     {rejected: "no StorageVersion objects are written"},
+	features.StorageVersionAPI: {rejected: "no StorageVersion objects are written"},
 }
 
 // checkReplaced returns an error for the first gate that is not at its default although Watershed implements only the

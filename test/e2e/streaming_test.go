@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/tls"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -18,6 +19,7 @@ import (
 	"time"
 
 	"golang.org/x/net/websocket"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/cri-streaming/pkg/streaming/portforward"
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 	utilexec "k8s.io/utils/exec"
@@ -130,20 +132,22 @@ func TestStreaming(t *testing.T) {
 	}
 }
 
-// aWebSocketWatchEnds checks that a watch over WebSocket ends with a close message at its timeout. By then, the write
-// deadline of its last event has passed.
-func aWebSocketWatchEnds(t *testing.T, s *harness.Server) {
+// aWebSocketWatch checks that a watch over WebSocket has a message for each event, and ends with a close message at its
+// timeout. By then, the write deadline of its last event has passed.
+func aWebSocketWatch(t *testing.T, s *harness.Server, accept string, decode func([]byte, *metav1.WatchEvent) error) {
 	t.Helper()
 	conf := s.Config()
 	cert, err := tls.X509KeyPair(conf.CertData, conf.KeyData)
 	if err != nil {
 		t.Fatal(err)
 	}
-	url := strings.Replace(conf.Host, "https://", "wss://", 1) + "/api/v1/namespaces?watch=true&timeoutSeconds=1"
+	url := strings.Replace(conf.Host, "https://", "wss://", 1) +
+		"/api/v1/namespaces?watch=true&resourceVersion=0&timeoutSeconds=1"
 	dial, err := websocket.NewConfig(url, conf.Host)
 	if err != nil {
 		t.Fatal(err)
 	}
+	dial.Header.Set("Accept", accept)
 	dial.TlsConfig = &tls.Config{InsecureSkipVerify: true, Certificates: []tls.Certificate{cert}}
 	ws, err := dial.DialContext(t.Context())
 	if err != nil {
@@ -151,20 +155,24 @@ func aWebSocketWatchEnds(t *testing.T, s *harness.Server) {
 	}
 	defer ws.Close()
 	for n := 0; ; n++ {
-		var message string
-		err := websocket.Message.Receive(ws, &message)
-		if err == nil {
-			continue
+		var message []byte
+		if err := websocket.Message.Receive(ws, &message); err != nil {
+			if !errors.Is(err, io.EOF) || n < 4 { // the namespaces that every cluster has
+				t.Errorf("%s: after %d messages: %v", accept, n, err)
+			}
+			return
 		}
-		if !errors.Is(err, io.EOF) || n == 0 {
-			t.Errorf("after %d messages: %v", n, err)
+		var event metav1.WatchEvent
+		if err := decode(message, &event); err != nil || event.Type != "ADDED" {
+			t.Errorf("%s: a message is not an event: %q, %v", accept, message, err)
 		}
-		return
 	}
 }
 
 func streams(t *testing.T, s *harness.Server) {
-	aWebSocketWatchEnds(t, s)
+	aWebSocketWatch(t, s, "application/json", func(b []byte, e *metav1.WatchEvent) error { return json.Unmarshal(b, e) })
+	aWebSocketWatch(t, s, "application/vnd.kubernetes.protobuf",
+		func(b []byte, e *metav1.WatchEvent) error { return e.Unmarshal(b) })
 	k := newKubelet(t, s)
 	_, port, _ := net.SplitHostPort(k.Listener.Addr().String())
 	s.Apply(fmt.Sprintf(

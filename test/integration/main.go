@@ -171,11 +171,16 @@ func importPath(name string) string {
 	return "k8s.io/kubernetes/test/integration/" + name
 }
 
-// startEtcd starts an etcd at a socket in dir.
+// startEtcd starts an etcd with its data in dir. Its URL is of HTTP: some tests open it with a TLS configuration, which
+// etcd's client uses for a socket.
 func startEtcd(dir string) (url string, stop func(), err error) {
-	url = "unix://" + filepath.Join(dir, "etcd.sock")
+	port, err := harness.UnusedPort()
+	if err != nil {
+		return "", nil, err
+	}
+	url = fmt.Sprintf("http://127.0.0.1:%d", port)
 	cmd := exec.Command(harness.Peer("etcd"), "--data-dir="+filepath.Join(dir, "etcd"), "--listen-client-urls="+url,
-		"--advertise-client-urls=http://127.0.0.1:1", "--listen-peer-urls=http://127.0.0.1:0", "--log-level=error")
+		"--advertise-client-urls="+url, "--listen-peer-urls=http://127.0.0.1:0", "--log-level=error")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	if err := cmd.Start(); err != nil {
 		return "", nil, err

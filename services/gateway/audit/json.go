@@ -46,14 +46,23 @@ func toJSON(mediaType string, body []byte) ([]byte, error) {
 		}
 		return json.Marshal(v)
 	case runtime.ContentTypeProtobuf:
-		obj, gvk, err := protobuf.NewSerializer(protobufScheme, protobufScheme).Decode(body, nil, nil)
+		obj, err := DecodeProtobuf(body)
 		if err != nil {
 			return nil, err
 		}
-		obj.GetObjectKind().SetGroupVersionKind(*gvk)
-		return json.Marshal(asServed(obj, *gvk))
+		return json.Marshal(obj)
 	}
 	return nil, fmt.Errorf("audit: unsupported media type %q", mediaType)
+}
+
+// DecodeProtobuf decodes an object of a response, as a client that reads JSON receives it.
+func DecodeProtobuf(data []byte) (runtime.Object, error) {
+	obj, gvk, err := protobuf.NewSerializer(protobufScheme, protobufScheme).Decode(data, nil, nil)
+	if err != nil {
+		return nil, err
+	}
+	obj.GetObjectKind().SetGroupVersionKind(*gvk)
+	return asServed(obj, *gvk), nil
 }
 
 // asServed restores two facts that protobuf does not encode. An empty list is not null, and the items of a

@@ -148,7 +148,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 			if d.groups.Groups[i].Name == parts[1] {
 				g := d.groups.Groups[i]
 				g.TypeMeta = metav1.TypeMeta{Kind: "APIGroup", APIVersion: "v1"}
-				responsewriters.WriteObject(w, req, http.StatusOK, &g)
+				responsewriters.WriteObject(w, req, responsewriters.Codecs, &g)
 				return
 			}
 		}
@@ -176,12 +176,16 @@ func (d *documents) resources(w http.ResponseWriter, req *http.Request, gv strin
 		GroupVersion: gv,
 		APIResources: resources,
 	}
-	if gv == "v1" {
+	if gv == "v1" { // without CBOR, for which kube-apiserver breaks the response off
 		list.APIVersion = ""
 		responsewriters.WriteUnversioned(w, req, &list)
 		return
 	}
-	responsewriters.WriteObject(w, req, http.StatusOK, &list)
+	codecs := responsewriters.Codecs
+	if d.view.BuiltIn(group) {
+		codecs = responsewriters.ResourceCodecs()
+	}
+	responsewriters.WriteObject(w, req, codecs, &list)
 }
 
 func (h *Handler) versions(w http.ResponseWriter, req *http.Request) {
@@ -209,7 +213,7 @@ func localAddress(req *http.Request) string {
 
 func (d *documents) allGroups(w http.ResponseWriter, req *http.Request) {
 	groups := d.groups
-	responsewriters.WriteObject(w, req, http.StatusOK, &groups)
+	responsewriters.WriteObject(w, req, responsewriters.Codecs, &groups)
 }
 
 func groupVersion(group, version string) string {

@@ -17,8 +17,11 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
+	"k8s.io/apimachinery/pkg/runtime/serializer/cbor"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/handlers/responsewriters"
+	"k8s.io/apiserver/pkg/features"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 
 	"watershed.dev/services/gateway/audit"
 )
@@ -28,6 +31,17 @@ var (
 	Scheme = runtime.NewScheme()
 	Codecs = serializer.NewCodecFactory(Scheme)
 )
+
+var codecsWithCBOR = serializer.NewCodecFactory(Scheme, serializer.WithSerializer(cbor.NewSerializerInfo))
+
+// ResourceCodecs returns Codecs for the responses of resources and for the lists of built-in resources. They include
+// CBOR if its feature gate is on.
+func ResourceCodecs() serializer.CodecFactory {
+	if utilfeature.DefaultFeatureGate.Enabled(features.CBORServingAndStorage) {
+		return codecsWithCBOR
+	}
+	return Codecs
+}
 
 func init() {
 	metav1.AddToGroupVersion(Scheme, schema.GroupVersion{Version: "v1"})
@@ -49,9 +63,15 @@ func Error(w http.ResponseWriter, req *http.Request, gv schema.GroupVersion, err
 	responsewriters.ErrorNegotiated(err, Codecs, gv, w, req)
 }
 
-// WriteObject writes an object of the gateway's own in the encoding that the client accepts.
-func WriteObject(w http.ResponseWriter, req *http.Request, code int, obj runtime.Object) {
-	responsewriters.WriteObjectNegotiated(Codecs, negotiation.DefaultEndpointRestrictions, V1, w, req, code, obj, false)
+// ResourceError writes an error of a resource's request. It is Error with ResourceCodecs.
+func ResourceError(w http.ResponseWriter, req *http.Request, gv schema.GroupVersion, err error) {
+	responsewriters.ErrorNegotiated(err, ResourceCodecs(), gv, w, req)
+}
+
+// WriteObject writes an object of the gateway's own in the encoding of codecs that the client accepts.
+func WriteObject(w http.ResponseWriter, req *http.Request, codecs runtime.NegotiatedSerializer, obj runtime.Object) {
+	responsewriters.WriteObjectNegotiated(codecs, negotiation.DefaultEndpointRestrictions, V1, w, req, http.StatusOK,
+		obj, false)
 }
 
 // NewFrameworkError returns the web framework's error for a request that no route serves: a Status with the reason of
@@ -93,10 +113,7 @@ func NewNotAcceptable(types []string) error {
 
 // WriteUnversioned writes a document in its Kubernetes 1.0 form, without an apiVersion.
 func WriteUnversioned(w http.ResponseWriter, req *http.Request, obj runtime.Object) {
-	var types []string
-	for _, m := range Codecs.SupportedMediaTypes() {
-		types = append(types, m.MediaType)
-	}
+	types, _ := negotiation.MediaTypesForSerializer(Codecs)
 	if !Acceptable(req.Header.Get("Accept"), types) {
 		Error(w, req, V1, NewNotAcceptable(types))
 		return

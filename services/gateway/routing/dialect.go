@@ -5,11 +5,12 @@ import (
 	"slices"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/features"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/responsewriters"
@@ -49,7 +50,14 @@ func (c *requestContext) errUnwatchable() error {
 	return nil
 }
 
-var patchTypes = []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.ApplyYAMLPatchType)}
+// patchTypes returns the media types of patches that need no Go type.
+func patchTypes() []string {
+	all := []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.ApplyYAMLPatchType)}
+	if utilfeature.DefaultFeatureGate.Enabled(features.CBORServingAndStorage) {
+		all = append(all, string(types.ApplyCBORPatchType))
+	}
+	return all
+}
 
 // builtIn is the dialect of the resources with Go types.
 type builtIn struct{}
@@ -95,7 +103,7 @@ func (d builtIn) checkVerb(c *requestContext) error {
 		return responsewriters.MethodNotAllowed
 	}
 	// A strategic merge patch needs a Go type.
-	if t := mediaType(c.req); c.info.Verb == "patch" && !slices.Contains(patchTypes, t) &&
+	if t := mediaType(c.req); c.info.Verb == "patch" && !slices.Contains(patchTypes(), t) &&
 		t != string(types.StrategicMergePatchType) {
 		return responsewriters.NewFrameworkError(http.StatusUnsupportedMediaType, "Unsupported Media Type")
 	}
@@ -125,10 +133,8 @@ func (builtIn) checkAccept(c *requestContext) error {
 	}
 	produced := c.apiResource.MediaTypes
 	if c.info.Verb == "list" || c.info.Verb == "watch" {
-		produced = append(slices.Clone(produced), runtime.ContentTypeJSON+";stream=watch")
-		if slices.Contains(produced, runtime.ContentTypeProtobuf) {
-			produced = append(produced, runtime.ContentTypeProtobuf+";stream=watch")
-		}
+		_, streams := negotiation.MediaTypesForSerializer(c.serializers())
+		produced = append(slices.Clone(produced), streams...)
 	}
 	return responsewriters.NewNotAcceptable(produced)
 }
@@ -179,16 +185,16 @@ func (custom) checkVerb(c *requestContext) error {
 	if !supported {
 		return apierrors.NewMethodNotSupported(c.groupResource(), c.info.Verb)
 	}
-	if c.info.Verb == "patch" && !slices.Contains(patchTypes, mediaType(c.req)) {
-		return negotiation.NewUnsupportedMediaTypeError(patchTypes)
+	if c.info.Verb == "patch" && !slices.Contains(patchTypes(), mediaType(c.req)) {
+		return negotiation.NewUnsupportedMediaTypeError(patchTypes())
 	}
 	return nil
 }
 
 func (custom) checkAccept(*requestContext) error { return nil }
 
-// offersMediaType excludes protobuf and CBOR, because a custom resource has no protobuf message.
-func (custom) offersMediaType(subtype string) bool { return subtype == "json" || subtype == "yaml" }
+// offersMediaType excludes protobuf, because a custom resource has no protobuf message.
+func (custom) offersMediaType(subtype string) bool { return subtype != "vnd.kubernetes.protobuf" }
 
 func (custom) deprecated(c *requestContext) bool {
 	return c.apiResource.Deprecation != "" || len(c.apiResource.Warnings) > 0

@@ -2,6 +2,7 @@ package routing
 
 import (
 	"net/http"
+	"slices"
 	"strings"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -23,7 +24,7 @@ func (c *requestContext) negotiate() (*registryv1.Output, error) {
 	if c.apiResource.Deprecation != "" {
 		warning.AddWarning(c.req.Context(), "", c.apiResource.Deprecation)
 	}
-	m, ok := negotiation.NegotiateMediaTypeOptions(c.req.Header.Get("Accept"), c.serializers(),
+	m, ok := negotiation.NegotiateMediaTypeOptions(c.req.Header.Get("Accept"), c.serializers().SupportedMediaTypes(),
 		restrictions{c.dialect, c.apiResource})
 	if !ok {
 		return nil, negotiation.NewNotAcceptableError(c.apiResource.MediaTypes)
@@ -35,18 +36,25 @@ func (c *requestContext) negotiate() (*registryv1.Output, error) {
 	return out, nil
 }
 
-// serializers returns the media types of the resource.
-func (c *requestContext) serializers() []runtime.SerializerInfo {
+// serializers returns the serializer of the media types that the resource has.
+func (c *requestContext) serializers() runtime.NegotiatedSerializer {
+	all := responsewriters.ResourceCodecs()
 	var infos []runtime.SerializerInfo
-	for _, s := range responsewriters.Codecs.SupportedMediaTypes() {
-		for _, m := range c.apiResource.MediaTypes {
-			if s.MediaType == m {
-				infos = append(infos, s)
-			}
+	for _, s := range all.SupportedMediaTypes() {
+		if slices.Contains(c.apiResource.MediaTypes, s.MediaType) {
+			infos = append(infos, s)
 		}
 	}
-	return infos
+	return selectedMediaTypes{all, infos}
 }
+
+type selectedMediaTypes struct {
+	runtime.NegotiatedSerializer
+	infos []runtime.SerializerInfo
+}
+
+// SupportedMediaTypes implements runtime.NegotiatedSerializer.
+func (s selectedMediaTypes) SupportedMediaTypes() []runtime.SerializerInfo { return s.infos }
 
 // restrictions are the conversions that a resource supports (negotiation.EndpointRestrictions).
 type restrictions struct {

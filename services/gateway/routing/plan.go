@@ -60,7 +60,7 @@ func (c *requestContext) plan() (*plan, error) {
 		Digest:         c.apiResource.Digest,
 		Namespace:      c.namespace(),
 		FieldSelector:  selector.String(),
-		Output:         c.out,
+		Output:         c.sourceOutput(),
 		SkipUnreadable: c.skipUnreadable(),
 	}
 	if opts.LabelSelector != nil {

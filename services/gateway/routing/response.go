@@ -17,7 +17,7 @@ import (
 func (c *requestContext) fail(err error) {
 	warnings.Forward(c.req.Context(), rpc.Warnings(err))
 	audit.RecordContext(c.req.Context(), rpc.AuditContextOf(err), c.body)
-	responsewriters.Error(c.w, c.req, c.groupVersion(), rpc.WithoutDetails(err))
+	responsewriters.ResourceError(c.w, c.req, c.groupVersion(), rpc.WithoutDetails(err))
 }
 
 // writeResponse writes registry's response.

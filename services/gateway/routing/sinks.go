@@ -25,17 +25,24 @@ type httpSink struct {
 }
 
 func (s *httpSink) SendHeaders(gzip bool) {
-	t := s.call.out.MediaType
-	if t != runtime.ContentTypeJSON {
-		t += ";stream=watch"
-	}
-	s.call.w.Header().Set("Content-Type", t)
+	s.call.w.Header().Set("Content-Type", streamMediaType(s.call.out.MediaType))
 	s.call.w.Header().Set("Transfer-Encoding", "chunked")
 	if gzip {
 		body.SetGzipHeaders(s.call.w.Header())
 	}
 	s.call.w.WriteHeader(http.StatusOK)
 	_ = s.control.Flush()
+}
+
+// streamMediaType returns the media type of a watch, as kube-apiserver names it.
+func streamMediaType(mediaType string) string {
+	switch mediaType {
+	case runtime.ContentTypeJSON:
+		return mediaType
+	case runtime.ContentTypeCBOR:
+		return runtime.ContentTypeCBORSequence
+	}
+	return mediaType + ";stream=watch"
 }
 
 // sliceBytes is the number of bytes that a client must read within the write timeout.
@@ -106,7 +113,7 @@ func (c *requestContext) serveWebSocket(hub *watch.Hub, r *watch.Request) {
 			defer cancel()
 			_, _ = io.Copy(io.Discard, ws)
 		}()
-		hub.Serve(ctx, r, &socketSink{ws, c.out.MediaType == runtime.ContentTypeProtobuf})
+		hub.Serve(ctx, r, c.encoded(&socketSink{ws, c.out.MediaType}))
 		// The deadline of the last event may have passed. TLS cannot send anything valid after a write that timed out.
 		_ = ws.SetWriteDeadline(time.Now().Add(closeTimeout))
 	})
@@ -114,46 +121,49 @@ func (c *requestContext) serveWebSocket(hub *watch.Hub, r *watch.Request) {
 }
 
 type socketSink struct {
-	ws     *websocket.Conn
-	binary bool
+	ws        *websocket.Conn
+	mediaType string
 }
 
 func (s *socketSink) SendHeaders(bool)                        {}
 func (s *socketSink) Fail(error)                              {}
 func (s *socketSink) Hijack(context.Context) *h2writer.Stream { return nil }
 
-// Write implements watch.Sink. A client must read each event within the write timeout.
+// Write implements watch.Sink. A client must read each event within the write timeout. A JSON event becomes a text
+// message, another event a binary message.
 func (s *socketSink) Write(ctx context.Context, timeout time.Duration, frames ...[]byte) error {
-	for _, f := range frames {
-		for len(f) > 0 {
-			message, rest, err := s.split(f)
-			if err != nil {
-				return err
-			}
-			deadline := time.Now().Add(timeout)
-			_ = s.ws.SetWriteDeadline(earlier(ctx, deadline))
-			if err := websocket.Message.Send(s.ws, message); err != nil {
-				return slow(err, deadline)
-			}
-			f = rest
+	return eachEvent(frames, s.mediaType, func(event []byte) error {
+		var message any = event
+		if s.mediaType == runtime.ContentTypeJSON {
+			message = string(event)
 		}
-	}
-	return nil
+		deadline := time.Now().Add(timeout)
+		_ = s.ws.SetWriteDeadline(earlier(ctx, deadline))
+		return slow(websocket.Message.Send(s.ws, message), deadline)
+	})
 }
 
-// split returns the first event as a message, and the rest. A protobuf event becomes a binary message, a JSON event a
-// text message.
-func (s *socketSink) split(frames []byte) (message any, rest []byte, err error) {
-	if !s.binary {
-		line, rest, _ := bytes.Cut(frames, []byte{'\n'})
-		return string(line) + "\n", rest, nil
+// eachEvent calls f with each event of frames, which arrive in consecutive pieces. A protobuf event comes without the
+// frame's length. CBOR has a frame in each call.
+func eachEvent(pieces [][]byte, mediaType string, f func(event []byte) error) error {
+	for data := bytes.Join(pieces, nil); len(data) > 0; {
+		event, rest := data, []byte(nil)
+		switch mediaType {
+		case runtime.ContentTypeJSON:
+			if end := bytes.IndexByte(data, '\n') + 1; end > 0 {
+				event, rest = data[:end], data[end:]
+			}
+		case runtime.ContentTypeProtobuf:
+			if len(data) < 4 || uint64(len(data)) < 4+uint64(binary.BigEndian.Uint32(data)) {
+				return errors.New("truncated watch frame")
+			}
+			end := 4 + int(binary.BigEndian.Uint32(data))
+			event, rest = data[4:end], data[end:]
+		}
+		if err := f(event); err != nil {
+			return err
+		}
+		data = rest
 	}
-	if len(frames) < 4 {
-		return nil, nil, errors.New("truncated watch frame")
-	}
-	n := 4 + int(binary.BigEndian.Uint32(frames))
-	if n > len(frames) {
-		return nil, nil, errors.New("truncated watch frame")
-	}
-	return frames[4:n], frames[n:], nil
+	return nil
 }

@@ -49,8 +49,9 @@ func (c *requestContext) watch() {
 		c.serveWebSocket(hub, r)
 		return
 	}
-	r.Compress = hub.Config.Compression && !c.isInternal() && body.AcceptsGzip(c.req)
-	hub.Serve(c.req.Context(), r, &httpSink{call: c, control: http.NewResponseController(c.w)})
+	r.Compress = hub.Config.Compression && !c.isInternal() && body.AcceptsGzip(c.req) &&
+		c.out.MediaType != runtime.ContentTypeCBOR
+	hub.Serve(c.req.Context(), r, c.encoded(&httpSink{call: c, control: http.NewResponseController(c.w)}))
 }
 
 // openWatches returns upstream's gauge of long-running requests. Upstream counts a request only while a function runs
@@ -86,13 +87,8 @@ func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	if !sourceMediaType(c.out.MediaType) {
-		var streams []string
-		for _, m := range c.serializers() {
-			if m.StreamSerializer != nil {
-				streams = append(streams, m.MediaType+";stream=watch")
-			}
-		}
+	if !sourceMediaType(c.out.MediaType) && c.out.MediaType != runtime.ContentTypeCBOR {
+		_, streams := negotiation.MediaTypesForSerializer(c.serializers())
 		return nil, nil, negotiation.NewNotAcceptableError(streams)
 	}
 	bookmarks := p.source.Watches.Config.BookmarkPeriod

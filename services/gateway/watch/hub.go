@@ -129,8 +129,8 @@ func retryDelay(unavailableSince time.Time) time.Duration {
 type Sink interface {
 	// SendHeaders sends the response headers, which name the encoding of a gzip body. It is called once.
 	SendHeaders(gzip bool)
-	// Write sends whole frames, or a part of a gzip body. It returns h2writer.ErrSlowClient if the client accepts no
-	// data for writeTimeout.
+	// Write sends whole frames in consecutive pieces, or a part of a gzip body. It returns h2writer.ErrSlowClient if
+	// the client accepts no data for writeTimeout.
 	Write(ctx context.Context, writeTimeout time.Duration, frames ...[]byte) error
 	// Fail sends an error response. It is called only before SendHeaders.
 	Fail(error)

@@ -13,6 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/version"
 	"k8s.io/apiserver/pkg/endpoints/discovery"
+	"k8s.io/apiserver/pkg/features"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 
 	"watershed.dev/platform/crd"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
@@ -27,7 +29,14 @@ var (
 	subresourceVerbs = []string{"get", "patch", "update"}
 )
 
-var mediaTypes = []string{runtime.ContentTypeJSON, runtime.ContentTypeYAML, runtime.ContentTypeProtobuf}
+// mediaTypes returns the media types of custom resources.
+func mediaTypes() []string {
+	types := []string{runtime.ContentTypeJSON, runtime.ContentTypeYAML, runtime.ContentTypeProtobuf}
+	if utilfeature.DefaultFeatureGate.Enabled(features.CBORServingAndStorage) {
+		types = append(types, runtime.ContentTypeCBOR)
+	}
+	return types
+}
 
 // setDigest sets e.Digest: a hash of the entry without its CrdRevision.
 func setDigest(e *registryv1.APIResource) *registryv1.APIResource {
@@ -67,7 +76,7 @@ func apiResourcesOf(d *crd.CRD, st *storage.Resource) []*registryv1.APIResource 
 				Kind:           k,
 				Verbs:          subresourceVerbs,
 				Table:          true,
-				MediaTypes:     mediaTypes,
+				MediaTypes:     mediaTypes(),
 				Unstructured:   true,
 				NotEstablished: parent.NotEstablished,
 				Warnings:       parent.Warnings,
@@ -114,7 +123,7 @@ func apiResourceOf(d *crd.CRD, st *storage.Resource,
 		},
 		SelectableFields:   map[string]string{"metadata.name": "metadata.name"},
 		Table:              true,
-		MediaTypes:         mediaTypes,
+		MediaTypes:         mediaTypes(),
 		Unstructured:       true,
 		NotEstablished:     !apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Established),
 		StorageVersionHash: discovery.StorageVersionHash(d.Spec.Group, d.StorageVersion, d.Spec.Names.Kind),

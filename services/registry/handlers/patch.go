@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/validation"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	cbor "k8s.io/apimachinery/pkg/runtime/serializer/cbor/direct"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/mergepatch"
 	"k8s.io/apimachinery/pkg/util/validation/field"
@@ -23,7 +24,9 @@ import (
 	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/features"
 	"k8s.io/apiserver/pkg/registry/rest"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	kjson "sigs.k8s.io/json"
 
 	_ "watershed.dev/platform/patchlimit" // limits the copy operations of JSON patches
@@ -35,11 +38,15 @@ const maxJSONPatchOperations = 10000
 
 // PatchTypes returns the media types of patches that the scope supports.
 func (scope *RequestScope) PatchTypes() []string {
-	if scope.APIResource.GetUnstructured() { // no Go types exist to merge by
-		return []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.ApplyYAMLPatchType)}
+	supported := []string{string(types.JSONPatchType), string(types.MergePatchType)}
+	if !scope.APIResource.GetUnstructured() { // a strategic merge needs Go types
+		supported = append(supported, string(types.StrategicMergePatchType))
 	}
-	return []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.StrategicMergePatchType),
-		string(types.ApplyYAMLPatchType)}
+	supported = append(supported, string(types.ApplyYAMLPatchType))
+	if utilfeature.DefaultFeatureGate.Enabled(features.CBORServingAndStorage) {
+		supported = append(supported, string(types.ApplyCBORPatchType))
+	}
+	return supported
 }
 
 // patcher applies a patch. After each conflict the storage calls it again, with the newer object.
@@ -115,7 +122,7 @@ func (p *patcher) run(ctx context.Context) (runtime.Object, bool, error) {
 			return obj, nil
 		},
 	}
-	isApply := p.patchType == types.ApplyYAMLPatchType
+	isApply := p.isApply()
 	createValidation := p.validateCreate(rest.AdmissionToValidateObjectFunc(p.admit,
 		p.attributes(nil, nil, p.req.Name, admission.Create, create, p.opts.DryRun), p))
 	updateValidation := rest.AdmissionToValidateObjectUpdateFunc(p.admit,
@@ -145,6 +152,11 @@ func (p *patcher) run(ctx context.Context) (runtime.Object, bool, error) {
 	return result, created, err
 }
 
+// isApply returns true for a server-side apply.
+func (p *patcher) isApply() bool {
+	return p.patchType == types.ApplyYAMLPatchType || p.patchType == types.ApplyCBORPatchType
+}
+
 // applyPatch returns the current object with the patch applied.
 func (p *patcher) applyPatch(ctx context.Context, _, current runtime.Object) (runtime.Object, error) {
 	exists, err := hasUID(current)
@@ -153,7 +165,7 @@ func (p *patcher) applyPatch(ctx context.Context, _, current runtime.Object) (ru
 	}
 	var obj runtime.Object
 	switch {
-	case p.patchType == types.ApplyYAMLPatchType:
+	case p.isApply():
 		if !exists {
 			if current, err = p.Creater.New(p.Kind); err != nil {
 				return nil, fmt.Errorf("failed to create new object: %v", err)
@@ -349,8 +361,12 @@ func strategicError(err error) error {
 }
 
 func (p *patcher) applyServerSide(ctx context.Context, current runtime.Object) (runtime.Object, error) {
+	unmarshal, unmarshalStrict := yaml.Unmarshal, yaml.UnmarshalStrict
+	if p.patchType == types.ApplyCBORPatchType { // it never accepts duplicate keys
+		unmarshal, unmarshalStrict = cbor.Unmarshal, cbor.Unmarshal
+	}
 	patch := &unstructured.Unstructured{Object: map[string]any{}}
-	if err := yaml.Unmarshal(p.req.Body, &patch.Object); err != nil {
+	if err := unmarshal(p.req.Body, &patch.Object); err != nil { // with upstream's text, also for CBOR
 		return nil, apierrors.NewBadRequest(fmt.Sprintf("error decoding YAML: %v", err))
 	}
 	force := p.opts.Force != nil && *p.opts.Force
@@ -358,7 +374,7 @@ func (p *patcher) applyServerSide(ctx context.Context, current runtime.Object) (
 	if err != nil || p.directive == metav1.FieldValidationIgnore {
 		return obj, err
 	}
-	if err := yaml.UnmarshalStrict(p.req.Body, &map[string]any{}); err != nil {
+	if err := unmarshalStrict(p.req.Body, &map[string]any{}); err != nil {
 		if p.directive == metav1.FieldValidationStrict {
 			return nil, apierrors.NewBadRequest(fmt.Sprintf("error strict decoding YAML: %v", err))
 		}

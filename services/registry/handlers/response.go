@@ -73,7 +73,9 @@ func (scope *RequestScope) Encode(ctx context.Context, out *registryv1.Output, q
 		s = info.PrettySerializer
 	}
 	buf := &cancelableBuffer{ctx: ctx, list: meta.IsListType(obj)}
-	if err := serializer.EncoderForVersion(s, gv).Encode(obj, buf); err != nil {
+	// As in kube-apiserver, the order of a map's keys in CBOR is random, so that no client relies on it.
+	encoder := serializer.EncoderForVersion(runtime.UseNondeterministicEncoding(s), gv)
+	if err := encoder.Encode(obj, buf); err != nil {
 		return nil, err
 	}
 	return buf.Bytes(), nil

@@ -208,13 +208,15 @@ func writeTokens(path, more string) error {
 var dropped = []string{"bind-address", "cert-dir", "emulated-version", "external-hostname", "feature-gates",
 	"peer-ca-file", "requestheader-client-ca-file", "secure-port", "token-auth-file", "watch-cache"}
 
-// flags returns the arguments that give a server the options of s.
+// flags returns the arguments that give a server the options of s. The test's process has completed s from files and
+// from the external signer; the server does so itself.
 func flags(s *options.ServerRunOptions) (args []string) {
 	defaults := allFlags(options.NewServerRunOptions())
 	allFlags(s).VisitAll(func(f *pflag.Flag) {
 		value := f.Value.String()
 		isDefault := value == defaults.Lookup(f.Name).DefValue
-		configured := f.Name == "authorization-mode" && s.Authorization.AuthorizationConfigurationFile != ""
+		configured := f.Name == "authorization-mode" && s.Authorization.AuthorizationConfigurationFile != "" ||
+			f.Name == "service-account-max-token-expiration" && s.ServiceAccountSigningEndpoint != ""
 		if !isDefault && !configured && !slices.Contains(dropped, f.Name) {
 			args = append(args, arguments(f)...)
 		}
@@ -269,9 +271,8 @@ func csvLine(values []string) string {
 	return strings.TrimSuffix(b.String(), "\n")
 }
 
-// rejected lists the gates that Watershed rejects unless they are off. AllAlpha and AllBeta enable them.
-var rejected = []featuregate.Feature{"APIServingWithRoutine", "CBORServingAndStorage",
-	"ConcurrentWatchObjectDecode", "StorageVersionAPI"}
+// rejected lists the gates that Watershed rejects unless they are off. AllAlpha enables them.
+var rejected = []featuregate.Feature{"StorageVersionAPI"}
 
 // gates returns the feature gates of the test process that differ from their defaults. AllAlpha and AllBeta change the
 // defaults of their gates.
