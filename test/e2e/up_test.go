@@ -345,6 +345,30 @@ func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
 	}
 }
 
+// TestServiceAddresses checks that a server starts although its range of Service addresses is full, and although the
+// range has another family than before.
+func TestServiceAddresses(t *testing.T) {
+	t.Parallel()
+	const full = "--service-cluster-ip-range=10.96.0.0/29"
+	s := harness.Up(t, "", full)
+	for n := 0; ; n++ {
+		out, err := s.TryKubectl("", "create", "service", "clusterip", fmt.Sprint("s", n), "--tcp=80")
+		if err == nil && n < 8 {
+			continue
+		}
+		if err == nil || !strings.Contains(out+err.Error(), "range is full") {
+			t.Errorf("after %d Services: %s, %v", n, out, err)
+		}
+		break
+	}
+	s.Stop()
+	harness.Up(t, s.Dir, full).Stop()
+	s = harness.Up(t, s.Dir, "--service-cluster-ip-range=fd00::/112")
+	if out := s.Kubectl("get", "services", "-o", "name"); !strings.Contains(out, "service/kubernetes\n") {
+		t.Errorf("%s", out)
+	}
+}
+
 // TestUpTakesAClustersPKI checks that `up` takes over a cluster's etcd, port and PKI. The cluster's PKI did not sign
 // the certificates of up's authn, authz and admission, and they work all the same.
 func TestUpTakesAClustersPKI(t *testing.T) {

@@ -233,9 +233,7 @@ func (cs *Controllers) Run(ctx context.Context) error {
 		}()
 	}
 	hooks.wait(ctx, hookServiceRepair, repairTimeout) // the kubernetes Service should not be created during it
-	if err := cs.allocatorsReady(ctx); err != nil {
-		return err
-	}
+	cs.awaitAllocators(ctx)
 	if err := cs.kubernetesService(ctx, primary); err != nil {
 		return err
 	}
@@ -253,9 +251,19 @@ func (cs *Controllers) waitSynced(ctx context.Context) bool {
 	return true
 }
 
-// allocatorsReady waits until a Service can get an address. Otherwise the create of the kubernetes Service would fail,
-// and the controller would retry 10 s later.
-func (cs *Controllers) allocatorsReady(ctx context.Context) error {
+// allocatorsTimeout bounds awaitAllocators. The range of addresses may be full, or of another family than the default
+// ServiceCIDR.
+const allocatorsTimeout = 10 * time.Second
+
+// awaitAllocators waits until a Service can get an address, if the kubernetes Service does not exist. Otherwise its
+// create would fail, and the controller would retry 10 s later.
+func (cs *Controllers) awaitAllocators(ctx context.Context) {
+	services := cs.Informers.Core().V1().Services().Lister().Services(metav1.NamespaceDefault)
+	if _, err := services.Get("kubernetes"); err == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, allocatorsTimeout)
+	defer cancel()
 	probe := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{GenerateName: "address-probe-"},
 		Spec:       corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 443}}},
@@ -264,7 +272,7 @@ func (cs *Controllers) allocatorsReady(ctx context.Context) error {
 		_, err := cs.Client.CoreV1().Services(metav1.NamespaceDefault).Create(ctx, probe,
 			metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
 		if err == nil || ctx.Err() != nil {
-			return ctx.Err()
+			return
 		}
 		slog.Debug("Addresses of Services cannot be allocated yet", "error", err)
 		select {

@@ -21,8 +21,11 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
+	"k8s.io/apimachinery/pkg/runtime/serializer/cbor"
 	"k8s.io/apimachinery/pkg/util/managedfields"
+	"k8s.io/apiserver/pkg/features"
 	"k8s.io/apiserver/pkg/registry/rest"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	"k8s.io/client-go/scale"
 	"k8s.io/client-go/scale/scheme/autoscalingv1"
 	"k8s.io/kube-openapi/pkg/spec3"
@@ -304,7 +307,11 @@ func (b *builder) requestScope(apiResource *registryv1.APIResource, st customres
 		scope.Kind, scope.InMemory = autoscalingv1.SchemeGroupVersion.WithKind(
 			"Scale",
 		), autoscalingv1.SchemeGroupVersion
-		scope.Serializer = serializer.NewCodecFactory(scale.NewScaleConverter().Scheme())
+		var options []serializer.CodecFactoryOptionsMutator
+		if utilfeature.DefaultFeatureGate.Enabled(features.CBORServingAndStorage) {
+			options = append(options, serializer.WithSerializer(cbor.NewSerializerInfo))
+		}
+		scope.Serializer = serializer.NewCodecFactory(scale.NewScaleConverter().Scheme(), options...)
 		sub, err := apihelpers.GetSubresourcesForVersion(b.CustomResourceDefinition, v)
 		if err != nil {
 			return nil, err

@@ -16,6 +16,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -63,12 +64,44 @@ const token = "integration-loopback"
 // serving certificate. dir is a directory that the caller removes after the server ended. The server ends with ctx.
 func Start(ctx context.Context, t T, dir string, s *options.ServerRunOptions) (*Server, error) {
 	t.Helper()
+	if err := shareClientCAs(dir, s); err != nil {
+		return nil, err
+	}
 	server, err := start(ctx, t, dir, s.Authentication.TokenFile.TokenFile, s.SecureServing, flags(s))
 	if err != nil {
 		return nil, err
 	}
 	server.Client.ContentType = runtime.ContentTypeProtobuf // as the loopback client has it
 	return server, nil
+}
+
+// clientCAs are the client CAs of the servers so far, by the prefix of their keys in etcd.
+var (
+	clientCAsMu sync.Mutex
+	clientCAs   = map[string][]byte{}
+)
+
+// shareClientCAs adds the client CAs of the earlier servers of the same prefix to the server's file. Each server of a
+// test has a CA of its own. Watershed refuses a server whose file lacks the CA of a live server.
+func shareClientCAs(dir string, s *options.ServerRunOptions) error {
+	file := &s.Authentication.ClientCert.ClientCA
+	if *file == "" {
+		return nil
+	}
+	own, err := os.ReadFile(*file)
+	if err != nil {
+		return err
+	}
+	clientCAsMu.Lock()
+	defer clientCAsMu.Unlock()
+	prefix := s.Etcd.StorageConfig.Prefix
+	earlier := clientCAs[prefix]
+	clientCAs[prefix] = append(slices.Clone(own), earlier...)
+	if len(earlier) == 0 || bytes.Contains(earlier, own) {
+		return nil
+	}
+	*file = filepath.Join(dir, "client-cas.crt")
+	return os.WriteFile(*file, clientCAs[prefix], 0o600)
 }
 
 // StartExtensions is Start for the flags of an apiextensions-apiserver, which has no users and allows each request.
