@@ -82,6 +82,7 @@ func mergeDelta(full, delta *registryv1.DiscoveryResponse) *registryv1.Discovery
 		Groups:      delta.Groups,
 		ApiServices: delta.ApiServices,
 		Logs:        delta.Logs,
+		StartHooks:  delta.StartHooks,
 		More:        delta.More,
 		Openapi:     maps.Clone(full.GetOpenapi()),
 	}

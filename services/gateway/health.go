@@ -375,26 +375,43 @@ func (g *Service) installHealth(mux *http.ServeMux) (paths []string) {
 	return append(paths, "/readyz/watch-tier")
 }
 
-// healthPage serves a health page: checks, and the checks of the other etcds that discovery names.
+// healthPage serves a health page: checks, and the checks of the other etcds and of the start hooks that discovery
+// names.
 func (g *Service) healthPage(path string, checks []healthz.HealthChecker) http.Handler {
 	var mu sync.Mutex
-	var logs []string
+	var logs, hooks []string
 	var current *http.ServeMux
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		mu.Lock()
 		v := g.discovery.View()
-		if current == nil || v != nil && !slices.Equal(v.Logs, logs) {
+		if current == nil || v != nil && (!slices.Equal(v.Logs, logs) || !slices.Equal(v.StartHooks, hooks)) {
 			if v != nil {
-				logs = v.Logs
+				logs, hooks = v.Logs, v.StartHooks
 			}
 			current = http.NewServeMux()
-			healthz.InstallPathHandler(current, path, g.withOtherEtcds(checks, logs)...)
+			healthz.InstallPathHandler(current, path, withHooks(g.withOtherEtcds(checks, logs), hooks)...)
 			current.HandleFunc("/", responsewriters.NotFound)
 		}
 		page := current
 		mu.Unlock()
 		page.ServeHTTP(w, req)
 	})
+}
+
+// withHooks returns checks with the checks of start hooks that have run. As in kube-apiserver, the hooks are in the order
+// of their names.
+func withHooks(checks []healthz.HealthChecker, hooks []string) []healthz.HealthChecker {
+	for _, h := range hooks {
+		name := "poststarthook/" + h
+		last := -1
+		for i, c := range checks {
+			if strings.HasPrefix(c.Name(), "poststarthook/") && c.Name() < name {
+				last = i
+			}
+		}
+		checks = slices.Insert(checks, last+1, healthz.NamedCheck(name, func(*http.Request) error { return nil }))
+	}
+	return checks
 }
 
 // withOtherEtcds returns checks with the checks of the other etcds, under kube-apiserver's names and in its order. Each

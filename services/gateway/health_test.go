@@ -105,6 +105,22 @@ var startHookChecks = []string{
 	"poststarthook/storage-readiness",
 }
 
+// A start hook that registry's flags add is in the order of the names, as in kube-apiserver.
+func TestWithHooks(t *testing.T) {
+	var checks []healthz.HealthChecker
+	for _, name := range []string{"ping", "poststarthook/a", "poststarthook/c", "etcd-readiness"} {
+		checks = append(checks, healthz.NamedCheck(name, func(*http.Request) error { return nil }))
+	}
+	var names []string
+	for _, c := range withHooks(checks, []string{"b"}) {
+		names = append(names, c.Name())
+	}
+	if want := []string{"ping", "poststarthook/a", "poststarthook/b", "poststarthook/c", "etcd-readiness"}; !slices.Equal(
+		names, want) {
+		t.Errorf("%q", names)
+	}
+}
+
 // The checks of start hooks have kube-apiserver's names, and a row in the documentation.
 func TestStartHooksHaveKubeAPIServersNames(t *testing.T) {
 	var names []string

@@ -79,8 +79,8 @@ func askCBOR(t *testing.T, s *harness.Server, method, path, contentType, accept 
 	}
 }
 
-// TestCBOR checks that the gate CBORServingAndStorage has kube-apiserver's responses. A server without the gate reads the
-// custom resources that were stored with it.
+// TestCBOR checks that the gate CBORServingAndStorage has kube-apiserver's responses. A server without the gate reads
+// the custom resources that were stored with it.
 func TestCBOR(t *testing.T) {
 	t.Parallel()
 	const gate, accept = "--feature-gates=CBORServingAndStorage=true", "application/cbor"

@@ -149,6 +149,7 @@ func partOf(m *registryv1.DiscoveryResponse, begin, end int, first bool) *regist
 		Groups:      m.Groups,
 		ApiServices: m.ApiServices,
 		Logs:        m.Logs,
+		StartHooks:  m.StartHooks,
 		Resources:   m.Resources[begin:end],
 		Delta:       m.Delta || !first,
 	}
@@ -166,6 +167,7 @@ func delta(before, now *registryv1.DiscoveryResponse) *registryv1.DiscoveryRespo
 		Groups:      now.Groups,
 		ApiServices: now.ApiServices,
 		Logs:        now.Logs,
+		StartHooks:  now.StartHooks,
 		Openapi:     map[string]string{},
 	}
 	type key struct{ group, version, resource, subresource string }
@@ -204,6 +206,8 @@ func (d *Discovery) build() *registryv1.DiscoveryResponse {
 	out := &registryv1.DiscoveryResponse{
 		Resources: slices.Concat(builtIn.APIResources(), apiResources),
 		Openapi:   map[string]string{},
+
+		StartHooks: d.resources.Storage.StartHooks(),
 	}
 	for _, etcd := range d.resources.Storage.Etcds()[1:] {
 		out.Logs = append(out.Logs, string(etcd.Log))

@@ -29,6 +29,14 @@ type encryption struct {
 	lastErr atomic.Pointer[error]
 }
 
+// StartHooks returns the start hooks that the options of encryption add, by kube-apiserver's names.
+func (s *Storage) StartHooks() []string {
+	if s.options.EncryptionAutomaticReload {
+		return []string{"start-encryption-provider-config-automatic-reload"}
+	}
+	return nil
+}
+
 // openEncryption follows maybeApplyResourceTransformers in k8s.io/apiserver/pkg/server/options/etcd.go. ctx bounds the
 // connections to KMS plugins. id identifies this process in metrics.
 func openEncryption(ctx context.Context, o *Options, id string) (*encryption, error) {

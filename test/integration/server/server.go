@@ -285,8 +285,11 @@ func arguments(f *pflag.Flag) []string {
 			values = []string{csvLine(values)}
 		}
 	default:
-		if f.Value.Type() == "namedCertKey" {
-			values = strings.Split(strings.Trim(v.String(), "[]"), ";")
+		switch list := strings.Trim(v.String(), "[]"); f.Value.Type() {
+		case "namedCertKey":
+			values = strings.Split(list, ";")
+		case "sliceString":
+			values = strings.Fields(list)
 		}
 	}
 	args := make([]string, len(values))

@@ -1538,7 +1538,9 @@ type DiscoveryResponse struct {
 	// The state is complete only with the next message, which is a delta. The size of a message is bounded.
 	More bool `protobuf:"varint,8,opt,name=more" json:"more,omitempty"`
 	// The event logs of the other etcds, in the order of --etcd-servers-overrides.
-	Logs          []string `protobuf:"bytes,9,rep,name=logs" json:"logs,omitempty"`
+	Logs []string `protobuf:"bytes,9,rep,name=logs" json:"logs,omitempty"`
+	// The start hooks that registry's flags add and that it has run, by kube-apiserver's names without poststarthook/.
+	StartHooks    []string `protobuf:"bytes,10,rep,name=start_hooks,json=startHooks" json:"start_hooks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1632,6 +1634,13 @@ func (x *DiscoveryResponse) GetMore() bool {
 func (x *DiscoveryResponse) GetLogs() []string {
 	if x != nil {
 		return x.Logs
+	}
+	return nil
+}
+
+func (x *DiscoveryResponse) GetStartHooks() []string {
+	if x != nil {
+		return x.StartHooks
 	}
 	return nil
 }
@@ -3281,7 +3290,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x11StartHooksRequest\"D\n" +
 	"\x12StartHooksResponse\x12\x14\n" +
 	"\x05known\x18\x01 \x01(\bR\x05known\x12\x18\n" +
-	"\apending\x18\x02 \x03(\tR\apending\"\xfe\x03\n" +
+	"\apending\x18\x02 \x03(\tR\apending\"\x9f\x04\n" +
 	"\x11DiscoveryResponse\x124\n" +
 	"\x06groups\x18\x01 \x03(\v2\x1c.watershed.registry.v1.GroupR\x06groups\x12@\n" +
 	"\tresources\x18\x02 \x03(\v2\".watershed.registry.v1.APIResourceR\tresources\x12O\n" +
@@ -3291,7 +3300,10 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\aremoved\x18\x06 \x03(\v2\x1d.watershed.common.v1.ResourceR\aremoved\x12'\n" +
 	"\x0fopenapi_removed\x18\a \x03(\tR\x0eopenapiRemoved\x12\x12\n" +
 	"\x04more\x18\b \x01(\bR\x04more\x12\x12\n" +
-	"\x04logs\x18\t \x03(\tR\x04logs\x1a:\n" +
+	"\x04logs\x18\t \x03(\tR\x04logs\x12\x1f\n" +
+	"\vstart_hooks\x18\n" +
+	" \x03(\tR\n" +
+	"startHooks\x1a:\n" +
 	"\fOpenapiEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xb2\x02\n" +
