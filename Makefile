@@ -201,7 +201,7 @@ rules: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd promtool) ## Prom
 cost: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd) ## the price of hostile requests at kube-apiserver and at Watershed; rewrites docs/benchmarks/cost.md's table. ARGS=-short: 20 shapes, `up` only
 	cd test && go run ./cost $(ARGS)
 
-envtest: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd) ## controller-runtime's own suites against kube-apiserver and bin/kube-apiserver; ARGS="-packages client,cache" for some
+envtest: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd) ## the suites of controller-runtime, Kueue and other projects against kube-apiserver and bin/kube-apiserver; ARGS="-project kueue -packages webhook/core" for some
 	cd test/envtest && GOWORK=off go run . $(ARGS)
 
 robustness: build $(addprefix $(PEERS)/,kube-apiserver kube-controller-manager) ## clients against the split form while 1,000 things go wrong, and a judge; ARGS="-seed N" repeats a run
