@@ -165,19 +165,7 @@ func (w *Writer) Flush(ctx context.Context) error {
 	if err := w.awaitSpace(ctx); err != nil {
 		return err
 	}
-	first, last := w.open[0], w.open[len(w.open)-1]
-	msg := first.Payload.(*nats.Msg)
-	if len(w.open) > 1 {
-		data := make([]byte, 0, w.openBytes)
-		for _, e := range w.open {
-			data = protowire.AppendTag(data, batchEvents, protowire.BytesType)
-			data = protowire.AppendBytes(data, e.Payload.(*nats.Msg).Data)
-		}
-		msg = &nats.Msg{Subject: msg.Subject, Data: data, Header: nats.Header{encodingHeader: {batchEncoding}}}
-		compressMessage(msg, batchS2Encoding)
-	} else if len(msg.Data) <= batchBytes { // Message compresses a larger event
-		compressMessage(msg, s2Encoding)
-	}
+	first, last, msg := w.open[0], w.open[len(w.open)-1], w.batch()
 	msg.Subject = w.log.Subject(msg.Subject)
 	msg.Header.Set(jetstream.MsgIDHeader, last.ID.String())
 	if first.First {
@@ -190,6 +178,25 @@ func (w *Writer) Flush(ctx context.Context) error {
 	clear(w.open)
 	w.open, w.openBytes = w.open[:0], 0
 	return w.nc.PublishMsg(msg)
+}
+
+// batch returns the message of the open batch.
+func (w *Writer) batch() *nats.Msg {
+	msg := w.open[0].Payload.(*nats.Msg)
+	if len(w.open) == 1 {
+		if msg.Header.Get(encodingHeader) == "" { // Message has compressed a large event
+			compressMessage(msg, s2Encoding)
+		}
+		return msg
+	}
+	data := make([]byte, 0, w.openBytes)
+	for _, e := range w.open {
+		data = protowire.AppendTag(data, batchEvents, protowire.BytesType)
+		data = protowire.AppendBytes(data, e.Payload.(*nats.Msg).Data)
+	}
+	msg = &nats.Msg{Subject: msg.Subject, Data: data, Header: nats.Header{encodingHeader: {batchEncoding}}}
+	compressMessage(msg, batchS2Encoding)
+	return msg
 }
 
 // batchEvents is the number of the field Batch.events.
