@@ -381,8 +381,9 @@ func (g *Service) healthPage(path string, checks []healthz.HealthChecker) http.H
 	var mu sync.Mutex
 	var logs, hooks []string
 	var current *http.ServeMux
-	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+	page := func() http.Handler {
 		mu.Lock()
+		defer mu.Unlock()
 		v := g.discovery.View()
 		if current == nil || v != nil && (!slices.Equal(v.Logs, logs) || !slices.Equal(v.StartHooks, hooks)) {
 			if v != nil {
@@ -392,17 +393,19 @@ func (g *Service) healthPage(path string, checks []healthz.HealthChecker) http.H
 			healthz.InstallPathHandler(current, path, withHooks(g.withOtherEtcds(checks, logs), hooks)...)
 			current.HandleFunc("/", responsewriters.NotFound)
 		}
-		page := current
-		mu.Unlock()
-		page.ServeHTTP(w, req)
-	})
+		return current
+	}
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) { page().ServeHTTP(w, req) })
 }
 
-// withHooks returns checks with the checks of start hooks that have run. As in kube-apiserver, the hooks are in the order
-// of their names.
+// withHooks returns checks with the checks of start hooks that have run. As in kube-apiserver, the hooks are in the
+// order of their names. A registry of a later release may name a hook that checks has.
 func withHooks(checks []healthz.HealthChecker, hooks []string) []healthz.HealthChecker {
 	for _, h := range hooks {
 		name := "poststarthook/" + h
+		if slices.ContainsFunc(checks, func(c healthz.HealthChecker) bool { return c.Name() == name }) {
+			continue
+		}
 		last := -1
 		for i, c := range checks {
 			if strings.HasPrefix(c.Name(), "poststarthook/") && c.Name() < name {

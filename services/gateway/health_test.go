@@ -105,14 +105,14 @@ var startHookChecks = []string{
 	"poststarthook/storage-readiness",
 }
 
-// A start hook that registry's flags add is in the order of the names, as in kube-apiserver.
+// A start hook that registry's flags add is in the order of the names, as in kube-apiserver, and never twice.
 func TestWithHooks(t *testing.T) {
 	var checks []healthz.HealthChecker
 	for _, name := range []string{"ping", "poststarthook/a", "poststarthook/c", "etcd-readiness"} {
 		checks = append(checks, healthz.NamedCheck(name, func(*http.Request) error { return nil }))
 	}
 	var names []string
-	for _, c := range withHooks(checks, []string{"b"}) {
+	for _, c := range withHooks(checks, []string{"b", "c", "b"}) {
 		names = append(names, c.Name())
 	}
 	if want := []string{"ping", "poststarthook/a", "poststarthook/b", "poststarthook/c", "etcd-readiness"}; !slices.Equal(

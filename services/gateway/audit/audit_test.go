@@ -161,7 +161,7 @@ func TestRegistryAuditContextIsRecorded(t *testing.T) {
 		for _, omit := range []bool{false, true} {
 			s := &sink{}
 			ctx := auditedContext(t, s, level, omit)
-			RecordContext(ctx, auditContext, nil)
+			RecordContext(ctx, auditContext, "", nil)
 			RecordResponse(ctx, "application/json;charset=utf-8", body)
 			got := loggedEvent(t, ctx, s)
 			for _, w := range want {
@@ -178,7 +178,7 @@ func TestRegistryAuditContextIsRecorded(t *testing.T) {
 			}
 		}
 	}
-	RecordContext(t.Context(), auditContext, nil) // a request without an audit context
+	RecordContext(t.Context(), auditContext, "", nil) // a request without an audit context
 	if Level(t.Context()) != commonv1.AuditLevel_AUDIT_LEVEL_UNSPECIFIED || IncludesResponse(t.Context()) {
 		t.Error("a request without an audit context is audited")
 	}
@@ -247,9 +247,20 @@ func TestAPatchIsWritten(t *testing.T) {
 		"\x00":             ``,
 		"- - - - {{{{{{ :": ``,
 	} {
-		got := patchJSON([]byte(patch))
+		got := patchJSON("application/apply-patch+yaml", []byte(patch))
 		if !json.Valid(got) || want != "" && string(got) != want {
 			t.Errorf("%q is written as %s, not %s", patch, got, want)
+		}
+	}
+	for patch, want := range map[string]string{
+		"\xa1\x61a\x01":                   `{"a":1}`,
+		"\xc4\xa1\x67a: 2\n#:\x61b":       `{"a: 2\n#:":"b"}`, // it is YAML too
+		`{"a": 1}`:                        `"{\"a\": 1}"`,
+		"\xa1\x61a\x01, and further text": ``,
+	} {
+		got := patchJSON("application/apply-patch+cbor; charset=x", []byte(patch))
+		if !json.Valid(got) || want != "" && string(got) != want {
+			t.Errorf("CBOR %q is written as %s, not %s", patch, got, want)
 		}
 	}
 }

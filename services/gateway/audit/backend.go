@@ -161,15 +161,15 @@ type lineWriter struct {
 func (w *lineWriter) Write(b []byte) (int, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	line := b
 	if w.partial {
-		if _, err := w.out.Write([]byte("\n")); err != nil {
-			return 0, err
-		}
-		w.partial = false
+		line = append([]byte{'\n'}, b...)
 	}
-	n, err := w.out.Write(b)
-	w.partial = n > 0 && n < len(b)
-	return n, err
+	n, err := w.out.Write(line)
+	if n > 0 {
+		w.partial = n < len(line)
+	}
+	return max(0, n-(len(line)-len(b))), err
 }
 
 // endsInPartialLine returns true for a file whose last line has no line break.

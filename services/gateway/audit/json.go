@@ -14,6 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/runtime/serializer/cbor/direct"
 	"k8s.io/apimachinery/pkg/runtime/serializer/protobuf"
+	"k8s.io/apimachinery/pkg/types"
 	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	"k8s.io/client-go/kubernetes/scheme"
 	apiregistrationv1 "k8s.io/kube-aggregator/pkg/apis/apiregistration/v1"
@@ -83,8 +84,14 @@ func asServed(obj runtime.Object, gvk schema.GroupVersionKind) runtime.Object {
 // patchJSON returns a patch in the form that an audit event can contain. Server-side apply accepts YAML, and a rejected
 // patch may have any content. Neither would be valid in an event, and would fail the event's whole batch. A patch that
 // is not YAML becomes a string. YAML that may contain aliases does too, because 100 KB of aliases expand to hundreds of
-// megabytes of JSON.
-func patchJSON(patch []byte) []byte {
+// megabytes of JSON. CBOR is decoded as CBOR alone: the same bytes can be another document in YAML.
+func patchJSON(mediaType string, patch []byte) []byte {
+	if mediaTypeOf(mediaType) == string(types.ApplyCBORPatchType) {
+		if data, err := toJSON(runtime.ContentTypeCBOR, patch); err == nil {
+			return data
+		}
+		return mustMarshal(string(patch))
+	}
 	if json.Valid(patch) {
 		return patch
 	}

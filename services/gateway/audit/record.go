@@ -49,14 +49,14 @@ func Annotate(ctx context.Context, annotations map[string]string) {
 	}
 }
 
-// RecordContext adds registry's audit context to the event of a write. body is the request's body.
-func RecordContext(ctx context.Context, auditContext *commonv1.AuditContext, body []byte) {
+// RecordContext adds registry's audit context to the event of a write. body is the request's body, of a media type.
+func RecordContext(ctx context.Context, auditContext *commonv1.AuditContext, mediaType string, body []byte) {
 	if auditContext == nil || Level(ctx) == commonv1.AuditLevel_AUDIT_LEVEL_UNSPECIFIED {
 		return
 	}
 	Annotate(ctx, auditContext.Annotations)
 	if auditContext.RequestIsBody {
-		audit.LogRequestPatch(ctx, patchJSON(body))
+		audit.LogRequestPatch(ctx, patchJSON(mediaType, body))
 	}
 	if o := auditContext.Object; o != nil {
 		audit.LogRequestObject(ctx, &rawObject{

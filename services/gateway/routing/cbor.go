@@ -3,6 +3,8 @@ package routing
 import (
 	"bytes"
 	"context"
+	"errors"
+	"log/slog"
 	"slices"
 	"time"
 
@@ -48,15 +50,30 @@ type cborSink struct {
 	source string // the media type of the frames
 }
 
-// Write implements watch.Sink.
+// Write implements watch.Sink. It holds about sliceBytes of encoded events.
 func (s *cborSink) Write(ctx context.Context, timeout time.Duration, frames ...[]byte) error {
-	return eachEvent(frames, s.source, func(event []byte) error {
+	var encoded [][]byte
+	size := 0
+	send := func() error {
+		err := s.Sink.Write(ctx, timeout, encoded...)
+		encoded, size = nil, 0
+		return err
+	}
+	err := eachEvent(frames, s.source, func(event []byte) error {
 		data, err := s.encode(event)
 		if err != nil {
+			slog.WarnContext(ctx, "A watch ends because its event cannot be encoded in CBOR", "error", err)
 			return err
 		}
-		return s.Sink.Write(ctx, timeout, data)
+		if encoded, size = append(encoded, data), size+len(data); size < sliceBytes {
+			return nil
+		}
+		return send()
 	})
+	if err == nil && size > 0 {
+		err = send()
+	}
+	return err
 }
 
 // Hijack implements watch.Sink. No other goroutine may write frames that are not CBOR.
@@ -66,7 +83,8 @@ var cborSerializer = cbor.NewSerializer(nil, nil)
 
 // encode returns a JSON or protobuf event in CBOR. As in kube-apiserver, the order of a map's keys is random.
 func (s *cborSink) encode(event []byte) ([]byte, error) {
-	eventType, obj, err := s.decode(event)
+	e := &metav1.WatchEvent{}
+	obj, err := s.decode(event, e)
 	if err != nil {
 		return nil, err
 	}
@@ -74,26 +92,27 @@ func (s *cborSink) encode(event []byte) ([]byte, error) {
 	if err := cborSerializer.EncodeNondeterministic(obj, &object); err != nil {
 		return nil, err
 	}
-	err = cborSerializer.EncodeNondeterministic(&metav1.WatchEvent{
-		Type:   eventType,
-		Object: runtime.RawExtension{Raw: object.Bytes()},
-	}, &out)
+	e.Object.Raw = object.Bytes()
+	err = cborSerializer.EncodeNondeterministic(e, &out)
 	return out.Bytes(), err
 }
 
-func (s *cborSink) decode(event []byte) (eventType string, obj runtime.Object, err error) {
+// decode decodes an event and its object. The object may be as deep as an object that a request carries.
+func (s *cborSink) decode(event []byte, e *metav1.WatchEvent) (runtime.Object, error) {
 	if s.source == runtime.ContentTypeProtobuf {
-		e := &metav1.WatchEvent{}
 		if err := e.Unmarshal(event); err != nil {
-			return "", nil, err
+			return nil, err
 		}
-		obj, err := audit.DecodeProtobuf(e.Object.Raw)
-		return e.Type, obj, err
+		return audit.DecodeProtobuf(e.Object.Raw)
 	}
-	var e struct {
-		Type   string         `json:"type"`
-		Object map[string]any `json:"object"`
+	head, object, ok := bytes.Cut(event, []byte(`,"object":`))
+	if !ok {
+		return nil, errors.New("an event of a watch has no object")
 	}
-	err = kjson.UnmarshalCaseSensitivePreserveInts(event, &e)
-	return e.Type, &unstructured.Unstructured{Object: e.Object}, err
+	if err := kjson.UnmarshalCaseSensitivePreserveInts(append(bytes.Clone(head), '}'), e); err != nil {
+		return nil, err
+	}
+	u := &unstructured.Unstructured{}
+	object = bytes.TrimSuffix(bytes.TrimSpace(object), []byte("}"))
+	return u, kjson.UnmarshalCaseSensitivePreserveInts(object, &u.Object)
 }

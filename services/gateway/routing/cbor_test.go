@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -97,6 +98,10 @@ func TestAWatchIsEncodedInCBOR(t *testing.T) {
 	}
 	if spec := objects[2]["spec"].(map[string]any); spec["n"] != int64(12) || spec["f"] != 1.5 {
 		t.Errorf("%v", spec)
+	}
+	deep := `{"type":"ADDED","object":{"x":` + strings.Repeat("[", 9998) + strings.Repeat("]", 9998) + "}}\n"
+	if err := s.Write(t.Context(), time.Second, []byte(deep)); err != nil { // as deep as a request may be
+		t.Error(err)
 	}
 	for _, bad := range [][]byte{{0, 0}, {0, 0, 0, 9, 1}, {0, 0, 0, 1, 0xff}} {
 		if err := (&cborSink{sent, runtime.ContentTypeProtobuf}).Write(t.Context(), time.Second, bad); err == nil {

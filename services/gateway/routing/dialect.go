@@ -128,13 +128,13 @@ func (builtIn) verbRouted(c *requestContext) bool {
 }
 
 func (builtIn) checkAccept(c *requestContext) error {
-	if responsewriters.Acceptable(c.req.Header.Get("Accept"), c.apiResource.MediaTypes) {
-		return nil
-	}
 	produced := c.apiResource.MediaTypes
 	if c.info.Verb == "list" || c.info.Verb == "watch" {
 		_, streams := negotiation.MediaTypesForSerializer(c.serializers())
 		produced = append(slices.Clone(produced), streams...)
+	}
+	if responsewriters.Acceptable(c.req.Header.Get("Accept"), produced) {
+		return nil
 	}
 	return responsewriters.NewNotAcceptable(produced)
 }

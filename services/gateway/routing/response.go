@@ -16,7 +16,7 @@ import (
 // fail writes an error, with its warnings and its audit context.
 func (c *requestContext) fail(err error) {
 	warnings.Forward(c.req.Context(), rpc.Warnings(err))
-	audit.RecordContext(c.req.Context(), rpc.AuditContextOf(err), c.body)
+	audit.RecordContext(c.req.Context(), rpc.AuditContextOf(err), c.req.Header.Get("Content-Type"), c.body)
 	responsewriters.ResourceError(c.w, c.req, c.groupVersion(), rpc.WithoutDetails(err))
 }
 
@@ -24,7 +24,7 @@ func (c *requestContext) fail(err error) {
 func (c *requestContext) writeResponse(resp *registryv1.ObjectResponse) {
 	ctx := c.req.Context()
 	warnings.Forward(ctx, resp.Warnings)
-	audit.RecordContext(ctx, resp.Audit, c.body)
+	audit.RecordContext(ctx, resp.Audit, c.req.Header.Get("Content-Type"), c.body)
 	if audit.IncludesResponse(ctx) {
 		audit.RecordResponse(ctx, c.out.MediaType, resp.Body)
 	}

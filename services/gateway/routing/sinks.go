@@ -144,26 +144,46 @@ func (s *socketSink) Write(ctx context.Context, timeout time.Duration, frames ..
 }
 
 // eachEvent calls f with each event of frames, which arrive in consecutive pieces. A protobuf event comes without the
-// frame's length. CBOR has a frame in each call.
+// frame's length. In CBOR, each piece is an event. It copies only an event that spans pieces, and f must not keep it.
 func eachEvent(pieces [][]byte, mediaType string, f func(event []byte) error) error {
-	for data := bytes.Join(pieces, nil); len(data) > 0; {
-		event, rest := data, []byte(nil)
-		switch mediaType {
-		case runtime.ContentTypeJSON:
-			if end := bytes.IndexByte(data, '\n') + 1; end > 0 {
-				event, rest = data[:end], data[end:]
-			}
-		case runtime.ContentTypeProtobuf:
-			if len(data) < 4 || uint64(len(data)) < 4+uint64(binary.BigEndian.Uint32(data)) {
-				return errors.New("truncated watch frame")
-			}
-			end := 4 + int(binary.BigEndian.Uint32(data))
-			event, rest = data[4:end], data[end:]
+	var begun []byte // the begin of an event whose end is in a later piece
+	for _, data := range pieces {
+		spans := len(begun) > 0
+		if spans {
+			data = append(begun, data...)
 		}
-		if err := f(event); err != nil {
-			return err
+		for len(data) > 0 {
+			event, rest, ok := cutEvent(data, mediaType)
+			if !ok {
+				break
+			}
+			if err := f(event); err != nil {
+				return err
+			}
+			data = rest
 		}
-		data = rest
+		if begun = data; !spans {
+			begun = bytes.Clone(data)
+		}
+	}
+	if len(begun) > 0 {
+		return errors.New("truncated watch frame")
 	}
 	return nil
+}
+
+// cutEvent returns the first event of data, and the rest. ok is false if data does not have the whole event.
+func cutEvent(data []byte, mediaType string) (event, rest []byte, ok bool) {
+	switch mediaType {
+	case runtime.ContentTypeJSON:
+		end := bytes.IndexByte(data, '\n') + 1
+		return data[:end], data[end:], end > 0
+	case runtime.ContentTypeProtobuf:
+		if len(data) < 4 || uint64(len(data)) < 4+uint64(binary.BigEndian.Uint32(data)) {
+			return nil, data, false
+		}
+		end := 4 + int(binary.BigEndian.Uint32(data))
+		return data[4:end], data[end:], true
+	}
+	return data, nil, true
 }

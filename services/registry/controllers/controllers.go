@@ -259,7 +259,7 @@ const allocatorsTimeout = 10 * time.Second
 // create would fail, and the controller would retry 10 s later.
 func (cs *Controllers) awaitAllocators(ctx context.Context) {
 	services := cs.Informers.Core().V1().Services().Lister().Services(metav1.NamespaceDefault)
-	if _, err := services.Get("kubernetes"); err == nil {
+	if _, err := services.Get("kubernetes"); err == nil || cs.AdvertiseAddress == notManaged {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, allocatorsTimeout)
