@@ -21,6 +21,7 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
+	"go.opentelemetry.io/otel/trace/noop"
 
 	extensionsoptions "k8s.io/apiextensions-apiserver/pkg/cmd/server/options"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -29,6 +30,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/util/cert"
 	"k8s.io/component-base/featuregate"
+	"k8s.io/component-base/tracing"
 	"k8s.io/kubernetes/cmd/kube-apiserver/app/options"
 )
 
@@ -72,6 +74,7 @@ func Start(ctx context.Context, t T, dir string, s *options.ServerRunOptions) (*
 		return nil, err
 	}
 	server.Client.ContentType = runtime.ContentTypeProtobuf // as the loopback client has it
+	server.Client.Wrap(tracing.WrapperFor(noop.NewTracerProvider()))
 	return server, nil
 }
 
@@ -288,8 +291,8 @@ func arguments(f *pflag.Flag) []string {
 		switch list := strings.Trim(v.String(), "[]"); f.Value.Type() {
 		case "namedCertKey":
 			values = strings.Split(list, ";")
-		case "sliceString":
-			values = strings.Fields(list)
+		case "stringSlice": // a flag of OIDC, whose wrapper hides the slice
+			values = []string{list}
 		}
 	}
 	args := make([]string, len(values))
