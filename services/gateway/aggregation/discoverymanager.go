@@ -6,6 +6,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -151,26 +152,25 @@ func (m *DiscoveryManager) refresh(ctx context.Context) {
 	wg.Wait()
 }
 
-// refreshServer fetches discovery and documents of a server, and reports whether the cache entry has changed. A
-// document that cannot be fetched keeps its old content.
+// refreshServer fetches discovery and documents of a server, and reports whether the cache entry has changed. What
+// cannot be fetched keeps its old content. As in kube-aggregator, the documents do not depend on discovery.
 func (m *DiscoveryManager) refreshServer(ctx context.Context, gv schema.GroupVersion, s *server) bool {
-	before := m.Lookup(gv)
-	now, err := s.fetchDiscovery(ctx, gv)
-	if err != nil {
+	before, now := m.Lookup(gv), &CachedDiscovery{}
+	if before != nil {
+		*now = *before
+	}
+	resources, err := s.fetchDiscovery(ctx, gv)
+	if now.Stale = err != nil; now.Stale {
 		slog.Debug("Aggregated server's discovery failed", "groupVersion", gv, "error", err)
-		now = &CachedDiscovery{Stale: true}
-		if before != nil {
-			*now = *before
-			now.Stale = true
-		}
 	} else {
-		now.OpenAPIPaths = s.fetchOpenAPIPaths(ctx, gv.Group)
-		now.OpenAPIV2 = s.fetchDocument(ctx, "/openapi/v2", openAPILimit)
-		if before != nil && now.OpenAPIPaths == nil {
-			now.OpenAPIPaths = before.OpenAPIPaths
+		now.Resources = resources
+	}
+	if !errors.Is(err, context.DeadlineExceeded) { // a server that hangs delays the others by this timeout alone
+		if paths := s.fetchOpenAPIPaths(ctx, gv.Group); paths != nil {
+			now.OpenAPIPaths = paths
 		}
-		if before != nil && now.OpenAPIV2 == nil {
-			now.OpenAPIV2 = before.OpenAPIV2
+		if document := s.fetchDocument(ctx, "/openapi/v2", openAPILimit); document != nil {
+			now.OpenAPIV2 = document
 		}
 	}
 	data, err := json.Marshal([]any{now.Resources, now.OpenAPIPaths})
@@ -249,8 +249,9 @@ func (m *DiscoveryManager) Err() error {
 	return nil
 }
 
-// fetchDiscovery fetches a server's discovery, in the aggregated form or else in the old form.
-func (s *server) fetchDiscovery(ctx context.Context, gv schema.GroupVersion) (*CachedDiscovery, error) {
+// fetchDiscovery fetches a server's resources, in the aggregated form or else in the old form. They are not nil.
+func (s *server) fetchDiscovery(ctx context.Context,
+	gv schema.GroupVersion) ([]apidiscoveryv2.APIResourceDiscovery, error) {
 	const accept = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList," +
 		"application/json;g=apidiscovery.k8s.io;v=v2beta1;as=APIGroupDiscoveryList"
 	data, contentType, err := s.get(ctx, "/apis", accept, discoveryLimit)
@@ -263,11 +264,14 @@ func (s *server) fetchDiscovery(ctx context.Context, gv schema.GroupVersion) (*C
 			for _, v := range g.Versions {
 				if g.Name == gv.Group && v.Version == gv.Version {
 					setResponseKinds(v.Resources)
-					return newCachedDiscovery(v.Resources)
+					return append([]apidiscoveryv2.APIResourceDiscovery{}, v.Resources...), nil
 				}
 			}
 		}
 		return nil, fmt.Errorf("aggregated discovery does not contain %s", gv)
+	}
+	if errors.Is(err, context.DeadlineExceeded) {
+		return nil, err
 	}
 	data, _, err = s.get(ctx, "/apis/"+gv.String(), "application/json", discoveryLimit)
 	if err != nil {
@@ -281,10 +285,7 @@ func (s *server) fetchDiscovery(ctx context.Context, gv schema.GroupVersion) (*C
 		return nil, fmt.Errorf("discovery is for %q, want %s", list.GroupVersion, gv)
 	}
 	resources, err := genericapi.ConvertGroupVersionIntoToDiscovery(list.APIResources)
-	if err != nil {
-		return nil, err
-	}
-	return newCachedDiscovery(resources)
+	return append([]apidiscoveryv2.APIResourceDiscovery{}, resources...), err
 }
 
 // setResponseKinds sets the kinds that the server omits to empty kinds, as kube-apiserver does. client-go 0.26.0 to
@@ -298,13 +299,6 @@ func setResponseKinds(resources []apidiscoveryv2.APIResourceDiscovery) {
 			s.ResponseKind = cmp.Or(s.ResponseKind, new(metav1.GroupVersionKind))
 		}
 	}
-}
-
-func newCachedDiscovery(resources []apidiscoveryv2.APIResourceDiscovery) (*CachedDiscovery, error) {
-	if resources == nil {
-		resources = []apidiscoveryv2.APIResourceDiscovery{}
-	}
-	return &CachedDiscovery{Resources: resources}, nil
 }
 
 // get fetches a path of the server as the user aggregator. kube-apiserver fetches discovery also from a server that is

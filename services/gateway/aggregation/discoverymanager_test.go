@@ -3,12 +3,14 @@ package aggregation
 import (
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"runtime"
 	"strings"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
@@ -105,6 +107,39 @@ func TestLargeDocumentsAreLeftOut(t *testing.T) {
 	}
 }
 
+// A server without discovery has its documents merged. A server that does not answer in time is not asked for them.
+func TestDocumentsDoNotDependOnDiscovery(t *testing.T) {
+	for _, hangs := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			s := &server{APIService: &registryv1.APIService{Available: true, Addresses: []string{"a:1"}}}
+			s.transport = roundTripper(func(r *http.Request) (*http.Response, error) {
+				if hangs {
+					<-r.Context().Done()
+					return nil, r.Context().Err()
+				}
+				if r.URL.Path != "/openapi/v2" {
+					return &http.Response{StatusCode: http.StatusNotFound, Body: http.NoBody}, nil
+				}
+				return &http.Response{
+					StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader(`{"swagger":"2.0"}`)),
+				}, nil
+			})
+			m, began := &DiscoveryManager{}, time.Now()
+			m.refreshServer(t.Context(), metrics, s)
+			if got := m.Lookup(metrics); !got.Stale || (got.OpenAPIV2 == nil) != hangs {
+				t.Errorf("hangs %v: stale %v, %d bytes", hangs, got.Stale, len(got.OpenAPIV2))
+			}
+			if took := time.Since(began); took > fetchTimeout {
+				t.Errorf("hangs %v: it took %v", hangs, took)
+			}
+		})
+	}
+}
+
+type roundTripper func(*http.Request) (*http.Response, error)
+
+func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
+
 // held is a transport whose requests wait until the test lets each fail.
 type held struct {
 	waiting atomic.Int32
@@ -137,7 +172,7 @@ func TestConcurrentFetchesAreBounded(t *testing.T) {
 		}
 		manager := NewDiscoveryManager(p, func() {})
 		go manager.refresh(t.Context())
-		for i := range 2 * servers { // the aggregated form and the old form of each
+		for i := range 4 * servers { // the aggregated form, the old form and two documents of each
 			synctest.Wait()
 			if n := h.waiting.Load(); n > maxConcurrentFetches || i == 0 && n != maxConcurrentFetches {
 				t.Errorf("%d concurrent fetches, want %d", n, maxConcurrentFetches)
