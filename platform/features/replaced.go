@@ -24,9 +24,9 @@ type replacedGate struct {
 // replacedGates has each such gate that is not locked. A test compares the names with upstream's code.
 var replacedGates = map[featuregate.Feature]replacedGate{
 	features.AllowUnsafeMalformedObjectDeletion:    {},
-	features.CBORServingAndStorage:                 {},
 	features.APIResponseCompression:                {},
 	features.APIServerIdentity:                     {},
+	features.CBORServingAndStorage:                 {},
 	features.ConstrainedImpersonation:              {},
 	features.DetectCacheInconsistency:              {},
 	features.ShardedListAndWatch:                   {},

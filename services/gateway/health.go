@@ -31,7 +31,7 @@ import (
 
 // startHooks maps the checks of kube-apiserver's start hooks (k8s.io/apiserver/pkg/server, AddPostStartHook) to the
 // check of the same part of Watershed, or of the nearest part. docs/operators/troubleshooting.md has the same table.
-// The hooks of registryHooks are not in it.
+// The hooks of registryHooks, and the hooks that discovery names (withHooks), are not in it.
 var startHooks = map[string]string{
 	// admission sends its rules once its plugins have read their policies.
 	"poststarthook/start-apiserver-admission-initializer": "admission",
@@ -322,7 +322,8 @@ func (c *check) started() func(*http.Request) error {
 	}
 }
 
-// installHealth serves /healthz, /livez and /readyz under kube-apiserver's names. It returns the paths of the checks.
+// installHealth serves /healthz, /livez and /readyz under kube-apiserver's names. It returns the paths of the checks,
+// except the checks that discovery names.
 // /healthz and /readyz include the other services. /livez includes only etcd, the certificate for services and the
 // start hooks, because a restart of the gateway does not help if another service is unavailable.
 func (g *Service) installHealth(mux *http.ServeMux) (paths []string) {

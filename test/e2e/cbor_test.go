@@ -111,30 +111,36 @@ func TestCBOR(t *testing.T) {
 			t.Errorf("%s is stored as %q, %v", name, stored, err)
 		}
 	}
-	for path, accept := range map[string]string{
-		"/api/v1/namespaces/default/secrets/s": accept,
-		"/api/v1/namespaces/default/secrets":   accept,
-		"/api/v1/namespaces/default/secrets?":  "application/cbor;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1",
-		"/api/v1/namespaces/default/secrets/x": accept,
-		collection + "/ours":                   accept,
-		collection + "/theirs":                 accept,
-		collection:                             accept,
-		collection + "?limit=1":                "application/cbor;as=Table;g=meta.k8s.io;v=v1",
-		collection + "/none":                   accept,
-		"/api/v1/namespaces/default/secrets?watch=1&resourceVersion=0&timeoutSeconds=1":  accept,
-		"/api/v1/namespaces/default/secrets?watch=1&resourceVersion=0&timeoutSeconds=1&": "application/yaml",
-		collection + "?watch=1&resourceVersion=0&timeoutSeconds=1":                       accept,
-		collection + "?watch=1&resourceVersion=0&timeoutSeconds=1&":                      "application/cbor;as=PartialObjectMetadata;g=meta.k8s.io;v=v1",
-		"/api":                     accept,
-		"/apis":                    accept,
-		"/apis/apps":               accept,
-		"/apis/apps/v1":            accept,
-		"/apis/e2e.example.com/v1": accept,
+	const (
+		secrets = "/api/v1/namespaces/default/secrets"
+		watch   = "?watch=1&resourceVersion=0&timeoutSeconds=1"
+		as      = accept + ";g=meta.k8s.io;v=v1;as="
+	)
+	for _, r := range []struct{ path, accept string }{
+		{secrets + "/s", accept},
+		{secrets, accept},
+		{secrets, as + "PartialObjectMetadataList"},
+		{secrets + "/x", accept},
+		{secrets + watch, accept},
+		{secrets + watch, "application/yaml"},
+		{secrets + watch, "application/cbor-seq"},
+		{collection + "/ours", accept},
+		{collection + "/theirs", accept},
+		{collection, accept},
+		{collection + "?limit=1", as + "Table"},
+		{collection + "/none", accept},
+		{collection + watch, accept},
+		{collection + watch, as + "PartialObjectMetadata"},
+		{"/api", accept},
+		{"/apis", accept},
+		{"/apis/apps", accept},
+		{"/apis/apps/v1", accept},
+		{"/apis/e2e.example.com/v1", accept},
 	} {
 		harness.Eventually(t, 20*time.Second, func() error { // until the caches have the writes
-			want := askCBOR(t, theirs.Server, "GET", path, "", accept, nil)
-			if got := askCBOR(t, ours, "GET", path, "", accept, nil); !reflect.DeepEqual(want, got) {
-				return fmt.Errorf("%s: %s: %v, and kube-apiserver has %v", path, accept, got, want)
+			want := askCBOR(t, theirs.Server, "GET", r.path, "", r.accept, nil)
+			if got := askCBOR(t, ours, "GET", r.path, "", r.accept, nil); !reflect.DeepEqual(want, got) {
+				return fmt.Errorf("%s: %s: %v, and kube-apiserver has %v", r.path, r.accept, got, want)
 			}
 			return nil
 		})

@@ -40,6 +40,11 @@ func (p project) copyTo(dir, kubectl string) error {
 		if err != nil {
 			return err
 		}
+		for i := 0; i < len(pairs); i += 2 {
+			if !bytes.Contains(text, []byte(pairs[i])) {
+				return fmt.Errorf("%s does not have %q", file, pairs[i])
+			}
+		}
 		text = []byte(strings.NewReplacer(pairs...).Replace(string(text)))
 		if err := os.WriteFile(file, text, 0o600); err != nil {
 			return err

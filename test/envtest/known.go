@@ -1,7 +1,6 @@
 package main
 
-// known maps tests that may pass with kube-apiserver only to their reasons. A failed spec or subtest fails its Go test
-// too.
+// known maps a test that may fail with Watershed only to the reason. A failed spec or subtest fails its Go test too.
 var known = map[string]string{
 	"jobset/controller: go test TestAPIs": countsOldJob,
 	"jobset/controller: JobSet controller jobset is created and its jobs go through a series of updates jobset with " +

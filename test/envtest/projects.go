@@ -10,11 +10,11 @@ type project struct {
 	packages []string
 	// ginkgo is set if the packages have suites of Ginkgo. Other packages have Go tests only.
 	ginkgo bool
-	// files are directories of the copy, and directories of other modules that fill them.
+	// files maps directories of the copy to the module directories that fill them.
 	files map[string]source
-	// kustomizations are files of the copy, and the kustomizations that fill them.
+	// kustomizations maps files of the copy to the kustomizations that fill them.
 	kustomizations map[string]string
-	// edits are files of the copy, and pairs of a text and its replacement.
+	// edits maps files of the copy to pairs of a text and its replacement.
 	edits map[string][]string
 }
 

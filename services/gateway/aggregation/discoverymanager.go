@@ -152,8 +152,9 @@ func (m *DiscoveryManager) refresh(ctx context.Context) {
 	wg.Wait()
 }
 
-// refreshServer fetches discovery and documents of a server, and reports whether the cache entry has changed. What
-// cannot be fetched keeps its old content. As in kube-aggregator, the documents do not depend on discovery.
+// refreshServer fetches discovery and documents of a server, and reports whether the cache entry has changed. The
+// entry keeps the old content of anything that cannot be fetched. As in kube-aggregator, the documents do not depend
+// on discovery.
 func (m *DiscoveryManager) refreshServer(ctx context.Context, gv schema.GroupVersion, s *server) bool {
 	before, now := m.Lookup(gv), &CachedDiscovery{}
 	if before != nil {
@@ -165,7 +166,7 @@ func (m *DiscoveryManager) refreshServer(ctx context.Context, gv schema.GroupVer
 	} else {
 		now.Resources = resources
 	}
-	if !errors.Is(err, context.DeadlineExceeded) { // a server that hangs delays the others by this timeout alone
+	if !errors.Is(err, context.DeadlineExceeded) { // a server that hangs delays the others by this timeout only
 		if paths := s.fetchOpenAPIPaths(ctx, gv.Group); paths != nil {
 			now.OpenAPIPaths = paths
 		}
@@ -249,7 +250,8 @@ func (m *DiscoveryManager) Err() error {
 	return nil
 }
 
-// fetchDiscovery fetches a server's resources, in the aggregated form or else in the old form. They are not nil.
+// fetchDiscovery fetches a server's resources, in the aggregated form or else in the old form. Without an error they
+// are not nil, because nil means that the server has never responded.
 func (s *server) fetchDiscovery(ctx context.Context,
 	gv schema.GroupVersion) ([]apidiscoveryv2.APIResourceDiscovery, error) {
 	const accept = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList," +
@@ -302,7 +304,7 @@ func setResponseKinds(resources []apidiscoveryv2.APIResourceDiscovery) {
 }
 
 // get fetches a path of the server as the user aggregator. kube-apiserver fetches discovery also from a server that is
-// not available. Here, forty such servers that hang would delay the start of a gateway, and other servers, by 100 s.
+// not available. Here, forty such servers that hang would delay the start of a gateway, and other servers, by 50 s.
 func (s *server) get(ctx context.Context, path, accept string,
 	limit responseLimit) (data []byte, contentType string, err error) {
 	if !s.Available || len(s.Addresses) == 0 || s.err != nil {

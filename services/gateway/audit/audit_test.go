@@ -410,10 +410,17 @@ func TestAnEventBeginsItsOwnLine(t *testing.T) {
 		if err := write("first\n"); err != nil {
 			t.Fatal(err)
 		}
-		disk, _ := os.OpenFile(path, os.O_APPEND|os.O_WRONLY, 0)
+		disk, err := os.OpenFile(path, os.O_APPEND|os.O_WRONLY, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer disk.Close()
 		full := &limitedFile{disk, 3}
 		w.(*lineWriter).out = full
 		if write("second\n") == nil || write("third\n") == nil {
+			t.Error("a full disk has no error")
+		}
+		if full.free = 1; write("lost\n") == nil { // the line break alone is written
 			t.Error("a full disk has no error")
 		}
 		full.free = 100

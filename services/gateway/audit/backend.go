@@ -167,7 +167,7 @@ func (w *lineWriter) Write(b []byte) (int, error) {
 	}
 	n, err := w.out.Write(line)
 	if n > 0 {
-		w.partial = n < len(line)
+		w.partial = line[n-1] != '\n'
 	}
 	return max(0, n-(len(line)-len(b))), err
 }
@@ -175,7 +175,7 @@ func (w *lineWriter) Write(b []byte) (int, error) {
 // endsInPartialLine returns true for a file whose last line has no line break.
 func endsInPartialLine(path string) bool {
 	info, err := os.Stat(path)
-	if err != nil || !info.Mode().IsRegular() || info.Size() == 0 { // a reader of a pipe would take its events
+	if err != nil || !info.Mode().IsRegular() || info.Size() == 0 { // opening a pipe would take events from its reader
 		return false
 	}
 	f, err := os.Open(path)

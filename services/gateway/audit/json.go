@@ -56,7 +56,7 @@ func toJSON(mediaType string, body []byte) ([]byte, error) {
 	return nil, fmt.Errorf("audit: unsupported media type %q", mediaType)
 }
 
-// DecodeProtobuf decodes an object of a response, as a client that reads JSON receives it.
+// DecodeProtobuf decodes an object of a response, with the kinds and the empty lists that protobuf does not encode.
 func DecodeProtobuf(data []byte) (runtime.Object, error) {
 	obj, gvk, err := protobuf.NewSerializer(protobufScheme, protobufScheme).Decode(data, nil, nil)
 	if err != nil {
@@ -84,7 +84,8 @@ func asServed(obj runtime.Object, gvk schema.GroupVersionKind) runtime.Object {
 // patchJSON returns a patch in the form that an audit event can contain. Server-side apply accepts YAML, and a rejected
 // patch may have any content. Neither would be valid in an event, and would fail the event's whole batch. A patch that
 // is not YAML becomes a string. YAML that may contain aliases does too, because 100 KB of aliases expand to hundreds of
-// megabytes of JSON. CBOR is decoded as CBOR alone: the same bytes can be another document in YAML.
+// megabytes of JSON. CBOR is decoded only as CBOR, because the same bytes can be another document in
+// YAML.
 func patchJSON(mediaType string, patch []byte) []byte {
 	if mediaTypeOf(mediaType) == string(types.ApplyCBORPatchType) {
 		if data, err := toJSON(runtime.ContentTypeCBOR, patch); err == nil {

@@ -34,8 +34,8 @@ var (
 
 var codecsWithCBOR = serializer.NewCodecFactory(Scheme, serializer.WithSerializer(cbor.NewSerializerInfo))
 
-// ResourceCodecs returns Codecs for the responses of resources and for the lists of built-in resources. They include
-// CBOR if its feature gate is on.
+// ResourceCodecs returns the codecs of resources' responses and of the APIResourceLists of built-in groups: Codecs,
+// with CBOR if the gate is on (k8s.io/apiserver/pkg/server, NewDefaultAPIGroupInfo).
 func ResourceCodecs() serializer.CodecFactory {
 	if utilfeature.DefaultFeatureGate.Enabled(features.CBORServingAndStorage) {
 		return codecsWithCBOR

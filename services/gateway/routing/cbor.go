@@ -35,8 +35,8 @@ func (c *requestContext) sourceOutput() *registryv1.Output {
 	return out
 }
 
-// encoded returns the sink of a watch's frames.
-func (c *requestContext) encoded(s watch.Sink) watch.Sink {
+// eventSink returns s, or a sink that encodes the events of sourceOutput in CBOR before s.
+func (c *requestContext) eventSink(s watch.Sink) watch.Sink {
 	if c.out.MediaType != runtime.ContentTypeCBOR {
 		return s
 	}
@@ -50,7 +50,7 @@ type cborSink struct {
 	source string // the media type of the frames
 }
 
-// Write implements watch.Sink. It holds about sliceBytes of encoded events.
+// Write implements watch.Sink. It holds at most sliceBytes of encoded events, and an event.
 func (s *cborSink) Write(ctx context.Context, timeout time.Duration, frames ...[]byte) error {
 	var encoded [][]byte
 	size := 0
@@ -76,12 +76,13 @@ func (s *cborSink) Write(ctx context.Context, timeout time.Duration, frames ...[
 	return err
 }
 
-// Hijack implements watch.Sink. No other goroutine may write frames that are not CBOR.
+// Hijack implements watch.Sink. It returns nil, because a broadcast would write frames of the source's encoding.
 func (s *cborSink) Hijack(context.Context) *h2writer.Stream { return nil }
 
 var cborSerializer = cbor.NewSerializer(nil, nil)
 
-// encode returns a JSON or protobuf event in CBOR. As in kube-apiserver, the order of a map's keys is random.
+// encode returns a JSON or protobuf event in CBOR. As in kube-apiserver (k8s.io/apiserver/pkg/endpoints/handlers), the
+// order of a map's keys is random.
 func (s *cborSink) encode(event []byte) ([]byte, error) {
 	e := &metav1.WatchEvent{}
 	obj, err := s.decode(event, e)
@@ -97,7 +98,8 @@ func (s *cborSink) encode(event []byte) ([]byte, error) {
 	return out.Bytes(), err
 }
 
-// decode decodes an event and its object. The object may be as deep as an object that a request carries.
+// decode decodes an event and its object. It cuts a JSON object out of its event, because the event adds a level and
+// the decoder accepts 10,000.
 func (s *cborSink) decode(event []byte, e *metav1.WatchEvent) (runtime.Object, error) {
 	if s.source == runtime.ContentTypeProtobuf {
 		if err := e.Unmarshal(event); err != nil {

@@ -23,10 +23,11 @@ import (
 type sentFrames struct {
 	watch.Sink
 	frames [][]byte
+	writes int
 }
 
 func (s *sentFrames) Write(_ context.Context, _ time.Duration, frames ...[]byte) error {
-	s.frames = append(s.frames, frames...)
+	s.frames, s.writes = append(s.frames, frames...), s.writes+1
 	return nil
 }
 
@@ -107,5 +108,18 @@ func TestAWatchIsEncodedInCBOR(t *testing.T) {
 		if err := (&cborSink{sent, runtime.ContentTypeProtobuf}).Write(t.Context(), time.Second, bad); err == nil {
 			t.Errorf("%x is written", bad)
 		}
+	}
+}
+
+// A watch in CBOR holds 64 KB of encoded events at most, and an event.
+func TestCBOREventsAreSentInSlices(t *testing.T) {
+	event := `{"type":"ADDED","object":{"x":"` + strings.Repeat("x", 20<<10) + `"}}` + "\n"
+	sent := &sentFrames{}
+	s := &cborSink{sent, runtime.ContentTypeJSON}
+	if err := s.Write(t.Context(), time.Second, []byte(strings.Repeat(event, 8))); err != nil {
+		t.Fatal(err)
+	}
+	if len(sent.frames) != 8 || sent.writes != 2 {
+		t.Errorf("%d events in %d writes", len(sent.frames), sent.writes)
 	}
 }

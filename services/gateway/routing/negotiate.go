@@ -48,6 +48,7 @@ func (c *requestContext) serializers() runtime.NegotiatedSerializer {
 	return selectedMediaTypes{all, infos}
 }
 
+// selectedMediaTypes is a serializer with fewer media types.
 type selectedMediaTypes struct {
 	runtime.NegotiatedSerializer
 	infos []runtime.SerializerInfo

@@ -113,7 +113,7 @@ func (c *requestContext) serveWebSocket(hub *watch.Hub, r *watch.Request) {
 			defer cancel()
 			_, _ = io.Copy(io.Discard, ws)
 		}()
-		hub.Serve(ctx, r, c.encoded(&socketSink{ws, c.out.MediaType}))
+		hub.Serve(ctx, r, c.eventSink(&socketSink{ws, c.out.MediaType}))
 		// The deadline of the last event may have passed. TLS cannot send anything valid after a write that timed out.
 		_ = ws.SetWriteDeadline(time.Now().Add(closeTimeout))
 	})
@@ -143,10 +143,11 @@ func (s *socketSink) Write(ctx context.Context, timeout time.Duration, frames ..
 	})
 }
 
-// eachEvent calls f with each event of frames, which arrive in consecutive pieces. A protobuf event comes without the
-// frame's length. In CBOR, each piece is an event. It copies only an event that spans pieces, and f must not keep it.
+// eachEvent calls f with each event of pieces, which are consecutive parts of a body. A protobuf event comes without the
+// length of its frame. In CBOR, each piece is an event. f must not keep an event, because only an event that spans
+// pieces is copied.
 func eachEvent(pieces [][]byte, mediaType string, f func(event []byte) error) error {
-	var begun []byte // the begin of an event whose end is in a later piece
+	var begun []byte // the start of an event that ends in a later piece
 	for _, data := range pieces {
 		spans := len(begun) > 0
 		if spans {

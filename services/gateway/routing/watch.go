@@ -49,9 +49,10 @@ func (c *requestContext) watch() {
 		c.serveWebSocket(hub, r)
 		return
 	}
+	// The hub encodes the parts of a gzip body, and cborSink cannot read these.
 	r.Compress = hub.Config.Compression && !c.isInternal() && body.AcceptsGzip(c.req) &&
 		c.out.MediaType != runtime.ContentTypeCBOR
-	hub.Serve(c.req.Context(), r, c.encoded(&httpSink{call: c, control: http.NewResponseController(c.w)}))
+	hub.Serve(c.req.Context(), r, c.eventSink(&httpSink{call: c, control: http.NewResponseController(c.w)}))
 }
 
 // openWatches returns upstream's gauge of long-running requests. Upstream counts a request only while a function runs
@@ -87,7 +88,7 @@ func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	if !sourceMediaType(c.out.MediaType) && c.out.MediaType != runtime.ContentTypeCBOR {
+	if !sourceMediaType(c.sourceOutput().MediaType) {
 		_, streams := negotiation.MediaTypesForSerializer(c.serializers())
 		return nil, nil, negotiation.NewNotAcceptableError(streams)
 	}

@@ -70,8 +70,8 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.DurationVar(&c.WriteTimeout, "watch-write-timeout", 30*time.Second,
 		"How long a client may accept no pending byte of a watch before the gateway ends the watch.")
 	fs.BoolVar(&c.Compression, "watch-compression", false,
-		"Compress the responses of watches for clients that accept gzip. The gateway compresses an event once for all "+
-			"equal watches of a user that are up to date. kube-apiserver 1.36 compresses no watch.")
+		"Compress the responses of watches for clients that accept gzip, except CBOR. The gateway compresses an event "+
+			"once for all equal watches of a user that are up to date. kube-apiserver 1.36 compresses no watch.")
 	fs.IntVar(&c.UserRate, "max-watch-rate-per-user", 100000,
 		"The rate limit, in events per second, for all watches of a user at a gateway. The burst is ten seconds' "+
 			"worth. An event counts as one, plus one per KB. Events over the rate are delayed, and a watch that falls "+

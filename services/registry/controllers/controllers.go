@@ -14,7 +14,7 @@
 // # Review notes
 //
 //   - Run must start the ServiceCIDR controller first, and kubernetesService after hookServiceRepair and
-//     allocatorsReady. Otherwise the term may fail, or the kubernetes Service appears 10 s later.
+//     awaitAllocators. Otherwise the kubernetes Service appears 10 s later.
 //   - registration must wait for the CRDs. Otherwise it deletes the APIServices of existing CRDs.
 //   - The value of ElectionKey must not change. Replicas of two releases share it during a rolling upgrade.
 package controllers

@@ -362,7 +362,7 @@ func strategicError(err error) error {
 
 func (p *patcher) applyServerSide(ctx context.Context, current runtime.Object) (runtime.Object, error) {
 	unmarshal, unmarshalStrict := yaml.Unmarshal, yaml.UnmarshalStrict
-	if p.patchType == types.ApplyCBORPatchType { // it never accepts duplicate keys
+	if p.patchType == types.ApplyCBORPatchType { // as in upstream's newApplyPatcher: duplicate keys are always rejected
 		unmarshal, unmarshalStrict = cbor.Unmarshal, cbor.Unmarshal
 	}
 	patch := &unstructured.Unstructured{Object: map[string]any{}}

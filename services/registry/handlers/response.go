@@ -73,7 +73,8 @@ func (scope *RequestScope) Encode(ctx context.Context, out *registryv1.Output, q
 		s = info.PrettySerializer
 	}
 	buf := &cancelableBuffer{ctx: ctx, list: meta.IsListType(obj)}
-	// As in kube-apiserver, the order of a map's keys in CBOR is random, so that no client relies on it.
+	// As in kube-apiserver (k8s.io/apiserver/pkg/endpoints/handlers/responsewriters), the order of a map's keys in CBOR
+	// is random, so that no client relies on it.
 	encoder := serializer.EncoderForVersion(runtime.UseNondeterministicEncoding(s), gv)
 	if err := encoder.Encode(obj, buf); err != nil {
 		return nil, err

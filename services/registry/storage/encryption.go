@@ -29,7 +29,8 @@ type encryption struct {
 	lastErr atomic.Pointer[error]
 }
 
-// StartHooks returns the start hooks that the options of encryption add, by kube-apiserver's names.
+// StartHooks returns the start hook that maybeApplyResourceTransformers adds
+// (k8s.io/apiserver/pkg/server/options/etcd.go), without poststarthook/. It has run: openEncryption starts the reload.
 func (s *Storage) StartHooks() []string {
 	if s.options.EncryptionAutomaticReload {
 		return []string{"start-encryption-provider-config-automatic-reload"}

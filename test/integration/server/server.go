@@ -98,9 +98,10 @@ func shareClientCAs(dir string, s *options.ServerRunOptions) error {
 	clientCAsMu.Lock()
 	defer clientCAsMu.Unlock()
 	prefix := s.Etcd.StorageConfig.Prefix
-	earlier := clientCAs[prefix]
-	clientCAs[prefix] = append(slices.Clone(own), earlier...)
-	if len(earlier) == 0 || bytes.Contains(earlier, own) {
+	if !bytes.Contains(clientCAs[prefix], own) {
+		clientCAs[prefix] = append(slices.Clone(own), clientCAs[prefix]...)
+	}
+	if len(clientCAs[prefix]) == len(own) {
 		return nil
 	}
 	*file = filepath.Join(dir, "client-cas.crt")

@@ -1540,6 +1540,7 @@ type DiscoveryResponse struct {
 	// The event logs of the other etcds, in the order of --etcd-servers-overrides.
 	Logs []string `protobuf:"bytes,9,rep,name=logs" json:"logs,omitempty"`
 	// The start hooks that registry's flags add and that it has run, by kube-apiserver's names without poststarthook/.
+	// StartHooksResponse has the hooks of the elected registry instead.
 	StartHooks    []string `protobuf:"bytes,10,rep,name=start_hooks,json=startHooks" json:"start_hooks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
