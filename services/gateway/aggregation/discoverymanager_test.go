@@ -29,7 +29,11 @@ func TestLargeDiscoveryIsRefused(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			body := fmt.Appendf(nil, `{"items":[{"metadata":{"name":"metrics.k8s.io"},"versions":`+
 				`[{"version":"v1","resources":[%s]}]}]}`, items)
-			p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, _ *http.Request) {
+			p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, r *http.Request) {
+				if strings.HasPrefix(r.URL.Path, "/openapi/") {
+					http.NotFound(w, r)
+					return
+				}
 				w.Header().Set("Content-Type", "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList")
 				_, _ = w.Write(body)
 			}))
