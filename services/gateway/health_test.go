@@ -115,8 +115,8 @@ func TestWithHooks(t *testing.T) {
 	for _, c := range withHooks(checks, []string{"b", "c", "b"}) {
 		names = append(names, c.Name())
 	}
-	if want := []string{"ping", "poststarthook/a", "poststarthook/b", "poststarthook/c", "etcd-readiness"}; !slices.Equal(
-		names, want) {
+	want := []string{"ping", "poststarthook/a", "poststarthook/b", "poststarthook/c", "etcd-readiness"}
+	if !slices.Equal(names, want) {
 		t.Errorf("%q", names)
 	}
 }

@@ -87,21 +87,18 @@ func TestCBOR(t *testing.T) {
 	dir := harness.TempDir(t)
 	theirs := harness.KubeAPIServer(t, dir, harness.Etcd(t, dir), gate)
 	ours, plain := theirs.Beside("", gate), theirs.Beside("")
-	theirs.Apply(widgetsDefinition("{strategy: None}"))
-	theirs.Kubectl("wait", "--for=condition=Established", "crd/widgets.e2e.example.com")
+	define(t, theirs.Server, widgetsDefinition("{strategy: None}"))
 	theirs.Kubectl("create", "secret", "generic", "s", "--from-literal=k=v")
 	const collection = "/apis/e2e.example.com/v1/namespaces/default/widgets"
 	for name, s := range map[string]*harness.Server{"theirs": theirs.Server, "ours": ours} {
-		widget := map[string]any{
-			"apiVersion": "e2e.example.com/v1", "kind": "Widget",
-			"metadata": map[string]any{"name": name}, "spec": map[string]any{"large": large},
-		}
-		if got := askCBOR(t, s, "POST", collection, accept, accept, widget); got.code != http.StatusCreated {
+		w := widget("v1", name, map[string]any{"large": large})
+		if got := askCBOR(t, s, "POST", collection, accept, accept, w.Object); got.code != http.StatusCreated {
 			t.Fatalf("%s: %v", name, got)
 		}
-		delete(widget, "spec")
-		widget["metadata"] = map[string]any{"labels": map[string]any{"applied": "yes"}}
-		got := askCBOR(t, s, "PATCH", collection+"/"+name+"?fieldManager=m", "application/apply-patch+cbor", accept, widget)
+		delete(w.Object, "spec")
+		w.SetLabels(map[string]string{"applied": "yes"})
+		got := askCBOR(t, s, "PATCH", collection+"/"+name+"?fieldManager=m", "application/apply-patch+cbor", accept,
+			w.Object)
 		if got.code != http.StatusOK || got.contentType != accept {
 			t.Errorf("%s: %v", name, got)
 		}
@@ -150,7 +147,8 @@ func TestCBOR(t *testing.T) {
 		t.Errorf("a server without the gate: %v", err)
 	}
 	plain.Kubectl("annotate", "widget", "ours", "theirs", "by=plain")
-	if out := ours.Kubectl("get", "widgets", "-o", "jsonpath={.items[*].metadata.annotations.by}"); out != "plain plain" {
+	out := ours.Kubectl("get", "widgets", "-o", "jsonpath={.items[*].metadata.annotations.by}")
+	if out != "plain plain" {
 		t.Errorf("written without the gate: %q", out)
 	}
 }

@@ -170,7 +170,8 @@ func aWebSocketWatch(t *testing.T, s *harness.Server, accept string, decode func
 }
 
 func streams(t *testing.T, s *harness.Server) {
-	aWebSocketWatch(t, s, "application/json", func(b []byte, e *metav1.WatchEvent) error { return json.Unmarshal(b, e) })
+	aWebSocketWatch(t, s, "application/json",
+		func(b []byte, e *metav1.WatchEvent) error { return json.Unmarshal(b, e) })
 	aWebSocketWatch(t, s, "application/vnd.kubernetes.protobuf",
 		func(b []byte, e *metav1.WatchEvent) error { return e.Unmarshal(b) })
 	k := newKubelet(t, s)

@@ -128,13 +128,15 @@ func (builtIn) verbRouted(c *requestContext) bool {
 }
 
 func (builtIn) checkAccept(c *requestContext) error {
-	produced := c.apiResource.MediaTypes
-	if c.info.Verb == "list" || c.info.Verb == "watch" {
-		_, streams := negotiation.MediaTypesForSerializer(c.serializers())
-		produced = append(slices.Clone(produced), streams...)
-	}
-	if responsewriters.Acceptable(c.req.Header.Get("Accept"), produced) {
+	accept, produced := c.req.Header.Get("Accept"), c.apiResource.MediaTypes
+	if responsewriters.Acceptable(accept, produced) {
 		return nil
+	}
+	if c.info.Verb == "list" || c.info.Verb == "watch" {
+		produced = append(slices.Clone(produced), c.streamMediaTypes()...)
+		if responsewriters.Acceptable(accept, produced) { // application/cbor-seq
+			return nil
+		}
 	}
 	return responsewriters.NewNotAcceptable(produced)
 }

@@ -24,7 +24,7 @@ func (c *requestContext) negotiate() (*registryv1.Output, error) {
 	if c.apiResource.Deprecation != "" {
 		warning.AddWarning(c.req.Context(), "", c.apiResource.Deprecation)
 	}
-	m, ok := negotiation.NegotiateMediaTypeOptions(c.req.Header.Get("Accept"), c.serializers().SupportedMediaTypes(),
+	m, ok := negotiation.NegotiateMediaTypeOptions(c.req.Header.Get("Accept"), c.serializers(),
 		restrictions{c.dialect, c.apiResource})
 	if !ok {
 		return nil, negotiation.NewNotAcceptableError(c.apiResource.MediaTypes)
@@ -36,19 +36,24 @@ func (c *requestContext) negotiate() (*registryv1.Output, error) {
 	return out, nil
 }
 
-// serializers returns the serializer of the media types that the resource has.
-func (c *requestContext) serializers() runtime.NegotiatedSerializer {
-	all := responsewriters.ResourceCodecs()
+// serializers returns the media types of the resource.
+func (c *requestContext) serializers() []runtime.SerializerInfo {
 	var infos []runtime.SerializerInfo
-	for _, s := range all.SupportedMediaTypes() {
+	for _, s := range responsewriters.ResourceCodecs().SupportedMediaTypes() {
 		if slices.Contains(c.apiResource.MediaTypes, s.MediaType) {
 			infos = append(infos, s)
 		}
 	}
-	return selectedMediaTypes{all, infos}
+	return infos
 }
 
-// selectedMediaTypes is a serializer with fewer media types.
+// streamMediaTypes returns the media types of the resource's watches, for the text of an error.
+func (c *requestContext) streamMediaTypes() []string {
+	_, streams := negotiation.MediaTypesForSerializer(selectedMediaTypes{infos: c.serializers()})
+	return streams
+}
+
+// selectedMediaTypes is a serializer of which only the media types are known.
 type selectedMediaTypes struct {
 	runtime.NegotiatedSerializer
 	infos []runtime.SerializerInfo

@@ -143,8 +143,8 @@ func (s *socketSink) Write(ctx context.Context, timeout time.Duration, frames ..
 	})
 }
 
-// eachEvent calls f with each event of pieces, which are consecutive parts of a body. A protobuf event comes without the
-// length of its frame. In CBOR, each piece is an event. f must not keep an event, because only an event that spans
+// eachEvent calls f with each event of pieces, which are consecutive parts of a body. A protobuf event comes without
+// the length of its frame. In CBOR, each piece is an event. f must not keep an event, because only an event that spans
 // pieces is copied.
 func eachEvent(pieces [][]byte, mediaType string, f func(event []byte) error) error {
 	var begun []byte // the start of an event that ends in a later piece

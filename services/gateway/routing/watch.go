@@ -89,8 +89,7 @@ func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 		return nil, nil, err
 	}
 	if !sourceMediaType(c.sourceOutput().MediaType) {
-		_, streams := negotiation.MediaTypesForSerializer(c.serializers())
-		return nil, nil, negotiation.NewNotAcceptableError(streams)
+		return nil, nil, negotiation.NewNotAcceptableError(c.streamMediaTypes())
 	}
 	bookmarks := p.source.Watches.Config.BookmarkPeriod
 	if p.isInternal {
