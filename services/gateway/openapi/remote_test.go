@@ -126,6 +126,22 @@ func TestRemoteDocumentsAreHashedOnce(t *testing.T) {
 	}
 }
 
+// A document without a title and a version is merged too, as in kube-apiserver. An invalid document is omitted.
+func TestMergedDocuments(t *testing.T) {
+	const path = `"/apis/metrics.k8s.io/v1/nodes"`
+	for document, merged := range map[string]bool{
+		metricsV2:                                 true,
+		`{"paths":{` + path + `:{}}}`:             true,
+		`{"paths":{"/apis/apps/v1/nodes":{}}}`:    false,
+		`{"paths":{` + path + `:{"get":"text"}}}`: false,
+	} {
+		h := aggregated(t, map[string]string{"v2": document})
+		if w := get(h, "/openapi/v2"); w.Code != http.StatusOK || strings.Contains(w.Body.String(), path) != merged {
+			t.Errorf("%s: %d %s", document, w.Code, w.Body)
+		}
+	}
+}
+
 // A large document that is converted has no protobuf encoding. Clients that also accept JSON get JSON.
 func TestALargeConvertedDocumentHasNoProtobuf(t *testing.T) {
 	for size, code := range map[int]int{10: 200, maxConvertedProtobuf: 406} {
