@@ -6,6 +6,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -90,10 +91,14 @@ type namespacedPods struct {
 	namespace string
 }
 
-// Get implements corelisters.PodNamespaceLister.
+// Get implements corelisters.PodNamespaceLister. NodeRestriction rejects a pod that has no node. The node authorizer has
+// a watch of its own, and may already have the pod's node. Such a pod comes from the gateway.
 func (n namespacedPods) Get(name string) (*corev1.Pod, error) {
 	if !n.pods.whole {
-		return n.PodNamespaceLister.Get(name)
+		pod, err := n.PodNamespaceLister.Get(name)
+		if err == nil && pod.Spec.NodeName != "" || err != nil && !apierrors.IsNotFound(err) {
+			return pod, err
+		}
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), podReadTimeout)
 	defer cancel()

@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/client-go/kubernetes/fake"
@@ -63,6 +64,30 @@ func TestPluginInformers(t *testing.T) {
 		if _, err := params.ForResource(corev1.SchemeGroupVersion.WithResource(resource)); (err == nil) != has {
 			t.Errorf("%s: %v", resource, err)
 		}
+	}
+}
+
+// A pod that the informer lacks, or has without a node, is read from the gateway.
+func TestAPodWithoutNodeIsReadAgain(t *testing.T) {
+	pod := func(name, node string) *corev1.Pod {
+		return &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: "x"}, Spec: corev1.PodSpec{NodeName: node}}
+	}
+	f := apiclient.Informers(fake.NewClientset())
+	read := f.Core().V1().Pods().Informer().GetStore()
+	for _, p := range []*corev1.Pod{pod("bound", "n"), pod("unbound", "")} {
+		if err := read.Add(p); err != nil {
+			t.Fatal(err)
+		}
+	}
+	client := fake.NewClientset(pod("bound", "other"), pod("unbound", "n"), pod("new", "n"))
+	pods := newPluginInformers(f, client, false).Core().V1().Pods().Lister().Pods("x")
+	for _, name := range []string{"bound", "unbound", "new"} {
+		if p, err := pods.Get(name); err != nil || p.Spec.NodeName != "n" {
+			t.Errorf("%s: %v, %v", name, p, err)
+		}
+	}
+	if _, err := pods.Get("absent"); !apierrors.IsNotFound(err) {
+		t.Errorf("an absent pod: %v", err)
 	}
 }
 
