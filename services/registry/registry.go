@@ -362,14 +362,15 @@ func (s *Service) Run(ctx context.Context) error {
 		l.run(ctx, &s.tasks)
 	}
 	s.tasks.Go(ctx, "controllers", func(ctx context.Context) error {
-		return election.Run(
-			ctx,
-			s.resources.Storage.Client.Client,
-			s.resources.Storage.OwnKey(controllers.ElectionKey),
-			s.identity,
-			s.controllers.Run,
-			func() {},
-		)
+		candidate := election.Candidate{
+			Client:   s.resources.Storage.Client.Client,
+			Key:      s.resources.Storage.OwnKey(controllers.ElectionKey),
+			Identity: s.identity,
+			Lead:     s.controllers.Run,
+			// Several kube-apiservers on an etcd all run these controllers.
+			LeadWithoutLease: s.controllers.Run,
+		}
+		return candidate.Run(ctx)
 	})
 	if controllers.HasIdentityLease() {
 		s.tasks.Go(ctx, "identity lease", s.controllers.RenewIdentityLease)

@@ -153,7 +153,7 @@ spec: {group: dead.example.com, version: v1, groupPriorityMinimum: 100, versionP
 	}
 	checkFinds(t, through, planted)
 	checkFinds(t, through, map[string]string{"webhooks": "127.0.0.1:1/review) does not respond: the last call"})
-	noSpace(t, s, etcdserverpb.AlarmRequest_ACTIVATE)
+	noSpace(t, etcdOfSplit(t, s), etcdserverpb.AlarmRequest_ACTIVATE)
 	planted["etcd"] = "has the alarm NOSPACE"
 	checkFinds(t, through, planted)
 	pid := pidOf(t, s, "nats-0")
@@ -210,8 +210,8 @@ func pidOf(t *testing.T, s *harness.Server, process string) int {
 	return pid
 }
 
-// noSpace raises or disarms the alarm NOSPACE in the etcd of split.
-func noSpace(t *testing.T, s *harness.Server, action etcdserverpb.AlarmRequest_AlarmAction) {
+// etcdOfSplit returns a client of the first etcd member of split.
+func etcdOfSplit(t *testing.T, s *harness.Server) *clientv3.Client {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(s.Dir, "config", "etcd-0.yaml"))
 	if err != nil {
@@ -224,11 +224,23 @@ func noSpace(t *testing.T, s *harness.Server, action etcdserverpb.AlarmRequest_A
 		t.Fatal(err)
 	}
 	url := regexp.MustCompile(`listen-client-urls: (\S+)`).FindSubmatch(text)[1]
-	client, err := clientv3.New(clientv3.Config{Endpoints: []string{string(url)}, TLS: conf})
+	return etcdClient(t, clientv3.Config{Endpoints: []string{string(url)}, TLS: conf})
+}
+
+// etcdClient returns a client that is closed at the end of the test.
+func etcdClient(t *testing.T, c clientv3.Config) *clientv3.Client {
+	t.Helper()
+	client, err := clientv3.New(c)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer client.Close()
+	t.Cleanup(func() { _ = client.Close() })
+	return client
+}
+
+// noSpace raises or disarms the alarm NOSPACE.
+func noSpace(t *testing.T, client *clientv3.Client, action etcdserverpb.AlarmRequest_AlarmAction) {
+	t.Helper()
 	members, err := client.MemberList(t.Context())
 	if err != nil {
 		t.Fatal(err)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
@@ -13,10 +14,12 @@ import (
 	"time"
 
 	"go.etcd.io/etcd/api/v3/etcdserverpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/watch"
+	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
 	toolscache "k8s.io/client-go/tools/cache"
 	watchtools "k8s.io/client-go/tools/watch"
 
@@ -169,62 +172,23 @@ func TestFullDisks(t *testing.T) {
 }
 
 // TestEtcdWithoutSpace checks that clients see the deletions of an etcd with the alarm NOSPACE. The publisher cannot
-// write its fencing token then. Reads stay consistent, and writes continue after the alarm.
+// write its fencing token then, and another publisher gets no lease. Reads stay consistent, and writes continue after
+// the alarm.
 func TestEtcdWithoutSpace(t *testing.T) {
 	s := harness.Split(t, "")
-	maps := s.Client().CoreV1().ConfigMaps("default")
-	w, err := maps.Watch(t.Context(), metav1.ListOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer w.Stop()
-	receive := func(want watch.EventType, name string) {
-		t.Helper()
-		for {
-			e := next(t, w)
-			object, isMap := e.Object.(*corev1.ConfigMap)
-			if !isMap {
-				t.Fatalf("the watch has ended: %s %+v", e.Type, e.Object)
-			}
-			if e.Type == want && object.Name == name {
-				return
-			}
-		}
-	}
-	create := func(name string) error {
-		_, err := maps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: name}},
-			metav1.CreateOptions{})
-		return err
-	}
-	for _, name := range []string{"early", "late"} {
-		if err := create(name); err != nil {
+	etcd, m := etcdOfSplit(t, s), watchMaps(t, s)
+	for _, name := range []string{"early", "late", "last"} {
+		if err := m.create(name); err != nil {
 			t.Fatal(err)
 		}
-		receive(watch.Added, name)
+		m.receive(watch.Added, name)
 	}
 
-	remove := func(name string) {
-		t.Helper()
-		if err := maps.Delete(t.Context(), name, metav1.DeleteOptions{}); err != nil {
-			t.Fatal(err)
-		}
-		receive(watch.Deleted, name)
-		if _, err := maps.Get(t.Context(), name, metav1.GetOptions{}); !apierrors.IsNotFound(err) {
-			t.Errorf("%s is deleted, and GET has %v", name, err)
-		}
-		list, err := maps.List(t.Context(), metav1.ListOptions{})
-		if err != nil {
-			t.Fatal(err)
-		}
-		if slices.ContainsFunc(list.Items, func(m corev1.ConfigMap) bool { return m.Name == name }) {
-			t.Errorf("%s is deleted, and a consistent list has it", name)
-		}
-	}
-	noSpace(t, s, etcdserverpb.AlarmRequest_ACTIVATE)
-	if err := create("refused"); err == nil || !strings.Contains(err.Error(), "database space exceeded") {
+	noSpace(t, etcd, etcdserverpb.AlarmRequest_ACTIVATE)
+	if err := m.create("refused"); err == nil || !strings.Contains(err.Error(), "database space exceeded") {
 		t.Errorf("a create without space: %v", err)
 	}
-	remove("early")
+	m.remove("early")
 	harness.Eventually(t, 30*time.Second, func() error {
 		for _, registry := range []string{"registry-0.log", "registry-1.log"} { // either is the publisher
 			log, err := os.ReadFile(filepath.Join(s.Dir, registry))
@@ -234,9 +198,101 @@ func TestEtcdWithoutSpace(t *testing.T) {
 		}
 		return errors.New("no fencing token was due")
 	})
-	remove("late")
+	m.remove("late")
+	for _, registry := range []string{"registry-0.pid", "registry-1.pid"} {
+		kill(t, filepath.Join(s.Dir, registry))
+	}
+	harness.Eventually(t, 30*time.Second, func() error {
+		_, err := m.client.Get(t.Context(), "last", metav1.GetOptions{})
+		return err
+	})
+	m.remove("last")
 
-	noSpace(t, s, etcdserverpb.AlarmRequest_DEACTIVATE)
-	harness.Eventually(t, 30*time.Second, func() error { return create("after") })
-	receive(watch.Added, "after")
+	noSpace(t, etcd, etcdserverpb.AlarmRequest_DEACTIVATE)
+	harness.Eventually(t, 30*time.Second, func() error { return m.create("after") })
+	m.receive(watch.Added, "after")
+}
+
+// TestAFullEtcdIsServedAfterARestart checks that a server which starts on an etcd with the alarm NOSPACE becomes ready,
+// as kube-apiserver does, and that its watches have deletions.
+func TestAFullEtcdIsServedAfterARestart(t *testing.T) {
+	dir := harness.TempDir(t)
+	url := harness.Etcd(t, dir)
+	etcd := etcdClient(t, clientv3.Config{Endpoints: []string{url}})
+	s := harness.Up(t, dir, "--etcd-servers="+url)
+	if err := watchMaps(t, s).create("early"); err != nil {
+		t.Fatal(err)
+	}
+	noSpace(t, etcd, etcdserverpb.AlarmRequest_ACTIVATE)
+	s.Kill()
+
+	s = harness.Up(t, dir, "--etcd-servers="+url)
+	if code, body := s.Get("/readyz"); code != http.StatusOK {
+		t.Errorf("/readyz: %d %s", code, body)
+	}
+	m := watchMaps(t, s)
+	m.receive(watch.Added, "early")
+	m.remove("early")
+
+	noSpace(t, etcd, etcdserverpb.AlarmRequest_DEACTIVATE)
+	harness.Eventually(t, 30*time.Second, func() error { return m.create("after") })
+	m.receive(watch.Added, "after")
+}
+
+// watchedMaps are the ConfigMaps of the namespace default, with a watch that must not end.
+type watchedMaps struct {
+	t      *testing.T
+	client typedcorev1.ConfigMapInterface
+	events watch.Interface
+}
+
+func watchMaps(t *testing.T, s *harness.Server) *watchedMaps {
+	t.Helper()
+	client := s.Client().CoreV1().ConfigMaps("default")
+	events, err := client.Watch(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(events.Stop)
+	return &watchedMaps{t, client, events}
+}
+
+func (m *watchedMaps) create(name string) error {
+	_, err := m.client.Create(m.t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: name}},
+		metav1.CreateOptions{})
+	return err
+}
+
+// receive receives events until an event of an object.
+func (m *watchedMaps) receive(want watch.EventType, name string) {
+	m.t.Helper()
+	for {
+		e := next(m.t, m.events)
+		object, isMap := e.Object.(*corev1.ConfigMap)
+		if !isMap {
+			m.t.Fatalf("the watch has ended: %s %+v", e.Type, e.Object)
+		}
+		if e.Type == want && object.Name == name {
+			return
+		}
+	}
+}
+
+// remove deletes an object. The watch, a GET and a consistent list show it.
+func (m *watchedMaps) remove(name string) {
+	m.t.Helper()
+	if err := m.client.Delete(m.t.Context(), name, metav1.DeleteOptions{}); err != nil {
+		m.t.Fatal(err)
+	}
+	m.receive(watch.Deleted, name)
+	if _, err := m.client.Get(m.t.Context(), name, metav1.GetOptions{}); !apierrors.IsNotFound(err) {
+		m.t.Errorf("%s is deleted, and GET has %v", name, err)
+	}
+	list, err := m.client.List(m.t.Context(), metav1.ListOptions{})
+	if err != nil {
+		m.t.Fatal(err)
+	}
+	if slices.ContainsFunc(list.Items, func(c corev1.ConfigMap) bool { return c.Name == name }) {
+		m.t.Errorf("%s is deleted, and a consistent list has it", name)
+	}
 }

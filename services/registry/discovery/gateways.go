@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -90,6 +91,9 @@ func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest)
 		}
 	}
 	live, lerr := etcd.Get(ctx, prefix, clientv3.WithPrefix())
+	if lerr == nil && errors.Is(err, rpctypes.ErrNoSpace) {
+		return keepGateway(ctx, etcd, prefix+r.Name, live.Kvs)
+	}
 	if err := errors.Join(err, lerr); err != nil {
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}
@@ -97,6 +101,20 @@ func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest)
 		d.updateEndpoints(address, live.Kvs)
 	}
 	return &registryv1.GatewaysResponse{Alive: int32(live.Count)}, nil
+}
+
+// keepGateway counts a gateway while etcd has no space. A lease can still be kept alive. A gateway without a lease
+// counts only for itself, and its endpoint remains as it is.
+func keepGateway(ctx context.Context, etcd *clientv3.Client, key string,
+	live []*mvccpb.KeyValue) (*registryv1.GatewaysResponse, error) {
+	alive := int32(len(live))
+	i := slices.IndexFunc(live, func(kv *mvccpb.KeyValue) bool { return string(kv.Key) == key })
+	if i < 0 {
+		alive++
+	} else if _, err := etcd.KeepAliveOnce(ctx, clientv3.LeaseID(live[i].Lease)); err != nil {
+		return nil, status.Error(codes.Unavailable, err.Error())
+	}
+	return &registryv1.GatewaysResponse{Alive: alive}, nil
 }
 
 // GatewayReports implements registryv1.DiscoveryServer.

@@ -6,6 +6,8 @@ import (
 	"testing"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
+
 	"watershed.dev/services/registry/election"
 	"watershed.dev/services/registry/internal/fixture"
 )
@@ -66,8 +68,13 @@ func TestOneLeadsAtATime(t *testing.T) {
 		all[name] = c
 		go func() {
 			defer close(done)
-			_ = election.Run(ctx, fx.Resources.Storage.Client.Client, "/watershed/test", name,
-				l.lead(name, c.resign), func() {})
+			e := election.Candidate{
+				Client:   fx.Resources.Storage.Client.Client,
+				Key:      "/watershed/test",
+				Identity: name,
+				Lead:     l.lead(name, c.resign),
+			}
+			_ = e.Run(ctx)
 		}()
 		t.Cleanup(c.stop)
 	}
@@ -79,6 +86,65 @@ func TestOneLeadsAtATime(t *testing.T) {
 	}
 	all[second].stop() // the leader revokes its lease, which need not run out
 	if third := l.next(t); third != first {
+		t.Errorf("%s leads", third)
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.maxConcurrent != 1 {
+		t.Errorf("%d led at a time", l.maxConcurrent)
+	}
+}
+
+// Without space, etcd grants no lease. A leader keeps its lease. Then a candidate leads without a lease until etcd has
+// space.
+func TestACandidateLeadsWithoutLease(t *testing.T) {
+	client := fixture.New(t).Resources.Storage.Client.Client
+	alarm := func(action etcdserverpb.AlarmRequest_AlarmAction) {
+		t.Helper()
+		members, err := client.MemberList(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := etcdserverpb.NewMaintenanceClient(client.ActiveConnection()).Alarm(t.Context(),
+			&etcdserverpb.AlarmRequest{Action: action, Alarm: etcdserverpb.AlarmType_NOSPACE,
+				MemberID: members.Members[0].ID}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	l := &leaders{current: map[string]bool{}, elected: make(chan string, 10)}
+	run := func(name string) (stop func()) {
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		c := election.Candidate{
+			Client:           client,
+			Key:              "/watershed/test",
+			Identity:         name,
+			Lead:             l.lead(name, nil),
+			LeadWithoutLease: l.lead(name+" without lease", nil),
+		}
+		go func() {
+			defer close(done)
+			_ = c.Run(ctx)
+		}()
+		stop = sync.OnceFunc(func() { cancel(); <-done })
+		t.Cleanup(stop)
+		return stop
+	}
+	stopA := run("a")
+	first := l.next(t)
+	alarm(etcdserverpb.AlarmRequest_ACTIVATE)
+	run("b")
+	select {
+	case name := <-l.elected:
+		t.Fatalf("%s leads beside %s", name, first)
+	case <-time.After(3 * time.Second): // longer than a lease
+	}
+	stopA()
+	if second := l.next(t); second != "b without lease" {
+		t.Errorf("%s leads", second)
+	}
+	alarm(etcdserverpb.AlarmRequest_DEACTIVATE)
+	if third := l.next(t); third != "b" {
 		t.Errorf("%s leads", third)
 	}
 	l.mu.Lock()

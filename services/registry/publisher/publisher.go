@@ -128,12 +128,17 @@ const wrongLastID jetstream.ErrorCode = 10070
 
 // failed records the error of a term. The cause of a rejected message replaces the errors that follow from it.
 func (p *Publisher) failed(err error) {
-	var rejected *jetstream.APIError
-	if errors.As(err, &rejected) && rejected.ErrorCode == wrongLastID {
+	if isWrongLastID(err) {
 		p.failure.CompareAndSwap(nil, &err)
 		return
 	}
 	p.failure.Store(&err)
+}
+
+// isWrongLastID reports whether another message is the log's last, for example of another publisher.
+func isWrongLastID(err error) bool {
+	var rejected *jetstream.APIError
+	return errors.As(err, &rejected) && rejected.ErrorCode == wrongLastID
 }
 
 // Failure returns why this publisher cannot publish now: an error that no acknowledgement has followed.
@@ -155,20 +160,44 @@ func (p *Publisher) Elected() bool { return p.elected.Load() }
 //	leader ── lease lost, ctx done ──▶ follower
 //	leader ── core.Publisher.TermFailed ──▶ follower, which pauses before the next election
 //	follower ── sees another leader ──▶ follower with an empty checkpoint
+//	follower ── etcd has no space, no publisher ──▶ leader without a lease
+//	leader without a lease ── another publisher, or space in etcd ──▶ follower
 func (p *Publisher) Run(ctx context.Context) error {
 	go p.sendTraceContexts(ctx)
-	return election.Run(
-		ctx,
-		p.Etcd.Client.Client,
-		p.electionKey(),
-		p.Identity,
-		p.lead,
-		p.core.OtherLeader,
-	)
+	candidate := election.Candidate{
+		Client:           p.Etcd.Client.Client,
+		Key:              p.electionKey(),
+		Identity:         p.Identity,
+		Lead:             func(ctx context.Context) error { return p.lead(ctx, true) },
+		LeadWithoutLease: p.leadWithoutLease,
+		OtherLeads:       p.core.OtherLeader,
+	}
+	return candidate.Run(ctx)
+}
+
+// probePeriod is how often a candidate without a lease looks for another publisher.
+const probePeriod = time.Second
+
+// leadWithoutLease leads once no other registry publishes. Two publishers that begin at the same time cannot fork the
+// log, because NATS rejects the message of one of them. That publisher resigns.
+func (p *Publisher) leadWithoutLease(ctx context.Context) error {
+	for subject := p.Log.ID.Subject(eventlog.ProgressRequestSubject); ; {
+		probe, cancel := context.WithTimeout(ctx, probePeriod)
+		_, err := p.NATS.RequestWithContext(probe, subject, nil) // a publisher receives it, and does not respond
+		if errors.Is(err, nats.ErrNoResponders) {
+			cancel()
+			return p.lead(ctx, false)
+		}
+		<-probe.Done()
+		cancel()
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+	}
 }
 
 // lead publishes term after term until ctx ends, or fails if the leader must resign.
-func (p *Publisher) lead(ctx context.Context) error {
+func (p *Publisher) lead(ctx context.Context, leased bool) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var tasks lifecycle.Supervisor
 	defer tasks.Wait()
@@ -199,6 +228,9 @@ func (p *Publisher) lead(ctx context.Context) error {
 		if failed++; time.Since(warned) > warnPeriod {
 			slog.Warn("Publishing failed; resuming from the log's last message", "error", err, "times", failed)
 			warned, failed = time.Now(), 0
+		}
+		if !leased && isWrongLastID(err) {
+			return err
 		}
 		if p.core.TermFailed(time.Now()) {
 			return fmt.Errorf("no event could be published for a while: %w", err)

@@ -199,28 +199,32 @@ func (p *Publisher) existed(ctx context.Context, key string, revision int64) (bo
 
 // writeEpoch writes the epoch's record if this publisher is still elected and the mod revision of EpochKey is still
 // after (0: the key does not exist). Otherwise it returns core.ErrEpochChanged. rpctypes.ErrNoSpace means that the
-// record is not written and the conditions hold.
+// record is not written, that the mod revision is still after, and that no other publisher is elected.
 func (p *Publisher) writeEpoch(ctx context.Context, e core.Epoch, after int64) (revision int64, err error) {
 	data, err := json.Marshal(e)
 	if err != nil {
 		return 0, err
 	}
-	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.Value(p.electionKey()), "=", p.Identity),
-		clientv3.Compare(clientv3.ModRevision(p.EpochKey()), "=", after)}
-	resp, err := p.Etcd.Client.Txn(ctx).If(conditions...).Then(clientv3.OpPut(p.EpochKey(), string(data))).Commit()
+	etcd, unchanged := p.Etcd.Client, clientv3.Compare(clientv3.ModRevision(p.EpochKey()), "=", after)
+	elected := clientv3.Compare(clientv3.Value(p.electionKey()), "=", p.Identity)
+	resp, err := etcd.Txn(ctx).If(elected, unchanged).Then(clientv3.OpPut(p.EpochKey(), string(data))).Commit()
 	noSpace := errors.Is(err, rpctypes.ErrNoSpace)
 	if noSpace { // the write that raises the alarm is executed, and a later one does not compare
-		resp, err = p.Etcd.Client.Txn(ctx).If(conditions...).Then(clientv3.OpGet(p.EpochKey())).Commit()
+		resp, err = etcd.Txn(ctx).If(unchanged).Then(clientv3.OpGet(p.electionKey())).Commit()
 	}
 	switch {
 	case err != nil:
 		return 0, err
 	case !resp.Succeeded:
 		return 0, core.ErrEpochChanged
-	case noSpace:
-		return 0, rpctypes.ErrNoSpace
+	case !noSpace:
+		return resp.Header.Revision, nil
 	}
-	return resp.Header.Revision, nil
+	// Without a lease, no candidate holds the key.
+	if holder := resp.Responses[0].GetResponseRange().Kvs; len(holder) > 0 && string(holder[0].Value) != p.Identity {
+		return 0, core.ErrEpochChanged
+	}
+	return 0, rpctypes.ErrNoSpace
 }
 
 // checkToken ends the term if the epoch's record is not this publisher's. Otherwise it publishes the changed sums. The
