@@ -188,6 +188,9 @@ func (p *Publisher) leadWithoutLease(ctx context.Context) error {
 			cancel()
 			return p.lead(ctx, false)
 		}
+		if p.NATS.IsConnected() {
+			p.core.OtherLeader()
+		}
 		<-probe.Done()
 		cancel()
 		if ctx.Err() != nil {
@@ -230,6 +233,7 @@ func (p *Publisher) lead(ctx context.Context, leased bool) error {
 			warned, failed = time.Now(), 0
 		}
 		if !leased && isWrongLastID(err) {
+			p.core.OtherLeader()
 			return err
 		}
 		if p.core.TermFailed(time.Now()) {
