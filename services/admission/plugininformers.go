@@ -92,17 +92,19 @@ type namespacedPods struct {
 }
 
 // Get implements corelisters.PodNamespaceLister. NodeRestriction rejects a pod that has no node. The node authorizer has
-// a watch of its own, and may already have the pod's node. Such a pod comes from the gateway.
+// a watch of its own, and may already have the pod's node. Such a pod comes from the gateway, if the gateway responds.
 func (n namespacedPods) Get(name string) (*corev1.Pod, error) {
-	if !n.pods.whole {
-		pod, err := n.PodNamespaceLister.Get(name)
-		if err == nil && pod.Spec.NodeName != "" || err != nil && !apierrors.IsNotFound(err) {
-			return pod, err
-		}
+	if n.pods.whole {
+		return n.pods.get(n.namespace, name)
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), podReadTimeout)
-	defer cancel()
-	return n.pods.client.CoreV1().Pods(n.namespace).Get(ctx, name, metav1.GetOptions{})
+	pod, err := n.PodNamespaceLister.Get(name)
+	if err == nil && pod.Spec.NodeName != "" || err != nil && !apierrors.IsNotFound(err) {
+		return pod, err
+	}
+	if current, err := n.pods.get(n.namespace, name); err == nil || apierrors.IsNotFound(err) {
+		return current, err
+	}
+	return pod, err
 }
 
 // List implements corelisters.PodNamespaceLister.
@@ -125,6 +127,13 @@ type podReader struct {
 	whole bool
 	// slots is a semaphore of lists.
 	slots chan struct{}
+}
+
+// get returns a whole pod.
+func (r *podReader) get(namespace, name string) (*corev1.Pod, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), podReadTimeout)
+	defer cancel()
+	return r.client.CoreV1().Pods(namespace).Get(ctx, name, metav1.GetOptions{})
 }
 
 // list returns the pods of a namespace without their status and environment, which PodSecurity does not read. It reads

@@ -223,8 +223,24 @@ func TestAFullEtcdIsServedAfterARestart(t *testing.T) {
 	if err := watchMaps(t, s).create("early"); err != nil {
 		t.Fatal(err)
 	}
+	elected := func() int64 {
+		resp, err := etcd.Get(t.Context(), "/registry/watershed/controllers")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return resp.Count
+	}
+	if elected() != 1 {
+		t.Fatal("the election has another key")
+	}
 	noSpace(t, etcd, etcdserverpb.AlarmRequest_ACTIVATE)
 	s.Kill()
+	harness.Eventually(t, 30*time.Second, func() error {
+		if elected() > 0 {
+			return errors.New("the lease of the killed server has not run out")
+		}
+		return nil
+	})
 
 	s = harness.Up(t, dir, "--etcd-servers="+url)
 	if code, body := s.Get("/readyz"); code != http.StatusOK {

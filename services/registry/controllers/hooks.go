@@ -3,12 +3,15 @@ package controllers
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	genericapiserver "k8s.io/apiserver/pkg/server"
 
@@ -28,6 +31,9 @@ type StartHooks struct {
 	// Identity is the name of this registry in the election.
 	Identity string
 
+	// local is the term of this registry, or nil.
+	local atomic.Pointer[hooksTerm]
+
 	mu sync.Mutex
 	// silent is the elected registry that has not published its progress, and silentSince is when this was first read.
 	silent      string
@@ -37,9 +43,11 @@ type StartHooks struct {
 const (
 	// progressKey is the name of the own key with the progress of the elected registry.
 	progressKey = "start-hooks"
-	// publishTimeout bounds a write of the progress, and publishPause is the pause after a failed write.
+	// publishTimeout bounds a write of the progress. publishPause is the pause after a failed write, and fullPause the
+	// pause if etcd is full.
 	publishTimeout = 3 * time.Second
 	publishPause   = 100 * time.Millisecond
+	fullPause      = 10 * time.Second
 	// olderReleaseAfter is how long an elected registry may publish nothing. Then it is of an older release, which
 	// does not publish its progress. A registry publishes its progress first of all.
 	olderReleaseAfter = 10 * time.Second
@@ -51,8 +59,9 @@ type progress struct {
 	Pending  []string `json:"pending"`
 }
 
-// Pending returns the hooks that the elected registry has not completed. known is false if no registry is elected, or
-// if the elected registry has not published its progress yet.
+// Pending returns the hooks that the elected registry has not completed. If no registry is elected because etcd is full,
+// it returns the hooks that this registry has not completed. known is false if no registry runs the hooks, or if the
+// elected registry has not published its progress yet.
 func (h *StartHooks) Pending(ctx context.Context) (pending []string, known bool, err error) {
 	resp, err := h.Storage.Client.Txn(ctx).Then(clientv3.OpGet(h.Storage.OwnKey(ElectionKey)),
 		clientv3.OpGet(h.Storage.OwnKey(progressKey))).Commit()
@@ -61,6 +70,10 @@ func (h *StartHooks) Pending(ctx context.Context) (pending []string, known bool,
 	}
 	elected, published := resp.Responses[0].GetResponseRange().Kvs, resp.Responses[1].GetResponseRange().Kvs
 	if len(elected) == 0 {
+		if t := h.local.Load(); t != nil {
+			pending, _ = t.pending.Get()
+			return pending, true, nil
+		}
 		return nil, false, nil
 	}
 	leader, p := string(elected[0].Value), progress{}
@@ -94,17 +107,22 @@ type hooksTerm struct {
 func (h *StartHooks) begin(ctx context.Context, names []string) *hooksTerm {
 	t := &hooksTerm{}
 	t.pending.Set(names)
+	h.local.Store(t)
 	go h.publish(ctx, t)
 	return t
 }
 
 func (h *StartHooks) publish(ctx context.Context, t *hooksTerm) {
+	defer h.local.CompareAndSwap(t, nil)
 	for ctx.Err() == nil {
 		pending, changed := t.pending.Get()
 		var retry <-chan time.Time
 		if err := h.put(ctx, progress{h.Identity, pending}); err != nil && ctx.Err() == nil {
 			slog.Warn("Cannot publish the progress of the start hooks", "error", err)
 			retry = time.After(publishPause)
+			if errors.Is(err, rpctypes.ErrNoSpace) {
+				retry, changed = time.After(fullPause), nil
+			}
 		}
 		select {
 		case <-ctx.Done():

@@ -76,6 +76,22 @@ func TestStartHooksArePendingUntilTheyReturn(t *testing.T) {
 	awaitPending(t, other)
 }
 
+// Without an elected registry, a registry that runs the hooks reports its own progress.
+func TestARegistryWithoutLeaseReportsItsStartHooks(t *testing.T) {
+	h := hooksOn(fixture.New(t), "a")
+	ctx, end := context.WithCancel(t.Context())
+	term := h.begin(ctx, []string{"x", "y"})
+	awaitPending(t, h, "x", "y")
+	term.done("x", "y")
+	awaitPending(t, h)
+	end()
+	for deadline := time.Now().Add(10 * time.Second); isKnown(t, h); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("the progress of an ended term counts")
+		}
+	}
+}
+
 // A hook of an earlier term does not count, and a registry that lost the election publishes nothing.
 func TestStartHooksAreOfTheElectedRegistry(t *testing.T) {
 	fx := fixture.New(t)

@@ -49,6 +49,8 @@ type Discovery struct {
 
 	dirty   chan struct{}
 	current watchable.Value[*registryv1.DiscoveryResponse]
+	// withoutLease are the gateways that a full etcd cannot count.
+	withoutLease gatewaysWithoutLease
 	// making is a semaphore: it holds a value while an OpenAPI document is made. Each takes many times its size in
 	// memory.
 	making chan struct{}

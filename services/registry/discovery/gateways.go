@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"maps"
 	"slices"
+	"sync"
 	"time"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
@@ -92,7 +94,7 @@ func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest)
 	}
 	live, lerr := etcd.Get(ctx, prefix, clientv3.WithPrefix())
 	if lerr == nil && errors.Is(err, rpctypes.ErrNoSpace) {
-		return keepGateway(ctx, etcd, prefix+r.Name, live.Kvs)
+		return d.keepGateway(ctx, etcd, prefix+r.Name, live.Kvs)
 	}
 	if err := errors.Join(err, lerr); err != nil {
 		return nil, status.Error(codes.Unavailable, err.Error())
@@ -103,18 +105,41 @@ func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest)
 	return &registryv1.GatewaysResponse{Alive: int32(live.Count)}, nil
 }
 
-// keepGateway counts a gateway while etcd has no space. A lease can still be kept alive. A gateway without a lease
-// counts only for itself, and its endpoint remains as it is.
-func keepGateway(ctx context.Context, etcd *clientv3.Client, key string,
+// keepGateway counts a gateway while etcd has no space. A lease can still be kept alive. Gateways without a lease are
+// counted by this registry alone, and endpoints remain as they are.
+func (d *Discovery) keepGateway(ctx context.Context, etcd *clientv3.Client, key string,
 	live []*mvccpb.KeyValue) (*registryv1.GatewaysResponse, error) {
-	alive := int32(len(live))
 	i := slices.IndexFunc(live, func(kv *mvccpb.KeyValue) bool { return string(kv.Key) == key })
 	if i < 0 {
-		alive++
-	} else if _, err := etcd.KeepAliveOnce(ctx, clientv3.LeaseID(live[i].Lease)); err != nil {
+		return &registryv1.GatewaysResponse{Alive: int32(len(live) + d.withoutLease.count(key, time.Now()))}, nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, time.Second) // the client retries without a pause
+	defer cancel()
+	if _, err := etcd.KeepAliveOnce(ctx, clientv3.LeaseID(live[i].Lease)); err != nil {
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}
-	return &registryv1.GatewaysResponse{Alive: alive}, nil
+	return &registryv1.GatewaysResponse{Alive: int32(len(live) + d.withoutLease.count("", time.Now()))}, nil
+}
+
+// gatewaysWithoutLease has the last calls of gateways that have no lease. It is safe for concurrent use.
+type gatewaysWithoutLease struct {
+	mu   sync.Mutex
+	last map[string]time.Time
+}
+
+// count records the call of a gateway, unless its key is empty. It returns the number of gateways of the last
+// gatewayTTL.
+func (g *gatewaysWithoutLease) count(key string, now time.Time) int {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.last == nil {
+		g.last = map[string]time.Time{}
+	}
+	if key != "" {
+		g.last[key] = now
+	}
+	maps.DeleteFunc(g.last, func(_ string, last time.Time) bool { return now.Sub(last) > gatewayTTL*time.Second })
+	return len(g.last)
 }
 
 // GatewayReports implements registryv1.DiscoveryServer.

@@ -25,7 +25,7 @@ type Candidate struct {
 	// Lead runs while the candidate holds the key. Its context ends when the lease is lost.
 	Lead func(context.Context) error
 	// LeadWithoutLease runs while no candidate holds the key and etcd has no space for a lease. Several candidates may
-	// run it at a time. Its context ends when etcd may have space.
+	// run it at a time. Its context ends when etcd has space. Nil: no candidate leads then.
 	LeadWithoutLease func(context.Context) error
 	// OtherLeads is called whenever the candidate reads that another candidate holds the key. Nil: nothing is called.
 	OtherLeads func()
@@ -38,7 +38,7 @@ type Candidate struct {
 //	candidate ── key held, or error ──▶ 300 ms ──▶ candidate
 //	leader ── Lead returns ──▶ resigned ── leaseSeconds ──▶ candidate
 //	leader ── lease lost ──▶ candidate
-//	leader without a lease ── space for a lease, or error of etcd ──▶ candidate
+//	leader without a lease ── space for a lease ──▶ candidate
 //
 // Candidates poll, because a watch per candidate would be watches that etcd has to serve.
 func (c *Candidate) Run(ctx context.Context) error {
@@ -48,7 +48,7 @@ func (c *Candidate) Run(ctx context.Context) error {
 		case lease != nil:
 			slog.Info("Elected", "key", c.Key, "identity", c.Identity)
 			resigned = c.holdLease(ctx, *lease)
-		case errors.Is(err, rpctypes.ErrNoSpace):
+		case errors.Is(err, rpctypes.ErrNoSpace) && c.LeadWithoutLease != nil:
 			resigned = c.leadWithoutLease(ctx)
 		case err != nil && ctx.Err() == nil:
 			slog.Debug("Election failed", "key", c.Key, "error", err)
@@ -126,29 +126,29 @@ func (c *Candidate) holdLease(ctx context.Context, lease clientv3.LeaseID) (resi
 	return resigns(ctx, leading, c.Lead)
 }
 
-// leadWithoutLease calls LeadWithoutLease until it returns, which is a resignation, or etcd may have space.
+// leadWithoutLease calls LeadWithoutLease until it returns, which is a resignation, or etcd has space.
 func (c *Candidate) leadWithoutLease(ctx context.Context) (resigned bool) {
 	slog.Warn("etcd has no space for a lease, and no candidate holds one; leading without a lease", "key", c.Key)
 	leading, cancel := context.WithCancel(ctx)
 	defer cancel()
 	go func() {
 		defer cancel()
-		for full := true; full; full = c.hasNoSpace(leading) {
+		for pause(leading, leaseSeconds*time.Second); leading.Err() == nil && !c.hasSpace(leading); {
 			pause(leading, leaseSeconds*time.Second)
 		}
 	}()
 	return resigns(ctx, leading, c.LeadWithoutLease)
 }
 
-// hasNoSpace reports whether etcd rejects a lease because it has no space.
-func (c *Candidate) hasNoSpace(ctx context.Context) bool {
+// hasSpace reports whether etcd grants a lease. An etcd that does not respond ends no term.
+func (c *Candidate) hasSpace(ctx context.Context) bool {
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
 	lease, err := c.Client.Grant(ctx, leaseSeconds)
 	if err == nil {
 		c.revoke(ctx, lease.ID)
 	}
-	return errors.Is(err, rpctypes.ErrNoSpace)
+	return err == nil
 }
 
 // resigns calls lead with the context of a term. It reports whether lead returned before the term ended.

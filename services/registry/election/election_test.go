@@ -6,8 +6,6 @@ import (
 	"testing"
 	"time"
 
-	"go.etcd.io/etcd/api/v3/etcdserverpb"
-
 	"watershed.dev/services/registry/election"
 	"watershed.dev/services/registry/internal/fixture"
 )
@@ -98,25 +96,13 @@ func TestOneLeadsAtATime(t *testing.T) {
 // Without space, etcd grants no lease. A leader keeps its lease. Then a candidate leads without a lease until etcd has
 // space.
 func TestACandidateLeadsWithoutLease(t *testing.T) {
-	client := fixture.New(t).Resources.Storage.Client.Client
-	alarm := func(action etcdserverpb.AlarmRequest_AlarmAction) {
-		t.Helper()
-		members, err := client.MemberList(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
-		if _, err := etcdserverpb.NewMaintenanceClient(client.ActiveConnection()).Alarm(t.Context(),
-			&etcdserverpb.AlarmRequest{Action: action, Alarm: etcdserverpb.AlarmType_NOSPACE,
-				MemberID: members.Members[0].ID}); err != nil {
-			t.Fatal(err)
-		}
-	}
+	fx := fixture.New(t)
 	l := &leaders{current: map[string]bool{}, elected: make(chan string, 10)}
 	run := func(name string) (stop func()) {
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan struct{})
 		c := election.Candidate{
-			Client:           client,
+			Client:           fx.Resources.Storage.Client.Client,
 			Key:              "/watershed/test",
 			Identity:         name,
 			Lead:             l.lead(name, nil),
@@ -132,7 +118,7 @@ func TestACandidateLeadsWithoutLease(t *testing.T) {
 	}
 	stopA := run("a")
 	first := l.next(t)
-	alarm(etcdserverpb.AlarmRequest_ACTIVATE)
+	fx.SetFull(t, true)
 	run("b")
 	select {
 	case name := <-l.elected:
@@ -143,7 +129,7 @@ func TestACandidateLeadsWithoutLease(t *testing.T) {
 	if second := l.next(t); second != "b without lease" {
 		t.Errorf("%s leads", second)
 	}
-	alarm(etcdserverpb.AlarmRequest_DEACTIVATE)
+	fx.SetFull(t, false)
 	if third := l.next(t); third != "b" {
 		t.Errorf("%s leads", third)
 	}

@@ -126,6 +126,9 @@ type Publisher struct {
 // of the expected message.
 const wrongLastID jetstream.ErrorCode = 10070
 
+// wrongLastSequence is JetStream's error for a message whose expected sequence is not the last.
+const wrongLastSequence jetstream.ErrorCode = 10071
+
 // failed records the error of a term. The cause of a rejected message replaces the errors that follow from it.
 func (p *Publisher) failed(err error) {
 	if isWrongLastID(err) {
@@ -135,10 +138,18 @@ func (p *Publisher) failed(err error) {
 	p.failure.Store(&err)
 }
 
-// isWrongLastID reports whether another message is the log's last, for example of another publisher.
+// isWrongLastID reports whether another message is the log's last.
 func isWrongLastID(err error) bool {
 	var rejected *jetstream.APIError
 	return errors.As(err, &rejected) && rejected.ErrorCode == wrongLastID
+}
+
+// isDeposed reports whether an error may be due to another publisher, or to space in etcd: a publisher without a lease
+// cannot write the epoch's record.
+func isDeposed(err error) bool {
+	var rejected *jetstream.APIError
+	return isWrongLastID(err) || errors.As(err, &rejected) && rejected.ErrorCode == wrongLastSequence ||
+		errors.Is(err, core.ErrEpochChanged)
 }
 
 // Failure returns why this publisher cannot publish now: an error that no acknowledgement has followed.
@@ -175,27 +186,60 @@ func (p *Publisher) Run(ctx context.Context) error {
 	return candidate.Run(ctx)
 }
 
-// probePeriod is how often a candidate without a lease looks for another publisher.
-const probePeriod = time.Second
+const (
+	// probePeriod is how often a candidate without a lease looks for another publisher.
+	probePeriod = time.Second
+	// silentAfter is how long the log of a live publisher can stand: it appends a fencing token each tokenPeriod.
+	silentAfter = 3 * tokenPeriod
+)
 
-// leadWithoutLease leads once no other registry publishes. Two publishers that begin at the same time cannot fork the
-// log, because NATS rejects the message of one of them. That publisher resigns.
+// leadWithoutLease leads while no other registry publishes. Two publishers that begin at the same time cannot fork the
+// log, because NATS rejects the message of one of them. That publisher stands back.
 func (p *Publisher) leadWithoutLease(ctx context.Context) error {
-	for subject := p.Log.ID.Subject(eventlog.ProgressRequestSubject); ; {
+	for {
+		if err := p.awaitNoPublisher(ctx); err != nil {
+			return err
+		}
+		if err := p.lead(ctx, false); ctx.Err() != nil || !isDeposed(err) {
+			return err
+		}
+		sleep(ctx, probePeriod)
+	}
+}
+
+// awaitNoPublisher waits until no registry subscribes to requests for progress, or the log stands. NATS keeps the
+// subscription of a process that is frozen or cut off for minutes.
+func (p *Publisher) awaitNoPublisher(ctx context.Context) error {
+	var last uint64
+	for changed := time.Now(); time.Since(changed) < silentAfter; sleep(ctx, probePeriod) {
 		probe, cancel := context.WithTimeout(ctx, probePeriod)
+		subject := p.Log.ID.Subject(eventlog.ProgressRequestSubject)
 		_, err := p.NATS.RequestWithContext(probe, subject, nil) // a publisher receives it, and does not respond
-		if errors.Is(err, nats.ErrNoResponders) {
-			cancel()
-			return p.lead(ctx, false)
-		}
-		if p.NATS.IsConnected() {
-			p.core.OtherLeader()
-		}
-		<-probe.Done()
 		cancel()
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
+		if errors.Is(err, nats.ErrNoResponders) {
+			return nil
+		}
+		if errors.Is(err, context.DeadlineExceeded) && p.NATS.IsConnected() {
+			p.core.OtherLeader()
+		}
+		read, cancel := context.WithTimeout(ctx, requestTimeout)
+		_, sequence, _, err := p.Log.ID.Last(read, p.JS)
+		cancel()
+		if err != nil || sequence != last {
+			last, changed = sequence, time.Now()
+		}
+	}
+	return nil
+}
+
+// sleep waits for a duration, or until ctx ends.
+func sleep(ctx context.Context, d time.Duration) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(d):
 	}
 }
 
@@ -232,8 +276,7 @@ func (p *Publisher) lead(ctx context.Context, leased bool) error {
 			slog.Warn("Publishing failed; resuming from the log's last message", "error", err, "times", failed)
 			warned, failed = time.Now(), 0
 		}
-		if !leased && isWrongLastID(err) {
-			p.core.OtherLeader()
+		if !leased && isDeposed(err) {
 			return err
 		}
 		if p.core.TermFailed(time.Now()) {

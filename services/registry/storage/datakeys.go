@@ -22,6 +22,8 @@ const (
 	// holds a key after the next key was made. It is longer than the log holds events.
 	dataKeyLifetime  = 24 * time.Hour
 	dataKeyRetention = 7 * 24 * time.Hour
+	// storedKeyLifetime is how long the newest key of etcd encrypts if a full etcd stores no other.
+	storedKeyLifetime = time.Minute
 )
 
 // encryptedPrefix is the prefix of every encrypted value (k8s.io/apiserver/pkg/storage/value).
@@ -57,7 +59,8 @@ func NewDataKeys(s *Storage, prefix string) *DataKeys {
 }
 
 // Current returns the key that encrypts events of st. It creates and stores a key if this process has none or if its
-// key is older than dataKeyLifetime. It caches an error for eventlog.NegativeTTL.
+// key is older than dataKeyLifetime. If etcd is full, it returns the newest key there. It caches an error for
+// eventlog.NegativeTTL.
 func (l *DataKeys) Current(ctx context.Context, st *Resource) (id string, secret []byte, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -70,6 +73,10 @@ func (l *DataKeys) Current(ctx context.Context, st *Resource) (id string, secret
 	}
 	k = dataKey{createdAt: time.Now()}
 	k.id, k.secret, k.err = l.create(ctx, st, k.createdAt)
+	if errors.Is(k.err, rpctypes.ErrNoSpace) {
+		k.id, k.secret, k.err = l.newest(ctx, st)
+		k.createdAt = k.createdAt.Add(storedKeyLifetime - dataKeyLifetime)
+	}
 	l.current[st.Name()] = k
 	return k.id, k.secret, k.err
 }
@@ -88,6 +95,21 @@ func (l *DataKeys) create(ctx context.Context, st *Resource, now time.Time) (id 
 		return "", nil, err
 	}
 	return id, secret, l.prune(ctx, st, now)
+}
+
+// newest returns the newest key of a resource in etcd, which any registry has made.
+func (l *DataKeys) newest(ctx context.Context, st *Resource) (id string, secret []byte, err error) {
+	below := l.prefix + st.Name() + "/"
+	all, err := st.Etcd.Client.Client.Get(ctx, below, clientv3.WithPrefix(), clientv3.WithKeysOnly())
+	if err != nil {
+		return "", nil, err
+	}
+	if len(all.Kvs) == 0 {
+		return "", nil, rpctypes.ErrNoSpace
+	}
+	path := string(all.Kvs[len(all.Kvs)-1].Key) // keys are in the order of their times
+	secret, err = l.read(ctx, st, path)
+	return strings.TrimPrefix(path, below), secret, err
 }
 
 // prune deletes the keys of a resource that no event in the log can be encrypted with.

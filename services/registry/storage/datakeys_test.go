@@ -29,7 +29,8 @@ func TestDataKeyIsEncrypted(t *testing.T) {
 	if err := os.WriteFile(file, []byte(encryption), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	s := fixture.New(t, "--encryption-provider-config="+file).Resources.Storage
+	fx := fixture.New(t, "--encryption-provider-config="+file)
+	s := fx.Resources.Storage
 	secrets, _ := s.ByName("secrets")
 	prefix := s.OwnKey("data-keys/")
 	ours, theirs := storage.NewDataKeys(s, "data-keys/"), storage.NewDataKeys(s, "data-keys/")
@@ -45,6 +46,12 @@ func TestDataKeyIsEncrypted(t *testing.T) {
 			t.Errorf("%v", err)
 		}
 	}
+	// A full etcd stores no further key.
+	fx.SetFull(t, true)
+	if same, _, err := storage.NewDataKeys(s, "data-keys/").Current(t.Context(), secrets); err != nil || same != id {
+		t.Errorf("a full etcd's key is %s, %v", same, err)
+	}
+	fx.SetFull(t, false)
 	other, _, err := theirs.Current(t.Context(), secrets)
 	if err != nil || other == id {
 		t.Errorf("two registries encrypt with the same key: %v", err)
