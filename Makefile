@@ -29,7 +29,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test check linter unit e2e lint generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster e2e-release demo-swap scale robustness robustness-broken robustness-controllers rules bench fuzz docs screenshots clean help
+.PHONY: build up cluster split test check linter unit e2e e2e-longest e2e-others generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster e2e-release demo-swap scale robustness robustness-broken robustness-controllers rules bench fuzz docs screenshots clean help
 
 help: ## the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -75,9 +75,22 @@ unit: ## unit tests, of concurrent packages with the race detector
 	cd test/peers/helm && GOWORK=off go test .
 	cd test && go test -count=1 ./rules && go test ./eventlog ./simulation && go test -count=1 -run EveryMistake ./robustness
 
-e2e: build peers ## real clients and controllers against both forms, and against kube-apiserver beside them
-	cd test && go test -count=1 -timeout 45m ./e2e $$(go list ./... | grep -Ev '^watershed.dev/test/(cost|e2e)$$') # the longest first
-	cd test && go test -count=1 -timeout 30m ./cost # alone: it measures CPU and memory
+# The longest package runs beside all others. cost runs alone, because it measures CPU and memory.
+e2e: build peers $(PEERS)/kubectl-convert ## real clients and controllers against both forms, and short forms of the long targets
+	$(MAKE) --jobs=2 e2e-longest e2e-others
+	cd test && go test -count=1 -timeout 30m ./cost
+
+e2e-longest:
+	cd test && go test -count=1 -timeout 45m -parallel 2 ./e2e
+
+e2e-others:
+	cd test && go test -count=1 -timeout 45m -p=1 $$(go list ./... | grep -Ev '^watershed.dev/test/(cost|e2e)$$')
+	cd test && go run ./integration -ldflags "$(STAMP)"
+	cd test && go run ./cmd -what "$(SHORT_CMD)"
+	cd test/envtest && GOWORK=off go run . -project controller-runtime -packages client,webhook
+
+# Functions of test/cmd that take a few seconds each.
+SHORT_CMD  := crd kubectl_apply kubectl_get kubectl_diff kubectl_server_side_apply
 
 # What the tests run against, each from its own module.
 peers: $(addprefix $(PEERS)/,kubectl kube-apiserver kube-controller-manager kube-scheduler kubeadm kwok kwok-stages.yaml dex etcd etcdctl etcdutl sample-apiserver) ## real peers for the tests

@@ -160,6 +160,7 @@ func TestCredentialFilesAreReloaded(t *testing.T) {
 // TestAnExternalSignerSigns checks that tokens of an external signer (KEP-740) are issued and accepted, and that the
 // signer's keys are published, as kube-apiserver does it.
 func TestAnExternalSignerSigns(t *testing.T) {
+	t.Parallel()
 	socket := filepath.Join(harness.TempDir(t), "signer.sock")
 	mock := signer.NewMockSigner(t, socket)
 	flags := []string{"--service-account-signing-endpoint=" + socket}

@@ -43,6 +43,7 @@ spec: {insecureSkipTLSVerify: true, group: wardle.example.com, groupPriorityMini
 // TestAnAggregatedServerIsServed checks that the gateway proxies the sample API server with the identity of the client.
 // While the server is down only its own paths return 503.
 func TestAnAggregatedServerIsServed(t *testing.T) {
+	t.Parallel()
 	s := harness.Up(t, "", "--enable-aggregator-routing")
 	dir := harness.TempDir(t)
 	port := harness.FreePort(t)

@@ -81,6 +81,7 @@ func TestControllersWorkOnUp(t *testing.T) { workloadsComeTo(t, harness.Up(t, ""
 // TestEtcdIsKubeAPIServersBothWays checks that Watershed starts on an etcd that kube-apiserver filled. kube-apiserver
 // then starts on the same etcd.
 func TestEtcdIsKubeAPIServersBothWays(t *testing.T) {
+	t.Parallel()
 	dir := harness.TempDir(t)
 	etcd := harness.Etcd(t, dir)
 	before := harness.KubeAPIServer(t, dir, etcd)

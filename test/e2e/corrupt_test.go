@@ -147,6 +147,7 @@ func TestUnsafeDeletion(t *testing.T) {
 // TestDecisionsGoOnBesideUnreadableObjects checks that an undecodable object grants nothing and blocks no decision. The
 // test covers policy objects and the objects that sort first in their resource.
 func TestDecisionsGoOnBesideUnreadableObjects(t *testing.T) {
+	t.Parallel()
 	etcd := harness.Etcd(t, harness.TempDir(t))
 	s := harness.Up(t, "", "--etcd-servers="+etcd)
 	for _, key := range []string{"namespaces/0", "clusterroles/0", "clusterrolebindings/0", "roles/default/0",

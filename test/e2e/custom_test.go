@@ -112,6 +112,7 @@ func next(t *testing.T, w watch.Interface) watch.Event {
 //   - A changed CRD ends its watches, and reads then apply the new defaults.
 //   - Deleting the CRD deletes its objects.
 func TestCustomResources(t *testing.T) {
+	t.Parallel()
 	for name, start := range map[string]func(testing.TB, string, ...string) *harness.Server{
 		"up":      harness.Up,
 		"split":   harness.Split,

@@ -47,6 +47,7 @@ func TestManifestsAreRendered(t *testing.T) {
 // TestManifestsAreTaken checks that Watershed and kube-apiserver accept the overlays without a warning, with strict
 // validation and enforced Pod security.
 func TestManifestsAreTaken(t *testing.T) {
+	t.Parallel()
 	for name, s := range map[string]*harness.Server{"watershed": harness.Up(t, ""),
 		"kube-apiserver": harness.Oracle(t)} {
 		s.Kubectl("apply", "-f", filepath.Join(harness.Root(), "deploy", "k8s", "overlays", "dev", "namespace.yaml"))

@@ -200,6 +200,7 @@ jwt:
 // TestEgressGoesByItsProxies checks that outbound connections use only the proxy of their network, as in
 // kube-apiserver.
 func TestEgressGoesByItsProxies(t *testing.T) {
+	t.Parallel()
 	dir, b := harness.TempDir(t), newBeyond(t)
 	proxies := map[string]map[string]*proxy{}
 	for _, side := range []string{"kube-apiserver", "watershed"} {

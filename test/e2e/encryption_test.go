@@ -87,6 +87,7 @@ func rawBy(t *testing.T, config clientv3.Config, key string) []byte {
 // TestEncryptionAtRestIsKubeAPIServersBothWays checks, with every provider, that Watershed decrypts objects that
 // kube-apiserver encrypted, and the reverse.
 func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
+	t.Parallel()
 	kms := harness.NewKMS(t)
 	for name, provider := range map[string]string{
 		"aescbc":    `{"aescbc":` + aKey + `}`,
@@ -176,6 +177,7 @@ func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
 // TestAMissingKeyHidesOnlyItsObjects checks that an object whose key is missing is unreadable, and its error names it.
 // Other objects are readable, and kube-apiserver behaves the same.
 func TestAMissingKeyHidesOnlyItsObjects(t *testing.T) {
+	t.Parallel()
 	dir := harness.TempDir(t)
 	etcd := harness.Etcd(t, dir)
 	flag, config := encryption(t)
@@ -217,6 +219,7 @@ func TestAMissingKeyHidesOnlyItsObjects(t *testing.T) {
 // TestAKMSThatIsAwayIsNamed checks that readiness names a KMS that hangs or returns garbage. Other resources and their
 // watches go on, and cached data keys still decrypt. Everything works when the KMS returns, with another key.
 func TestAKMSThatIsAwayIsNamed(t *testing.T) {
+	t.Parallel()
 	kms := harness.NewKMS(t)
 	flag, config := encryption(t)
 	provider := fmt.Sprintf(`{"kms":{"apiVersion":"v2","name":"k","endpoint":%q,"timeout":"1s"}}`, kms.Endpoint)
@@ -256,6 +259,7 @@ func TestAKMSThatIsAwayIsNamed(t *testing.T) {
 // TestStorageIsMigratedToAnotherKMS checks that a StorageVersionMigration re-encrypts every object after the registries
 // switch to another KMS. The former KMS is then no longer needed.
 func TestStorageIsMigratedToAnotherKMS(t *testing.T) {
+	t.Parallel()
 	before, after := harness.NewKMS(t), harness.NewKMS(t)
 	flag, config := encryption(t)
 	provider := func(name string, k *harness.KMS) string {

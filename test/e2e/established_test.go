@@ -23,6 +23,7 @@ import (
 // TestAnEstablishedCRDIsServedByEveryGateway creates CRDs. Once a watch has shown that a CRD is established, no gateway
 // answers 404. A killed gateway delays Established, but not for long.
 func TestAnEstablishedCRDIsServedByEveryGateway(t *testing.T) {
+	t.Parallel()
 	t.Run("up", func(t *testing.T) { establish(t, harness.Up(t, "")) })
 	t.Run("split", func(t *testing.T) {
 		s := harness.Split(t, "", "--replicas", "gateway=3,registry=2")

@@ -133,6 +133,7 @@ func (n *numbered) receive() {
 // TestFullDisks fills the disks of NATS and of etcd. While NATS' disk is full, writes succeed, and check names the
 // reason. Once a disk has space, writes succeed and the watch has every acknowledged write, without a list.
 func TestFullDisks(t *testing.T) {
+	t.Parallel()
 	dir := harness.TempDir(t)
 	nats, etcd := filepath.Join(dir, "nats"), filepath.Join(dir, "etcd")
 	smallDisk(t, nats, 64)
@@ -175,6 +176,7 @@ func TestFullDisks(t *testing.T) {
 // write its fencing token then, and another publisher gets no lease. Reads stay consistent, and writes continue after
 // the alarm.
 func TestEtcdWithoutSpace(t *testing.T) {
+	t.Parallel()
 	s := harness.Split(t, "")
 	etcd, m := etcdOfSplit(t, s), watchMaps(t, s)
 	for _, name := range []string{"early", "late", "last"} {
@@ -216,6 +218,7 @@ func TestEtcdWithoutSpace(t *testing.T) {
 // TestAFullEtcdIsServedAfterARestart checks that a server which starts on an etcd with the alarm NOSPACE becomes ready,
 // as kube-apiserver does, and that its watches have deletions.
 func TestAFullEtcdIsServedAfterARestart(t *testing.T) {
+	t.Parallel()
 	dir := harness.TempDir(t)
 	url := harness.Etcd(t, dir)
 	etcd := etcdClient(t, clientv3.Config{Endpoints: []string{url}})

@@ -138,6 +138,7 @@ func newWrites(t *testing.T) func(live ...*host) {
 // Three hosts serve a control plane on the same etcd beside a kube-apiserver. Each host has an event log of its own. A
 // host that is killed or stops disturbs no client of the others, and every client sees every write.
 func TestThreeHostsShareEtcd(t *testing.T) {
+	t.Parallel()
 	dir := harness.TempDir(t)
 	reference := harness.KubeAPIServer(t, dir, harness.Etcd(t, dir), "--advertise-address=192.0.2.9")
 	hosts := make([]*host, 3)
@@ -229,6 +230,7 @@ func killInTurn(t *testing.T, reference *harness.Reference, all []*host, write f
 // from its manifest. Every informer sees every write. No informer lists again on the way to Watershed, and on the way
 // back only informers of the host that moves.
 func TestHostsMigrateInTurn(t *testing.T) {
+	t.Parallel()
 	first := harness.TempDir(t)
 	etcd := harness.Etcd(t, first)
 	var all []*host

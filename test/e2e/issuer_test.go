@@ -160,6 +160,7 @@ func kubectl(kubeconfig string, args ...string) string {
 // TestDexIsTheIssuer checks that dex's users log in with kubectl's exec credential, and that their permissions follow
 // their names and groups. kube-apiserver behaves the same.
 func TestDexIsTheIssuer(t *testing.T) {
+	t.Parallel()
 	d := startDex(t)
 	flags := []string{"--oidc-issuer-url=" + d.issuer, "--oidc-client-id=kubernetes", "--oidc-ca-file=" + d.ca,
 		"--oidc-username-claim=email", "--oidc-groups-claim=groups"}

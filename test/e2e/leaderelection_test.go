@@ -15,6 +15,7 @@ import (
 // TestCoordinatedLeaderElection checks that both servers give a Lease to the candidate of the oldest emulation version.
 // The leaders do not renew the Lease, so an older candidate gets it.
 func TestCoordinatedLeaderElection(t *testing.T) {
+	t.Parallel()
 	theirs, ours := harness.Twins(t, "--feature-gates=CoordinatedLeaderElection=true",
 		"--runtime-config=coordination.k8s.io/v1beta1=true")
 	for name, s := range map[string]*harness.Server{"kube-apiserver": theirs, "watershed": ours} {

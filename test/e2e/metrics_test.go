@@ -284,6 +284,7 @@ func acceptedMetrics(t *testing.T) map[string]string {
 // TestMetricsAreThoseOfKubeAPIServer compares the names, types and labels of all metrics of both servers after the same
 // requests. docs/operators/metrics.md lists the accepted differences, and each of its rows must apply.
 func TestMetricsAreThoseOfKubeAPIServer(t *testing.T) {
+	t.Parallel()
 	const poll = "--etcd-count-metric-poll-period=1s"
 	theirs, up := harness.Twins(t, poll)
 	sendMetricsTraffic(t, theirs)

@@ -261,6 +261,7 @@ spec:
 // TestOpenAPIEqualsKubeAPIServers compares every OpenAPI document and its headers with kube-apiserver's, byte for byte:
 // the built-in documents, and the documents after CRDs and an aggregated server come and go.
 func TestOpenAPIEqualsKubeAPIServers(t *testing.T) {
+	t.Parallel()
 	theirs, ours := harness.Twins(t, "--enable-aggregator-routing")
 	p := newOpenAPIPair(t, theirs, ours)
 	equal := func(when string) {

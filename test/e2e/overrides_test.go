@@ -204,6 +204,7 @@ func (o *overridden) stopped() {
 // TestEtcdServersOverrides checks that resources with an etcd of their own have kube-apiserver's keys, revisions, lists
 // and watches. A watch resumes across a restart. A stopped etcd affects only its own resources.
 func TestEtcdServersOverrides(t *testing.T) {
+	t.Parallel()
 	for form, run := range map[string]func(*testing.T, *overridden, string) (restart func()){
 		"up": func(t *testing.T, o *overridden, flag string) func() {
 			dir := harness.TempDir(t)

@@ -125,6 +125,7 @@ func compressed(t *testing.T, s *harness.Server, protocol, path, accept string) 
 // TestCompressedListsAreTheLists checks that a compressed list equals the plain list, in every encoding, after every
 // kind of change.
 func TestCompressedListsAreTheLists(t *testing.T) {
+	t.Parallel()
 	ours, theirs := harness.Up(t, ""), harness.Oracle(t)
 	const ns, objects = "compressed", 300
 	clients := map[*harness.Server]kubernetes.Interface{}
@@ -188,6 +189,7 @@ func token(json string) string { return base64.RawURLEncoding.EncodeToString([]b
 
 // TestListsAndWatchesAreAnsweredAsByKubeAPIServer checks unusual lists and watches against kube-apiserver's responses.
 func TestListsAndWatchesAreAnsweredAsByKubeAPIServer(t *testing.T) {
+	t.Parallel()
 	ours, theirs := harness.Up(t, ""), harness.Oracle(t)
 	for _, s := range []*harness.Server{ours, theirs} {
 		s.Kubectl("create", "namespace", "odd")
@@ -290,6 +292,7 @@ func decode(token string) string {
 // TestMetadataOfDaemonSets checks that metadata of a DaemonSet lacks the annotation that the DaemonSet itself has, as
 // in kube-apiserver: in reads, lists, Tables and watches.
 func TestMetadataOfDaemonSets(t *testing.T) {
+	t.Parallel()
 	ours, theirs := harness.Up(t, ""), harness.Oracle(t)
 	const sets, annotation = "/apis/apps/v1/namespaces/default/daemonsets", "deprecated.daemonset.template.generation"
 	var created [2]string

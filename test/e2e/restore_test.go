@@ -22,6 +22,7 @@ import (
 // revisions, and writes may pass the log's end before the publisher checks. Open watches end, and lists return etcd's
 // data. A request with a revision that etcd has not reached gets an error (F3).
 func TestARestoredEtcdIsAnotherEpoch(t *testing.T) {
+	t.Parallel()
 	dir := harness.TempDir(t)
 	etcd := harness.NewMember(t, dir)
 	s := harness.Up(t, "", "--etcd-servers="+etcd.URL)
@@ -135,6 +136,7 @@ func TestARestoredEtcdIsAnotherEpoch(t *testing.T) {
 // TestSnapshots saves a snapshot of a running server, and restores it into the stopped server's directory. The server
 // then has the objects of the snapshot, and its event log is whole. With --bump-revision no revision repeats.
 func TestSnapshots(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct {
 		start func(testing.TB, string, ...string) *harness.Server
 		flags []string

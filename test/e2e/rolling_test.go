@@ -184,6 +184,7 @@ func replace(t *testing.T, s *harness.Server, name string, signal syscall.Signal
 
 // TestEtcdServesOneWatchWhateverTheTier checks that etcd serves one watch for any number of replicas and clients.
 func TestEtcdServesOneWatchWhateverTheTier(t *testing.T) {
+	t.Parallel()
 	for _, replicas := range []int{1, 2, 4} {
 		t.Run(fmt.Sprint(replicas), func(t *testing.T) {
 			s := harness.Split(t, "", fmt.Sprintf("--replicas=watchfanout=%d", replicas))

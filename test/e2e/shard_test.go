@@ -25,6 +25,7 @@ func shardOf(field, start, end string) string {
 // TestShardsAreThoseOfKubeAPIServer checks lists and watches with a shardSelector against kube-apiserver on the same
 // etcd, with the feature gate on. A deletecollection deletes only its shard.
 func TestShardsAreThoseOfKubeAPIServer(t *testing.T) {
+	t.Parallel()
 	const gate = "--feature-gates=ShardedListAndWatch=true"
 	dir := harness.TempDir(t)
 	reference := harness.KubeAPIServer(t, dir, harness.Etcd(t, dir), gate, "--advertise-address=192.0.2.9")

@@ -61,6 +61,7 @@ func TestSplitServesControllersWithOneEtcdWatch(t *testing.T) {
 // TestAnyProcessOfSplitMayBeKilled kills each process in turn: kubectl goes on, and a watch stays open without a lost
 // event.
 func TestAnyProcessOfSplitMayBeKilled(t *testing.T) {
+	t.Parallel()
 	t.Run("split", func(t *testing.T) { killEach(t, harness.Split(t, ""), 12, "gateway") })
 	t.Run("compact", func(t *testing.T) { killEach(t, harness.Compact(t, ""), 7, "front") })
 }
@@ -163,6 +164,7 @@ func listening(pid, port int) error {
 // TestTheInnerNetworkIsClosedToClients checks that the inner network rejects certificates of the cluster's clients, and
 // rejects a service that is not an allowed client of etcd.
 func TestTheInnerNetworkIsClosedToClients(t *testing.T) {
+	t.Parallel()
 	s := harness.Split(t, "")
 	b, err := os.ReadFile(filepath.Join(s.Dir, "config", "registry-0.yaml"))
 	if err != nil {

@@ -123,6 +123,7 @@ func (k *kubelet) PortForward(_ context.Context, _, _ string, port int32, stream
 // the kubelet client certificate. Exit codes, half-closed input and large outputs arrive complete. Users without the
 // permission are rejected.
 func TestStreaming(t *testing.T) {
+	t.Parallel()
 	for name, start := range map[string]func(testing.TB, string, ...string) *harness.Server{
 		"up":      harness.Up,
 		"split":   harness.Split,

@@ -223,6 +223,7 @@ func masked(line string) string {
 // TestClientsTakeTheSameTour creates, reads, lists, watches, patches and deletes with Go's typed and dynamic clients
 // and the JavaScript client, and compares their results with kube-apiserver's.
 func TestClientsTakeTheSameTour(t *testing.T) {
+	t.Parallel()
 	theirs, ours := harness.Twins(t)
 	servers := []*harness.Server{theirs, ours}
 	for _, s := range servers {

@@ -76,6 +76,7 @@ func TestKubectlSession(t *testing.T) {
 // TestEveryResourceIsKubeAPIServers checks that api-resources prints kube-apiserver's output, and that every listable
 // resource can be listed.
 func TestEveryResourceIsKubeAPIServers(t *testing.T) {
+	t.Parallel()
 	s, oracle := harness.Up(t, ""), harness.Oracle(t)
 	for _, args := range [][]string{{"api-resources", "-o", "wide", "--sort-by=name"}, {"api-versions"}} {
 		want, got := oracle.Kubectl(args...), s.Kubectl(args...)
@@ -279,6 +280,7 @@ func TestKillAndRestartLosesNothing(t *testing.T) {
 }
 
 func TestASecondUpIsRefused(t *testing.T) {
+	t.Parallel()
 	s := harness.Up(t, "")
 	for range 3 { // a garbage collection once closed the lock file
 		s.Kubectl("get", "--raw", "/debug/pprof/heap?gc=1&debug=1")
