@@ -86,7 +86,8 @@ e2e-longest:
 e2e-others:
 	cd test && go test -count=1 -timeout 45m -p=1 $$(go list ./... | grep -Ev '^watershed.dev/test/(cost|e2e)$$')
 	cd test && go run ./integration -ldflags "$(STAMP)"
-	cd test && go run ./cmd -what "$(SHORT_CMD)"
+	@for tool in bash jq openssl curl ss; do command -v $$tool >/dev/null || { echo "test-cmd is skipped: $$tool is missing"; exit; }; done; \
+	  cd test && go run ./cmd -what "$(SHORT_CMD)"
 	cd test/envtest && GOWORK=off go run . -project controller-runtime -packages client,webhook
 
 # Functions of test/cmd that take a few seconds each.
