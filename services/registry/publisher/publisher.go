@@ -194,7 +194,7 @@ const (
 )
 
 // leadWithoutLease leads while no other registry publishes. Two publishers that begin at the same time cannot fork the
-// log, because NATS rejects the message of one of them. That publisher stands back.
+// log, because JetStream rejects the later message. Its publisher stands back.
 func (p *Publisher) leadWithoutLease(ctx context.Context) error {
 	for {
 		if err := p.awaitNoPublisher(ctx); err != nil {
