@@ -131,6 +131,14 @@ func waitReady(ctx context.Context, p Runner, failed chan error) error {
 	}
 }
 
+// Sleep waits for a duration, or until ctx ends.
+func Sleep(ctx context.Context, d time.Duration) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(d):
+	}
+}
+
 // SignalContext returns a context that ends at the first SIGINT or SIGTERM; a second signal ends the process at once.
 func SignalContext() (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancel(context.Background())

@@ -91,15 +91,16 @@ type namespacedPods struct {
 	namespace string
 }
 
-// Get implements corelisters.PodNamespaceLister. NodeRestriction rejects a pod that has no node. The node authorizer has
-// a watch of its own, and may already have the pod's node. Such a pod comes from the gateway, if the gateway responds.
+// Get implements corelisters.PodNamespaceLister. NodeRestriction rejects a kubelet's request for a pod without a node. The
+// node authorizer has its own watch, and may have received the node earlier. Get therefore reads such a pod from the
+// gateway. If the gateway does not respond, Get returns the informer's result.
 func (n namespacedPods) Get(name string) (*corev1.Pod, error) {
 	if n.pods.whole {
 		return n.pods.get(n.namespace, name)
 	}
 	pod, err := n.PodNamespaceLister.Get(name)
-	if err == nil && pod.Spec.NodeName != "" || err != nil && !apierrors.IsNotFound(err) {
-		return pod, err
+	if err == nil && pod.Spec.NodeName != "" {
+		return pod, nil
 	}
 	if current, err := n.pods.get(n.namespace, name); err == nil || apierrors.IsNotFound(err) {
 		return current, err
@@ -123,7 +124,7 @@ const (
 // podReader reads whole pods from the gateway.
 type podReader struct {
 	client kubernetes.Interface
-	// whole means that Get reads the gateway too.
+	// whole means that Get always reads the gateway.
 	whole bool
 	// slots is a semaphore of lists.
 	slots chan struct{}

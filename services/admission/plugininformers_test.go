@@ -8,7 +8,9 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
 
 	"watershed.dev/platform/apiclient"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
@@ -70,12 +72,15 @@ func TestPluginInformers(t *testing.T) {
 // A pod that the informer lacks, or has without a node, is read from the gateway.
 func TestAPodWithoutNodeIsReadAgain(t *testing.T) {
 	pod := func(name, node string) *corev1.Pod {
-		return &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: "x"}, Spec: corev1.PodSpec{NodeName: node}}
+		return &corev1.Pod{
+			ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: "x"},
+			Spec:       corev1.PodSpec{NodeName: node},
+		}
 	}
 	f := apiclient.Informers(fake.NewClientset())
-	read := f.Core().V1().Pods().Informer().GetStore()
+	store := f.Core().V1().Pods().Informer().GetStore()
 	for _, p := range []*corev1.Pod{pod("bound", "n"), pod("unbound", "")} {
-		if err := read.Add(p); err != nil {
+		if err := store.Add(p); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -88,6 +93,15 @@ func TestAPodWithoutNodeIsReadAgain(t *testing.T) {
 	}
 	if _, err := pods.Get("absent"); !apierrors.IsNotFound(err) {
 		t.Errorf("an absent pod: %v", err)
+	}
+	client.PrependReactor("get", "pods", func(clienttesting.Action) (bool, runtime.Object, error) {
+		return true, nil, apierrors.NewServiceUnavailable("the gateway is away")
+	})
+	if p, err := pods.Get("unbound"); err != nil || p.Spec.NodeName != "" {
+		t.Errorf("without the gateway: %v, %v", p, err)
+	}
+	if _, err := pods.Get("absent"); !apierrors.IsNotFound(err) {
+		t.Errorf("an absent pod without the gateway: %v", err)
 	}
 }
 

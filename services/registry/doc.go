@@ -13,7 +13,8 @@
 //   - InternalWatch, to the gateway for authn, authz and admission, which decide by these reads.
 //
 // Two tasks run on a single replica each, elected by leased keys in etcd: the publisher of the event log, and the
-// controllers.
+// controllers. A full etcd grants no lease. Every replica then runs the controllers, and a replica publishes without a
+// lease.
 //
 // Upstream's allocators and controllers use informers. These go through the loopback, a client-go transport that calls
 // the handlers directly. Its watches and InternalWatch read the registry's watch cache: the library

@@ -367,7 +367,7 @@ func (s *Service) Run(ctx context.Context) error {
 			Key:      s.resources.Storage.OwnKey(controllers.ElectionKey),
 			Identity: s.identity,
 			Lead:     s.controllers.Run,
-			// Several kube-apiservers on an etcd all run these controllers.
+			// Each kube-apiserver on a shared etcd runs these controllers too.
 			LeadWithoutLease: s.controllers.Run,
 		}
 		return candidate.Run(ctx)

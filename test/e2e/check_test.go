@@ -25,7 +25,6 @@ import (
 	"time"
 
 	"go.etcd.io/etcd/api/v3/etcdserverpb"
-	"go.etcd.io/etcd/client/pkg/v3/transport"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"watershed.dev/test/harness"
@@ -153,7 +152,7 @@ spec: {group: dead.example.com, version: v1, groupPriorityMinimum: 100, versionP
 	}
 	checkFinds(t, through, planted)
 	checkFinds(t, through, map[string]string{"webhooks": "127.0.0.1:1/review) does not respond: the last call"})
-	noSpace(t, etcdOfSplit(t, s), etcdserverpb.AlarmRequest_ACTIVATE)
+	noSpace(t, etcdClient(t, etcdOf(t, s)), etcdserverpb.AlarmRequest_ACTIVATE)
 	planted["etcd"] = "has the alarm NOSPACE"
 	checkFinds(t, through, planted)
 	pid := pidOf(t, s, "nats-0")
@@ -208,23 +207,6 @@ func pidOf(t *testing.T, s *harness.Server, process string) int {
 		t.Fatal(err)
 	}
 	return pid
-}
-
-// etcdOfSplit returns a client of the first etcd member of split.
-func etcdOfSplit(t *testing.T, s *harness.Server) *clientv3.Client {
-	t.Helper()
-	text, err := os.ReadFile(filepath.Join(s.Dir, "config", "etcd-0.yaml"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	file := func(name string) string { return filepath.Join(s.Dir, "pki", name) }
-	conf, err := (&transport.TLSInfo{CertFile: file("inner-registry.crt"), KeyFile: file("inner-registry.key"),
-		TrustedCAFile: file("inner-ca.crt")}).ClientConfig()
-	if err != nil {
-		t.Fatal(err)
-	}
-	url := regexp.MustCompile(`listen-client-urls: (\S+)`).FindSubmatch(text)[1]
-	return etcdClient(t, clientv3.Config{Endpoints: []string{string(url)}, TLS: conf})
 }
 
 // etcdClient returns a client that is closed at the end of the test.

@@ -178,7 +178,7 @@ func TestFullDisks(t *testing.T) {
 func TestEtcdWithoutSpace(t *testing.T) {
 	t.Parallel()
 	s := harness.Split(t, "")
-	etcd, m := etcdOfSplit(t, s), watchMaps(t, s)
+	etcd, m := etcdClient(t, etcdOf(t, s)), watchMaps(t, s)
 	for _, name := range []string{"early", "late", "last"} {
 		if err := m.create(name); err != nil {
 			t.Fatal(err)
@@ -215,7 +215,7 @@ func TestEtcdWithoutSpace(t *testing.T) {
 	m.receive(watch.Added, "after")
 }
 
-// TestAFullEtcdIsServedAfterARestart checks that a server which starts on an etcd with the alarm NOSPACE becomes ready,
+// TestAFullEtcdIsServedAfterARestart checks that a server that starts on an etcd with the alarm NOSPACE becomes ready,
 // as kube-apiserver does, and that its watches have deletions.
 func TestAFullEtcdIsServedAfterARestart(t *testing.T) {
 	t.Parallel()

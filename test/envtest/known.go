@@ -20,8 +20,8 @@ const (
 		"it completes only the first job. It fails with kube-apiserver too, in 3 of 8 runs."
 	crdRemains = "The test reads discovery without a wait for the deletion of its definition. It fails with " +
 		"kube-apiserver too, in 1 of 2 complete runs."
-	updatesOldObject = "The spec updates the status once, with an object that the controller may have changed since. It " +
-		"fails with kube-apiserver too, in 1 of 8 runs on a busy machine."
+	updatesOldObject = "The spec updates the status once, with an object that the controller may have changed since. " +
+		"It fails with kube-apiserver too, in 1 of 8 runs on a busy machine."
 	readsOldRevision = "The spec reads the revision of the leader's StatefulSet without a wait for the controller. Its " +
 		"list of StatefulSets takes 10 ms with kube-apiserver, 3 ms with Watershed."
 )

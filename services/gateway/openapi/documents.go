@@ -249,7 +249,7 @@ func (h *Handler) withAggregatedV2(view *discovery.View, data []byte) ([]byte, e
 		err := json.Unmarshal(discovered.OpenAPIV2, other)
 		if err == nil && other.Paths != nil {
 			other = aggregator.FilterSpecByPathsWithoutSideEffects(other, []string{"/apis/" + gv.String() + "/"})
-			// The merge takes neither, so a document may lack them.
+			// The merge ignores version and title, but validate requires them.
 			other.Swagger = "2.0"
 			other.Info = &spec.Info{InfoProps: spec.InfoProps{Title: gv.Group, Version: gv.Version}}
 			err = validate(other)

@@ -31,8 +31,8 @@ type StartHooks struct {
 	// Identity is the name of this registry in the election.
 	Identity string
 
-	// local is the term of this registry, or nil.
-	local atomic.Pointer[hooksTerm]
+	// ownTerm is the term of this registry, or nil.
+	ownTerm atomic.Pointer[hooksTerm]
 
 	mu sync.Mutex
 	// silent is the elected registry that has not published its progress, and silentSince is when this was first read.
@@ -59,9 +59,9 @@ type progress struct {
 	Pending  []string `json:"pending"`
 }
 
-// Pending returns the hooks that the elected registry has not completed. If no registry is elected because etcd is full,
-// it returns the hooks that this registry has not completed. known is false if no registry runs the hooks, or if the
-// elected registry has not published its progress yet.
+// Pending returns the hooks that the elected registry has not completed. If no registry is elected, it returns the hooks
+// that this registry runs and has not completed. known is false if neither runs them, or if the elected registry has not
+// published its progress yet.
 func (h *StartHooks) Pending(ctx context.Context) (pending []string, known bool, err error) {
 	resp, err := h.Storage.Client.Txn(ctx).Then(clientv3.OpGet(h.Storage.OwnKey(ElectionKey)),
 		clientv3.OpGet(h.Storage.OwnKey(progressKey))).Commit()
@@ -70,7 +70,7 @@ func (h *StartHooks) Pending(ctx context.Context) (pending []string, known bool,
 	}
 	elected, published := resp.Responses[0].GetResponseRange().Kvs, resp.Responses[1].GetResponseRange().Kvs
 	if len(elected) == 0 {
-		if t := h.local.Load(); t != nil {
+		if t := h.ownTerm.Load(); t != nil {
 			pending, _ = t.pending.Get()
 			return pending, true, nil
 		}
@@ -107,22 +107,23 @@ type hooksTerm struct {
 func (h *StartHooks) begin(ctx context.Context, names []string) *hooksTerm {
 	t := &hooksTerm{}
 	t.pending.Set(names)
-	h.local.Store(t)
+	h.ownTerm.Store(t)
 	go h.publish(ctx, t)
 	return t
 }
 
 func (h *StartHooks) publish(ctx context.Context, t *hooksTerm) {
-	defer h.local.CompareAndSwap(t, nil)
+	defer h.ownTerm.CompareAndSwap(t, nil)
 	for ctx.Err() == nil {
 		pending, changed := t.pending.Get()
 		var retry <-chan time.Time
 		if err := h.put(ctx, progress{h.Identity, pending}); err != nil && ctx.Err() == nil {
-			slog.Warn("Cannot publish the progress of the start hooks", "error", err)
-			retry = time.After(publishPause)
-			if errors.Is(err, rpctypes.ErrNoSpace) {
-				retry, changed = time.After(fullPause), nil
+			level, pause := slog.LevelWarn, publishPause
+			if errors.Is(err, rpctypes.ErrNoSpace) { // the election warns
+				level, pause, changed = slog.LevelDebug, fullPause, nil
 			}
+			slog.Log(ctx, level, "Cannot publish the progress of the start hooks", "error", err)
+			retry = time.After(pause)
 		}
 		select {
 		case <-ctx.Done():

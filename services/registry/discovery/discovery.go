@@ -49,7 +49,7 @@ type Discovery struct {
 
 	dirty   chan struct{}
 	current watchable.Value[*registryv1.DiscoveryResponse]
-	// withoutLease are the gateways that a full etcd cannot count.
+	// withoutLease counts the gateways for which a full etcd granted no lease.
 	withoutLease gatewaysWithoutLease
 	// making is a semaphore: it holds a value while an OpenAPI document is made. Each takes many times its size in
 	// memory.

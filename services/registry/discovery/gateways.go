@@ -82,6 +82,7 @@ func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest)
 		value = address
 	}
 	if r.Leaving {
+		d.withoutLease.update(prefix+r.Name, false, time.Now())
 		_, err = etcd.Txn(ctx).Then(clientv3.OpDelete(prefix+r.Name), clientv3.OpDelete(reportKey),
 			clientv3.OpDelete(processKey)).Commit()
 	} else {
@@ -105,20 +106,19 @@ func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest)
 	return &registryv1.GatewaysResponse{Alive: int32(live.Count)}, nil
 }
 
-// keepGateway counts a gateway while etcd has no space. A lease can still be kept alive. Gateways without a lease are
-// counted by this registry alone, and endpoints remain as they are.
+// keepGateway counts a gateway while etcd has no space. etcd still keeps leases alive. Only this registry counts the
+// gateways without a lease. Endpoints do not change.
 func (d *Discovery) keepGateway(ctx context.Context, etcd *clientv3.Client, key string,
 	live []*mvccpb.KeyValue) (*registryv1.GatewaysResponse, error) {
 	i := slices.IndexFunc(live, func(kv *mvccpb.KeyValue) bool { return string(kv.Key) == key })
-	if i < 0 {
-		return &registryv1.GatewaysResponse{Alive: int32(len(live) + d.withoutLease.count(key, time.Now()))}, nil
+	if i >= 0 {
+		ctx, cancel := context.WithTimeout(ctx, time.Second) // KeepAliveOnce retries without a pause
+		defer cancel()
+		if _, err := etcd.KeepAliveOnce(ctx, clientv3.LeaseID(live[i].Lease)); err != nil {
+			return nil, status.Error(codes.Unavailable, err.Error())
+		}
 	}
-	ctx, cancel := context.WithTimeout(ctx, time.Second) // the client retries without a pause
-	defer cancel()
-	if _, err := etcd.KeepAliveOnce(ctx, clientv3.LeaseID(live[i].Lease)); err != nil {
-		return nil, status.Error(codes.Unavailable, err.Error())
-	}
-	return &registryv1.GatewaysResponse{Alive: int32(len(live) + d.withoutLease.count("", time.Now()))}, nil
+	return &registryv1.GatewaysResponse{Alive: int32(len(live) + d.withoutLease.update(key, i < 0, time.Now()))}, nil
 }
 
 // gatewaysWithoutLease has the last calls of gateways that have no lease. It is safe for concurrent use.
@@ -127,18 +127,20 @@ type gatewaysWithoutLease struct {
 	last map[string]time.Time
 }
 
-// count records the call of a gateway, unless its key is empty. It returns the number of gateways of the last
-// gatewayTTL.
-func (g *gatewaysWithoutLease) count(key string, now time.Time) int {
+// update records the call of a gateway with or without a lease. It returns the number of gateways without a lease of
+// the last gatewayTTL.
+func (g *gatewaysWithoutLease) update(key string, withoutLease bool, now time.Time) int {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if g.last == nil {
-		g.last = map[string]time.Time{}
-	}
-	if key != "" {
+	maps.DeleteFunc(g.last, func(other string, last time.Time) bool {
+		return other == key || now.Sub(last) > gatewayTTL*time.Second
+	})
+	if withoutLease {
+		if g.last == nil {
+			g.last = map[string]time.Time{}
+		}
 		g.last[key] = now
 	}
-	maps.DeleteFunc(g.last, func(_ string, last time.Time) bool { return now.Sub(last) > gatewayTTL*time.Second })
 	return len(g.last)
 }
 

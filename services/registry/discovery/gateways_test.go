@@ -29,6 +29,22 @@ func TestGatewaysAreCounted(t *testing.T) {
 			t.Errorf("%s: %v, %v, not %d", step.name, got, err, step.want)
 		}
 	}
+	// A full etcd grants no lease: a and c keep theirs, and a registry counts the others.
+	fx.SetFull(t, true)
+	for _, step := range []struct {
+		name    string
+		leaving bool
+		want    int32
+	}{{"a", false, 2}, {"d", false, 3}, {"e", false, 4}, {"d", false, 4}, {"c", false, 4}, {"e", true, 2}, {"a", false, 3}} {
+		got, err := first.Gateways(t.Context(), &registryv1.GatewaysRequest{Name: step.name, Leaving: step.leaving})
+		if err != nil || got.Alive != step.want {
+			t.Errorf("%s in a full etcd: %v, %v, not %d", step.name, got, err, step.want)
+		}
+	}
+	fx.SetFull(t, false)
+	if got, err := first.Gateways(t.Context(), &registryv1.GatewaysRequest{Name: "d"}); err != nil || got.Alive != 3 {
+		t.Errorf("d: %v, %v", got, err)
+	}
 	if _, err := first.Gateways(t.Context(), &registryv1.GatewaysRequest{}); err == nil {
 		t.Error("a gateway without a name is counted")
 	}

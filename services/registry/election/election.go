@@ -1,7 +1,8 @@
 // Package election elects a single registry for a task, by a leased key in etcd. It does not fence the leader's writes:
 // each task must refuse the writes of a deposed leader itself.
 //
-// Run leads in the caller's goroutine. A goroutine per term drains the lease's keepalives, or waits for space in etcd.
+// Run calls Lead or LeadWithoutLease in the caller's goroutine. A goroutine per term drains the lease's keepalives, or
+// waits for space in etcd.
 package election
 
 import (
@@ -12,6 +13,8 @@ import (
 
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 // leaseSeconds is the TTL of the lease: how long a dead leader blocks the election.
@@ -25,9 +28,9 @@ type Candidate struct {
 	// Lead runs while the candidate holds the key. Its context ends when the lease is lost.
 	Lead func(context.Context) error
 	// LeadWithoutLease runs while no candidate holds the key and etcd has no space for a lease. Several candidates may
-	// run it at a time. Its context ends when etcd has space. Nil: no candidate leads then.
+	// run it at a time. Its context ends when etcd has space or another candidate holds the key. Nil: no candidate leads.
 	LeadWithoutLease func(context.Context) error
-	// OtherLeads is called whenever the candidate reads that another candidate holds the key. Nil: nothing is called.
+	// Run calls OtherLeads when it reads that another candidate holds the key. Nil: no call.
 	OtherLeads func()
 }
 
@@ -38,7 +41,7 @@ type Candidate struct {
 //	candidate ── key held, or error ──▶ 300 ms ──▶ candidate
 //	leader ── Lead returns ──▶ resigned ── leaseSeconds ──▶ candidate
 //	leader ── lease lost ──▶ candidate
-//	leader without a lease ── space for a lease ──▶ candidate
+//	leader without a lease ── space for a lease, or key held ──▶ candidate
 //
 // Candidates poll, because a watch per candidate would be watches that etcd has to serve.
 func (c *Candidate) Run(ctx context.Context) error {
@@ -54,21 +57,13 @@ func (c *Candidate) Run(ctx context.Context) error {
 			slog.Debug("Election failed", "key", c.Key, "error", err)
 			fallthrough
 		default:
-			pause(ctx, 300*time.Millisecond)
+			lifecycle.Sleep(ctx, 300*time.Millisecond)
 		}
 		if resigned { // another candidate goes first
-			pause(ctx, leaseSeconds*time.Second)
+			lifecycle.Sleep(ctx, leaseSeconds*time.Second)
 		}
 	}
 	return ctx.Err()
-}
-
-// pause waits for a duration, or until ctx ends.
-func pause(ctx context.Context, d time.Duration) {
-	select {
-	case <-ctx.Done():
-	case <-time.After(d):
-	}
 }
 
 // campaign acquires the key if it is absent. A nil lease without an error means that another candidate holds it.
@@ -123,27 +118,35 @@ func (c *Candidate) holdLease(ctx context.Context, lease clientv3.LeaseID) (resi
 		}
 		cancel() // the lease ran out, or ctx ended
 	}()
-	return resigns(ctx, leading, c.Lead)
+	return c.runTerm(ctx, leading, c.Lead)
 }
 
-// leadWithoutLease calls LeadWithoutLease until it returns, which is a resignation, or etcd has space.
+// leadWithoutLease calls LeadWithoutLease until it returns, which is a resignation, or an election is possible.
 func (c *Candidate) leadWithoutLease(ctx context.Context) (resigned bool) {
-	slog.Warn("etcd has no space for a lease, and no candidate holds one; leading without a lease", "key", c.Key)
+	slog.Warn("etcd has no space for a lease; the candidate continues without a lease", "key", c.Key)
 	leading, cancel := context.WithCancel(ctx)
 	defer cancel()
 	go func() {
 		defer cancel()
-		for pause(leading, leaseSeconds*time.Second); leading.Err() == nil && !c.hasSpace(leading); {
-			pause(leading, leaseSeconds*time.Second)
+		for {
+			lifecycle.Sleep(leading, leaseSeconds*time.Second)
+			if leading.Err() != nil || c.mayCampaign(leading) {
+				return
+			}
 		}
 	}()
-	return resigns(ctx, leading, c.LeadWithoutLease)
+	return c.runTerm(ctx, leading, c.LeadWithoutLease)
 }
 
-// hasSpace reports whether etcd grants a lease. An etcd that does not respond ends no term.
-func (c *Candidate) hasSpace(ctx context.Context) bool {
+// mayCampaign reports whether a candidate holds the key, or etcd grants a lease. An etcd that does not respond ends no
+// term.
+func (c *Candidate) mayCampaign(ctx context.Context) bool {
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
+	current, err := c.Client.Get(ctx, c.Key)
+	if err != nil || len(current.Kvs) > 0 {
+		return err == nil
+	}
 	lease, err := c.Client.Grant(ctx, leaseSeconds)
 	if err == nil {
 		c.revoke(ctx, lease.ID)
@@ -151,12 +154,12 @@ func (c *Candidate) hasSpace(ctx context.Context) bool {
 	return err == nil
 }
 
-// resigns calls lead with the context of a term. It reports whether lead returned before the term ended.
-func resigns(ctx, term context.Context, lead func(context.Context) error) bool {
+// runTerm calls lead with the context of a term. It reports whether lead returned before the term ended.
+func (c *Candidate) runTerm(ctx, term context.Context, lead func(context.Context) error) (resigned bool) {
 	err := lead(term)
-	resigned := term.Err() == nil
+	resigned = term.Err() == nil
 	if err != nil && ctx.Err() == nil {
-		slog.Warn("The leader's task ended", "resigned", resigned, "error", err)
+		slog.Warn("The leader's task ended", "key", c.Key, "resigned", resigned, "error", err)
 	}
 	return resigned
 }

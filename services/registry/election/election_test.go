@@ -93,8 +93,8 @@ func TestOneLeadsAtATime(t *testing.T) {
 	}
 }
 
-// Without space, etcd grants no lease. A leader keeps its lease. Then a candidate leads without a lease until etcd has
-// space.
+// A full etcd grants no lease. The leader keeps its lease. After it ends, another candidate leads without a lease until
+// etcd has space.
 func TestACandidateLeadsWithoutLease(t *testing.T) {
 	fx := fixture.New(t)
 	l := &leaders{current: map[string]bool{}, elected: make(chan string, 10)}

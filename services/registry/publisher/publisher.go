@@ -1,11 +1,11 @@
-// Package publisher writes the event log from etcd's events. One replica at a time publishes: it is elected through
-// etcd and holds the only watch that etcd serves.
+// Package publisher writes the event log from etcd's events. One replica at a time publishes, and holds the only watch
+// that etcd serves. It is elected through etcd. A full etcd grants no lease, and JetStream then rejects a second publisher.
 //
 // The publisher decodes each event once and encodes it once per media type. platform/watchcache/core decides how a term
 // continues the log, and which messages follow which. This package performs its requests to etcd and NATS. It does not
 // deliver events to readers: platform/eventlog and the watch tier do.
 //
-// Publisher.Run owns two goroutines: the election, which calls lead, and sendTraceContexts. lead owns the compaction
+// Publisher.Run owns two goroutines: the election, which calls lead or leadWithoutLease, and sendTraceContexts. lead owns the compaction
 // task. All other state of a term belongs to the goroutine of lead.
 package publisher
 
@@ -15,6 +15,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -126,29 +127,25 @@ type Publisher struct {
 // of the expected message.
 const wrongLastID jetstream.ErrorCode = 10070
 
-// wrongLastSequence is JetStream's error for a message whose expected sequence is not the last.
-const wrongLastSequence jetstream.ErrorCode = 10071
-
 // failed records the error of a term. The cause of a rejected message replaces the errors that follow from it.
 func (p *Publisher) failed(err error) {
-	if isWrongLastID(err) {
+	if rejectedWith(err, wrongLastID) {
 		p.failure.CompareAndSwap(nil, &err)
 		return
 	}
 	p.failure.Store(&err)
 }
 
-// isWrongLastID reports whether another message is the log's last.
-func isWrongLastID(err error) bool {
+// rejectedWith reports whether JetStream has rejected a message with an error.
+func rejectedWith(err error, codes ...jetstream.ErrorCode) bool {
 	var rejected *jetstream.APIError
-	return errors.As(err, &rejected) && rejected.ErrorCode == wrongLastID
+	return errors.As(err, &rejected) && slices.Contains(codes, rejected.ErrorCode)
 }
 
-// isDeposed reports whether an error may be due to another publisher, or to space in etcd: a publisher without a lease
-// cannot write the epoch's record.
+// isDeposed reports whether another publisher may have appended to the log. Without a lease, core.ErrEpochChanged also
+// means that etcd has space again.
 func isDeposed(err error) bool {
-	var rejected *jetstream.APIError
-	return isWrongLastID(err) || errors.As(err, &rejected) && rejected.ErrorCode == wrongLastSequence ||
+	return rejectedWith(err, wrongLastID, jetstream.JSErrCodeStreamWrongLastSequence) ||
 		errors.Is(err, core.ErrEpochChanged)
 }
 
@@ -187,14 +184,15 @@ func (p *Publisher) Run(ctx context.Context) error {
 }
 
 const (
-	// probePeriod is how often a candidate without a lease looks for another publisher.
+	// probePeriod is the timeout of a probe for another publisher, and the pause after it.
 	probePeriod = time.Second
-	// silentAfter is how long the log of a live publisher can stand: it appends a fencing token each tokenPeriod.
+	// silentAfter is how long the log has no new message before its publisher counts as lost. A live publisher appends a
+	// fencing token each tokenPeriod.
 	silentAfter = 3 * tokenPeriod
 )
 
 // leadWithoutLease leads while no other registry publishes. Two publishers that begin at the same time cannot fork the
-// log, because JetStream rejects the later message. Its publisher stands back.
+// log, because JetStream rejects the later message. Its publisher waits until the other ends.
 func (p *Publisher) leadWithoutLease(ctx context.Context) error {
 	for {
 		if err := p.awaitNoPublisher(ctx); err != nil {
@@ -203,15 +201,15 @@ func (p *Publisher) leadWithoutLease(ctx context.Context) error {
 		if err := p.lead(ctx, false); ctx.Err() != nil || !isDeposed(err) {
 			return err
 		}
-		sleep(ctx, probePeriod)
+		lifecycle.Sleep(ctx, probePeriod)
 	}
 }
 
-// awaitNoPublisher waits until no registry subscribes to requests for progress, or the log stands. NATS keeps the
-// subscription of a process that is frozen or cut off for minutes.
+// awaitNoPublisher returns when no registry subscribes to progress requests, or when the log has had no new message for
+// silentAfter. NATS keeps the subscription of a frozen process for minutes.
 func (p *Publisher) awaitNoPublisher(ctx context.Context) error {
 	var last uint64
-	for changed := time.Now(); time.Since(changed) < silentAfter; sleep(ctx, probePeriod) {
+	for changed := time.Now(); time.Since(changed) < silentAfter; lifecycle.Sleep(ctx, probePeriod) {
 		probe, cancel := context.WithTimeout(ctx, probePeriod)
 		subject := p.Log.ID.Subject(eventlog.ProgressRequestSubject)
 		_, err := p.NATS.RequestWithContext(probe, subject, nil) // a publisher receives it, and does not respond
@@ -233,14 +231,6 @@ func (p *Publisher) awaitNoPublisher(ctx context.Context) error {
 		}
 	}
 	return nil
-}
-
-// sleep waits for a duration, or until ctx ends.
-func sleep(ctx context.Context, d time.Duration) {
-	select {
-	case <-ctx.Done():
-	case <-time.After(d):
-	}
 }
 
 // lead publishes term after term until ctx ends, or fails if the leader must resign.
@@ -282,10 +272,8 @@ func (p *Publisher) lead(ctx context.Context, leased bool) error {
 		if p.core.TermFailed(time.Now()) {
 			return fmt.Errorf("no event could be published for a while: %w", err)
 		}
-		select {
-		case <-ctx.Done():
+		if lifecycle.Sleep(ctx, pause); ctx.Err() != nil {
 			return ctx.Err()
-		case <-time.After(pause):
 		}
 	}
 }

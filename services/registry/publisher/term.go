@@ -220,7 +220,7 @@ func (p *Publisher) writeEpoch(ctx context.Context, e core.Epoch, after int64) (
 	case !noSpace:
 		return resp.Header.Revision, nil
 	}
-	// Without a lease, no candidate holds the key.
+	// No candidate holds the key while the publisher leads without a lease.
 	if holder := resp.Responses[0].GetResponseRange().Kvs; len(holder) > 0 && string(holder[0].Value) != p.Identity {
 		return 0, core.ErrEpochChanged
 	}

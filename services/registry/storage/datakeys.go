@@ -22,7 +22,8 @@ const (
 	// holds a key after the next key was made. It is longer than the log holds events.
 	dataKeyLifetime  = 24 * time.Hour
 	dataKeyRetention = 7 * 24 * time.Hour
-	// storedKeyLifetime is how long the newest key of etcd encrypts if a full etcd stores no other.
+	// storedKeyLifetime is how long a process uses the newest stored key while etcd is full. Then it tries to create a
+	// key.
 	storedKeyLifetime = time.Minute
 )
 
@@ -75,7 +76,9 @@ func (l *DataKeys) Current(ctx context.Context, st *Resource) (id string, secret
 	k.id, k.secret, k.err = l.create(ctx, st, k.createdAt)
 	if errors.Is(k.err, rpctypes.ErrNoSpace) {
 		k.id, k.secret, k.err = l.newest(ctx, st)
-		k.createdAt = k.createdAt.Add(storedKeyLifetime - dataKeyLifetime)
+		if k.err == nil {
+			k.createdAt = k.createdAt.Add(storedKeyLifetime - dataKeyLifetime)
+		}
 	}
 	l.current[st.Name()] = k
 	return k.id, k.secret, k.err
@@ -99,16 +102,16 @@ func (l *DataKeys) create(ctx context.Context, st *Resource, now time.Time) (id 
 
 // newest returns the newest key of a resource in etcd, which any registry has made.
 func (l *DataKeys) newest(ctx context.Context, st *Resource) (id string, secret []byte, err error) {
-	below := l.prefix + st.Name() + "/"
-	all, err := st.Etcd.Client.Client.Get(ctx, below, clientv3.WithPrefix(), clientv3.WithKeysOnly())
+	below := l.prefix + st.Name() + "/" // keys are in the order of their times
+	last, err := st.Etcd.Client.Client.Get(ctx, below, clientv3.WithLastKey()...)
 	if err != nil {
 		return "", nil, err
 	}
-	if len(all.Kvs) == 0 {
+	if len(last.Kvs) == 0 {
 		return "", nil, rpctypes.ErrNoSpace
 	}
-	path := string(all.Kvs[len(all.Kvs)-1].Key) // keys are in the order of their times
-	secret, err = l.read(ctx, st, path)
+	path := string(last.Kvs[0].Key)
+	secret, err = decrypt(ctx, st, path, last.Kvs[0].Value)
 	return strings.TrimPrefix(path, below), secret, err
 }
 
@@ -162,7 +165,12 @@ func (l *DataKeys) read(ctx context.Context, st *Resource, path string) ([]byte,
 	if len(resp.Kvs) == 0 {
 		return nil, errAbsent
 	}
-	secret, _, err := st.transformer.TransformFromStorage(ctx, resp.Kvs[0].Value, authenticatedKey(path))
+	return decrypt(ctx, st, path, resp.Kvs[0].Value)
+}
+
+// decrypt decrypts the data key of a path.
+func decrypt(ctx context.Context, st *Resource, path string, value []byte) ([]byte, error) {
+	secret, _, err := st.transformer.TransformFromStorage(ctx, value, authenticatedKey(path))
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", eventlog.ErrNoKey, err)
 	}
