@@ -91,9 +91,9 @@ type namespacedPods struct {
 	namespace string
 }
 
-// Get implements corelisters.PodNamespaceLister. NodeRestriction rejects a kubelet's request for a pod without a node. The
-// node authorizer has its own watch, and may have received the node earlier. Get therefore reads such a pod from the
-// gateway. If the gateway does not respond, Get returns the informer's result.
+// Get implements corelisters.PodNamespaceLister. NodeRestriction rejects a kubelet's request for a pod without a node.
+// The node authorizer has its own watch, and may have received the node earlier. Get therefore reads such a pod from
+// the gateway. If the gateway does not respond, Get returns the informer's result.
 func (n namespacedPods) Get(name string) (*corev1.Pod, error) {
 	if n.pods.whole {
 		return n.pods.get(n.namespace, name)

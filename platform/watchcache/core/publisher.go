@@ -137,8 +137,8 @@ func continuesEpoch(log *LogEnd, etcd EtcdState) string {
 
 // matchesCheckpoint checks that etcd is a later state of the etcd that this publisher published last. It returns the
 // reason why it is not. The record proves that no other publisher has published since. A publisher without a lease does
-// not write the record, so OtherLeader clears the checkpoint if another publisher subscribes. The last event proves that
-// etcd was not restored.
+// not write the record, so OtherLeader clears the checkpoint if another publisher subscribes. The last event proves
+// that etcd was not restored.
 func (p *Publisher) matchesCheckpoint(etcd EtcdState) string {
 	m := p.checkpoint
 	switch {

@@ -7,10 +7,9 @@
 //   - the published authentication configuration.
 //   - the leaders among LeaseCandidates, with the feature gate CoordinatedLeaderElection.
 //
-// A single registry runs them at a time, elected through etcd. If a full etcd grants no lease, every registry runs them,
-// as every kube-apiserver does. Each controller has its own goroutines, which end with
-// the context of Run. Every registry keeps its gateways' addresses among the endpoints of the kubernetes Service, and
-// renews its identity lease.
+// A single registry runs them at a time, elected through etcd. If a full etcd grants no lease, every registry runs
+// them, as every kube-apiserver does. Each controller has its own goroutines, which end with the context of Run. Every
+// registry keeps its gateways' addresses among the endpoints of the kubernetes Service, and renews its identity lease.
 //
 // # Review notes
 //

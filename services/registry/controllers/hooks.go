@@ -59,9 +59,9 @@ type progress struct {
 	Pending  []string `json:"pending"`
 }
 
-// Pending returns the hooks that the elected registry has not completed. If no registry is elected, it returns the hooks
-// that this registry runs and has not completed. known is false if neither runs them, or if the elected registry has not
-// published its progress yet.
+// Pending returns the hooks that the elected registry has not completed. If no registry is elected, it returns the
+// hooks that this registry runs and has not completed. known is false if neither runs them, or if the elected registry
+// has not published its progress yet.
 func (h *StartHooks) Pending(ctx context.Context) (pending []string, known bool, err error) {
 	resp, err := h.Storage.Client.Txn(ctx).Then(clientv3.OpGet(h.Storage.OwnKey(ElectionKey)),
 		clientv3.OpGet(h.Storage.OwnKey(progressKey))).Commit()

@@ -35,7 +35,9 @@ func TestGatewaysAreCounted(t *testing.T) {
 		name    string
 		leaving bool
 		want    int32
-	}{{"a", false, 2}, {"d", false, 3}, {"e", false, 4}, {"d", false, 4}, {"c", false, 4}, {"e", true, 2}, {"a", false, 3}} {
+	}{
+		{"a", false, 2}, {"d", false, 3}, {"e", false, 4}, {"d", false, 4}, {"c", false, 4}, {"e", true, 2}, {"a", false, 3},
+	} {
 		got, err := first.Gateways(t.Context(), &registryv1.GatewaysRequest{Name: step.name, Leaving: step.leaving})
 		if err != nil || got.Alive != step.want {
 			t.Errorf("%s in a full etcd: %v, %v, not %d", step.name, got, err, step.want)

@@ -28,7 +28,7 @@ type Candidate struct {
 	// Lead runs while the candidate holds the key. Its context ends when the lease is lost.
 	Lead func(context.Context) error
 	// LeadWithoutLease runs while no candidate holds the key and etcd has no space for a lease. Several candidates may
-	// run it at a time. Its context ends when etcd has space or another candidate holds the key. Nil: no candidate leads.
+	// run it at a time. Its context ends when etcd has space, or a candidate holds the key. Nil: no candidate leads.
 	LeadWithoutLease func(context.Context) error
 	// Run calls OtherLeads when it reads that another candidate holds the key. Nil: no call.
 	OtherLeads func()

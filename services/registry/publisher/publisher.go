@@ -1,12 +1,13 @@
-// Package publisher writes the event log from etcd's events. One replica at a time publishes, and holds the only watch
-// that etcd serves. It is elected through etcd. A full etcd grants no lease, and JetStream then rejects a second publisher.
+// Package publisher writes the event log from etcd's events. A single replica at a time publishes, and holds the only
+// watch that etcd serves. It is elected through etcd. A full etcd grants no lease. JetStream then rejects a second
+// publisher.
 //
 // The publisher decodes each event once and encodes it once per media type. platform/watchcache/core decides how a term
 // continues the log, and which messages follow which. This package performs its requests to etcd and NATS. It does not
 // deliver events to readers: platform/eventlog and the watch tier do.
 //
-// Publisher.Run owns two goroutines: the election, which calls lead or leadWithoutLease, and sendTraceContexts. lead owns the compaction
-// task. All other state of a term belongs to the goroutine of lead.
+// Publisher.Run owns two goroutines: the election, which calls lead or leadWithoutLease, and sendTraceContexts. lead
+// owns the compaction task. All other state of a term belongs to the goroutine of lead.
 package publisher
 
 import (
@@ -186,8 +187,8 @@ func (p *Publisher) Run(ctx context.Context) error {
 const (
 	// probePeriod is the timeout of a probe for another publisher, and the pause after it.
 	probePeriod = time.Second
-	// silentAfter is how long the log has no new message before its publisher counts as lost. A live publisher appends a
-	// fencing token each tokenPeriod.
+	// silentAfter is how long the log has no new message before its publisher counts as lost. A live publisher appends
+	// a fencing token each tokenPeriod.
 	silentAfter = 3 * tokenPeriod
 )
 
