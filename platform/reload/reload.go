@@ -18,8 +18,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"k8s.io/apiserver/pkg/util/filesystem"
 	"k8s.io/component-base/metrics/legacyregistry"
-
-	"watershed.dev/platform/lifecycle"
 )
 
 const (
@@ -137,7 +135,14 @@ func (f *file) watch(ctx context.Context) {
 		if err := f.reload(ctx); !errors.As(err, new(retryable)) {
 			return
 		}
-		lifecycle.Sleep(ctx, retryDelay)
+		wait(ctx, retryDelay)
+	}
+}
+
+func wait(ctx context.Context, d time.Duration) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(d):
 	}
 }
 
@@ -198,7 +203,7 @@ func (f *file) lastSeen() []byte {
 func (f *file) readStable(ctx context.Context) ([]byte, error) {
 	data, err := os.ReadFile(f.path)
 	for err == nil && !bytes.Equal(data, f.lastSeen()) && ctx.Err() == nil {
-		lifecycle.Sleep(ctx, settleDelay)
+		wait(ctx, settleDelay)
 		var again []byte
 		if again, err = os.ReadFile(f.path); bytes.Equal(data, again) {
 			break
