@@ -20,6 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/version"
 
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/watchable"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -27,8 +28,12 @@ import (
 	"watershed.dev/services/registry/lookup"
 )
 
-// rebuildPeriod is the least time between two rebuilds, so that a thousand new CRDs do not cause a thousand rebuilds.
-const rebuildPeriod = 50 * time.Millisecond
+// A pause follows each rebuild, so that a thousand new CRDs do not cause a thousand rebuilds. It is rebuildPauses times
+// as long as the rebuild, and maxRebuildPause at most. Discovery lists an established CRD after the pause.
+const (
+	rebuildPauses   = 5
+	maxRebuildPause = 50 * time.Millisecond
+)
 
 // The priorities of a custom resource's group and version, as in kube-apiserver.
 const (
@@ -84,12 +89,9 @@ func (d *Discovery) Run(ctx context.Context) error {
 			return ctx.Err()
 		case <-d.dirty:
 		}
+		began := time.Now()
 		d.Rebuild()
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(rebuildPeriod):
-		}
+		lifecycle.Sleep(ctx, min(rebuildPauses*time.Since(began), maxRebuildPause))
 	}
 }
 
