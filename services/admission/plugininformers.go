@@ -6,7 +6,6 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -93,7 +92,7 @@ type namespacedPods struct {
 
 // Get implements corelisters.PodNamespaceLister. NodeRestriction rejects a kubelet's request for a pod without a node.
 // The node authorizer has its own watch, and may have received the node earlier. Get therefore reads such a pod from
-// the gateway. If the gateway does not respond, Get returns the informer's result.
+// the gateway. If the gateway has no pod or does not respond, Get returns the informer's result.
 func (n namespacedPods) Get(name string) (*corev1.Pod, error) {
 	if n.pods.whole {
 		return n.pods.get(n.namespace, name)
@@ -102,8 +101,8 @@ func (n namespacedPods) Get(name string) (*corev1.Pod, error) {
 	if err == nil && pod.Spec.NodeName != "" {
 		return pod, nil
 	}
-	if current, err := n.pods.get(n.namespace, name); err == nil || apierrors.IsNotFound(err) {
-		return current, err
+	if current, err := n.pods.get(n.namespace, name); err == nil {
+		return current, nil
 	}
 	return pod, err
 }

@@ -8,7 +8,6 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"slices"
-	"sort"
 	"strings"
 	"sync"
 	"time"
@@ -313,7 +312,8 @@ func (w *watching) compare(p *pair) {
 	}, answer{code: 200, header: head, body: body(p.ours)})
 }
 
-// settle sorts the initial events by name, because their order is undefined.
+// settle sorts the initial events by their text without ages, because their order is undefined: names may be random, and
+// ages differ by a second.
 func settle(events []any) []any {
 	n := 0
 	for n < len(events) {
@@ -324,6 +324,7 @@ func settle(events []any) []any {
 		n++
 	}
 	initial := slices.Clone(events[:n])
-	sort.SliceStable(initial, func(i, j int) bool { return fmt.Sprint(initial[i]) < fmt.Sprint(initial[j]) })
+	key := func(e any) string { return duration.ReplaceAllString(fmt.Sprint(e), "AGE") }
+	slices.SortStableFunc(initial, func(a, b any) int { return strings.Compare(key(a), key(b)) })
 	return append(initial, events[n:]...)
 }
