@@ -312,8 +312,8 @@ func (w *watching) compare(p *pair) {
 	}, answer{code: 200, header: head, body: body(p.ours)})
 }
 
-// settle sorts the initial events by their text without ages, because their order is undefined: names may be random, and
-// ages differ by a second.
+// settle sorts the initial events by their text without ages, because their order is undefined. Names may be random,
+// and ages may differ by a second.
 func settle(events []any) []any {
 	n := 0
 	for n < len(events) {
