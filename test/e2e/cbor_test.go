@@ -83,7 +83,6 @@ func askCBOR(t *testing.T, s *harness.Server, method, path, contentType, accept 
 // the custom resources that were stored with it.
 func TestCBOR(t *testing.T) {
 	t.Parallel()
-	t.Parallel()
 	const gate, accept = "--feature-gates=CBORServingAndStorage=true", "application/cbor"
 	dir := harness.TempDir(t)
 	theirs := harness.KubeAPIServer(t, dir, harness.Etcd(t, dir), gate)
