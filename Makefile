@@ -76,7 +76,7 @@ unit: ## unit tests, of concurrent packages with the race detector
 	cd test && go test -count=1 ./rules && go test ./eventlog ./simulation && go test -count=1 -run EveryMistake ./robustness
 
 # Tests of test/cmd that take a few seconds each, and the tools that they need.
-SHORT_CMD  := crd kubectl_apply kubectl_get kubectl_diff kubectl_server_side_apply
+SHORT_CMD  := kubectl_get kubectl_diff kubectl_server_side_apply
 CMD_TOOLS  := command -v bash && command -v jq && command -v openssl && command -v curl && { command -v ss || command -v netstat; }
 
 # The longest package runs beside all others. cost runs alone, because it measures CPU and memory.
