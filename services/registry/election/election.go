@@ -53,10 +53,10 @@ func (c *Candidate) Run(ctx context.Context) error {
 			resigned = c.holdLease(ctx, *lease)
 		case errors.Is(err, rpctypes.ErrNoSpace) && c.LeadWithoutLease != nil:
 			resigned = c.leadWithoutLease(ctx)
-		case err != nil && ctx.Err() == nil:
-			slog.Debug("Election failed", "key", c.Key, "error", err)
-			fallthrough
 		default:
+			if err != nil && ctx.Err() == nil {
+				slog.Debug("Election failed", "key", c.Key, "error", err)
+			}
 			lifecycle.Sleep(ctx, 300*time.Millisecond)
 		}
 		if resigned { // another candidate goes first
