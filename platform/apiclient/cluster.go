@@ -72,8 +72,8 @@ type Cluster struct {
 	bound     time.Duration
 	trackedMu sync.Mutex
 	tracked   []trackedInformer
-	// freshAt is when the informers were last known to be complete, in nanoseconds since 1970; 0: never.
-	freshAt    atomic.Int64
+	// freshAt is when the informers were last known to be complete, with the monotonic clock; nil: never.
+	freshAt    atomic.Pointer[time.Time]
 	firstFresh chan struct{}
 }
 
@@ -181,8 +181,10 @@ func (c *Cluster) TrackAge(path, query string, i cache.SharedIndexInformer) {
 
 // Age returns the maximum age of the informers' content. ok is false if it has never been complete.
 func (c *Cluster) Age() (age time.Duration, ok bool) {
-	freshAt := c.freshAt.Load()
-	return time.Since(time.Unix(0, freshAt)), freshAt != 0
+	if freshAt := c.freshAt.Load(); freshAt != nil {
+		return time.Since(*freshAt), true
+	}
+	return 0, false
 }
 
 // Fresh returns a channel that is closed once the tracked informers have been complete for the first time.
@@ -261,7 +263,7 @@ func (c *Cluster) probe(ctx context.Context) error {
 		behind = c.waitForRevision(probeCtx, revision, initialProbeTimeout)
 	}
 	if len(behind) == 0 {
-		if c.freshAt.Swap(start.UnixNano()) == 0 {
+		if c.freshAt.Swap(&start) == nil {
 			close(c.firstFresh)
 		}
 	}

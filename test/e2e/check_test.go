@@ -18,9 +18,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
-	"strconv"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -155,11 +153,8 @@ spec: {group: dead.example.com, version: v1, groupPriorityMinimum: 100, versionP
 	noSpace(t, etcdClient(t, etcdOf(t, s)), etcdserverpb.AlarmRequest_ACTIVATE)
 	planted["etcd"] = "has the alarm NOSPACE"
 	checkFinds(t, through, planted)
-	pid := pidOf(t, s, "nats-0")
-	if err := syscall.Kill(pid, syscall.SIGSTOP); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = syscall.Kill(pid, syscall.SIGCONT) })
+	nats := pid(t, s, "nats-0")
+	freeze(t, nats)
 	planted["event-log"] = "does not reach the event log"
 	checkFinds(t, through, planted)
 }
@@ -194,19 +189,6 @@ func TestCheckFindsMixedVersions(t *testing.T) {
 	kill(t, filepath.Join(dir, "watchfanout-1.pid"))
 	checkFinds(t, []string{"--kubeconfig", filepath.Join(dir, "admin.kubeconfig"), "--fail-on=warning"},
 		map[string]string{"versions": "have 2 versions"})
-}
-
-func pidOf(t *testing.T, s *harness.Server, process string) int {
-	t.Helper()
-	text, err := os.ReadFile(filepath.Join(s.Dir, process+".pid"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	pid, err := strconv.Atoi(strings.TrimSpace(string(text)))
-	if err != nil {
-		t.Fatal(err)
-	}
-	return pid
 }
 
 // etcdClient returns a client that is closed at the end of the test.

@@ -127,10 +127,7 @@ func TestAuthzDoesNotDependOnReplicas(t *testing.T) {
 	}
 	for _, file := range replicas {
 		replica := pid(t, s, strings.TrimSuffix(filepath.Base(file), ".yaml"))
-		if err := syscall.Kill(replica, syscall.SIGSTOP); err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { _ = syscall.Kill(replica, syscall.SIGCONT) })
+		freeze(t, replica)
 	}
 	const within = 3 * time.Second // sooner than policy is read with lists (apiclient, stalledAfter)
 	stopped, worst := time.Now(), time.Duration(0)
@@ -173,10 +170,7 @@ func TestARevokedPermissionIsGoneThoughNATSStalls(t *testing.T) {
 		return nil
 	})
 	nats := pid(t, s, "nats-0")
-	if err := syscall.Kill(nats, syscall.SIGSTOP); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = syscall.Kill(nats, syscall.SIGCONT) })
+	freeze(t, nats)
 	if err := s.Client().RbacV1().ClusterRoleBindings().Delete(t.Context(), "bob", metav1.DeleteOptions{}); err != nil {
 		t.Fatal(err)
 	}
@@ -260,13 +254,35 @@ func TestTheLogIsEncryptedOnDisk(t *testing.T) {
 
 func pid(t *testing.T, s *harness.Server, name string) int {
 	t.Helper()
-	data, err := os.ReadFile(filepath.Join(s.Dir, name+".pid"))
-	if err != nil {
+	return pids(t, s, name)[0]
+}
+
+// pids returns the process IDs of the processes of split whose names match a pattern.
+func pids(t *testing.T, s *harness.Server, pattern string) (all []int) {
+	t.Helper()
+	files, err := filepath.Glob(filepath.Join(s.Dir, pattern+".pid"))
+	if err != nil || len(files) == 0 {
+		t.Fatalf("no process is called %s (%v)", pattern, err)
+	}
+	for _, f := range files {
+		data, err := os.ReadFile(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		n, err := strconv.Atoi(strings.TrimSpace(string(data)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, n)
+	}
+	return all
+}
+
+// freeze stops a process until the test ends. Its connections stay open.
+func freeze(t *testing.T, process int) {
+	t.Helper()
+	if err := syscall.Kill(process, syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
-	n, err := strconv.Atoi(strings.TrimSpace(string(data)))
-	if err != nil {
-		t.Fatal(err)
-	}
-	return n
+	t.Cleanup(func() { _ = syscall.Kill(process, syscall.SIGCONT) })
 }

@@ -253,10 +253,7 @@ func TestAFrozenRegistryIsPassedBy(t *testing.T) {
 			}
 			return nil
 		})
-		if err := syscall.Kill(registry, syscall.SIGSTOP); err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { _ = syscall.Kill(registry, syscall.SIGCONT) })
+		freeze(t, registry)
 		for _, r := range reads {
 			var longest time.Duration
 			for i := range 2 * many {

@@ -54,11 +54,10 @@ type Reader struct {
 	ready *lifecycle.Readiness
 	// revisions shares concurrent requests for etcd's revision.
 	revisions coalesce.Group[int64]
-	// progressRequestedAt is when Wait last requested a progress message, in nanoseconds since 1970.
-	progressRequestedAt atomic.Int64
-	// stalledAt is when a read last timed out waiting for etcd's revision, in nanoseconds since 1970. A successful read
-	// sets it to 0.
-	stalledAt atomic.Int64
+	// progressRequestedAt is when Wait last requested a progress message; nil: never.
+	progressRequestedAt atomic.Pointer[time.Time]
+	// stalledAt is when a read last timed out waiting for etcd's revision. A successful read sets it to nil.
+	stalledAt atomic.Pointer[time.Time]
 	freshness freshness
 	backfills backfills
 	replays   prometheus.Counter
@@ -155,9 +154,9 @@ func (l *Reader) Wait(ctx context.Context, revision int64) error {
 		case <-advanced:
 		case <-ctx.Done():
 		case <-t.C:
-			now := time.Now().UnixNano()
-			if last := l.progressRequestedAt.Load(); now-last > int64(progressRequestDelay) &&
-				l.progressRequestedAt.CompareAndSwap(last, now) {
+			now := time.Now()
+			if last := l.progressRequestedAt.Load(); (last == nil || now.Sub(*last) > progressRequestDelay) &&
+				l.progressRequestedAt.CompareAndSwap(last, &now) {
 				_ = l.requestProgress() // an error is retried after the next pause
 			}
 			pause = min(pause*2, 100*time.Millisecond)
@@ -224,7 +223,7 @@ const (
 // stalledTimeout for the next stalledPeriod, because a stalled log would delay every read.
 func (l *Reader) WaitUntilConsistent(ctx context.Context) error {
 	timeout := freshnessTimeout
-	if lastStall := l.stalledAt.Load(); lastStall > 0 && time.Now().UnixNano()-lastStall < int64(stalledPeriod) {
+	if lastStall := l.stalledAt.Load(); lastStall != nil && time.Since(*lastStall) < stalledPeriod {
 		timeout = stalledTimeout
 	}
 	ctx, cancel := context.WithTimeout(ctx, timeout)
@@ -232,9 +231,10 @@ func (l *Reader) WaitUntilConsistent(ctx context.Context) error {
 	err := l.WaitUntilCurrent(ctx)
 	switch {
 	case err == nil:
-		l.stalledAt.Store(0)
+		l.stalledAt.Store(nil)
 	case timeout == freshnessTimeout && errors.Is(ctx.Err(), context.DeadlineExceeded):
-		l.stalledAt.Store(time.Now().UnixNano())
+		now := time.Now()
+		l.stalledAt.Store(&now)
 	}
 	return err
 }
