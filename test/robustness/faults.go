@@ -4,6 +4,7 @@ import (
 	"context"
 	"log"
 	"math/rand/v2"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -13,11 +14,52 @@ import (
 
 // fault is a fault and its duration.
 type fault struct {
-	kind     string
-	target   int
-	lasts    time.Duration
-	pause    time.Duration
+	kind   string
+	target int
+	lasts  time.Duration
+	pause  time.Duration
+	// amount is the delay of a slow disk, or how far a clock jumps.
+	amount   time.Duration
 	together bool // the next fault begins before this fault ends
+}
+
+// faultKinds are the kinds of faults, and the weight of each. New kinds come last: without them (-kinds), a seed
+// determines the same faults as before.
+var faultKinds = []struct {
+	name   string
+	weight int
+}{
+	{"kill", 8}, {"pause", 5}, {"term", 2}, {"cut", 2}, {"hang", 2}, {"isolate", 1}, {"stall", 1}, {"corrupt", 1},
+	{"blackout", 1}, {"lose the log", 1},
+	{"clock", 2}, {"slow disk", 2}, {"damage the log", 2}, {"pause most", 1},
+}
+
+// kindNames returns the names of all kinds of faults.
+func kindNames() (names []string) {
+	for _, k := range faultKinds {
+		names = append(names, k.name)
+	}
+	return names
+}
+
+// drawKind draws a kind of those that the options name.
+func (o *options) drawKind(r *rand.Rand) string {
+	total := 0
+	for _, k := range faultKinds {
+		if slices.Contains(o.kinds, k.name) {
+			total += k.weight
+		}
+	}
+	n := r.IntN(total)
+	for _, k := range faultKinds {
+		if !slices.Contains(o.kinds, k.name) {
+			continue
+		}
+		if n -= k.weight; n < 0 {
+			return k.name
+		}
+	}
+	panic("unreachable")
 }
 
 // faults generates all faults from the seed.
@@ -30,27 +72,29 @@ func (c *cluster) faults(o options) []fault {
 			pause:    time.Duration(100+r.IntN(700)) * time.Millisecond,
 			together: r.IntN(3) == 0,
 		}
-		switch n := r.IntN(24); {
-		case n == 23:
-			f.kind = "lose the log"
-		case n == 22: // the replicas' memory is lost while the log cannot be read
-			f.kind, f.lasts = "blackout", time.Duration(2000+r.IntN(6000))*time.Millisecond
-		case n == 20: // longer than replicas take to report that they are behind
-			f.kind, f.lasts = "stall", time.Duration(2000+r.IntN(10000))*time.Millisecond
-		case n == 21:
-			f.kind, f.target = "corrupt", r.IntN(1<<20)
-		case n < 8:
-			f.kind, f.target = "kill", r.IntN(len(c.processes))
-		case n < 13:
-			f.kind, f.target = "pause", r.IntN(len(c.processes))
-		case n < 15:
-			f.kind, f.target = "term", r.IntN(len(c.processes))
-		case n < 17:
-			f.kind, f.target = "cut", r.IntN(len(c.links))
-		case n < 19:
-			f.kind, f.target = "hang", r.IntN(len(c.links))
-		default:
-			f.kind, f.target = "isolate", r.IntN(len(c.processes))
+		switch f.kind = o.drawKind(r); f.kind {
+		case "lose the log":
+		case "blackout": // the replicas' memory is lost while the log cannot be read
+			f.lasts = time.Duration(2000+r.IntN(6000)) * time.Millisecond
+		case "stall": // longer than replicas take to report that they are behind
+			f.lasts = time.Duration(2000+r.IntN(10000)) * time.Millisecond
+		case "corrupt", "damage the log":
+			f.target = r.IntN(1 << 20)
+		case "cut", "hang":
+			f.target = r.IntN(len(c.links))
+		case "clock":
+			f.target = r.IntN(len(c.processes))
+			// Seconds, or up to three hours: more than the log keeps events, and than new certificates were valid before.
+			f.amount = time.Duration(1+r.IntN([]int{60, 3 * 3600}[r.IntN(2)])) * time.Second
+			if r.IntN(2) == 0 {
+				f.amount = -f.amount
+			}
+		case "slow disk":
+			f.target, f.amount = r.IntN(1<<20), time.Duration(20+r.IntN(500))*time.Millisecond
+		case "pause most":
+			f.target = r.IntN(1 << 20)
+		default: // a process
+			f.target = r.IntN(len(c.processes))
 		}
 		all = append(all, f)
 	}
@@ -106,30 +150,49 @@ func (c *cluster) do(f fault) {
 			return
 		}
 		if f.kind == "blackout" { // and the replicas restart
-			for _, p := range c.processes {
-				if strings.HasPrefix(p.name, "watchfanout-") {
-					p.kill(0)
-				}
+			for _, p := range c.named("watchfanout-") {
+				p.kill(0)
 			}
 		}
 		for _, s := range []syscall.Signal{syscall.SIGSTOP, syscall.SIGCONT} {
-			for _, p := range c.processes {
-				if strings.HasPrefix(p.name, "nats-") {
-					p.signal(s)
-				}
+			for _, p := range c.named("nats-") {
+				p.signal(s)
 			}
 			if s == syscall.SIGSTOP {
 				time.Sleep(f.lasts)
 			}
 		}
 	case "lose the log": // NATS restarts with an empty disk
+		lose := func(p *process) { p.lose(f.lasts, func() error { return os.RemoveAll(p.data) }) }
 		if !c.hasNATS() { // a host does
-			c.processes[c.anyHost(f)].lose(f.lasts)
+			lose(c.processes[c.anyHost(f)])
 			return
 		}
-		for _, p := range c.processes {
-			if strings.HasPrefix(p.name, "nats-") {
-				p.lose(f.lasts)
+		for _, p := range c.named("nats-") {
+			lose(p)
+		}
+	case "damage the log": // a NATS server restarts with a damaged disk
+		p := c.withLog()[f.target%len(c.withLog())]
+		p.lose(f.lasts, func() error { return damageFiles(p.data, uint64(f.target)) })
+	case "clock": // the wall clock jumps, and back
+		c.processes[f.target].setClock(f.amount)
+		time.Sleep(4 * f.lasts)
+		c.processes[f.target].setClock(0)
+	case "slow disk":
+		stores := append(c.named("etcd-"), c.withLog()...)
+		p := stores[f.target%len(stores)]
+		p.slowDisk(f.amount)
+		time.Sleep(4 * f.lasts)
+		p.slowDisk(0)
+	case "pause most": // no majority of the members responds
+		members := append(c.named("etcd-"), c.withLog()...)
+		members = c.named(strings.TrimRight(members[f.target%len(members)].name, "0123456789"))
+		for _, s := range []syscall.Signal{syscall.SIGSTOP, syscall.SIGCONT} {
+			for _, p := range members[min(1, len(members)-1):] {
+				p.signal(s)
+			}
+			if s == syscall.SIGSTOP {
+				time.Sleep(2 * f.lasts)
 			}
 		}
 	case "corrupt":
@@ -161,8 +224,24 @@ func (c *cluster) do(f fault) {
 }
 
 // hasNATS reports whether NATS has processes of its own.
-func (c *cluster) hasNATS() bool {
-	return slices.ContainsFunc(c.processes, func(p *process) bool { return strings.HasPrefix(p.name, "nats-") })
+func (c *cluster) hasNATS() bool { return len(c.named("nats-")) > 0 }
+
+// named returns the processes whose names begin with a prefix.
+func (c *cluster) named(prefix string) (found []*process) {
+	for _, p := range c.processes {
+		if strings.HasPrefix(p.name, prefix) {
+			found = append(found, p)
+		}
+	}
+	return found
+}
+
+// withLog returns the processes with a NATS server.
+func (c *cluster) withLog() []*process {
+	if c.hasNATS() {
+		return c.named("nats-")
+	}
+	return c.named("host-")
 }
 
 // anyHost returns the index of a host. The fault, and so the seed, determines the host.

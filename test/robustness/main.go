@@ -1,5 +1,6 @@
 // Command robustness runs `split` while its processes are killed (SIGKILL), paused (SIGSTOP, SIGCONT) and disconnected
-// from each other. Clients read, write and watch meanwhile. At the end a checker validates all responses and watch
+// from each other, their clocks jump, their disks are slow, and the event log is damaged. Clients read, write and watch
+// meanwhile. At the end a checker validates all responses and watch
 // events (package history). A seed determines all faults and their order.
 //
 //	robustness -faults 1000 -seed 7
@@ -16,6 +17,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"sort"
 	"strings"
 	"syscall"
@@ -27,6 +29,8 @@ type options struct {
 	watershed string
 	dir       string
 	faults    int
+	// kinds are the names of the kinds of faults (faultKinds).
+	kinds     []string
 	calm      time.Duration
 	seed      uint64
 	placement string
@@ -42,6 +46,7 @@ func main() {
 	flag.StringVar(&o.dir, "out", "", "The directory of the cluster and the history; a temporary directory by "+
 		"default, which stays after a failure.")
 	flag.IntVar(&o.faults, "faults", 1000, "The number of faults.")
+	kinds := flag.String("kinds", strings.Join(kindNames(), ","), "The kinds of faults, comma separated.")
 	flag.Uint64Var(&o.seed, "seed", 0, "The seed of the faults; 0 for a random seed.")
 	flag.StringVar(&o.placement, "placement", "split",
 		"The --placement of `watershed split`, or hosts: three `up` on the same etcd, or mixed: two `up` and a "+
@@ -53,6 +58,12 @@ func main() {
 	breakAs := flag.String("break", "", "Build a Watershed with a deliberate defect, which its test or the checker must "+
 		"detect: "+strings.Join(breakages(), ", ")+"; "+breakAll+"; or "+breakTests+", for the tests only.")
 	flag.Parse()
+	o.kinds = strings.Split(*kinds, ",")
+	for _, k := range o.kinds {
+		if !slices.Contains(kindNames(), k) {
+			log.Fatalf("--kinds: there is no kind %q; the kinds are %s", k, strings.Join(kindNames(), ", "))
+		}
+	}
 	if o.seed == 0 {
 		o.seed = rand.Uint64N(1 << 32)
 	}

@@ -8,11 +8,13 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"watershed.dev/test/tamper"
 )
 
 // process is a process of the cluster. It restarts whenever it ends.
 //
-//	running → (fault, or an unexpected end) → down for p.down → lost data removed → running
+//	running → (fault, or an unexpected end) → down for p.down → p.damage → running
 type process struct {
 	name, program string
 	args          []string
@@ -22,14 +24,15 @@ type process struct {
 
 	mu      sync.Mutex
 	cmd     *exec.Cmd
+	disk    *tamper.Disk // of cmd
 	done    chan struct{}
 	stopped bool
 	// down is the delay before the next restart.
 	down           time.Duration
 	endExpected    bool
 	unexpectedEnds int
-	// lost is a path to remove before the next restart.
-	lost string
+	// damage changes the data before the next restart. Nil: the data stay.
+	damage func() error
 }
 
 // start runs the process, and restarts it whenever it ends.
@@ -63,11 +66,11 @@ func (p *process) once() error {
 	}
 	defer out.Close()
 	p.mu.Lock()
-	lost := p.lost
-	p.lost = ""
+	damage := p.damage
+	p.damage = nil
 	p.mu.Unlock()
-	if lost != "" {
-		if err := os.RemoveAll(lost); err != nil {
+	if damage != nil {
+		if err := damage(); err != nil {
 			return err
 		}
 	}
@@ -79,7 +82,7 @@ func (p *process) once() error {
 		p.mu.Unlock()
 		return nil
 	}
-	err = cmd.Start()
+	p.disk, err = tamper.StartWithDisk(cmd)
 	p.cmd = cmd
 	p.mu.Unlock()
 	if err != nil {
@@ -103,12 +106,33 @@ func (p *process) kill(down time.Duration) {
 	p.signal(syscall.SIGKILL)
 }
 
-// lose kills the process and removes its data.
-func (p *process) lose(down time.Duration) {
+// lose kills the process, and damages its data before it restarts.
+func (p *process) lose(down time.Duration, damage func() error) {
 	p.mu.Lock()
-	p.lost = p.data
+	p.damage = damage
 	p.mu.Unlock()
 	p.kill(down)
+}
+
+// setClock sets how far the process's wall clock is ahead, until it ends.
+func (p *process) setClock(ahead time.Duration) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.cmd == nil || p.cmd.Process == nil {
+		return
+	}
+	if err := tamper.SetClock(p.cmd.Process.Pid, ahead); err != nil {
+		log.Printf("The clock of %s does not jump: %v", p.name, err)
+	}
+}
+
+// slowDisk sets how much longer writes of the process take, until it ends.
+func (p *process) slowDisk(delay time.Duration) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.disk != nil {
+		p.disk.Slow(delay)
+	}
 }
 
 func (p *process) stop() {

@@ -17,6 +17,7 @@ func TestClientsSeeTheTruthUnderFaults(t *testing.T) {
 			r, err := run(t.Context(), options{
 				watershed: harness.Watershed(),
 				faults:    20,
+				kinds:     kindNames(),
 				seed:      seed,
 				placement: placement,
 				replicas:  "watchfanout=3",
