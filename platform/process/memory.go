@@ -3,13 +3,16 @@ package process
 import (
 	"bytes"
 	"cmp"
+	"context"
 	"math"
 	"os"
 	"path"
 	"path/filepath"
 	"runtime/debug"
+	"runtime/metrics"
 	"strconv"
 	"strings"
+	"time"
 )
 
 // unlimited is the least limit that means no limit. cgroup v1 has a number near the maximum of int64 for it.
@@ -54,6 +57,59 @@ func (p *Process) setGCPercent() {
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(percent)
 	}
+}
+
+const (
+	// restPeriod is how often a process checks whether it is at rest.
+	restPeriod = time.Minute
+	// minRelease is the least number of bytes to return to the operating system.
+	minRelease = 16 << 20
+)
+
+// heap is the state of the Go heap.
+type heap struct {
+	// collections is the number of garbage collections.
+	collections uint64
+	// unused is the memory that a collection would free or that is free already, in bytes, approximately.
+	unused uint64
+}
+
+func readHeap() heap {
+	samples := []metrics.Sample{
+		{Name: "/gc/cycles/total:gc-cycles"},
+		{Name: "/gc/heap/live:bytes"}, // after the last collection
+		{Name: "/memory/classes/heap/objects:bytes"},
+		{Name: "/memory/classes/heap/unused:bytes"},
+		{Name: "/memory/classes/heap/free:bytes"}, // without the released memory
+	}
+	metrics.Read(samples)
+	of := func(i int) uint64 { return samples[i].Value.Uint64() }
+	return heap{collections: of(0), unused: of(2) - min(of(1), of(2)) + of(3) + of(4)}
+}
+
+// releaseAtRest returns unused memory to the operating system once in each period in which the process was at rest. The
+// Go runtime lets the heap of a process at rest stay as large as it was under load: twice the live objects.
+func releaseAtRest(ctx context.Context) {
+	tick := time.NewTicker(restPeriod)
+	defer tick.Stop()
+	for before := readHeap(); ; {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			before = release(before, readHeap())
+		}
+	}
+}
+
+// release returns unused memory to the operating system if the process was at rest: it had at most one collection, so it
+// allocated at most about as much as it holds. release returns the state of the heap afterwards.
+func release(before, now heap) heap {
+	if now.collections-before.collections > 1 || now.unused < minRelease {
+		return now
+	}
+	debug.FreeOSMemory()
+	return readHeap()
 }
 
 // cgroupLimit returns the lowest memory limit in bytes of the process's cgroup and the cgroups above it, of v2 or v1.

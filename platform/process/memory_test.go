@@ -101,3 +101,26 @@ func TestGCPercent(t *testing.T) {
 		}
 	}
 }
+
+// A process at rest returns the memory of its former objects. A busy process keeps it.
+func TestAProcessAtRestReleasesMemory(t *testing.T) {
+	garbage := make([][]byte, 64)
+	for i := range garbage {
+		garbage[i] = make([]byte, 1<<20)
+	}
+	before := readHeap()
+	clear(garbage)
+	now := readHeap()
+	now.collections = before.collections + 2
+	if release(before, now) != now {
+		t.Error("a busy process releases memory")
+	}
+	now.collections = before.collections + 1
+	now.unused = max(now.unused, minRelease)
+	if after := release(before, now); after.unused >= minRelease {
+		t.Errorf("a process at rest has %d unused bytes", after.unused)
+	}
+	if small := (heap{unused: minRelease - 1}); release(heap{}, small) != small {
+		t.Error("a process releases little memory")
+	}
+}

@@ -247,6 +247,7 @@ func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 	metrics := p.network.metrics()
 	runners := []lifecycle.Runner{{Name: "debug", Run: func(ctx context.Context) error {
 		go rpc.Traffic.Run(ctx)
+		go releaseAtRest(ctx)
 		var all []*Instance
 		for _, s := range p.services {
 			all = append(all, &s.Instance)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -53,8 +54,8 @@ func failover(dir string, kills int) {
 		log.Printf("kill %d of %d, %s: %v", n+1, kills, name, ages[n].Round(time.Millisecond))
 	}
 	slices.Sort(ages)
-	at := func(share float64) time.Duration {
-		return ages[min(len(ages)-1, int(share*float64(len(ages))))].Round(time.Millisecond)
+	at := func(share float64) time.Duration { // the nearest rank
+		return ages[int(math.Ceil(share*float64(len(ages))))-1].Round(time.Millisecond)
 	}
 	fmt.Printf("the oldest event after each of %d kills: p50 %v, p90 %v, p99 %v, most %v\n",
 		kills, at(.5), at(.9), at(.99), at(1))

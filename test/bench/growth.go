@@ -62,8 +62,8 @@ func growth(dir string) {
 			have = objects
 			s.do("GET", "/api/v1/namespaces/more/configmaps", "", nil, 200)
 			time.Sleep(5 * time.Second) // the runtime returns freed memory
-			memory[name] = append(memory[name], point{float64(objects), s.rss()})
-			log.Printf("%-15s %6d objects: %.0f MB", name, objects, s.rss())
+			memory[name] = append(memory[name], point{float64(objects), s.memory()})
+			log.Printf("%-15s %6d objects: %.0f MB", name, objects, s.memory())
 		}
 		s.stop()
 	}
@@ -74,10 +74,10 @@ func growth(dir string) {
 	check(os.WriteFile(filepath.Join(plots, "delivery.svg"),
 		[]byte(plot("CPU µs to deliver a 1.3 KB event to one watcher", "watchers", delivery)), 0o644))
 	check(os.WriteFile(filepath.Join(plots, "memory.svg"),
-		[]byte(plot("Resident memory in MB after listing config maps of 1 KB", "objects", memory)), 0o644))
+		[]byte(plot("Memory in MB after listing config maps of 1 KB", "objects", memory)), 0o644))
 	text := head + "\n\n" + tableOf("watchers", "CPU µs a delivery", delivery) +
 		"\n![CPU a delivery](performance/delivery.svg)\n\n" +
-		tableOf("config maps of 1 KB", "MB resident", memory) + "\n![memory](performance/memory.svg)\n"
+		tableOf("config maps of 1 KB", "MB", memory) + "\n![memory](performance/memory.svg)\n"
 	fmt.Println(text)
 	if *only == "" {
 		check(writeBetween("<!-- growth -->", "<!-- grown -->", text))

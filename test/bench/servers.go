@@ -71,19 +71,6 @@ func secondsOf(stat []byte) float64 {
 	return (user + system) / 100
 }
 
-// rss returns the processes' resident memory in megabytes.
-func (s *server) rss() float64 {
-	total := 0.0
-	for pid := range s.pids() {
-		b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/statm", pid))
-		if f := strings.Fields(string(b)); len(f) > 1 {
-			pages, _ := strconv.ParseFloat(f[1], 64)
-			total += pages * float64(os.Getpagesize()) / 1e6
-		}
-	}
-	return total
-}
-
 // memory returns the memory that the server occupies, in megabytes: each process's anonymous memory, and each
 // mapped binary once.
 func (s *server) memory() (total float64) {
@@ -303,10 +290,10 @@ func freePort() int {
 	return l.Addr().(*net.TCPAddr).Port
 }
 
-// peak samples the resident memory until the caller calls the returned function, which returns the maximum in
+// peak samples the memory until the caller calls the returned function, which returns the maximum in
 // megabytes.
 func (s *server) peak() func() float64 {
-	highest, stop, done := s.rss(), make(chan struct{}), make(chan struct{})
+	highest, stop, done := s.memory(), make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(done)
 		for {
@@ -314,7 +301,7 @@ func (s *server) peak() func() float64 {
 			case <-stop:
 				return
 			case <-time.After(50 * time.Millisecond):
-				highest = max(highest, s.rss())
+				highest = max(highest, s.memory())
 			}
 		}
 	}()

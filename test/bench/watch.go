@@ -26,12 +26,12 @@ import (
 // events on arrival, and memory per watch.
 func deliver(s *server, watchers, rate, updates int) map[string]float64 {
 	ctx, cancel := context.WithCancel(context.Background())
-	before := s.rss()
+	before := s.memory()
 	ready, wg := openWatches(ctx, s, watchers, everything)
 	if !ready {
 		log.Fatalf("%s: the watches do not open", s.name)
 	}
-	weight := s.rss() - before
+	weight := s.memory() - before
 	used, ages, writes := s.deliveries(wg, watchers, rate, updates)
 	cancel()
 	wg.done.Wait()
@@ -42,7 +42,7 @@ func deliver(s *server, watchers, rate, updates int) map[string]float64 {
 		name + ": the writer's p50 (ms)": ms(at(writes, 50)),
 	}
 	if watchers >= 5000 { // fewer watches fit into the process's free memory
-		rows[name+": growth of resident memory a watcher (KB)"] = weight * 1000 / float64(watchers)
+		rows[name+": growth of memory a watcher (KB)"] = weight * 1000 / float64(watchers)
 	}
 	return rows
 }
@@ -186,8 +186,8 @@ func herd(s *server) map[string]float64 {
 	wg.Wait()
 	name := fmt.Sprintf("50 informers sync %d pods at once", *pods)
 	return map[string]float64{
-		name + " (s)":                        time.Since(began).Seconds(),
-		name + " (CPU s)":                    s.cpu() - before,
-		name + ": peak resident memory (MB)": peak(),
+		name + " (s)":               time.Since(began).Seconds(),
+		name + " (CPU s)":           s.cpu() - before,
+		name + ": peak memory (MB)": peak(),
 	}
 }
