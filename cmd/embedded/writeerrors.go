@@ -66,8 +66,10 @@ func writeError(srv *server.Server) string {
 		return "JetStream has been disabled"
 	}
 	// Other reasons than write errors, such as a follower that is behind, end without a restart.
+	// A message after another than the expected message is a write error too (nats-server 2.15). A restart reads it again:
+	// the publisher abandons the stream.
 	for _, e := range srv.Healthz(&server.HealthzOptions{Details: true}).Errors {
-		if strings.Contains(e.Error, "write error") {
+		if strings.Contains(e.Error, "write error") && !strings.Contains(e.Error, "last msgid mismatch") {
 			return e.Error
 		}
 	}

@@ -72,7 +72,7 @@ type Cluster struct {
 	bound     time.Duration
 	trackedMu sync.Mutex
 	tracked   []trackedInformer
-	// freshAt is when the informers were last known to be complete, with the monotonic clock; nil: never.
+	// freshAt is when the informers were last known to be complete; nil: never.
 	freshAt    atomic.Pointer[time.Time]
 	firstFresh chan struct{}
 }
@@ -181,10 +181,12 @@ func (c *Cluster) TrackAge(path, query string, i cache.SharedIndexInformer) {
 
 // Age returns the maximum age of the informers' content. ok is false if it has never been complete.
 func (c *Cluster) Age() (age time.Duration, ok bool) {
-	if freshAt := c.freshAt.Load(); freshAt != nil {
-		return time.Since(*freshAt), true
+	freshAt := c.freshAt.Load()
+	if freshAt == nil {
+		return 0, false
 	}
-	return 0, false
+	// The monotonic clock stops while the machine is suspended, and the wall clock may go back.
+	return max(time.Since(*freshAt), time.Now().Round(0).Sub(freshAt.Round(0))), true
 }
 
 // Fresh returns a channel that is closed once the tracked informers have been complete for the first time.

@@ -56,6 +56,11 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 	return stream, deleteConsumers(ctx, stream)
 }
 
+// Abandon deletes the stream of the log. It fails if the NATS servers do not respond.
+func (l LogID) Abandon(ctx context.Context, js jetstream.JetStream) error {
+	return js.DeleteStream(ctx, l.Stream())
+}
+
 // ownerKey is the key of the owner in the stream's metadata.
 const ownerKey = "watershed.dev/owner"
 

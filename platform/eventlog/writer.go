@@ -32,6 +32,9 @@ const (
 	// ackTimeout is how long the writer waits for an acknowledgement. A shorter stall of NATS does not end the writer.
 	// If the leader of the stream is lost with the acknowledgement, the event waits so long.
 	ackTimeout = 2 * time.Second
+	// recentAck is how long after an acknowledgement messages do not wait for each other's. It is less than the lease of
+	// a publisher, which another publisher must outlast.
+	recentAck = time.Second
 	// headroom is the size reserved for the headers of a message.
 	headroom = 4 << 10
 )
@@ -59,6 +62,7 @@ type Writer struct {
 	publishedAt time.Time
 
 	mu             sync.Mutex
+	acknowledgedAt time.Time // when the last message was stored
 	pending        []batch
 	unacknowledged int // entries of pending
 	newest         Ack
@@ -168,9 +172,10 @@ func (w *Writer) Flush(ctx context.Context) error {
 	first, last, msg := w.open[0], w.open[len(w.open)-1], w.batch()
 	msg.Subject = w.log.Subject(msg.Subject)
 	msg.Header.Set(jetstream.MsgIDHeader, last.ID.String())
-	if first.First {
-		msg.Header.Set(jetstream.ExpectedLastSeqHeader, strconv.FormatUint(first.ExpectedSequence, 10))
-	} else {
+	// The leader of a cluster compares the sequence before it replicates the message. It compares the ID afterwards, and
+	// NATS 2.15 then stops all copies of the stream if the ID differs.
+	msg.Header.Set(jetstream.ExpectedLastSeqHeader, strconv.FormatUint(first.Begin+uint64(w.published), 10))
+	if !first.First {
 		msg.Header.Set(jetstream.ExpectedLastMsgIDHeader, first.Expected.String())
 	}
 	msg.Header.Set(checksumHeader, checksum(storedMessage(msg.Header, 0, msg.Data)))
@@ -202,11 +207,13 @@ func (w *Writer) batch() *nats.Msg {
 // batchEvents is the number of the field Batch.events.
 const batchEvents = 1
 
-// awaitSpace waits while too many entries are not acknowledged.
+// awaitSpace waits while too many entries are not acknowledged. Without a recent acknowledgement, one message is enough:
+// another writer may have appended, and the sequence that a second message expects may be the other writer's.
 func (w *Writer) awaitSpace(ctx context.Context) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for w.unacknowledged >= maxUnacknowledged && w.newest.Err == nil && ctx.Err() == nil {
+	for (w.unacknowledged >= maxUnacknowledged || len(w.pending) > 0 && time.Since(w.acknowledgedAt) > recentAck) &&
+		w.newest.Err == nil && ctx.Err() == nil {
 		w.mu.Unlock()
 		select {
 		case <-w.freed:
@@ -254,7 +261,7 @@ func (w *Writer) acknowledge(reply string, err error) {
 	if err != nil {
 		w.newest.Err = cmp.Or(w.newest.Err, fmt.Errorf("publish up to %s: %w", w.pending[n].last, err))
 	} else {
-		w.newest.ID = w.pending[n].last
+		w.newest.ID, w.acknowledgedAt = w.pending[n].last, time.Now()
 	}
 	for _, b := range w.pending[:n+1] {
 		b.timer.Stop()

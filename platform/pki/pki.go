@@ -149,6 +149,9 @@ func (c *CA) isCurrent(crtFile string, l Leaf) bool {
 		return false
 	}
 	lifetime := cert.NotAfter.Sub(cert.NotBefore)
+	if time.Now().Before(cert.NotBefore) { // the clock was ahead
+		return false
+	}
 	if lifetime > leafLifetime+24*time.Hour || float64(time.Since(cert.NotBefore)) > renewAfter*float64(lifetime) {
 		return false
 	}

@@ -5,6 +5,7 @@ import (
 	"cmp"
 	"context"
 	"math"
+	"math/rand/v2"
 	"os"
 	"path"
 	"path/filepath"
@@ -62,50 +63,64 @@ func (p *Process) setGCPercent() {
 const (
 	// restPeriod is how often a process checks whether it is at rest.
 	restPeriod = time.Minute
-	// minRelease is the least number of bytes to return to the operating system.
-	minRelease = 16 << 20
+	// restBytes is how much a process at rest may allocate in restPeriod. An idle `up` allocates 60 MB.
+	restBytes = 128 << 20
+	// releaseBytes is the least memory to return to the operating system.
+	releaseBytes = 16 << 20
+	// liveShare divides the live bytes of the heap, which add to both bounds: a collection of a large heap costs more.
+	liveShare = 8
 )
 
-// heap is the state of the Go heap.
+// heap is the state of the Go heap, in bytes.
 type heap struct {
-	// collections is the number of garbage collections.
-	collections uint64
-	// unused is the memory that a collection would free or that is free already, in bytes, approximately.
+	// allocated is the sum of all allocations. live is the size of the objects that the last collection has kept.
+	allocated, live uint64
+	// unused is about the memory that a collection would free or that is free already.
 	unused uint64
+	// collectionsOff is true with GOGC=off.
+	collectionsOff bool
 }
 
 func readHeap() heap {
 	samples := []metrics.Sample{
-		{Name: "/gc/cycles/total:gc-cycles"},
-		{Name: "/gc/heap/live:bytes"}, // after the last collection
+		{Name: "/gc/heap/allocs:bytes"},
+		{Name: "/gc/heap/live:bytes"},
 		{Name: "/memory/classes/heap/objects:bytes"},
-		{Name: "/memory/classes/heap/unused:bytes"},
 		{Name: "/memory/classes/heap/free:bytes"}, // without the released memory
+		{Name: "/gc/gogc:percent"},
 	}
 	metrics.Read(samples)
 	of := func(i int) uint64 { return samples[i].Value.Uint64() }
-	return heap{collections: of(0), unused: of(2) - min(of(1), of(2)) + of(3) + of(4)}
+	return heap{
+		allocated:      of(0),
+		live:           of(1),
+		unused:         of(2) - min(of(1), of(2)) + of(3),
+		collectionsOff: of(4) == math.MaxUint64,
+	}
 }
 
-// releaseAtRest returns unused memory to the operating system once in each period in which the process was at rest. The
-// Go runtime lets the heap of a process at rest stay as large as it was under load: twice the live objects.
+// releaseAtRest returns unused memory to the operating system after each period in which the process was at rest. The Go
+// runtime lets the heap of a process at rest stay as large as it was under load: twice the live objects. The first
+// period is random, because a collection in each process at the same time would delay requests.
 func releaseAtRest(ctx context.Context) {
-	tick := time.NewTicker(restPeriod)
-	defer tick.Stop()
+	wait := time.NewTimer(rand.N(restPeriod))
+	defer wait.Stop()
 	for before := readHeap(); ; {
 		select {
 		case <-ctx.Done():
 			return
-		case <-tick.C:
+		case <-wait.C:
+			wait.Reset(restPeriod)
 			before = release(before, readHeap())
 		}
 	}
 }
 
-// release returns unused memory to the operating system if the process was at rest: it had at most one collection, so it
-// allocated at most about as much as it holds. release returns the state of the heap afterwards.
+// release returns unused memory to the operating system if the process was at rest. It returns the state of the heap
+// afterwards.
 func release(before, now heap) heap {
-	if now.collections-before.collections > 1 || now.unused < minRelease {
+	share := now.live / liveShare
+	if now.allocated-before.allocated > restBytes+share || now.unused < releaseBytes+share || now.collectionsOff {
 		return now
 	}
 	debug.FreeOSMemory()

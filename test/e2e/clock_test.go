@@ -46,6 +46,10 @@ func TestClocksThatJump(t *testing.T) {
 		{30 * time.Minute, 0}, {0, 30 * time.Minute}, {20 * time.Minute, 2 * time.Hour}, {0, 0},
 	} {
 		setClocks(t, s, clocks.behind, clocks.ahead)
+		name := fmt.Sprintf("round-%d", round)
+		// A clock that is ahead makes policy look old until the next comparison with etcd.
+		harness.Eventually(t, 10*time.Second, func() error { return m.create(name) })
+		m.receive(watch.Added, name)
 		bind(t, s, "bob")
 		harness.Eventually(t, 10*time.Second, func() error {
 			if !reads(t, bob) {
@@ -53,13 +57,11 @@ func TestClocksThatJump(t *testing.T) {
 			}
 			return nil
 		})
-		name := fmt.Sprintf("round-%d", round)
-		harness.Eventually(t, 10*time.Second, func() error { return m.create(name) })
-		m.receive(watch.Added, name)
 		if list, err := m.client.List(t.Context(), metav1.ListOptions{}); err != nil || len(list.Items) < round {
 			t.Errorf("a consistent list has %d objects, %v", len(list.Items), err)
 		}
-		if err := s.Client().RbacV1().ClusterRoleBindings().Delete(t.Context(), "bob", metav1.DeleteOptions{}); err != nil {
+		bindings := s.Client().RbacV1().ClusterRoleBindings()
+		if err := bindings.Delete(t.Context(), "bob", metav1.DeleteOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		harness.Eventually(t, 10*time.Second, func() error {

@@ -152,9 +152,9 @@ func (c *cluster) writer() (*writer, error) {
 	if err != nil {
 		return nil, err
 	}
-	w := &writer{core.NewChain(rand.Text()+"-", last, eventlog.Encode(32<<20)), log, last}
+	w := &writer{core.NewChain(rand.Text()+"-", last, sequence, eventlog.Encode(32<<20)), log, last}
 	if !ok {
-		w.Restart(sequence)
+		w.Restart()
 	}
 	return w, nil
 }

@@ -100,11 +100,14 @@ func TestTwoWritersDoNotForkTheLog(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, e := range []*logv1.Event{added(11, "secrets"), added(12, "secrets"), added(13, "secrets")} {
-		if err := other.append(t.Context(), e); err != nil {
-			t.Fatal(err)
+		if err = other.append(t.Context(), e); err != nil {
+			break // the writer waits for the first acknowledgement
 		}
 	}
-	if err := other.flush(t.Context()); err == nil {
+	if err == nil {
+		err = other.flush(t.Context())
+	}
+	if err == nil {
 		t.Error("the log accepted two messages after the same message")
 	}
 	c.read().is(t, "!10 11 12 ")

@@ -2,9 +2,11 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"log"
 	"math/rand/v2"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -42,7 +44,7 @@ func kindNames() (names []string) {
 	return names
 }
 
-// drawKind draws a kind of those that the options name.
+// drawKind draws a kind that the options name.
 func (o *options) drawKind(r *rand.Rand) string {
 	total := 0
 	for _, k := range faultKinds {
@@ -84,7 +86,7 @@ func (c *cluster) faults(o options) []fault {
 			f.target = r.IntN(len(c.links))
 		case "clock":
 			f.target = r.IntN(len(c.processes))
-			// Seconds, or up to three hours: more than the log keeps events, and than new certificates were valid before.
+			// Seconds, or up to three hours: the log keeps events for less, and new certificates are valid from an hour ago.
 			f.amount = time.Duration(1+r.IntN([]int{60, 3 * 3600}[r.IntN(2)])) * time.Second
 			if r.IntN(2) == 0 {
 				f.amount = -f.amount
@@ -107,12 +109,18 @@ const calmEvery = 25
 // inject injects the faults in order, and returns the number of faults of each kind.
 func (c *cluster) inject(ctx context.Context, o options, progress func() string) map[string]int {
 	counts := map[string]int{}
+	file, err := os.Create(filepath.Join(c.dir, "faults.log"))
+	if err != nil {
+		log.Print(err)
+	}
+	defer file.Close()
 	var wg sync.WaitGroup
 	for n, f := range c.faults(o) {
 		if ctx.Err() != nil {
 			break
 		}
 		counts[f.kind]++
+		fmt.Fprintln(file, time.Now().UTC().Format("15:04:05.000"), c.describe(f))
 		if f.together {
 			wg.Go(func() { c.do(f) })
 		} else {
@@ -127,6 +135,22 @@ func (c *cluster) inject(ctx context.Context, o options, progress func() string)
 	}
 	wg.Wait()
 	return counts
+}
+
+// describe describes a fault in the file faults.log.
+func (c *cluster) describe(f fault) string {
+	target := ""
+	switch f.kind {
+	case "cut", "hang":
+		target = c.links[f.target].from + " to " + c.links[f.target].to
+	case "damage the log":
+		target = c.withLog()[f.target%len(c.withLog())].name
+	case "slow disk", "pause most":
+		target = c.stores()[f.target%len(c.stores())].name
+	case "kill", "term", "pause", "isolate", "clock":
+		target = c.processes[f.target].name
+	}
+	return fmt.Sprintf("%s %s %v, %v", f.kind, target, f.amount, f.lasts)
 }
 
 func (c *cluster) do(f fault) {
@@ -179,14 +203,12 @@ func (c *cluster) do(f fault) {
 		time.Sleep(4 * f.lasts)
 		c.processes[f.target].setClock(0)
 	case "slow disk":
-		stores := append(c.named("etcd-"), c.withLog()...)
-		p := stores[f.target%len(stores)]
+		p := c.stores()[f.target%len(c.stores())]
 		p.slowDisk(f.amount)
 		time.Sleep(4 * f.lasts)
 		p.slowDisk(0)
 	case "pause most": // no majority of the members responds
-		members := append(c.named("etcd-"), c.withLog()...)
-		members = c.named(strings.TrimRight(members[f.target%len(members)].name, "0123456789"))
+		members := c.named(strings.TrimRight(c.stores()[f.target%len(c.stores())].name, "0123456789"))
 		for _, s := range []syscall.Signal{syscall.SIGSTOP, syscall.SIGCONT} {
 			for _, p := range members[min(1, len(members)-1):] {
 				p.signal(s)
@@ -235,6 +257,9 @@ func (c *cluster) named(prefix string) (found []*process) {
 	}
 	return found
 }
+
+// stores returns the processes that write to a disk.
+func (c *cluster) stores() []*process { return append(c.named("etcd-"), c.withLog()...) }
 
 // withLog returns the processes with a NATS server.
 func (c *cluster) withLog() []*process {

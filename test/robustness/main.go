@@ -1,6 +1,5 @@
 // Command robustness runs `split` while its processes are killed (SIGKILL), paused (SIGSTOP, SIGCONT) and disconnected
-// from each other, their clocks jump, their disks are slow, and the event log is damaged. Clients read, write and watch
-// meanwhile. At the end a checker validates all responses and watch
+// from each other. Clocks jump, disks are slow, and the event log is damaged. Clients read, write and watch meanwhile. At the end a checker validates all responses and watch
 // events (package history). A seed determines all faults and their order.
 //
 //	robustness -faults 1000 -seed 7

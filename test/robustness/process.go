@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"log"
 	"os"
 	"os/exec"
@@ -33,6 +34,9 @@ type process struct {
 	unexpectedEnds int
 	// damage changes the data before the next restart. Nil: the data stay.
 	damage func() error
+	// damaged is true until the process restarts with damaged data. mayEnd is true after that: a NATS server removes a
+	// corrupt snapshot, and ends.
+	damaged, mayEnd bool
 }
 
 // start runs the process, and restarts it whenever it ends.
@@ -47,11 +51,12 @@ func (p *process) start() {
 				p.mu.Unlock()
 				return
 			}
-			if !p.endExpected {
+			if !p.endExpected && !p.mayEnd {
 				p.unexpectedEnds++
 				log.Printf("%s ended by itself: %v", p.name, err)
 			}
-			p.endExpected = false
+			p.mayEnd = p.endExpected && p.damaged
+			p.endExpected, p.damaged = false, false
 			down := max(p.down, 50*time.Millisecond)
 			p.mu.Unlock()
 			time.Sleep(down)
@@ -82,13 +87,20 @@ func (p *process) once() error {
 		p.mu.Unlock()
 		return nil
 	}
-	p.disk, err = tamper.StartWithDisk(cmd)
+	if p.disk, err = tamper.StartWithDisk(cmd); errors.Is(err, errors.ErrUnsupported) {
+		log.Printf("No disk is slow: %v", err)
+		p.disk, err = nil, cmd.Start()
+	}
 	p.cmd = cmd
 	p.mu.Unlock()
 	if err != nil {
 		return err
 	}
-	return cmd.Wait()
+	err = cmd.Wait()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.cmd = nil
+	return err
 }
 
 func (p *process) signal(s syscall.Signal) {
@@ -109,7 +121,7 @@ func (p *process) kill(down time.Duration) {
 // lose kills the process, and damages its data before it restarts.
 func (p *process) lose(down time.Duration, damage func() error) {
 	p.mu.Lock()
-	p.damage = damage
+	p.damage, p.damaged = damage, true
 	p.mu.Unlock()
 	p.kill(down)
 }
@@ -121,7 +133,7 @@ func (p *process) setClock(ahead time.Duration) {
 	if p.cmd == nil || p.cmd.Process == nil {
 		return
 	}
-	if err := tamper.SetClock(p.cmd.Process.Pid, ahead); err != nil {
+	if err := tamper.SetClock(p.cmd.Process.Pid, ahead); err != nil && !errors.Is(err, os.ErrNotExist) { // it has ended
 		log.Printf("The clock of %s does not jump: %v", p.name, err)
 	}
 }

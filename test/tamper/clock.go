@@ -11,6 +11,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // Programs read clocks without a system call, by a function of the kernel that is in the memory of each process
@@ -38,7 +40,8 @@ const (
 )
 
 // SetClock sets how far the wall clock of a running Go program is ahead of the machine's, in whole seconds. Monotonic
-// time and timers continue as they are. It returns errors.ErrUnsupported if the processor is not amd64.
+// time and timers continue as they are. It returns errors.ErrUnsupported if the processor is not amd64, or if the kernel
+// does not allow it.
 func SetClock(pid int, ahead time.Duration) error {
 	if runtime.GOARCH != "amd64" {
 		return fmt.Errorf("a wall clock on %s: %w", runtime.GOARCH, errors.ErrUnsupported)
@@ -49,30 +52,38 @@ func SetClock(pid int, ahead time.Duration) error {
 	}
 	memory, err := os.OpenFile(fmt.Sprintf("/proc/%d/mem", pid), os.O_RDWR, 0)
 	if err != nil {
-		return err
+		return unsupported(err)
 	}
 	defer memory.Close()
 	image := make([]byte, size)
 	if _, err = memory.ReadAt(image, start); err != nil {
-		return err
+		return unsupported(err)
 	}
 	from, to, err := findFunctions(image)
 	if err != nil {
 		return err
 	}
 	code := binary.LittleEndian.AppendUint64(bytes.Clone(replacement), uint64(ahead/time.Second))
-	if image[from] == jump { // it was replaced before
+	if bytes.HasPrefix(image[to:], replacement) { // it was replaced before
 		_, err = memory.WriteAt(code[len(replacement):], start+to+int64(len(replacement)))
 		return err
 	}
 	if _, err = memory.WriteAt(code, start+to); err != nil {
-		return err
+		return unsupported(err)
 	}
 	// A whole aligned word, so that no thread sees a part of the instruction.
 	word := bytes.Clone(image[from : from+wordBytes])
 	word[0] = jump
 	binary.LittleEndian.PutUint32(word[1:], uint32(to-from-jumpBytes))
 	_, err = memory.WriteAt(word, start+from)
+	return err
+}
+
+// unsupported adds errors.ErrUnsupported to an error of a kernel that does not allow the change.
+func unsupported(err error) error {
+	if errors.Is(err, os.ErrPermission) || errors.Is(err, unix.EIO) {
+		return fmt.Errorf("%w: %w", errors.ErrUnsupported, err)
+	}
 	return err
 }
 

@@ -1,5 +1,5 @@
-// Package tamper controls the wall clock and the disk of a process. It needs no privileges and no change of the program:
-// it works for etcd and kube-apiserver too. It needs Linux 5.19.
+// Package tamper controls the wall clock and the disk of a process. It needs no privileges, and no change of the
+// program: it works for etcd and kube-apiserver too. It needs Linux 5.19.
 package tamper
 
 import (
@@ -25,7 +25,8 @@ type Disk struct {
 func (d *Disk) Slow(delay time.Duration) { d.delay.Store(int64(delay)) }
 
 // StartWithDisk starts a command, as cmd.Start does, and returns its disk. The command must not have Pdeathsig, because
-// the thread that starts it ends.
+// the thread that starts it ends. StartWithDisk returns errors.ErrUnsupported, and starts nothing, if the kernel does not
+// allow it.
 func StartWithDisk(cmd *exec.Cmd) (*Disk, error) {
 	d := &Disk{}
 	started := make(chan error)
@@ -34,7 +35,7 @@ func StartWithDisk(cmd *exec.Cmd) (*Disk, error) {
 		runtime.LockOSThread()
 		listener, err := installFilter()
 		if err != nil {
-			started <- fmt.Errorf("filtering the system calls of %s: %w", cmd.Path, err)
+			started <- fmt.Errorf("%w: the system calls of %s cannot be filtered: %w", errors.ErrUnsupported, cmd.Path, err)
 			return
 		}
 		go d.serve(listener)

@@ -10,12 +10,12 @@ import (
 // LogEntry, or several.
 type LogEntry struct {
 	ID ID
-	// Expected is the ID that the log's last entry must have. If First is true, the log must end at ExpectedSequence
-	// instead: the entry begins the log.
-	Expected         ID
-	First            bool
-	ExpectedSequence uint64
-	Event            *logv1.Event
+	// Expected is the ID that the log's last entry must have, unless First is true: the entry begins the log.
+	Expected ID
+	First    bool
+	// Begin is the stream's last sequence when the entry's chain began.
+	Begin uint64
+	Event *logv1.Event
 	// Payload is the encoded event.
 	Payload any
 }
@@ -38,20 +38,20 @@ type Chain struct {
 	// nonce, with the number of the entry, distinguishes this chain's IDs from the IDs of other chains.
 	nonce  string
 	length int
-	// first is true if the next entry expects a sequence instead of an ID.
-	first    bool
-	sequence uint64
-	encode   Encode
+	// begin is the stream's last sequence when the chain began. first is true if the next entry begins the log.
+	begin  uint64
+	first  bool
+	encode Encode
 }
 
-// NewChain returns a chain that continues after last, the ID of the log's last entry.
-func NewChain(nonce string, last ID, encode Encode) Chain {
-	return Chain{nonce: nonce, Last: last, encode: encode}
+// NewChain returns a chain that continues after last, the ID of the log's last entry, and after the stream's last
+// sequence.
+func NewChain(nonce string, last ID, sequence uint64, encode Encode) Chain {
+	return Chain{nonce: nonce, Last: last, begin: sequence, encode: encode}
 }
 
-// Restart makes the next entry begin the log again, after the message with the stream's last sequence. The next entry
-// must be a reset.
-func (c *Chain) Restart(sequence uint64) { c.first, c.sequence = true, sequence }
+// Restart makes the first entry of the chain begin the log again. It must be a reset.
+func (c *Chain) Restart() { c.first = true }
 
 // Has returns true if the log already holds an event, because it ended inside the event's transaction when the chain
 // began.
@@ -67,12 +67,12 @@ func (c *Chain) Append(e *logv1.Event) (LogEntry, error) {
 	}
 	c.length++
 	entry := LogEntry{
-		ID:               IDOf(e, c.nonce+strconv.Itoa(c.length)),
-		Expected:         c.Last,
-		First:            c.first,
-		ExpectedSequence: c.sequence,
-		Event:            e,
-		Payload:          payload,
+		ID:       IDOf(e, c.nonce+strconv.Itoa(c.length)),
+		Expected: c.Last,
+		First:    c.first,
+		Begin:    c.begin,
+		Event:    e,
+		Payload:  payload,
 	}
 	c.Last, c.first = entry.ID, false
 	return entry, nil

@@ -91,7 +91,7 @@ type Term struct {
 
 // Begin begins a term. nonce is unique among all terms. fresh has the random ID and token of a new epoch.
 func (p *Publisher) Begin(nonce string, fresh Epoch, encode Encode) *Term {
-	return &Term{publisher: p, chain: NewChain(nonce, ID{}, encode), fresh: fresh, sums: newSums(nonce)}
+	return &Term{publisher: p, chain: NewChain(nonce, ID{}, 0, encode), fresh: fresh, sums: newSums(nonce)}
 }
 
 // TakeEntries returns the entries to append to the log, in order. The slice is valid until the next call of a method.
@@ -103,7 +103,7 @@ func (t *Term) TakeEntries() []LogEntry {
 
 // LogRead answers ReadLog.
 func (t *Term) LogRead(log LogEnd) {
-	t.log, t.chain.Last = log, log.Last
+	t.log, t.chain.Last, t.chain.begin = log, log.Last, log.Sequence
 	t.Request = Request{Op: ReadEtcd, Event: log.Event}
 	if log.Empty {
 		t.Request.Event = t.publisher.checkpoint.last
@@ -181,7 +181,7 @@ func (t *Term) startEpoch(etcd EtcdState, otherEpoch bool) {
 // restart begins the log with a reset: all events after a revision follow.
 func (t *Term) restart(revision int64) {
 	t.publisher.Published = 0
-	t.chain.Restart(t.log.Sequence)
+	t.chain.Restart()
 	t.appendReset(revision, func(int64) { t.watch() })
 }
 

@@ -317,7 +317,7 @@ func (s *stream) last() uint64 { return s.before + uint64(len(s.stored)) }
 func (s *stream) store(batch ...LogEntry) bool {
 	first, last, expected := batch[0], batch[len(batch)-1], ""
 	if first.First {
-		if first.ExpectedSequence != s.last() {
+		if first.Begin != s.last() {
 			return false
 		}
 	} else {

@@ -123,7 +123,7 @@ func (p *publisher) send(w *world) {
 		if w.trace != nil {
 			expects := "expects " + m.Expected.String()
 			if m.First {
-				expects = fmt.Sprintf("expects the sequence %d", m.ExpectedSequence)
+				expects = fmt.Sprintf("expects the sequence %d", m.Begin)
 			}
 			w.tracef("%s: sends %v: %s; %s", p.name, m.ID, describeEvent(m.Event), expects)
 			if m.ID.Progress && m.Event.Type == logv1.Type_TYPE_RESET {

@@ -130,7 +130,7 @@ const wrongLastID jetstream.ErrorCode = 10070
 
 // failed records the error of a term. The cause of a rejected message replaces the errors that follow from it.
 func (p *Publisher) failed(err error) {
-	if rejectedWith(err, wrongLastID) {
+	if rejectedWith(err, wrongLastID, jetstream.JSErrCodeStreamWrongLastSequence) {
 		p.failure.CompareAndSwap(nil, &err)
 		return
 	}
@@ -270,6 +270,10 @@ func (p *Publisher) lead(ctx context.Context, leased bool) error {
 		if !leased && isDeposed(err) {
 			return err
 		}
+		if p.abandon(ctx, err) {
+			p.core.Elected()
+			continue
+		}
 		if p.core.TermFailed(time.Now()) {
 			return fmt.Errorf("no event could be published for a while: %w", err)
 		}
@@ -277,6 +281,28 @@ func (p *Publisher) lead(ctx context.Context, leased bool) error {
 			return ctx.Err()
 		}
 	}
+}
+
+// errUnanswered means that the stream has not responded in the time of a term's first requests, which is longer than any
+// election of a leader.
+var errUnanswered = errors.New("the stream of the event log does not respond")
+
+// abandonTimeout bounds the deletion of a stream. Servers that respond have deleted it within this time.
+const abandonTimeout = 2 * time.Second
+
+// abandon deletes the stream, and returns true, if a term has ended with errUnanswered and NATS responds: the copies of
+// the stream have stopped, or most of their servers are lost. The next term begins the log with etcd's history.
+func (p *Publisher) abandon(ctx context.Context, err error) bool {
+	if !errors.Is(err, errUnanswered) {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(ctx, abandonTimeout)
+	defer cancel()
+	if p.Log.ID.Abandon(ctx, p.JS) != nil {
+		return false
+	}
+	slog.Error("The stream of the event log is deleted: it does not respond, and NATS does", "stream", p.Log.ID.Stream())
+	return true
 }
 
 // minPause is the pause after a term that has published events. After each further term, the pause is twice as long, up

@@ -1,0 +1,75 @@
+package e2e
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"regexp"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+	"k8s.io/apimachinery/pkg/watch"
+
+	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/rpc"
+	"watershed.dev/test/harness"
+)
+
+// publishAsRegistry publishes a message to the log of split, and returns JetStream's error.
+func publishAsRegistry(t *testing.T, s *harness.Server, headers nats.Header) error {
+	t.Helper()
+	config, err := os.ReadFile(filepath.Join(s.Dir, "config", "registry-0.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	urls := regexp.MustCompile(`(?m)^nats-url: "?([^"\n]*)`).FindSubmatch(config)
+	if urls == nil {
+		t.Fatalf("no address of NATS in %s", config)
+	}
+	id := filepath.Join(s.Dir, "pki", "inner-registry")
+	o := eventlog.Options{URL: string(urls[1])}
+	nc, err := o.Connect("registry", rpc.TLS{CertFile: id + ".crt", KeyFile: id + ".key",
+		CAFile: filepath.Join(s.Dir, "pki", "inner-ca.crt")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer nc.Close()
+	js, err := jetstream.New(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = js.PublishMsg(t.Context(), &nats.Msg{Subject: eventlog.Subject("configmaps"), Header: headers,
+		Data: []byte("not an event")}, jetstream.WithRetryAttempts(0))
+	return err
+}
+
+// TestAStuckLogIsAbandoned checks the log of three NATS servers. It rejects a message of a deposed publisher, and goes
+// on. All copies of the stream stop after a message that expects only another ID. The publisher then begins another
+// stream, and no watch ends.
+func TestAStuckLogIsAbandoned(t *testing.T) {
+	t.Parallel()
+	s := harness.Split(t, "", "--replicas=nats=3")
+	m := watchMaps(t, s)
+	expectAdded := func(name string) {
+		t.Helper()
+		if err := m.create(name); err != nil {
+			t.Fatal(err)
+		}
+		m.receive(watch.Added, name)
+	}
+	expectAdded("before")
+	var rejected *jetstream.APIError
+	deposed := nats.Header{jetstream.ExpectedLastSeqHeader: {"1"}, jetstream.ExpectedLastMsgIDHeader: {"1.0.other-1"}}
+	if err := publishAsRegistry(t, s, deposed); !errors.As(err, &rejected) {
+		t.Errorf("the message of a deposed publisher: %v", err)
+	}
+	expectAdded("after-a-deposed-publisher")
+	if err := publishAsRegistry(t, s, nats.Header{jetstream.ExpectedLastMsgIDHeader: {"1.0.other-1"}}); err == nil {
+		t.Error("the log has accepted a message after another than the last")
+	}
+	began := time.Now()
+	expectAdded("after-the-copies-have-stopped")
+	t.Logf("the event came after %v", time.Since(began).Round(time.Millisecond))
+}
