@@ -4,10 +4,15 @@ package admissionrules
 
 import (
 	"slices"
+	"time"
 
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
+
+// Lease is how long a message of Admission.AdmissionRules is valid. A gateway without a message for that time requests
+// admission for every write, because its admission replica may be frozen and the rules may have changed.
+const Lease = 3 * time.Second
 
 // nodeUserPrefix is the prefix of the user names of nodes (k8s.io/kubernetes/pkg/auth/nodeidentifier).
 const nodeUserPrefix = "system:node:"

@@ -263,15 +263,16 @@ func (s *Service) Run(ctx context.Context) error {
 	return err
 }
 
-// rulesCheckPeriod is how often a stream of rules checks that the policies are still fresh.
-const rulesCheckPeriod = time.Second
+// rulesPeriod is how often a stream sends the rules, although they are unchanged. It is well below
+// admissionrules.Lease.
+const rulesPeriod = time.Second
 
 // AdmissionRules implements admissionv1.AdmissionServer. The stream ends when the policies are stale. Every write then
 // requests admission, which rejects it.
 func (s *Service) AdmissionRules(_ *admissionv1.AdmissionRulesRequest,
 	stream grpc.ServerStreamingServer[admissionv1.AdmissionRuleSet]) error {
-	check := time.NewTicker(rulesCheckPeriod)
-	defer check.Stop()
+	unchanged := time.NewTicker(rulesPeriod)
+	defer unchanged.Stop()
 	for {
 		set, changed := s.admissionRules.current.Get()
 		if err := s.checkFresh(); err != nil {
@@ -280,17 +281,11 @@ func (s *Service) AdmissionRules(_ *admissionv1.AdmissionRulesRequest,
 		if err := stream.Send(set); err != nil {
 			return err
 		}
-		for waiting := true; waiting; {
-			select {
-			case <-changed:
-				waiting = false
-			case <-check.C:
-				if err := s.checkFresh(); err != nil {
-					return status.Error(codes.Unavailable, err.Error())
-				}
-			case <-stream.Context().Done():
-				return stream.Context().Err()
-			}
+		select {
+		case <-changed:
+		case <-unchanged.C:
+		case <-stream.Context().Done():
+			return stream.Context().Err()
 		}
 	}
 }

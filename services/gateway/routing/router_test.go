@@ -21,6 +21,7 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
 
+	"watershed.dev/platform/admissionrules"
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/paths"
@@ -122,7 +123,7 @@ func TestWritesWithCallbacks(t *testing.T) {
 	); got != "registry update a plain" { // there are no admission rules
 		t.Errorf("%d %s", code, got)
 	}
-	r.AdmissionRules.current.Store(&admissionv1.AdmissionRuleSet{
+	rules := &admissionv1.AdmissionRuleSet{
 		Admit: []*admissionv1.AdmissionRule{
 			{Resource: "pods", Operations: []admissionv1.Operation{admissionv1.Operation_OPERATION_CREATE}},
 			{Group: "*", Resource: "*", NamespaceLifecycleOnly: true, Operations: allOperations},
@@ -132,7 +133,12 @@ func TestWritesWithCallbacks(t *testing.T) {
 			Resource:   "*",
 			Operations: []admissionv1.Operation{admissionv1.Operation_OPERATION_DELETE},
 		}},
-	})
+	}
+	r.AdmissionRules.current.Store(&receivedRules{rules, time.Now().Add(-admissionrules.Lease - time.Second)})
+	if code, got := doRequest(t, r, "DELETE", pods+"/a", ""); got != "registry delete a " { // the rules have expired
+		t.Errorf("%d %s", code, got)
+	}
+	r.AdmissionRules.current.Store(&receivedRules{rules, time.Now()})
 	for _, c := range []struct{ method, path, body, want string }{
 		{"POST", pods, "plain", "registry create  plain"},
 		{"PUT", pods + "/a", "plain", "registry update a plain"}, // it may create

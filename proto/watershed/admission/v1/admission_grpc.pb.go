@@ -36,7 +36,8 @@ type AdmissionClient interface {
 	Admit(ctx context.Context, in *Review, opts ...grpc.CallOption) (*Verdict, error)
 	// Validate runs the validating phase. A rejection is a gRPC error that carries a metav1.Status.
 	Validate(ctx context.Context, in *Review, opts ...grpc.CallOption) (*Verdict, error)
-	// AdmissionRules sends the rules of the admission chain when the stream opens, and at every change.
+	// AdmissionRules sends the rules of the admission chain when the stream opens, at every change, and each second. A
+	// message is valid for 3 s.
 	AdmissionRules(ctx context.Context, in *AdmissionRulesRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[AdmissionRuleSet], error)
 }
 
@@ -97,7 +98,8 @@ type AdmissionServer interface {
 	Admit(context.Context, *Review) (*Verdict, error)
 	// Validate runs the validating phase. A rejection is a gRPC error that carries a metav1.Status.
 	Validate(context.Context, *Review) (*Verdict, error)
-	// AdmissionRules sends the rules of the admission chain when the stream opens, and at every change.
+	// AdmissionRules sends the rules of the admission chain when the stream opens, at every change, and each second. A
+	// message is valid for 3 s.
 	AdmissionRules(*AdmissionRulesRequest, grpc.ServerStreamingServer[AdmissionRuleSet]) error
 	mustEmbedUnimplementedAdmissionServer()
 }
