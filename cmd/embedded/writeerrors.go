@@ -65,15 +65,19 @@ func writeError(srv *server.Server) string {
 	if !srv.Running() || !srv.JetStreamEnabled() {
 		return "JetStream has been disabled"
 	}
-	// Other reasons than write errors, such as a follower that is behind, end without a restart.
-	// A message after another than the expected message is a write error too (nats-server 2.15). A restart reads it again:
-	// the publisher abandons the stream.
 	for _, e := range srv.Healthz(&server.HealthzOptions{Details: true}).Errors {
-		if strings.Contains(e.Error, "write error") && !strings.Contains(e.Error, "last msgid mismatch") {
+		if isDiskError(e.Error) {
 			return e.Error
 		}
 	}
 	return ""
+}
+
+// isDiskError reports whether a reason of an unhealthy server is an error of its disk. Other reasons, such as a
+// follower that is behind, end without a restart. NATS 2.15 also reports a message with a wrong expected ID as a write
+// error. A restart does not help, because the server reads the message again. The publisher deletes the stream instead.
+func isDiskError(reason string) bool {
+	return strings.Contains(reason, "write error") && !strings.Contains(reason, "last msgid mismatch")
 }
 
 // testWrite returns why the directory does not accept writtenBytes.

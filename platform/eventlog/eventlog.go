@@ -2,8 +2,8 @@
 // writer. platform/watchcache/core decides their order: this package performs its reads and appends.
 //
 // A message of the stream holds a logv1.Event, or a logv1.Batch of events of a resource. Its ID is the position of its
-// last event. Each publish expects the ID of the previous message (Nats-Expected-Last-Msg-Id) and its sequence. JetStream
-// therefore rejects the messages of a deposed publisher, and the log cannot fork or have a gap.
+// last event. Each publish expects the ID of the previous message (Nats-Expected-Last-Msg-Id) and its sequence.
+// JetStream therefore rejects the messages of a deposed publisher, and the log cannot fork or have a gap.
 //
 // The package does not read etcd and elects no publisher; the registry does. Read and Replay run in the caller's
 // goroutine. A Writer records acknowledgements in the goroutine of its subscription, and timeouts in those of its

@@ -31,11 +31,15 @@ func attempt[T any](ctx context.Context, request func(context.Context) (T, error
 		response, err = request(attemptCtx)
 		cancel()
 		timeout += timeout / 4
-		if !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, nats.ErrTimeout) || ctx.Err() != nil {
+		if !isTimeout(err) || ctx.Err() != nil {
 			break
 		}
 	}
 	return response, err
+}
+
+func isTimeout(err error) bool {
+	return errors.Is(err, context.DeadlineExceeded) || errors.Is(err, nats.ErrTimeout)
 }
 
 // stream returns the stream with its state.

@@ -56,10 +56,29 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 	return stream, deleteConsumers(ctx, stream)
 }
 
-// Abandon deletes the stream of the log. It fails if the NATS servers do not respond.
-func (l LogID) Abandon(ctx context.Context, js jetstream.JetStream) error {
-	return js.DeleteStream(ctx, l.Stream())
+// ErrUnanswered means that the stream did not respond to the first requests of End, for 9 s. An election of Watershed's
+// NATS servers takes 2 s at most. NATS' defaults are 4 to 9 s.
+var ErrUnanswered = errors.New("the stream of the event log does not respond")
+
+// Abandon deletes the stream if it does not respond and the NATS servers do. It returns false if it has not deleted the
+// stream. The servers must respond before the deletion is sent: frozen servers would delete a healthy stream later.
+func (o *Options) Abandon(ctx context.Context, js jetstream.JetStream) (bool, error) {
+	ctx, cancel := context.WithTimeout(ctx, abandonTimeout)
+	defer cancel()
+	if _, err := js.Stream(ctx, o.ID.Stream()+"-absent"); !errors.Is(err, jetstream.ErrStreamNotFound) {
+		return false, nil // no leader of the servers responds
+	}
+	again, stop := context.WithTimeout(ctx, abandonTimeout/4)
+	defer stop()
+	if _, err := o.Stream(again, js); !isTimeout(err) {
+		return false, nil
+	}
+	err := js.DeleteStream(ctx, o.ID.Stream())
+	return err == nil, err
 }
+
+// abandonTimeout bounds the requests of Abandon.
+const abandonTimeout = 4 * time.Second
 
 // ownerKey is the key of the owner in the stream's metadata.
 const ownerKey = "watershed.dev/owner"
@@ -155,11 +174,13 @@ func (l LogID) Last(ctx context.Context, js jetstream.JetStream) (id core.ID, se
 // lastEventLookback is how many messages End reads back from the end of the log for its last event.
 const lastEventLookback = 32
 
-// End reads the end of the log. It creates the stream if necessary. keyOf returns the etcd key of an event's object, or
-// an empty string if it is unknown.
+// End reads the end of the log. It creates the stream if necessary, and may return ErrUnanswered. keyOf returns the
+// etcd key of an event's object, or an empty string if it is unknown.
 func (o *Options) End(ctx context.Context, js jetstream.JetStream, keyOf func(*logv1.Event) string) (
 	end core.LogEnd, err error) {
-	if _, err = o.Stream(ctx, js); err != nil {
+	if _, err = o.Stream(ctx, js); isTimeout(err) {
+		return end, fmt.Errorf("%w: %w", ErrUnanswered, err)
+	} else if err != nil {
 		return end, err
 	}
 	last, sequence, ok, err := o.ID.Last(ctx, js)

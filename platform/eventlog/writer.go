@@ -32,8 +32,8 @@ const (
 	// ackTimeout is how long the writer waits for an acknowledgement. A shorter stall of NATS does not end the writer.
 	// If the leader of the stream is lost with the acknowledgement, the event waits so long.
 	ackTimeout = 2 * time.Second
-	// recentAck is how long after an acknowledgement messages do not wait for each other's. It is less than the lease of
-	// a publisher, which another publisher must outlast.
+	// recentAck is how long the writer sends without waiting after it has sent a message that the log has stored. It is
+	// less than the lease of a publisher (2 s), so no other publisher has appended.
 	recentAck = time.Second
 	// headroom is the size reserved for the headers of a message.
 	headroom = 4 << 10
@@ -45,7 +45,8 @@ const (
 //	empty ── Add ──▶ open ── Add: the batch is full, or the entry does not join ──▶ published
 //	                 open ── Flush; FlushLater, then Due ───────────────────────────▶ published
 //
-// The methods belong to a single goroutine.
+// The methods belong to a single goroutine. A Writer appends all entries of a single chain: it counts its messages to
+// expect their sequences.
 type Writer struct {
 	log   LogID
 	nc    *nats.Conn
@@ -62,7 +63,7 @@ type Writer struct {
 	publishedAt time.Time
 
 	mu             sync.Mutex
-	acknowledgedAt time.Time // when the last message was stored
+	storedAfter    time.Time // when the last stored message was sent
 	pending        []batch
 	unacknowledged int // entries of pending
 	newest         Ack
@@ -172,8 +173,8 @@ func (w *Writer) Flush(ctx context.Context) error {
 	first, last, msg := w.open[0], w.open[len(w.open)-1], w.batch()
 	msg.Subject = w.log.Subject(msg.Subject)
 	msg.Header.Set(jetstream.MsgIDHeader, last.ID.String())
-	// The leader of a cluster compares the sequence before it replicates the message. It compares the ID afterwards, and
-	// NATS 2.15 then stops all copies of the stream if the ID differs.
+	// The leader of a cluster compares the sequence before it replicates the message. All copies compare the ID later.
+	// In NATS 2.15 they stop if it differs.
 	msg.Header.Set(jetstream.ExpectedLastSeqHeader, strconv.FormatUint(first.Begin+uint64(w.published), 10))
 	if !first.First {
 		msg.Header.Set(jetstream.ExpectedLastMsgIDHeader, first.Expected.String())
@@ -207,12 +208,12 @@ func (w *Writer) batch() *nats.Msg {
 // batchEvents is the number of the field Batch.events.
 const batchEvents = 1
 
-// awaitSpace waits while too many entries are not acknowledged. Without a recent acknowledgement, one message is enough:
-// another writer may have appended, and the sequence that a second message expects may be the other writer's.
+// awaitSpace waits while too many entries are unacknowledged. Without a recent acknowledgement it allows a single
+// message in flight: another writer may have appended, and the sequence of a second message could match by chance.
 func (w *Writer) awaitSpace(ctx context.Context) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for (w.unacknowledged >= maxUnacknowledged || len(w.pending) > 0 && time.Since(w.acknowledgedAt) > recentAck) &&
+	for (w.unacknowledged >= maxUnacknowledged || len(w.pending) > 0 && time.Since(w.storedAfter) > recentAck) &&
 		w.newest.Err == nil && ctx.Err() == nil {
 		w.mu.Unlock()
 		select {
@@ -261,7 +262,7 @@ func (w *Writer) acknowledge(reply string, err error) {
 	if err != nil {
 		w.newest.Err = cmp.Or(w.newest.Err, fmt.Errorf("publish up to %s: %w", w.pending[n].last, err))
 	} else {
-		w.newest.ID, w.acknowledgedAt = w.pending[n].last, time.Now()
+		w.newest.ID, w.storedAfter = w.pending[n].last, w.pending[n].sentAt
 	}
 	for _, b := range w.pending[:n+1] {
 		b.timer.Stop()

@@ -148,10 +148,10 @@ func (c *CA) isCurrent(crtFile string, l Leaf) bool {
 	if err != nil || cert.CheckSignatureFrom(c.cert) != nil {
 		return false
 	}
-	lifetime := cert.NotAfter.Sub(cert.NotBefore)
-	if time.Now().Before(cert.NotBefore) { // the clock was ahead
+	if time.Now().Before(cert.NotBefore) { // created while the clock was ahead
 		return false
 	}
+	lifetime := cert.NotAfter.Sub(cert.NotBefore)
 	if lifetime > leafLifetime+24*time.Hour || float64(time.Since(cert.NotBefore)) > renewAfter*float64(lifetime) {
 		return false
 	}

@@ -97,6 +97,12 @@ func TestLeafRenewal(t *testing.T) {
 			t.DNSNames, t.ExtKeyUsage = l.SANs, l.Usage.extended()
 			return write(filepath.Join(dir, "leaf.crt"), filepath.Join(dir, "leaf.key"), t, ca.cert, ca.key, ca.key)
 		},
+		"one from a clock that was ahead": func(ca *CA) error {
+			t := template(l.CommonName, l.Organizations, leafLifetime)
+			t.NotBefore, t.NotAfter = time.Now().Add(time.Hour), time.Now().Add(leafLifetime)
+			t.DNSNames, t.ExtKeyUsage = l.SANs, l.Usage.extended()
+			return write(filepath.Join(dir, "leaf.crt"), filepath.Join(dir, "leaf.key"), t, ca.cert, ca.key, ca.key)
+		},
 		"another CA's": func(*CA) error {
 			other := open(t, t.TempDir())
 			crt, _, _, err := other.Leaf(l)

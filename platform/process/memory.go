@@ -67,7 +67,7 @@ const (
 	restBytes = 128 << 20
 	// releaseBytes is the least memory to return to the operating system.
 	releaseBytes = 16 << 20
-	// liveShare divides the live bytes of the heap, which add to both bounds: a collection of a large heap costs more.
+	// Both bounds grow by the live bytes divided by liveShare, because a collection of a large heap costs more.
 	liveShare = 8
 )
 
@@ -99,8 +99,8 @@ func readHeap() heap {
 	}
 }
 
-// releaseAtRest returns unused memory to the operating system after each period in which the process was at rest. The Go
-// runtime lets the heap of a process at rest stay as large as it was under load: twice the live objects. The first
+// releaseAtRest returns unused memory to the operating system after each period in which the process was at rest. The
+// Go runtime lets the heap of a process at rest stay as large as it was under load: twice the live objects. The first
 // period is random, because a collection in each process at the same time would delay requests.
 func releaseAtRest(ctx context.Context) {
 	wait := time.NewTimer(rand.N(restPeriod))

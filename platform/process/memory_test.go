@@ -110,8 +110,8 @@ func TestAProcessAtRestReleasesMemory(t *testing.T) {
 		t.Error("a process at rest releases no memory")
 	}
 	for name, change := range map[string]func(*heap){
-		"busy":     func(h *heap) { h.allocated += h.live },
-		"small":    func(h *heap) { h.unused = releaseBytes - 1 },
+		"busy":     func(h *heap) { h.allocated += h.live/liveShare + 1 },
+		"small":    func(h *heap) { h.unused-- },
 		"GOGC=off": func(h *heap) { h.collectionsOff = true },
 	} {
 		now := enough

@@ -62,8 +62,9 @@ func growth(dir string) {
 			have = objects
 			s.do("GET", "/api/v1/namespaces/more/configmaps", "", nil, 200)
 			time.Sleep(5 * time.Second) // the runtime returns freed memory
-			memory[name] = append(memory[name], point{float64(objects), s.memory()})
-			log.Printf("%-15s %6d objects: %.0f MB", name, objects, s.memory())
+			now := s.memory()
+			memory[name] = append(memory[name], point{float64(objects), now})
+			log.Printf("%-15s %6d objects: %.0f MB", name, objects, now)
 		}
 		s.stop()
 	}

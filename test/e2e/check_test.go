@@ -153,8 +153,7 @@ spec: {group: dead.example.com, version: v1, groupPriorityMinimum: 100, versionP
 	noSpace(t, etcdClient(t, etcdOf(t, s)), etcdserverpb.AlarmRequest_ACTIVATE)
 	planted["etcd"] = "has the alarm NOSPACE"
 	checkFinds(t, through, planted)
-	nats := pid(t, s, "nats-0")
-	freeze(t, nats)
+	freeze(t, pid(t, s, "nats-0"))
 	planted["event-log"] = "does not reach the event log"
 	checkFinds(t, through, planted)
 }

@@ -222,6 +222,12 @@ func TestARevokedPermissionIsGoneThoughNATSStalls(t *testing.T) {
 		}
 		return nil
 	})
+	for _, registry := range []string{"registry-0.log", "registry-1.log"} {
+		log, err := os.ReadFile(filepath.Join(s.Dir, registry))
+		if err != nil || strings.Contains(string(log), "The stream of the event log is deleted") {
+			t.Errorf("%s: a publisher has deleted a healthy stream (%v)", registry, err)
+		}
+	}
 }
 
 // TestTheLogIsEncryptedOnDisk checks that NATS stores no byte of a Secret (S10).

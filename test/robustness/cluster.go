@@ -322,7 +322,7 @@ func (c *cluster) differences() (lines []string) {
 
 func (c *cluster) died() (n int) {
 	for _, p := range c.processes {
-		n += p.unexpectedEnds
+		n += p.ends()
 	}
 	return n
 }

@@ -86,7 +86,7 @@ func (c *cluster) faults(o options) []fault {
 			f.target = r.IntN(len(c.links))
 		case "clock":
 			f.target = r.IntN(len(c.processes))
-			// Seconds, or up to three hours: the log keeps events for less, and new certificates are valid from an hour ago.
+			// Up to a minute, or up to three hours: the log keeps events for less than that.
 			f.amount = time.Duration(1+r.IntN([]int{60, 3 * 3600}[r.IntN(2)])) * time.Second
 			if r.IntN(2) == 0 {
 				f.amount = -f.amount
@@ -196,8 +196,7 @@ func (c *cluster) do(f fault) {
 			lose(p)
 		}
 	case "damage the log": // a NATS server restarts with a damaged disk
-		p := c.withLog()[f.target%len(c.withLog())]
-		p.lose(f.lasts, func() error { return damageFiles(p.data, uint64(f.target)) })
+		c.withLog()[f.target%len(c.withLog())].loseBits(f.lasts, uint64(f.target))
 	case "clock": // the wall clock jumps, and back
 		c.processes[f.target].setClock(f.amount)
 		time.Sleep(4 * f.lasts)

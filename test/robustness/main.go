@@ -1,6 +1,7 @@
 // Command robustness runs `split` while its processes are killed (SIGKILL), paused (SIGSTOP, SIGCONT) and disconnected
-// from each other. Clocks jump, disks are slow, and the event log is damaged. Clients read, write and watch meanwhile. At the end a checker validates all responses and watch
-// events (package history). A seed determines all faults and their order.
+// from each other. Clocks jump, disks are slow, and the event log is damaged. Clients read, write and watch meanwhile.
+// At the end a checker validates all responses and watch events (package history). A seed determines all faults and
+// their order.
 //
 //	robustness -faults 1000 -seed 7
 //	robustness -break drop          a Watershed that loses an event: the checker must detect it
@@ -165,7 +166,7 @@ func run(ctx context.Context, o options) (*result, error) {
 	}
 	r.counts["processes that died by themselves"] = c.died()
 	for _, p := range c.processes {
-		if n := p.unexpectedEnds; n > 0 && p.name != controllers { // a client may end after a failed request
+		if n := p.ends(); n > 0 && p.name != controllers { // a client may end after a failed request
 			complaints = append(complaints, fmt.Sprintf("%s ended %d times by itself", p.name, n))
 		}
 	}

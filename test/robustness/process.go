@@ -34,7 +34,7 @@ type process struct {
 	unexpectedEnds int
 	// damage changes the data before the next restart. Nil: the data stay.
 	damage func() error
-	// damaged is true until the process restarts with damaged data. mayEnd is true after that: a NATS server removes a
+	// damaged is true until the process restarts with damaged files. mayEnd is true after that: a NATS server removes a
 	// corrupt snapshot, and ends.
 	damaged, mayEnd bool
 }
@@ -55,7 +55,7 @@ func (p *process) start() {
 				p.unexpectedEnds++
 				log.Printf("%s ended by itself: %v", p.name, err)
 			}
-			p.mayEnd = p.endExpected && p.damaged
+			p.mayEnd = p.endExpected && (p.damaged || p.mayEnd)
 			p.endExpected, p.damaged = false, false
 			down := max(p.down, 50*time.Millisecond)
 			p.mu.Unlock()
@@ -76,7 +76,7 @@ func (p *process) once() error {
 	p.mu.Unlock()
 	if damage != nil {
 		if err := damage(); err != nil {
-			return err
+			log.Printf("The data of %s are not damaged: %v", p.name, err)
 		}
 	}
 	cmd := exec.Command(p.program, p.args...)
@@ -111,19 +111,42 @@ func (p *process) signal(s syscall.Signal) {
 	}
 }
 
+// kill kills the process if it runs. It restarts after down.
 func (p *process) kill(down time.Duration) {
 	p.mu.Lock()
-	p.endExpected, p.down = true, down
-	p.mu.Unlock()
-	p.signal(syscall.SIGKILL)
+	defer p.mu.Unlock()
+	p.killLocked(down)
 }
 
-// lose kills the process, and damages its data before it restarts.
+func (p *process) killLocked(down time.Duration) {
+	p.down = down
+	if p.cmd != nil && p.cmd.Process != nil {
+		p.endExpected = true
+		_ = p.cmd.Process.Kill()
+	}
+}
+
+// lose kills the process, and changes its data before it restarts.
 func (p *process) lose(down time.Duration, damage func() error) {
 	p.mu.Lock()
-	p.damage, p.damaged = damage, true
-	p.mu.Unlock()
-	p.kill(down)
+	defer p.mu.Unlock()
+	p.damage = damage
+	p.killLocked(down)
+}
+
+// loseBits is lose with damaged files.
+func (p *process) loseBits(down time.Duration, seed uint64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.damage, p.damaged = func() error { return damageFiles(p.data, seed) }, true
+	p.killLocked(down)
+}
+
+// ends returns how often the process has ended by itself.
+func (p *process) ends() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.unexpectedEnds
 }
 
 // setClock sets how far the process's wall clock is ahead, until it ends.

@@ -40,8 +40,8 @@ const (
 )
 
 // SetClock sets how far the wall clock of a running Go program is ahead of the machine's, in whole seconds. Monotonic
-// time and timers continue as they are. It returns errors.ErrUnsupported if the processor is not amd64, or if the kernel
-// does not allow it.
+// time and timers continue as they are. It returns errors.ErrUnsupported if the processor is not amd64, or if the
+// kernel does not allow it.
 func SetClock(pid int, ahead time.Duration) error {
 	if runtime.GOARCH != "amd64" {
 		return fmt.Errorf("a wall clock on %s: %w", runtime.GOARCH, errors.ErrUnsupported)
@@ -64,7 +64,7 @@ func SetClock(pid int, ahead time.Duration) error {
 		return err
 	}
 	code := binary.LittleEndian.AppendUint64(bytes.Clone(replacement), uint64(ahead/time.Second))
-	if bytes.HasPrefix(image[to:], replacement) { // it was replaced before
+	if image[from] == jump && bytes.HasPrefix(image[to:], replacement) { // it was replaced before
 		_, err = memory.WriteAt(code[len(replacement):], start+to+int64(len(replacement)))
 		return err
 	}
@@ -124,7 +124,7 @@ func findFunctions(image []byte) (clockGettime, gettimeofday int64, err error) {
 		}
 	}
 	if clockGettime == 0 || gettimeofday == 0 {
-		return 0, 0, errors.New("the functions of the vDSO cannot be replaced")
+		return 0, 0, fmt.Errorf("%w: the functions of the vDSO cannot be replaced", errors.ErrUnsupported)
 	}
 	return clockGettime, gettimeofday, nil
 }

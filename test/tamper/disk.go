@@ -17,7 +17,7 @@ import (
 
 // Disk is the disk of a process.
 type Disk struct {
-	// delay is how long each system call that changes or syncs a file takes longer, in nanoseconds.
+	// delay is the additional time of each pwrite, fsync and fdatasync, in nanoseconds.
 	delay atomic.Int64
 }
 
@@ -25,8 +25,8 @@ type Disk struct {
 func (d *Disk) Slow(delay time.Duration) { d.delay.Store(int64(delay)) }
 
 // StartWithDisk starts a command, as cmd.Start does, and returns its disk. The command must not have Pdeathsig, because
-// the thread that starts it ends. StartWithDisk returns errors.ErrUnsupported, and starts nothing, if the kernel does not
-// allow it.
+// the thread that starts it ends. StartWithDisk returns errors.ErrUnsupported, and starts nothing, if the kernel does
+// not allow it.
 func StartWithDisk(cmd *exec.Cmd) (*Disk, error) {
 	d := &Disk{}
 	started := make(chan error)

@@ -167,6 +167,7 @@ func (p *Publisher) Elected() bool { return p.elected.Load() }
 //	                                       ▲                 │
 //	                                       └── a pause ◀─────┤ any error; a reset after a compaction
 //	leader ── lease lost, ctx done ──▶ follower
+//	leader ── the stream does not respond ──▶ leader with another stream
 //	leader ── core.Publisher.TermFailed ──▶ follower, which pauses before the next election
 //	follower ── sees another leader ──▶ follower with an empty checkpoint
 //	follower ── etcd has no space, no publisher ──▶ leader without a lease
@@ -271,7 +272,7 @@ func (p *Publisher) lead(ctx context.Context, leased bool) error {
 			return err
 		}
 		if p.abandon(ctx, err) {
-			p.core.Elected()
+			p.core.Elected() // the next term has the whole time until it resigns
 			continue
 		}
 		if p.core.TermFailed(time.Now()) {
@@ -283,26 +284,21 @@ func (p *Publisher) lead(ctx context.Context, leased bool) error {
 	}
 }
 
-// errUnanswered means that the stream has not responded in the time of a term's first requests, which is longer than any
-// election of a leader.
-var errUnanswered = errors.New("the stream of the event log does not respond")
-
-// abandonTimeout bounds the deletion of a stream. Servers that respond have deleted it within this time.
-const abandonTimeout = 2 * time.Second
-
-// abandon deletes the stream, and returns true, if a term has ended with errUnanswered and NATS responds: the copies of
-// the stream have stopped, or most of their servers are lost. The next term begins the log with etcd's history.
+// abandon deletes the stream, and returns true, if a term has ended because the stream does not respond, and the NATS
+// servers do: the copies of the stream have stopped, or most of their servers are lost. The next term begins the log.
 func (p *Publisher) abandon(ctx context.Context, err error) bool {
-	if !errors.Is(err, errUnanswered) {
+	if !errors.Is(err, eventlog.ErrUnanswered) {
 		return false
 	}
-	ctx, cancel := context.WithTimeout(ctx, abandonTimeout)
-	defer cancel()
-	if p.Log.ID.Abandon(ctx, p.JS) != nil {
-		return false
+	abandoned, err := p.Log.Abandon(ctx, p.JS)
+	switch {
+	case err != nil:
+		slog.Warn("The stream of the event log does not respond, and cannot be deleted", "stream", p.Log.ID.Stream(),
+			"error", err)
+	case abandoned:
+		slog.Error("The stream of the event log is deleted: it does not respond, and NATS does", "stream", p.Log.ID.Stream())
 	}
-	slog.Error("The stream of the event log is deleted: it does not respond, and NATS does", "stream", p.Log.ID.Stream())
-	return true
+	return abandoned
 }
 
 // minPause is the pause after a term that has published events. After each further term, the pause is twice as long, up

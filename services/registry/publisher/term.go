@@ -4,12 +4,10 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"log/slog"
 	"strings"
 	"time"
 
-	"github.com/nats-io/nats.go"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
@@ -92,8 +90,6 @@ func (t *term) perform(ctx context.Context, r core.Request) (err error) {
 				t.logEpoch = end.Progress.GetEpoch()
 			}
 			t.LogRead(end)
-		} else if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, nats.ErrTimeout) {
-			err = fmt.Errorf("%w: %w", errUnanswered, err)
 		}
 		return err
 	case core.ReadEtcd:
