@@ -65,7 +65,7 @@ func (d DirectGetReader) Messages(ctx context.Context, r *logv1.ReadRequest, eac
 	}
 	var cursors []*cursor
 	for _, s := range subjects {
-		cursors = append(cursors, &cursor{direct: d, subject: s, through: from - 1})
+		cursors = append(cursors, &cursor{direct: d, subject: s, through: from - 1, last: from - 1})
 	}
 	for through := from - 1; ; {
 		for _, c := range cursors {
@@ -117,12 +117,42 @@ func (d DirectGetReader) lacksAfter(ctx context.Context, sequence uint64) (bool,
 	return slices.ContainsFunc(info.State.Deleted, func(lost uint64) bool { return lost >= sequence }), nil
 }
 
-// cursor is the progress of reading one subject. All messages up to through were read, and next holds the pending ones.
+// previousHeader is the name of the header with the sequence of the message before it on the same subject, or 0. A
+// reader of a subject finds a message by it that a server of the stream has lost. Messages of older releases do not
+// have it.
+const previousHeader = "Watershed-Previous-Sequence"
+
+// subjectMessage is a message of a subject, with the sequence of previousHeader. It is 0 without the header.
+type subjectMessage struct {
+	*logv1.StoredMessage
+	previous uint64
+}
+
+func newSubjectMessage(header nats.Header, sequence uint64, data []byte) subjectMessage {
+	previous, _ := strconv.ParseUint(header.Get(previousHeader), 10, 64)
+	return subjectMessage{storedMessage(header, sequence, data), previous}
+}
+
+// cursor is the progress of reading one subject. All messages up to through were read, and next holds the pending
+// messages. last is the sequence of the subject's last message, or of a message before the first.
 type cursor struct {
-	direct  DirectGetReader
-	subject string
-	through uint64
-	next    []*logv1.StoredMessage
+	direct        DirectGetReader
+	subject       string
+	through, last uint64
+	next          []*logv1.StoredMessage
+}
+
+// follows returns true if no message of the subject is between the last message and the message m.
+func (c *cursor) follows(m subjectMessage) bool {
+	if c.subject == ">" {
+		return m.Sequence == c.through+1
+	}
+	return m.previous <= c.last
+}
+
+// add adds a message.
+func (c *cursor) add(m subjectMessage) {
+	c.next, c.through, c.last = append(c.next, m.StoredMessage), m.Sequence, m.Sequence
 }
 
 // advance reads messages after through. If the leader holds none, through becomes last.
@@ -135,26 +165,30 @@ func (c *cursor) advance(ctx context.Context, last uint64) error {
 	if err != nil {
 		return err
 	}
-	if c.subject == ">" {
-		for n, m := range messages {
-			if m.Sequence != c.through+1+uint64(n) { // the leader is read for the gap
-				messages = messages[:n]
-				break
-			}
+	added := false
+	for _, m := range messages {
+		if !c.follows(m) { // the leader is read for the gap
+			break
 		}
+		c.add(m)
+		added = true
 	}
-	if len(messages) == 0 {
-		m, err := c.direct.Log.getNext(ctx, c.direct.JS, c.subject, c.through+1)
-		if errors.Is(err, jetstream.ErrMsgNotFound) {
-			c.through = last
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		messages = append(messages, storedMessage(m.Header, m.Sequence, m.Data))
+	if added {
+		return nil
 	}
-	c.next, c.through = append(c.next, messages...), messages[len(messages)-1].Sequence
+	raw, err := c.direct.Log.getNext(ctx, c.direct.JS, c.subject, c.through+1)
+	if errors.Is(err, jetstream.ErrMsgNotFound) {
+		c.through = last
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	m := newSubjectMessage(raw.Header, raw.Sequence, raw.Data)
+	if c.subject != ">" && !c.follows(m) {
+		return ErrExpired // the leader has lost a message
+	}
+	c.add(m)
 	return nil
 }
 
@@ -186,7 +220,7 @@ func (d DirectGetReader) info(ctx context.Context) (*jetstream.StreamInfo, error
 
 // batch returns the messages of one direct get. The batch may end early, or be empty. Each message names the sequence
 // of its predecessor in the batch, so the batch has no gap, even on one subject.
-func (d DirectGetReader) batch(ctx context.Context, subject string, sequence uint64) ([]*logv1.StoredMessage, error) {
+func (d DirectGetReader) batch(ctx context.Context, subject string, sequence uint64) ([]subjectMessage, error) {
 	nc := d.JS.Conn()
 	body, err := json.Marshal(map[string]any{
 		"seq":          sequence,
@@ -205,7 +239,7 @@ func (d DirectGetReader) batch(ctx context.Context, subject string, sequence uin
 	if err := nc.PublishRequest(api+"DIRECT.GET."+d.Log.Stream(), inbox.Subject, body); err != nil {
 		return nil, err
 	}
-	var messages []*logv1.StoredMessage
+	var messages []subjectMessage
 	before := "0"
 	for {
 		m, err := nextMsg(ctx, inbox)
@@ -223,7 +257,8 @@ func (d DirectGetReader) batch(ctx context.Context, subject string, sequence uin
 		if err != nil || m.Header.Get(jetstream.LastSequenceHeader) != before { // a status message, or a lost message
 			return messages, nil
 		}
-		messages, before = append(messages, storedMessage(m.Header, received, m.Data)), strconv.FormatUint(received, 10)
+		messages = append(messages, newSubjectMessage(m.Header, received, m.Data))
+		before = strconv.FormatUint(received, 10)
 	}
 }
 

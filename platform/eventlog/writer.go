@@ -48,8 +48,11 @@ const (
 // The methods belong to a single goroutine. A Writer appends all entries of a single chain: it counts its messages to
 // expect their sequences.
 type Writer struct {
-	log   LogID
-	nc    *nats.Conn
+	log LogID
+	nc  *nats.Conn
+	js  jetstream.JetStream
+	// last is the sequence of the last message of each subject, as far as the writer knows it.
+	last  map[string]uint64
 	inbox string
 	acks  chan Ack
 	// freed makes Flush check unacknowledged again.
@@ -89,7 +92,19 @@ type batch struct {
 
 // NewWriter returns a writer of the log, which reports acknowledgements until ctx is done.
 func (l LogID) NewWriter(ctx context.Context, nc *nats.Conn) (*Writer, error) {
-	w := &Writer{log: l, nc: nc, inbox: nc.NewInbox(), acks: make(chan Ack, 1), freed: make(chan struct{}, 1)}
+	js, err := jetstream.New(nc)
+	if err != nil {
+		return nil, err
+	}
+	w := &Writer{
+		log:   l,
+		nc:    nc,
+		js:    js,
+		last:  map[string]uint64{},
+		inbox: nc.NewInbox(),
+		acks:  make(chan Ack, 1),
+		freed: make(chan struct{}, 1),
+	}
 	w.due = time.NewTimer(0)
 	w.due.Stop()
 	sub, err := nc.Subscribe(w.inbox+".*", func(m *nats.Msg) { w.acknowledge(m.Subject, ackError(m)) })
@@ -175,7 +190,14 @@ func (w *Writer) Flush(ctx context.Context) error {
 	msg.Header.Set(jetstream.MsgIDHeader, last.ID.String())
 	// The leader of a cluster compares the sequence before it replicates the message. All copies compare the ID later.
 	// In NATS 2.15 they stop if it differs.
-	msg.Header.Set(jetstream.ExpectedLastSeqHeader, strconv.FormatUint(first.Begin+uint64(w.published), 10))
+	before := first.Begin + uint64(w.published)
+	msg.Header.Set(jetstream.ExpectedLastSeqHeader, strconv.FormatUint(before, 10))
+	previous, err := w.lastOf(ctx, msg.Subject)
+	if err != nil {
+		return err
+	}
+	msg.Header.Set(previousHeader, strconv.FormatUint(previous, 10))
+	w.last[msg.Subject] = before + 1
 	if !first.First {
 		msg.Header.Set(jetstream.ExpectedLastMsgIDHeader, first.Expected.String())
 	}
@@ -184,6 +206,21 @@ func (w *Writer) Flush(ctx context.Context) error {
 	clear(w.open)
 	w.open, w.openBytes = w.open[:0], 0
 	return w.nc.PublishMsg(msg)
+}
+
+// lastOf returns the sequence of the last message of a subject, or 0 if the stream holds none.
+func (w *Writer) lastOf(ctx context.Context, subject string) (uint64, error) {
+	if sequence, ok := w.last[subject]; ok {
+		return sequence, nil
+	}
+	m, err := w.log.GetLast(ctx, w.js, subject)
+	switch {
+	case errors.Is(err, jetstream.ErrMsgNotFound):
+		return 0, nil
+	case err != nil:
+		return 0, fmt.Errorf("the last message of %s: %w", subject, err)
+	}
+	return m.Sequence, nil
 }
 
 // batch returns the message of the open batch.

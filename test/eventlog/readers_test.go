@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
@@ -172,6 +173,8 @@ func TestALaggingReplicaHidesNothing(t *testing.T) {
 		"its first message is lost":    func(c *cluster, m *nats.Msg) { c.directGet(m, 0) },
 		"its second message is lost":   func(c *cluster, m *nats.Msg) { c.directGet(m, 1) },
 		"none of its messages is lost": func(c *cluster, m *nats.Msg) { c.directGet(m, -1) },
+		"it lacks two messages":        func(c *cluster, m *nats.Msg) { c.directGet(m, -1, 4, 5) },
+		"it lacks the first message":   func(c *cluster, m *nats.Msg) { c.directGet(m, -1, 3) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := start(t)
@@ -222,8 +225,9 @@ func TestACanceledReadEndsAtOnce(t *testing.T) {
 	}
 }
 
-// directGet responds to a direct get as NATS does, without the lost message.
-func (c *cluster) directGet(m *nats.Msg, lost int) {
+// directGet responds to a direct get as NATS does. The response with the number lost does not arrive. The replica lacks
+// some sequences, and its other responses do not show it.
+func (c *cluster) directGet(m *nats.Msg, lost int, lacks ...uint64) {
 	var request struct {
 		Sequence uint64 `json:"seq"`
 		Subject  string `json:"next_by_subj"`
@@ -238,6 +242,10 @@ func (c *cluster) directGet(m *nats.Msg, lost int) {
 		got, err = stream.GetMsg(c.t.Context(), request.Sequence, jetstream.WithGetMsgSubject(request.Subject))
 		if err != nil {
 			break
+		}
+		if slices.Contains(lacks, got.Sequence) {
+			request.Sequence = got.Sequence + 1
+			continue
 		}
 		if n != lost {
 			got.Header.Set(jetstream.SequenceHeader, fmt.Sprint(got.Sequence))
