@@ -441,8 +441,8 @@ func TestRegistryPermissionsAreMinimal(t *testing.T) {
 	n.publish(11)
 	registry, _ := n.connect("registry")
 	needs := []string{"STREAM.CREATE.watershed", "STREAM.CREATE.other", "STREAM.UPDATE.watershed",
-		"STREAM.DELETE.watershed", "STREAM.INFO.watershed", "STREAM.MSG.GET.watershed", "DIRECT.GET.watershed", "CONSUMER.NAMES.watershed",
-		"CONSUMER.DELETE.watershed.x"}
+		"STREAM.DELETE.watershed", "STREAM.INFO.watershed", "STREAM.MSG.GET.watershed", "DIRECT.GET.watershed",
+		"CONSUMER.NAMES.watershed", "CONSUMER.DELETE.watershed.x"}
 	var all sync.WaitGroup
 	for _, subject := range apis {
 		all.Go(func() {

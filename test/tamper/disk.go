@@ -35,7 +35,8 @@ func StartWithDisk(cmd *exec.Cmd) (*Disk, error) {
 		runtime.LockOSThread()
 		listener, err := installFilter()
 		if err != nil {
-			started <- fmt.Errorf("%w: the system calls of %s cannot be filtered: %w", errors.ErrUnsupported, cmd.Path, err)
+			started <- fmt.Errorf("%w: the system calls of %s cannot be filtered: %w",
+				errors.ErrUnsupported, cmd.Path, err)
 			return
 		}
 		go d.serve(listener)

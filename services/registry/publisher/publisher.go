@@ -296,7 +296,8 @@ func (p *Publisher) abandon(ctx context.Context, err error) bool {
 		slog.Warn("The stream of the event log does not respond, and cannot be deleted", "stream", p.Log.ID.Stream(),
 			"error", err)
 	case abandoned:
-		slog.Error("The stream of the event log is deleted: it does not respond, and NATS does", "stream", p.Log.ID.Stream())
+		slog.Error("The stream of the event log is deleted: it does not respond, and NATS does",
+			"stream", p.Log.ID.Stream())
 	}
 	return abandoned
 }
