@@ -100,10 +100,11 @@ func eventually(t *testing.T, f func() error) {
 
 // A message with a wrong expected ID is no error of the disk: a restart would read it again.
 func TestDiskErrors(t *testing.T) {
+	const stale = "JetStream stream 'log > watershed' is not current"
 	for reason, want := range map[string]bool{
-		`stream write error: write /x/1.blk: no space left on device`:                                                    true,
-		`JetStream stream 'log > watershed' is not current: stream write error: last msgid mismatch: "2.0.x" vs "1.0.x"`: false,
-		`JetStream stream 'log > watershed' is not current`:                                                              false,
+		"stream write error: write /x/1.blk: no space left on device": true,
+		stale + ": stream write error: last msgid mismatch":           false,
+		stale: false,
 	} {
 		if isDiskError(reason) != want {
 			t.Errorf("%s: %v", reason, !want)

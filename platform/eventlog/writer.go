@@ -91,11 +91,8 @@ type batch struct {
 }
 
 // NewWriter returns a writer of the log, which reports acknowledgements until ctx is done.
-func (l LogID) NewWriter(ctx context.Context, nc *nats.Conn) (*Writer, error) {
-	js, err := jetstream.New(nc)
-	if err != nil {
-		return nil, err
-	}
+func (l LogID) NewWriter(ctx context.Context, js jetstream.JetStream) (*Writer, error) {
+	nc := js.Conn()
 	w := &Writer{
 		log:   l,
 		nc:    nc,

@@ -14,7 +14,6 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -23,7 +22,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 
 	"watershed.dev/platform/eventlog"
-	"watershed.dev/platform/rpc"
+	"watershed.dev/test/harness"
 )
 
 // failover kills the leader of the event log, of three NATS servers, again and again. It prints the distribution of the
@@ -63,14 +62,7 @@ func failover(dir string, kills int) {
 
 // logLeader returns a function that waits until all copies of the log are current, and returns the leader's name.
 func logLeader(ctx context.Context, data string) func() string {
-	id := filepath.Join(data, "pki", "inner-registry")
-	urls, err := natsURLs(data)
-	check(err)
-	o := eventlog.Options{URL: urls}
-	nc, err := o.Connect("registry", rpc.TLS{CertFile: id + ".crt", KeyFile: id + ".key",
-		CAFile: filepath.Join(data, "pki", "inner-ca.crt")})
-	check(err)
-	js, err := jetstream.New(nc)
+	js, err := harness.RegistryJetStream(data)
 	check(err)
 	return func() string {
 		for ; ; time.Sleep(100 * time.Millisecond) {
@@ -85,24 +77,6 @@ func logLeader(ctx context.Context, data string) func() string {
 			}
 		}
 	}
-}
-
-// natsURLs returns the addresses of the NATS servers that split has started.
-func natsURLs(data string) (string, error) {
-	files, err := filepath.Glob(filepath.Join(data, "config", "registry*"))
-	if err != nil || len(files) == 0 {
-		return "", fmt.Errorf("no configuration of registry: %v", err)
-	}
-	text, err := os.ReadFile(files[0])
-	if err != nil {
-		return "", err
-	}
-	for line := range strings.Lines(string(text)) {
-		if url, ok := strings.CutPrefix(strings.TrimSpace(line), "nats-url:"); ok {
-			return strings.Trim(strings.TrimSpace(url), `"`), nil
-		}
-	}
-	return "", nats.ErrNoServers
 }
 
 // eventAges changes an object every 10 ms, and watches it. It returns the age of the oldest event that the watch has

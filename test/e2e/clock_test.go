@@ -29,7 +29,7 @@ func setClocks(t *testing.T, s *harness.Server, behind, ahead time.Duration) {
 func setClock(t *testing.T, pid int, ahead time.Duration) {
 	t.Helper()
 	if err := tamper.SetClock(pid, ahead); errors.Is(err, errors.ErrUnsupported) {
-		t.Skip(err)
+		t.Skip(err) // this processor or kernel lets no test change the clock of a process
 	} else if err != nil {
 		t.Fatal(err)
 	}

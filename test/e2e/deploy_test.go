@@ -121,13 +121,7 @@ func TestSplitScales(t *testing.T) {
 	s.Scale("watchfanout=1", "authz=2")
 	found(1)
 	create("three")
-	pid, err := os.ReadFile(filepath.Join(s.Dir, "xds-0.pid"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := exec.Command("kill", "-9", strings.TrimSpace(string(pid))).Run(); err != nil {
-		t.Fatal(err)
-	}
+	kill(t, filepath.Join(s.Dir, "xds-0.pid"))
 	create("four")
 	s.Scale("watchfanout=2")
 	found(2)

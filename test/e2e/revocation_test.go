@@ -257,38 +257,3 @@ func TestTheLogIsEncryptedOnDisk(t *testing.T) {
 		t.Errorf("%d files, %v", found, err)
 	}
 }
-
-func pid(t *testing.T, s *harness.Server, name string) int {
-	t.Helper()
-	return pids(t, s, name)[0]
-}
-
-// pids returns the process IDs of the processes of split whose names match a pattern.
-func pids(t *testing.T, s *harness.Server, pattern string) (all []int) {
-	t.Helper()
-	files, err := filepath.Glob(filepath.Join(s.Dir, pattern+".pid"))
-	if err != nil || len(files) == 0 {
-		t.Fatalf("no process is called %s (%v)", pattern, err)
-	}
-	for _, f := range files {
-		data, err := os.ReadFile(f)
-		if err != nil {
-			t.Fatal(err)
-		}
-		n, err := strconv.Atoi(strings.TrimSpace(string(data)))
-		if err != nil {
-			t.Fatal(err)
-		}
-		all = append(all, n)
-	}
-	return all
-}
-
-// freeze stops a process until the test ends. Its connections stay open.
-func freeze(t *testing.T, process int) {
-	t.Helper()
-	if err := syscall.Kill(process, syscall.SIGSTOP); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = syscall.Kill(process, syscall.SIGCONT) })
-}

@@ -157,17 +157,13 @@ func TestInformersDoNotNoticeThatTheWatchTierIsReplaced(t *testing.T) {
 func replace(t *testing.T, s *harness.Server, name string, signal syscall.Signal) {
 	t.Helper()
 	pidFile := filepath.Join(s.Dir, name+".pid")
-	before, err := os.ReadFile(pidFile)
-	if err != nil {
-		t.Fatal(err)
-	}
-	pid, _ := strconv.Atoi(strings.TrimSpace(string(before)))
+	before, pid := readPID(t, pidFile)
 	if err := syscall.Kill(pid, signal); err != nil {
 		t.Fatal(err)
 	}
 	client := s.Debug(name)
 	harness.Eventually(t, 30*time.Second, func() error {
-		if after, _ := os.ReadFile(pidFile); string(after) == string(before) {
+		if after, _ := os.ReadFile(pidFile); string(after) == before {
 			return fmt.Errorf("%s still has process %d", name, pid)
 		}
 		resp, err := client.Get("http://process/healthz")

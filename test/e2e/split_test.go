@@ -83,11 +83,11 @@ func killEach(t *testing.T, s *harness.Server, processes int, set string) {
 			}
 		}
 	}()
-	pids, err := filepath.Glob(filepath.Join(s.Dir, "*.pid"))
-	if err != nil || len(pids) != processes {
-		t.Fatalf("%d pid files (%v)", len(pids), err)
+	files, err := filepath.Glob(filepath.Join(s.Dir, "*.pid"))
+	if err != nil || len(files) != processes {
+		t.Fatalf("%d pid files (%v)", len(files), err)
 	}
-	for _, f := range pids {
+	for _, f := range files {
 		name := strings.TrimSuffix(filepath.Base(f), ".pid")
 		if strings.HasPrefix(name, set) {
 			continue // killed below
@@ -105,7 +105,7 @@ func killEach(t *testing.T, s *harness.Server, processes int, set string) {
 			t.Fatalf("the watch shows nothing after the loss of %s", name)
 		}
 	}
-	for _, f := range pids {
+	for _, f := range files {
 		if !strings.HasPrefix(filepath.Base(f), set) {
 			continue
 		}
@@ -120,22 +120,6 @@ func killEach(t *testing.T, s *harness.Server, processes int, set string) {
 			return listening(pid, s.Port)
 		})
 	}
-}
-
-func kill(t *testing.T, pidFile string) string {
-	t.Helper()
-	b, err := os.ReadFile(pidFile)
-	if err != nil {
-		t.Fatal(err)
-	}
-	pid, err := strconv.Atoi(strings.TrimSpace(string(b)))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
-		t.Fatal(err)
-	}
-	return string(b)
 }
 
 // listening returns an error unless a process listens on port.

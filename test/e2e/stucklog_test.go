@@ -2,9 +2,6 @@ package e2e
 
 import (
 	"errors"
-	"os"
-	"path/filepath"
-	"regexp"
 	"testing"
 	"time"
 
@@ -13,33 +10,17 @@ import (
 	"k8s.io/apimachinery/pkg/watch"
 
 	"watershed.dev/platform/eventlog"
-	"watershed.dev/platform/rpc"
 	"watershed.dev/test/harness"
 )
 
 // publishAsRegistry publishes a message to the log of split, and returns JetStream's error.
 func publishAsRegistry(t *testing.T, s *harness.Server, headers nats.Header) error {
 	t.Helper()
-	config, err := os.ReadFile(filepath.Join(s.Dir, "config", "registry-0.yaml"))
+	js, err := harness.RegistryJetStream(s.Dir)
 	if err != nil {
 		t.Fatal(err)
 	}
-	urls := regexp.MustCompile(`(?m)^nats-url: "?([^"\n]*)`).FindSubmatch(config)
-	if urls == nil {
-		t.Fatalf("no address of NATS in %s", config)
-	}
-	id := filepath.Join(s.Dir, "pki", "inner-registry")
-	o := eventlog.Options{URL: string(urls[1])}
-	nc, err := o.Connect("registry", rpc.TLS{CertFile: id + ".crt", KeyFile: id + ".key",
-		CAFile: filepath.Join(s.Dir, "pki", "inner-ca.crt")})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer nc.Close()
-	js, err := jetstream.New(nc)
-	if err != nil {
-		t.Fatal(err)
-	}
+	defer js.Conn().Close()
 	_, err = js.PublishMsg(t.Context(), &nats.Msg{Subject: eventlog.Subject("configmaps"), Header: headers,
 		Data: []byte("not an event")}, jetstream.WithRetryAttempts(0))
 	return err

@@ -148,7 +148,7 @@ func (c *cluster) writer() (*writer, error) {
 	if err != nil {
 		return nil, err
 	}
-	log, err := eventlog.Main.NewWriter(c.t.Context(), c.nc)
+	log, err := eventlog.Main.NewWriter(c.t.Context(), c.js)
 	if err != nil {
 		return nil, err
 	}

@@ -137,37 +137,43 @@ func (c *cluster) inject(ctx context.Context, o options, progress func() string)
 	return counts
 }
 
+// target returns the process of a fault of a single process or of its kind, otherwise nil.
+func (c *cluster) target(f fault) *process {
+	switch f.kind {
+	case "kill", "term", "pause", "isolate", "clock":
+		return c.processes[f.target]
+	case "damage the log":
+		return c.withLog()[f.target%len(c.withLog())]
+	case "slow disk", "pause most":
+		return c.stores()[f.target%len(c.stores())]
+	}
+	return nil
+}
+
 // describe describes a fault in the file faults.log.
 func (c *cluster) describe(f fault) string {
-	target := ""
-	switch f.kind {
-	case "cut", "hang":
-		target = c.links[f.target].from + " to " + c.links[f.target].to
-	case "damage the log":
-		target = c.withLog()[f.target%len(c.withLog())].name
-	case "slow disk", "pause most":
-		target = c.stores()[f.target%len(c.stores())].name
-	case "kill", "term", "pause", "isolate", "clock":
-		target = c.processes[f.target].name
+	name := ""
+	switch p := c.target(f); {
+	case p != nil:
+		name = p.name
+	case f.kind == "cut" || f.kind == "hang":
+		name = c.links[f.target].from + " to " + c.links[f.target].to
 	}
-	return fmt.Sprintf("%s %s %v, %v", f.kind, target, f.amount, f.lasts)
+	return fmt.Sprintf("%s %s %v, %v", f.kind, name, f.amount, f.lasts)
 }
 
 func (c *cluster) do(f fault) {
+	p := c.target(f)
 	switch f.kind {
 	case "kill":
-		c.processes[f.target].kill(f.lasts)
+		p.kill(f.lasts)
 	case "term": // an orderly stop, as in a rolling restart
-		p := c.processes[f.target]
 		p.mu.Lock()
 		p.endExpected, p.down = true, f.lasts
 		p.mu.Unlock()
 		p.signal(syscall.SIGTERM)
 	case "pause":
-		p := c.processes[f.target]
-		p.signal(syscall.SIGSTOP)
-		time.Sleep(2 * f.lasts)
-		p.signal(syscall.SIGCONT)
+		freeze([]*process{p}, 2*f.lasts)
 	case "stall", "blackout": // all NATS servers are stopped but not dead
 		if !c.hasNATS() { // each host has its own
 			c.do(fault{kind: "pause", target: c.anyHost(f), lasts: f.lasts})
@@ -178,44 +184,28 @@ func (c *cluster) do(f fault) {
 				p.kill(0)
 			}
 		}
-		for _, s := range []syscall.Signal{syscall.SIGSTOP, syscall.SIGCONT} {
-			for _, p := range c.named("nats-") {
-				p.signal(s)
-			}
-			if s == syscall.SIGSTOP {
-				time.Sleep(f.lasts)
-			}
-		}
+		freeze(c.named("nats-"), f.lasts)
 	case "lose the log": // NATS restarts with an empty disk
-		lose := func(p *process) { p.lose(f.lasts, func() error { return os.RemoveAll(p.data) }) }
+		losers := c.named("nats-")
 		if !c.hasNATS() { // a host does
-			lose(c.processes[c.anyHost(f)])
-			return
+			losers = []*process{c.processes[c.anyHost(f)]}
 		}
-		for _, p := range c.named("nats-") {
-			lose(p)
+		for _, p := range losers {
+			p.lose(f.lasts, false, func() error { return os.RemoveAll(p.data) })
 		}
 	case "damage the log": // a NATS server restarts with a damaged disk
-		c.withLog()[f.target%len(c.withLog())].loseBits(f.lasts, uint64(f.target))
+		p.lose(f.lasts, true, func() error { return damageFiles(p.data, uint64(f.target)) })
 	case "clock": // the wall clock jumps, and back
-		c.processes[f.target].setClock(f.amount)
+		p.setClock(f.amount)
 		time.Sleep(4 * f.lasts)
-		c.processes[f.target].setClock(0)
+		p.setClock(0)
 	case "slow disk":
-		p := c.stores()[f.target%len(c.stores())]
 		p.slowDisk(f.amount)
 		time.Sleep(4 * f.lasts)
 		p.slowDisk(0)
 	case "pause most": // no majority of the members responds
-		members := c.named(strings.TrimRight(c.stores()[f.target%len(c.stores())].name, "0123456789"))
-		for _, s := range []syscall.Signal{syscall.SIGSTOP, syscall.SIGCONT} {
-			for _, p := range members[min(1, len(members)-1):] {
-				p.signal(s)
-			}
-			if s == syscall.SIGSTOP {
-				time.Sleep(2 * f.lasts)
-			}
-		}
+		members := c.named(strings.TrimRight(p.name, "0123456789"))
+		freeze(members[min(1, len(members)-1):], 2*f.lasts)
 	case "corrupt":
 		c.corrupt(f.target)
 	case "cut":
@@ -227,10 +217,9 @@ func (c *cluster) do(f fault) {
 		time.Sleep(4 * f.lasts)
 		c.links[f.target].set(pass)
 	case "isolate":
-		name := c.processes[f.target].name
 		var mine []*link
 		for _, l := range c.links {
-			if l.from == name || l.to == name {
+			if l.from == p.name || l.to == p.name {
 				mine = append(mine, l)
 			}
 		}

@@ -126,20 +126,23 @@ func (p *process) killLocked(down time.Duration) {
 	}
 }
 
-// lose kills the process, and changes its data before it restarts.
-func (p *process) lose(down time.Duration, damage func() error) {
+// lose kills the process, and changes its data before it restarts. damaged: its files are damaged, so it may end.
+func (p *process) lose(down time.Duration, damaged bool, damage func() error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.damage = damage
+	p.damage, p.damaged = damage, damaged
 	p.killLocked(down)
 }
 
-// loseBits is lose with damaged files.
-func (p *process) loseBits(down time.Duration, seed uint64) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.damage, p.damaged = func() error { return damageFiles(p.data, seed) }, true
-	p.killLocked(down)
+// freeze stops processes for a duration. They are not dead.
+func freeze(processes []*process, lasts time.Duration) {
+	for _, p := range processes {
+		p.signal(syscall.SIGSTOP)
+	}
+	time.Sleep(lasts)
+	for _, p := range processes {
+		p.signal(syscall.SIGCONT)
+	}
 }
 
 // ends returns how often the process has ended by itself.

@@ -52,7 +52,7 @@ func (p *publisher) run(ctx context.Context) {
 func (p *publisher) term(ctx context.Context) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	w, err := eventlog.Main.NewWriter(ctx, p.nc)
+	w, err := eventlog.Main.NewWriter(ctx, p.js)
 	if err != nil {
 		return
 	}

@@ -16,7 +16,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"slices"
 	"sync/atomic"
 	"time"
 
@@ -130,24 +129,24 @@ const wrongLastID jetstream.ErrorCode = 10070
 
 // failed records the error of a term. The cause of a rejected message replaces the errors that follow from it.
 func (p *Publisher) failed(err error) {
-	if rejectedWith(err, wrongLastID, jetstream.JSErrCodeStreamWrongLastSequence) {
+	if isRejected(err) {
 		p.failure.CompareAndSwap(nil, &err)
 		return
 	}
 	p.failure.Store(&err)
 }
 
-// rejectedWith reports whether JetStream has rejected a message with an error.
-func rejectedWith(err error, codes ...jetstream.ErrorCode) bool {
+// isRejected reports whether JetStream has rejected a message because it expects another message or sequence.
+func isRejected(err error) bool {
 	var rejected *jetstream.APIError
-	return errors.As(err, &rejected) && slices.Contains(codes, rejected.ErrorCode)
+	return errors.As(err, &rejected) &&
+		(rejected.ErrorCode == wrongLastID || rejected.ErrorCode == jetstream.JSErrCodeStreamWrongLastSequence)
 }
 
 // isDeposed reports whether another publisher may have appended to the log. Without a lease, core.ErrEpochChanged also
 // means that etcd has space again.
 func isDeposed(err error) bool {
-	return rejectedWith(err, wrongLastID, jetstream.JSErrCodeStreamWrongLastSequence) ||
-		errors.Is(err, core.ErrEpochChanged)
+	return isRejected(err) || errors.Is(err, core.ErrEpochChanged)
 }
 
 // Failure returns why this publisher cannot publish now: an error that no acknowledgement has followed.
@@ -316,7 +315,7 @@ const warnPeriod = 5 * time.Second
 func (p *Publisher) publish(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	log, err := p.Log.ID.NewWriter(ctx, p.NATS)
+	log, err := p.Log.ID.NewWriter(ctx, p.JS)
 	if err != nil {
 		return err
 	}
