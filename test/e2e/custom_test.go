@@ -91,6 +91,12 @@ func dynamicFor(t *testing.T, s *harness.Server) dynamic.Interface {
 // next returns a watch's next event that is not a bookmark.
 func next(t *testing.T, w watch.Interface) watch.Event {
 	t.Helper()
+	return nextWithin(t, w, 20*time.Second)
+}
+
+// nextWithin returns the next event that is no bookmark.
+func nextWithin(t *testing.T, w watch.Interface, within time.Duration) watch.Event {
+	t.Helper()
 	for {
 		select {
 		case e, ok := <-w.ResultChan():
@@ -100,7 +106,7 @@ func next(t *testing.T, w watch.Interface) watch.Event {
 			if e.Type != watch.Bookmark {
 				return e
 			}
-		case <-time.After(20 * time.Second):
+		case <-time.After(within):
 			t.Fatal("no event")
 		}
 	}

@@ -263,6 +263,8 @@ type watchedMaps struct {
 	t      *testing.T
 	client typedcorev1.ConfigMapInterface
 	events watch.Interface
+	// within is how long receive waits for the next event.
+	within time.Duration
 }
 
 func watchMaps(t *testing.T, s *harness.Server) *watchedMaps {
@@ -273,7 +275,7 @@ func watchMaps(t *testing.T, s *harness.Server) *watchedMaps {
 		t.Fatal(err)
 	}
 	t.Cleanup(events.Stop)
-	return &watchedMaps{t, client, events}
+	return &watchedMaps{t, client, events, 20 * time.Second}
 }
 
 func (m *watchedMaps) create(name string) error {
@@ -286,7 +288,7 @@ func (m *watchedMaps) create(name string) error {
 func (m *watchedMaps) receive(want watch.EventType, name string) {
 	m.t.Helper()
 	for {
-		e := next(m.t, m.events)
+		e := nextWithin(m.t, m.events, m.within)
 		object, isMap := e.Object.(*corev1.ConfigMap)
 		if !isMap {
 			m.t.Fatalf("the watch has ended: %s %+v", e.Type, e.Object)
