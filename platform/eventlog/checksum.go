@@ -3,11 +3,14 @@ package eventlog
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/cespare/xxhash/v2"
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
+	"google.golang.org/protobuf/proto"
 
+	"watershed.dev/platform/lru"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -46,8 +49,35 @@ func eventsOf(m *logv1.StoredMessage) ([]*logv1.Event, error) {
 	if err := verify(m); err != nil {
 		return nil, err
 	}
-	return decode(m.Encoding, m.Data)
+	events, ok := appended.Get(messageKey{m.Id, m.Checksum})
+	if ok && !CheckAppended {
+		return events, nil
+	}
+	decoded, err := decode(m.Encoding, m.Data)
+	equal := func(a, b *logv1.Event) bool { return proto.Equal(a, b) }
+	if ok && !slices.EqualFunc(events, decoded, equal) {
+		panic(fmt.Sprintf("the message %s has other events than its writer: %v, %v", m.Id, decoded, err))
+	}
+	return decoded, err
 }
+
+// CheckAppended makes readers decode each message, and panic if its events differ from the events in appended. Tests
+// set it.
+var CheckAppended bool
+
+// messageKey identifies a message. The checksum covers its data.
+type messageKey struct{ id, checksum string }
+
+// appended has the events of the last messages that a Writer of this process has appended. The readers of the process
+// share the events, and do not decode them. Readers must not change these events.
+var appended = lru.New[messageKey, []*logv1.Event](appendedBytes)
+
+// appendedBytes bounds appended. Readers receive a message some milliseconds after it was
+// appended.
+const appendedBytes = 8 << 20
+
+// decodedBytes is about the size of a decoded event beyond its encoding.
+const decodedBytes = 1 << 10
 
 // verify returns errChecksum if a message has no ID, or another checksum. It does not decode the events.
 func verify(m *logv1.StoredMessage) error {

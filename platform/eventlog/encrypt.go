@@ -35,8 +35,10 @@ func Encrypt(e *logv1.Event, key string, secret []byte) error {
 		return err
 	}
 	encrypted := &logv1.Encrypted{Key: key}
-	if compressed, ok := compress(data, encryptedThreshold); ok {
-		data, encrypted.Compressed = compressed, true
+	if len(data) > encryptedThreshold {
+		if compressed, ok := compress(nil, data); ok {
+			data, encrypted.Compressed = compressed, true
+		}
 	}
 	nonce := make([]byte, aead.NonceSize(), aead.NonceSize()+len(data)+aead.Overhead())
 	_, _ = rand.Read(nonce) // Read never fails

@@ -16,6 +16,7 @@ import (
 	"log/slog"
 	"net/url"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/klauspost/compress/s2"
@@ -172,7 +173,7 @@ const (
 
 // Message returns the NATS message of e. An error means that e cannot be a message; nothing was sent.
 func Message(e *logv1.Event) (*nats.Msg, error) {
-	data, err := proto.Marshal(e)
+	data, err := proto.MarshalOptions{}.MarshalAppend(payloads.get(), e)
 	if err != nil {
 		return nil, err
 	}
@@ -185,25 +186,50 @@ func Message(e *logv1.Event) (*nats.Msg, error) {
 	}
 	m := &nats.Msg{Subject: subject, Data: data, Header: nats.Header{}}
 	if len(data) > batchBytes { // it joins no batch
-		compressMessage(m, s2Encoding)
+		compressMessage(m, s2Encoding, nil)
 	}
 	return m, nil
 }
 
-// compressMessage compresses the data of a message above the threshold. encoding then names its encodings.
-func compressMessage(m *nats.Msg, encoding string) {
-	if data, ok := compress(m.Data, compressThreshold); ok {
-		m.Data = data
-		m.Header.Set(encodingHeader, encoding)
+// payloads are buffers of encoded events, which a Writer has sent.
+var payloads bufferPool
+
+// bufferPool holds buffers of at most batchBytes.
+type bufferPool struct{ sync.Pool }
+
+func (p *bufferPool) get() []byte {
+	if b, ok := p.Get().(*[]byte); ok {
+		return (*b)[:0]
+	}
+	return nil
+}
+
+func (p *bufferPool) put(b []byte) {
+	if cap(b) <= batchBytes {
+		p.Put(&b)
 	}
 }
 
-// compress compresses data of more than threshold bytes. ok is false if data is not compressed, or did not get smaller.
-func compress(data []byte, threshold int) ([]byte, bool) {
-	if len(data) <= threshold {
-		return nil, false
+// isCompressed returns true if Message has compressed a large event.
+func isCompressed(m *nats.Msg) bool { return m.Header.Get(encodingHeader) != "" }
+
+// compressMessage compresses the data of a message above the threshold, into buffer if it has the space. encoding then
+// names its encodings. It returns the buffer for the next message.
+func compressMessage(m *nats.Msg, encoding string, buffer []byte) []byte {
+	if len(m.Data) <= compressThreshold {
+		return buffer
 	}
-	compressed := s2.Encode(nil, data)
+	data, ok := compress(buffer, m.Data)
+	if ok {
+		m.Data = data
+		m.Header.Set(encodingHeader, encoding)
+	}
+	return data
+}
+
+// compress compresses data, into buffer if it has the space. ok is false if data did not get smaller.
+func compress(buffer, data []byte) (_ []byte, ok bool) {
+	compressed := s2.Encode(buffer[:cap(buffer)], data)
 	return compressed, len(compressed) < len(data)
 }
 

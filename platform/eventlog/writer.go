@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"strconv"
 	"sync"
 	"time"
@@ -61,6 +62,8 @@ type Writer struct {
 	open      []core.LogEntry
 	openBytes int
 	due       *time.Timer
+	// data and compressed are buffers that batch uses again.
+	data, compressed []byte
 	// published counts the messages of the stream, and publishedAt is the time of the last.
 	published   int
 	publishedAt time.Time
@@ -152,7 +155,7 @@ func (w *Writer) maxBytes() int { return min(batchBytes, int(w.nc.MaxPayload())-
 // sizeOf returns the size of an entry in a batch. An entry that is compressed already fits into no batch with others.
 func sizeOf(e *core.LogEntry) int {
 	payload := e.Payload.(*nats.Msg)
-	if payload.Header.Get(encodingHeader) != "" {
+	if isCompressed(payload) {
 		return batchBytes
 	}
 	return len(payload.Data) + 1 + binary.MaxVarintLen32
@@ -198,11 +201,30 @@ func (w *Writer) Flush(ctx context.Context) error {
 	if !first.First {
 		msg.Header.Set(jetstream.ExpectedLastMsgIDHeader, first.Expected.String())
 	}
-	msg.Header.Set(checksumHeader, checksum(storedMessage(msg.Header, 0, msg.Data)))
+	sum := checksum(storedMessage(msg.Header, 0, msg.Data))
+	msg.Header.Set(checksumHeader, sum)
+	w.share(messageKey{last.ID.String(), sum})
 	msg.Reply = w.track(last.ID)
+	err = w.nc.PublishMsg(msg) // copies the data
+	for _, e := range w.open {
+		payloads.put(e.Payload.(*nats.Msg).Data)
+	}
 	clear(w.open)
 	w.open, w.openBytes = w.open[:0], 0
-	return w.nc.PublishMsg(msg)
+	return err
+}
+
+// share lets the readers of this process use the events of the open batch. Readers change encrypted events. Events
+// that are compressed by themselves are too large to share.
+func (w *Writer) share(key messageKey) {
+	events := make([]*logv1.Event, len(w.open))
+	for i, e := range w.open {
+		if e.Event.Encrypted != nil || isCompressed(e.Payload.(*nats.Msg)) {
+			return
+		}
+		events[i] = e.Event
+	}
+	appended.Put(key, events, w.openBytes+decodedBytes*len(events))
 }
 
 // lastOf returns the sequence of the last message of a subject, or 0 if the stream holds none.
@@ -220,22 +242,24 @@ func (w *Writer) lastOf(ctx context.Context, subject string) (uint64, error) {
 	return m.Sequence, nil
 }
 
-// batch returns the message of the open batch.
+// batch returns the message of the open batch. The next call changes its data.
 func (w *Writer) batch() *nats.Msg {
-	msg := w.open[0].Payload.(*nats.Msg)
+	first := w.open[0].Payload.(*nats.Msg)
+	msg := &nats.Msg{Subject: first.Subject, Data: first.Data, Header: maps.Clone(first.Header)}
 	if len(w.open) == 1 {
-		if msg.Header.Get(encodingHeader) == "" { // Message has compressed a large event
-			compressMessage(msg, s2Encoding)
+		if len(msg.Data) <= batchBytes && !isCompressed(msg) { // Message has tried to compress a large event
+			w.compressed = compressMessage(msg, s2Encoding, w.compressed)
 		}
 		return msg
 	}
-	data := make([]byte, 0, w.openBytes)
+	w.data = w.data[:0]
 	for _, e := range w.open {
-		data = protowire.AppendTag(data, batchEvents, protowire.BytesType)
-		data = protowire.AppendBytes(data, e.Payload.(*nats.Msg).Data)
+		w.data = protowire.AppendTag(w.data, batchEvents, protowire.BytesType)
+		w.data = protowire.AppendBytes(w.data, e.Payload.(*nats.Msg).Data)
 	}
-	msg = &nats.Msg{Subject: msg.Subject, Data: data, Header: nats.Header{encodingHeader: {batchEncoding}}}
-	compressMessage(msg, batchS2Encoding)
+	msg.Data = w.data
+	msg.Header.Set(encodingHeader, batchEncoding)
+	w.compressed = compressMessage(msg, batchS2Encoding, w.compressed)
 	return msg
 }
 

@@ -2,6 +2,7 @@ package eventlog
 
 import (
 	"bytes"
+	"slices"
 	"strings"
 	"testing"
 
@@ -9,6 +10,8 @@ import (
 	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
+
+func init() { eventlog.CheckAppended = true }
 
 // begun returns a cluster whose log begins after revision 10, and a writer that continues it.
 func begun(t *testing.T) (*cluster, *writer) {
@@ -112,6 +115,27 @@ func TestLargeMessagesAreCompressed(t *testing.T) {
 		if events, err := eventlog.Events(m.Header, m.Data); err != nil || len(events) != test.events {
 			t.Errorf("%d events, %v", len(events), err)
 		}
+	}
+}
+
+// Readers in the process of a writer get the events of its last messages themselves, and decode nothing.
+func TestReadersOfTheProcessShareEvents(t *testing.T) {
+	eventlog.CheckAppended = false
+	defer func() { eventlog.CheckAppended = true }()
+	c, w := begun(t)
+	sent := []*logv1.Event{added(11, "pods"), added(12, "pods")}
+	if err := w.append(t.Context(), sent...); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.flush(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	m, err := eventlog.Main.GetLast(t.Context(), c.js, eventlog.Subject("pods"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := eventlog.Events(m.Header, m.Data); err != nil || !slices.Equal(got, sent) {
+		t.Errorf("%v, %v", got, err)
 	}
 }
 

@@ -36,6 +36,8 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
+func init() { eventlog.CheckAppended = true }
+
 var (
 	simulations = flag.Int("simulations", 100, "the number of simulations of TestSimulation")
 	firstSeed   = flag.Uint64("seed", 0, "the first seed of TestSimulation")

@@ -180,7 +180,8 @@ func (p *Publisher) newLogEvent(ctx context.Context, e *mvccpb.Event,
 	if out.Object, err = st.Encode(obj); err != nil {
 		return nil, nil, err
 	}
-	if out.Type != logv1.Type_TYPE_MODIFIED {
+	mayDiffer := p.selections.record(e, st, out.Object)
+	if out.Type != logv1.Type_TYPE_MODIFIED || !mayDiffer {
 		return out, obj, nil
 	}
 	old, err := st.Decode(ctx, key, e.PrevKv.Value, e.Kv.ModRevision)

@@ -106,6 +106,7 @@ type Publisher struct {
 	CompactionInterval time.Duration
 
 	decryptBackoff decryptBackoff
+	selections     selections
 	// crds decodes custom resources as of the revision that is being published.
 	crds *customresources.CRDs
 	// core decides. published is its last revision in the log.
@@ -319,6 +320,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	p.selections = selections{} // etcd may have been restored: a revision may have another object
 	t := &term{Term: p.core.Begin(rand.Text()[:8]+"-", core.Epoch{ID: rand.Text(), Token: rand.Text()}, p.encode),
 		Publisher: p, log: log}
 	if err := t.proceed(ctx); err != nil {

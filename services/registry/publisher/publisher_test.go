@@ -41,6 +41,8 @@ type journal struct {
 	changed  chan struct{}
 }
 
+func init() { eventlog.CheckAppended = true }
+
 func newJournal(t *testing.T) *journal {
 	t.Helper()
 	s, err := server.NewServer(&server.Options{JetStream: true, StoreDir: t.TempDir(), DontListen: true, NoSigs: true})

@@ -9,3 +9,9 @@ func OldDataKeys(s *Storage) *DataKeys {
 	keys.prefix = oldDataKeys
 	return keys
 }
+
+// MarshalJSON and IsFieldSet are internal functions.
+var (
+	MarshalJSON = marshalJSON
+	IsFieldSet  = isFieldSet
+)

@@ -100,7 +100,7 @@ func (s *Resource) complete(config *storagebackend.ConfigForResource, example ru
 			break
 		}
 	}
-	s.Kind, s.convertor = gvk, scheme
+	s.Kind, s.convertor = gvk, runtime.UnsafeObjectConvertor(scheme)
 	return nil
 }
 
@@ -143,7 +143,7 @@ func (s *Resource) Decode(ctx context.Context, key string, data []byte, revision
 // SetDecorator makes Decode call f with every object.
 func (s *Resource) SetDecorator(f func(runtime.Object)) { s.decorator = f }
 
-// Encode returns obj as the log carries it.
+// Encode returns obj as the log carries it. It may change obj, because the conversion shares its memory.
 func (s *Resource) Encode(obj runtime.Object) (*logv1.Object, error) {
 	l, f, err := s.attrs(obj)
 	if err != nil {
@@ -161,7 +161,7 @@ func (s *Resource) Encode(obj runtime.Object) (*logv1.Object, error) {
 	if u, ok := versioned.(*unstructured.Unstructured); ok {
 		return out, encodeUnstructured(u, out)
 	}
-	if out.Json, err = json.Marshal(versioned); err != nil {
+	if out.Json, err = marshalJSON(versioned); err != nil {
 		return nil, err
 	}
 	if m, ok := versioned.(interface{ Marshal() ([]byte, error) }); ok {
@@ -290,6 +290,9 @@ func (s *Resource) DecodeVersioned(o *logv1.Object,
 	}
 	return obj, json.Unmarshal(o.Json, obj)
 }
+
+// SelectsStored reports whether selectors use only the labels and fields that Encode returns.
+func (s *Resource) SelectsStored() bool { return !s.alwaysChanged }
 
 // SelectionChanged reports whether some selector selects only one of the old and the newer object.
 func (s *Resource) SelectionChanged(old runtime.Object, newer *logv1.Object) (bool, error) {
