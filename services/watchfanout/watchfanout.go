@@ -45,7 +45,8 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"How long the objects of a resource without lists or watches stay in memory; the next list or watch "+
 			"reads them again. 0: forever.")
 	fs.DurationVar(&c.ProgressPeriod, "watch-progress-period", 2*time.Second,
-		"How often a replica sends its revision on a stream: the gateways' source of bookmarks.")
+		"How often a replica sends its revision on a stream: the gateways' source of bookmarks. Up to ten times as "+
+			"long for watches that share a call with many others.")
 }
 
 // Validate returns an error that names the invalid flag.

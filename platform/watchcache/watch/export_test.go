@@ -1,5 +1,7 @@
 package watch
 
+import "time"
+
 // BoundInFlight sets the limit of bytes in flight.
 func (s *Server) BoundInFlight(n int64) { s.inflight = newInflightQuota(n) }
 
@@ -22,3 +24,6 @@ func (s *Server) Draining() bool {
 		return false
 	}
 }
+
+// Schedule is schedule.
+func (m *Multiplexer) Schedule(n int) (ticks uint64, interval time.Duration) { return m.schedule(n) }

@@ -28,7 +28,8 @@ import (
 type Multiplexer struct {
 	// ServerOf returns the server of a resource's watches.
 	ServerOf func(*commonv1.Resource) (*Server, error)
-	// ProgressPeriod is how often a watch receives the cache's revision.
+	// ProgressPeriod is how often a watch receives the cache's revision. In a call of more than bookmarksPerPeriod
+	// watches it is up to maxPeriods times as long.
 	ProgressPeriod time.Duration
 
 	mu       sync.Mutex
@@ -36,17 +37,29 @@ type Multiplexer struct {
 	draining bool
 }
 
-// A call with many watches divides the period of bookmarks into at most maxTicks, so that not all watches send at once.
 const (
+	// bookmarksPerPeriod is the number of bookmarks that a call sends in a ProgressPeriod, while each watch gets its
+	// own within maxPeriods. Clients expect a bookmark a minute.
+	bookmarksPerPeriod = 128
+	maxPeriods         = 10
+	// A call with many watches divides a ProgressPeriod into at most maxTicks, so that not all watches send at once.
 	maxTicks       = 16
 	watchesPerTick = 64
 )
+
+// schedule returns the number of ticks in which each of n watches gets a bookmark, and the time between two ticks.
+func (m *Multiplexer) schedule(n int) (ticks uint64, interval time.Duration) {
+	periods := min(maxPeriods, n/bookmarksPerPeriod+1)
+	perPeriod := min(maxTicks, n/periods/watchesPerTick+1)
+	return uint64(periods * perPeriod), m.ProgressPeriod / time.Duration(perPeriod)
+}
 
 // Watches serves a call until the caller ends it.
 func (m *Multiplexer) Watches(
 	stream grpc.BidiStreamingServer[watchfanoutv1.WatchesRequest, watchfanoutv1.WatchFrame]) error {
 	ctx, cancel := context.WithCancel(stream.Context())
-	c := &call{Multiplexer: m, ctx: ctx, stream: stream, watches: map[uint64]*multiplexedWatch{}, ticks: 1}
+	c := &call{Multiplexer: m, ctx: ctx, stream: stream, watches: map[uint64]*multiplexedWatch{}, ticks: 1,
+		interval: m.ProgressPeriod}
 	c.mu.Lock()
 	c.timer = time.AfterFunc(m.ProgressPeriod, c.tick)
 	c.mu.Unlock()
@@ -115,8 +128,11 @@ type call struct {
 	watches map[uint64]*multiplexedWatch
 	drained bool // watches end, and no watch begins
 	timer   *time.Timer
-	// The current period has ticks ticks, and ticked of them have passed.
+	// The current round of bookmarks has ticks ticks, and ticked of them have passed.
 	ticked, ticks uint64
+	interval      time.Duration
+	// stale: a replica's cache was stale at the last tick. The next makes every watch check it.
+	stale bool
 }
 
 // handle begins or ends a watch.
@@ -150,23 +166,25 @@ func (c *call) tick() {
 	c.tasks.Add(1)
 	defer c.tasks.Done()
 	if c.ticked++; c.ticked >= c.ticks {
-		c.ticked, c.ticks = 0, min(maxTicks, uint64(len(c.watches))/watchesPerTick+1)
+		c.ticked = 0
+		c.ticks, c.interval = c.schedule(len(c.watches))
 	}
 	var due []*multiplexedWatch
 	for id, w := range c.watches {
-		if id%c.ticks == c.ticked {
+		if c.stale || id%c.ticks == c.ticked {
 			due = append(due, w)
 		}
 	}
-	next := c.ProgressPeriod / time.Duration(c.ticks)
 	c.mu.Unlock()
+	stale := false
 	for _, w := range due {
-		w.tick()
+		stale = !w.tick() || stale
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.stale = stale
 	if !c.drained {
-		c.timer.Reset(next)
+		c.timer.Reset(c.interval)
 	}
 }
 
@@ -254,19 +272,22 @@ func (w *multiplexedWatch) wake() {
 }
 
 // tick makes a bookmark due. It sends the bookmark of an idle watch, which then needs no goroutine. It sends no event,
-// because an event may wait for its owner's quota, and the other watches' bookmarks would wait too.
-func (w *multiplexedWatch) tick() {
+// because an event may wait for its owner's quota, and the other watches' bookmarks would wait too. It returns false if
+// the cache of an idle watch is stale: the watch then ends.
+func (w *multiplexedWatch) tick() (fresh bool) {
 	w.mu.Lock()
 	w.ticked = true
 	idle := w.parked
 	w.parked, w.woken = false, !idle
 	w.mu.Unlock()
 	if !idle {
-		return
+		return true
 	}
+	fresh = w.watcher.server.checkFresh() == nil
 	if parked, err := w.sendBookmark(); err != nil || !parked {
 		go w.run()
 	}
+	return fresh
 }
 
 // sendBookmark sends a bookmark and parks the watch. It returns false if there is something else to do.

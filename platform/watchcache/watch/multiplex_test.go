@@ -5,9 +5,11 @@ import (
 	"fmt"
 	"io"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	spb "google.golang.org/genproto/googleapis/rpc/status"
@@ -299,6 +301,74 @@ func TestATickSendsNoEvent(t *testing.T) {
 	for bookmarks := 0; bookmarks < 20; {
 		if m := c.next(t); m.WatchId == 3 && m.Boundaries[0].Bookmark {
 			bookmarks++
+		}
+	}
+}
+
+// Each watch of a call with many gets fewer bookmarks. All of them end soon after the log has stalled.
+func TestManyWatchesOfACallGetFewerBookmarks(t *testing.T) {
+	const watches = 600 // in five periods
+	synctest.Test(t, func(t *testing.T) {
+		server := newEventsOnly(reset(9, 0, ""))
+		ctx, cancel := context.WithCancel(t.Context())
+		defer server.tasks.Wait()
+		defer cancel()
+		server.reader.Run(ctx, &server.tasks)
+		synctest.Wait() // the reader expects the beginning of the log
+		server.cache.Apply(reset(9, 0, ""))
+		c := startCall(ctx, server.Server, time.Second)
+		bookmarks, ended := make([]int, watches), 0
+		for id := range uint64(watches) {
+			c.requests <- &watchfanoutv1.WatchesRequest{WatchId: id, Watch: &watchfanoutv1.WatchRequest{
+				Query: roleQuery(""), ResourceVersion: "9", AllowBookmarks: true,
+			}}
+		}
+		revision := int64(9)
+		for begin := time.Now(); ended < watches; {
+			took := time.Since(begin)
+			select {
+			case m := <-c.c:
+				switch {
+				case m.Status != nil:
+					ended++
+				case len(m.Boundaries) > 0 && m.Boundaries[0].Bookmark:
+					bookmarks[m.WatchId]++
+				}
+			case <-time.After(100 * time.Millisecond):
+				revision++
+				server.revision.Store(revision)
+				if took < 20*time.Second {
+					server.cache.Apply(progress(revision))
+				}
+			}
+			if took > 26*time.Second {
+				t.Fatalf("only %d watches end", ended)
+			}
+		}
+		if least, most := slices.Min(bookmarks), slices.Max(bookmarks); least < 3 || most > 6 {
+			t.Errorf("%d to %d bookmarks in 20 s", least, most)
+		}
+		c.requests = nil
+	})
+}
+
+// A call sends so many bookmarks in a period, until the round of all watches takes ten periods.
+func TestTheScheduleOfBookmarks(t *testing.T) {
+	m := watch.Multiplexer{ProgressPeriod: 1600 * time.Millisecond}
+	for n, want := range map[int]struct {
+		ticks    uint64
+		interval time.Duration
+	}{
+		0:      {1, 1600 * time.Millisecond},
+		63:     {1, 1600 * time.Millisecond},
+		100:    {2, 800 * time.Millisecond},
+		128:    {4, 800 * time.Millisecond},
+		1_000:  {16, 800 * time.Millisecond},
+		10_000: {160, 100 * time.Millisecond},
+		40_000: {160, 100 * time.Millisecond},
+	} {
+		if ticks, interval := m.Schedule(n); ticks != want.ticks || interval != want.interval {
+			t.Errorf("%d watches: %d ticks each %v, not %v", n, ticks, interval, want)
 		}
 	}
 }
