@@ -49,7 +49,7 @@ type Authorizer struct {
 	once      sync.Once
 	decisions *cache[decision]
 	// reauthorizations shares the calls that reauthorize open watches. A watch joins only a call that starts after it,
-	// so the response is never from before a revocation.
+	// so the response is never from before a revocation. Users take turns.
 	reauthorizations coalesce.Group[decision]
 
 	mu sync.RWMutex
@@ -80,6 +80,7 @@ type decision struct {
 
 func (a *Authorizer) cache() *cache[decision] {
 	a.once.Do(func() {
+		a.reauthorizations.Limit = maxReauthorizations
 		a.decisions = newCache[decision](authzCacheBytes, authzOwnerBytes, cacheBytes.WithLabelValues("authz"))
 	})
 	return a.decisions
@@ -92,6 +93,9 @@ const (
 	// minReauthorizeDelay and maxReauthorizeDelay bound the pause between two attempts. It doubles each time.
 	minReauthorizeDelay = 20 * time.Millisecond
 	maxReauthorizeDelay = 500 * time.Millisecond
+	// maxReauthorizations bounds the calls in flight that reauthorize watches. A change of the cluster's policy
+	// concerns all watches: tens of thousands of calls would delay the decisions for requests.
+	maxReauthorizations = 64
 )
 
 // WithAuthorizer returns a handler whose open watches Reauthorize does not reauthorize with authz: own decides instead.
@@ -126,8 +130,9 @@ func (a *Authorizer) Reauthorize(ctx context.Context, attrs authorizer.Attribute
 		if !cacheable || impersonates(ctx) { // a shared call has a context without the client
 			d, err = a.decide(callCtx, attrs)
 		} else {
-			d, err = a.reauthorizations.Get(
+			d, err = a.reauthorizations.GetFor(
 				callCtx,
+				identity.Owner(attrs.GetUser().GetName()),
 				string(keys.exact[:]),
 				func(ctx context.Context) (decision, error) {
 					return a.decide(ctx, attrs)

@@ -2,6 +2,7 @@ package delegatedauth
 
 import (
 	"context"
+	"fmt"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -269,6 +270,58 @@ func TestReauthorizationTimeoutEndsWatch(t *testing.T) {
 			t.Error("it ends though it is allowed")
 		}
 	})
+}
+
+// Thousands of watches are reauthorized with few calls at a time, and users take turns.
+func TestReauthorizationsAreBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := &slowAuthz{}
+		a := &Authorizer{Client: p}
+		a.observe(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
+		reauthorize := func(user, name string) {
+			attrs := podAttributes(user, "watch").(authorizer.AttributesRecord)
+			attrs.Name = name
+			if !a.Reauthorize(t.Context(), attrs) {
+				t.Errorf("%s: a watch ends", user)
+			}
+		}
+		began, quiet := time.Now(), time.Duration(0)
+		var watches sync.WaitGroup
+		for i := range 2000 {
+			watches.Go(func() { reauthorize("loud", fmt.Sprint(i)) })
+		}
+		synctest.Wait()
+		watches.Go(func() {
+			reauthorize("quiet", "q")
+			quiet = time.Since(began)
+		})
+		watches.Wait()
+		if p.most > maxReauthorizations || quiet > 3*authzDelay {
+			t.Errorf("%d calls at a time, the other user's after %v", p.most, quiet)
+		}
+	})
+}
+
+// slowAuthz allows everything after authzDelay, and records the most calls in flight.
+type slowAuthz struct {
+	authzv1.AuthzClient
+	mu             sync.Mutex
+	inFlight, most int
+}
+
+const authzDelay = 10 * time.Millisecond
+
+func (p *slowAuthz) Authorize(context.Context, *authzv1.AuthorizeRequest,
+	...grpc.CallOption) (*authzv1.AuthorizeResponse, error) {
+	p.mu.Lock()
+	p.inFlight++
+	p.most = max(p.most, p.inFlight)
+	p.mu.Unlock()
+	time.Sleep(authzDelay)
+	p.mu.Lock()
+	p.inFlight--
+	p.mu.Unlock()
+	return &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, PolicyRevision: 5, Replica: "a"}, nil
 }
 
 // A transient decision is not cached. For an open watch it counts only if it comes from the replica with the newest
