@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"log"
-	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -52,12 +51,8 @@ func failover(dir string, kills int) {
 		ages = append(ages, time.Duration(oldest.Load()))
 		log.Printf("kill %d of %d, %s: %v", n+1, kills, name, ages[n].Round(time.Millisecond))
 	}
-	slices.Sort(ages)
-	at := func(share float64) time.Duration { // the nearest rank
-		return ages[int(math.Ceil(share*float64(len(ages))))-1].Round(time.Millisecond)
-	}
-	fmt.Printf("the oldest event after each of %d kills: p50 %v, p90 %v, p99 %v, most %v\n",
-		kills, at(.5), at(.9), at(.99), at(1))
+	fmt.Printf("the oldest event after each of %d kills, ms: p50 %.0f, p90 %.0f, p99 %.0f, most %.0f\n", kills,
+		percentile(ages, 50), percentile(ages, 90), percentile(ages, 99), percentile(ages, 100))
 }
 
 // logLeader returns a function that waits until all copies of the log are current, and returns the leader's name.

@@ -40,7 +40,7 @@ func growth(dir string) {
 			ctx, cancel := context.WithCancel(context.Background())
 			ready, open := openWatches(ctx, s, w.watchers, everything)
 			if ready {
-				used, _, _ := s.deliveries(open, w.watchers, w.rate, w.updates)
+				used, _ := s.deliveries(open, w.watchers, w.rate, w.updates)
 				delivery[name] = append(delivery[name], point{float64(w.watchers), used})
 				log.Printf("%-15s %6d watchers: %.1f CPU µs a delivery", name, w.watchers, used)
 			} else {
@@ -81,7 +81,7 @@ func growth(dir string) {
 		tableOf("config maps of 1 KB", "MB", memory) + "\n![memory](performance/memory.svg)\n"
 	fmt.Println(text)
 	if *only == "" {
-		check(writeBetween("<!-- growth -->", "<!-- grown -->", text))
+		check(writeBetween(*out, "<!-- growth -->", "<!-- grown -->", text))
 	}
 }
 

@@ -31,7 +31,11 @@ var (
 		"Measure instead how old events become when the leader of the event log is killed so many times.")
 	costs = flag.String("coefficients", "",
 		"Measure instead the costs that `watershed capacity` adds up, and write them to this file.")
-	with = flag.String("with", "",
+	nodes = flag.Int("cluster", 0,
+		"Measure instead the load of a cluster of so many nodes; replaces the table of docs/benchmarks/cluster-load.md.")
+	watchesPerNode = flag.Int("watches-per-node", 18, "The watches of each node of -cluster.")
+	atRest         = flag.Duration("at-rest", time.Minute, "How long the cluster of -cluster is measured at rest.")
+	with           = flag.String("with", "",
 		"Flags that kube-apiserver and Watershed get beside their own, separated by spaces; "+
 			"{server} in one stands for each one's name.")
 	page = flag.Bool("page", false, "Rewrite the page even if only a part was measured.")
@@ -51,6 +55,14 @@ func main() {
 	defer os.RemoveAll(dir)
 	if *grow {
 		growth(dir)
+		return
+	}
+	if *nodes > 0 {
+		if *nodes < clusterNamespaces*clusterDeployments {
+			log.Fatalf("-cluster=%d: want at least a node for each of %d Deployments", *nodes,
+				clusterNamespaces*clusterDeployments)
+		}
+		clusterLoad(dir)
 		return
 	}
 	if *costs != "" {

@@ -107,6 +107,17 @@ func median(values []float64) float64 {
 	return v[len(v)/2]
 }
 
+// percentile returns the p-th percentile of durations by the nearest rank, in milliseconds. It is 0 without durations.
+func percentile(of []time.Duration, p int) float64 {
+	if len(of) == 0 {
+		return 0
+	}
+	sorted := slices.Sorted(slices.Values(of))
+	return ms(sorted[(len(of)*p+99)/100-1])
+}
+
+func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
+
 // plain formats a number with three significant digits, without an exponent.
 func plain(v float64) string {
 	if v == 0 || math.IsNaN(v) || math.IsInf(v, 0) {

@@ -7,6 +7,7 @@ import (
 	"io"
 	"strings"
 	"testing"
+	"time"
 )
 
 func TestNumbersArePlain(t *testing.T) {
@@ -114,5 +115,20 @@ func TestThePlotIsWellFormed(t *testing.T) {
 	}
 	if strings.Count(got, `height="8"`) != 2 || strings.Contains(got, "peak") {
 		t.Errorf("bars of other rows than those of processor time: %s", got)
+	}
+}
+
+func TestPercentiles(t *testing.T) {
+	var of []time.Duration
+	for n := range 200 {
+		of = append(of, time.Duration(200-n)*time.Millisecond)
+	}
+	for p, want := range map[int]float64{50: 100, 99: 198, 100: 200} {
+		if got := percentile(of, p); got != want {
+			t.Errorf("the %d-th percentile is %v ms, not %v", p, got, want)
+		}
+	}
+	if got := percentile(of[:1], 99); got != 200 {
+		t.Errorf("of a single duration: %v ms", got)
 	}
 }

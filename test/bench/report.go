@@ -25,18 +25,19 @@ func publish(m *measured, table string) error {
 	if err := os.WriteFile(filepath.Join(beside, "cpu.svg"), []byte(m.bars()), 0o644); err != nil {
 		return err
 	}
-	return writeBetween(begin, end, table+"\n![CPU of each piece of work](performance/cpu.svg)\n")
+	return writeBetween(*out, begin, end, table+"\n![CPU of each piece of work](performance/cpu.svg)\n")
 }
 
-func writeBetween(begin, end, text string) error {
-	page, err := os.ReadFile(*out)
+// writeBetween replaces the text of a page between two markers.
+func writeBetween(file, begin, end, text string) error {
+	page, err := os.ReadFile(file)
 	if err != nil {
 		return err
 	}
 	head, rest, ok := strings.Cut(string(page), begin)
 	_, tail, ok2 := strings.Cut(rest, end)
 	if !ok || !ok2 {
-		return fmt.Errorf("%s has no %s … %s", *out, begin, end)
+		return fmt.Errorf("%s has no %s … %s", file, begin, end)
 	}
-	return os.WriteFile(*out, []byte(head+begin+"\n"+text+end+tail), 0o644)
+	return os.WriteFile(file, []byte(head+begin+"\n"+text+end+tail), 0o644)
 }

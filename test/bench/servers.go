@@ -2,8 +2,10 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"crypto/tls"
 	"encoding/base64"
+	"encoding/json"
 	"fmt"
 	"io"
 	"log"
@@ -12,14 +14,19 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"syscall"
 	"time"
 
+	"go.etcd.io/etcd/client/pkg/v3/transport"
+	"go.etcd.io/etcd/client/v3"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/yaml"
+
+	"watershed.dev/test/harness"
 )
 
 // server is a server under measurement.
@@ -32,6 +39,10 @@ type server struct {
 	// pids returns the server's processes, without etcd, with their services' names.
 	pids func() map[int]string
 	stop func()
+	// kubeconfig is the administrator's. The directory pki beside it has the keys.
+	kubeconfig string
+	// etcd returns the configuration of a client of the server's etcd.
+	etcd func() clientv3.Config
 	// dir is the data directory of split, and idle the use of cores by its idle services.
 	dir  string
 	idle map[string]float64
@@ -102,7 +113,7 @@ func run(dir, name, program string, args ...string) (*exec.Cmd, string) {
 	path := filepath.Join(dir, name+".out")
 	f, err := os.Create(path)
 	check(err)
-	if name != "etcd" && name != "pki" {
+	if slices.Contains([]string{"kube-apiserver", "up", "split", "compact"}, name) {
 		for _, f := range strings.Fields(*with) {
 			args = append(args, strings.ReplaceAll(f, "{server}", name))
 		}
@@ -131,6 +142,14 @@ func startEtcd(dir string) (string, *exec.Cmd) {
 	return client, cmd
 }
 
+// etcdConfig returns the configuration of a client of etcd. crt and key may be empty: the client then presents no
+// certificate.
+func etcdConfig(url, ca, crt, key string) clientv3.Config {
+	config, err := transport.TLSInfo{TrustedCAFile: ca, CertFile: crt, KeyFile: key}.ClientConfig()
+	check(err)
+	return clientv3.Config{Endpoints: []string{url}, TLS: config}
+}
+
 func startReference(dir string) *server {
 	pki := filepath.Join(dir, "pki")
 	makePKI(dir)
@@ -148,10 +167,12 @@ func startReference(dir string) *server {
 	s := &server{
 		name:       "kube-apiserver",
 		url:        fmt.Sprintf("https://127.0.0.1:%d", port),
+		kubeconfig: filepath.Join(dir, "admin.kubeconfig"),
 		client:     clientOf(filepath.Join(dir, "admin.kubeconfig"), false),
 		gzipClient: clientOf(filepath.Join(dir, "admin.kubeconfig"), true),
 		pids:       func() map[int]string { return map[int]string{cmd.Process.Pid: "kube-apiserver"} },
 		stop:       func() { kill(cmd); kill(ecmd) },
+		etcd:       func() clientv3.Config { return etcdConfig(etcd, pki+"/ca.crt", "", "") },
 	}
 	s.ready()
 	return s
@@ -176,10 +197,12 @@ func startUp(dir, name, binary string) *server {
 	return &server{
 		name:       name,
 		url:        fmt.Sprintf("https://127.0.0.1:%d", port),
+		kubeconfig: filepath.Join(dir, "w", "admin.kubeconfig"),
 		client:     clientOf(filepath.Join(dir, "w", "admin.kubeconfig"), false),
 		gzipClient: clientOf(filepath.Join(dir, "w", "admin.kubeconfig"), true),
 		pids:       func() map[int]string { return map[int]string{cmd.Process.Pid: "up"} },
 		stop:       func() { kill(cmd); kill(ecmd) },
+		etcd:       func() clientv3.Config { return etcdConfig(etcd, dir+"/pki/ca.crt", "", "") },
 	}
 }
 
@@ -205,10 +228,16 @@ func startPlacement(placement, dir, name, binary string, flags ...string) *serve
 	return &server{
 		name:       name,
 		url:        fmt.Sprintf("https://127.0.0.1:%d", port),
+		kubeconfig: filepath.Join(data, "admin.kubeconfig"),
 		client:     clientOf(filepath.Join(data, "admin.kubeconfig"), false),
 		gzipClient: clientOf(filepath.Join(data, "admin.kubeconfig"), true),
 		stop:       func() { kill(cmd) },
 		dir:        data,
+		etcd: func() clientv3.Config {
+			config, err := harness.RegistryEtcd(data)
+			check(err)
+			return config
+		},
 		pids: func() map[int]string {
 			all := map[int]string{}
 			files, _ := filepath.Glob(filepath.Join(data, "*.pid"))
@@ -363,4 +392,31 @@ func (s *server) status(method, path string) int {
 	_, err = io.Copy(io.Discard, resp.Body)
 	check(err)
 	return resp.StatusCode
+}
+
+// openWatch opens a watch, or returns nil if the server refuses it or cannot be reached.
+func (s *server) openWatch(ctx context.Context, client *http.Client, path, accept string) *http.Response {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.url+path, nil)
+	check(err)
+	if accept != "" {
+		req.Header.Set("Accept", accept)
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return nil
+	}
+	if resp.StatusCode != http.StatusOK {
+		resp.Body.Close()
+		return nil
+	}
+	return resp
+}
+
+// resourceVersion returns the resourceVersion of an object or a list.
+func resourceVersion(body []byte) string {
+	var o struct {
+		Metadata struct{ ResourceVersion string }
+	}
+	check(json.Unmarshal(body, &o))
+	return o.Metadata.ResourceVersion
 }

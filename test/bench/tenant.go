@@ -8,7 +8,6 @@ import (
 	"io"
 	"log"
 	"net/http"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -57,9 +56,11 @@ func tenant(s *server) map[string]float64 {
 	)
 	out := map[string]float64{}
 	report := func(when string) {
-		for client, o := range s.measured(others) {
+		ctx, cancel := context.WithTimeout(context.Background(), beside)
+		defer cancel()
+		for client, o := range s.measured(ctx, others) {
 			row := fmt.Sprintf("%s, %s a loud tenant: ", client, when)
-			out[row+"p50 (ms)"], out[row+"p99 (ms)"] = ms(o.percentile(50)), ms(o.percentile(99))
+			out[row+"p50 (ms)"], out[row+"p99 (ms)"] = percentile(o.took, 50), percentile(o.took, 99)
 			out[row+"refused or late (%)"] = 100 * float64(o.failed) / float64(max(1, len(o.took)))
 		}
 	}
@@ -92,19 +93,11 @@ type outcome struct {
 	failed int
 }
 
-// percentile returns the p-th percentile of the sorted latencies.
-func (o *outcome) percentile(p int) time.Duration {
-	if len(o.took) == 0 {
-		return 0
-	}
-	return o.took[(len(o.took)-1)*p/100]
-}
-
 // requestTimeout is the limit above which a response is late: the time for a kubelet or a leader to renew its Lease.
 const requestTimeout = 5 * time.Second
 
-// measured sends the requests of the others, each at its own rate.
-func (s *server) measured(others map[string]other) map[string]*outcome {
+// measured sends the requests of the others, each at its own rate, until ctx ends.
+func (s *server) measured(ctx context.Context, others map[string]other) map[string]*outcome {
 	out := map[string]*outcome{}
 	var wg sync.WaitGroup
 	for client, o := range others {
@@ -115,7 +108,7 @@ func (s *server) measured(others map[string]other) map[string]*outcome {
 			var inFlight sync.WaitGroup
 			tick := time.NewTicker(o.every)
 			defer tick.Stop()
-			for i, began := 0, time.Now(); time.Since(began) < beside; i++ {
+			for i := 0; ctx.Err() == nil; i++ {
 				<-tick.C
 				if o.single {
 					inFlight.Wait()
@@ -138,7 +131,6 @@ func (s *server) measured(others map[string]other) map[string]*outcome {
 				})
 			}
 			inFlight.Wait()
-			slices.Sort(got.took)
 		})
 	}
 	wg.Wait()

@@ -4,11 +4,9 @@ import (
 	"bufio"
 	"bytes"
 	"context"
-	"encoding/json"
 	"fmt"
 	"log"
 	"net/http"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -32,14 +30,14 @@ func deliver(s *server, watchers, rate, updates int) map[string]float64 {
 		log.Fatalf("%s: the watches do not open", s.name)
 	}
 	weight := s.memory() - before
-	used, ages, writes := s.deliveries(wg, watchers, rate, updates)
+	used, writes := s.deliveries(wg, watchers, rate, updates)
 	cancel()
 	wg.done.Wait()
 	name := fmt.Sprintf("deliver 1.3 KB to each of %d watchers, %d/s", watchers, rate)
 	rows := map[string]float64{
 		name + " (CPU µs a delivery)":    used,
-		name + ": age p99 (ms)":          ms(at(ages, 99)),
-		name + ": the writer's p50 (ms)": ms(at(writes, 50)),
+		name + ": age p99 (ms)":          percentile(wg.ages, 99),
+		name + ": the writer's p50 (ms)": percentile(writes, 50),
 	}
 	if watchers >= 5000 { // fewer watches fit into the process's free memory
 		rows[name+": growth of memory a watcher (KB)"] = weight * 1000 / float64(watchers)
@@ -52,7 +50,8 @@ type watches struct {
 	done      sync.WaitGroup
 	delivered atomic.Int64
 	mu        sync.Mutex
-	ages      []time.Duration
+	// ages are complete once the watches are closed.
+	ages []time.Duration
 }
 
 // everything is the query of watches that receive every event.
@@ -62,10 +61,7 @@ func everything(int) string { return "" }
 // It returns false if the watches do not open within a minute.
 func openWatches(ctx context.Context, s *server, watchers int, query func(i int) string) (bool, *watches) {
 	w := &watches{}
-	var head struct {
-		Metadata struct{ ResourceVersion string }
-	}
-	check(json.Unmarshal(s.do("GET", "/api/v1/namespaces/small/configmaps", "", nil, 200), &head))
+	from := resourceVersion(s.do("GET", "/api/v1/namespaces/small/configmaps", "", nil, 200))
 	conns := make([]*http.Client, 20)
 	for i := range conns {
 		conns[i] = &http.Client{Transport: s.client.Transport.(*http.Transport).Clone()}
@@ -74,12 +70,11 @@ func openWatches(ctx context.Context, s *server, watchers int, query func(i int)
 	for i := range watchers {
 		ready.Add(1)
 		w.done.Go(func() {
-			req, err := http.NewRequestWithContext(ctx, "GET",
-				s.url+"/api/v1/namespaces/events/configmaps?watch=true&resourceVersion="+head.Metadata.ResourceVersion+
-					query(i), nil)
-			check(err)
-			resp, err := conns[i%len(conns)].Do(req)
-			check(err)
+			resp := s.openWatch(ctx, conns[i%len(conns)],
+				"/api/v1/namespaces/events/configmaps?watch=true&resourceVersion="+from+query(i), "")
+			if resp == nil {
+				return
+			}
 			defer resp.Body.Close()
 			ready.Done()
 			w.read(bufio.NewReaderSize(resp.Body, 8<<10))
@@ -114,13 +109,11 @@ func (w *watches) read(lines *bufio.Reader) {
 }
 
 // deliveries makes updates at a rate and waits until every watch has all events. It returns CPU microseconds per
-// delivery, the events' ages and the writer's latencies. The ages are complete once the watches are closed.
-func (s *server) deliveries(w *watches, watchers, rate, updates int) (float64, func() []time.Duration,
-	func() []time.Duration) {
+// delivery, and the writer's latencies.
+func (s *server) deliveries(w *watches, watchers, rate, updates int) (used float64, writes []time.Duration) {
 	before := s.cpu()
 	tick := time.NewTicker(time.Second / time.Duration(rate))
 	defer tick.Stop()
-	var writes []time.Duration
 	for i := range updates {
 		<-tick.C
 		at := time.Now()
@@ -138,18 +131,8 @@ func (s *server) deliveries(w *watches, watchers, rate, updates int) (float64, f
 	if n < want {
 		log.Printf("%s: only %d of %d deliveries", s.name, n, want)
 	}
-	return (s.cpu() - before) * 1e6 / float64(n), func() []time.Duration {
-		return w.ages
-	}, func() []time.Duration { return writes }
+	return (s.cpu() - before) * 1e6 / float64(n), writes
 }
-
-func at(f func() []time.Duration, percent int) time.Duration {
-	all := slices.Clone(f())
-	slices.Sort(all)
-	return all[len(all)*percent/100]
-}
-
-func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 
 // herd starts fifty informers at once, as after the loss of an API server. Each has its own connection.
 func herd(s *server) map[string]float64 {

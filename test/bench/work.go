@@ -1,9 +1,7 @@
 package main
 
 import (
-	"encoding/json"
 	"fmt"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -41,6 +39,7 @@ var work = []piece{
 	{"deliver to 1000", func(s *server) map[string]float64 { return deliver(s, 1000, 40, 200) }},
 	{"deliver to 5000", func(s *server) map[string]float64 { return deliver(s, 5000, 10, 50) }},
 	{"herd", herd},
+	{"pods written to etcd", stream},
 	{"definitions", definitions},
 	{"a relist storm", storm},
 	{"a loud tenant", tenant},
@@ -93,21 +92,14 @@ func updateLeases(s *server) map[string]float64 {
 		version string
 	}
 	leases := make([]held, 16)
-	version := func(body []byte) string {
-		var o struct {
-			Metadata struct{ ResourceVersion string }
-		}
-		check(json.Unmarshal(body, &o))
-		return o.Metadata.ResourceVersion
-	}
 	for i := range leases {
-		leases[i].version = version(s.do("GET", fmt.Sprintf("%s/l%d", path, i), "", nil, 200))
+		leases[i].version = resourceVersion(s.do("GET", fmt.Sprintf("%s/l%d", path, i), "", nil, 200))
 	}
 	return s.each("update a Lease (CPU ms)", 2000, func(i int) {
 		l := &leases[i%16]
 		l.Lock()
 		defer l.Unlock()
-		l.version = version(s.do("PUT", fmt.Sprintf("%s/l%d", path, i%16), "", []byte(fmt.Sprintf(
+		l.version = resourceVersion(s.do("PUT", fmt.Sprintf("%s/l%d", path, i%16), "", []byte(fmt.Sprintf(
 			`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":"l%d","resourceVersion":%q},`+
 				`"spec":{"holderIdentity":"h","leaseDurationSeconds":40,"renewTime":"2026-01-01T00:00:00.%06dZ"}}`,
 			i%16, l.version, serial.Add(1)%1000000)), 200))
@@ -135,8 +127,7 @@ func smallList(s *server) map[string]float64 {
 		s.do("GET", "/api/v1/namespaces/small/configmaps", "", nil, 200)
 		all = append(all, time.Since(at))
 	}
-	slices.Sort(all)
-	return map[string]float64{"a consistent LIST of one small object, idle: p50 (ms)": ms(all[50])}
+	return map[string]float64{"a consistent LIST of one small object, idle: p50 (ms)": percentile(all, 50)}
 }
 
 func prepare(s *server) {

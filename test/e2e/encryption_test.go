@@ -10,9 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"go.etcd.io/etcd/client/pkg/v3/transport"
 	clientv3 "go.etcd.io/etcd/client/v3"
-	"sigs.k8s.io/yaml"
 
 	"watershed.dev/test/harness"
 )
@@ -313,24 +311,11 @@ func TestStorageIsMigratedToAnotherKMS(t *testing.T) {
 // etcdOf returns the config of a client for split's etcd.
 func etcdOf(t *testing.T, s *harness.Server) clientv3.Config {
 	t.Helper()
-	data, err := os.ReadFile(filepath.Join(s.Dir, "config", "registry-0.yaml"))
-	var conf struct {
-		Servers string `json:"etcd-servers"`
-		CA      string `json:"etcd-cafile"`
-		Cert    string `json:"etcd-certfile"`
-		Key     string `json:"etcd-keyfile"`
-	}
-	if err == nil {
-		err = yaml.Unmarshal(data, &conf)
-	}
+	config, err := harness.RegistryEtcd(s.Dir)
 	if err != nil {
 		t.Fatal(err)
 	}
-	with, err := transport.TLSInfo{TrustedCAFile: conf.CA, CertFile: conf.Cert, KeyFile: conf.Key}.ClientConfig()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return clientv3.Config{Endpoints: strings.Split(conf.Servers, ","), TLS: with}
+	return config
 }
 
 // TestNATSNeverSeesASecret checks that no byte of an encrypted Secret is on NATS' disk or in its memory. Watches still
