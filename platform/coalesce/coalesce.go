@@ -19,6 +19,9 @@ import (
 type Group[T any] struct {
 	// Limit bounds the reads in flight, of all names; 0: no bound. Further reads wait, and their owners take turns.
 	Limit int
+	// PerOwner bounds the reads in flight that turns of the same owner have started; 0: no bound. Slow reads of an
+	// owner then leave the rest of Limit to others.
+	PerOwner int
 	// Queue bounds the waiting reads of an owner; 0: no bound. Beyond it Get returns ErrBusy. A read that waits for a
 	// read of the same name does not count.
 	Queue int
@@ -32,6 +35,8 @@ type Group[T any] struct {
 	mu      sync.Mutex
 	names   map[string]*readings[T]
 	running int
+	// runningOf counts the reads in flight by the owner whose turn has started them.
+	runningOf map[string]int
 	// waiting has the waiting reads of each owner. ownerQueue has the owners of waiting reads, in the order of their
 	// turns.
 	waiting    map[string][]*reading[T]
@@ -94,6 +99,7 @@ func (g *Group[T]) join(owner, name string, read func(context.Context) (T, error
 	defer g.mu.Unlock()
 	if g.names == nil {
 		g.names, g.waiting = map[string]*readings[T]{}, map[string][]*reading[T]{}
+		g.runningOf = map[string]int{}
 	}
 	all := g.names[name]
 	if all != nil && all.next != nil {
@@ -179,16 +185,21 @@ func (g *Group[T]) dequeue(r *reading[T]) {
 
 // dispatch starts reads while Limit allows: a read of each owner in turn.
 func (g *Group[T]) dispatch() {
-	for len(g.ownerQueue) > 0 && (g.Limit == 0 || g.running < g.Limit) {
-		owner := g.ownerQueue[0]
-		g.ownerQueue = append(g.ownerQueue[1:], owner)
+	mayBegin := func(owner string) bool { return g.PerOwner == 0 || g.runningOf[owner] < g.PerOwner }
+	for g.Limit == 0 || g.running < g.Limit {
+		i := slices.IndexFunc(g.ownerQueue, mayBegin)
+		if i < 0 {
+			return
+		}
+		owner := g.ownerQueue[i]
+		g.ownerQueue = append(slices.Delete(g.ownerQueue, i, i+1), owner)
 		r := g.waiting[owner][0]
 		g.dequeue(r)
-		g.begin(r)
+		g.begin(r, owner)
 	}
 }
 
-func (g *Group[T]) begin(r *reading[T]) {
+func (g *Group[T]) begin(r *reading[T], owner string) {
 	timeout := g.Timeout
 	if timeout <= 0 {
 		timeout = time.Minute
@@ -198,6 +209,7 @@ func (g *Group[T]) begin(r *reading[T]) {
 	all.inFlight, all.next = r, nil
 	r.cancel = cancel
 	g.running++
+	g.runningOf[owner]++
 	go func() {
 		defer cancel()
 		r.value, r.err = runRead(ctx, r.read)
@@ -205,6 +217,9 @@ func (g *Group[T]) begin(r *reading[T]) {
 		g.mu.Lock()
 		defer g.mu.Unlock()
 		g.running--
+		if g.runningOf[owner]--; g.runningOf[owner] == 0 {
+			delete(g.runningOf, owner)
+		}
 		if all.inFlight = nil; all.next != nil {
 			next := all.next
 			owners := next.owners
@@ -215,9 +230,9 @@ func (g *Group[T]) begin(r *reading[T]) {
 					g.enqueue(next, owner)
 				}
 			}
-			return
+		} else {
+			delete(g.names, r.name)
 		}
-		delete(g.names, r.name)
 		g.dispatch()
 	}()
 }

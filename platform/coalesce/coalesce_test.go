@@ -197,6 +197,36 @@ func TestOwnersTakeTurns(t *testing.T) {
 	})
 }
 
+// The slow reads of an owner leave places to others, and each of them leads to its next read.
+func TestAnOwnerHasSoManyReadsInFlight(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := &Group[int]{Limit: 4, PerOwner: 3}
+		began := time.Now()
+		ask := func(owner, name string) time.Duration {
+			_, _ = g.GetFor(t.Context(), owner, name, func(context.Context) (int, error) {
+				time.Sleep(time.Second)
+				return 0, nil
+			})
+			return time.Since(began)
+		}
+		var wg sync.WaitGroup
+		took := make([]time.Duration, 9)
+		for i := range took {
+			wg.Go(func() { took[i] = ask("greedy", fmt.Sprint(i)) })
+			synctest.Wait()
+		}
+		if other := ask("other", "a"); other != time.Second {
+			t.Errorf("another owner's read ends after %v", other)
+		}
+		wg.Wait()
+		for i, d := range took {
+			if want := time.Duration(i/3+1) * time.Second; d != want {
+				t.Errorf("read %d ends after %v, not %v", i, d, want)
+			}
+		}
+	})
+}
+
 // A caller that joins another owner's waiting read does not wait for that owner's turn.
 func TestAJoinedReadingComesWithTheFirstTurn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

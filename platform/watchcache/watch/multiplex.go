@@ -165,9 +165,9 @@ func (c *call) tick() {
 	}
 	c.tasks.Add(1)
 	defer c.tasks.Done()
-	if c.ticked++; c.ticked >= c.ticks {
-		c.ticked = 0
-		c.ticks, c.interval = c.schedule(len(c.watches))
+	ticks, interval := c.schedule(len(c.watches))
+	if c.ticked++; c.ticked >= c.ticks || ticks < c.ticks/2 { // the round has ended, or most watches have
+		c.ticked, c.ticks, c.interval = 0, ticks, interval
 	}
 	var due []*multiplexedWatch
 	for id, w := range c.watches {
@@ -332,7 +332,8 @@ func (w *multiplexedWatch) runRecovered() (parked bool, err error) {
 		}
 	}
 	for {
-		if w.takeTick() {
+		drained := w.call.isDrained()
+		if w.takeTick() || drained { // another replica resumes from the last bookmark
 			if err := w.watcher.server.checkFresh(); err != nil {
 				return false, err
 			}
@@ -344,7 +345,7 @@ func (w *multiplexedWatch) runRecovered() (parked bool, err error) {
 		if err := w.ctx.Err(); err != nil {
 			return false, status.FromContextError(err).Err()
 		}
-		if w.call.isDrained() {
+		if drained {
 			return false, rpc.ErrDraining
 		}
 		if w.park() {

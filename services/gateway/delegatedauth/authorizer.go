@@ -10,7 +10,10 @@ import (
 	"errors"
 	"math"
 	"net/http"
+	"strconv"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"k8s.io/apiserver/pkg/authorization/authorizer"
@@ -51,6 +54,8 @@ type Authorizer struct {
 	// reauthorizations shares the calls that reauthorize open watches. A watch joins only a call that starts after it,
 	// so the response is never from before a revocation. Users take turns.
 	reauthorizations coalesce.Group[decision]
+	// unshared counts the reauthorizations that share no call.
+	unshared atomic.Uint64
 
 	mu sync.RWMutex
 	// replica counted the policy revisions below, and lastMessage is the time of its last message. If replica is empty,
@@ -80,7 +85,7 @@ type decision struct {
 
 func (a *Authorizer) cache() *cache[decision] {
 	a.once.Do(func() {
-		a.reauthorizations.Limit = maxReauthorizations
+		a.reauthorizations.Limit, a.reauthorizations.PerOwner = maxReauthorizations, maxOwnReauthorizations
 		a.decisions = newCache[decision](authzCacheBytes, authzOwnerBytes, cacheBytes.WithLabelValues("authz"))
 	})
 	return a.decisions
@@ -93,9 +98,11 @@ const (
 	// minReauthorizeDelay and maxReauthorizeDelay bound the pause between two attempts. It doubles each time.
 	minReauthorizeDelay = 20 * time.Millisecond
 	maxReauthorizeDelay = 500 * time.Millisecond
-	// maxReauthorizations bounds the calls in flight that reauthorize watches. A change of the cluster's policy
-	// concerns all watches: tens of thousands of calls would delay the decisions for requests.
-	maxReauthorizations = 64
+	// maxReauthorizations bounds the calls in flight that reauthorize watches, and maxOwnReauthorizations the calls of
+	// an owner. A change of the cluster's policy concerns all watches: tens of thousands of calls would delay the
+	// decisions for requests.
+	maxReauthorizations    = 64
+	maxOwnReauthorizations = 16
 )
 
 // WithAuthorizer returns a handler whose open watches Reauthorize does not reauthorize with authz: own decides instead.
@@ -119,26 +126,23 @@ func (a *Authorizer) Reauthorize(ctx context.Context, attrs authorizer.Attribute
 	deadline := time.Now().Add(reauthorizeTimeout)
 	callCtx, cancel := context.WithDeadline(ctx, deadline)
 	defer cancel()
+	a.cache() // which bounds reauthorizations
+	owner, name, shared := reauthorizationOwner(attrs.GetUser().GetName()), string(keys.exact[:]), cacheable
+	if !cacheable || impersonates(ctx) { // a shared call has a context without the client
+		name, shared = "#"+strconv.FormatUint(a.unshared.Add(1), 10), false
+	}
 	for delay := minReauthorizeDelay; ; delay = min(2*delay, maxReauthorizeDelay) {
 		if cacheable {
 			if d, ok := a.cached(keys); ok { // for example, the watch is just opening
 				return d.decision == authorizer.DecisionAllow
 			}
 		}
-		var d decision
-		var err error
-		if !cacheable || impersonates(ctx) { // a shared call has a context without the client
-			d, err = a.decide(callCtx, attrs)
-		} else {
-			d, err = a.reauthorizations.GetFor(
-				callCtx,
-				identity.Owner(attrs.GetUser().GetName()),
-				string(keys.exact[:]),
-				func(ctx context.Context) (decision, error) {
-					return a.decide(ctx, attrs)
-				},
-			)
-		}
+		d, err := a.reauthorizations.GetFor(callCtx, owner, name, func(ctx context.Context) (decision, error) {
+			if !shared {
+				ctx = callCtx
+			}
+			return a.decide(ctx, attrs)
+		})
 		switch {
 		case err == nil && d.decision != authorizer.DecisionAllow:
 			return false
@@ -155,6 +159,15 @@ func (a *Authorizer) Reauthorize(ctx context.Context, attrs authorizer.Attribute
 		case <-time.After(delay):
 		}
 	}
+}
+
+// reauthorizationOwner returns the owner whose turn the reauthorization of a user's watch takes. The cluster depends on
+// the service accounts of kube-system, so each has turns of its own.
+func reauthorizationOwner(user string) string {
+	if strings.HasPrefix(user, "system:serviceaccount:kube-system:") {
+		return user
+	}
+	return identity.Owner(user)
 }
 
 // Authorize implements authorizer.Authorizer.
