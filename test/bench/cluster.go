@@ -65,7 +65,8 @@ func clusterLoad(dir string) {
 		log.Print(tables[len(tables)-1])
 	}
 	if *only == "" || *page {
-		check(writeBetween(filepath.Join(filepath.Dir(*out), "cluster-load.md"), begin, end, strings.Join(tables, "\n")))
+		file := filepath.Join(filepath.Dir(*out), "cluster-load.md")
+		check(writeBetween(file, begin, end, strings.Join(tables, "\n")))
 	}
 }
 
@@ -198,7 +199,8 @@ func (c *cluster) watch(ctx context.Context) {
 		opened.Go(func() {
 			for i := first; i < min(first+nodesPerConnection, c.nodes); i++ {
 				for w := range *watchesPerNode {
-					path := fmt.Sprintf("/api/v1/namespaces/default/configmaps?fieldSelector=metadata.name%%3Dc%d-%d", i, w)
+					const byName = "/api/v1/namespaces/default/configmaps?fieldSelector=metadata.name%%3Dc%d-%d"
+					path := fmt.Sprintf(byName, i, w)
 					if w < len(nodeWatches) {
 						path = fmt.Sprintf(nodeWatches[w], i)
 					}

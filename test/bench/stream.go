@@ -184,8 +184,8 @@ type arrival struct {
 
 // watchPods watches the pods of a namespace from a revision on. The channel is closed when the watch ends.
 func (s *server) watchPods(ctx context.Context, namespace string, from int64) <-chan arrival {
-	resp := s.openWatch(ctx, s.client, fmt.Sprintf("/api/v1/namespaces/%s/pods?watch=true&resourceVersion=%d", namespace,
-		from), "")
+	path := fmt.Sprintf("/api/v1/namespaces/%s/pods?watch=true&resourceVersion=%d", namespace, from)
+	resp := s.openWatch(ctx, s.client, path, "")
 	if resp == nil {
 		log.Fatalf("%s: the watch does not open", s.name)
 	}

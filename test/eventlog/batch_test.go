@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/nats-io/nats.go/jetstream"
+
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -33,6 +35,22 @@ func (c *cluster) messages() uint64 {
 		c.t.Fatal(err)
 	}
 	return s.CachedInfo().State.Msgs
+}
+
+// lastOf appends events of pods, and returns the last message of pods.
+func (c *cluster) lastOf(w *writer, pods ...*logv1.Event) *jetstream.RawStreamMsg {
+	c.t.Helper()
+	if err := w.append(c.t.Context(), pods...); err != nil {
+		c.t.Fatal(err)
+	}
+	if err := w.flush(c.t.Context()); err != nil {
+		c.t.Fatal(err)
+	}
+	m, err := eventlog.Main.GetLast(c.t.Context(), c.js, eventlog.Subject("pods"))
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return m
 }
 
 // TestEventsOfAResourceShareAMessage checks which events share a message of the stream, and its single acknowledgement.
@@ -99,16 +117,7 @@ func TestLargeMessagesAreCompressed(t *testing.T) {
 			e.Object.Json = bytes.Repeat([]byte{'x'}, test.size)
 			all = append(all, e)
 		}
-		if err := w.append(t.Context(), all...); err != nil {
-			t.Fatal(err)
-		}
-		if err := w.flush(t.Context()); err != nil {
-			t.Fatal(err)
-		}
-		m, err := eventlog.Main.GetLast(t.Context(), c.js, eventlog.Subject("pods"))
-		if err != nil {
-			t.Fatal(err)
-		}
+		m := c.lastOf(w, all...)
 		if got := m.Header.Get("Content-Encoding"); got != test.encoding {
 			t.Errorf("%d events of %d bytes have the encoding %q, not %q", test.events, test.size, got, test.encoding)
 		}
@@ -124,16 +133,7 @@ func TestReadersOfTheProcessShareEvents(t *testing.T) {
 	defer func() { eventlog.CheckAppended = true }()
 	c, w := begun(t)
 	sent := []*logv1.Event{added(11, "pods"), added(12, "pods")}
-	if err := w.append(t.Context(), sent...); err != nil {
-		t.Fatal(err)
-	}
-	if err := w.flush(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	m, err := eventlog.Main.GetLast(t.Context(), c.js, eventlog.Subject("pods"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	m := c.lastOf(w, sent...)
 	if got, err := eventlog.Events(m.Header, m.Data); err != nil || !slices.Equal(got, sent) {
 		t.Errorf("%v, %v", got, err)
 	}
