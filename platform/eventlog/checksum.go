@@ -72,8 +72,7 @@ type messageKey struct{ id, checksum string }
 // share the events, and do not decode them. Readers must not change these events.
 var appended = lru.New[messageKey, []*logv1.Event](appendedBytes)
 
-// appendedBytes bounds appended. Readers receive a message some milliseconds after it was
-// appended.
+// appendedBytes bounds appended. Readers receive a message some milliseconds after it was appended.
 const appendedBytes = 8 << 20
 
 // decodedBytes is about the size of a decoded event beyond its encoding.

@@ -283,10 +283,12 @@ func (w *multiplexedWatch) tick() (fresh bool) {
 	if !idle {
 		return true
 	}
-	fresh = w.watcher.server.checkFresh() == nil
-	if parked, err := w.sendBookmark(); err != nil || !parked {
-		go w.run()
+	if fresh = w.watcher.server.checkFresh() == nil; fresh {
+		if parked, err := w.sendBookmark(); err == nil && parked {
+			return true
+		}
 	}
+	go w.run()
 	return fresh
 }
 
@@ -294,7 +296,7 @@ func (w *multiplexedWatch) tick() (fresh bool) {
 func (w *multiplexedWatch) sendBookmark() (parked bool, err error) {
 	defer recovery.ToError("the bookmark of a watch", &err)
 	events, _, progress, _, ok := w.watcher.events.Next(cache.Cursor(w.watcher.cursor.Load()), 1)
-	if !ok || len(events) > 0 || !w.watcher.mayReport(progress) || w.watcher.server.checkFresh() != nil {
+	if !ok || len(events) > 0 || !w.watcher.mayReport(progress) {
 		return false, nil
 	}
 	w.takeTick()

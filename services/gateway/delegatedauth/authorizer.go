@@ -83,11 +83,16 @@ type decision struct {
 	transient bool
 }
 
-func (a *Authorizer) cache() *cache[decision] {
+// init makes the cache and the bounds of a zero value.
+func (a *Authorizer) init() {
 	a.once.Do(func() {
 		a.reauthorizations.Limit, a.reauthorizations.PerOwner = maxReauthorizations, maxOwnReauthorizations
 		a.decisions = newCache[decision](authzCacheBytes, authzOwnerBytes, cacheBytes.WithLabelValues("authz"))
 	})
+}
+
+func (a *Authorizer) cache() *cache[decision] {
+	a.init()
 	return a.decisions
 }
 
@@ -126,10 +131,11 @@ func (a *Authorizer) Reauthorize(ctx context.Context, attrs authorizer.Attribute
 	deadline := time.Now().Add(reauthorizeTimeout)
 	callCtx, cancel := context.WithDeadline(ctx, deadline)
 	defer cancel()
-	a.cache() // which bounds reauthorizations
-	owner, name, shared := reauthorizationOwner(attrs.GetUser().GetName()), string(keys.exact[:]), cacheable
-	if !cacheable || impersonates(ctx) { // a shared call has a context without the client
-		name, shared = "#"+strconv.FormatUint(a.unshared.Add(1), 10), false
+	a.init()
+	shared := cacheable && !impersonates(ctx) // a shared call has a context without the client
+	owner, name := reauthorizationOwner(attrs.GetUser().GetName()), string(keys.exact[:])
+	if !shared {
+		name = "#" + strconv.FormatUint(a.unshared.Add(1), 10)
 	}
 	for delay := minReauthorizeDelay; ; delay = min(2*delay, maxReauthorizeDelay) {
 		if cacheable {
