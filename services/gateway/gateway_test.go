@@ -192,7 +192,7 @@ func newTestGateway(t *testing.T, o *fakeServices, flags ...string) *Service {
 	c := NewConfig()
 	fs := pflag.NewFlagSet("gateway", pflag.ContinueOnError)
 	c.AddFlags(fs)
-	flags = append(flags, "--advertise-address=192.0.2.1", "--enable-priority-and-fairness=false")
+	flags = append([]string{"--advertise-address=192.0.2.1", "--enable-priority-and-fairness=false"}, flags...)
 	if err := fs.Parse(flags); err != nil {
 		t.Fatal(err)
 	}

@@ -480,23 +480,33 @@ func (g *Service) Check(ctx context.Context) error {
 	return nil
 }
 
-// awaitStart probes each check of the start until it succeeds once, or until ctx ends. It closes joinable once the
-// gateway's own checks have succeeded and each service of readThroughGateways has been probed. A probe waits for a
-// replica.
+// awaitStart probes each check of the start until it succeeds once, or until ctx ends. A probe waits for a replica.
+//
+// It closes joinable once the gateway's own checks have succeeded and each service of readThroughGateways has been
+// probed. If such a service has not read the cluster, it does not wait for flow control, whose controller writes the
+// status of FlowSchemas. Each write waits for the plugins of admission, which read the cluster through a gateway.
 func (g *Service) awaitStart(ctx context.Context) {
-	var wg, join sync.WaitGroup
+	var wg, join, fair sync.WaitGroup
+	var unread atomic.Bool // a service of readThroughGateways has not read the cluster
 	for _, name := range startChecks() {
-		joined := func() {}
-		if slices.Contains(requiredChecks, name) {
+		waited := func() {}
+		switch {
+		case name == "fairness":
+			fair.Add(1)
+			waited = fair.Done
+		case slices.Contains(requiredChecks, name):
 			join.Add(1)
-			joined = sync.OnceFunc(join.Done)
+			waited = sync.OnceFunc(join.Done)
 		}
 		wg.Go(func() {
-			defer joined()
+			defer waited()
 			for ctx.Err() == nil {
 				err := g.health[name].getNewer(ctx, 0)
 				if slices.Contains(readThroughGateways, name) {
-					joined()
+					if err != nil {
+						unread.Store(true)
+					}
+					waited()
 				}
 				if g.ready.Set(name, err); err == nil {
 					return
@@ -508,7 +518,9 @@ func (g *Service) awaitStart(ctx context.Context) {
 			}
 		})
 	}
-	join.Wait()
+	if join.Wait(); !unread.Load() {
+		fair.Wait()
+	}
 	close(g.joinable)
 	wg.Wait()
 	if ctx.Err() == nil {

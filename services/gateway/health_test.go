@@ -259,34 +259,40 @@ func TestStartHooksStayCompleted(t *testing.T) {
 }
 
 // A gateway takes a part of a shared port before authn, authz and admission have read their policies, because they read
-// them through a gateway. It does not do so before its own parts are there.
+// them through a gateway. Until then it does not wait for flow control either, whose controller waits for admission. It
+// waits for its own parts.
 func TestAGatewayJoinsASharedPort(t *testing.T) {
-	o := &fakeServices{}
-	o.unavailable.Store("authz")
-	g := newTestGateway(t, o)
-	select {
-	case <-g.joinable:
-	case <-time.After(10 * time.Second):
-		t.Error("it waits for the policies of authz")
-	}
-	if g.Ready().Err() == nil {
-		t.Error("it is ready without authz")
-	}
-	o = &fakeServices{}
-	o.unavailable.Store("etcd")
-	g = newTestGateway(t, o)
-	for until := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
-		err := g.Ready().Err() // the first of the reasons by name
-		if err != nil && strings.HasPrefix(err.Error(), "etcd: ") {
-			break
+	const fairness = "--enable-priority-and-fairness" // no test runs flow control, so it does not become ready
+	for _, away := range readThroughGateways {
+		o := &fakeServices{}
+		o.unavailable.Store(away)
+		g := newTestGateway(t, o, fairness)
+		select {
+		case <-g.joinable:
+		case <-time.After(10 * time.Second):
+			t.Errorf("it waits for the policies of %s", away)
 		}
-		if time.Now().After(until) {
-			t.Fatal(err)
+		if g.Ready().Err() == nil {
+			t.Errorf("it is ready without %s", away)
 		}
 	}
-	select {
-	case <-g.joinable:
-		t.Error("it joins without etcd")
-	default:
+	for missing, flags := range map[string][]string{"etcd": nil, "fairness": {fairness}} {
+		o := &fakeServices{}
+		o.unavailable.Store(missing)
+		g := newTestGateway(t, o, flags...)
+		for until := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+			err := g.Ready().Err() // the first of the reasons by name
+			if err != nil && strings.HasPrefix(err.Error(), missing+": ") {
+				break
+			}
+			if time.Now().After(until) {
+				t.Fatal(err)
+			}
+		}
+		select {
+		case <-g.joinable:
+			t.Errorf("it joins without %s", missing)
+		default:
+		}
 	}
 }
