@@ -6,3 +6,6 @@ import _ "embed"
 //
 //go:embed accounts.conf
 var natsAccounts string
+
+// logAccount is the account of the event logs.
+const logAccount = "log"

@@ -40,6 +40,8 @@ type NATS struct {
 
 	// running is the server that runs, or the last that ran.
 	running atomic.Pointer[server.Server]
+	// routeClosed has a value after a route to another server has closed. nil without Cluster.
+	routeClosed chan struct{}
 }
 
 // Bounds of JetStream's storage, of one message, of the pending data of one client, and of monitor connections.
@@ -91,6 +93,9 @@ func (n *NATS) Runner() lifecycle.Runner {
 		if n.Dir == "" {
 			return errors.New("--data-dir is required")
 		}
+		if n.Cluster != "" {
+			n.routeClosed = make(chan struct{}, 1)
+		}
 		srv, err := n.start()
 		if err != nil {
 			return err
@@ -100,6 +105,9 @@ func (n *NATS) Runner() lifecycle.Runner {
 			return err
 		}
 		ready.Set("nats", nil)
+		if n.Cluster != "" {
+			go n.campaignForLost(ctx)
+		}
 		n.restartAfterWriteErrors(ctx)
 		srv = n.running.Load()
 		srv.Shutdown()
@@ -131,7 +139,7 @@ func (n *NATS) start() (*server.Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	srv.SetLoggerV2(natsLog{}, false, false, false)
+	srv.SetLoggerV2(natsLog{n.routeClosed}, false, false, false)
 	srv.Start()
 	if !srv.ReadyForConnections(20 * time.Second) {
 		srv.Shutdown()

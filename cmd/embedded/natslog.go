@@ -8,10 +8,22 @@ import (
 )
 
 // natsLog writes the lines of the NATS server to the process's log (server.Logger). Notices have verbosity 4.
-type natsLog struct{}
+type natsLog struct {
+	// routeClosed receives a value, if it has room, when a route to another server has closed. NATS reports this only
+	// in its log. May be nil.
+	routeClosed chan<- struct{}
+}
 
 // Noticef implements server.Logger.
-func (natsLog) Noticef(format string, v ...any) { logNATS(slog.LevelDebug, format, v...) }
+func (l natsLog) Noticef(format string, v ...any) {
+	if strings.Contains(format, "connection closed") && len(v) > 0 && v[0] == "Router" {
+		select {
+		case l.routeClosed <- struct{}{}:
+		default:
+		}
+	}
+	logNATS(slog.LevelDebug, format, v...)
+}
 
 // Warnf implements server.Logger.
 func (natsLog) Warnf(format string, v ...any) { logNATS(slog.LevelWarn, format, v...) }

@@ -1,0 +1,1 @@
+// This file lets the compiler accept lookupRaftNode, which has no body.
