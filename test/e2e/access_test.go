@@ -58,6 +58,7 @@ func writeFile(t testing.TB, path, text string) string {
 // TestCredentialFilesAreReloaded checks that a changed credential file takes effect soon after it is written. A
 // malformed file is logged and counted, and the credentials that were read before stay in force.
 func TestCredentialFilesAreReloaded(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	tokens := writeFile(t, filepath.Join(dir, "tokens.csv"), "first,alice,1\n")
 	passwords := writeFile(t, filepath.Join(dir, "passwords.csv"), "hush,bob,2,\"readers\"\n")

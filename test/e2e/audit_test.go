@@ -101,6 +101,7 @@ func create(t *testing.T, s *harness.Server, n, bytes int) []string {
 // TestTheAuditLogHasEveryAcknowledgedRequest checks that the rotated log of a killed server records every acknowledged
 // request exactly once.
 func TestTheAuditLogHasEveryAcknowledgedRequest(t *testing.T) {
+	t.Parallel()
 	dir := harness.TempDir(t)
 	s := harness.Up(t, "", "--audit-policy-file="+auditPolicy(t, dir, "RequestResponse"),
 		"--audit-log-path="+filepath.Join(dir, "audit.log"), "--audit-log-maxsize=1", "--audit-log-maxbackup=0")
@@ -166,6 +167,7 @@ func TestADeadAuditBackendCostsRequestsNothing(t *testing.T) {
 
 // TestBlockingStrictRejectsUnrecordedRequests checks that blocking-strict rejects a request that cannot be recorded.
 func TestBlockingStrictRejectsUnrecordedRequests(t *testing.T) {
+	t.Parallel()
 	dir := harness.TempDir(t)
 	policy := filepath.Join(dir, "policy.yaml")
 	if err := os.WriteFile(policy, []byte("apiVersion: audit.k8s.io/v1\nkind: Policy\nrules:\n"+

@@ -28,6 +28,7 @@ import (
 // TestAKubeletBootstraps checks that a kubelet with a bootstrap token gets a certificate of its node. With it the
 // kubelet may act as that node and as no other.
 func TestAKubeletBootstraps(t *testing.T) {
+	t.Parallel()
 	s := harness.Up(t, "")
 	s.Managers()
 	const group = "system:bootstrappers:kubeadm:default-node-token"

@@ -209,6 +209,7 @@ func TestAnonymousRequestsLeaveNoMemory(t *testing.T) {
 //   - Tokens with the operator's issuer are accepted (F4).
 //   - A webhook whose match condition authorizes is not called for its own SubjectAccessReview (S14).
 func TestAPolicyUsesALaterCRD(t *testing.T) {
+	t.Parallel()
 	s := harness.Up(t, "", "--service-account-issuer=https://issuer.example.com")
 	token := tenant(t, s, "t")
 	if code, body := send(t, s, token, http.MethodGet, "/api/v1/namespaces/t/configmaps",

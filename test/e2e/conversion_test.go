@@ -101,6 +101,7 @@ func (c *converter) serve(w http.ResponseWriter, req *http.Request) {
 // TestConversionWebhook checks that lists, watches and selectors use each version's own fields. A list calls the
 // webhook once. A webhook that fails or hangs affects no other resource.
 func TestConversionWebhook(t *testing.T) {
+	t.Parallel()
 	s := harness.Up(t, "")
 	hook := newConverter(t)
 	ctx := t.Context()

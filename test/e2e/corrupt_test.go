@@ -18,6 +18,7 @@ import (
 // Watches of its resource end, so that clients list again, and the list returns an error. Other resources are not
 // affected, and the resource recovers once the object is deleted.
 func TestAnObjectThatCannotBeReadIsNotHidden(t *testing.T) {
+	t.Parallel()
 	etcd := harness.Etcd(t, harness.TempDir(t))
 	s := harness.Up(t, "", "--etcd-servers="+etcd)
 	etcdctl := func(args ...string) {
@@ -90,6 +91,7 @@ func TestAnObjectThatCannotBeReadIsNotHidden(t *testing.T) {
 // kube-apiserver. The open watch of its resource ends, and the next list and watch are complete. kube-apiserver's cache
 // retries its own watch for 30 s first.
 func TestUnsafeDeletion(t *testing.T) {
+	t.Parallel()
 	const gate = "--feature-gates=AllowUnsafeMalformedObjectDeletion=true"
 	ours, theirs := harness.Etcd(t, harness.TempDir(t)), harness.TempDir(t)
 	reference := harness.KubeAPIServer(t, theirs, harness.Etcd(t, theirs), gate)

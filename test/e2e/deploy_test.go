@@ -63,6 +63,7 @@ func TestManifestsAreTaken(t *testing.T) {
 
 // TestSplitScales checks that services of a running split scale while a client watches, even if the xDS server dies.
 func TestSplitScales(t *testing.T) {
+	t.Parallel()
 	s := harness.Split(t, "", "--replicas=watchfanout=1")
 	seen := filepath.Join(s.Dir, "seen")
 	out, err := os.Create(seen)
@@ -136,6 +137,7 @@ func TestSplitScales(t *testing.T) {
 
 // TestUpWithControllers checks that the README's first Deployment gets its pods.
 func TestUpWithControllers(t *testing.T) {
+	t.Parallel()
 	s := harness.Up(t, "", "--with-controllers", "--controllers-path", filepath.Join(harness.Root(), ".build", "bin"))
 	s.Kubectl("create", "deployment", "web", "--image=web", "--replicas=2")
 	s.Kubectl("rollout", "status", "deployment/web", "--timeout=60s")
@@ -174,6 +176,7 @@ components:
 // TestComponentsCombine checks that each component applies to both placements. The settings that components give
 // registry reach the front, also if compact comes last.
 func TestComponentsCombine(t *testing.T) {
+	t.Parallel()
 	for _, component := range []string{"autoscaling", "cert-manager", "external-etcd", "monitoring", "network-policies"} {
 		renderedWith(t, component)
 		renderedWith(t, "compact", component)

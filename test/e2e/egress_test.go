@@ -377,6 +377,7 @@ spec:
 
 // TestEtcdIsReachedByItsProxy checks that etcd is reached only through the proxy of its own network.
 func TestEtcdIsReachedByItsProxy(t *testing.T) {
+	t.Parallel()
 	dir := harness.TempDir(t)
 	etcd := harness.Etcd(t, dir)
 	u, err := url.Parse(etcd)

@@ -321,6 +321,7 @@ func etcdOf(t *testing.T, s *harness.Server) clientv3.Config {
 // TestNATSNeverSeesASecret checks that no byte of an encrypted Secret is on NATS' disk or in its memory. Watches still
 // deliver the Secret, also watches that resume from the log.
 func TestNATSNeverSeesASecret(t *testing.T) {
+	t.Parallel()
 	flag, config := encryption(t)
 	config(`{"aesgcm":`+aKey+`}`, noEncryption)
 	s := harness.Split(t, "", flag)

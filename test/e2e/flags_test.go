@@ -112,6 +112,7 @@ func TestMigrateAcceptsEveryFlagOfKubeAPIServer(t *testing.T) {
 // TestKubeAPIServerByName checks that a link to Watershed called kube-apiserver runs with kube-apiserver's defaults,
 // and keeps its state in --cert-dir.
 func TestKubeAPIServerByName(t *testing.T) {
+	t.Parallel()
 	defaults := []string{"--authorization-mode=", "--enable-admission-plugins=", "--service-cluster-ip-range=",
 		"--allow-privileged=", "--advertise-address=", "--tls-cert-file=", "--tls-private-key-file=",
 		"--disable-admission-plugins=ServiceAccount"}
@@ -287,6 +288,7 @@ const ownPaths = "/healthz/admission /healthz/authn /healthz/authz /healthz/disc
 
 // TestDisabledGates checks that gates that Watershed implements itself have kube-apiserver's effect when they are off.
 func TestDisabledGates(t *testing.T) {
+	t.Parallel()
 	const gates = "--feature-gates=WatchList=false,APIResponseCompression=false,StorageVersionHash=false," +
 		"UnknownVersionInteroperabilityProxy=false,APIServerIdentity=false,ComponentFlagz=false," +
 		"ComponentStatusz=false,WatchCacheInitializationPostStartHook=false"

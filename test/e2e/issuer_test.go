@@ -208,6 +208,7 @@ func TestDexIsTheIssuer(t *testing.T) {
 // TestKubeadmSetsUp checks kubeadm's phases that need no node, and that a joining node finds the objects that kubeadm
 // uploads.
 func TestKubeadmSetsUp(t *testing.T) {
+	t.Parallel()
 	s := harness.Up(t, "")
 	dir := harness.TempDir(t)
 	certificates := filepath.Join(dir, "pki")

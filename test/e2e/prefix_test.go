@@ -94,6 +94,7 @@ func (e *guardedEtcd) tenant(prefix string) []string {
 // Two control planes share an etcd, which grants each only its prefix. kube-apiserver made the second. Both serve
 // watches, neither sees the other's objects, and no key is outside of the prefixes.
 func TestControlPlanesShareEtcdByPrefix(t *testing.T) {
+	t.Parallel()
 	etcd := newGuardedEtcd(t)
 	first := harness.Up(t, "", etcd.tenant("/first")...)
 	dir, flags := harness.TempDir(t), etcd.tenant("/second")

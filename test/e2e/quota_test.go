@@ -19,6 +19,7 @@ import (
 
 // TestAQuotaHoldsWithTwoReplicas checks that concurrent creates do not exceed a quota with two admission replicas.
 func TestAQuotaHoldsWithTwoReplicas(t *testing.T) {
+	t.Parallel()
 	s := harness.Split(t, "")
 	s.Scale("admission=2")
 	const most, tries = 40, 100

@@ -340,6 +340,7 @@ selector: {matchLabels: {a: b}}, template: {metadata: {labels: {a: b}}, spec: {c
 // TestAnOldWatchIsReplayedFromTheLog checks that a watch resumes from a revision older than every replica's ring, as
 // long as the log holds it.
 func TestAnOldWatchIsReplayedFromTheLog(t *testing.T) {
+	t.Parallel()
 	s := harness.Up(t, "", "--watch-ring-bytes=20000", "--watch-broadcast-bytes=2000")
 	maps := s.Client().CoreV1().ConfigMaps("default")
 	const number = 300

@@ -232,6 +232,7 @@ func TestARevokedPermissionIsGoneThoughNATSStalls(t *testing.T) {
 
 // TestTheLogIsEncryptedOnDisk checks that NATS stores no byte of a Secret (S10).
 func TestTheLogIsEncryptedOnDisk(t *testing.T) {
+	t.Parallel()
 	s := harness.Up(t, "")
 	s.Kubectl("create", "secret", "generic", "s", "--from-literal=k=SUPERSECRET")
 	_, _ = s.TryKubectl("", "get", "secrets", "--watch", "--request-timeout=1s") // the Secret has gone through the log

@@ -231,6 +231,7 @@ func TestEtcdServesOneWatchWhateverTheTier(t *testing.T) {
 // TestAnotherPublisherTakesOver checks that another registry publishes if the publishing registry is killed: a watch
 // receives the next event within seconds.
 func TestAnotherPublisherTakesOver(t *testing.T) {
+	t.Parallel()
 	s := harness.Split(t, "")
 	maps := s.Client().CoreV1().ConfigMaps("default")
 	w, err := maps.Watch(t.Context(), metav1.ListOptions{})

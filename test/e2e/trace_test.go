@@ -89,6 +89,7 @@ func collect(t *testing.T) (c *collector, endpoint string) {
 // TestAnEventIsTracedFromEtcdToItsWatchers checks that one trace covers an event from etcd to the log, to a replica and
 // to the clients, through three processes.
 func TestAnEventIsTracedFromEtcdToItsWatchers(t *testing.T) {
+	t.Parallel()
 	c, endpoint := collect(t)
 	s := harness.Split(t, "", "--tracing-endpoint="+endpoint, "--tracing-sampling-ratio=1")
 	maps := s.Client().CoreV1().ConfigMaps("default")
@@ -120,6 +121,7 @@ func TestAnEventIsTracedFromEtcdToItsWatchers(t *testing.T) {
 // TestARequestIsOneTrace checks that an administrator's traced request is one trace through every process, to etcd, and
 // with its event to the watchers. Other users' traceparent headers are ignored, and untraced requests produce no trace.
 func TestARequestIsOneTrace(t *testing.T) {
+	t.Parallel()
 	c, endpoint := collect(t)
 	s := harness.Split(t, "", "--tracing-endpoint="+endpoint)
 	s.Kubectl("create", "serviceaccount", "someone")

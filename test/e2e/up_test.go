@@ -36,6 +36,7 @@ func contains(t *testing.T, title, out string, wants ...string) {
 }
 
 func TestKubectlSession(t *testing.T) {
+	t.Parallel()
 	s := harness.Up(t, "")
 	contains(t, "namespaces", s.Kubectl("get", "ns"), "default", "kube-system", "kube-public", "kube-node-lease")
 	contains(t, "create", s.Kubectl("create", "configmap", "a", "--from-literal=k=v"), "created")
@@ -96,6 +97,7 @@ func TestEveryResourceIsKubeAPIServers(t *testing.T) {
 }
 
 func TestAFreshClusterLooksLikeKubeAPIServers(t *testing.T) {
+	t.Parallel()
 	s, oracle := harness.Up(t, ""), harness.Oracle(t)
 	for _, r := range []string{"namespaces", "priorityclasses", "clusterroles", "clusterrolebindings", "flowschemas",
 		"prioritylevelconfigurations", "servicecidrs", "apiservices"} {
@@ -118,6 +120,7 @@ func TestAFreshClusterLooksLikeKubeAPIServers(t *testing.T) {
 
 // TestRacingWritersLoseNothing checks that concurrent read-modify-write loops lose no update.
 func TestRacingWritersLoseNothing(t *testing.T) {
+	t.Parallel()
 	s := harness.Up(t, "", "--max-requests-inflight=0", "--max-mutating-requests-inflight=0",
 		"--enable-priority-and-fairness=false")
 	c := s.Client().CoreV1().ConfigMaps("default")
@@ -159,6 +162,7 @@ func TestRacingWritersLoseNothing(t *testing.T) {
 // TestInformersAndConsistentLists checks that an informer sees every change, and a consistent list every acknowledged
 // write.
 func TestInformersAndConsistentLists(t *testing.T) {
+	t.Parallel()
 	s := harness.Up(t, "")
 	ctx, cancel := context.WithCancel(t.Context())
 	client := s.Client()
@@ -231,6 +235,7 @@ func TestARevokedPermissionIsGoneAtOnce(t *testing.T) {
 }
 
 func TestKillAndRestartLosesNothing(t *testing.T) {
+	t.Parallel()
 	dir := harness.TempDir(t)
 	s := harness.Up(t, dir)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -374,6 +379,7 @@ func TestServiceAddresses(t *testing.T) {
 // TestUpTakesAClustersPKI checks that `up` takes over a cluster's etcd, port and PKI. The cluster's PKI did not sign
 // the certificates of up's authn, authz and admission, and they work all the same.
 func TestUpTakesAClustersPKI(t *testing.T) {
+	t.Parallel()
 	dir := harness.TempDir(t)
 	etcd := harness.Etcd(t, dir)
 	reference := harness.KubeAPIServer(t, dir, etcd)
@@ -413,6 +419,7 @@ func TestUpTakesAClustersPKI(t *testing.T) {
 // TestAlwaysAllowRejectsAnonymousClients checks that AlwaysAllow rejects anonymous clients even with
 // --anonymous-auth=true, as kube-apiserver does. Other users may impersonate and review the anonymous user.
 func TestAlwaysAllowRejectsAnonymousClients(t *testing.T) {
+	t.Parallel()
 	flags := []string{"--authorization-mode=AlwaysAllow", "--anonymous-auth=true"}
 	for name, s := range map[string]*harness.Server{
 		"watershed":      harness.Up(t, "", flags...),

@@ -12,6 +12,7 @@ import (
 // Services cache pods without most of their fields. PodSecurity and a policy with a pod as its parameter read whole
 // pods nonetheless, as in kube-apiserver.
 func TestPluginsReadWholePods(t *testing.T) {
+	t.Parallel()
 	const (
 		parameter = `{apiVersion: v1, kind: Pod, metadata: {name: allowed, labels: {a: b}}, spec: {containers: [` +
 			`{name: c, image: i, securityContext: {privileged: true}, env: [{name: ALLOWED, value: good}]}]}}`
