@@ -54,6 +54,20 @@ const (
 	maxMonitorConnections = 64
 )
 
+// CheckLogs returns an error if the server cannot reserve the bytes of --log-max-bytes for a number of event logs.
+// storage is the value of --log-storage.
+func CheckLogs(storage string, bytes int64, number int) error {
+	most := int64(maxStoreBytes)
+	if storage == "memory" {
+		most = maxMemoryBytes
+	}
+	if most /= int64(number); bytes > most {
+		return fmt.Errorf("--log-max-bytes=%d: want at most %d: NATS reserves them for each of %d event logs in %s "+
+			"(--log-storage)", bytes, most, number, storage)
+	}
+	return nil
+}
+
 // AddFlags registers the server's flags with their defaults.
 func (n *NATS) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&n.Dir, "data-dir", "", "The storage directory of JetStream.")

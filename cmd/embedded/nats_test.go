@@ -454,3 +454,20 @@ func TestRegistryPermissionsAreMinimal(t *testing.T) {
 	}
 	all.Wait()
 }
+
+// JetStream refuses a log that is larger than its limit. The error names the flag.
+func TestALogLargerThanTheLimitOfNATS(t *testing.T) {
+	ids := inner(t)
+	log := eventlog.Options{
+		URL:       natsServer(t, ids("nats")),
+		Storage:   "memory",
+		Replicas:  1,
+		Retention: time.Minute,
+		MaxBytes:  maxMemoryBytes + 1,
+	}
+	_, err := log.Stream(t.Context(), connectLog(t, log, ids("registry")))
+	const want = "NATS cannot reserve --log-max-bytes=1073741825 for --log-storage=memory: lower the value"
+	if err == nil || !strings.HasPrefix(err.Error(), want) {
+		t.Errorf("the error is %v", err)
+	}
+}

@@ -97,6 +97,9 @@ func (fs *splitFlags) newSplit() (*splitRun, error) {
 		return nil, fmt.Errorf(`--rpc-network %q: want "tcp" or, on Linux, "unix"`, fs.network)
 	}
 	disableAnonymous(fs.FlagSet)
+	if err := checkLogs(fs.FlagSet); err != nil {
+		return nil, err
+	}
 	l, err := fs.open(fs.FlagSet)
 	if err != nil {
 		return nil, err

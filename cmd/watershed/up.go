@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/spf13/pflag"
@@ -147,5 +148,21 @@ func (fs *upFlags) stores(l *layout) (runners []lifecycle.Runner, err error) {
 	}
 	disableAnonymous(fs.FlagSet)
 	fs.process.Identity = l.pki.Identity
-	return runners, fs.process.Configure(fs.FlagSet)
+	if err := fs.process.Configure(fs.FlagSet); err != nil || fs.process.NATS == nil {
+		return runners, err
+	}
+	return runners, checkLogs(fs.FlagSet)
+}
+
+// checkLogs returns an error if the NATS servers of a command cannot reserve the bytes of its event logs.
+func checkLogs(flags *pflag.FlagSet) error {
+	storage, _ := flags.GetString("log-storage")
+	bytes, _ := flags.GetInt64("log-max-bytes")
+	overrides, _ := flags.GetStringSlice("etcd-servers-overrides")
+	logs := map[string]bool{"": true} // by the servers of their etcd; empty: the main etcd
+	for _, o := range overrides {
+		_, servers, _ := strings.Cut(o, "#")
+		logs[servers] = true
+	}
+	return embedded.CheckLogs(storage, bytes, len(logs))
 }

@@ -1,6 +1,7 @@
 package eventlog
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -50,11 +51,22 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 	stream, err := attempt(ctx, func(ctx context.Context) (jetstream.Stream, error) {
 		return js.CreateOrUpdateStream(ctx, config)
 	})
+	if apiErr := (&jetstream.APIError{}); errors.As(err, &apiErr) &&
+		(apiErr.ErrorCode == errMemoryResources || apiErr.ErrorCode == errStorageResources) {
+		return nil, fmt.Errorf("NATS cannot reserve --log-max-bytes=%d for --log-storage=%s: lower the value, or raise "+
+			"the limit of the NATS servers: %w", o.MaxBytes, cmp.Or(o.Storage, "file"), err)
+	}
 	if err != nil {
 		return nil, err
 	}
 	return stream, deleteConsumers(ctx, stream)
 }
+
+// Codes of JetStream: a stream with MaxBytes needs so much free memory, or storage.
+const (
+	errMemoryResources  = 10028
+	errStorageResources = 10047
+)
 
 // ErrUnanswered means that the stream did not respond to the first requests of End, for 9 s. An election of Watershed's
 // NATS servers takes 2 s at most. NATS' defaults are 4 to 9 s.
