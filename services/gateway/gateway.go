@@ -142,7 +142,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	}
 	g.heartbeat = newHeartbeat(d.Discovery, c.advertiseAddress(), g.started, g.server.ShuttingDown)
 	if d.Report != nil {
-		g.heartbeat.process = g.encodeReport
+		g.heartbeat.process = g.reportEncoder
 	}
 	if c.Console {
 		g.usages, g.slow = new(watch.Usages), new(routing.SlowRequests)

@@ -36,10 +36,10 @@ type heartbeat struct {
 	address string
 	// accepting is closed when the gateway is ready for the first time, and draining when it shuts down.
 	accepting, draining <-chan struct{}
-	// process, if set, returns the report of the gateway's process. It may take long, so no call waits for it: a call
-	// has the newest report, or none.
-	process func(context.Context) []byte
-	newest  atomic.Pointer[[]byte]
+	// process, if set, returns the encoder of a report of the gateway's process. It may take long, so no call waits for
+	// it: a call encodes the newest report, with the time of the call, or has none.
+	process func(context.Context) func() []byte
+	newest  atomic.Pointer[func() []byte]
 	// live is the number of live gateways; 0 until registry has counted this gateway.
 	live watchable.Value[int]
 	// establishing has the revisions of the CRDs that the gateway serves and that are not established, by name.
@@ -87,8 +87,8 @@ func (h *heartbeat) run(ctx context.Context) {
 		callCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), heartbeatTimeout)
 		r := &registryv1.GatewaysRequest{Name: h.name, AdvertiseAddress: h.address, Accepting: accepts,
 			Establishing: establishing, Report: report}
-		if newest := h.newest.Load(); newest != nil && !report {
-			r.Process = *newest
+		if newest := h.newest.Load(); newest != nil && *newest != nil && !report {
+			r.Process = (*newest)()
 		}
 		resp, err := h.registry.Gateways(callCtx, r)
 		cancel()

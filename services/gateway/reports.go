@@ -44,9 +44,10 @@ func (g *Service) report(ctx context.Context, kind process.Kind) *process.Report
 	return r
 }
 
-// encodeReport returns the report for a heartbeat, without large states, and without certificates and flags if it is
-// too large with them.
-func (g *Service) encodeReport(ctx context.Context) (data []byte) {
+// reportEncoder returns the encoder of a report for heartbeats: without large states, and without certificates and flags
+// if it is too large with them. The encoder sets the report's time, with which the receiver compares its clock. After a
+// panic, the encoder is nil, or returns nil.
+func (g *Service) reportEncoder(ctx context.Context) (encode func() []byte) {
 	defer recovery.ToError("reporting the process", new(error))
 	r := heartbeatReport{Report: g.report(ctx, process.Shallow)}
 	for service, state := range r.States {
@@ -62,15 +63,19 @@ func (g *Service) encodeReport(ctx context.Context) (data []byte) {
 			r.Console = state
 		}
 	}
-	data, err := console.Marshal(r)
-	if len(data) > maxReport {
-		r.Certificates, r.Flags = nil, nil
-		data, err = console.Marshal(r)
+	return func() (data []byte) {
+		defer recovery.ToError("reporting the process", new(error))
+		r.Time = time.Now()
+		data, err := console.Marshal(r)
+		if len(data) > maxReport {
+			r.Certificates, r.Flags = nil, nil
+			data, err = console.Marshal(r)
+		}
+		if err != nil {
+			slog.Warn("The heartbeat has no report", "error", err)
+		}
+		return data
 	}
-	if err != nil {
-		slog.Warn("The heartbeat has no report", "error", err)
-	}
-	return data
 }
 
 // withReports serves the reports of all processes at /metrics?view=processes, and metrics otherwise. The path is that
