@@ -79,13 +79,14 @@ unit: ## unit tests, of concurrent packages with the race detector
 SHORT_CMD  := kubectl_get kubectl_diff kubectl_server_side_apply
 CMD_TOOLS  := command -v bash && command -v jq && command -v openssl && command -v curl && { command -v ss || command -v netstat; }
 
-# The longest package runs beside all others, except those of unit. cost runs alone, because it measures CPU and memory.
+# e2e-longest runs beside e2e-others. unit runs the packages eventlog, rules and simulation. cost runs alone, because it
+# measures CPU and memory.
 e2e: build peers $(PEERS)/kubectl-convert ## real clients and controllers against both forms, and short forms of the long targets
 	$(MAKE) --jobs=2 e2e-longest e2e-others
 	cd test && go test -count=1 -timeout 30m ./cost
 
 e2e-longest:
-	cd test && go test -count=1 -timeout 60m -parallel 3 ./e2e
+	cd test && go test -count=1 -timeout 60m -parallel 2 ./e2e
 
 e2e-others:
 	cd test && go test -count=1 -timeout 45m -p=1 $$(go list ./... | grep -Ev '^watershed.dev/test/(cost|e2e|eventlog|rules|simulation)$$')

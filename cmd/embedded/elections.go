@@ -6,6 +6,8 @@ import (
 	_ "unsafe" // for go:linkname
 
 	"github.com/nats-io/nats-server/v2/server"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 // NATS has no option for these settings of its Raft groups, and its own tests assign the variables. Its defaults, a
@@ -21,7 +23,8 @@ var minElectionTimeout time.Duration
 //go:linkname maxElectionTimeout github.com/nats-io/nats-server/v2/server.maxElectionTimeout
 var maxElectionTimeout time.Duration
 
-// A server that knows that its group has no leader campaigns after a random time between these.
+// Campaign begins an election after a random time between these. NATS' defaults are 100 and 800 ms. CampaignImmediately
+// is no alternative, because it counts the votes of servers with empty logs.
 //
 //go:linkname minCampaignTimeout github.com/nats-io/nats-server/v2/server.minCampaignTimeout
 var minCampaignTimeout time.Duration
@@ -34,31 +37,35 @@ var maxCampaignTimeout time.Duration
 //go:linkname lookupRaftNode github.com/nats-io/nats-server/v2/server.(*Server).lookupRaftNode
 func lookupRaftNode(s *server.Server, group string) server.RaftNode
 
+// natsDefaults are NATS' own values. If a release of NATS removes a variable, the linker makes a variable of value 0.
+var natsDefaults = []time.Duration{hbInterval, minElectionTimeout, maxElectionTimeout, minCampaignTimeout,
+	maxCampaignTimeout}
+
 func init() {
 	hbInterval = 100 * time.Millisecond
 	minElectionTimeout, maxElectionTimeout = 400*time.Millisecond, 800*time.Millisecond
 	minCampaignTimeout, maxCampaignTimeout = 20*time.Millisecond, 100*time.Millisecond
 }
 
-// The routes to a lost server close in sequence. After a route has closed, a server looks for lost leaders so many
-// times, with this pause.
+// A server has several routes to each other server, which close in sequence. After a route has closed, campaignForLost
+// checks the groups lostChecks times, with a pause of lostPause.
 const (
-	lostLooks = 10
-	lostPause = 20 * time.Millisecond
+	lostChecks = 10
+	lostPause  = 20 * time.Millisecond
 )
 
 // campaignForLost campaigns for the Raft groups whose leader is lost, until ctx ends. The routes to a killed server
-// close at once, and NATS alone would wait for the election timeout. If a server does not respond but its routes stay
+// close within milliseconds, but NATS waits for the election timeout. If a server does not respond and its routes stay
 // open, the election timeout still applies.
 func (n *NATS) campaignForLost(ctx context.Context) {
-	campaigns := map[string]uint64{} // the terms in which this server has campaigned, by group
+	campaigns := map[string]uint64{} // the last term in which this server has campaigned, by group
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-n.routeClosed:
 		}
-		for range lostLooks {
+		for range lostChecks {
 			srv := n.running.Load()
 			for group, term := range lostGroups(srv) {
 				if node := lookupRaftNode(srv, group); node != nil && campaigns[group] != term {
@@ -66,17 +73,14 @@ func (n *NATS) campaignForLost(ctx context.Context) {
 					_ = node.Campaign() // fails if this server leads the group now
 				}
 			}
-			select {
-			case <-ctx.Done():
+			if lifecycle.Sleep(ctx, lostPause); ctx.Err() != nil {
 				return
-			case <-time.After(lostPause):
 			}
 		}
 	}
 }
 
-// lostGroups returns the terms of the Raft groups without a route to their leader for which this server must campaign,
-// by group. Of the servers with a route, the server with the lowest ID campaigns. Two candidates would split the votes.
+// lostGroups returns the Raft groups for which a server must campaign, with their terms.
 func lostGroups(srv *server.Server) map[string]uint64 {
 	lost := map[string]uint64{}
 	routes, err := srv.Routez(nil)
@@ -87,26 +91,31 @@ func lostGroups(srv *server.Server) map[string]uint64 {
 	for _, r := range routes.Routes {
 		connected[r.RemoteName] = true
 	}
-	for _, account := range []string{srv.SystemAccount().Name, logAccount} {
+	for _, account := range []string{server.DEFAULT_SYSTEM_ACCOUNT, logAccount} {
 		status := srv.Raftz(&server.RaftzOptions{AccountFilter: account})
 		if status == nil {
 			continue
 		}
 		for name, group := range (*status)[account] {
-			leader, ok := group.Peers[group.Leader]
-			if !ok || connected[leader.Name] {
-				continue
-			}
-			lowest := group.ID
-			for id, peer := range group.Peers {
-				if connected[peer.Name] {
-					lowest = min(lowest, id)
-				}
-			}
-			if lowest == group.ID {
+			if mustCampaign(group, connected) {
 				lost[name] = group.Term
 			}
 		}
 	}
 	return lost
+}
+
+// mustCampaign reports whether this server campaigns for a group: it has no route to the leader, and the lowest ID of
+// the connected servers. Two candidates would split the votes. connected has the names of the servers with a route.
+func mustCampaign(group server.RaftzGroup, connected map[string]bool) bool {
+	leader, ok := group.Peers[group.Leader] // Peers does not have this server
+	if !ok || connected[leader.Name] {
+		return false
+	}
+	for id, peer := range group.Peers {
+		if connected[peer.Name] && id < group.ID {
+			return false
+		}
+	}
+	return true
 }

@@ -5,25 +5,24 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
-	"github.com/nats-io/nats.go/jetstream"
+	"github.com/nats-io/nats-server/v2/server"
 
 	"watershed.dev/platform/eventlog"
-	"watershed.dev/platform/rpc"
 )
 
 // memberVariable is the environment variable with the NATS server that a child of TestALostLeaderIsReplaced runs.
 const memberVariable = "WATERSHED_TEST_NATS"
 
-// TestMain runs the tests, or the server of a child. After a line on its standard input, no election timeout of a child
-// passes.
+// TestMain runs the tests, or the server of a child. After a line on its standard input, a child has no election
+// timeout that passes during the test.
 func TestMain(m *testing.M) {
 	conf := os.Getenv(memberVariable)
 	if conf == "" {
@@ -35,8 +34,9 @@ func TestMain(m *testing.M) {
 	}
 	go func() {
 		if bufio.NewScanner(os.Stdin).Scan() {
+			before := maxElectionTimeout
 			minElectionTimeout, maxElectionTimeout = time.Hour, 2*time.Hour
-			time.Sleep(20 * hbInterval) // each heartbeat sets the timers again
+			time.Sleep(2 * before) // the former timeouts have passed, or a heartbeat has replaced them
 			fmt.Println("no elections")
 		}
 	}()
@@ -45,21 +45,48 @@ func TestMain(m *testing.M) {
 	}
 }
 
-func freeAddress(t *testing.T) string {
+// member is a NATS server in a process of its own.
+type member struct {
+	*exec.Cmd
+	// disableElections returns once no election timeout passes any more.
+	disableElections func()
+}
+
+func startMember(t *testing.T, n *NATS) member {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	conf, err := json.Marshal(n)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close()
-	return l.Addr().String()
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), memberVariable+"="+string(conf))
+	cmd.Stderr = os.Stderr
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+	return member{cmd, func() {
+		fmt.Fprintln(in)
+		if !bufio.NewScanner(out).Scan() {
+			t.Errorf("%s has stopped", n.Name)
+		}
+	}}
 }
 
-// The other servers replace the leader of the log although no election timeout passes, because its routes have closed.
+// The other servers elect a leader of the log when the routes to the killed leader close. They do not wait for an
+// election timeout.
 func TestALostLeaderIsReplaced(t *testing.T) {
 	ids := inner(t)
-	servers := map[string]*exec.Cmd{}
-	var members []*NATS
+	var servers []*NATS
 	var routes, urls []string
 	for i := range 3 {
 		n := &NATS{
@@ -69,83 +96,81 @@ func TestALostLeaderIsReplaced(t *testing.T) {
 			Name:    fmt.Sprint("nats-", i),
 			Cluster: freeAddress(t),
 		}
-		members = append(members, n)
+		servers = append(servers, n)
 		routes, urls = append(routes, n.Cluster), append(urls, "tls://"+n.Address)
 	}
-	var elections []func()
-	for _, n := range members {
+	members := map[string]member{}
+	for _, n := range servers {
 		n.Routes = routes
-		conf, err := json.Marshal(n)
-		if err != nil {
-			t.Fatal(err)
-		}
-		cmd := exec.Command(os.Args[0])
-		cmd.Env = append(os.Environ(), memberVariable+"="+string(conf))
-		cmd.Stderr = os.Stderr
-		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-		in, err := cmd.StdinPipe()
-		if err != nil {
-			t.Fatal(err)
-		}
-		out, err := cmd.StdoutPipe()
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := cmd.Start(); err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
-		servers[n.Name] = cmd
-		elections = append(elections, func() {
-			fmt.Fprintln(in)
-			if !bufio.NewScanner(out).Scan() {
-				t.Errorf("%s has stopped", n.Name)
-			}
-		})
+		members[n.Name] = startMember(t, n)
 	}
-	log := eventlog.Options{URL: strings.Join(urls, ","), Storage: "file", Replicas: 3, Retention: time.Minute, MaxBytes: 1 << 20}
-	js := connectLog(t, log, ids("registry"))
-	leader := func(not string) (name string) {
+	log := eventlog.Options{
+		URL:       strings.Join(urls, ","),
+		Storage:   "file",
+		Replicas:  3,
+		Retention: time.Minute,
+		MaxBytes:  1 << 20,
+	}
+	_, js := connectTo(t, &log, "registry", ids("registry"))
+	leader := func(except string) (name string) {
 		t.Helper()
-		for until := time.Now().Add(30 * time.Second); time.Now().Before(until); time.Sleep(50 * time.Millisecond) {
+		eventually(t, func() error {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
 			s, err := log.Stream(ctx, js)
-			cancel()
 			if err != nil {
-				continue
+				return err
 			}
-			if c := s.CachedInfo().Cluster; c != nil && c.Leader != "" && c.Leader != not && len(c.Replicas) == 2 {
-				return c.Leader
+			c := s.CachedInfo().Cluster
+			if c == nil || c.Leader == "" || c.Leader == except || len(c.Replicas) != 2 {
+				return fmt.Errorf("no server but %q leads the log: %+v", except, c)
 			}
-		}
-		t.Fatalf("no server but %q leads the log", not)
-		return ""
+			name = c.Leader
+			return nil
+		})
+		return name
 	}
-	first := leader("")
-	for _, end := range elections {
-		end()
+	leader("") // its election needs a timeout
+	for _, m := range members {
+		m.disableElections()
 	}
-	if err := servers[first].Process.Kill(); err != nil {
+	killed := leader("")
+	if err := members[killed].Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
-	leader(first)
+	leader(killed)
 }
 
-// connectLog connects to the log, and repeats that until a server accepts it.
-func connectLog(t *testing.T, log eventlog.Options, id rpc.TLS) jetstream.JetStream {
-	t.Helper()
-	for until := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) {
-		nc, err := log.Connect("registry", id)
-		if err == nil {
-			t.Cleanup(nc.Close)
-			js, err := jetstream.New(nc)
-			if err != nil {
-				t.Fatal(err)
-			}
-			return js
+func TestMustCampaign(t *testing.T) {
+	for about, c := range map[string]struct {
+		leader    string
+		connected []string
+		want      bool
+	}{
+		"no leader":                            {"", nil, false},
+		"this server leads":                    {"b", nil, false},
+		"a route to the leader":                {"c", []string{"of c"}, false},
+		"lost leader, lower ID connected":      {"c", []string{"of a"}, false},
+		"lost leader, lowest ID connected":     {"a", []string{"of c"}, true},
+		"lost leader, no other server":         {"a", nil, true},
+		"lost leader that is no longer a peer": {"d", []string{"of c"}, false},
+	} {
+		group := server.RaftzGroup{ID: "b", Leader: c.leader, Peers: map[string]server.RaftzGroupPeer{
+			"a": {Name: "of a"}, "c": {Name: "of c"},
+		}}
+		connected := map[string]bool{}
+		for _, name := range c.connected {
+			connected[name] = true
 		}
-		if time.Now().After(until) {
-			t.Fatal(err)
+		if got := mustCampaign(group, connected); got != c.want {
+			t.Errorf("%s: %v", about, got)
 		}
+	}
+}
+
+// NATS still has the variables that init assigns.
+func TestNATSHasTheElectionVariables(t *testing.T) {
+	if slices.Contains(natsDefaults, 0) {
+		t.Errorf("a release of NATS has removed a variable: %v", natsDefaults)
 	}
 }

@@ -3,7 +3,6 @@ package embedded
 import (
 	"context"
 	"fmt"
-	"net"
 	"strings"
 	"testing"
 	"time"
@@ -12,20 +11,12 @@ import (
 // A member without data does not start a new cluster if a running member belongs to another cluster.
 func TestANewMemberMakesNoSecondCluster(t *testing.T) {
 	ids := inner(t)
-	address := func() string {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer l.Close()
-		return l.Addr().String()
-	}
-	peers := []string{address(), address()}
+	peers := []string{freeAddress(t), freeAddress(t)}
 	list := fmt.Sprintf("etcd-0=https://%s,etcd-1=https://%s", peers[0], peers[1])
 	member := func(n int, cluster string) *Etcd {
 		return &Etcd{
 			Dir:            t.TempDir(),
-			Listen:         "https://" + address(),
+			Listen:         "https://" + freeAddress(t),
 			ID:             ids("etcd"),
 			Name:           fmt.Sprintf("etcd-%d", n),
 			Peer:           "https://" + peers[n],

@@ -12,6 +12,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -40,7 +41,7 @@ type NATS struct {
 
 	// running is the server that runs, or the last that ran.
 	running atomic.Pointer[server.Server]
-	// routeClosed has a value after a route to another server has closed. nil without Cluster.
+	// routeClosed has a value after a route to another server has closed.
 	routeClosed chan struct{}
 }
 
@@ -62,7 +63,7 @@ func CheckLogs(storage string, bytes int64, number int) error {
 		most = maxMemoryBytes
 	}
 	if most /= int64(number); bytes > most {
-		return fmt.Errorf("--log-max-bytes=%d: want at most %d: NATS reserves them for each of %d event logs in %s "+
+		return fmt.Errorf("--log-max-bytes=%d: want at most %d: NATS reserves the bytes for each event log (%d) in %s "+
 			"(--log-storage)", bytes, most, number, storage)
 	}
 	return nil
@@ -107,9 +108,7 @@ func (n *NATS) Runner() lifecycle.Runner {
 		if n.Dir == "" {
 			return errors.New("--data-dir is required")
 		}
-		if n.Cluster != "" {
-			n.routeClosed = make(chan struct{}, 1)
-		}
+		n.routeClosed = make(chan struct{}, 1)
 		srv, err := n.start()
 		if err != nil {
 			return err
@@ -119,10 +118,10 @@ func (n *NATS) Runner() lifecycle.Runner {
 			return err
 		}
 		ready.Set("nats", nil)
-		if n.Cluster != "" {
-			go n.campaignForLost(ctx)
-		}
+		var campaigns sync.WaitGroup
+		campaigns.Go(func() { n.campaignForLost(ctx) })
 		n.restartAfterWriteErrors(ctx)
+		campaigns.Wait()
 		srv = n.running.Load()
 		srv.Shutdown()
 		srv.WaitForShutdown()

@@ -44,14 +44,20 @@ func inner(t *testing.T) func(name string) rpc.TLS {
 	}
 }
 
-func natsServer(t *testing.T, id rpc.TLS) string {
+// freeAddress returns an address without a listener.
+func freeAddress(t *testing.T) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	address := l.Addr().String()
-	l.Close()
+	defer l.Close()
+	return l.Addr().String()
+}
+
+func natsServer(t *testing.T, id rpc.TLS) string {
+	t.Helper()
+	address := freeAddress(t)
 	key := filepath.Join(t.TempDir(), "key")
 	if err := pki.SecretKey(key); err != nil {
 		t.Fatal(err)
@@ -88,14 +94,20 @@ func newTenants(t *testing.T) *tenants {
 
 func (n *tenants) connect(name string) (*nats.Conn, jetstream.JetStream) {
 	n.t.Helper()
-	nc, err := n.log.Connect(name, n.ids(name))
+	return connectTo(n.t, &n.log, name, n.ids(name))
+}
+
+// connectTo connects a service to the log.
+func connectTo(t *testing.T, log *eventlog.Options, service string, id rpc.TLS) (*nats.Conn, jetstream.JetStream) {
+	t.Helper()
+	nc, err := log.Connect(service, id)
 	if err != nil {
-		n.t.Fatal(err)
+		t.Fatal(err)
 	}
-	n.t.Cleanup(nc.Close)
+	t.Cleanup(nc.Close)
 	js, err := jetstream.New(nc)
 	if err != nil {
-		n.t.Fatal(err)
+		t.Fatal(err)
 	}
 	return nc, js
 }
@@ -465,7 +477,8 @@ func TestALogLargerThanTheLimitOfNATS(t *testing.T) {
 		Retention: time.Minute,
 		MaxBytes:  maxMemoryBytes + 1,
 	}
-	_, err := log.Stream(t.Context(), connectLog(t, log, ids("registry")))
+	_, js := connectTo(t, &log, "registry", ids("registry"))
+	_, err := log.Stream(t.Context(), js)
 	const want = "NATS cannot reserve --log-max-bytes=1073741825 for --log-storage=memory: lower the value"
 	if err == nil || !strings.HasPrefix(err.Error(), want) {
 		t.Errorf("the error is %v", err)

@@ -10,7 +10,7 @@ import (
 // natsLog writes the lines of the NATS server to the process's log (server.Logger). Notices have verbosity 4.
 type natsLog struct {
 	// routeClosed receives a value, if it has room, when a route to another server has closed. NATS reports this only
-	// in its log. May be nil.
+	// in its log: TestALostLeaderIsReplaced fails if it changes the line. May be nil.
 	routeClosed chan<- struct{}
 }
 

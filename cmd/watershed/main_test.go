@@ -32,9 +32,9 @@ func TestBadInputIsALine(t *testing.T) {
 		"up --data-dir=FILE/x":              `watershed up: --data-dir "FILE/x": mkdir FILE: not a directory`,
 		"up --data-dir=DIR --log-storage=x": `watershed up: --log-storage=x: want "file" or "memory"`,
 		"up --data-dir=DIR --log-storage=memory --log-max-bytes=2147483648": "watershed up: --log-max-bytes=2147483648: " +
-			"want at most 1073741824: NATS reserves them for each of 1 event logs in memory (--log-storage)",
+			"want at most 1073741824: NATS reserves the bytes for each event log (1) in memory (--log-storage)",
 		"split --log-max-bytes=17179869184 --etcd-servers-overrides=/events#https://192.0.2.1:2379": "watershed split: " +
-			"--log-max-bytes=17179869184: want at most 8589934592: NATS reserves them for each of 2 event logs in file",
+			"--log-max-bytes=17179869184: want at most 8589934592: NATS reserves the bytes for each event log (2) in file",
 		"up --data-dir=DIR --authorization-config=/none": `watershed up: --authorization-config "/none": open /none: no`,
 		"up --data-dir=DIR --service-cluster-ip-range=x": `watershed up: --service-cluster-ip-range "x": invalid CIDR`,
 		"up --data-dir=DIR --authorization-config=FILE":  `watershed up: --authorization-config "FILE": failed to load`,

@@ -159,10 +159,12 @@ func checkLogs(flags *pflag.FlagSet) error {
 	storage, _ := flags.GetString("log-storage")
 	bytes, _ := flags.GetInt64("log-max-bytes")
 	overrides, _ := flags.GetStringSlice("etcd-servers-overrides")
-	logs := map[string]bool{"": true} // by the servers of their etcd; empty: the main etcd
+	servers, _ := flags.GetStringSlice("etcd-servers") // split has no such flag
+	etcd := func(servers []string) string { return strings.Join(slices.Sorted(slices.Values(servers)), ";") }
+	logs := map[string]bool{etcd(servers): true}
 	for _, o := range overrides {
-		_, servers, _ := strings.Cut(o, "#")
-		logs[servers] = true
+		_, list, _ := strings.Cut(o, "#")
+		logs[etcd(strings.Split(list, ";"))] = true
 	}
 	return embedded.CheckLogs(storage, bytes, len(logs))
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"strings"
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
@@ -51,8 +52,7 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 	stream, err := attempt(ctx, func(ctx context.Context) (jetstream.Stream, error) {
 		return js.CreateOrUpdateStream(ctx, config)
 	})
-	if apiErr := (&jetstream.APIError{}); errors.As(err, &apiErr) &&
-		(apiErr.ErrorCode == errMemoryResources || apiErr.ErrorCode == errStorageResources) {
+	if apiErr := (*jetstream.APIError)(nil); errors.As(err, &apiErr) && cannotReserve(apiErr) {
 		return nil, fmt.Errorf("NATS cannot reserve --log-max-bytes=%d for --log-storage=%s: lower the value, or raise "+
 			"the limit of the NATS servers: %w", o.MaxBytes, cmp.Or(o.Storage, "file"), err)
 	}
@@ -62,11 +62,19 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 	return stream, deleteConsumers(ctx, stream)
 }
 
-// Codes of JetStream: a stream with MaxBytes needs so much free memory, or storage.
+// Error codes of nats-server that package jetstream does not have.
 const (
-	errMemoryResources  = 10028
-	errStorageResources = 10047
+	clusterNoPeers           jetstream.ErrorCode = 10005
+	memoryResourcesExceeded  jetstream.ErrorCode = 10028
+	storageResourcesExceeded jetstream.ErrorCode = 10047
 )
+
+// cannotReserve reports whether the servers lack memory or storage for a stream's MaxBytes. A cluster reports
+// this only in the text.
+func cannotReserve(err *jetstream.APIError) bool {
+	return err.ErrorCode == memoryResourcesExceeded || err.ErrorCode == storageResourcesExceeded ||
+		err.ErrorCode == clusterNoPeers && strings.Contains(err.Description, "insufficient storage")
+}
 
 // ErrUnanswered means that the stream did not respond to the first requests of End, for 9 s. An election of Watershed's
 // NATS servers takes 2 s at most. NATS' defaults are 4 to 9 s.

@@ -482,31 +482,32 @@ func (g *Service) Check(ctx context.Context) error {
 
 // awaitStart probes each check of the start until it succeeds once, or until ctx ends. A probe waits for a replica.
 //
-// It closes joinable once the gateway's own checks have succeeded and each service of readThroughGateways has been
-// probed. If such a service has not read the cluster, it does not wait for flow control, whose controller writes the
-// status of FlowSchemas. Each write waits for the plugins of admission, which read the cluster through a gateway.
+// awaitStart closes joinable after the gateway's own checks have succeeded and each service of readThroughGateways has
+// been probed. If no such probe has failed, awaitStart also waits for flow control. Otherwise flow control may wait for
+// the port: its controller writes the status of FlowSchemas. Each write waits for admission's plugins, which read the
+// cluster through a gateway.
 func (g *Service) awaitStart(ctx context.Context) {
-	var wg, join, fair sync.WaitGroup
-	var unread atomic.Bool // a service of readThroughGateways has not read the cluster
+	var all, own, fairness sync.WaitGroup
+	var failed atomic.Bool // a probe of readThroughGateways has failed
 	for _, name := range startChecks() {
-		waited := func() {}
+		done := func() {}
 		switch {
 		case name == "fairness":
-			fair.Add(1)
-			waited = fair.Done
+			fairness.Add(1)
+			done = fairness.Done
 		case slices.Contains(requiredChecks, name):
-			join.Add(1)
-			waited = sync.OnceFunc(join.Done)
+			own.Add(1)
+			done = sync.OnceFunc(own.Done)
 		}
-		wg.Go(func() {
-			defer waited()
+		all.Go(func() {
+			defer done()
 			for ctx.Err() == nil {
 				err := g.health[name].getNewer(ctx, 0)
 				if slices.Contains(readThroughGateways, name) {
 					if err != nil {
-						unread.Store(true)
+						failed.Store(true)
 					}
-					waited()
+					done()
 				}
 				if g.ready.Set(name, err); err == nil {
 					return
@@ -518,11 +519,11 @@ func (g *Service) awaitStart(ctx context.Context) {
 			}
 		})
 	}
-	if join.Wait(); !unread.Load() {
-		fair.Wait()
+	if own.Wait(); !failed.Load() {
+		fairness.Wait()
 	}
 	close(g.joinable)
-	wg.Wait()
+	all.Wait()
 	if ctx.Err() == nil {
 		close(g.started)
 	}
