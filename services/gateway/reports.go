@@ -44,9 +44,9 @@ func (g *Service) report(ctx context.Context, kind process.Kind) *process.Report
 	return r
 }
 
-// reportEncoder returns the encoder of a report for heartbeats: without large states, and without certificates and flags
-// if it is too large with them. The encoder sets the report's time, with which the receiver compares its clock. After a
-// panic, the encoder is nil, or returns nil.
+// reportEncoder returns the encoder of a report for heartbeats: without large states, and without certificates and
+// flags if it is too large with them. The encoder sets the report's time, with which the receiver compares its clock.
+// After a panic, the encoder is nil, or returns nil.
 func (g *Service) reportEncoder(ctx context.Context) (encode func() []byte) {
 	defer recovery.ToError("reporting the process", new(error))
 	r := heartbeatReport{Report: g.report(ctx, process.Shallow)}
