@@ -2,6 +2,7 @@ package embedded
 
 import (
 	"context"
+	"maps"
 	"time"
 	_ "unsafe" // for go:linkname
 
@@ -67,11 +68,14 @@ func (n *NATS) campaignForLost(ctx context.Context) {
 		}
 		for range lostChecks {
 			srv := n.running.Load()
-			for group, term := range lostGroups(srv) {
-				if node := lookupRaftNode(srv, group); node != nil && campaigns[group] != term {
-					campaigns[group] = term
-					_ = node.Campaign() // fails if this server leads the group now
+			for name, group := range lostGroups(srv) {
+				node := lookupRaftNode(srv, name)
+				if node == nil || campaigns[name] == group.Term ||
+					node.Term() != group.Term || node.GroupLeader() != group.Leader { // another election has begun
+					continue
 				}
+				campaigns[name] = group.Term
+				_ = node.Campaign() // fails if this server leads the group now
 			}
 			if lifecycle.Sleep(ctx, lostPause); ctx.Err() != nil {
 				return
@@ -80,29 +84,25 @@ func (n *NATS) campaignForLost(ctx context.Context) {
 	}
 }
 
-// lostGroups returns the Raft groups for which a server must campaign, with their terms.
-func lostGroups(srv *server.Server) map[string]uint64 {
-	lost := map[string]uint64{}
+// lostGroups returns the Raft groups for which a server must campaign. It reads the groups before the routes: a server
+// learns of a leader by a route.
+func lostGroups(srv *server.Server) map[string]server.RaftzGroup {
+	groups := map[string]server.RaftzGroup{}
+	for _, account := range []string{server.DEFAULT_SYSTEM_ACCOUNT, logAccount} {
+		if status := srv.Raftz(&server.RaftzOptions{AccountFilter: account}); status != nil {
+			maps.Copy(groups, (*status)[account])
+		}
+	}
 	routes, err := srv.Routez(nil)
 	if err != nil {
-		return lost
+		return nil
 	}
-	connected := map[string]bool{}
+	connected := map[string]bool{"": true} // a server without a name has connected, but not by each route
 	for _, r := range routes.Routes {
 		connected[r.RemoteName] = true
 	}
-	for _, account := range []string{server.DEFAULT_SYSTEM_ACCOUNT, logAccount} {
-		status := srv.Raftz(&server.RaftzOptions{AccountFilter: account})
-		if status == nil {
-			continue
-		}
-		for name, group := range (*status)[account] {
-			if mustCampaign(group, connected) {
-				lost[name] = group.Term
-			}
-		}
-	}
-	return lost
+	maps.DeleteFunc(groups, func(_ string, group server.RaftzGroup) bool { return !mustCampaign(group, connected) })
+	return groups
 }
 
 // mustCampaign reports whether this server campaigns for a group: it has no route to the leader, and the lowest ID of

@@ -154,11 +154,12 @@ func TestMustCampaign(t *testing.T) {
 		"lost leader, lowest ID connected":     {"a", []string{"of c"}, true},
 		"lost leader, no other server":         {"a", nil, true},
 		"lost leader that is no longer a peer": {"d", []string{"of c"}, false},
+		"leader without a name yet":            {"e", []string{"of c"}, false},
 	} {
 		group := server.RaftzGroup{ID: "b", Leader: c.leader, Peers: map[string]server.RaftzGroupPeer{
-			"a": {Name: "of a"}, "c": {Name: "of c"},
+			"a": {Name: "of a"}, "c": {Name: "of c"}, "e": {},
 		}}
-		connected := map[string]bool{}
+		connected := map[string]bool{"": true}
 		for _, name := range c.connected {
 			connected[name] = true
 		}

@@ -42,8 +42,8 @@
 //
 // The server listens early, as kube-apiserver does: authn, authz and admission read the cluster through it. With
 // --permit-port-sharing it first waits until it can serve (joinable), because the other gateways of the port do serve.
-// It does not wait for the policies of authn, authz and admission, because they read them through a gateway. If a probe
-// of these services fails, the server does not wait for flow control either: flow control writes through admission.
+// It does not wait for the policies of authn, authz and admission, because they read them through a gateway. It waits
+// for flow control for fairnessWait at most, because flow control writes through admission.
 //
 // The order of the shutdown is kube-apiserver's.
 //

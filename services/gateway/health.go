@@ -102,6 +102,8 @@ const (
 	// checkTimeout bounds a probe. checkTTL is how long a check caches its result, because many names share a check.
 	checkTimeout = 3 * time.Second
 	checkTTL     = time.Second
+	// fairnessWait is how long a gateway that can serve, but for flow control, stays away from a shared port.
+	fairnessWait = 2 * time.Second
 )
 
 // check is a health check of this gateway. It probes at most once for each checkTTL.
@@ -483,18 +485,17 @@ func (g *Service) Check(ctx context.Context) error {
 // awaitStart probes each check of the start until it succeeds once, or until ctx ends. A probe waits for a replica.
 //
 // awaitStart closes joinable after the gateway's own checks have succeeded and each service of readThroughGateways has
-// been probed. If no such probe has failed, awaitStart also waits for flow control. Otherwise flow control may wait for
-// the port: its controller writes the status of FlowSchemas. Each write waits for admission's plugins, which read the
-// cluster through a gateway.
+// been probed. It waits for flow control for fairnessWait at most, because flow control may wait for the port: its
+// controller writes the status of FlowSchemas. Each write waits for admission's plugins, which read the cluster through
+// a gateway.
 func (g *Service) awaitStart(ctx context.Context) {
-	var all, own, fairness sync.WaitGroup
-	var failed atomic.Bool // a probe of readThroughGateways has failed
+	var all, own sync.WaitGroup
+	fair := make(chan struct{})
 	for _, name := range startChecks() {
 		done := func() {}
 		switch {
 		case name == "fairness":
-			fairness.Add(1)
-			done = fairness.Done
+			done = func() { close(fair) }
 		case slices.Contains(requiredChecks, name):
 			own.Add(1)
 			done = sync.OnceFunc(own.Done)
@@ -504,9 +505,6 @@ func (g *Service) awaitStart(ctx context.Context) {
 			for ctx.Err() == nil {
 				err := g.health[name].getNewer(ctx, 0)
 				if slices.Contains(readThroughGateways, name) {
-					if err != nil {
-						failed.Store(true)
-					}
 					done()
 				}
 				if g.ready.Set(name, err); err == nil {
@@ -519,8 +517,10 @@ func (g *Service) awaitStart(ctx context.Context) {
 			}
 		})
 	}
-	if own.Wait(); !failed.Load() {
-		fairness.Wait()
+	own.Wait()
+	select {
+	case <-fair:
+	case <-time.After(fairnessWait):
 	}
 	close(g.joinable)
 	all.Wait()

@@ -259,40 +259,37 @@ func TestStartHooksStayCompleted(t *testing.T) {
 }
 
 // A gateway takes a part of a shared port before authn, authz and admission have read their policies, because they read
-// them through a gateway. It then does not wait for flow control, which writes through admission. It always waits for
-// its own checks.
+// them through a gateway. It does not wait for ever for flow control, which writes through admission. It waits for its
+// own checks.
 func TestAGatewayJoinsASharedPort(t *testing.T) {
-	const fairness = "--enable-priority-and-fairness" // no test runs flow control, so it does not become ready
 	for _, away := range readThroughGateways {
 		o := &fakeServices{}
 		o.unavailable.Store(away)
-		g := newTestGateway(t, o, fairness)
+		g := newTestGateway(t, o, "--enable-priority-and-fairness") // no test runs flow control: it does not become ready
 		select {
 		case <-g.joinable:
 		case <-time.After(10 * time.Second):
-			t.Errorf("it waits for the policies of %s", away)
+			t.Errorf("it waits for the policies of %s, or for flow control", away)
 		}
 		if g.Ready().Err() == nil {
 			t.Errorf("it is ready without %s", away)
 		}
 	}
-	for missing, flags := range map[string][]string{"etcd": nil, "fairness": {fairness}} {
-		o := &fakeServices{}
-		o.unavailable.Store(missing)
-		g := newTestGateway(t, o, flags...)
-		for until := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
-			err := g.Ready().Err() // the first of the reasons by name
-			if err != nil && strings.HasPrefix(err.Error(), missing+": ") {
-				break
-			}
-			if time.Now().After(until) {
-				t.Fatal(err)
-			}
+	o := &fakeServices{}
+	o.unavailable.Store("etcd")
+	g := newTestGateway(t, o)
+	for until := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+		err := g.Ready().Err() // the first of the reasons by name
+		if err != nil && strings.HasPrefix(err.Error(), "etcd: ") {
+			break
 		}
-		select {
-		case <-g.joinable:
-			t.Errorf("it joins without %s", missing)
-		case <-time.After(5 * probeInterval):
+		if time.Now().After(until) {
+			t.Fatal(err)
 		}
+	}
+	select {
+	case <-g.joinable:
+		t.Error("it joins without etcd")
+	case <-time.After(5 * probeInterval):
 	}
 }

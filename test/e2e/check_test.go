@@ -166,7 +166,6 @@ spec: {group: dead.example.com, version: v1, groupPriorityMinimum: 100, versionP
 
 // TestCheckFindsMixedVersions replaces the binary of a running split by another release, and kills a process.
 func TestCheckFindsMixedVersions(t *testing.T) {
-	t.Parallel()
 	dir := harness.TempDir(t)
 	program := filepath.Join(dir, "watershed")
 	binary, err := os.ReadFile(harness.Watershed())

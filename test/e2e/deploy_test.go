@@ -140,7 +140,7 @@ func TestUpWithControllers(t *testing.T) {
 	t.Parallel()
 	s := harness.Up(t, "", "--with-controllers", "--controllers-path", filepath.Join(harness.Root(), ".build", "bin"))
 	s.Kubectl("create", "deployment", "web", "--image=web", "--replicas=2")
-	s.Kubectl("rollout", "status", "deployment/web", "--timeout=60s")
+	s.Kubectl("rollout", "status", "deployment/web", "--timeout=120s")
 	refused(t, exec.Command(harness.Watershed(), "up", "--with-controllers", "--controllers-path=/does/not/exist",
 		"--data-dir", t.TempDir()), "--with-controllers: kwok-stages.yaml not found")
 }

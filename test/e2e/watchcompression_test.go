@@ -19,7 +19,6 @@ import (
 // TestWatchCompression watches with and without gzip, over HTTP/1.1 and HTTP/2. The contents are the same, a compressed
 // body is a single gzip member with its trailer, and client-go reads each event when it comes.
 func TestWatchCompression(t *testing.T) {
-	t.Parallel()
 	s := harness.Up(t, "", "--watch-compression")
 	maps := s.Client().CoreV1().ConfigMaps("default")
 	create := func(name string) {
