@@ -5,7 +5,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/spf13/pflag"
@@ -16,6 +15,7 @@ import (
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
 	"watershed.dev/platform/version"
+	"watershed.dev/services/registry/storage"
 )
 
 // up runs everything in this process.
@@ -154,17 +154,17 @@ func (fs *upFlags) stores(l *layout) (runners []lifecycle.Runner, err error) {
 	return runners, checkLogs(fs.FlagSet)
 }
 
-// checkLogs returns an error if the NATS servers of a command cannot reserve the bytes of its event logs.
+// checkLogs returns an error if the NATS servers of a command cannot reserve the bytes of its event logs. A registry
+// rejects overrides that are invalid.
 func checkLogs(flags *pflag.FlagSet) error {
-	storage, _ := flags.GetString("log-storage")
+	kind, _ := flags.GetString("log-storage")
 	bytes, _ := flags.GetInt64("log-max-bytes")
-	overrides, _ := flags.GetStringSlice("etcd-servers-overrides")
-	servers, _ := flags.GetStringSlice("etcd-servers") // split has no such flag
-	etcd := func(servers []string) string { return strings.Join(slices.Sorted(slices.Values(servers)), ";") }
-	logs := map[string]bool{etcd(servers): true}
-	for _, o := range overrides {
-		_, list, _ := strings.Cut(o, "#")
-		logs[etcd(strings.Split(list, ";"))] = true
+	var etcd storage.Options
+	etcd.Servers, _ = flags.GetStringSlice("etcd-servers") // split has no such flag
+	etcd.Overrides, _ = flags.GetStringSlice("etcd-servers-overrides")
+	number, err := etcd.Logs()
+	if err != nil {
+		return nil
 	}
-	return embedded.CheckLogs(storage, bytes, len(logs))
+	return embedded.CheckLogs(kind, bytes, number)
 }

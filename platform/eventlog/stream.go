@@ -69,8 +69,8 @@ const (
 	storageResourcesExceeded jetstream.ErrorCode = 10047
 )
 
-// cannotReserve reports whether the servers lack memory or storage for a stream's MaxBytes. A cluster reports
-// this only in the text.
+// cannotReserve reports whether the servers lack memory or storage for a stream's MaxBytes. A cluster reports this
+// only in the text.
 func cannotReserve(err *jetstream.APIError) bool {
 	return err.ErrorCode == memoryResourcesExceeded || err.ErrorCode == storageResourcesExceeded ||
 		err.ErrorCode == clusterNoPeers && strings.Contains(err.Description, "insufficient storage")

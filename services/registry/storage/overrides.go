@@ -132,6 +132,12 @@ func isEtcdURL(server string) bool {
 // flagValue returns a resource as --etcd-servers-overrides names it.
 func flagValue(gr schema.GroupResource) string { return gr.Group + "/" + gr.Resource }
 
+// Logs returns the number of event logs: the log of the main etcd, and a log for each other etcd.
+func (o *Options) Logs() (int, error) {
+	overrides, err := serveroptions.ParseEtcdServersOverrides(o.Overrides)
+	return 1 + len(o.otherLogs(overrides)), err
+}
+
 // otherLogs returns the logs of the etcds that are not the main etcd, in the order of the flag.
 func (o *Options) otherLogs(overrides []serveroptions.EtcdServerOverride) (ids []eventlog.LogID) {
 	for _, override := range overrides {
