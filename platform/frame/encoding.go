@@ -38,18 +38,17 @@ func EncodingOf(kind, as *commonv1.Kind, mediaType string, unstructured bool) En
 	return f
 }
 
-// Item returns the bytes of an object in a list, from its encodings. In JSON, ItemHead replaces the opening brace and
-// ItemTail follows. The bytes of a partial object are {"metadata":{… without the closing brace.
-func (f *Encoding) Item(body, message []byte) ([]byte, error) {
+// Item returns the bytes of an object in a list. data is its protobuf if f.Protobuf, and its JSON otherwise. In JSON,
+// ItemHead replaces the opening brace and ItemTail follows. The bytes of a partial object are {"metadata":{… without
+// the closing brace.
+func (f *Encoding) Item(data []byte) ([]byte, error) {
 	switch {
 	case f.Partial && f.Protobuf:
-		return f.metadataProtobuf(message)
+		return f.metadataProtobuf(data)
 	case f.Partial:
-		return f.throughMetadata(body)
-	case f.Protobuf:
-		return message, nil
+		return f.throughMetadata(data)
 	}
-	return body, nil
+	return data, nil
 }
 
 // ItemHead returns the bytes that replace the opening brace of a list item in JSON, or nil. Protobuf has no such bytes.
@@ -73,30 +72,30 @@ func (f *Encoding) ItemTail() []byte {
 
 var braceJSON = []byte{'}'}
 
-// Items returns the items of a list. Item returned the bodies.
-func (f *Encoding) Items(bodies [][]byte) *Items {
+// Items returns the items of a list. The bodies are as Item returns them.
+func (f *Encoding) Items(bodies Bodies) *Items {
 	return &Items{Bodies: bodies, Head: f.ItemHead(), Tail: f.ItemTail()}
 }
 
-// Event returns the watch frame of an object, from its encodings.
-func (f *Encoding) Event(event string, body, message []byte) ([]byte, error) {
+// Event returns the watch frame of an object. data is as in Item.
+func (f *Encoding) Event(event string, data []byte) ([]byte, error) {
 	switch {
 	case f.Partial && f.Protobuf:
-		m, err := f.metadataProtobuf(message)
+		m, err := f.metadataProtobuf(data)
 		if err != nil {
 			return nil, err
 		}
 		return WatchProtobuf(event, Envelope(f.Kind, f.APIVersion, m)), nil
 	case f.Partial:
-		m, err := f.throughMetadata(body)
+		m, err := f.throughMetadata(data)
 		if err != nil {
 			return nil, err
 		}
 		return WatchJSON(event, slices.Concat(PartialHead(f.APIVersion), m[1:], braceJSON)), nil
 	case f.Protobuf:
-		return WatchProtobuf(event, Envelope(f.Kind, f.APIVersion, message)), nil
+		return WatchProtobuf(event, Envelope(f.Kind, f.APIVersion, data)), nil
 	}
-	return WatchJSON(event, Object(nil, f.Kind, f.APIVersion, body)), nil
+	return WatchJSON(event, Object(nil, f.Kind, f.APIVersion, data)), nil
 }
 
 // Bookmark returns the frame of a BOOKMARK event. initialEnd marks the end of the initial events.

@@ -61,7 +61,7 @@ func TestAProtobufListIsKubernetesOwn(t *testing.T) {
 		got = append(got, bytes.Join(pieces, nil)...)
 		return nil
 	}}
-	if err := l.Body(true, &Items{Bodies: items}).Send(w); err != nil || size != int64(len(got)) {
+	if err := l.Body(true, &Items{Bodies: Slices(items)}).Send(w); err != nil || size != int64(len(got)) {
 		t.Errorf("said to be of %d bytes, it has %d: %v", size, len(got), err)
 	}
 	if !bytes.Equal(got, expected.Bytes()) {
@@ -155,9 +155,13 @@ func TestAListIsAsLongAsItSays(t *testing.T) {
 		"both":         {Kind: "PartialObjectMetadata", APIVersion: "meta.k8s.io/v1", Partial: true, Protobuf: true},
 	} {
 		for n := range 3 {
-			var items [][]byte
+			var items Slices
 			for range n {
-				item, err := f.Item(body, message)
+				data := body
+				if f.Protobuf {
+					data = message
+				}
+				item, err := f.Item(data)
 				if err != nil {
 					t.Fatal(err)
 				}

@@ -56,10 +56,32 @@ var nullJSON = []byte("null}\n")
 
 var comma = []byte{','}
 
+// Bodies holds the items of a list.
+type Bodies interface {
+	// Len returns the number of items.
+	Len() int
+	// Size returns the size of item n in bytes. It does not need the item's bytes.
+	Size(n int) int
+	// Bytes returns item n.
+	Bytes(n int) []byte
+}
+
+// Slices are bodies in memory.
+type Slices [][]byte
+
+// Len implements Bodies.
+func (s Slices) Len() int { return len(s) }
+
+// Size implements Bodies.
+func (s Slices) Size(n int) int { return len(s[n]) }
+
+// Bytes implements Bodies.
+func (s Slices) Bytes(n int) []byte { return s[n] }
+
 // Items holds the items of a list, each as head, body and tail. In protobuf an item is its body only.
 type Items struct {
 	// Bodies holds the items, without the parts that are in their heads and in the tail.
-	Bodies [][]byte
+	Bodies
 	// Head precedes each item in JSON and replaces the opening brace of its body. nil: no head.
 	Head []byte
 	// Heads, if set, has a head for each item, instead of Head. A body may then be empty.
@@ -68,19 +90,29 @@ type Items struct {
 	Tail []byte
 }
 
-// Len returns the number of items.
-func (i *Items) Len() int { return len(i.Bodies) }
+func (i *Items) head(n int) []byte {
+	if i.Heads != nil {
+		return i.Heads[n]
+	}
+	return i.Head
+}
 
 // pieces returns the parts of item n.
 func (i *Items) pieces(n int) (head, body, tail []byte) {
-	head, body = i.Head, i.Bodies[n]
-	if i.Heads != nil {
-		head = i.Heads[n]
-	}
+	head, body = i.head(n), i.Bytes(n)
 	if head != nil && len(body) > 0 {
 		body = body[1:]
 	}
 	return head, body, i.Tail
+}
+
+// size returns the size of item n in JSON, in bytes.
+func (i *Items) size(n int) int {
+	head, body := i.head(n), i.Size(n)
+	if head != nil && body > 0 {
+		body--
+	}
+	return len(head) + body + len(i.Tail)
 }
 
 // Append appends item n to dst, in JSON.
@@ -124,10 +156,9 @@ func (l *List) Body(protobuf bool, items *Items) *Body {
 // ItemBytes returns the size of item i in the body, in bytes.
 func (b *Body) ItemBytes(i int) int {
 	if b.protobuf {
-		return FieldLen(len(b.Items.Bodies[i]))
+		return FieldLen(b.Items.Size(i))
 	}
-	head, body, tail := b.Items.pieces(i)
-	n := len(head) + len(body) + len(tail)
+	n := b.Items.size(i)
 	if i < b.Items.Len()-1 {
 		n++
 	}
@@ -139,7 +170,7 @@ func (b *Body) ItemBytes(i int) int {
 func (b *Body) Run(pieces [][]byte, first, end int) [][]byte {
 	for i := first; i < end; i++ {
 		if b.protobuf {
-			item := b.Items.Bodies[i]
+			item := b.Items.Bytes(i)
 			pieces = append(pieces, itemHeadProtobuf(len(item)), item)
 			continue
 		}

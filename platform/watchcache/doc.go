@@ -33,6 +33,8 @@
 //   - A channel per watch: each slow client needs a buffer of its own. A cursor into a shared ring costs an integer.
 //   - Compressing a list as a whole: a changed object invalidates everything. Content-defined runs limit that to the
 //     neighbours.
+//   - Keeping every object as it is sent: most objects are not read for hours. Sweep packs them, and a reader unpacks a
+//     pack of neighbours.
 //   - Counting large messages per stream: an owner with thousands of streams would fill the memory. The quota is per
 //     owner.
 package watchcache

@@ -137,17 +137,31 @@ var (
 	objectsDesc = prometheus.NewDesc("watershed_watchfanout_objects",
 		"Cached objects, by stored resource.", []string{"resource"}, nil)
 	bytesDesc = prometheus.NewDesc("watershed_watchfanout_bytes",
-		"Bytes of cached objects and of recent events, by stored resource.", []string{"resource", "of"}, nil)
+		"Bytes of cached objects and of recent events without compression, by stored resource.",
+		[]string{"resource", "of"}, nil)
+	packedDesc = prometheus.NewDesc("watershed_watchfanout_packed_bytes",
+		"Bytes of unchanged objects that are held compressed, by stored resource, before and after compression.",
+		[]string{"resource", "compressed"}, nil)
 )
 
 // Describe implements prometheus.Collector.
-func (p *resourceCollector) Describe(c chan<- *prometheus.Desc) { c <- objectsDesc; c <- bytesDesc }
+func (p *resourceCollector) Describe(c chan<- *prometheus.Desc) {
+	c <- objectsDesc
+	c <- bytesDesc
+	c <- packedDesc
+}
 
 // Collect implements prometheus.Collector.
 func (p *resourceCollector) Collect(c chan<- prometheus.Metric) {
 	for _, r := range p.cache.Resources() {
-		c <- prometheus.MustNewConstMetric(objectsDesc, prometheus.GaugeValue, float64(r.Objects), r.Name)
-		c <- prometheus.MustNewConstMetric(bytesDesc, prometheus.GaugeValue, float64(r.Bytes), r.Name, "objects")
-		c <- prometheus.MustNewConstMetric(bytesDesc, prometheus.GaugeValue, float64(r.EventBytes), r.Name, "events")
+		gauge := func(desc *prometheus.Desc, v int, labels ...string) {
+			labels = append([]string{r.Name}, labels...)
+			c <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, float64(v), labels...)
+		}
+		gauge(objectsDesc, r.Objects)
+		gauge(bytesDesc, r.Bytes, "objects")
+		gauge(bytesDesc, r.EventBytes, "events")
+		gauge(packedDesc, r.UncompressedBytes, "false")
+		gauge(packedDesc, r.CompressedBytes, "true")
 	}
 }

@@ -49,6 +49,10 @@ type Cache struct {
 
 	replica core.Replica // only the applying goroutine uses it
 
+	// packedAt is when Sweep last packed, and packUpTo the youngest serial then. Only Sweep's goroutine uses them.
+	packedAt time.Time
+	packUpTo uint64
+
 	differences chan Difference
 }
 

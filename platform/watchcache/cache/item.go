@@ -14,35 +14,46 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// Item is one object. It does not change.
+// Item is one object. It does not change, except that its encodings may be packed.
 type Item struct {
 	// Key is "namespace/name", or "name" for cluster-scoped objects: the order of etcd's keys.
 	Key             string
 	Namespace, Name string
 	Revision        int64
 	Labels, Fields  map[string]string
-	// JSON has no apiVersion and kind; Protobuf has no envelope.
-	JSON, Protobuf []byte
-	// Version is the API version of JSON. Only custom resources have it, because etcd holds each of their objects in
-	// the version that it was written in.
+	// Version is the API version of the JSON. Only custom resources have it, because etcd holds each of their objects
+	// in the version that it was written in.
 	Version string
 
 	// Serial identifies the item among all items of the process.
 	Serial uint64
 
+	json, protobuf atomic.Pointer[encoding]
 	// selectorBytes is the memory of Labels and Fields.
 	selectorBytes int32
-	// metadataEnd is the offset in JSON at which the metadata ends; 0 until ThroughMetadata computes it.
+	// metadataEnd is the offset in the JSON at which the metadata ends; 0 until MetadataEnd computes it.
 	metadataEnd atomic.Int32
 	// uidHash is the hash of metadata.uid; 0 until UIDHash computes it.
 	uidHash atomic.Uint64
 }
 
+// JSON returns the object as JSON without apiVersion and kind.
+func (i *Item) JSON() []byte { return i.json.Load().bytes() }
+
+// Protobuf returns the object's protobuf without an envelope; empty for a custom resource.
+func (i *Item) Protobuf() []byte { return i.protobuf.Load().bytes() }
+
+// JSONSize returns the size of JSON in bytes.
+func (i *Item) JSONSize() int { return i.json.Load().len() }
+
+// ProtobufSize returns the size of Protobuf in bytes.
+func (i *Item) ProtobufSize() int { return i.protobuf.Load().len() }
+
 // UIDHash returns ShardHash of metadata.uid. It computes the hash only once.
 func (i *Item) UIDHash() uint64 {
 	hash := i.uidHash.Load()
 	if hash == 0 {
-		hash = ShardHash(frame.UID(i.JSON))
+		hash = ShardHash(frame.UID(i.JSON()))
 		i.uidHash.Store(hash)
 	}
 	return hash
@@ -55,25 +66,34 @@ func ShardHash(value string) uint64 {
 	return hash.Sum64()
 }
 
-// ThroughMetadata returns frame.ThroughMetadata of JSON. It finds the end of the metadata only once.
-func (i *Item) ThroughMetadata() ([]byte, error) {
+// MetadataEnd returns the offset in JSON at which the metadata ends. It finds the end only once.
+func (i *Item) MetadataEnd() (int, error) {
 	if end := i.metadataEnd.Load(); end > 0 {
-		return i.JSON[:end], nil
+		return int(end), nil
 	}
-	through, err := frame.ThroughMetadata(i.JSON)
+	through, err := frame.ThroughMetadata(i.JSON())
+	if err != nil {
+		return 0, err
+	}
+	i.metadataEnd.Store(int32(len(through)))
+	return len(through), nil
+}
+
+// ThroughMetadata returns frame.ThroughMetadata of JSON.
+func (i *Item) ThroughMetadata() ([]byte, error) {
+	end, err := i.MetadataEnd()
 	if err != nil {
 		return nil, err
 	}
-	i.metadataEnd.Store(int32(len(through)))
-	return through, nil
+	return i.JSON()[:end], nil
 }
 
 // lastSerial is the serial of the newest item.
 var lastSerial atomic.Uint64
 
-// Size returns the item's memory in bytes, approximately.
+// Size returns the item's memory in bytes, approximately, while its encodings are not packed.
 func (i *Item) Size() int {
-	return len(i.JSON) + len(i.Protobuf) + len(i.Key) + 200 + int(i.selectorBytes)
+	return i.JSONSize() + i.ProtobufSize() + len(i.Key) + 200 + int(i.selectorBytes)
 }
 
 // pairBytes is about the memory of a map entry beside the bytes of its strings.
@@ -126,6 +146,20 @@ func (e *Event) release() int {
 	return n
 }
 
+// dropFrames drops the event's frames, and returns the bytes that its ring counted for them.
+func (e *Event) dropFrames() int {
+	f := &e.frames
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.released || f.bytes == 0 {
+		return 0
+	}
+	f.entries = slices.DeleteFunc(f.entries, (*cachedFrame).isDone)
+	n := f.bytes
+	f.bytes = 0
+	return n
+}
+
 // frameCache caches the frames built from an event, so that each is built once for all watches.
 type frameCache struct {
 	mu      sync.Mutex
@@ -143,6 +177,15 @@ type cachedFrame struct {
 	// waiters counts the callers that wait for the frame. cancel ends the build when there are none.
 	waiters int
 	cancel  context.CancelFunc
+}
+
+func (m *cachedFrame) isDone() bool {
+	select {
+	case <-m.done:
+		return true
+	default:
+		return false
+	}
 }
 
 // get returns the frame for key, and builds it if it is missing. Callers with the same key share one build; callers
@@ -242,18 +285,25 @@ func EventOf(p *logv1.Event) *Event {
 }
 
 func itemOf(namespace, name string, revision int64, o *logv1.Object) *Item {
-	return &Item{
+	i := &Item{
 		Key:           Key(namespace, name),
 		Namespace:     namespace,
 		Name:          name,
 		Revision:      revision,
 		Labels:        o.Labels,
 		Fields:        o.Fields,
-		JSON:          o.Json,
-		Protobuf:      o.Protobuf,
 		Version:       o.Version,
 		Serial:        lastSerial.Add(1),
 		selectorBytes: int32(sizeOf(o.Labels) + sizeOf(o.Fields)),
+	}
+	i.setEncodings(o.Json, o.Protobuf)
+	return i
+}
+
+func (i *Item) setEncodings(json, protobuf []byte) {
+	i.json.Store(ownEncoding(json))
+	if len(protobuf) > 0 {
+		i.protobuf.Store(ownEncoding(protobuf))
 	}
 }
 
@@ -267,17 +317,17 @@ func Key(namespace, name string) string {
 
 // ItemOf returns an object as registry read it from etcd.
 func ItemOf(row *registryv1.Row) *Item {
-	return &Item{
+	i := &Item{
 		Key:           Key(row.Namespace, row.Name),
 		Namespace:     row.Namespace,
 		Name:          row.Name,
 		Revision:      row.Revision,
 		Labels:        row.Labels,
 		Fields:        row.Fields,
-		JSON:          row.Json,
-		Protobuf:      row.Protobuf,
 		Version:       row.Version,
 		Serial:        lastSerial.Add(1),
 		selectorBytes: int32(sizeOf(row.Labels) + sizeOf(row.Fields)),
 	}
+	i.setEncodings(row.Json, row.Protobuf)
+	return i
 }

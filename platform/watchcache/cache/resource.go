@@ -29,7 +29,9 @@ type Resource struct {
 	churn atomic.Int64
 	// ringBytes counts the bytes of the recent events and of their frames, which watches add.
 	ringBytes atomic.Int64
-	counters  atomic.Pointer[counters]
+	// compressedBytes and uncompressedBytes are the sizes of the packs.
+	compressedBytes, uncompressedBytes atomic.Int64
+	counters                           atomic.Pointer[counters]
 
 	mu       sync.Mutex           // guards the fields below
 	tree     *btree.BTreeG[*Item] // nil until loaded

@@ -7,17 +7,21 @@ import (
 
 // Status is the state of one resource, for the status page.
 type Status struct {
-	Name            string `json:"name"`
-	Loaded          bool   `json:"loaded"`
-	Objects         int    `json:"objects"`
-	Bytes           int    `json:"bytes"`
-	Events          int    `json:"events"`
-	EventBytes      int    `json:"eventBytes"`
-	OldestResumable int64  `json:"oldestResumable"`
-	Watches         int    `json:"watches"`
-	Triggers        int    `json:"triggers"`
-	Indexes         int    `json:"indexes"`
-	Unreadable      int    `json:"unreadable"`
+	Name    string `json:"name"`
+	Loaded  bool   `json:"loaded"`
+	Objects int    `json:"objects"`
+	// Bytes are the objects' bytes, without compression. Of them and of the events' bytes, UncompressedBytes are packed
+	// in CompressedBytes.
+	Bytes             int   `json:"bytes"`
+	CompressedBytes   int   `json:"compressedBytes"`
+	UncompressedBytes int   `json:"uncompressedBytes"`
+	Events            int   `json:"events"`
+	EventBytes        int   `json:"eventBytes"`
+	OldestResumable   int64 `json:"oldestResumable"`
+	Watches           int   `json:"watches"`
+	Triggers          int   `json:"triggers"`
+	Indexes           int   `json:"indexes"`
+	Unreadable        int   `json:"unreadable"`
 }
 
 // Resources returns the status of every resource, by name.
@@ -27,16 +31,18 @@ func (c *Cache) Resources() []Status {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		s := Status{
-			Name:            r.Name,
-			Loaded:          r.tree != nil,
-			Bytes:           r.bytes,
-			Events:          r.events.Len(),
-			EventBytes:      int(r.ringBytes.Load()),
-			OldestResumable: r.horizon.Low.Revision,
-			Watches:         r.subscribers,
-			Triggers:        len(r.triggers),
-			Indexes:         len(r.indexes),
-			Unreadable:      len(r.unreadable),
+			Name:              r.Name,
+			Loaded:            r.tree != nil,
+			Bytes:             r.bytes,
+			CompressedBytes:   int(r.compressedBytes.Load()),
+			UncompressedBytes: int(r.uncompressedBytes.Load()),
+			Events:            r.events.Len(),
+			EventBytes:        int(r.ringBytes.Load()),
+			OldestResumable:   r.horizon.Low.Revision,
+			Watches:           r.subscribers,
+			Triggers:          len(r.triggers),
+			Indexes:           len(r.indexes),
+			Unreadable:        len(r.unreadable),
 		}
 		if r.tree != nil {
 			s.Objects = r.tree.Len()
@@ -60,7 +66,8 @@ func (c *Cache) Lag() time.Duration {
 }
 
 // Sweep unloads the resources without readers for IdleTimeout, and trims their rings to a share of the bound. It trims
-// every ring that frames have grown beyond its bound, and the triggers. It returns the names of the unloaded resources.
+// every ring that frames have grown beyond its bound, and the triggers. It packs unchanged objects. It returns the
+// names of the unloaded resources. A single goroutine calls it.
 func (c *Cache) Sweep() (dropped []string) {
 	c.each(func(r *Resource) {
 		r.mu.Lock()
@@ -72,6 +79,7 @@ func (c *Cache) Sweep() (dropped []string) {
 		r.trim()
 		r.trimTriggers()
 	})
+	c.pack(time.Now())
 	sort.Strings(dropped)
 	return dropped
 }

@@ -88,18 +88,11 @@ func (c *Converter) Items(ctx context.Context, q *query.Query,
 	}
 	if !AllNative(q, items) {
 		bodies, err := c.Convert(ctx, q, items)
-		return q.Encoding.Items(bodies), nil, err
+		return q.Encoding.Items(frame.Slices(bodies)), nil, err
 	}
-	bodies := make([][]byte, len(items))
-	for i, item := range items {
-		if q.Encoding.Partial && !q.Encoding.Protobuf {
-			bodies[i], err = q.ThroughMetadata(item)
-		} else {
-			bodies[i], err = q.Encoding.Item(item.JSON, item.Protobuf)
-		}
-		if err != nil {
-			return nil, nil, err
-		}
+	bodies, err := bodiesOf(q, items)
+	if err != nil {
+		return nil, nil, err
 	}
 	return q.Encoding.Items(bodies), nil, nil
 }
@@ -158,11 +151,11 @@ func (c *Converter) encode(ctx context.Context, q *query.Query,
 	}
 	for _, i := range items {
 		if q.Encoding.Unstructured {
-			r.Json, r.Versions = append(r.Json, i.JSON), append(r.Versions, i.Version)
-		} else if len(i.Protobuf) > 0 {
-			r.Json, r.Protobuf = append(r.Json, nil), append(r.Protobuf, i.Protobuf)
+			r.Json, r.Versions = append(r.Json, i.JSON()), append(r.Versions, i.Version)
+		} else if i.ProtobufSize() > 0 {
+			r.Json, r.Protobuf = append(r.Json, nil), append(r.Protobuf, i.Protobuf())
 		} else {
-			r.Json, r.Protobuf = append(r.Json, i.JSON), append(r.Protobuf, nil)
+			r.Json, r.Protobuf = append(r.Json, i.JSON()), append(r.Protobuf, nil)
 		}
 	}
 	resp, err := c.request(ctx, r)
@@ -187,7 +180,7 @@ func (c *Converter) Fields(ctx context.Context, q *query.Query, items []*cache.I
 		CrdRevision:     c.crdRevision(q),
 	}
 	for _, i := range items {
-		r.Json, r.Versions = append(r.Json, i.JSON), append(r.Versions, i.Version)
+		r.Json, r.Versions = append(r.Json, i.JSON()), append(r.Versions, i.Version)
 	}
 	resp, err := c.request(ctx, r)
 	if err != nil {

@@ -77,7 +77,7 @@ func newQuery(t *testing.T, as string) *query.Query {
 func items(n, bytes int) (all []*cache.Item) {
 	for i := range n {
 		body := fmt.Sprintf(`{"metadata":{"name":"%s%d"}}`, strings.Repeat("0", bytes), i)
-		all = append(all, &cache.Item{Key: fmt.Sprint(i), Serial: uint64(1 + i), JSON: []byte(body)})
+		all = append(all, cache.ItemOf(&registryv1.Row{Name: fmt.Sprint(i), Json: []byte(body)}))
 	}
 	return all
 }
@@ -102,7 +102,7 @@ func TestObjectsAreEncodedInBatches(t *testing.T) {
 				t.Fatalf("%s: %d parts, %v", name, len(parts), err)
 			}
 			for i, p := range parts {
-				if want := fmt.Sprintf(`{"cells":[%d],"object":null}`, len(c.items[i].JSON)); string(p) != want {
+				if want := fmt.Sprintf(`{"cells":[%d],"object":null}`, c.items[i].JSONSize()); string(p) != want {
 					t.Errorf("%s: %d is %s, not %s", name, i, p, want)
 				}
 			}

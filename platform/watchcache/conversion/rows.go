@@ -123,7 +123,7 @@ func renderRows(q *query.Query, items []*cache.Item, rows []*encoding, columns u
 	out := &Rows{
 		Items: frame.Items{
 			Heads:  make([][]byte, len(items)),
-			Bodies: make([][]byte, len(items)),
+			Bodies: noBodies(len(items)),
 			Tail:   q.RowTail(),
 		},
 		Columns: []byte(columns.Value()),
@@ -132,7 +132,13 @@ func renderRows(q *query.Query, items []*cache.Item, rows []*encoding, columns u
 	for _, e := range rows {
 		size += len(e.data) + len(e.ages)*maxAge
 	}
-	all, now, metadata := make([]byte, 0, size), time.Now(), q.RowsHaveMetadata()
+	if q.RowsHaveMetadata() {
+		var err error
+		if out.Bodies, err = metadataOf(q, items); err != nil {
+			return nil, err
+		}
+	}
+	all, now := make([]byte, 0, size), time.Now()
 	for i, e := range rows {
 		if len(e.ages) == 0 {
 			out.Heads[i] = e.data
@@ -140,12 +146,6 @@ func renderRows(q *query.Query, items []*cache.Item, rows []*encoding, columns u
 			from := len(all)
 			all = e.appendRow(all, now)
 			out.Heads[i] = all[from:len(all):len(all)]
-		}
-		if metadata {
-			var err error
-			if out.Bodies[i], err = q.ThroughMetadata(items[i]); err != nil {
-				return nil, err
-			}
 		}
 	}
 	return out, nil

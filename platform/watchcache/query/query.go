@@ -156,6 +156,14 @@ func (q *Query) ThroughMetadata(i *cache.Item) ([]byte, error) {
 	return frame.OmitAnnotation(through, q.Encoding.OmitAnnotation)
 }
 
+// Stored returns an item's own bytes in q's media type: the argument of q.Encoding's methods for a native item.
+func (q *Query) Stored(i *cache.Item) []byte {
+	if q.Encoding.Protobuf {
+		return i.Protobuf()
+	}
+	return i.JSON()
+}
+
 // Prefix returns the prefix of the keys of the query's namespace; empty for all namespaces.
 func (q *Query) Prefix() string {
 	if q.Namespace == "" {

@@ -153,7 +153,7 @@ func TestNativeBytes(t *testing.T) {
 func TestMetadataOfDaemonSets(t *testing.T) {
 	const metadata = `{"metadata":{"name":"a"`
 	const annotated = metadata + `,"annotations":{"deprecated.daemonset.template.generation":"1"}}`
-	item := &cache.Item{JSON: []byte(annotated + `,"spec":{}}`)}
+	item := cache.ItemOf(&registryv1.Row{Json: []byte(annotated + `,"spec":{}}`)})
 	for resource, want := range map[string]string{"daemonsets.apps": metadata + "}", "deployments.apps": annotated} {
 		q := pods(t, func(e *registryv1.APIResource, _ *watchfanoutv1.Query) { e.StorageResource = resource })
 		if got, err := q.ThroughMetadata(item); err != nil || string(got) != want {

@@ -28,10 +28,10 @@ func TestShards(t *testing.T) {
 	const last = 1<<63 - 1
 	for n := range 100 {
 		uid, namespace := fmt.Sprint("u", n), fmt.Sprint("n", n)
-		item := &cache.Item{
+		item := cache.ItemOf(&registryv1.Row{
 			Namespace: namespace,
-			JSON:      fmt.Appendf(nil, `{"metadata":{"labels":{"uid":"x"},"name":"uid","uid":%q}}`, uid),
-		}
+			Json:      fmt.Appendf(nil, `{"metadata":{"labels":{"uid":"x"},"name":"uid","uid":%q}}`, uid),
+		})
 		for field, value := range map[string]string{uidField: uid, namespaceField: namespace} {
 			low := sharding.HashField(value) < "8"
 			if got := shardOf(t, field, 0, last).Matches(item); got != low {
@@ -46,10 +46,10 @@ func TestShards(t *testing.T) {
 
 // BenchmarkShard measures the cost of an event for a watch of a shard.
 func BenchmarkShard(b *testing.B) {
-	item := &cache.Item{
+	item := cache.ItemOf(&registryv1.Row{
 		Namespace: "kube-system",
-		JSON:      []byte(`{"metadata":{"name":"a","uid":"aaaaaaaa-bbbb-cccc-dddd-eeeeeeeeeeee"}}`),
-	}
+		Json:      []byte(`{"metadata":{"name":"a","uid":"aaaaaaaa-bbbb-cccc-dddd-eeeeeeeeeeee"}}`),
+	})
 	for _, field := range []string{uidField, namespaceField} {
 		b.Run(field, func(b *testing.B) {
 			q := shardOf(b, field, 0, 1<<63)

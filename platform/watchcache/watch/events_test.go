@@ -45,7 +45,7 @@ func (o roleObjects) Resolve(_ context.Context, q *watchfanoutv1.Query) (*query.
 }
 
 func (o roleObjects) Select(context.Context, *query.Query, events.Start) ([]*cache.Item, int64, error) {
-	return []*cache.Item{{Key: "x/z", Namespace: "x", Name: "z", JSON: roleJSON("z", 8)}}, o.revision.Load(), nil
+	return []*cache.Item{cache.ItemOf(&registryv1.Row{Namespace: "x", Name: "z", Json: roleJSON("z", 8)})}, o.revision.Load(), nil
 }
 
 func (o roleObjects) Current(context.Context) (int64, error) { return o.revision.Load(), nil }

@@ -43,9 +43,9 @@ func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, i
 			if err != nil {
 				return nil, err
 			}
-			return w.query.Encoding.Event(kind, parts[0], parts[0])
+			return w.query.Encoding.Event(kind, parts[0])
 		}
-		return w.query.Encoding.Event(kind, item.JSON, item.Protobuf)
+		return w.query.Encoding.Event(kind, w.query.Stored(item))
 	})
 }
 

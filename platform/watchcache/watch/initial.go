@@ -66,18 +66,19 @@ func (w *watcher) initial(ctx context.Context, start events.Start) (cache.Cursor
 func (w *watcher) initialNative(items []*cache.Item, out *frames) error {
 	head := frame.WatchJSONHead("ADDED", w.query.Encoding.Kind, w.query.Encoding.APIVersion)
 	for _, i := range items {
+		object := w.query.Stored(i)
 		var err error
 		switch {
-		case w.query.Encoding.Partial || len(i.JSON) <= 2:
+		case w.query.Encoding.Partial || len(object) <= 2 && !w.query.Encoding.Protobuf:
 			var data []byte
-			if data, err = w.query.Encoding.Event("ADDED", i.JSON, i.Protobuf); err == nil {
+			if data, err = w.query.Encoding.Event("ADDED", object); err == nil {
 				err = out.addInitialPieces(data)
 			}
 		case w.query.Encoding.Protobuf:
 			err = out.addInitialPieces(frame.WatchProtobufHead("ADDED", w.query.Encoding.Kind, w.query.Encoding.APIVersion,
-				len(i.Protobuf)), i.Protobuf, frame.TailProtobuf)
+				len(object)), object, frame.TailProtobuf)
 		default:
-			err = out.addInitialPieces(head, i.JSON[1:], frame.WatchJSONTail)
+			err = out.addInitialPieces(head, object[1:], frame.WatchJSONTail)
 		}
 		if err != nil {
 			return err
@@ -93,7 +94,7 @@ func (w *watcher) initialEncoded(ctx context.Context, items []*cache.Item, out *
 	parts, err := w.converter.Convert(ctx, w.query, items)
 	for n := 0; n < len(parts) && err == nil; n++ {
 		var data []byte
-		if data, err = w.query.Encoding.Event("ADDED", parts[n], parts[n]); err == nil {
+		if data, err = w.query.Encoding.Event("ADDED", parts[n]); err == nil {
 			err = out.addInitial(data)
 		}
 	}

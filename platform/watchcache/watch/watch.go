@@ -375,7 +375,7 @@ func (w *watcher) deliver(ctx context.Context, all []*cache.Event) error {
 		columns := w.columnsSent
 		// The frame is as large as the object. deliver reserves its bytes before it builds the frame.
 		if !w.query.Table && !w.query.Encoding.Partial {
-			err = out.reserve(len(item.JSON))
+			err = out.reserve(item.JSONSize())
 		}
 		var data []byte
 		if err == nil {

@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"watershed.dev/platform/watchcache/cache"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
 // A watch sends a backfill in pieces. Each event is sent once, and each piece is bounded, whatever the size of the
@@ -16,7 +17,7 @@ func TestABackfillIsSentInPieces(t *testing.T) {
 			all = append(all, &cache.Event{
 				Revision: revision,
 				Index:    index,
-				Item:     &cache.Item{JSON: make([]byte, int(revision%5)*100<<10)},
+				Item:     cache.ItemOf(&registryv1.Row{Json: make([]byte, int(revision%5)*100<<10)}),
 			})
 		}
 	}

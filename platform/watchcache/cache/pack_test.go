@@ -1,0 +1,283 @@
+package cache
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// packing calls pack as Sweep does, a period later at each call.
+type packing struct {
+	*Cache
+	now time.Time
+}
+
+func (p *packing) next() {
+	p.now = p.now.Add(packPeriod)
+	p.pack(p.now)
+}
+
+// text returns the n-th object's JSON, with size bytes that compress, and protobuf returns its protobuf.
+func text(n, size int) []byte {
+	return fmt.Appendf(nil, `{"metadata":{"name":"p%04d"},"data":%q}`, n, strings.Repeat(fmt.Sprint(n, ","), size/5))
+}
+
+func protobufOf(json []byte) []byte { return append([]byte{0x0a}, json...) }
+
+// loadPacking returns a cache with n objects of about size bytes in each encoding.
+func loadPacking(t *testing.T, n int, encode func(i int) []byte) *packing {
+	t.Helper()
+	c := New(1<<20, 0)
+	c.Apply(reset(1))
+	var rows []*registryv1.Row
+	for i := range n {
+		json := encode(i)
+		rows = append(rows, &registryv1.Row{
+			Namespace: "ns",
+			Name:      fmt.Sprintf("p%04d", i),
+			Revision:  1,
+			Json:      json,
+			Protobuf:  protobufOf(json),
+		})
+	}
+	load := func(context.Context, string) ([]*registryv1.Row, int64, error) { return rows, 1, nil }
+	if _, err := c.Resource("pods").Snapshot(t.Context(), "", load, waitFor(c)); err != nil {
+		t.Fatal(err)
+	}
+	p := &packing{Cache: c, now: time.Now()}
+	p.next()
+	return p
+}
+
+// items returns the objects in the order of their keys.
+func (p *packing) items() (all []*Item) {
+	s, _ := p.Resource("pods").Loaded()
+	s.Scan("", "", func(i *Item) bool { all = append(all, i); return true })
+	return all
+}
+
+// packs returns the packs of the objects' JSON, and how many of them are unpacked.
+func (p *packing) packs() (packs map[*pack]bool, unpacked int) {
+	packs = map[*pack]bool{}
+	for _, i := range p.items() {
+		if c := i.json.Load().pack; c != nil && !packs[c] {
+			packs[c] = true
+			if c.unpacked.Load() != nil {
+				unpacked++
+			}
+		}
+	}
+	return packs, unpacked
+}
+
+// Objects that have not changed for a period are packed, and read as before. A read unpacks a pack until it has had no
+// reader for a period. Only the encoding that is read is unpacked.
+func TestUnchangedObjectsArePacked(t *testing.T) {
+	encode := func(i int) []byte { return text(i, 1000) }
+	p := loadPacking(t, 500, encode)
+	if packs, _ := p.packs(); len(packs) != 0 {
+		t.Errorf("%d packs of objects that are younger than a period", len(packs))
+	}
+	p.next()
+	packs, unpacked := p.packs()
+	if want := 500 * len(encode(0)) / packBytes; len(packs) < want || len(packs) > want+2 || unpacked != 0 {
+		t.Errorf("%d packs instead of about %d, %d of them unpacked", len(packs), want, unpacked)
+	}
+	for i, item := range p.items() {
+		if item.JSONSize() != len(encode(i)) || item.ProtobufSize() != 1+len(encode(i)) {
+			t.Fatalf("object %d has %d and %d bytes", i, item.JSONSize(), item.ProtobufSize())
+		}
+	}
+	if _, unpacked := p.packs(); unpacked != 0 {
+		t.Errorf("sizes unpack %d packs", unpacked)
+	}
+	for i, item := range p.items() {
+		if got := item.JSON(); !bytes.Equal(got, encode(i)) || item.json.Load().pack != nil && cap(got) != len(got) {
+			t.Fatalf("object %d is %s", i, got)
+		}
+		if protobuf := item.protobuf.Load().pack; protobuf != nil && protobuf.unpacked.Load() != nil {
+			t.Fatalf("the JSON of object %d unpacks its protobuf", i)
+		}
+	}
+	p.next() // the packs have been read since the last call
+	if again, unpacked := p.packs(); unpacked != len(packs) || len(again) != len(packs) {
+		t.Errorf("of %d packs with readers, %d are unpacked", len(again), unpacked)
+	}
+	held := p.items()[0].JSON() // a slow client's
+	p.next()
+	p.next()
+	if _, unpacked := p.packs(); unpacked != 0 {
+		t.Errorf("%d packs without readers are unpacked", unpacked)
+	}
+	if again := p.items()[0].JSON(); &again[0] != &held[0] {
+		t.Error("a pack is unpacked twice at a time")
+	}
+	for i, item := range p.items() {
+		if got := item.Protobuf(); !bytes.Equal(got, protobufOf(encode(i))) {
+			t.Fatalf("object %d is %q", i, got)
+		}
+	}
+}
+
+// If most objects of a pack have changed, the others are packed again, so that the pack's memory is free.
+func TestASparsePackIsReplaced(t *testing.T) {
+	encode := func(i int) []byte { return text(i, 1000) }
+	p := loadPacking(t, 500, encode)
+	p.next()
+	before, _ := p.packs()
+	revision := int64(1)
+	for i := range 500 {
+		if i%4 != 0 {
+			revision++
+			e := event(logv1.Type_TYPE_MODIFIED, revision, fmt.Sprintf("p%04d", i))
+			e.Object.Json = text(i+1, 1000)
+			p.Apply(e)
+		}
+	}
+	p.next()
+	after, _ := p.packs()
+	for c := range after {
+		if before[c] {
+			t.Error("a sparse pack is left")
+		}
+	}
+	if st := p.Resources()[0]; st.CompressedBytes > st.UncompressedBytes/4 || st.UncompressedBytes > st.Bytes {
+		t.Errorf("%d bytes, %d of them packed in %d", st.Bytes, st.UncompressedBytes, st.CompressedBytes)
+	}
+	if want := 125 * len(encode(0)) / packBytes; len(after) < want || len(after) > want+2 {
+		t.Errorf("%d packs instead of about %d", len(after), want)
+	}
+	p.next()
+	for i, item := range p.items() {
+		want := encode(i)
+		if i%4 != 0 {
+			want = text(i+1, 1000)
+		}
+		if !bytes.Equal(item.JSON(), want) {
+			t.Fatalf("object %d is %s", i, item.JSON())
+		}
+	}
+}
+
+// Few bytes, and bytes that do not compress, are not packed. A large object has a pack of its own.
+func TestBytesThatAreNotPacked(t *testing.T) {
+	for name, c := range map[string]struct {
+		objects int
+		encode  func(int) []byte
+		packs   int
+	}{
+		"none":  {0, nil, 0},
+		"few":   {3, func(i int) []byte { return text(i, 1000) }, 0},
+		"empty": {20, func(int) []byte { return nil }, 0},
+		"random": {20, func(i int) []byte {
+			data := make([]byte, 10_000)
+			r := rand.New(rand.NewPCG(1, uint64(i)))
+			for n := range data {
+				data[n] = byte(r.Uint32())
+			}
+			return data
+		}, 0},
+		"large": {3, func(i int) []byte { return text(i, 1<<20) }, 3},
+	} {
+		p := loadPacking(t, c.objects, c.encode)
+		for range 3 {
+			p.next()
+		}
+		if packs, _ := p.packs(); len(packs) != c.packs {
+			t.Errorf("%s: %d packs, not %d", name, len(packs), c.packs)
+		}
+		for i, item := range p.items() {
+			if e := item.json.Load(); !bytes.Equal(item.JSON(), c.encode(i)) || name == "random" && !e.incompressible {
+				t.Errorf("%s: object %d is %.100q", name, i, item.JSON())
+			}
+		}
+	}
+}
+
+// The objects of recent events are packed too, and the frames of old events are dropped. A watch that resumes reads
+// both as before.
+func TestRecentEventsArePacked(t *testing.T) {
+	p := loadPacking(t, 0, nil)
+	for i := range 200 {
+		e := event(logv1.Type_TYPE_MODIFIED, int64(i)+2, "p")
+		e.Object.Json = text(i, 1000)
+		e.Previous = &logv1.Object{Json: text(i-1, 1000)}
+		p.Apply(e)
+	}
+	r := p.Resource("pods")
+	sub := subscribe(p.Cache, "pods")
+	defer sub.Close()
+	cursor, _, _ := sub.After(1, 0)
+	all, _, _, _, _ := sub.Next(cursor, 1000)
+	build := func(context.Context) ([]byte, error) { return make([]byte, 5000), nil }
+	before := r.ringBytes.Load()
+	for _, e := range all {
+		if _, err := e.Frame(t.Context(), "k", build); err != nil {
+			t.Fatal(err)
+		}
+	}
+	p.next()
+	if got := r.ringBytes.Load(); got != before+200*5000 {
+		t.Errorf("the ring has %d bytes, not %d with the frames of young events", got, before+200*5000)
+	}
+	p.next()
+	if got := r.ringBytes.Load(); got != before {
+		t.Errorf("the ring has %d bytes, not %d without the frames", got, before)
+	}
+	packed := 0
+	for i, e := range all {
+		if len(e.frames.entries) != 0 {
+			t.Fatalf("event %d has its frames", i)
+		}
+		for _, item := range []*Item{e.Item, e.Previous} {
+			if item.json.Load().pack != nil {
+				packed++
+			}
+		}
+		if !bytes.Equal(e.Item.JSON(), text(i, 1000)) || !bytes.Equal(e.Previous.JSON(), text(i-1, 1000)) {
+			t.Fatalf("event %d is %s after %s", i, e.Item.JSON(), e.Previous.JSON())
+		}
+	}
+	if packed < 2*200-minPackBytes/1000 {
+		t.Errorf("%d objects of %d events are packed", packed, len(all))
+	}
+}
+
+// Readers of objects, writers and pack run concurrently.
+func TestReadersWhileObjectsArePacked(t *testing.T) {
+	p := loadPacking(t, 100, func(i int) []byte { return text(i, 1000) })
+	var done atomic.Bool
+	var wg sync.WaitGroup
+	for range 4 {
+		wg.Go(func() {
+			for !done.Load() {
+				for _, i := range p.items() {
+					name := fmt.Sprintf(`{"metadata":{"name":%q}`, i.Name)
+					if !bytes.HasPrefix(i.JSON(), []byte(name)) {
+						t.Errorf("%s is %.100s", i.Name, i.JSON())
+						return
+					}
+				}
+			}
+		})
+	}
+	for n := range 50 {
+		for i := range 20 {
+			e := event(logv1.Type_TYPE_MODIFIED, int64(n*20+i)+2, fmt.Sprintf("p%04d", i*5))
+			e.Object.Json = text(i*5, 1000)
+			p.Apply(e)
+		}
+		p.next()
+	}
+	done.Store(true)
+	wg.Wait()
+}
