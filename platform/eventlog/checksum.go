@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/cespare/xxhash/v2"
 	"github.com/nats-io/nats.go"
@@ -71,6 +72,9 @@ type messageKey struct{ id, checksum string }
 // appended has the events of the last messages that a Writer of this process has appended. The readers of the process
 // share the events, and do not decode them. Readers must not change these events.
 var appended = lru.New[messageKey, []*logv1.Event](appendedBytes)
+
+// SweepAppended drops the events that no reader has received for the duration idle. A later reader decodes the message.
+func SweepAppended(idle time.Duration) { appended.EvictIdle(idle) }
 
 // appendedBytes bounds appended. Readers receive a message some milliseconds after it was appended.
 const appendedBytes = 8 << 20

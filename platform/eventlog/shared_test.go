@@ -2,6 +2,7 @@ package eventlog
 
 import (
 	"testing"
+	"time"
 
 	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -28,6 +29,14 @@ func TestReadersShareTheEventsOfAWriter(t *testing.T) {
 		if got, err := eventsOf(stored); err != nil || len(got) != 1 || got[0] != plain {
 			t.Errorf("%v, %v", got, err)
 		}
+	}
+	SweepAppended(time.Hour)
+	if got, _ := eventsOf(stored); len(got) != 1 || got[0] != plain {
+		t.Errorf("a sweep drops an event that was read just now: %v", got)
+	}
+	SweepAppended(0)
+	if got, err := eventsOf(stored); err != nil || got[0] == plain || got[0].Name != "plain" {
+		t.Errorf("after a sweep: %v, %v", got, err)
 	}
 	if got, err := eventsOf(share(secret)); err != nil || got[0] == secret || got[0].Encrypted.Key != "k" {
 		t.Errorf("%v, %v", got, err)

@@ -358,6 +358,7 @@ func (s *Service) Run(ctx context.Context) error {
 	defer s.discovery.APIServices.Informers.Shutdown()
 	s.tasks.Go(ctx, "etcd", s.checkEtcd)
 	s.tasks.Go(ctx, "encryption", s.resources.Storage.CheckEncryption)
+	s.tasks.Go(ctx, "sweep", s.sweep)
 	for _, l := range s.logs {
 		l.run(ctx, &s.tasks)
 	}

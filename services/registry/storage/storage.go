@@ -190,6 +190,12 @@ func (s *Storage) ClearCaches() {
 	s.responses.Clear()
 }
 
+// SweepCaches drops the objects that were not used for the duration idle from both caches.
+func (s *Storage) SweepCaches(idle time.Duration) {
+	s.writeCache.byKey.EvictIdle(idle)
+	s.responses.EvictIdle(idle)
+}
+
 // RESTOptions returns the RESTOptionsGetter of the built-in resources.
 func (s *Storage) RESTOptions() genericregistry.RESTOptionsGetter {
 	return &optionsGetter{s: s, config: s.Factory.NewConfig}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	etcdkubernetes "go.etcd.io/etcd/client/v3/kubernetes"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -69,7 +70,10 @@ func TestUpdateUsesWriteCache(t *testing.T) {
 		want       string // part of the object, or of the error's reason
 	}{
 		{"made", nil, "create", object(`"k":"1"`), 0, `"k":"1"`},
-		{"patched", nil, "patch", `{"data":{"l":"2"}}`, 0, `"k":"1","l":"2"`},
+		{"patched", func() { fx.Resources.Storage.SweepCaches(time.Hour) }, "patch", `{"data":{"l":"1"}}`, 0,
+			`"k":"1","l":"1"`},
+		{"patched after a sweep", func() { fx.Resources.Storage.SweepCaches(0) }, "patch", `{"data":{"l":"2"}}`, 1,
+			`"k":"1","l":"2"`},
 		{"the same again", nil, "patch", `{"data":{"l":"2"}}`, 1, `"k":"1","l":"2"`}, // no write to etcd
 		{"as of an old revision", nil, "update",
 			strings.Replace(object(`"k":"9"`), `"uid":"u"`, `"resourceVersion":"1"`, 1), 1, "Conflict"},
