@@ -21,9 +21,10 @@ BIN        := bin
 PEERS      := .build/bin
 MODULES    := proto platform services/authn services/authz services/admission services/registry services/watchfanout services/gateway cmd/certgen cmd/embedded cmd/xds cmd/watershed deploy/images
 
-# Every binary is static and has no build path, so the build cache serves all, also the tests.
+# Every binary is static and has no build path, so the build cache serves all, also the tests. Tests are not vetted
+# twice: lint does it.
 export CGO_ENABLED := 0
-export GOFLAGS     := $(GOFLAGS) -trimpath
+export GOFLAGS     := $(GOFLAGS) -trimpath -vet=off
 
 # The race detector needs a C compiler; everything else here does without.
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
@@ -50,14 +51,14 @@ split: build ## every service as a process of its own, in .watershed/
 test: lint unit e2e ## lint, unit and e2e, as CI
 
 SINCE      ?= HEAD
-LINT       := $(CURDIR)/.build/bin/golangci-lint run --config $(CURDIR)/.golangci.yml ./...
+LINT       := .build/bin/golangci-lint run --config .golangci.yml
 
 check: linter ## in some minutes, for a change in a service: lint and unit tests of the modules that changed since SINCE=HEAD, and rules
 	@changed=$$(git diff --name-only "$(SINCE)"; git ls-files --others --exclude-standard); \
 	for m in $(MODULES) test; do \
 	  echo "$$changed" | grep -q "^$$m/.*[.]go$$" || continue; \
 	  echo "$$m: lint$$(test $$m = test || echo ' and unit tests')"; \
-	  (cd $$m && $(LINT) && { test $$m = test || go test ./...; }) || exit 1; \
+	  $(LINT) ./$$m/... && { test $$m = test || (cd $$m && go test ./...); } || exit 1; \
 	done
 	cd test && go test -count=1 ./rules
 
@@ -66,7 +67,7 @@ linter:
 
 lint: linter ## formatting, vet, the linters of .golangci.yml, and buf lint and breaking
 	@f=$$(gofmt -l proto platform services cmd deploy test); test -z "$$f" || { echo "$$f"; echo 'run gofmt -w on these'; exit 1; }
-	@for m in $(MODULES) test; do (cd $$m && $(LINT)) || exit 1; done
+	@$(LINT) $(MODULES:%=./%/...) ./test/...
 	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf lint && GOWORK=off go tool -modfile=tools/go.mod buf breaking --against baseline.binpb
 
 unit: ## unit tests, of concurrent packages with the race detector
@@ -91,8 +92,8 @@ e2e-longest:
 e2e-others:
 	cd test && go test -count=1 -timeout 45m -p=1 $$(go list ./... | grep -Ev '^watershed.dev/test/(cost|e2e|eventlog|rules|simulation)$$')
 	cd test && go run ./integration -ldflags "$(STAMP)"
-	if { $(CMD_TOOLS); } >/dev/null; then cd test && go run ./cmd -what "$(SHORT_CMD)"; else echo 'test-cmd is skipped: a tool is missing'; fi
-	cd test/envtest && GOWORK=off go run . -project controller-runtime -packages client,webhook
+	if { $(CMD_TOOLS); } >/dev/null; then cd test && go run ./cmd -server watershed -what "$(SHORT_CMD)"; else echo 'test-cmd is skipped: a tool is missing'; fi
+	cd test/envtest && GOWORK=off go run . -reference=false -project controller-runtime -packages client,webhook
 
 # What the tests run against, each from its own module.
 peers: $(addprefix $(PEERS)/,kubectl kube-apiserver kube-controller-manager kube-scheduler kubeadm kwok kwok-stages.yaml dex etcd etcdctl etcdutl sample-apiserver) ## real peers for the tests

@@ -170,7 +170,7 @@ func showTier(t io.Writer, all []*process.Report) {
 				resources[r.Name] = h
 			}
 			h.watches += r.Watches
-			h.bytes += r.Bytes + r.EventBytes
+			h.bytes += r.Memory()
 			h.events = max(h.events, r.Events)
 			if r.Loaded {
 				h.replicas++

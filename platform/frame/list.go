@@ -106,8 +106,8 @@ func (i *Items) pieces(n int) (head, body, tail []byte) {
 	return head, body, i.Tail
 }
 
-// size returns the size of item n in JSON, in bytes.
-func (i *Items) size(n int) int {
+// jsonSize returns the size of item n with its head and its tail, in bytes.
+func (i *Items) jsonSize(n int) int {
 	head, body := i.head(n), i.Size(n)
 	if head != nil && body > 0 {
 		body--
@@ -158,7 +158,7 @@ func (b *Body) ItemBytes(i int) int {
 	if b.protobuf {
 		return FieldLen(b.Items.Size(i))
 	}
-	n := b.Items.size(i)
+	n := b.Items.jsonSize(i)
 	if i < b.Items.Len()-1 {
 		n++
 	}

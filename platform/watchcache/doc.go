@@ -21,9 +21,11 @@
 //     etcd repeats revisions.
 //   - Positions. A message carries the position of its last event, never the watcher's next. A gateway resumes from
 //     it. A position within a transaction is before the end of its revision.
+//   - Sizes. JSONSize and ProtobufSize need no bytes; JSON and Protobuf may decompress 128 KB.
 //   - Delivery. No interface call, clock or lock per event and watch is added. BenchmarkDelivery measures it.
 //
 // Never:
+//   - Cache a slice of an item's bytes: it keeps the bytes of all neighbours in memory.
 //   - Decode an object here. The library imports nothing of k8s.io/api; test/rules enforces it.
 //   - Hold a lock, a backfill or a ring event while a client reads slowly. A slow stream may hold a piece or two
 //     messages.

@@ -79,33 +79,6 @@ func (l *etcdLog) beforeApply(e *logv1.Event) {
 	resources.Storage.Invalidate(e)
 }
 
-const (
-	// sweepPeriod is how often sweep runs. It drops events of the log that were appended before the last call.
-	sweepPeriod = 30 * time.Second
-	// maxCacheIdle is how long an object stays in the caches of storage without use. Clients that use an object
-	// repeatedly mostly do so within seconds: they change its status, or renew a Lease.
-	maxCacheIdle = time.Minute
-)
-
-// sweep periodically drops cached objects that no request has used lately, and packs recent events. A registry at rest
-// then holds few objects.
-func (s *Service) sweep(ctx context.Context) error {
-	tick := time.NewTicker(sweepPeriod)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-tick.C:
-			s.resources.Storage.SweepCaches(maxCacheIdle)
-			eventlog.SweepAppended(sweepPeriod)
-			for _, l := range s.logs {
-				l.watchCache.Sweep()
-			}
-		}
-	}
-}
-
 // run starts the tasks of the log. main are the tasks of the main log.
 func (l *etcdLog) run(ctx context.Context, main *lifecycle.Supervisor) {
 	tasks := main

@@ -29,11 +29,12 @@ type Status struct {
 	LagMilliseconds float64 `json:"lagMilliseconds"`
 	Watches         int     `json:"watches"`
 	// EventsPerSecond is the recent rate of events written to streams.
-	EventsPerSecond float64        `json:"eventsPerSecond"`
-	Resets          int64          `json:"resets"`
-	Bytes           int            `json:"bytes"`
-	Resources       []cache.Status `json:"resources"`
-	Slowest         []watch.Slow   `json:"slowest"`
+	EventsPerSecond float64 `json:"eventsPerSecond"`
+	Resets          int64   `json:"resets"`
+	// Bytes are the bytes of objects and events in memory.
+	Bytes     int            `json:"bytes"`
+	Resources []cache.Status `json:"resources"`
+	Slowest   []watch.Slow   `json:"slowest"`
 	// Compared are the comparisons with the etcds, the main etcd's first. Only deep reports have them.
 	Compared []*logreader.Comparison `json:"compared,omitempty"`
 }
@@ -90,7 +91,7 @@ func (s *Service) Status(ctx context.Context) *Status {
 		st.Slowest = append(st.Slowest, l.watchServer.Slowest(maxSlowest)...)
 	}
 	for _, r := range st.Resources {
-		st.Bytes += r.Bytes + r.EventBytes
+		st.Bytes += r.Memory()
 	}
 	return st
 }
@@ -140,8 +141,12 @@ var (
 		"Bytes of cached objects and of recent events without compression, by stored resource.",
 		[]string{"resource", "of"}, nil)
 	packedDesc = prometheus.NewDesc("watershed_watchfanout_packed_bytes",
-		"Bytes of unchanged objects that are held compressed, by stored resource, before and after compression.",
-		[]string{"resource", "compressed"}, nil)
+		"Bytes of unchanged objects and events that are held compressed, before compression, by stored resource.",
+		[]string{"resource"}, nil)
+	compressedDesc = prometheus.NewDesc("watershed_watchfanout_packed_compressed_bytes",
+		"Bytes of unchanged objects and events after compression, by stored resource.", []string{"resource"}, nil)
+	unpackedDesc = prometheus.NewDesc("watershed_watchfanout_unpacked_bytes",
+		"Bytes that readers have lately decompressed, by stored resource.", []string{"resource"}, nil)
 )
 
 // Describe implements prometheus.Collector.
@@ -149,6 +154,8 @@ func (p *resourceCollector) Describe(c chan<- *prometheus.Desc) {
 	c <- objectsDesc
 	c <- bytesDesc
 	c <- packedDesc
+	c <- compressedDesc
+	c <- unpackedDesc
 }
 
 // Collect implements prometheus.Collector.
@@ -161,7 +168,8 @@ func (p *resourceCollector) Collect(c chan<- prometheus.Metric) {
 		gauge(objectsDesc, r.Objects)
 		gauge(bytesDesc, r.Bytes, "objects")
 		gauge(bytesDesc, r.EventBytes, "events")
-		gauge(packedDesc, r.UncompressedBytes, "false")
-		gauge(packedDesc, r.CompressedBytes, "true")
+		gauge(packedDesc, r.PackedBytes)
+		gauge(compressedDesc, r.CompressedBytes)
+		gauge(unpackedDesc, r.UnpackedBytes)
 	}
 }

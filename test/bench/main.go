@@ -4,6 +4,7 @@
 package main
 
 import (
+	"context"
 	"flag"
 	"fmt"
 	"log"
@@ -124,6 +125,18 @@ func main() {
 	for _, s := range servers {
 		results.record(rowAtRest, s.name, s.memory(), nil)
 	}
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	for _, s := range servers {
+		if ready, _ := openWatches(ctx, s, watchesAtRest, everything); !ready {
+			log.Fatalf("%s: the watches do not open", s.name)
+		}
+	}
+	log.Print("two minutes with watches")
+	time.Sleep(130 * time.Second)
+	for _, s := range servers {
+		results.record(rowWatched, s.name, s.memory(), nil)
+	}
 	table := results.markdown(fmt.Sprintf(
 		"%s, %d processors, %s, %d pods, medians of %d rounds with the least and the "+
 			"most. kube-apiserver 1.36.3 with default flags; each with an etcd 3.6 of its own, over TLS.",
@@ -163,6 +176,9 @@ const (
 	rowIdle   = "memory when idle (MB)"
 	rowServed = "memory with the pods served (MB)"
 	rowAtRest = "memory with the pods served, after two minutes at rest (MB)"
+	// rowWatched is rowAtRest with watchesAtRest watches.
+	rowWatched    = "memory with the pods served, at rest with 1000 watches (MB)"
+	watchesAtRest = 1000
 )
 
 func check(err error) {

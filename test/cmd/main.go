@@ -1,6 +1,7 @@
 // Command cmd runs kubernetes' test/cmd: shell scripts of kubectl commands and of assertions about their output. It
 // runs them with kube-apiserver, then with Watershed's command kube-apiserver, both with kube-controller-manager. A
-// test that passes with kube-apiserver only fails the run, and so does a test with fewer assertions.
+// test that passes with kube-apiserver only fails the run, and so does a test with fewer assertions. With -server, each
+// test that fails fails the run.
 package main
 
 import (
@@ -57,7 +58,7 @@ func run() error {
 		fmt.Println(name+":", summary(all[name]))
 	}
 	if *side != "both" {
-		return nil
+		return failures(all[*side])
 	}
 	return compare(all["kube-apiserver"], all["watershed"])
 }
@@ -79,6 +80,17 @@ func summary(results []result) string {
 		}
 	}
 	return fmt.Sprintf("%d of %d tests pass, %d assertions", passed, len(results), assertions)
+}
+
+// failures returns an error for each test that fails.
+func failures(results []result) error {
+	var errs []error
+	for _, r := range results {
+		if !r.passed {
+			errs = append(errs, fmt.Errorf("%s: fails", r.name))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // compare returns an error for each test that passes with kube-apiserver only, or has fewer assertions. It prints the

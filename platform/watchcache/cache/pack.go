@@ -3,7 +3,6 @@ package cache
 import (
 	"bytes"
 	"fmt"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -18,8 +17,8 @@ import (
 // unpacks a pack for all readers, until the pack has had no reader for packPeriod.
 
 const (
-	// packPeriod is how long an object must not have changed before it is packed. It is also how long unpacked bytes
-	// stay in memory without a reader.
+	// packPeriod is about how often Sweep packs objects. An object is packed at the second call after its last change.
+	// Unpacked bytes are dropped at the second call after their last reader.
 	packPeriod = 30 * time.Second
 	// packBytes is about the size of a pack's encodings. A GET of a packed object decompresses so many bytes. A pack
 	// has more only if it has a single object.
@@ -45,17 +44,13 @@ func ownEncoding(data []byte) *encoding { return &encoding{own: data, size: uint
 
 // bytes returns the bytes, and unpacks them if necessary. nil is an empty encoding.
 func (e *encoding) bytes() []byte {
-	if e == nil || e.pack == nil {
-		return e.ownBytes()
+	switch {
+	case e == nil:
+		return nil
+	case e.pack == nil:
+		return e.own
 	}
 	return e.of(e.pack.read())
-}
-
-func (e *encoding) ownBytes() []byte {
-	if e == nil {
-		return nil
-	}
-	return e.own
 }
 
 // of returns the bytes in the unpacked bytes of the pack.
@@ -71,8 +66,7 @@ func (e *encoding) len() int {
 	return int(e.size)
 }
 
-// The fastest level of zstd makes different pods ten times smaller. It decompresses nearly as fast as s2, which makes
-// them six times smaller.
+// decoder decompresses packs, for any number of callers.
 var decoder = sync.OnceValue(func() *zstd.Decoder {
 	d, err := zstd.NewReader(nil, zstd.WithDecoderConcurrency(0), zstd.WithDecoderLowmem(true))
 	if err != nil {
@@ -81,6 +75,8 @@ var decoder = sync.OnceValue(func() *zstd.Decoder {
 	return d
 })
 
+// newEncoder returns an encoder of packs. Its level, the fastest of zstd, makes different pods ten times smaller. It
+// decompresses nearly as fast as s2, which makes them six times smaller.
 func newEncoder() *zstd.Encoder {
 	e, err := zstd.NewWriter(nil, zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithEncoderConcurrency(1))
 	if err != nil {
@@ -93,17 +89,19 @@ func newEncoder() *zstd.Encoder {
 type pack struct {
 	compressed []byte
 	size       int
-	// unpacked is nil until a reader needs it, and again after packPeriod without readers.
+	// unpacked is nil until a reader needs it, and again after the drop. The bytes are a single allocation, which each
+	// slice of them keeps in memory.
 	unpacked atomic.Pointer[[]byte]
-	// wasRead reports a reader since the last call of release.
+	// wasRead reports a reader since the last call of dropUnread.
 	wasRead atomic.Bool
 
 	mu sync.Mutex // guards the field below, and unpacks once for concurrent readers
-	// released are the bytes that release has dropped. A slow client may still hold them.
-	released weak.Pointer[byte]
+	// dropped are the bytes that dropUnread has dropped. A slow client may still hold them.
+	dropped weak.Pointer[byte]
 }
 
-// read returns the unpacked bytes, and keeps them for further readers.
+// read returns the unpacked bytes, and keeps them for further readers. There are never two copies of them, so that slow
+// clients hold no more bytes than the objects have.
 func (p *pack) read() []byte {
 	if !p.wasRead.Load() {
 		p.wasRead.Store(true)
@@ -118,14 +116,20 @@ func (p *pack) read() []byte {
 	return unpacked
 }
 
-// unpack returns the unpacked bytes. There are never two copies of them, so that slow clients pin no more bytes than
-// the objects have. The caller holds mu. unpack panics if the bytes are corrupt: the memory of the process is then
-// unreliable.
+// peek returns the unpacked bytes for a moment, and does not keep them.
+func (p *pack) peek() []byte {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.unpack()
+}
+
+// unpack returns the unpacked bytes. The caller holds mu. unpack panics if the bytes are corrupt: the memory of the
+// process is then unreliable.
 func (p *pack) unpack() []byte {
 	if unpacked := p.unpacked.Load(); unpacked != nil {
 		return *unpacked
 	}
-	if held := p.released.Value(); held != nil {
+	if held := p.dropped.Value(); held != nil {
 		return unsafe.Slice(held, p.size)
 	}
 	unpacked, err := decoder().DecodeAll(p.compressed, make([]byte, 0, p.size))
@@ -135,23 +139,25 @@ func (p *pack) unpack() []byte {
 	return unpacked
 }
 
-// release drops the unpacked bytes if there has been no reader since the last call.
-func (p *pack) release() {
+// dropUnread drops the unpacked bytes if there has been no reader since the last call. It reports whether bytes remain.
+func (p *pack) dropUnread() (remain bool) {
 	if p.wasRead.Swap(false) {
-		return
+		return p.unpacked.Load() != nil
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if unpacked := p.unpacked.Load(); unpacked != nil {
-		p.released = weak.Make(&(*unpacked)[0])
+		p.dropped = weak.Make(&(*unpacked)[0])
 		p.unpacked.Store(nil)
 	}
+	return false
 }
 
-// pack packs the objects that have not changed for packPeriod, and drops unpacked bytes and frames without readers.
-// Only the goroutine of Sweep calls it.
-func (c *Cache) pack(now time.Time) {
-	if now.Sub(c.packedAt) < packPeriod {
+// packUnchanged packs the objects that have not changed for packPeriod, and drops unpacked bytes and frames without
+// readers. It does nothing if it is called earlier. Only the goroutine of Sweep calls it.
+func (c *Cache) packUnchanged(now time.Time) {
+	const early = packPeriod / 10 // callers with the same period are sometimes early
+	if now.Sub(c.packedAt) < packPeriod-early {
 		return
 	}
 	upTo := c.packUpTo
@@ -159,21 +165,21 @@ func (c *Cache) pack(now time.Time) {
 	encoder := sync.OnceValue(newEncoder) // most calls pack nothing, and an encoder has megabytes
 	c.each(func(r *Resource) {
 		items := r.packable(upTo)
-		compressed, uncompressed := 0, 0
+		var sizes packedSizes
 		for _, of := range []func(*Item) *atomic.Pointer[encoding]{
 			func(i *Item) *atomic.Pointer[encoding] { return &i.json },
 			func(i *Item) *atomic.Pointer[encoding] { return &i.protobuf },
 		} {
-			p := &packer{upTo: upTo, of: of, live: map[*pack]int{}, encoder: encoder}
-			p.pack(items)
-			for packed := range p.live {
-				compressed, uncompressed = compressed+len(packed.compressed), uncompressed+packed.size
-			}
+			p := &packer{upTo: upTo, of: of, encoder: encoder}
+			p.packAll(items)
+			p.dropUnread(items, &sizes)
 		}
-		r.compressedBytes.Store(int64(compressed))
-		r.uncompressedBytes.Store(int64(uncompressed))
+		r.packed.Store(&sizes)
 	})
 }
+
+// packedSizes are the bytes of a resource's packs: before and after compression, and the unpacked bytes in memory.
+type packedSizes struct{ original, compressed, unpacked int }
 
 // packable returns the objects and the objects of the recent events, and drops the frames of the events up to a serial:
 // watches without delay have read them.
@@ -212,36 +218,50 @@ func (r *Resource) packable(upTo uint64) (items []*Item) {
 // packer packs an encoding of the objects of a resource: JSON or protobuf.
 type packer struct {
 	// upTo is the serial of the youngest object to pack.
-	upTo uint64
-	of   func(*Item) *atomic.Pointer[encoding]
-	// live has the bytes of each pack that objects still have.
-	live    map[*pack]int
+	upTo    uint64
+	of      func(*Item) *atomic.Pointer[encoding]
 	encoder func() *zstd.Encoder
+	// live has the bytes of each pack that items have. Snapshots and triggers may hold further packs, which stay as
+	// they are.
+	live map[*pack]int
 }
 
-func (p *packer) pack(items []*Item) {
+// count sets live.
+func (p *packer) count(items []*Item) {
+	p.live = map[*pack]int{}
 	for _, i := range items {
 		if e := p.of(i).Load(); e != nil && e.pack != nil {
 			p.live[e.pack] += int(e.size)
 		}
 	}
-	var run []*Item
+}
+
+func (p *packer) packAll(items []*Item) {
+	p.count(items)
+	var group []*Item
 	size := 0
 	for _, i := range items {
 		e := p.of(i).Load()
 		if !p.mayPack(i, e) {
 			continue
 		}
-		if size+e.len() > packBytes && len(run) > 0 {
-			p.packRun(run, size)
-			run, size = run[:0], 0
+		if size+e.len() > packBytes && len(group) > 0 {
+			p.packGroup(group, size)
+			group, size = group[:0], 0
 		}
-		run, size = append(run, i), size+e.len()
+		group, size = append(group, i), size+e.len()
 	}
-	p.packRun(run, size)
-	for pack, live := range p.live {
-		if pack.release(); live < pack.size/sparseShare {
-			delete(p.live, pack) // replaced
+	p.packGroup(group, size)
+}
+
+// dropUnread drops the unpacked bytes of the packs without readers, and adds the sizes of all packs.
+func (p *packer) dropUnread(items []*Item, sizes *packedSizes) {
+	p.count(items)
+	for pack := range p.live {
+		sizes.original += pack.size
+		sizes.compressed += len(pack.compressed)
+		if pack.dropUnread() {
+			sizes.unpacked += pack.size
 		}
 	}
 }
@@ -254,42 +274,39 @@ func (p *packer) mayPack(i *Item, e *encoding) bool {
 	return e.pack == nil || p.live[e.pack] < e.pack.size/sparseShare
 }
 
-// packRun packs the encodings of items, which have size bytes.
-func (p *packer) packRun(items []*Item, size int) {
+// packGroup packs the encodings of items, which have size bytes.
+func (p *packer) packGroup(items []*Item, size int) {
 	if size < minPackBytes {
 		return
 	}
 	all := make([]byte, 0, size)
-	packed := make([]encoding, len(items)) // a single allocation for all
+	encodings := make([]encoding, len(items)) // a single allocation for all
 	var sparse *pack
 	var unpacked []byte // of sparse
 	for n, i := range items {
 		e := p.of(i).Load()
-		packed[n] = encoding{offset: uint32(len(all)), size: e.size}
+		encodings[n] = encoding{offset: uint32(len(all)), size: e.size}
 		if e.pack == nil {
 			all = append(all, e.own...)
 			continue
 		}
 		if e.pack != sparse {
-			e.pack.mu.Lock()
-			sparse, unpacked = e.pack, e.pack.unpack()
-			e.pack.mu.Unlock()
+			sparse, unpacked = e.pack, e.pack.peek()
 		}
 		all = append(all, e.of(unpacked)...)
 	}
 	compressed := p.encoder().EncodeAll(all, nil)
 	if len(compressed) > size/4*3 {
-		for n, i := range items {
-			own := slices.Clone(packed[n].of(all))
-			packed[n] = encoding{own: own, size: packed[n].size, incompressible: true}
-			p.of(i).Store(&packed[n])
+		for n, i := range items { // allocations of their own, because an object must not keep its neighbours
+			own := ownEncoding(bytes.Clone(encodings[n].of(all)))
+			own.incompressible = true
+			p.of(i).Store(own)
 		}
 		return
 	}
-	whole := &pack{compressed: slices.Clip(bytes.Clone(compressed)), size: size}
+	whole := &pack{compressed: bytes.Clone(compressed), size: size} // without unused capacity
 	for n, i := range items {
-		packed[n].pack = whole
-		p.of(i).Store(&packed[n])
+		encodings[n].pack = whole
+		p.of(i).Store(&encodings[n])
 	}
-	p.live[whole] = size
 }

@@ -5,17 +5,19 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// packing calls pack as Sweep does, a period later at each call.
+// packing calls packUnchanged as Sweep does, a period later at each call.
 type packing struct {
 	*Cache
 	now time.Time
@@ -23,14 +25,15 @@ type packing struct {
 
 func (p *packing) next() {
 	p.now = p.now.Add(packPeriod)
-	p.pack(p.now)
+	p.packUnchanged(p.now)
 }
 
-// text returns the n-th object's JSON, with size bytes that compress, and protobuf returns its protobuf.
+// text returns the n-th object's JSON, with about size bytes that compress.
 func text(n, size int) []byte {
 	return fmt.Appendf(nil, `{"metadata":{"name":"p%04d"},"data":%q}`, n, strings.Repeat(fmt.Sprint(n, ","), size/5))
 }
 
+// protobufOf returns bytes that stand for the protobuf of an object.
 func protobufOf(json []byte) []byte { return append([]byte{0x0a}, json...) }
 
 // loadPacking returns a cache with n objects of about size bytes in each encoding.
@@ -121,6 +124,12 @@ func TestUnchangedObjectsArePacked(t *testing.T) {
 	if again := p.items()[0].JSON(); &again[0] != &held[0] {
 		t.Error("a pack is unpacked twice at a time")
 	}
+	p.next()
+	p.next()
+	runtime.GC() // held is not used any more
+	if first := p.items()[0].json.Load().pack; first.dropped.Value() != nil {
+		t.Error("a pack keeps its dropped bytes")
+	}
 	for i, item := range p.items() {
 		if got := item.Protobuf(); !bytes.Equal(got, protobufOf(encode(i))) {
 			t.Fatalf("object %d is %q", i, got)
@@ -150,8 +159,9 @@ func TestASparsePackIsReplaced(t *testing.T) {
 			t.Error("a sparse pack is left")
 		}
 	}
-	if st := p.Resources()[0]; st.CompressedBytes > st.UncompressedBytes/4 || st.UncompressedBytes > st.Bytes {
-		t.Errorf("%d bytes, %d of them packed in %d", st.Bytes, st.UncompressedBytes, st.CompressedBytes)
+	if st := p.Resources()[0]; st.CompressedBytes > st.PackedBytes/4 || st.PackedBytes > st.Bytes+st.EventBytes ||
+		st.Memory() > st.Bytes+st.EventBytes-st.PackedBytes/2 {
+		t.Errorf("%d bytes of memory: %+v", st.Memory(), st)
 	}
 	if want := 125 * len(encode(0)) / packBytes; len(after) < want || len(after) > want+2 {
 		t.Errorf("%d packs instead of about %d", len(after), want)
@@ -203,8 +213,8 @@ func TestBytesThatAreNotPacked(t *testing.T) {
 	}
 }
 
-// The objects of recent events are packed too, and the frames of old events are dropped. A watch that resumes reads
-// both as before.
+// The objects of recent events are packed too, and the frames of old events are dropped. Readers of the events read the
+// same bytes.
 func TestRecentEventsArePacked(t *testing.T) {
 	p := loadPacking(t, 0, nil)
 	for i := range 200 {
@@ -252,7 +262,33 @@ func TestRecentEventsArePacked(t *testing.T) {
 	}
 }
 
-// Readers of objects, writers and pack run concurrently.
+// Sweep packs objects without a change for two of its periods, also in a cache of events only.
+func TestSweepPacks(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		for name, c := range map[string]*Cache{"with objects": New(1<<20, 0), "events only": NewEvents(1 << 20)} {
+			c.Apply(reset(1))
+			for i := range 50 {
+				e := event(logv1.Type_TYPE_ADDED, int64(i)+2, "p")
+				e.Object.Json = text(i, 1000)
+				c.Apply(e)
+			}
+			packed := func() int { c.Sweep(); return c.Resources()[0].PackedBytes }
+			if n := packed(); n != 0 {
+				t.Errorf("%s: %d bytes of young events are packed", name, n)
+			}
+			time.Sleep(packPeriod / 3)
+			if n := packed(); n != 0 {
+				t.Errorf("%s: %d bytes are packed early", name, n)
+			}
+			time.Sleep(packPeriod * 2 / 3)
+			if n := packed(); n < 20_000 {
+				t.Errorf("%s: only %d bytes are packed", name, n)
+			}
+		}
+	})
+}
+
+// Readers of objects, writers and packUnchanged run concurrently.
 func TestReadersWhileObjectsArePacked(t *testing.T) {
 	p := loadPacking(t, 100, func(i int) []byte { return text(i, 1000) })
 	var done atomic.Bool
@@ -271,9 +307,9 @@ func TestReadersWhileObjectsArePacked(t *testing.T) {
 		})
 	}
 	for n := range 50 {
-		for i := range 20 {
-			e := event(logv1.Type_TYPE_MODIFIED, int64(n*20+i)+2, fmt.Sprintf("p%04d", i*5))
-			e.Object.Json = text(i*5, 1000)
+		for i := range 60 { // most objects, so that packs become sparse
+			e := event(logv1.Type_TYPE_MODIFIED, int64(n*60+i)+2, fmt.Sprintf("p%04d", i))
+			e.Object.Json = text(i, 1000)
 			p.Apply(e)
 		}
 		p.next()

@@ -29,9 +29,9 @@ type Resource struct {
 	churn atomic.Int64
 	// ringBytes counts the bytes of the recent events and of their frames, which watches add.
 	ringBytes atomic.Int64
-	// compressedBytes and uncompressedBytes are the sizes of the packs.
-	compressedBytes, uncompressedBytes atomic.Int64
-	counters                           atomic.Pointer[counters]
+	// packed are the sizes of the packs; nil until Sweep has counted them.
+	packed   atomic.Pointer[packedSizes]
+	counters atomic.Pointer[counters]
 
 	mu       sync.Mutex           // guards the fields below
 	tree     *btree.BTreeG[*Item] // nil until loaded

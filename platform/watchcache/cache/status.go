@@ -10,18 +10,24 @@ type Status struct {
 	Name    string `json:"name"`
 	Loaded  bool   `json:"loaded"`
 	Objects int    `json:"objects"`
-	// Bytes are the objects' bytes, without compression. Of them and of the events' bytes, UncompressedBytes are packed
-	// in CompressedBytes.
-	Bytes             int   `json:"bytes"`
-	CompressedBytes   int   `json:"compressedBytes"`
-	UncompressedBytes int   `json:"uncompressedBytes"`
-	Events            int   `json:"events"`
-	EventBytes        int   `json:"eventBytes"`
-	OldestResumable   int64 `json:"oldestResumable"`
-	Watches           int   `json:"watches"`
-	Triggers          int   `json:"triggers"`
-	Indexes           int   `json:"indexes"`
-	Unreadable        int   `json:"unreadable"`
+	// Bytes and EventBytes are sizes before compression. Of them, PackedBytes are held compressed, as CompressedBytes.
+	// Readers have unpacked UnpackedBytes of PackedBytes, which are in memory too.
+	Bytes           int   `json:"bytes"`
+	PackedBytes     int   `json:"packedBytes"`
+	CompressedBytes int   `json:"compressedBytes"`
+	UnpackedBytes   int   `json:"unpackedBytes"`
+	Events          int   `json:"events"`
+	EventBytes      int   `json:"eventBytes"`
+	OldestResumable int64 `json:"oldestResumable"`
+	Watches         int   `json:"watches"`
+	Triggers        int   `json:"triggers"`
+	Indexes         int   `json:"indexes"`
+	Unreadable      int   `json:"unreadable"`
+}
+
+// Memory returns the bytes of the objects and events in memory, without frames that are not counted.
+func (s *Status) Memory() int {
+	return max(0, s.Bytes+s.EventBytes-s.PackedBytes) + s.CompressedBytes + s.UnpackedBytes
 }
 
 // Resources returns the status of every resource, by name.
@@ -31,18 +37,19 @@ func (c *Cache) Resources() []Status {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		s := Status{
-			Name:              r.Name,
-			Loaded:            r.tree != nil,
-			Bytes:             r.bytes,
-			CompressedBytes:   int(r.compressedBytes.Load()),
-			UncompressedBytes: int(r.uncompressedBytes.Load()),
-			Events:            r.events.Len(),
-			EventBytes:        int(r.ringBytes.Load()),
-			OldestResumable:   r.horizon.Low.Revision,
-			Watches:           r.subscribers,
-			Triggers:          len(r.triggers),
-			Indexes:           len(r.indexes),
-			Unreadable:        len(r.unreadable),
+			Name:            r.Name,
+			Loaded:          r.tree != nil,
+			Bytes:           r.bytes,
+			Events:          r.events.Len(),
+			EventBytes:      int(r.ringBytes.Load()),
+			OldestResumable: r.horizon.Low.Revision,
+			Watches:         r.subscribers,
+			Triggers:        len(r.triggers),
+			Indexes:         len(r.indexes),
+			Unreadable:      len(r.unreadable),
+		}
+		if p := r.packed.Load(); p != nil {
+			s.PackedBytes, s.CompressedBytes, s.UnpackedBytes = p.original, p.compressed, p.unpacked
 		}
 		if r.tree != nil {
 			s.Objects = r.tree.Len()
@@ -66,8 +73,9 @@ func (c *Cache) Lag() time.Duration {
 }
 
 // Sweep unloads the resources without readers for IdleTimeout, and trims their rings to a share of the bound. It trims
-// every ring that frames have grown beyond its bound, and the triggers. It packs unchanged objects. It returns the
-// names of the unloaded resources. A single goroutine calls it.
+// every ring that frames have grown beyond its bound, and the triggers. About every packPeriod it packs unchanged
+// objects, and drops unread frames and unpacked bytes. It returns the names of the unloaded resources. A single
+// goroutine calls it.
 func (c *Cache) Sweep() (dropped []string) {
 	c.each(func(r *Resource) {
 		r.mu.Lock()
@@ -79,7 +87,7 @@ func (c *Cache) Sweep() (dropped []string) {
 		r.trim()
 		r.trimTriggers()
 	})
-	c.pack(time.Now())
+	c.packUnchanged(time.Now())
 	sort.Strings(dropped)
 	return dropped
 }

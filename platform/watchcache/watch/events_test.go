@@ -45,7 +45,8 @@ func (o roleObjects) Resolve(_ context.Context, q *watchfanoutv1.Query) (*query.
 }
 
 func (o roleObjects) Select(context.Context, *query.Query, events.Start) ([]*cache.Item, int64, error) {
-	return []*cache.Item{cache.ItemOf(&registryv1.Row{Namespace: "x", Name: "z", Json: roleJSON("z", 8)})}, o.revision.Load(), nil
+	role := cache.ItemOf(&registryv1.Row{Namespace: "x", Name: "z", Json: roleJSON("z", 8)})
+	return []*cache.Item{role}, o.revision.Load(), nil
 }
 
 func (o roleObjects) Current(context.Context) (int64, error) { return o.revision.Load(), nil }

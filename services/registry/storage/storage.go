@@ -190,7 +190,7 @@ func (s *Storage) ClearCaches() {
 	s.responses.Clear()
 }
 
-// SweepCaches drops the objects that were not used for the duration idle from both caches.
+// SweepCaches drops the objects that were not used for the duration idle from the write cache and the response cache.
 func (s *Storage) SweepCaches(idle time.Duration) {
 	s.writeCache.byKey.EvictIdle(idle)
 	s.responses.EvictIdle(idle)
