@@ -93,17 +93,38 @@ func (c *Cache[K, V]) remove(e *list.Element) {
 	c.bytes -= old.bytes
 }
 
-// EvictIdle removes the values that were not used for the duration idle.
+// EvictIdle removes the values that were not used for the duration idle. Callers of other methods wait for a few of
+// them only.
 func (c *Cache[K, V]) EvictIdle(idle time.Duration) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for e := c.order.Back(); e != nil && time.Since(e.Value.(*entry[K, V]).lastUsed) >= idle; e = c.order.Back() {
-		c.remove(e)
+	for until := time.Now().Add(-idle); c.evict(until); {
 	}
 }
 
+// evictBatch is the number of values that EvictIdle removes at a time.
+const evictBatch = 256
+
+// evict removes values that were last used at the time until or before, and returns whether there may be more.
+func (c *Cache[K, V]) evict(until time.Time) (more bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for range evictBatch {
+		e := c.order.Back()
+		if e == nil || e.Value.(*entry[K, V]).lastUsed.After(until) {
+			return false
+		}
+		c.remove(e)
+	}
+	return true
+}
+
 // Clear removes all values.
-func (c *Cache[K, V]) Clear() { c.EvictIdle(0) }
+func (c *Cache[K, V]) Clear() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	clear(c.byKey)
+	c.order.Init()
+	c.bytes = 0
+}
 
 // Bytes returns the size of the cached values.
 func (c *Cache[K, V]) Bytes() int {

@@ -52,6 +52,7 @@ type Cache struct {
 	// packedAt is when Sweep last packed, and packUpTo the youngest serial then. Only Sweep's goroutine uses them.
 	packedAt time.Time
 	packUpTo uint64
+	unpacked unpackedPacks
 
 	differences chan Difference
 }

@@ -146,18 +146,17 @@ func (e *Event) release() int {
 	return n
 }
 
-// dropFrames drops the event's frames, and returns the bytes that its ring counted for them.
-func (e *Event) dropFrames() int {
+// dropFrames drops the event's frames.
+func (e *Event) dropFrames() {
 	f := &e.frames
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.released || f.bytes == 0 {
-		return 0
+		return
 	}
 	f.entries = slices.DeleteFunc(f.entries, (*cachedFrame).isDone)
-	n := f.bytes
+	e.resource.addBytes(-int64(f.bytes)) // under the lock, so that a reset counts the frames either here or there
 	f.bytes = 0
-	return n
 }
 
 // frameCache caches the frames built from an event, so that each is built once for all watches.

@@ -3,6 +3,7 @@ package cache
 import (
 	"bytes"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -10,6 +11,8 @@ import (
 	"weak"
 
 	"github.com/klauspost/compress/zstd"
+
+	"watershed.dev/platform/deflate"
 )
 
 // Clients do not change or list most objects of a cluster for hours. Sweep therefore packs the encodings of objects
@@ -27,6 +30,8 @@ const (
 	minPackBytes = 8 << 10
 	// sparseShare divides the bytes of a pack: a pack whose remaining objects have fewer bytes is packed again.
 	sparseShare = 2
+	// compressibleShare divides the bytes of a pack: encodings that do not compress to so few bytes are not packed.
+	compressibleShare = 2
 )
 
 // encoding is the bytes of an object in JSON or in protobuf. It does not change.
@@ -89,6 +94,8 @@ func newEncoder() *zstd.Encoder {
 type pack struct {
 	compressed []byte
 	size       int
+	// list has the pack while unpacked is set.
+	list *unpackedPacks
 	// unpacked is nil until a reader needs it, and again after the drop. The bytes are a single allocation, which each
 	// slice of them keeps in memory.
 	unpacked atomic.Pointer[[]byte]
@@ -113,6 +120,7 @@ func (p *pack) read() []byte {
 	defer p.mu.Unlock()
 	unpacked := p.unpack()
 	p.unpacked.Store(&unpacked)
+	p.list.add(p)
 	return unpacked
 }
 
@@ -139,18 +147,41 @@ func (p *pack) unpack() []byte {
 	return unpacked
 }
 
-// dropUnread drops the unpacked bytes if there has been no reader since the last call. It reports whether bytes remain.
-func (p *pack) dropUnread() (remain bool) {
+// dropUnread drops the unpacked bytes, and returns true, if there has been no reader since the last call.
+func (p *pack) dropUnread() bool {
 	if p.wasRead.Swap(false) {
-		return p.unpacked.Load() != nil
+		return false
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if unpacked := p.unpacked.Load(); unpacked != nil {
-		p.dropped = weak.Make(&(*unpacked)[0])
-		p.unpacked.Store(nil)
-	}
-	return false
+	p.dropped = weak.Make(&(*p.unpacked.Load())[0])
+	p.unpacked.Store(nil)
+	return true
+}
+
+// unpackedPacks are the packs of a cache whose unpacked bytes are set. Some may belong to no object of the cache any
+// more, but to a snapshot or to a watch that waits for its client.
+type unpackedPacks struct {
+	mu  sync.Mutex
+	all []*pack
+}
+
+func (l *unpackedPacks) add(p *pack) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.all = append(l.all, p)
+}
+
+// dropUnread calls dropUnread of each pack.
+func (l *unpackedPacks) dropUnread() {
+	l.mu.Lock()
+	all := l.all
+	l.all = nil
+	l.mu.Unlock()
+	all = slices.DeleteFunc(all, (*pack).dropUnread)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.all = append(l.all, all...)
 }
 
 // packUnchanged packs the objects that have not changed for packPeriod, and drops unpacked bytes and frames without
@@ -162,6 +193,7 @@ func (c *Cache) packUnchanged(now time.Time) {
 	}
 	upTo := c.packUpTo
 	c.packedAt, c.packUpTo = now, lastSerial.Load()
+	c.unpacked.dropUnread()
 	encoder := sync.OnceValue(newEncoder) // most calls pack nothing, and an encoder has megabytes
 	c.each(func(r *Resource) {
 		items := r.packable(upTo)
@@ -170,9 +202,9 @@ func (c *Cache) packUnchanged(now time.Time) {
 			func(i *Item) *atomic.Pointer[encoding] { return &i.json },
 			func(i *Item) *atomic.Pointer[encoding] { return &i.protobuf },
 		} {
-			p := &packer{upTo: upTo, of: of, encoder: encoder}
+			p := &packer{upTo: upTo, of: of, encoder: encoder, unpacked: &c.unpacked}
 			p.packAll(items)
-			p.dropUnread(items, &sizes)
+			sizes.add(p.live(items))
 		}
 		r.packed.Store(&sizes)
 	})
@@ -181,22 +213,32 @@ func (c *Cache) packUnchanged(now time.Time) {
 // packedSizes are the bytes of a resource's packs: before and after compression, and the unpacked bytes in memory.
 type packedSizes struct{ original, compressed, unpacked int }
 
+func (s *packedSizes) add(live map[*pack]int) {
+	for p := range live {
+		s.original += p.size
+		s.compressed += len(p.compressed)
+		if p.unpacked.Load() != nil {
+			s.unpacked += p.size
+		}
+	}
+}
+
 // packable returns the objects and the objects of the recent events, and drops the frames of the events up to a serial:
 // watches without delay have read them.
 func (r *Resource) packable(upTo uint64) (items []*Item) {
 	r.mu.Lock()
 	events := r.events.All()
-	for _, e := range events {
-		if e.Item.Serial > upTo {
-			break
-		}
-		r.addBytes(-int64(e.dropFrames()))
-	}
 	var objects *Snapshot
 	if r.tree != nil {
 		objects = r.currentSnapshot("")
 	}
 	r.mu.Unlock()
+	for _, e := range events {
+		if e.Item.Serial > upTo {
+			break
+		}
+		e.dropFrames()
+	}
 	if objects != nil {
 		items = make([]*Item, 0, objects.Len()+len(events))
 		objects.Scan("", "", func(i *Item) bool { items = append(items, i); return true })
@@ -218,31 +260,31 @@ func (r *Resource) packable(upTo uint64) (items []*Item) {
 // packer packs an encoding of the objects of a resource: JSON or protobuf.
 type packer struct {
 	// upTo is the serial of the youngest object to pack.
-	upTo    uint64
-	of      func(*Item) *atomic.Pointer[encoding]
-	encoder func() *zstd.Encoder
-	// live has the bytes of each pack that items have. Snapshots and triggers may hold further packs, which stay as
-	// they are.
-	live map[*pack]int
+	upTo     uint64
+	of       func(*Item) *atomic.Pointer[encoding]
+	encoder  func() *zstd.Encoder
+	unpacked *unpackedPacks
 }
 
-// count sets live.
-func (p *packer) count(items []*Item) {
-	p.live = map[*pack]int{}
+// live returns the packs of items, with the bytes that items have of each. Snapshots and watches may have further
+// packs, which stay as they are.
+func (p *packer) live(items []*Item) map[*pack]int {
+	live := map[*pack]int{}
 	for _, i := range items {
 		if e := p.of(i).Load(); e != nil && e.pack != nil {
-			p.live[e.pack] += int(e.size)
+			live[e.pack] += int(e.size)
 		}
 	}
+	return live
 }
 
 func (p *packer) packAll(items []*Item) {
-	p.count(items)
+	p.unpackSparse(items)
 	var group []*Item
 	size := 0
 	for _, i := range items {
 		e := p.of(i).Load()
-		if !p.mayPack(i, e) {
+		if e.len() == 0 || e.pack != nil || e.incompressible || i.Serial > p.upTo {
 			continue
 		}
 		if size+e.len() > packBytes && len(group) > 0 {
@@ -254,57 +296,55 @@ func (p *packer) packAll(items []*Item) {
 	p.packGroup(group, size)
 }
 
-// dropUnread drops the unpacked bytes of the packs without readers, and adds the sizes of all packs.
-func (p *packer) dropUnread(items []*Item, sizes *packedSizes) {
-	p.count(items)
-	for pack := range p.live {
-		sizes.original += pack.size
-		sizes.compressed += len(pack.compressed)
-		if pack.dropUnread() {
-			sizes.unpacked += pack.size
+// unpackSparse gives the objects of sparse packs their own bytes, so that they are packed with others.
+func (p *packer) unpackSparse(items []*Item) {
+	live := p.live(items)
+	sparse := map[*pack][]*Item{}
+	for _, i := range items {
+		if e := p.of(i).Load(); e != nil && e.pack != nil && live[e.pack] < e.pack.size/sparseShare {
+			sparse[e.pack] = append(sparse[e.pack], i)
 		}
 	}
-}
-
-// mayPack reports whether an encoding is to be packed, or packed again because its pack is sparse.
-func (p *packer) mayPack(i *Item, e *encoding) bool {
-	if e.len() == 0 || e.incompressible || i.Serial > p.upTo {
-		return false
+	for pack, remaining := range sparse {
+		_ = deflate.Turn(func() error {
+			unpacked := pack.peek()
+			for _, i := range remaining {
+				p.of(i).Store(ownEncoding(bytes.Clone(p.of(i).Load().of(unpacked))))
+			}
+			return nil
+		})
 	}
-	return e.pack == nil || p.live[e.pack] < e.pack.size/sparseShare
 }
 
-// packGroup packs the encodings of items, which have size bytes.
+// packGroup packs the encodings of items, which have size bytes. It takes a turn, as all compression does.
 func (p *packer) packGroup(items []*Item, size int) {
 	if size < minPackBytes {
 		return
 	}
+	_ = deflate.Turn(func() error { p.compress(items, size); return nil })
+}
+
+func (p *packer) compress(items []*Item, size int) {
 	all := make([]byte, 0, size)
 	encodings := make([]encoding, len(items)) // a single allocation for all
-	var sparse *pack
-	var unpacked []byte // of sparse
 	for n, i := range items {
 		e := p.of(i).Load()
 		encodings[n] = encoding{offset: uint32(len(all)), size: e.size}
-		if e.pack == nil {
-			all = append(all, e.own...)
-			continue
-		}
-		if e.pack != sparse {
-			sparse, unpacked = e.pack, e.pack.peek()
-		}
-		all = append(all, e.of(unpacked)...)
+		all = append(all, e.own...)
 	}
 	compressed := p.encoder().EncodeAll(all, nil)
-	if len(compressed) > size/4*3 {
-		for n, i := range items { // allocations of their own, because an object must not keep its neighbours
-			own := ownEncoding(bytes.Clone(encodings[n].of(all)))
-			own.incompressible = true
-			p.of(i).Store(own)
+	if len(compressed) > size/compressibleShare {
+		for _, i := range items {
+			// Smaller objects may have large neighbours that do not compress. They are packed without them.
+			if e := p.of(i).Load(); e.len() >= size/len(items) {
+				own := ownEncoding(e.own)
+				own.incompressible = true
+				p.of(i).Store(own)
+			}
 		}
 		return
 	}
-	whole := &pack{compressed: bytes.Clone(compressed), size: size} // without unused capacity
+	whole := &pack{compressed: bytes.Clone(compressed), size: size, list: p.unpacked} // without unused capacity
 	for n, i := range items {
 		encodings[n].pack = whole
 		p.of(i).Store(&encodings[n])

@@ -213,6 +213,68 @@ func TestBytesThatAreNotPacked(t *testing.T) {
 	}
 }
 
+// A snapshot of a paged list, or a slow watch, may have packs that no object has any more. Their unpacked bytes are
+// dropped too.
+func TestPacksOfASnapshot(t *testing.T) {
+	p := loadPacking(t, 200, func(i int) []byte { return text(i, 1000) })
+	p.next()
+	old := p.items()
+	p.Apply(reset(1000)) // drops the objects and events
+	old[0].JSON()
+	if len(p.unpacked.all) != 1 {
+		t.Fatalf("%d packs are unpacked", len(p.unpacked.all))
+	}
+	p.next()
+	p.next()
+	if e := old[0].json.Load(); e.pack.unpacked.Load() != nil || len(p.unpacked.all) != 0 {
+		t.Error("a pack without readers is unpacked")
+	}
+}
+
+// Few objects that remain in a pack do not keep it in memory.
+func TestFewObjectsKeepNoPack(t *testing.T) {
+	p := loadPacking(t, 200, func(i int) []byte { return text(i, 1000) })
+	p.next()
+	for i := range 195 {
+		p.Apply(event(logv1.Type_TYPE_DELETED, int64(i)+2, fmt.Sprintf("p%04d", i)))
+	}
+	p.next()
+	for i, item := range p.items() {
+		if item.json.Load().pack != nil || !bytes.Equal(item.JSON(), text(195+i, 1000)) {
+			t.Errorf("object %d is in a pack, or is %s", i, item.JSON())
+		}
+	}
+}
+
+// A large object that does not compress keeps no small neighbour from being packed.
+func TestALargeRandomNeighbour(t *testing.T) {
+	p := loadPacking(t, 50, func(i int) []byte {
+		if i != 20 {
+			return text(i, 1000)
+		}
+		data := make([]byte, 90_000)
+		r := rand.New(rand.NewPCG(1, 1))
+		for n := range data {
+			data[n] = byte(r.Uint32())
+		}
+		return data
+	})
+	for range 3 {
+		p.next()
+	}
+	packed := 0
+	for i, item := range p.items() {
+		if e := item.json.Load(); e.pack != nil {
+			packed++
+		} else if e.incompressible != (i == 20) {
+			t.Errorf("object %d is incompressible: %v", i, e.incompressible)
+		}
+	}
+	if packed != 49 {
+		t.Errorf("%d objects are packed", packed)
+	}
+}
+
 // The objects of recent events are packed too, and the frames of old events are dropped. Readers of the events read the
 // same bytes.
 func TestRecentEventsArePacked(t *testing.T) {
