@@ -119,8 +119,10 @@ func (p *pack) read() []byte {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	unpacked := p.unpack()
-	p.unpacked.Store(&unpacked)
-	p.list.add(p)
+	if p.unpacked.Load() == nil { // otherwise another reader has unpacked them meanwhile
+		p.unpacked.Store(&unpacked)
+		p.list.add(p)
+	}
 	return unpacked
 }
 
@@ -309,7 +311,9 @@ func (p *packer) unpackSparse(items []*Item) {
 		_ = deflate.Turn(func() error {
 			unpacked := pack.peek()
 			for _, i := range remaining {
-				p.of(i).Store(ownEncoding(bytes.Clone(p.of(i).Load().of(unpacked))))
+				if e := p.of(i).Load(); e.pack == pack {
+					p.of(i).Store(ownEncoding(bytes.Clone(e.of(unpacked))))
+				}
 			}
 			return nil
 		})

@@ -231,6 +231,29 @@ func TestPacksOfASnapshot(t *testing.T) {
 	}
 }
 
+// Concurrent readers unpack a pack once, and its bytes are dropped once.
+func TestConcurrentReadersOfAPack(t *testing.T) {
+	for range 200 {
+		p := loadPacking(t, 20, func(i int) []byte { return text(i, 1000) })
+		p.next()
+		items := p.items()
+		var wg sync.WaitGroup
+		for _, i := range items {
+			wg.Go(func() { i.JSON() })
+		}
+		wg.Wait()
+		if n := len(p.unpacked.all); n != 1 {
+			t.Fatalf("the list of unpacked packs has %d", n)
+		}
+		for range 3 {
+			p.next()
+		}
+		if n := len(p.unpacked.all); n != 0 {
+			t.Fatalf("the list of unpacked packs has %d", n)
+		}
+	}
+}
+
 // Few objects that remain in a pack do not keep it in memory.
 func TestFewObjectsKeepNoPack(t *testing.T) {
 	p := loadPacking(t, 200, func(i int) []byte { return text(i, 1000) })
