@@ -17,6 +17,7 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -59,17 +60,42 @@ func FreePort(t testing.TB) int {
 }
 
 // UnusedPort returns a port without a listener. The port is below ip_local_port_range and the node ports, so no
-// connection takes it before the caller listens.
+// connection takes it before the caller listens. No other call returns it, in this process and in other tests that run
+// meanwhile.
 func UnusedPort() (int, error) {
 	const lowest, highest = 12000, 29999
 	for range 1000 {
 		port := lowest + rand.IntN(highest-lowest)
+		if !reserve(port) {
+			continue
+		}
 		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
 			l.Close()
 			return port, nil
 		}
 	}
 	return 0, errors.New("no port is free")
+}
+
+// reserved has the locked files of the ports that this process has reserved. The end of the process unlocks them.
+var reserved sync.Map
+
+// reserve reserves a port for this process, and reports whether no process had reserved it.
+func reserve(port int) bool {
+	dir := filepath.Join(os.TempDir(), "watershed-test-ports")
+	if os.MkdirAll(dir, 0o700) != nil {
+		return true
+	}
+	file, err := os.OpenFile(filepath.Join(dir, strconv.Itoa(port)), os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return true // the directory is another user's
+	}
+	if syscall.Flock(int(file.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) != nil {
+		file.Close()
+		return false
+	}
+	reserved.Store(port, file)
+	return true
 }
 
 // Server is a running API server: Watershed or kube-apiserver.
