@@ -165,7 +165,8 @@ func (s *Service) Run(ctx context.Context) error {
 	return err
 }
 
-// sweep periodically drops resources without readers, expired list snapshots, idle encodings and idle backfills.
+// sweep periodically drops resources without readers, expired list snapshots, idle encodings and idle backfills. It
+// packs unchanged objects.
 func (s *Service) sweep(ctx context.Context) {
 	period := 10 * time.Second // frames grow the rings between events, so sweep trims them even if no resource is idle
 	if s.config.IdleTimeout > 0 {

@@ -197,11 +197,9 @@ func (d *frameCache) get(ctx context.Context, key any, build func(context.Contex
 		if m.key != key || m.waiters == 0 {
 			continue
 		}
-		select {
-		case <-m.done:
+		if m.isDone() {
 			d.mu.Unlock()
 			return m.bytes, m.err
-		default:
 		}
 		m.waiters++
 		d.mu.Unlock()
@@ -242,10 +240,8 @@ func (d *frameCache) get(ctx context.Context, key any, build func(context.Contex
 func (d *frameCache) leave(m *cachedFrame) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	select {
-	case <-m.done:
+	if m.isDone() {
 		return
-	default:
 	}
 	if m.waiters--; m.waiters == 0 {
 		m.cancel()

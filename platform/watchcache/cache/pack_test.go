@@ -347,7 +347,7 @@ func TestRecentEventsArePacked(t *testing.T) {
 	}
 }
 
-// Sweep packs objects without a change for two of its periods, also in a cache of events only.
+// Sweep packs objects without a change for two of its periods, also in a cache of events only. The time is virtual.
 func TestSweepPacks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for name, c := range map[string]*Cache{"with objects": New(1<<20, 0), "events only": NewEvents(1 << 20)} {

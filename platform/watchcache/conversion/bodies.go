@@ -6,37 +6,32 @@ import (
 	"watershed.dev/platform/watchcache/query"
 )
 
-// The bodies of a list are read from the items when they are sent, because the items may be packed. A list from cached
-// compressed runs reads none.
+// stored are the items of a list. Their bodies are read when they are sent, because the items may be packed.
+type stored []*cache.Item
+
+// Len implements frame.Bodies.
+func (s stored) Len() int { return len(s) }
+
+// The bodies that need no bytes of their items before they are sent.
 type (
-	jsonBodies     []*cache.Item
-	protobufBodies []*cache.Item
+	jsonBodies     struct{ stored }
+	protobufBodies struct{ stored }
 	// metadataBodies are the JSON up to the end of the metadata. All ends are known.
-	metadataBodies []*cache.Item
-	// noBodies is a number of empty bodies.
-	noBodies int
+	metadataBodies struct{ stored }
 )
 
-func (b noBodies) Len() int       { return int(b) }
-func (noBodies) Size(int) int     { return 0 }
-func (noBodies) Bytes(int) []byte { return nil }
+func (b jsonBodies) Size(n int) int     { return b.stored[n].JSONSize() }
+func (b jsonBodies) Bytes(n int) []byte { return b.stored[n].JSON() }
 
-func (b jsonBodies) Len() int           { return len(b) }
-func (b jsonBodies) Size(n int) int     { return b[n].JSONSize() }
-func (b jsonBodies) Bytes(n int) []byte { return b[n].JSON() }
-
-func (b protobufBodies) Len() int           { return len(b) }
-func (b protobufBodies) Size(n int) int     { return b[n].ProtobufSize() }
-func (b protobufBodies) Bytes(n int) []byte { return b[n].Protobuf() }
-
-func (b metadataBodies) Len() int { return len(b) }
+func (b protobufBodies) Size(n int) int     { return b.stored[n].ProtobufSize() }
+func (b protobufBodies) Bytes(n int) []byte { return b.stored[n].Protobuf() }
 
 func (b metadataBodies) Size(n int) int {
-	end, _ := b[n].MetadataEnd() // metadataOf has returned the error
+	end, _ := b.stored[n].MetadataEnd() // metadataOf has returned the error
 	return end
 }
 
-func (b metadataBodies) Bytes(n int) []byte { return b[n].JSON()[:b.Size(n)] }
+func (b metadataBodies) Bytes(n int) []byte { return b.stored[n].JSON()[:b.Size(n)] }
 
 // bodiesOf returns the items' own bytes in q's encoding.
 func bodiesOf(q *query.Query, items []*cache.Item) (frame.Bodies, error) {
@@ -44,34 +39,32 @@ func bodiesOf(q *query.Query, items []*cache.Item) (frame.Bodies, error) {
 	case q.Encoding.Partial && !q.Encoding.Protobuf:
 		return metadataOf(q, items)
 	case !q.Encoding.Protobuf:
-		return jsonBodies(items), nil
+		return jsonBodies{items}, nil
 	case !q.Encoding.Partial:
-		return protobufBodies(items), nil
+		return protobufBodies{items}, nil
 	}
-	var err error
-	bodies := make(frame.Slices, len(items))
-	for i, item := range items {
-		if bodies[i], err = q.Encoding.Item(item.Protobuf()); err != nil {
-			return nil, err
-		}
-	}
-	return bodies, nil
+	return readAll(items, func(i *cache.Item) ([]byte, error) { return q.Encoding.Item(i.Protobuf()) })
 }
 
 // metadataOf returns the items' JSON up to the end of their metadata.
 func metadataOf(q *query.Query, items []*cache.Item) (frame.Bodies, error) {
-	var err error
-	if q.Encoding.OmitAnnotation == "" {
-		for _, i := range items {
-			if _, err = i.MetadataEnd(); err != nil {
-				return nil, err
-			}
-		}
-		return metadataBodies(items), nil
+	if q.Encoding.OmitAnnotation != "" {
+		return readAll(items, q.ThroughMetadata)
 	}
+	for _, i := range items {
+		if _, err := i.MetadataEnd(); err != nil {
+			return nil, err
+		}
+	}
+	return metadataBodies{items}, nil
+}
+
+// readAll returns the bodies that read returns.
+func readAll(items []*cache.Item, read func(*cache.Item) ([]byte, error)) (frame.Bodies, error) {
+	var err error
 	bodies := make(frame.Slices, len(items))
 	for n, i := range items {
-		if bodies[n], err = q.ThroughMetadata(i); err != nil {
+		if bodies[n], err = read(i); err != nil {
 			return nil, err
 		}
 	}

@@ -123,7 +123,7 @@ func renderRows(q *query.Query, items []*cache.Item, rows []*encoding, columns u
 	out := &Rows{
 		Items: frame.Items{
 			Heads:  make([][]byte, len(items)),
-			Bodies: noBodies(len(items)),
+			Bodies: make(frame.Slices, len(items)),
 			Tail:   q.RowTail(),
 		},
 		Columns: []byte(columns.Value()),
