@@ -19,6 +19,7 @@ import (
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/pki"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -212,9 +213,18 @@ func TestNATSIsByAllowLists(t *testing.T) {
 	if _, err := requests.NextMsg(5 * time.Second); err != nil {
 		t.Errorf("watchfanout may not ask how far the publisher is: %v", err)
 	}
+	if _, err := eventlog.Main.ServeObservedEnd(registry, func() core.LogEnd {
+		return core.LogEnd{Last: core.ID{Revision: 12}}
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if ends, err := eventlog.Main.ObservedEnds(t.Context(), n.js.Conn()); err != nil || len(ends) != 1 ||
+		ends[0].Last.Revision != 12 {
+		t.Errorf("a registry cannot ask another for the end that it has read: %v, %v", ends, err)
+	}
 	next := int64(100)
 	for _, subject := range []string{">", "_INBOX.>", "_INBOX_registry.>", "_INBOX_watchfanout.>", "watershed.event.>",
-		eventlog.ProgressRequestSubject, eventlog.TraceContextSubject, "$JS.API.>", "_R_.>"} {
+		eventlog.ProgressRequestSubject, eventlog.TraceContextSubject, "watershed.end.request", "$JS.API.>", "_R_.>"} {
 		sub, err := reader.SubscribeSync(subject)
 		if err == nil {
 			err = reader.Flush()
@@ -340,6 +350,7 @@ func TestAStolenKeyOfWatchfanoutChangesNothing(t *testing.T) {
 	}
 	replies := []string{"watershed.progress", "watershed.event.pods", "watershed.stored.watershed.event.pods",
 		"_INBOX_registry.x", "_INBOX_watchfanout.x", eventlog.TraceContextSubject, eventlog.ProgressRequestSubject,
+		"watershed.end.request",
 		"$JS.API.STREAM.DELETE.watershed", "$JS.ACK.watershed.c1.1.1.1.1.0", "_R_.x"}
 	for _, subject := range append(slices.Clone(replies), apis...) {
 		for _, reply := range replies {

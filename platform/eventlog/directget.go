@@ -80,14 +80,14 @@ func (d DirectGetReader) Messages(ctx context.Context, r *logv1.ReadRequest, eac
 			return err
 		}
 		switch {
-		case filtered && (now.State.FirstSeq > through+1 || !now.Created.Equal(begun.Created)):
+		case !now.Created.Equal(begun.Created):
+			return errAnotherStream
+		case filtered && now.State.FirstSeq > through+1:
 			return ErrExpired // messages of the resource may have expired
 		case filtered && hasHole(now.State):
 			if lost, err := d.lacksAfter(ctx, from); err != nil || lost {
 				return cmp.Or(err, ErrExpired) // a lost message may be of the resource
 			}
-		case !now.Created.Equal(begun.Created):
-			return errAnotherStream
 		}
 		chunk := &logv1.Chunk{Created: now.Created.UnixNano(), Last: now.State.LastSeq}
 		through = merge(cursors, chunk)
@@ -273,11 +273,17 @@ func sequenceOf(m *nats.Msg) (uint64, error) {
 	return strconv.ParseUint(m.Header.Get(jetstream.SequenceHeader), 10, 64)
 }
 
+// errNewStream means that the publisher has created the stream, and not begun the log yet.
+var errNewStream = errors.New("the event log's stream is new")
+
 // startAfter returns the sequence of a message before which every message is of the revision after, or older. It
 // returns ErrExpired if the stream no longer holds such a message.
 func (d DirectGetReader) startAfter(ctx context.Context, state jetstream.StreamState, after int64) (uint64, error) {
 	first, last := state.FirstSeq, state.LastSeq
-	if state.Msgs == 0 {
+	switch {
+	case last == 0:
+		return 0, errNewStream
+	case state.Msgs == 0:
 		return 0, ErrExpired
 	}
 	before, err := d.revisionBefore(ctx, first)

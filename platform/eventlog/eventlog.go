@@ -42,6 +42,8 @@ const (
 	// ProgressRequestSubject is the subject on which a reader requests progress from the publisher, if it waits for a
 	// revision.
 	ProgressRequestSubject = "watershed.progress.request"
+	// endRequestSubject is the subject on which the publisher requests the ends of the log that registries have read.
+	endRequestSubject = "watershed.end.request"
 )
 
 // Inbox returns the inbox prefix of a client. Only that client may subscribe to it.

@@ -20,7 +20,8 @@ const replayPause = 100 * time.Millisecond
 //
 // Replay returns ErrExpired at a reset in the log, at another epoch, or if retention may have passed the reading
 // position. The events before that are complete and have no gap. Replay calls each only for events whose order is
-// certain, so it lags a little behind the log. each must be fast.
+// certain, so it lags a little behind the log. each must be fast. Another error, for example of a recreated stream,
+// does not mean that the log lacks events: Replay can be called again after the last complete revision.
 func Replay(ctx context.Context, stream StreamReader, storedAs string, after int64, epoch string,
 	each func(*logv1.Event) (bool, error)) error {
 	r := core.NewReplay(after, epoch)

@@ -66,8 +66,9 @@ func (s *Service) newEtcdLog(etcd *storage.Etcd) *etcdLog {
 	return l
 }
 
-// beforeApply updates the caches of objects by a message of the log, before the watch cache applies the message.
+// beforeApply records an event of the log, and updates the caches of objects by it, before the watch cache applies it.
 func (l *etcdLog) beforeApply(e *logv1.Event) {
+	l.publisher.Observe(e)
 	resources := l.service.resources
 	// Revisions before and after a change of epoch cannot be compared.
 	if epoch := l.watchCache.Epoch(); e.Epoch != "" && epoch != "" && e.Epoch != epoch {

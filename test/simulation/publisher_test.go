@@ -3,6 +3,7 @@ package simulation
 import (
 	"context"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -23,20 +24,24 @@ type publisher struct {
 	etcd     *etcd
 	core     core.Publisher
 	terms    int
+	mu       sync.Mutex
+	observer core.Observer
 }
 
 // run publishes term after term while the publisher is the leader, until ctx is done.
 func (p *publisher) run(ctx context.Context) {
+	var reader sync.WaitGroup
+	defer reader.Wait()
+	reader.Go(func() {
+		_ = eventlog.Main.Read(ctx, p.nc, eventlog.DirectGetReader{JS: p.js}, p.observe)
+	})
 	elected := false
 	for ctx.Err() == nil {
 		p.etcd.mu.Lock()
 		leader := p.etcd.leader == p.identity
 		p.etcd.mu.Unlock()
-		switch {
-		case leader && !elected:
+		if leader && !elected {
 			p.core.Elected()
-		case !leader:
-			p.core.OtherLeader()
 		}
 		if elected = leader; leader {
 			p.term(ctx)
@@ -46,6 +51,21 @@ func (p *publisher) run(ctx context.Context) {
 		case <-time.After(50 * time.Millisecond):
 		}
 	}
+}
+
+// observe records an event of the log, as a registry that reads the log does.
+func (p *publisher) observe(e *logv1.Event) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.observer.Observe(e, keyOf(e))
+	return nil
+}
+
+// observed returns the end of the log that the publisher has read.
+func (p *publisher) observed() core.LogEnd {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.observer.End()
 }
 
 // term runs a term, and ends with its error. It notices a lost election after a second.
@@ -105,6 +125,8 @@ func (t *term) perform(ctx context.Context) error {
 		return err
 	case core.ReadEtcd:
 		t.EtcdRead(t.etcd.state(r.Event))
+	case core.ReadObservers:
+		t.ObserversRead([]core.LogEnd{t.observed()})
 	case core.WriteEpoch:
 		revision, err := t.etcd.writeEpoch(t.identity, r.Epoch, r.After)
 		if err != nil {

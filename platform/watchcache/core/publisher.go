@@ -22,8 +22,8 @@ import (
 //	epoch ── Rotate ──▶ same epoch, next token
 //	epoch ── next term, continuesEpoch: resume ──▶ same epoch, log continues
 //	epoch ── next revision compacted: reset ──▶ same epoch, log reset after a later revision
-//	epoch ── log lost, matchesCheckpoint: refill ──▶ same epoch, log filled from etcd's history
-//	epoch ── log lost, checkpoint differs: startEpoch ──▶ another epoch, log begins at etcd's revision
+//	epoch ── log lost, etcd continues what a registry has read: refill ──▶ same epoch, log filled from etcd's history
+//	epoch ── log lost, otherwise: startEpoch ──▶ another epoch, log begins at etcd's revision
 //	epoch ── etcd restored, token or last event differ: startEpoch ──▶ another epoch, log begins at etcd's revision
 type Epoch struct {
 	ID    string `json:"id"`
@@ -40,7 +40,7 @@ type EtcdEvent struct {
 	Deleted  bool
 }
 
-// LogEnd is the end of the log.
+// LogEnd is the end of the log, as JetStream holds it or as an Observer has read it.
 type LogEnd struct {
 	// Empty is true if the log has no message. Last is then not set.
 	Empty bool
@@ -51,6 +51,41 @@ type LogEnd struct {
 	Progress *logv1.Event
 	// Event is the last event of the log's history, without a key if the last messages hold none that can be checked.
 	Event EtcdEvent
+}
+
+// Observer remembers the end of the log that a registry has read. If the log is lost, this end replaces the log's: a
+// publisher compares etcd with it. The zero value has read nothing.
+type Observer struct {
+	epoch string
+	end   LogEnd
+}
+
+// Observe records the next event. key is the etcd key of the event's object; empty: unknown. A refilled log repeats
+// events. These do not move the end.
+func (o *Observer) Observe(e *logv1.Event, key string) {
+	if e.Epoch == "" { // the reader has found a gap
+		return
+	}
+	if e.Epoch != o.epoch {
+		*o = Observer{epoch: e.Epoch}
+	}
+	if e.StorageResource == "" {
+		o.end.Progress = e
+	}
+	if e.Revision < o.end.Last.Revision {
+		return
+	}
+	o.end.Last = IDOf(e, "")
+	if IsChange(e) && key != "" {
+		o.end.Event = EtcdEvent{key, e.Revision, e.Type == logv1.Type_TYPE_DELETED}
+	}
+}
+
+// End returns the end of the log. It is empty without a progress message, which has the fencing token.
+func (o *Observer) End() LogEnd {
+	end := o.end
+	end.Empty = end.Progress == nil
+	return end
 }
 
 // ReadBack reads an event, from the end of the log backwards, until Event is found. It returns false if it needs no
@@ -79,24 +114,13 @@ type Publisher struct {
 	// Published is the revision up to which the log is complete. 0: unknown.
 	Published int64
 
-	checkpoint   checkpoint
+	// appended is the end of the log that this publisher has appended. Its observer may have read less.
+	appended     Observer
 	acknowledged int // counts the acknowledgements
 	// failingSince is when the first term failed after acknowledgedThen acknowledgements. Zero: none has.
 	failingSince     time.Time
 	acknowledgedThen int
 }
-
-// checkpoint is the state that a publisher last published, independent of the log. It holds the epoch's record with its
-// mod revision, the last published revision, and the last event. It is the proof that etcd is unchanged if the log is
-// lost.
-type checkpoint struct {
-	epoch                 Epoch
-	modRevision, revision int64
-	last                  EtcdEvent
-}
-
-// OtherLeader clears the checkpoint: another publisher is elected, and etcd may lose events that it publishes.
-func (p *Publisher) OtherLeader() { p.checkpoint = checkpoint{} }
 
 // Elected restarts the clock of TermFailed: the publisher leads from now on.
 func (p *Publisher) Elected() { p.failingSince = time.Time{} }
@@ -135,19 +159,13 @@ func continuesEpoch(log *LogEnd, etcd EtcdState) string {
 	return ""
 }
 
-// matchesCheckpoint checks that etcd is a later state of the etcd that this publisher published last. It returns the
-// reason why it is not. The record proves that no other publisher has published since. A publisher without a lease does
-// not write the record, so OtherLeader clears the checkpoint if another publisher subscribes. The last event proves
-// that etcd was not restored.
-func (p *Publisher) matchesCheckpoint(etcd EtcdState) string {
-	m := p.checkpoint
-	switch {
-	case etcd.Epoch != m.epoch || etcd.ModRevision != m.modRevision || etcd.Epoch.Since == 0:
-		return "the log was lost, and another publisher wrote the epoch last"
-	case etcd.Revision < m.revision:
-		return fmt.Sprintf("etcd is at revision %d, and was at %d before", etcd.Revision, m.revision)
-	case m.last.Key != "" && !etcd.HasEvent:
-		return "etcd does not hold the last published event"
+// furthest returns the end of an epoch with the highest revision, the last of equals. It is empty if there is none.
+func furthest(ends []LogEnd, epoch string) LogEnd {
+	best := LogEnd{Empty: true}
+	for _, end := range ends {
+		if !end.Empty && end.Progress.GetEpoch() == epoch && end.Last.Revision >= best.Last.Revision {
+			best = end
+		}
 	}
-	return ""
+	return best
 }

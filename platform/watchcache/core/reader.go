@@ -106,11 +106,16 @@ type Replay struct {
 // NewReplay returns a replay of the events after a revision of an epoch.
 func NewReplay(after int64, epoch string) *Replay { return &Replay{after: after, epoch: epoch} }
 
-// Chunk moves the replay over a chunk, before its events. It returns ErrExpired if the stream is another, or has lost
-// its end.
+// Chunk moves the replay over a chunk, before its events. It returns ErrMissed if the stream is another, or has lost
+// its end. Another replay then continues after the last revision: a log of the same epoch has the events again, or
+// begins later. A replay without an epoch cannot continue, and Chunk returns ErrExpired.
 func (r *Replay) Chunk(c *logv1.Chunk) error {
-	if r.created != 0 && (c.Created != r.created || c.Last < r.Through) {
+	switch {
+	case r.created == 0, c.Created == r.created && c.Last >= r.Through:
+	case r.epoch == "":
 		return ErrExpired
+	default:
+		return ErrMissed
 	}
 	r.created, r.Through = c.Created, c.Through
 	return nil

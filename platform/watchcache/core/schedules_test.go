@@ -98,8 +98,10 @@ func (s *schedule) step() {
 		if len(s.flights) > 0 {
 			s.fly(s.flights[s.rng.IntN(len(s.flights))])
 		}
-	case n < 62:
+	case n < 58:
 		s.read(s.replicas[s.rng.IntN(len(s.replicas))])
+	case n < 62:
+		s.read(s.somePublisher().reader)
 	case n < 92:
 		s.serve()
 	default:
@@ -261,7 +263,7 @@ func (s *schedule) fault() {
 	w, p := s.world, s.somePublisher()
 	r := s.replicas[s.rng.IntN(len(s.replicas))]
 	n := s.rng.IntN(17)
-	if (n >= 8 && n <= 12 || n == 14) && !s.noticed() {
+	if (n == 0 || n >= 8 && n <= 12 || n == 14) && !s.noticed() {
 		return
 	}
 	switch n {
@@ -318,8 +320,10 @@ func (s *schedule) fault() {
 			s.recreate()
 		}
 	case 12:
-		if s.restores && s.chance(50) {
-			s.tryRestore()
+		for range 4 {
+			if s.restores && s.chance(50) && s.noticed() {
+				s.tryRestore()
+			}
 		}
 	case 13:
 		r.restart(w)
@@ -347,8 +351,9 @@ func (s *schedule) fault() {
 	}
 }
 
-// noticed returns whether a publisher has noticed that etcd was restored. Until then the log loses nothing, and etcd is
-// not compacted. Both could hide the restore: the publisher could not compare the log's last event with etcd.
+// noticed returns whether a publisher has noticed that etcd was restored. Until then the log and the observers lose
+// nothing, and etcd is not compacted. Each could hide the restore: the publisher could not compare the log's last event
+// with etcd.
 func (s *schedule) noticed() bool {
 	for _, generation := range s.gateway.epochs {
 		if generation == s.etcd.generation {
@@ -359,26 +364,33 @@ func (s *schedule) noticed() bool {
 }
 
 // tryRestore restores etcd to a revision, if a publisher can find out: the restored etcd has another token than the
-// log, or lacks its last event. It differs from each checkpoint too.
+// log, or lacks its last event. If the log is lost too, the end that the observers have read replaces the log's end.
 func (s *schedule) tryRestore() {
 	to := s.etcd.revision() - 1 - int64(s.rng.IntN(8))
 	if to < s.etcd.compacted {
 		return
 	}
-	if s.chance(30) { // the log is lost with etcd
-		s.recreate()
+	lost := s.chance(50) // the log is lost with etcd
+	record, _ := s.etcd.recordAt(to)
+	ends := []LogEnd{s.log.end()}
+	if ends[0].Empty || lost { // the end that each publisher finds
+		observed := LogEnd{Empty: true}
+		for _, p := range s.publishers {
+			observed = further(observed, p.reader.observer.End(), record.ID)
+		}
+		ends = nil
+		for _, p := range s.publishers {
+			ends = append(ends, further(p.core.appended.End(), observed, record.ID))
+		}
 	}
-	record, modRevision := s.etcd.recordAt(to)
-	end := s.log.end()
-	if p := end.Progress; !end.Empty && end.Event.Revision <= to && (p == nil || p.Epoch == record.ID &&
-		(p.FencingToken == record.Token || p.NextFencingToken == record.Token)) {
-		return
-	}
-	for _, p := range s.publishers {
-		m := p.core.checkpoint
-		if m.epoch.ID != "" && m.last.Revision <= to && m.epoch == record && m.modRevision == modRevision {
+	for _, end := range ends {
+		if p := end.Progress; !end.Empty && end.Event.Revision <= to && (p == nil || p.Epoch == record.ID &&
+			(p.FencingToken == record.Token || p.NextFencingToken == record.Token)) {
 			return
 		}
+	}
+	if lost {
+		s.recreate()
 	}
 	s.restore(to)
 	for _, c := range s.gateway.clients { // a resourceVersion of another epoch is not recognized
@@ -386,6 +398,15 @@ func (s *schedule) tryRestore() {
 			c.close(s.world, "its list is of another epoch")
 		}
 	}
+}
+
+// further returns b if it reaches as far as a in an epoch.
+func further(a, b LogEnd, epoch string) LogEnd {
+	if !b.Empty && b.Progress.Epoch == epoch &&
+		(a.Empty || a.Progress.Epoch != epoch || b.Last.Revision >= a.Last.Revision) {
+		return b
+	}
+	return a
 }
 
 // heal ends all faults and lets every part continue until all are current.

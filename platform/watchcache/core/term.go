@@ -2,6 +2,7 @@ package core
 
 import (
 	"errors"
+	"slices"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
@@ -15,6 +16,8 @@ const (
 	ReadLog Op = iota
 	// ReadEtcd reads the epoch's record, and then whether etcd has Event: EtcdRead.
 	ReadEtcd
+	// ReadObservers reads the ends of the log that the registries have read: ObserversRead. Epoch is etcd's.
+	ReadObservers
 	// WriteEpoch writes Epoch if the publisher is still elected and the record's mod revision is still After:
 	// Answer. A delayed write of an earlier term therefore changes nothing. Unwritten, if etcd has no space.
 	WriteEpoch
@@ -45,15 +48,15 @@ type Request struct {
 // Term is an attempt to publish. It begins at the end of the log and ends with the first error:
 //
 //	ReadLog ──▶ ReadEtcd ──▶ resume ─────────────────────▶ WatchEtcd ──▶ End
-//	                     ├─▶ refill ────── reset ────────▶    │           ▲
-//	                     └─▶ startEpoch ── reset ────────▶    │           │
-//	                                       etcd compacted ────┴── reset ──┘
+//	            │      ▲ ├─▶ refill ────── reset ────────▶    │           ▲
+//	   log lost ▼      │ └─▶ startEpoch ── reset ────────▶    │           │
+//	        ReadObservers                  etcd compacted ────┴── reset ──┘
 //
 // The term decides how to continue the log:
 //
 //	log has messages, etcd in the same epoch      resume: continue after the last message
 //	log has messages, otherwise                   startEpoch: begin at etcd's revision
-//	log lost, etcd proved unchanged               refill: begin with etcd's history
+//	log lost, etcd continues what registries read refill: begin with etcd's history
 //	log lost, otherwise                           startEpoch: begin at etcd's revision
 //	no log and no record, such as a cluster
 //	that kube-apiserver served                    startEpoch: begin with etcd's history
@@ -71,8 +74,10 @@ type Term struct {
 	entries   []LogEntry
 	// then continues the term after the answer to its request.
 	then func(revision int64)
-	// log is the end of the log when the term began.
+	// log is the end of the log when the term began. If the log was lost, it is the end that the registries have read.
 	log LogEnd
+	// lost: the log has no message. The term then asks the observers. observed: an observer has read a log.
+	lost, asked, observed bool
 	// fresh is the record of a new epoch, if the term starts it.
 	fresh Epoch
 	// epoch is the record as this publisher read or wrote it. modRevision is its mod revision.
@@ -104,31 +109,44 @@ func (t *Term) TakeEntries() []LogEntry {
 // LogRead answers ReadLog.
 func (t *Term) LogRead(log LogEnd) {
 	t.log, t.chain.Last, t.chain.begin = log, log.Last, log.Sequence
+	t.lost = log.Empty
 	t.Request = Request{Op: ReadEtcd, Event: log.Event}
-	if log.Empty {
-		t.Request.Event = t.publisher.checkpoint.last
-	}
 }
 
-// EtcdRead answers ReadEtcd: the term decides how to continue the log.
+// ObserversRead answers ReadObservers.
+func (t *Term) ObserversRead(ends []LogEnd) {
+	ends = append([]LogEnd{t.publisher.appended.End()}, ends...)
+	t.observed = slices.ContainsFunc(ends, func(end LogEnd) bool { return !end.Empty })
+	t.log = furthest(ends, t.Request.Epoch.ID)
+	t.Request = Request{Op: ReadEtcd, Event: t.log.Event}
+}
+
+// EtcdRead answers ReadEtcd: the term decides how to continue the log. If the log is lost, it reads the observers
+// first.
 func (t *Term) EtcdRead(etcd EtcdState) {
+	if t.lost && !t.asked {
+		t.asked, t.Request = true, Request{Op: ReadObservers, Epoch: etcd.Epoch}
+		return
+	}
 	t.epoch, t.modRevision, t.nextToken = etcd.Epoch, etcd.ModRevision, t.log.Progress.GetNextFencingToken()
-	t.Reason = "etcd has no epoch"
 	switch {
+	case t.lost && etcd.Epoch.ID != "" && etcd.Epoch.Since == 0: // older releases did not write it
+		t.Reason = "the log was lost, and the first revision of etcd's epoch is unknown"
 	case !t.log.Empty:
 		t.Reason = continuesEpoch(&t.log, etcd)
-	case etcd.Epoch.ID != "":
-		t.Reason = t.publisher.matchesCheckpoint(etcd)
+	case etcd.Epoch.ID == "":
+		t.Reason = "etcd has no epoch"
+	default:
+		t.Reason = "the log was lost, and no registry has read the log of etcd's epoch"
 	}
 	switch same := t.Reason == "" && etcd.Epoch.ID != ""; {
-	case same && !t.log.Empty:
+	case same && !t.lost:
 		t.resume(etcd)
 	case same:
 		t.refill(etcd)
 	default:
 		// clients may hold revisions of an earlier epoch
-		otherEpoch := !t.log.Empty || etcd.ModRevision != 0 || t.publisher.checkpoint.epoch.ID != ""
-		t.startEpoch(etcd, otherEpoch)
+		t.startEpoch(etcd, !t.lost || t.observed || etcd.ModRevision != 0)
 	}
 }
 
@@ -140,17 +158,13 @@ func (t *Term) resume(etcd EtcdState) {
 		e.Since = t.chain.Last.Revision
 	}
 	// Writing the record again invalidates the pending transactions of an earlier term.
-	t.writeEpoch(e, func(int64) {
-		t.publisher.checkpoint = checkpoint{epoch: t.epoch, modRevision: t.modRevision, revision: t.chain.Last.Revision}
-		t.watch()
-	})
+	t.writeEpoch(e, func(int64) { t.watch() })
 }
 
 // refill begins a new log of the same epoch with the history that etcd still has, because the old log was lost.
 func (t *Term) refill(etcd EtcdState) {
 	t.Decision, t.Reason = "is refilled from etcd", "the log was lost, and etcd is unchanged"
 	t.writeEpoch(etcd.Epoch, func(revision int64) {
-		t.publisher.checkpoint.modRevision = revision
 		t.await(Request{Op: ReadOldest, Revision: max(revision, etcd.Revision)}, func(oldest int64) {
 			t.restart(max(oldest, t.epoch.Since))
 		})
@@ -164,10 +178,7 @@ func (t *Term) startEpoch(etcd EtcdState, otherEpoch bool) {
 	e := t.fresh
 	begin := func(since int64) {
 		e.Since = since
-		t.writeEpoch(e, func(int64) {
-			t.publisher.checkpoint = checkpoint{epoch: e, modRevision: t.modRevision}
-			t.restart(since)
-		})
+		t.writeEpoch(e, func(int64) { t.restart(since) })
 	}
 	t.writeEpoch(e, func(revision int64) { // the write returns the revision that Since needs
 		if otherEpoch {
@@ -258,6 +269,7 @@ func (t *Term) append(e *logv1.Event) error {
 	m, err := t.chain.Append(t.stamp(e))
 	if err == nil {
 		t.entries = append(t.entries, m)
+		t.publisher.appended.Observe(e, "")
 	}
 	return err
 }
@@ -294,7 +306,6 @@ func (t *Term) Rotate(next string) {
 		e := t.epoch
 		e.Token = next
 		t.writeEpoch(e, func(int64) {
-			t.publisher.checkpoint.epoch, t.publisher.checkpoint.modRevision = t.epoch, t.modRevision
 			t.appendControl(&logv1.Event{Revision: t.chain.Last.Revision})
 			t.await(watch, nil)
 		})

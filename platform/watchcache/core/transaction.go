@@ -85,7 +85,7 @@ func (t *Term) Transaction(changes []Change) {
 			t.appendControl(e)
 		}
 	}
-	t.publisher.checkpoint.revision, t.publisher.checkpoint.last = t.chain.Last.Revision, changes[x.size-1].EtcdEvent
+	t.publisher.appended.end.Event = changes[x.size-1].EtcdEvent
 	t.transactionCompleted = true
 	t.sums.add(changes)
 }

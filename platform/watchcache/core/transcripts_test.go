@@ -55,6 +55,7 @@ func (s *transcript) run(t *testing.T, d *datadriven.TestData) string {
 		for _, a := range d.CmdArgs {
 			s.replica(a.Key).catchUp(s.world)
 		}
+		s.publisher("one").reader.catchUp(s.world)
 		out.Reset()
 		s.tracef("the log is complete up to revision %d", s.publisher("one").core.Published)
 	case "write": // the input's events reach the log, and the replicas
@@ -171,6 +172,8 @@ func (s *transcript) publisherStep(t *testing.T, d *datadriven.TestData, p *publ
 		p.notice(w)
 	case "kill":
 		p.crash(w)
+	case "observe":
+		p.reader.catchUp(w)
 	case "begin":
 		p.begin(w)
 	case "request":

@@ -12,8 +12,10 @@ import (
 
 // publisher is a candidate in the election, and its term.
 type publisher struct {
-	name   string
-	core   Publisher
+	name string
+	core Publisher
+	// reader reads the log, as the publisher's process does.
+	reader *replica
 	term   *Term
 	flight *flight
 	// next is the next revision of the term's watch.
@@ -41,7 +43,7 @@ func (w *world) publisher(name string) *publisher {
 			return p
 		}
 	}
-	p := &publisher{name: name}
+	p := &publisher{name: name, reader: &replica{name: name, limit: 8}}
 	w.publishers = append(w.publishers, p)
 	return p
 }
@@ -64,18 +66,13 @@ func (p *publisher) notice(w *world) {
 		return
 	}
 	p.end(w, "its lease is lost")
-	if w.etcd.leader != "" {
-		p.core.OtherLeader()
-		if w.trace != nil {
-			w.tracef("%s: %s leads, so the checkpoint is cleared", p.name, w.etcd.leader)
-		}
-	}
 }
 
 // crash kills the publisher's process.
 func (p *publisher) crash(w *world) {
 	p.end(w, "killed")
 	p.core = Publisher{}
+	p.reader = &replica{name: p.name, limit: 8}
 }
 
 // end ends the publisher's term. Its messages in flight may still arrive.
@@ -182,6 +179,16 @@ func (p *publisher) step(w *world, o outcome) {
 		if w.trace != nil && p.term.Decision == "continues" {
 			w.tracef("%s: the log continues", p.name)
 		}
+	case ReadObservers:
+		var ends []LogEnd
+		for _, o := range w.publishers {
+			end := o.reader.observer.End()
+			ends = append(ends, end)
+			if w.trace != nil {
+				w.tracef("%s: asks %s: its log %s", p.name, o.name, describeObserved(end))
+			}
+		}
+		p.term.ObserversRead(ends)
 	case WriteEpoch:
 		p.writeEpoch(w, r, o)
 	case ReadRevision, ReadOldest:
@@ -246,6 +253,18 @@ func (p *publisher) writeEpoch(w *world, r Request, o outcome) {
 		return
 	}
 	p.term.Answer(w.etcd.revision())
+}
+
+func describeObserved(end LogEnd) string {
+	if end.Empty {
+		return "is empty"
+	}
+	p := end.Progress
+	s := fmt.Sprintf("ends at revision %d of %s, token %s", end.Last.Revision, p.Epoch, p.FencingToken)
+	if end.Event.Key != "" {
+		s += fmt.Sprintf(", with %s at revision %d", end.Event.Key, end.Event.Revision)
+	}
+	return s
 }
 
 func describeEnd(end LogEnd) string {

@@ -321,7 +321,7 @@ func (l *Reader) fill(ctx context.Context, b *Backfill, low int64) {
 		if b.timedOut = ctx.Err() != nil; b.err == nil || errors.Is(b.err, eventlog.ErrExpired) || b.timedOut {
 			break
 		}
-		select { // NATS is unreachable, but the log still has the messages
+		select { // NATS is unreachable, or has lost the log, and the publisher refills it
 		case <-ctx.Done():
 		case <-time.After(backfillRetry):
 		}

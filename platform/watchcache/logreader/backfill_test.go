@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/nats-io/nats.go"
+	"google.golang.org/protobuf/proto"
 
 	"watershed.dev/platform/eventlog"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -106,6 +107,68 @@ func TestBackfillsAreBounded(t *testing.T) {
 			t.Errorf("%d are left, and %d hold quota", len(b.all), len(b.quota))
 		}
 	})
+}
+
+// chunks is a log that returns a chunk at each call.
+type chunks []*logv1.Chunk
+
+func (c *chunks) Messages(_ context.Context, _ *logv1.ReadRequest, each func(*logv1.Chunk) error) error {
+	next := (*c)[0]
+	*c = (*c)[1:]
+	return each(next)
+}
+
+// A backfill continues in the log that follows a lost log, if it has the same epoch.
+func TestABackfillContinuesInARefilledLog(t *testing.T) {
+	chunk := func(created int64, events ...*logv1.Event) *logv1.Chunk {
+		c := &logv1.Chunk{Created: created}
+		for _, e := range events {
+			if e.Type == logv1.Type_TYPE_ADDED {
+				e.StorageResource, e.Name, e.Object = "pods", "p", &logv1.Object{Json: []byte("{}")}
+			}
+			data, err := proto.Marshal(e)
+			if err != nil {
+				t.Fatal(err)
+			}
+			c.Last++
+			c.Messages = append(c.Messages, &logv1.StoredMessage{Sequence: c.Last, Id: "m", Data: data})
+		}
+		c.Through = c.Last
+		return c
+	}
+	at := func(kind logv1.Type, revision int64, epoch string) *logv1.Event {
+		return &logv1.Event{Type: kind, Revision: revision, Epoch: epoch}
+	}
+	const added, reset, progress = logv1.Type_TYPE_ADDED, logv1.Type_TYPE_RESET, logv1.Type_TYPE_UNSPECIFIED
+	for name, c := range map[string]struct {
+		epoch     string
+		revisions []int64
+		upTo      int64
+	}{
+		"the same epoch": {"h", []int64{101, 102, 103}, 200},
+		"another epoch":  {"i", []int64{101}, 101},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				log := chunks{
+					chunk(1, at(added, 101, "h"), at(added, 102, "h")),
+					chunk(2), // the publisher has created the stream
+					chunk(2, at(reset, 50, c.epoch), at(added, 101, c.epoch), at(added, 102, c.epoch),
+						at(added, 103, c.epoch), at(progress, 200, c.epoch)),
+				}
+				s := newReader(Source{Stream: &log})
+				b := s.backfills.join("pods", "h", 100, false, func(context.Context, *Backfill) {})
+				s.fill(t.Context(), b, 200)
+				var revisions []int64
+				for _, e := range b.Events {
+					revisions = append(revisions, e.Revision)
+				}
+				if !slices.Equal(revisions, c.revisions) || b.UpTo != c.upTo || b.err != nil {
+					t.Errorf("it has the events %v up to %d, %v", revisions, b.UpTo, b.err)
+				}
+			})
+		})
+	}
 }
 
 // failingLog fails a number of reads, and then no longer has the messages.

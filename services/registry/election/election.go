@@ -30,8 +30,6 @@ type Candidate struct {
 	// LeadWithoutLease runs while no candidate holds the key and etcd has no space for a lease. Several candidates may
 	// run it at a time. Its context ends when etcd has space, or a candidate holds the key. Nil: no candidate leads.
 	LeadWithoutLease func(context.Context) error
-	// Run calls OtherLeads when it reads that another candidate holds the key. Nil: no call.
-	OtherLeads func()
 }
 
 // Run takes part in the election until ctx ends.
@@ -75,9 +73,6 @@ func (c *Candidate) campaign(ctx context.Context) (*clientv3.LeaseID, error) {
 		return nil, err
 	}
 	if len(current.Kvs) > 0 {
-		if string(current.Kvs[0].Value) != c.Identity && c.OtherLeads != nil {
-			c.OtherLeads()
-		}
 		return nil, nil
 	}
 	lease, err := c.Client.Grant(ctx, leaseSeconds)

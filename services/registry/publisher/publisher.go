@@ -112,6 +112,8 @@ type Publisher struct {
 	// core decides. published is its last revision in the log.
 	core      core.Publisher
 	published atomic.Int64
+	// observed is the end of the log that this registry has read.
+	observed observed
 	// logEpoch is the epoch of the log's last progress message or reset, as read at the begin of the term.
 	logEpoch string
 	// traceContexts holds the trace contexts of writes whose events have not arrived. publishing is true while this
@@ -169,7 +171,6 @@ func (p *Publisher) Elected() bool { return p.elected.Load() }
 //	leader ── lease lost, ctx done ──▶ follower
 //	leader ── the stream does not respond ──▶ leader with another stream
 //	leader ── core.Publisher.TermFailed ──▶ follower, which pauses before the next election
-//	follower ── sees another leader ──▶ follower with an empty checkpoint
 //	follower ── etcd has no space, no publisher ──▶ leader without a lease
 //	leader without a lease ── another publisher, or space in etcd ──▶ follower
 func (p *Publisher) Run(ctx context.Context) error {
@@ -180,7 +181,6 @@ func (p *Publisher) Run(ctx context.Context) error {
 		Identity:         p.Identity,
 		Lead:             func(ctx context.Context) error { return p.lead(ctx, true) },
 		LeadWithoutLease: p.leadWithoutLease,
-		OtherLeads:       p.core.OtherLeader,
 	}
 	return candidate.Run(ctx)
 }
@@ -221,9 +221,6 @@ func (p *Publisher) awaitNoPublisher(ctx context.Context) error {
 		}
 		if errors.Is(err, nats.ErrNoResponders) {
 			return nil
-		}
-		if errors.Is(err, context.DeadlineExceeded) && p.NATS.IsConnected() {
-			p.core.OtherLeader()
 		}
 		read, cancel := context.WithTimeout(ctx, requestTimeout)
 		_, sequence, _, err := p.Log.ID.Last(read, p.JS)

@@ -98,6 +98,12 @@ func (t *term) perform(ctx context.Context, r core.Request) (err error) {
 			t.EtcdRead(etcd)
 		}
 		return err
+	case core.ReadObservers:
+		var ends []core.LogEnd
+		if ends, err = t.observedEnds(ctx, r.Epoch); err == nil {
+			t.ObserversRead(ends)
+		}
+		return err
 	case core.AwaitAck:
 		select {
 		case ack := <-t.log.Acks():

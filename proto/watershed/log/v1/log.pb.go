@@ -493,6 +493,102 @@ func (x *Contents) GetPrevious() *Object {
 	return nil
 }
 
+// ObservedEnd is the end of the log that a registry has read. If NATS loses the log, the publisher compares etcd with it.
+type ObservedEnd struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The revision of the last event.
+	Revision int64 `protobuf:"varint,1,opt,name=revision" json:"revision,omitempty"`
+	// The epoch and the fencing tokens of the last progress message.
+	Epoch            string `protobuf:"bytes,2,opt,name=epoch" json:"epoch,omitempty"`
+	FencingToken     string `protobuf:"bytes,3,opt,name=fencing_token,json=fencingToken" json:"fencing_token,omitempty"`
+	NextFencingToken string `protobuf:"bytes,4,opt,name=next_fencing_token,json=nextFencingToken" json:"next_fencing_token,omitempty"`
+	// The etcd key of the last change of an object, its revision, and whether it was deleted. Empty: none is known.
+	Key           string `protobuf:"bytes,5,opt,name=key" json:"key,omitempty"`
+	KeyRevision   int64  `protobuf:"varint,6,opt,name=key_revision,json=keyRevision" json:"key_revision,omitempty"`
+	Deleted       bool   `protobuf:"varint,7,opt,name=deleted" json:"deleted,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ObservedEnd) Reset() {
+	*x = ObservedEnd{}
+	mi := &file_watershed_log_v1_log_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ObservedEnd) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ObservedEnd) ProtoMessage() {}
+
+func (x *ObservedEnd) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_log_v1_log_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ObservedEnd.ProtoReflect.Descriptor instead.
+func (*ObservedEnd) Descriptor() ([]byte, []int) {
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *ObservedEnd) GetRevision() int64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
+}
+
+func (x *ObservedEnd) GetEpoch() string {
+	if x != nil {
+		return x.Epoch
+	}
+	return ""
+}
+
+func (x *ObservedEnd) GetFencingToken() string {
+	if x != nil {
+		return x.FencingToken
+	}
+	return ""
+}
+
+func (x *ObservedEnd) GetNextFencingToken() string {
+	if x != nil {
+		return x.NextFencingToken
+	}
+	return ""
+}
+
+func (x *ObservedEnd) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *ObservedEnd) GetKeyRevision() int64 {
+	if x != nil {
+		return x.KeyRevision
+	}
+	return 0
+}
+
+func (x *ObservedEnd) GetDeleted() bool {
+	if x != nil {
+		return x.Deleted
+	}
+	return false
+}
+
 // TraceContext announces a traced write to the publisher, before the write and beside the log. Delivery is best
 // effort: a lost message loses only a part of a trace.
 type TraceContext struct {
@@ -509,7 +605,7 @@ type TraceContext struct {
 
 func (x *TraceContext) Reset() {
 	*x = TraceContext{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[5]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -521,7 +617,7 @@ func (x *TraceContext) String() string {
 func (*TraceContext) ProtoMessage() {}
 
 func (x *TraceContext) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[5]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -534,7 +630,7 @@ func (x *TraceContext) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TraceContext.ProtoReflect.Descriptor instead.
 func (*TraceContext) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{5}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *TraceContext) GetKey() string {
@@ -574,7 +670,7 @@ type Object struct {
 
 func (x *Object) Reset() {
 	*x = Object{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[6]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -586,7 +682,7 @@ func (x *Object) String() string {
 func (*Object) ProtoMessage() {}
 
 func (x *Object) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[6]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -599,7 +695,7 @@ func (x *Object) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Object.ProtoReflect.Descriptor instead.
 func (*Object) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{6}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Object) GetLabels() map[string]string {
@@ -655,7 +751,7 @@ type ReadRequest struct {
 
 func (x *ReadRequest) Reset() {
 	*x = ReadRequest{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[7]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -667,7 +763,7 @@ func (x *ReadRequest) String() string {
 func (*ReadRequest) ProtoMessage() {}
 
 func (x *ReadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[7]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -680,7 +776,7 @@ func (x *ReadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadRequest.ProtoReflect.Descriptor instead.
 func (*ReadRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{7}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ReadRequest) GetSequence() uint64 {
@@ -727,7 +823,7 @@ type Chunk struct {
 
 func (x *Chunk) Reset() {
 	*x = Chunk{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[8]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -739,7 +835,7 @@ func (x *Chunk) String() string {
 func (*Chunk) ProtoMessage() {}
 
 func (x *Chunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[8]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -752,7 +848,7 @@ func (x *Chunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Chunk.ProtoReflect.Descriptor instead.
 func (*Chunk) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{8}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Chunk) GetCreated() int64 {
@@ -804,7 +900,7 @@ type StoredMessage struct {
 
 func (x *StoredMessage) Reset() {
 	*x = StoredMessage{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[9]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -816,7 +912,7 @@ func (x *StoredMessage) String() string {
 func (*StoredMessage) ProtoMessage() {}
 
 func (x *StoredMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[9]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -829,7 +925,7 @@ func (x *StoredMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StoredMessage.ProtoReflect.Descriptor instead.
 func (*StoredMessage) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{9}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *StoredMessage) GetSequence() uint64 {
@@ -915,7 +1011,15 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"compressed\"r\n" +
 	"\bContents\x120\n" +
 	"\x06object\x18\x01 \x01(\v2\x18.watershed.log.v1.ObjectR\x06object\x124\n" +
-	"\bprevious\x18\x02 \x01(\v2\x18.watershed.log.v1.ObjectR\bprevious\"o\n" +
+	"\bprevious\x18\x02 \x01(\v2\x18.watershed.log.v1.ObjectR\bprevious\"\xe1\x01\n" +
+	"\vObservedEnd\x12\x1a\n" +
+	"\brevision\x18\x01 \x01(\x03R\brevision\x12\x14\n" +
+	"\x05epoch\x18\x02 \x01(\tR\x05epoch\x12#\n" +
+	"\rfencing_token\x18\x03 \x01(\tR\ffencingToken\x12,\n" +
+	"\x12next_fencing_token\x18\x04 \x01(\tR\x10nextFencingToken\x12\x10\n" +
+	"\x03key\x18\x05 \x01(\tR\x03key\x12!\n" +
+	"\fkey_revision\x18\x06 \x01(\x03R\vkeyRevision\x12\x18\n" +
+	"\adeleted\x18\a \x01(\bR\adeleted\"o\n" +
 	"\fTraceContext\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12+\n" +
 	"\x11expected_revision\x18\x02 \x01(\x03R\x10expectedRevision\x12 \n" +
@@ -971,7 +1075,7 @@ func file_watershed_log_v1_log_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_log_v1_log_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_watershed_log_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
+var file_watershed_log_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
 var file_watershed_log_v1_log_proto_goTypes = []any{
 	(Type)(0),             // 0: watershed.log.v1.Type
 	(*Event)(nil),         // 1: watershed.log.v1.Event
@@ -979,28 +1083,29 @@ var file_watershed_log_v1_log_proto_goTypes = []any{
 	(*Batch)(nil),         // 3: watershed.log.v1.Batch
 	(*Encrypted)(nil),     // 4: watershed.log.v1.Encrypted
 	(*Contents)(nil),      // 5: watershed.log.v1.Contents
-	(*TraceContext)(nil),  // 6: watershed.log.v1.TraceContext
-	(*Object)(nil),        // 7: watershed.log.v1.Object
-	(*ReadRequest)(nil),   // 8: watershed.log.v1.ReadRequest
-	(*Chunk)(nil),         // 9: watershed.log.v1.Chunk
-	(*StoredMessage)(nil), // 10: watershed.log.v1.StoredMessage
-	nil,                   // 11: watershed.log.v1.Sums.ChangesEntry
-	nil,                   // 12: watershed.log.v1.Object.LabelsEntry
-	nil,                   // 13: watershed.log.v1.Object.FieldsEntry
+	(*ObservedEnd)(nil),   // 6: watershed.log.v1.ObservedEnd
+	(*TraceContext)(nil),  // 7: watershed.log.v1.TraceContext
+	(*Object)(nil),        // 8: watershed.log.v1.Object
+	(*ReadRequest)(nil),   // 9: watershed.log.v1.ReadRequest
+	(*Chunk)(nil),         // 10: watershed.log.v1.Chunk
+	(*StoredMessage)(nil), // 11: watershed.log.v1.StoredMessage
+	nil,                   // 12: watershed.log.v1.Sums.ChangesEntry
+	nil,                   // 13: watershed.log.v1.Object.LabelsEntry
+	nil,                   // 14: watershed.log.v1.Object.FieldsEntry
 }
 var file_watershed_log_v1_log_proto_depIdxs = []int32{
 	0,  // 0: watershed.log.v1.Event.type:type_name -> watershed.log.v1.Type
-	7,  // 1: watershed.log.v1.Event.object:type_name -> watershed.log.v1.Object
-	7,  // 2: watershed.log.v1.Event.previous:type_name -> watershed.log.v1.Object
+	8,  // 1: watershed.log.v1.Event.object:type_name -> watershed.log.v1.Object
+	8,  // 2: watershed.log.v1.Event.previous:type_name -> watershed.log.v1.Object
 	4,  // 3: watershed.log.v1.Event.encrypted:type_name -> watershed.log.v1.Encrypted
 	2,  // 4: watershed.log.v1.Event.sums:type_name -> watershed.log.v1.Sums
-	11, // 5: watershed.log.v1.Sums.changes:type_name -> watershed.log.v1.Sums.ChangesEntry
+	12, // 5: watershed.log.v1.Sums.changes:type_name -> watershed.log.v1.Sums.ChangesEntry
 	1,  // 6: watershed.log.v1.Batch.events:type_name -> watershed.log.v1.Event
-	7,  // 7: watershed.log.v1.Contents.object:type_name -> watershed.log.v1.Object
-	7,  // 8: watershed.log.v1.Contents.previous:type_name -> watershed.log.v1.Object
-	12, // 9: watershed.log.v1.Object.labels:type_name -> watershed.log.v1.Object.LabelsEntry
-	13, // 10: watershed.log.v1.Object.fields:type_name -> watershed.log.v1.Object.FieldsEntry
-	10, // 11: watershed.log.v1.Chunk.messages:type_name -> watershed.log.v1.StoredMessage
+	8,  // 7: watershed.log.v1.Contents.object:type_name -> watershed.log.v1.Object
+	8,  // 8: watershed.log.v1.Contents.previous:type_name -> watershed.log.v1.Object
+	13, // 9: watershed.log.v1.Object.labels:type_name -> watershed.log.v1.Object.LabelsEntry
+	14, // 10: watershed.log.v1.Object.fields:type_name -> watershed.log.v1.Object.FieldsEntry
+	11, // 11: watershed.log.v1.Chunk.messages:type_name -> watershed.log.v1.StoredMessage
 	12, // [12:12] is the sub-list for method output_type
 	12, // [12:12] is the sub-list for method input_type
 	12, // [12:12] is the sub-list for extension type_name
@@ -1019,7 +1124,7 @@ func file_watershed_log_v1_log_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_log_v1_log_proto_rawDesc), len(file_watershed_log_v1_log_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   13,
+			NumMessages:   14,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
