@@ -218,6 +218,9 @@ func TestNATSIsByAllowLists(t *testing.T) {
 	}); err != nil {
 		t.Fatal(err)
 	}
+	if err := registry.Flush(); err != nil {
+		t.Fatal(err)
+	}
 	if ends, err := eventlog.Main.ObservedEnds(t.Context(), n.js.Conn()); err != nil || len(ends) != 1 ||
 		ends[0].Last.Revision != 12 {
 		t.Errorf("a registry cannot ask another for the end that it has read: %v, %v", ends, err)

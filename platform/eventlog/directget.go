@@ -273,16 +273,13 @@ func sequenceOf(m *nats.Msg) (uint64, error) {
 	return strconv.ParseUint(m.Header.Get(jetstream.SequenceHeader), 10, 64)
 }
 
-// errNewStream means that the publisher has created the stream, and not begun the log yet.
-var errNewStream = errors.New("the event log's stream is new")
-
 // startAfter returns the sequence of a message before which every message is of the revision after, or older. It
-// returns ErrExpired if the stream no longer holds such a message.
+// returns ErrExpired if the stream no longer holds such a message, and errAnotherStream before the log has begun.
 func (d DirectGetReader) startAfter(ctx context.Context, state jetstream.StreamState, after int64) (uint64, error) {
 	first, last := state.FirstSeq, state.LastSeq
 	switch {
 	case last == 0:
-		return 0, errNewStream
+		return 0, errAnotherStream
 	case state.Msgs == 0:
 		return 0, ErrExpired
 	}

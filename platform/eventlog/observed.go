@@ -2,6 +2,7 @@ package eventlog
 
 import (
 	"context"
+	"errors"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -11,14 +12,14 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// endsTimeout is how long ObservedEnds waits for responses. The number of registries is unknown.
-const endsTimeout = 250 * time.Millisecond
+// observedEndsTimeout is how long ObservedEnds waits for responses. The number of registries is unknown.
+const observedEndsTimeout = 250 * time.Millisecond
 
-// maxEnds bounds the responses that ObservedEnds reads.
-const maxEnds = 100
+// maxObservedEnds bounds the responses that ObservedEnds reads.
+const maxObservedEnds = 100
 
-// ObservedEnds requests the ends of the log that the other registries have read. It waits for endsTimeout, unless no
-// registry has read the log.
+// ObservedEnds returns the ends of the log that the registries have read, also this registry's. It waits for
+// observedEndsTimeout, unless no registry responds.
 func (l LogID) ObservedEnds(ctx context.Context, nc *nats.Conn) (ends []core.LogEnd, err error) {
 	inbox := nc.NewInbox()
 	sub, err := nc.SubscribeSync(inbox)
@@ -29,12 +30,17 @@ func (l LogID) ObservedEnds(ctx context.Context, nc *nats.Conn) (ends []core.Log
 	if err := nc.PublishRequest(l.Subject(endRequestSubject), inbox, nil); err != nil {
 		return nil, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, endsTimeout)
+	wait, cancel := context.WithTimeout(ctx, observedEndsTimeout)
 	defer cancel()
-	for len(ends) < maxEnds {
-		m, err := sub.NextMsgWithContext(ctx)
-		if err != nil || len(m.Data) == 0 { // the server responds without data if no registry subscribes
+	for len(ends) < maxObservedEnds {
+		m, err := sub.NextMsgWithContext(wait)
+		switch {
+		case ctx.Err() != nil:
+			return nil, ctx.Err()
+		case errors.Is(err, context.DeadlineExceeded), errors.Is(err, nats.ErrNoResponders):
 			return ends, nil
+		case err != nil:
+			return nil, err
 		}
 		e := &logv1.ObservedEnd{}
 		if proto.Unmarshal(m.Data, e) != nil {
@@ -53,10 +59,13 @@ func (l LogID) ObservedEnds(ctx context.Context, nc *nats.Conn) (ends []core.Log
 	return ends, nil
 }
 
-// ServeObservedEnd responds to each ObservedEnds with the result of end, which must not be empty.
+// ServeObservedEnd responds to ObservedEnds with the result of end, unless it is empty.
 func (l LogID) ServeObservedEnd(nc *nats.Conn, end func() core.LogEnd) (*nats.Subscription, error) {
 	return nc.Subscribe(l.Subject(endRequestSubject), func(m *nats.Msg) {
 		e := end()
+		if e.Empty {
+			return
+		}
 		data, err := proto.Marshal(&logv1.ObservedEnd{
 			Revision:         e.Last.Revision,
 			Epoch:            e.Progress.GetEpoch(),

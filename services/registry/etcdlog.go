@@ -66,7 +66,7 @@ func (s *Service) newEtcdLog(etcd *storage.Etcd) *etcdLog {
 	return l
 }
 
-// beforeApply records an event of the log, and updates the caches of objects by it, before the watch cache applies it.
+// beforeApply records an event as read, and updates the caches of objects. The watch cache applies it afterwards.
 func (l *etcdLog) beforeApply(e *logv1.Event) {
 	l.publisher.Observe(e)
 	resources := l.service.resources

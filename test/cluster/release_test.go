@@ -70,7 +70,7 @@ func TestTheReleaseOnANode(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// NATS loses its only log while the registry that published ends, so the watchers list once.
+	// NATS loses its only log. Watchers list once if no registry that has read it still runs.
 	h.phase(c, "helm upgrade", false, func() {
 		helm(append(append([]string{"upgrade", "watershed", next}, values...), wait...)...)
 	})

@@ -155,3 +155,31 @@ func TestAReplayWhoseRestIsGoneSaysSo(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestAReplayOverARecreatedStreamMayBeRepeated checks that a replay does not report expired messages if the stream is
+// recreated, or has no message yet: the publisher may refill the log.
+func TestAReplayOverARecreatedStreamMayBeRepeated(t *testing.T) {
+	c := start(t)
+	c.write(reset(10), added(11, "pods"))
+	stream, err := c.js.Stream(t.Context(), eventlog.StreamName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	recreate := func() error {
+		if err := c.js.DeleteStream(t.Context(), eventlog.StreamName); err != nil {
+			return err
+		}
+		_, err := c.js.CreateStream(t.Context(), stream.CachedInfo().Config)
+		return err
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	for _, begin := range []string{"before", "after"} {
+		err := eventlog.Replay(ctx, c.stored(), "pods", 10, "e", func(*logv1.Event) (bool, error) {
+			return true, recreate()
+		})
+		if err == nil || errors.Is(err, eventlog.ErrExpired) || ctx.Err() != nil {
+			t.Errorf("a replay that begins %s the stream is recreated ends with %v", begin, err)
+		}
+	}
+}

@@ -25,7 +25,7 @@ type publisher struct {
 	core     core.Publisher
 	terms    int
 	mu       sync.Mutex
-	observer core.Observer
+	read     core.ObservedEnd
 }
 
 // run publishes term after term while the publisher is the leader, until ctx is done.
@@ -35,6 +35,11 @@ func (p *publisher) run(ctx context.Context) {
 	reader.Go(func() {
 		_ = eventlog.Main.Read(ctx, p.nc, eventlog.DirectGetReader{JS: p.js}, p.observe)
 	})
+	sub, err := eventlog.Main.ServeObservedEnd(p.nc, p.observed)
+	if err != nil {
+		return
+	}
+	defer func() { _ = sub.Unsubscribe() }()
 	elected := false
 	for ctx.Err() == nil {
 		p.etcd.mu.Lock()
@@ -57,7 +62,7 @@ func (p *publisher) run(ctx context.Context) {
 func (p *publisher) observe(e *logv1.Event) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.observer.Observe(e, keyOf(e))
+	p.read.Observe(e, keyOf(e))
 	return nil
 }
 
@@ -65,7 +70,7 @@ func (p *publisher) observe(e *logv1.Event) error {
 func (p *publisher) observed() core.LogEnd {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.observer.End()
+	return p.read.End()
 }
 
 // term runs a term, and ends with its error. It notices a lost election after a second.
@@ -125,8 +130,12 @@ func (t *term) perform(ctx context.Context) error {
 		return err
 	case core.ReadEtcd:
 		t.EtcdRead(t.etcd.state(r.Event))
-	case core.ReadObservers:
-		t.ObserversRead([]core.LogEnd{t.observed()})
+	case core.ReadObservedEnds:
+		ends, err := eventlog.Main.ObservedEnds(ctx, t.nc)
+		if err == nil {
+			t.ObservedEndsRead(t.etcd.state(core.EtcdEvent{}).Epoch, ends)
+		}
+		return err
 	case core.WriteEpoch:
 		revision, err := t.etcd.writeEpoch(t.identity, r.Epoch, r.After)
 		if err != nil {

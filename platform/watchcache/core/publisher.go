@@ -22,7 +22,7 @@ import (
 //	epoch ── Rotate ──▶ same epoch, next token
 //	epoch ── next term, continuesEpoch: resume ──▶ same epoch, log continues
 //	epoch ── next revision compacted: reset ──▶ same epoch, log reset after a later revision
-//	epoch ── log lost, etcd continues what a registry has read: refill ──▶ same epoch, log filled from etcd's history
+//	epoch ── log lost, etcd matches an observed end: refill ──▶ same epoch, log filled from etcd's history
 //	epoch ── log lost, otherwise: startEpoch ──▶ another epoch, log begins at etcd's revision
 //	epoch ── etcd restored, token or last event differ: startEpoch ──▶ another epoch, log begins at etcd's revision
 type Epoch struct {
@@ -40,9 +40,9 @@ type EtcdEvent struct {
 	Deleted  bool
 }
 
-// LogEnd is the end of the log, as JetStream holds it or as an Observer has read it.
+// LogEnd is the end of the log, as JetStream holds it or as a registry has read it.
 type LogEnd struct {
-	// Empty is true if the log has no message. Last is then not set.
+	// Empty is true if the log has no message, or an observed end no fencing token. Last is then not set.
 	Empty bool
 	Last  ID
 	// Sequence is the stream's last sequence.
@@ -53,21 +53,21 @@ type LogEnd struct {
 	Event EtcdEvent
 }
 
-// Observer remembers the end of the log that a registry has read. If the log is lost, this end replaces the log's: a
-// publisher compares etcd with it. The zero value has read nothing.
-type Observer struct {
+// ObservedEnd is the end of the log that a registry has read. If the log is lost, a publisher compares etcd with the
+// observed ends of all registries. The zero value is empty.
+type ObservedEnd struct {
 	epoch string
 	end   LogEnd
 }
 
-// Observe records the next event. key is the etcd key of the event's object; empty: unknown. A refilled log repeats
-// events. These do not move the end.
-func (o *Observer) Observe(e *logv1.Event, key string) {
+// Observe records the next event. key is the etcd key of its object; empty: unknown. A refilled log repeats events.
+// These do not move the end.
+func (o *ObservedEnd) Observe(e *logv1.Event, key string) {
 	if e.Epoch == "" { // the reader has found a gap
 		return
 	}
 	if e.Epoch != o.epoch {
-		*o = Observer{epoch: e.Epoch}
+		*o = ObservedEnd{epoch: e.Epoch}
 	}
 	if e.StorageResource == "" {
 		o.end.Progress = e
@@ -81,11 +81,41 @@ func (o *Observer) Observe(e *logv1.Event, key string) {
 	}
 }
 
-// End returns the end of the log. It is empty without a progress message, which has the fencing token.
-func (o *Observer) End() LogEnd {
+// End returns the end.
+func (o *ObservedEnd) End() LogEnd {
 	end := o.end
 	end.Empty = end.Progress == nil
 	return end
+}
+
+// join returns the end that all readers of etcd's epoch have read together: the highest revision, and the last event. A
+// progress message may rotate the fencing token without a later revision. The token of any reader at the highest
+// revision therefore counts. If no reader is in etcd's epoch, join returns the end of another epoch.
+func join(ends []LogEnd, record Epoch) LogEnd {
+	all := LogEnd{Empty: true}
+	for _, end := range ends {
+		switch of := end.Progress.GetEpoch(); {
+		case end.Empty, of != record.ID && !all.Empty:
+			continue
+		case all.Empty, all.Progress.Epoch != record.ID:
+			all = end
+			continue
+		}
+		if end.Event.Revision > all.Event.Revision {
+			all.Event = end.Event
+		}
+		further := end.Last.Revision - all.Last.Revision
+		if further > 0 || further == 0 && end.HasToken(record.Token) {
+			all.Last, all.Progress = end.Last, end.Progress
+		}
+	}
+	return all
+}
+
+// HasToken returns whether a fencing token is the log's last or next. The end must have a progress message.
+func (l *LogEnd) HasToken(token string) bool {
+	p := l.Progress
+	return token == p.FencingToken || p.NextFencingToken != "" && token == p.NextFencingToken
 }
 
 // ReadBack reads an event, from the end of the log backwards, until Event is found. It returns false if it needs no
@@ -114,8 +144,6 @@ type Publisher struct {
 	// Published is the revision up to which the log is complete. 0: unknown.
 	Published int64
 
-	// appended is the end of the log that this publisher has appended. Its observer may have read less.
-	appended     Observer
 	acknowledged int // counts the acknowledgements
 	// failingSince is when the first term failed after acknowledgedThen acknowledgements. Zero: none has.
 	failingSince     time.Time
@@ -150,22 +178,11 @@ func continuesEpoch(log *LogEnd, etcd EtcdState) string {
 	case p == nil: // only the log's events are checked
 	case p.Epoch != etcd.Epoch.ID:
 		return fmt.Sprintf("etcd's epoch is %q, the log's %q", etcd.Epoch.ID, p.Epoch)
-	case etcd.Epoch.Token != p.FencingToken && (p.NextFencingToken == "" || etcd.Epoch.Token != p.NextFencingToken):
+	case !log.HasToken(etcd.Epoch.Token):
 		return "etcd's fencing token is not the log's last"
 	}
 	if log.Event.Key != "" && !etcd.HasEvent {
 		return "etcd does not hold the log's last event"
 	}
 	return ""
-}
-
-// furthest returns the end of an epoch with the highest revision, the last of equals. It is empty if there is none.
-func furthest(ends []LogEnd, epoch string) LogEnd {
-	best := LogEnd{Empty: true}
-	for _, end := range ends {
-		if !end.Empty && end.Progress.GetEpoch() == epoch && end.Last.Revision >= best.Last.Revision {
-			best = end
-		}
-	}
-	return best
 }

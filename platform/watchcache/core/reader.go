@@ -106,16 +106,14 @@ type Replay struct {
 // NewReplay returns a replay of the events after a revision of an epoch.
 func NewReplay(after int64, epoch string) *Replay { return &Replay{after: after, epoch: epoch} }
 
-// Chunk moves the replay over a chunk, before its events. It returns ErrMissed if the stream is another, or has lost
-// its end. Another replay then continues after the last revision: a log of the same epoch has the events again, or
-// begins later. A replay without an epoch cannot continue, and Chunk returns ErrExpired.
+// Chunk moves the replay over a chunk, before its events. It returns ErrExpired if the stream has lost its end. It
+// returns ErrMissed if the stream is another: the caller may begin another replay after its last complete revision.
 func (r *Replay) Chunk(c *logv1.Chunk) error {
 	switch {
-	case r.created == 0, c.Created == r.created && c.Last >= r.Through:
-	case r.epoch == "":
-		return ErrExpired
-	default:
+	case r.created != 0 && c.Created != r.created:
 		return ErrMissed
+	case r.created != 0 && c.Last < r.Through:
+		return ErrExpired
 	}
 	r.created, r.Through = c.Created, c.Through
 	return nil
@@ -125,7 +123,7 @@ func (r *Replay) Chunk(c *logv1.Chunk) error {
 // epoch. The events before that have no gap.
 func (r *Replay) Next(e *logv1.Event) (bool, error) {
 	switch {
-	case r.epoch != "" && e.Epoch != "" && e.Epoch != r.epoch && e.Revision > r.after,
+	case r.epoch != "" && e.Epoch != "" && e.Epoch != r.epoch,
 		e.Type == logv1.Type_TYPE_RESET && (r.delivered || e.Revision > r.after):
 		return false, ErrExpired
 	case e.Revision <= r.after:

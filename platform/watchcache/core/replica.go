@@ -54,13 +54,11 @@ func (c *Replica) Apply(e *logv1.Event) []Effect {
 	c.effects = c.effects[:0]
 	switch {
 	case e.Type == logv1.Type_TYPE_RESET && e.StorageResource != "" && c.started:
-		if e.Revision >= c.Progress { // otherwise it is a duplicate
+		if p := events.PositionOf(e); e.Revision >= c.Progress && c.partial.Before(p) { // otherwise it is a duplicate
 			c.applyPending()
 			c.effects = append(c.effects, Effect{Resource: e.StorageResource, Low: e.Revision, CRDChanged: e.CrdChanged,
 				CRDChangedAt: e.Revision, Expected: e.CrdChanged})
-			if p := events.PositionOf(e); c.partial.Before(p) {
-				c.partial = p
-			}
+			c.partial = p
 			c.advance(e)
 		}
 		return c.effects

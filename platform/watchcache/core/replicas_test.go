@@ -24,8 +24,8 @@ type replica struct {
 	limit int
 	// starts counts the starts of the process.
 	starts int
-	// observer is the registry's, if the replica is the reader of a registry.
-	observer Observer
+	// observed is the end that the replica has read. It counts if the replica is the reader of a registry.
+	observed ObservedEnd
 }
 
 // ring is the recent events of a resource.
@@ -116,7 +116,7 @@ func (r *replica) next(w *world, m storedEvents, live bool) error {
 
 // apply applies a message's effects.
 func (r *replica) apply(w *world, e *logv1.Event, note string) {
-	r.observer.Observe(e, e.StorageResource+"/"+e.Name)
+	r.observed.Observe(e, e.StorageResource+"/"+e.Name)
 	effects := r.core.Apply(e)
 	if w.trace != nil {
 		if note == "" {

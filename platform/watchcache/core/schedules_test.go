@@ -320,7 +320,7 @@ func (s *schedule) fault() {
 			s.recreate()
 		}
 	case 12:
-		for range 4 {
+		for range 4 { // most revisions are unsuitable
 			if s.restores && s.chance(50) && s.noticed() {
 				s.tryRestore()
 			}
@@ -351,7 +351,7 @@ func (s *schedule) fault() {
 	}
 }
 
-// noticed returns whether a publisher has noticed that etcd was restored. Until then the log and the observers lose
+// noticed returns whether a publisher has noticed that etcd was restored. Until then the log and the registries lose
 // nothing, and etcd is not compacted. Each could hide the restore: the publisher could not compare the log's last event
 // with etcd.
 func (s *schedule) noticed() bool {
@@ -364,7 +364,7 @@ func (s *schedule) noticed() bool {
 }
 
 // tryRestore restores etcd to a revision, if a publisher can find out: the restored etcd has another token than the
-// log, or lacks its last event. If the log is lost too, the end that the observers have read replaces the log's end.
+// log, or lacks its last event. If the log is lost too, the end that the registries have read replaces the log's end.
 func (s *schedule) tryRestore() {
 	to := s.etcd.revision() - 1 - int64(s.rng.IntN(8))
 	if to < s.etcd.compacted {
@@ -373,18 +373,20 @@ func (s *schedule) tryRestore() {
 	lost := s.chance(50) // the log is lost with etcd
 	record, _ := s.etcd.recordAt(to)
 	ends := []LogEnd{s.log.end()}
-	if ends[0].Empty || lost { // the end that each publisher finds
-		observed := LogEnd{Empty: true}
-		for _, p := range s.publishers {
-			observed = further(observed, p.reader.observer.End(), record.ID)
-		}
+	if ends[0].Empty || lost {
 		ends = nil
 		for _, p := range s.publishers {
-			ends = append(ends, further(p.core.appended.End(), observed, record.ID))
+			ends = append(ends, p.reader.observed.End())
 		}
 	}
+	last := int64(0)
 	for _, end := range ends {
-		if p := end.Progress; !end.Empty && end.Event.Revision <= to && (p == nil || p.Epoch == record.ID &&
+		if !end.Empty && (end.Progress == nil || end.Progress.Epoch == record.ID) {
+			last = max(last, end.Event.Revision)
+		}
+	}
+	for _, end := range ends { // a token of any registry may match
+		if p := end.Progress; !end.Empty && last <= to && (p == nil || p.Epoch == record.ID &&
 			(p.FencingToken == record.Token || p.NextFencingToken == record.Token)) {
 			return
 		}
@@ -398,15 +400,6 @@ func (s *schedule) tryRestore() {
 			c.close(s.world, "its list is of another epoch")
 		}
 	}
-}
-
-// further returns b if it reaches as far as a in an epoch.
-func further(a, b LogEnd, epoch string) LogEnd {
-	if !b.Empty && b.Progress.Epoch == epoch &&
-		(a.Empty || a.Progress.Epoch != epoch || b.Last.Revision >= a.Last.Revision) {
-		return b
-	}
-	return a
 }
 
 // heal ends all faults and lets every part continue until all are current.

@@ -2,7 +2,6 @@ package core
 
 import (
 	"errors"
-	"slices"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
@@ -16,15 +15,16 @@ const (
 	ReadLog Op = iota
 	// ReadEtcd reads the epoch's record, and then whether etcd has Event: EtcdRead.
 	ReadEtcd
-	// ReadObservers reads the ends of the log that the registries have read: ObserversRead. Epoch is etcd's.
-	ReadObservers
+	// ReadObservedEnds reads the epoch's record, and the ends of the log that the registries have read:
+	// ObservedEndsRead.
+	ReadObservedEnds
 	// WriteEpoch writes Epoch if the publisher is still elected and the record's mod revision is still After:
 	// Answer. A delayed write of an earlier term therefore changes nothing. Unwritten, if etcd has no space.
 	WriteEpoch
 	// ReadRevision reads etcd's revision: Answer.
 	ReadRevision
 	// ReadOldest reads the oldest revision that etcd can still read, within the bound of a new log, and not after
-	// Revision, which is etcd's revision if it is known: Answer.
+	// Revision, which is etcd's revision if it is known: Answer. The bound does not apply to revisions after Reached.
 	ReadOldest
 	// AwaitAck waits until the log has stored all entries: Acknowledged.
 	AwaitAck
@@ -42,7 +42,9 @@ type Request struct {
 	Epoch    Epoch
 	After    int64
 	Revision int64
-	Reason   error
+	// Reached is a revision that readers have reached. A log that begins after it has a gap. 0: no reader has any.
+	Reached int64
+	Reason  error
 }
 
 // Term is an attempt to publish. It begins at the end of the log and ends with the first error:
@@ -50,13 +52,13 @@ type Request struct {
 //	ReadLog ──▶ ReadEtcd ──▶ resume ─────────────────────▶ WatchEtcd ──▶ End
 //	            │      ▲ ├─▶ refill ────── reset ────────▶    │           ▲
 //	   log lost ▼      │ └─▶ startEpoch ── reset ────────▶    │           │
-//	        ReadObservers                  etcd compacted ────┴── reset ──┘
+//	     ReadObservedEnds                  etcd compacted ────┴── reset ──┘
 //
 // The term decides how to continue the log:
 //
 //	log has messages, etcd in the same epoch      resume: continue after the last message
 //	log has messages, otherwise                   startEpoch: begin at etcd's revision
-//	log lost, etcd continues what registries read refill: begin with etcd's history
+//	log lost, etcd matches an observed end        refill: begin with etcd's history
 //	log lost, otherwise                           startEpoch: begin at etcd's revision
 //	no log and no record, such as a cluster
 //	that kube-apiserver served                    startEpoch: begin with etcd's history
@@ -74,10 +76,9 @@ type Term struct {
 	entries   []LogEntry
 	// then continues the term after the answer to its request.
 	then func(revision int64)
-	// log is the end of the log when the term began. If the log was lost, it is the end that the registries have read.
-	log LogEnd
-	// lost: the log has no message. The term then asks the observers. observed: an observer has read a log.
-	lost, asked, observed bool
+	// log is the end of the log when the term began. lost: the log has no message, and log is the observed end.
+	log  LogEnd
+	lost bool
 	// fresh is the record of a new epoch, if the term starts it.
 	fresh Epoch
 	// epoch is the record as this publisher read or wrote it. modRevision is its mod revision.
@@ -109,31 +110,30 @@ func (t *Term) TakeEntries() []LogEntry {
 // LogRead answers ReadLog.
 func (t *Term) LogRead(log LogEnd) {
 	t.log, t.chain.Last, t.chain.begin = log, log.Last, log.Sequence
-	t.lost = log.Empty
 	t.Request = Request{Op: ReadEtcd, Event: log.Event}
+	if t.lost = log.Empty; t.lost {
+		t.Request = Request{Op: ReadObservedEnds}
+	}
 }
 
-// ObserversRead answers ReadObservers.
-func (t *Term) ObserversRead(ends []LogEnd) {
-	ends = append([]LogEnd{t.publisher.appended.End()}, ends...)
-	t.observed = slices.ContainsFunc(ends, func(end LogEnd) bool { return !end.Empty })
-	t.log = furthest(ends, t.Request.Epoch.ID)
+// ObservedEndsRead answers ReadObservedEnds.
+func (t *Term) ObservedEndsRead(record Epoch, ends []LogEnd) {
+	t.log = join(ends, record)
 	t.Request = Request{Op: ReadEtcd, Event: t.log.Event}
 }
 
-// EtcdRead answers ReadEtcd: the term decides how to continue the log. If the log is lost, it reads the observers
-// first.
+// EtcdRead answers ReadEtcd: the term decides how to continue the log.
 func (t *Term) EtcdRead(etcd EtcdState) {
-	if t.lost && !t.asked {
-		t.asked, t.Request = true, Request{Op: ReadObservers, Epoch: etcd.Epoch}
-		return
-	}
 	t.epoch, t.modRevision, t.nextToken = etcd.Epoch, etcd.ModRevision, t.log.Progress.GetNextFencingToken()
 	switch {
-	case t.lost && etcd.Epoch.ID != "" && etcd.Epoch.Since == 0: // older releases did not write it
-		t.Reason = "the log was lost, and the first revision of etcd's epoch is unknown"
 	case !t.log.Empty:
 		t.Reason = continuesEpoch(&t.log, etcd)
+		if t.lost && t.Reason == "" && etcd.Epoch.Since == 0 { // older releases did not write it
+			t.Reason = "the first revision of etcd's epoch is unknown"
+		}
+		if t.lost && t.Reason != "" {
+			t.Reason = "the log was lost, and " + t.Reason
+		}
 	case etcd.Epoch.ID == "":
 		t.Reason = "etcd has no epoch"
 	default:
@@ -146,7 +146,7 @@ func (t *Term) EtcdRead(etcd EtcdState) {
 		t.refill(etcd)
 	default:
 		// clients may hold revisions of an earlier epoch
-		t.startEpoch(etcd, !t.lost || t.observed || etcd.ModRevision != 0)
+		t.startEpoch(etcd, !t.log.Empty || etcd.ModRevision != 0)
 	}
 }
 
@@ -165,7 +165,8 @@ func (t *Term) resume(etcd EtcdState) {
 func (t *Term) refill(etcd EtcdState) {
 	t.Decision, t.Reason = "is refilled from etcd", "the log was lost, and etcd is unchanged"
 	t.writeEpoch(etcd.Epoch, func(revision int64) {
-		t.await(Request{Op: ReadOldest, Revision: max(revision, etcd.Revision)}, func(oldest int64) {
+		r := Request{Op: ReadOldest, Revision: max(revision, etcd.Revision), Reached: t.log.Last.Revision}
+		t.await(r, func(oldest int64) {
 			t.restart(max(oldest, t.epoch.Since))
 		})
 	})
@@ -269,7 +270,6 @@ func (t *Term) append(e *logv1.Event) error {
 	m, err := t.chain.Append(t.stamp(e))
 	if err == nil {
 		t.entries = append(t.entries, m)
-		t.publisher.appended.Observe(e, "")
 	}
 	return err
 }

@@ -85,7 +85,6 @@ func (t *Term) Transaction(changes []Change) {
 			t.appendControl(e)
 		}
 	}
-	t.publisher.appended.end.Event = changes[x.size-1].EtcdEvent
 	t.transactionCompleted = true
 	t.sums.add(changes)
 }

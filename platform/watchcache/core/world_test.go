@@ -2,6 +2,7 @@ package core
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -377,9 +378,15 @@ func (w *world) corrupt(sequence uint64) {
 	}
 }
 
-// recreate deletes the stream. The next term creates another.
+// recreate deletes the stream. The next term creates another. Another epoch may begin, unless a registry has read the
+// log's end.
 func (w *world) recreate() {
-	w.excuse()
+	if !slices.ContainsFunc(w.publishers, func(p *publisher) bool {
+		r := &p.reader.reader
+		return r.created == w.log.created && r.Sequence == w.log.last() && !p.reader.observed.End().Empty
+	}) {
+		w.excuse()
+	}
 	w.log = stream{created: w.log.created + 1}
 	if w.trace != nil {
 		w.tracef("log: the stream is lost")

@@ -16,8 +16,10 @@ type publisher struct {
 	core Publisher
 	// reader reads the log, as the publisher's process does.
 	reader *replica
-	term   *Term
-	flight *flight
+	// observed is etcd's epoch when the term read the observed ends, if a registry had read the log of that epoch.
+	observed string
+	term     *Term
+	flight   *flight
 	// next is the next revision of the term's watch.
 	next int64
 	// number is the number of the term. tokens numbers its fencing tokens.
@@ -73,6 +75,9 @@ func (p *publisher) crash(w *world) {
 	p.end(w, "killed")
 	p.core = Publisher{}
 	p.reader = &replica{name: p.name, limit: 8}
+	if w.log.end().Empty { // nothing else proves that etcd is unchanged
+		w.excuse()
+	}
 }
 
 // end ends the publisher's term. Its messages in flight may still arrive.
@@ -171,7 +176,10 @@ func (p *publisher) step(w *world, o outcome) {
 			}
 		}
 		p.term.EtcdRead(s)
-		sameEpoch := p.term.log.Progress != nil && p.term.log.Progress.Epoch == s.Epoch.ID
+		sameEpoch := p.observed == s.Epoch.ID
+		if !p.term.lost {
+			sameEpoch = p.term.log.Progress.GetEpoch() == s.Epoch.ID
+		}
 		needless := !w.excused && sameEpoch && w.etcd.leader == p.name
 		if p.term.Decision == "starts a new epoch" && needless {
 			w.violated("%s starts an epoch without need: %s", p.name, p.term.Reason)
@@ -179,16 +187,21 @@ func (p *publisher) step(w *world, o outcome) {
 		if w.trace != nil && p.term.Decision == "continues" {
 			w.tracef("%s: the log continues", p.name)
 		}
-	case ReadObservers:
+	case ReadObservedEnds:
+		record, _ := w.etcd.record()
+		p.observed = ""
 		var ends []LogEnd
 		for _, o := range w.publishers {
-			end := o.reader.observer.End()
+			end := o.reader.observed.End()
 			ends = append(ends, end)
+			if !end.Empty && end.Progress.Epoch == record.ID {
+				p.observed = record.ID
+			}
 			if w.trace != nil {
 				w.tracef("%s: asks %s: its log %s", p.name, o.name, describeObserved(end))
 			}
 		}
-		p.term.ObserversRead(ends)
+		p.term.ObservedEndsRead(record, ends)
 	case WriteEpoch:
 		p.writeEpoch(w, r, o)
 	case ReadRevision, ReadOldest:

@@ -146,13 +146,13 @@ func TestABackfillContinuesInARefilledLog(t *testing.T) {
 		upTo      int64
 	}{
 		"the same epoch": {"h", []int64{101, 102, 103}, 200},
-		"another epoch":  {"i", []int64{101}, 101},
+		"another epoch":  {"i", []int64{101}, 101}, // it ends at the reset, and not after a timeout
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				log := chunks{
 					chunk(1, at(added, 101, "h"), at(added, 102, "h")),
-					chunk(2), // the publisher has created the stream
+					chunk(2), // a recreated stream
 					chunk(2, at(reset, 50, c.epoch), at(added, 101, c.epoch), at(added, 102, c.epoch),
 						at(added, 103, c.epoch), at(progress, 200, c.epoch)),
 				}

@@ -2,7 +2,6 @@ package publisher
 
 import (
 	"context"
-	"log/slog"
 	"slices"
 	"sync"
 	"time"
@@ -13,25 +12,25 @@ import (
 )
 
 const (
-	// observersTimeout is how long a publisher waits for a registry that has read the log of etcd's epoch. The servers
-	// of NATS may have restarted, and registries may still reconnect.
-	observersTimeout = 2 * time.Second
-	// observersPause is the pause between two requests.
-	observersPause = 100 * time.Millisecond
+	// minObservedEnds and maxObservedEnds are how long a publisher waits for the observed ends of the registries. The
+	// servers of NATS may have restarted, and registries may still reconnect. It waits longer than the minimum if no
+	// registry has read etcd's fencing token.
+	minObservedEnds = 500 * time.Millisecond
+	maxObservedEnds = 2 * time.Second
+	// observedEndsPause is the pause between two requests.
+	observedEndsPause = 100 * time.Millisecond
 )
 
-// observed is the end of the log that this registry has read.
-type observed struct {
-	mu       sync.Mutex
-	observer core.Observer
-	// serve is done once the registry responds to publishers, after its first message with a fencing token.
-	serve sync.Once
+// observedEnd is the end of the log that this registry has read.
+type observedEnd struct {
+	mu  sync.Mutex
+	end core.ObservedEnd
 }
 
-func (o *observed) end() core.LogEnd {
+func (o *observedEnd) get() core.LogEnd {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	return o.observer.End()
+	return o.end.End()
 }
 
 // Observe records that this registry has read an event of the log. Events are recorded in the log's order.
@@ -41,29 +40,26 @@ func (p *Publisher) Observe(e *logv1.Event) {
 		key = p.keyOf(e)
 	}
 	p.observed.mu.Lock()
-	p.observed.observer.Observe(e, key)
-	p.observed.mu.Unlock()
-	if e.FencingToken != "" {
-		p.observed.serve.Do(func() {
-			if _, err := p.Log.ID.ServeObservedEnd(p.NATS, p.observed.end); err != nil {
-				slog.Warn("This registry cannot tell publishers how far it has read the event log", "error", err)
-			}
-		})
-	}
+	defer p.observed.mu.Unlock()
+	p.observed.end.Observe(e, key)
 }
 
-// observedEnds returns the ends of the log that the registries have read. If etcd has an epoch, it waits for
-// observersTimeout until a registry has read the log of this epoch.
-func (p *Publisher) observedEnds(ctx context.Context, epoch core.Epoch) ([]core.LogEnd, error) {
-	for began := time.Now(); ; lifecycle.Sleep(ctx, observersPause) {
+// observedEnds returns the ends of the log that the registries have read. Without an epoch in etcd, the end of this
+// registry is sufficient, and a first start need not wait.
+func (p *Publisher) observedEnds(ctx context.Context, record core.Epoch) ([]core.LogEnd, error) {
+	if record.ID == "" {
+		return []core.LogEnd{p.observed.get()}, nil
+	}
+	for began := time.Now(); ; lifecycle.Sleep(ctx, observedEndsPause) {
 		ends, err := p.Log.ID.ObservedEnds(ctx, p.NATS)
 		if err != nil {
 			return nil, err
 		}
-		ends = append(ends, p.observed.end())
-		ofEpoch := func(e core.LogEnd) bool { return e.Progress.GetEpoch() == epoch.ID }
-		if epoch.ID == "" || slices.ContainsFunc(ends, ofEpoch) || time.Since(began) > observersTimeout {
-			return ends, ctx.Err()
+		ends = append(ends, p.observed.get())
+		hasToken := func(e core.LogEnd) bool { return !e.Empty && e.HasToken(record.Token) }
+		waited := time.Since(began)
+		if waited > maxObservedEnds || waited > minObservedEnds && slices.ContainsFunc(ends, hasToken) {
+			return ends, nil
 		}
 	}
 }

@@ -10,6 +10,7 @@ import (
 
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/watchcache/core"
@@ -98,10 +99,14 @@ func (t *term) perform(ctx context.Context, r core.Request) (err error) {
 			t.EtcdRead(etcd)
 		}
 		return err
-	case core.ReadObservers:
+	case core.ReadObservedEnds:
+		var etcd core.EtcdState
+		if etcd, err = t.readEpoch(ctx); err != nil {
+			return err
+		}
 		var ends []core.LogEnd
-		if ends, err = t.observedEnds(ctx, r.Epoch); err == nil {
-			t.ObserversRead(ends)
+		if ends, err = t.observedEnds(ctx, etcd.Epoch); err == nil {
+			t.ObservedEndsRead(etcd.Epoch, ends)
 		}
 		return err
 	case core.AwaitAck:
@@ -140,13 +145,16 @@ func (t *term) acknowledge(ack eventlog.Ack) error {
 	return ack.Err
 }
 
-// keyOf returns the etcd key of an event's object. It is empty for a custom resource, because its CRD as of the event's
-// revision is unknown.
+// keyOf returns the etcd key of an event's object. It is empty for an encrypted custom resource, and for a built-in
+// resource of another release.
 func (p *Publisher) keyOf(e *logv1.Event) string {
 	if st, ok := p.Storage.ByName(e.StorageResource); ok {
 		return st.Key(e.Namespace, e.Name)
 	}
-	return ""
+	if e.Object.GetVersion() == "" { // a custom resource has it
+		return ""
+	}
+	return p.Storage.CustomResourceKey(schema.ParseGroupResource(e.StorageResource), e.Namespace, e.Name)
 }
 
 // readEtcd reads the epoch's record, and whether etcd has an event.
@@ -263,7 +271,7 @@ func (p *Publisher) readRevision(ctx context.Context, r core.Request) (revision 
 	if err != nil {
 		return 0, err
 	}
-	oldest, err := p.oldestRevision(ctx, revision, maxBacklog)
+	oldest, err := p.oldestRevision(ctx, revision, maxBacklog, r.Reached)
 	return max(oldest, since), err
 }
 
@@ -283,9 +291,13 @@ func (p *Publisher) latestEpochBegin(ctx context.Context) (since int64, err erro
 	return since, nil
 }
 
-// maxBacklog is how many revisions a new log holds at most when it begins. Readers are behind until the publisher has
-// published them.
+// maxBacklog is how many revisions a new log holds at most when it begins, unless readers need more. Readers are behind
+// until the publisher has published them.
 const maxBacklog = 50_000
+
+// maxReaderLag is how many revisions a reader may be behind the registries when the log is lost. A reader that is
+// further behind has a gap.
+const maxReaderLag = 1_000
 
 // maxBacklogBytes is the largest etcd that a new log is filled from: etcd does not report the size of its events.
 const maxBacklogBytes = 512 << 20
@@ -304,13 +316,18 @@ func dbSize(ctx context.Context, client *clientv3.Client) (int64, bool) {
 }
 
 // oldestRevision returns the oldest readable revision among the last limit revisions before now: etcd has all events
-// after it. It returns now if etcd's database exceeds maxBacklogBytes.
-func (p *Publisher) oldestRevision(ctx context.Context, now, limit int64) (int64, error) {
+// after it. It returns now if etcd's database exceeds maxBacklogBytes. Neither limit applies to the revisions that
+// readers at a revision need; 0: there are no readers.
+func (p *Publisher) oldestRevision(ctx context.Context, now, limit, readers int64) (int64, error) {
 	client := p.Etcd.Client.Client
+	low, high := now-limit, now
 	if size, ok := dbSize(ctx, client); !ok || size > maxBacklogBytes {
-		return now, nil
+		low = now
 	}
-	low, high := max(now-limit, 1), now
+	if readers > 0 {
+		low = min(low, readers-maxReaderLag)
+	}
+	low = max(low, 1)
 	for low < high {
 		middle := low + (high-low)/2
 		_, err := client.Get(ctx, p.EpochKey(), clientv3.WithRev(middle), clientv3.WithCountOnly())

@@ -48,15 +48,15 @@ func TestRequestsToEtcd(t *testing.T) {
 			t.Errorf("%s: %+v, %v", name, got, err)
 		}
 	}
-	for limit, want := range map[int64]int64{1 << 40: 1, 2: now - 2} {
-		if got, err := p.oldestRevision(t.Context(), now, limit); err != nil || got != want {
-			t.Errorf("the oldest of the last %d revisions is %d, not %d (%v)", limit, got, want, err)
+	for c, want := range map[[2]int64]int64{{1 << 40, 0}: 1, {2, 0}: now - 2, {2, maxReaderLag + 2}: 2} {
+		if got, err := p.oldestRevision(t.Context(), now, c[0], c[1]); err != nil || got != want {
+			t.Errorf("the oldest of the last %d revisions, with readers at %d, is %d, not %d (%v)", c[0], c[1], got, want, err)
 		}
 	}
 	if _, err := etcd.Compact(t.Context(), last, clientv3.WithCompactPhysical()); err != nil {
 		t.Fatal(err)
 	}
-	if got, err := p.oldestRevision(t.Context(), now, 1<<40); err != nil || got != last {
+	if got, err := p.oldestRevision(t.Context(), now, 1<<40, 0); err != nil || got != last {
 		t.Errorf("the oldest revision after a compaction is %d, not %d (%v)", got, last, err)
 	}
 }

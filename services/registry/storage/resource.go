@@ -60,7 +60,7 @@ func (s *Storage) CustomResource(gr schema.GroupResource, kind schema.GroupVersi
 		alwaysChanged: converted,
 		Etcd:          s.Etcd,
 		GroupResource: gr,
-		Prefix:        s.prefix + gr.Group + "/" + gr.Resource + "/",
+		Prefix:        s.customResourcePrefix(gr),
 		Kind:          kind,
 		codec:         decoder(decode),
 		attrs:         attrs,
@@ -68,6 +68,19 @@ func (s *Storage) CustomResource(gr schema.GroupResource, kind schema.GroupVersi
 		transformer:   s.encryption.transformerFor(gr),
 		versioner:     apistorage.APIObjectVersioner{},
 	}
+}
+
+// customResourcePrefix returns the prefix of the etcd keys of a custom resource.
+func (s *Storage) customResourcePrefix(gr schema.GroupResource) string {
+	return s.prefix + gr.Group + "/" + gr.Resource + "/"
+}
+
+// CustomResourceKey returns the etcd key of a custom resource's object. namespace is empty for a cluster-scoped object.
+func (s *Storage) CustomResourceKey(gr schema.GroupResource, namespace, name string) string {
+	if namespace != "" {
+		name = namespace + "/" + name
+	}
+	return s.customResourcePrefix(gr) + name
 }
 
 type decoder func([]byte) (*unstructured.Unstructured, error)
