@@ -24,9 +24,13 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// failover kills the leader of the event log, of three NATS servers, again and again. It prints the distribution of the
-// longest time that an event needed to reach a watch after a kill.
-func failover(dir string, kills int) {
+// failover kills the leader of the event log, of three NATS servers, again and again, or stops it. It prints the
+// distribution of the longest time that an event needed to reach a watch afterwards.
+func failover(dir string, kills int, stop bool) {
+	signal := syscall.SIGKILL
+	if stop {
+		signal = syscall.SIGTERM
+	}
 	s := startPlacement("split", dir, "split", *watershed, "--replicas=nats=3")
 	defer s.stop()
 	data := filepath.Join(dir, "w")
@@ -46,12 +50,12 @@ func failover(dir string, kills int) {
 		check(err)
 		number, err := strconv.Atoi(strings.TrimSpace(string(pid)))
 		check(err)
-		check(syscall.Kill(number, syscall.SIGKILL))
+		check(syscall.Kill(number, signal))
 		time.Sleep(12 * time.Second) // longer than an election of NATS' defaults
 		ages = append(ages, time.Duration(oldest.Load()))
-		log.Printf("kill %d of %d, %s: %v", n+1, kills, name, ages[n].Round(time.Millisecond))
+		log.Printf("%v %d of %d, %s: %v", signal, n+1, kills, name, ages[n].Round(time.Millisecond))
 	}
-	fmt.Printf("the oldest event after each of %d kills, ms: p50 %.0f, p90 %.0f, p99 %.0f, most %.0f\n", kills,
+	fmt.Printf("%v, the oldest event after each of %d, ms: p50 %.0f, p90 %.0f, p99 %.0f, most %.0f\n", signal, kills,
 		percentile(ages, 50), percentile(ages, 90), percentile(ages, 99), percentile(ages, 100))
 }
 

@@ -30,7 +30,8 @@ var (
 			"docs/benchmarks/performance/.")
 	failovers = flag.Int("failover", 0,
 		"Measure instead how old events become when the leader of the event log is killed so many times.")
-	costs = flag.String("coefficients", "",
+	failoverStops = flag.Bool("failover-stops", false, "With -failover, stop the leader by SIGTERM instead of SIGKILL.")
+	costs         = flag.String("coefficients", "",
 		"Measure instead the costs that `watershed capacity` adds up, and write them to this file.")
 	nodes = flag.Int("cluster", 0,
 		"Measure instead the load of a cluster of so many nodes; replaces the table of docs/benchmarks/cluster-load.md.")
@@ -71,7 +72,7 @@ func main() {
 		return
 	}
 	if *failovers > 0 {
-		failover(dir, *failovers)
+		failover(dir, *failovers, *failoverStops)
 		return
 	}
 	var servers []*server

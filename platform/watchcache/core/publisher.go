@@ -61,7 +61,7 @@ type ObservedEnd struct {
 }
 
 // Observe records the next event. key is the etcd key of its object; empty: unknown. A refilled log repeats events.
-// These do not move the end.
+// These change the fencing tokens, and not the revision.
 func (o *ObservedEnd) Observe(e *logv1.Event, key string) {
 	if e.Epoch == "" { // the reader has found a gap
 		return

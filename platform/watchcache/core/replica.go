@@ -54,11 +54,14 @@ func (c *Replica) Apply(e *logv1.Event) []Effect {
 	c.effects = c.effects[:0]
 	switch {
 	case e.Type == logv1.Type_TYPE_RESET && e.StorageResource != "" && c.started:
-		if p := events.PositionOf(e); e.Revision >= c.Progress && c.partial.Before(p) { // otherwise it is a duplicate
+		// Otherwise it is a duplicate. A reset without an epoch is not of the log: an event could not be applied.
+		if p := events.PositionOf(e); e.Revision >= c.Progress && (e.Epoch == "" || c.partial.Before(p)) {
 			c.applyPending()
 			c.effects = append(c.effects, Effect{Resource: e.StorageResource, Low: e.Revision, CRDChanged: e.CrdChanged,
 				CRDChangedAt: e.Revision, Expected: e.CrdChanged})
-			c.partial = p
+			if c.partial.Before(p) {
+				c.partial = p
+			}
 			c.advance(e)
 		}
 		return c.effects

@@ -379,15 +379,15 @@ func (s *schedule) tryRestore() {
 			ends = append(ends, p.reader.observed.End())
 		}
 	}
-	last := int64(0)
+	var last, furthest int64
 	for _, end := range ends {
 		if !end.Empty && (end.Progress == nil || end.Progress.Epoch == record.ID) {
-			last = max(last, end.Event.Revision)
+			last, furthest = max(last, end.Event.Revision), max(furthest, end.Last.Revision)
 		}
 	}
-	for _, end := range ends { // a token of any registry may match
-		if p := end.Progress; !end.Empty && last <= to && (p == nil || p.Epoch == record.ID &&
-			(p.FencingToken == record.Token || p.NextFencingToken == record.Token)) {
+	for _, end := range ends { // a token of any registry at the last revision may match
+		if p := end.Progress; !end.Empty && last <= to && end.Last.Revision == furthest && (p == nil ||
+			p.Epoch == record.ID && (p.FencingToken == record.Token || p.NextFencingToken == record.Token)) {
 			return
 		}
 	}

@@ -14,7 +14,7 @@ import (
 const (
 	// minObservedEnds and maxObservedEnds are how long a publisher waits for the observed ends of the registries. The
 	// servers of NATS may have restarted, and registries may still reconnect. It waits longer than the minimum if no
-	// registry has read etcd's fencing token.
+	// registry has read etcd's fencing token. The last request may take observedEndsTimeout longer.
 	minObservedEnds = 500 * time.Millisecond
 	maxObservedEnds = 2 * time.Second
 	// observedEndsPause is the pause between two requests.
@@ -44,18 +44,19 @@ func (p *Publisher) Observe(e *logv1.Event) {
 	p.observed.end.Observe(e, key)
 }
 
-// observedEnds returns the ends of the log that the registries have read. Without an epoch in etcd, the end of this
-// registry is sufficient, and a first start need not wait.
+// observedEnds returns the ends of the log that the registries have read. Without an epoch in etcd it returns only this
+// registry's end, so that a first start does not wait.
 func (p *Publisher) observedEnds(ctx context.Context, record core.Epoch) ([]core.LogEnd, error) {
 	if record.ID == "" {
 		return []core.LogEnd{p.observed.get()}, nil
 	}
+	ends := []core.LogEnd{p.observed.get()}
 	for began := time.Now(); ; lifecycle.Sleep(ctx, observedEndsPause) {
-		ends, err := p.Log.ID.ObservedEnds(ctx, p.NATS)
+		round, err := p.Log.ID.ObservedEnds(ctx, p.NATS)
 		if err != nil {
 			return nil, err
 		}
-		ends = append(ends, p.observed.get())
+		ends = append(ends, round...)
 		hasToken := func(e core.LogEnd) bool { return !e.Empty && e.HasToken(record.Token) }
 		waited := time.Since(began)
 		if waited > maxObservedEnds || waited > minObservedEnds && slices.ContainsFunc(ends, hasToken) {

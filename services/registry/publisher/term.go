@@ -145,8 +145,8 @@ func (t *term) acknowledge(ack eventlog.Ack) error {
 	return ack.Err
 }
 
-// keyOf returns the etcd key of an event's object. It is empty for an encrypted custom resource, and for a built-in
-// resource of another release.
+// keyOf returns the etcd key of an event's object. It is empty for a custom resource whose event is still encrypted, and
+// for a built-in resource of another release.
 func (p *Publisher) keyOf(e *logv1.Event) string {
 	if st, ok := p.Storage.ByName(e.StorageResource); ok {
 		return st.Key(e.Namespace, e.Name)
@@ -295,8 +295,8 @@ func (p *Publisher) latestEpochBegin(ctx context.Context) (since int64, err erro
 // until the publisher has published them.
 const maxBacklog = 50_000
 
-// maxReaderLag is how many revisions a reader may be behind the registries when the log is lost. A reader that is
-// further behind has a gap.
+// maxReaderLag is how many revisions before the observed end a new log begins, if etcd is too large for more history. A
+// reader that is further behind then has a gap.
 const maxReaderLag = 1_000
 
 // maxBacklogBytes is the largest etcd that a new log is filled from: etcd does not report the size of its events.
