@@ -145,8 +145,8 @@ func (t *term) acknowledge(ack eventlog.Ack) error {
 	return ack.Err
 }
 
-// keyOf returns the etcd key of an event's object. It is empty for a custom resource whose event is still encrypted, and
-// for a built-in resource of another release.
+// keyOf returns the etcd key of an event's object. It is empty for a custom resource whose event is still encrypted,
+// and for a built-in resource of another release.
 func (p *Publisher) keyOf(e *logv1.Event) string {
 	if st, ok := p.Storage.ByName(e.StorageResource); ok {
 		return st.Key(e.Namespace, e.Name)
