@@ -3,6 +3,7 @@ package eventlog
 import (
 	"context"
 	"errors"
+	"sync"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -11,6 +12,26 @@ import (
 	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
+
+// ObservedEnd is a core.ObservedEnd for concurrent use: a reader of the log moves it, and publishers request it.
+type ObservedEnd struct {
+	mu  sync.Mutex
+	end core.ObservedEnd
+}
+
+// Observe records the next event, as core.ObservedEnd.Observe does.
+func (o *ObservedEnd) Observe(e *logv1.Event, key string) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.end.Observe(e, key)
+}
+
+// End returns the end.
+func (o *ObservedEnd) End() core.LogEnd {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.end.End()
+}
 
 // observedEndsTimeout is how long ObservedEnds waits for responses. The number of registries is unknown.
 const observedEndsTimeout = 250 * time.Millisecond

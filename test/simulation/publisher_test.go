@@ -24,8 +24,7 @@ type publisher struct {
 	etcd     *etcd
 	core     core.Publisher
 	terms    int
-	mu       sync.Mutex
-	read     core.ObservedEnd
+	read     eventlog.ObservedEnd
 }
 
 // run publishes term after term while the publisher is the leader, until ctx is done.
@@ -33,9 +32,12 @@ func (p *publisher) run(ctx context.Context) {
 	var reader sync.WaitGroup
 	defer reader.Wait()
 	reader.Go(func() {
-		_ = eventlog.Main.Read(ctx, p.nc, eventlog.DirectGetReader{JS: p.js}, p.observe)
+		_ = eventlog.Main.Read(ctx, p.nc, eventlog.DirectGetReader{JS: p.js}, func(e *logv1.Event) error {
+			p.read.Observe(e, keyOf(e))
+			return nil
+		})
 	})
-	sub, err := eventlog.Main.ServeObservedEnd(p.nc, p.observed)
+	sub, err := eventlog.Main.ServeObservedEnd(p.nc, p.read.End)
 	if err != nil {
 		return
 	}
@@ -56,21 +58,6 @@ func (p *publisher) run(ctx context.Context) {
 		case <-time.After(50 * time.Millisecond):
 		}
 	}
-}
-
-// observe records an event of the log, as a registry that reads the log does.
-func (p *publisher) observe(e *logv1.Event) error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.read.Observe(e, keyOf(e))
-	return nil
-}
-
-// observed returns the end of the log that the publisher has read.
-func (p *publisher) observed() core.LogEnd {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.read.End()
 }
 
 // term runs a term, and ends with its error. It notices a lost election after a second.

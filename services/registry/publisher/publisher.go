@@ -113,7 +113,7 @@ type Publisher struct {
 	core      core.Publisher
 	published atomic.Int64
 	// observed is the end of the log that this registry has read.
-	observed observedEnd
+	observed eventlog.ObservedEnd
 	// logEpoch is the epoch of the log's last progress message or reset, as read at the begin of the term.
 	logEpoch string
 	// traceContexts holds the trace contexts of writes whose events have not arrived. publishing is true while this
@@ -174,7 +174,7 @@ func (p *Publisher) Elected() bool { return p.elected.Load() }
 //	follower ── etcd has no space, no publisher ──▶ leader without a lease
 //	leader without a lease ── another publisher, or space in etcd ──▶ follower
 func (p *Publisher) Run(ctx context.Context) error {
-	observed, err := p.Log.ID.ServeObservedEnd(p.NATS, p.observed.get)
+	observed, err := p.Log.ID.ServeObservedEnd(p.NATS, p.observed.End)
 	if err != nil {
 		return err
 	}

@@ -395,22 +395,15 @@ func TestAnotherRegistryHasReadTheLostLog(t *testing.T) {
 	j := newJournal(t)
 	stop := j.publish("one")
 	// The other registry is no candidate, so that it does not publish next.
-	var mu sync.Mutex
-	var read core.ObservedEnd
+	var read eventlog.ObservedEnd
 	configMaps, _ := j.Resources.Storage.ByName("configmaps")
 	go func() {
 		_ = eventlog.Main.Read(t.Context(), j.nats, eventlog.DirectGetReader{JS: j.js}, func(e *logv1.Event) error {
-			mu.Lock()
-			defer mu.Unlock()
 			read.Observe(e, configMaps.Key(e.Namespace, e.Name))
 			return nil
 		})
 	}()
-	if _, err := eventlog.Main.ServeObservedEnd(j.nats, func() core.LogEnd {
-		mu.Lock()
-		defer mu.Unlock()
-		return read.End()
-	}); err != nil {
+	if _, err := eventlog.Main.ServeObservedEnd(j.nats, read.End); err != nil {
 		t.Fatal(err)
 	}
 	j.write("create", "a", "")

@@ -77,10 +77,8 @@ func (s *Storage) customResourcePrefix(gr schema.GroupResource) string {
 
 // CustomResourceKey returns the etcd key of a custom resource's object. namespace is empty for a cluster-scoped object.
 func (s *Storage) CustomResourceKey(gr schema.GroupResource, namespace, name string) string {
-	if namespace != "" {
-		name = namespace + "/" + name
-	}
-	return s.customResourcePrefix(gr) + name
+	st := Resource{Prefix: s.customResourcePrefix(gr)}
+	return st.Key(namespace, name)
 }
 
 type decoder func([]byte) (*unstructured.Unstructured, error)
