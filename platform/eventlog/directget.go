@@ -82,6 +82,8 @@ func (d DirectGetReader) Messages(ctx context.Context, r *logv1.ReadRequest, eac
 		switch {
 		case !now.Created.Equal(begun.Created):
 			return errAnotherStream
+		case filtered && !sameLeader(begun, now):
+			return errAnotherLeader // its stream may have other messages after a sequence
 		case filtered && now.State.FirstSeq > through+1:
 			return ErrExpired // messages of the resource may have expired
 		case filtered && hasHole(now.State):
@@ -98,6 +100,25 @@ func (d DirectGetReader) Messages(ctx context.Context, r *logv1.ReadRequest, eac
 			return nil
 		}
 	}
+}
+
+// errAnotherLeader means that the stream changed its leader during a read of a resource.
+var errAnotherLeader = errors.New("the event log's stream has changed its leader")
+
+// sameLeader returns whether a stream had the same leader for the same time. A single server has none.
+func sameLeader(a, b *jetstream.StreamInfo) bool {
+	leader := func(i *jetstream.StreamInfo) (name string, since time.Time) {
+		if i.Cluster == nil {
+			return "", time.Time{}
+		}
+		if i.Cluster.LeaderSince != nil {
+			since = *i.Cluster.LeaderSince
+		}
+		return i.Cluster.Leader, since
+	}
+	name, since := leader(a)
+	otherName, otherSince := leader(b)
+	return name == otherName && since.Equal(otherSince)
 }
 
 // hasHole returns whether the stream has lost a message between two others. A reader of all messages finds that by

@@ -25,9 +25,8 @@ const replayPause = 100 * time.Millisecond
 func Replay(ctx context.Context, stream StreamReader, storedAs string, after int64, epoch string,
 	each func(*logv1.Event) (bool, error)) error {
 	r := core.NewReplay(after, epoch)
-	request := &logv1.ReadRequest{StorageResource: storedAs, After: after}
 	for {
-		err := stream.Messages(ctx, request, func(c *logv1.Chunk) error { return replayChunk(r, c, each) })
+		err := stream.Messages(ctx, r.Request(storedAs), func(c *logv1.Chunk) error { return replayChunk(r, c, each) })
 		if err != nil {
 			if errors.Is(err, errStopReplay) {
 				err = nil
@@ -39,7 +38,6 @@ func Replay(ctx context.Context, stream StreamReader, storedAs string, after int
 			return ctx.Err()
 		case <-time.After(replayPause):
 		}
-		request = &logv1.ReadRequest{StorageResource: storedAs, Sequence: r.Through + 1}
 	}
 }
 
@@ -48,10 +46,11 @@ var errStopReplay = errors.New("enough")
 
 // replayChunk calls each with the events of a chunk.
 func replayChunk(r *core.Replay, c *logv1.Chunk, each func(*logv1.Event) (bool, error)) error {
-	if err := r.Chunk(c); err != nil {
+	messages, err := r.Chunk(c)
+	if err != nil {
 		return err
 	}
-	for _, m := range c.Messages {
+	for _, m := range messages {
 		events, err := eventsOf(m)
 		if err != nil {
 			return ErrExpired // the message may have been a reset

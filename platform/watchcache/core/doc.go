@@ -8,7 +8,7 @@
 //	                              Broadcast, Receiver, Watch, Bucket
 //
 // testdata holds a transcript for each subject, which is the manual of this package. TestSchedules drives all parts
-// together, with random faults.
+// together, with random faults, except Replay.Request and Replay.Chunk (TestAReplayNoticesAnotherEnd).
 //
 // Review notes:
 //

@@ -99,24 +99,45 @@ type Replay struct {
 	epoch     string
 	delivered bool
 	created   int64
-	// Through is the sequence up to which the replay has read the stream.
-	Through uint64
+	// sequence is the sequence of the last message that the replay has read, and id its ID. 0: it has read none.
+	sequence uint64
+	id       string
+	// again is true until the first chunk of a read that begins with the last message.
+	again bool
 }
 
 // NewReplay returns a replay of the events after a revision of an epoch.
 func NewReplay(after int64, epoch string) *Replay { return &Replay{after: after, epoch: epoch} }
 
-// Chunk moves the replay over a chunk, before its events. It returns ErrExpired if the stream has lost its end. It
-// returns ErrMissed if the stream is another: the caller may begin another replay after its last complete revision.
-func (r *Replay) Chunk(c *logv1.Chunk) error {
-	switch {
-	case r.created != 0 && c.Created != r.created:
-		return ErrMissed
-	case r.created != 0 && c.Last < r.Through:
-		return ErrExpired
+// Request returns the request for the rest of the stream. It begins with the last message, because others may have
+// replaced it and the messages after it, as in Reader.Request.
+func (r *Replay) Request(storageResource string) *logv1.ReadRequest {
+	if r.sequence == 0 {
+		return &logv1.ReadRequest{StorageResource: storageResource, After: r.after}
 	}
-	r.created, r.Through = c.Created, c.Through
-	return nil
+	r.again = true
+	return &logv1.ReadRequest{StorageResource: storageResource, Sequence: r.sequence}
+}
+
+// Chunk moves the replay over a chunk, and returns the chunk's messages that the replay has not read yet. It returns
+// ErrMissed if the stream is another, or has lost its end: the caller may begin another replay after its last complete
+// revision.
+func (r *Replay) Chunk(c *logv1.Chunk) ([]*logv1.StoredMessage, error) {
+	messages := c.Messages
+	if r.created != 0 && (c.Created != r.created || c.Last < r.sequence) {
+		return nil, ErrMissed
+	}
+	if r.again {
+		if len(messages) == 0 || messages[0].Sequence != r.sequence || messages[0].Id != r.id {
+			return nil, ErrMissed
+		}
+		messages, r.again = messages[1:], false
+	}
+	r.created = c.Created
+	if n := len(messages); n > 0 {
+		r.sequence, r.id = messages[n-1].Sequence, messages[n-1].Id
+	}
+	return messages, nil
 }
 
 // Next returns whether an event is part of the replay. It returns ErrExpired at a reset and for an event of another
