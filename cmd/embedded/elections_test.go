@@ -1,117 +1,24 @@
 package embedded
 
 import (
-	"bufio"
 	"context"
-	"encoding/json"
 	"fmt"
-	"os"
-	"os/exec"
 	"slices"
-	"strings"
-	"syscall"
 	"testing"
 	"time"
 
 	"github.com/nats-io/nats-server/v2/server"
-
-	"watershed.dev/platform/eventlog"
 )
-
-// memberVariable is the environment variable with the NATS server that a child of TestALostLeaderIsReplaced runs.
-const memberVariable = "WATERSHED_TEST_NATS"
-
-// TestMain runs the tests, or the server of a child. After a line on its standard input, a child has no election
-// timeout that passes during the test.
-func TestMain(m *testing.M) {
-	conf := os.Getenv(memberVariable)
-	if conf == "" {
-		os.Exit(m.Run())
-	}
-	var n NATS
-	if err := json.Unmarshal([]byte(conf), &n); err != nil {
-		panic(err)
-	}
-	go func() {
-		if bufio.NewScanner(os.Stdin).Scan() {
-			before := maxElectionTimeout
-			minElectionTimeout, maxElectionTimeout = time.Hour, 2*time.Hour
-			time.Sleep(2 * before) // the former timeouts have passed, or a heartbeat has replaced them
-			fmt.Println("no elections")
-		}
-	}()
-	if err := n.Runner().Run(context.Background()); err != nil {
-		panic(err)
-	}
-}
-
-// member is a NATS server in a process of its own.
-type member struct {
-	*exec.Cmd
-	// disableElections returns once no election timeout passes any more.
-	disableElections func()
-}
-
-func startMember(t *testing.T, n *NATS) member {
-	t.Helper()
-	conf, err := json.Marshal(n)
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), memberVariable+"="+string(conf))
-	cmd.Stderr = os.Stderr
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	in, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
-	return member{cmd, func() {
-		fmt.Fprintln(in)
-		if !bufio.NewScanner(out).Scan() {
-			t.Errorf("%s has stopped", n.Name)
-		}
-	}}
-}
 
 // The other servers elect a leader of the log when the routes to the killed leader close. They do not wait for an
 // election timeout.
 func TestALostLeaderIsReplaced(t *testing.T) {
-	ids := inner(t)
-	var servers []*NATS
-	var routes, urls []string
-	for i := range 3 {
-		n := &NATS{
-			Dir:     t.TempDir(),
-			Address: freeAddress(t),
-			ID:      ids("nats"),
-			Name:    fmt.Sprint("nats-", i),
-			Cluster: freeAddress(t),
-		}
-		servers = append(servers, n)
-		routes, urls = append(routes, n.Cluster), append(urls, "tls://"+n.Address)
-	}
+	c := clusterOf(t, 3)
 	members := map[string]member{}
-	for _, n := range servers {
-		n.Routes = routes
+	for _, n := range c.servers {
 		members[n.Name] = startMember(t, n)
 	}
-	log := eventlog.Options{
-		URL:       strings.Join(urls, ","),
-		Storage:   "file",
-		Replicas:  3,
-		Retention: time.Minute,
-		MaxBytes:  1 << 20,
-	}
-	_, js := connectTo(t, &log, "registry", ids("registry"))
+	log, js := c.log(t)
 	leader := func(except string) (name string) {
 		t.Helper()
 		eventually(t, func() error {
@@ -135,9 +42,7 @@ func TestALostLeaderIsReplaced(t *testing.T) {
 		m.disableElections()
 	}
 	killed := leader("")
-	if err := members[killed].Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
+	members[killed].kill(t)
 	leader(killed)
 }
 

@@ -1,5 +1,6 @@
 // Package embedded runs Watershed's storage: etcd, and NATS with JetStream. Each is a runner of a process (up) or a
-// process of its own (split, Kubernetes). The package configures both, and does not read or write their data.
+// process of its own (split, Kubernetes). The package configures both. It does not read or write their data, with an
+// exception: it removes damaged files that NATS cannot start with.
 //
 // Review notes:
 //

@@ -148,6 +148,9 @@ func (n *NATS) start() (*server.Server, error) {
 			return nil, err
 		}
 	}
+	if err := n.removeDamaged(o.JetStreamKey); err != nil {
+		return nil, err
+	}
 	srv, err := server.NewServer(o)
 	if err != nil {
 		return nil, err

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -56,14 +55,11 @@ func freeAddress(t *testing.T) string {
 	return l.Addr().String()
 }
 
+// natsServer runs a server until the test ends, and returns its URL.
 func natsServer(t *testing.T, id rpc.TLS) string {
 	t.Helper()
 	address := freeAddress(t)
-	key := filepath.Join(t.TempDir(), "key")
-	if err := pki.SecretKey(key); err != nil {
-		t.Fatal(err)
-	}
-	srv, err := (&NATS{Dir: t.TempDir(), KeyFile: key, Address: address, ID: id}).start()
+	srv, err := (&NATS{Dir: t.TempDir(), KeyFile: secretKey(t), Address: address, ID: id}).start()
 	if err != nil {
 		t.Fatal(err)
 	}

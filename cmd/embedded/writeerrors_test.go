@@ -27,19 +27,18 @@ func smallDisk(t *testing.T) string {
 	return dir
 }
 
-// A server whose disk was full accepts messages after the disk has space again. It has the messages from before.
-func TestNATSRestartsAfterAFullDisk(t *testing.T) {
-	n := &NATS{Dir: smallDisk(t)}
-	r := n.Runner()
+// runServer runs the server until the end of f. f receives a client.
+func runServer(t *testing.T, n *NATS, f func(jetstream.JetStream)) {
+	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
-	go func() { ended <- lifecycle.Run(ctx, []lifecycle.Runner{r}, lifecycle.Observer{}) }()
-	t.Cleanup(func() {
+	go func() { ended <- lifecycle.Run(ctx, []lifecycle.Runner{n.Runner()}, lifecycle.Observer{}) }()
+	defer func() {
 		cancel()
 		if err := <-ended; err != nil {
 			t.Error(err)
 		}
-	})
+	}()
 	var nc *nats.Conn
 	eventually(t, func() (err error) {
 		nc, err = nats.Connect("", nats.InProcessServer(n), nats.MaxReconnects(-1),
@@ -51,6 +50,17 @@ func TestNATSRestartsAfterAFullDisk(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	f(js)
+}
+
+// A server whose disk was full accepts messages after the disk has space again. It has the messages from before.
+func TestNATSRestartsAfterAFullDisk(t *testing.T) {
+	n := &NATS{Dir: smallDisk(t)}
+	runServer(t, n, func(js jetstream.JetStream) { acceptsAfterAFullDisk(t, n, js) })
+}
+
+func acceptsAfterAFullDisk(t *testing.T, n *NATS, js jetstream.JetStream) {
+	t.Helper()
 	stream, err := js.CreateStream(t.Context(), jetstream.StreamConfig{Name: "log", Subjects: []string{"log"}})
 	if err != nil {
 		t.Fatal(err)
