@@ -174,14 +174,16 @@ alerts: $(PEERS)/promtool ## promtool's checks and unit tests of deploy/monitori
 	$(PEERS)/promtool check rules deploy/monitoring/alerts.yaml
 	$(PEERS)/promtool test rules deploy/monitoring/alerts_test.yaml
 
+# in_older runs a command in a work tree of the commit UPGRADE_FROM, if it is set.
+UPGRADE_FROM ?=
+in_older = $(if $(UPGRADE_FROM),rm -rf .build/from && git worktree prune && git worktree add --detach .build/from $(UPGRADE_FROM) && \
+	  (cd .build/from && export GOWORK= && $(1)) && git worktree remove --force .build/from)
+
 # The cluster begins with the images of UPGRADE_FROM and goes to this commit's; without one these are the same with
 # another version in them.
-UPGRADE_FROM ?=
-
 e2e-cluster: build peers images $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns jaeger cert-manager) ## Watershed as workloads on this machine as a real node (as root); UPGRADE_FROM=COMMIT, ARGS="-placement compact -watchers 50"
-	$(if $(UPGRADE_FROM),rm -rf .build/from .build/images-from && git worktree prune && git worktree add --detach .build/from $(UPGRADE_FROM) && \
-	  (cd .build/from && GOWORK= go run ./deploy/images -tag $(TAG) -ldflags "$(STAMP) -X watershed.dev/platform/version.release=$(UPGRADE_FROM)") && \
-	  cp -r .build/from/.build/images .build/images-from && git worktree remove --force .build/from)
+	$(call in_older,rm -rf ../images-from && go run ./deploy/images -tag $(TAG) \
+	  -ldflags "$(STAMP) -X watershed.dev/platform/version.release=$(UPGRADE_FROM)" && cp -r .build/images ../images-from)
 	go run ./deploy/images -ldflags "$(LDFLAGS) -X watershed.dev/platform/version.release=next" -tag next -out .build/images-next \
 	  -only gateway,registry,watchfanout,authn,authz,admission,xds,watershed
 	cd test && go test -count=1 -timeout 30m -v -run Workloads ./cluster -cluster $(if $(UPGRADE_FROM),-images images-from) $(ARGS)
@@ -220,8 +222,9 @@ cost: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd) ## the price of h
 envtest: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd) ## the suites of controller-runtime, Kueue and other projects against kube-apiserver and bin/kube-apiserver; ARGS="-project kueue -packages webhook/core" for some
 	cd test/envtest && GOWORK=off go run . $(ARGS)
 
-robustness: build $(addprefix $(PEERS)/,kube-apiserver kube-controller-manager) ## clients against the split form while 1,000 things go wrong, and a judge; ARGS="-seed N" repeats a run
-	cd test && go run ./robustness -watershed ../$(BIN)/watershed $(ARGS)
+robustness: build $(addprefix $(PEERS)/,kube-apiserver kube-controller-manager) ## clients against the split form while 1,000 things go wrong, and a judge; ARGS="-seed N" repeats a run; UPGRADE_FROM=COMMIT mixes both versions
+	$(call in_older,go build -ldflags "$(STAMP) -X watershed.dev/platform/version.release=$(UPGRADE_FROM)" -o ../older ./cmd/watershed)
+	cd test && go run ./robustness -watershed ../$(BIN)/watershed $(if $(UPGRADE_FROM),-older ../.build/older) $(ARGS)
 
 robustness-controllers: build $(addprefix $(PEERS)/,kube-apiserver kube-controller-manager kubectl etcd) ## kube-controller-manager on a tier that receives the log 5 s late creates no pod more than on kube-apiserver
 	cd test && go test -count=1 -timeout 10m -v -run ControllersBehind ./e2e -lag 5s $(ARGS)

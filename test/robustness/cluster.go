@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"fmt"
@@ -12,8 +13,11 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.uber.org/zap"
 	"sigs.k8s.io/yaml"
 
 	"watershed.dev/test/harness"
@@ -26,13 +30,16 @@ type link struct {
 }
 
 type cluster struct {
-	dir, watershed string
-	port           int
-	processes      []*process
-	links          []*link
-	etcd           []string
+	dir, watershed, older string
+
+	port      int
+	processes []*process
+	links     []*link
+	etcd      []string
 	// corrupt writes undecodable or unusual objects.
 	corrupt func(n int)
+	// replacing is held while a member of etcd is replaced.
+	replacing sync.Mutex
 }
 
 // The placements of several API servers on the same etcd, which share the port of the clients.
@@ -58,7 +65,7 @@ func (o *options) onHosts() bool { return o.placement == hosts || o.placement ==
 // startCluster writes the configuration of `split`, puts a proxy between every two processes, and starts all processes.
 // For the placements hosts and mixed, it keeps only etcd and the PKI of `split`.
 func startCluster(ctx context.Context, o options) (*cluster, error) {
-	c := &cluster{dir: o.dir, watershed: o.watershed}
+	c := &cluster{dir: o.dir, watershed: o.watershed, older: o.older}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		return nil, err
@@ -69,8 +76,9 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 	if o.onHosts() {
 		placement = "split"
 	}
-	plan := exec.CommandContext(ctx, o.watershed, "split", "--dry-run", "--data-dir", o.dir, "--bind-address",
-		"127.0.0.1", "--secure-port", fmt.Sprint(c.port), "--placement", placement, "--replicas", o.replicas,
+	// The older release may not know flags of the newer.
+	plan := exec.CommandContext(ctx, cmp.Or(o.older, o.watershed), "split", "--dry-run", "--data-dir", o.dir,
+		"--bind-address", "127.0.0.1", "--secure-port", fmt.Sprint(c.port), "--placement", placement, "--replicas", o.replicas,
 		"--rpc-network", "tcp") // faults cut TCP links
 	if out, err := plan.CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("plan: %w\n%s", err, out)
@@ -151,6 +159,7 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 		}
 		command, _, _ := strings.Cut(name, "-")
 		data, _ := conf["data-dir"].(string)
+		peer, _ := conf["listen-peer-urls"].(string)
 		targets, _ := conf["target"].([]any)
 		if command == "host" {
 			command, data = "up", filepath.Join(data, "nats")
@@ -183,6 +192,7 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 			program: c.watershed,
 			args:    []string{command, "--config", path},
 			data:    data,
+			peer:    peer,
 			cluster: c,
 		})
 	}
@@ -270,6 +280,17 @@ func (c *cluster) controllers() *process {
 		"--controllers=*,-root-ca-certificate-publisher-controller"}}
 }
 
+// etcdClient returns a client of all members of etcd, with registry's certificate.
+func (c *cluster) etcdClient() (*clientv3.Client, error) {
+	conf, err := harness.RegistryEtcd(c.dir)
+	if err != nil {
+		return nil, err
+	}
+	conf.Endpoints, conf.Logger = c.etcd, zap.NewNop() // no links between
+	conf.DialKeepAliveTime, conf.DialKeepAliveTimeout = 5*time.Second, 5*time.Second
+	return clientv3.New(conf)
+}
+
 func (c *cluster) url() string { return fmt.Sprintf("https://127.0.0.1:%d", c.port) }
 
 func (c *cluster) ready(ctx context.Context) error {
@@ -323,6 +344,14 @@ func (c *cluster) differences() (lines []string) {
 func (c *cluster) died() (n int) {
 	for _, p := range c.processes {
 		n += p.ends()
+	}
+	return n
+}
+
+// changed returns the number of changes between restarts that have succeeded (process.changes).
+func (c *cluster) changed() (n int) {
+	for _, p := range c.processes {
+		n += p.made()
 	}
 	return n
 }

@@ -21,7 +21,9 @@ type fault struct {
 	lasts  time.Duration
 	pause  time.Duration
 	// amount is the delay of a slow disk, or how far a clock jumps.
-	amount   time.Duration
+	amount time.Duration
+	// older is true if the process gets the older binary.
+	older    bool
 	together bool // the next fault begins before this fault ends
 }
 
@@ -33,8 +35,16 @@ var faultKinds = []struct {
 }{
 	{"kill", 8}, {"pause", 5}, {"term", 2}, {"cut", 2}, {"hang", 2}, {"isolate", 1}, {"stall", 1}, {"corrupt", 1},
 	{"blackout", 1}, {"lose the log", 1},
-	{"clock", 2}, {"slow disk", 2}, {"damage the log", 2}, {"pause most", 1},
+	{"clock", 2}, {"slow disk", 2}, {damageLog, 2}, {"pause most", 1},
+	{replaceMember, 1}, {versionSkew, 4},
 }
+
+// The kinds of faults that not every cluster can have (cluster.can).
+const (
+	replaceMember = "replace a member"
+	versionSkew   = "version skew"
+	damageLog     = "damage the log"
+)
 
 // kindNames returns the names of all kinds of faults.
 func kindNames() (names []string) {
@@ -44,17 +54,30 @@ func kindNames() (names []string) {
 	return names
 }
 
-// drawKind draws a kind that the options name.
-func (o *options) drawKind(r *rand.Rand) string {
+// can returns an error if the cluster cannot have a kind of fault.
+func (c *cluster) can(kind string) error {
+	switch {
+	case kind == replaceMember && len(c.replaceable()) == 0:
+		return fmt.Errorf("-kinds: %q needs -replicas etcd=3 or nats=3", kind)
+	case kind == versionSkew && c.older == "":
+		return fmt.Errorf("-kinds: %q needs -older", kind)
+	case kind == damageLog && c.older != "":
+		return fmt.Errorf("-kinds: %q cannot be with -older, which may not survive it", kind)
+	}
+	return nil
+}
+
+// drawKind draws from kinds, by weight.
+func drawKind(r *rand.Rand, kinds []string) string {
 	total := 0
 	for _, k := range faultKinds {
-		if slices.Contains(o.kinds, k.name) {
+		if slices.Contains(kinds, k.name) {
 			total += k.weight
 		}
 	}
 	n := r.IntN(total)
 	for _, k := range faultKinds {
-		if !slices.Contains(o.kinds, k.name) {
+		if !slices.Contains(kinds, k.name) {
 			continue
 		}
 		if n -= k.weight; n < 0 {
@@ -67,6 +90,10 @@ func (o *options) drawKind(r *rand.Rand) string {
 // faults generates all faults from the seed.
 func (c *cluster) faults(o options) []fault {
 	r := rand.New(rand.NewPCG(o.seed, 1))
+	kinds := o.kinds
+	if len(kinds) == 0 {
+		kinds = slices.DeleteFunc(kindNames(), func(k string) bool { return c.can(k) != nil })
+	}
 	var all []fault
 	for range o.faults {
 		f := fault{
@@ -74,13 +101,13 @@ func (c *cluster) faults(o options) []fault {
 			pause:    time.Duration(100+r.IntN(700)) * time.Millisecond,
 			together: r.IntN(3) == 0,
 		}
-		switch f.kind = o.drawKind(r); f.kind {
+		switch f.kind = drawKind(r, kinds); f.kind {
 		case "lose the log":
 		case "blackout": // the replicas' memory is lost while the log cannot be read
 			f.lasts = time.Duration(2000+r.IntN(6000)) * time.Millisecond
 		case "stall": // longer than replicas take to report that they are behind
 			f.lasts = time.Duration(2000+r.IntN(10000)) * time.Millisecond
-		case "corrupt", "damage the log":
+		case "corrupt", damageLog:
 			f.target = r.IntN(1 << 20)
 		case "cut", "hang":
 			f.target = r.IntN(len(c.links))
@@ -93,8 +120,10 @@ func (c *cluster) faults(o options) []fault {
 			}
 		case "slow disk":
 			f.target, f.amount = r.IntN(1<<20), time.Duration(20+r.IntN(500))*time.Millisecond
-		case "pause most":
+		case "pause most", replaceMember:
 			f.target = r.IntN(1 << 20)
+		case versionSkew:
+			f.target, f.older = r.IntN(1<<20), r.IntN(2) == 0
 		default: // a process
 			f.target = r.IntN(len(c.processes))
 		}
@@ -142,10 +171,14 @@ func (c *cluster) target(f fault) *process {
 	switch f.kind {
 	case "kill", "term", "pause", "isolate", "clock":
 		return c.processes[f.target]
-	case "damage the log":
+	case damageLog:
 		return c.withLog()[f.target%len(c.withLog())]
 	case "slow disk", "pause most":
 		return c.stores()[f.target%len(c.stores())]
+	case replaceMember:
+		return c.replaceable()[f.target%len(c.replaceable())]
+	case versionSkew:
+		return c.versioned()[f.target%len(c.versioned())]
 	}
 	return nil
 }
@@ -159,6 +192,9 @@ func (c *cluster) describe(f fault) string {
 	case f.kind == "cut" || f.kind == "hang":
 		name = c.links[f.target].from + " to " + c.links[f.target].to
 	}
+	if f.kind == versionSkew {
+		name += map[bool]string{true: " older", false: " newer"}[f.older]
+	}
 	return fmt.Sprintf("%s %s %v, %v", f.kind, name, f.amount, f.lasts)
 }
 
@@ -168,10 +204,7 @@ func (c *cluster) do(f fault) {
 	case "kill":
 		p.kill(f.lasts)
 	case "term": // an orderly stop, as in a rolling restart
-		p.mu.Lock()
-		p.endExpected, p.down = true, f.lasts
-		p.mu.Unlock()
-		p.signal(syscall.SIGTERM)
+		p.end(syscall.SIGTERM, f.lasts, nil)
 	case "pause":
 		freeze([]*process{p}, 2*f.lasts)
 	case "stall", "blackout": // all NATS servers are stopped but not dead
@@ -191,10 +224,20 @@ func (c *cluster) do(f fault) {
 			losers = []*process{c.processes[c.anyHost(f)]}
 		}
 		for _, p := range losers {
-			p.lose(f.lasts, false, func() error { return os.RemoveAll(p.data) })
+			p.end(syscall.SIGKILL, f.lasts, func() error { return os.RemoveAll(p.data) })
 		}
-	case "damage the log": // a NATS server restarts with a damaged disk
-		p.lose(f.lasts, true, func() error { return damageFiles(p.data, uint64(f.target)) })
+	case damageLog: // a NATS server restarts with a damaged disk
+		p.end(syscall.SIGKILL, f.lasts, func() error { return damageFiles(p.data, uint64(f.target)) })
+	case replaceMember: // a member restarts with an empty disk
+		p.end(syscall.SIGKILL, f.lasts, func() error { return c.replace(p) })
+	case versionSkew: // an upgrade or a rollback of a process
+		p.end(syscall.SIGTERM, f.lasts, func() error {
+			p.program = c.watershed
+			if f.older {
+				p.program = c.older
+			}
+			return nil
+		})
 	case "clock": // the wall clock jumps, and back
 		p.setClock(f.amount)
 		time.Sleep(4 * f.lasts)

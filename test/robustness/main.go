@@ -1,5 +1,6 @@
 // Command robustness runs `split` while its processes are killed (SIGKILL), paused (SIGSTOP, SIGCONT) and disconnected
-// from each other. Clocks jump, disks are slow, and the event log is damaged. Clients read, write and watch meanwhile.
+// from each other. Clocks jump, disks are slow, and the event log is damaged. Members of etcd and NATS are replaced,
+// and processes change their version. Clients read, write and watch meanwhile.
 // At the end a checker validates all responses and watch events (package history). A seed determines all faults and
 // their order.
 //
@@ -27,9 +28,11 @@ import (
 // options are the parameters of a run.
 type options struct {
 	watershed string
-	dir       string
-	faults    int
-	// kinds are the names of the kinds of faults (faultKinds).
+	// older is another release of the binary. Empty: the version does not change.
+	older  string
+	dir    string
+	faults int
+	// kinds are the names of the kinds of faults (faultKinds). Empty: all kinds that the cluster can have.
 	kinds     []string
 	calm      time.Duration
 	seed      uint64
@@ -43,10 +46,12 @@ func main() {
 	log.SetFlags(log.Ltime)
 	var o options
 	flag.StringVar(&o.watershed, "watershed", "bin/watershed", "The binary under test.")
+	flag.StringVar(&o.older, "older", "", "A binary of another release: the fault version skew restarts a process with "+
+		"either binary. The cluster has the older configuration. Empty: no version skew.")
 	flag.StringVar(&o.dir, "out", "", "The directory of the cluster and the history; a temporary directory by "+
 		"default, which stays after a failure.")
 	flag.IntVar(&o.faults, "faults", 1000, "The number of faults.")
-	kinds := flag.String("kinds", strings.Join(kindNames(), ","), "The kinds of faults, comma separated.")
+	kinds := flag.String("kinds", "", "The kinds of faults, comma separated. Empty: all kinds that the cluster can have.")
 	flag.Uint64Var(&o.seed, "seed", 0, "The seed of the faults; 0 for a random seed.")
 	flag.StringVar(&o.placement, "placement", "split",
 		"The --placement of `watershed split`, or hosts: three `up` on the same etcd, or mixed: two `up` and a "+
@@ -58,10 +63,12 @@ func main() {
 	breakAs := flag.String("break", "", "Build a Watershed with a deliberate defect, which its test or the checker must "+
 		"detect: "+strings.Join(breakages(), ", ")+"; "+breakAll+"; or "+breakTests+", for the tests only.")
 	flag.Parse()
-	o.kinds = strings.Split(*kinds, ",")
+	if *kinds != "" {
+		o.kinds = strings.Split(*kinds, ",")
+	}
 	for _, k := range o.kinds {
 		if !slices.Contains(kindNames(), k) {
-			log.Fatalf("--kinds: there is no kind %q; the kinds are %s", k, strings.Join(kindNames(), ", "))
+			log.Fatalf("-kinds: there is no kind %q; the kinds are %s", k, strings.Join(kindNames(), ", "))
 		}
 	}
 	if o.seed == 0 {
@@ -134,8 +141,13 @@ func (r *result) String() string {
 // run runs a cluster through its faults, and checks the history.
 func run(ctx context.Context, o options) (*result, error) {
 	var err error
-	if o.watershed, err = filepath.Abs(o.watershed); err != nil {
-		return nil, err
+	for _, path := range []*string{&o.watershed, &o.older} {
+		if *path == "" {
+			continue
+		}
+		if *path, err = filepath.Abs(*path); err != nil {
+			return nil, err
+		}
 	}
 	temporary := o.dir == ""
 	if temporary {
@@ -149,6 +161,11 @@ func run(ctx context.Context, o options) (*result, error) {
 		return nil, err
 	}
 	defer c.stop()
+	for _, k := range o.kinds {
+		if err := c.can(k); err != nil {
+			return nil, err
+		}
+	}
 	log.Printf("%d processes are up after %s; seed %d",
 		len(c.processes), time.Since(began).Round(100*time.Millisecond), o.seed)
 	w, err := newWorkload(ctx, c, o)
@@ -165,6 +182,7 @@ func run(ctx context.Context, o options) (*result, error) {
 		r.counts["faults: "+kind] = n
 	}
 	r.counts["processes that died by themselves"] = c.died()
+	r.counts["changes of data and versions that were made"] = c.changed()
 	for _, p := range c.processes {
 		if n := p.ends(); n > 0 && p.name != controllers { // a client may end after a failed request
 			complaints = append(complaints, fmt.Sprintf("%s ended %d times by itself", p.name, n))

@@ -15,13 +15,13 @@ import (
 
 // process is a process of the cluster. It restarts whenever it ends.
 //
-//	running → (fault, or an unexpected end) → down for p.down → p.damage → running
+//	running → (fault, or an unexpected end) → down for p.down → p.changes → running
 type process struct {
 	name, program string
 	args          []string
-	// data is the process's --data-dir. Empty: it has none.
-	data    string
-	cluster *cluster
+	// data is the process's --data-dir, and peer its --listen-peer-urls. Empty: it has none.
+	data, peer string
+	cluster    *cluster
 
 	mu      sync.Mutex
 	cmd     *exec.Cmd
@@ -32,11 +32,10 @@ type process struct {
 	down           time.Duration
 	endExpected    bool
 	unexpectedEnds int
-	// damage changes the data before the next restart. Nil: the data stay.
-	damage func() error
-	// damaged is true until the process restarts with damaged files. mayEnd is true after that: a NATS server removes a
-	// corrupt snapshot, and ends.
-	damaged, mayEnd bool
+	// changes change the data, the program or the arguments before the next restart, in order.
+	changes []func() error
+	// changed counts the changes that have succeeded.
+	changed int
 }
 
 // start runs the process, and restarts it whenever it ends.
@@ -51,12 +50,11 @@ func (p *process) start() {
 				p.mu.Unlock()
 				return
 			}
-			if !p.endExpected && !p.mayEnd {
+			if !p.endExpected {
 				p.unexpectedEnds++
 				log.Printf("%s ended by itself: %v", p.name, err)
 			}
-			p.mayEnd = p.endExpected && (p.damaged || p.mayEnd)
-			p.endExpected, p.damaged = false, false
+			p.endExpected = false
 			down := max(p.down, 50*time.Millisecond)
 			p.mu.Unlock()
 			time.Sleep(down)
@@ -70,15 +68,7 @@ func (p *process) once() error {
 		return err
 	}
 	defer out.Close()
-	p.mu.Lock()
-	damage := p.damage
-	p.damage = nil
-	p.mu.Unlock()
-	if damage != nil {
-		if err := damage(); err != nil {
-			log.Printf("The data of %s are not damaged: %v", p.name, err)
-		}
-	}
+	p.change()
 	cmd := exec.Command(p.program, p.args...)
 	cmd.Stdout, cmd.Stderr = out, out
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
@@ -103,6 +93,24 @@ func (p *process) once() error {
 	return err
 }
 
+// change makes the changes in order, also changes that are added meanwhile.
+func (p *process) change() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for len(p.changes) > 0 {
+		next := p.changes[0]
+		p.changes = p.changes[1:]
+		p.mu.Unlock()
+		err := next()
+		p.mu.Lock()
+		if err != nil {
+			log.Printf("%s starts without a change: %v", p.name, err)
+			continue
+		}
+		p.changed++
+	}
+}
+
 func (p *process) signal(s syscall.Signal) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -112,26 +120,21 @@ func (p *process) signal(s syscall.Signal) {
 }
 
 // kill kills the process if it runs. It restarts after down.
-func (p *process) kill(down time.Duration) {
+func (p *process) kill(down time.Duration) { p.end(syscall.SIGKILL, down, nil) }
+
+// end sends a signal that ends the process, if it runs. The process restarts after down, and after change if change is
+// not nil. change may set the process's program and args.
+func (p *process) end(s syscall.Signal, down time.Duration, change func() error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.killLocked(down)
-}
-
-func (p *process) killLocked(down time.Duration) {
 	p.down = down
+	if change != nil {
+		p.changes = append(p.changes, change)
+	}
 	if p.cmd != nil && p.cmd.Process != nil {
 		p.endExpected = true
-		_ = p.cmd.Process.Kill()
+		_ = p.cmd.Process.Signal(s)
 	}
-}
-
-// lose kills the process, and changes its data before it restarts. damaged: its files are damaged, so it may end.
-func (p *process) lose(down time.Duration, damaged bool, damage func() error) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.damage, p.damaged = damage, damaged
-	p.killLocked(down)
 }
 
 // freeze stops processes for a duration. They are not dead.
@@ -150,6 +153,13 @@ func (p *process) ends() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.unexpectedEnds
+}
+
+// made returns the number of changes that have succeeded.
+func (p *process) made() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.changed
 }
 
 // setClock sets how far the process's wall clock is ahead, until it ends.
@@ -171,6 +181,12 @@ func (p *process) slowDisk(delay time.Duration) {
 	if p.disk != nil {
 		p.disk.Slow(delay)
 	}
+}
+
+func (p *process) isStopped() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.stopped
 }
 
 func (p *process) stop() {

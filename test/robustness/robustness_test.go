@@ -12,15 +12,18 @@ import (
 func TestClientsSeeTheTruthUnderFaults(t *testing.T) {
 	for _, placement := range []string{"split", "compact", hosts, mixed} {
 		t.Run(placement, func(t *testing.T) {
+			replicas := "watchfanout=3"
+			if placement == "split" {
+				replicas += ",etcd=3,nats=3"
+			}
 			seed := rand.Uint64N(1 << 32)
 			t.Logf("seed %d", seed)
 			r, err := run(t.Context(), options{
 				watershed: harness.Watershed(),
 				faults:    20,
-				kinds:     kindNames(),
 				seed:      seed,
 				placement: placement,
-				replicas:  "watchfanout=3",
+				replicas:  replicas,
 				writers:   6,
 				watchers:  24,
 			})

@@ -2,17 +2,12 @@ package main
 
 import (
 	"context"
-	"crypto/tls"
-	"crypto/x509"
 	"fmt"
-	"os"
-	"path/filepath"
 	"strings"
 	"sync"
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
-	"go.uber.org/zap"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/scheme"
@@ -33,24 +28,7 @@ const etcdPrefix = "/registry/configmaps/" + namespace + "/"
 
 // tailEtcd records etcd's events from now on.
 func tailEtcd(ctx context.Context, c *cluster, h *history.History) (*truth, error) {
-	id := filepath.Join(c.dir, "pki", "inner-registry")
-	cert, err := tls.LoadX509KeyPair(id+".crt", id+".key")
-	if err != nil {
-		return nil, err
-	}
-	pem, err := os.ReadFile(filepath.Join(c.dir, "pki", "inner-ca.crt"))
-	if err != nil {
-		return nil, err
-	}
-	pool := x509.NewCertPool()
-	pool.AppendCertsFromPEM(pem)
-	client, err := clientv3.New(clientv3.Config{
-		Endpoints:            c.etcd,
-		TLS:                  &tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: pool},
-		Logger:               zap.NewNop(),
-		DialKeepAliveTime:    5 * time.Second,
-		DialKeepAliveTimeout: 5 * time.Second,
-	})
+	client, err := c.etcdClient()
 	if err != nil {
 		return nil, err
 	}
