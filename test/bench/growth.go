@@ -152,7 +152,11 @@ func plot(title, of string, series map[string][]point) string {
 			`<line x1="%d" x2="%d" y1="%.1f" y2="%.1f" stroke="#ddd"/><text x="%d" y="%.1f" `+
 				`text-anchor="end">%.3g</text>`+"\n", left, width-110, y(v), y(v), left-6, y(v)+4, v)
 	}
-	for v := lowest; v <= highest*1.01; v *= 10 {
+	step := 10.0
+	if highest < 10*lowest {
+		step = 2
+	}
+	for v := lowest; v <= highest*1.01; v *= step {
 		fmt.Fprintf(&b, `<text x="%.1f" y="%d" text-anchor="middle">%.0f</text>`+"\n", x(v), height-bottom+18, v)
 	}
 	fmt.Fprintf(&b, `<text x="%d" y="%d" text-anchor="middle">%s</text>`+"\n", (left+width-110)/2, height-6, of)
