@@ -83,22 +83,46 @@ var ErrUnanswered = errors.New("the stream of the event log does not respond")
 // Abandon deletes the stream if it does not respond and the NATS servers do. It returns false if it has not deleted the
 // stream. The servers must respond before the deletion is sent: frozen servers would delete a healthy stream later.
 func (o *Options) Abandon(ctx context.Context, js jetstream.JetStream) (bool, error) {
-	ctx, cancel := context.WithTimeout(ctx, abandonTimeout)
-	defer cancel()
-	if _, err := js.Stream(ctx, o.ID.Stream()+"-absent"); !errors.Is(err, jetstream.ErrStreamNotFound) {
-		return false, nil // no leader of the servers responds
-	}
-	again, stop := context.WithTimeout(ctx, abandonTimeout/4)
-	defer stop()
-	if _, err := o.Stream(again, js); !isTimeout(err) {
-		return false, nil
-	}
-	err := js.DeleteStream(ctx, o.ID.Stream())
-	return err == nil, err
+	return o.deleteIf(ctx, js, func(ctx context.Context) bool {
+		again, stop := context.WithTimeout(ctx, deleteTimeout/4)
+		defer stop()
+		_, err := o.Stream(again, js)
+		return isTimeout(err)
+	})
 }
 
-// abandonTimeout bounds the requests of Abandon.
-const abandonTimeout = 4 * time.Second
+// Delete deletes the stream if the NATS servers respond. It returns false if it has not deleted the stream. The error
+// is ErrNotDeleted if the servers respond, and not to the deletion: they do not allow it.
+func (o *Options) Delete(ctx context.Context, js jetstream.JetStream) (bool, error) {
+	return o.deleteIf(ctx, js, func(context.Context) bool { return true })
+}
+
+// ErrNotDeleted means that the NATS servers do not allow registry to delete the stream.
+var ErrNotDeleted = errors.New("the NATS servers respond, and do not delete the stream")
+
+// deleteIf deletes the stream if a leader of the servers responds, and the condition is true.
+func (o *Options) deleteIf(ctx context.Context, js jetstream.JetStream,
+	condition func(context.Context) bool) (bool, error) {
+	within, cancel := context.WithTimeout(ctx, deleteTimeout)
+	defer cancel()
+	if _, err := js.Stream(within, o.ID.Stream()+"-absent"); !errors.Is(err, jetstream.ErrStreamNotFound) {
+		return false, nil
+	}
+	if !condition(within) {
+		return false, nil
+	}
+	err := js.DeleteStream(within, o.ID.Stream())
+	switch {
+	case err == nil, errors.Is(err, jetstream.ErrStreamNotFound):
+		return true, nil
+	case isTimeout(err) && ctx.Err() == nil:
+		return false, fmt.Errorf("%w: %w", ErrNotDeleted, err)
+	}
+	return false, err
+}
+
+// deleteTimeout bounds the requests of Abandon and Delete.
+const deleteTimeout = 4 * time.Second
 
 // ownerKey is the key of the owner in the stream's metadata.
 const ownerKey = "watershed.dev/owner"

@@ -1,13 +1,17 @@
 package e2e
 
 import (
+	"encoding/json"
+	"errors"
 	"os"
 	"path/filepath"
 	"testing"
 	"time"
 
+	clientv3 "go.etcd.io/etcd/client/v3"
 	"k8s.io/apimachinery/pkg/watch"
 
+	"watershed.dev/platform/watchcache/core"
 	"watershed.dev/test/harness"
 )
 
@@ -31,6 +35,69 @@ func TestAWatchOutlivesTheLogAndItsPublisher(t *testing.T) {
 	}
 	kill(t, filepath.Join(s.Dir, "nats-0.pid"))
 	kill(t, filepath.Join(s.Dir, publisher+".pid"))
+	m.within = time.Minute
+	began := time.Now()
+	if err := m.create("after"); err != nil {
+		t.Fatal(err)
+	}
+	m.receive(watch.Added, "after")
+	t.Logf("the event came after %v", time.Since(began).Round(time.Millisecond))
+}
+
+// A watch continues if NATS loses messages that it had acknowledged, as after a power loss. The registries have read
+// them, and the publisher fills the log again.
+func TestAWatchOutlivesTheEndOfTheLog(t *testing.T) {
+	t.Parallel()
+	s := harness.Split(t, "")
+	config, err := harness.RegistryEtcd(s.Dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	etcd, err := clientv3.New(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer etcd.Close()
+	token := func() string {
+		resp, err := etcd.Get(t.Context(), "/registry/watershed/logs/default/epoch")
+		if err != nil || len(resp.Kvs) != 1 {
+			t.Fatal(resp, err)
+		}
+		var record core.Epoch
+		if err := json.Unmarshal(resp.Kvs[0].Value, &record); err != nil {
+			t.Fatal(err)
+		}
+		return record.Token
+	}
+	m := watchMaps(t, s)
+	if err := m.create("before"); err != nil {
+		t.Fatal(err)
+	}
+	m.receive(watch.Added, "before")
+	disk := filepath.Join(s.Dir, "nats")
+	if err := os.CopyFS(disk+"-older", os.DirFS(disk)); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 { // the log may have the next token already
+		former := token()
+		harness.Eventually(t, time.Minute, func() error {
+			if token() == former {
+				return errors.New("the fencing token is the same")
+			}
+			return nil
+		})
+	}
+	if err := m.create("lost"); err != nil {
+		t.Fatal(err)
+	}
+	m.receive(watch.Added, "lost")
+	if err := os.Rename(disk, disk+"-newer"); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(disk+"-older", disk); err != nil {
+		t.Fatal(err)
+	}
+	kill(t, filepath.Join(s.Dir, "nats-0.pid"))
 	m.within = time.Minute
 	began := time.Now()
 	if err := m.create("after"); err != nil {

@@ -3,6 +3,7 @@ package core
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -23,6 +24,7 @@ import (
 //	epoch ── next term, continuesEpoch: resume ──▶ same epoch, log continues
 //	epoch ── next revision compacted: reset ──▶ same epoch, log reset after a later revision
 //	epoch ── log lost, etcd matches an observed end: refill ──▶ same epoch, log filled from etcd's history
+//	epoch ── log has lost its end, etcd matches an observed end: the log is deleted, and so is lost
 //	epoch ── log lost, otherwise: startEpoch ──▶ another epoch, log begins at etcd's revision
 //	epoch ── etcd restored, token or last event differ: startEpoch ──▶ another epoch, log begins at etcd's revision
 type Epoch struct {
@@ -53,15 +55,21 @@ type LogEnd struct {
 	Event EtcdEvent
 }
 
-// ObservedEnd is the end of the log that a registry has read. If the log is lost, a publisher compares etcd with the
-// observed ends of all registries. The zero value is empty.
+// ObservedEnd is the end of the log that a registry has read. If the log or its end is lost, a publisher compares etcd
+// with the observed ends of all registries. The zero value is empty.
 type ObservedEnd struct {
 	epoch string
 	end   LogEnd
+	// replaced are the last fencing tokens before the token of end, at most replacedTokens. A log that has lost its end
+	// repeats messages with these tokens.
+	replaced []string
 }
 
+// replacedTokens bounds ObservedEnd.replaced. NATS syncs its disk every 2 minutes, and a token is valid for 10 s.
+const replacedTokens = 16
+
 // Observe records the next event. key is the etcd key of its object; empty: unknown. A refilled log repeats events.
-// These change the fencing tokens, and not the revision.
+// These change no revision, and the fencing tokens only if they are not older.
 func (o *ObservedEnd) Observe(e *logv1.Event, key string) {
 	if e.Epoch == "" { // the reader has found a gap
 		return
@@ -70,7 +78,7 @@ func (o *ObservedEnd) Observe(e *logv1.Event, key string) {
 		*o = ObservedEnd{epoch: e.Epoch}
 	}
 	if e.StorageResource == "" {
-		o.end.Progress = e
+		o.observeToken(e)
 	}
 	if e.Revision < o.end.Last.Revision {
 		return
@@ -79,6 +87,19 @@ func (o *ObservedEnd) Observe(e *logv1.Event, key string) {
 	if IsChange(e) && key != "" {
 		o.end.Event = EtcdEvent{key, e.Revision, e.Type == logv1.Type_TYPE_DELETED}
 	}
+}
+
+// observeToken records the fencing tokens of a progress message or a reset of all resources, unless they are older.
+func (o *ObservedEnd) observeToken(e *logv1.Event) {
+	switch p := o.end.Progress; {
+	case slices.Contains(o.replaced, e.FencingToken),
+		p != nil && e.FencingToken == p.FencingToken && e.NextFencingToken == "" && p.NextFencingToken != "":
+		return
+	case p != nil && e.FencingToken != p.FencingToken:
+		o.replaced = append(o.replaced, p.FencingToken)
+		o.replaced = o.replaced[max(0, len(o.replaced)-replacedTokens):]
+	}
+	o.end.Progress = e
 }
 
 // End returns the end.
@@ -169,6 +190,10 @@ func (p *Publisher) TermFailed(now time.Time) (resign bool) {
 // ErrEpochChanged ends a term whose epoch's record is not its own.
 var ErrEpochChanged = errors.New("etcd is in another epoch than the log, or another publisher is elected")
 
+// otherToken is the reason if the log and etcd have other fencing tokens: etcd was restored, or the log has lost its
+// end.
+const otherToken = "etcd's fencing token is not the log's last"
+
 // continuesEpoch checks that etcd is a later state of the etcd that the log was written from. It returns the reason why
 // it is not.
 func continuesEpoch(log *LogEnd, etcd EtcdState) string {
@@ -179,7 +204,7 @@ func continuesEpoch(log *LogEnd, etcd EtcdState) string {
 	case p.Epoch != etcd.Epoch.ID:
 		return fmt.Sprintf("etcd's epoch is %q, the log's %q", etcd.Epoch.ID, p.Epoch)
 	case !log.HasToken(etcd.Epoch.Token):
-		return "etcd's fencing token is not the log's last"
+		return otherToken
 	}
 	if log.Event.Key != "" && !etcd.HasEvent {
 		return "etcd does not hold the log's last event"

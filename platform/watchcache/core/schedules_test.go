@@ -372,24 +372,16 @@ func (s *schedule) tryRestore() {
 	}
 	lost := s.chance(50) // the log is lost with etcd
 	record, _ := s.etcd.recordAt(to)
-	ends := []LogEnd{s.log.end()}
-	if ends[0].Empty || lost {
-		ends = nil
-		for _, p := range s.publishers {
-			ends = append(ends, p.reader.observed.End())
+	var observed []LogEnd
+	log := s.log.end()
+	log.Empty = log.Empty || lost
+	for _, p := range s.publishers {
+		if end := p.reader.observed.End(); log.Empty || end.Last.Revision > log.Last.Revision {
+			observed = append(observed, end)
 		}
 	}
-	var last, furthest int64
-	for _, end := range ends {
-		if !end.Empty && (end.Progress == nil || end.Progress.Epoch == record.ID) {
-			last, furthest = max(last, end.Event.Revision), max(furthest, end.Last.Revision)
-		}
-	}
-	for _, end := range ends { // a token of any registry at the last revision may match
-		if p := end.Progress; !end.Empty && last <= to && end.Last.Revision == furthest && (p == nil ||
-			p.Epoch == record.ID && (p.FencingToken == record.Token || p.NextFencingToken == record.Token)) {
-			return
-		}
+	if hidden([]LogEnd{log}, record, to) || hidden(observed, record, to) {
+		return
 	}
 	if lost {
 		s.recreate()
@@ -400,6 +392,22 @@ func (s *schedule) tryRestore() {
 			c.close(s.world, "its list is of another epoch")
 		}
 	}
+}
+
+// hidden returns whether ends of the log do not differ from etcd with a record, restored to a revision. A token of any
+// end at the last revision may match.
+func hidden(ends []LogEnd, record Epoch, to int64) bool {
+	var last, furthest int64
+	for _, end := range ends {
+		if !end.Empty && (end.Progress == nil || end.Progress.Epoch == record.ID) {
+			last, furthest = max(last, end.Event.Revision), max(furthest, end.Last.Revision)
+		}
+	}
+	return slices.ContainsFunc(ends, func(end LogEnd) bool {
+		p := end.Progress
+		return !end.Empty && last <= to && end.Last.Revision == furthest && (p == nil ||
+			p.Epoch == record.ID && (p.FencingToken == record.Token || p.NextFencingToken == record.Token))
+	})
 }
 
 // heal ends all faults and lets every part continue until all are current.

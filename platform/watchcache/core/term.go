@@ -18,6 +18,10 @@ const (
 	// ReadObservedEnds reads the epoch's record, and the ends of the log that the registries have read:
 	// ObservedEndsRead.
 	ReadObservedEnds
+	// DeleteLog deletes the log, which has lost its end, and ends the term. The next term finds no log. If Last is no
+	// longer the log's last message, another publisher continues the log, and DeleteLog only ends the term. LogStays,
+	// if the log cannot be deleted.
+	DeleteLog
 	// WriteEpoch writes Epoch if the publisher is still elected and the record's mod revision is still After:
 	// Answer. A delayed write of an earlier term therefore changes nothing. Unwritten, if etcd has no space.
 	WriteEpoch
@@ -44,19 +48,24 @@ type Request struct {
 	Revision int64
 	// Reached is a revision that readers have reached. A log that begins after it has a gap. 0: no reader has any.
 	Reached int64
-	Reason  error
+	// Last is the ID of a message.
+	Last   ID
+	Reason error
 }
 
 // Term is an attempt to publish. It begins at the end of the log and ends with the first error:
 //
 //	ReadLog ──▶ ReadEtcd ──▶ resume ─────────────────────▶ WatchEtcd ──▶ End
 //	            │      ▲ ├─▶ refill ────── reset ────────▶    │           ▲
-//	   log lost ▼      │ └─▶ startEpoch ── reset ────────▶    │           │
+//	   log lost │      │ ├─▶ startEpoch ── reset ────────▶    │           │
+//	or its end  ▼      │ └─▶ DeleteLog ───────────────────────┼───────────┤
 //	     ReadObservedEnds                  etcd compacted ────┴── reset ──┘
 //
 // The term decides how to continue the log:
 //
 //	log has messages, etcd in the same epoch      resume: continue after the last message
+//	log has messages but another token, and etcd
+//	matches a later observed end                  DeleteLog: the log has lost its end, and becomes a lost log
 //	log has messages, otherwise                   startEpoch: begin at etcd's revision
 //	log lost, etcd matches an observed end        refill: begin with etcd's history
 //	log lost, otherwise                           startEpoch: begin at etcd's revision
@@ -77,8 +86,9 @@ type Term struct {
 	// then continues the term after the answer to its request.
 	then func(revision int64)
 	// log is the end of the log when the term began. lost: the log has no message, and log is the observed end.
-	log  LogEnd
-	lost bool
+	// shortened: the log may have lost its end, and log is the observed end if that is later.
+	log             LogEnd
+	lost, shortened bool
 	// fresh is the record of a new epoch, if the term starts it.
 	fresh Epoch
 	// epoch is the record as this publisher read or wrote it. modRevision is its mod revision.
@@ -118,7 +128,11 @@ func (t *Term) LogRead(log LogEnd) {
 
 // ObservedEndsRead answers ReadObservedEnds.
 func (t *Term) ObservedEndsRead(record Epoch, ends []LogEnd) {
-	t.log = join(ends, record)
+	// Of a log with messages, only a later revision proves that it has lost its end. Otherwise etcd was restored, and
+	// the tokens of registries may be older than the log's.
+	if end := join(ends, record); !t.shortened || end.Last.Revision > t.log.Last.Revision {
+		t.log = end
+	}
 	t.Request = Request{Op: ReadEtcd, Event: t.log.Event}
 }
 
@@ -128,8 +142,18 @@ func (t *Term) EtcdRead(etcd EtcdState) {
 	switch {
 	case !t.log.Empty:
 		t.Reason = continuesEpoch(&t.log, etcd)
-		if t.lost && t.Reason == "" && etcd.Epoch.Since == 0 { // older releases did not write it
+		if t.Reason == otherToken && !t.lost && !t.shortened {
+			t.shortened, t.Request = true, Request{Op: ReadObservedEnds}
+			return
+		}
+		lostEnd := t.shortened && t.log.Last.Revision > t.chain.Last.Revision
+		if (t.lost || lostEnd) && t.Reason == "" && etcd.Epoch.Since == 0 { // older releases did not write it
 			t.Reason = "the first revision of etcd's epoch is unknown"
+		}
+		if lostEnd && t.Reason == "" {
+			// A deposed publisher cannot write the record.
+			t.writeEpoch(etcd.Epoch, func(int64) { t.await(Request{Op: DeleteLog, Last: t.chain.Last}, nil) })
+			return
 		}
 		if t.lost && t.Reason != "" {
 			t.Reason = "the log was lost, and " + t.Reason
@@ -146,8 +170,14 @@ func (t *Term) EtcdRead(etcd EtcdState) {
 		t.refill(etcd)
 	default:
 		// clients may hold revisions of an earlier epoch
-		t.startEpoch(etcd, !t.log.Empty || etcd.ModRevision != 0)
+		t.startEpoch(!t.log.Empty || etcd.ModRevision != 0)
 	}
+}
+
+// LogStays answers DeleteLog if the log cannot be deleted. The term starts an epoch.
+func (t *Term) LogStays() {
+	t.Reason = "the log has lost its end, and cannot be deleted"
+	t.startEpoch(true)
 }
 
 // resume continues the log.
@@ -174,7 +204,7 @@ func (t *Term) refill(etcd EtcdState) {
 
 // startEpoch starts an epoch and its log. The log begins at etcd's current revision if clients may hold revisions of
 // another epoch (otherEpoch). Otherwise it begins with the history that etcd still has.
-func (t *Term) startEpoch(etcd EtcdState, otherEpoch bool) {
+func (t *Term) startEpoch(otherEpoch bool) {
 	t.Decision = "starts a new epoch"
 	e := t.fresh
 	begin := func(since int64) {

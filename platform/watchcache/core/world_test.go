@@ -356,10 +356,11 @@ func (w *world) expire(n int) {
 	}
 }
 
-// loseEnd removes the n newest messages, as a server without a sync to disk does.
+// loseEnd removes the n newest messages, as a server without a sync to disk does. Another epoch may begin, unless a
+// registry has read the log's end.
 func (w *world) loseEnd(n int) {
-	w.excuse()
 	s := &w.log
+	w.excuseUnlessObserved(len(s.stored) - n)
 	s.stored = s.stored[: len(s.stored)-n : len(s.stored)-n]
 	if s.lastID = ""; len(s.stored) > 0 {
 		s.lastID = s.stored[len(s.stored)-1].Id
@@ -381,15 +382,25 @@ func (w *world) corrupt(sequence uint64) {
 // recreate deletes the stream. The next term creates another. Another epoch may begin, unless a registry has read the
 // log's end.
 func (w *world) recreate() {
-	if !slices.ContainsFunc(w.publishers, func(p *publisher) bool {
-		r := &p.reader.reader
-		return r.created == w.log.created && r.Sequence == w.log.last() && !p.reader.observed.End().Empty
-	}) {
-		w.excuse()
-	}
+	w.excuseUnlessObserved(0)
 	w.log = stream{created: w.log.created + 1}
 	if w.trace != nil {
 		w.tracef("log: the stream is lost")
+	}
+}
+
+// excuseUnlessObserved excuses the beginning of another epoch if the log keeps n messages, unless a registry has read
+// the log's end, and a later revision than the messages have.
+func (w *world) excuseUnlessObserved(n int) {
+	kept := w.log
+	kept.stored = kept.stored[:n]
+	left := kept.end()
+	if !slices.ContainsFunc(w.publishers, func(p *publisher) bool {
+		r, end := &p.reader.reader, p.reader.observed.End()
+		return r.created == w.log.created && r.Sequence == w.log.last() && r.id == w.log.lastID && !end.Empty &&
+			(left.Empty || end.Last.Revision > left.Last.Revision)
+	}) {
+		w.excuse()
 	}
 }
 

@@ -73,11 +73,18 @@ func (p *publisher) notice(w *world) {
 // crash kills the publisher's process.
 func (p *publisher) crash(w *world) {
 	p.end(w, "killed")
+	if log, read := w.log.end(), p.reader.observed.End(); log.Empty || !read.Empty && !log.has(read) {
+		w.excuse() // nothing else proves that etcd is unchanged
+	}
 	p.core = Publisher{}
 	p.reader = &replica{name: p.name, limit: 8}
-	if w.log.end().Empty { // nothing else proves that etcd is unchanged
-		w.excuse()
-	}
+}
+
+// has returns whether the log's end has the revision and the tokens of another end.
+func (l *LogEnd) has(other LogEnd) bool {
+	p, o := l.Progress, other.Progress
+	return l.Last.Revision >= other.Last.Revision && p != nil && p.FencingToken == o.FencingToken &&
+		p.NextFencingToken == o.NextFencingToken
 }
 
 // end ends the publisher's term. Its messages in flight may still arrive.
@@ -202,6 +209,20 @@ func (p *publisher) step(w *world, o outcome) {
 			}
 		}
 		p.term.ObservedEndsRead(record, ends)
+	case DeleteLog:
+		switch {
+		case r.Last != w.log.end().Last:
+			p.end(w, "the log has another end")
+			return
+		case o == noSpace: // no permission
+			w.excuse()
+			p.term.LogStays()
+			p.watching(w)
+			return
+		}
+		w.log = stream{created: w.log.created + 1}
+		p.end(w, "it deletes the log, which has lost its end")
+		return
 	case WriteEpoch:
 		p.writeEpoch(w, r, o)
 	case ReadRevision, ReadOldest:

@@ -169,7 +169,7 @@ func (p *Publisher) Elected() bool { return p.elected.Load() }
 //	                                       ▲                 │
 //	                                       └── a pause ◀─────┤ any error; a reset after a compaction
 //	leader ── lease lost, ctx done ──▶ follower
-//	leader ── the stream does not respond ──▶ leader with another stream
+//	leader ── the stream does not respond, or has lost its end ──▶ leader with another stream
 //	leader ── core.Publisher.TermFailed ──▶ follower, which pauses before the next election
 //	follower ── etcd has no space, no publisher ──▶ leader without a lease
 //	leader without a lease ── another publisher, or space in etcd ──▶ follower
@@ -273,7 +273,7 @@ func (p *Publisher) lead(ctx context.Context, leased bool) error {
 		if !leased && isDeposed(err) {
 			return err
 		}
-		if p.abandon(ctx, err) {
+		if errors.Is(err, errLostEnd) || p.abandon(ctx, err) {
 			p.core.Elected() // the next term has the whole time until it resigns
 			continue
 		}

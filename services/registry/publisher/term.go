@@ -32,6 +32,9 @@ const (
 	requestTimeout = 10 * time.Second
 )
 
+// errLostEnd ends a term that has deleted the log. The next term fills another.
+var errLostEnd = errors.New("the event log has lost its end, and is deleted")
+
 // term performs the requests of a core.Term. A single goroutine uses it.
 type term struct {
 	*core.Term
@@ -109,6 +112,8 @@ func (t *term) perform(ctx context.Context, r core.Request) (err error) {
 			t.ObservedEndsRead(etcd.Epoch, ends)
 		}
 		return err
+	case core.DeleteLog:
+		return t.deleteLog(ctx, r.Last)
 	case core.AwaitAck:
 		select {
 		case ack := <-t.log.Acks():
@@ -131,6 +136,30 @@ func (t *term) perform(ctx context.Context, r core.Request) (err error) {
 		t.Answer(revision)
 	}
 	return err
+}
+
+// deleteLog deletes the stream, which has lost its end, if its last message is still the same. It returns the error
+// that ends the term.
+func (t *term) deleteLog(ctx context.Context, last core.ID) error {
+	log := t.Publisher.Log
+	if id, _, _, err := log.ID.Last(ctx, t.JS); err != nil {
+		return err
+	} else if id != last {
+		return core.ErrEpochChanged
+	}
+	switch deleted, err := log.Delete(ctx, t.JS); {
+	case deleted:
+		slog.Error("The stream of the event log is deleted: it has lost its end", "stream", log.ID.Stream())
+		return errLostEnd
+	case errors.Is(err, eventlog.ErrNotDeleted):
+		slog.Warn("The stream of the event log has lost its end, and cannot be deleted", "stream", log.ID.Stream(),
+			"error", err)
+		t.LogStays()
+		return nil
+	case err != nil:
+		return err
+	}
+	return errors.New("no leader of the NATS servers responds")
 }
 
 // acknowledge records that JetStream has stored messages, and returns the error of a message that it has not.
