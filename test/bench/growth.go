@@ -108,7 +108,7 @@ func tableOf(rowTitle, unit string, series map[string][]point) string {
 			cell := " |"
 			for _, p := range series[n] {
 				if p.x == x {
-					cell = fmt.Sprintf(" %.3g |", p.y)
+					cell = " " + plain(p.y) + " |"
 				}
 			}
 			b.WriteString(cell)
