@@ -29,8 +29,8 @@ var (
 		"Measure instead how the cost of a delivery grows with watchers, and memory with objects; plots go to "+
 			"docs/benchmarks/performance/.")
 	scaled = flag.Bool("replicas", false,
-		"Measure instead the cost of a write with 1 to 4 registries, and of a delivery with 1 to 8 watchfanout replicas; "+
-			"plots go to docs/benchmarks/performance/.")
+		"Measure instead the cost of a write with 1 to 4 registries, and of a delivery with 1 to 8 watchfanout "+
+			"replicas; plots go to docs/benchmarks/performance/.")
 	failovers = flag.Int("failover", 0,
 		"Measure instead how old events become when the leader of the event log is killed so many times.")
 	failoverStops = flag.Bool("failover-stops", false, "With -failover, stop the leader by SIGTERM instead of SIGKILL.")

@@ -7,7 +7,6 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -39,14 +38,12 @@ func scale(dir string) {
 				rounds[row] = append(rounds[row], v)
 			}
 		}
-		median := map[string]float64{}
+		measured := map[string]float64{"memory of all processes (MB)": s.memory()}
 		for row, values := range rounds {
-			slices.Sort(values)
-			median[row] = values[len(values)/2]
+			measured[row] = median(values)
 		}
-		median["memory of all processes (MB)"] = s.memory()
-		log.Printf("%d %s: %v", replicas, service, median)
-		return median
+		log.Printf("%d %s: %v", replicas, service, measured)
+		return measured
 	}
 	writes, deliveries := map[string][]point{}, map[string][]point{}
 	add := func(to map[string][]point, replicas int, measured map[string]float64) {
@@ -61,12 +58,12 @@ func scale(dir string) {
 		add(deliveries, n, at("watchfanout", n, deliverToDifferent))
 	}
 	plots := filepath.Join(filepath.Dir(*out), "performance")
-	for name, svg := range map[string]string{
-		"writes.svg":     plot(rowWrite, "registries", map[string][]point{"split": writes[rowWrite]}),
-		"deliveries.svg": plot(rowDelivery, "watchfanout replicas", map[string][]point{"split": deliveries[rowDelivery]}),
-	} {
+	draw := func(name, row, of string, all map[string][]point) {
+		svg := plot(row, of, map[string][]point{"split": all[row]})
 		check(os.WriteFile(filepath.Join(plots, name), []byte(svg), 0o644))
 	}
+	draw("writes.svg", rowWrite, "registries", writes)
+	draw("deliveries.svg", rowDelivery, "watchfanout replicas", deliveries)
 	text := fmt.Sprintf("%s, %d processors, %s, `split`, medians of %d rounds, memory at the end. "+
 		"Processes and clients share the processors. The CPU includes the work of idle replicas.\n\n",
 		time.Now().UTC().Format(time.DateOnly), runtime.NumCPU(), runtime.Version(), scaleRounds) +

@@ -180,10 +180,7 @@ func TestEtcdWithoutSpace(t *testing.T) {
 	s := harness.Split(t, "")
 	etcd, m := etcdClient(t, etcdOf(t, s)), watchMaps(t, s)
 	for _, name := range []string{"early", "late", "last"} {
-		if err := m.create(name); err != nil {
-			t.Fatal(err)
-		}
-		m.receive(watch.Added, name)
+		m.add(name)
 	}
 
 	noSpace(t, etcd, etcdserverpb.AlarmRequest_ACTIVATE)
@@ -282,6 +279,15 @@ func (m *watchedMaps) create(name string) error {
 	_, err := m.client.Create(m.t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: name}},
 		metav1.CreateOptions{})
 	return err
+}
+
+// add creates an object, and receives its event.
+func (m *watchedMaps) add(name string) {
+	m.t.Helper()
+	if err := m.create(name); err != nil {
+		m.t.Fatal(err)
+	}
+	m.receive(watch.Added, name)
 }
 
 // receive receives events until an event of an object.

@@ -78,8 +78,8 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 	}
 	// The older release may not know flags of the newer.
 	plan := exec.CommandContext(ctx, cmp.Or(o.older, o.watershed), "split", "--dry-run", "--data-dir", o.dir,
-		"--bind-address", "127.0.0.1", "--secure-port", fmt.Sprint(c.port), "--placement", placement, "--replicas", o.replicas,
-		"--rpc-network", "tcp") // faults cut TCP links
+		"--bind-address", "127.0.0.1", "--secure-port", fmt.Sprint(c.port), "--placement", placement,
+		"--replicas", o.replicas, "--rpc-network", "tcp") // faults cut TCP links
 	if out, err := plan.CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("plan: %w\n%s", err, out)
 	}

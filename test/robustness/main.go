@@ -51,7 +51,8 @@ func main() {
 	flag.StringVar(&o.dir, "out", "", "The directory of the cluster and the history; a temporary directory by "+
 		"default, which stays after a failure.")
 	flag.IntVar(&o.faults, "faults", 1000, "The number of faults.")
-	kinds := flag.String("kinds", "", "The kinds of faults, comma separated. Empty: all kinds that the cluster can have.")
+	kinds := flag.String("kinds", "",
+		"The kinds of faults, comma separated. Empty: all kinds that the cluster can have.")
 	flag.Uint64Var(&o.seed, "seed", 0, "The seed of the faults; 0 for a random seed.")
 	flag.StringVar(&o.placement, "placement", "split",
 		"The --placement of `watershed split`, or hosts: three `up` on the same etcd, or mixed: two `up` and a "+
