@@ -122,9 +122,9 @@ func (c *cluster) run() {
 		c.await("/api/v1/pods?labelSelector=load%3D2", pods, `"phase":"Running"`)
 	})
 	c.phase("20 clients list all pods each second, for 30 s", func() {
-		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
-		defer cancel()
-		c.listAll(ctx)()
+		stop := c.startRelistStorm()
+		time.Sleep(30 * time.Second)
+		stop()
 	})
 	c.phase("all Deployments are deleted", func() {
 		deployments(func(path, name string) { c.do("DELETE", path+"/"+name, "", nil, 200) })

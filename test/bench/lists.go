@@ -59,7 +59,7 @@ func (s *server) compressedLists() map[string]float64 {
 				if row.limit > 0 {
 					s.list(s.gzipClient, row.accept, row.limit)
 					// the client reads longer than the server works, and the server is idle meanwhile
-				} else if !s.packed(context.Background(), "/api/v1/namespaces/bench/pods", row.accept) {
+				} else if !s.packed(context.Background(), s.client, "/api/v1/namespaces/bench/pods", row.accept) {
 					log.Fatalf("%s: %s: the response is not gzip", s.name, row.name)
 				}
 				megabytes += float64(size) / 1e6
@@ -72,12 +72,12 @@ func (s *server) compressedLists() map[string]float64 {
 }
 
 // packed requests a response with gzip and discards the body. It returns true if the response is compressed.
-func (s *server) packed(ctx context.Context, path, accept string) bool {
+func (s *server) packed(ctx context.Context, client *http.Client, path, accept string) bool {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.url+path, nil)
 	check(err)
 	req.Header.Set("Accept", accept)
 	req.Header.Set("Accept-Encoding", "gzip")
-	resp, err := s.client.Do(req)
+	resp, err := client.Do(req)
 	if err != nil {
 		return false
 	}

@@ -2,64 +2,31 @@ package main
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"crypto/tls"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"net/url"
-	"os"
-	"os/exec"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 )
 
-// loudTenantCommand is the argument that makes this program the tenant. The tenant is a separate process, because its
-// goroutines would delay the other clients' requests.
-const loudTenantCommand = "loud-tenant"
-
-// tenantCPU is the metric of the tenant's own CPU time, because the tenant shares the machine with the servers.
-const tenantCPU = "ms of its own CPU"
-
-// startLoudTenant starts the tenant's process. stop ends it and returns its counters.
-func (s *server) startLoudTenant(name, token string) (stop func() map[string]int64) {
-	self, err := os.Executable()
-	check(err)
-	cmd := exec.Command(self, loudTenantCommand, s.url, name, token)
-	cmd.Stderr = os.Stderr
-	in, err := cmd.StdinPipe()
-	check(err)
-	var answer bytes.Buffer
-	cmd.Stdout = &answer
-	check(cmd.Start())
-	return func() map[string]int64 {
-		check(in.Close())
-		check(cmd.Wait())
-		got := map[string]int64{}
-		check(json.Unmarshal(answer.Bytes(), &got))
-		got[tenantCPU] = (cmd.ProcessState.UserTime() + cmd.ProcessState.SystemTime()).Milliseconds()
-		return got
-	}
-}
-
-// runLoudTenant is the tenant's process. It runs until its standard input ends.
-func runLoudTenant(args []string) {
-	ctx, cancel := context.WithCancel(context.Background())
+// runLoudTenant is the tenant's process, for a server's URL, a namespace and a token.
+func runLoudTenant(ctx context.Context, args []string) (counters func() map[string]int64) {
 	t := &loudTenant{url: args[0], path: args[0] + "/api/v1/namespaces/" + args[1] + "/configmaps", token: args[2]}
 	t.begin(ctx, args[1])
-	_, _ = io.Copy(io.Discard, os.Stdin)
-	cancel()
-	t.done.Wait()
-	check(json.NewEncoder(os.Stdout).Encode(map[string]int64{
-		"lists answered": t.lists.Load(), "lists refused": t.refused.Load(), "events of its watches": t.events.Load(),
-		"changes made": t.changes.Load(), "watches begun": t.watches.Load(),
-	}))
+	return func() map[string]int64 {
+		t.done.Wait()
+		return map[string]int64{
+			"lists answered": t.lists.Load(), "lists refused": t.refused.Load(), "events of its watches": t.events.Load(),
+			"changes made": t.changes.Load(), "watches begun": t.watches.Load(),
+		}
+	}
 }
 
 // loudTenant is the tenant's load.

@@ -51,8 +51,8 @@ var (
 func main() {
 	log.SetFlags(0)
 	flag.Parse()
-	if flag.Arg(0) == loudTenantCommand {
-		runLoudTenant(flag.Args()[1:])
+	if run := children[flag.Arg(0)]; run != nil {
+		runChild(run, flag.Args()[1:])
 		return
 	}
 	dir, err := os.MkdirTemp("", "wsbench")

@@ -66,7 +66,7 @@ func tenant(s *server) map[string]float64 {
 	}
 	report("without")
 	began := time.Now()
-	stop := s.startLoudTenant(name, loud)
+	stop := startChild("loud-tenant", s.url, name, loud)
 	time.Sleep(warmUp)
 	report("beside")
 	took := time.Since(began)
