@@ -22,9 +22,9 @@ func (n *NATS) storage() string { return filepath.Join(n.Dir, server.JetStreamSt
 
 // removeDamaged removes damaged files that NATS cannot start with.
 func (n *NATS) removeDamaged(key string) error {
-	err := n.removeCorrupt()
+	err := n.removeUnreadableKeys(key) // first: it refuses encrypted storage without a key
 	if err == nil {
-		err = n.removeUnreadableKeys(key)
+		err = n.removeCorrupt()
 	}
 	if err != nil {
 		return fmt.Errorf("--data-dir %q: %w", n.Dir, err)
@@ -34,8 +34,11 @@ func (n *NATS) removeDamaged(key string) error {
 
 // removeCorrupt removes the storage if a snapshot of a Raft group is corrupt. JetStream would not start, or would have
 // no copy of a stream. Without the snapshot, the group's log has no beginning. The server then receives copies from the
-// other servers of its cluster. A single server has no Raft groups.
+// other servers of its cluster. A single server reads no snapshots, and has the only copy.
 func (n *NATS) removeCorrupt() error {
+	if n.Cluster == "" {
+		return nil
+	}
 	removed := n.storage() + ".corrupt"
 	if err := os.RemoveAll(removed); err != nil { // the rest of an earlier removal
 		return err
@@ -51,19 +54,28 @@ func (n *NATS) removeCorrupt() error {
 	return os.RemoveAll(removed)
 }
 
-// corruptSnapshot returns the file of a corrupt snapshot of a Raft group, or an empty string.
+// corruptSnapshot returns the file of a Raft group's corrupt snapshot, or an empty string. NATS reads only the latest
+// snapshot of a group, and removes the others.
 func corruptSnapshot(storage string) (string, error) {
 	snapshots, err := fs.Glob(os.DirFS(storage), "*/_js_/*/snapshots/*")
 	if err != nil {
 		return "", err
 	}
+	type position struct{ term, index uint64 }
+	latest, last := map[string]string{}, map[string]position{} // by directory
 	for _, snapshot := range snapshots {
-		var term, index uint64
+		var p position
 		const format = "snap.%d.%d" // NATS removes files with other names
-		name := path.Base(snapshot)
-		if _, err := fmt.Sscanf(name, format, &term, &index); err != nil || name != fmt.Sprintf(format, term, index) {
+		dir, name := path.Split(snapshot)
+		if _, err := fmt.Sscanf(name, format, &p.term, &p.index); err != nil ||
+			name != fmt.Sprintf(format, p.term, p.index) {
 			continue
 		}
+		if l := last[dir]; p.term > l.term || p.term == l.term && p.index > l.index {
+			latest[dir], last[dir] = snapshot, p
+		}
+	}
+	for _, snapshot := range latest {
 		file := filepath.Join(storage, snapshot)
 		data, err := os.ReadFile(file)
 		if err != nil {

@@ -125,9 +125,12 @@ func TestADamagedKeyCostsNoMessage(t *testing.T) {
 		return err
 	})
 	for _, n := range c.servers {
-		if keys := filesOf(t, n, "meta.key"); len(keys) != 3 || unreadable(n) != nil {
-			t.Errorf("the keys of %s: %v, unreadable %v", n.Name, keys, unreadable(n))
-		}
+		eventually(t, func() error { // the leader responds before the others have all keys
+			if keys := filesOf(t, n, "meta.key"); len(keys) != 3 || unreadable(n) != nil {
+				return fmt.Errorf("the keys of %s: %v, unreadable %v", n.Name, keys, unreadable(n))
+			}
+			return nil
+		})
 	}
 }
 
@@ -137,17 +140,42 @@ func TestCorruptSnapshots(t *testing.T) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	for name, corrupt := range map[string]bool{"snap.1.2.tmp": false, "other": false, "snap.1.2": true} {
-		file := filepath.Join(dir, name)
-		if err := os.WriteFile(file, make([]byte, 100), 0o600); err != nil {
+	for _, test := range []struct{ name, corrupt string }{
+		{"snap.1.2.tmp", ""}, {"other", ""}, {"snap.1.2", "snap.1.2"}, {"snap.1.3", "snap.1.3"}, {"snap.1.1", "snap.1.3"},
+		{"snap.2.1", "snap.2.1"},
+	} {
+		if err := os.WriteFile(filepath.Join(dir, test.name), make([]byte, 100), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		got, err := corruptSnapshot(storage)
-		if err != nil || (got == file) != corrupt {
-			t.Errorf("%s: %q is corrupt, %v; want %v", name, got, err, corrupt)
+		want := ""
+		if test.corrupt != "" {
+			want = filepath.Join(dir, test.corrupt)
 		}
-		if err := os.Remove(file); err != nil {
+		if got, err := corruptSnapshot(storage); err != nil || got != want {
+			t.Errorf("with %s, %q is corrupt, %v; want %q", test.name, got, err, want)
+		}
+	}
+	n := NATS{Dir: filepath.Join(t.TempDir(), "nats")}
+	if err := os.MkdirAll(n.Dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(storage, n.storage()); err != nil {
+		t.Fatal(err)
+	}
+	key := filepath.Join(n.storage(), "$SYS", "_js_", "_meta_", "meta.key")
+	if err := os.WriteFile(key, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, cluster := range []string{"", "127.0.0.1:1"} {
+		n.Cluster = cluster
+		if err := n.removeDamaged(""); err == nil {
+			t.Error("encrypted storage is opened without a key")
+		}
+		if err := n.removeCorrupt(); err != nil {
 			t.Fatal(err)
+		}
+		if _, err := os.Stat(n.storage()); (err == nil) != (cluster == "") {
+			t.Errorf("the storage of a server with the cluster address %q: %v", cluster, err)
 		}
 	}
 }
@@ -216,11 +244,12 @@ func TestAServerOfAClusterStartsWithADamagedFile(t *testing.T) {
 	eventually(t, current)
 	for _, how := range slices.Sorted(maps.Keys(damages)) {
 		for _, path := range filesOf(t, damaged, "*") {
+			m.kill(t)
 			if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
-				continue // the server has replaced the file since
+				m = startMember(t, damaged) // the server has replaced the file since
+				continue
 			}
 			t.Log(how, path)
-			m.kill(t)
 			if snapshot, err := corruptSnapshot(damaged.storage()); snapshot != "" || err != nil {
 				t.Errorf("a healthy snapshot is corrupt: %q, %v", snapshot, err)
 			}
