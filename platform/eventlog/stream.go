@@ -83,7 +83,9 @@ var ErrUnanswered = errors.New("the stream of the event log does not respond")
 // Abandon deletes the stream if it does not respond and the NATS servers do. It returns false if it has not deleted the
 // stream. The servers must respond before the deletion is sent: frozen servers would delete a healthy stream later.
 func (o *Options) Abandon(ctx context.Context, js jetstream.JetStream) (bool, error) {
-	return o.deleteIf(ctx, js, func(ctx context.Context) bool {
+	within, cancel := context.WithTimeout(ctx, deleteTimeout)
+	defer cancel()
+	return o.deleteIf(within, js, func(ctx context.Context) bool {
 		again, stop := context.WithTimeout(ctx, deleteTimeout/4)
 		defer stop()
 		_, err := o.Stream(again, js)
@@ -92,9 +94,27 @@ func (o *Options) Abandon(ctx context.Context, js jetstream.JetStream) (bool, er
 }
 
 // Delete deletes the stream if the NATS servers respond. It returns false if it has not deleted the stream. The error
-// is ErrNotDeleted if the servers respond, and not to the deletion: they do not allow it.
+// is ErrNotDeleted if the stream responds after each of two deletions without a response: the servers do not allow it.
+// A single response may be lost with a server, before the deletion or after it.
 func (o *Options) Delete(ctx context.Context, js jetstream.JetStream) (bool, error) {
-	return o.deleteIf(ctx, js, func(context.Context) bool { return true })
+	for range 2 {
+		within, cancel := context.WithTimeout(ctx, deleteTimeout/2)
+		deleted, err := o.deleteIf(within, js, func(context.Context) bool { return true })
+		cancel()
+		if !isTimeout(err) {
+			return deleted, err
+		}
+		within, cancel = context.WithTimeout(ctx, deleteTimeout/2)
+		_, err = o.ID.stream(within, js)
+		cancel()
+		switch {
+		case errors.Is(err, jetstream.ErrStreamNotFound):
+			return true, nil
+		case err != nil:
+			return false, err
+		}
+	}
+	return false, ErrNotDeleted
 }
 
 // ErrNotDeleted means that the NATS servers do not allow registry to delete the stream.
@@ -103,25 +123,20 @@ var ErrNotDeleted = errors.New("the NATS servers respond, and do not delete the 
 // deleteIf deletes the stream if a leader of the servers responds, and the condition is true.
 func (o *Options) deleteIf(ctx context.Context, js jetstream.JetStream,
 	condition func(context.Context) bool) (bool, error) {
-	within, cancel := context.WithTimeout(ctx, deleteTimeout)
-	defer cancel()
-	if _, err := js.Stream(within, o.ID.Stream()+"-absent"); !errors.Is(err, jetstream.ErrStreamNotFound) {
+	if _, err := js.Stream(ctx, o.ID.Stream()+"-absent"); !errors.Is(err, jetstream.ErrStreamNotFound) {
 		return false, nil
 	}
-	if !condition(within) {
+	if !condition(ctx) {
 		return false, nil
 	}
-	err := js.DeleteStream(within, o.ID.Stream())
-	switch {
-	case err == nil, errors.Is(err, jetstream.ErrStreamNotFound):
+	err := js.DeleteStream(ctx, o.ID.Stream())
+	if err == nil || errors.Is(err, jetstream.ErrStreamNotFound) {
 		return true, nil
-	case isTimeout(err) && ctx.Err() == nil:
-		return false, fmt.Errorf("%w: %w", ErrNotDeleted, err)
 	}
 	return false, err
 }
 
-// deleteTimeout bounds the requests of Abandon and Delete.
+// deleteTimeout bounds the deletions of Abandon and Delete.
 const deleteTimeout = 4 * time.Second
 
 // ownerKey is the key of the owner in the stream's metadata.

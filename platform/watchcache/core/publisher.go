@@ -65,8 +65,9 @@ type ObservedEnd struct {
 	replaced []string
 }
 
-// replacedTokens bounds ObservedEnd.replaced. NATS syncs its disk every 2 minutes, and a token is valid for 10 s.
-const replacedTokens = 16
+// replacedTokens bounds ObservedEnd.replaced. It is more than the tokens of a log, which has 10 minutes by default: a
+// token is valid for 10 s. A reader may read the log from its beginning again.
+const replacedTokens = 256
 
 // Observe records the next event. key is the etcd key of its object; empty: unknown. A refilled log repeats events.
 // These change no revision, and the fencing tokens only if they are not older.
