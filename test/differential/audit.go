@@ -135,6 +135,9 @@ func (a *axis) audited(p *pair, records func(*side) []fields) {
 	d := p.discover()
 	all := d.valid()
 	p.create(all)
+	for _, s := range []*side{p.theirs, p.ours} {
+		withoutRepairs(a.t, s.server)
+	}
 	p.verbs(all)
 	p.paths()
 	p.identities()

@@ -20,6 +20,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 	"k8s.io/client-go/rest"
@@ -228,24 +229,33 @@ func floodRPC(t *testing.T, s *harness.Server, process, client string, methods [
 		t.Fatal(err)
 	}
 	defer conn.Close()
+	ready, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	conn.Connect()
+	for state := conn.GetState(); state != connectivity.Ready; state = conn.GetState() {
+		if !conn.WaitForStateChange(ready, state) {
+			t.Fatalf("the connection to %s is %s", process, state)
+		}
+	}
 	var unknown atomic.Int32
-	call := func(method, codec, body string, pairs ...string) {
-		ctx, cancel := context.WithTimeout(metadata.AppendToOutgoingContext(t.Context(), pairs...), 50*time.Millisecond)
+	call := func(timeout time.Duration, method, codec, body string, pairs ...string) {
+		ctx, cancel := context.WithTimeout(metadata.AppendToOutgoingContext(t.Context(), pairs...), timeout)
 		defer cancel()
 		err := conn.Invoke(ctx, method, []byte(body), new([]byte), grpc.ForceCodec(verbatim{codec}))
 		if status.Code(err) == codes.Unimplemented {
 			unknown.Add(1)
 		}
 	}
+	const atOnce, mayHang = 5 * time.Second, 50 * time.Millisecond // timeouts of unknown and of known methods
 	known := methods[0]
 	parallel(n, func(i int) {
 		v := fmt.Sprint(i)
-		call("/"+v+"/"+v, "proto", "")
-		call(known[:strings.LastIndex(known, "/")]+"/M"+v, "proto", "")
-		call(v, "proto", "")
-		call(known, "c"+v, "")
-		call("/x/y", "proto", "", "k"+v, v, "traceparent", v, "grpc-timeout-"+v, v)
-		call(methods[i%len(methods)], "proto", "\xff"+v)
+		call(atOnce, "/"+v+"/"+v, "proto", "")
+		call(atOnce, known[:strings.LastIndex(known, "/")]+"/M"+v, "proto", "")
+		call(atOnce, v, "proto", "")
+		call(mayHang, known, "c"+v, "")
+		call(atOnce, "/x/y", "proto", "", "k"+v, v, "traceparent", v, "grpc-timeout-"+v, v)
+		call(mayHang, methods[i%len(methods)], "proto", "\xff"+v)
 	})
 	if got := int(unknown.Load()); got < 3*n {
 		t.Errorf("%s rejected %d calls of unknown methods, want %d", process, got, 4*n)

@@ -265,8 +265,11 @@ func TestAGatewayServesOnceItListens(t *testing.T) {
 	}
 	client := &http.Client{Timeout: 10 * time.Second,
 		Transport: &http.Transport{TLSClientConfig: conf, DisableKeepAlives: true}}
-	poll := func(d time.Duration) {
-		for until := time.Now().Add(d); time.Now().Before(until); {
+	poll := func(until time.Time, done func() bool) {
+		for !done() {
+			if time.Now().After(until) {
+				t.Fatal("a gateway has served no list")
+			}
 			for _, page := range []string{"/livez", "/readyz", "/healthz", "/api/v1/namespaces"} {
 				resp, err := client.Get(s.Config().Host + page + "?verbose")
 				if err != nil {
@@ -280,12 +283,19 @@ func TestAGatewayServesOnceItListens(t *testing.T) {
 			}
 		}
 	}
-	poll(time.Second)
-	s.Scale("gateway=5") // it does not wait until the new gateways are ready
-	poll(4 * time.Second)
-	for _, name := range []string{"gateway-0", "gateway-4"} {
-		if n := s.Metric(name, `apiserver_request_total\{[^}]*resource="namespaces"[^}]*verb="LIST"[^}]*\}`); n == 0 {
-			t.Errorf("%s has served no list", name)
+	lists := regexp.MustCompile(`(?m)^apiserver_request_total\{[^}]*resource="namespaces"[^}]*verb="LIST"[^}]*\}`)
+	served := func(name string) bool {
+		resp, err := s.Debug(name).Get("http://" + name + "/metrics")
+		if err != nil {
+			return false // the gateway starts
 		}
+		defer resp.Body.Close()
+		text, _ := io.ReadAll(resp.Body)
+		return lists.Match(text)
 	}
+	poll(time.Now().Add(time.Minute), func() bool { return served("gateway-0") })
+	s.Scale("gateway=5") // it does not wait until the new gateways are ready
+	poll(time.Now().Add(time.Minute), func() bool {
+		return served("gateway-2") && served("gateway-3") && served("gateway-4")
+	})
 }

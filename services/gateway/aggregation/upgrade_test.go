@@ -17,13 +17,15 @@ import (
 
 // upgraded returns a client's connection through p, whose request has a deadline. The channel closes when the request's
 // handler ends.
-func upgraded(t *testing.T, p *Proxy, deadline time.Duration) (conn net.Conn, ended <-chan struct{}) {
+func upgraded(t *testing.T, p *Proxy) (conn net.Conn, ended, late <-chan struct{}) {
 	t.Helper()
-	done := make(chan struct{})
+	done, expired := make(chan struct{}), make(chan struct{})
 	front := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		defer close(done)
-		ctx, cancel := context.WithTimeout(req.Context(), deadline)
-		defer cancel()
+		// the connection to the aggregated server is made before the deadline
+		ctx, cancel := context.WithTimeout(req.Context(), 2*time.Second)
+		t.Cleanup(cancel)
+		context.AfterFunc(ctx, func() { close(expired) })
 		ctx = request.WithUser(request.WithRequestInfo(ctx, &request.RequestInfo{}), &user.DefaultInfo{Name: "bob"})
 		p.Serve(w, req.WithContext(ctx), "metrics.k8s.io", "v1")
 	}))
@@ -38,7 +40,7 @@ func upgraded(t *testing.T, p *Proxy, deadline time.Duration) (conn net.Conn, en
 	}
 	fmt.Fprint(conn, "GET /apis/metrics.k8s.io/v1/nodes/n/console HTTP/1.1\r\nHost: x\r\n"+
 		"Connection: Upgrade\r\nUpgrade: echo\r\n\r\n")
-	return conn, done
+	return conn, done, expired
 }
 
 func await(t *testing.T, end <-chan struct{}, failure string) {
@@ -63,13 +65,13 @@ func TestAnUpgradeOutlivesTheRequestsDeadline(t *testing.T) {
 		fmt.Fprint(conn, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: echo\r\n\r\n")
 		_, _ = io.Copy(conn, rw)
 	}))
-	conn, ended := upgraded(t, p, 100*time.Millisecond)
+	conn, ended, late := upgraded(t, p)
 	from := bufio.NewReader(conn)
 	resp, err := http.ReadResponse(from, nil)
 	if err != nil || resp.StatusCode != http.StatusSwitchingProtocols {
 		t.Fatalf("%v, %v", resp, err)
 	}
-	time.Sleep(300 * time.Millisecond)
+	await(t, late, "the deadline does not pass")
 	fmt.Fprintln(conn, "still here")
 	if text, err := from.ReadString('\n'); err != nil || text != "still here\n" {
 		t.Errorf("%q, %v", text, err)
@@ -86,7 +88,7 @@ func TestAnUpgradeWithoutAnAnswerEndsAtTheDeadline(t *testing.T) {
 		defer close(gone)
 		<-req.Context().Done()
 	}))
-	_, ended := upgraded(t, p, 100*time.Millisecond)
+	_, ended, _ := upgraded(t, p)
 	await(t, gone, "the other server's connection stays")
 	await(t, ended, "the handler goes on")
 }

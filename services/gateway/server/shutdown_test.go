@@ -68,17 +68,21 @@ func TestAServerStopsInOrder(t *testing.T) {
 	long := make(chan error, 1)
 	go func() { long <- get("/long") }()
 	<-begun
-	stoppedAt := time.Now()
+	stoppedAt, ends := time.Now(), make(chan []time.Duration)
+	go func() {
+		var times []time.Duration
+		for _, w := range s.shutdownStagger {
+			<-w
+			times = append(times, time.Since(stoppedAt))
+		}
+		ends <- times
+	}()
 	stop()
 	<-s.ShuttingDown
 	if err := get("/"); err != nil {
 		t.Errorf("it does not serve during --shutdown-delay-duration: %v", err)
 	}
-	var endTimes []time.Duration
-	for _, w := range s.shutdownStagger {
-		<-w
-		endTimes = append(endTimes, time.Since(stoppedAt))
-	}
+	endTimes := <-ends
 	if first, last := endTimes[0], endTimes[len(endTimes)-1]; first < c.ShutdownDelay ||
 		last-first < c.WatchGracePeriod/2 {
 		t.Errorf("watches end from %v to %v after the shutdown started", first, last)

@@ -257,7 +257,8 @@ type recordingSink struct {
 	mu      sync.Mutex
 	text    strings.Builder
 	changed chan struct{}
-	block   chan struct{}
+	// While block is open, a write waits, and blocked receives.
+	block, blocked chan struct{}
 }
 
 func newScreen() *recordingSink { return &recordingSink{changed: make(chan struct{}, 100000)} }
@@ -271,6 +272,10 @@ func (s *recordingSink) Fail(err error) {
 
 func (s *recordingSink) Write(ctx context.Context, writeTimeout time.Duration, frames ...[]byte) error {
 	if s.block != nil {
+		select {
+		case s.blocked <- struct{}{}:
+		default:
+		}
 		select {
 		case <-s.block:
 		case <-time.After(writeTimeout):

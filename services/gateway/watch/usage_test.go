@@ -49,10 +49,11 @@ func TestUsages(t *testing.T) {
 	if all := snapshot(0); len(all) != 2 || all[0].Watches != 2 || all[0].BytesPerSecond != 0 {
 		t.Errorf("%+v", all)
 	}
-	c.block = make(chan struct{})
+	c.block, c.blocked = make(chan struct{}), make(chan struct{}, 1)
 	up.write(7)
 	a.expect(t, "e6 e7 ")
 	b.expect(t, "e6 e7 ")
+	<-c.blocked
 	up.write(8, 9)
 	a.expect(t, "e6 e7 e8 e9 ")
 	b.expect(t, "e6 e7 e8 e9 ")

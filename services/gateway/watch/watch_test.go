@@ -134,7 +134,9 @@ func TestTrimmedReceiverBecomesUnsynced(t *testing.T) {
 	h := hub(up)
 	h.Config.BroadcastBytes = 3 * (core.EntryBytes + 4)
 	h.Config.WriteTimeout = time.Minute
-	slow, quick := h.watch(t, nil), h.watch(t, nil)
+	slow := h.watch(t, nil)
+	up.waitForStreams(t, 2) // its own and the broadcast's
+	quick := h.watch(t, nil)
 	h.waitForReceivers(t, 2)
 	before := len(up.streams())
 	slow.block = make(chan struct{})

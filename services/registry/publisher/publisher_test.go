@@ -134,6 +134,21 @@ func (j *journal) expect(want ...string) {
 	}
 }
 
+// observed waits until n registries respond with an observed end at the ConfigMap.
+func (j *journal) observed(n int, configMap string) {
+	j.t.Helper()
+	elsewhere := func(e core.LogEnd) bool { return !strings.HasSuffix(e.Event.Key, "/configmaps/x/"+configMap) }
+	for deadline := time.Now().Add(20 * time.Second); ; {
+		ends, err := eventlog.Main.ObservedEnds(j.t.Context(), j.nats)
+		if err == nil && len(ends) == n && !slices.ContainsFunc(ends, elsewhere) {
+			return
+		}
+		if time.Now().After(deadline) {
+			j.t.Fatalf("the registries' ends are %+v, %v", ends, err)
+		}
+	}
+}
+
 // newStoppedJournal returns a log that a publisher has begun and left: a reset, and the ConfigMap a.
 func newStoppedJournal(t *testing.T) *journal {
 	t.Helper()
@@ -367,6 +382,7 @@ func TestLostLogIsRefilled(t *testing.T) {
 	j.write("create", "a", "")
 	want := []string{"reset", "added configmaps/a"}
 	j.expect(want...)
+	j.observed(1, "a")
 	lose := func() {
 		if err := j.js.DeleteStream(t.Context(), eventlog.StreamName); err != nil {
 			t.Fatal(err)
@@ -408,16 +424,7 @@ func TestAnotherRegistryHasReadTheLostLog(t *testing.T) {
 	}
 	j.write("create", "a", "")
 	j.expect("reset", "added configmaps/a")
-	observed := func() bool {
-		ends, err := eventlog.Main.ObservedEnds(t.Context(), j.nats)
-		return err == nil && len(ends) == 2 && ends[0].Event == ends[1].Event &&
-			strings.HasSuffix(ends[0].Event.Key, "/configmaps/x/a")
-	}
-	for deadline := time.Now().Add(10 * time.Second); !observed(); time.Sleep(10 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatal("the two registries do not respond with the last event")
-		}
-	}
+	j.observed(2, "a")
 	stop()
 	if err := j.js.DeleteStream(t.Context(), eventlog.StreamName); err != nil {
 		t.Fatal(err)
