@@ -245,15 +245,13 @@ func TestAServerOfAClusterStartsWithADamagedFile(t *testing.T) {
 	for _, how := range slices.Sorted(maps.Keys(damages)) {
 		for _, path := range filesOf(t, damaged, "*") {
 			m.kill(t)
-			if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
-				m = startMember(t, damaged) // the server has replaced the file since
-				continue
-			}
 			t.Log(how, path)
 			if snapshot, err := corruptSnapshot(damaged.storage()); snapshot != "" || err != nil {
 				t.Errorf("a healthy snapshot is corrupt: %q, %v", snapshot, err)
 			}
-			damage(t, path, how)
+			if _, err := os.Stat(path); err == nil { // else the server has replaced the file since
+				damage(t, path, how)
+			}
 			start = time.Now()
 			m = startMember(t, damaged)
 			eventually(t, current)

@@ -514,7 +514,7 @@ func (l *lossy) DeleteStream(ctx context.Context, name string) error {
 	return context.DeadlineExceeded
 }
 
-// A deletion of the log without a response may be done. Only a stream that outlives two of them may not be deleted.
+// A deletion that loses its response may have deleted the log. NATS forbids the deletion only if the log outlives two.
 func TestADeletionMayLoseItsResponse(t *testing.T) {
 	n := newTenants(t)
 	for _, test := range []struct {

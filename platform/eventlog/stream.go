@@ -136,7 +136,7 @@ func (o *Options) deleteIf(ctx context.Context, js jetstream.JetStream,
 	return false, err
 }
 
-// deleteTimeout bounds the deletions of Abandon and Delete.
+// deleteTimeout bounds Abandon. Half of it bounds each deletion of Delete, and each request after it.
 const deleteTimeout = 4 * time.Second
 
 // ownerKey is the key of the owner in the stream's metadata.

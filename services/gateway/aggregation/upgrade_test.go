@@ -15,8 +15,8 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 )
 
-// upgraded returns a client's connection through p, whose request has a deadline. The channel closes when the request's
-// handler ends.
+// upgraded returns a client's connection through p, whose request has a deadline. ended closes when the request's
+// handler ends, and late after the deadline.
 func upgraded(t *testing.T, p *Proxy) (conn net.Conn, ended, late <-chan struct{}) {
 	t.Helper()
 	done, expired := make(chan struct{}), make(chan struct{})
@@ -24,7 +24,7 @@ func upgraded(t *testing.T, p *Proxy) (conn net.Conn, ended, late <-chan struct{
 		defer close(done)
 		// the connection to the aggregated server is made before the deadline
 		ctx, cancel := context.WithTimeout(req.Context(), 2*time.Second)
-		t.Cleanup(cancel)
+		defer cancel()
 		context.AfterFunc(ctx, func() { close(expired) })
 		ctx = request.WithUser(request.WithRequestInfo(ctx, &request.RequestInfo{}), &user.DefaultInfo{Name: "bob"})
 		p.Serve(w, req.WithContext(ctx), "metrics.k8s.io", "v1")

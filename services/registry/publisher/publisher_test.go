@@ -138,7 +138,7 @@ func (j *journal) expect(want ...string) {
 func (j *journal) observed(n int, configMap string) {
 	j.t.Helper()
 	elsewhere := func(e core.LogEnd) bool { return !strings.HasSuffix(e.Event.Key, "/configmaps/x/"+configMap) }
-	for deadline := time.Now().Add(20 * time.Second); ; {
+	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
 		ends, err := eventlog.Main.ObservedEnds(j.t.Context(), j.nats)
 		if err == nil && len(ends) == n && !slices.ContainsFunc(ends, elsewhere) {
 			return
@@ -400,6 +400,7 @@ func TestLostLogIsRefilled(t *testing.T) {
 	j.write("create", "c", "")
 	want = append(want, "added configmaps/c")
 	j.expect(want...)
+	j.observed(1, "c")
 	lose() // revisions before this epoch stay out of the log
 	j.write("create", "d", "")
 	j.expect(append(want, "reset", "added configmaps/c", "added configmaps/d")...)
