@@ -61,27 +61,27 @@ func corruptSnapshot(storage string) (string, error) {
 	if err != nil {
 		return "", err
 	}
+	const format = "snap.%d.%d" // NATS removes files with other names
 	type position struct{ term, index uint64 }
-	latest, last := map[string]string{}, map[string]position{} // by directory
+	latest := map[string]position{} // by directory
 	for _, snapshot := range snapshots {
 		var p position
-		const format = "snap.%d.%d" // NATS removes files with other names
 		dir, name := path.Split(snapshot)
 		if _, err := fmt.Sscanf(name, format, &p.term, &p.index); err != nil ||
 			name != fmt.Sprintf(format, p.term, p.index) {
 			continue
 		}
-		if l := last[dir]; p.term > l.term || p.term == l.term && p.index > l.index {
-			latest[dir], last[dir] = snapshot, p
+		if l := latest[dir]; p.term > l.term || p.term == l.term && p.index > l.index {
+			latest[dir] = p
 		}
 	}
-	for _, snapshot := range latest {
-		file := filepath.Join(storage, snapshot)
+	for dir, p := range latest {
+		file := filepath.Join(storage, dir, fmt.Sprintf(format, p.term, p.index))
 		data, err := os.ReadFile(file)
 		if err != nil {
 			return "", err
 		}
-		if !isSnapshot(path.Base(path.Dir(path.Dir(snapshot))), data) {
+		if !isSnapshot(path.Base(path.Dir(path.Clean(dir))), data) {
 			return file, nil
 		}
 	}

@@ -141,7 +141,11 @@ func TestCorruptSnapshots(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, test := range []struct{ name, corrupt string }{
-		{"snap.1.2.tmp", ""}, {"other", ""}, {"snap.1.2", "snap.1.2"}, {"snap.1.3", "snap.1.3"}, {"snap.1.1", "snap.1.3"},
+		{"snap.1.2.tmp", ""},
+		{"other", ""},
+		{"snap.1.2", "snap.1.2"},
+		{"snap.1.3", "snap.1.3"},
+		{"snap.1.1", "snap.1.3"},
 		{"snap.2.1", "snap.2.1"},
 	} {
 		if err := os.WriteFile(filepath.Join(dir, test.name), make([]byte, 100), 0o600); err != nil {

@@ -23,8 +23,11 @@ func runLoudTenant(ctx context.Context, args []string) (counters func() map[stri
 	return func() map[string]int64 {
 		t.done.Wait()
 		return map[string]int64{
-			"lists answered": t.lists.Load(), "lists refused": t.refused.Load(), "events of its watches": t.events.Load(),
-			"changes made": t.changes.Load(), "watches begun": t.watches.Load(),
+			"lists answered":        t.lists.Load(),
+			"lists refused":         t.refused.Load(),
+			"events of its watches": t.events.Load(),
+			"changes made":          t.changes.Load(),
+			"watches begun":         t.watches.Load(),
 		}
 	}
 }

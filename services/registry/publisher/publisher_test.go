@@ -134,12 +134,14 @@ func (j *journal) expect(want ...string) {
 	}
 }
 
-// observed waits until n registries respond with an observed end at the ConfigMap.
+// observed waits until n registries respond with an observed end at the same event, which is of the ConfigMap.
 func (j *journal) observed(n int, configMap string) {
 	j.t.Helper()
-	elsewhere := func(e core.LogEnd) bool { return !strings.HasSuffix(e.Event.Key, "/configmaps/x/"+configMap) }
 	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
 		ends, err := eventlog.Main.ObservedEnds(j.t.Context(), j.nats)
+		elsewhere := func(e core.LogEnd) bool {
+			return e.Event != ends[0].Event || !strings.HasSuffix(e.Event.Key, "/configmaps/x/"+configMap)
+		}
 		if err == nil && len(ends) == n && !slices.ContainsFunc(ends, elsewhere) {
 			return
 		}
