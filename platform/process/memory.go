@@ -65,8 +65,9 @@ const (
 	restPeriod = time.Minute
 	// restBytes is how much a process at rest may allocate in restPeriod. An idle `up` allocates 60 MB.
 	restBytes = 128 << 20
-	// releaseBytes is the least memory to return to the operating system.
-	releaseBytes = 16 << 20
+	// releaseBytes is the least memory to return to the operating system. An idle authn has 8 MB of live objects, and
+	// so about 8 MB to return.
+	releaseBytes = 4 << 20
 	// Both bounds grow by the live bytes divided by liveShare, because a collection of a large heap costs more.
 	liveShare = 8
 )

@@ -321,6 +321,7 @@ func (s *Service) initCustomResources() error {
 	if crds.Models, err = s.resources.BuiltIn.Models(apiextensionsv1.GroupName); err != nil {
 		return err
 	}
+	s.resources.BuiltIn.ReleaseOpenAPIDefinitions()
 	if s.services, err = apiclient.NewServiceResolver(s.informers, s.config.Controllers.AggregatorRouting); err != nil {
 		return err
 	}

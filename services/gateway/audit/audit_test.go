@@ -269,7 +269,7 @@ func TestAPatchIsWritten(t *testing.T) {
 func TestProtobufIsRecordedAsJSON(t *testing.T) {
 	in := func(obj runtime.Object) []byte {
 		var b strings.Builder
-		if err := protobuf.NewSerializer(protobufScheme, protobufScheme).Encode(obj, &b); err != nil {
+		if err := protobuf.NewSerializer(protobufScheme(), protobufScheme()).Encode(obj, &b); err != nil {
 			t.Fatal(err)
 		}
 		return []byte(b.String())

@@ -20,6 +20,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"watershed.dev/platform/coalesce"
@@ -151,7 +152,7 @@ var files embed.FS
 // page is a page of the console. view returns the data of its template.
 type page struct {
 	Path, Title string
-	template    *template.Template
+	template    func() *template.Template
 	view        func(c *Console, req *http.Request, all *Cluster) (any, error)
 }
 
@@ -163,13 +164,16 @@ var pages = []*page{
 	{Path: Root + "/requests", Title: "Slow requests", template: parse("requests"), view: requestsView},
 }
 
-func parse(name string) *template.Template {
-	functions := template.FuncMap{"bytes": formatBytes, "join": strings.Join, "age": process.FormatAge,
-		"p99": process.FormatP99, "since": time.Since, "seconds": func(s float64) string {
-			return process.FormatAge(time.Duration(s * float64(time.Second)))
-		}}
-	return template.Must(template.New("layout.html").Funcs(functions).ParseFS(files, "pages/layout.html",
-		"pages/"+name+".html"))
+// parse returns a function that parses the template of a page at its first call. Most processes serve no page.
+func parse(name string) func() *template.Template {
+	return sync.OnceValue(func() *template.Template {
+		functions := template.FuncMap{"bytes": formatBytes, "join": strings.Join, "age": process.FormatAge,
+			"p99": process.FormatP99, "since": time.Since, "seconds": func(s float64) string {
+				return process.FormatAge(time.Duration(s * float64(time.Second)))
+			}}
+		return template.Must(template.New("layout.html").Funcs(functions).ParseFS(files, "pages/layout.html",
+			"pages/"+name+".html"))
+	})
 }
 
 // style is the style sheet of every page. The policy names its hash, so that a page needs no other request.
@@ -272,7 +276,7 @@ func (c *Console) write(out *bytes.Buffer, p *page, req *http.Request) error {
 	if n, err := strconv.Atoi(l.query.Get("refresh")); err == nil && n > 0 {
 		l.Refresh = max(n, int(maxAge.Seconds()))
 	}
-	return p.template.Execute(out, l)
+	return p.template().Execute(out, l)
 }
 
 // formatBytes returns a size, a float64 or a uint64, in a unit of at most 1000.

@@ -73,6 +73,9 @@ func (d *Discovery) encoded(ctx context.Context, path string) (data []byte, err 
 		defer release()
 	}
 	root, isV3 := strings.CutPrefix(path, "v3/")
+	if isV3 || path == "v3" {
+		defer d.resources.BuiltIn.ReleaseOpenAPIDefinitions()
+	}
 	switch {
 	case path == "v2":
 		data, err = d.openAPIV2(ctx)

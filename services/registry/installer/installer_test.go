@@ -1,6 +1,7 @@
 package installer_test
 
 import (
+	"bytes"
 	"encoding/json"
 	"maps"
 	"slices"
@@ -86,6 +87,13 @@ func TestOpenAPI(t *testing.T) {
 	}
 	if set.OpenAPIHash() == "" {
 		t.Error("documents have no hash")
+	}
+	kept, err := set.OpenAPIV3("apis/apps/v1")
+	if set.ReleaseOpenAPIDefinitions(); installer.HasOpenAPIDefinitions(set) {
+		t.Error("released definitions stay in memory")
+	}
+	if made, again := set.OpenAPIV3("apis/apps/v1"); err != nil || again != nil || !bytes.Equal(made, kept) {
+		t.Errorf("a document differs after a release: %v, %v", err, again)
 	}
 }
 
