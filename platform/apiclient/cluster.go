@@ -46,6 +46,11 @@ const (
 	// initialProbeTimeout bounds the same wait at the start, when the informers have just listed and no bookmark is
 	// due.
 	initialProbeTimeout = 200 * time.Millisecond
+	// minAwaitPause and maxAwaitPause bound the pauses between the first requests for etcd's revision. An informer
+	// whose first list fails pauses for 0.8 to 1.6 s.
+	minAwaitPause, maxAwaitPause = 20 * time.Millisecond, 500 * time.Millisecond
+	// warningPeriod is the least time between two log lines about a gateway that does not return etcd's revision.
+	warningPeriod = 10 * time.Second
 	// stalledAfter is the age above which a service lists the policy again.
 	stalledAfter = 4 * time.Second
 	// revisionHedgeDelay and listHedgeDelay are the hedging delays of requests for etcd's revision and for a list.
@@ -73,8 +78,9 @@ type Cluster struct {
 	trackedMu sync.Mutex
 	tracked   []trackedInformer
 	// freshAt is when the informers were last known to be complete; nil: never.
-	freshAt    atomic.Pointer[time.Time]
-	firstFresh chan struct{}
+	freshAt atomic.Pointer[time.Time]
+	// synced is closed once the shared informers have listed, and firstFresh once freshAt is set.
+	synced, firstFresh chan struct{}
 }
 
 // trackedInformer is an informer whose age counts.
@@ -165,7 +171,8 @@ func NewCluster(c *Conn, f Freshness, strip ...func(obj any)) (*Cluster, error) 
 	if err != nil {
 		return nil, err
 	}
-	return &Cluster{Client: client, informerSet: set, bound: f.Bound, firstFresh: make(chan struct{})}, nil
+	return &Cluster{Client: client, informerSet: set, bound: f.Bound, synced: make(chan struct{}),
+		firstFresh: make(chan struct{})}, nil
 }
 
 // sharedInformers is the key of the informers that the services of a process share.
@@ -190,6 +197,10 @@ func (c *Cluster) Age() (age time.Duration, ok bool) {
 	return max(time.Since(*freshAt), time.Now().Round(0).Sub(freshAt.Round(0))), true
 }
 
+// Synced returns a channel that is closed once the shared informers have read their objects. It does not cover the
+// informers that Run's starts have started.
+func (c *Cluster) Synced() <-chan struct{} { return c.synced }
+
 // Fresh returns a channel that is closed once the tracked informers have been complete for the first time.
 func (c *Cluster) Fresh() <-chan struct{} { return c.firstFresh }
 
@@ -208,18 +219,29 @@ func (c *Cluster) Err() error {
 	return nil
 }
 
-// Run runs the informers and measures their age until ctx is done.
-func (c *Cluster) Run(ctx context.Context) error {
+// Run runs the informers and measures their age until ctx is done. It starts them once the gateway has returned etcd's
+// revision. Before that it calls each of starts, which starts further informers of the service.
+func (c *Cluster) Run(ctx context.Context, starts ...func(stop <-chan struct{})) error {
+	if err := c.awaitRevision(ctx); err != nil {
+		return err
+	}
+	for _, start := range starts {
+		start(ctx.Done())
+	}
 	defer c.start()()
 	c.Informers.WaitForCacheSync(ctx.Done())
-	for ctx.Err() == nil {
+	if ctx.Err() == nil {
+		close(c.synced)
+	}
+	for logged := (time.Time{}); ctx.Err() == nil; {
 		err := c.probe(ctx)
 		_, known := c.Age()
 		pause := probePeriod
 		if !known {
 			pause = initialProbeTimeout
-		} else if err != nil && ctx.Err() == nil {
+		} else if err != nil && ctx.Err() == nil && time.Since(logged) >= warningPeriod {
 			slog.Warn("The age of the policy is unknown", "error", err)
+			logged = time.Now()
 		}
 		select {
 		case <-ctx.Done():
@@ -227,6 +249,27 @@ func (c *Cluster) Run(ctx context.Context) error {
 		}
 	}
 	return ctx.Err()
+}
+
+// awaitRevision waits until the gateway has returned etcd's revision. It logs the error every warningPeriod.
+func (c *Cluster) awaitRevision(ctx context.Context) error {
+	logged := time.Now()
+	for pause := minAwaitPause; ; pause = min(2*pause, maxAwaitPause) {
+		attempt, cancel := context.WithTimeout(ctx, c.timeout())
+		_, err := c.revision(attempt)
+		if cancel(); err == nil {
+			return nil
+		}
+		if time.Since(logged) >= warningPeriod && ctx.Err() == nil {
+			slog.Warn("The gateway does not return etcd's revision; the informers wait for it", "error", err)
+			logged = time.Now()
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(pause):
+		}
+	}
 }
 
 // probe requests etcd's revision and waits until all tracked informers have reached it. It updates informers with
@@ -298,12 +341,13 @@ func (c *Cluster) timeout() time.Duration {
 }
 
 // revision returns etcd's revision, from a consistent list. The list has a single object, so other objects cannot make
-// it fail.
+// it fail. Callers repeat it: client-go's own repetitions wait for a second, and hide the error.
 func (c *Cluster) revision(ctx context.Context) (int64, error) {
 	data, err := rpc.Hedged(ctx, revisionHedgeDelay, func(ctx context.Context) ([]byte, error) {
 		return c.Client.CoreV1().RESTClient().Get().AbsPath("/api/v1/namespaces").Param("fieldSelector",
 			"metadata.name="+metav1.NamespaceSystem).
-			SetHeader("Accept", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1").Do(ctx).Raw()
+			SetHeader("Accept", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1").
+			MaxRetries(0).Do(ctx).Raw()
 	})
 	if err != nil {
 		return 0, err

@@ -26,6 +26,8 @@ type server struct {
 	revision int
 	roles    map[string]int // name to revision
 	down     bool
+	// rejected has the paths of the requests that the server rejected while it was down.
+	rejected []string
 	// frozen: every second request gets no response. requests counts them.
 	frozen   bool
 	requests int
@@ -42,7 +44,9 @@ func (s *server) set(f func()) {
 func (s *server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	s.mu.Lock()
 	if s.down {
+		s.rejected = append(s.rejected, req.URL.Path)
 		s.mu.Unlock()
+		w.Header().Set("Retry-After", "1") // as gateways send
 		http.Error(w, "down", http.StatusServiceUnavailable)
 		return
 	}
@@ -80,6 +84,58 @@ func (s *server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	}
 	w.Header().Set("Content-Type", runtime.ContentTypeProtobuf)
 	_, _ = w.Write(data)
+}
+
+// Informers start once the gateway has returned etcd's revision. A list that fails would delay them, and the service's
+// readiness with them.
+func TestInformersStartOnceTheGatewayReturnsTheRevision(t *testing.T) {
+	s := &server{revision: 10, down: true}
+	srv := httptest.NewServer(s)
+	defer srv.Close()
+	c, err := NewCluster(&Conn{Config: &rest.Config{Host: srv.URL, QPS: -1}}, Freshness{Bound: 7 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.Informers.Rbac().V1().Roles().Informer()
+	ctx, cancel := context.WithCancel(t.Context())
+	started, done := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		_ = c.Run(ctx, func(<-chan struct{}) { close(started) })
+	}()
+	defer func() { cancel(); srv.CloseClientConnections(); <-done }()
+	ready := map[string]<-chan struct{}{"other informers": started, "synced": c.Synced(), "fresh": c.Fresh()}
+	deadline := time.Now().Add(time.Minute)
+	for rejected := 0; rejected < 3; time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("the revision is not requested again")
+		}
+		s.mu.Lock()
+		rejected = len(s.rejected)
+		for name, c := range ready {
+			select {
+			case <-c:
+				t.Errorf("%s: before the gateway has returned the revision", name)
+			default:
+			}
+		}
+		s.down = rejected < 3
+		s.mu.Unlock()
+	}
+	for name, c := range ready {
+		select {
+		case <-c:
+		case <-time.After(time.Until(deadline)):
+			t.Errorf("%s: not within a minute", name)
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, path := range s.rejected {
+		if path != "/api/v1/namespaces" {
+			t.Errorf("%s was requested before the gateway had returned the revision", path)
+		}
+	}
 }
 
 // If watches send no events, lists update the informers: new, changed and deleted objects. They do so too while every

@@ -239,12 +239,15 @@ func (s *Service) checkFresh() error {
 
 // Run keeps the plugins' informers fresh until ctx is done.
 func (s *Service) Run(ctx context.Context) error {
-	s.crds.informers.Start(ctx.Done())
 	var wg sync.WaitGroup
 	wg.Go(func() { s.admissionRules.run(ctx) })
 	wg.Go(func() { s.mapper.run(ctx) })
 	wg.Go(func() {
-		s.informers.WaitForCacheSync(ctx.Done())
+		select {
+		case <-s.cluster.Synced():
+		case <-ctx.Done():
+			return
+		}
 		s.crds.informers.WaitForCacheSync(ctx.Done())
 		s.synced.Store(ctx.Err() == nil)
 		select {
@@ -257,7 +260,7 @@ func (s *Service) Run(ctx context.Context) error {
 		<-ctx.Done()
 		close(s.stopped)
 	})
-	err := s.cluster.Run(ctx)
+	err := s.cluster.Run(ctx, s.crds.informers.Start)
 	s.crds.informers.Shutdown()
 	wg.Wait()
 	return err

@@ -86,7 +86,7 @@ type phase func(context.Context, admission.Attributes, admission.ObjectInterface
 
 func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 	mutates bool) (*admissionv1.Verdict, error) {
-	if err := s.cluster.Err(); err != nil && !fromControlPlane(r) { // stale policies decide nothing
+	if err := s.checkFresh(); err != nil && !fromControlPlane(r) { // stale policies decide nothing
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}
 	c, err := s.codecFor(ctx, r)

@@ -314,8 +314,9 @@ func (s *Service) Run(ctx context.Context) error {
 		go r.Run(ctx, 1)
 	}
 	go s.files.Run(ctx)
-	for _, i := range s.filtered {
-		go i.Run(ctx.Done())
-	}
-	return s.cluster.Run(ctx)
+	return s.cluster.Run(ctx, func(stop <-chan struct{}) {
+		for _, i := range s.filtered {
+			go i.Run(stop)
+		}
+	})
 }

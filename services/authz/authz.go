@@ -162,8 +162,12 @@ func (s *Service) Policies() *lifecycle.Readiness { return &s.policies }
 func (s *Service) Run(ctx context.Context) error {
 	go s.files.Run(ctx)
 	go func() {
-		s.cluster.Informers.WaitForCacheSync(ctx.Done())
-		s.synced.Store(ctx.Err() == nil)
+		select {
+		case <-s.cluster.Synced():
+			s.synced.Store(true)
+		case <-ctx.Done():
+			return
+		}
 		select {
 		case <-s.cluster.Fresh():
 			s.policies.Set("policies", nil)

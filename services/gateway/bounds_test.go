@@ -37,9 +37,16 @@ func TestReadsInFlightAreBounded(t *testing.T) {
 	}
 }
 
-// The registry serves four lists at a time for the watch tier. 16 lists of a user wait, and further lists get 429.
+// The registry serves four lists at a time for the watch tier. 16 lists of a user wait, or 64 of a user of
+// system:masters, and further lists get 429.
 func TestListsForTheWatchTierAreBounded(t *testing.T) {
-	const atATime, waiting = 4, 16
+	for token, waiting := range map[string]int{"bob": 16, "admin": 64} {
+		t.Run(token, func(t *testing.T) { listsWait(t, token, waiting) })
+	}
+}
+
+func listsWait(t *testing.T, token string, waiting int) {
+	const atATime = 4
 	var mu sync.Mutex
 	under, most := map[string]int{}, 0
 	may := make(chan struct{})
@@ -59,11 +66,11 @@ func TestListsForTheWatchTierAreBounded(t *testing.T) {
 	g := newTestGateway(t, o)
 	eventually(t, func() bool { return g.discovery.View() != nil })
 	const refused = 3
-	const all = atATime + waiting + refused
+	all := atATime + waiting + refused
 	codes := make(chan int, all)
 	for i := range all {
 		go func() {
-			code, _, _ := g.doRequest(http.MethodGet, fmt.Sprintf("%s?labelSelector=l%d", namespaces, i), "bob")
+			code, _, _ := g.doRequest(http.MethodGet, fmt.Sprintf("%s?labelSelector=l%d", namespaces, i), token)
 			codes <- code
 		}()
 	}

@@ -69,6 +69,9 @@ const (
 	maxFallbackLists = 4
 	// maxFallbackQueue is the number of different lists that may wait for each user. The gateway rejects more with 429.
 	maxFallbackQueue = 16
+	// maxPriorityFallbackQueue is the number of lists that may wait for each service, node and user of system:masters.
+	// The informers of a process list about 30 resources at its start. A rejected list delays the start by a second.
+	maxPriorityFallbackQueue = 64
 )
 
 // Service is a running gateway.

@@ -55,12 +55,14 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 	if g.usages != nil {
 		g.usages.Hubs = []*watch.Hub{tier, internal}
 	}
-	lists := func() *coalesce.Group[[]byte] {
-		return &coalesce.Group[[]byte]{
-			Limit:   maxFallbackLists,
-			Queue:   maxFallbackQueue,
-			Timeout: c.Server.RequestTimeout,
-		}
+	lists := func(queue int) *routing.ListGroups {
+		return routing.NewListGroups(func() *coalesce.Group[[]byte] {
+			return &coalesce.Group[[]byte]{
+				Limit:   maxFallbackLists,
+				Queue:   queue,
+				Timeout: c.Server.RequestTimeout,
+			}
+		})
 	}
 	r := &routing.Router{
 		Discovery:         g.discovery,
@@ -68,8 +70,8 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 		Objects:           d.Objects,
 		Tier:              routing.Source{Lists: d.Watch, Watches: tier},
 		Internal:          routing.Source{Lists: d.InternalWatch, Watches: internal},
-		Lists:             routing.NewListGroups(lists),
-		PriorityLists:     routing.NewListGroups(lists),
+		Lists:             lists(maxFallbackQueue),
+		PriorityLists:     lists(maxPriorityFallbackQueue),
 		Admission:         d.Admission,
 		Authn:             d.Authn,
 		Authz:             d.Authz,
