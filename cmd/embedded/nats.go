@@ -36,8 +36,9 @@ type NATS struct {
 	// ID is the server's identity on the inner network.
 	ID rpc.TLS
 	// Name, Cluster (a host:port) and Routes make it a server of a cluster. With Cluster empty it is the only server.
-	Name, Cluster string
-	Routes        []string
+	// Advertise is the host:port that the server advertises to the others. Empty: its own address with Cluster's port.
+	Name, Cluster, Advertise string
+	Routes                   []string
 
 	// running is the server that runs, or the last that ran.
 	running atomic.Pointer[server.Server]
@@ -80,6 +81,9 @@ func (n *NATS) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&n.Name, "name", "watershed", "The name of this server in its cluster.")
 	fs.StringVar(&n.Cluster, "cluster-listen-address", "",
 		"The host:port to listen on for other servers. Empty: a cluster of one server.")
+	fs.StringVar(&n.Advertise, "cluster-advertise", "",
+		"The host:port that this server advertises to the other servers. Empty: its own address with the port of "+
+			"--cluster-listen-address.")
 	fs.StringSliceVar(&n.Routes, "cluster-routes", nil, "The host:port of each server of the cluster, comma separated.")
 	n.ID.AddFlags(fs)
 }
@@ -243,13 +247,20 @@ func (n *NATS) join(o *server.Options) error {
 		}
 		return errors.Join(verify(c), client.VerifyConnection(c)) // valid for both sides of a route
 	}
+	// NATS retries the configured routes without a limit. ConnectRetries is 0, so that NATS does not also retry the
+	// addresses that other servers advertise: a replaced server may have left its address for ever.
 	o.Cluster = server.ClusterOpts{
-		Name:           "watershed",
-		Host:           host,
-		Port:           port,
-		TLSConfig:      conf,
-		TLSTimeout:     5,
-		ConnectRetries: 1 << 30,
+		Name:       "watershed",
+		Host:       host,
+		Port:       port,
+		Advertise:  n.Advertise,
+		TLSConfig:  conf,
+		TLSTimeout: 5,
+	}
+	if n.Advertise != "" {
+		if _, _, err := hostPort("cluster-advertise", n.Advertise); err != nil {
+			return err
+		}
 	}
 	for _, r := range n.Routes {
 		u, err := url.Parse("nats-route://" + r)

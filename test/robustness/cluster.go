@@ -106,8 +106,12 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 			continue
 		}
 		delete(conf, "xds-servers")
+		if conf["cluster-routes"] != nil && o.older == "" { // the older release may not have the flag
+			// NATS servers advertise addresses, which would bypass the links. This address accepts no connection.
+			conf["cluster-advertise"] = "127.0.0.1:1"
+		}
 		configs[name] = conf
-		for _, key := range []string{"rpc-address", "listen-address", "listen-client-urls"} {
+		for _, key := range []string{"rpc-address", "listen-address", "listen-client-urls", "cluster-listen-address"} {
 			if a, ok := conf[key].(string); ok {
 				owner[strings.TrimPrefix(a, "https://")] = name
 				if strings.HasPrefix(name, "etcd-") {
@@ -131,7 +135,8 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 	for name, conf := range configs {
 		for key, v := range conf {
 			s, ok := v.(string)
-			if !ok || !strings.HasSuffix(key, "-addresses") && key != "etcd-servers" && key != "nats-url" {
+			if !ok || !strings.HasSuffix(key, "-addresses") &&
+				!slices.Contains([]string{"etcd-servers", "nats-url", "cluster-routes"}, key) {
 				continue
 			}
 			var through []string
@@ -139,6 +144,9 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 				scheme, address, ok := strings.Cut(a, "://")
 				if !ok {
 					scheme, address = "", a
+				}
+				if owner[address] == name {
+					continue // --cluster-routes has the server's own address
 				}
 				p, err := newProxy(address)
 				if err != nil {
