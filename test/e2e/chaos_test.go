@@ -75,6 +75,7 @@ func send(t *testing.T, s *harness.Server, token, method, path, contentType stri
 // TestATenantCannotHurtTheOthers checks that a tenant's objects do not affect other tenants' watches and lists, also
 // when the watch tier restarts (S1, S5).
 func TestATenantCannotHurtTheOthers(t *testing.T) {
+	t.Parallel()
 	s := harness.Split(t, "")
 	token := tenant(t, s, "t")
 	w, err := s.Client().CoreV1().ConfigMaps("kube-system").Watch(t.Context(), metav1.ListOptions{})

@@ -50,6 +50,7 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: operator}]
 // TestConsole watches with kubectl, and expects the watch in the map of watches. A user needs the permission to get the
 // console. A slow request is listed. If chromium is installed, it displays each page.
 func TestConsole(t *testing.T) {
+	t.Parallel()
 	start := harness.Up
 	if *screenshots != "" {
 		start = harness.Split

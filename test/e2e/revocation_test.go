@@ -160,6 +160,7 @@ func TestAuthzDoesNotDependOnReplicas(t *testing.T) {
 // TestARevokedPermissionIsGoneThoughNATSStalls checks that writes go on while NATS is stopped. Revocations take effect
 // within the documented bound, because policy is then read with lists (S4).
 func TestARevokedPermissionIsGoneThoughNATSStalls(t *testing.T) {
+	t.Parallel()
 	s := harness.Split(t, "")
 	bob := impersonator(t, s, "bob")
 	bind(t, s, "bob")

@@ -44,6 +44,7 @@ func etcdWatchers(t *testing.T, s *harness.Server) int {
 }
 
 func TestSplitServesControllersWithOneEtcdWatch(t *testing.T) {
+	t.Parallel()
 	s := harness.Split(t, "", "--replicas=watchfanout=3")
 	for range 5 {
 		w, err := s.Client().CoreV1().Pods("").Watch(t.Context(), metav1.ListOptions{})
