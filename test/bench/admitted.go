@@ -48,6 +48,7 @@ func admitted(s *server) map[string]float64 {
 		}
 		time.Sleep(50 * time.Millisecond)
 	}
+	s.before = s.usage()
 	callsBefore, before := hook.calls.Load(), s.cpu()
 	took := make([]time.Duration, creates)
 	var next atomic.Int64

@@ -110,11 +110,11 @@ func main() {
 		for i, w := range wanted {
 			log.Printf("round %d of %d, %d of %d: %s", round+1, *rounds, i+1, len(wanted), w.name)
 			for _, s := range servers {
-				before := s.usage()
+				s.before = s.usage()
 				values := w.do(s)
 				used := s.usage()
 				for name := range used {
-					used[name] -= before[name]
+					used[name] -= s.before[name]
 				}
 				if cpuRows(values) > 1 {
 					used = nil // the processes' shares of each row are unknown

@@ -48,6 +48,8 @@ type server struct {
 	idle map[string]float64
 	// firstRead is the first pod of the last read. read is the number of pods read so far.
 	firstRead, read int
+	// before is the usage at the start of the work, or after the work that is not measured.
+	before map[string]float64
 }
 
 // cpu returns the CPU time that the server's processes have used, in seconds.

@@ -111,6 +111,7 @@ func (w *watches) read(lines *bufio.Reader) {
 // deliveries makes updates at a rate and waits until every watch has all events. It returns CPU microseconds per
 // delivery, and the writer's latencies.
 func (s *server) deliveries(w *watches, watchers, rate, updates int) (used float64, writes []time.Duration) {
+	s.before = s.usage()
 	before := s.cpu()
 	tick := time.NewTicker(time.Second / time.Duration(rate))
 	defer tick.Stop()
