@@ -47,13 +47,13 @@ import (
 type documents struct {
 	groups []genericapiserver.APIGroupInfo
 	etag   string
+	v3     *common.OpenAPIV3Config
 	v2     *common.Config
-	// definitions returns the schemas of all Go types: 6 MB, in some 5 ms.
-	definitions func() map[string]common.OpenAPIDefinition
 
-	v3Mu sync.Mutex
-	// v3 has the definitions from the start and from each build of v3 schemas, until releaseDefinitions.
-	v3 common.OpenAPIV3Config
+	definitionsMu sync.Mutex
+	// definitions are the schemas of all Go types for v3: 6 MB, made in some 5 ms. They are kept from the start and
+	// from each build, until releaseDefinitions.
+	definitions map[string]common.OpenAPIDefinition
 
 	mu sync.Mutex
 	// aggregators and others are the v2 documents. They are kept, because each change of a CRD needs them.
@@ -73,11 +73,17 @@ func newDocuments(groups []genericapiserver.APIGroupInfo) (*documents, error) {
 	get := utilopenapi.GetOpenAPIDefinitionsWithoutDisabledFeatures(openAPIDefinitions)
 	d := &documents{
 		groups: groups,
-		v3:     *genericapiserver.DefaultOpenAPIV3Config(get, namer),
+		v3:     genericapiserver.DefaultOpenAPIV3Config(get, namer),
 		v2:     genericapiserver.DefaultOpenAPIConfig(get, namer),
-		definitions: func() map[string]common.OpenAPIDefinition {
-			return genericapiserver.DefaultOpenAPIV3Config(get, namer).Definitions
-		},
+	}
+	d.definitions, d.v3.Definitions = d.v3.Definitions, nil // upstream's builder then calls GetDefinitions
+	d.v3.GetDefinitions = func(ref common.ReferenceCallback) map[string]common.OpenAPIDefinition {
+		d.definitionsMu.Lock()
+		defer d.definitionsMu.Unlock()
+		if d.definitions == nil {
+			d.definitions = get(ref)
+		}
+		return d.definitions
 	}
 	// genericapiserver.Config.Complete adds the rest in kube-apiserver
 	d.v2.Info.Title, d.v3.Info.Title = "Kubernetes", "Kubernetes"
@@ -109,22 +115,11 @@ func newDocuments(groups []genericapiserver.APIGroupInfo) (*documents, error) {
 	return d, nil
 }
 
-// configV3 returns the config of a build of v3 schemas, with the definitions.
-func (d *documents) configV3() *common.OpenAPIV3Config {
-	d.v3Mu.Lock()
-	defer d.v3Mu.Unlock()
-	if d.v3.Definitions == nil {
-		d.v3.Definitions = d.definitions()
-	}
-	config := d.v3
-	return &config
-}
-
 // releaseDefinitions drops the definitions, which a later build makes again.
 func (d *documents) releaseDefinitions() {
-	d.v3Mu.Lock()
-	defer d.v3Mu.Unlock()
-	d.v3.Definitions = nil
+	d.definitionsMu.Lock()
+	defer d.definitionsMu.Unlock()
+	d.definitions = nil
 }
 
 // versionsOf returns the served versions of a group, by priority.
@@ -159,7 +154,7 @@ func (d *documents) resourceModels(group string) (map[string]*spec.Schema, error
 			}
 		}
 	}
-	return builder3.BuildOpenAPIDefinitionsForResources(d.configV3(), names...)
+	return builder3.BuildOpenAPIDefinitionsForResources(d.v3, names...)
 }
 
 // swaggers returns the v2 documents of the aggregator's own group and of everything else.
@@ -198,7 +193,7 @@ func (d *documents) json(root string) ([]byte, error) {
 	if err != nil || len(c.RegisteredWebServices()) == 0 {
 		return nil, err
 	}
-	service := routes.OpenAPI{V3Config: d.configV3()}.InstallV3(c, mux.NewPathRecorderMux("openapi"))
+	service := routes.OpenAPI{V3Config: d.v3}.InstallV3(c, mux.NewPathRecorderMux("openapi"))
 	req, err := http.NewRequest(http.MethodGet, "/openapi/v3/"+root, nil)
 	if err != nil {
 		return nil, err
