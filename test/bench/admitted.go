@@ -48,8 +48,7 @@ func admitted(s *server) map[string]float64 {
 		}
 		time.Sleep(50 * time.Millisecond)
 	}
-	s.before = s.usage()
-	callsBefore, before := hook.calls.Load(), s.cpu()
+	callsBefore, before := hook.calls.Load(), s.begin()
 	took := make([]time.Duration, creates)
 	var next atomic.Int64
 	var wg sync.WaitGroup

@@ -41,7 +41,7 @@ func definitions(s *server) map[string]float64 {
 			time.Sleep(10 * time.Millisecond)
 		}
 	})
-	before, began := s.cpu(), time.Now()
+	before, began := s.begin(), time.Now()
 	var wg sync.WaitGroup
 	for w := range 8 {
 		wg.Go(func() {

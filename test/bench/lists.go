@@ -16,8 +16,7 @@ func (s *server) lists(row, accept string, limit int) map[string]float64 {
 	for range replicasWarm { // each replica caches the response that it has served once
 		s.list(s.client, accept, limit)
 	}
-	s.before = s.usage()
-	before, megabytes := s.cpu(), 0.0
+	before, megabytes := s.begin(), 0.0
 	for range 5 {
 		megabytes += float64(s.list(s.client, accept, limit)) / 1e6
 	}

@@ -110,7 +110,7 @@ func main() {
 		for i, w := range wanted {
 			log.Printf("round %d of %d, %d of %d: %s", round+1, *rounds, i+1, len(wanted), w.name)
 			for _, s := range servers {
-				s.before = s.usage()
+				s.begin()
 				values := w.do(s)
 				used := s.usage()
 				for name := range used {

@@ -48,13 +48,21 @@ type server struct {
 	idle map[string]float64
 	// firstRead is the first pod of the last read. read is the number of pods read so far.
 	firstRead, read int
-	// before is the usage at the start of the work, or after the work that is not measured.
+	// before is the usage when the measured work began.
 	before map[string]float64
 }
 
+// begin marks the beginning of the measured work, and returns cpu.
+func (s *server) begin() float64 {
+	s.before = s.usage()
+	return sum(s.before)
+}
+
 // cpu returns the CPU time that the server's processes have used, in seconds.
-func (s *server) cpu() (total float64) {
-	for _, seconds := range s.usage() {
+func (s *server) cpu() float64 { return sum(s.usage()) }
+
+func sum(usage map[string]float64) (total float64) {
+	for _, seconds := range usage {
 		total += seconds
 	}
 	return total

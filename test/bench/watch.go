@@ -111,8 +111,7 @@ func (w *watches) read(lines *bufio.Reader) {
 // deliveries makes updates at a rate and waits until every watch has all events. It returns CPU microseconds per
 // delivery, and the writer's latencies.
 func (s *server) deliveries(w *watches, watchers, rate, updates int) (used float64, writes []time.Duration) {
-	s.before = s.usage()
-	before := s.cpu()
+	before := s.begin()
 	tick := time.NewTicker(time.Second / time.Duration(rate))
 	defer tick.Stop()
 	for i := range updates {
@@ -137,7 +136,7 @@ func (s *server) deliveries(w *watches, watchers, rate, updates int) (used float
 
 // herd starts fifty informers at once, as after the loss of an API server. Each has its own connection.
 func herd(s *server) map[string]float64 {
-	before, began := s.cpu(), time.Now()
+	before, began := s.begin(), time.Now()
 	peak := s.peak()
 	defer peak()
 	stop := make(chan struct{})

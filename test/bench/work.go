@@ -69,7 +69,7 @@ func (s *server) readPod(i int) {
 
 // each makes n calls, 16 in flight, and returns CPU milliseconds per call.
 func (s *server) each(row string, n int, f func(i int)) map[string]float64 {
-	before := s.cpu()
+	before := s.begin()
 	var next atomic.Int64
 	var wg sync.WaitGroup
 	for range 16 {
