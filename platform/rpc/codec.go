@@ -14,8 +14,8 @@ import (
 )
 
 // codec is gRPC's codec for protobuf, without copies of the watch tier's bytes. It sends the pieces of a ListChunk by
-// reference, as one piece, and receives them into a Chunk. It also sends a WatchFrame's events by reference. Messages
-// that wait for slow receivers on many streams therefore share them.
+// reference, as one piece, and receives them into a Chunk. It also sends a WatchFrame's events by reference, and
+// receives them with a single copy. Messages that wait for slow receivers on many streams therefore share them.
 type codec struct{ encoding.CodecV2 }
 
 var wireCodec = codec{encoding.GetCodecV2("proto")}
@@ -185,10 +185,47 @@ func marshalChunk(m *watchfanoutv1.ListChunk) mem.BufferSlice {
 
 // Unmarshal implements encoding.CodecV2.
 func (c codec) Unmarshal(data mem.BufferSlice, v any) error {
-	if m, ok := v.(*Chunk); ok {
+	switch m := v.(type) {
+	case *Chunk:
 		return m.unmarshal(data)
+	case *watchfanoutv1.WatchFrame:
+		if len(data) > 1 {
+			return unmarshalFrame(data.Materialize(), m)
+		}
 	}
 	return c.CodecV2.Unmarshal(data, v)
+}
+
+// unmarshalFrame decodes a WatchFrame whose events refer to data. gRPC's codec copies a message of several buffers into
+// a pooled buffer, which it clears before and which may be 32 times as large. It then copies each event.
+func unmarshalFrame(data []byte, m *watchfanoutv1.WatchFrame) error {
+	var rest, events []byte
+	var initial [][]byte
+	for len(data) > 0 {
+		field, kind, tag := protowire.ConsumeTag(data)
+		if tag < 0 {
+			return protowire.ParseError(tag)
+		}
+		value := protowire.ConsumeFieldValue(field, kind, data[tag:])
+		if value < 0 {
+			return protowire.ParseError(value)
+		}
+		p, _ := protowire.ConsumeBytes(data[tag:])
+		switch {
+		case field == frameData && kind == protowire.BytesType:
+			events = p[:len(p):len(p)]
+		case field == frameInitial && kind == protowire.BytesType:
+			initial = append(initial, p[:len(p):len(p)])
+		default:
+			rest = append(rest, data[:tag+value]...)
+		}
+		data = data[tag+value:]
+	}
+	if err := proto.Unmarshal(rest, m); err != nil {
+		return err
+	}
+	m.Data, m.Initial = events, initial
+	return nil
 }
 
 // Chunk is a received ListChunk. Its bytes stay in the buffers of the transport. Free it after use.

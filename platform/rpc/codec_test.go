@@ -152,6 +152,43 @@ func FuzzChunk(f *testing.F) {
 	})
 }
 
+// The events of a received frame are not copied from its message.
+func TestReceivedEventsAreNotCopied(t *testing.T) {
+	sent := &watchfanoutv1.WatchFrame{Data: []byte("xx"), Initial: [][]byte{[]byte("x"), []byte("xxx")}}
+	data, err := proto.Marshal(sent)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got watchfanoutv1.WatchFrame
+	if err := unmarshalFrame(data, &got); err != nil || !proto.Equal(&got, sent) {
+		t.Errorf("%v, %v", &got, err)
+	}
+	copy(data, bytes.ReplaceAll(data, []byte("x"), []byte("y")))
+	if string(got.Data) != "yy" || string(bytes.Join(got.Initial, nil)) != "yyyy" {
+		t.Errorf("%q and %q are copies", got.Data, got.Initial)
+	}
+}
+
+// A received frame is protobuf's.
+func FuzzFrame(f *testing.F) {
+	data, _ := proto.Marshal(&watchfanoutv1.WatchFrame{Data: []byte("a"), Initial: [][]byte{[]byte("b"), {}}, End: true})
+	f.Add(data)
+	f.Add([]byte{frameData<<3 | 2, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1})
+	f.Add([]byte{frameInitial << 3, 5, frameData<<3 | 2, 1, 'x', frameData<<3 | 2, 1, 'y'})
+	f.Fuzz(func(t *testing.T, data []byte) {
+		var want watchfanoutv1.WatchFrame
+		wantErr := proto.Unmarshal(data, &want)
+		got := watchfanoutv1.WatchFrame{Data: []byte("before"), Initial: [][]byte{[]byte("before")}, WatchId: 1}
+		err := wireCodec.Unmarshal(cut(data, 7), &got)
+		if (err == nil) != (wantErr == nil) {
+			t.Fatalf("%v, protobuf says %v", err, wantErr)
+		}
+		if err == nil && !proto.Equal(&got, &want) {
+			t.Fatalf("%v, not %v", &got, &want)
+		}
+	})
+}
+
 func BenchmarkChunk(b *testing.B) {
 	rng := rand.New(rand.NewPCG(1, 1))
 	var lengths []int
