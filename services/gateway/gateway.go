@@ -3,6 +3,7 @@ package gateway
 import (
 	"context"
 	"net/http"
+	"runtime"
 	"slices"
 	"sync"
 
@@ -43,6 +44,7 @@ import (
 	"watershed.dev/services/gateway/proxy"
 	"watershed.dev/services/gateway/routing"
 	"watershed.dev/services/gateway/server"
+	"watershed.dev/services/gateway/turns"
 	"watershed.dev/services/gateway/watch"
 )
 
@@ -83,6 +85,9 @@ type Service struct {
 	discovery *discovery.Watcher
 	// sharedReports shares concurrent readings of all processes' reports.
 	sharedReports coalesce.Group[*console.Cluster]
+	// turns are the turns of long lists and initial events. The kernel and the watch tier use other processors for the
+	// same responses.
+	turns *turns.Turns
 	// usages and slow are nil without the console.
 	usages         *watch.Usages
 	slow           *routing.SlowRequests
@@ -140,6 +145,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		admissionRules: &routing.AdmissionRules{Client: d.Admission},
 		external:       c.externalAddress(),
 		hooks:          registryHooksProgress{registry: d.Discovery},
+		turns:          turns.New(max(1, runtime.GOMAXPROCS(0)/2), turns.Slice),
 		joinable:       make(chan struct{}),
 		started:        make(chan struct{}),
 	}
@@ -175,6 +181,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 			return nil, err
 		}
 		router.RecordListSize = g.flowControl.RecordListSize
+		router.ListSize = g.flowControl.ListSize
 	}
 	g.handler = g.server.BuildHandlerChain(api, server.ChainConfig{
 		Authn:       authn,
@@ -201,7 +208,7 @@ func flowControlClient(api http.Handler, auditor *audit.Auditor) *rest.Config {
 // share (legacyregistry).
 func (g *Service) Collectors() []prometheus.Collector {
 	return slices.Concat(watch.Metrics(), delegatedauth.Metrics(), audit.Metrics(), body.Metrics(),
-		server.Metrics())
+		server.Metrics(), g.turns.Metrics())
 }
 
 // API returns the handler with which the other services of the process call the API. It authorizes their requests.

@@ -52,6 +52,7 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 		}
 	}
 	tier, internal := hub(d.Watch), hub(d.InternalWatch)
+	tier.Turns = g.turns
 	if g.usages != nil {
 		g.usages.Hubs = []*watch.Hub{tier, internal}
 	}
@@ -78,6 +79,7 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 		Authorizer:        g.authz,
 		Proxy:             proxyHandler,
 		MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second,
+		Turns:             g.turns,
 		Stopping:          g.server.ShutdownStagger,
 		Traffic:           &g.traffic,
 		Slow:              g.slow,

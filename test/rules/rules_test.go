@@ -133,8 +133,8 @@ var floors = map[string][][]string{
 	"cmd/embedded":       {{"."}, {"cmd/etcd", "cmd/nats"}},
 	"cmd/xds":            {{"."}, {"cmd/xds"}},
 	"services/gateway": {
-		{"audit", "upgrade", "h2writer"},
-		{"responsewriters"},
+		{"audit", "upgrade", "turns"},
+		{"responsewriters", "h2writer"},
 		{"body", "delegatedauth", "watch", "proxy", "aggregation", "flowcontrol"},
 		{"discovery", "openapi", "routing", "server"},
 		{"console"},

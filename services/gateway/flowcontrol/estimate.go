@@ -55,6 +55,13 @@ func (f *Fairness) RecordListSize(req *http.Request, bytes int64, compressed boo
 	}
 }
 
+// ListSize returns the recorded size of a list in bytes, or 0 if no response to an equal request is recorded.
+func (f *Fairness) ListSize(req *http.Request) int64 {
+	cached, _ := f.sizes.exact.Get(f.sizes.keyOf(req).exact)
+	size, _ := cached.(listSize)
+	return size.bytes
+}
+
 // listSize is the recorded size of a list.
 type listSize struct {
 	// bytes is the uncompressed size.

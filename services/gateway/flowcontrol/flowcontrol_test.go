@@ -131,6 +131,19 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 }
 
 // A write takes a single seat, regardless of the size of its resource's list.
+// ListSize returns the size of an equal list only.
+func TestSizesOfEqualLists(t *testing.T) {
+	f := newTestFairness(100)
+	const pods = "/api/v1/namespaces/x/pods"
+	f.RecordListSize(newRequest(t, "GET", pods), 1000, false)
+	if got := f.ListSize(newRequest(t, "GET", pods)); got != 1000 {
+		t.Errorf("%d bytes", got)
+	}
+	if got := f.ListSize(newRequest(t, "GET", pods+"?labelSelector=a")); got != 0 {
+		t.Errorf("%d bytes of a part that is not recorded", got)
+	}
+}
+
 func TestAWriteTakesOneSeat(t *testing.T) {
 	f := newTestFairness(600)
 	const pods = "/api/v1/namespaces/x/pods"

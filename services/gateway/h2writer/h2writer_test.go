@@ -19,6 +19,8 @@ import (
 
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
+
+	"watershed.dev/services/gateway/turns"
 )
 
 // serve serves h over Conns.
@@ -198,6 +200,24 @@ func TestSlowStreamDoesNotBlockOthers(t *testing.T) {
 	}
 	if !queueFull {
 		t.Error("the slow stream accepted everything")
+	}
+}
+
+// A response has no turn while its client's window is full.
+func TestAFullWindowEndsTheTurn(t *testing.T) {
+	hijacked, end := make(chan *Stream, 1), make(chan struct{})
+	defer close(end)
+	srv := serve(t, hijackHandler(func(s *Stream) { hijacked <- s }, end))
+	open(t, client(srv), srv.URL+"/watch") // its body is not read
+	s, all := <-hijacked, turns.New(1, time.Hour)
+	turn, ctx := all.NewTurn(t.Context(), "slow")
+	if err := turn.Take(ctx); err != nil {
+		t.Fatal(err)
+	}
+	go func() { _ = s.Write(ctx, 10*time.Second, make([]byte, 20<<20)) }() // a Go client accepts 4 MB
+	other, otherCtx := all.NewTurn(t.Context(), "other")
+	if err := other.Take(otherCtx); err != nil { // slow's turn would last an hour
+		t.Error(err)
 	}
 }
 

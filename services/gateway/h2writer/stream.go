@@ -6,6 +6,8 @@ import (
 	"net/http"
 	"strconv"
 	"time"
+
+	"watershed.dev/services/gateway/turns"
 )
 
 // Stream is a request's stream.
@@ -215,7 +217,7 @@ func (s *Stream) enqueue(p *partReader, n int) {
 }
 
 // Write queues parts at the pace of the client and starts to write them. It returns ErrSlowClient if the client accepts
-// no byte for writeTimeout.
+// no byte for writeTimeout. While the client's window is full, ctx's response has no turn.
 func (s *Stream) Write(ctx context.Context, writeTimeout time.Duration, parts ...[]byte) error {
 	remaining := 0
 	for _, p := range parts {
@@ -226,6 +228,7 @@ func (s *Stream) Write(ctx context.Context, writeTimeout time.Duration, parts ..
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	var blockedSince time.Time // since when nothing was queued
+	yielded := false           // since then
 	for remaining > 0 {
 		if err := s.closedErr(); err != nil {
 			return err
@@ -236,6 +239,10 @@ func (s *Stream) Write(ctx context.Context, writeTimeout time.Duration, parts ..
 		if n <= 0 || s.window < minWindow {
 			if blockedSince.IsZero() {
 				blockedSince = time.Now()
+			}
+			if window := min(s.window, c.sendWindow); !yielded && (window <= 0 || window < minWindow) {
+				yielded = true
+				turns.Yield(ctx)
 			}
 			waitCtx, cancel := context.WithDeadline(ctx, blockedSince.Add(writeTimeout))
 			err := c.await(waitCtx)
@@ -248,7 +255,7 @@ func (s *Stream) Write(ctx context.Context, writeTimeout time.Duration, parts ..
 			}
 			continue
 		}
-		blockedSince = time.Time{}
+		blockedSince, yielded = time.Time{}, false
 		s.enqueue(rest, n)
 		remaining -= n
 		c.scheduleDrain()

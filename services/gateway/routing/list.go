@@ -26,6 +26,7 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/audit"
 	"watershed.dev/services/gateway/responsewriters"
+	"watershed.dev/services/gateway/turns"
 )
 
 // Lister serves lists from encoded bytes.
@@ -53,7 +54,17 @@ func (c *requestContext) list() {
 
 // listFromSource serves a list from a source, or from registry if the source cannot serve it.
 func (c *requestContext) listFromSource(p *plan) {
-	ctx := c.req.Context()
+	takesTurns := c.router.Turns
+	if p.isInternal {
+		takesTurns = nil
+	}
+	turn, ctx := takesTurns.NewTurn(c.req.Context(), identity.Owner(c.user.GetName()))
+	defer turn.Yield()
+	// The source's work for a long list needs the turn too.
+	if c.router.ListSize != nil && c.router.ListSize(c.req) > turns.LongBytes && turn.Take(ctx) != nil {
+		c.fail(rpc.FromStatus(status.FromContextError(ctx.Err()).Err()))
+		return
+	}
 	listCtx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	tierTimer := time.AfterFunc(tierTimeout, cancel)
@@ -81,6 +92,7 @@ func (c *requestContext) listFromSource(p *plan) {
 	}
 	tierTimer.Stop()
 	if err != nil {
+		turn.Yield()
 		if shouldDelegate(ctx, err) {
 			c.listFromRegistry()
 		} else {
@@ -89,11 +101,18 @@ func (c *requestContext) listFromSource(p *plan) {
 		return
 	}
 	c.recordListSize(chunk.Size, chunk.Gzip)
-	write, end := c.startResponse(chunk)
+	if chunk.Size <= turns.LongBytes {
+		turn.Yield()
+		turn = nil
+	}
+	write, end := c.startResponse(ctx, chunk)
 	for err == nil {
-		writeErr := write(chunk.Data)
+		writeErr := turn.Take(ctx)
+		if writeErr == nil {
+			writeErr = write(chunk.Data)
+		}
 		chunk.Free()
-		if writeErr != nil { // the client does not read
+		if writeErr != nil { // the client does not read, or the request has ended
 			responsewriters.Abort(ctx)
 			return
 		}

@@ -39,8 +39,7 @@ const hijackAbove = 64 << 10
 
 // startResponse starts the response that begins with a chunk. It returns functions that write data and end the
 // response.
-func (c *requestContext) startResponse(first *rpc.Chunk) (write func([][]byte) error, end func()) {
-	ctx := c.req.Context()
+func (c *requestContext) startResponse(ctx context.Context, first *rpc.Chunk) (write func([][]byte) error, end func()) {
 	if audit.IncludesResponse(ctx) {
 		return c.startAuditedResponse(ctx, first.Size)
 	}

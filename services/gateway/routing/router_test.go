@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
@@ -30,6 +31,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/turns"
 	"watershed.dev/services/gateway/watch"
 )
 
@@ -39,6 +41,10 @@ type fakeBackends struct {
 	registryv1.UnimplementedDiscoveryServer
 	watchfanoutv1.UnimplementedWatchServer
 	tierErr error // the tier's error for lists
+	// tierListSize is the size of the tier's lists, by their first chunk.
+	tierListSize int64
+	// tierLists has a value for each list that the tier serves, if it is not nil.
+	tierLists chan struct{}
 	// listFunc replaces List of the registry.
 	listFunc func(*registryv1.GetRequest, grpc.ServerStreamingServer[registryv1.ListChunk]) error
 }
@@ -180,7 +186,13 @@ func (t fakeTier) List(r *watchfanoutv1.ListRequest, s grpc.ServerStreamingServe
 	if t.tierErr != nil {
 		return t.tierErr
 	}
-	return s.Send(&watchfanoutv1.ListChunk{Data: [][]byte{[]byte("tier list "), []byte(r.Query.LabelSelector)}})
+	if t.tierLists != nil {
+		t.tierLists <- struct{}{}
+	}
+	return s.Send(&watchfanoutv1.ListChunk{
+		Data: [][]byte{[]byte("tier list "), []byte(r.Query.LabelSelector)},
+		Size: t.tierListSize,
+	})
 }
 
 // newTestRouter returns a router for b.
@@ -306,6 +318,49 @@ func TestListsFallBackToRegistry(t *testing.T) {
 			!strings.Contains(body, x.has) {
 			t.Errorf("%s: %d %.200s", name, code, body)
 		}
+	}
+}
+
+// A long list waits for a turn: for its source's work if it is known to be long, and for its response otherwise.
+func TestLongListsTakeTurns(t *testing.T) {
+	for name, x := range map[string]struct {
+		known, sent      int64
+		atSource, inTurn bool
+	}{
+		"short":              {0, turns.LongBytes, true, false},
+		"long":               {turns.LongBytes + 1, turns.LongBytes + 1, false, true},
+		"long and not known": {0, turns.LongBytes + 1, true, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			tierLists := make(chan struct{}, 1)
+			r := newTestRouter(t, &fakeBackends{tierListSize: x.sent, tierLists: tierLists})
+			r.ListSize = func(*http.Request) int64 { return x.known }
+			r.Turns = turns.New(1, time.Hour)
+			other, ctx := r.Turns.NewTurn(t.Context(), "other")
+			if err := other.Take(ctx); err != nil {
+				t.Fatal(err)
+			}
+			ended := make(chan string, 1)
+			go func() {
+				_, body := doRequest(t, r, "GET", "/api/v1/pods", "")
+				ended <- body
+			}()
+			if x.atSource {
+				<-tierLists
+			}
+			if x.inTurn {
+				for r.Turns.Waiting() == 0 {
+					time.Sleep(time.Millisecond)
+				}
+				if len(ended)+len(tierLists) > 0 {
+					t.Error("the list does not wait")
+				}
+				other.Yield()
+			}
+			if body := <-ended; body != "tier list " {
+				t.Errorf("%q", body)
+			}
+		})
 	}
 }
 

@@ -27,6 +27,7 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 
 	"watershed.dev/services/gateway/h2writer"
+	"watershed.dev/services/gateway/turns"
 )
 
 // Config holds the settings of the server, under kube-apiserver's names.
@@ -235,13 +236,17 @@ func (s *Server) Run(ctx context.Context, h http.Handler, joinable <-chan struct
 	}
 	srv := c.server(h2writer.Handler(h), conf)
 	s.userLimits.trackConnections(srv)
+	withTurns := func(next connContext) connContext {
+		return func(ctx context.Context, c net.Conn) context.Context { return turns.WithConn(next(ctx, c), c) }
+	}
+	srv.ConnContext = withTurns(srv.ConnContext)
 	if c.TLS.DisableHTTP2 {
 		srv.TLSNextProto = map[string]func(*http.Server, *tls.Conn, http.Handler){} // else net/http adds HTTP/2
-	} else if err := serveHTTP2(srv, srv.HTTP2.MaxConcurrentStreams, s.userLimits.connContext); err != nil {
+	} else if err := serveHTTP2(srv, srv.HTTP2.MaxConcurrentStreams, withTurns(s.userLimits.connContext)); err != nil {
 		return err
 	}
 	ended := make(chan error, 1)
-	go func() { ended <- srv.ServeTLS(l, "", "") }()
+	go func() { ended <- srv.ServeTLS(turns.NewListener(l), "", "") }()
 	slog.Info("Serving the Kubernetes API", "address", l.Addr().String())
 	listening()
 	select {
@@ -317,10 +322,12 @@ func (c *Config) StopTimeout() time.Duration {
 // the client does not read is not affected; it ends by its own timeout.
 const connWriteTimeout = 30 * time.Second
 
+// connContext returns the context of a connection's requests.
+type connContext = func(context.Context, net.Conn) context.Context
+
 // serveHTTP2 serves HTTP/2 over h2writer connections. net/http can serve HTTP/2 only over its own connections, so
-// golang.org/x/net/http2 serves it. streams is the server's limit on a connection's streams. connContext returns the
-// context of a connection's requests.
-func serveHTTP2(srv *http.Server, streams int, connContext func(context.Context, net.Conn) context.Context) error {
+// golang.org/x/net/http2 serves it. streams is the server's limit on a connection's streams.
+func serveHTTP2(srv *http.Server, streams int, contextOf connContext) error {
 	h2 := &http2.Server{}
 	if err := http2.ConfigureServer(srv, h2); err != nil {
 		return err
@@ -328,7 +335,7 @@ func serveHTTP2(srv *http.Server, streams int, connContext func(context.Context,
 	srv.TLSNextProto[http2.NextProtoTLS] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
 		h2conn := h2writer.NewConn(conn, connWriteTimeout, streams)
 		h2.ServeConn(h2conn, &http2.ServeConnOpts{
-			Context:    connContext(h2conn.WithConn(context.Background()), conn),
+			Context:    contextOf(h2conn.WithConn(context.Background()), conn),
 			BaseConfig: srv,
 			Handler:    srv.Handler,
 		})

@@ -42,6 +42,7 @@ import (
 	"watershed.dev/platform/watchcache/core"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/h2writer"
+	"watershed.dev/services/gateway/turns"
 )
 
 // Config holds the settings of watches.
@@ -155,6 +156,8 @@ type Hub struct {
 	RateLimiter *RateLimiter
 	// InflightQuota accounts for bytes that watches of all hubs hold until clients have accepted them. Nil: no limit.
 	InflightQuota *InflightQuota
+	// Turns are the turns of long initial events. Nil lets all watches work at once.
+	Turns *turns.Turns
 	// Usages counts the watches of all hubs by user and resource. Nil: no count.
 	Usages *Usages
 	// Revision returns the current revision of the etcd with an event log. If it is nil, a watch whose resourceVersion

@@ -11,6 +11,7 @@ import (
 
 	"watershed.dev/platform/rpc"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/turns"
 )
 
 // Shared initial events. Fifty informers that start together send equal requests, and each needs all objects. A watch
@@ -66,6 +67,16 @@ type member struct {
 	initialEvents *sharedInitialEvents
 	nextFrame     int
 	err           error // why its part ended before the stream
+	// turn ends while Recv waits: the next frame may wait for another member, and that for a turn. The goroutine of
+	// the watch sets it with the lock of initialEvents.
+	turn *turns.Turn
+}
+
+// setTurn sets the turn of the member's response.
+func (p *member) setTurn(t *turns.Turn) {
+	p.initialEvents.mu.Lock()
+	defer p.initialEvents.mu.Unlock()
+	p.turn = t
 }
 
 // joinInitialEvents adds the watch to the initial events that its owner's equal watches share. The caller must call
@@ -212,14 +223,14 @@ func (e *sharedInitialEvents) overQuota() bool {
 }
 
 // evict removes the slowest members if they still delay the others since base. Initial events already sent cannot be
-// taken back, so the clients of removed members must watch again.
+// taken back, so the clients of removed members must watch again. A member that waits for a turn stays.
 func (e *sharedInitialEvents) evict(base int) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.evictTimer = nil
 	if e.overQuota() && e.base == base && len(e.members) > 1 {
 		for p := range e.members {
-			if p.nextFrame == base {
+			if p.nextFrame == base && !p.turn.Waiting() {
 				e.remove(p)
 				p.err = errTooSlow
 			}
@@ -282,6 +293,7 @@ func (p *member) Recv() (*sharedFrame, error) {
 		}
 		changed := e.changed
 		e.mu.Unlock()
+		p.turn.Yield()
 		select {
 		case <-changed:
 		case <-p.ctx.Done():

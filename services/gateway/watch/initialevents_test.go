@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/turns"
 )
 
 // fakeSource opens streams whose frames carry the stream's number. A stream sends frames after it is released.
@@ -20,6 +21,7 @@ type fakeSource struct {
 	mu      sync.Mutex
 	opened  []*fakeStream
 	started chan struct{} // a value per stream
+	padding string        // of each event
 }
 
 type fakeStream struct {
@@ -31,6 +33,8 @@ type fakeStream struct {
 	total    int
 	sent     int
 	err      error
+	padding  string
+	more     chan struct{} // closed when the stream may send its second frame; nil: at once
 }
 
 func newSource() *fakeSource { return &fakeSource{started: make(chan struct{}, 1000)} }
@@ -46,6 +50,7 @@ func (s *fakeSource) Watch(ctx context.Context, _ *watchfanoutv1.WatchRequest,
 		release:  make(chan struct{}),
 		total:    20,
 		err:      status.Error(codes.Unavailable, "killed"),
+		padding:  s.padding,
 	}
 	s.opened = append(s.opened, d)
 	s.started <- struct{}{}
@@ -61,8 +66,11 @@ func (d *fakeStream) Recv() (*watchfanoutv1.WatchFrame, error) {
 	if d.sent == d.total {
 		return nil, d.err
 	}
+	if d.sent == 1 && d.more != nil {
+		<-d.more
+	}
 	d.sent++
-	return &watchfanoutv1.WatchFrame{Initial: [][]byte{fmt.Appendf(nil, "%d.%d ", d.n, d.sent)}}, nil
+	return &watchfanoutv1.WatchFrame{Initial: [][]byte{fmt.Appendf(nil, "%d.%d %s", d.n, d.sent, d.padding)}}, nil
 }
 
 func (s *fakeSource) stream(n int) *fakeStream {
@@ -281,4 +289,36 @@ func TestSlowestMemberIsEvicted(t *testing.T) {
 	if held := h.bufferedBytes.Load(); held != 0 {
 		t.Errorf("%d bytes are kept for nobody", held)
 	}
+}
+
+// Long initial events wait for a turn. The turn ends while the next frame is not there.
+func TestLongInitialEventsTakeTurns(t *testing.T) {
+	s := newSource()
+	s.padding = strings.Repeat("x", turns.LongBytes)
+	h := s.hub()
+	h.Config.WriteTimeout, h.Turns = time.Second, turns.New(1, time.Hour)
+	other, ctx := h.Turns.NewTurn(t.Context(), "other")
+	if err := other.Take(ctx); err != nil {
+		t.Fatal(err)
+	}
+	c := h.watch(t, func(r *Request) { r.ResourceVersion = "0" })
+	<-s.started
+	stream := s.stream(0)
+	more := make(chan struct{})
+	stream.total, stream.more = 2, more
+	close(stream.release)
+	for h.Turns.Waiting() == 0 {
+		time.Sleep(time.Millisecond)
+	}
+	if len(c.changed) > 0 {
+		t.Error("the events do not wait")
+	}
+	other.Yield()
+	<-c.changed
+	if err := other.Take(ctx); err != nil { // while the watch waits for its second frame
+		t.Fatal(err)
+	}
+	other.Yield()
+	close(more)
+	<-c.changed
 }

@@ -10,9 +10,11 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"watershed.dev/platform/deflate"
+	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/watchcache/core"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/turns"
 )
 
 // runUnsynced forwards a stream of the watch's own, or the shared initial events, until the watch has caught up.
@@ -67,8 +69,13 @@ func (w *clientWatch) runUnsynced(ctx context.Context) error {
 		got = <-first
 	}
 	events := newEventMetrics(w.Query)
+	turn, turnCtx := w.hub.Turns.NewTurn(ctx, identity.Owner(w.User))
+	defer turn.Yield()
+	if shared, ok := stream.(*member); ok {
+		shared.setTurn(turn)
+	}
 	for got.err == nil {
-		if err := w.forward(ctx, got.frame, events); err != nil {
+		if err := w.forward(turnCtx, got.frame, events, turn); err != nil {
 			return err
 		}
 		got.frame, got.err = stream.Recv()
@@ -128,18 +135,22 @@ func (w *clientWatch) writeInitial(ctx context.Context, m *sharedFrame) error {
 	return w.writePart(ctx, m.compressInitial())
 }
 
-// forward sends a frame to the client.
-func (w *clientWatch) forward(ctx context.Context, m *sharedFrame, events *eventMetrics) error {
+// forward sends a frame to the client. Long initial events take turns.
+func (w *clientWatch) forward(ctx context.Context, m *sharedFrame, events *eventMetrics, turn *turns.Turn) error {
 	w.unavailableSince = time.Time{}
 	w.sendHeaders()
 	if len(m.Initial) > 0 {
+		size := int64(0)
+		for _, part := range m.Initial {
+			size += int64(len(part))
+		}
+		if w.initialBytes.Add(size) > turns.LongBytes && turn.Take(ctx) != nil {
+			return errDone
+		}
 		if err := w.writeInitial(ctx, m); err != nil {
 			return err
 		}
-		for _, part := range m.Initial {
-			w.initialBytes.Add(int64(len(part)))
-			w.usage.add(int64(len(part)))
-		}
+		w.usage.add(size)
 		events.sentPieces(m.Initial)
 	}
 	lastBookmark := w.Deadline.Add(-lastBookmarkLead)
@@ -164,6 +175,7 @@ func (w *clientWatch) forward(ctx context.Context, m *sharedFrame, events *event
 		w.InitialEventsEnd = nil
 	}
 	if w.place.Sent(m.WatchFrame); w.place.Positioned {
+		turn.Yield()
 		w.initialized()
 	}
 	if w.mayJoin() && w.hub.joinable(w.key, w.place.Position()) {
