@@ -12,8 +12,8 @@ import (
 // children are the loads that run in processes of their own, by the program's argument. Their goroutines would delay
 // the measured requests. A load runs until ctx ends. counters waits for its end, and returns its counters.
 var children = map[string]func(ctx context.Context, args []string) (counters func() map[string]int64){
-	"loud-tenant":  runLoudTenant,
-	"relist-storm": runRelistStorm,
+	"loud-tenant": runLoudTenant,
+	"storm":       runStorm,
 }
 
 // childCPU is the metric of a load's own CPU time, because a load shares the machine with the servers.

@@ -122,7 +122,7 @@ func (c *cluster) run() {
 		c.await("/api/v1/pods?labelSelector=load%3D2", pods, `"phase":"Running"`)
 	})
 	c.phase("20 clients list all pods each second, for 30 s", func() {
-		stop := c.startRelistStorm()
+		stop := c.startStorm("relist")
 		time.Sleep(30 * time.Second)
 		stop()
 	})

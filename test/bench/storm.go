@@ -1,21 +1,34 @@
 package main
 
 import (
+	"bufio"
+	"bytes"
 	"context"
+	"errors"
 	"fmt"
+	"log"
 	"net/http"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// stormClients is the number of clients that list all pods every second, like informers with failing watches.
+// stormClients is the number of clients that read all pods every second, like informers with failing watches.
 const stormClients = 20
 
-// storm measures the latency of writes, without and beside clients that list all pods. A first list loads the pods.
-// The clients accept gzip, as client-go does. They discard the body, because their own CPU work would delay the writes.
-func storm(s *server) map[string]float64 {
+// storms are the ways to read all pods: by a list, and by a watch with initial events. Informers of client-go begin
+// with such a watch since 1.35.
+var storms = map[string]func(*server, context.Context, *http.Client) bool{
+	"relist":     (*server).listAll,
+	"watch-list": (*server).watchListAll,
+}
+
+// storm measures the latency of writes, without and beside clients that read all pods. A first read loads the pods.
+// The clients discard the body, because their own CPU work would delay the writes.
+func storm(s *server, name string) map[string]float64 {
 	writes := map[string]other{"writes": {
 		every: 20 * time.Millisecond,
 		ask: func(ctx context.Context, i int) (*http.Response, error) {
@@ -27,42 +40,45 @@ func storm(s *server) map[string]float64 {
 			return s.client.Do(req)
 		},
 	}}
-	s.listAll(context.Background(), s.client)
+	if !storms[name](s, context.Background(), s.client) {
+		log.Panicf("%s: a first %s fails", s.name, name)
+	}
 	out := map[string]float64{}
 	report := func(when string) {
 		ctx, cancel := context.WithTimeout(context.Background(), beside)
 		defer cancel()
 		o := s.measured(ctx, writes)["writes"]
-		out["writes, "+when+" a relist storm: p50 (ms)"] = percentile(o.took, 50)
-		out["writes, "+when+" a relist storm: p99 (ms)"] = percentile(o.took, 99)
+		out[fmt.Sprintf("writes, %s a %s storm: p50 (ms)", when, name)] = percentile(o.took, 50)
+		out[fmt.Sprintf("writes, %s a %s storm: p99 (ms)", when, name)] = percentile(o.took, 99)
 	}
 	report("without")
 	began := time.Now()
-	stop := s.startRelistStorm()
+	stop := s.startStorm(name)
 	report("beside")
 	took := time.Since(began)
 	for metric, n := range stop() {
-		out["a relist storm: "+metric+" a second"] = float64(n) / took.Seconds()
+		out[fmt.Sprintf("a %s storm: %s a second", name, metric)] = float64(n) / took.Seconds()
 	}
-	out["writes beside a relist storm: p99 as a multiple of without"] = out["writes, beside a relist storm: p99 (ms)"] /
-		out["writes, without a relist storm: p99 (ms)"]
+	p99 := func(when string) float64 { return out[fmt.Sprintf("writes, %s a %s storm: p99 (ms)", when, name)] }
+	out[fmt.Sprintf("writes beside a %s storm: p99 as a multiple of without", name)] = p99("beside") / p99("without")
 	return out
 }
 
-// startRelistStorm starts the clients' process.
-func (s *server) startRelistStorm() (stop func() map[string]int64) {
-	return startChild("relist-storm", s.url, s.kubeconfig)
+// startStorm starts the clients' process.
+func (s *server) startStorm(name string) (stop func() map[string]int64) {
+	return startChild("storm", s.url, s.kubeconfig, name)
 }
 
-// runRelistStorm is the process of stormClients clients of a server's URL, with a kubeconfig's user. Each has its own
-// connection, and lists all pods once a second.
-func runRelistStorm(ctx context.Context, args []string) (counters func() map[string]int64) {
+// runStorm runs stormClients clients of a server's URL, with a kubeconfig's user. Each client has its own connection,
+// and reads all pods once a second with a function of storms.
+func runStorm(ctx context.Context, args []string) (counters func() map[string]int64) {
 	s := &server{url: args[0]}
-	var listing sync.WaitGroup
-	var lists atomic.Int64
+	var reading sync.WaitGroup
+	var reads atomic.Int64
+	read := storms[args[2]]
 	for range stormClients {
 		client := clientOf(args[1], false)
-		listing.Go(func() {
+		reading.Go(func() {
 			tick := time.NewTicker(time.Second)
 			defer tick.Stop()
 			for {
@@ -71,16 +87,38 @@ func runRelistStorm(ctx context.Context, args []string) (counters func() map[str
 				case <-ctx.Done():
 					return
 				}
-				if s.listAll(ctx, client) {
-					lists.Add(1)
+				if read(s, ctx, client) {
+					reads.Add(1)
 				}
 			}
 		})
 	}
-	return func() map[string]int64 { listing.Wait(); return map[string]int64{"lists answered": lists.Load()} }
+	return func() map[string]int64 { reading.Wait(); return map[string]int64{"lists answered": reads.Load()} }
 }
 
-// listAll lists all pods with gzip. It returns true if the response is compressed.
+// listAll lists all pods with gzip, as client-go does. It returns true if the response is compressed.
 func (s *server) listAll(ctx context.Context, client *http.Client) bool {
 	return s.packed(ctx, client, "/api/v1/pods", "application/json")
+}
+
+// watchListAll reads all pods as a watch's initial events, and ends the watch. It returns true if all have arrived.
+func (s *server) watchListAll(ctx context.Context, client *http.Client) bool {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	resp := s.openWatch(ctx, client, "/api/v1/pods?watch=true&sendInitialEvents=true&allowWatchBookmarks=true"+
+		"&resourceVersionMatch=NotOlderThan&resourceVersion=", "")
+	if resp == nil {
+		return false
+	}
+	defer resp.Body.Close()
+	lines := bufio.NewReaderSize(resp.Body, 64<<10)
+	for {
+		line, err := lines.ReadSlice('\n')
+		if err != nil && !errors.Is(err, bufio.ErrBufferFull) {
+			return false
+		}
+		if bytes.HasPrefix(line, []byte(`{"type":"BOOKMARK"`)) && bytes.Contains(line, []byte(metav1.InitialEventsAnnotationKey)) {
+			return true
+		}
+	}
 }

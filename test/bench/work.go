@@ -41,7 +41,8 @@ var work = []piece{
 	{"herd", herd},
 	{"pods written to etcd", stream},
 	{"definitions", definitions},
-	{"a relist storm", storm},
+	{"a relist storm", func(s *server) map[string]float64 { return storm(s, "relist") }},
+	{"a watch-list storm", func(s *server) map[string]float64 { return storm(s, "watch-list") }},
 	{"a loud tenant", tenant},
 }
 
