@@ -171,7 +171,11 @@ func TestReceivedEventsAreNotCopied(t *testing.T) {
 
 // A received frame is protobuf's.
 func FuzzFrame(f *testing.F) {
-	data, _ := proto.Marshal(&watchfanoutv1.WatchFrame{Data: []byte("a"), Initial: [][]byte{[]byte("b"), {}}, End: true})
+	data, _ := proto.Marshal(&watchfanoutv1.WatchFrame{
+		Data:    []byte("a"),
+		Initial: [][]byte{[]byte("b"), {}},
+		End:     true,
+	})
 	f.Add(data)
 	f.Add([]byte{frameData<<3 | 2, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1})
 	f.Add([]byte{frameInitial << 3, 5, frameData<<3 | 2, 1, 'x', frameData<<3 | 2, 1, 'y'})

@@ -79,7 +79,6 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 		Authorizer:        g.authz,
 		Proxy:             proxyHandler,
 		MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second,
-		Turns:             g.turns,
 		Stopping:          g.server.ShutdownStagger,
 		Traffic:           &g.traffic,
 		Slow:              g.slow,

@@ -117,7 +117,8 @@ func (s *server) watchListAll(ctx context.Context, client *http.Client) bool {
 		if err != nil && !errors.Is(err, bufio.ErrBufferFull) {
 			return false
 		}
-		if bytes.HasPrefix(line, []byte(`{"type":"BOOKMARK"`)) && bytes.Contains(line, []byte(metav1.InitialEventsAnnotationKey)) {
+		if bytes.HasPrefix(line, []byte(`{"type":"BOOKMARK"`)) &&
+			bytes.Contains(line, []byte(metav1.InitialEventsAnnotationKey)) {
 			return true
 		}
 	}

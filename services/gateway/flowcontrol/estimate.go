@@ -57,9 +57,8 @@ func (f *Fairness) RecordListSize(req *http.Request, bytes int64, compressed boo
 
 // ListSize returns the recorded size of a list in bytes, or 0 if no response to an equal request is recorded.
 func (f *Fairness) ListSize(req *http.Request) int64 {
-	cached, _ := f.sizes.exact.Get(f.sizes.keyOf(req).exact)
-	size, _ := cached.(listSize)
-	return size.bytes
+	last, _ := f.sizes.last(f.sizes.keyOf(req))
+	return last.bytes
 }
 
 // listSize is the recorded size of a list.
@@ -98,8 +97,8 @@ func newListSizes() *listSizes {
 
 func (s *listSizes) lookup(req *http.Request) listSize {
 	l := s.keyOf(req)
-	if cached, ok := s.exact.Get(l.exact); ok {
-		return cached.(listSize)
+	if last, ok := s.last(l); ok {
+		return last
 	}
 	n, _ := s.whole.Get(l.whole)
 	whole, _ := n.(int64)
@@ -112,14 +111,20 @@ func (s *listSizes) lookup(req *http.Request) listSize {
 // assumedObjectBytes is the assumed size of an object on an unknown page: a pod's JSON.
 const assumedObjectBytes = 8 << 10
 
+// last returns the size of the last response to an equal request.
+func (s *listSizes) last(l listKey) (size listSize, ok bool) {
+	cached, ok := s.exact.Get(l.exact)
+	size, _ = cached.(listSize)
+	return size, ok
+}
+
 func (s *listSizes) record(req *http.Request, n listSize) {
 	l := s.keyOf(req)
 	info, ok := request.RequestInfoFrom(req.Context())
 	// a watch or a client without gzip says nothing about compressed responses
 	if !deflate.AcceptsGzip(req.Header) || ok && info.Verb == "watch" {
-		cached, _ := s.exact.Get(l.exact)
-		previous, _ := cached.(listSize)
-		n.compressed = previous.compressed
+		last, _ := s.last(l)
+		n.compressed = last.compressed
 	}
 	n.compressed = n.compressed && !l.laterPage && !l.table
 	s.exact.Add(l.exact, n)

@@ -54,14 +54,10 @@ func (c *requestContext) list() {
 
 // listFromSource serves a list from a source, or from registry if the source cannot serve it.
 func (c *requestContext) listFromSource(p *plan) {
-	takesTurns := c.router.Turns
-	if p.isInternal {
-		takesTurns = nil
-	}
-	turn, ctx := takesTurns.NewTurn(c.req.Context(), identity.Owner(c.user.GetName()))
+	turn, ctx := p.source.Watches.Turns.NewTurn(c.req.Context(), identity.Owner(c.user.GetName()))
 	defer turn.Yield()
 	// The source's work for a long list needs the turn too.
-	if c.router.ListSize != nil && c.router.ListSize(c.req) > turns.LongBytes && turn.Take(ctx) != nil {
+	if turn != nil && c.router.ListSize != nil && c.router.ListSize(c.req) > turns.LongBytes && turn.Take(ctx) != nil {
 		c.fail(rpc.FromStatus(status.FromContextError(ctx.Err()).Err()))
 		return
 	}

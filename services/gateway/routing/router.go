@@ -41,7 +41,6 @@ import (
 	"watershed.dev/services/gateway/h2writer"
 	"watershed.dev/services/gateway/proxy"
 	"watershed.dev/services/gateway/responsewriters"
-	"watershed.dev/services/gateway/turns"
 	"watershed.dev/services/gateway/watch"
 )
 
@@ -69,8 +68,6 @@ type Router struct {
 	RecordListSize func(r *http.Request, bytes int64, compressed bool)
 	// ListSize returns the size in bytes of the last equal list, or 0 if it is not recorded. It may be nil.
 	ListSize func(r *http.Request) int64
-	// Turns are the turns of long lists. Nil lets all lists work at once.
-	Turns *turns.Turns
 	// Stopping returns a channel that closes when the gateway shuts down. The watch then ends.
 	Stopping func() <-chan struct{}
 	// Traffic counts requests, except watches and connections. It may be nil.

@@ -335,8 +335,9 @@ func TestLongListsTakeTurns(t *testing.T) {
 			tierLists := make(chan struct{}, 1)
 			r := newTestRouter(t, &fakeBackends{tierListSize: x.sent, tierLists: tierLists})
 			r.ListSize = func(*http.Request) int64 { return x.known }
-			r.Turns = turns.New(1, time.Hour)
-			other, ctx := r.Turns.NewTurn(t.Context(), "other")
+			all := turns.New(1, time.Hour)
+			r.Tier.Watches.Turns = all
+			other, ctx := all.NewTurn(t.Context(), "other")
 			if err := other.Take(ctx); err != nil {
 				t.Fatal(err)
 			}
@@ -349,8 +350,8 @@ func TestLongListsTakeTurns(t *testing.T) {
 				<-tierLists
 			}
 			if x.inTurn {
-				for r.Turns.Waiting() == 0 {
-					time.Sleep(time.Millisecond)
+				for all.Waiting() == 0 {
+					time.Sleep(time.Millisecond) // between polls: nothing signals that a response waits
 				}
 				if len(ended)+len(tierLists) > 0 {
 					t.Error("the list does not wait")

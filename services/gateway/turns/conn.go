@@ -62,9 +62,10 @@ func (c *conn) Write(p []byte) (int, error) {
 	defer c.writing.Unlock()
 	c.pending, c.err = p, nil
 	err := c.raw.Write(c.writeFunc)
-	c.unblock()
 	if err == nil {
 		err = c.err
+	} else { // the wait for the socket has failed
+		c.unblock()
 	}
 	n := len(p) - len(c.pending)
 	c.pending = nil

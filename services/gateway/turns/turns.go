@@ -63,8 +63,8 @@ type Turn struct {
 
 type turnKey struct{}
 
-// NewTurn returns the idle turn of an owner's response, and a context for Yield. WithConn adds the client's connection
-// to ctx. The caller calls Yield after its last Take.
+// NewTurn returns the idle turn of an owner's response, and a context for Yield and Waiting. WithConn adds the client's
+// connection to ctx. The caller calls Yield after its last Take.
 func (s *Turns) NewTurn(ctx context.Context, owner string) (*Turn, context.Context) {
 	if s == nil {
 		return nil, ctx
@@ -112,8 +112,9 @@ func (t *Turn) Take(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// Waiting reports whether Take waits.
-func (t *Turn) Waiting() bool {
+// Waiting reports whether the turn of NewTurn's context waits in Take.
+func Waiting(ctx context.Context) bool {
+	t, _ := ctx.Value(turnKey{}).(*Turn)
 	if t == nil {
 		return false
 	}

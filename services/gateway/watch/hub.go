@@ -156,7 +156,7 @@ type Hub struct {
 	RateLimiter *RateLimiter
 	// InflightQuota accounts for bytes that watches of all hubs hold until clients have accepted them. Nil: no limit.
 	InflightQuota *InflightQuota
-	// Turns are the turns of long initial events. Nil lets all watches work at once.
+	// Turns are the turns of long initial events, and of the source's long lists. Nil lets all work at once.
 	Turns *turns.Turns
 	// Usages counts the watches of all hubs by user and resource. Nil: no count.
 	Usages *Usages

@@ -67,16 +67,6 @@ type member struct {
 	initialEvents *sharedInitialEvents
 	nextFrame     int
 	err           error // why its part ended before the stream
-	// turn ends while Recv waits: the next frame may wait for another member, and that for a turn. The goroutine of
-	// the watch sets it with the lock of initialEvents.
-	turn *turns.Turn
-}
-
-// setTurn sets the turn of the member's response.
-func (p *member) setTurn(t *turns.Turn) {
-	p.initialEvents.mu.Lock()
-	defer p.initialEvents.mu.Unlock()
-	p.turn = t
 }
 
 // joinInitialEvents adds the watch to the initial events that its owner's equal watches share. The caller must call
@@ -230,7 +220,7 @@ func (e *sharedInitialEvents) evict(base int) {
 	e.evictTimer = nil
 	if e.overQuota() && e.base == base && len(e.members) > 1 {
 		for p := range e.members {
-			if p.nextFrame == base && !p.turn.Waiting() {
+			if p.nextFrame == base && !turns.Waiting(p.ctx) {
 				e.remove(p)
 				p.err = errTooSlow
 			}
@@ -293,7 +283,7 @@ func (p *member) Recv() (*sharedFrame, error) {
 		}
 		changed := e.changed
 		e.mu.Unlock()
-		p.turn.Yield()
+		turns.Yield(p.ctx) // the next frame may wait for another member, and that member for a turn
 		select {
 		case <-changed:
 		case <-p.ctx.Done():

@@ -308,7 +308,7 @@ func TestLongInitialEventsTakeTurns(t *testing.T) {
 	stream.total, stream.more = 2, more
 	close(stream.release)
 	for h.Turns.Waiting() == 0 {
-		time.Sleep(time.Millisecond)
+		time.Sleep(time.Millisecond) // between polls: nothing signals that a response waits
 	}
 	if len(c.changed) > 0 {
 		t.Error("the events do not wait")

@@ -19,6 +19,8 @@ import (
 
 // runUnsynced forwards a stream of the watch's own, or the shared initial events, until the watch has caught up.
 func (w *clientWatch) runUnsynced(ctx context.Context) error {
+	turn, ctx := w.hub.Turns.NewTurn(ctx, identity.Owner(w.User))
+	defer turn.Yield()
 	ctx, cancel := context.WithDeadline(ctx, w.Deadline)
 	defer cancel()
 	var wg sync.WaitGroup
@@ -69,13 +71,8 @@ func (w *clientWatch) runUnsynced(ctx context.Context) error {
 		got = <-first
 	}
 	events := newEventMetrics(w.Query)
-	turn, turnCtx := w.hub.Turns.NewTurn(ctx, identity.Owner(w.User))
-	defer turn.Yield()
-	if shared, ok := stream.(*member); ok {
-		shared.setTurn(turn)
-	}
 	for got.err == nil {
-		if err := w.forward(turnCtx, got.frame, events, turn); err != nil {
+		if err := w.forward(ctx, got.frame, events, turn); err != nil {
 			return err
 		}
 		got.frame, got.err = stream.Recv()
