@@ -172,11 +172,11 @@ type clientWatch struct {
 	rejoinAfter   time.Time
 	policyChanged <-chan struct{}
 
-	// broadcast, receiver and timer are set while the watch is joined. timer wakes the watch for its last bookmark, and
-	// for its deadline after lastBookmark was due.
+	// broadcast and receiver are set while the watch is joined. wakeup is then the time of its last bookmark, and of
+	// its deadline after lastBookmark was due.
 	broadcast    *watchBroadcast
 	receiver     *receiver
-	timer        *time.Timer
+	wakeup       wakeup
 	lastBookmark bool
 
 	// detached: the handler has returned or will. subscribed is the policyChanged that wakes the parked watch.
@@ -358,14 +358,14 @@ func (w *clientWatch) join(ctx context.Context) error {
 	rcv.limiter = w.limiter
 	rcv.gzip = w.gzip
 	b.mu.Unlock()
-	w.timer = time.AfterFunc(time.Until(w.Deadline.Add(-lastBookmarkLead)), w.wake)
+	w.hub.wakeups.set(w, w.Deadline.Add(-lastBookmarkLead))
 	return nil
 }
 
 func (w *clientWatch) leaveBroadcast() {
-	w.timer.Stop()
+	w.hub.wakeups.clear(w)
 	w.place.Left(w.broadcast.leave(w.receiver), w.receiver.NextBookmark)
-	w.broadcast, w.receiver, w.timer = nil, nil, nil
+	w.broadcast, w.receiver = nil, nil
 }
 
 // due checks the deadline, the shutdown, the client and the policy. again: the last bookmark is pending now. The error
@@ -396,7 +396,7 @@ func (w *clientWatch) due(ctx context.Context) (again bool, err error) {
 		return false, nil
 	}
 	w.lastBookmark = true
-	w.timer.Reset(w.Deadline.Sub(now))
+	w.hub.wakeups.set(w, w.Deadline)
 	w.broadcast.bookmarkNow(w.receiver)
 	return true, nil
 }

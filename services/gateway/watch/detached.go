@@ -12,8 +12,8 @@ import (
 //
 //	attached --- detach ---> running --- park ---> parked --- wake ---> running --- ended.
 //
-// A goroutine runs the watch while it is running. wake is called if the broadcast needs the watch's goroutine, when the
-// watch's timer fires, when the client closes the stream, and when Stopping or policyChanged is closed (signals).
+// A goroutine runs the watch while it is running. wake is called if the broadcast needs the watch's goroutine, at the
+// watch's time (wakeups), when the client closes the stream, and when Stopping or policyChanged is closed (signals).
 
 // detach detaches the watch if it may be. The handler's goroutine still runs the watch.
 func (w *clientWatch) detach() bool {

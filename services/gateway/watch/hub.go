@@ -10,7 +10,7 @@
 // only while it has something to do (detached.go). A broadcast's goroutine receives frames and writes them to synced
 // receivers. It runs only while there are frames. A shared call has a goroutine that receives, and another that sends
 // while requests wait (multiplex.go). The goroutine of shared initial events reads ahead for their members. Limiters
-// and connections call Unblock from timers or from their own goroutine.
+// and connections call Unblock from timers or from their own goroutine. A timer of the hub wakes watches (wakeups).
 //
 // Review notes:
 //
@@ -166,6 +166,7 @@ type Hub struct {
 
 	revisions   coalesce.Group[int64]
 	signals     signals
+	wakeups     wakeups
 	multiplexer multiplexer
 
 	ownQuota   MemoryQuota
