@@ -330,8 +330,13 @@ func (b *builder) requestScope(apiResource *registryv1.APIResource, st customres
 		scope.Subresource,
 		fieldpath.NewExcludeFilterSetMap(reset),
 	)
-	scope.FieldManager = managed.New(upstream)
-	return scope, err
+	if err != nil {
+		return nil, err
+	}
+	if scope.FieldManager = managed.New(upstream); b.UsesWebhook() { // requestScopeFor
+		scope.FieldManager = managed.Uncached(upstream)
+	}
+	return scope, nil
 }
 
 // statusStorage and scaleStorage make upstream's storages implement rest.Storage. Upstream's lack Destroy.

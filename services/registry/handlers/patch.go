@@ -221,7 +221,7 @@ func (p *patcher) applyJSON(ctx context.Context, current runtime.Object) (runtim
 	if err := p.handleStrictErrors(ctx, strictErrs, func() string { return string(patched) }); err != nil {
 		return nil, err
 	}
-	return p.FieldManager.UpdateNoErrors(current, obj, managerOrUserAgent(p.opts.FieldManager, p.req.UserAgent)), nil
+	return p.FieldManager.Update(current, obj, managerOrUserAgent(p.opts.FieldManager, p.req.UserAgent)), nil
 }
 
 // handleStrictErrors adds errs as warnings or returns an error for them, as fieldValidation requires. It calls patched
@@ -339,7 +339,7 @@ func (p *patcher) applyStrategicMerge(ctx context.Context, current runtime.Objec
 	if err != nil {
 		return nil, err
 	}
-	return p.FieldManager.UpdateNoErrors(current, obj, managerOrUserAgent(p.opts.FieldManager, p.req.UserAgent)), nil
+	return p.FieldManager.Update(current, obj, managerOrUserAgent(p.opts.FieldManager, p.req.UserAgent)), nil
 }
 
 // strategicError returns the API error for an error of a strategic merge patch, as

@@ -40,7 +40,7 @@ func (w *writeOperation) update(ctx context.Context) (*registryv1.ObjectResponse
 			if !trackManagers {
 				return newObj, nil
 			}
-			return w.FieldManager.UpdateNoErrors(
+			return w.FieldManager.Update(
 				live,
 				newObj,
 				managerOrUserAgent(opts.FieldManager, w.req.UserAgent),

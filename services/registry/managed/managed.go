@@ -1,16 +1,18 @@
 // Package managed computes objects' managedFields: which manager has set a field (KEP-555). It wraps upstream's field
-// manager, and caches the managedFields of new objects by the objects' shape. Upstream computes the managedFields of
-// updates and applies.
+// manager, and caches the managedFields of new objects by the objects' shape. It also caches the outcome of updates
+// that change only strings and times, such as the renewal of a Lease. Upstream computes the managedFields of other
+// updates, and of applies.
 //
-// All goroutines of the process share the cache, which has its own lock. The package starts no goroutine.
+// All goroutines of the process share both caches, which have their own locks. The package starts no goroutine.
 //
 // # Review notes
 //
 //   - Objects of equal shape must have equal fields. Too long a shape costs time. Too short a shape gives an object the
 //     fields of another object.
 //   - Create must fall back to upstream if a shape is unsupported or too long.
-//   - TestCreatedFieldsAreUpstreams compares Create with upstream for every built-in kind. A new walker needs values in
-//     its filler.
+//   - A cached outcome must depend only on values that are in the shape, or that Update compares (shape.omitted).
+//   - TestCreatedFieldsAreUpstreams and TestUpdatedFieldsAreUpstreams compare Create and Update with upstream for every
+//     built-in kind. A new walker needs values in their filler.
 package managed
 
 import (
@@ -39,13 +41,17 @@ import (
 // FieldManager computes the managedFields of a RequestScope's objects.
 type FieldManager struct {
 	*managedfields.FieldManager
-	number uint64
+	number uint64 // 0: nothing is cached
 }
 
 var scopeNumbers atomic.Uint64
 
 // New returns the field manager of a RequestScope. It wraps upstream's field manager.
 func New(m *managedfields.FieldManager) *FieldManager { return &FieldManager{m, scopeNumbers.Add(1)} }
+
+// Uncached returns the field manager of a RequestScope that a single request uses. It caches nothing, because no other
+// request could use it.
+func Uncached(m *managedfields.FieldManager) *FieldManager { return &FieldManager{m, 0} }
 
 // Create sets the managedFields of a new object, which it may change: manager manages all its fields. The result is the
 // same as UpdateNoErrors returns if empty's object is the live object. Objects of equal shape have equal fields, so
@@ -54,27 +60,24 @@ func (f *FieldManager) Create(empty func() (runtime.Object, error), obj runtime.
 	manager string) (runtime.Object, error) {
 	m, err := meta.Accessor(obj)
 	// upstream encodes a manager as JSON, which does not preserve every name
-	cacheable := err == nil && m.GetManagedFields() == nil && manager != "" && utf8.ValidString(manager)
+	cacheable := f.number > 0 && err == nil && m.GetManagedFields() == nil && manager != "" && utf8.ValidString(manager)
 	buffer := buffers.Get().(*[]byte)
 	defer buffers.Put(buffer)
 	var shape []byte
 	if cacheable {
-		shape, cacheable = shapeOf(binary.AppendUvarint((*buffer)[:0], f.number), obj)
-		cacheable = cacheable && len(shape) <= maxShapeBytes
-		if cap(shape) <= 2*maxShapeBytes {
-			*buffer = shape[:0]
-		}
+		shape, cacheable = f.shapeOf(*buffer, obj, nil)
+		keepBuffer(buffer, shape)
 	}
 	if cacheable {
 		if k, ok := cache.Get(hashShape(shape)); ok && k.shape == string(shape) {
-			created.WithLabelValues("true").Inc()
+			computed.WithLabelValues("create", "true").Inc()
 			e := *k.entry.DeepCopy()
 			e.Manager, e.Time = manager, &metav1.Time{Time: time.Now().UTC()}
 			m.SetManagedFields([]metav1.ManagedFieldsEntry{e})
 			return obj, nil
 		}
 	}
-	created.WithLabelValues("false").Inc()
+	computed.WithLabelValues("create", "false").Inc()
 	live, err := empty()
 	if err != nil {
 		return nil, err
@@ -93,12 +96,32 @@ func (f *FieldManager) Create(empty func() (runtime.Object, error), obj runtime.
 	return obj, nil
 }
 
+// shapeOf returns the shape of an object of f, in a buffer. The shape begins with the number of f. omitted receives the
+// values that the shape omits, unless it is nil. It returns false if the object has no shape.
+func (f *FieldManager) shapeOf(buffer []byte, obj runtime.Object, omitted *[]string) ([]byte, bool) {
+	s := shape{bytes: binary.AppendUvarint(buffer[:0], f.number), record: omitted != nil}
+	ok := s.add(obj) && len(s.bytes) <= maxShapeBytes
+	if omitted != nil {
+		*omitted = s.omitted
+	}
+	return s.bytes, ok
+}
+
+// keepBuffer lets a pooled buffer grow with a shape, within bounds.
+func keepBuffer(buffer *[]byte, shape []byte) {
+	if cap(shape) <= 2*maxShapeBytes {
+		*buffer = shape[:0]
+	}
+}
+
 const (
 	// maxShapeBytes bounds the shape of a cached entry, in bytes.
 	maxShapeBytes = 16 << 10
-	// cacheBytes bounds the process's cache. entryOverhead approximates an entry's memory besides its contents.
+	// cacheBytes bounds each of the process's two caches. entryOverhead and updateBytes approximate an entry's memory:
+	// besides its contents, and of an update.
 	cacheBytes    = 8 << 20
 	entryOverhead = 300
+	updateBytes   = 250
 )
 
 var buffers = sync.Pool{New: func() any { return new([]byte) }}
@@ -123,17 +146,18 @@ func cacheFields(shape []byte, entry metav1.ManagedFieldsEntry) {
 		len(shape)+len(entry.FieldsV1.GetRawBytes())+entryOverhead)
 }
 
-var created = prometheus.NewCounterVec(prometheus.CounterOpts{
+var computed = prometheus.NewCounterVec(prometheus.CounterOpts{
 	Name: "watershed_registry_managed_fields_total",
-	Help: "New objects whose managedFields were computed, by whether their shape was in the cache.",
-}, []string{"cached"})
+	Help: "Creates, and updates and patches, whose managedFields were computed, by whether the outcome was in the " +
+		"cache. Applies are not counted.",
+}, []string{"operation", "cached"})
 
 // Metrics returns the package's collectors.
 func Metrics() []prometheus.Collector {
-	return []prometheus.Collector{created, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+	return []prometheus.Collector{computed, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "watershed_registry_managed_fields_cache_bytes",
 		Help: "Bytes of managedFields in the cache.",
-	}, func() float64 { return float64(cache.Bytes()) })}
+	}, func() float64 { return float64(cache.Bytes() + updates.Bytes()) })}
 }
 
 // Validating restores managedFields from before admission if wrapped admission makes them invalid

@@ -63,9 +63,9 @@ func filler(seed int64) *randfill.Filler {
 var times = []time.Time{time.Unix(1, 0), time.Unix(2, 0), {}, time.Time{}.Local()}
 
 const (
-	// nothing, timesAlone and textAlone are values of oneIn: change no value, only times, or only strings outside
-	// lists.
-	nothing, timesAlone, textAlone = -2, -1, 0
+	// These are values of oneIn: change no value, only times, only strings outside lists, or all these strings to other
+	// values.
+	nothing, timesAlone, textAlone, everyText = -2, -1, 0, -3
 )
 
 // change changes some values of an object. A positive oneIn changes each value with the probability 1/oneIn.
@@ -100,7 +100,10 @@ func change(v reflect.Value, r *rand.Rand, inList bool, oneIn int) {
 			v.SetMapIndex(k, e)
 		}
 	case reflect.String:
-		if v.String() != "" && !inList && oneIn == textAlone || changed() {
+		switch {
+		case v.String() != "" && !inList && oneIn == everyText:
+			v.SetString(fmt.Sprint("every", r.Int()))
+		case v.String() != "" && !inList && oneIn == textAlone || changed():
 			v.SetString(fmt.Sprint("changed", r.Intn(3)))
 		}
 	case reflect.Bool:
@@ -162,13 +165,13 @@ func created(t *testing.T, scope *handlers.RequestScope, seed int64) (same int) 
 	}
 	filler(seed).Fill(obj)
 	r := rand.New(rand.NewSource(seed))
-	first, ok := managed.ShapeOf(nil, obj)
+	first, ok := managed.ShapeOf(obj)
 	for _, oneIn := range []int{nothing, timesAlone, timesAlone, textAlone, textAlone, 20, 5} {
 		other := obj.DeepCopyObject()
 		if oneIn != nothing {
 			change(reflect.ValueOf(other), r, false, oneIn)
 		}
-		shape, cacheable := managed.ShapeOf(nil, other)
+		shape, cacheable := managed.ShapeOf(other)
 		if ok && cacheable && oneIn >= textAlone && string(shape) == string(first) {
 			same++
 		}
@@ -338,7 +341,7 @@ func TestUncacheableIsUpstreams(t *testing.T) {
 	for i := range 20000 {
 		large.Data[fmt.Sprint(i)] = ""
 	}
-	if _, ok := managed.ShapeOf(nil, large); ok {
+	if _, ok := managed.ShapeOf(large); ok {
 		t.Error("20,000 keys have a shape")
 	}
 	empty := func() (runtime.Object, error) { return newOf(t, scope), nil }

@@ -3,11 +3,13 @@ package managed
 import (
 	"encoding/binary"
 	"encoding/json"
+	"maps"
 	"math"
 	"reflect"
 	"slices"
 	"strings"
 	"sync"
+	"unsafe"
 
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -23,24 +25,49 @@ import (
 // For strings outside lists and for values of maps, a shape contains only whether the string is empty. An empty string
 // has no manager, as in an empty object. A shape contains all other values, such as numbers and booleans, as they are.
 //
+// The managedFields themselves are no part of a shape.
+//
 // A shape with too much in it differs for objects with equal fields, which costs time. A shape with too little in it
 // would give an object the fields of another object.
+type shape struct {
+	bytes []byte
+	// omitted has the strings of which bytes has only that they are not empty, if record is set. Objects of equal shape
+	// have the same field at an index of omitted.
+	omitted []string
+	record  bool
+	// metadata: the walk has reached the object's metadata, which precedes the metadata of templates.
+	metadata bool
+}
 
-// shapeOf appends an object's shape to dst. It returns false if the shape is too long, or if only the JSON of some part
-// has that part's fields.
-func shapeOf(dst []byte, obj runtime.Object) ([]byte, bool) {
+// add appends an object's shape. It returns false if the shape is too long, or if only the JSON of some part has that
+// part's fields.
+func (s *shape) add(obj runtime.Object) bool {
 	if u, ok := obj.(*unstructured.Unstructured); ok {
-		return walkerOf(reflect.TypeOf(u.Object))(dst, reflect.ValueOf(u.Object), false)
+		content := withoutManagedFields(u.Object)
+		return walkerOf(reflect.TypeOf(content))(s, reflect.ValueOf(content), false)
 	}
 	v := reflect.ValueOf(obj)
 	if v.Kind() != reflect.Pointer || v.IsNil() {
-		return dst, false
+		return false
 	}
-	return walkerOf(v.Type().Elem())(dst, v.Elem(), false)
+	return walkerOf(v.Type().Elem())(s, v.Elem(), false)
 }
 
-// walker appends a value's shape to dst. element reports whether the value is a list's element, or part of an element.
-type walker func(dst []byte, v reflect.Value, element bool) ([]byte, bool)
+// withoutManagedFields returns an object without its managedFields. It does not change the object.
+func withoutManagedFields(object map[string]any) map[string]any {
+	m, _ := object["metadata"].(map[string]any)
+	if _, ok := m["managedFields"]; !ok {
+		return object
+	}
+	m = maps.Clone(m)
+	delete(m, "managedFields")
+	object = maps.Clone(object)
+	object["metadata"] = m
+	return object
+}
+
+// walker appends a value's shape. element reports whether the value is a list's element, or part of an element.
+type walker func(s *shape, v reflect.Value, element bool) bool
 
 var walkers sync.Map // reflect.Type to walker
 
@@ -51,9 +78,9 @@ func walkerOf(t reflect.Type) walker {
 	// a type may contain itself: other callers use this walker while newWalker runs
 	var once sync.Once
 	var made walker
-	w, _ := walkers.LoadOrStore(t, walker(func(dst []byte, v reflect.Value, element bool) ([]byte, bool) {
+	w, _ := walkers.LoadOrStore(t, walker(func(s *shape, v reflect.Value, element bool) bool {
 		once.Do(func() { made = newWalker(t) })
-		return made(dst, v, element)
+		return made(s, v, element)
 	}))
 	return w.(walker)
 }
@@ -92,21 +119,22 @@ func newWalker(t reflect.Type) walker {
 	case reflect.Bool:
 		return walkBool
 	case reflect.Int, reflect.Int8, reflect.Int16, reflect.Int32, reflect.Int64:
-		return func(dst []byte, v reflect.Value, _ bool) ([]byte, bool) {
-			return binary.AppendVarint(dst, v.Int()), true
+		return func(s *shape, v reflect.Value, _ bool) bool {
+			s.bytes = binary.AppendVarint(s.bytes, v.Int())
+			return true
 		}
 	case reflect.Uint, reflect.Uint8, reflect.Uint16, reflect.Uint32, reflect.Uint64:
-		return func(dst []byte, v reflect.Value, _ bool) ([]byte, bool) {
-			return binary.AppendUvarint(dst, v.Uint()), true
+		return func(s *shape, v reflect.Value, _ bool) bool {
+			s.bytes = binary.AppendUvarint(s.bytes, v.Uint())
+			return true
 		}
 	case reflect.Float32, reflect.Float64:
-		return func(dst []byte, v reflect.Value, _ bool) ([]byte, bool) {
-			return binary.BigEndian.AppendUint64(dst, math.Float64bits(v.Float())), true
+		return func(s *shape, v reflect.Value, _ bool) bool {
+			s.bytes = binary.BigEndian.AppendUint64(s.bytes, math.Float64bits(v.Float()))
+			return true
 		}
 	case reflect.String:
-		return func(dst []byte, v reflect.Value, element bool) ([]byte, bool) {
-			return appendText(dst, v.String(), element)
-		}
+		return func(s *shape, v reflect.Value, element bool) bool { return s.addText(v.String(), element) }
 	case reflect.Struct:
 		return structWalker(t)
 	case reflect.Slice:
@@ -119,26 +147,41 @@ func newWalker(t reflect.Type) walker {
 	return unsupported
 }
 
-func unsupported(dst []byte, _ reflect.Value, _ bool) ([]byte, bool) { return dst, false }
+func unsupported(*shape, reflect.Value, bool) bool { return false }
 
-// appendText appends text if whole is set, otherwise whether text is empty. It returns false if the shape is too long.
-func appendText[T string | []byte](dst []byte, text T, whole bool) ([]byte, bool) {
-	switch {
-	case len(text) == 0:
-		return append(dst, empty), true
-	case !whole:
-		return append(dst, present), true
-	case len(dst)+len(text) > maxShapeBytes:
-		return dst, false
-	}
-	return append(binary.AppendUvarint(append(dst, present), uint64(len(text))), text...), true
+// addByte appends a byte, and returns true.
+func (s *shape) addByte(b byte) bool {
+	s.bytes = append(s.bytes, b)
+	return true
 }
 
-func walkBool(dst []byte, v reflect.Value, _ bool) ([]byte, bool) {
-	if v.Bool() {
-		return append(dst, 1), true
+// addText appends text if whole is set, otherwise whether text is empty. It returns false if the shape is too long.
+func (s *shape) addText(text string, whole bool) bool {
+	switch {
+	case len(text) == 0:
+		return s.addByte(empty)
+	case !whole:
+		if s.record {
+			s.omitted = append(s.omitted, text)
+		}
+		return s.addByte(present)
+	case len(s.bytes)+len(text) > maxShapeBytes:
+		return false
 	}
-	return append(dst, 0), true
+	s.addByte(present)
+	s.bytes = append(binary.AppendUvarint(s.bytes, uint64(len(text))), text...)
+	return true
+}
+
+// viewOf returns bytes of the object as a string, without a copy. No caller changes the object during a walk, and shape
+// does not outlive it.
+func viewOf(b []byte) string { return unsafe.String(unsafe.SliceData(b), len(b)) }
+
+func walkBool(s *shape, v reflect.Value, _ bool) bool {
+	if v.Bool() {
+		return s.addByte(1)
+	}
+	return s.addByte(0)
 }
 
 // textWalker returns a walker that compares JSON, because JSON encodes a zero time of any zone as null.
@@ -147,91 +190,94 @@ func textWalker(t reflect.Type) walker {
 	if err != nil {
 		return unsupported
 	}
-	return func(dst []byte, v reflect.Value, element bool) ([]byte, bool) {
+	return func(s *shape, v reflect.Value, element bool) bool {
 		if !element && v.IsZero() {
-			return append(dst, empty), true
+			return s.addByte(empty)
 		}
 		data, err := json.Marshal(v.Interface())
 		switch {
 		case err != nil:
-			return dst, false
+			return false
 		case !element && string(data) == string(none):
-			return append(dst, empty), true
-		case !element:
-			return append(dst, present), true
+			return s.addByte(empty)
 		}
-		return appendText(dst, data, true)
+		return s.addText(string(data), element)
 	}
 }
 
 // walkRaw appends the JSON of a raw extension. It returns false if the extension holds an object that is not encoded
 // yet.
-func walkRaw(dst []byte, v reflect.Value, _ bool) ([]byte, bool) {
+func walkRaw(s *shape, v reflect.Value, _ bool) bool {
 	r, _ := v.Interface().(runtime.RawExtension)
-	if r.Object != nil {
-		return dst, false
-	}
-	return appendText(dst, r.Raw, true)
+	return r.Object == nil && s.addText(viewOf(r.Raw), true)
 }
 
 func pointerWalker(t reflect.Type) walker {
 	elem := walkerOf(t.Elem())
-	return func(dst []byte, v reflect.Value, element bool) ([]byte, bool) {
+	return func(s *shape, v reflect.Value, element bool) bool {
 		if v.IsNil() {
-			return append(dst, absent), true
+			return s.addByte(absent)
 		}
-		return elem(append(dst, present), v.Elem(), element)
+		return s.addByte(present) && elem(s, v.Elem(), element)
 	}
 }
 
 func structWalker(t reflect.Type) walker {
 	var fields []walker
+	managedFields := -1
 	for i := range t.NumField() {
 		f := t.Field(i)
 		if !f.IsExported() {
 			return unsupported
 		}
+		if t == reflect.TypeFor[metav1.ObjectMeta]() && f.Name == "ManagedFields" {
+			managedFields = i
+		}
 		fields = append(fields, walkerOf(f.Type))
 	}
-	return func(dst []byte, v reflect.Value, element bool) (_ []byte, ok bool) {
+	return func(s *shape, v reflect.Value, element bool) bool {
+		own := managedFields >= 0 && !s.metadata
+		s.metadata = s.metadata || own
 		for i, walk := range fields {
-			if dst, ok = walk(dst, v.Field(i), element); !ok {
-				return dst, false
+			if own && i == managedFields {
+				continue
+			}
+			if !walk(s, v.Field(i), element) {
+				return false
 			}
 		}
-		return dst, true
+		return true
 	}
 }
 
-// appendLength appends the length of a list or map, or that it is nil.
-func appendLength(dst []byte, v reflect.Value) []byte {
+// addLength appends the length of a list or map, or that it is nil.
+func (s *shape) addLength(v reflect.Value) {
 	if v.IsNil() {
-		return append(dst, absent)
+		s.addByte(absent)
+		return
 	}
-	return binary.AppendUvarint(append(dst, present), uint64(v.Len()))
+	s.addByte(present)
+	s.bytes = binary.AppendUvarint(s.bytes, uint64(v.Len()))
 }
 
 func sliceWalker(t reflect.Type) walker {
 	if t.Elem().Kind() == reflect.Uint8 {
-		return func(dst []byte, v reflect.Value, element bool) ([]byte, bool) {
+		return func(s *shape, v reflect.Value, element bool) bool {
 			if v.IsNil() {
-				return append(dst, absent), true
+				return s.addByte(absent)
 			}
-			return appendText(dst, v.Bytes(), element)
+			return s.addText(viewOf(v.Bytes()), element)
 		}
 	}
 	elem := walkerOf(t.Elem())
-	return func(dst []byte, v reflect.Value, _ bool) (_ []byte, ok bool) {
-		dst = appendLength(dst, v)
+	return func(s *shape, v reflect.Value, _ bool) bool {
+		s.addLength(v)
 		for i := range v.Len() {
-			if len(dst) > maxShapeBytes {
-				return dst, false
-			}
-			if dst, ok = elem(dst, v.Index(i), true); !ok {
-				return dst, false
+			if len(s.bytes) > maxShapeBytes || !elem(s, v.Index(i), true) {
+				return false
 			}
 		}
-		return dst, true
+		return true
 	}
 }
 
@@ -240,40 +286,36 @@ func mapWalker(t reflect.Type) walker {
 		return unsupported
 	}
 	elem := walkerOf(t.Elem())
-	return func(dst []byte, v reflect.Value, element bool) (_ []byte, ok bool) {
-		dst = appendLength(dst, v)
+	return func(s *shape, v reflect.Value, element bool) bool {
+		s.addLength(v)
 		if v.Len() > maxShapeBytes { // each key takes at least a byte
-			return dst, false
+			return false
 		}
 		keys := v.MapKeys()
 		slices.SortFunc(keys, func(a, b reflect.Value) int { return strings.Compare(a.String(), b.String()) })
 		for _, k := range keys {
-			if dst, ok = appendText(dst, k.String(), true); !ok {
-				return dst, false
-			}
 			// a custom resource's element is a map, whose values may be keys
-			if dst, ok = elem(dst, v.MapIndex(k), element && t.Elem().Kind() == reflect.Interface); !ok {
-				return dst, false
+			if !s.addText(k.String(), true) ||
+				!elem(s, v.MapIndex(k), element && t.Elem().Kind() == reflect.Interface) {
+				return false
 			}
 		}
-		return dst, true
+		return true
 	}
 }
 
 // walkInterface appends the shape of a value that JSON decodes to. It returns false for other types.
-func walkInterface(dst []byte, v reflect.Value, element bool) ([]byte, bool) {
+func walkInterface(s *shape, v reflect.Value, element bool) bool {
 	if v.IsNil() {
-		return append(dst, absent), true
+		return s.addByte(absent)
 	}
 	v = v.Elem()
 	switch kind := v.Kind(); kind {
 	case reflect.Bool, reflect.String, reflect.Int64, reflect.Float64:
-		return walkerOf(v.Type())(append(dst, byte(kind)), v, element)
+		return s.addByte(byte(kind)) && walkerOf(v.Type())(s, v, element)
 	case reflect.Slice, reflect.Map:
-		if v.Type().Elem().Kind() != reflect.Interface {
-			return dst, false
-		}
-		return walkerOf(v.Type())(append(dst, byte(kind)), v, element)
+		return v.Type().Elem().Kind() == reflect.Interface &&
+			s.addByte(byte(kind)) && walkerOf(v.Type())(s, v, element)
 	}
-	return dst, false
+	return false
 }
