@@ -232,7 +232,7 @@ robustness-controllers: build $(addprefix $(PEERS)/,kube-apiserver kube-controll
 robustness-broken: build ## the same against a Watershed that is broken on purpose, in each way: its test or the judge has to find it
 	cd test && go run ./robustness -watershed ../$(BIN)/watershed -faults 25 -break all $(ARGS)
 
-bench: build peers ## Watershed beside kube-apiserver; rewrites docs/benchmarks/performance.md's table. ROW="update a Lease" measures that alone
+bench: build peers ## Watershed beside kube-apiserver; rewrites docs/benchmarks/performance.md's table. ROW="renew a Lease" measures that alone
 	cd test && go run ./bench -bin ../$(PEERS) -watershed ../$(BIN)/watershed $(if $(ROW),-rows "$(ROW)") $(ARGS)
 
 FUZZ_TIME  ?= 1m

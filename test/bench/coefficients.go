@@ -93,7 +93,7 @@ func (c *coefficients) measureOperations(s *server) {
 	for name, n := range s.counts() {
 		c.Idle[name] = s.idle[name] / n
 	}
-	c.CPU["update a Lease"] = s.used(2*2000, func() { updateLeases(s); updateLeases(s) })
+	c.CPU["update a Lease"] = s.used(2*2000, func() { renewLeases(s); renewLeases(s) })
 	publisher := s.publisher()
 	c.CPU["create a ConfigMap"] = s.used(2*1000, func() { createConfigMaps(s); createConfigMaps(s) })
 	c.Publisher = (s.publisher() - publisher) * 1e6 / (2 * 1000)

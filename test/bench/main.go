@@ -110,6 +110,7 @@ func main() {
 		for i, w := range wanted {
 			log.Printf("round %d of %d, %d of %d: %s", round+1, *rounds, i+1, len(wanted), w.name)
 			for _, s := range servers {
+				settle(servers)
 				s.begin()
 				values := w.do(s)
 				used := s.usage()
@@ -152,6 +153,28 @@ func main() {
 	fmt.Println(table)
 	if *rows == "" && *only == "" || *page {
 		check(publish(results, table))
+	}
+}
+
+// settle waits until the servers have ended the work of the row before, for at most half a minute. A server that still
+// answers a storm, or collects its garbage, would delay the next server's requests. Its log has the servers that do not
+// come to rest.
+func settle(servers []*server) {
+	const atRest = 0.1 // processors of a server
+	busy := servers
+	for range 15 {
+		before := map[*server]float64{}
+		for _, s := range servers {
+			before[s] = s.cpu()
+		}
+		time.Sleep(2 * time.Second) // the period of the measurement
+		busy = slices.DeleteFunc(slices.Clone(servers), func(s *server) bool { return s.cpu()-before[s] < 2*atRest })
+		if len(busy) == 0 {
+			return
+		}
+	}
+	for _, s := range busy {
+		log.Printf("%s does not come to rest", s.name)
 	}
 }
 

@@ -1,11 +1,16 @@
 package main
 
 import (
+	"encoding/json"
 	"fmt"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // piece is a piece of work. do runs it and returns values by row.
@@ -31,7 +36,7 @@ var work = []piece{
 	}},
 	{"GET a pod", getPods},
 	{"GET a pod again", getPodsAgain},
-	{"update a Lease", updateLeases},
+	{"renew a Lease", renewLeases},
 	{"create a ConfigMap", createConfigMaps},
 	{"create a pod", createPods},
 	{"create by a token's user", admitted},
@@ -86,24 +91,31 @@ func (s *server) each(row string, n int, f func(i int)) map[string]float64 {
 
 var serial atomic.Int64
 
-func updateLeases(s *server) map[string]float64 {
+// renewLeases renews Leases as nodes do, in JSON: each has its node as owner, and an update sends the last response
+// with another time.
+func renewLeases(s *server) map[string]float64 {
 	const path = "/apis/coordination.k8s.io/v1/namespaces/bench/leases"
 	type held struct {
 		sync.Mutex
-		version string
+		coordinationv1.Lease
 	}
 	leases := make([]held, 16)
 	for i := range leases {
-		leases[i].version = resourceVersion(s.do("GET", fmt.Sprintf("%s/l%d", path, i), "", nil, 200))
+		check(json.Unmarshal(s.do("GET", fmt.Sprintf("%s/l%d", path, i), "", nil, 200), &leases[i].Lease))
+		holder, seconds := "h", int32(40)
+		leases[i].Spec.HolderIdentity, leases[i].Spec.LeaseDurationSeconds = &holder, &seconds
+		leases[i].OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: "h",
+			UID: types.UID(fmt.Sprint(i))}}
 	}
-	return s.each("update a Lease (CPU ms)", 2000, func(i int) {
+	return s.each("renew a Lease (CPU ms)", 2000, func(i int) {
 		l := &leases[i%16]
 		l.Lock()
 		defer l.Unlock()
-		l.version = resourceVersion(s.do("PUT", fmt.Sprintf("%s/l%d", path, i%16), "", []byte(fmt.Sprintf(
-			`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":"l%d","resourceVersion":%q},`+
-				`"spec":{"holderIdentity":"h","leaseDurationSeconds":40,"renewTime":"2026-01-01T00:00:00.%06dZ"}}`,
-			i%16, l.version, serial.Add(1)%1000000)), 200))
+		l.Spec.RenewTime = &metav1.MicroTime{Time: time.Now()}
+		body, err := json.Marshal(&l.Lease)
+		check(err)
+		l.Lease = coordinationv1.Lease{}
+		check(json.Unmarshal(s.do("PUT", fmt.Sprintf("%s/l%d", path, i%16), "", body, 200), &l.Lease))
 	})
 }
 
