@@ -31,7 +31,8 @@ func newUpdates() *lru.Cache[updateKey, int] { return lru.New[updateKey, int](ca
 // times.
 func (f *FieldManager) Update(live, obj runtime.Object, manager string) runtime.Object {
 	m, err := meta.Accessor(obj)
-	if err != nil {
+	if err != nil || f.number == 0 {
+		computed.WithLabelValues("update", "false").Inc()
 		return f.UpdateNoErrors(live, obj, manager)
 	}
 	entries := liveEntries(live, m)
@@ -73,7 +74,7 @@ func liveEntries(live runtime.Object, sent metav1.Object) []metav1.ManagedFields
 // the shapes differ.
 func (f *FieldManager) updateKey(live, obj runtime.Object, entries []metav1.ManagedFieldsEntry, manager string) (
 	key updateKey, ok bool) {
-	if f.number == 0 || !keyable(entries) {
+	if !keyable(entries) {
 		return key, false
 	}
 	first, second := buffers.Get().(*[]byte), buffers.Get().(*[]byte)
