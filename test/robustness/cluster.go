@@ -6,7 +6,6 @@ import (
 	"crypto/tls"
 	"fmt"
 	"maps"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -66,12 +65,11 @@ func (o *options) onHosts() bool { return o.placement == hosts || o.placement ==
 // For the placements hosts and mixed, it keeps only etcd and the PKI of `split`.
 func startCluster(ctx context.Context, o options) (*cluster, error) {
 	c := &cluster{dir: o.dir, watershed: o.watershed, older: o.older}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	port, err := harness.UnusedPort() // a proxy would take a port of the system's choice
 	if err != nil {
 		return nil, err
 	}
-	c.port = l.Addr().(*net.TCPAddr).Port
-	l.Close()
+	c.port = port
 	placement := o.placement
 	if o.onHosts() {
 		placement = "split"
