@@ -134,16 +134,24 @@ func fields(t *testing.T, obj runtime.Object) string {
 	return out
 }
 
+// managedScopes returns the scopes of all built-in resources whose objects have managedFields.
+func managedScopes(t *testing.T) (scopes []*handlers.RequestScope) {
+	t.Helper()
+	builtIn := fixture.New(t).Resources.BuiltIn
+	for _, apiResource := range builtIn.APIResources() {
+		scope, ok := builtIn.RequestScope(apiResource.Resource)
+		if ok && scope.FieldManager != nil && apiResource.Kind.GetKind() != "" {
+			scopes = append(scopes, scope)
+		}
+	}
+	return scopes
+}
+
 // Created objects have the managedFields that upstream's field manager computes. This holds for all built-in kinds and
 // any content of the cache.
 func TestCreatedFieldsAreUpstreams(t *testing.T) {
-	fx := fixture.New(t)
 	kinds, same := 0, 0
-	for _, apiResource := range fx.Resources.BuiltIn.APIResources() {
-		scope, ok := fx.Resources.BuiltIn.RequestScope(apiResource.Resource)
-		if !ok || scope.FieldManager == nil || apiResource.Kind.GetKind() == "" {
-			continue
-		}
+	for _, scope := range managedScopes(t) {
 		kinds++
 		managed.ResetCache()
 		for seed := range int64(12) {

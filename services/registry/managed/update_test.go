@@ -74,13 +74,8 @@ func changed(obj runtime.Object, r *rand.Rand, oneIn int, keepFields bool) runti
 // Updated objects have the managedFields that upstream's field manager computes. This holds for all built-in kinds, for
 // old and new managers, and whether the outcome is cached.
 func TestUpdatedFieldsAreUpstreams(t *testing.T) {
-	fx := fixture.New(t)
 	kinds, withCached := 0, 0
-	for _, apiResource := range fx.Resources.BuiltIn.APIResources() {
-		scope, ok := fx.Resources.BuiltIn.RequestScope(apiResource.Resource)
-		if !ok || scope.FieldManager == nil || apiResource.Kind.GetKind() == "" {
-			continue
-		}
+	for _, scope := range managedScopes(t) {
 		kinds++
 		before := managed.CachedUpdates()
 		for seed := range int64(2) {
