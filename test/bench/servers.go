@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"io"
 	"log"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -323,10 +322,9 @@ func clientOf(kubeconfig string, gzip bool) *http.Client {
 }
 
 func freePort() int {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	port, err := harness.UnusedPort()
 	check(err)
-	defer l.Close()
-	return l.Addr().(*net.TCPAddr).Port
+	return port
 }
 
 // peak samples the memory until the caller calls the returned function, which returns the maximum in
