@@ -7,7 +7,7 @@ import (
 	"strconv"
 	"time"
 
-	"watershed.dev/services/gateway/turns"
+	"watershed.dev/platform/turns"
 )
 
 // Stream is a request's stream.
