@@ -75,7 +75,7 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 		readDeadline, hasDeadline := req.Context().Deadline()
 		readDeadline = readDeadline.Add(readGracePeriod)
 		if hasDeadline { // net/http waits for a handler that reads an HTTP/1.1 body, even after the response
-			_ = control.SetReadDeadline(readDeadline)
+			setReadDeadline(req, control, readDeadline)
 		}
 		if !buffered(req) {
 			next.ServeHTTP(w, req)
@@ -98,14 +98,14 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 		// A client may not send its body forever. If the connection has no deadlines, the request's own deadline ends
 		// it.
 		if deadline := time.Now().Add(readTimeout); !hasDeadline || deadline.Before(readDeadline) {
-			_ = control.SetReadDeadline(deadline)
+			setReadDeadline(req, control, deadline)
 		}
 		err := buffer.read(req.Body, req.ContentLength)
 		if errors.Is(err, errQuotaExceeded) {
 			responsewriters.Error(w, req, responsewriters.V1, apierrors.NewTooManyRequests(err.Error(), 1))
 			return
 		}
-		_ = control.SetReadDeadline(time.Time{})
+		setReadDeadline(req, control, time.Time{})
 		rest := io.Reader(bytes.NewReader(buffer.data))
 		if err != nil { // the client disconnected; next sees the same error
 			rest = io.MultiReader(rest, errorReader{err})
@@ -118,6 +118,16 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 		}
 		next.ServeHTTP(w, req)
 	})
+}
+
+// setReadDeadline sets the deadline of reads of the body, until req ends. A handler may outlive its request after a
+// timeout. HTTP/2's writer has no stream then, and panics; req may end meanwhile.
+func setReadDeadline(req *http.Request, control *http.ResponseController, deadline time.Time) {
+	if req.Context().Err() != nil {
+		return
+	}
+	defer func() { _ = recover() }()
+	_ = control.SetReadDeadline(deadline)
 }
 
 var errQuotaExceeded = errors.New("too many bytes of request bodies are in flight, please try again later")

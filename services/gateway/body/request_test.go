@@ -240,3 +240,21 @@ func TestAllBodiesTogetherAreBounded(t *testing.T) {
 		}
 	}
 }
+
+// endedWriter is a writer of HTTP/2 after the end of its stream.
+type endedWriter struct{ http.ResponseWriter }
+
+func (endedWriter) SetReadDeadline(time.Time) error { panic("no stream") }
+
+// A handler may outlive its request, whose writer then has no stream. It ends without a panic.
+func TestAHandlerMayOutliveItsRequest(t *testing.T) {
+	called := false
+	h := (&Reader{}).ReadAhead(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { called = true }),
+		func(*http.Request) bool { return true })
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	h.ServeHTTP(endedWriter{}, httptest.NewRequestWithContext(ctx, http.MethodPost, "/", strings.NewReader("{}")))
+	if !called {
+		t.Error("the next handler is not called")
+	}
+}
