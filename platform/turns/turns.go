@@ -50,8 +50,8 @@ func New(of string, limit int, slice time.Duration) *Turns {
 	return &Turns{of: of, limit: limit, slice: slice, waiting: map[string][]*Turn{}}
 }
 
-// Turn lets a response use a processor. It is idle, waiting (in Take) or held. A single goroutine calls Take. Nil lets
-// the response work at once.
+// Turn lets a request use a processor. It is idle, waiting (in Take) or held. A single goroutine calls Take. Nil lets
+// the request work at once.
 type Turn struct {
 	turns *Turns
 	owner string
@@ -65,7 +65,7 @@ type Turn struct {
 
 type turnKey struct{}
 
-// NewTurn returns the idle turn of an owner's response, and a context for Yield and Waiting. WithConn adds the client's
+// NewTurn returns the idle turn of an owner's request, and a context for Yield and Waiting. WithConn adds the client's
 // connection to ctx. The caller calls Yield after its last Take.
 func (s *Turns) NewTurn(ctx context.Context, owner string) (*Turn, context.Context) {
 	if s == nil {
@@ -141,6 +141,15 @@ func (t *Turn) Yield() {
 	t.expiry.Stop()
 	t.conn.remove(t)
 	s.grant()
+}
+
+// EndAfter ends the turn after d, if it is held.
+func (t *Turn) EndAfter(d time.Duration) {
+	t.turns.mu.Lock()
+	defer t.turns.mu.Unlock()
+	if t.held {
+		t.expiry.Reset(d)
+	}
 }
 
 // grant ends the wait of the next turns. The callers of grant and dequeue hold the lock.

@@ -95,13 +95,14 @@ func (r *cachingClient) OptimisticDelete(ctx context.Context, key string, expect
 	return resp, err
 }
 
-// cachedStore is a store whose updates and deletes start from the write cache.
+// cachedStore is a store whose updates and deletes start from the write cache. The updates of an object run in order.
 type cachedStore struct {
 	apistorage.Interface
-	writeCache *writeCache
-	prefix     string
-	newFunc    func() runtime.Object
-	decoder    interface {
+	writeCache  *writeCache
+	updateQueue *updateQueue
+	prefix      string
+	newFunc     func() runtime.Object
+	decoder     interface {
 		Decode([]byte, runtime.Object, int64) error
 	}
 	transformer value.Transformer
@@ -128,10 +129,19 @@ func (b *cachedStore) cachedExistingObject(ctx context.Context, key string) runt
 // GuaranteedUpdate implements storage.Interface.
 func (b *cachedStore) GuaranteedUpdate(ctx context.Context, key string, into runtime.Object, ignoreNotFound bool,
 	preconditions *apistorage.Preconditions, try apistorage.UpdateFunc, cached runtime.Object) error {
+	u, err := b.updateQueue.begin(ctx, b.prefix+strings.TrimPrefix(key, "/"))
+	if err != nil {
+		return err
+	}
+	defer u.end()
 	if cached == nil {
 		cached = b.cachedExistingObject(ctx, key)
 	}
-	return b.Interface.GuaranteedUpdate(ctx, key, into, ignoreNotFound, preconditions, try, cached)
+	compute := func(input runtime.Object, meta apistorage.ResponseMeta) (runtime.Object, *uint64, error) {
+		defer u.processor.Yield()
+		return try(input, meta)
+	}
+	return b.Interface.GuaranteedUpdate(ctx, key, into, ignoreNotFound, preconditions, compute, cached)
 }
 
 // Delete implements storage.Interface.
