@@ -112,6 +112,11 @@ $(PEERS)/promtool: test/peers/promtool/go.mod
 	cd test/peers/promtool && GOWORK=off go build -tags remove_all_sd -ldflags "-s -w" -o ../../../$@ github.com/prometheus/prometheus/cmd/promtool
 $(PEERS)/helm: test/peers/helm/go.mod
 	cd test/peers/helm && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ helm.sh/helm/v4/cmd/helm
+$(PEERS)/kube-burner: test/peers/kube-burner/go.mod
+	cd test/peers/kube-burner && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ github.com/kube-burner/kube-burner/v2/cmd/kube-burner
+$(PEERS)/kube-burner-workloads: test/peers/kube-burner/go.mod
+	rm -rf $@ && cd test/peers/kube-burner && d=$$(GOWORK=off go list -m -f '{{.Dir}}' github.com/kube-burner/kube-burner/v2) && \
+	  cp -r --no-preserve=mode $$d/examples/workloads ../../../$@
 $(PEERS)/sample-apiserver: test/go.mod
 	cd test && go build -o ../$@ k8s.io/sample-apiserver
 $(PEERS)/kwok: test/go.mod
@@ -234,6 +239,11 @@ robustness-broken: build ## the same against a Watershed that is broken on purpo
 
 bench: build peers ## Watershed beside kube-apiserver; rewrites docs/benchmarks/performance.md's table. ROW="renew a Lease" measures that alone
 	cd test && go run ./bench -bin ../$(PEERS) -watershed ../$(BIN)/watershed $(if $(ROW),-rows "$(ROW)") $(ARGS)
+
+RATE       ?= 100
+
+kube-burner: build peers $(addprefix $(PEERS)/,kube-burner kube-burner-workloads) ## kube-burner's api-intensive and crd-scale against kube-apiserver and Watershed; rewrites docs/benchmarks/kube-burner.md. RATE=500 is another rate of requests
+	cd test && go run ./bench -bin ../$(PEERS) -watershed ../$(BIN)/watershed -kube-burner $(RATE) $(ARGS)
 
 FUZZ_TIME  ?= 1m
 

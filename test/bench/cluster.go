@@ -13,7 +13,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -52,10 +51,7 @@ var nodeWatches = []string{
 // the tables of a page.
 func clusterLoad(dir string) {
 	var tables []string
-	for _, k := range kinds() {
-		if *only != "" && !slices.Contains(strings.Split(*only, ","), k.of) {
-			continue
-		}
+	for _, k := range selected() {
 		d := filepath.Join(dir, strings.ReplaceAll(k.name, " ", "-"))
 		check(os.MkdirAll(d, 0o700))
 		c := &cluster{server: k.start(d), dir: d, nodes: *nodes}
@@ -93,10 +89,7 @@ func (c *cluster) run() {
 	defer stop()
 	ctx, cancel := context.WithCancel(context.Background())
 	defer func() { cancel(); c.watching.Wait() }()
-	c.phase(fmt.Sprintf("%d nodes join", c.nodes), func() {
-		c.each("", c.nodes, func(i int) { c.do("POST", "/api/v1/nodes", "", node(i), 201) })
-		c.await("/api/v1/nodes", c.nodes, `"type":"Ready"`)
-	})
+	c.phase(fmt.Sprintf("%d nodes join", c.nodes), c.join)
 	c.phase(fmt.Sprintf("%d watches open", c.nodes**watchesPerNode), func() { c.watch(ctx) })
 	c.phase("at rest", func() { time.Sleep(*atRest) })
 	for n := range clusterNamespaces {
@@ -130,6 +123,12 @@ func (c *cluster) run() {
 		deployments(func(path, name string) { c.do("DELETE", path+"/"+name, "", nil, 200) })
 		c.await("/api/v1/pods?labelSelector=load", 0, "")
 	})
+}
+
+// join creates the nodes, and waits until kwok has made them ready.
+func (c *cluster) join() {
+	c.each("", c.nodes, func(i int) { c.do("POST", "/api/v1/nodes", "", node(i), 201) })
+	c.await("/api/v1/nodes", c.nodes, `"type":"Ready"`)
 }
 
 // startClients starts kube-controller-manager, kube-scheduler and kwok as administrator.

@@ -40,7 +40,10 @@ var (
 		"Measure instead the load of a cluster of so many nodes; replaces the table of docs/benchmarks/cluster-load.md.")
 	watchesPerNode = flag.Int("watches-per-node", 18, "The watches of each node of -cluster.")
 	atRest         = flag.Duration("at-rest", time.Minute, "How long the cluster of -cluster is measured at rest.")
-	with           = flag.String("with", "",
+	burnerRate     = flag.Int("kube-burner", 0,
+		"Measure instead kube-burner's api-intensive and crd-scale, with so many requests a second of each job; "+
+			"replaces the table of docs/benchmarks/kube-burner.md.")
+	with = flag.String("with", "",
 		"Flags that kube-apiserver and Watershed get beside their own, separated by spaces; "+
 			"{server} in one stands for each one's name.")
 	page = flag.Bool("page", false, "Rewrite the page even if only a part was measured.")
@@ -74,6 +77,10 @@ func main() {
 		clusterLoad(dir)
 		return
 	}
+	if *burnerRate > 0 {
+		kubeBurner(dir)
+		return
+	}
 	if *costs != "" {
 		measureCoefficients(dir, *costs)
 		return
@@ -83,10 +90,7 @@ func main() {
 		return
 	}
 	var servers []*server
-	for _, k := range kinds() {
-		if *only != "" && !slices.Contains(strings.Split(*only, ","), k.of) {
-			continue
-		}
+	for _, k := range selected() {
 		d := filepath.Join(dir, strings.ReplaceAll(k.name, " ", "-"))
 		check(os.MkdirAll(d, 0o700))
 		s := k.start(d)
@@ -201,6 +205,13 @@ func kinds() []kind {
 		}
 	}
 	return all
+}
+
+// selected returns the kinds of -only, all by default.
+func selected() []kind {
+	return slices.DeleteFunc(kinds(), func(k kind) bool {
+		return *only != "" && !slices.Contains(strings.Split(*only, ","), k.of)
+	})
 }
 
 const (
