@@ -30,7 +30,6 @@ import (
 	"watershed.dev/platform/reload"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
-	"watershed.dev/platform/turns"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -45,6 +44,7 @@ import (
 	"watershed.dev/services/gateway/proxy"
 	"watershed.dev/services/gateway/routing"
 	"watershed.dev/services/gateway/server"
+	"watershed.dev/services/gateway/turns"
 	"watershed.dev/services/gateway/watch"
 )
 
@@ -145,7 +145,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		admissionRules: &routing.AdmissionRules{Client: d.Admission},
 		external:       c.externalAddress(),
 		hooks:          registryHooksProgress{registry: d.Discovery},
-		turns:          turns.New("long responses", max(1, runtime.GOMAXPROCS(0)/2), turns.Slice),
+		turns:          turns.New(max(1, runtime.GOMAXPROCS(0)/2), turns.Slice),
 		joinable:       make(chan struct{}),
 		started:        make(chan struct{}),
 	}
@@ -208,10 +208,7 @@ func flowControlClient(api http.Handler, auditor *audit.Auditor) *rest.Config {
 // share (legacyregistry).
 func (g *Service) Collectors() []prometheus.Collector {
 	return slices.Concat(watch.Metrics(), delegatedauth.Metrics(), audit.Metrics(), body.Metrics(),
-		server.Metrics(), []prometheus.Collector{prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "watershed_gateway_long_responses_waiting",
-			Help: "Number of long lists and initial events of watches that wait for a turn on the processors.",
-		}, func() float64 { return float64(g.turns.Waiting()) })})
+		server.Metrics(), g.turns.Metrics())
 }
 
 // API returns the handler with which the other services of the process call the API. It authorizes their requests.

@@ -342,7 +342,7 @@ func (s *Service) Register(g grpc.ServiceRegistrar) {
 
 // Collectors returns the service's metrics.
 func (s *Service) Collectors() []prometheus.Collector {
-	return slices.Concat(publisher.Metrics(), managed.Metrics(), storage.Metrics(), s.resources.Storage.Collectors())
+	return slices.Concat(publisher.Metrics(), managed.Metrics(), storage.Metrics())
 }
 
 // Ready returns the readiness of the registry. It is not ready if informers are not synced, a task is down, or etcd

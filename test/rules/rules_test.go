@@ -117,7 +117,7 @@ var floors = map[string][][]string{
 			"patchlimit", "paths", "pki", "reload", "version", "warnings", "watchable", "zaplog",
 		},
 		{"kubeversion", "loopback", "reload/reloadtest", "telemetry", "watchcache/core"},
-		{"rpc", "turns"},
+		{"rpc"},
 		{"apiclient", "discovery", "coalesce", "crd", "eventlog", "lifecycle"},
 		{"process", "watchcache/cache"},
 		{"watchcache/query"},
@@ -133,7 +133,7 @@ var floors = map[string][][]string{
 	"cmd/embedded":       {{"."}, {"cmd/etcd", "cmd/nats"}},
 	"cmd/xds":            {{"."}, {"cmd/xds"}},
 	"services/gateway": {
-		{"audit", "upgrade"},
+		{"audit", "upgrade", "turns"},
 		{"responsewriters", "h2writer"},
 		{"body", "delegatedauth", "watch", "proxy", "aggregation", "flowcontrol"},
 		{"discovery", "openapi", "routing", "server"},

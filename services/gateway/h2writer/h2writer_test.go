@@ -20,7 +20,7 @@ import (
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
 
-	"watershed.dev/platform/turns"
+	"watershed.dev/services/gateway/turns"
 )
 
 // serve serves h over Conns.
@@ -209,7 +209,7 @@ func TestAFullWindowEndsTheTurn(t *testing.T) {
 	defer close(end)
 	srv := serve(t, hijackHandler(func(s *Stream) { hijacked <- s }, end))
 	open(t, client(srv), srv.URL+"/watch") // its body is not read
-	s, all := <-hijacked, turns.New("tests", 1, time.Hour)
+	s, all := <-hijacked, turns.New(1, time.Hour)
 	turn, ctx := all.NewTurn(t.Context(), "slow")
 	if err := turn.Take(ctx); err != nil {
 		t.Fatal(err)

@@ -7,7 +7,7 @@ import (
 	"strconv"
 	"time"
 
-	"watershed.dev/platform/turns"
+	"watershed.dev/services/gateway/turns"
 )
 
 // Stream is a request's stream.

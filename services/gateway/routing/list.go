@@ -22,11 +22,11 @@ import (
 	"watershed.dev/platform/deflate"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
-	"watershed.dev/platform/turns"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/audit"
 	"watershed.dev/services/gateway/responsewriters"
+	"watershed.dev/services/gateway/turns"
 )
 
 // Lister serves lists from encoded bytes.

@@ -27,11 +27,11 @@ import (
 	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/paths"
 	"watershed.dev/platform/rpc"
-	"watershed.dev/platform/turns"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/turns"
 	"watershed.dev/services/gateway/watch"
 )
 
@@ -335,7 +335,7 @@ func TestLongListsTakeTurns(t *testing.T) {
 			tierLists := make(chan struct{}, 1)
 			r := newTestRouter(t, &fakeBackends{tierListSize: x.sent, tierLists: tierLists})
 			r.ListSize = func(*http.Request) int64 { return x.known }
-			all := turns.New("tests", 1, time.Hour)
+			all := turns.New(1, time.Hour)
 			r.Tier.Watches.Turns = all
 			other, ctx := all.NewTurn(t.Context(), "other")
 			if err := other.Take(ctx); err != nil {

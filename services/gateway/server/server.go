@@ -26,8 +26,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/waitgroup"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 
-	"watershed.dev/platform/turns"
 	"watershed.dev/services/gateway/h2writer"
+	"watershed.dev/services/gateway/turns"
 )
 
 // Config holds the settings of the server, under kube-apiserver's names.

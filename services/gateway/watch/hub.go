@@ -39,10 +39,10 @@ import (
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/events"
-	"watershed.dev/platform/turns"
 	"watershed.dev/platform/watchcache/core"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/h2writer"
+	"watershed.dev/services/gateway/turns"
 )
 
 // Config holds the settings of watches.

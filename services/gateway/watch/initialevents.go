@@ -10,8 +10,8 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"watershed.dev/platform/rpc"
-	"watershed.dev/platform/turns"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/turns"
 )
 
 // Shared initial events. Fifty informers that start together send equal requests, and each needs all objects. A watch

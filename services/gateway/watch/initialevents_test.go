@@ -12,8 +12,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"watershed.dev/platform/turns"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/turns"
 )
 
 // fakeSource opens streams whose frames carry the stream's number. A stream sends frames after it is released.
@@ -296,7 +296,7 @@ func TestLongInitialEventsTakeTurns(t *testing.T) {
 	s := newSource()
 	s.padding = strings.Repeat("x", turns.LongBytes)
 	h := s.hub()
-	h.Config.WriteTimeout, h.Turns = time.Second, turns.New("tests", 1, time.Hour)
+	h.Config.WriteTimeout, h.Turns = time.Second, turns.New(1, time.Hour)
 	other, ctx := h.Turns.NewTurn(t.Context(), "other")
 	if err := other.Take(ctx); err != nil {
 		t.Fatal(err)

@@ -12,9 +12,9 @@ import (
 	"watershed.dev/platform/deflate"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
-	"watershed.dev/platform/turns"
 	"watershed.dev/platform/watchcache/core"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/turns"
 )
 
 // runUnsynced forwards a stream of the watch's own, or the shared initial events, until the watch has caught up.

@@ -100,10 +100,9 @@ type Storage struct {
 	// etcds holds all etcds, the main etcd first.
 	etcds []*Etcd
 
-	encryption  *encryption
-	writeCache  *writeCache
-	updateQueue *updateQueue
-	responses   *lru.Cache[objectKey, cachedResponse]
+	encryption *encryption
+	writeCache *writeCache
+	responses  *lru.Cache[objectKey, cachedResponse]
 
 	mu             sync.RWMutex
 	byPrefix       map[string]*Resource
@@ -140,10 +139,9 @@ func Open(ctx context.Context, o Options, out egress.Selector, resources *server
 		byPrefix: map[string]*Resource{},
 		byName:   map[string]*Resource{},
 
-		encryption:  encryption,
-		writeCache:  newWriteCache(),
-		updateQueue: newUpdateQueue(),
-		responses:   lru.New[objectKey, cachedResponse](responseCacheBytes),
+		encryption: encryption,
+		writeCache: newWriteCache(),
+		responses:  lru.New[objectKey, cachedResponse](responseCacheBytes),
 	}
 	s.Etcd = s.addEtcd(client, o.Servers)
 	if err := s.openEtcds(connect); err != nil {
@@ -295,7 +293,6 @@ func (s *Storage) newStore(config *storagebackend.ConfigForResource, resourcePre
 	return &cachedStore{
 		Interface:   backend,
 		writeCache:  s.writeCache,
-		updateQueue: s.updateQueue,
 		prefix:      s.prefix,
 		newFunc:     newFunc,
 		decoder:     decoder,

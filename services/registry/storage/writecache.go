@@ -95,14 +95,13 @@ func (r *cachingClient) OptimisticDelete(ctx context.Context, key string, expect
 	return resp, err
 }
 
-// cachedStore is a store whose updates and deletes start from the write cache. The updates of an object run in order.
+// cachedStore is a store whose updates and deletes start from the write cache.
 type cachedStore struct {
 	apistorage.Interface
-	writeCache  *writeCache
-	updateQueue *updateQueue
-	prefix      string
-	newFunc     func() runtime.Object
-	decoder     interface {
+	writeCache *writeCache
+	prefix     string
+	newFunc    func() runtime.Object
+	decoder    interface {
 		Decode([]byte, runtime.Object, int64) error
 	}
 	transformer value.Transformer
@@ -129,19 +128,10 @@ func (b *cachedStore) cachedExistingObject(ctx context.Context, key string) runt
 // GuaranteedUpdate implements storage.Interface.
 func (b *cachedStore) GuaranteedUpdate(ctx context.Context, key string, into runtime.Object, ignoreNotFound bool,
 	preconditions *apistorage.Preconditions, try apistorage.UpdateFunc, cached runtime.Object) error {
-	u, err := b.updateQueue.begin(ctx, b.prefix+strings.TrimPrefix(key, "/"))
-	if err != nil {
-		return err
-	}
-	defer u.end()
 	if cached == nil {
 		cached = b.cachedExistingObject(ctx, key)
 	}
-	compute := func(input runtime.Object, meta apistorage.ResponseMeta) (runtime.Object, *uint64, error) {
-		defer u.processor.Yield()
-		return try(input, meta)
-	}
-	return b.Interface.GuaranteedUpdate(ctx, key, into, ignoreNotFound, preconditions, compute, cached)
+	return b.Interface.GuaranteedUpdate(ctx, key, into, ignoreNotFound, preconditions, try, cached)
 }
 
 // Delete implements storage.Interface.

@@ -4,8 +4,6 @@ import (
 	"context"
 	"fmt"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -105,50 +103,5 @@ func TestUpdateUsesWriteCache(t *testing.T) {
 		if !strings.Contains(got, step.want) || client.n != step.reads {
 			t.Errorf("%s: %d reads of etcd, %s, %v", step.what, client.n, got, err)
 		}
-	}
-}
-
-// puttingClient counts the transactions of updates, and the transactions that fail.
-type puttingClient struct {
-	etcdkubernetes.Interface
-	puts, failed atomic.Int64
-}
-
-func (p *puttingClient) OptimisticPut(ctx context.Context, key string, value []byte, expected int64,
-	opts etcdkubernetes.PutOptions) (etcdkubernetes.PutResponse, error) {
-	resp, err := p.Interface.OptimisticPut(ctx, key, value, expected, opts)
-	p.puts.Add(1)
-	if err == nil && !resp.Succeeded {
-		p.failed.Add(1)
-	}
-	return resp, err
-}
-
-// Concurrent patches of an object are computed once each, because none loses to another.
-func TestConcurrentPatchesOfAnObjectAreComputedOnce(t *testing.T) {
-	const clients = 20
-	fx := fixture.New(t)
-	if _, err := fx.Write(t.Context(), fixture.ConfigMaps, &registryv1.WriteRequest{Verb: "create",
-		Body: []byte(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"a","namespace":"x"}}`),
-	}, &fixture.Callbacks{}); err != nil {
-		t.Fatal(err)
-	}
-	client := &puttingClient{Interface: fx.Resources.Storage.Client.Kubernetes}
-	fx.Resources.Storage.Client.Kubernetes = client
-	var wg sync.WaitGroup
-	for i := range clients {
-		wg.Go(func() {
-			_, err := fx.Write(t.Context(), fixture.ConfigMaps, &registryv1.WriteRequest{
-				Verb: "patch", Name: "a", ContentType: "application/merge-patch+json",
-				Body: fmt.Appendf(nil, `{"data":{"k%d":"v"}}`, i),
-			}, &fixture.Callbacks{})
-			if err != nil {
-				t.Error(err)
-			}
-		})
-	}
-	wg.Wait()
-	if client.puts.Load() != clients || client.failed.Load() > 0 {
-		t.Errorf("%d transactions, of which %d fail; want %d and 0", client.puts.Load(), client.failed.Load(), clients)
 	}
 }

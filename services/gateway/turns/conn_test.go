@@ -34,7 +34,7 @@ func connect(t *testing.T) (server, client net.Conn) {
 
 // A response whose client does not read loses its turn. All bytes arrive once the client reads.
 func TestABlockedWriteEndsTheTurn(t *testing.T) {
-	s := New("tests", 1, time.Hour)
+	s := New(1, time.Hour)
 	server, client := connect(t)
 	slow, ctx := s.NewTurn(WithConn(t.Context(), tls.Server(server, &tls.Config{})), "slow")
 	if err := slow.Take(ctx); err != nil {
@@ -69,7 +69,7 @@ func TestABlockedWriteEndsTheTurn(t *testing.T) {
 
 // Responses of a blocked connection hold no turn, and do not wait.
 func TestABlockedConnectionHoldsNoTurn(t *testing.T) {
-	s, blocked := New("tests", 1, time.Hour), &conn{}
+	s, blocked := New(1, time.Hour), &conn{}
 	ctx := context.WithValue(t.Context(), connKey{}, blocked)
 	first, ctx1 := s.NewTurn(ctx, "a")
 	second, ctx2 := s.NewTurn(ctx, "a")
@@ -123,7 +123,7 @@ func TestWithoutTurns(t *testing.T) {
 	a, b := net.Pipe()
 	defer a.Close()
 	defer b.Close()
-	turn, ctx := New("tests", 1, time.Hour).NewTurn(WithConn(t.Context(), a), "")
+	turn, ctx := New(1, time.Hour).NewTurn(WithConn(t.Context(), a), "")
 	if err := turn.Take(ctx); err != nil || turn.conn != nil {
 		t.Errorf("%v, connection %v", err, turn.conn)
 	}

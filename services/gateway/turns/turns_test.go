@@ -26,7 +26,7 @@ func take(t *testing.T, s *Turns, owner, name string, order *[]string) *Turn {
 // Owners get turns in rotation, and the responses of an owner in order.
 func TestOwnersRotate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := New("tests", 1, time.Hour)
+		s := New(1, time.Hour)
 		var order []string
 		turns := map[string]*Turn{}
 		for _, name := range []string{"a1", "a2", "a3", "b1", "c1", "b2"} {
@@ -49,7 +49,7 @@ func TestOwnersRotate(t *testing.T) {
 // As many turns are held as the limit allows, and a turn that is held is not taken again.
 func TestTurnsAreLimited(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := New("tests", 2, time.Hour)
+		s := New(2, time.Hour)
 		var order []string
 		first := take(t, s, "a", "first", &order)
 		take(t, s, "a", "second", &order)
@@ -69,7 +69,7 @@ func TestTurnsAreLimited(t *testing.T) {
 // A response that does not yield loses its turn.
 func TestATurnExpires(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := New("tests", 1, time.Minute)
+		s := New(1, time.Minute)
 		var order []string
 		first := take(t, s, "a", "first", &order)
 		began := time.Now()
@@ -86,7 +86,7 @@ func TestATurnExpires(t *testing.T) {
 // A response that ends while it waits leaves the queue.
 func TestAResponseThatEndsTakesNoTurn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := New("tests", 1, time.Hour)
+		s := New(1, time.Hour)
 		var order []string
 		first := take(t, s, "a", "first", &order)
 		ctx, cancel := context.WithCancel(t.Context())

@@ -1,9 +1,8 @@
-// Package turns limits how many requests of a kind use processors at a time, because other work would wait for them.
+// Package turns limits how many long responses use processors at a time, because short requests would wait for them.
 //
 // Go runs goroutines in the order in which they became ready, and lets each run for up to 10 ms. Twenty clients that
 // list all pods at once therefore delay each step of a write by twenty responses. A long response takes a turn before
-// each part of its work, and an update of registry takes a turn before it computes the new object. Owners get turns in
-// rotation, and the requests of an owner in order.
+// each part of its work. Owners get turns in rotation, and the responses of an owner in order.
 //
 // A turn ends when the response yields it, when its time is over, or when a write waits for the response's client. A
 // slow client therefore delays no other response. After its turn ends, a response continues its current part, and waits
@@ -18,6 +17,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"watershed.dev/platform/telemetry"
 )
 
@@ -29,10 +30,8 @@ const (
 	Slice = 10 * time.Millisecond
 )
 
-// Turns schedules the turns of long responses or of updates. Nil lets all work at once.
+// Turns schedules the turns of long responses. Nil lets all responses work at once.
 type Turns struct {
-	// of is the plural of the requests, for the steps of slow requests.
-	of    string
 	limit int
 	slice time.Duration
 
@@ -44,14 +43,13 @@ type Turns struct {
 	ownerQueue []string
 }
 
-// New returns turns of requests, such as "long responses". At most limit turns are held at a time, each for at most
-// slice.
-func New(of string, limit int, slice time.Duration) *Turns {
-	return &Turns{of: of, limit: limit, slice: slice, waiting: map[string][]*Turn{}}
+// New returns turns of which at most limit are held at a time, each for at most slice.
+func New(limit int, slice time.Duration) *Turns {
+	return &Turns{limit: limit, slice: slice, waiting: map[string][]*Turn{}}
 }
 
-// Turn lets a request use a processor. It is idle, waiting (in Take) or held. A single goroutine calls Take. Nil lets
-// the request work at once.
+// Turn lets a response use a processor. It is idle, waiting (in Take) or held. A single goroutine calls Take. Nil lets
+// the response work at once.
 type Turn struct {
 	turns *Turns
 	owner string
@@ -65,7 +63,7 @@ type Turn struct {
 
 type turnKey struct{}
 
-// NewTurn returns the idle turn of an owner's request, and a context for Yield and Waiting. WithConn adds the client's
+// NewTurn returns the idle turn of an owner's response, and a context for Yield and Waiting. WithConn adds the client's
 // connection to ctx. The caller calls Yield after its last Take.
 func (s *Turns) NewTurn(ctx context.Context, owner string) (*Turn, context.Context) {
 	if s == nil {
@@ -102,7 +100,7 @@ func (t *Turn) Take(ctx context.Context) error {
 	t.granted = granted
 	s.grant()
 	s.mu.Unlock()
-	defer telemetry.AddSlowStep(ctx, "Waited for a turn of "+s.of, time.Now())
+	defer telemetry.AddSlowStep(ctx, "Waited for a turn of long responses", time.Now())
 	select {
 	case <-granted:
 		return ctx.Err()
@@ -143,15 +141,6 @@ func (t *Turn) Yield() {
 	s.grant()
 }
 
-// EndAfter ends the turn after d, if it is held.
-func (t *Turn) EndAfter(d time.Duration) {
-	t.turns.mu.Lock()
-	defer t.turns.mu.Unlock()
-	if t.held {
-		t.expiry.Reset(d)
-	}
-}
-
 // grant ends the wait of the next turns. The callers of grant and dequeue hold the lock.
 func (s *Turns) grant() {
 	for len(s.ownerQueue) > 0 && s.held < s.limit {
@@ -173,6 +162,14 @@ func (s *Turns) grant() {
 			t.expiry.Reset(s.slice)
 		}
 	}
+}
+
+// Metrics returns the collectors of s.
+func (s *Turns) Metrics() []prometheus.Collector {
+	return []prometheus.Collector{prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "watershed_gateway_long_responses_waiting",
+		Help: "Number of long lists and initial events of watches that wait for a turn on the processors.",
+	}, func() float64 { return float64(s.Waiting()) })}
 }
 
 // Waiting returns the number of responses that wait.
