@@ -9,7 +9,6 @@ import (
 	"io"
 	"log"
 	"net/http"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
@@ -52,9 +51,7 @@ var nodeWatches = []string{
 func clusterLoad(dir string) {
 	var tables []string
 	for _, k := range selected() {
-		d := filepath.Join(dir, strings.ReplaceAll(k.name, " ", "-"))
-		check(os.MkdirAll(d, 0o700))
-		c := &cluster{server: k.start(d), dir: d, nodes: *nodes}
+		c := k.startCluster(dir, *nodes)
 		c.run()
 		c.stop()
 		tables = append(tables, c.table())
@@ -76,6 +73,12 @@ type cluster struct {
 	watching sync.WaitGroup
 	// rows are the rows of the table.
 	rows []string
+}
+
+// startCluster starts a server in a directory of its own below dir, for a cluster of so many nodes.
+func (k kind) startCluster(dir string, nodes int) *cluster {
+	s, d := k.startIn(dir)
+	return &cluster{server: s, dir: d, nodes: nodes}
 }
 
 func (c *cluster) run() {

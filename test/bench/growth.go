@@ -7,7 +7,6 @@ import (
 	"math"
 	"os"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
 	"time"
@@ -68,8 +67,7 @@ func growth(dir string) {
 		}
 		s.stop()
 	}
-	head := fmt.Sprintf("%s, %d processors, %s; kube-apiserver 1.36.3 with default flags and `up`, each with an "+
-		"external etcd.", time.Now().UTC().Format("2006-01-02"), runtime.NumCPU(), runtime.Version())
+	head := machine() + "; kube-apiserver 1.36.3 with default flags and `up`, each with an external etcd."
 	plots := filepath.Join(filepath.Dir(*out), "performance")
 	check(os.MkdirAll(plots, 0o755))
 	check(os.WriteFile(filepath.Join(plots, "delivery.svg"),

@@ -7,11 +7,8 @@ import (
 	"log"
 	"os"
 	"path/filepath"
-	"runtime"
-	"strings"
 	"time"
 
-	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/yaml"
 )
 
@@ -30,9 +27,7 @@ func kubeBurner(dir string) {
 	}
 	results := newMeasured(names)
 	for _, k := range selected() {
-		d := filepath.Join(dir, strings.ReplaceAll(k.name, " ", "-"))
-		check(os.MkdirAll(d, 0o700))
-		c := &cluster{server: k.start(d), dir: d, nodes: burnerNodes}
+		c := k.startCluster(dir, burnerNodes)
 		stop := c.startClients()
 		c.join()
 		for _, workload := range burnerWorkloads {
@@ -48,8 +43,7 @@ func kubeBurner(dir string) {
 		stop()
 		c.stop()
 	}
-	table := results.markdown(fmt.Sprintf("%s, %d processors, %s, %d nodes, %d requests a second at most:",
-		time.Now().UTC().Format(time.DateOnly), runtime.NumCPU(), runtime.Version(), burnerNodes, *burnerRate))
+	table := results.markdown(fmt.Sprintf("%s, %d nodes, %d requests a second at most:", machine(), burnerNodes, *burnerRate))
 	fmt.Println(table)
 	if *only == "" || *page {
 		check(writeBetween(filepath.Join(filepath.Dir(*out), "kube-burner.md"), begin, end, table))
@@ -66,10 +60,8 @@ func (c *cluster) burn(workload string) map[string]float64 {
 	b, err = burnerConfig(b)
 	check(err)
 	check(os.WriteFile(file, b, 0o600))
-	kubeconfig := filepath.Join(dir, "kubeconfig")
-	check(os.WriteFile(kubeconfig, c.kubeconfigOfURL(), 0o600))
 	cmd, output := run(dir, "kube-burner", absolute(filepath.Join(*bin, "kube-burner")), "init", "--config", file,
-		"--kubeconfig", kubeconfig, "--skip-log-file")
+		"--kubeconfig", c.kubeconfig, "--skip-log-file")
 	if err := cmd.Wait(); err != nil {
 		b, _ := os.ReadFile(output)
 		log.Fatalf("%s: kube-burner's %s: %v\n%s", c.name, workload, err, b)
@@ -79,10 +71,13 @@ func (c *cluster) burn(workload string) map[string]float64 {
 		EndTimestamp time.Time
 		JobConfig    struct{ Name string }
 	}
-	readJSON(filepath.Join(dir, "metrics", "jobSummary.json"), &jobs)
+	b, err = os.ReadFile(filepath.Join(dir, "metrics", "jobSummary.json"))
+	check(err)
+	check(json.Unmarshal(b, &jobs))
 	rows := map[string]float64{}
 	for i, j := range jobs {
-		rows[fmt.Sprintf("%s: job %d, %s (s)", workload, i+1, j.JobConfig.Name)] = j.EndTimestamp.Sub(j.Timestamp).Seconds()
+		row := fmt.Sprintf("%s: job %d, %s (s)", workload, i+1, j.JobConfig.Name)
+		rows[row] = j.EndTimestamp.Sub(j.Timestamp).Seconds()
 	}
 	b, err = os.ReadFile(output)
 	check(err)
@@ -118,23 +113,4 @@ func burnerConfig(b []byte) ([]byte, error) {
 		}
 	}
 	return yaml.Marshal(config)
-}
-
-// kubeconfigOfURL returns the administrator's kubeconfig with the server's URL. kube-apiserver's kubeconfig has another
-// URL.
-func (s *server) kubeconfigOfURL() []byte {
-	config, err := clientcmd.LoadFromFile(s.kubeconfig)
-	check(err)
-	for _, cluster := range config.Clusters {
-		cluster.Server = s.url
-	}
-	b, err := clientcmd.Write(*config)
-	check(err)
-	return b
-}
-
-func readJSON(file string, into any) {
-	b, err := os.ReadFile(file)
-	check(err)
-	check(json.Unmarshal(b, into))
 }

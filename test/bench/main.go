@@ -10,7 +10,6 @@ import (
 	"log"
 	"os"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
 	"time"
@@ -91,9 +90,7 @@ func main() {
 	}
 	var servers []*server
 	for _, k := range selected() {
-		d := filepath.Join(dir, strings.ReplaceAll(k.name, " ", "-"))
-		check(os.MkdirAll(d, 0o700))
-		s := k.start(d)
+		s, _ := k.startIn(dir)
 		defer s.stop()
 		servers = append(servers, s)
 	}
@@ -151,9 +148,9 @@ func main() {
 		results.record(rowWatched, s.name, s.memory(), nil)
 	}
 	table := results.markdown(fmt.Sprintf(
-		"%s, %d processors, %s, %d pods, medians of %d rounds with the least and the "+
+		"%s, %d pods, medians of %d rounds with the least and the "+
 			"most. kube-apiserver 1.36.3 with default flags; each with an etcd 3.6 of its own, over TLS.",
-		time.Now().UTC().Format(time.DateOnly), runtime.NumCPU(), runtime.Version(), *pods, *rounds))
+		machine(), *pods, *rounds))
 	fmt.Println(table)
 	if *rows == "" && *only == "" || *page {
 		check(publish(results, table))
@@ -186,6 +183,13 @@ func settle(servers []*server) {
 type kind struct {
 	of, name string
 	start    func(dir string) *server
+}
+
+// startIn starts a server in a directory of its own below dir, which it returns.
+func (k kind) startIn(dir string) (*server, string) {
+	own := filepath.Join(dir, strings.ReplaceAll(k.name, " ", "-"))
+	check(os.MkdirAll(own, 0o700))
+	return k.start(own), own
 }
 
 // kinds returns all kinds, in the order of the table's columns.

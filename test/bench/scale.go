@@ -6,7 +6,6 @@ import (
 	"log"
 	"os"
 	"path/filepath"
-	"runtime"
 	"strconv"
 	"strings"
 	"time"
@@ -64,9 +63,9 @@ func scale(dir string) {
 	}
 	draw("writes.svg", rowWrite, "registries", writes)
 	draw("deliveries.svg", rowDelivery, "watchfanout replicas", deliveries)
-	text := fmt.Sprintf("%s, %d processors, %s, `split`, medians of %d rounds, memory at the end. "+
+	text := fmt.Sprintf("%s, `split`, medians of %d rounds, memory at the end. "+
 		"Processes and clients share the processors. The CPU includes the work of idle replicas.\n\n",
-		time.Now().UTC().Format(time.DateOnly), runtime.NumCPU(), runtime.Version(), scaleRounds) +
+		machine(), scaleRounds) +
 		tableOf("registries", fmt.Sprintf("%d ConfigMaps of 1 KB are created", scaleWrites), writes) +
 		"\n![CPU of a write](performance/writes.svg)\n\n" +
 		tableOf("watchfanout replicas", fmt.Sprintf("events for %d different watches", scaleWatchers), deliveries) +

@@ -161,10 +161,10 @@ func etcdConfig(url, ca, crt, key string) clientv3.Config {
 
 func startReference(dir string) *server {
 	pki := filepath.Join(dir, "pki")
-	makePKI(dir)
+	port := freePort()
+	makePKI(dir, port)
 	etcd, ecmd := startEtcd(dir)
 	time.Sleep(time.Second)
-	port := freePort()
 	cmd, _ := run(dir, "kube-apiserver", absolute(filepath.Join(*bin, "kube-apiserver")), "--etcd-servers", etcd,
 		"--etcd-cafile", pki+"/ca.crt", "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1",
 		"--cert-dir", dir,
@@ -187,16 +187,16 @@ func startReference(dir string) *server {
 	return s
 }
 
-func makePKI(dir string) {
-	cmd, out := run(dir, "pki", absolute(*watershed), "up", "--data-dir", dir, "--secure-port",
-		fmt.Sprint(freePort()), "--bind-address", "127.0.0.1")
+// makePKI makes the certificates, and the administrator's kubeconfig for a server at port.
+func makePKI(dir string, port int) {
+	cmd, out := run(dir, "pki", absolute(*watershed), "up", "--data-dir", dir, "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1")
 	waitFor(out, "Ready after")
 	_ = cmd.Process.Signal(syscall.SIGTERM)
 	_ = cmd.Wait()
 }
 
 func startUp(dir, name, binary string) *server {
-	makePKI(dir)
+	makePKI(dir, freePort())
 	etcd, ecmd := startEtcd(dir)
 	time.Sleep(time.Second)
 	port := freePort()
