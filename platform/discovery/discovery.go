@@ -16,6 +16,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
 
 	"watershed.dev/platform/rpc"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
@@ -152,7 +153,7 @@ func NewView(m *registryv1.DiscoveryResponse) *View {
 }
 
 func (c *Watcher) set(m *registryv1.DiscoveryResponse) {
-	if old := c.View(); old != nil && proto.Equal(old.DiscoveryResponse, m) {
+	if old := c.View(); old != nil && equal(old.DiscoveryResponse, m) {
 		return // another replica sent the same resources
 	}
 	v := NewView(m)
@@ -163,4 +164,24 @@ func (c *Watcher) set(m *registryv1.DiscoveryResponse) {
 	if c.AfterChange != nil {
 		c.AfterChange(v)
 	}
+}
+
+// equal returns true if both responses are equal. It does not compare an entry with itself: a delta changes a few of
+// thousands of entries.
+func equal(a, b *registryv1.DiscoveryResponse) bool {
+	return slices.EqualFunc(a.Resources, b.Resources, func(a, b *registryv1.APIResource) bool {
+		return a == b || proto.Equal(a, b)
+	}) && proto.Equal(withoutResources(a), withoutResources(b))
+}
+
+// withoutResources returns a shallow copy of m without its resources.
+func withoutResources(m *registryv1.DiscoveryResponse) *registryv1.DiscoveryResponse {
+	out := &registryv1.DiscoveryResponse{}
+	m.ProtoReflect().Range(func(f protoreflect.FieldDescriptor, v protoreflect.Value) bool {
+		if f.Name() != "resources" {
+			out.ProtoReflect().Set(f, v)
+		}
+		return true
+	})
+	return out
 }

@@ -58,3 +58,31 @@ func TestCustomResourcesAreSortedByName(t *testing.T) {
 		t.Errorf("got %v", got)
 	}
 }
+
+// Responses differ if an entry, or any other field, differs.
+func TestResponsesAreCompared(t *testing.T) {
+	entry := func(verbs ...string) *registryv1.APIResource {
+		return &registryv1.APIResource{Resource: &commonv1.Resource{Resource: "widgets"}, Verbs: verbs}
+	}
+	of := func(e *registryv1.APIResource, openapi string) *registryv1.DiscoveryResponse {
+		return &registryv1.DiscoveryResponse{
+			Resources: []*registryv1.APIResource{e},
+			Openapi:   map[string]string{"v2": openapi},
+		}
+	}
+	first := entry("get")
+	for name, c := range map[string]struct {
+		b     *registryv1.DiscoveryResponse
+		equal bool
+	}{
+		"same entry":     {of(first, "1"), true},
+		"equal entry":    {of(entry("get"), "1"), true},
+		"other entry":    {of(entry("list"), "1"), false},
+		"other document": {of(first, "2"), false},
+		"no entry":       {&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "1"}}, false},
+	} {
+		if equal(of(first, "1"), c.b) != c.equal {
+			t.Errorf("%s: equal is %v", name, !c.equal)
+		}
+	}
+}
