@@ -145,7 +145,12 @@ func New(ctx context.Context, c *Config, conn *apiclient.Conn) (*Service, error)
 	gc.Authorization.Authorizer = remoteAuthorizer{client}
 	version := compatibility.DefaultBuildEffectiveVersion()
 	gc.EffectiveVersion = version
-	plugins, err := pluginClient(conn.Config)
+	policies, err := newPolicyPresence(s.informers,
+		utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ManifestBasedAdmissionControlConfig))
+	if err != nil {
+		return nil, err
+	}
+	plugins, err := pluginClient(conn.Config, policies)
 	if err != nil {
 		return nil, err
 	}

@@ -1,11 +1,13 @@
 package admission
 
 import (
+	"fmt"
 	"io"
 	"net/http"
 	"strings"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"k8s.io/client-go/rest"
 )
@@ -29,7 +31,7 @@ func TestTheOpenAPIIndexIsRequestedUntilItIsServed(t *testing.T) {
 				}
 				body := io.NopCloser(strings.NewReader(`{"paths":{"api/v1":{}}}`))
 				return &http.Response{StatusCode: http.StatusOK, Body: body}, nil
-			})})
+			})}, noPolicy())
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -39,6 +41,43 @@ func TestTheOpenAPIIndexIsRequestedUntilItIsServed(t *testing.T) {
 		if _, err := client.Discovery().ServerVersion(); err == nil {
 			t.Error("another request was repeated")
 		}
+	})
+}
+
+func noPolicy() *policyPresence {
+	return &policyPresence{exists: func() bool { return false }, added: make(chan struct{}, 1)}
+}
+
+// While no MutatingAdmissionPolicy exists, the plugin gets the last index, and the gateway no request. The first policy
+// makes the plugin's request go to the gateway at once.
+func TestTheOpenAPIIndexIsHeldUntilAPolicyExists(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		policies, requests := noPolicy(), 0
+		client, err := pluginClient(&rest.Config{Host: "http://gateway",
+			Transport: roundTripper(func(*http.Request) (*http.Response, error) {
+				requests++
+				body := io.NopCloser(strings.NewReader(fmt.Sprintf(`{"paths":{"apis/v%d":{}}}`, requests)))
+				return &http.Response{StatusCode: http.StatusOK, Body: body}, nil
+			})}, policies)
+		if err != nil {
+			t.Fatal(err)
+		}
+		expect := func(path string, held time.Duration) {
+			t.Helper()
+			began := time.Now()
+			paths, err := client.Discovery().OpenAPIV3().Paths()
+			if err != nil || paths[path] == nil || time.Since(began) != held {
+				t.Errorf("after %v: %v, %v; want %s after %v", time.Since(began), paths, err, path, held)
+			}
+		}
+		expect("apis/v1", 0)
+		expect("apis/v1", holdTimeout)
+		time.AfterFunc(time.Second, func() {
+			policies.exists = func() bool { return true }
+			policies.added <- struct{}{}
+		})
+		expect("apis/v2", time.Second)
+		expect("apis/v3", 0)
 	})
 }
 
