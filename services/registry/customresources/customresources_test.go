@@ -8,7 +8,10 @@ import (
 	"testing"
 
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/registry/rest"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/kube-openapi/pkg/validation/spec"
 
@@ -257,4 +260,37 @@ func TestDocumentsEndWithTheirRequest(t *testing.T) {
 	if _, err := custom.OpenAPIV3(ctx, gv); !errors.Is(err, context.Canceled) {
 		t.Errorf("v3: %v", err)
 	}
+}
+
+// The finalizer lists and deletes the objects of a CRD that is being deleted.
+func TestTheFinalizerDeletesObjects(t *testing.T) {
+	fx := establishedCRD(t)
+	stored, err := customresources.ReadCRD(t.Context(), fx.Resources.Custom.Storage, "widgets.example.com")
+	if err != nil {
+		t.Fatal(err)
+	}
+	objects, err := fx.Resources.Custom.GetCustomResourceListerCollectionDeleter(stored)
+	if err != nil {
+		t.Fatal(err)
+	}
+	expect := func(want int) {
+		t.Helper()
+		list, err := objects.List(request.WithNamespace(t.Context(), ""), nil)
+		if err != nil || meta.LenList(list) != want {
+			t.Errorf("%d objects, not %d: %v", meta.LenList(list), want, err)
+		}
+	}
+	expect(0)
+	if _, err := fx.Write(t.Context(), widgets, &registryv1.WriteRequest{
+		Verb: "create",
+		Body: []byte(`{"apiVersion":"example.com/v1","kind":"Widget","metadata":{"name":"a"}}`),
+	}, &fixture.Callbacks{}); err != nil {
+		t.Fatal(err)
+	}
+	expect(1)
+	ctx := request.WithNamespace(t.Context(), "x") // the fixture's namespace
+	if _, err := objects.DeleteCollection(ctx, rest.ValidateAllObjectFunc, nil, nil); err != nil {
+		t.Error(err)
+	}
+	expect(0)
 }

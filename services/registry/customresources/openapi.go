@@ -4,6 +4,8 @@ import (
 	"context"
 	"crypto/sha256"
 	"fmt"
+	"hash"
+	"io"
 	"sync"
 
 	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
@@ -23,15 +25,20 @@ type documents struct {
 
 // Hashes returns a hash of the inputs of each group version's document.
 func (t *Set) Hashes() map[schema.GroupVersion]string {
-	parts := map[schema.GroupVersion]string{}
+	inputs := map[schema.GroupVersion]hash.Hash{}
 	_ = t.eachServed(func(s *servedCRD, version string) error {
-		parts[s.Kind(version).GroupVersion()] += fmt.Sprintf("%s %d %v;", s.UID, s.Generation, s.Status.AcceptedNames)
-		return nil
+		gv := s.Kind(version).GroupVersion()
+		if inputs[gv] == nil {
+			inputs[gv] = sha256.New()
+		}
+		_, err := io.WriteString(inputs[gv], s.documentInputs)
+		return err
 	})
-	for gv, text := range parts {
-		parts[gv] = fmt.Sprintf("%X", sha256.Sum256([]byte(text)))
+	hashes := make(map[schema.GroupVersion]string, len(inputs))
+	for gv, h := range inputs {
+		hashes[gv] = fmt.Sprintf("%X", h.Sum(nil))
 	}
-	return parts
+	return hashes
 }
 
 // OpenAPIV3 returns the document of a group version, or nil if no CRD has it. It fails once ctx has ended. The document

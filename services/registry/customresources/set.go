@@ -17,6 +17,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"slices"
 	"strings"
@@ -76,6 +77,8 @@ type servedCRD struct {
 	otherEpoch      bool
 	storageResource *storage.Resource
 	apiResources    []*registryv1.APIResource
+	// documentInputs is everything that the CRD's OpenAPI documents depend on.
+	documentInputs string
 	*servingInfo
 }
 
@@ -207,6 +210,7 @@ func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *servedCRD {
 	s.apiResources = slices.DeleteFunc(apiResourcesOf(s.CRD, s.storageResource), func(e *registryv1.APIResource) bool {
 		return t.BuiltIn(schema.GroupVersion{Group: e.Resource.Group, Version: e.Resource.Version})
 	})
+	s.documentInputs = fmt.Sprintf("%s %d %v;", d.UID, d.Generation, d.Status.AcceptedNames)
 	t.byName[d.Name] = s
 	t.mu.Unlock()
 	t.OnChange()
@@ -317,11 +321,7 @@ func (t *Set) GetCustomResourceListerCollectionDeleter(
 			Resource: "customresourcedefinitions",
 		}, d.Name)
 	}
-	s.once.Do(func() { s.build(t) })
-	if s.err != nil {
-		return nil, s.err
-	}
-	return s.versions[s.StorageVersion].storage.CustomResource, nil
+	return objectDeleter{t, s}, nil
 }
 
 // all returns every CRD, by group and name.
