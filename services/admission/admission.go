@@ -145,12 +145,14 @@ func New(ctx context.Context, c *Config, conn *apiclient.Conn) (*Service, error)
 	gc.Authorization.Authorizer = remoteAuthorizer{client}
 	version := compatibility.DefaultBuildEffectiveVersion()
 	gc.EffectiveVersion = version
-	policies, err := newPolicyPresence(s.informers,
-		utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ManifestBasedAdmissionControlConfig))
-	if err != nil {
-		return nil, err
+	manifests := utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ManifestBasedAdmissionControlConfig)
+	var hold *indexHold
+	if !manifests { // no informer has the policies of files
+		if hold, err = newIndexHold(s.informers, s.stopped); err != nil {
+			return nil, err
+		}
 	}
-	plugins, err := pluginClient(conn.Config, policies)
+	plugins, err := pluginClient(conn.Config, hold)
 	if err != nil {
 		return nil, err
 	}
@@ -172,7 +174,7 @@ func New(ctx context.Context, c *Config, conn *apiclient.Conn) (*Service, error)
 	matchAll := slices.ContainsFunc(generic.EnablePlugins, hasUnknownRules) ||
 		len(c.Options.PluginNames) > 0 || generic.ConfigFile != "" ||
 		slices.Contains(generic.DisablePlugins, namespacelifecycle.PluginName) ||
-		utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ManifestBasedAdmissionControlConfig)
+		manifests
 	s.admissionRules = newAdmissionRules(s.informers, matchAll)
 	return s, nil
 }

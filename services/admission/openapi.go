@@ -1,11 +1,9 @@
 package admission
 
 import (
-	"bytes"
-	"io"
 	"net/http"
 	"strings"
-	"sync"
+	"sync/atomic"
 	"time"
 
 	"k8s.io/client-go/informers"
@@ -14,102 +12,76 @@ import (
 	"k8s.io/client-go/tools/cache"
 )
 
-// pluginClient returns the client of the plugins.
-func pluginClient(config *rest.Config, policies *policyPresence) (kubernetes.Interface, error) {
+// pluginClient returns the client of the plugins. A nil hold leaves their requests as they are.
+func pluginClient(config *rest.Config, hold *indexHold) (kubernetes.Interface, error) {
 	config = rest.CopyConfig(config)
 	config.Wrap(func(next http.RoundTripper) http.RoundTripper {
-		return &indexHold{next: documentBound{indexRetrier{next}}, policies: policies}
+		next = documentBound{indexRetrier{next}}
+		if hold == nil {
+			return next
+		}
+		hold.next = next
+		return hold
 	})
 	return kubernetes.NewForConfig(config)
 }
 
-// policyPresence knows whether a MutatingAdmissionPolicy exists.
-type policyPresence struct {
+// indexHold holds requests for the index of OpenAPI documents while no MutatingAdmissionPolicy exists. The policies'
+// plugin requests the index every 5 s. Registry then builds all documents of each group whose CRDs have changed: a
+// group of 1,000 CRDs takes 3 s of a processor.
+type indexHold struct {
+	next http.RoundTripper
+	// exists reports whether a policy exists. added has a value after a policy was added.
 	exists func() bool
-	// added has a value after a policy was added.
-	added chan struct{}
+	added  chan struct{}
+	// stopped is closed when the service ends.
+	stopped <-chan struct{}
+	// read is true once the plugin has an index.
+	read atomic.Bool
 }
 
-// newPolicyPresence watches policies with informers. always is true if policies may also come from elsewhere.
-func newPolicyPresence(factory informers.SharedInformerFactory, always bool) (*policyPresence, error) {
-	policies := factory.Admissionregistration().V1().MutatingAdmissionPolicies()
-	p := &policyPresence{added: make(chan struct{}, 1)}
-	store := policies.Informer().GetStore()
-	p.exists = func() bool { return always || len(store.ListKeys()) > 0 }
-	_, err := policies.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: func(any) {
+// maxIndexAge is how old the plugin's index may be while no policy exists.
+const maxIndexAge = time.Minute
+
+// newIndexHold returns a hold that reads policies with factory.
+func newIndexHold(factory informers.SharedInformerFactory, stopped <-chan struct{}) (*indexHold, error) {
+	policies := factory.Admissionregistration().V1().MutatingAdmissionPolicies().Informer()
+	h := &indexHold{
+		exists:  func() bool { return len(policies.GetStore().ListKeys()) > 0 },
+		added:   make(chan struct{}, 1),
+		stopped: stopped,
+	}
+	_, err := policies.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: func(any) {
 		select {
-		case p.added <- struct{}{}:
+		case h.added <- struct{}{}:
 		default:
 		}
 	}})
-	return p, err
+	return h, err
 }
-
-// indexHold holds a request for the index of OpenAPI documents while no MutatingAdmissionPolicy exists, and responds
-// with the last index. The plugin requests the index every 5 s. After a change of a CRD, the registry builds all
-// documents of its group for an index: 3 s of a processor for a group of 1,000 CRDs. A new policy ends the hold.
-type indexHold struct {
-	next     http.RoundTripper
-	policies *policyPresence
-
-	mu   sync.Mutex
-	last []byte
-}
-
-// holdTimeout leaves a request that is held 20 s of client-go's 32 s for a new index.
-const holdTimeout = 12 * time.Second
 
 // RoundTrip implements http.RoundTripper.
 func (h *indexHold) RoundTrip(req *http.Request) (*http.Response, error) {
-	if req.URL.Path != "/openapi/v3" {
+	if req.URL.Path != indexPath {
 		return h.next.RoundTrip(req)
 	}
-	h.mu.Lock()
-	last := h.last
-	h.mu.Unlock()
-	if last != nil && !h.policies.exists() {
-		timeout := time.NewTimer(holdTimeout)
-		defer timeout.Stop()
+	if h.read.Load() && !h.exists() {
 		select {
-		case <-h.policies.added:
-		case <-timeout.C:
-			return indexResponse(req, last), nil
-		case <-req.Context().Done():
-			return nil, req.Context().Err()
+		case <-h.added:
+		case <-time.After(maxIndexAge):
+		case <-h.stopped:
 		}
 	}
 	resp, err := h.next.RoundTrip(req)
-	if err != nil || resp.StatusCode != http.StatusOK {
-		return resp, err
+	if err == nil && resp.StatusCode == http.StatusOK {
+		h.read.Store(true)
 	}
-	defer resp.Body.Close()
-	data, err := io.ReadAll(resp.Body)
-	if err != nil {
-		return nil, err
-	}
-	h.mu.Lock()
-	h.last = data
-	h.mu.Unlock()
-	return indexResponse(req, data), nil
-}
-
-func indexResponse(req *http.Request, index []byte) *http.Response {
-	return &http.Response{
-		Status:        "200 OK",
-		StatusCode:    http.StatusOK,
-		Proto:         "HTTP/1.1",
-		ProtoMajor:    1,
-		ProtoMinor:    1,
-		Header:        http.Header{"Content-Type": {"application/json"}},
-		ContentLength: int64(len(index)),
-		Body:          io.NopCloser(bytes.NewReader(index)),
-		Request:       req,
-	}
+	return resp, err
 }
 
 // indexRetrier repeats a request for the index of OpenAPI documents that fails while the gateway starts.
 // MutatingAdmissionPolicy requests the index at its start, and every 5 s from then on. It rejects all objects that a
-// policy with an apply configuration matches until it has the index.
+// policy matches until it has the index.
 type indexRetrier struct{ next http.RoundTripper }
 
 const (
@@ -123,7 +95,7 @@ func (r indexRetrier) RoundTrip(req *http.Request) (*http.Response, error) {
 	for attempt := 0; ; attempt++ {
 		resp, err := r.next.RoundTrip(req)
 		failed := err != nil || resp.StatusCode == http.StatusServiceUnavailable
-		if req.URL.Path != "/openapi/v3" || !failed || attempt == indexRetries {
+		if req.URL.Path != indexPath || !failed || attempt == indexRetries {
 			return resp, err
 		}
 		select {
@@ -136,6 +108,9 @@ func (r indexRetrier) RoundTrip(req *http.Request) (*http.Response, error) {
 		}
 	}
 }
+
+// indexPath is the path of the index of OpenAPI documents.
+const indexPath = "/openapi/v3"
 
 // maxDocumentBytes bounds an OpenAPI document. A document of an aggregated server has the size that the server chooses.
 const maxDocumentBytes = 16 << 20

@@ -5,10 +5,15 @@ import (
 	"io"
 	"net/http"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes/fake"
 	"k8s.io/client-go/rest"
 )
 
@@ -31,7 +36,7 @@ func TestTheOpenAPIIndexIsRequestedUntilItIsServed(t *testing.T) {
 				}
 				body := io.NopCloser(strings.NewReader(`{"paths":{"api/v1":{}}}`))
 				return &http.Response{StatusCode: http.StatusOK, Body: body}, nil
-			})}, noPolicy())
+			})}, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -44,21 +49,19 @@ func TestTheOpenAPIIndexIsRequestedUntilItIsServed(t *testing.T) {
 	})
 }
 
-func noPolicy() *policyPresence {
-	return &policyPresence{exists: func() bool { return false }, added: make(chan struct{}, 1)}
-}
-
-// While no MutatingAdmissionPolicy exists, the plugin gets the last index, and the gateway no request. The first policy
-// makes the plugin's request go to the gateway at once.
+// While no MutatingAdmissionPolicy exists, a plugin's request for the index waits. The first policy sends the request
+// to the gateway at once.
 func TestTheOpenAPIIndexIsHeldUntilAPolicyExists(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		policies, requests := noPolicy(), 0
+		var exists atomic.Bool
+		stopped, requests := make(chan struct{}), 0
+		hold := &indexHold{exists: exists.Load, added: make(chan struct{}, 1), stopped: stopped}
 		client, err := pluginClient(&rest.Config{Host: "http://gateway",
 			Transport: roundTripper(func(*http.Request) (*http.Response, error) {
 				requests++
 				body := io.NopCloser(strings.NewReader(fmt.Sprintf(`{"paths":{"apis/v%d":{}}}`, requests)))
 				return &http.Response{StatusCode: http.StatusOK, Body: body}, nil
-			})}, policies)
+			})}, hold)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -71,14 +74,37 @@ func TestTheOpenAPIIndexIsHeldUntilAPolicyExists(t *testing.T) {
 			}
 		}
 		expect("apis/v1", 0)
-		expect("apis/v1", holdTimeout)
-		time.AfterFunc(time.Second, func() {
-			policies.exists = func() bool { return true }
-			policies.added <- struct{}{}
-		})
-		expect("apis/v2", time.Second)
-		expect("apis/v3", 0)
+		expect("apis/v2", maxIndexAge)
+		time.AfterFunc(time.Second, func() { exists.Store(true); hold.added <- struct{}{} })
+		expect("apis/v3", time.Second)
+		expect("apis/v4", 0)
+		exists.Store(false)
+		time.AfterFunc(time.Second, func() { close(stopped) })
+		expect("apis/v5", time.Second)
 	})
+}
+
+// A hold sees the policies of the cluster.
+func TestAHoldSeesPolicies(t *testing.T) {
+	client := fake.NewClientset()
+	factory := informers.NewSharedInformerFactory(client, 0)
+	hold, err := newIndexHold(factory, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	factory.Start(t.Context().Done())
+	factory.WaitForCacheSync(t.Context().Done())
+	if hold.exists() {
+		t.Error("a policy exists")
+	}
+	if _, err := client.AdmissionregistrationV1().MutatingAdmissionPolicies().Create(t.Context(),
+		&admissionregistrationv1.MutatingAdmissionPolicy{ObjectMeta: metav1.ObjectMeta{Name: "p"}},
+		metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if <-hold.added; !hold.exists() {
+		t.Error("the policy does not exist")
+	}
 }
 
 // A plugin reads a document up to the bound. A larger document is an error, because an aggregated server may send

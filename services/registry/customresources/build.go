@@ -55,6 +55,12 @@ type builder struct {
 	apiResources []*registryv1.APIResource
 }
 
+// buildOnce builds the expensive parts unless they are built. It returns the error of the build.
+func (s *servedCRD) buildOnce(t *Set) error {
+	s.once.Do(func() { s.build(t) })
+	return s.err
+}
+
 func (s *servedCRD) build(t *Set) {
 	b := &builder{
 		CRD:          s.CRD,

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -262,7 +263,8 @@ func TestDocumentsEndWithTheirRequest(t *testing.T) {
 	}
 }
 
-// The finalizer lists and deletes the objects of a CRD that is being deleted.
+// The finalizer lists and deletes the objects of a CRD that is being deleted. A CRD without objects builds no storage
+// for it.
 func TestTheFinalizerDeletesObjects(t *testing.T) {
 	fx := establishedCRD(t)
 	stored, err := customresources.ReadCRD(t.Context(), fx.Resources.Custom.Storage, "widgets.example.com")
@@ -281,6 +283,9 @@ func TestTheFinalizerDeletesObjects(t *testing.T) {
 		}
 	}
 	expect(0)
+	if fx.Resources.Custom.Built(stored.Name) {
+		t.Error("the storages are built without an object")
+	}
 	if _, err := fx.Write(t.Context(), widgets, &registryv1.WriteRequest{
 		Verb: "create",
 		Body: []byte(`{"apiVersion":"example.com/v1","kind":"Widget","metadata":{"name":"a"}}`),
@@ -293,4 +298,38 @@ func TestTheFinalizerDeletesObjects(t *testing.T) {
 		t.Error(err)
 	}
 	expect(0)
+}
+
+// The hash of a group version's document changes with a CRD's generation and accepted names, and not with its
+// conditions.
+func TestHashesFollowTheInputsOfDocuments(t *testing.T) {
+	custom := establishedCRD(t).Resources.Custom
+	d, err := customresources.ReadCRD(t.Context(), custom.Storage, "widgets.example.com")
+	if err != nil {
+		t.Fatal(err)
+	}
+	gv := schema.GroupVersion{Group: widgets.Group, Version: widgets.Version}
+	revision, err := strconv.Atoi(d.ResourceVersion)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		name    string
+		change  func(*apiextensionsv1.CustomResourceDefinition)
+		changed bool
+	}{
+		{"condition", func(d *apiextensionsv1.CustomResourceDefinition) { d.Status.Conditions[0].Message = "other" }, false},
+		{"generation", func(d *apiextensionsv1.CustomResourceDefinition) { d.Generation++ }, true},
+		{"names", func(d *apiextensionsv1.CustomResourceDefinition) { d.Status.AcceptedNames.Kind = "Other" }, true},
+	} {
+		before := custom.Hashes()[gv]
+		d = d.DeepCopy()
+		revision++
+		d.ResourceVersion = strconv.Itoa(revision)
+		c.change(d)
+		custom.Handler().OnUpdate(nil, d)
+		if after := custom.Hashes()[gv]; after == "" || (after != before) != c.changed {
+			t.Errorf("%s: %q became %q", c.name, before, after)
+		}
+	}
 }

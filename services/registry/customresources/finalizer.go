@@ -16,14 +16,14 @@ import (
 // has objects, because most deleted CRDs have none.
 type objectDeleter struct {
 	set *Set
-	*servedCRD
+	crd *servedCRD
 }
 
 var _ finalizer.ListerCollectionDeleter = objectDeleter{}
 
 // List implements rest.Lister.
 func (d objectDeleter) List(ctx context.Context, options *internalversion.ListOptions) (runtime.Object, error) {
-	r := d.storageResource
+	r := d.crd.storageResource
 	n, err := r.Etcd.Client.Kubernetes.Count(ctx, r.Prefix, etcdkubernetes.CountOptions{})
 	if err != nil {
 		return nil, err
@@ -61,9 +61,8 @@ func (d objectDeleter) ConvertToTable(ctx context.Context, object, options runti
 }
 
 func (d objectDeleter) storage() (finalizer.ListerCollectionDeleter, error) {
-	d.once.Do(func() { d.build(d.set) })
-	if d.err != nil {
-		return nil, d.err
+	if err := d.crd.buildOnce(d.set); err != nil {
+		return nil, err
 	}
-	return d.versions[d.StorageVersion].storage.CustomResource, nil
+	return d.crd.versions[d.crd.StorageVersion].storage.CustomResource, nil
 }

@@ -31,7 +31,7 @@ func (t *Set) Hashes() map[schema.GroupVersion]string {
 		if inputs[gv] == nil {
 			inputs[gv] = sha256.New()
 		}
-		_, err := io.WriteString(inputs[gv], s.documentInputs)
+		_, err := io.WriteString(inputs[gv], s.inputs)
 		return err
 	})
 	hashes := make(map[schema.GroupVersion]string, len(inputs))

@@ -77,8 +77,6 @@ type servedCRD struct {
 	otherEpoch      bool
 	storageResource *storage.Resource
 	apiResources    []*registryv1.APIResource
-	// documentInputs is everything that the CRD's OpenAPI documents depend on.
-	documentInputs string
 	*servingInfo
 }
 
@@ -90,6 +88,8 @@ type servingInfo struct {
 	builder  *builder
 	err      error
 	docs     documents
+	// inputs identifies the inputs of the CRD's OpenAPI documents.
+	inputs string
 }
 
 // servedVersion holds the storages and scopes of a version.
@@ -204,13 +204,14 @@ func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *servedCRD {
 		s = &servedCRD{
 			CRD:             crdInfo,
 			storageResource: StorageResourceOf(t.Storage, crdInfo),
-			servingInfo:     &servingInfo{},
+			servingInfo: &servingInfo{
+				inputs: fmt.Sprintf("%s %d %v;", d.UID, d.Generation, d.Status.AcceptedNames),
+			},
 		}
 	}
 	s.apiResources = slices.DeleteFunc(apiResourcesOf(s.CRD, s.storageResource), func(e *registryv1.APIResource) bool {
 		return t.BuiltIn(schema.GroupVersion{Group: e.Resource.Group, Version: e.Resource.Version})
 	})
-	s.documentInputs = fmt.Sprintf("%s %d %v;", d.UID, d.Generation, d.Status.AcceptedNames)
 	t.byName[d.Name] = s
 	t.mu.Unlock()
 	t.OnChange()
@@ -262,9 +263,8 @@ func (t *Set) RequestScope(ctx context.Context, r *commonv1.Resource) (*handlers
 	if err != nil || s == nil || !s.serves(r) {
 		return nil, err
 	}
-	s.once.Do(func() { s.build(t) })
-	if s.err != nil {
-		slog.Error("A custom resource cannot be served", "name", s.Name, "error", s.err)
+	if err := s.buildOnce(t); err != nil {
+		slog.Error("A custom resource cannot be served", "name", s.Name, "error", err)
 		return nil, apierrors.NewInternalError(errors.New("error resolving resource"))
 	}
 	if s.UsesWebhook() {
