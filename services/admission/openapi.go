@@ -1,6 +1,7 @@
 package admission
 
 import (
+	"context"
 	"net/http"
 	"strings"
 	"sync/atomic"
@@ -69,7 +70,8 @@ func (h *indexHold) RoundTrip(req *http.Request) (*http.Response, error) {
 		select {
 		case <-h.added:
 		case <-time.After(maxIndexAge):
-		case <-h.stopped:
+		case <-h.stopped: // indexRetrier would repeat the request while the gateway stops
+			return nil, context.Canceled
 		}
 	}
 	resp, err := h.next.RoundTrip(req)
