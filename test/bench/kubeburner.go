@@ -43,7 +43,8 @@ func kubeBurner(dir string) {
 		stop()
 		c.stop()
 	}
-	table := results.markdown(fmt.Sprintf("%s, %d nodes, %d requests a second at most:", machine(), burnerNodes, *burnerRate))
+	table := results.markdown(fmt.Sprintf("%s, %d nodes, %d requests a second at most:",
+		machine(), burnerNodes, *burnerRate))
 	fmt.Println(table)
 	if *only == "" || *page {
 		check(writeBetween(filepath.Join(filepath.Dir(*out), "kube-burner.md"), begin, end, table))

@@ -13,7 +13,8 @@ const begin, end = "<!-- measured -->", "<!-- end -->"
 
 // machine returns the date, the number of processors and Go's version, for the heading of a table.
 func machine() string {
-	return fmt.Sprintf("%s, %d processors, %s", time.Now().UTC().Format(time.DateOnly), runtime.NumCPU(), runtime.Version())
+	return fmt.Sprintf("%s, %d processors, %s",
+		time.Now().UTC().Format(time.DateOnly), runtime.NumCPU(), runtime.Version())
 }
 
 // publish writes the table between the page's markers, and the values and a plot beside the page.

@@ -189,7 +189,8 @@ func startReference(dir string) *server {
 
 // makePKI makes the certificates, and the administrator's kubeconfig for a server at port.
 func makePKI(dir string, port int) {
-	cmd, out := run(dir, "pki", absolute(*watershed), "up", "--data-dir", dir, "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1")
+	cmd, out := run(dir, "pki", absolute(*watershed), "up", "--data-dir", dir,
+		"--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1")
 	waitFor(out, "Ready after")
 	_ = cmd.Process.Signal(syscall.SIGTERM)
 	_ = cmd.Wait()

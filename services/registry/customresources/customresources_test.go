@@ -318,7 +318,9 @@ func TestHashesFollowTheInputsOfDocuments(t *testing.T) {
 		change  func(*apiextensionsv1.CustomResourceDefinition)
 		changed bool
 	}{
-		{"condition", func(d *apiextensionsv1.CustomResourceDefinition) { d.Status.Conditions[0].Message = "other" }, false},
+		{"condition", func(d *apiextensionsv1.CustomResourceDefinition) {
+			d.Status.Conditions[0].Message = "other"
+		}, false},
 		{"generation", func(d *apiextensionsv1.CustomResourceDefinition) { d.Generation++ }, true},
 		{"names", func(d *apiextensionsv1.CustomResourceDefinition) { d.Status.AcceptedNames.Kind = "Other" }, true},
 	} {
