@@ -37,7 +37,8 @@
 //	not ready      a check of the start has not yet succeeded once (awaitStart), or the server does not listen.
 //	ready          server.Server serves; /readyz may still fail later if a service is unavailable.
 //	shutting down  SIGTERM: /readyz fails, --shutdown-delay-duration passes, new connections are refused,
-//	               requests finish, watches end over --shutdown-watch-termination-grace-period.
+//	               requests finish, watches end over --shutdown-watch-termination-grace-period. Watches from within
+//	               the process stay, so that its informers are fresh for the last requests.
 //	stopped        the audit log is flushed (audit.FlushTimeout at most), then the tasks end.
 //
 // The server listens early, as kube-apiserver does: authn, authz and admission read the cluster through it. With

@@ -113,7 +113,7 @@ func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 		Log:             c.apiResource.Log,
 		Deadline:        time.Now().Add(timeout),
 		BookmarkPeriod:  bookmarks,
-		Stopping:        c.router.Stopping(),
+		Stopping:        c.router.Stopping(c.req.Context()),
 		PolicyChanged:   func() <-chan struct{} { return authorizer.PolicyChanged(namespace) },
 		Allowed:         c.reauthorizer(),
 		Served:          c.servedChecker(),

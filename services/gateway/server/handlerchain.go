@@ -115,15 +115,21 @@ func (s *Server) limited(next http.Handler, p ChainConfig) http.Handler {
 }
 
 // BuildLoopbackChain wraps api for a client within the process, which authz authorizes. Its requests are audited. They
-// skip the filters that limit clients.
+// skip the filters that limit clients. A shutdown does not end its watches (ShutdownStagger).
 func BuildLoopbackChain(api http.Handler, authz authorizer.Authorizer, auditor *audit.Auditor) http.Handler {
 	h := genericapifilters.WithAuthorization(api, authz, responsewriters.Codecs)
 	h = genericapifilters.WithAudit(h, auditor.Sink, auditor.Policy, LongRunning)
 	h = genericapifilters.WithWarningRecorder(h)
 	h = genericapifilters.WithRequestInfo(h, paths.RequestInfo)
 	h = genericapifilters.WithRequestReceivedTimestamp(h)
-	return genericapifilters.WithAuditInit(h)
+	h = genericapifilters.WithAuditInit(h)
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		h.ServeHTTP(w, req.WithContext(context.WithValue(req.Context(), loopbackKey{}, true)))
+	})
 }
+
+// loopbackKey marks the contexts of requests from within the process.
+type loopbackKey struct{}
 
 // withPanicRecovery logs a panic and aborts its response, as kube-apiserver does: a client must not take a partial
 // response for the whole. Upstream's filter panics again only if runtime.ReallyCrash is set, and cmd/watershed does not

@@ -161,8 +161,9 @@ func (c *Config) FrontProxyHeaders() (names, prefixes []string) {
 //   - waiting: Run has read its files. Only a server of a shared port waits (--permit-port-sharing).
 //   - listening: Run accepts connections.
 //   - shutting down: ShuttingDown is closed. The server is not ready and still serves, for --shutdown-delay-duration.
-//   - draining: the listener is closed. Watches end in 64 steps over the grace period, and other requests finish. With
-//     --shutdown-send-retry-after the listener stays open until these have finished, and new requests receive 429.
+//   - draining: the listener is closed. Clients' watches end in 64 steps over the grace period, and other requests
+//     finish. With --shutdown-send-retry-after the listener stays open until these have finished, and new requests
+//     receive 429.
 type Server struct {
 	config *Config
 	// ShuttingDown is closed when the shutdown starts: the server is not ready and still serves for
@@ -176,9 +177,13 @@ type Server struct {
 	userLimits      *userLimits
 }
 
-// ShutdownStagger returns a channel that ends a watch when the server shuts down. It is picked at random, so that
-// clients do not all reconnect at once.
-func (s *Server) ShutdownStagger() <-chan struct{} {
+// ShutdownStagger returns a channel that ends a request's watch when the server shuts down. It is picked at random, so
+// that clients do not all reconnect at once. It is nil for a client within the process: its informers serve the last
+// requests of this server, and end with the process. They could not reconnect to another server either.
+func (s *Server) ShutdownStagger(ctx context.Context) <-chan struct{} {
+	if ctx.Value(loopbackKey{}) != nil {
+		return nil
+	}
 	return s.shutdownStagger[rand.IntN(len(s.shutdownStagger))]
 }
 

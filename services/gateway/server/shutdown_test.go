@@ -5,14 +5,19 @@ import (
 	"crypto/tls"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"strconv"
 	"testing"
 	"time"
 
+	auditinternal "k8s.io/apiserver/pkg/apis/audit"
+	"k8s.io/apiserver/pkg/audit/policy"
+	"k8s.io/apiserver/pkg/authorization/authorizerfactory"
 	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
 	genericfilters "k8s.io/apiserver/pkg/server/filters"
 
 	"watershed.dev/platform/paths"
+	"watershed.dev/services/gateway/audit"
 )
 
 func freePort(t *testing.T) int {
@@ -157,5 +162,30 @@ func TestAStoppingServerRejectsRequests(t *testing.T) {
 	}
 	if err := <-ended; err != nil {
 		t.Error(err)
+	}
+}
+
+// A shutdown ends the watches of clients on connections. Informers within the process would open theirs again at once,
+// without a pause, until the last request has ended. Their watches stay open, so that admission is fresh until then.
+func TestAShutdownKeepsTheWatchesOfTheProcess(t *testing.T) {
+	s := NewServer(defaults(t))
+	var stopping <-chan struct{}
+	api := http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
+		stopping = s.ShutdownStagger(req.Context())
+	})
+	auditor := &audit.Auditor{Policy: policy.NewFakePolicyRuleEvaluator(auditinternal.LevelNone, nil)}
+	loopback := BuildLoopbackChain(api, authorizerfactory.NewAlwaysAllowAuthorizer(), auditor)
+	for name, test := range map[string]struct {
+		handler http.Handler
+		ends    bool
+	}{
+		"a connection": {api, true},
+		"the process":  {loopback, false},
+	} {
+		req := httptest.NewRequest("GET", "/api/v1/pods?watch=1", nil)
+		test.handler.ServeHTTP(httptest.NewRecorder(), req)
+		if ends := stopping != nil; ends != test.ends {
+			t.Errorf("a watch of %s ends with the shutdown: %v", name, ends)
+		}
 	}
 }
