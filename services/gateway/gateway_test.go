@@ -387,6 +387,9 @@ func TestFlowControlsWatchesNeedNoAuthz(t *testing.T) {
 		if err != nil || !authz.Reauthorize(req.Context(), attrs) {
 			http.Error(w, "the watch may not go on", http.StatusInternalServerError)
 		}
+		if g.server.ShutdownStagger(req.Context()) != nil {
+			http.Error(w, "a shutdown ends the watch", http.StatusInternalServerError)
+		}
 	}), g.auditor)
 	client := &http.Client{Transport: config.Transport}
 	for path, code := range map[string]int{

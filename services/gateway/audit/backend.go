@@ -84,7 +84,8 @@ func New(ctx context.Context, c *Config, dial utilnet.DialFunc, files *reload.Fi
 const FlushTimeout = 10 * time.Second
 
 // Close writes the queued events. After FlushTimeout it drops the rest and logs their number. The caller calls it after
-// the last request has ended. Later events are dropped and counted.
+// the last request of a client has ended. In batch mode, later events are dropped and counted, such as the last events
+// of watches from within the process.
 func (a *Auditor) Close() {
 	close(a.stop)
 	if a.backend == nil {

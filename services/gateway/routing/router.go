@@ -68,8 +68,8 @@ type Router struct {
 	RecordListSize func(r *http.Request, bytes int64, compressed bool)
 	// ListSize returns the size in bytes of the last equal list, or 0 if it is not recorded. It may be nil.
 	ListSize func(r *http.Request) int64
-	// Stopping returns a channel that closes when the gateway shuts down. The watch of the request then ends. If the
-	// channel is nil, the watch ends with its request.
+	// Stopping returns a channel that closes when the gateway shuts down. The watch of the request then ends. nil: a
+	// shutdown does not end the watch.
 	Stopping func(context.Context) <-chan struct{}
 	// Traffic counts requests, except watches and connections. It may be nil.
 	Traffic *telemetry.Traffic

@@ -177,9 +177,10 @@ type Server struct {
 	userLimits      *userLimits
 }
 
-// ShutdownStagger returns a channel that ends a request's watch when the server shuts down. It is picked at random, so
-// that clients do not all reconnect at once. It is nil for a client within the process: its informers serve the last
-// requests of this server, and end with the process. They could not reconnect to another server either.
+// ShutdownStagger returns a channel that ends a request's watch when the server shuts down. The channel is picked at
+// random, so that clients do not all reconnect at once. It is nil for a request from within the process. The process's
+// services decide the server's last requests by their watches, and end these when they stop. client-go would open an
+// ended watch again at once, at this server.
 func (s *Server) ShutdownStagger(ctx context.Context) <-chan struct{} {
 	if ctx.Value(loopbackKey{}) != nil {
 		return nil
@@ -311,11 +312,29 @@ func (s *Server) shutDown(srv *http.Server) error {
 	if c.ShutdownSendRetryAfter {
 		wait()
 	}
-	if err := srv.Shutdown(drain); err != nil {
+	if !closeConnections(drain, srv) {
 		return srv.Close()
 	}
 	wait()
 	return nil
+}
+
+// goawayInterval is how often a draining server sends GOAWAY on the connections that have not received it.
+const goawayInterval = 500 * time.Millisecond
+
+// closeConnections closes the listener and each connection that has become idle. It returns false if ctx ends before.
+// Shutdown sends GOAWAY on the HTTP/2 connections that it finds. If the handshake of a connection ends later, Shutdown
+// would wait for it until ctx ends, and its client would open watches that end at once. So Shutdown is called again.
+func closeConnections(ctx context.Context, srv *http.Server) bool {
+	for ctx.Err() == nil {
+		attempt, cancel := context.WithTimeout(ctx, goawayInterval)
+		err := srv.Shutdown(attempt)
+		cancel()
+		if err == nil {
+			return true
+		}
+	}
+	return false
 }
 
 // StopTimeout returns the longest time that the server takes to stop.

@@ -10,14 +10,16 @@ import (
 	"testing"
 	"time"
 
-	auditinternal "k8s.io/apiserver/pkg/apis/audit"
-	"k8s.io/apiserver/pkg/audit/policy"
+	"golang.org/x/net/http2"
+	"google.golang.org/grpc"
 	"k8s.io/apiserver/pkg/authorization/authorizerfactory"
 	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
 	genericfilters "k8s.io/apiserver/pkg/server/filters"
 
 	"watershed.dev/platform/paths"
+	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	"watershed.dev/services/gateway/audit"
+	"watershed.dev/services/gateway/delegatedauth"
 )
 
 func freePort(t *testing.T) int {
@@ -166,26 +168,108 @@ func TestAStoppingServerRejectsRequests(t *testing.T) {
 }
 
 // A shutdown ends the watches of clients on connections. Informers within the process would open theirs again at once,
-// without a pause, until the last request has ended. Their watches stay open, so that admission is fresh until then.
+// without a pause, until the last request has ended. Their watches stay open, so that policies are fresh until then.
 func TestAShutdownKeepsTheWatchesOfTheProcess(t *testing.T) {
 	s := NewServer(defaults(t))
-	var stopping <-chan struct{}
-	api := http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
-		stopping = s.ShutdownStagger(req.Context())
-	})
-	auditor := &audit.Auditor{Policy: policy.NewFakePolicyRuleEvaluator(auditinternal.LevelNone, nil)}
-	loopback := BuildLoopbackChain(api, authorizerfactory.NewAlwaysAllowAuthorizer(), auditor)
 	for name, test := range map[string]struct {
-		handler http.Handler
-		ends    bool
+		chain func(http.Handler) http.Handler
+		ends  bool
 	}{
-		"a connection": {api, true},
-		"the process":  {loopback, false},
+		"a connection": {func(api http.Handler) http.Handler { return api }, true},
+		"the process": {func(api http.Handler) http.Handler {
+			return BuildLoopbackChain(api, authorizerfactory.NewAlwaysAllowAuthorizer(), &audit.Auditor{})
+		}, false},
 	} {
-		req := httptest.NewRequest("GET", "/api/v1/pods?watch=1", nil)
-		test.handler.ServeHTTP(httptest.NewRecorder(), req)
-		if ends := stopping != nil; ends != test.ends {
-			t.Errorf("a watch of %s ends with the shutdown: %v", name, ends)
+		called := false
+		test.chain(http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
+			called = true
+			if ends := s.ShutdownStagger(req.Context()) != nil; ends != test.ends {
+				t.Errorf("a watch of %s ends with the shutdown: %v", name, ends)
+			}
+		})).ServeHTTP(httptest.NewRecorder(), httptest.NewRequest("GET", "/api/v1/pods?watch=1", nil))
+		if !called {
+			t.Errorf("the request of %s is not served", name)
 		}
+	}
+}
+
+// refusingAuthn knows no credential.
+type refusingAuthn struct{ authnv1.AuthnClient }
+
+func (refusingAuthn) Authenticate(context.Context, *authnv1.AuthenticateRequest, ...grpc.CallOption) (
+	*authnv1.AuthenticateResponse, error) {
+	return &authnv1.AuthenticateResponse{}, nil
+}
+
+// After --shutdown-delay-duration a watch gets 503. It would end at once, and client-go would open it again without a
+// pause. Other requests on the open connections are still served.
+func TestAStoppingServerRejectsWatches(t *testing.T) {
+	s := NewServer(defaults(t))
+	h := s.BuildHandlerChain(http.NotFoundHandler(), ChainConfig{
+		Authn:       delegatedauth.NewAuthenticator(refusingAuthn{}, nil, nil),
+		Auditor:     &audit.Auditor{},
+		MetricsInfo: unchangedInfo,
+	})
+	expect := func(path string, code int, retryAfter string) {
+		t.Helper()
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, httptest.NewRequest("GET", path, nil))
+		if got := w.Header().Get("Retry-After"); w.Code != code || got != retryAfter {
+			t.Errorf("%s gets %d and Retry-After %q, not %d and %q", path, w.Code, got, code, retryAfter)
+		}
+	}
+	expect("/api/v1/pods?watch=1", http.StatusUnauthorized, "")
+	close(s.delayOver)
+	expect("/api/v1/pods?watch=1", http.StatusServiceUnavailable, "1")
+	expect("/api/v1/pods", http.StatusUnauthorized, "")
+}
+
+// A stopping server closes a connection whose TLS handshake ends after the listener has closed. No stream uses it.
+// http.Server.Shutdown sends GOAWAY only on the connections that it finds at first.
+func TestAStoppingServerClosesLateConnections(t *testing.T) {
+	port := freePort(t)
+	c := defaults(t, "--bind-address=127.0.0.1", "--secure-port="+strconv.Itoa(port))
+	c.TLS.CertFile, c.TLS.KeyFile = leaf(t, authority(t, t.TempDir(), "ca"), "server", "localhost")
+	s := NewServer(c)
+	ctx, stop := context.WithCancel(t.Context())
+	listening, ended := make(chan struct{}), make(chan error, 1)
+	go func() { ended <- s.Run(ctx, http.NotFoundHandler(), nil, func() { close(listening) }) }()
+	<-listening
+	dial := func() net.Conn {
+		conn, err := net.Dial("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { conn.Close() })
+		return conn
+	}
+	open := func(conn net.Conn) *http2.ClientConn {
+		tlsConn := tls.Client(conn, &tls.Config{InsecureSkipVerify: true, NextProtos: []string{http2.NextProtoTLS}})
+		if err := tlsConn.Handshake(); err != nil {
+			t.Fatal(err)
+		}
+		h2, err := new(http2.Transport).NewClientConn(tlsConn)
+		if err == nil {
+			err = h2.Ping(t.Context())
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		return h2
+	}
+	late := dial()
+	early := open(dial()) // the server has accepted late before it
+	stop()
+	for !early.State().Closing {
+		time.Sleep(10 * time.Millisecond)
+	}
+	open(late)
+	select {
+	case err := <-ended:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(c.RequestTimeout / 2):
+		t.Error("the server waits for a connection without a stream")
 	}
 }

@@ -32,7 +32,7 @@ type Request struct {
 	Deadline time.Time
 	// BookmarkPeriod is the minimum time between bookmarks, if the client allows bookmarks. 0: every bookmark is sent.
 	BookmarkPeriod time.Duration
-	// Stopping, if not nil, ends the watch before Deadline, when the gateway shuts down.
+	// Stopping ends the watch before Deadline, when the gateway shuts down. nil: a shutdown does not end it.
 	Stopping <-chan struct{}
 	// PolicyChanged returns a channel that is closed when a permission may have been revoked. Allowed then reports
 	// whether the client may still watch. Allowed waits for a while if authz is unavailable.
