@@ -133,7 +133,7 @@ func (h *hot) all(watches int) {
 // TestAUsersWatchesComeAtTheirRate checks that a user's watches receive events at the user's rate. Excess events arrive
 // later, complete and in order, and other users' watches do not wait.
 func TestAUsersWatchesComeAtTheirRate(t *testing.T) {
-	const watches, rate, burst = 40, 100, 1000
+	const watches, rate, burst = 20, 100, 1000
 	h := newHot(t, harness.Up(t, "", fmt.Sprintf("--max-watch-rate-per-user=%d", rate)), 100, "")
 	began := time.Now()
 	h.follows(h.tenant(false), watches/2)

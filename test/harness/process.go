@@ -47,13 +47,18 @@ func Start(t testing.TB, dir, name, program string, args ...string) *Process {
 	return p
 }
 
-// Stop sends SIGTERM and waits for the process to end. It kills the process after 20 s.
+// stopTimeout is how long a process may take to stop.
+const stopTimeout = 20 * time.Second
+
+// Stop sends SIGTERM and waits for the process to end. It kills the process after stopTimeout, and logs that.
 func (p *Process) Stop() {
 	_ = p.Cmd.Process.Signal(syscall.SIGTERM)
 	select {
 	case <-p.done:
-	case <-time.After(20 * time.Second):
+	case <-time.After(stopTimeout):
 		p.Kill()
+		p.t.Logf("%s did not stop within %v, and is killed. Its last output:\n%s", p.Cmd.Args[:2], stopTimeout,
+			tail(p.Log, 300))
 	}
 }
 
