@@ -1,7 +1,10 @@
 package main
 
 import (
+	"cmp"
+	"errors"
 	"fmt"
+	"io/fs"
 	"maps"
 	"math/rand/v2"
 	"net"
@@ -11,6 +14,7 @@ import (
 	"strings"
 
 	"github.com/spf13/pflag"
+	"sigs.k8s.io/yaml"
 
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/process"
@@ -20,7 +24,11 @@ import (
 
 // plan chooses addresses and writes the configuration of each process.
 func (s *splitRun) plan() ([]*child, error) {
-	ports, err := freePorts(3 * total(s.counts))
+	members, err := s.earlierMembers()
+	if err != nil {
+		return nil, err
+	}
+	ports, err := freePorts(3*total(s.counts), members...)
 	if err != nil {
 		return nil, err
 	}
@@ -46,7 +54,7 @@ func (s *splitRun) plan() ([]*child, error) {
 		all = append(all, p)
 		return err
 	}
-	if err := s.planStores(nextAddress, add); err != nil {
+	if err := s.planStores(members, nextAddress, add); err != nil {
 		return nil, err
 	}
 	flags := pflag.NewFlagSet("xds", pflag.ContinueOnError)
@@ -101,6 +109,11 @@ func (s *splitRun) fromCommandLine(process *pflag.FlagSet) map[string]any {
 	return values
 }
 
+// configFile returns the path of a process's configuration.
+func (s *splitRun) configFile(process string) string {
+	return filepath.Join(s.dir, "config", process+".yaml")
+}
+
 // planProcess returns the n-th process of a set or store, which runs a command. It writes the configuration.
 func (s *splitRun) planProcess(set string, n int, command, debug string, settings map[string]any) (*child, error) {
 	self, err := os.Executable()
@@ -118,7 +131,7 @@ func (s *splitRun) planProcess(set string, n int, command, debug string, setting
 
 		memoryLimit: process.MemoryShare(total(s.counts)),
 	}
-	p.config = filepath.Join(s.dir, "config", p.name+".yaml")
+	p.config = s.configFile(p.name)
 	p.args = []string{command, "--config", p.config}
 	if err := os.MkdirAll(filepath.Dir(p.config), 0o700); err != nil {
 		return nil, err
@@ -214,8 +227,33 @@ func (s *splitRun) writeReplicas() error {
 	return writeYAML(s.replicasFile(), all)
 }
 
-// planStores configures the members of etcd and the servers of NATS, as single processes or as clusters.
-func (s *splitRun) planStores(nextAddress func() string,
+// earlierMembers returns the peer addresses that the members of etcd had at the start before. etcd keeps them in its
+// data, so the members find each other only there. The address of a new member is empty.
+func (s *splitRun) earlierMembers() ([]string, error) {
+	all := make([]string, s.counts["etcd"])
+	for n := range all {
+		file := s.configFile(fmt.Sprintf("etcd-%d", n))
+		text, err := os.ReadFile(file)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		var settings struct {
+			Peer string `json:"listen-peer-urls"`
+		}
+		if err == nil {
+			err = yaml.Unmarshal(text, &settings)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", file, err)
+		}
+		all[n] = strings.TrimPrefix(settings.Peer, "https://")
+	}
+	return all, nil
+}
+
+// planStores configures the members of etcd and the servers of NATS, as single processes or as clusters. earlier has
+// the peer addresses of the members of etcd at the start before.
+func (s *splitRun) planStores(earlier []string, nextAddress func() string,
 	add func(string, int, string, map[string]any) error) error {
 	peers := func(name string) (own []string) {
 		for range s.counts[name] {
@@ -228,8 +266,9 @@ func (s *splitRun) planStores(nextAddress func() string,
 	logs := s.fromCommandLine(flags)
 	members, routes := peers("etcd"), peers("nats")
 	var initial []string
-	for n, m := range members {
-		initial = append(initial, fmt.Sprintf("etcd-%d=https://%s", n, m))
+	for n := range members {
+		members[n] = cmp.Or(earlier[n], members[n])
+		initial = append(initial, fmt.Sprintf("etcd-%d=https://%s", n, members[n]))
 	}
 	for n, address := range s.addresses["etcd"] {
 		metrics, dir := "http://"+nextAddress(), "etcd"
@@ -293,15 +332,20 @@ func (s *splitRun) identitySettings(name string) map[string]any {
 	return map[string]any{"rpc-cert-file": id.CertFile, "rpc-key-file": id.KeyFile, "rpc-ca-file": id.CAFile}
 }
 
-// freePorts finds free ports below the ephemeral port range, because a restarted process needs its previous port.
-func freePorts(n int) ([]int, error) {
+// freePorts finds free ports below the ephemeral port range, because a restarted process needs its previous port. It
+// leaves out the ports of reserved addresses.
+func freePorts(n int, reserved ...string) ([]int, error) {
 	const low, high = 20000, 32000
 	var ports []int
 	for try := 0; len(ports) < n; try++ {
 		if try > 20*n {
 			return nil, fmt.Errorf("no %d free ports from %d to %d", n, low, high)
 		}
-		l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", low+rand.IntN(high-low)))
+		address := fmt.Sprintf("127.0.0.1:%d", low+rand.IntN(high-low))
+		if slices.Contains(reserved, address) {
+			continue
+		}
+		l, err := net.Listen("tcp", address)
 		if err != nil {
 			continue
 		}

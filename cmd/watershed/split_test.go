@@ -127,6 +127,24 @@ func TestPlacements(t *testing.T) {
 	}
 }
 
+// The members of etcd keep their peer addresses over starts, because etcd keeps them in its data. A cluster that was
+// started again had no quorum for good.
+func TestMembersOfEtcdKeepTheirAddresses(t *testing.T) {
+	dir, clusters := t.TempDir(), map[any]bool{}
+	for range 2 {
+		t.Run("start", func(t *testing.T) { // its end releases the directory
+			for _, p := range plannedSplit(t, "--data-dir", dir, "--replicas=etcd=3") {
+				if p.set == "etcd" {
+					clusters[settingsIn(t, p.config)["initial-cluster"]] = true
+				}
+			}
+		})
+	}
+	if len(clusters) != 1 {
+		t.Errorf("the starts have the members %v", clusters)
+	}
+}
+
 // Every process is configured with its identity, its targets and the addresses of its dependencies.
 func TestProcessSettings(t *testing.T) {
 	for placement, servers := range map[string]int{"split": 8, "compact": 5} {
