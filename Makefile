@@ -30,7 +30,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath -vet=off
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test check linter unit e2e e2e-longest e2e-others generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster e2e-release demo-swap scale robustness robustness-broken robustness-controllers rules bench fuzz docs screenshots clean help
+.PHONY: build up cluster split test check linter unit e2e e2e-longest e2e-others generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster e2e-release demo-swap scale robustness robustness-broken robustness-controllers rules bench kube-burner fuzz docs screenshots clean help
 
 help: ## the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20

@@ -57,7 +57,7 @@ func etcdFaults(from string, s *etcdstatus.Status) (found []Finding) {
 		}
 		versions[m.Version] = true
 		if m.QuotaBytes > 0 && float64(m.Bytes) > quotaShare*float64(m.QuotaBytes) {
-			found = append(found, fault(Warning, "Defragment etcd, delete objects, or raise --quota-backend-bytes.",
+			found = append(found, fault(Warning, "Delete objects and defragment etcd. An etcd of your own has --quota-backend-bytes.",
 				"the database of etcd %s has %d MB of %d MB, %d MB in use", m.Endpoint, m.Bytes/1e6, m.QuotaBytes/1e6,
 				m.InUseBytes/1e6))
 		}
@@ -96,7 +96,7 @@ func etcdFaults(from string, s *etcdstatus.Status) (found []Finding) {
 	for _, alarm := range s.Alarms {
 		remedy := "Look at etcd's log."
 		if alarm == "NOSPACE" {
-			remedy = "Compact and defragment etcd or raise --quota-backend-bytes, then run etcdctl alarm disarm."
+			remedy = "Delete objects and defragment etcd, then run etcdctl alarm disarm."
 		}
 		found = append(found, fault(Error, remedy, "etcd %s has the alarm %s: it rejects writes", servers, alarm))
 	}
