@@ -186,11 +186,13 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 	return s.serveControl(ctx)
 }
 
-// stop stops the processes in reverse order of their start, and the processes of a set together.
+// stop stops the processes in reverse order of their start, and the processes of a set together. Members of etcd stop
+// after each other: a leader would wait for 7 s for another member to become leader, if all stopped together.
 func (s *splitRun) stop() {
 	for end := len(s.processes); end > 0; {
 		begin := end - 1
-		for begin > 0 && s.processes[begin-1].set == s.processes[begin].set {
+		set := s.processes[begin].set
+		for begin > 0 && s.processes[begin-1].set == set && set != "etcd" {
 			begin--
 		}
 		var wg sync.WaitGroup

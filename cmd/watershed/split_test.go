@@ -369,3 +369,44 @@ func TestSplitWaitsForEveryProcess(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// The processes of a set stop together, but members of etcd after each other. A leader of etcd waits for seconds for
+// another member, if the others stop with it.
+func TestMembersOfEtcdStopAfterEachOther(t *testing.T) {
+	for set, together := range map[string]bool{"nats": true, "etcd": false} {
+		s := &splitRun{show: &progress{w: io.Discard}}
+		for n := range 3 {
+			s.processes = append(s.processes, &child{
+				set: set, name: fmt.Sprintf("%s-%d", set, n), dir: t.TempDir(), done: make(chan struct{}),
+			})
+		}
+		ended := make(chan struct{})
+		go func() { s.stop(); close(ended) }()
+		stopping := func() (n int) {
+			for _, p := range s.processes {
+				p.mu.Lock()
+				if p.stopped {
+					n++
+				}
+				p.mu.Unlock()
+			}
+			return n
+		}
+		want := 1
+		if together {
+			want = 3
+		}
+		for _, p := range slices.Backward(s.processes) {
+			for stopping() < want {
+				time.Sleep(time.Millisecond)
+			}
+			if n := stopping(); n != want {
+				t.Errorf("%d processes of %s stop, not %d", n, set, want)
+			}
+			if close(p.done); !together {
+				want++
+			}
+		}
+		<-ended
+	}
+}
