@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"io/fs"
 	"maps"
 	"math/rand/v2"
 	"net"
@@ -14,7 +13,6 @@ import (
 	"strings"
 
 	"github.com/spf13/pflag"
-	"sigs.k8s.io/yaml"
 
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/process"
@@ -24,7 +22,7 @@ import (
 
 // plan chooses addresses and writes the configuration of each process.
 func (s *splitRun) plan() ([]*child, error) {
-	members, err := s.earlierMembers()
+	members, err := s.etcdPeers(s.counts["etcd"])
 	if err != nil {
 		return nil, err
 	}
@@ -79,7 +77,19 @@ func (s *splitRun) plan() ([]*child, error) {
 			all = append(all, p)
 		}
 	}
-	return all, s.writeReplicas()
+	return all, errors.Join(s.removeOthers(all), s.writeReplicas())
+}
+
+// removeOthers removes the configuration of processes that are not in the plan, such as processes of another placement.
+// status and check expect a process for each configuration.
+func (s *splitRun) removeOthers(planned []*child) error {
+	files, err := filepath.Glob(s.configFile("*"))
+	for _, file := range files {
+		if !slices.ContainsFunc(planned, func(p *child) bool { return p.config == file }) {
+			err = errors.Join(err, os.Remove(file))
+		}
+	}
+	return err
 }
 
 // addAddress adds the address of another process to the services that it serves.
@@ -225,30 +235,6 @@ func (s *splitRun) writeReplicas() error {
 		return err
 	}
 	return writeYAML(s.replicasFile(), all)
-}
-
-// earlierMembers returns the peer addresses that the members of etcd had at the start before. etcd keeps them in its
-// data, so the members find each other only there. The address of a new member is empty.
-func (s *splitRun) earlierMembers() ([]string, error) {
-	all := make([]string, s.counts["etcd"])
-	for n := range all {
-		file := s.configFile(fmt.Sprintf("etcd-%d", n))
-		text, err := os.ReadFile(file)
-		if errors.Is(err, fs.ErrNotExist) {
-			continue
-		}
-		var settings struct {
-			Peer string `json:"listen-peer-urls"`
-		}
-		if err == nil {
-			err = yaml.Unmarshal(text, &settings)
-		}
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", file, err)
-		}
-		all[n] = strings.TrimPrefix(settings.Peer, "https://")
-	}
-	return all, nil
 }
 
 // planStores configures the members of etcd and the servers of NATS, as single processes or as clusters. earlier has

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -104,7 +105,7 @@ func (fs *splitFlags) newSplit() (*splitRun, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := l.createServingCert(fs.FlagSet); err != nil {
+	if err := errors.Join(l.checkEtcdMembers(counts["etcd"]), l.createServingCert(fs.FlagSet)); err != nil {
 		l.close()
 		return nil, err
 	}

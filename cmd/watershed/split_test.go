@@ -145,6 +145,62 @@ func TestMembersOfEtcdKeepTheirAddresses(t *testing.T) {
 	}
 }
 
+// A start removes the configuration of processes of another placement. check reported them as processes that do not
+// respond.
+func TestAStartRemovesTheConfigurationOfOtherProcesses(t *testing.T) {
+	dir := t.TempDir()
+	for _, placement := range []string{"split", "compact"} {
+		t.Run(placement, func(t *testing.T) {
+			var planned []string
+			for _, p := range plannedSplit(t, "--data-dir", dir, "--placement", placement) {
+				planned = append(planned, p.config)
+			}
+			files, _ := filepath.Glob(filepath.Join(dir, "config", "*"))
+			if slices.Sort(planned); !slices.Equal(files, planned) {
+				t.Errorf("there are %v, not %v", files, planned)
+			}
+		})
+	}
+}
+
+// A data directory with another number of members of etcd is refused: etcd would start empty, or have no quorum.
+func TestTheNumberOfMembersOfEtcdMustNotChange(t *testing.T) {
+	for name, test := range map[string]struct {
+		dirs    []string
+		cluster string
+		members int
+		refused string
+	}{
+		"a new directory":            {nil, "", 3, ""},
+		"a single member again":      {[]string{"etcd"}, "", 1, ""},
+		"three members again":        {[]string{"etcd-0"}, "a=b,c=d,e=f", 3, ""},
+		"three members by hand":      {[]string{"etcd-0"}, "", 3, ""},
+		"both, and a single member":  {[]string{"etcd", "etcd-0"}, "a=b,c=d,e=f", 1, ""},
+		"from a single member":       {[]string{"etcd"}, "", 3, "has an etcd of a single member, not of 3"},
+		"to a single member":         {[]string{"etcd-0"}, "a=b,c=d,e=f", 1, "has an etcd of 3 members, not of 1"},
+		"to five members":            {[]string{"etcd-0"}, "a=b,c=d,e=f", 5, "has an etcd of 3 members, not of 5"},
+		"to a single one, by hand":   {[]string{"etcd-0"}, "", 1, "has an etcd of several members, not of 1"},
+		"of a directory moved aside": {[]string{"etcd-0.before-20261128T153447Z"}, "a=b,c=d,e=f", 1, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := &layout{dir: t.TempDir()}
+			for _, d := range append(test.dirs, "config") {
+				if err := os.Mkdir(filepath.Join(l.dir, d), 0o700); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := writeYAML(l.configFile("etcd-0"), map[string]any{"initial-cluster": test.cluster}); err != nil {
+				t.Fatal(err)
+			}
+			err := l.checkEtcdMembers(test.members)
+			if test.refused == "" && err != nil || test.refused != "" &&
+				(err == nil || !strings.Contains(err.Error(), test.refused)) {
+				t.Errorf("got %v, not %q", err, test.refused)
+			}
+		})
+	}
+}
+
 // Every process is configured with its identity, its targets and the addresses of its dependencies.
 func TestProcessSettings(t *testing.T) {
 	for placement, servers := range map[string]int{"split": 8, "compact": 5} {

@@ -128,6 +128,9 @@ func (fs *upFlags) stores(l *layout) (runners []lifecycle.Runner, err error) {
 	}
 	external, _ := fs.GetStringSlice("etcd-servers")
 	if len(external) == 0 {
+		if err := l.checkEtcdMembers(1); err != nil {
+			return nil, err
+		}
 		socket := "unix://" + filepath.Join(l.sockets, "etcd.sock")
 		settings["etcd-servers"] = socket
 		runners = append(runners, (&embedded.Etcd{Dir: filepath.Join(l.dir, "etcd"), Listen: socket}).Runner())

@@ -203,7 +203,7 @@ func debugAddresses(dir string) (map[string][]string, error) {
 		return nil, err
 	}
 	all := map[string][]string{}
-	if socket := filepath.Join(sockets, DebugSocket); reachable(socket) {
+	if socket := filepath.Join(sockets, DebugSocket); Reachable(socket) {
 		all[socket] = nil
 		return all, nil
 	}
@@ -231,7 +231,8 @@ func debugAddresses(dir string) (map[string][]string, error) {
 	return all, nil
 }
 
-func reachable(socket string) bool {
+// Reachable reports whether a process listens at a socket. It waits for a second at most.
+func Reachable(socket string) bool {
 	c, err := net.DialTimeout("unix", socket, time.Second)
 	if err == nil {
 		c.Close()

@@ -118,23 +118,22 @@ func (s *Save) ofDataDir() error {
 	if err != nil {
 		return err
 	}
+	if socket := filepath.Join(sockets, "etcd.sock"); inspect.Reachable(socket) { // config may be of an earlier split
+		s.Servers = []string{"unix://" + socket}
+		return nil
+	}
 	members, err := membersOf(s.DataDir)
 	if err != nil {
 		return err
 	}
-	if m := members[0]; m.Listen != "" {
-		pki := func(name string) string { return filepath.Join(s.DataDir, "pki", name) }
-		s.Servers = []string{m.Listen}
-		s.CertFile, s.KeyFile = pki("inner-registry.crt"), pki("inner-registry.key")
-		s.CAFile = pki("inner-ca.crt")
-		return nil
-	}
-	socket := filepath.Join(sockets, "etcd.sock")
-	if _, err := os.Stat(socket); err != nil {
+	if members[0].Listen == "" {
 		return fmt.Errorf("--data-dir %q: no etcd runs in this directory; set the directory of `up` or `split`, or "+
 			"--etcd-servers", s.DataDir)
 	}
-	s.Servers = []string{"unix://" + socket}
+	pki := func(name string) string { return filepath.Join(s.DataDir, "pki", name) }
+	s.Servers = []string{members[0].Listen}
+	s.CertFile, s.KeyFile = pki("inner-registry.crt"), pki("inner-registry.key")
+	s.CAFile = pki("inner-ca.crt")
 	return nil
 }
 
