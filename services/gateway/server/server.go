@@ -322,19 +322,18 @@ func (s *Server) shutDown(srv *http.Server) error {
 // goawayInterval is how often a draining server sends GOAWAY on the connections that have not received it.
 const goawayInterval = 500 * time.Millisecond
 
-// closeConnections closes the listener and each connection that has become idle. It returns false if ctx ends before.
+// closeConnections closes the listener, and each connection once it is idle. It returns false if ctx ends before.
 // Shutdown sends GOAWAY on the HTTP/2 connections that it finds. If the handshake of a connection ends later, Shutdown
 // would wait for it until ctx ends, and its client would open watches that end at once. So Shutdown is called again.
 func closeConnections(ctx context.Context, srv *http.Server) bool {
-	for ctx.Err() == nil {
+	for {
 		attempt, cancel := context.WithTimeout(ctx, goawayInterval)
 		err := srv.Shutdown(attempt)
 		cancel()
-		if err == nil {
-			return true
+		if err == nil || ctx.Err() != nil {
+			return err == nil
 		}
 	}
-	return false
 }
 
 // StopTimeout returns the longest time that the server takes to stop.
