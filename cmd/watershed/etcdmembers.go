@@ -60,11 +60,14 @@ func (l *layout) checkEtcdMembers(members int) error {
 		_, err := os.Stat(filepath.Join(l.dir, name))
 		return err == nil
 	}
-	m, err := l.memberBefore(0)
-	if err != nil {
-		return err
+	before := 0
+	if has(cluster) {
+		m, err := l.memberBefore(0)
+		if err != nil {
+			return err
+		}
+		before = strings.Count(m.Cluster, "=")
 	}
-	before := strings.Count(m.Cluster, "=")
 	switch {
 	case members == 1 && (has(single) || !has(cluster)):
 		return nil

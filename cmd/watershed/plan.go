@@ -9,8 +9,10 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
+	"sync"
 
 	"github.com/spf13/pflag"
 
@@ -77,16 +79,29 @@ func (s *splitRun) plan() ([]*child, error) {
 			all = append(all, p)
 		}
 	}
-	return all, errors.Join(s.removeOthers(all), s.writeReplicas())
+	return all, s.writeReplicas()
 }
 
+// plannedName matches the names of processes that split has planned, in any placement.
+var plannedName = sync.OnceValue(func() *regexp.Regexp {
+	sets := slices.Collect(maps.Keys(stores))
+	for _, placement := range placements {
+		for _, set := range placement {
+			sets = append(sets, set.name)
+		}
+	}
+	return regexp.MustCompile(`^(` + strings.Join(sets, "|") + `)-[0-9]+\.yaml$`)
+})
+
 // removeOthers removes the configuration of processes that are not in the plan, such as processes of another placement.
-// status and check expect a process for each configuration.
+// status and check expect a process for each configuration. Other files of the directory stay.
 func (s *splitRun) removeOthers(planned []*child) error {
-	files, err := filepath.Glob(s.configFile("*"))
-	for _, file := range files {
-		if !slices.ContainsFunc(planned, func(p *child) bool { return p.config == file }) {
-			err = errors.Join(err, os.Remove(file))
+	files, err := os.ReadDir(filepath.Dir(s.configFile("")))
+	for _, f := range files {
+		path := s.configFile(strings.TrimSuffix(f.Name(), ".yaml"))
+		if plannedName().MatchString(f.Name()) &&
+			!slices.ContainsFunc(planned, func(p *child) bool { return p.config == path }) {
+			err = errors.Join(err, os.Remove(path))
 		}
 	}
 	return err
@@ -117,11 +132,6 @@ func (s *splitRun) fromCommandLine(process *pflag.FlagSet) map[string]any {
 		}
 	})
 	return values
-}
-
-// configFile returns the path of a process's configuration.
-func (s *splitRun) configFile(process string) string {
-	return filepath.Join(s.dir, "config", process+".yaml")
 }
 
 // planProcess returns the n-th process of a set or store, which runs a command. It writes the configuration.

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -49,6 +48,9 @@ func (fs *splitFlags) run() error {
 			fmt.Printf("watershed %s\n", strings.Join(p.args, " "))
 		}
 		return nil
+	}
+	if err := s.removeOthers(processes); err != nil {
+		return err
 	}
 	return s.run(processes, began)
 }
@@ -105,7 +107,10 @@ func (fs *splitFlags) newSplit() (*splitRun, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := errors.Join(l.checkEtcdMembers(counts["etcd"]), l.createServingCert(fs.FlagSet)); err != nil {
+	if err = l.checkEtcdMembers(counts["etcd"]); err == nil {
+		err = l.createServingCert(fs.FlagSet)
+	}
+	if err != nil {
 		l.close()
 		return nil, err
 	}

@@ -145,21 +145,38 @@ func TestMembersOfEtcdKeepTheirAddresses(t *testing.T) {
 	}
 }
 
-// A start removes the configuration of processes of another placement. check reported them as processes that do not
-// respond.
+// A start removes the configuration of processes of another placement, which check reported as processes that do not
+// respond. It removes no file of the user, and nothing of a directory that the name of this directory matches.
 func TestAStartRemovesTheConfigurationOfOtherProcesses(t *testing.T) {
-	dir := t.TempDir()
-	for _, placement := range []string{"split", "compact"} {
-		t.Run(placement, func(t *testing.T) {
-			var planned []string
-			for _, p := range plannedSplit(t, "--data-dir", dir, "--placement", placement) {
-				planned = append(planned, p.config)
+	parent := t.TempDir()
+	s := &splitRun{layout: &layout{dir: filepath.Join(parent, "ws[1]")}}
+	other := &splitRun{layout: &layout{dir: filepath.Join(parent, "ws1")}}
+	create := func(s *splitRun, names ...string) {
+		for _, name := range names {
+			path := s.configFile(name)
+			if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, nil, 0o600)); err != nil {
+				t.Fatal(err)
 			}
-			files, _ := filepath.Glob(filepath.Join(dir, "config", "*"))
-			if slices.Sort(planned); !slices.Equal(files, planned) {
-				t.Errorf("there are %v, not %v", files, planned)
-			}
-		})
+		}
+	}
+	create(other, "gateway-0")
+	create(s, "front-0", "gateway-0", "etcd-0", "encryption", "gateway-edge", "my-gateway-0")
+	if err := s.removeOthers([]*child{{config: s.configFile("front-0")}, {config: s.configFile("etcd-0")}}); err != nil {
+		t.Fatal(err)
+	}
+	left := func(s *splitRun) (names []string) {
+		files, err := os.ReadDir(filepath.Join(s.dir, "config"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, f := range files {
+			names = append(names, strings.TrimSuffix(f.Name(), ".yaml"))
+		}
+		return names
+	}
+	if got := fmt.Sprint(left(s), left(other)); got !=
+		"[encryption etcd-0 front-0 gateway-edge my-gateway-0] [gateway-0]" {
+		t.Errorf("there are %s", got)
 	}
 }
 

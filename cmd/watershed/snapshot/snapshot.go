@@ -165,6 +165,7 @@ func membersOf(dir string) ([]member, error) {
 		if err := yaml.Unmarshal(text, &m); err != nil {
 			return nil, fmt.Errorf("%s: %w", f, err)
 		}
+		m.Dir = filepath.Join(dir, filepath.Base(m.Dir)) // the directory may be a copy, or may have moved
 		all = append(all, m)
 	}
 	return all, nil

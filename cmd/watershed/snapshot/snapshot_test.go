@@ -27,7 +27,7 @@ func TestMembers(t *testing.T) {
 		}
 	}
 	all, err := membersOf(dir)
-	if want := (member{Dir: "/d/etcd-1", Name: "etcd-1", Peer: "https://h:1"}); err != nil || all[1] != want {
+	if want := (member{Dir: filepath.Join(dir, "etcd-1"), Name: "etcd-1", Peer: "https://h:1"}); err != nil || all[1] != want {
 		t.Errorf("%+v, %v", all, err)
 	}
 }
