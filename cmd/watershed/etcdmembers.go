@@ -1,14 +1,12 @@
 package main
 
 import (
-	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
 
-	"sigs.k8s.io/yaml"
+	"watershed.dev/cmd/watershed/snapshot"
 )
 
 // configFile returns the path of the configuration of a process of split.
@@ -16,73 +14,46 @@ func (l *layout) configFile(process string) string {
 	return filepath.Join(l.dir, "config", process+".yaml")
 }
 
-// memberSettings are the settings of a member of etcd, in its configuration of the start before.
-type memberSettings struct {
-	Peer    string `json:"listen-peer-urls"`
-	Cluster string `json:"initial-cluster"`
-}
-
-// memberBefore returns the settings of a member at the start before. They are empty for a new or a single member.
-func (l *layout) memberBefore(n int) (m memberSettings, err error) {
-	file := l.configFile(fmt.Sprintf("etcd-%d", n))
-	text, err := os.ReadFile(file)
-	if errors.Is(err, fs.ErrNotExist) {
-		return m, nil
-	}
-	if err == nil {
-		err = yaml.Unmarshal(text, &m)
-	}
+// previousPeers returns the peer addresses that the members of etcd had at the previous start, by number. etcd stores
+// them in its data, and its members connect only to them. A single member has none.
+func (l *layout) previousPeers() (peers []string, err error) {
+	members, err := snapshot.MembersOf(l.dir)
 	if err != nil {
-		return m, fmt.Errorf("%s: %w", file, err)
+		return nil, err
 	}
-	return m, nil
-}
-
-// etcdPeers returns the peer addresses that the members of etcd had at the start before. etcd keeps them in its data,
-// so the members find each other only there. The address of a new member is empty.
-func (l *layout) etcdPeers(members int) ([]string, error) {
-	all := make([]string, members)
-	for n := range all {
-		m, err := l.memberBefore(n)
-		if err != nil {
-			return nil, err
+	for m := range strings.SplitSeq(members[0].Cluster, ",") {
+		if _, peer, ok := strings.Cut(m, "="); ok {
+			peers = append(peers, strings.TrimPrefix(peer, "https://"))
 		}
-		all[n] = strings.TrimPrefix(m.Peer, "https://")
 	}
-	return all, nil
+	return peers, nil
 }
 
 // checkEtcdMembers returns an error if the directory has the data of an etcd with another number of members. etcd would
 // start empty, as if all objects were lost, or have no quorum.
 func (l *layout) checkEtcdMembers(members int) error {
-	const single, cluster = "etcd", "etcd-0"
 	has := func(name string) bool {
 		_, err := os.Stat(filepath.Join(l.dir, name))
 		return err == nil
 	}
-	before := 0
-	if has(cluster) {
-		m, err := l.memberBefore(0)
-		if err != nil {
-			return err
-		}
-		before = strings.Count(m.Cluster, "=")
-	}
-	switch {
-	case members == 1 && (has(single) || !has(cluster)):
-		return nil
-	case members > 1 && has(cluster) && (before == 0 || before == members):
-		return nil
-	case members > 1 && !has(cluster) && !has(single):
+	single, several := has("etcd"), has("etcd-0")
+	if members == 1 && single || !single && !several {
 		return nil
 	}
 	found := "a single member"
-	if has(cluster) {
-		found = "several members"
-		if before > 1 {
-			found = fmt.Sprintf("%d members", before)
+	if several {
+		previous, err := l.previousPeers()
+		if err != nil {
+			return err
+		}
+		number := len(previous)
+		if members > 1 && (number == 0 || number == members) {
+			return nil
+		}
+		if found = "several members"; number > 1 {
+			found = fmt.Sprintf("%d members", number)
 		}
 	}
-	return fmt.Errorf("--data-dir %q has an etcd of %s, not of %d (split --replicas etcd=N): start that number, or move "+
-		"its etcd* and nats* away to begin with an empty etcd", l.dir, found, members)
+	return fmt.Errorf("--data-dir %q has an etcd of %s, not of %d (split --replicas etcd=N): start that number, or "+
+		"move its etcd* and nats* away to begin with an empty etcd", l.dir, found, members)
 }

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -12,7 +11,6 @@ import (
 	"regexp"
 	"slices"
 	"strings"
-	"sync"
 
 	"github.com/spf13/pflag"
 
@@ -24,11 +22,11 @@ import (
 
 // plan chooses addresses and writes the configuration of each process.
 func (s *splitRun) plan() ([]*child, error) {
-	members, err := s.etcdPeers(s.counts["etcd"])
+	previous, err := s.previousPeers()
 	if err != nil {
 		return nil, err
 	}
-	ports, err := freePorts(3*total(s.counts), members...)
+	ports, err := freePorts(3*total(s.counts), previous...)
 	if err != nil {
 		return nil, err
 	}
@@ -54,7 +52,7 @@ func (s *splitRun) plan() ([]*child, error) {
 		all = append(all, p)
 		return err
 	}
-	if err := s.planStores(members, nextAddress, add); err != nil {
+	if err := s.planStores(previous, nextAddress, add); err != nil {
 		return nil, err
 	}
 	flags := pflag.NewFlagSet("xds", pflag.ContinueOnError)
@@ -82,25 +80,21 @@ func (s *splitRun) plan() ([]*child, error) {
 	return all, s.writeReplicas()
 }
 
-// plannedName matches the names of processes that split has planned, in any placement.
-var plannedName = sync.OnceValue(func() *regexp.Regexp {
+// removeOthers removes the configuration of processes that are not in the plan, such as processes of another placement.
+// status and check expect a process for each configuration. Other files of the directory stay.
+func (s *splitRun) removeOthers(planned []*child) error {
 	sets := slices.Collect(maps.Keys(stores))
 	for _, placement := range placements {
 		for _, set := range placement {
 			sets = append(sets, set.name)
 		}
 	}
-	return regexp.MustCompile(`^(` + strings.Join(sets, "|") + `)-[0-9]+\.yaml$`)
-})
-
-// removeOthers removes the configuration of processes that are not in the plan, such as processes of another placement.
-// status and check expect a process for each configuration. Other files of the directory stay.
-func (s *splitRun) removeOthers(planned []*child) error {
+	ofProcess := regexp.MustCompile(`^(` + strings.Join(sets, "|") + `)-[0-9]+\.yaml$`)
 	files, err := os.ReadDir(filepath.Dir(s.configFile("")))
 	for _, f := range files {
 		path := s.configFile(strings.TrimSuffix(f.Name(), ".yaml"))
-		if plannedName().MatchString(f.Name()) &&
-			!slices.ContainsFunc(planned, func(p *child) bool { return p.config == path }) {
+		isPlanned := slices.ContainsFunc(planned, func(p *child) bool { return p.config == path })
+		if ofProcess.MatchString(f.Name()) && !isPlanned {
 			err = errors.Join(err, os.Remove(path))
 		}
 	}
@@ -247,9 +241,9 @@ func (s *splitRun) writeReplicas() error {
 	return writeYAML(s.replicasFile(), all)
 }
 
-// planStores configures the members of etcd and the servers of NATS, as single processes or as clusters. earlier has
-// the peer addresses of the members of etcd at the start before.
-func (s *splitRun) planStores(earlier []string, nextAddress func() string,
+// planStores configures the members of etcd and the servers of NATS, as single processes or as clusters. previous
+// has the peer addresses of the members of etcd at the previous start.
+func (s *splitRun) planStores(previous []string, nextAddress func() string,
 	add func(string, int, string, map[string]any) error) error {
 	peers := func(name string) (own []string) {
 		for range s.counts[name] {
@@ -261,10 +255,12 @@ func (s *splitRun) planStores(earlier []string, nextAddress func() string,
 	new(telemetry.Options).AddLogFlags(flags)
 	logs := s.fromCommandLine(flags)
 	members, routes := peers("etcd"), peers("nats")
+	if len(previous) == len(members) {
+		members = previous
+	}
 	var initial []string
-	for n := range members {
-		members[n] = cmp.Or(earlier[n], members[n])
-		initial = append(initial, fmt.Sprintf("etcd-%d=https://%s", n, members[n]))
+	for n, m := range members {
+		initial = append(initial, fmt.Sprintf("etcd-%d=https://%s", n, m))
 	}
 	for n, address := range s.addresses["etcd"] {
 		metrics, dir := "http://"+nextAddress(), "etcd"

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/spf13/pflag"
@@ -161,7 +162,8 @@ func TestAStartRemovesTheConfigurationOfOtherProcesses(t *testing.T) {
 	}
 	create(other, "gateway-0")
 	create(s, "front-0", "gateway-0", "etcd-0", "encryption", "gateway-edge", "my-gateway-0")
-	if err := s.removeOthers([]*child{{config: s.configFile("front-0")}, {config: s.configFile("etcd-0")}}); err != nil {
+	planned := []*child{{config: s.configFile("front-0")}, {config: s.configFile("etcd-0")}}
+	if err := s.removeOthers(planned); err != nil {
 		t.Fatal(err)
 	}
 	left := func(s *splitRun) (names []string) {
@@ -447,39 +449,34 @@ func TestSplitWaitsForEveryProcess(t *testing.T) {
 // another member, if the others stop with it.
 func TestMembersOfEtcdStopAfterEachOther(t *testing.T) {
 	for set, together := range map[string]bool{"nats": true, "etcd": false} {
-		s := &splitRun{show: &progress{w: io.Discard}}
-		for n := range 3 {
-			s.processes = append(s.processes, &child{
-				set: set, name: fmt.Sprintf("%s-%d", set, n), dir: t.TempDir(), done: make(chan struct{}),
-			})
-		}
-		ended := make(chan struct{})
-		go func() { s.stop(); close(ended) }()
-		stopping := func() (n int) {
-			for _, p := range s.processes {
-				p.mu.Lock()
-				if p.stopped {
-					n++
+		synctest.Test(t, func(t *testing.T) {
+			s := &splitRun{show: &progress{w: io.Discard}}
+			for n := range 3 {
+				s.processes = append(s.processes, &child{
+					set: set, name: fmt.Sprintf("%s-%d", set, n), dir: t.TempDir(), done: make(chan struct{}),
+				})
+			}
+			go s.stop()
+			want := 1
+			if together {
+				want = 3
+			}
+			for _, p := range slices.Backward(s.processes) {
+				synctest.Wait() // until each stop waits for its process
+				stopping := 0
+				for _, p := range s.processes {
+					if p.stopped {
+						stopping++
+					}
 				}
-				p.mu.Unlock()
+				if stopping != want {
+					t.Errorf("%d processes of %s stop, not %d", stopping, set, want)
+				}
+				close(p.done)
+				if !together {
+					want++
+				}
 			}
-			return n
-		}
-		want := 1
-		if together {
-			want = 3
-		}
-		for _, p := range slices.Backward(s.processes) {
-			for stopping() < want {
-				time.Sleep(time.Millisecond)
-			}
-			if n := stopping(); n != want {
-				t.Errorf("%d processes of %s stop, not %d", n, set, want)
-			}
-			if close(p.done); !together {
-				want++
-			}
-		}
-		<-ended
+		})
 	}
 }

@@ -200,7 +200,8 @@ func walls(p *Plan, r rates, limits Limits, m *Measured, kilobytes float64) []Wa
 		{"writes of etcd", p.Writes / limits.EtcdWrites,
 			"give Leases and Events an etcd of their own (--etcd-servers-overrides)"},
 		{"size of etcd", kilobytes / 1e6 / limits.EtcdGigabytes,
-			"use an etcd with a higher --quota-backend-bytes, or give a resource an etcd of its own (--etcd-servers-overrides)"},
+			"use an etcd with a higher --quota-backend-bytes, or give a resource an etcd of its own " +
+				"(--etcd-servers-overrides)"},
 		{"the publisher's core", p.Writes * m.Publisher / 1e6,
 			"each etcd of --etcd-servers-overrides has a publisher of its own"},
 		{"a watchfanout replica's core for all events", r.events(m, tier) / measuredReplicas,

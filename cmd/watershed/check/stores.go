@@ -57,7 +57,8 @@ func etcdFaults(from string, s *etcdstatus.Status) (found []Finding) {
 		}
 		versions[m.Version] = true
 		if m.QuotaBytes > 0 && float64(m.Bytes) > quotaShare*float64(m.QuotaBytes) {
-			found = append(found, fault(Warning, "Delete objects and defragment etcd. An etcd of your own has --quota-backend-bytes.",
+			found = append(found, fault(Warning,
+				"Delete objects and defragment etcd. An etcd of your own has --quota-backend-bytes.",
 				"the database of etcd %s has %d MB of %d MB, %d MB in use", m.Endpoint, m.Bytes/1e6, m.QuotaBytes/1e6,
 				m.InUseBytes/1e6))
 		}

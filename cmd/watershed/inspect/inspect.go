@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"net"
 	"net/http"
 	"net/url"
@@ -207,8 +208,9 @@ func debugAddresses(dir string) (map[string][]string, error) {
 		all[socket] = nil
 		return all, nil
 	}
-	files, _ := filepath.Glob(filepath.Join(dir, "config", "*.yaml"))
+	files, _ := fs.Glob(os.DirFS(dir), "config/*.yaml")
 	for _, f := range files {
+		f = filepath.Join(dir, f)
 		b, err := os.ReadFile(f)
 		if err != nil {
 			return nil, err

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -122,7 +123,7 @@ func (s *Save) ofDataDir() error {
 		s.Servers = []string{"unix://" + socket}
 		return nil
 	}
-	members, err := membersOf(s.DataDir)
+	members, err := MembersOf(s.DataDir)
 	if err != nil {
 		return err
 	}
@@ -137,8 +138,8 @@ func (s *Save) ofDataDir() error {
 	return nil
 }
 
-// member is a member of etcd in a data directory. Its fields are the settings of `watershed etcd`.
-type member struct {
+// Member is a member of etcd in a data directory. Its fields are the settings of `watershed etcd`.
+type Member struct {
 	Dir     string `json:"data-dir"`
 	Name    string `json:"name"`
 	Listen  string `json:"listen-client-urls"`
@@ -149,19 +150,20 @@ type member struct {
 // unusedPeer is the peer URL of a single member, which has no peers.
 const unusedPeer = "http://localhost:1"
 
-// membersOf returns the members of etcd in a data directory of `split` or `up`.
-func membersOf(dir string) ([]member, error) {
-	files, _ := filepath.Glob(filepath.Join(dir, "config", "etcd-*.yaml"))
+// MembersOf returns the members of etcd in a data directory of `split` or `up`.
+func MembersOf(dir string) ([]Member, error) {
+	files, _ := fs.Glob(os.DirFS(dir), "config/etcd-*.yaml")
 	if len(files) == 0 {
-		return []member{{Dir: filepath.Join(dir, "etcd")}}, nil
+		return []Member{{Dir: filepath.Join(dir, "etcd")}}, nil
 	}
-	var all []member
+	var all []Member
 	for _, f := range files {
+		f = filepath.Join(dir, f)
 		text, err := os.ReadFile(f)
 		if err != nil {
 			return nil, err
 		}
-		var m member
+		var m Member
 		if err := yaml.Unmarshal(text, &m); err != nil {
 			return nil, fmt.Errorf("%s: %w", f, err)
 		}
@@ -176,7 +178,7 @@ type Restore struct {
 	File    string
 	DataDir string
 	// Member is the member to restore instead of DataDir's members, if its Dir is set.
-	Member member
+	Member Member
 	// Bump is the distance of the restored revision to the snapshot's.
 	Bump uint64
 }
@@ -201,14 +203,14 @@ func (r *Restore) Run(w io.Writer) error {
 	if err != nil {
 		return fmt.Errorf("%s: %w", r.File, err)
 	}
-	members := []member{r.Member}
+	members := []Member{r.Member}
 	if r.Member.Dir == "" {
 		unlock, err := lock(r.DataDir)
 		if err != nil {
 			return err
 		}
 		defer unlock()
-		if members, err = membersOf(r.DataDir); err != nil {
+		if members, err = MembersOf(r.DataDir); err != nil {
 			return err
 		}
 		if err := r.moveAside(w, members); err != nil {
@@ -250,7 +252,7 @@ func lock(dir string) (unlock func(), err error) {
 }
 
 // moveAside renames the data directories of etcd and of the event log. Registry writes a new log.
-func (r *Restore) moveAside(w io.Writer, members []member) error {
+func (r *Restore) moveAside(w io.Writer, members []Member) error {
 	dirs, _ := filepath.Glob(filepath.Join(r.DataDir, "nats"))
 	more, _ := filepath.Glob(filepath.Join(r.DataDir, "nats-[0-9]"))
 	dirs = append(dirs, more...)

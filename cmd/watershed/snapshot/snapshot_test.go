@@ -13,11 +13,11 @@ import (
 
 // A data directory of split lists its members. A directory of up has a single member.
 func TestMembers(t *testing.T) {
-	dir := t.TempDir()
-	if all, err := membersOf(dir); err != nil || len(all) != 1 || all[0].Dir != filepath.Join(dir, "etcd") {
+	dir := filepath.Join(t.TempDir(), "ws[1]") // the name is no pattern
+	if all, err := MembersOf(dir); err != nil || len(all) != 1 || all[0].Dir != filepath.Join(dir, "etcd") {
 		t.Errorf("%+v, %v", all, err)
 	}
-	if err := os.Mkdir(filepath.Join(dir, "config"), 0o700); err != nil {
+	if err := os.MkdirAll(filepath.Join(dir, "config"), 0o700); err != nil {
 		t.Fatal(err)
 	}
 	for _, n := range []string{"0", "1"} {
@@ -26,8 +26,13 @@ func TestMembers(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	all, err := membersOf(dir)
-	if want := (member{Dir: filepath.Join(dir, "etcd-1"), Name: "etcd-1", Peer: "https://h:1"}); err != nil || all[1] != want {
+	all, err := MembersOf(dir)
+	want := Member{
+		Dir:  filepath.Join(dir, "etcd-1"),
+		Name: "etcd-1",
+		Peer: "https://h:1",
+	}
+	if err != nil || all[1] != want {
 		t.Errorf("%+v, %v", all, err)
 	}
 }

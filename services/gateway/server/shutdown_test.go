@@ -260,8 +260,11 @@ func TestAStoppingServerClosesLateConnections(t *testing.T) {
 	late := dial()
 	early := open(dial()) // the server has accepted late before it
 	stop()
-	for !early.State().Closing {
-		time.Sleep(10 * time.Millisecond)
+	// until GOAWAY has come, of which a ClientConn has no notification
+	for until := time.Now().Add(10 * time.Second); !early.State().Closing; time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(until) {
+			t.Fatal("a connection that was open gets no GOAWAY")
+		}
 	}
 	open(late)
 	select {
