@@ -96,7 +96,9 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	_ = fs.SetAnnotation("nats-url", "classified", []string{"true"}) // /flagz hides it: a URL may hold a password
 	fs.StringVar(&o.Name, "log-name", "default",
 		"The name of the event log in etcd. Registries with the same NATS servers share a name; others have another.")
-	fs.StringVar(&o.Storage, "log-storage", "file", `Storage of the event log in JetStream: "file" or "memory".`)
+	fs.StringVar(&o.Storage, "log-storage", "file",
+		`Storage of the event log in JetStream: "file" or "memory". A change fills the log again from etcd. `+
+			"All registries need the same value.")
 	fs.IntVar(&o.Replicas, "log-replicas", 1, "JetStream replicas of the event log: 1, 3 or 5.")
 	fs.DurationVar(&o.Retention, "log-retention", 10*time.Minute,
 		"Age limit of events in the event log, which is also how far back a watch can resume.")
