@@ -5,6 +5,9 @@ import (
 	"log/slog"
 	"time"
 
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/telemetry"
@@ -32,13 +35,22 @@ type etcdLog struct {
 	// watchCache holds the newest events of the log, which logReader reads.
 	watchCache *watchcache.Cache
 	logReader  *logreader.Reader
+	// inEpoch is closed when this registry has read the log of etcd's epoch, and late is closed staleAfter the start.
+	inEpoch, late chan struct{}
 	// tasks of another log than the main log do not affect the readiness of the registry.
 	tasks lifecycle.Supervisor
 }
 
 // newEtcdLog returns the log of an etcd.
 func (s *Service) newEtcdLog(etcd *storage.Etcd) *etcdLog {
-	l := &etcdLog{service: s, etcd: etcd, options: s.config.Log, watchCache: watchcache.NewEvents(watchCacheBytes)}
+	l := &etcdLog{
+		service:    s,
+		etcd:       etcd,
+		options:    s.config.Log,
+		watchCache: watchcache.NewEvents(watchCacheBytes),
+		inEpoch:    make(chan struct{}),
+		late:       make(chan struct{}),
+	}
 	l.options.ID = etcd.Log
 	l.options.Owner = etcd.OwnKey(publisher.KeyPrefix(l.options.Name, etcd.Log))
 	l.publisher = &publisher.Publisher{
@@ -89,4 +101,53 @@ func (l *etcdLog) run(ctx context.Context, main *lifecycle.Supervisor) {
 	}
 	tasks.Go(ctx, "publisher", l.publisher.Run)
 	l.logReader.Run(ctx, tasks)
+	time.AfterFunc(staleAfter, func() { close(l.late) })
+	tasks.Go(ctx, "epoch", l.checkEpoch)
+}
+
+// minEpochPause and maxEpochPause bound the pauses of checkEpoch, which double.
+const (
+	minEpochPause = 10 * time.Millisecond
+	maxEpochPause = time.Second
+)
+
+// checkEpoch closes inEpoch when this registry has read the log of etcd's epoch to its end.
+func (l *etcdLog) checkEpoch(ctx context.Context) error {
+	began, warned := time.Now(), false
+	for pause := minEpochPause; ctx.Err() == nil; pause = min(2*pause, maxEpochPause) {
+		last, _, _, err := l.options.ID.Last(ctx, l.service.js)
+		lifecycle.Sleep(ctx, pause) // meanwhile the reader of the log reads up to last
+		if err == nil {
+			err = l.publisher.InEpoch(ctx, last.Revision)
+		}
+		if err == nil {
+			close(l.inEpoch)
+			break
+		}
+		if !warned && time.Since(began) > staleAfter {
+			slog.Warn("Registry has not read the log of etcd's epoch yet", "log", l.etcd.Log, "reason", err)
+			warned = true
+		}
+	}
+	<-ctx.Done()
+	return ctx.Err()
+}
+
+// awaitEpoch waits until this registry has read the log of etcd's epoch to its end, once after its start. It returns an
+// UNAVAILABLE error if that takes more than staleAfter. The events of an earlier etcd could grant permissions, and hide
+// that upstream's controllers must create their objects again.
+func (l *etcdLog) awaitEpoch(ctx context.Context) error {
+	select {
+	case <-l.inEpoch:
+		return nil
+	case <-ctx.Done():
+		return status.FromContextError(ctx.Err()).Err()
+	case <-l.late:
+	}
+	select {
+	case <-l.inEpoch:
+		return nil
+	default:
+		return status.Error(codes.Unavailable, "the event log of etcd's epoch has not been read yet")
+	}
 }

@@ -259,7 +259,8 @@ func (s *Service) initServers(store *storage.Storage, logJS jetstream.JetStream)
 	for _, etcd := range store.Etcds() {
 		l := s.newEtcdLog(etcd)
 		s.logs = append(s.logs, l)
-		s.internalWatch.ByLog[etcd.Log] = internalwatch.New(s.resources, s.source, etcd, l.watchCache, l.logReader)
+		s.internalWatch.ByLog[etcd.Log] = internalwatch.New(s.resources, s.source, etcd, l.watchCache, l.logReader,
+			l.awaitEpoch)
 	}
 }
 

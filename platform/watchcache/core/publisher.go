@@ -21,7 +21,7 @@ import (
 //
 //	no record ── startEpoch, log filled from etcd's history ──▶ epoch
 //	epoch ── Rotate ──▶ same epoch, next token
-//	epoch ── next term, continuesEpoch: resume ──▶ same epoch, log continues
+//	epoch ── next term, ContinuesEpoch: resume ──▶ same epoch, log continues
 //	epoch ── next revision compacted: reset ──▶ same epoch, log reset after a later revision
 //	epoch ── log lost, etcd matches an observed end: refill ──▶ same epoch, log filled from etcd's history
 //	epoch ── log has lost its end, etcd matches an observed end: the log is deleted, and so is lost
@@ -195,9 +195,9 @@ var ErrEpochChanged = errors.New("etcd is in another epoch than the log, or anot
 // end.
 const otherToken = "etcd's fencing token is not the log's last"
 
-// continuesEpoch checks that etcd is a later state of the etcd that the log was written from. It returns the reason why
+// ContinuesEpoch checks that etcd is a later state of the etcd that the log was written from. It returns the reason why
 // it is not.
-func continuesEpoch(log *LogEnd, etcd EtcdState) string {
+func ContinuesEpoch(log *LogEnd, etcd EtcdState) string {
 	switch p := log.Progress; {
 	case log.Last.Revision > etcd.Revision:
 		return fmt.Sprintf("etcd is at revision %d, the log at %d", etcd.Revision, log.Last.Revision)

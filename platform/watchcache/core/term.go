@@ -141,7 +141,7 @@ func (t *Term) EtcdRead(etcd EtcdState) {
 	t.epoch, t.modRevision, t.nextToken = etcd.Epoch, etcd.ModRevision, t.log.Progress.GetNextFencingToken()
 	switch {
 	case !t.log.Empty:
-		t.Reason = continuesEpoch(&t.log, etcd)
+		t.Reason = ContinuesEpoch(&t.log, etcd)
 		if t.Reason == otherToken && !t.lost && !t.shortened {
 			t.shortened, t.Request = true, Request{Op: ReadObservedEnds}
 			return

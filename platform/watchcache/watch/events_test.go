@@ -248,6 +248,37 @@ func TestWatchesOfEventsOnly(t *testing.T) {
 	}
 }
 
+// A watch begins after the log of etcd's epoch has been read. If it is not, only a server of stale watches begins it.
+func TestWatchesAwaitTheEpoch(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		server := newEventsOnly(reset(9, 0, ""), role(10, 0, logv1.Type_TYPE_ADDED, "a", nil))
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		request := &watchfanoutv1.WatchRequest{Query: roleQuery(""), ResourceVersion: "9"}
+		read := make(chan struct{})
+		await := func(context.Context) error {
+			<-read
+			return status.Error(codes.Unavailable, "not read")
+		}
+		server.AwaitEpoch, server.servesStale.AwaitEpoch = await, await
+		client, stale := &recorder{ctx: ctx}, &recorder{ctx: ctx}
+		go func() { _ = server.servesStale.Watch(request, stale) }()
+		synctest.Wait()
+		if got := stale.received(t); got != "" {
+			t.Errorf("before the epoch is known, it delivers %q", got)
+		}
+		close(read)
+		if err := server.Watch(request, client); status.Code(err) != codes.Unavailable {
+			t.Errorf("a watch of another epoch ends with %v", err)
+		}
+		synctest.Wait()
+		if got := stale.received(t); got != "ADDED a" {
+			t.Errorf("a server of stale watches delivers %q", got)
+		}
+		cancel()
+	})
+}
+
 // A bookmark that is due is sent as soon as the cache advances.
 func TestADueBookmarkIsSentAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -57,6 +57,9 @@ type Options struct {
 	// ServesStale makes watches begin and continue while the cache is stale. Otherwise they end with UNAVAILABLE,
 	// because another process may be fresh.
 	ServesStale bool
+	// AwaitEpoch, if set, waits until the cache has read the log of etcd's epoch. Watches begin after it. If it fails,
+	// only a server that serves stale watches begins them.
+	AwaitEpoch func(context.Context) error
 }
 
 // Server serves watches.
@@ -93,6 +96,16 @@ func New(o Options) *Server {
 // Drain ends every watch with UNAVAILABLE, so that the gateways resume it at another process.
 func (s *Server) Drain() { s.drainOnce.Do(func() { close(s.draining) }) }
 
+// mayBegin returns an error if a watch must not begin: the cache is stale, or has events of another epoch.
+func (s *Server) mayBegin(ctx context.Context) error {
+	if s.AwaitEpoch != nil {
+		if err := s.AwaitEpoch(ctx); err != nil && (!s.ServesStale || ctx.Err() != nil) {
+			return err
+		}
+	}
+	return s.checkFresh()
+}
+
 // checkFresh returns an UNAVAILABLE error if watches must end because the cache is stale.
 func (s *Server) checkFresh() error {
 	if s.ServesStale {
@@ -120,7 +133,7 @@ func (s *Server) open(r *watchfanoutv1.WatchRequest, stream sender) (*watcher, e
 		return nil, s.notDiscovered(r, stream)
 	}
 	if err == nil {
-		err = s.checkFresh()
+		err = s.mayBegin(stream.Context())
 	}
 	if err != nil {
 		return nil, err

@@ -6,6 +6,7 @@
 package internalwatch
 
 import (
+	"context"
 	"strconv"
 	"time"
 
@@ -45,9 +46,10 @@ type InternalWatch struct {
 	listSlots chan struct{}
 }
 
-// New returns a server of the resources of an etcd. Its watches read events from c, which l fills.
-func New(r *lookup.Resources, s *source.Source, etcd *storage.Etcd, c *cache.Cache,
-	l *logreader.Reader) *InternalWatch {
+// New returns a server of the resources of an etcd. Its watches read events from c, which l fills. They begin after
+// awaitEpoch (watch.Options); nil: at once.
+func New(r *lookup.Resources, s *source.Source, etcd *storage.Etcd, c *cache.Cache, l *logreader.Reader,
+	awaitEpoch func(context.Context) error) *InternalWatch {
 	p := &InternalWatch{
 		objects:   &objects{r, etcd},
 		converter: conversion.New(s.Encode, c, 0),
@@ -60,6 +62,7 @@ func New(r *lookup.Resources, s *source.Source, etcd *storage.Etcd, c *cache.Cac
 		Converter:      p.converter,
 		ProgressPeriod: progressPeriod,
 		OnlyAdvances:   true,
+		AwaitEpoch:     awaitEpoch,
 	}
 	p.watches = watch.New(options)
 	options.ServesStale, options.ProgressPeriod = true, localProgressPeriod

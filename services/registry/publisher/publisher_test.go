@@ -15,6 +15,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"google.golang.org/protobuf/proto"
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/rpc"
@@ -435,4 +436,65 @@ func TestAnotherRegistryHasReadTheLostLog(t *testing.T) {
 	j.write("create", "b", "")
 	j.publish("two")
 	j.expect("reset", "added configmaps/a", "reset", "added configmaps/a", "added configmaps/b")
+}
+
+// A registry is in etcd's epoch when it has read the log up to etcd's fencing token. The log of another etcd is in
+// another epoch, although etcd is past its end.
+func TestInEpoch(t *testing.T) {
+	j := newStoppedJournal(t)
+	p := j.publisher("two")
+	end, err := j.log.End(t.Context(), j.js, func(*logv1.Event) string { return "" })
+	if err != nil {
+		t.Fatal(err)
+	}
+	read := end.Progress.Revision
+	check := func(when string, want bool) {
+		t.Helper()
+		if err := p.InEpoch(t.Context(), read); (err == nil) != want {
+			t.Errorf("%s: %v", when, err)
+		}
+	}
+	check("before the log is read", false)
+	old := proto.CloneOf(end.Progress)
+	old.FencingToken, old.NextFencingToken = "of an earlier message", ""
+	p.Observe(old)
+	check("before the log is read to its end", false)
+	p.Observe(end.Progress)
+	check("at the end of the log", true)
+	read++ // etcd may be a backup, whose token earlier messages of the log have
+	check("before another message", false)
+	read--
+	if _, err := j.Resources.Storage.Client.Client.Put(t.Context(), p.EpochKey(), `{"id":"another"}`); err != nil {
+		t.Fatal(err)
+	}
+	check("with another etcd", false)
+	if _, err := j.Resources.Storage.Client.Client.Delete(t.Context(), p.EpochKey()); err != nil {
+		t.Fatal(err)
+	}
+	check("with an empty etcd", false)
+}
+
+// A log moves to another storage when its flag changes. JetStream refuses to change a stream's storage.
+func TestALogMovesToAnotherStorage(t *testing.T) {
+	j := newStoppedJournal(t)
+	j.log.Storage = "file"
+	j.publish("two")
+	j.write("create", "b", "")
+	for deadline := time.After(20 * time.Second); ; { // the log is refilled if the publisher has read it in time
+		j.mu.Lock()
+		last := j.recorded[len(j.recorded)-1]
+		j.mu.Unlock()
+		if last == "added configmaps/b" {
+			break
+		}
+		select {
+		case <-j.changed:
+		case <-deadline:
+			t.Fatalf("the log ends with %q", last)
+		}
+	}
+	stream, err := j.js.Stream(t.Context(), eventlog.StreamName)
+	if err != nil || stream.CachedInfo().Config.Storage != jetstream.FileStorage {
+		t.Errorf("%+v, %v", stream, err)
+	}
 }

@@ -194,23 +194,30 @@ func (p *Publisher) readEtcd(ctx context.Context, e core.EtcdEvent) (etcd core.E
 	return etcd, err
 }
 
-// readEpoch reads the epoch's record. It is the zero value if there is no record or it cannot be decoded.
-func (p *Publisher) readEpoch(ctx context.Context) (etcd core.EtcdState, err error) {
+// readEpoch reads the epoch's record, also the record of an older release.
+func (p *Publisher) readEpoch(ctx context.Context) (core.EtcdState, error) {
+	etcd, err := p.readRecord(ctx)
+	if err == nil && etcd.ModRevision == 0 {
+		err = p.readOldEpoch(ctx, &etcd)
+	}
+	return etcd, err
+}
+
+// readRecord reads the epoch's record. It is the zero value if there is no record or it cannot be decoded.
+func (p *Publisher) readRecord(ctx context.Context) (etcd core.EtcdState, err error) {
 	resp, err := p.Etcd.Client.Client.Get(ctx, p.EpochKey())
 	if err != nil {
 		return etcd, err
 	}
 	etcd.Revision = resp.Header.Revision
-	if len(resp.Kvs) == 0 {
-		err = p.readOldEpoch(ctx, &etcd)
-	} else {
+	if len(resp.Kvs) > 0 {
 		etcd.ModRevision = resp.Kvs[0].ModRevision
 		if err := json.Unmarshal(resp.Kvs[0].Value, &etcd.Epoch); err != nil {
 			slog.Warn("The epoch in etcd cannot be decoded; a new one starts", "key", p.EpochKey(), "error", err)
 			etcd.Epoch = core.Epoch{}
 		}
 	}
-	return etcd, err
+	return etcd, nil
 }
 
 // hasEvent reports whether etcd has an event at its revision. It is true if etcd has compacted the revision.
