@@ -1,6 +1,7 @@
 package certgen
 
 import (
+	"bytes"
 	"crypto/tls"
 	"crypto/x509"
 	"maps"
@@ -18,6 +19,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
 	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 
 	"watershed.dev/platform/pki"
 )
@@ -285,4 +287,85 @@ func TestTwoRunsAgree(t *testing.T) {
 	if err != nil || len(changed) != 0 {
 		t.Errorf("%q, %v", changed, err)
 	}
+}
+
+// A user's kubeconfig keeps the user's changes: a namespace, another cluster, the current context. It gets the gateway's
+// address, and no other field stays in the own entries.
+func TestAKubeconfigKeepsTheChangesOfItsUser(t *testing.T) {
+	p := &PKI{Dir: t.TempDir(), Gateway: "https://a:1", Hosts: []string{"10.96.0.1", "b"}}
+	open := func() *clientcmdapi.Config {
+		t.Helper()
+		if err := p.Open(); err != nil {
+			t.Fatal(err)
+		}
+		c, err := clientcmd.LoadFromFile(p.AdminKubeconfig())
+		if err != nil {
+			t.Fatal(err)
+		}
+		return c
+	}
+	edit := open()
+	edit.Contexts[ClusterName].Namespace = "dev"
+	edit.Clusters["other"] = &clientcmdapi.Cluster{Server: "https://other"}
+	edit.Contexts["other"] = &clientcmdapi.Context{Cluster: "other"}
+	edit.CurrentContext = "other"
+	edit.AuthInfos["kubernetes-admin"].Token = "of another user"
+	if err := clientcmd.WriteToFile(*edit, p.AdminKubeconfig()); err != nil {
+		t.Fatal(err)
+	}
+	p.Gateway = "https://c:2"
+	got := open()
+	if own := got.Contexts[ClusterName]; own.Namespace != "dev" || got.Clusters[own.Cluster].Server != p.Gateway ||
+		got.AuthInfos[own.AuthInfo].Token != "" {
+		t.Errorf("the own entries are %+v, %+v, %+v", own, got.Clusters, got.AuthInfos)
+	}
+	if got.CurrentContext != "other" || got.Clusters["other"].Server != "https://other" {
+		t.Errorf("the others are %s, %+v", got.CurrentContext, got.Clusters)
+	}
+	delete(got.Contexts, "other")
+	if err := clientcmd.WriteToFile(*got, p.AdminKubeconfig()); err != nil {
+		t.Fatal(err)
+	}
+	if got := open(); got.CurrentContext != ClusterName {
+		t.Errorf("the context is %s", got.CurrentContext)
+	}
+	if err := os.WriteFile(p.AdminKubeconfig(), []byte("odd"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	open()
+}
+
+// sa.pub must have the public key of sa.key. It may have others, of tokens that were signed before.
+func TestServiceAccountKeysBelongTogether(t *testing.T) {
+	dir, other := t.TempDir(), t.TempDir()
+	check := func(want string) {
+		t.Helper()
+		err := (&PKI{Dir: dir}).Open()
+		if want == "" && err != nil || want != "" && (err == nil || !strings.Contains(err.Error(), want)) {
+			t.Errorf("got %v, not %q", err, want)
+		}
+	}
+	check("")
+	check("")
+	if err := (&PKI{Dir: other}).Open(); err != nil {
+		t.Fatal(err)
+	}
+	own, err := os.ReadFile(filepath.Join(dir, "sa.pub"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	foreign, err := os.ReadFile(filepath.Join(other, "sa.pub"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	put := func(keys ...[]byte) {
+		t.Helper()
+		if err := os.WriteFile(filepath.Join(dir, "sa.pub"), bytes.Join(keys, nil), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put(foreign)
+	check("does not have the public key of")
+	put(foreign, own)
+	check("")
 }

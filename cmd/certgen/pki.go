@@ -13,10 +13,13 @@
 package certgen
 
 import (
+	"bytes"
 	"cmp"
 	"context"
+	"crypto"
 	"encoding/base64"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net"
 	"os"
@@ -25,6 +28,7 @@ import (
 	"strconv"
 	"time"
 
+	"k8s.io/client-go/util/keyutil"
 	"sigs.k8s.io/yaml"
 
 	"watershed.dev/platform/identity"
@@ -65,13 +69,37 @@ func (p *PKI) Open() (err error) {
 	if p.frontProxy, err = pki.OpenCA(p.Dir, "front-proxy-ca", "front-proxy-ca"); err != nil {
 		return err
 	}
-	if _, _, err := pki.ServiceAccountKeys(p.Dir); err != nil {
+	keyFile, pubFile, err := pki.ServiceAccountKeys(p.Dir)
+	if err == nil {
+		err = checkPair(keyFile, pubFile)
+	}
+	if err != nil {
 		return err
 	}
 	if err := pki.SecretKey(p.JetStreamKey()); err != nil {
 		return err
 	}
 	return p.issueLeaves()
+}
+
+// checkPair returns an error if no key of pubFile verifies the signatures of keyFile.
+func checkPair(keyFile, pubFile string) error {
+	key, err := keyutil.PrivateKeyFromFile(keyFile)
+	if err != nil {
+		return fmt.Errorf("%s: %w", keyFile, err)
+	}
+	verifiers, err := keyutil.PublicKeysFromFile(pubFile)
+	if err != nil {
+		return fmt.Errorf("%s: %w", pubFile, err)
+	}
+	if signer, ok := key.(crypto.Signer); ok {
+		if public, ok := signer.Public().(interface{ Equal(crypto.PublicKey) bool }); ok &&
+			slices.ContainsFunc(verifiers, func(v any) bool { return public.Equal(v) }) {
+			return nil
+		}
+	}
+	return fmt.Errorf("%[1]s does not have the public key of %[2]s, so every new token would be rejected: add it with "+
+		"openssl pkey -in %[2]s -pubout >> %[1]s", pubFile, keyFile)
 }
 
 // File returns the path of a file of the directory.
@@ -107,8 +135,13 @@ var innerUsage = map[string]pki.Usage{
 
 // issueLeaves creates the missing certificates, and renews old ones.
 func (p *PKI) issueLeaves() error {
-	names := append([]string{"kubernetes", "kubernetes.default", "kubernetes.default.svc",
-		"kubernetes.default.svc.cluster.local", "localhost", "127.0.0.1", "10.96.0.1"}, p.Hosts...)
+	names := []string{"kubernetes", "kubernetes.default", "kubernetes.default.svc",
+		"kubernetes.default.svc.cluster.local", "localhost", "127.0.0.1", "10.96.0.1"}
+	for _, host := range p.Hosts {
+		if !slices.Contains(names, host) {
+			names = append(names, host)
+		}
+	}
 	for _, leaf := range []struct {
 		ca *pki.CA
 		pki.Leaf
@@ -269,22 +302,61 @@ func (p *PKI) write(k kubeconfig) (err error) {
 	if err != nil {
 		return err
 	}
-	doc, err := yaml.Marshal(map[string]any{
+	doc := map[string]any{
 		"apiVersion":      "v1",
 		"kind":            "Config",
-		"current-context": "watershed",
-		"clusters":        []any{map[string]any{"name": "watershed", "cluster": cluster}},
+		"current-context": ClusterName,
+		"clusters":        []any{map[string]any{"name": ClusterName, "cluster": cluster}},
 		"users":           []any{map[string]any{"name": k.user, "user": user}},
 		"contexts": []any{map[string]any{
-			"name":    "watershed",
-			"context": map[string]any{"cluster": "watershed", "user": k.user},
+			"name":    ClusterName,
+			"context": map[string]any{"cluster": ClusterName, "user": k.user},
 		}},
 		"preferences": map[string]any{},
-	})
+	}
+	if !k.service {
+		keepChanges(doc, k.path)
+	}
+	text, err := yaml.Marshal(doc)
 	if err != nil {
 		return err
 	}
-	return pki.WriteFile(k.path, doc, 0o600)
+	if old, err := os.ReadFile(k.path); err == nil && bytes.Equal(old, text) {
+		return os.Chmod(k.path, 0o600)
+	}
+	return pki.WriteFile(k.path, text, 0o600)
+}
+
+// ClusterName is the name of the cluster and of the context in kubeconfigs.
+const ClusterName = "watershed"
+
+// keepChanges keeps what a user has added to a kubeconfig: other clusters, users and contexts, the current context, and
+// the namespace of the own context.
+func keepChanges(doc map[string]any, path string) {
+	text, err := os.ReadFile(path)
+	var old map[string]any
+	if err != nil || yaml.Unmarshal(text, &old) != nil {
+		return
+	}
+	for _, kind := range []string{"clusters", "users", "contexts"} {
+		own := doc[kind].([]any)
+		more, _ := old[kind].([]any)
+		for _, m := range more {
+			entry, _ := m.(map[string]any)
+			if entry["name"] != own[0].(map[string]any)["name"] {
+				doc[kind] = append(doc[kind].([]any), m)
+				continue
+			}
+			if context, ok := entry["context"].(map[string]any); ok && context["namespace"] != nil {
+				own[0].(map[string]any)["context"].(map[string]any)["namespace"] = context["namespace"]
+			}
+		}
+	}
+	for _, c := range doc["contexts"].([]any) {
+		if name := c.(map[string]any)["name"]; name == old["current-context"] {
+			doc["current-context"] = name
+		}
+	}
 }
 
 // mountedPath returns the path of a file in the pods that read a service's kubeconfig.

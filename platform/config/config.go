@@ -85,6 +85,12 @@ func Complete(fs *pflag.FlagSet) error {
 	return fillUnset(fs, v, path)
 }
 
+// Environ returns the environment without the variables that set flags. A child process whose configuration file is
+// complete needs none, and a variable overrides its file.
+func Environ() []string {
+	return slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, envPrefix+"_") })
+}
+
 // notSettings are the flags that only the command line sets.
 var notSettings = []string{"config", "help", "help-all"}
 

@@ -3,6 +3,7 @@ package config
 import (
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -148,5 +149,15 @@ func TestUnsupportedFlags(t *testing.T) {
 	AddUnsupported(fs)
 	if _, ok := Unsupported(fs.Lookup("secure-port")); ok {
 		t.Error("a flag that is offered is unsupported")
+	}
+}
+
+// A child process whose configuration file is complete gets no variable that sets a flag.
+func TestEnvironHasNoSettings(t *testing.T) {
+	t.Setenv("WATERSHED_DATA_DIR", "/d")
+	t.Setenv("OTHER", "x")
+	all := Environ()
+	if slices.Contains(all, "WATERSHED_DATA_DIR=/d") || !slices.Contains(all, "OTHER=x") {
+		t.Errorf("got %q", all)
 	}
 }

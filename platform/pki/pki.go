@@ -24,8 +24,12 @@ import (
 	"time"
 )
 
-// caLifetime is the validity of a CA.
-const caLifetime = 10 * 365 * 24 * time.Hour
+const (
+	// caLifetime is the validity of a CA.
+	caLifetime = 10 * 365 * 24 * time.Hour
+	// clockTolerance is how much later the clock may be that has created a CA.
+	clockTolerance = 5 * time.Minute
+)
 
 // CA is a certificate authority with its key.
 type CA struct {
@@ -63,6 +67,10 @@ func OpenCA(dir, name, commonName string) (*CA, error) {
 	}
 	if ca.cert, err = x509.ParseCertificate(pair.Certificate[0]); err != nil {
 		return nil, err
+	}
+	if now := time.Now(); now.Add(clockTolerance).Before(ca.cert.NotBefore) || now.After(ca.cert.NotAfter) {
+		return nil, fmt.Errorf("CA %s is valid from %s to %s only: correct the clock, or remove it and %s to create a "+
+			"new CA", crt, ca.cert.NotBefore.Format(time.DateTime), ca.cert.NotAfter.Format(time.DateTime), key)
 	}
 	ca.key = pair.PrivateKey.(crypto.Signer)
 	return ca, nil
@@ -111,7 +119,11 @@ const (
 // created them.
 func (c *CA) Leaf(l Leaf) (crtFile, keyFile string, created bool, err error) {
 	crtFile, keyFile = filepath.Join(c.Dir, l.Name+".crt"), filepath.Join(c.Dir, l.Name+".key")
-	if c.isCurrent(crtFile, l) && exists(keyFile) {
+	_, err = tls.LoadX509KeyPair(crtFile, keyFile)
+	switch {
+	case errors.Is(err, fs.ErrPermission):
+		return "", "", false, err
+	case err == nil && c.isCurrent(crtFile, l):
 		return crtFile, keyFile, false, nil
 	}
 	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

@@ -1,10 +1,13 @@
 package pki
 
 import (
+	"crypto/rand"
+	"crypto/rsa"
 	"crypto/tls"
 	"crypto/x509"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 )
@@ -118,5 +121,36 @@ func TestLeafRenewal(t *testing.T) {
 		if _, created := leaf(t, ca, l); !created {
 			t.Errorf("%s was kept", name)
 		}
+	}
+}
+
+// A leaf whose key is of another certificate is created again.
+func TestALeafWithAnotherKeyIsReplaced(t *testing.T) {
+	dir := t.TempDir()
+	ca, l := open(t, dir), Leaf{Name: "leaf", CommonName: "user", Usage: Client}
+	leaf(t, ca, l)
+	leaf(t, ca, Leaf{Name: "other", CommonName: "user", Usage: Client})
+	if err := os.Rename(filepath.Join(dir, "other.key"), filepath.Join(dir, "leaf.key")); err != nil {
+		t.Fatal(err)
+	}
+	if _, created := leaf(t, ca, l); !created {
+		t.Error("a certificate with the key of another is used")
+	}
+}
+
+// A CA that is not valid yet is refused: the clock may be wrong.
+func TestACAOfAnotherTimeIsRefused(t *testing.T) {
+	dir := t.TempDir()
+	k, err := rsa.GenerateKey(rand.Reader, 2048)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := template("test", nil, caLifetime)
+	c.NotBefore, c.IsCA, c.BasicConstraintsValid = time.Now().Add(time.Hour), true, true
+	if err := write(filepath.Join(dir, "ca.crt"), filepath.Join(dir, "ca.key"), c, c, k, k); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := OpenCA(dir, "ca", "test"); err == nil || !strings.Contains(err.Error(), "correct the clock") {
+		t.Errorf("got %v", err)
 	}
 }

@@ -18,7 +18,7 @@ const maxSocketDir = 80
 // characters that an address may not have (rpc.ParseAddress). Then it is a short directory of this user in
 // $XDG_RUNTIME_DIR or the system's directory for temporary files.
 func SocketDir(dir string) (string, error) {
-	dir, err := filepath.Abs(dir)
+	dir, err := Resolve(dir)
 	if err != nil {
 		return "", err
 	}
@@ -26,7 +26,7 @@ func SocketDir(dir string) (string, error) {
 		return dir, nil
 	}
 	root := os.Getenv("XDG_RUNTIME_DIR")
-	if root == "" {
+	if info, err := os.Stat(root); root == "" || err == nil && info.Mode()&os.ModeSticky != 0 { // /tmp in containers
 		root = filepath.Join(os.TempDir(), fmt.Sprintf("watershed-%d", os.Geteuid()))
 	}
 	sum := sha256.Sum256([]byte(dir))
@@ -49,6 +49,18 @@ func SocketDir(dir string) (string, error) {
 	return short, nil
 }
 
+// Resolve returns the absolute path of a directory, without symbolic links if the directory exists.
+func Resolve(dir string) (string, error) {
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return "", err
+	}
+	if target, err := filepath.EvalSymlinks(dir); err == nil {
+		return target, nil
+	}
+	return dir, nil
+}
+
 // socketsFit reports if sockets in a directory have valid addresses.
 func socketsFit(dir string) bool {
 	_, err := rpc.ParseAddress(rpc.Address{Path: dir}.String())
@@ -56,7 +68,7 @@ func socketsFit(dir string) bool {
 }
 
 // RestrictDirectory lets only this user access a directory, because it holds keys and sockets. It fails if the
-// directory is not this user's.
+// directory is not this user's, or is for all users, such as /tmp.
 func RestrictDirectory(dir string) error {
 	info, err := os.Lstat(dir)
 	if err != nil {
@@ -65,6 +77,11 @@ func RestrictDirectory(dir string) error {
 	st, ok := info.Sys().(*syscall.Stat_t)
 	if !info.IsDir() || !ok || int(st.Uid) != os.Geteuid() {
 		return errors.New("it is not a directory of this user; choose another directory")
+	}
+	if info.Mode()&os.ModeSticky != 0 && info.Mode().Perm()&0o002 != 0 { // an empty directory may be a new volume
+		if files, err := os.ReadDir(dir); err != nil || len(files) > 0 {
+			return errors.New("it is a directory for all users; choose a directory in it")
+		}
 	}
 	if info.Mode().Perm()&0o077 != 0 {
 		return os.Chmod(dir, 0o700)

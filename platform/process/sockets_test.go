@@ -1,6 +1,7 @@
 package process
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
@@ -30,7 +31,20 @@ func TestRestrictDirectory(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	for _, bad := range []string{link, file, filepath.Join(dir, "none")} {
+	shared := filepath.Join(dir, "shared") // such as /tmp
+	volume := filepath.Join(dir, "volume") // of a container: new and empty
+	for _, d := range []string{shared, volume} {
+		if err := errors.Join(os.Mkdir(d, 0o777), os.Chmod(d, 0o777|os.ModeSticky)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.WriteFile(filepath.Join(shared, "file"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := RestrictDirectory(volume); err != nil {
+		t.Error(err)
+	}
+	for _, bad := range []string{link, file, shared, filepath.Join(dir, "none")} {
 		if err := RestrictDirectory(bad); err == nil {
 			t.Errorf("%s is accepted as a directory of this user", bad)
 		}
@@ -81,6 +95,21 @@ func TestSocketDirOfALongPath(t *testing.T) {
 		if info, err := os.Stat(d); err != nil || info.Mode().Perm() != 0o700 {
 			t.Errorf("%s: %v, %v", d, info, err)
 		}
+	}
+	shared := filepath.Join(runtime, "shared") // some containers set the variable to /tmp
+	if err := errors.Join(os.Mkdir(shared, 0o777), os.Chmod(shared, 0o777|os.ModeSticky)); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("TMPDIR", runtime)
+	t.Setenv("XDG_RUNTIME_DIR", shared)
+	if got, err := SocketDir(long); filepath.Dir(filepath.Dir(got)) != runtime || err != nil {
+		t.Errorf("sockets lie in %q, %v", got, err)
+	}
+	if err := os.Symlink(runtime, "link"); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := SocketDir("link"); got != runtime || err != nil {
+		t.Errorf("the sockets of a link lie in %q, %v", got, err)
 	}
 	t.Setenv("XDG_RUNTIME_DIR", filepath.Join(runtime, "a b"))
 	if got, err := SocketDir(long); err == nil || !strings.Contains(err.Error(), "--data-dir") {
