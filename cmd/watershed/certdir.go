@@ -41,18 +41,26 @@ func (l *layout) createServingCert(fs *pflag.FlagSet) error {
 		}
 		advertised = ip.String()
 	}
-	ranges, _ := fs.GetString("service-cluster-ip-range")
-	primary, _, _ := strings.Cut(ranges, ",")
-	var serviceIPs []net.IP
-	if _, cidr, err := net.ParseCIDR(primary); err == nil { // registry rejects an invalid range
-		if ip, err := netutils.GetIndexedIP(cidr, 1); err == nil {
-			serviceIPs = append(serviceIPs, ip)
-		}
-	}
 	err := o.MaybeDefaultWithSelfSignedCerts(advertised,
-		[]string{"kubernetes.default.svc", "kubernetes.default", "kubernetes"}, serviceIPs)
+		[]string{"kubernetes.default.svc", "kubernetes.default", "kubernetes"}, serviceIPs(fs))
 	if err != nil {
 		return fmt.Errorf("--cert-dir %q: %w", l.certDir, err)
 	}
 	return nil
+}
+
+// serviceIPs returns the address of the Service kubernetes, the first of --service-cluster-ip-range. It is empty if the
+// range is invalid: registry rejects it.
+func serviceIPs(fs *pflag.FlagSet) []net.IP {
+	ranges, _ := fs.GetString("service-cluster-ip-range")
+	primary, _, _ := strings.Cut(ranges, ",")
+	_, cidr, err := net.ParseCIDR(primary)
+	if err != nil {
+		return nil
+	}
+	ip, err := netutils.GetIndexedIP(cidr, 1)
+	if err != nil {
+		return nil
+	}
+	return []net.IP{ip}
 }

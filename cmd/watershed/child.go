@@ -14,6 +14,7 @@ import (
 	"syscall"
 	"time"
 
+	"watershed.dev/platform/config"
 	"watershed.dev/platform/lifecycle"
 )
 
@@ -108,8 +109,9 @@ func (p *child) runOnce(s spawner, log io.Writer) (lastError string, err error) 
 	out := &output{file: log}
 	cmd := exec.Command(p.program, p.args...)
 	cmd.Stdout, cmd.Stderr, cmd.WaitDelay = out, out, time.Second
+	cmd.Env = config.Environ()
 	if p.memoryLimit != "" {
-		cmd.Env = append(os.Environ(), "GOMEMLIMIT="+p.memoryLimit)
+		cmd.Env = append(cmd.Env, "GOMEMLIMIT="+p.memoryLimit)
 	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	p.mu.Lock()

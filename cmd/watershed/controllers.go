@@ -92,7 +92,7 @@ func (c *controllers) runner(l *layout, show *progress) (lifecycle.Runner, error
 				p.stop()
 			}
 		}()
-		for c.makeNodes(ctx, l.pki.AdminKubeconfig()) != nil && ctx.Err() == nil {
+		for c.makeNodes(ctx, l.pki.Kubeconfig(nodesClient)) != nil && ctx.Err() == nil {
 			select {
 			case <-ctx.Done():
 			case <-time.After(time.Second):
@@ -103,6 +103,9 @@ func (c *controllers) runner(l *layout, show *progress) (lifecycle.Runner, error
 		return nil
 	}}, nil
 }
+
+// nodesClient is the user of kwok. The user of admin.kubeconfig may select another cluster in that file.
+const nodesClient = "kwok-controller"
 
 // programs returns the controllers with their flags, and issues the certificates that they use.
 func (c *controllers) programs(l *layout, show *progress) (all []*child, err error) {
@@ -120,6 +123,10 @@ func (c *controllers) programs(l *layout, show *progress) (all []*child, err err
 		return nil, err
 	}
 	scheduler, err := l.pki.Issue(certgen.Component{Name: "scheduler", User: "system:kube-scheduler"})
+	if err != nil {
+		return nil, err
+	}
+	nodes, err := l.pki.Issue(certgen.Component{Name: nodesClient, User: nodesClient, Groups: []string{"system:masters"}})
 	if err != nil {
 		return nil, err
 	}
@@ -142,7 +149,7 @@ func (c *controllers) programs(l *layout, show *progress) (all []*child, err err
 			"--service-account-private-key-file", l.pki.File("sa.key"), "--root-ca-file", l.pki.File("ca.crt"),
 			"--cluster-signing-cert-file", l.pki.File("ca.crt"), "--cluster-signing-key-file", l.pki.File("ca.key")}},
 		{"kube-scheduler", []string{"--kubeconfig", scheduler, "--leader-elect=false", "--secure-port=0"}},
-		{"kwok", []string{"--kubeconfig", l.pki.AdminKubeconfig(), "--config", stages,
+		{"kwok", []string{"--kubeconfig", nodes, "--config", stages,
 			"--manage-all-nodes=false", "--manage-nodes-with-annotation-selector", fakeNode + "=fake",
 			"--node-ip", "127.0.0.1", "--node-port", port, "--cidr", "10.244.0.0/16",
 			"--tls-cert-file", serving, "--tls-private-key-file", key,

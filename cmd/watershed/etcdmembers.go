@@ -1,12 +1,19 @@
 package main
 
 import (
+	"errors"
 	"fmt"
+	"log/slog"
+	"net"
 	"os"
 	"path/filepath"
+	"regexp"
+	"strconv"
 	"strings"
+	"syscall"
 
 	"watershed.dev/cmd/watershed/snapshot"
+	"watershed.dev/platform/pki"
 )
 
 // configFile returns the path of the configuration of a process of split.
@@ -14,9 +21,12 @@ func (l *layout) configFile(process string) string {
 	return filepath.Join(l.dir, "config", process+".yaml")
 }
 
-// previousPeers returns the peer addresses that the members of etcd had at the previous start, by number. etcd stores
-// them in its data, and its members connect only to them. A single member has none.
+// previousPeers returns the peer addresses in the configuration of etcd's members, by number, if any member has data. A
+// member's data has these addresses, so a start cannot choose others. A single member has none.
 func (l *layout) previousPeers() (peers []string, err error) {
+	if _, several := l.etcdData(); !several {
+		return nil, nil
+	}
 	members, err := snapshot.MembersOf(l.dir)
 	if err != nil {
 		return nil, err
@@ -29,31 +39,99 @@ func (l *layout) previousPeers() (peers []string, err error) {
 	return peers, nil
 }
 
+// etcdData reports whether the directory has the data of a single member of etcd, and of any of several members.
+func (l *layout) etcdData() (single, several bool) {
+	files, _ := os.ReadDir(l.dir)
+	for _, f := range files {
+		single = single || f.Name() == "etcd"
+		several = several || memberName.MatchString(f.Name())
+	}
+	return single, several
+}
+
+var memberName = regexp.MustCompile(`^etcd-[0-9]+$`)
+
 // checkEtcdMembers returns an error if the directory has the data of an etcd with another number of members. etcd would
 // start empty, as if all objects were lost, or have no quorum.
 func (l *layout) checkEtcdMembers(members int) error {
-	has := func(name string) bool {
-		_, err := os.Stat(filepath.Join(l.dir, name))
-		return err == nil
-	}
-	single, several := has("etcd"), has("etcd-0")
-	if members == 1 && single || !single && !several {
+	single, several := l.etcdData()
+	switch {
+	case single && several:
+		return fmt.Errorf("--data-dir %q has an etcd of a single member (etcd) and of several (etcd-0): move the data "+
+			"away that is not used", l.dir)
+	case members == 1 && single || !single && !several:
 		return nil
 	}
 	found := "a single member"
 	if several {
 		previous, err := l.previousPeers()
-		if err != nil {
+		switch number := len(previous); {
+		case err != nil:
 			return err
-		}
-		number := len(previous)
-		if members > 1 && (number == 0 || number == members) {
+		case number <= 1:
+			return fmt.Errorf("--data-dir %q has an etcd of several members, and %s does not have their addresses: "+
+				"restore that file, or move etcd* and nats* away, run this with --dry-run, and restore a snapshot",
+				l.dir, l.configFile("etcd-0"))
+		case number == members:
 			return nil
-		}
-		if found = "several members"; number > 1 {
+		default:
 			found = fmt.Sprintf("%d members", number)
 		}
 	}
 	return fmt.Errorf("--data-dir %q has an etcd of %s, not of %d (split --replicas etcd=N): start that number, or "+
 		"move its etcd* and nats* away to begin with an empty etcd", l.dir, found, members)
+}
+
+// checkPorts returns an error if another process has the port of the gateways, or a peer address in etcd's data. The
+// gateways share their port: without the check, two splits would each receive a part of the connections.
+func (s *splitRun) checkPorts() error {
+	bind, _ := s.flags.GetString("bind-address")
+	if err := checkFree(net.JoinHostPort(bind, strconv.Itoa(s.port))); err != nil {
+		return fmt.Errorf("--bind-address %q and --secure-port %d: %w", bind, s.port, err)
+	}
+	peers, err := s.previousPeers()
+	for _, peer := range peers {
+		if err := checkFree(peer); err != nil {
+			return fmt.Errorf("--data-dir %q: a member of its etcd keeps its address: %w", s.dir, err)
+		}
+	}
+	return err
+}
+
+// checkFree returns an error if this process cannot listen on an address.
+func checkFree(address string) error {
+	l, err := net.Listen("tcp", address)
+	if errors.Is(err, syscall.EADDRINUSE) {
+		return fmt.Errorf("%w: stop the process that has the port", err)
+	}
+	if err != nil {
+		return err
+	}
+	return l.Close()
+}
+
+// checkEtcdServers returns an error if the cluster of the directory is in an etcd elsewhere, and servers names none. The
+// start would begin an empty cluster with the same certificates.
+func (l *layout) checkEtcdServers(command string, servers []string) error {
+	path := filepath.Join(l.dir, snapshot.EtcdServersFile)
+	previous, err := os.ReadFile(path)
+	if len(servers) > 0 || errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("--data-dir %q: %w", l.dir, err)
+	}
+	return fmt.Errorf("%s without --etcd-servers: the cluster of --data-dir %q is in %s: start up with that flag, or "+
+		"remove %s to use the etcd of this directory", command, l.dir, strings.TrimSpace(string(previous)), path)
+}
+
+// recordEtcdServers records the servers of an etcd outside of this directory, for checkEtcdServers.
+func (l *layout) recordEtcdServers(servers []string) {
+	if len(servers) == 0 {
+		return
+	}
+	path := filepath.Join(l.dir, snapshot.EtcdServersFile)
+	if err := pki.WriteFile(path, []byte(strings.Join(servers, ",")+"\n"), 0o600); err != nil {
+		slog.Warn("The servers of etcd are not recorded", "error", err)
+	}
 }

@@ -72,11 +72,11 @@ func openLayout(dir, bind string, port int, hosts []string, logs logFiles) (*lay
 	if err := logs.validate(); err != nil {
 		return nil, err
 	}
-	dir, err := filepath.Abs(dir)
-	if err != nil {
-		return nil, err
-	}
 	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
+	}
+	dir, err := process.Resolve(dir)
+	if err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
 	if err := process.RestrictDirectory(dir); err != nil {
@@ -109,8 +109,12 @@ func openLayout(dir, bind string, port int, hosts []string, logs logFiles) (*lay
 	return l, l.pki.Open()
 }
 
-// advertised returns the names and addresses that the gateway advertises. Its certificate must include them.
+// advertised returns the names and addresses that the gateway advertises, and the address of the Service kubernetes.
+// Its certificate must include them.
 func advertised(fs *pflag.FlagSet) (names []string) {
+	for _, ip := range serviceIPs(fs) {
+		names = append(names, ip.String())
+	}
 	for _, flag := range []string{"advertise-address", "external-hostname"} {
 		name, _ := fs.GetString(flag)
 		if host, _, err := net.SplitHostPort(name); err == nil {

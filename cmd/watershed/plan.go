@@ -81,7 +81,8 @@ func (s *splitRun) plan() ([]*child, error) {
 }
 
 // removeOthers removes the configuration of processes that are not in the plan, such as processes of another placement.
-// status and check expect a process for each configuration. Other files of the directory stay.
+// status and check expect a process for each configuration. It also removes the addresses that processes received from
+// xDS before: in a copied directory, these are the sockets of the original. Other files of the directory stay.
 func (s *splitRun) removeOthers(planned []*child) error {
 	sets := slices.Collect(maps.Keys(stores))
 	for _, placement := range placements {
@@ -96,6 +97,12 @@ func (s *splitRun) removeOthers(planned []*child) error {
 		isPlanned := slices.ContainsFunc(planned, func(p *child) bool { return p.config == path })
 		if ofProcess.MatchString(f.Name()) && !isPlanned {
 			err = errors.Join(err, os.Remove(path))
+		}
+	}
+	received, _ := os.ReadDir(filepath.Join(s.dir, "xds"))
+	for _, d := range received {
+		if d.IsDir() {
+			err = errors.Join(err, os.RemoveAll(filepath.Join(s.dir, "xds", d.Name())))
 		}
 	}
 	return err

@@ -82,13 +82,12 @@ func (s *splitRun) serveControl(ctx context.Context) error {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
-		for name := range r.PostForm {
-			if err := s.scale(name, r.PostForm.Get(name)); err != nil {
-				http.Error(w, err.Error(), http.StatusBadRequest)
-				return
-			}
-			fmt.Fprintf(w, "%s: %s\n", name, r.PostForm.Get(name))
+		report, err := s.scaleAll(r.PostForm)
+		if err != nil {
+			http.Error(w, report+err.Error(), http.StatusBadRequest)
+			return
 		}
+		fmt.Fprint(w, report)
 	})
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
 	defer context.AfterFunc(ctx, func() { srv.Close() })()
@@ -101,24 +100,44 @@ func (s *splitRun) serveControl(ctx context.Context) error {
 // propagationDelay is the time until all processes have received a change of the replicas file.
 const propagationDelay = 2 * xds.FilePeriod
 
+// scaleAll changes the numbers of processes of sets, unless any number is invalid. It returns a line for each set that
+// it has changed.
+func (s *splitRun) scaleAll(to url.Values) (report string, err error) {
+	numbers := map[string]int{}
+	for name := range to {
+		n, err := strconv.Atoi(to.Get(name))
+		if !slices.ContainsFunc(s.sets, func(set set) bool { return set.name == name }) || err != nil ||
+			n < 1 || n > maxScale {
+			var names []string
+			for _, set := range s.sets {
+				names = append(names, set.name)
+			}
+			return "", fmt.Errorf("%s=%s: want a name (%s) and a number from 1 to %d", name, to.Get(name),
+				strings.Join(names, ", "), maxScale)
+		}
+		numbers[name] = n
+	}
+	for _, set := range s.sets {
+		n, ok := numbers[set.name]
+		if !ok {
+			continue
+		}
+		if err := s.scale(set, n); err != nil {
+			return report, err
+		}
+		report += fmt.Sprintf("%s: %d\n", set.name, n)
+	}
+	return report, nil
+}
+
 // scale changes the number of a set's processes. A new process is published after its start, and receives calls
 // once its health is SERVING. A removed process is first removed from the replicas file. It is stopped after
 // propagationDelay: it then reports NOT_SERVING and finishes its calls.
-func (s *splitRun) scale(name, number string) error {
-	i := slices.IndexFunc(s.sets, func(set set) bool { return set.name == name })
-	n, err := strconv.Atoi(number)
-	if i < 0 || err != nil || n < 1 || n > maxScale {
-		var names []string
-		for _, set := range s.sets {
-			names = append(names, set.name)
-		}
-		return fmt.Errorf("%s=%s: want a name (%s) and a number from 1 to %d", name, number,
-			strings.Join(names, ", "), maxScale)
-	}
+func (s *splitRun) scale(set set, n int) error {
 	s.scaling.Lock()
 	defer s.scaling.Unlock()
 	for {
-		done, err := s.step(s.sets[i], n)
+		done, err := s.step(set, n)
 		if done || err != nil {
 			return err
 		}

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -48,6 +49,9 @@ func (fs *splitFlags) run() error {
 			fmt.Printf("watershed %s\n", strings.Join(p.args, " "))
 		}
 		return nil
+	}
+	if err := s.checkPorts(); err != nil {
+		return err
 	}
 	if err := s.removeOthers(processes); err != nil {
 		return err
@@ -107,7 +111,7 @@ func (fs *splitFlags) newSplit() (*splitRun, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err = l.checkEtcdMembers(counts["etcd"]); err == nil {
+	if err = errors.Join(l.checkEtcdServers("split", nil), l.checkEtcdMembers(counts["etcd"])); err == nil {
 		err = l.createServingCert(fs.FlagSet)
 	}
 	if err != nil {

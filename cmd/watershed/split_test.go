@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -139,6 +140,10 @@ func TestMembersOfEtcdKeepTheirAddresses(t *testing.T) {
 					clusters[settingsIn(t, p.config)["initial-cluster"]] = true
 				}
 			}
+			// The data of etcd-0 may be lost, and other members have their quorum.
+			if err := os.MkdirAll(filepath.Join(dir, "etcd-1"), 0o700); err != nil {
+				t.Fatal(err)
+			}
 		})
 	}
 	if len(clusters) != 1 {
@@ -162,9 +167,16 @@ func TestAStartRemovesTheConfigurationOfOtherProcesses(t *testing.T) {
 	}
 	create(other, "gateway-0")
 	create(s, "front-0", "gateway-0", "etcd-0", "encryption", "gateway-edge", "my-gateway-0")
+	received := filepath.Join(s.dir, "xds", "gateway-0") // in a copied directory, sockets of the original
+	if err := os.MkdirAll(received, 0o700); err != nil {
+		t.Fatal(err)
+	}
 	planned := []*child{{config: s.configFile("front-0")}, {config: s.configFile("etcd-0")}}
 	if err := s.removeOthers(planned); err != nil {
 		t.Fatal(err)
+	}
+	if _, err := os.Stat(received); err == nil {
+		t.Error("addresses of an earlier start are left")
 	}
 	left := func(s *splitRun) (names []string) {
 		files, err := os.ReadDir(filepath.Join(s.dir, "config"))
@@ -193,12 +205,12 @@ func TestTheNumberOfMembersOfEtcdMustNotChange(t *testing.T) {
 		"a new directory":            {nil, "", 3, ""},
 		"a single member again":      {[]string{"etcd"}, "", 1, ""},
 		"three members again":        {[]string{"etcd-0"}, "a=b,c=d,e=f", 3, ""},
-		"three members by hand":      {[]string{"etcd-0"}, "", 3, ""},
-		"both, and a single member":  {[]string{"etcd", "etcd-0"}, "a=b,c=d,e=f", 1, ""},
+		"without the configuration":  {[]string{"etcd-0"}, "", 3, "config/etcd-0.yaml does not have their addresses"},
+		"to one, without addresses":  {[]string{"etcd-0"}, "a=b", 1, "does not have their addresses"},
+		"both, and a single member":  {[]string{"etcd", "etcd-0"}, "a=b,c=d,e=f", 1, "move the data away"},
 		"from a single member":       {[]string{"etcd"}, "", 3, "has an etcd of a single member, not of 3"},
 		"to a single member":         {[]string{"etcd-0"}, "a=b,c=d,e=f", 1, "has an etcd of 3 members, not of 1"},
 		"to five members":            {[]string{"etcd-0"}, "a=b,c=d,e=f", 5, "has an etcd of 3 members, not of 5"},
-		"to a single one, by hand":   {[]string{"etcd-0"}, "", 1, "has an etcd of several members, not of 1"},
 		"of a directory moved aside": {[]string{"etcd-0.before-20261128T153447Z"}, "a=b,c=d,e=f", 1, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -217,6 +229,53 @@ func TestTheNumberOfMembersOfEtcdMustNotChange(t *testing.T) {
 				t.Errorf("got %v, not %q", err, test.refused)
 			}
 		})
+	}
+}
+
+// A start is refused if another process has the port of the gateways, which share it, or the address of a member of
+// etcd, which cannot have another.
+func TestPortsInUse(t *testing.T) {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	flags := pflag.NewFlagSet("", pflag.ContinueOnError)
+	flags.String("bind-address", "127.0.0.1", "")
+	s := &splitRun{layout: &layout{dir: t.TempDir()}, flags: flags}
+	check := func(want string) {
+		t.Helper()
+		err := s.checkPorts()
+		if want == "" && err != nil || want != "" && (err == nil || !strings.Contains(err.Error(), want)) {
+			t.Errorf("got %v, not %q", err, want)
+		}
+	}
+	check("")
+	address := listener.Addr().(*net.TCPAddr)
+	s.port = address.Port
+	check("--secure-port")
+	s.port = 0
+	if err := errors.Join(os.Mkdir(filepath.Join(s.dir, "etcd-0"), 0o700),
+		os.Mkdir(filepath.Join(s.dir, "config"), 0o700), writeYAML(s.configFile("etcd-0"), map[string]any{
+			"initial-cluster": "etcd-0=https://127.0.0.1:0,etcd-1=https://" + address.String(),
+		})); err != nil {
+		t.Fatal(err)
+	}
+	check("a member of its etcd keeps its address")
+}
+
+// A start without --etcd-servers is refused after a start with it: the cluster would be empty.
+func TestAnEtcdOutsideOfTheDirectoryIsNotForgotten(t *testing.T) {
+	l := &layout{dir: t.TempDir()}
+	servers := []string{"https://a:1", "https://b:1"}
+	if err := errors.Join(l.checkEtcdServers("up", nil), l.checkEtcdServers("up", servers)); err != nil {
+		t.Fatal(err)
+	}
+	l.recordEtcdServers(servers)
+	err := l.checkEtcdServers("up", nil)
+	if err == nil || !strings.Contains(err.Error(), "up without --etcd-servers") ||
+		!strings.Contains(err.Error(), "is in https://a:1,https://b:1") {
+		t.Errorf("got %v", err)
 	}
 }
 
@@ -478,5 +537,27 @@ func TestMembersOfEtcdStopAfterEachOther(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// A request to scale with an invalid number changes nothing.
+func TestScaleChecksAllNumbersFirst(t *testing.T) {
+	s := &splitRun{sets: placements["split"], counts: map[string]int{}}
+	for _, to := range []url.Values{{"gateway": {"2"}, "nats": {"3"}}, {"gateway": {"2"}, "authn": {"0"}},
+		{"gateway": {"65"}}, {"gateway": {"x"}}} {
+		if report, err := s.scaleAll(to); err == nil || report != "" || len(s.processes) > 0 {
+			t.Errorf("%v: %q, %v", to, report, err)
+		}
+	}
+}
+
+// The serving certificate has the address of the Service kubernetes.
+func TestTheCertificateHasTheServicesAddress(t *testing.T) {
+	for ranges, want := range map[string]string{"10.43.0.0/16,fd00::/108": "[10.43.0.1]", "x": "[]"} {
+		fs := pflag.NewFlagSet("", pflag.ContinueOnError)
+		fs.String("service-cluster-ip-range", ranges, "")
+		if got := fmt.Sprint(advertised(fs)); got != want {
+			t.Errorf("%s: %s, not %s", ranges, got, want)
+		}
 	}
 }

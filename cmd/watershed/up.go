@@ -66,6 +66,7 @@ func (fs *upFlags) run() error {
 	go l.pki.Renew(ctx)
 	show.say("Watershed %s starts in %s", version.Release(), l.dir)
 	return lifecycle.Run(ctx, runners, observe(show, runners, func() {
+		l.recordEtcdServers(fs.external)
 		show.say(
 			"Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nLogs are in %s. Ctrl-C stops.",
 			time.Since(began).Seconds(),
@@ -109,6 +110,8 @@ type upFlags struct {
 	process     *process.Process
 	// upstream is true for the command kube-apiserver, which has kube-apiserver's defaults and logs to standard error.
 	upstream bool
+	// external are the servers of an etcd outside of the data directory.
+	external []string
 }
 
 func newUpFlags(flags *pflag.FlagSet) *upFlags {
@@ -126,8 +129,11 @@ func (fs *upFlags) stores(l *layout) (runners []lifecycle.Runner, err error) {
 	if fs.upstream {
 		settings = l.upstreamSettings(fs.FlagSet)
 	}
-	external, _ := fs.GetStringSlice("etcd-servers")
-	if len(external) == 0 {
+	fs.external, _ = fs.GetStringSlice("etcd-servers")
+	if err := l.checkEtcdServers("up", fs.external); err != nil {
+		return nil, err
+	}
+	if len(fs.external) == 0 {
 		if err := l.checkEtcdMembers(1); err != nil {
 			return nil, err
 		}

@@ -282,11 +282,13 @@ func (s *Server) leaf(l pki.Leaf) (cert, key string) {
 	return cert, key
 }
 
-// Eventually polls f until it returns nil. After within it fails the test with f's last error.
+// Eventually polls f until it returns nil. After within it fails the test with f's last error. It repeats a long call
+// less often, because other tests use the processors.
 func Eventually(t testing.TB, within time.Duration, f func() error) {
 	t.Helper()
 	deadline := time.Now().Add(within)
 	for {
+		began := time.Now()
 		err := f()
 		if err == nil {
 			return
@@ -294,7 +296,7 @@ func Eventually(t testing.TB, within time.Duration, f func() error) {
 		if time.Now().After(deadline) {
 			t.Fatalf("not within %s: %v", within, err)
 		}
-		time.Sleep(50 * time.Millisecond)
+		time.Sleep(max(50*time.Millisecond, min(time.Second, 3*time.Since(began))))
 	}
 }
 

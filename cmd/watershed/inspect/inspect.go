@@ -25,6 +25,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/yaml"
 
+	"watershed.dev/cmd/certgen"
 	"watershed.dev/platform/process"
 )
 
@@ -81,11 +82,12 @@ func (o *Options) ThroughGateway() bool {
 func (o *Options) Config() (*rest.Config, error) {
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
 	rules.ExplicitPath = o.Kubeconfig
-	if !o.ThroughGateway() {
+	overrides := &clientcmd.ConfigOverrides{CurrentContext: o.Context}
+	if !o.ThroughGateway() { // the user may have selected another cluster in the file
 		rules.ExplicitPath = filepath.Join(o.DataDir, "admin.kubeconfig")
+		overrides.CurrentContext = certgen.ClusterName
 	}
-	c, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules,
-		&clientcmd.ConfigOverrides{CurrentContext: o.Context}).ClientConfig()
+	c, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, overrides).ClientConfig()
 	if err != nil {
 		return nil, fmt.Errorf("--kubeconfig %q: %w", rules.ExplicitPath, err)
 	}

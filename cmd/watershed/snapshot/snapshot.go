@@ -12,6 +12,8 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
+	"slices"
 	"strings"
 	"time"
 
@@ -24,6 +26,7 @@ import (
 	"watershed.dev/cmd/watershed/inspect"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
+	"watershed.dev/platform/recovery"
 )
 
 // Command is the parent of save and restore.
@@ -100,17 +103,27 @@ func (s *Save) Run(ctx context.Context, w io.Writer) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, s.Timeout)
 	defer cancel()
-	manager := snapshot.NewV3(zap.NewNop())
-	if _, err := manager.Save(ctx, conf, s.File); err != nil {
+	if _, err := snapshot.NewV3(zap.NewNop()).Save(ctx, conf, s.File); err != nil {
 		return fmt.Errorf("--etcd-servers %q: %w", s.Servers[0], err)
 	}
-	status, err := manager.Status(s.File)
+	status, err := statusOf(s.File)
 	if err != nil {
-		return fmt.Errorf("%s: %w", s.File, err)
+		return err
 	}
 	_, err = fmt.Fprintf(w, "%s: revision %d, %d keys, %.1f MB, hash %08x\n", s.File, status.Revision, status.TotalKey,
 		float64(status.TotalSize)/1e6, status.Hash)
 	return err
+}
+
+// statusOf describes a snapshot. etcd's code panics for a database that is not of etcd.
+func statusOf(file string) (status snapshot.Status, err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("%s cannot be read as a snapshot of etcd: %w", file, err)
+		}
+	}()
+	defer recovery.ToError("etcd's code", &err)
+	return snapshot.NewV3(zap.NewNop()).Status(file)
 }
 
 // ofDataDir selects the etcd of a data directory: the socket of `up`, or the first member of `split`.
@@ -147,14 +160,18 @@ type Member struct {
 	Cluster string `json:"initial-cluster"`
 }
 
+// EtcdServersFile is the file of a data directory that has the servers of an etcd outside of the directory.
+const EtcdServersFile = "etcd-servers"
+
 // unusedPeer is the peer URL of a single member, which has no peers.
 const unusedPeer = "http://localhost:1"
 
 // MembersOf returns the members of etcd in a data directory of `split` or `up`.
 func MembersOf(dir string) ([]Member, error) {
+	single := []Member{{Dir: filepath.Join(dir, "etcd")}}
 	files, _ := fs.Glob(os.DirFS(dir), "config/etcd-*.yaml")
 	if len(files) == 0 {
-		return []Member{{Dir: filepath.Join(dir, "etcd")}}, nil
+		return single, nil
 	}
 	var all []Member
 	for _, f := range files {
@@ -169,6 +186,13 @@ func MembersOf(dir string) ([]Member, error) {
 		}
 		m.Dir = filepath.Join(dir, filepath.Base(m.Dir)) // the directory may be a copy, or may have moved
 		all = append(all, m)
+	}
+	exists := func(m Member) bool {
+		_, err := os.Stat(m.Dir)
+		return err == nil
+	}
+	if len(all) > 1 && !slices.ContainsFunc(all, exists) && exists(single[0]) { // `up` has run since
+		return single, nil
 	}
 	return all, nil
 }
@@ -199,38 +223,20 @@ func (r *Restore) AddFlags(fs *pflag.FlagSet) {
 
 // Run restores the snapshot, and prints the next steps.
 func (r *Restore) Run(w io.Writer) error {
-	status, err := snapshot.NewV3(zap.NewNop()).Status(r.File)
+	status, err := statusOf(r.File)
 	if err != nil {
-		return fmt.Errorf("%s: %w", r.File, err)
+		return err
 	}
-	members := []Member{r.Member}
-	if r.Member.Dir == "" {
-		unlock, err := lock(r.DataDir)
-		if err != nil {
-			return err
-		}
-		defer unlock()
-		if members, err = MembersOf(r.DataDir); err != nil {
-			return err
-		}
-		if err := r.moveAside(w, members); err != nil {
-			return err
-		}
+	restored := []Member{r.Member}
+	if r.Member.Dir != "" {
+		err = r.restore(r.Member, r.Member.Dir)
+	} else {
+		restored, err = r.restoreDataDir(w)
 	}
-	for _, m := range members {
-		name, peer := cmp.Or(m.Name, "watershed"), cmp.Or(m.Peer, unusedPeer)
-		if err := snapshot.NewV3(zap.NewNop()).Restore(snapshot.RestoreConfig{
-			SnapshotPath:        r.File,
-			Name:                name,
-			OutputDataDir:       m.Dir,
-			PeerURLs:            []string{peer},
-			InitialCluster:      cmp.Or(m.Cluster, name+"="+peer),
-			InitialClusterToken: "etcd-cluster",
-			RevisionBump:        r.Bump,
-			MarkCompacted:       r.Bump > 0,
-		}); err != nil {
-			return fmt.Errorf("restore %s into %s: %w", r.File, m.Dir, err)
-		}
+	if err != nil {
+		return err
+	}
+	for _, m := range restored {
 		fmt.Fprintf(w, "Restored revision %d into %s\n", status.Revision, m.Dir)
 	}
 	_, err = fmt.Fprintln(w,
@@ -238,37 +244,109 @@ func (r *Restore) Run(w io.Writer) error {
 	return err
 }
 
-// lock locks a data directory as `up` and `split` do.
-func lock(dir string) (unlock func(), err error) {
-	f, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_RDWR, 0)
+// restoreDataDir restores the members of DataDir beside their data, and then moves the data aside. An error leaves the
+// data in its place.
+func (r *Restore) restoreDataDir(w io.Writer) ([]Member, error) {
+	dir, err := process.Resolve(r.DataDir)
 	if err != nil {
-		return nil, fmt.Errorf("--data-dir %q: %w; set the directory of `up` or `split`, or --etcd-data-dir", dir, err)
+		return nil, err
+	}
+	unlock, err := lock(dir)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	if servers, err := os.ReadFile(filepath.Join(dir, EtcdServersFile)); err == nil {
+		return nil, fmt.Errorf("--data-dir %q: its etcd is %s: restore the members of that etcd, with --etcd-data-dir",
+			dir, strings.TrimSpace(string(servers)))
+	}
+	members, err := MembersOf(dir)
+	if err != nil {
+		return nil, err
+	}
+	stamp := time.Now().UTC().Format("20060102T150405Z")
+	var moves []move
+	for _, m := range members {
+		restoring := m.Dir + ".restoring-" + stamp
+		defer os.RemoveAll(restoring) // it is renamed unless an error has occurred
+		if err := r.restore(m, restoring); err != nil {
+			return nil, err
+		}
+		moves = append(moves, move{restoring, m.Dir})
+	}
+	files, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	for _, f := range files {
+		if old := filepath.Join(dir, f.Name()); dataOfStores.MatchString(f.Name()) {
+			moves = slices.Insert(moves, 0, move{old, old + ".before-" + stamp})
+			fmt.Fprintf(w, "Moving %s to %s\n", old, old+".before-"+stamp)
+		}
+	}
+	return members, moveAll(moves)
+}
+
+// dataOfStores matches the names of the data directories of etcd and of the event log, which registry writes again.
+var dataOfStores = regexp.MustCompile(`^(etcd|nats)(-[0-9]+)?$`)
+
+// move is a change of a directory's name.
+type move struct{ from, to string }
+
+// moveAll renames directories in order. If that fails, it restores the names.
+func moveAll(moves []move) error {
+	for i, m := range moves {
+		err := os.Rename(m.from, m.to)
+		if err == nil {
+			continue
+		}
+		for _, done := range slices.Backward(moves[:i]) {
+			err = errors.Join(err, os.Rename(done.to, done.from))
+		}
+		return err
+	}
+	return nil
+}
+
+// restore restores a member into an empty or a new directory.
+func (r *Restore) restore(m Member, dir string) error {
+	name, peer := cmp.Or(m.Name, "watershed"), cmp.Or(m.Peer, unusedPeer)
+	if err := snapshot.NewV3(zap.NewNop()).Restore(snapshot.RestoreConfig{
+		SnapshotPath:        r.File,
+		Name:                name,
+		OutputDataDir:       dir,
+		PeerURLs:            []string{peer},
+		InitialCluster:      cmp.Or(m.Cluster, name+"="+peer),
+		InitialClusterToken: "etcd-cluster",
+		RevisionBump:        r.Bump,
+		MarkCompacted:       r.Bump > 0,
+	}); err != nil {
+		return fmt.Errorf("%s is not restored into %s: want the file of a snapshot, and space for its objects: %w",
+			r.File, dir, err)
+	}
+	return nil
+}
+
+// lock locks a data directory as `up` and `split` do. On a new machine, the directory may have pki only.
+func lock(dir string) (unlock func(), err error) {
+	exists := func(name string) bool {
+		_, err := os.Stat(filepath.Join(dir, name))
+		return err == nil
+	}
+	if !exists("lock") && !exists("pki") {
+		return nil, fmt.Errorf("--data-dir %q has no lock and no pki: set the directory of `up` or `split`, or "+
+			"--etcd-data-dir", dir)
+	}
+	if err := process.RestrictDirectory(dir); err != nil {
+		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
+	}
+	f, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
 	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		f.Close()
 		return nil, fmt.Errorf("--data-dir %q is in use: stop Watershed first", dir)
 	}
 	return func() { f.Close() }, nil
-}
-
-// moveAside renames the data directories of etcd and of the event log. Registry writes a new log.
-func (r *Restore) moveAside(w io.Writer, members []Member) error {
-	dirs, _ := filepath.Glob(filepath.Join(r.DataDir, "nats"))
-	more, _ := filepath.Glob(filepath.Join(r.DataDir, "nats-[0-9]"))
-	dirs = append(dirs, more...)
-	for _, m := range members {
-		dirs = append(dirs, m.Dir)
-	}
-	suffix := ".before-" + time.Now().UTC().Format("20060102T150405Z")
-	for _, dir := range dirs {
-		err := os.Rename(dir, dir+suffix)
-		switch {
-		case errors.Is(err, os.ErrNotExist):
-		case err != nil:
-			return err
-		default:
-			fmt.Fprintf(w, "Moved %s to %s\n", dir, dir+suffix)
-		}
-	}
-	return nil
 }

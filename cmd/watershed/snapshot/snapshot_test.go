@@ -2,12 +2,15 @@ package snapshot
 
 import (
 	"context"
+	"errors"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/spf13/pflag"
+	"go.etcd.io/bbolt"
 	"golang.org/x/sys/unix"
 )
 
@@ -33,6 +36,13 @@ func TestMembers(t *testing.T) {
 		Peer: "https://h:1",
 	}
 	if err != nil || all[1] != want {
+		t.Errorf("%+v, %v", all, err)
+	}
+	single := filepath.Join(dir, "etcd") // the members were moved away, and up has run since
+	if err := os.Mkdir(single, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if all, err := MembersOf(dir); err != nil || len(all) != 1 || all[0] != (Member{Dir: single}) {
 		t.Errorf("%+v, %v", all, err)
 	}
 }
@@ -80,4 +90,70 @@ func TestBadInput(t *testing.T) {
 func (s *Save) run(server string) error {
 	s.Servers = []string{server}
 	return s.Run(context.Background(), os.Stderr)
+}
+
+// A restore that fails changes nothing. A restore into the directory of an etcd elsewhere is refused.
+func TestAFailedRestoreChangesNothing(t *testing.T) {
+	dir := t.TempDir()
+	data := filepath.Join(dir, "etcd", "member", "snap")
+	if err := os.MkdirAll(data, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	db, err := bbolt.Open(filepath.Join(data, "db"), 0o600, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(db.Update(func(tx *bbolt.Tx) error {
+		for _, name := range []string{"cluster", "key", "meta"} {
+			if _, err := tx.CreateBucket([]byte(name)); err != nil {
+				return err
+			}
+		}
+		return nil
+	}), db.Close()); err != nil {
+		t.Fatal(err)
+	}
+	check := func(want string) {
+		t.Helper()
+		err := (&Restore{File: filepath.Join(data, "db"), DataDir: dir}).Run(io.Discard) // no snapshot: it has no hash
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, not %q", err, want)
+		}
+		if files, err := filepath.Glob(filepath.Join(dir, "etcd*", "member")); err != nil || len(files) != 1 ||
+			files[0] != filepath.Join(dir, "etcd", "member") {
+			t.Errorf("there are %q, %v", files, err)
+		}
+	}
+	check("has no lock and no pki")
+	if err := os.Mkdir(filepath.Join(dir, "pki"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	check("is not restored")
+	if err := os.WriteFile(filepath.Join(dir, EtcdServersFile), []byte("https://a:1\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	check("its etcd is https://a:1")
+}
+
+// Directories keep their names if any cannot be renamed, such as a mount point.
+func TestMovesAreUndone(t *testing.T) {
+	dir := t.TempDir()
+	path := func(name string) string { return filepath.Join(dir, name) }
+	for _, name := range []string{"etcd", "restored"} {
+		if err := os.Mkdir(path(name), 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	moves := []move{{path("etcd"), path("etcd.before")}, {path("restored"), path("etcd")}, {path("absent"), path("nats")}}
+	if err := moveAll(moves); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("got %v", err)
+	}
+	for _, name := range []string{"etcd", "restored"} {
+		if _, err := os.Stat(path(name)); err != nil {
+			t.Error(err)
+		}
+	}
+	if err := moveAll(moves[:2]); err != nil {
+		t.Error(err)
+	}
 }

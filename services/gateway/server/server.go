@@ -382,16 +382,20 @@ func (c *Config) listen(ctx context.Context, addr string) (net.Listener, error) 
 	return lc.Listen(ctx, "tcp", addr)
 }
 
-// discardLogger discards net/http's messages about clients that disconnect. It counts failed TLS handshakes, as
-// upstream does (k8s.io/apiserver/pkg/server/secure_serving.go).
+// discardLogger discards net/http's messages about clients that disconnect. It logs that connections cannot be
+// accepted, and counts failed TLS handshakes, as upstream does (k8s.io/apiserver/pkg/server/secure_serving.go).
 func discardLogger() *log.Logger { return log.New(handshakeErrors{}, "", 0) }
 
 type handshakeErrors struct{}
 
 // Write implements io.Writer.
 func (handshakeErrors) Write(message []byte) (int, error) {
-	if bytes.Contains(message, []byte("TLS handshake error")) {
+	switch {
+	case bytes.Contains(message, []byte("TLS handshake error")):
 		metrics.TLSHandshakeErrors.Inc()
+	case bytes.Contains(message, []byte("Accept error")): // net/http waits up to 1 s after each
+		slog.Error("The gateway cannot accept connections; raise the limit of open files (ulimit -n)", "error",
+			string(bytes.TrimSpace(message)))
 	}
 	return len(message), nil
 }
