@@ -289,8 +289,8 @@ func TestTwoRunsAgree(t *testing.T) {
 	}
 }
 
-// A user's kubeconfig keeps the user's changes: a namespace, another cluster, the current context. It gets the gateway's
-// address, and no other field stays in the own entries.
+// A user's kubeconfig keeps the user's changes: a namespace, another cluster, the current context. It gets the
+// gateway's address, and no other field stays in the own entries.
 func TestAKubeconfigKeepsTheChangesOfItsUser(t *testing.T) {
 	p := &PKI{Dir: t.TempDir(), Gateway: "https://a:1", Hosts: []string{"10.96.0.1", "b"}}
 	open := func() *clientcmdapi.Config {

@@ -126,7 +126,11 @@ func (c *controllers) programs(l *layout, show *progress) (all []*child, err err
 	if err != nil {
 		return nil, err
 	}
-	nodes, err := l.pki.Issue(certgen.Component{Name: nodesClient, User: nodesClient, Groups: []string{"system:masters"}})
+	nodes, err := l.pki.Issue(certgen.Component{
+		Name:   nodesClient,
+		User:   nodesClient,
+		Groups: []string{"system:masters"},
+	})
 	if err != nil {
 		return nil, err
 	}

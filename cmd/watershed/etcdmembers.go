@@ -110,8 +110,8 @@ func checkFree(address string) error {
 	return l.Close()
 }
 
-// checkEtcdServers returns an error if the cluster of the directory is in an etcd elsewhere, and servers names none. The
-// start would begin an empty cluster with the same certificates.
+// checkEtcdServers returns an error if the cluster of the directory is in an etcd elsewhere, and servers names none.
+// The start would begin an empty cluster with the same certificates.
 func (l *layout) checkEtcdServers(command string, servers []string) error {
 	path := filepath.Join(l.dir, snapshot.EtcdServersFile)
 	previous, err := os.ReadFile(path)
@@ -121,8 +121,9 @@ func (l *layout) checkEtcdServers(command string, servers []string) error {
 	if err != nil {
 		return fmt.Errorf("--data-dir %q: %w", l.dir, err)
 	}
-	return fmt.Errorf("%s without --etcd-servers: the cluster of --data-dir %q is in %s: start up with that flag, or "+
-		"remove %s to use the etcd of this directory", command, l.dir, strings.TrimSpace(string(previous)), path)
+	return fmt.Errorf("--etcd-servers is not set for %s: the cluster of --data-dir %q is in %s: start up with that "+
+		"flag, or remove %s to use the etcd of this directory", command, l.dir, strings.TrimSpace(string(previous)),
+		path)
 }
 
 // recordEtcdServers records the servers of an etcd outside of this directory, for checkEtcdServers.

@@ -273,7 +273,7 @@ func TestAnEtcdOutsideOfTheDirectoryIsNotForgotten(t *testing.T) {
 	}
 	l.recordEtcdServers(servers)
 	err := l.checkEtcdServers("up", nil)
-	if err == nil || !strings.Contains(err.Error(), "up without --etcd-servers") ||
+	if err == nil || !strings.Contains(err.Error(), "--etcd-servers is not set for up") ||
 		!strings.Contains(err.Error(), "is in https://a:1,https://b:1") {
 		t.Errorf("got %v", err)
 	}

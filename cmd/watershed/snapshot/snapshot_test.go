@@ -144,7 +144,11 @@ func TestMovesAreUndone(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	moves := []move{{path("etcd"), path("etcd.before")}, {path("restored"), path("etcd")}, {path("absent"), path("nats")}}
+	moves := []move{
+		{path("etcd"), path("etcd.before")},
+		{path("restored"), path("etcd")},
+		{path("absent"), path("nats")},
+	}
 	if err := moveAll(moves); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("got %v", err)
 	}

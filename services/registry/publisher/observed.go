@@ -31,8 +31,8 @@ func (p *Publisher) Observe(e *logv1.Event) {
 	p.observed.Observe(e, key)
 }
 
-// InEpoch returns an error unless this registry has read the log up to a revision, and etcd is in the epoch of that log.
-// A log that was kept beside another etcd is in an earlier epoch, until a publisher begins the next.
+// InEpoch returns an error unless this registry has read the log up to a revision, and etcd is in that log's epoch. A
+// log that was kept beside another etcd is in an earlier epoch, until a publisher begins the next.
 func (p *Publisher) InEpoch(ctx context.Context, read int64) error {
 	end := p.observed.End()
 	if end.Empty || end.Last.Revision < read {
