@@ -330,8 +330,8 @@ func (p *PKI) write(k kubeconfig) (err error) {
 // ClusterName is the name of the cluster and of the context in kubeconfigs.
 const ClusterName = "watershed"
 
-// keepChanges keeps what a user has added to a kubeconfig: other clusters, users and contexts, the current context, and
-// the namespace of the own context.
+// keepChanges keeps a user's changes of a kubeconfig: other clusters, users and contexts, the current context, and the
+// namespace of the own context.
 func keepChanges(doc map[string]any, path string) {
 	text, err := os.ReadFile(path)
 	var old map[string]any
