@@ -329,10 +329,25 @@ func TestAKubeconfigKeepsTheChangesOfItsUser(t *testing.T) {
 	if got := open(); got.CurrentContext != ClusterName {
 		t.Errorf("the context is %s", got.CurrentContext)
 	}
-	if err := os.WriteFile(p.AdminKubeconfig(), []byte("odd"), 0o600); err != nil {
+	for _, text := range []string{"contexts: [null, {}, {name: 3}, odd]\nclusters: odd\n", "current-context: ''"} {
+		if err := os.WriteFile(p.AdminKubeconfig(), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if got := open(); got.CurrentContext != ClusterName || len(got.Contexts) != 1 {
+			t.Errorf("%s: %+v", text, got)
+		}
+	}
+	if err := os.WriteFile(p.AdminKubeconfig(), []byte("no kubeconfig"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	open()
+	aside, err := filepath.Glob(p.AdminKubeconfig() + ".before-*")
+	if err != nil || len(aside) != 1 {
+		t.Fatalf("%q, %v", aside, err)
+	}
+	if text, err := os.ReadFile(aside[0]); string(text) != "no kubeconfig" {
+		t.Errorf("the copy is %q, %v", text, err)
+	}
 }
 
 // sa.pub must have the public key of sa.key. It may have others, of tokens that were signed before.

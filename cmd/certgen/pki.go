@@ -20,6 +20,7 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"net"
 	"os"
@@ -315,7 +316,9 @@ func (p *PKI) write(k kubeconfig) (err error) {
 		"preferences": map[string]any{},
 	}
 	if !k.service {
-		keepChanges(doc, k.path)
+		if err := keepChanges(doc, k.path); err != nil {
+			return err
+		}
 	}
 	text, err := yaml.Marshal(doc)
 	if err != nil {
@@ -331,32 +334,41 @@ func (p *PKI) write(k kubeconfig) (err error) {
 const ClusterName = "watershed"
 
 // keepChanges keeps a user's changes of a kubeconfig: other clusters, users and contexts, the current context, and the
-// namespace of the own context.
-func keepChanges(doc map[string]any, path string) {
+// namespace of the own context. It moves a file aside that is no kubeconfig.
+func keepChanges(doc map[string]any, path string) error {
 	text, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
 	var old map[string]any
-	if err != nil || yaml.Unmarshal(text, &old) != nil {
-		return
+	if err := yaml.Unmarshal(text, &old); err != nil {
+		aside := path + ".before-" + time.Now().UTC().Format("20060102T150405Z")
+		slog.Warn("The kubeconfig is moved aside, because it cannot be read", "file", path, "to", aside, "error", err)
+		return os.Rename(path, aside)
 	}
 	for _, kind := range []string{"clusters", "users", "contexts"} {
-		own := doc[kind].([]any)
-		more, _ := old[kind].([]any)
-		for _, m := range more {
-			entry, _ := m.(map[string]any)
-			if entry["name"] != own[0].(map[string]any)["name"] {
-				doc[kind] = append(doc[kind].([]any), m)
-				continue
-			}
-			if context, ok := entry["context"].(map[string]any); ok && context["namespace"] != nil {
-				own[0].(map[string]any)["context"].(map[string]any)["namespace"] = context["namespace"]
+		own := doc[kind].([]any)[0].(map[string]any)
+		entries, _ := old[kind].([]any)
+		for _, e := range entries {
+			entry, _ := e.(map[string]any)
+			name, ok := entry["name"].(string)
+			switch context, _ := entry["context"].(map[string]any); {
+			case !ok:
+			case name != own["name"]:
+				doc[kind] = append(doc[kind].([]any), entry)
+			case context["namespace"] != nil:
+				own["context"].(map[string]any)["namespace"] = context["namespace"]
 			}
 		}
 	}
-	for _, c := range doc["contexts"].([]any) {
-		if name := c.(map[string]any)["name"]; name == old["current-context"] {
-			doc["current-context"] = name
-		}
+	current, _ := old["current-context"].(string)
+	if slices.ContainsFunc(doc["contexts"].([]any), func(c any) bool { return c.(map[string]any)["name"] == current }) {
+		doc["current-context"] = current
 	}
+	return nil
 }
 
 // mountedPath returns the path of a file in the pods that read a service's kubeconfig.

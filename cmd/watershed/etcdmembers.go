@@ -24,7 +24,7 @@ func (l *layout) configFile(process string) string {
 // previousPeers returns the peer addresses in the configuration of etcd's members, by number, if any member has data. A
 // member's data has these addresses, so a start cannot choose others. A single member has none.
 func (l *layout) previousPeers() (peers []string, err error) {
-	if _, several := l.etcdData(); !several {
+	if _, several, _ := l.etcdData(); !several {
 		return nil, nil
 	}
 	members, err := snapshot.MembersOf(l.dir)
@@ -40,13 +40,17 @@ func (l *layout) previousPeers() (peers []string, err error) {
 }
 
 // etcdData reports whether the directory has the data of a single member of etcd, and of any of several members.
-func (l *layout) etcdData() (single, several bool) {
+// restoring is the data of an interrupted restore.
+func (l *layout) etcdData() (single, several bool, restoring string) {
 	files, _ := os.ReadDir(l.dir)
 	for _, f := range files {
 		single = single || f.Name() == "etcd"
 		several = several || memberName.MatchString(f.Name())
+		if strings.HasPrefix(f.Name(), "etcd") && strings.Contains(f.Name(), ".restoring-") {
+			restoring = f.Name()
+		}
 	}
-	return single, several
+	return single, several, restoring
 }
 
 var memberName = regexp.MustCompile(`^etcd-[0-9]+$`)
@@ -54,8 +58,11 @@ var memberName = regexp.MustCompile(`^etcd-[0-9]+$`)
 // checkEtcdMembers returns an error if the directory has the data of an etcd with another number of members. etcd would
 // start empty, as if all objects were lost, or have no quorum.
 func (l *layout) checkEtcdMembers(members int) error {
-	single, several := l.etcdData()
+	single, several, restoring := l.etcdData()
 	switch {
+	case restoring != "" && !single && !several:
+		return fmt.Errorf("--data-dir %q has %s of an interrupted restore, and no etcd: restore the snapshot again, "+
+			"and then remove %[2]s", l.dir, restoring)
 	case single && several:
 		return fmt.Errorf("--data-dir %q has an etcd of a single member (etcd) and of several (etcd-0): move the data "+
 			"away that is not used", l.dir)
@@ -121,9 +128,9 @@ func (l *layout) checkEtcdServers(command string, servers []string) error {
 	if err != nil {
 		return fmt.Errorf("--data-dir %q: %w", l.dir, err)
 	}
-	return fmt.Errorf("--etcd-servers is not set for %s: the cluster of --data-dir %q is in %s: start up with that "+
-		"flag, or remove %s to use the etcd of this directory", command, l.dir, strings.TrimSpace(string(previous)),
-		path)
+	return fmt.Errorf("--etcd-servers is not set for %s: the cluster of --data-dir %q is in %s: start with that "+
+		"flag (up), or remove %s to use the etcd of this directory", command, l.dir,
+		strings.TrimSpace(string(previous)), path)
 }
 
 // recordEtcdServers records the servers of an etcd outside of this directory, for checkEtcdServers.

@@ -211,6 +211,7 @@ func TestTheNumberOfMembersOfEtcdMustNotChange(t *testing.T) {
 		"from a single member":       {[]string{"etcd"}, "", 3, "has an etcd of a single member, not of 3"},
 		"to a single member":         {[]string{"etcd-0"}, "a=b,c=d,e=f", 1, "has an etcd of 3 members, not of 1"},
 		"to five members":            {[]string{"etcd-0"}, "a=b,c=d,e=f", 5, "has an etcd of 3 members, not of 5"},
+		"an interrupted restore":     {[]string{"etcd.restoring-20261128T153447Z"}, "", 1, "of an interrupted restore"},
 		"of a directory moved aside": {[]string{"etcd-0.before-20261128T153447Z"}, "a=b,c=d,e=f", 1, ""},
 	} {
 		t.Run(name, func(t *testing.T) {

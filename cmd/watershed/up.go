@@ -130,7 +130,11 @@ func (fs *upFlags) stores(l *layout) (runners []lifecycle.Runner, err error) {
 		settings = l.upstreamSettings(fs.FlagSet)
 	}
 	fs.external, _ = fs.GetStringSlice("etcd-servers")
-	if err := l.checkEtcdServers("up", fs.external); err != nil {
+	command := "up"
+	if fs.upstream {
+		command = "kube-apiserver"
+	}
+	if err := l.checkEtcdServers(command, fs.external); err != nil {
 		return nil, err
 	}
 	if len(fs.external) == 0 {

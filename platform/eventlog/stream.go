@@ -55,7 +55,7 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 	apiErr := (*jetstream.APIError)(nil)
 	if errors.As(err, &apiErr) && apiErr.ErrorCode == invalidConfig {
 		if existing, err := o.ID.stream(ctx, js); err == nil && existing.CachedInfo().Config.Storage != storage {
-			return nil, errOtherStorage
+			return nil, ErrOtherStorage
 		}
 	}
 	if errors.As(err, &apiErr) && cannotReserve(apiErr) {
@@ -68,8 +68,9 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 	return stream, deleteConsumers(ctx, stream)
 }
 
-// errOtherStorage means that the stream has another storage than Options. JetStream refuses to change it.
-var errOtherStorage = errors.New("the stream of the event log has another storage than --log-storage")
+// ErrOtherStorage means that the stream has another storage than Options. JetStream refuses to change it, so the stream
+// must be deleted.
+var ErrOtherStorage = errors.New("the stream of the event log has another storage than --log-storage")
 
 // Error codes of nats-server that package jetstream does not have.
 const (
@@ -243,19 +244,11 @@ func (l LogID) Last(ctx context.Context, js jetstream.JetStream) (id core.ID, se
 // lastEventLookback is how many messages End reads back from the end of the log for its last event.
 const lastEventLookback = 32
 
-// End reads the end of the log. It creates the stream if necessary, also for another storage, and may return
-// ErrUnanswered. keyOf returns the
-// etcd key of an event's object, or an empty string if it is unknown.
+// End reads the end of the log. It creates a missing stream, and may return ErrUnanswered or ErrOtherStorage. keyOf
+// returns the etcd key of an event's object, or an empty string if it is unknown.
 func (o *Options) End(ctx context.Context, js jetstream.JetStream, keyOf func(*logv1.Event) string) (
 	end core.LogEnd, err error) {
 	_, err = o.Stream(ctx, js)
-	if errors.Is(err, errOtherStorage) {
-		slog.Warn("The event log is deleted, because its storage has changed. It is filled again from etcd", "stream",
-			o.ID.Stream(), "storage", o.Storage)
-		if _, err = o.Delete(ctx, js); err == nil {
-			_, err = o.Stream(ctx, js)
-		}
-	}
 	if isTimeout(err) {
 		return end, fmt.Errorf("%w: %w", ErrUnanswered, err)
 	} else if err != nil {

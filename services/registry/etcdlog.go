@@ -117,10 +117,11 @@ func (l *etcdLog) checkEpoch(ctx context.Context) error {
 	for pause := minEpochPause; ctx.Err() == nil; pause = min(2*pause, maxEpochPause) {
 		last, _, _, err := l.options.ID.Last(ctx, l.service.js)
 		lifecycle.Sleep(ctx, pause) // meanwhile the reader of the log reads up to last
+		epoch := ""
 		if err == nil {
-			err = l.publisher.InEpoch(ctx, last.Revision)
+			epoch, err = l.publisher.InEpoch(ctx, last.Revision)
 		}
-		if err == nil {
+		if err == nil && epoch == l.watchCache.Epoch() { // the watch cache applies an event after it is observed
 			close(l.inEpoch)
 			break
 		}

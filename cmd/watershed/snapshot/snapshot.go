@@ -256,9 +256,12 @@ func (r *Restore) restoreDataDir(w io.Writer) ([]Member, error) {
 		return nil, err
 	}
 	defer unlock()
-	if servers, err := os.ReadFile(filepath.Join(dir, EtcdServersFile)); err == nil {
-		return nil, fmt.Errorf("--data-dir %q: its etcd is %s: restore the members of that etcd, with --etcd-data-dir",
-			dir, strings.TrimSpace(string(servers)))
+	switch servers, err := os.ReadFile(filepath.Join(dir, EtcdServersFile)); {
+	case err == nil:
+		return nil, fmt.Errorf("--data-dir %q: its etcd is %s: restore the members of that etcd (--etcd-data-dir), or "+
+			"remove %s to use the etcd of this directory", dir, strings.TrimSpace(string(servers)), EtcdServersFile)
+	case !errors.Is(err, fs.ErrNotExist):
+		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
 	members, err := MembersOf(dir)
 	if err != nil {
@@ -266,9 +269,13 @@ func (r *Restore) restoreDataDir(w io.Writer) ([]Member, error) {
 	}
 	stamp := time.Now().UTC().Format("20060102T150405Z")
 	var moves []move
+	defer func() { // they are renamed unless an error has occurred
+		for _, m := range members {
+			_ = os.RemoveAll(m.Dir + ".restoring-" + stamp)
+		}
+	}()
 	for _, m := range members {
 		restoring := m.Dir + ".restoring-" + stamp
-		defer os.RemoveAll(restoring) // it is renamed unless an error has occurred
 		if err := r.restore(m, restoring); err != nil {
 			return nil, err
 		}

@@ -31,24 +31,25 @@ func (p *Publisher) Observe(e *logv1.Event) {
 	p.observed.Observe(e, key)
 }
 
-// InEpoch returns an error unless this registry has read the log up to a revision, and etcd is in that log's epoch. A
-// log that was kept beside another etcd is in an earlier epoch, until a publisher begins the next.
-func (p *Publisher) InEpoch(ctx context.Context, read int64) error {
+// InEpoch returns the epoch of the log that this registry has read. It returns an error unless that log is read up to a
+// revision, and etcd is in its epoch. A log that was kept beside another etcd is in an earlier epoch, until a publisher
+// begins the next.
+func (p *Publisher) InEpoch(ctx context.Context, read int64) (epoch string, err error) {
 	end := p.observed.End()
 	if end.Empty || end.Last.Revision < read {
-		return fmt.Errorf("the log is read up to revision %d, of %d", end.Last.Revision, read)
+		return "", fmt.Errorf("the log is read up to revision %d, of %d", end.Last.Revision, read)
 	}
 	etcd, err := p.readRecord(ctx)
 	if err == nil && end.Event.Key != "" {
 		etcd.HasEvent, err = p.hasEvent(ctx, end.Event)
 	}
 	if err != nil {
-		return err
+		return "", err
 	}
 	if reason := core.ContinuesEpoch(&end, etcd); reason != "" {
-		return errors.New(reason)
+		return "", errors.New(reason)
 	}
-	return nil
+	return end.Progress.Epoch, nil
 }
 
 // observedEnds returns the ends of the log that the registries have read. Without an epoch in etcd it returns only this

@@ -273,7 +273,7 @@ func (p *Publisher) lead(ctx context.Context, leased bool) error {
 		if !leased && isDeposed(err) {
 			return err
 		}
-		if errors.Is(err, errLostEnd) || p.abandon(ctx, err) {
+		if errors.Is(err, errLogDeleted) || p.abandon(ctx, err) {
 			p.core.Elected() // the next term has the whole time until it resigns
 			continue
 		}

@@ -450,8 +450,8 @@ func TestInEpoch(t *testing.T) {
 	read := end.Progress.Revision
 	check := func(when string, want bool) {
 		t.Helper()
-		if err := p.InEpoch(t.Context(), read); (err == nil) != want {
-			t.Errorf("%s: %v", when, err)
+		if epoch, err := p.InEpoch(t.Context(), read); (err == nil) != want || want && epoch != end.Progress.Epoch {
+			t.Errorf("%s: %q, %v", when, epoch, err)
 		}
 	}
 	check("before the log is read", false)

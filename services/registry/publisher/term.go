@@ -32,8 +32,8 @@ const (
 	requestTimeout = 10 * time.Second
 )
 
-// errLostEnd ends a term that has deleted the log. The next term fills another.
-var errLostEnd = errors.New("the event log has lost its end, and is deleted")
+// errLogDeleted ends a term that has deleted the log. The next term fills another.
+var errLogDeleted = errors.New("the event log is deleted, and is filled again")
 
 // term performs the requests of a core.Term. A single goroutine uses it.
 type term struct {
@@ -89,7 +89,11 @@ func (t *term) perform(ctx context.Context, r core.Request) (err error) {
 	switch r.Op {
 	case core.ReadLog:
 		var end core.LogEnd
-		if end, err = t.Publisher.Log.End(ctx, t.JS, t.keyOf); err == nil {
+		end, err = t.Publisher.Log.End(ctx, t.JS, t.keyOf)
+		if errors.Is(err, eventlog.ErrOtherStorage) {
+			return t.moveLog(ctx)
+		}
+		if err == nil {
 			if !end.Empty {
 				t.logEpoch = end.Progress.GetEpoch()
 			}
@@ -150,7 +154,7 @@ func (t *term) deleteLog(ctx context.Context, last core.ID) error {
 	switch deleted, err := log.Delete(ctx, t.JS); {
 	case deleted:
 		slog.Error("The stream of the event log is deleted: it has lost its end", "stream", log.ID.Stream())
-		return errLostEnd
+		return errLogDeleted
 	case errors.Is(err, eventlog.ErrNotDeleted):
 		slog.Warn("The stream of the event log has lost its end, and cannot be deleted", "stream", log.ID.Stream(),
 			"error", err)
@@ -159,8 +163,35 @@ func (t *term) deleteLog(ctx context.Context, last core.ID) error {
 	case err != nil:
 		return err
 	}
-	return errors.New("no leader of the NATS servers responds")
+	return errNoLeader
 }
+
+// moveLog deletes the stream, because its storage is not --log-storage, if this publisher is still elected. It returns
+// the error that ends the term.
+func (t *term) moveLog(ctx context.Context) error {
+	holder, err := t.Etcd.Client.Client.Get(ctx, t.electionKey())
+	if err != nil {
+		return err
+	}
+	// No candidate holds the key while the publisher leads without a lease.
+	if len(holder.Kvs) > 0 && string(holder.Kvs[0].Value) != t.Identity {
+		return core.ErrEpochChanged
+	}
+	log := t.Publisher.Log
+	deleted, err := log.Delete(ctx, t.JS)
+	if err != nil {
+		return err
+	}
+	if !deleted {
+		return errNoLeader
+	}
+	slog.Warn("The stream of the event log is deleted: its storage has changed", "stream", log.ID.Stream(), "storage",
+		log.Storage)
+	return errLogDeleted
+}
+
+// errNoLeader means that the NATS servers cannot delete the stream now.
+var errNoLeader = errors.New("no leader of the NATS servers responds")
 
 // acknowledge records that JetStream has stored messages, and returns the error of a message that it has not.
 func (t *term) acknowledge(ack eventlog.Ack) error {
