@@ -94,7 +94,7 @@ func (l *layout) checkEtcdMembers(members int) error {
 func (s *splitRun) checkPorts() error {
 	bind, _ := s.flags.GetString("bind-address")
 	if err := checkFree(net.JoinHostPort(bind, strconv.Itoa(s.port))); err != nil {
-		return fmt.Errorf("--bind-address %q and --secure-port %d: %w", bind, s.port, err)
+		return fmt.Errorf("gateway: --bind-address %s --secure-port %d: %w", bind, s.port, err)
 	}
 	peers, err := s.previousPeers()
 	for _, peer := range peers {
