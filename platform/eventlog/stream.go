@@ -248,8 +248,7 @@ const lastEventLookback = 32
 // returns the etcd key of an event's object, or an empty string if it is unknown.
 func (o *Options) End(ctx context.Context, js jetstream.JetStream, keyOf func(*logv1.Event) string) (
 	end core.LogEnd, err error) {
-	_, err = o.Stream(ctx, js)
-	if isTimeout(err) {
+	if _, err = o.Stream(ctx, js); isTimeout(err) {
 		return end, fmt.Errorf("%w: %w", ErrUnanswered, err)
 	} else if err != nil {
 		return end, err

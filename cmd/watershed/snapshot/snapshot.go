@@ -187,14 +187,16 @@ func MembersOf(dir string) ([]Member, error) {
 		m.Dir = filepath.Join(dir, filepath.Base(m.Dir)) // the directory may be a copy, or may have moved
 		all = append(all, m)
 	}
-	exists := func(m Member) bool {
-		_, err := os.Stat(m.Dir)
-		return err == nil
-	}
-	if len(all) > 1 && !slices.ContainsFunc(all, exists) && exists(single[0]) { // `up` has run since
+	hasData := func(m Member) bool { return exists(m.Dir) }
+	if len(all) > 1 && !slices.ContainsFunc(all, hasData) && hasData(single[0]) { // `up` has run since
 		return single, nil
 	}
 	return all, nil
+}
+
+func exists(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
 }
 
 // Restore restores a snapshot.
@@ -268,18 +270,17 @@ func (r *Restore) restoreDataDir(w io.Writer) ([]Member, error) {
 		return nil, err
 	}
 	stamp := time.Now().UTC().Format("20060102T150405Z")
-	var moves []move
+	var aside, restored []move
 	defer func() { // they are renamed unless an error has occurred
-		for _, m := range members {
-			_ = os.RemoveAll(m.Dir + ".restoring-" + stamp)
+		for _, m := range restored {
+			_ = os.RemoveAll(m.from)
 		}
 	}()
 	for _, m := range members {
-		restoring := m.Dir + ".restoring-" + stamp
-		if err := r.restore(m, restoring); err != nil {
+		restored = append(restored, move{m.Dir + ".restoring-" + stamp, m.Dir})
+		if err := r.restore(m, restored[len(restored)-1].from); err != nil {
 			return nil, err
 		}
-		moves = append(moves, move{restoring, m.Dir})
 	}
 	files, err := os.ReadDir(dir)
 	if err != nil {
@@ -287,11 +288,11 @@ func (r *Restore) restoreDataDir(w io.Writer) ([]Member, error) {
 	}
 	for _, f := range files {
 		if old := filepath.Join(dir, f.Name()); dataOfStores.MatchString(f.Name()) {
-			moves = slices.Insert(moves, 0, move{old, old + ".before-" + stamp})
+			aside = append(aside, move{old, old + ".before-" + stamp})
 			fmt.Fprintf(w, "Moving %s to %s\n", old, old+".before-"+stamp)
 		}
 	}
-	return members, moveAll(moves)
+	return members, moveAll(slices.Concat(aside, restored))
 }
 
 // dataOfStores matches the names of the data directories of etcd and of the event log, which registry writes again.
@@ -336,11 +337,7 @@ func (r *Restore) restore(m Member, dir string) error {
 
 // lock locks a data directory as `up` and `split` do. On a new machine, the directory may have pki only.
 func lock(dir string) (unlock func(), err error) {
-	exists := func(name string) bool {
-		_, err := os.Stat(filepath.Join(dir, name))
-		return err == nil
-	}
-	if !exists("lock") && !exists("pki") {
+	if !exists(filepath.Join(dir, "lock")) && !exists(filepath.Join(dir, "pki")) {
 		return nil, fmt.Errorf("--data-dir %q has no lock and no pki: set the directory of `up` or `split`, or "+
 			"--etcd-data-dir", dir)
 	}

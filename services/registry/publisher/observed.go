@@ -40,8 +40,8 @@ func (p *Publisher) InEpoch(ctx context.Context, read int64) (epoch string, err 
 		return "", fmt.Errorf("the log is read up to revision %d, of %d", end.Last.Revision, read)
 	}
 	etcd, err := p.readRecord(ctx)
-	if err == nil && end.Event.Key != "" {
-		etcd.HasEvent, err = p.hasEvent(ctx, end.Event)
+	if err == nil {
+		err = p.readEvent(ctx, &etcd, end.Event)
 	}
 	if err != nil {
 		return "", err

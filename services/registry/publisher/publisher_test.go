@@ -477,22 +477,19 @@ func TestInEpoch(t *testing.T) {
 // A log moves to another storage when its flag changes. JetStream refuses to change a stream's storage.
 func TestALogMovesToAnotherStorage(t *testing.T) {
 	j := newStoppedJournal(t)
+	p := j.publisher("two")
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	_ = eventlog.Main.Read(ctx, j.nats, eventlog.DirectGetReader{JS: j.js}, func(e *logv1.Event) error {
+		if p.Observe(e); core.IsChange(e) { // the log's last
+			cancel()
+		}
+		return nil
+	})
 	j.log.Storage = "file"
-	j.publish("two")
+	j.run(p)
 	j.write("create", "b", "")
-	for deadline := time.After(20 * time.Second); ; { // the log is refilled if the publisher has read it in time
-		j.mu.Lock()
-		last := j.recorded[len(j.recorded)-1]
-		j.mu.Unlock()
-		if last == "added configmaps/b" {
-			break
-		}
-		select {
-		case <-j.changed:
-		case <-deadline:
-			t.Fatalf("the log ends with %q", last)
-		}
-	}
+	j.expect("reset", "added configmaps/a", "reset", "added configmaps/a", "added configmaps/b")
 	stream, err := j.js.Stream(t.Context(), eventlog.StreamName)
 	if err != nil || stream.CachedInfo().Config.Storage != jetstream.FileStorage {
 		t.Errorf("%+v, %v", stream, err)

@@ -219,10 +219,18 @@ func (p *Publisher) keyOf(e *logv1.Event) string {
 
 // readEtcd reads the epoch's record, and whether etcd has an event.
 func (p *Publisher) readEtcd(ctx context.Context, e core.EtcdEvent) (etcd core.EtcdState, err error) {
-	if etcd, err = p.readEpoch(ctx); err == nil && e.Key != "" {
-		etcd.HasEvent, err = p.hasEvent(ctx, e)
+	if etcd, err = p.readEpoch(ctx); err == nil {
+		err = p.readEvent(ctx, &etcd, e)
 	}
 	return etcd, err
+}
+
+// readEvent sets HasEvent of etcd's state, if the event has a key.
+func (p *Publisher) readEvent(ctx context.Context, etcd *core.EtcdState, e core.EtcdEvent) (err error) {
+	if e.Key != "" {
+		etcd.HasEvent, err = p.hasEvent(ctx, e)
+	}
+	return err
 }
 
 // readEpoch reads the epoch's record, also the record of an older release.
