@@ -226,12 +226,17 @@ func (c *cluster) watchOne(ctx context.Context, conn *http.Client, path string, 
 		}
 		opened()
 		var buffer [512]byte
-		for err := error(nil); err == nil; {
-			_, err = resp.Body.Read(buffer[:])
+		began, n, last, err := time.Now(), 0, 0, error(nil)
+		for err == nil {
+			if n, err = resp.Body.Read(buffer[:]); n > 0 {
+				last = n
+			}
 		}
 		resp.Body.Close()
 		if ctx.Err() == nil {
 			c.ended.Add(1)
+			log.Printf("%s: the watch of %s ended after %s: %v, its last bytes are %q", c.name, path,
+				time.Since(began), err, buffer[:last])
 		}
 	}
 }
