@@ -37,7 +37,7 @@ type Config struct {
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Log.AddFlags(fs)
 	fs.IntVar(&c.RingBytes, "watch-ring-bytes", 32<<20,
-		"Bytes of recent events cached for each resource.")
+		"Bytes of recent events cached for each resource; a sixteenth of it for events older than 10 minutes.")
 	fs.IntVar(&c.CompressedBytes, "compressed-lists-bytes", 64<<20,
 		"Bytes of compressed lists cached for clients that accept gzip: unchanged parts are compressed only "+
 			"once. 0: the gateways compress each list.")

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -56,6 +57,45 @@ func TestARingIsBoundedByAllThatItHolds(t *testing.T) {
 	if int64(held) != r.ringBytes.Load() {
 		t.Errorf("%d bytes are held, %d are reported", held, r.ringBytes.Load())
 	}
+}
+
+// Events older than eventAge occupy a share of the bound, and younger events all of it. The time is virtual.
+func TestOldEventsAreDropped(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const bound = 1 << 20
+		c := New(bound, 0)
+		c.Apply(reset(10))
+		held := func() int { c.Sweep(); return c.Resources()[0].EventBytes }
+		revision := int64(10)
+		add := func(n int) {
+			for range n {
+				revision++
+				c.Apply(large(revision, "a", 10_000))
+			}
+		}
+		add(50)
+		for began := time.Now(); time.Since(began) < eventAge; time.Sleep(10 * time.Second) {
+			if n := held(); n < 500_000 {
+				t.Fatalf("%d bytes of events are held after %s", n, time.Since(began))
+			}
+		}
+		add(20)
+		time.Sleep(eventAge)
+		if n := held(); n < 200_000 || n > 300_000 {
+			t.Errorf("%d bytes are held: want those of the 20 younger events", n)
+		}
+		time.Sleep(eventAge)
+		held()
+		time.Sleep(eventAge)
+		if n := held(); n > bound/idleShare || n < 10_000 {
+			t.Errorf("%d bytes of old events are held, of %d", n, bound/idleShare)
+		}
+		f := c.Resource("pods").Subscribe(Trigger{})
+		defer f.Close()
+		if _, _, ok := f.After(revision, lastIndex); !ok {
+			t.Error("a watch cannot start after the newest event")
+		}
+	})
 }
 
 // A load ends, however many events arrive meanwhile (F6).

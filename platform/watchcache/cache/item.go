@@ -7,6 +7,8 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"k8s.io/apimachinery/pkg/fields"
+
 	"watershed.dev/platform/events"
 	"watershed.dev/platform/frame"
 	"watershed.dev/platform/recovery"
@@ -20,7 +22,9 @@ type Item struct {
 	Key             string
 	Namespace, Name string
 	Revision        int64
-	Labels, Fields  map[string]string
+	Labels          map[string]string
+	// fields are the selectable fields; nil if metadata.name and metadata.namespace are all, as for most kinds.
+	fields map[string]string
 	// Version is the API version of the JSON. Only custom resources have it, because etcd holds each of their objects
 	// in the version that it was written in.
 	Version string
@@ -29,12 +33,42 @@ type Item struct {
 	Serial uint64
 
 	json, protobuf atomic.Pointer[encoding]
-	// selectorBytes is the memory of Labels and Fields.
+	// selectorBytes is the memory of Labels and fields.
 	selectorBytes int32
 	// metadataEnd is the offset in the JSON at which the metadata ends; 0 until MetadataEnd computes it.
 	metadataEnd atomic.Int32
 	// uidHash is the hash of metadata.uid; 0 until UIDHash computes it.
 	uidHash atomic.Uint64
+}
+
+// Selectable fields of every kind.
+const (
+	nameField      = "metadata.name"
+	namespaceField = "metadata.namespace"
+)
+
+// Field returns a selectable field; empty if the object lacks it.
+func (i *Item) Field(name string) string {
+	switch name {
+	case nameField:
+		return i.Name
+	case namespaceField:
+		return i.Namespace
+	}
+	return i.fields[name]
+}
+
+// Fields returns the selectable fields.
+func (i *Item) Fields() fields.Fields { return (*selectable)(i) }
+
+// selectable implements fields.Fields.
+type selectable Item
+
+func (s *selectable) Get(name string) string { return (*Item)(s).Field(name) }
+
+func (s *selectable) Has(name string) bool {
+	_, has := s.fields[name]
+	return has || name == nameField || name == namespaceField
 }
 
 // JSON returns the object as JSON without apiVersion and kind.
@@ -96,10 +130,17 @@ func (i *Item) Size() int {
 	return i.JSONSize() + i.ProtobufSize() + len(i.Key) + 200 + int(i.selectorBytes)
 }
 
-// pairBytes is about the memory of a map entry beside the bytes of its strings.
-const pairBytes = 50
+// mapBytes is about the memory of a map of up to eight pairs beside the bytes of their strings, and pairBytes that of
+// each pair.
+const (
+	mapBytes  = 300
+	pairBytes = 32
+)
 
 func sizeOf(pairs map[string]string) (n int) {
+	if len(pairs) > 0 {
+		n = mapBytes
+	}
 	for k, v := range pairs {
 		n += len(k) + len(v) + pairBytes
 	}
@@ -280,19 +321,38 @@ func EventOf(p *logv1.Event) *Event {
 }
 
 func itemOf(namespace, name string, revision int64, o *logv1.Object) *Item {
-	i := &Item{
-		Key:           Key(namespace, name),
-		Namespace:     namespace,
-		Name:          name,
-		Revision:      revision,
-		Labels:        o.Labels,
-		Fields:        o.Fields,
-		Version:       o.Version,
-		Serial:        lastSerial.Add(1),
-		selectorBytes: int32(sizeOf(o.Labels) + sizeOf(o.Fields)),
-	}
+	i := newItem(namespace, name, revision, o.Labels, o.Fields)
+	i.Version = o.Version
 	i.setEncodings(o.Json, o.Protobuf)
 	return i
+}
+
+// newItem returns an item without encodings. It keeps the maps, which other caches of the process may have too.
+func newItem(namespace, name string, revision int64, labels, selectable map[string]string) *Item {
+	if onlyNames(selectable) {
+		selectable = nil
+	}
+	key := Key(namespace, name)
+	return &Item{
+		Key:           key,
+		Namespace:     key[:len(namespace)], // shares the memory of key
+		Name:          key[len(key)-len(name):],
+		Revision:      revision,
+		Labels:        labels,
+		fields:        selectable,
+		Serial:        lastSerial.Add(1),
+		selectorBytes: int32(sizeOf(labels) + sizeOf(selectable)),
+	}
+}
+
+// onlyNames reports whether the item itself has all selectable fields.
+func onlyNames(selectable map[string]string) bool {
+	for name := range selectable {
+		if name != nameField && name != namespaceField {
+			return false
+		}
+	}
+	return true
 }
 
 func (i *Item) setEncodings(json, protobuf []byte) {
@@ -312,17 +372,8 @@ func Key(namespace, name string) string {
 
 // ItemOf returns an object as registry read it from etcd.
 func ItemOf(row *registryv1.Row) *Item {
-	i := &Item{
-		Key:           Key(row.Namespace, row.Name),
-		Namespace:     row.Namespace,
-		Name:          row.Name,
-		Revision:      row.Revision,
-		Labels:        row.Labels,
-		Fields:        row.Fields,
-		Version:       row.Version,
-		Serial:        lastSerial.Add(1),
-		selectorBytes: int32(sizeOf(row.Labels) + sizeOf(row.Fields)),
-	}
+	i := newItem(row.Namespace, row.Name, row.Revision, row.Labels, row.Fields)
+	i.Version = row.Version
 	i.setEncodings(row.Json, row.Protobuf)
 	return i
 }

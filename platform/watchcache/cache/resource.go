@@ -53,10 +53,12 @@ type Resource struct {
 	applied      int64
 	appliedBytes int64
 
-	events        ring
-	horizon       core.Horizon // of events
-	staleEvents   int          // events that triggers still hold after the ring has dropped them
-	crdChangedAt  int64        // revision of the last change of the CRD
+	events  ring
+	horizon core.Horizon // of events
+	// The events before the cursor old are older than eventAge. young is the cursor that old becomes next.
+	old, young    int64
+	staleEvents   int   // events that triggers still hold after the ring has dropped them
+	crdChangedAt  int64 // revision of the last change of the CRD
 	triggers      map[Trigger]*triggerRing
 	triggerFields map[string]int
 
@@ -108,8 +110,11 @@ func (r *Resource) apply(batch []*Event) {
 }
 
 const (
-	// idleShare divides the ring's bound for a resource without readers.
+	// idleShare divides the ring's bound for a resource without readers, and for events older than eventAge.
 	idleShare = 16
+	// eventAge is how long events stay at least while the ring is within its bound. They may stay for twice as long, as
+	// etcd's revisions do before compaction. kube-apiserver's watch cache shrinks if its events are older than 75 s.
+	eventAge = 5 * time.Minute
 	// loadShare multiplies the ring's bound while the resource is loading, because the load needs the events that
 	// arrive meanwhile.
 	loadShare = 8
@@ -148,7 +153,16 @@ func (r *Resource) bound() core.Bound {
 // trim drops the oldest events beyond the bound.
 func (r *Resource) trim() {
 	bound := r.bound()
-	for r.events.Len() > 1 && r.horizon.MustDrop(r.events.Oldest().Revision, r.ringBytes.Load(), bound) {
+	ofOld := bound
+	ofOld.Bytes = min(bound.Bytes, int64(r.cache.RingBytes/idleShare))
+	for r.events.Len() > 1 {
+		b := bound
+		if r.events.Base() < r.old {
+			b = ofOld
+		}
+		if !r.horizon.MustDrop(r.events.Oldest().Revision, r.ringBytes.Load(), b) {
+			break
+		}
 		r.dropOldest()
 	}
 	if r.staleEvents > maxStaleEvents {
@@ -207,10 +221,10 @@ func (r *Resource) updateTree(e *Event) {
 	}
 	for field, index := range r.indexes {
 		if had {
-			index.Delete(indexed{value: old.Fields[field], key: old.Key})
+			index.Delete(indexed{value: old.Field(field), key: old.Key})
 		}
 		if e.Type != logv1.Type_TYPE_DELETED {
-			index.ReplaceOrInsert(indexed{e.Item.Fields[field], e.Item.Key, e.Item})
+			index.ReplaceOrInsert(indexed{e.Item.Field(field), e.Item.Key, e.Item})
 		}
 	}
 }

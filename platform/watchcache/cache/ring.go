@@ -92,7 +92,7 @@ func (t Trigger) valueOf(i *Item) string {
 	case ByNamespace:
 		return i.Namespace
 	}
-	return i.Fields[t.Field]
+	return i.Field(t.Field)
 }
 
 // Index returns the selectable field that finds the trigger's objects. It is empty if the key order finds them.

@@ -88,7 +88,7 @@ func (r *Resource) currentSnapshot(field string) *Snapshot {
 	if field != "" && r.indexes[field] == nil && len(r.indexes) < maxIndexes {
 		index := btree.NewG(64, lessIndexed)
 		r.tree.Ascend(func(i *Item) bool {
-			index.ReplaceOrInsert(indexed{i.Fields[field], i.Key, i})
+			index.ReplaceOrInsert(indexed{i.Field(field), i.Key, i})
 			return true
 		})
 		if r.indexes == nil {

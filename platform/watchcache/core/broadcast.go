@@ -24,6 +24,9 @@ type Broadcast struct {
 
 	entries events.Ring[Entry] // holds every event after low
 	low     events.Position
+	// The entries before aged were older than SeenAge at agedAt.
+	aged   int64
+	agedAt time.Time
 	// bookmarks counts the bookmarks received.
 	bookmarks int64
 	parts     [][]byte // of the last delivery; reused
@@ -135,10 +138,32 @@ func (b *Broadcast) Oversized(limit, retained int) bool {
 // Trim drops the oldest entries until the ring is within limit bytes. Entries that all receivers have seen, which are
 // the entries before slowest, are limited to retained bytes.
 func (b *Broadcast) Trim(limit, retained int, slowest int64) {
+	b.dropWhile(func(sequence int64) bool {
+		return b.Bytes > limit || sequence < slowest && b.Bytes > retained
+	})
+}
+
+// SeenAge is how long a broadcast holds an entry at least that all receivers have seen, for watches that join later. It
+// holds the entry for at most twice as long.
+const SeenAge = 30 * time.Second
+
+// Aged returns whether DropAged is due.
+func (b *Broadcast) Aged(now time.Time) bool {
+	return !b.Ended && b.entries.Len() > 0 && now.Sub(b.agedAt) >= SeenAge
+}
+
+// DropAged drops the entries older than SeenAge that all receivers have seen, which are the entries before slowest.
+// Otherwise each of many broadcasts without traffic would hold its last entries for ever.
+func (b *Broadcast) DropAged(now time.Time, slowest int64) {
+	b.dropWhile(func(sequence int64) bool { return sequence < min(b.aged, slowest) })
+	b.aged, b.agedAt = b.entries.Next(), now
+}
+
+// dropWhile drops the oldest entries while f is true of their sequence.
+func (b *Broadcast) dropWhile(f func(sequence int64) bool) {
 	sequence := b.entries.Base()
 	b.entries.DropWhile(func(e Entry) bool {
-		seen := sequence < slowest
-		if b.Bytes <= limit && (!seen || b.Bytes <= retained) {
+		if !f(sequence) {
 			return false
 		}
 		b.Bytes -= len(e.Data) + EntryBytes

@@ -383,7 +383,8 @@ func (b *broadcast) frame(w *world) {
 
 func (b *broadcast) trim(w *world) {
 	g := &w.gateway
-	if g.limit == 0 || !b.Oversized(g.limit, g.retained) {
+	oversized, aged := g.limit != 0 && b.Oversized(g.limit, g.retained), b.Aged(w.now)
+	if !oversized && !aged {
 		return
 	}
 	slowest := int64(math.MaxInt64)
@@ -391,7 +392,12 @@ func (b *broadcast) trim(w *world) {
 		slowest = min(slowest, c.receiver.Cursor)
 	}
 	before := b.Bytes
-	b.Trim(g.limit, g.retained, slowest)
+	if oversized {
+		b.Trim(g.limit, g.retained, slowest)
+	}
+	if aged {
+		b.DropAged(w.now, slowest)
+	}
 	if w.trace != nil && b.Bytes != before {
 		w.tracef("gateway: drops %d bytes of events, of %d", before-b.Bytes, before)
 	}

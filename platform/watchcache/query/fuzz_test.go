@@ -35,7 +35,6 @@ func FuzzQuery(f *testing.F) {
 			Namespace: "other",
 			Name:      "x",
 			Labels:    map[string]string{"a": "b"},
-			Fields:    map[string]string{"metadata.name": "x"},
 		}
 		q.Matches(i)
 		q.MayMatch(i)

@@ -194,7 +194,7 @@ func (q *Query) CountsRemaining() bool { return q.Labels.Empty() && q.Fields.Emp
 // Matches reports whether the selectors match an object's shard and its stored labels and fields.
 func (q *Query) Matches(i *cache.Item) bool {
 	return q.inShard(i) && (q.Labels.Empty() || q.Labels.Matches(labels.Set(i.Labels))) &&
-		(q.Fields.Empty() || q.Fields.Matches(fields.Set(i.Fields)))
+		(q.Fields.Empty() || q.Fields.Matches(i.Fields()))
 }
 
 // InNamespace reports whether the object is in the query's namespace.

@@ -152,12 +152,13 @@ const retainedBytes = 64 << 10
 func (b *watchBroadcast) account(before int) { b.hub.quota().account(before, b.Bytes-before) }
 
 // trim drops the oldest entries until the ring is within its limits. Entries that all receivers have seen are limited
-// to retainedBytes. All entries are limited to BroadcastBytes, and to the broadcast's share if all broadcasts exceed
-// BroadcastTotalBytes. A receiver that still needs a dropped entry becomes unsynced.
-func (b *watchBroadcast) trim() {
+// to retainedBytes and to core.SeenAge. All entries are limited to BroadcastBytes, and to the broadcast's share if all
+// broadcasts exceed BroadcastTotalBytes. A receiver that still needs a dropped entry becomes unsynced.
+func (b *watchBroadcast) trim(now time.Time) {
 	limit, retained := b.hub.quota().share(b.hub.Config.BroadcastTotalBytes)
 	limit = min(limit, b.hub.Config.BroadcastBytes)
-	if !b.Oversized(limit, retained) {
+	oversized, aged := b.Oversized(limit, retained), b.Aged(now)
+	if !oversized && !aged {
 		return
 	}
 	slowest := int64(math.MaxInt64)
@@ -165,7 +166,12 @@ func (b *watchBroadcast) trim() {
 		slowest = min(slowest, r.Cursor)
 	}
 	before := b.Bytes
-	b.Trim(limit, retained, slowest)
+	if oversized {
+		b.Trim(limit, retained, slowest)
+	}
+	if aged {
+		b.DropAged(now, slowest)
+	}
 	b.account(before)
 }
 

@@ -36,7 +36,7 @@ func (b *watchBroadcast) dispatch(m *watchfanoutv1.WatchFrame) {
 	if d.Bookmark {
 		b.sendBookmarks(time.Now())
 	}
-	b.trim()
+	b.trim(start)
 	for _, trace := range d.Traces {
 		telemetry.RecordEventSpan(trace, "deliver", start, attribute.Int("watches", len(b.receivers)))
 	}

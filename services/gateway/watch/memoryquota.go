@@ -83,7 +83,7 @@ func (q *MemoryQuota) trim() {
 	q.mu.Unlock()
 	for _, b := range broadcasts {
 		b.mu.Lock()
-		b.trim()
+		b.trim(time.Now())
 		b.mu.Unlock()
 	}
 }
