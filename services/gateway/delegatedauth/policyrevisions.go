@@ -137,6 +137,9 @@ func (a *Authorizer) PolicyChanged(namespace string) <-chan struct{} {
 	}
 	c := a.policyChanged[namespace]
 	if c == nil {
+		if len(a.policyChanged) >= maxNamespaces { // clients name them, and they may not exist
+			a.notify("")
+		}
 		c = make(chan struct{})
 		a.policyChanged[namespace] = c
 	}

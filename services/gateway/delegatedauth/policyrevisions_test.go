@@ -2,6 +2,7 @@ package delegatedauth
 
 import (
 	"context"
+	"fmt"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -146,4 +147,21 @@ func TestWatchesAreReauthorizedWithoutHeartbeats(t *testing.T) {
 			t.Errorf("it waits for a ready authz: %v, opened %d times", s.waitForReady, s.opened)
 		}
 	})
+}
+
+// Watches of many namespaces occupy bounded memory. A watch whose channel is dropped is reauthorized.
+func TestWatchedNamespacesAreBounded(t *testing.T) {
+	a := &Authorizer{}
+	first := a.PolicyChanged("first")
+	for i := range maxNamespaces {
+		a.PolicyChanged(fmt.Sprint("ns-", i))
+	}
+	select {
+	case <-first:
+	default:
+		t.Error("the first namespace has no channel, and its watches do not know")
+	}
+	if n := len(a.policyChanged); n > maxNamespaces {
+		t.Errorf("%d namespaces have a channel", n)
+	}
 }

@@ -2,14 +2,17 @@ package h2writer
 
 import (
 	"encoding/binary"
+	"errors"
 	"slices"
 	"sync"
 	"time"
 )
 
 const (
+	// recordBytes is the size of a TLS record.
+	recordBytes = 16 << 10
 	// corkBytes limits the server's frames that are held back, to a TLS record.
-	corkBytes = 16 << 10
+	corkBytes = recordBytes
 	// corkDelay is how long the start of a response waits for the rest.
 	corkDelay = 200 * time.Microsecond
 )
@@ -166,7 +169,7 @@ func (c *Conn) writeOut(p []byte) {
 	for len(p) > 0 && err == nil {
 		n := min(len(p), writeChunkBytes)
 		_ = c.SetWriteDeadline(time.Now().Add(c.writeTimeout))
-		_, err = c.Conn.Write(p[:n])
+		err = c.writeChunk(p[:n])
 		p = p[n:]
 	}
 	c.mu.Lock()
@@ -176,6 +179,17 @@ func (c *Conn) writeOut(p []byte) {
 		_ = c.NetConn().Close() // so that Read fails too
 		c.wake()
 	}
+}
+
+// writeChunk writes the TLS records of a chunk at once.
+func (c *Conn) writeChunk(p []byte) error {
+	if c.socket == nil || len(p) <= recordBytes {
+		_, err := c.Conn.Write(p)
+		return err
+	}
+	c.socket.Cork()
+	_, err := c.Conn.Write(p)
+	return errors.Join(err, c.socket.Uncork())
 }
 
 // flushQueue writes the queue.

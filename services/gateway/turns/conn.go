@@ -42,6 +42,9 @@ type conn struct {
 	raw syscall.RawConn
 
 	writing sync.Mutex
+	// buffer has the bytes written while corked is set; nil if there are none.
+	corked bool
+	buffer *[]byte
 	// pending is the rest of the write in progress, and err its error.
 	pending []byte
 	err     error
@@ -52,14 +55,52 @@ type conn struct {
 	mu sync.Mutex
 	// blocked is set while a write waits for the socket.
 	blocked bool
-	// held are the held turns of the connection's responses.
-	held []*Turn
+	// turns are the held turns of the connection's responses.
+	turns []*Turn
 }
 
-// Write implements net.Conn.
+// Cork collects the bytes of the next calls of Write until Uncork, as the socket option TCP_CORK does. A TLS connection
+// writes each record of 16 KB by itself otherwise: a system call each, which mostly wakes the client's thread.
+func (c *conn) Cork() {
+	c.writing.Lock()
+	defer c.writing.Unlock()
+	c.corked = true
+}
+
+// corkBuffers are buffers of four TLS records with their headers and tags. Larger writes need another buffer.
+var corkBuffers = sync.Pool{New: func() any { b := make([]byte, 0, 66<<10); return &b }}
+
+// Uncork writes the collected bytes.
+func (c *conn) Uncork() error {
+	c.writing.Lock()
+	defer c.writing.Unlock()
+	c.corked = false
+	b := c.buffer
+	if c.buffer = nil; b == nil {
+		return nil
+	}
+	_, err := c.write(*b)
+	*b = (*b)[:0]
+	corkBuffers.Put(b)
+	return err
+}
+
+// Write implements net.Conn. While the connection is corked, Uncork returns the error of the write.
 func (c *conn) Write(p []byte) (int, error) {
 	c.writing.Lock()
 	defer c.writing.Unlock()
+	if !c.corked {
+		return c.write(p)
+	}
+	if c.buffer == nil {
+		c.buffer = corkBuffers.Get().(*[]byte)
+	}
+	*c.buffer = append(*c.buffer, p...)
+	return len(p), nil
+}
+
+// write writes p to the socket.
+func (c *conn) write(p []byte) (int, error) {
 	c.pending, c.err = p, nil
 	err := c.raw.Write(c.writeFunc)
 	if err == nil {
@@ -97,7 +138,7 @@ func (c *conn) writePending(fd uintptr) (done bool) {
 func (c *conn) block() {
 	c.mu.Lock()
 	c.blocked = true
-	held := slices.Clone(c.held)
+	held := slices.Clone(c.turns)
 	c.mu.Unlock()
 	for _, t := range held {
 		t.Yield()
@@ -118,7 +159,7 @@ func (c *conn) add(t *Turn) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if !c.blocked {
-		c.held = append(c.held, t)
+		c.turns = append(c.turns, t)
 	}
 	return !c.blocked
 }
@@ -130,8 +171,8 @@ func (c *conn) remove(t *Turn) {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if i := slices.Index(c.held, t); i >= 0 {
-		c.held = slices.Delete(c.held, i, i+1)
+	if i := slices.Index(c.turns, t); i >= 0 {
+		c.turns = slices.Delete(c.turns, i, i+1)
 	}
 }
 

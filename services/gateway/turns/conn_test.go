@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"testing"
 	"time"
 )
@@ -87,8 +88,44 @@ func TestABlockedConnectionHoldsNoTurn(t *testing.T) {
 		t.Errorf("%v: no turn after the connection is free", err)
 	}
 	Yield(ctx1)
-	if first.held || len(blocked.held) > 0 {
+	if first.held || len(blocked.turns) > 0 {
 		t.Error("the turn does not end")
+	}
+}
+
+// A corked connection writes nothing before Uncork, and then all bytes in order.
+func TestACorkedConnectionWritesOnce(t *testing.T) {
+	server, client := connect(t)
+	c := server.(*conn)
+	c.Cork()
+	sent := make([]byte, 200<<10)
+	_, _ = rand.Read(sent)
+	for p := range slices.Chunk(sent, 16<<10) {
+		if n, err := c.Write(p); n != len(p) || err != nil {
+			t.Fatal(n, err)
+		}
+	}
+	if !bytes.Equal(*c.buffer, sent) {
+		t.Error("a corked write has reached the socket")
+	}
+	ended := make(chan error)
+	go func() {
+		err := c.Uncork()
+		_, after := c.Write([]byte("after"))
+		ended <- errors.Join(err, after, c.Uncork())
+	}()
+	got := make([]byte, len(sent)+5)
+	if _, err := io.ReadFull(client, got); err != nil || !bytes.Equal(got, append(sent, "after"...)) {
+		t.Errorf("the client receives other bytes, %v", err)
+	}
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	server.Close()
+	c.Cork()
+	_, _ = c.Write([]byte("x"))
+	if err := c.Uncork(); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("%v: want the error of the closed connection", err)
 	}
 }
 
