@@ -47,6 +47,9 @@ func (r *Ring[E]) Search(f func(E) bool) int64 {
 func (r *Ring[E]) Drop(n int) {
 	clear(r.entries[:n])
 	r.entries = r.entries[n:]
+	if len(r.entries) == 0 {
+		r.entries = nil // frees the memory
+	}
 	r.base += int64(n)
 }
 

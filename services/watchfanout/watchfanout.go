@@ -37,7 +37,8 @@ type Config struct {
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Log.AddFlags(fs)
 	fs.IntVar(&c.RingBytes, "watch-ring-bytes", 32<<20,
-		"Bytes of recent events cached for each resource; a sixteenth of it for events older than 10 minutes.")
+		"Bytes of recent events cached for each resource. Above a sixteenth of it, events older than 10 minutes "+
+			"are dropped.")
 	fs.IntVar(&c.CompressedBytes, "compressed-lists-bytes", 64<<20,
 		"Bytes of compressed lists cached for clients that accept gzip: unchanged parts are compressed only "+
 			"once. 0: the gateways compress each list.")

@@ -98,6 +98,27 @@ func TestOldEventsAreDropped(t *testing.T) {
 	})
 }
 
+// The newest event of a transaction beyond the bound stays for watches that have received the event before it.
+func TestTheNewestEventStays(t *testing.T) {
+	for name, trigger := range map[string]Trigger{"all": {}, "of a namespace": {Field: ByNamespace, Value: "ns"}} {
+		c := New(1000, 0)
+		c.Apply(reset(10))
+		s := c.Resource("pods").Subscribe(trigger)
+		defer s.Close()
+		first, second := large(11, "a", 10_000), large(11, "b", 10_000)
+		second.Index = 1
+		c.applyTo("pods", []*logv1.Event{first, second})
+		c.Sweep()
+		cursor, _, ok := s.After(11, 0)
+		if !ok {
+			t.Fatalf("%s: no event is held", name)
+		}
+		if events, _, _, _, ok := s.Next(cursor, 10); !ok || len(events) != 1 || events[0].Item.Name != "b" {
+			t.Errorf("%s: %v, %v: want the second event", name, events, ok)
+		}
+	}
+}
+
 // A load ends, however many events arrive meanwhile (F6).
 func TestALoadIsNotStarvedByItsRing(t *testing.T) {
 	c := New(100_000, 0)

@@ -49,8 +49,6 @@ type Cache struct {
 
 	replica core.Replica // only the applying goroutine uses it
 
-	// agedAt is when Sweep last compared the events with eventAge. Only Sweep's goroutine uses it.
-	agedAt time.Time
 	// packedAt is when Sweep last packed, and packUpTo the youngest serial then. Only Sweep's goroutine uses them.
 	packedAt time.Time
 	packUpTo uint64

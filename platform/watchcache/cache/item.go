@@ -68,7 +68,7 @@ func (s *selectable) Get(name string) string { return (*Item)(s).Field(name) }
 
 func (s *selectable) Has(name string) bool {
 	_, has := s.fields[name]
-	return has || name == nameField || name == namespaceField
+	return has || name == nameField || name == namespaceField && s.Namespace != ""
 }
 
 // JSON returns the object as JSON without apiVersion and kind.
@@ -131,18 +131,18 @@ func (i *Item) Size() int {
 }
 
 // mapBytes is about the memory of a map of up to eight pairs beside the bytes of their strings, and pairBytes that of
-// each pair.
+// each further pair.
 const (
-	mapBytes  = 300
-	pairBytes = 32
+	mapBytes  = 336
+	pairBytes = 37
 )
 
 func sizeOf(pairs map[string]string) (n int) {
 	if len(pairs) > 0 {
-		n = mapBytes
+		n = mapBytes + max(0, len(pairs)-8)*pairBytes
 	}
 	for k, v := range pairs {
-		n += len(k) + len(v) + pairBytes
+		n += len(k) + len(v)
 	}
 	return n
 }
@@ -327,7 +327,8 @@ func itemOf(namespace, name string, revision int64, o *logv1.Object) *Item {
 	return i
 }
 
-// newItem returns an item without encodings. It keeps the maps, which other caches of the process may have too.
+// newItem returns an item without encodings. The item shares the maps with other caches of the process, so nothing may
+// change them.
 func newItem(namespace, name string, revision int64, labels, selectable map[string]string) *Item {
 	if onlyNames(selectable) {
 		selectable = nil

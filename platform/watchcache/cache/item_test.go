@@ -40,7 +40,8 @@ func TestFieldsOfAnItem(t *testing.T) {
 			t.Errorf("%s selects %v, not %v", selector, got, want)
 		}
 	}
-	if plain.Field("metadata.name") != "a" || pod.Field("spec.nodeName") != "n" || !plain.Fields().Has("metadata.namespace") {
+	if plain.Field("metadata.name") != "a" || pod.Field("spec.nodeName") != "n" ||
+		!plain.Fields().Has("metadata.namespace") {
 		t.Error("a field is missing")
 	}
 }

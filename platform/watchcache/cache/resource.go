@@ -8,6 +8,7 @@ import (
 
 	"github.com/google/btree"
 
+	"watershed.dev/platform/events"
 	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
@@ -53,12 +54,11 @@ type Resource struct {
 	applied      int64
 	appliedBytes int64
 
-	events  ring
-	horizon core.Horizon // of events
-	// The events before the cursor old are older than eventAge. young is the cursor that old becomes next.
-	old, young    int64
-	staleEvents   int   // events that triggers still hold after the ring has dropped them
-	crdChangedAt  int64 // revision of the last change of the CRD
+	events        ring
+	horizon       core.Horizon // of events
+	aging         events.Aging // of events
+	staleEvents   int          // events that triggers still hold after the ring has dropped them
+	crdChangedAt  int64        // revision of the last change of the CRD
 	triggers      map[Trigger]*triggerRing
 	triggerFields map[string]int
 
@@ -110,10 +110,10 @@ func (r *Resource) apply(batch []*Event) {
 }
 
 const (
-	// idleShare divides the ring's bound for a resource without readers, and for events older than eventAge.
+	// idleShare divides the ring's bound for a resource without readers, and for a ring with old events (eventAge).
 	idleShare = 16
 	// eventAge is how long events stay at least while the ring is within its bound. They may stay for twice as long, as
-	// etcd's revisions do before compaction. kube-apiserver's watch cache shrinks if its events are older than 75 s.
+	// etcd's revisions do before compaction. kube-apiserver halves its ring if the newest quarter spans over 75 s.
 	eventAge = 5 * time.Minute
 	// loadShare multiplies the ring's bound while the resource is loading, because the load needs the events that
 	// arrive meanwhile.
@@ -153,20 +153,21 @@ func (r *Resource) bound() core.Bound {
 // trim drops the oldest events beyond the bound.
 func (r *Resource) trim() {
 	bound := r.bound()
-	ofOld := bound
-	ofOld.Bytes = min(bound.Bytes, int64(r.cache.RingBytes/idleShare))
-	for r.events.Len() > 1 {
-		b := bound
-		if r.events.Base() < r.old {
-			b = ofOld
-		}
-		if !r.horizon.MustDrop(r.events.Oldest().Revision, r.ringBytes.Load(), b) {
-			break
-		}
+	for r.events.Len() > 1 && r.horizon.MustDrop(r.events.Oldest().Revision, r.ringBytes.Load(), bound) {
 		r.dropOldest()
 	}
 	if r.staleEvents > maxStaleEvents {
 		r.trimTriggers()
+	}
+}
+
+// trimOld drops events older than eventAge while the ring exceeds a share of its bound.
+func (r *Resource) trimOld(now time.Time) {
+	bound, old := r.bound(), r.aging.Old(now, eventAge, r.events.Next())
+	bound.Bytes = min(bound.Bytes, int64(r.cache.RingBytes/idleShare))
+	for r.events.Len() > 1 && r.events.Base() < old &&
+		r.horizon.MustDrop(r.events.Oldest().Revision, r.ringBytes.Load(), bound) {
+		r.dropOldest()
 	}
 }
 
@@ -192,7 +193,7 @@ func (r *Resource) evictOldest() {
 // trimTriggers drops the events from the triggers that the ring has dropped.
 func (r *Resource) trimTriggers() {
 	for _, t := range r.triggers {
-		t.forget(r.horizon.Low.Revision)
+		t.forget(r.horizon.Low)
 	}
 	r.staleEvents = 0
 }

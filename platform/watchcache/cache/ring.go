@@ -62,9 +62,9 @@ func (g *ring) leave(s *Subscription) {
 	s.place = 0
 }
 
-// forget drops the events up to a revision.
-func (g *ring) forget(revision int64) {
-	g.DropWhile(func(e *Event) bool { return e.Revision <= revision })
+// forget drops the events up to a position. The horizon may be within a revision: the newest event stays (trim).
+func (g *ring) forget(up events.Position) {
+	g.DropWhile(func(e *Event) bool { return !up.Before(e.At()) })
 }
 
 // reset overruns every cursor and wakes the watches.
@@ -162,7 +162,7 @@ func (r *Resource) Subscribe(t Trigger) *Subscription {
 				trigger.Add(e)
 			}
 		}
-		trigger.forget(r.horizon.Low.Revision)
+		trigger.forget(r.horizon.Low)
 		r.triggers[t] = trigger
 		r.triggerFields[t.Field]++
 	}
@@ -227,7 +227,7 @@ func (s *Subscription) After(revision int64, index int32) (cur Cursor, low int64
 	if !r.horizon.Holds(after) {
 		return 0, low, false
 	}
-	s.ring.forget(low)
+	s.ring.forget(r.horizon.Low)
 	return Cursor(s.ring.After(after)), low, true
 }
 
@@ -242,7 +242,7 @@ func (s *Subscription) Next(cur Cursor,
 	progress = r.cache.progress.Load()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	s.ring.forget(r.horizon.Low.Revision)
+	s.ring.forget(r.horizon.Low)
 	rest, more, ok := s.ring.Read(int64(cur), n)
 	if !ok {
 		return nil, cur, 0, nil, false

@@ -72,26 +72,22 @@ func (c *Cache) Lag() time.Duration {
 	return max(0, time.Duration(c.applied.Load()-observed))
 }
 
-// Sweep unloads the resources without readers for IdleTimeout. It trims their rings, and the old events of every ring,
-// to a share of the bound. It trims every ring that frames have grown beyond its bound, and the triggers. About every
-// packPeriod it packs unchanged objects, and drops unread frames and unpacked bytes. It returns the names of the
-// unloaded resources. A single goroutine calls it.
+// Sweep unloads the resources without readers for IdleTimeout, and trims their rings to a share of the bound. It trims
+// every ring that has old events to that share too, every ring that frames have grown beyond its bound, and the
+// triggers. About every packPeriod it packs unchanged objects, and drops unread frames and unpacked bytes. It returns
+// the names of the unloaded resources. A single goroutine calls it.
 func (c *Cache) Sweep() (dropped []string) {
-	aged := !c.eventsOnly && time.Since(c.agedAt) >= eventAge
-	if aged {
-		c.agedAt = time.Now()
-	}
 	c.each(func(r *Resource) {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		if aged {
-			r.old, r.young = r.young, r.events.Next()
-		}
 		if r.tree != nil && r.loading == nil && c.IdleTimeout > 0 && time.Since(r.lastUsed) > c.IdleTimeout {
 			r.drop()
 			dropped = append(dropped, r.Name)
 		}
 		r.trim()
+		if !c.eventsOnly {
+			r.trimOld(time.Now())
+		}
 		r.trimTriggers()
 	})
 	c.packUnchanged(time.Now())

@@ -24,9 +24,7 @@ type Broadcast struct {
 
 	entries events.Ring[Entry] // holds every event after low
 	low     events.Position
-	// The entries before aged were older than SeenAge at agedAt.
-	aged   int64
-	agedAt time.Time
+	aging   events.Aging
 	// bookmarks counts the bookmarks received.
 	bookmarks int64
 	parts     [][]byte // of the last delivery; reused
@@ -129,41 +127,24 @@ func (b *Broadcast) Add(m *watchfanoutv1.WatchFrame) Delivery {
 	return d
 }
 
-// Oversized returns whether Trim is due: the ring exceeds limit bytes, or retained bytes by far. An ended broadcast
-// keeps its entries until its receivers have left.
-func (b *Broadcast) Oversized(limit, retained int) bool {
-	return !b.Ended && (b.Bytes > limit || b.Bytes > 2*retained)
+// SeenAge is how long a broadcast holds an entry that all receivers have seen, at least, for watches that join later.
+// Otherwise each of many broadcasts without traffic would hold its last entries for ever.
+const SeenAge = 30 * time.Second
+
+// TrimDue returns whether Trim is due: the ring exceeds limit bytes, or retained bytes by far, or has entries of a
+// period of SeenAge. An ended broadcast keeps its entries until its receivers have left.
+func (b *Broadcast) TrimDue(limit, retained int, now time.Time) bool {
+	return !b.Ended && (b.Bytes > limit || b.Bytes > 2*retained || b.entries.Len() > 0 && b.aging.Due(now, SeenAge))
 }
 
 // Trim drops the oldest entries until the ring is within limit bytes. Entries that all receivers have seen, which are
-// the entries before slowest, are limited to retained bytes.
-func (b *Broadcast) Trim(limit, retained int, slowest int64) {
-	b.dropWhile(func(sequence int64) bool {
-		return b.Bytes > limit || sequence < slowest && b.Bytes > retained
-	})
-}
-
-// SeenAge is how long a broadcast holds an entry at least that all receivers have seen, for watches that join later. It
-// holds the entry for at most twice as long.
-const SeenAge = 30 * time.Second
-
-// Aged returns whether DropAged is due.
-func (b *Broadcast) Aged(now time.Time) bool {
-	return !b.Ended && b.entries.Len() > 0 && now.Sub(b.agedAt) >= SeenAge
-}
-
-// DropAged drops the entries older than SeenAge that all receivers have seen, which are the entries before slowest.
-// Otherwise each of many broadcasts without traffic would hold its last entries for ever.
-func (b *Broadcast) DropAged(now time.Time, slowest int64) {
-	b.dropWhile(func(sequence int64) bool { return sequence < min(b.aged, slowest) })
-	b.aged, b.agedAt = b.entries.Next(), now
-}
-
-// dropWhile drops the oldest entries while f is true of their sequence.
-func (b *Broadcast) dropWhile(f func(sequence int64) bool) {
+// the entries before slowest, are limited to retained bytes, and dropped if they are old.
+func (b *Broadcast) Trim(limit, retained int, slowest int64, now time.Time) {
+	old := b.aging.Old(now, SeenAge, b.entries.Next())
 	sequence := b.entries.Base()
 	b.entries.DropWhile(func(e Entry) bool {
-		if !f(sequence) {
+		seen := sequence < slowest
+		if b.Bytes <= limit && (!seen || b.Bytes <= retained && sequence >= old) {
 			return false
 		}
 		b.Bytes -= len(e.Data) + EntryBytes

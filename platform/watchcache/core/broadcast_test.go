@@ -26,8 +26,8 @@ func TestABroadcastDropsAgedEntries(t *testing.T) {
 		b.Delivered(seen, &d)
 	}
 	drop := func() string {
-		if b.Aged(now) {
-			b.DropAged(now, min(seen.Cursor, behind.Cursor))
+		if b.TrimDue(1<<20, 1<<20, now) {
+			b.Trim(1<<20, 1<<20, min(seen.Cursor, behind.Cursor), now)
 		}
 		return fmt.Sprintf("%d entries, %d bytes", b.entries.Len(), b.Bytes)
 	}

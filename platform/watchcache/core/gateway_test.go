@@ -383,8 +383,7 @@ func (b *broadcast) frame(w *world) {
 
 func (b *broadcast) trim(w *world) {
 	g := &w.gateway
-	oversized, aged := g.limit != 0 && b.Oversized(g.limit, g.retained), b.Aged(w.now)
-	if !oversized && !aged {
+	if g.limit == 0 || !b.TrimDue(g.limit, g.retained, w.now) {
 		return
 	}
 	slowest := int64(math.MaxInt64)
@@ -392,12 +391,7 @@ func (b *broadcast) trim(w *world) {
 		slowest = min(slowest, c.receiver.Cursor)
 	}
 	before := b.Bytes
-	if oversized {
-		b.Trim(g.limit, g.retained, slowest)
-	}
-	if aged {
-		b.DropAged(w.now, slowest)
-	}
+	b.Trim(g.limit, g.retained, slowest, w.now)
 	if w.trace != nil && b.Bytes != before {
 		w.tracef("gateway: drops %d bytes of events, of %d", before-b.Bytes, before)
 	}

@@ -32,8 +32,8 @@ const (
 	authzCacheBytes = 64 << 20
 	authzOwnerBytes = 4 << 20
 	// maxNamespaces bounds the namespaces with their own policy revisions. If another namespace changes, all cached
-	// decisions become invalid and the count starts again. It also bounds the namespaces with open watches since the
-	// last change of all permissions. All watches are reauthorized at another namespace.
+	// decisions become invalid and the count starts again. It also bounds the channels of PolicyChanged: further
+	// namespaces share a channel, so their watches are reauthorized at the changes of any namespace.
 	maxNamespaces = 20000
 )
 

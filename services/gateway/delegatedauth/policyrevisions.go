@@ -117,10 +117,13 @@ func (a *Authorizer) RejectsAnonymous() bool {
 	return a.rejectsAnonymous
 }
 
+// otherNamespaces is the key of the channel that namespaces beyond maxNamespaces share.
+const otherNamespaces = "\x00"
+
 // notify closes the channels of a namespace, or all channels for "". The caller holds the lock.
 func (a *Authorizer) notify(namespace string) {
 	for n, c := range a.policyChanged {
-		if namespace == "" || n == namespace {
+		if namespace == "" || n == namespace || n == otherNamespaces {
 			close(c)
 			delete(a.policyChanged, n)
 		}
@@ -136,10 +139,11 @@ func (a *Authorizer) PolicyChanged(namespace string) <-chan struct{} {
 		a.policyChanged = map[string]chan struct{}{}
 	}
 	c := a.policyChanged[namespace]
+	if c == nil && len(a.policyChanged) >= maxNamespaces { // clients name them, and they may not exist
+		namespace = otherNamespaces
+		c = a.policyChanged[namespace]
+	}
 	if c == nil {
-		if len(a.policyChanged) >= maxNamespaces { // clients name them, and they may not exist
-			a.notify("")
-		}
 		c = make(chan struct{})
 		a.policyChanged[namespace] = c
 	}

@@ -149,19 +149,30 @@ func TestWatchesAreReauthorizedWithoutHeartbeats(t *testing.T) {
 	})
 }
 
-// Watches of many namespaces occupy bounded memory. A watch whose channel is dropped is reauthorized.
+// Beyond maxNamespaces, namespaces share a channel. Unlike others, it closes at the changes of any namespace.
 func TestWatchedNamespacesAreBounded(t *testing.T) {
 	a := &Authorizer{}
 	first := a.PolicyChanged("first")
-	for i := range maxNamespaces {
+	for i := range 2 * maxNamespaces {
 		a.PolicyChanged(fmt.Sprint("ns-", i))
 	}
-	select {
-	case <-first:
-	default:
-		t.Error("the first namespace has no channel, and its watches do not know")
+	if n := len(a.policyChanged); n > maxNamespaces+1 {
+		t.Errorf("%d channels exist", n)
 	}
-	if n := len(a.policyChanged); n > maxNamespaces {
-		t.Errorf("%d namespaces have a channel", n)
+	beyond := a.PolicyChanged("beyond")
+	isClosed := func(c <-chan struct{}) bool {
+		select {
+		case <-c:
+			return true
+		default:
+			return false
+		}
+	}
+	a.notify("other")
+	if isClosed(first) || !isClosed(beyond) {
+		t.Error("a change of another namespace closes the first channel, or not the shared channel")
+	}
+	if a.PolicyChanged("first") != first || isClosed(a.PolicyChanged("beyond")) {
+		t.Error("the first channel is gone, or the shared channel stays closed")
 	}
 }

@@ -81,18 +81,18 @@ const (
 	maxBufferedFrame = 64 << 10
 )
 
-// socket is a connection that collects the bytes of Write between Cork and Uncork.
-type socket interface {
-	Cork()
-	Uncork() error
+// collector is a connection whose Flush writes the bytes of all calls of Write since Collect.
+type collector interface {
+	Collect()
+	Flush() error
 }
 
 // Conn is an HTTP/2 connection, between TLS and the server. Pass it to http2.Server.ServeConn. mu guards all fields but
 // the reading side's.
 type Conn struct {
 	*tls.Conn
-	// socket is the connection below TLS; nil if it has no Cork.
-	socket socket
+	// socket is the connection below TLS; nil if it is no collector.
+	socket collector
 	// writeTimeout is how long the socket may accept no byte before the connection is closed.
 	writeTimeout time.Duration
 	// streamHeader is the request header with the stream's id, because the server does not expose it to handlers. Its
@@ -160,7 +160,7 @@ func NewConn(c *tls.Conn, writeTimeout time.Duration, streamLimit int) *Conn {
 		corkDelay:     corkDelay,
 	}
 	conn.serverTurn.L = &conn.mu
-	conn.socket, _ = c.NetConn().(socket)
+	conn.socket, _ = c.NetConn().(collector)
 	return conn
 }
 
@@ -336,7 +336,11 @@ func (c *Conn) Close() error {
 		s.notifyClosed()
 	}
 	c.wake()
+	writing := c.writing
 	c.mu.Unlock()
+	if writing { // tls.Conn.Close would wait up to 5 s for a blocked Flush of socket
+		return c.NetConn().Close()
+	}
 	return c.Conn.Close()
 }
 

@@ -187,9 +187,9 @@ func (c *Conn) writeChunk(p []byte) error {
 		_, err := c.Conn.Write(p)
 		return err
 	}
-	c.socket.Cork()
+	c.socket.Collect()
 	_, err := c.Conn.Write(p)
-	return errors.Join(err, c.socket.Uncork())
+	return errors.Join(err, c.socket.Flush())
 }
 
 // flushQueue writes the queue.

@@ -313,6 +313,7 @@ func (s *Server) shutDown(srv *http.Server) error {
 		wait()
 	}
 	if !closeConnections(drain, srv) {
+		s.userLimits.closeSockets()
 		return srv.Close()
 	}
 	wait()

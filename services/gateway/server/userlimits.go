@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"crypto/tls"
 	"fmt"
 	"net"
 	"net/http"
@@ -118,6 +119,18 @@ func (l *userLimits) connClosed(c net.Conn) {
 	conn.closed = true
 	for name := range conn.users {
 		l.updateUsage(name, func(o *usage) { o.connections-- })
+	}
+}
+
+// closeSockets closes the connections below TLS. tls.Conn.Close would wait up to 5 s for each connection whose client
+// does not read.
+func (l *userLimits) closeSockets() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for c := range l.connections {
+		if t, ok := c.(*tls.Conn); ok {
+			_ = t.NetConn().Close()
+		}
 	}
 }
 

@@ -35,16 +35,16 @@ func (l listener) Accept() (net.Conn, error) {
 	return accepted, nil
 }
 
-// conn detects writes that block. Package net does not report EAGAIN, so conn writes to the socket itself. Nil is a
-// connection that does not block.
+// conn detects writes that block, and can collect the bytes of several writes. Package net does not report EAGAIN, so
+// conn writes to the socket itself. Nil is a connection that does not block.
 type conn struct {
 	net.Conn
 	raw syscall.RawConn
 
-	writing sync.Mutex
-	// buffer has the bytes written while corked is set; nil if there are none.
-	corked bool
-	buffer *[]byte
+	writing    sync.Mutex
+	collecting bool
+	// collected are the bytes for Flush; nil if there are none.
+	collected *[]byte
 	// pending is the rest of the write in progress, and err its error.
 	pending []byte
 	err     error
@@ -59,43 +59,43 @@ type conn struct {
 	turns []*Turn
 }
 
-// Cork collects the bytes of the next calls of Write until Uncork, as the socket option TCP_CORK does. A TLS connection
-// writes each record of 16 KB by itself otherwise: a system call each, which mostly wakes the client's thread.
-func (c *conn) Cork() {
+// Collect lets the next calls of Write add their bytes to the bytes that Flush writes. A TLS connection writes each record
+// of 16 KB by itself otherwise: a system call each, which mostly wakes a thread of the client.
+func (c *conn) Collect() {
 	c.writing.Lock()
 	defer c.writing.Unlock()
-	c.corked = true
+	c.collecting = true
 }
 
-// corkBuffers are buffers of four TLS records with their headers and tags. Larger writes need another buffer.
-var corkBuffers = sync.Pool{New: func() any { b := make([]byte, 0, 66<<10); return &b }}
+// collectBuffers are buffers of 64 KB in four TLS records, with their headers and tags.
+var collectBuffers = sync.Pool{New: func() any { b := make([]byte, 0, 66<<10); return &b }}
 
-// Uncork writes the collected bytes.
-func (c *conn) Uncork() error {
+// Flush writes the collected bytes, and ends their collection.
+func (c *conn) Flush() error {
 	c.writing.Lock()
 	defer c.writing.Unlock()
-	c.corked = false
-	b := c.buffer
-	if c.buffer = nil; b == nil {
+	c.collecting = false
+	b := c.collected
+	if c.collected = nil; b == nil {
 		return nil
 	}
 	_, err := c.write(*b)
 	*b = (*b)[:0]
-	corkBuffers.Put(b)
+	collectBuffers.Put(b)
 	return err
 }
 
-// Write implements net.Conn. While the connection is corked, Uncork returns the error of the write.
+// Write implements net.Conn. After Collect, Flush returns the error of the write.
 func (c *conn) Write(p []byte) (int, error) {
 	c.writing.Lock()
 	defer c.writing.Unlock()
-	if !c.corked {
+	if !c.collecting {
 		return c.write(p)
 	}
-	if c.buffer == nil {
-		c.buffer = corkBuffers.Get().(*[]byte)
+	if c.collected == nil {
+		c.collected = collectBuffers.Get().(*[]byte)
 	}
-	*c.buffer = append(*c.buffer, p...)
+	*c.collected = append(*c.collected, p...)
 	return len(p), nil
 }
 

@@ -93,11 +93,11 @@ func TestABlockedConnectionHoldsNoTurn(t *testing.T) {
 	}
 }
 
-// A corked connection writes nothing before Uncork, and then all bytes in order.
-func TestACorkedConnectionWritesOnce(t *testing.T) {
+// Collected bytes reach the socket with Flush, in order.
+func TestCollectedBytesWaitForFlush(t *testing.T) {
 	server, client := connect(t)
 	c := server.(*conn)
-	c.Cork()
+	c.Collect()
 	sent := make([]byte, 200<<10)
 	_, _ = rand.Read(sent)
 	for p := range slices.Chunk(sent, 16<<10) {
@@ -105,14 +105,14 @@ func TestACorkedConnectionWritesOnce(t *testing.T) {
 			t.Fatal(n, err)
 		}
 	}
-	if !bytes.Equal(*c.buffer, sent) {
-		t.Error("a corked write has reached the socket")
+	if !bytes.Equal(*c.collected, sent) {
+		t.Error("a write has reached the socket before Flush")
 	}
 	ended := make(chan error)
 	go func() {
-		err := c.Uncork()
+		err := c.Flush()
 		_, after := c.Write([]byte("after"))
-		ended <- errors.Join(err, after, c.Uncork())
+		ended <- errors.Join(err, after, c.Flush())
 	}()
 	got := make([]byte, len(sent)+5)
 	if _, err := io.ReadFull(client, got); err != nil || !bytes.Equal(got, append(sent, "after"...)) {
@@ -122,9 +122,9 @@ func TestACorkedConnectionWritesOnce(t *testing.T) {
 		t.Error(err)
 	}
 	server.Close()
-	c.Cork()
+	c.Collect()
 	_, _ = c.Write([]byte("x"))
-	if err := c.Uncork(); !errors.Is(err, net.ErrClosed) {
+	if err := c.Flush(); !errors.Is(err, net.ErrClosed) {
 		t.Errorf("%v: want the error of the closed connection", err)
 	}
 }

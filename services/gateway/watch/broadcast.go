@@ -157,8 +157,7 @@ func (b *watchBroadcast) account(before int) { b.hub.quota().account(before, b.B
 func (b *watchBroadcast) trim(now time.Time) {
 	limit, retained := b.hub.quota().share(b.hub.Config.BroadcastTotalBytes)
 	limit = min(limit, b.hub.Config.BroadcastBytes)
-	oversized, aged := b.Oversized(limit, retained), b.Aged(now)
-	if !oversized && !aged {
+	if !b.TrimDue(limit, retained, now) {
 		return
 	}
 	slowest := int64(math.MaxInt64)
@@ -166,12 +165,7 @@ func (b *watchBroadcast) trim(now time.Time) {
 		slowest = min(slowest, r.Cursor)
 	}
 	before := b.Bytes
-	if oversized {
-		b.Trim(limit, retained, slowest)
-	}
-	if aged {
-		b.DropAged(now, slowest)
-	}
+	b.Trim(limit, retained, slowest, now)
 	b.account(before)
 }
 
