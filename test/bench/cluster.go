@@ -226,8 +226,9 @@ func (c *cluster) watchOne(ctx context.Context, conn *http.Client, path string, 
 		}
 		opened()
 		var buffer [512]byte
-		began, n, last, err := time.Now(), 0, 0, error(nil)
+		began, last, err := time.Now(), 0, error(nil)
 		for err == nil {
+			var n int
 			if n, err = resp.Body.Read(buffer[:]); n > 0 {
 				last = n
 			}

@@ -48,15 +48,15 @@ rules:
 `
 
 // audits compares the records of the same requests in both servers' audit logs.
-func (a *axis) audits() {
-	a.configuration("audit of everything, to a file", func(dir string, _ *web) []string {
+func (x *axes) audits() {
+	x.configuration("audit of everything, to a file", harness.Twins, func(a *axis, dir string, _ *web) []string {
 		write(a.t, filepath.Join(dir, "tokens.csv"), "secret-of-alice,alice,1,\"readers\"\n")
 		return append(a.auditFlags(dir, everything), "--token-auth-file="+filepath.Join(dir, "tokens.csv"))
-	}, func(p *pair, _ *web, dir string) {
+	}, func(a *axis, p *pair, _ *web, dir string) {
 		a.audited(p, func(s *side) []fields { return a.recordsOf(auditLog(dir, s.name)) })
 	})
 	posted := &posts{}
-	a.configuration("audit by rules, to a webhook", func(dir string, w *web) []string {
+	x.configuration("audit by rules, to a webhook", harness.Twins, func(a *axis, dir string, w *web) []string {
 		write(a.t, filepath.Join(dir, "tokens.csv"), "secret-of-alice,alice,1,\"readers\"\n")
 		write(a.t, filepath.Join(dir, "audit.yaml"), someOfIt)
 		for _, name := range []string{"kube-apiserver", "watershed"} {
@@ -68,7 +68,7 @@ func (a *axis) audits() {
 			"--audit-webhook-batch-max-size=1", "--audit-webhook-batch-throttle-enable=false",
 			"--audit-webhook-batch-buffer-size=100000", "--audit-webhook-initial-backoff=10ms",
 			"--token-auth-file=" + filepath.Join(dir, "tokens.csv")}
-	}, func(p *pair, _ *web, _ string) {
+	}, func(a *axis, p *pair, _ *web, _ string) {
 		a.audited(p, func(s *side) []fields { return posted.recordsOf(s.name) })
 	})
 }

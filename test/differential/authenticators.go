@@ -27,23 +27,23 @@ type credentials struct {
 
 // authenticators sends every kind of credential, valid and invalid in each way, to servers with every authenticator.
 // OpenID Connect is configured once by flags and once by an AuthenticationConfiguration.
-func (a *axis) authenticators() {
-	a.configuration("authenticators by flags", func(dir string, w *web) []string {
+func (x *axes) authenticators() {
+	x.configuration("authenticators by flags", harness.Twins, func(a *axis, dir string, w *web) []string {
 		return append(a.everyAuthenticator(dir, w),
 			"--oidc-issuer-url="+w.base+"/flags", "--oidc-client-id=kubernetes",
 			"--oidc-ca-file="+w.ca.file(filepath.Join(dir, "oidc-ca.crt")),
 			"--oidc-username-claim=email", "--oidc-groups-claim=groups", "--oidc-groups-prefix=oidc:",
 			"--oidc-required-claim=team=a", "--oidc-signing-algs=RS256,ES256")
-	}, func(p *pair, w *web, _ string) { a.everyCredential(p, w.base+"/flags", "kubernetes") })
-	a.configuration("authenticators by configuration", func(dir string, w *web) []string {
+	}, func(a *axis, p *pair, w *web, _ string) { a.everyCredential(p, w.base+"/flags", "kubernetes") })
+	x.configuration("authenticators by configuration", harness.Twins, func(a *axis, dir string, w *web) []string {
 		return append(a.everyAuthenticator(dir, w), "--authentication-config="+a.structured(dir, w))
-	}, func(p *pair, w *web, _ string) {
+	}, func(a *axis, p *pair, w *web, _ string) {
 		a.everyCredential(p, w.base+"/flags", "kubernetes")
 		a.structuredTokens(p, w)
 	})
-	a.configuration("nobody without a credential", func(dir string, w *web) []string {
+	x.configuration("nobody without a credential", harness.Twins, func(a *axis, dir string, w *web) []string {
 		return append(a.everyAuthenticator(dir, w), "--anonymous-auth=false", "--api-audiences=api,other")
-	}, func(p *pair, w *web, _ string) { a.everyCredential(p, w.base+"/nobody", "x") })
+	}, func(a *axis, p *pair, w *web, _ string) { a.everyCredential(p, w.base+"/nobody", "x") })
 }
 
 // everyAuthenticator writes the authenticators' files, and returns the flags that name them.

@@ -16,9 +16,42 @@ import (
 )
 
 // authorizers compares authorization decisions under chains of authorizers.
-func (a *axis) authorizers() {
-	users := func(dir string) []string {
-		write(a.t, filepath.Join(dir, "tokens.csv"), `alice,alice,1,"readers"
+func (x *axes) authorizers() {
+	for _, m := range []string{"AlwaysAllow", "ABAC,Webhook,Node,RBAC", "RBAC,AlwaysDeny"} {
+		x.configuration("authorizers "+m, harness.Twins, func(a *axis, dir string, w *web) []string {
+			return a.modes(m, dir, w)
+		}, func(a *axis, p *pair, _ *web, _ string) {
+			a.everyRight(p, strings.Contains(m, "RBAC"), strings.Contains(m, "Node"))
+		})
+	}
+	x.configuration("authorizers by configuration", harness.Twins, func(a *axis, dir string, w *web) []string {
+		w.authorizer("/authorize")
+		path := filepath.Join(dir, "authorization.yaml")
+		write(a.t, path, fmt.Sprintf(authorization, a.webhookKubeconfig(dir, "authorizer", w, "/authorize"),
+			a.webhookKubeconfig(dir, "dead", &web{base: "https://127.0.0.1:1", ca: w.ca}, "/")))
+		return append(a.users(dir), "--authorization-config="+path)
+	}, func(a *axis, p *pair, _ *web, _ string) { a.everyRight(p, true, true) })
+}
+
+// modes writes the files of authorization modes, and returns the flags that name them.
+func (a *axis) modes(modes, dir string, w *web) []string {
+	w.authorizer("/authorize")
+	write(a.t, filepath.Join(dir, "abac.jsonl"), abac)
+	flags := append(a.users(dir), "--authorization-mode="+modes)
+	if strings.Contains(modes, "ABAC") {
+		flags = append(flags, "--authorization-policy-file="+filepath.Join(dir, "abac.jsonl"))
+	}
+	if strings.Contains(modes, "Webhook") {
+		flags = append(flags,
+			"--authorization-webhook-config-file="+a.webhookKubeconfig(dir, "authorizer", w, "/authorize"),
+			"--authorization-webhook-version=v1")
+	}
+	return flags
+}
+
+// users writes the users' tokens, and returns the flags of the authenticators.
+func (a *axis) users(dir string) []string {
+	write(a.t, filepath.Join(dir, "tokens.csv"), `alice,alice,1,"readers"
 bob,bob,2
 carol,carol,3,"editors,hooked"
 node,system:node:n1,4,system:nodes
@@ -26,35 +59,7 @@ nodeless,n1,5,system:nodes
 robot,system:serviceaccount:default:robot,6,"system:serviceaccounts,system:serviceaccounts:default"
 root,root,7,system:masters
 `)
-		return []string{"--token-auth-file=" + filepath.Join(dir, "tokens.csv"), "--anonymous-auth=true"}
-	}
-	modes := func(dir string, w *web, modes string) []string {
-		w.authorizer("/authorize")
-		write(a.t, filepath.Join(dir, "abac.jsonl"), abac)
-		flags := append(users(dir), "--authorization-mode="+modes)
-		if strings.Contains(modes, "ABAC") {
-			flags = append(flags, "--authorization-policy-file="+filepath.Join(dir, "abac.jsonl"))
-		}
-		if strings.Contains(modes, "Webhook") {
-			flags = append(flags,
-				"--authorization-webhook-config-file="+a.webhookKubeconfig(dir, "authorizer", w, "/authorize"),
-				"--authorization-webhook-version=v1")
-		}
-		return flags
-	}
-	for _, m := range []string{"AlwaysAllow", "ABAC,Webhook,Node,RBAC", "RBAC,AlwaysDeny"} {
-		a.configuration("authorizers "+m, func(dir string, w *web) []string { return modes(dir, w, m) },
-			func(p *pair, _ *web, _ string) {
-				a.everyRight(p, strings.Contains(m, "RBAC"), strings.Contains(m, "Node"))
-			})
-	}
-	a.configuration("authorizers by configuration", func(dir string, w *web) []string {
-		w.authorizer("/authorize")
-		path := filepath.Join(dir, "authorization.yaml")
-		write(a.t, path, fmt.Sprintf(authorization, a.webhookKubeconfig(dir, "authorizer", w, "/authorize"),
-			a.webhookKubeconfig(dir, "dead", &web{base: "https://127.0.0.1:1", ca: w.ca}, "/")))
-		return append(users(dir), "--authorization-config="+path)
-	}, func(p *pair, _ *web, _ string) { a.everyRight(p, true, true) })
+	return []string{"--token-auth-file=" + filepath.Join(dir, "tokens.csv"), "--anonymous-auth=true"}
 }
 
 // abac is a policy file of lines (k8s.io/kubernetes/pkg/apis/abac).

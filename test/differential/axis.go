@@ -6,34 +6,38 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// axis compares pairs of servers with many configurations. Both servers of a pair have the same flags, keys and
-// certificates.
+// axes compares pairs of servers with many configurations. The configurations run in parallel.
+type axes struct {
+	t *testing.T
+	// report has the differences of all configurations.
+	report *report
+}
+
+// axis compares a pair of servers with a configuration. Both have the same flags, keys and certificates.
 type axis struct {
 	t      *testing.T
 	report *report
 	// keys are the keys of the test's OpenID issuers, by ID.
 	keys map[string]any
-	// used means that the next pair's stores were already served without its flags.
-	used bool
 }
 
-// parallelRequests is the number of independent requests in flight.
+// parallelRequests is the number of independent requests in flight to a pair.
 const parallelRequests = 8
 
-// configuration starts a pair and calls ask with it. flags may write files to dir, and may name the web server w.
-func (a *axis) configuration(name string, flags func(dir string, w *web) []string,
-	ask func(p *pair, w *web, dir string)) {
-	a.report.begin(name)
-	whole := a.t
-	defer func() { a.t = whole }()
-	whole.Run(name, func(t *testing.T) {
-		a.t = t
+// start starts kube-apiserver and Watershed with the same flags.
+type start func(t testing.TB, flags ...string) (theirs, ours *harness.Server)
+
+// configuration starts a pair and calls ask with it, in a parallel subtest. flags may write files to dir, and may name
+// the web server w.
+func (x *axes) configuration(name string, start start, flags func(a *axis, dir string, w *web) []string,
+	ask func(a *axis, p *pair, w *web, dir string)) {
+	x.t.Run(name, func(t *testing.T) {
+		t.Parallel()
+		a := &axis{t: t, report: newReport(x.report.known)}
+		a.report.begin(name)
+		defer func() { x.report.add(a.report) }()
 		dir, w := harness.TempDir(t), newWeb(t)
-		twins := harness.Twins
-		if a.used {
-			twins = harness.UsedTwins
-		}
-		theirs, ours := twins(t, flags(dir, w)...)
+		theirs, ours := start(t, flags(a, dir, w)...)
 		p := &pair{
 			t: t, report: a.report,
 			theirs: newSide(t, "kube-apiserver", theirs),
@@ -41,6 +45,6 @@ func (a *axis) configuration(name string, flags func(dir string, w *web) []strin
 		}
 		p.inFlight.SetLimit(parallelRequests)
 		defer func() { _ = p.inFlight.Wait() }()
-		ask(p, w, dir)
+		ask(a, p, w, dir)
 	})
 }

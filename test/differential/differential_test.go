@@ -8,6 +8,7 @@ import (
 
 // TestAnswersAreKubeAPIServers runs the short form of `make differential`: every phase, with fewer random steps.
 func TestAnswersAreKubeAPIServers(t *testing.T) {
+	t.Parallel()
 	run(t, options{
 		seed:   7,
 		steps:  shortSteps,
@@ -21,11 +22,9 @@ func TestAnswersAreKubeAPIServers(t *testing.T) {
 // TestConfigurationsAnswerAsKubeAPIServers compares every kind of authentication, authorization and admission under
 // flags other than the default.
 func TestConfigurationsAnswerAsKubeAPIServers(t *testing.T) {
-	configurations(
-		t,
-		options{
-			out:  cmp.Or(os.Getenv("DIFFERENCES"), t.TempDir()),
-			axes: cmp.Or(os.Getenv("AXES"), allAxes),
-		},
-	)
+	t.Parallel()
+	configurations(t, options{
+		out:  cmp.Or(os.Getenv("DIFFERENCES"), t.TempDir()),
+		axes: cmp.Or(os.Getenv("AXES"), allAxes),
+	})
 }

@@ -16,6 +16,8 @@ import (
 
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 	"sigs.k8s.io/yaml"
+
+	"watershed.dev/test/harness"
 )
 
 // corpusOfPlugins are requests that each admission plugin accepts, changes or rejects, with kube-apiserver's responses.
@@ -53,32 +55,34 @@ type pluginStep struct {
 }
 
 // plugins compares the requests that every plugin accepts and rejects.
-func (a *axis) plugins() {
+func (x *axes) plugins() {
 	var corpus struct {
 		Sets []pluginSet `json:"sets"`
 	}
 	if err := yaml.UnmarshalStrict(corpusOfPlugins, &corpus); err != nil {
-		a.t.Fatal(err)
+		x.t.Fatal(err)
 	}
 	missing := slices.Clone(kubeoptions.AllOrderedPlugins)
 	for _, set := range corpus.Sets {
 		for _, s := range set.Steps {
 			missing = slices.DeleteFunc(missing, func(p string) bool { return p == s.Plugin })
 		}
-		a.used = set.Bootstrap
-		a.configuration("admission "+set.Name, func(dir string, w *web) []string {
+		start := harness.Twins
+		if set.Bootstrap {
+			start = harness.UsedTwins
+		}
+		x.configuration("admission "+set.Name, start, func(a *axis, dir string, w *web) []string {
 			w.reviews()
 			return append(set.flags(a, dir, w), a.auditFlags(dir, everything)...)
-		}, func(p *pair, w *web, dir string) {
+		}, func(a *axis, p *pair, w *web, dir string) {
 			for _, step := range set.Steps {
 				a.step(p, step, func(text string) string { return placed(text, dir, w) })
 			}
 			a.compareAudits(p, func(s *side) []fields { return a.recordsOf(auditLog(dir, s.name)) })
 		})
-		a.used = false
 	}
 	if len(missing) > 0 {
-		a.t.Errorf("no step shows %v", missing)
+		x.t.Errorf("no step shows %v", missing)
 	}
 }
 

@@ -66,6 +66,23 @@ func (p *report) compare(r *request, a, b answer) {
 	p.unexplained = append(p.unexplained, finding{p.phase, r, a, b, left})
 }
 
+// add adds the differences of another report, whose comparisons have ended.
+func (p *report) add(o *report) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	addCounts(p.requests, o.requests)
+	addCounts(p.equal, o.equal)
+	addCounts(p.listed, o.listed)
+	addCounts(p.codes, o.codes)
+	p.unexplained = append(p.unexplained, o.unexplained...)
+}
+
+func addCounts[K comparable](to, from map[K]int) {
+	for k, n := range from {
+		to[k] += n
+	}
+}
+
 // write prints a summary, and writes every finding to a file.
 func (p *report) write(dir string) {
 	p.mu.Lock()

@@ -76,7 +76,10 @@ func workloadsComeTo(t *testing.T, s *harness.Server) {
 	}
 }
 
-func TestControllersWorkOnUp(t *testing.T) { workloadsComeTo(t, harness.Up(t, "")) }
+func TestControllersWorkOnUp(t *testing.T) {
+	t.Parallel()
+	workloadsComeTo(t, harness.Up(t, ""))
+}
 
 // TestEtcdIsKubeAPIServersBothWays checks that Watershed starts on an etcd that kube-apiserver filled. kube-apiserver
 // then starts on the same etcd.

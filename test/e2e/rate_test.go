@@ -161,6 +161,7 @@ func TestAUsersWatchesComeAtTheirRate(t *testing.T) {
 // TestEventsThatFillAConnectionComeInOrder checks that events beyond a connection's queue arrive, complete and in
 // order.
 func TestEventsThatFillAConnectionComeInOrder(t *testing.T) {
+	t.Parallel()
 	const watches = 100
 	h := newHot(t, harness.Up(t, "", "--max-watch-rate-per-user=0"), 20, strings.Repeat("y", 100<<10))
 	h.follows(h.tenant(false), watches)

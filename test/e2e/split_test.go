@@ -170,6 +170,7 @@ func TestTheInnerNetworkIsClosedToClients(t *testing.T) {
 // TestSplitStopsAtARejectedFlag checks that split stops, as `up` does, if a process rejects a flag. It prints the
 // process's own error.
 func TestSplitStopsAtARejectedFlag(t *testing.T) {
+	t.Parallel()
 	dir := harness.TempDir(t)
 	p := harness.Start(t, dir, "split", harness.Watershed(), "split", "--data-dir", dir, "--bind-address=127.0.0.1",
 		fmt.Sprintf("--secure-port=%d", harness.FreePort(t)), "--audit-policy-file=/none", "--audit-log-path=-")

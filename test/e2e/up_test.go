@@ -322,6 +322,7 @@ func refused(t *testing.T, cmd *exec.Cmd, want string) {
 }
 
 func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct {
 		args []string
 		want string
