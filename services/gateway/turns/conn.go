@@ -59,8 +59,8 @@ type conn struct {
 	turns []*Turn
 }
 
-// Collect lets the next calls of Write add their bytes to the bytes that Flush writes. A TLS connection writes each record
-// of 16 KB by itself otherwise: a system call each, which mostly wakes a thread of the client.
+// Collect lets the next calls of Write add their bytes to the bytes that Flush writes. A TLS connection writes each
+// record of 16 KB by itself otherwise: a system call each, which mostly wakes a thread of the client.
 func (c *conn) Collect() {
 	c.writing.Lock()
 	defer c.writing.Unlock()
