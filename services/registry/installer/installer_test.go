@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"maps"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -89,7 +90,13 @@ func TestOpenAPI(t *testing.T) {
 		t.Error("documents have no hash")
 	}
 	kept, err := set.OpenAPIV3("apis/apps/v1")
-	if set.ReleaseOpenAPIDefinitions(); installer.HasOpenAPIDefinitions(set) {
+	definition := installer.PodSpecContainers(set)
+	if definition.Value() == nil {
+		t.Fatal("the set holds no definitions")
+	}
+	set.ReleaseOpenAPIDefinitions()
+	runtime.GC()
+	if definition.Value() != nil {
 		t.Error("released definitions stay in memory")
 	}
 	if made, again := set.OpenAPIV3("apis/apps/v1"); err != nil || again != nil || !bytes.Equal(made, kept) {

@@ -76,6 +76,8 @@ func newDocuments(groups []genericapiserver.APIGroupInfo) (*documents, error) {
 		v3:     genericapiserver.DefaultOpenAPIV3Config(get, namer),
 		v2:     genericapiserver.DefaultOpenAPIConfig(get, namer),
 	}
+	// Otherwise the first builder sets these fields to a function that keeps the builder and its definitions, 8 MB.
+	d.v2.GetOperationIDAndTagsFromRoute, d.v3.GetOperationIDAndTagsFromRoute = operationOf, operationOf
 	d.definitions, d.v3.Definitions = d.v3.Definitions, nil // upstream's builder then calls GetDefinitions
 	d.v3.GetDefinitions = func(ref common.ReferenceCallback) map[string]common.OpenAPIDefinition {
 		d.definitionsMu.Lock()
@@ -113,6 +115,15 @@ func newDocuments(groups []genericapiserver.APIGroupInfo) (*documents, error) {
 	}
 	d.etag = fmt.Sprintf("%X", h.Sum(nil)[:16])
 	return d, nil
+}
+
+// operationOf returns the operation ID and the tags of a route, as upstream's builders do with GetOperationIDAndTags.
+func operationOf(r common.Route) (id string, tags []string, err error) {
+	route, ok := r.(*restfuladapter.RouteAdapter)
+	if !ok {
+		return "", nil, fmt.Errorf("%T is not a route of go-restful", r)
+	}
+	return apiopenapi.GetOperationIDAndTags(route.Route)
 }
 
 // releaseDefinitions drops the definitions, which a later build makes again.
