@@ -22,12 +22,15 @@ func TestWakeups(t *testing.T) {
 		for i := range 200 {
 			w := &clientWatch{woken: make(chan struct{}, 1)}
 			all = append(all, w)
-			for range 1 + i%3 {
-				set(w, r.Intn(110)-10)
+			for range i % 3 {
+				set(w, 1+r.Intn(100)) // not in the past, which could wake it before the next call
 			}
 			if i%4 == 0 {
+				set(w, 1+r.Intn(100))
 				s.clear(w)
 				delete(want, w)
+			} else {
+				set(w, r.Intn(110)-10)
 			}
 		}
 		for second := range 200 {
