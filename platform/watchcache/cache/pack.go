@@ -26,6 +26,8 @@ const (
 	// packBytes is about the size of a pack's encodings. A GET of a packed object decompresses so many bytes. A pack
 	// has more only if it has a single object.
 	packBytes = 128 << 10
+	// windowBytes is how far back an encoder finds equal bytes. Its buffers are about as large: 8 MB by default.
+	windowBytes = 2 * packBytes
 	// minPackBytes is the size below which encodings are not packed.
 	minPackBytes = 8 << 10
 	// sparseShare divides the bytes of a pack: a pack whose remaining objects have fewer bytes is packed again.
@@ -83,7 +85,8 @@ var decoder = sync.OnceValue(func() *zstd.Decoder {
 // newEncoder returns an encoder of packs. Its level, the fastest of zstd, makes different pods ten times smaller. It
 // decompresses nearly as fast as s2, which makes them six times smaller.
 func newEncoder() *zstd.Encoder {
-	e, err := zstd.NewWriter(nil, zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithEncoderConcurrency(1))
+	e, err := zstd.NewWriter(nil, zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithEncoderConcurrency(1),
+		zstd.WithWindowSize(windowBytes), zstd.WithLowerEncoderMem(true))
 	if err != nil {
 		panic(err) // the options are invalid
 	}
