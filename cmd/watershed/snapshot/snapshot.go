@@ -11,6 +11,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -289,10 +290,17 @@ func (r *Restore) restoreDataDir(w io.Writer) ([]Member, error) {
 	for _, f := range files {
 		if old := filepath.Join(dir, f.Name()); dataOfStores.MatchString(f.Name()) {
 			aside = append(aside, move{old, old + ".before-" + stamp})
-			fmt.Fprintf(w, "Moving %s to %s\n", old, old+".before-"+stamp)
 		}
 	}
-	return members, moveAll(slices.Concat(aside, restored))
+	signal.Ignore(os.Interrupt, unix.SIGTERM) // a signal would leave some directories with their old names
+	defer signal.Reset(os.Interrupt, unix.SIGTERM)
+	if err := moveAll(slices.Concat(aside, restored)); err != nil {
+		return nil, err
+	}
+	for _, m := range aside {
+		fmt.Fprintf(w, "Moved %s to %s\n", m.from, m.to)
+	}
+	return members, nil
 }
 
 // dataOfStores matches the names of the data directories of etcd and of the event log, which registry writes again.
