@@ -2,6 +2,7 @@ package registry
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"time"
 
@@ -124,6 +125,9 @@ func (l *etcdLog) checkEpoch(ctx context.Context) error {
 		if err == nil && epoch == l.watchCache.Epoch() { // the watch cache applies an event after it is observed
 			close(l.inEpoch)
 			break
+		}
+		if err == nil {
+			err = fmt.Errorf("it has read the log of epoch %q, and etcd's is %q", l.watchCache.Epoch(), epoch)
 		}
 		if !warned && time.Since(began) > staleAfter {
 			slog.Warn("Registry has not read the log of etcd's epoch yet", "log", l.etcd.Log, "reason", err)

@@ -395,8 +395,11 @@ func (handshakeErrors) Write(message []byte) (int, error) {
 	case bytes.Contains(message, []byte("TLS handshake error")):
 		metrics.TLSHandshakeErrors.Inc()
 	case bytes.Contains(message, []byte("Accept error")): // net/http waits up to 1 s after each
-		slog.Error("The gateway cannot accept connections; raise the limit of open files (ulimit -n)", "error",
-			string(bytes.TrimSpace(message)))
+		text := "The gateway cannot accept connections"
+		if bytes.Contains(message, []byte(syscall.EMFILE.Error())) {
+			text += "; raise the limit of open files (ulimit -n)"
+		}
+		slog.Error(text, "error", string(bytes.TrimSpace(message)))
 	}
 	return len(message), nil
 }
