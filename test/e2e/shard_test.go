@@ -55,10 +55,10 @@ schema: {openAPIV3Schema: {type: object, x-kubernetes-preserve-unknown-fields: t
 		table    = "application/json;as=Table;v=v1;g=meta.k8s.io"
 		metadata = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
 		initial  = "?watch=1&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&allowWatchBookmarks=true" +
-			"&timeoutSeconds=1&shardSelector="
+			"&timeoutSeconds=3&shardSelector="
 	)
 	const maps = "/api/v1/namespaces/" + ns + "/configmaps"
-	since := "?watch=1&timeoutSeconds=1&resourceVersion=" + revision + "&shardSelector="
+	since := "?watch=1&timeoutSeconds=3&resourceVersion=" + revision + "&shardSelector="
 	const widgets = "/apis/e2e.example.com/v1/shards"
 	token := regexp.MustCompile(`"continue":"[^"]+"`)
 	var wg sync.WaitGroup
@@ -126,7 +126,7 @@ schema: {openAPIV3Schema: {type: object, x-kubernetes-preserve-unknown-fields: t
 		"shardRange(object.metadata.uid,'0x" + half + "','0x20000000000000000')",
 		"shardRange(object.metadata.uid,'0x0000000000000000','0x" + all + "')||shardRange(object.metadata.namespace," +
 			"'0x0000000000000000','0x" + all + "')"} {
-		for _, query := range []string{"", "pretty=1&", "watch=1&timeoutSeconds=1&", "fieldSelector=a%3Db&",
+		for _, query := range []string{"", "pretty=1&", "watch=1&timeoutSeconds=3&", "fieldSelector=a%3Db&",
 			"resourceVersion=x&", "watch=1&resourceVersion=x&"} {
 			compare(maps+"?"+query+"shardSelector="+strings.ReplaceAll(url.QueryEscape(bad), "%2B", "+"), "")
 		}
