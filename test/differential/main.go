@@ -62,13 +62,14 @@ func configurations(t *testing.T, o options) {
 	all := newReport(knownByConfiguration)
 	byName := map[string]func(*axes){"authn": (*axes).authenticators, "authz": (*axes).authorizers,
 		"admission": (*axes).plugins, "audit": (*axes).audits}
-	for _, name := range strings.Split(o.axes, ",") {
+	names := strings.Split(o.axes, ",")
+	for _, name := range names {
 		if byName[name] == nil {
 			t.Fatalf("there is no axis %q", name)
 		}
 	}
 	t.Run("axes", func(t *testing.T) { // it ends after the parallel configurations
-		for _, name := range strings.Split(o.axes, ",") {
+		for _, name := range names {
 			byName[name](&axes{t: t, report: all})
 		}
 	})

@@ -63,14 +63,6 @@ func TestNamespacePolicyIsIndependent(t *testing.T) {
 		_, _, _ = a.Authorize(t.Context(), attrs)
 		return p.calls > before
 	}
-	isClosed := func(c <-chan struct{}) bool {
-		select {
-		case <-c:
-			return true
-		default:
-			return false
-		}
-	}
 	called(namespacedAttributes("mine", "bob", "get"))
 	called(namespacedAttributes("other", "bob", "get"))
 	mine, other, cluster := a.PolicyChanged("mine"), a.PolicyChanged("other"), a.PolicyChanged("")
@@ -149,6 +141,15 @@ func TestWatchesAreReauthorizedWithoutHeartbeats(t *testing.T) {
 	})
 }
 
+func isClosed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
 // Beyond maxNamespaces, namespaces share a channel. Unlike others, it closes at the changes of any namespace.
 func TestWatchedNamespacesAreBounded(t *testing.T) {
 	a := &Authorizer{}
@@ -160,14 +161,6 @@ func TestWatchedNamespacesAreBounded(t *testing.T) {
 		t.Errorf("%d channels exist", n)
 	}
 	beyond := a.PolicyChanged("beyond")
-	isClosed := func(c <-chan struct{}) bool {
-		select {
-		case <-c:
-			return true
-		default:
-			return false
-		}
-	}
 	a.notify("other")
 	if isClosed(first) || !isClosed(beyond) {
 		t.Error("a change of another namespace closes the first channel, or not the shared channel")
