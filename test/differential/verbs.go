@@ -35,6 +35,7 @@ func (p *pair) verbs(all []*object) {
 		get(o.collection+"?labelSelector=none%3Dx", "application/json;as=Table;g=meta.k8s.io;v=v1", "an empty Table")
 		for _, query := range []string{"?limit=1", "?labelSelector=app%3Da", "?labelSelector=%3D%3D",
 			"?fieldSelector=metadata.name%3D" + o.name, "?fieldSelector=spec.nothing%3Dx", "?resourceVersion=0",
+			"?resourceVersion=0&limit=1", "?resourceVersion=0&limit=1&pretty=true",
 			"?resourceVersion=abc", "?resourceVersionMatch=Exact", "?limit=1&continue=xyz", "?pretty=true",
 			"?watch=1&timeoutSeconds=1&resourceVersion=abc", "?limit=abc", "?sendInitialEvents=true"} {
 			get(o.collection+query, "", "list with options")

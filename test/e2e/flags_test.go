@@ -23,6 +23,7 @@ import (
 	_ "k8s.io/component-base/logs/json/register" // the flags of the JSON format
 	"k8s.io/kubernetes/cmd/kube-apiserver/app/options"
 
+	"watershed.dev/platform/deflate"
 	"watershed.dev/test/harness"
 )
 
@@ -325,7 +326,9 @@ func TestDisabledGates(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			req, _ := http.NewRequest("GET", s.Config().Host+"/apis/rbac.authorization.k8s.io/v1/clusterroles", nil)
+			s.Apply(`{apiVersion: v1, kind: ConfigMap, metadata: {name: long}, data: {x: "` +
+				strings.Repeat("x", 2*deflate.Threshold) + `"}}`)
+			req, _ := http.NewRequest("GET", s.Config().Host+"/api/v1/configmaps", nil)
 			req.Header.Set("Accept-Encoding", "gzip")
 			resp, err := client.Do(req)
 			if err != nil {

@@ -7,10 +7,14 @@ import (
 	"testing"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/paths"
+	"watershed.dev/platform/rpc"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -64,6 +68,24 @@ func TestTheNamespaceOfARequest(t *testing.T) {
 		c := &requestContext{info: info, apiResource: &registryv1.APIResource{Namespaced: info.Resource == "pods"}}
 		if got := c.namespace(); got != want {
 			t.Errorf("%s: %q", path, got)
+		}
+	}
+}
+
+// The error of a write that may be stored has no Retry-After: client-go would send the write again. An API error of
+// registry keeps it.
+func TestAWriteThatMayBeStoredIsNotRepeated(t *testing.T) {
+	for name, c := range map[string]struct {
+		err        error
+		retryAfter int
+	}{
+		"a lost registry": {status.Error(codes.Unavailable, "error reading from server: EOF"), 0},
+		"an API error":    {rpc.ToStatus(apierrors.NewTooManyRequests("busy", 3)), 3},
+	} {
+		err := writeError(c.err)
+		seconds, _ := apierrors.SuggestsClientDelay(err)
+		if seconds != c.retryAfter || c.retryAfter == 0 && !apierrors.IsServiceUnavailable(err) {
+			t.Errorf("%s: %v, retry after %d s", name, err, seconds)
 		}
 	}
 }

@@ -19,12 +19,12 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 
 	"watershed.dev/platform/coalesce"
-	"watershed.dev/platform/deflate"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/audit"
+	"watershed.dev/services/gateway/body"
 	"watershed.dev/services/gateway/responsewriters"
 	"watershed.dev/services/gateway/turns"
 )
@@ -78,7 +78,7 @@ func (c *requestContext) listFromSource(p *plan) {
 			Limit:                p.opts.Limit,
 			Continue:             p.opts.Continue,
 			// The audit event contains the response uncompressed.
-			Gzip: deflate.AcceptsGzip(c.req.Header) && !audit.IncludesResponse(ctx),
+			Gzip: body.AcceptsGzip(c.req) && !audit.IncludesResponse(ctx),
 		},
 		grpc.WaitForReady(false),
 	)

@@ -102,7 +102,7 @@ func (c *requestContext) writeUnary(
 		return nil, true, nil
 	}
 	if err != nil {
-		return nil, false, rpc.FromStatus(err)
+		return nil, false, writeError(err)
 	}
 	if len(reply.Error) > 0 {
 		st := &rpcstatus.Status{}
@@ -112,6 +112,17 @@ func (c *requestContext) writeUnary(
 		return nil, false, rpc.WithAuditContext(rpc.FromStatus(status.ErrorProto(st)), reply.Audit)
 	}
 	return reply.Result, reply.CallbackRequired, nil
+}
+
+// writeError is rpc.FromStatus for a call that writes. A registry that was lost before it responded may have stored the
+// object. The error therefore has no Retry-After: client-go would send the write again.
+func writeError(err error) error {
+	converted := rpc.FromStatus(err)
+	var api *apierrors.StatusError
+	if status.Code(err) == codes.Unavailable && errors.As(converted, &api) { // no API error has this code (rpc.ToStatus)
+		api.ErrStatus.Details = nil
+	}
+	return converted
 }
 
 // withAffinity routes all calls for an object to the same registry replica, because that replica has cached its last
@@ -194,7 +205,10 @@ func (c *requestContext) callWithCallbacks(r *registryv1.WriteRequest,
 		}
 		err = stream.Send(c.handleCallback(telemetry.WithTraceparent(callbackCtx, m.Traceparent), m))
 	}
-	return nil, rpc.WithAuditContext(rpc.FromStatus(err), auditContext)
+	if r.Verb == "connect" {
+		return nil, rpc.WithAuditContext(rpc.FromStatus(err), auditContext)
+	}
+	return nil, rpc.WithAuditContext(writeError(err), auditContext)
 }
 
 // handleCallback sends a callback to its service. A callback that fails rejects the write.

@@ -178,6 +178,17 @@ func warnStrict(ctx context.Context, errs []error) {
 	}
 }
 
+// ofEtcdClient reports whether an error is etcd's or its client's, such as a lost connection to etcd. The gateway would
+// take its gRPC status for the status of the call to registry.
+func ofEtcdClient(err error) bool {
+	var api apierrors.APIStatus
+	if err == nil || errors.As(err, &api) {
+		return false
+	}
+	st, ok := grpcstatus.FromError(err)
+	return isTooLarge(err) || ok && st.Code() != grpccodes.Canceled && st.Code() != grpccodes.DeadlineExceeded
+}
+
 // isTooLarge reports whether etcd or gRPC rejected a value because of its size.
 func isTooLarge(err error) bool {
 	if err == nil {

@@ -27,6 +27,7 @@ func TestReads(t *testing.T) {
 		{"", 5, ""},
 		{"limit=2", 2, ""},
 		{"resourceVersion=0", 5, ""},
+		{"resourceVersion=0&limit=2", 5, ""},
 		{"resourceVersion=" + rv, 5, ""},
 		{"resourceVersion=" + rv + "&resourceVersionMatch=Exact", 5, ""},
 		{"fieldSelector=metadata.name%3Dr1", 1, ""},

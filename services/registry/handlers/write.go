@@ -85,7 +85,7 @@ func (scope *RequestScope) Write(ctx context.Context, r *registryv1.WriteRequest
 	default:
 		err = scope.MethodNotSupported(r.Verb)
 	}
-	if isTooLarge(err) {
+	if ofEtcdClient(err) {
 		err = rpc.ToAPIStatus(err) // clients receive the text of etcd's client, with gRPC's code
 	}
 	if err != nil {
