@@ -117,12 +117,16 @@ func (e *Etcd) Runner() lifecycle.Runner {
 		select {
 		case <-member.Server.ReadyNotify():
 			ready.Set("etcd", nil)
+		case <-member.Server.StopNotify():
+			return errRemoved
 		case err := <-member.Err():
 			return err
 		case <-ctx.Done():
 			return nil
 		}
 		select {
+		case <-member.Server.StopNotify():
+			return errRemoved
 		case err := <-member.Err():
 			return err
 		case <-ctx.Done():
@@ -130,6 +134,10 @@ func (e *Etcd) Runner() lifecycle.Runner {
 		}
 	}}
 }
+
+// errRemoved means that etcd's server has stopped by itself. Its listeners still accept connections.
+var errRemoved = errors.New("the member has stopped, because its cluster has removed it: " +
+	"move --data-dir away, add a member (etcdctl member add), and start it with --initial-cluster-state=existing")
 
 // config returns the member's configuration. level is the level of its errors in the log.
 func (e *Etcd) config(level slog.Leveler) (*embed.Config, error) {

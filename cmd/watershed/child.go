@@ -20,7 +20,7 @@ import (
 
 // child is a child process. It starts again until it is stopped or refused:
 //
-//	start ──> running ──ended──> restartPause ──> running
+//	start ──> running ──ended──> a pause ──> running
 //	          running ──ended with the same error twice, and onRefused is true──> refused: done
 //	          running ──disableRestart, ended──> done
 //	          running ──stop──> SIGTERM ──stopTimeout──> SIGKILL ──> done
@@ -47,6 +47,8 @@ type child struct {
 	cmd     *exec.Cmd
 	stopped bool
 	done    chan struct{}
+	// wake ends the pause before a restart.
+	wake chan struct{}
 }
 
 func (p *child) pid() int {
@@ -75,15 +77,25 @@ func (s spawner) run() {
 	}
 }
 
+const (
+	// restartPause is the delay before an ended process starts again. It doubles, up to maxRestartPause, while each run
+	// is a short run.
+	restartPause    = 200 * time.Millisecond
+	maxRestartPause = 10 * time.Second
+	shortRun        = 2 * time.Second
+)
+
 // start runs the process, and restarts it after each end, until stop, disableRestart or onRefused ends this.
 func (p *child) start(s spawner) {
-	p.done = make(chan struct{})
+	p.done, p.wake = make(chan struct{}), make(chan struct{}, 1)
 	go func() {
 		defer close(p.done)
 		log := p.logs.open(filepath.Join(p.dir, p.name+".log"))
 		defer log.Close()
 		var previous string
+		pause := restartPause
 		for {
+			began := time.Now()
 			lastError, err := p.runOnce(s, log)
 			p.mu.Lock()
 			stopped := p.stopped
@@ -96,10 +108,18 @@ func (p *child) start(s spawner) {
 				return
 			}
 			previous = lastError
-			if p.show != nil {
-				p.show.note(fmt.Sprintf("%s ended (%v); restarting it", p.name, err))
+			if time.Since(began) > shortRun {
+				pause = restartPause
 			}
-			time.Sleep(restartPause)
+			if p.show != nil {
+				reason := strings.ReplaceAll(cmp.Or(lastError, fmt.Sprint(err)), "\n", "; ")
+				p.show.note(fmt.Sprintf("%s ended (%s); it starts again in %v", p.name, reason, pause))
+			}
+			select {
+			case <-p.wake:
+			case <-time.After(pause):
+			}
+			pause = min(2*pause, maxRestartPause)
 		}
 	}()
 }
@@ -127,17 +147,24 @@ func (p *child) runOnce(s spawner, log io.Writer) (lastError string, err error) 
 	if err != nil {
 		return "", err
 	}
-	if err := os.WriteFile(filepath.Join(p.dir, p.name+".pid"), fmt.Appendf(nil, "%d\n",
-		cmd.Process.Pid), 0o600); err != nil {
-		_ = cmd.Process.Kill() // the next run must not start beside it
-		_ = cmd.Wait()
-		return "", err
-	}
+	p.writePID(cmd.Process.Pid)
 	err = cmd.Wait()
 	if ended := new(exec.ExitError); errors.As(err, &ended) && ended.ExitCode() == exitFailure {
 		lastError = out.lastError("watershed " + p.args[0] + ": ")
 	}
 	return lastError, err
+}
+
+// writePID writes the pid file, for operators. Without it the process runs on: a full disk must not end processes that
+// need no disk.
+func (p *child) writePID(pid int) {
+	path := filepath.Join(p.dir, p.name+".pid")
+	if err := os.WriteFile(path, fmt.Appendf(nil, "%d\n", pid), 0o600); err != nil {
+		_ = os.Remove(path) // it may have the id of an ended process
+		if p.show != nil {
+			p.show.note(fmt.Sprintf("%s has no pid file: %v", p.name, err))
+		}
+	}
 }
 
 // exitFailure is the exit code of a command that printed its error. A panic has another exit code.
@@ -164,12 +191,19 @@ func names(all []*child) string {
 
 // stop terminates the process and waits until it has ended.
 func (p *child) stop() {
+	if p.done == nil { // it was never started
+		return
+	}
 	p.mu.Lock()
 	p.stopped = true
 	if p.cmd != nil && p.cmd.Process != nil {
 		_ = p.cmd.Process.Signal(syscall.SIGTERM)
 	}
 	p.mu.Unlock()
+	select {
+	case p.wake <- struct{}{}:
+	default: // it was stopped before
+	}
 	select {
 	case <-p.done:
 	case <-time.After(p.stopLimit()):

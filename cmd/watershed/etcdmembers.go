@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -8,10 +9,15 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
+	"time"
 
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"watershed.dev/cmd/watershed/inspect"
 	"watershed.dev/cmd/watershed/snapshot"
 	"watershed.dev/platform/pki"
 )
@@ -87,6 +93,104 @@ func (l *layout) checkEtcdMembers(members int) error {
 	}
 	return fmt.Errorf("--data-dir %q has an etcd of %s, not of %d (split --replicas etcd=N): start that number, or "+
 		"move its etcd* and nats* away to begin with an empty etcd", l.dir, found, members)
+}
+
+// etcdMember returns the name of the n-th of several members of etcd, which is also the name of its data directory.
+func etcdMember(n int) string { return fmt.Sprintf("etcd-%d", n) }
+
+// lostMembers returns the names of the members of etcd whose data is lost, while a majority has data. The majority can
+// replace them. Without a majority, etcd itself refuses a member that it knows.
+func (l *layout) lostMembers(members int) (lost []string) {
+	for n := range members {
+		if _, err := os.Stat(filepath.Join(l.dir, etcdMember(n), "member")); errors.Is(err, os.ErrNotExist) {
+			lost = append(lost, etcdMember(n))
+		}
+	}
+	if 2*len(lost) >= members {
+		return nil
+	}
+	return lost
+}
+
+// replaceTimeout bounds the replacement of a member. etcd accepts it 5 s after the other members have connected.
+const replaceTimeout = time.Minute
+
+// replaceMembers replaces and starts the lost members, each once the others accept it.
+func (s *splitRun) replaceMembers(ctx context.Context) error {
+	for _, p := range s.processes {
+		if !slices.Contains(s.lost, p.name) {
+			continue
+		}
+		s.show.starting(p.name, func() error { return errors.New("it has no data, and waits for the other members") })
+		if err := s.replaceMember(ctx, p.name); err != nil {
+			return err
+		}
+		s.show.started("replaced: it has no data")
+		p.start(s.spawn)
+	}
+	return nil
+}
+
+// replaceMember removes a member from etcd's cluster, and adds it again at the same peer address. It must then start
+// without data, to receive all data: a member that has lost its data must not vote as before.
+func (s *splitRun) replaceMember(ctx context.Context, name string) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, replaceTimeout, errors.New("timeout"))
+	defer cancel()
+	id := s.pki.Identity("registry")
+	e := inspect.Etcd{CertFile: id.CertFile, KeyFile: id.KeyFile, CAFile: id.CAFile}
+	var peer string
+	for n, address := range s.addresses["etcd"] {
+		if etcdMember(n) == name {
+			peer = "https://" + s.peers[n]
+		}
+		if !slices.Contains(s.lost, etcdMember(n)) {
+			e.Servers = append(e.Servers, "https://"+address)
+		}
+	}
+	conf, err := e.Config()
+	if err != nil {
+		return err
+	}
+	client, err := clientv3.New(conf)
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	for {
+		err := replace(ctx, client, peer)
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%s has no data, and the other members do not replace it: %w: %w", name,
+				context.Cause(ctx), err)
+		case <-time.After(restartPause):
+		}
+	}
+}
+
+// replace replaces the member at a peer URL. It may be called again after an error.
+func replace(ctx context.Context, client *clientv3.Client, peer string) error {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	list, err := client.MemberList(ctx)
+	if err != nil {
+		return err
+	}
+	for _, m := range list.Members {
+		switch {
+		case !slices.Contains(m.PeerURLs, peer):
+		case m.Name == "": // it was added before, and has not started
+			return nil
+		default:
+			if _, err := client.MemberRemove(ctx, m.ID); err != nil {
+				return err
+			}
+		}
+	}
+	_, err = client.MemberAdd(ctx, []string{peer})
+	return err
 }
 
 // checkPorts returns an error if another process has the port of the gateways, or a peer address in etcd's data. The

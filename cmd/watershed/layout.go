@@ -12,7 +12,6 @@ import (
 	"strings"
 
 	"github.com/spf13/pflag"
-	"golang.org/x/sys/unix"
 	"sigs.k8s.io/yaml"
 
 	"watershed.dev/cmd/certgen"
@@ -96,16 +95,9 @@ func openLayout(dir, bind string, port int, hosts []string, logs logFiles) (*lay
 		Admin:   filepath.Join(dir, "admin.kubeconfig"),
 		Hosts:   hosts,
 	}
-	if l.lock, err = os.OpenFile(filepath.Join(dir, "lock"), os.O_CREATE|os.O_RDWR, 0o600); err != nil {
-		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
+	if l.lock, err = process.Lock(dir); err != nil {
+		return nil, err
 	}
-	if err := unix.Flock(int(l.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		pid, _ := os.ReadFile(l.lock.Name())
-		return nil, fmt.Errorf("--data-dir %q is in use by process %s; stop it or choose another directory", dir,
-			strings.TrimSpace(string(pid)))
-	}
-	_ = l.lock.Truncate(0)
-	_, _ = l.lock.WriteAt(fmt.Appendf(nil, "%d\n", os.Getpid()), 0)
 	return l, l.pki.Open()
 }
 

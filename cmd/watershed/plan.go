@@ -265,20 +265,24 @@ func (s *splitRun) planStores(previous []string, nextAddress func() string,
 	if len(previous) == len(members) {
 		members = previous
 	}
+	s.peers, s.lost = members, s.lostMembers(len(members))
 	var initial []string
 	for n, m := range members {
-		initial = append(initial, fmt.Sprintf("etcd-%d=https://%s", n, m))
+		initial = append(initial, etcdMember(n)+"=https://"+m)
 	}
 	for n, address := range s.addresses["etcd"] {
 		metrics, dir := "http://"+nextAddress(), "etcd"
 		settings := map[string]any{"listen-client-urls": "https://" + address, "listen-metrics-urls": metrics}
 		if len(members) > 1 {
-			dir = fmt.Sprintf("etcd-%d", n)
+			dir = etcdMember(n)
 			settings = merge(settings, map[string]any{
 				"name":             dir,
 				"listen-peer-urls": "https://" + members[n],
 				"initial-cluster":  strings.Join(initial, ","),
 			})
+		}
+		if slices.Contains(s.lost, dir) {
+			settings["initial-cluster-state"] = "existing"
 		}
 		settings["data-dir"] = filepath.Join(s.dir, dir)
 		if err := add("etcd", n, metrics+"/metrics", merge(s.identitySettings("etcd"), logs, settings)); err != nil {

@@ -130,7 +130,7 @@ func (s *splitRun) scaleAll(to url.Values) (report string, err error) {
 	return report, nil
 }
 
-// scale changes the number of a set's processes. A new process is published after its start, and receives calls
+// scale changes the number of a set's processes. A new process is published with its start, and receives calls
 // once its health is SERVING. A removed process is first removed from the replicas file. It is stopped after
 // propagationDelay: it then reports NOT_SERVING and finishes its calls.
 func (s *splitRun) scale(set set, n int) error {
@@ -174,6 +174,9 @@ func (s *splitRun) scaleUp(set set) error {
 	before := maps.Clone(s.addresses)
 	s.addAddress(set, s.rpcAddress(set.name, n, fmt.Sprintf("127.0.0.1:%d", ports[0])))
 	p, err := s.planSet(set, n)
+	if err == nil {
+		err = s.writeReplicas()
+	}
 	if err != nil {
 		s.addresses = before
 		return err
@@ -181,7 +184,7 @@ func (s *splitRun) scaleUp(set set) error {
 	s.counts[set.name]++
 	s.processes = append(s.processes, p)
 	p.start(s.spawn)
-	return s.writeReplicas()
+	return nil
 }
 
 // scaleDown removes a set's last process from the replicas file and from the processes. The caller must stop the

@@ -25,9 +25,6 @@ import (
 // stores is the default number of processes of each program that is not a service.
 var stores = map[string]int{"etcd": 1, "nats": 1, "xds": 1}
 
-// restartPause is the delay before an ended process starts again.
-const restartPause = 200 * time.Millisecond
-
 // split runs sets of services in processes of their own, with certificates of their own, from configuration files as in
 // a deployment. It restarts processes that end. A process that ends twice in a row with the same error aborts the
 // start.
@@ -169,7 +166,9 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 			refused(reason)
 			return !s.started.Load()
 		}
-		p.start(s.spawn)
+		if !slices.Contains(s.lost, p.name) {
+			p.start(s.spawn)
+		}
 	}
 	defer func() {
 		s.mu.Lock() // never unlocked: scaling has ended
@@ -178,7 +177,11 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 		}
 		s.stop()
 	}()
-	if err := s.ready(starting); err != nil {
+	err := s.replaceMembers(starting)
+	if err == nil {
+		err = s.ready(starting)
+	}
+	if err != nil {
 		s.show.failed()
 		if ctx.Err() != nil {
 			return nil
@@ -229,6 +232,8 @@ type splitRun struct {
 	show    *progress
 	// addresses lists the RPC addresses of each service's processes.
 	addresses map[string][]string
+	// peers lists the peer addresses of etcd's members. lost lists the names of the members to replace.
+	peers, lost []string
 
 	// started is true after the start. From then on an ended process always restarts.
 	started atomic.Bool

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -90,6 +91,54 @@ func TestRefusedProcessesAreNotRestarted(t *testing.T) {
 				t.Errorf("it was refused: %v", <-errs)
 			}
 		})
+	}
+}
+
+// A process runs on without a pid file. A process that fails again and again is started after longer and longer pauses,
+// with its error on the terminal.
+func TestFailingProcesses(t *testing.T) {
+	spawn := make(spawner)
+	go spawn.run()
+	t.Cleanup(func() { close(spawn) })
+	dir := t.TempDir()
+	if err := os.MkdirAll(filepath.Join(dir, "x-0.pid", "x"), 0o700); err != nil { // the pid file cannot be written
+		t.Fatal(err)
+	}
+	terminal, w := io.Pipe()
+	p := &child{
+		name: "x-0", dir: dir, program: "/bin/sh", show: &progress{w: w},
+		args: []string{"-c", "echo 'watershed -c: first'; echo second; exit 1"},
+	}
+	p.start(spawn)
+	var got []string
+	for lines := bufio.NewScanner(terminal); len(got) < 6 && lines.Scan(); {
+		got = append(got, strings.TrimPrefix(lines.Text(), "x-0 "))
+	}
+	go io.Copy(io.Discard, terminal) //nolint:errcheck // until the test ends
+	p.stop()
+	pid := fmt.Sprintf("has no pid file: open %s: is a directory", filepath.Join(dir, "x-0.pid"))
+	want := []string{
+		pid, "ended (first; second); it starts again in 200ms",
+		pid, "ended (first; second); it starts again in 400ms",
+		pid, "ended (first; second); it starts again in 800ms",
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("%q, not %q", got, want)
+	}
+}
+
+// A majority with data replaces the other members of etcd. Nothing is lost on the first start.
+func TestLostMembers(t *testing.T) {
+	for number, want := range []string{"[]", "[]", "[etcd-2]", "[]"} {
+		l := &layout{dir: t.TempDir()}
+		for n := range number {
+			if err := os.MkdirAll(filepath.Join(l.dir, etcdMember(n), "member"), 0o700); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if got := fmt.Sprint(l.lostMembers(3)); got != want {
+			t.Errorf("with the data of %d: %s, not %s", number, got, want)
+		}
 	}
 }
 

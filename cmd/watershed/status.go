@@ -79,17 +79,18 @@ func (f *statusFlags) show(ctx context.Context, w io.Writer) error {
 		return err
 	}
 	if f.output.IsJSON() {
-		return json.NewEncoder(w).Encode(all)
+		err = json.NewEncoder(w).Encode(all)
+	} else {
+		t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
+		showProcesses(t, all, time.Now())
+		showStores(t, all)
+		showTier(t, all)
+		err = t.Flush()
 	}
-	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
-	defer t.Flush()
-	showProcesses(t, all, time.Now())
-	showStores(t, all)
-	showTier(t, all)
 	if !slices.ContainsFunc(all, func(r *process.Report) bool { return r.Error == "" }) {
 		return errors.New("no process responds")
 	}
-	return nil
+	return err
 }
 
 // showProcesses lists the processes.

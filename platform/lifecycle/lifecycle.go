@@ -139,7 +139,8 @@ func Sleep(ctx context.Context, d time.Duration) {
 	}
 }
 
-// SignalContext returns a context that ends at the first SIGINT or SIGTERM; a second signal ends the process at once.
+// SignalContext returns a context that ends at the first SIGINT or SIGTERM. A further SIGINT ends the process at once. A
+// further SIGTERM does not: systemd sends it to all processes of split, and split sends it too.
 func SignalContext() (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancel(context.Background())
 	c := make(chan os.Signal, 2)
@@ -147,8 +148,11 @@ func SignalContext() (context.Context, context.CancelFunc) {
 	go func() {
 		<-c
 		cancel()
-		<-c
-		os.Exit(1)
+		for s := range c {
+			if s == syscall.SIGINT {
+				os.Exit(1)
+			}
+		}
 	}()
 	return ctx, cancel
 }

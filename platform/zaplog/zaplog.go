@@ -4,8 +4,11 @@ package zaplog
 
 import (
 	"context"
+	"fmt"
+	"io"
 	"log/slog"
 	"maps"
+	"os"
 	"slices"
 
 	"go.uber.org/zap"
@@ -57,8 +60,14 @@ func (c *core) Write(e zapcore.Entry, fields []zapcore.Field) error {
 		attrs = append(attrs, key, all.Fields[key])
 	}
 	slog.Log(context.Background(), c.level(e.Level), e.Message, attrs...)
+	if e.Level >= zapcore.DPanicLevel { // etcd ends the process now, and the log may be on the full disk that is the reason
+		fmt.Fprintf(lastWords, "watershed etcd: %s: %v\n", e.Message, all.Fields["error"])
+	}
 	return nil
 }
+
+// lastWords receives the reason why etcd ends the process. Tests replace it.
+var lastWords io.Writer = os.Stderr
 
 // Sync implements zapcore.Core.
 func (c *core) Sync() error { return nil }

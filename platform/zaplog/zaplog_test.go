@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
 
 	"watershed.dev/platform/telemetry"
 )
@@ -45,5 +46,24 @@ func TestLinesOfZap(t *testing.T) {
 		if got.String() != want {
 			t.Errorf("at verbosity %d:\n%swant\n%s", verbosity, &got, want)
 		}
+	}
+}
+
+// The reason why etcd ends the process is on standard error, because the log may be on a full disk.
+func TestLastWords(t *testing.T) {
+	var out bytes.Buffer
+	before := lastWords
+	lastWords = &out
+	defer func() { lastWords = before }()
+	log := zap.New(New(slog.LevelError).Core(), zap.WithFatalHook(zapcore.WriteThenGoexit))
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		log.Fatal("failed to save Raft hard state and entries", zap.Error(errors.New("no space left on device")))
+	}()
+	<-ended
+	want := "watershed etcd: failed to save Raft hard state and entries: no space left on device\n"
+	if got := out.String(); got != want {
+		t.Errorf("%q, not %q", got, want)
 	}
 }

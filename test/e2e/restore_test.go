@@ -161,7 +161,7 @@ func TestSnapshots(t *testing.T) {
 			}
 			s.Kubectl("create", "configmap", "after")
 			restore := append([]string{"restore", backup, "--data-dir", dir}, c.restoreFlags...)
-			if out, err := snapshot(restore...); err == nil || !strings.Contains(out, "stop Watershed first") {
+			if out, err := snapshot(restore...); err == nil || !strings.Contains(out, "in use by process") {
 				t.Fatalf("a restore below a running server: %v\n%s", err, out)
 			}
 			s.Stop()
@@ -183,6 +183,31 @@ func TestSnapshots(t *testing.T) {
 			}
 			checkIsClean(t, "--kubeconfig", s.Kubeconfig)
 		})
+	}
+}
+
+// TestALostMemberOfEtcdIsReplaced loses the data of one of three members of etcd, and of one of three NATS servers. The
+// next start replaces the member. It then has all data: the server works without another member.
+func TestALostMemberOfEtcdIsReplaced(t *testing.T) {
+	t.Parallel()
+	dir := harness.TempDir(t)
+	s := harness.Split(t, dir, "--replicas=etcd=3,nats=3")
+	s.Kubectl("create", "configmap", "before")
+	for range 2 {
+		s.Stop()
+		for _, lost := range []string{"etcd-1", "nats-1"} {
+			if err := os.RemoveAll(filepath.Join(dir, lost)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		s = harness.Split(t, dir, "--replicas=etcd=3,nats=3")
+		s.Kubectl("get", "configmap", "before")
+		checkIsClean(t, "--kubeconfig", s.Kubeconfig)
+	}
+	backup := filepath.Join(t.TempDir(), "backup.db")
+	out, err := exec.Command(harness.Watershed(), "snapshot", "save", backup, "--data-dir", dir).CombinedOutput()
+	if err != nil {
+		t.Fatalf("%v\n%s", err, out)
 	}
 }
 

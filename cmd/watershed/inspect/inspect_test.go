@@ -29,6 +29,14 @@ func TestDebugAddresses(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	if _, err := debugAddresses(dir); err == nil { // of an earlier split
+		t.Error("a stopped split has addresses")
+	}
+	lock, err := process.Lock(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Close()
 	all, err := debugAddresses(dir)
 	if services := all["/x/watchfanout-0.sock"]; err != nil || len(all) != 1 || len(services) != 1 {
 		t.Errorf("%q, %v", all, err)

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"net"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -98,6 +99,9 @@ func (s *Save) Run(ctx context.Context, w io.Writer) error {
 	if _, err := os.Lstat(s.File); err == nil {
 		return fmt.Errorf("%s exists: choose another file", s.File)
 	}
+	if err := connect(s.Servers[0]); err != nil {
+		return fmt.Errorf("--etcd-servers %q: %w", s.Servers[0], err)
+	}
 	conf, err := s.Etcd.Config()
 	if err != nil {
 		return err
@@ -127,7 +131,7 @@ func statusOf(file string) (status snapshot.Status, err error) {
 	return snapshot.NewV3(zap.NewNop()).Status(file)
 }
 
-// ofDataDir selects the etcd of a data directory: the socket of `up`, or the first member of `split`.
+// ofDataDir selects the etcd of a data directory: the socket of `up`, or the first member of `split` that listens.
 func (s *Save) ofDataDir() error {
 	sockets, err := process.SocketDir(s.DataDir)
 	if err != nil {
@@ -141,15 +145,36 @@ func (s *Save) ofDataDir() error {
 	if err != nil {
 		return err
 	}
-	if members[0].Listen == "" {
+	i := slices.IndexFunc(members, func(m Member) bool { return m.Listen != "" && connect(m.Listen) == nil })
+	if i < 0 {
 		return fmt.Errorf("--data-dir %q: no etcd runs in this directory; set the directory of `up` or `split`, or "+
 			"--etcd-servers", s.DataDir)
 	}
 	pki := func(name string) string { return filepath.Join(s.DataDir, "pki", name) }
-	s.Servers = []string{members[0].Listen}
+	s.Servers = []string{members[i].Listen}
 	s.CertFile, s.KeyFile = pki("inner-registry.crt"), pki("inner-registry.key")
 	s.CAFile = pki("inner-ca.crt")
 	return nil
+}
+
+// dialTimeout bounds a connection to a member of etcd.
+const dialTimeout = 2 * time.Second
+
+// connect returns an error if nothing listens at a client URL. etcd's client would try again until Timeout.
+func connect(server string) error {
+	scheme, address, ok := strings.Cut(server, "://")
+	if !ok {
+		scheme, address = "", server
+	}
+	network := "tcp"
+	if scheme == "unix" {
+		network = "unix"
+	}
+	c, err := net.DialTimeout(network, address, dialTimeout)
+	if err != nil {
+		return err
+	}
+	return c.Close()
 }
 
 // Member is a member of etcd in a data directory. Its fields are the settings of `watershed etcd`.
@@ -345,20 +370,16 @@ func (r *Restore) restore(m Member, dir string) error {
 
 // lock locks a data directory as `up` and `split` do. On a new machine, the directory may have pki only.
 func lock(dir string) (unlock func(), err error) {
-	if !exists(filepath.Join(dir, "lock")) && !exists(filepath.Join(dir, "pki")) {
+	if !exists(filepath.Join(dir, process.LockFile)) && !exists(filepath.Join(dir, "pki")) {
 		return nil, fmt.Errorf("--data-dir %q has no lock and no pki: set the directory of `up` or `split`, or "+
 			"--etcd-data-dir", dir)
 	}
 	if err := process.RestrictDirectory(dir); err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
-	f, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_CREATE|os.O_RDWR, 0o600)
+	f, err := process.Lock(dir)
 	if err != nil {
-		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
-	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		f.Close()
-		return nil, fmt.Errorf("--data-dir %q is in use: stop Watershed first", dir)
+		return nil, err
 	}
 	return func() { f.Close() }, nil
 }

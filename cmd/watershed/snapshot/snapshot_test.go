@@ -72,12 +72,13 @@ func TestBadInput(t *testing.T) {
 		}
 	}
 	_, err = lock(dir)
-	check("stop Watershed first", err)
+	check("in use by process", err)
 	_, err = lock(filepath.Join(dir, "absent"))
 	check("--data-dir", err)
 	check("backup.db", (&Restore{File: file, DataDir: dir}).Run(os.Stderr))
 	check("exists", (&Save{File: file, DataDir: dir}).run("https://127.0.0.1:1"))
 	check("no etcd runs in this directory", (&Save{File: file, DataDir: dir}).Run(context.Background(), os.Stderr))
+	check("connection refused", (&Save{File: filepath.Join(dir, "new.db"), DataDir: dir}).run("https://127.0.0.1:1"))
 	check("0 arguments: want a file", SaveCommand(pflag.NewFlagSet("save", pflag.ContinueOnError))())
 	check("0 arguments: want a file", RestoreCommand(pflag.NewFlagSet("restore", pflag.ContinueOnError))())
 	check("want save FILE", Command(nil)())
