@@ -265,10 +265,12 @@ func (c *Config) loadFiles(dir string, all *corev1.Secret) error {
 		return fmt.Errorf("--import-dir: %w", err)
 	}
 	for _, f := range found {
-		if f.IsDir() { // kubeadm's directory of etcd's PKI; Watershed uses another
+		path := filepath.Join(c.ImportDir, f.Name())
+		// kubeadm's directory of etcd's PKI, because Watershed uses another; and ..data of a mounted Secret, a link
+		if info, err := os.Stat(path); err == nil && info.IsDir() {
 			continue
 		}
-		data, err := os.ReadFile(filepath.Join(c.ImportDir, f.Name()))
+		data, err := os.ReadFile(path)
 		if err == nil {
 			err = os.WriteFile(filepath.Join(dir, f.Name()), data, 0o600)
 		}

@@ -233,6 +233,9 @@ func TestAPKIIsImported(t *testing.T) {
 	if err := os.Mkdir(filepath.Join(dir, "etcd"), 0o700); err != nil {
 		t.Fatal(err)
 	}
+	if err := os.Symlink(t.TempDir(), filepath.Join(dir, "..data")); err != nil { // as in a mounted Secret
+		t.Fatal(err)
+	}
 	client := fake.NewClientset()
 	c := &Config{Namespace: "ws", ImportDir: dir}
 	if _, err := c.Run(t.Context(), client.CoreV1().Secrets("ws")); err != nil {
