@@ -252,7 +252,8 @@ func (d DirectGetReader) batch(ctx context.Context, subject string, sequence uin
 	if err != nil {
 		return nil, err
 	}
-	inbox, err := nc.SubscribeSync(nc.NewInbox())
+	received := make(chan *nats.Msg, chunkMessages+1) // the NATS client drops a message that does not fit
+	inbox, err := nc.ChanSubscribe(nc.NewInbox(), received)
 	if err != nil {
 		return nil, err
 	}
@@ -262,31 +263,25 @@ func (d DirectGetReader) batch(ctx context.Context, subject string, sequence uin
 	}
 	var messages []subjectMessage
 	before := "0"
+	timeout := time.NewTimer(directTimeout)
+	defer timeout.Stop()
 	for {
-		m, err := nextMsg(ctx, inbox)
-		switch {
-		case ctx.Err() != nil:
-			return nil, ctx.Err()
-		case errors.Is(err, context.DeadlineExceeded), errors.Is(err, nats.ErrNoResponders):
+		var m *nats.Msg
+		select {
+		case m = <-received:
+		case <-timeout.C:
 			return messages, nil
-		case errors.Is(err, nats.ErrSlowConsumer): // the next message shows the gap
-			continue
-		case err != nil:
-			return nil, err
+		case <-ctx.Done():
+			return nil, ctx.Err()
 		}
-		received, err := sequenceOf(m)
+		sequence, err := sequenceOf(m)
 		if err != nil || m.Header.Get(jetstream.LastSequenceHeader) != before { // a status message, or a lost message
 			return messages, nil
 		}
-		messages = append(messages, newSubjectMessage(m.Header, received, m.Data))
-		before = strconv.FormatUint(received, 10)
+		messages = append(messages, newSubjectMessage(m.Header, sequence, m.Data))
+		before = strconv.FormatUint(sequence, 10)
+		timeout.Reset(directTimeout)
 	}
-}
-
-func nextMsg(ctx context.Context, inbox *nats.Subscription) (*nats.Msg, error) {
-	ctx, cancel := context.WithTimeout(ctx, directTimeout)
-	defer cancel()
-	return inbox.NextMsgWithContext(ctx)
 }
 
 // sequenceOf returns the sequence of a message that NATS republished or returned to a direct get.

@@ -133,6 +133,7 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, error) {
 	opts := []nats.Option{nats.Name(name), nats.CustomInboxPrefix(Inbox(name)), nats.MaxReconnects(-1),
 		nats.ReconnectWait(100 * time.Millisecond), nats.ReconnectBufSize(-1),
 		nats.RetryOnFailedConnect(true), nats.PingInterval(5 * time.Second), nats.MaxPingsOutstanding(2),
+		nats.SyncQueueLen(pendingMessages), // the default is a channel of 512 KB for each subscription
 		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) { slog.Warn("NATS", "error", err) })}
 	servers := o.URL
 	if o.Conn != nil {
