@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/tls"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"log"
@@ -61,6 +62,9 @@ func tenant(s *server) map[string]float64 {
 		for client, o := range s.measured(ctx, others) {
 			row := fmt.Sprintf("%s, %s a loud tenant: ", client, when)
 			out[row+"p50 (ms)"], out[row+"p99 (ms)"] = percentile(o.took, 50), percentile(o.took, 99)
+			for reason, n := range o.reasons {
+				log.Printf("%s%d requests failed: %s", row, n, reason)
+			}
 			out[row+"refused or late (%)"] = 100 * float64(o.failed) / float64(max(1, len(o.took)))
 		}
 	}
@@ -91,6 +95,19 @@ type other struct {
 type outcome struct {
 	took   []time.Duration
 	failed int
+	// reasons counts the reasons of failures.
+	reasons map[string]int
+}
+
+// fail records why a request has failed.
+func (o *outcome) fail(err error, resp *http.Response) {
+	if o.reasons == nil {
+		o.reasons = map[string]int{}
+	}
+	if err == nil {
+		err = errors.New(resp.Status)
+	}
+	o.reasons[err.Error()]++
 }
 
 // requestTimeout is the limit above which a response is late: the time for a kubelet or a leader to renew its Lease.
@@ -127,6 +144,7 @@ func (s *server) measured(ctx context.Context, others map[string]other) map[stri
 					got.took = append(got.took, time.Since(at))
 					if err != nil || resp.StatusCode >= 400 {
 						got.failed++
+						got.fail(err, resp)
 					}
 				})
 			}
