@@ -287,7 +287,10 @@ func (c *Cluster) probe(ctx context.Context) error {
 	if !known { // the informers have just listed
 		timeout = initialProbeTimeout
 	}
-	behind := c.waitForRevision(probeCtx, revision, timeout)
+	behind := c.waitForRevision(probeCtx, revision, timeout, func() bool {
+		age, known := c.Age()
+		return known && age > stalledAfter
+	})
 	if age, _ := c.Age(); len(behind) > 0 && (!known || age > stalledAfter) {
 		if known {
 			slog.Warn("The event log lags behind etcd; the policy is read with lists",
@@ -297,7 +300,7 @@ func (c *Cluster) probe(ctx context.Context) error {
 		var all sync.WaitGroup
 		for i, f := range behind {
 			all.Go(func() {
-				if err := c.catchUp(ctx, f); err != nil {
+				if err := c.catchUp(ctx, f, revision); err != nil {
 					errs[i] = fmt.Errorf("%s: %w", f.path, err)
 				}
 			})
@@ -306,7 +309,8 @@ func (c *Cluster) probe(ctx context.Context) error {
 		if err := errors.Join(errs...); err != nil {
 			return err
 		}
-		behind = c.waitForRevision(probeCtx, revision, initialProbeTimeout)
+		// The lists are of this revision or a later one. An overloaded process needs some time to process them.
+		behind = c.waitForRevision(probeCtx, revision, timeout, func() bool { return false })
 	}
 	if len(behind) == 0 {
 		if c.freshAt.Swap(&start) == nil {
@@ -316,15 +320,13 @@ func (c *Cluster) probe(ctx context.Context) error {
 	return nil
 }
 
-// waitForRevision waits until all tracked informers have reached a revision. It returns the informers that have not.
-// It does not wait beyond stalledAfter, except for initialProbeTimeout.
-func (c *Cluster) waitForRevision(ctx context.Context, revision int64, timeout time.Duration) []trackedInformer {
+// waitForRevision waits until all tracked informers have reached a revision, for at most timeout or until stop returns
+// true. It returns the informers that have not.
+func (c *Cluster) waitForRevision(ctx context.Context, revision int64, timeout time.Duration,
+	stop func() bool) []trackedInformer {
 	behind := c.behind(revision)
-	for until := time.Now().Add(timeout); len(behind) > 0 && time.Now().Before(until) &&
-		ctx.Err() == nil; behind = c.behind(revision) {
-		if age, known := c.Age(); known && age > stalledAfter && timeout > initialProbeTimeout {
-			break
-		}
+	for until := time.Now().Add(timeout); len(behind) > 0 && time.Now().Before(until) && ctx.Err() == nil &&
+		!stop(); behind = c.behind(revision) {
 		select {
 		case <-ctx.Done():
 		case <-time.After(20 * time.Millisecond):
@@ -377,12 +379,15 @@ func (c *Cluster) behind(revision int64) (out []trackedInformer) {
 	return out
 }
 
-// catchUp lists an informer's objects and injects the differences into the informer's open watch. The watch then ends,
-// and the informer continues from the revision of the list.
-func (c *Cluster) catchUp(ctx context.Context, f trackedInformer) error {
+// catchUp lists an informer's objects if the informer has not reached a revision. It injects the differences into the
+// informer's open watch. The watch then ends, and the informer continues from the revision of the list.
+func (c *Cluster) catchUp(ctx context.Context, f trackedInformer, revision int64) error {
 	mu, _ := c.catchUps.LoadOrStore(f.informer, &sync.Mutex{})
 	mu.(*sync.Mutex).Lock()
 	defer mu.(*sync.Mutex).Unlock()
+	if !f.isBehind(revision) { // another service has injected a list meanwhile
+		return nil
+	}
 	ctx, cancel := context.WithTimeout(ctx, c.timeout())
 	defer cancel()
 	url := f.path
@@ -408,12 +413,12 @@ func (c *Cluster) catchUp(ctx context.Context, f trackedInformer) error {
 	if err != nil {
 		return err
 	}
-	revision, err := strconv.ParseInt(list.GetResourceVersion(), 10, 64)
+	listed, err := strconv.ParseInt(list.GetResourceVersion(), 10, 64)
 	if err != nil {
 		return err
 	}
-	if !f.isBehind(revision) {
-		return nil // another service has injected a newer list
+	if !f.isBehind(listed) {
+		return nil // its watch has sent newer events
 	}
 	events, err := diff(items, f.informer.GetStore())
 	if err != nil {

@@ -3,7 +3,6 @@ package apiclient
 import (
 	"bytes"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -129,9 +128,8 @@ func (s *stream) Close() error {
 	return s.body.Close()
 }
 
-var errNoStream = errors.New("no watch is open; the informer lists by itself")
-
-// inject ends the watch of a path with frames.
+// inject ends the watch of a path with frames. A watch that is receiving a frame is not stalled and continues. Without an
+// open watch, the informer lists by itself.
 func (s *streams) inject(path, query string, frames []byte) error {
 	want, err := url.ParseQuery(query)
 	if err != nil {
@@ -152,13 +150,13 @@ func (s *streams) inject(path, query string, frames []byte) error {
 		if ends { // another service has injected a list
 			return nil
 		}
-		if mid { // the watch is receiving a frame, so it is not stalled
+		if mid {
 			continue
 		}
 		_ = st.body.Close() // ends a blocked Read
 		return nil
 	}
-	return errNoStream
+	return nil
 }
 
 // encodeEvents encodes events as the watch of a typed client receives them, and then a bookmark at a revision. list

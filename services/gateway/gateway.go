@@ -3,7 +3,6 @@ package gateway
 import (
 	"context"
 	"net/http"
-	"runtime"
 	"slices"
 	"sync"
 
@@ -145,7 +144,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		admissionRules: &routing.AdmissionRules{Client: d.Admission},
 		external:       c.externalAddress(),
 		hooks:          registryHooksProgress{registry: d.Discovery},
-		turns:          turns.New(max(1, runtime.GOMAXPROCS(0)/2), turns.Slice),
+		turns:          turns.OfProcessors(),
 		joinable:       make(chan struct{}),
 		started:        make(chan struct{}),
 	}
@@ -208,7 +207,12 @@ func flowControlClient(api http.Handler, auditor *audit.Auditor) *rest.Config {
 // share (legacyregistry).
 func (g *Service) Collectors() []prometheus.Collector {
 	return slices.Concat(watch.Metrics(), delegatedauth.Metrics(), audit.Metrics(), body.Metrics(),
-		server.Metrics(), g.turns.Metrics())
+		server.Metrics(), []prometheus.Collector{
+			g.turns.Metrics("watershed_gateway_long_responses_waiting",
+				"Number of long lists and initial events of watches that wait for a turn on the processors."),
+			g.server.Handshakes.Metrics("watershed_gateway_tls_handshakes_waiting",
+				"Number of TLS handshakes that wait for a turn on the processors."),
+		})
 }
 
 // API returns the handler with which the other services of the process call the API. It authorizes their requests.

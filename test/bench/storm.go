@@ -16,14 +16,19 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// stormClients is the number of clients that read all pods every second, like informers with failing watches.
-const stormClients = 20
+// stormClients is the number of clients of a storm: informers with failing watches, or reconnects clients each.
+const stormClients, reconnects = 20, 25
 
-// storms are the ways to read all pods: by a list, and by a watch with initial events. Informers of client-go begin
-// with such a watch since 1.35.
-var storms = map[string]func(*server, context.Context, *http.Client) bool{
-	"relist":     (*server).listAll,
-	"watch-list": (*server).watchListAll,
+// storms are what each client does every second, and the counter of its successes. It reads all pods by a list, or by a
+// watch with initial events, as informers of client-go begin since 1.35. Or it is some clients that connect again, as
+// after the restart of a server.
+var storms = map[string]struct {
+	do      func(*server, context.Context, *http.Client) bool
+	counter string
+}{
+	"relist":     {(*server).listAll, "lists answered"},
+	"watch-list": {(*server).watchListAll, "lists answered"},
+	"reconnect":  {(*server).reconnect, fmt.Sprintf("times %d connections", reconnects)},
 }
 
 // storm measures the latency of writes, without and beside clients that read all pods. A first read loads the pods.
@@ -40,7 +45,7 @@ func storm(s *server, name string) map[string]float64 {
 			return s.client.Do(req)
 		},
 	}}
-	if !storms[name](s, context.Background(), s.client) {
+	if !storms[name].do(s, context.Background(), s.client) {
 		log.Panicf("%s: a first %s fails", s.name, name)
 	}
 	out := map[string]float64{}
@@ -75,7 +80,7 @@ func runStorm(ctx context.Context, args []string) (counters func() map[string]in
 	s := &server{url: args[0]}
 	var reading sync.WaitGroup
 	var reads atomic.Int64
-	read := storms[args[2]]
+	load := storms[args[2]]
 	for range stormClients {
 		client := clientOf(args[1], false)
 		reading.Go(func() {
@@ -87,18 +92,42 @@ func runStorm(ctx context.Context, args []string) (counters func() map[string]in
 				case <-ctx.Done():
 					return
 				}
-				if read(s, ctx, client) {
+				if load.do(s, ctx, client) {
 					reads.Add(1)
 				}
 			}
 		})
 	}
-	return func() map[string]int64 { reading.Wait(); return map[string]int64{"lists answered": reads.Load()} }
+	return func() map[string]int64 { reading.Wait(); return map[string]int64{load.counter: reads.Load()} }
 }
 
 // listAll lists all pods with gzip, as client-go does. It returns true if the response is compressed.
 func (s *server) listAll(ctx context.Context, client *http.Client) bool {
 	return s.packed(ctx, client, "/api/v1/pods", "application/json")
+}
+
+// reconnect opens connections at once, and sends a request over each. It returns true if all succeed.
+func (s *server) reconnect(ctx context.Context, client *http.Client) bool {
+	transport := client.Transport.(*http.Transport).Clone()
+	transport.DisableKeepAlives = true // a connection for each request
+	own := &http.Client{Transport: transport, Timeout: requestTimeout}
+	var failed atomic.Bool
+	var all sync.WaitGroup
+	for range reconnects {
+		all.Go(func() {
+			req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.url+"/version", nil)
+			check(err)
+			resp, err := own.Do(req)
+			if err != nil || resp.StatusCode != http.StatusOK {
+				failed.Store(true)
+			}
+			if err == nil {
+				resp.Body.Close()
+			}
+		})
+	}
+	all.Wait()
+	return !failed.Load()
 }
 
 // watchListAll reads all pods as a watch's initial events, and ends the watch. It returns true if all have arrived.

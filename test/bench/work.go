@@ -48,6 +48,7 @@ var work = []piece{
 	{"definitions", definitions},
 	{"a relist storm", func(s *server) map[string]float64 { return storm(s, "relist") }},
 	{"a watch-list storm", func(s *server) map[string]float64 { return storm(s, "watch-list") }},
+	{"a reconnect storm", func(s *server) map[string]float64 { return storm(s, "reconnect") }},
 	{"a loud tenant", tenant},
 }
 

@@ -175,6 +175,8 @@ type Server struct {
 	// shutdownStagger channels are closed in turn, over the grace period of watches.
 	shutdownStagger [64]chan struct{}
 	userLimits      *userLimits
+	// Handshakes are the turns of TLS handshakes.
+	Handshakes *turns.Turns
 }
 
 // ShutdownStagger returns a channel that ends a request's watch when the server shuts down. The channel is picked at
@@ -196,6 +198,7 @@ func NewServer(c *Config) *Server {
 		delayOver:    make(chan struct{}),
 		InFlight:     new(waitgroup.SafeWaitGroup),
 		userLimits:   newUserLimits(&c.UserLimits),
+		Handshakes:   turns.OfProcessors(),
 	}
 	for i := range s.shutdownStagger {
 		s.shutdownStagger[i] = make(chan struct{})
@@ -252,7 +255,7 @@ func (s *Server) Run(ctx context.Context, h http.Handler, joinable <-chan struct
 		return err
 	}
 	ended := make(chan error, 1)
-	go func() { ended <- srv.ServeTLS(turns.NewListener(l), "", "") }()
+	go func() { ended <- srv.ServeTLS(turns.NewListener(l, s.Handshakes), "", "") }()
 	slog.Info("Serving the Kubernetes API", "address", l.Addr().String())
 	listening()
 	select {

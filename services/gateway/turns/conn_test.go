@@ -8,6 +8,8 @@ import (
 	"errors"
 	"io"
 	"net"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"slices"
 	"testing"
@@ -15,12 +17,15 @@ import (
 )
 
 // connect returns both ends of a connection. The server's end has a small send buffer.
-func connect(t *testing.T) (server, client net.Conn) {
+func connect(t *testing.T) (server, client net.Conn) { return connectWith(t, nil) }
+
+// connectWith is connect with turns of handshakes.
+func connectWith(t *testing.T, handshakes *Turns) (server, client net.Conn) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	l = NewListener(l)
+	l = NewListener(l, handshakes)
 	t.Cleanup(func() { l.Close() })
 	if client, err = net.Dial("tcp", l.Addr().String()); err != nil {
 		t.Fatal(err)
@@ -171,4 +176,47 @@ func TestWithoutTurns(t *testing.T) {
 	}
 	turn.Yield()
 	Yield(ctx)
+}
+
+// A TLS handshake waits for its turn. Neither an open connection nor a client that does not continue its handshake holds
+// a turn.
+func TestHandshakesTakeTurns(t *testing.T) {
+	s := New(1, time.Hour)
+	server := httptest.NewUnstartedServer(http.NotFoundHandler())
+	server.Listener = NewListener(server.Listener, s)
+	server.StartTLS()
+	defer server.Close()
+	other, ctx := s.NewTurn(t.Context(), "other")
+	if err := other.Take(ctx); err != nil {
+		t.Fatal(err)
+	}
+	responded := make(chan error, 1)
+	go func() {
+		resp, err := server.Client().Get(server.URL)
+		if err == nil {
+			resp.Body.Close()
+		}
+		responded <- err
+	}()
+	for s.Waiting() == 0 {
+		time.Sleep(time.Millisecond) // between polls: nothing signals that a handshake waits
+	}
+	if len(responded) > 0 {
+		t.Error("the handshake does not wait")
+	}
+	other.Yield()
+	if err := <-responded; err != nil {
+		t.Fatal(err)
+	}
+	silent, err := net.Dial("tcp", server.Listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	if _, err := silent.Write([]byte{22}); err != nil { // the first byte of a handshake
+		t.Fatal(err)
+	}
+	if err := other.Take(ctx); err != nil { // the other turns would last an hour
+		t.Fatal(err)
+	}
 }

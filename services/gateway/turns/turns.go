@@ -8,11 +8,14 @@
 // slow client therefore delays no other response. After its turn ends, a response continues its current part, and waits
 // before the next part.
 //
+// The first reads of a connection, with its TLS handshake, take turns of their own.
+//
 // The package starts no goroutine. A timer ends a turn whose time is over.
 package turns
 
 import (
 	"context"
+	"runtime"
 	"slices"
 	"sync"
 	"time"
@@ -47,6 +50,9 @@ type Turns struct {
 func New(limit int, slice time.Duration) *Turns {
 	return &Turns{limit: limit, slice: slice, waiting: map[string][]*Turn{}}
 }
+
+// OfProcessors returns turns of half of the processors, with a minimum of 1.
+func OfProcessors() *Turns { return New(max(1, runtime.GOMAXPROCS(0)/2), Slice) }
 
 // Turn lets a response use a processor. It is idle, waiting (in Take) or held. A single goroutine calls Take. Nil lets
 // the response work at once.
@@ -164,12 +170,10 @@ func (s *Turns) grant() {
 	}
 }
 
-// Metrics returns the collectors of s.
-func (s *Turns) Metrics() []prometheus.Collector {
-	return []prometheus.Collector{prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-		Name: "watershed_gateway_long_responses_waiting",
-		Help: "Number of long lists and initial events of watches that wait for a turn on the processors.",
-	}, func() float64 { return float64(s.Waiting()) })}
+// Metrics returns the collector of the number of waiting turns.
+func (s *Turns) Metrics(name, help string) prometheus.Collector {
+	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help},
+		func() float64 { return float64(s.Waiting()) })
 }
 
 // Waiting returns the number of responses that wait.
