@@ -266,7 +266,8 @@ func (c *Config) loadFiles(dir string, all *corev1.Secret) error {
 	}
 	for _, f := range found {
 		path := filepath.Join(c.ImportDir, f.Name())
-		// kubeadm's directory of etcd's PKI, because Watershed uses another; and ..data of a mounted Secret, a link
+		// kubeadm's directory of etcd's PKI is skipped, because Watershed has another. So is ..data, a link of a
+		// mounted Secret.
 		if info, err := os.Stat(path); err == nil && info.IsDir() {
 			continue
 		}

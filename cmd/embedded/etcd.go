@@ -135,7 +135,8 @@ func (e *Etcd) Runner() lifecycle.Runner {
 	}}
 }
 
-// errRemoved means that etcd's server has stopped by itself. Its listeners still accept connections.
+// errRemoved is the error of a member that its cluster has removed. etcd's server has stopped, but its listeners still
+// accept connections.
 var errRemoved = errors.New("the member has stopped, because its cluster has removed it: " +
 	"move --data-dir away, add a member (etcdctl member add), and start it with --initial-cluster-state=existing")
 

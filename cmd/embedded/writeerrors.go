@@ -15,6 +15,8 @@ const (
 	writeErrorPeriod = time.Second
 	// writtenBytes is how much the directory must accept before the server restarts.
 	writtenBytes = 4 << 20
+	// lostReplicaPeriod is the least time between two restarts because of a lost replica.
+	lostReplicaPeriod = time.Minute
 )
 
 // restartAfterWriteErrors restarts the server after an error of the disk, until ctx is done. A stream of JetStream
@@ -24,6 +26,7 @@ func (n *NATS) restartAfterWriteErrors(ctx context.Context) {
 	tick := time.NewTicker(writeErrorPeriod)
 	defer tick.Stop()
 	logged := false
+	var restarted time.Time
 	for {
 		select {
 		case <-ctx.Done():
@@ -34,6 +37,12 @@ func (n *NATS) restartAfterWriteErrors(ctx context.Context) {
 		if reason == "" {
 			logged = false
 			continue
+		}
+		if isLostReplica(reason) {
+			if time.Since(restarted) < lostReplicaPeriod {
+				continue
+			}
+			restarted = time.Now()
 		}
 		err := n.testWrite()
 		if !logged || err == nil {
@@ -57,7 +66,7 @@ func (n *NATS) restart() {
 		return
 	}
 	n.running.Store(srv)
-	slog.Warn("NATS has restarted after an error of the disk", "directory", n.Dir)
+	slog.Warn("NATS has restarted after an error of JetStream", "directory", n.Dir)
 }
 
 // writeError returns why the server's JetStream cannot write, or an empty string.
@@ -66,7 +75,7 @@ func writeError(srv *server.Server) string {
 		return "JetStream has been disabled"
 	}
 	for _, e := range srv.Healthz(&server.HealthzOptions{Details: true}).Errors {
-		if isDiskError(e.Error) {
+		if isDiskError(e.Error) || isLostReplica(e.Error) {
 			return e.Error
 		}
 	}
@@ -78,6 +87,13 @@ func writeError(srv *server.Server) string {
 // error. A restart does not help, because the server reads the message again. The publisher deletes the stream instead.
 func isDiskError(reason string) bool {
 	return strings.Contains(reason, "write error") && !strings.Contains(reason, "last msgid mismatch")
+}
+
+// isLostReplica reports whether a reason is that of a replica that has lost its disk. NATS 2.15 copies the messages of
+// another server, and forgets the ID of the last. The next message then has a wrong ID, and NATS stops the replica. After
+// a restart, the server has the ID from its disk.
+func isLostReplica(reason string) bool {
+	return strings.Contains(reason, "last msgid mismatch") && strings.Contains(reason, `vs ""`)
 }
 
 // testWrite returns why the directory does not accept writtenBytes.

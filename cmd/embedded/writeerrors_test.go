@@ -121,3 +121,13 @@ func TestDiskErrors(t *testing.T) {
 		}
 	}
 }
+
+// A replica that has lost its disk is restarted, unless its log has another last message.
+func TestLostReplicas(t *testing.T) {
+	const mismatch = `stream write error: last msgid mismatch: "233.0.x" vs `
+	for reason, want := range map[string]bool{mismatch + `""`: true, mismatch + `"232.0.x"`: false, "write error": false} {
+		if isLostReplica(reason) != want {
+			t.Errorf("%s: %v", reason, !want)
+		}
+	}
+}

@@ -20,7 +20,7 @@ import (
 
 // child is a child process. It starts again until it is stopped or refused:
 //
-//	start ──> running ──ended──> a pause ──> running
+//	start ──> running ──ended──> pause ──> running
 //	          running ──ended with the same error twice, and onRefused is true──> refused: done
 //	          running ──disableRestart, ended──> done
 //	          running ──stop──> SIGTERM ──stopTimeout──> SIGKILL ──> done
@@ -155,8 +155,8 @@ func (p *child) runOnce(s spawner, log io.Writer) (lastError string, err error) 
 	return lastError, err
 }
 
-// writePID writes the pid file, for operators. Without it the process runs on: a full disk must not end processes that
-// need no disk.
+// writePID writes the pid file, which operators read. If it fails, the process runs on, because most processes need no
+// disk.
 func (p *child) writePID(pid int) {
 	path := filepath.Join(p.dir, p.name+".pid")
 	if err := os.WriteFile(path, fmt.Appendf(nil, "%d\n", pid), 0o600); err != nil {
@@ -191,7 +191,7 @@ func names(all []*child) string {
 
 // stop terminates the process and waits until it has ended.
 func (p *child) stop() {
-	if p.done == nil { // it was never started
+	if p.done == nil { // the process was not started
 		return
 	}
 	p.mu.Lock()

@@ -98,18 +98,30 @@ func (l *layout) checkEtcdMembers(members int) error {
 // etcdMember returns the name of the n-th of several members of etcd, which is also the name of its data directory.
 func etcdMember(n int) string { return fmt.Sprintf("etcd-%d", n) }
 
-// lostMembers returns the names of the members of etcd whose data is lost, while a majority has data. The majority can
-// replace them. Without a majority, etcd itself refuses a member that it knows.
+// lostMembers returns the names of the members of etcd whose directory does not exist, while a majority has data. The
+// majority can replace them. Without a majority, etcd itself refuses a member that it knows. An empty directory may be
+// the mount point of a disk that is missing for a while. A directory without a write-ahead log is of a replacement that
+// was interrupted.
 func (l *layout) lostMembers(members int) (lost []string) {
+	withData := 0
 	for n := range members {
-		if _, err := os.Stat(filepath.Join(l.dir, etcdMember(n), "member")); errors.Is(err, os.ErrNotExist) {
+		member := filepath.Join(l.dir, etcdMember(n), "member")
+		switch wal, _ := os.ReadDir(filepath.Join(member, "wal")); {
+		case len(wal) > 0:
+			withData++
+		case exists(member) || !exists(filepath.Dir(member)):
 			lost = append(lost, etcdMember(n))
 		}
 	}
-	if 2*len(lost) >= members {
+	if 2*withData <= members {
 		return nil
 	}
 	return lost
+}
+
+func exists(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
 }
 
 // replaceTimeout bounds the replacement of a member. etcd accepts it 5 s after the other members have connected.
@@ -123,6 +135,9 @@ func (s *splitRun) replaceMembers(ctx context.Context) error {
 		}
 		s.show.starting(p.name, func() error { return errors.New("it has no data, and waits for the other members") })
 		if err := s.replaceMember(ctx, p.name); err != nil {
+			return err
+		}
+		if err := os.RemoveAll(filepath.Join(s.dir, p.name)); err != nil { // of an interrupted replacement
 			return err
 		}
 		s.show.started("replaced: it has no data")

@@ -130,7 +130,7 @@ func (s *splitRun) scaleAll(to url.Values) (report string, err error) {
 	return report, nil
 }
 
-// scale changes the number of a set's processes. A new process is published with its start, and receives calls
+// scale changes the number of a set's processes. A new process is published just before its start, and receives calls
 // once its health is SERVING. A removed process is first removed from the replicas file. It is stopped after
 // propagationDelay: it then reports NOT_SERVING and finishes its calls.
 func (s *splitRun) scale(set set, n int) error {

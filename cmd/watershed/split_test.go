@@ -94,8 +94,8 @@ func TestRefusedProcessesAreNotRestarted(t *testing.T) {
 	}
 }
 
-// A process runs on without a pid file. A process that fails again and again is started after longer and longer pauses,
-// with its error on the terminal.
+// A process runs on without a pid file. The pauses before the restarts of a failing process double, and the terminal
+// shows its error.
 func TestFailingProcesses(t *testing.T) {
 	spawn := make(spawner)
 	go spawn.run()
@@ -129,15 +129,26 @@ func TestFailingProcesses(t *testing.T) {
 
 // A majority with data replaces the other members of etcd. Nothing is lost on the first start.
 func TestLostMembers(t *testing.T) {
-	for number, want := range []string{"[]", "[]", "[etcd-2]", "[]"} {
+	const last = "etcd-2/member/wal/0.wal"
+	for name, c := range map[string]struct {
+		dirs []string
+		want string
+	}{
+		"a first start":             {nil, "[]"},
+		"a single member has data":  {[]string{"etcd-0/member/wal/0.wal"}, "[]"},
+		"two members have data":     {[]string{"etcd-0/member/wal/0.wal", "etcd-1/member/wal/0.wal"}, "[etcd-2]"},
+		"an interrupted join":       {[]string{"etcd-0/member/wal/0.wal", "etcd-1/member/snap", last}, "[etcd-1]"},
+		"an empty mount point":      {[]string{"etcd-0", "etcd-1/member/wal/0.wal", last}, "[]"},
+		"all three have their data": {[]string{"etcd-0/member/wal/0.wal", "etcd-1/member/wal/0.wal", last}, "[]"},
+	} {
 		l := &layout{dir: t.TempDir()}
-		for n := range number {
-			if err := os.MkdirAll(filepath.Join(l.dir, etcdMember(n), "member"), 0o700); err != nil {
+		for _, d := range c.dirs {
+			if err := os.MkdirAll(filepath.Join(l.dir, d), 0o700); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if got := fmt.Sprint(l.lostMembers(3)); got != want {
-			t.Errorf("with the data of %d: %s, not %s", number, got, want)
+		if got := fmt.Sprint(l.lostMembers(3)); got != c.want {
+			t.Errorf("%s: %s, not %s", name, got, c.want)
 		}
 	}
 }

@@ -287,11 +287,12 @@ func (c *Cluster) probe(ctx context.Context) error {
 	if !known { // the informers have just listed
 		timeout = initialProbeTimeout
 	}
-	behind := c.waitForRevision(probeCtx, revision, timeout, func() bool {
+	stalled := func() bool {
 		age, known := c.Age()
 		return known && age > stalledAfter
-	})
-	if age, _ := c.Age(); len(behind) > 0 && (!known || age > stalledAfter) {
+	}
+	behind := c.waitForRevision(probeCtx, revision, timeout, stalled)
+	if len(behind) > 0 && (!known || stalled()) {
 		if known {
 			slog.Warn("The event log lags behind etcd; the policy is read with lists",
 				"revision", revision, "behind", describe(behind))
@@ -309,13 +310,14 @@ func (c *Cluster) probe(ctx context.Context) error {
 		if err := errors.Join(errs...); err != nil {
 			return err
 		}
-		// The lists are of this revision or a later one. An overloaded process needs some time to process them.
+		// The lists are of this revision or a later revision. An overloaded process needs some time to process them.
 		behind = c.waitForRevision(probeCtx, revision, timeout, func() bool { return false })
 	}
-	if len(behind) == 0 {
-		if c.freshAt.Swap(&start) == nil {
-			close(c.firstFresh)
-		}
+	if len(behind) > 0 {
+		return fmt.Errorf("informers have not reached etcd's revision %d: %v", revision, describe(behind))
+	}
+	if c.freshAt.Swap(&start) == nil {
+		close(c.firstFresh)
 	}
 	return nil
 }
@@ -385,7 +387,7 @@ func (c *Cluster) catchUp(ctx context.Context, f trackedInformer, revision int64
 	mu, _ := c.catchUps.LoadOrStore(f.informer, &sync.Mutex{})
 	mu.(*sync.Mutex).Lock()
 	defer mu.(*sync.Mutex).Unlock()
-	if !f.isBehind(revision) { // another service has injected a list meanwhile
+	if !f.isBehind(revision) { // another service has caught up the informer meanwhile
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, c.timeout())
@@ -418,7 +420,7 @@ func (c *Cluster) catchUp(ctx context.Context, f trackedInformer, revision int64
 		return err
 	}
 	if !f.isBehind(listed) {
-		return nil // its watch has sent newer events
+		return nil // its watch has sent these events, or newer events
 	}
 	events, err := diff(items, f.informer.GetStore())
 	if err != nil {

@@ -194,6 +194,10 @@ func TestClusterStaysFreshWhileWatchesStall(t *testing.T) {
 	s.down = true
 	s.mu.Unlock()
 	wait("not fresh", 15*time.Second, func() bool { return c.Err() != nil })
+	reached := trackedInformer{"/apis/rbac.authorization.k8s.io/v1/roles", "", roles.Informer()}
+	if err := c.catchUp(ctx, reached, 1); err != nil {
+		t.Errorf("an informer that is not behind is listed: %v", err)
+	}
 	s.mu.Lock()
 	s.down = false
 	s.mu.Unlock()
@@ -222,6 +226,13 @@ func TestFramesAreInjectedBetweenFrames(t *testing.T) {
 	if st.left != 0 || len(st.head) != 0 || !strings.Contains(string(data), "BOOKMARK") ||
 		!strings.Contains(string(data), "DELETED") {
 		t.Errorf("%q", data)
+	}
+}
+
+// Without an open watch, the informer lists by itself.
+func TestAnInjectionWithoutAWatchIsNoError(t *testing.T) {
+	if err := (&streams{}).inject("/p", "", []byte("frames")); err != nil {
+		t.Error(err)
 	}
 }
 

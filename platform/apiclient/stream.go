@@ -128,8 +128,8 @@ func (s *stream) Close() error {
 	return s.body.Close()
 }
 
-// inject ends the watch of a path with frames. A watch that is receiving a frame is not stalled and continues. Without an
-// open watch, the informer lists by itself.
+// inject ends the watch of a path with frames. A watch that is receiving a frame is not stalled and continues. Without
+// an open watch, the informer lists by itself.
 func (s *streams) inject(path, query string, frames []byte) error {
 	want, err := url.ParseQuery(query)
 	if err != nil {

@@ -139,20 +139,23 @@ func Sleep(ctx context.Context, d time.Duration) {
 	}
 }
 
-// SignalContext returns a context that ends at the first SIGINT or SIGTERM. A further SIGINT ends the process at once. A
-// further SIGTERM does not: systemd sends it to all processes of split, and split sends it too.
+// SignalContext returns a context that ends at the first SIGINT or SIGTERM. A further SIGINT ends the process at once.
+// A further SIGTERM does not, because a child of `split` may receive it from systemd and from `split`.
 func SignalContext() (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancel(context.Background())
 	c := make(chan os.Signal, 2)
 	signal.Notify(c, syscall.SIGINT, syscall.SIGTERM)
-	go func() {
-		<-c
-		cancel()
-		for s := range c {
-			if s == syscall.SIGINT {
-				os.Exit(1)
-			}
-		}
-	}()
+	go endAtSignals(c, cancel, os.Exit)
 	return ctx, cancel
+}
+
+// endAtSignals calls cancel at the first signal, and exit at each further SIGINT.
+func endAtSignals(c <-chan os.Signal, cancel func(), exit func(code int)) {
+	<-c
+	cancel()
+	for s := range c {
+		if s == syscall.SIGINT {
+			exit(1)
+		}
+	}
 }

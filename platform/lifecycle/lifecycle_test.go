@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -129,4 +131,21 @@ func TestOnChange(t *testing.T) {
 			t.Error(got)
 		}
 	})
+}
+
+// A second SIGTERM does not end the process, because systemd and split both send it. A second SIGINT does.
+func TestOnlyAFurtherSIGINTEndsTheProcess(t *testing.T) {
+	for further, want := range map[os.Signal]int{syscall.SIGTERM: 0, syscall.SIGINT: 1} {
+		c, done, exits := make(chan os.Signal), make(chan struct{}), 0
+		go func() {
+			defer close(done)
+			endAtSignals(c, func() {}, func(int) { exits++ })
+		}()
+		c <- syscall.SIGTERM
+		c <- further
+		close(c)
+		if <-done; exits != want {
+			t.Errorf("%v: %d exits", further, exits)
+		}
+	}
 }

@@ -60,8 +60,12 @@ func (c *core) Write(e zapcore.Entry, fields []zapcore.Field) error {
 		attrs = append(attrs, key, all.Fields[key])
 	}
 	slog.Log(context.Background(), c.level(e.Level), e.Message, attrs...)
-	if e.Level >= zapcore.DPanicLevel { // etcd ends the process now, and the log may be on the full disk that is the reason
-		fmt.Fprintf(lastWords, "watershed etcd: %s: %v\n", e.Message, all.Fields["error"])
+	if e.Level >= zapcore.PanicLevel { // etcd ends the process now, and a full disk may have no room for the log
+		text := e.Message
+		if err := all.Fields["error"]; err != nil {
+			text = fmt.Sprintf("%s: %v", text, err)
+		}
+		fmt.Fprintf(lastWords, "watershed etcd: %s\n", text) // `split` shows the line with this prefix
 	}
 	return nil
 }

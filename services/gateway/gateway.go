@@ -208,10 +208,14 @@ func flowControlClient(api http.Handler, auditor *audit.Auditor) *rest.Config {
 func (g *Service) Collectors() []prometheus.Collector {
 	return slices.Concat(watch.Metrics(), delegatedauth.Metrics(), audit.Metrics(), body.Metrics(),
 		server.Metrics(), []prometheus.Collector{
-			g.turns.Metrics("watershed_gateway_long_responses_waiting",
-				"Number of long lists and initial events of watches that wait for a turn on the processors."),
-			g.server.Handshakes.Metrics("watershed_gateway_tls_handshakes_waiting",
-				"Number of TLS handshakes that wait for a turn on the processors."),
+			prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+				Name: "watershed_gateway_long_responses_waiting",
+				Help: "Number of long lists and initial events of watches that wait for a turn on the processors.",
+			}, func() float64 { return float64(g.turns.Waiting()) }),
+			prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+				Name: "watershed_gateway_tls_handshakes_waiting",
+				Help: "Number of TLS handshakes that wait for a turn on the processors.",
+			}, func() float64 { return float64(g.server.Handshakes.Waiting()) }),
 		})
 }
 

@@ -16,12 +16,15 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// stormClients is the number of clients of a storm: informers with failing watches, or reconnects clients each.
-const stormClients, reconnects = 20, 25
+const (
+	// stormClients is the number of clients of a storm.
+	stormClients = 20
+	// reconnects is the number of connections that a client of the reconnect storm opens at once.
+	reconnects = 25
+)
 
-// storms are what each client does every second, and the counter of its successes. It reads all pods by a list, or by a
-// watch with initial events, as informers of client-go begin since 1.35. Or it is some clients that connect again, as
-// after the restart of a server.
+// storms has the work of each client, once a second, and the counter of successes. The clients list all pods, read them
+// by a watch with initial events (client-go's informers since 1.35), or open connections as after a server's restart.
 var storms = map[string]struct {
 	do      func(*server, context.Context, *http.Client) bool
 	counter string
@@ -31,8 +34,8 @@ var storms = map[string]struct {
 	"reconnect":  {(*server).reconnect, fmt.Sprintf("times %d connections", reconnects)},
 }
 
-// storm measures the latency of writes, without and beside clients that read all pods. A first read loads the pods.
-// The clients discard the body, because their own CPU work would delay the writes.
+// storm measures the latency of writes, without and beside the clients of a storm. A first call loads the pods, if it
+// reads them. The clients discard the body, because their own CPU work would delay the writes.
 func storm(s *server, name string) map[string]float64 {
 	writes := map[string]other{"writes": {
 		every: 20 * time.Millisecond,

@@ -99,8 +99,9 @@ type outcome struct {
 	reasons map[string]int
 }
 
-// fail records why a request has failed.
+// fail counts a failed request by its reason.
 func (o *outcome) fail(err error, resp *http.Response) {
+	o.failed++
 	if o.reasons == nil {
 		o.reasons = map[string]int{}
 	}
@@ -143,7 +144,6 @@ func (s *server) measured(ctx context.Context, others map[string]other) map[stri
 					defer mu.Unlock()
 					got.took = append(got.took, time.Since(at))
 					if err != nil || resp.StatusCode >= 400 {
-						got.failed++
 						got.fail(err, resp)
 					}
 				})

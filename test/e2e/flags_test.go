@@ -327,7 +327,7 @@ func TestDisabledGates(t *testing.T) {
 				t.Fatal(err)
 			}
 			s.Apply(`{apiVersion: v1, kind: ConfigMap, metadata: {name: long}, data: {x: "` +
-				strings.Repeat("x", 2*deflate.Threshold) + `"}}`)
+				strings.Repeat("x", deflate.Threshold) + `"}}`)
 			req, _ := http.NewRequest("GET", s.Config().Host+"/api/v1/configmaps", nil)
 			req.Header.Set("Accept-Encoding", "gzip")
 			resp, err := client.Do(req)

@@ -186,17 +186,17 @@ func TestSnapshots(t *testing.T) {
 	}
 }
 
-// TestALostMemberOfEtcdIsReplaced loses the data of one of three members of etcd, and of one of three NATS servers. The
-// next start replaces the member. It then has all data: the server works without another member.
+// TestALostMemberOfEtcdIsReplaced loses the data of a member of etcd and of a NATS server, of three each. The next start
+// replaces the member. Then another member is lost: the majority that remains contains the replaced member.
 func TestALostMemberOfEtcdIsReplaced(t *testing.T) {
 	t.Parallel()
 	dir := harness.TempDir(t)
 	s := harness.Split(t, dir, "--replicas=etcd=3,nats=3")
 	s.Kubectl("create", "configmap", "before")
-	for range 2 {
+	for _, lost := range []string{"1", "2"} {
 		s.Stop()
-		for _, lost := range []string{"etcd-1", "nats-1"} {
-			if err := os.RemoveAll(filepath.Join(dir, lost)); err != nil {
+		for _, store := range []string{"etcd-", "nats-"} {
+			if err := os.RemoveAll(filepath.Join(dir, store+lost)); err != nil {
 				t.Fatal(err)
 			}
 		}

@@ -11,6 +11,7 @@ import (
 	"io"
 	"io/fs"
 	"net"
+	"net/url"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -162,13 +163,11 @@ const dialTimeout = 2 * time.Second
 
 // connect returns an error if nothing listens at a client URL. etcd's client would try again until Timeout.
 func connect(server string) error {
-	scheme, address, ok := strings.Cut(server, "://")
-	if !ok {
-		scheme, address = "", server
-	}
-	network := "tcp"
-	if scheme == "unix" {
-		network = "unix"
+	network, address := "tcp", server
+	if path, ok := strings.CutPrefix(server, "unix://"); ok {
+		network, address = "unix", path
+	} else if u, err := url.Parse(server); err == nil && u.Host != "" {
+		address = u.Host
 	}
 	c, err := net.DialTimeout(network, address, dialTimeout)
 	if err != nil {

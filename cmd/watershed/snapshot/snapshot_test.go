@@ -3,7 +3,9 @@ package snapshot
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -11,7 +13,8 @@ import (
 
 	"github.com/spf13/pflag"
 	"go.etcd.io/bbolt"
-	"golang.org/x/sys/unix"
+
+	"watershed.dev/platform/process"
 )
 
 // A data directory of split lists its members. A directory of up has a single member.
@@ -57,14 +60,11 @@ func TestBadInput(t *testing.T) {
 	if err := os.Mkdir(filepath.Join(dir, "etcd"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	f, err := os.Create(filepath.Join(dir, "lock"))
+	locked, err := process.Lock(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer f.Close()
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != nil {
-		t.Fatal(err)
-	}
+	defer locked.Close()
 	check := func(want string, err error) {
 		t.Helper()
 		if err == nil || !strings.Contains(err.Error(), want) {
@@ -160,5 +160,28 @@ func TestMovesAreUndone(t *testing.T) {
 	}
 	if err := moveAll(moves[:2]); err != nil {
 		t.Error(err)
+	}
+}
+
+// A snapshot is of the first member of split that listens.
+func TestSaveUsesAMemberThatListens(t *testing.T) {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	dir := t.TempDir()
+	if err := os.Mkdir(filepath.Join(dir, "config"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for name, address := range map[string]string{"etcd-0": "127.0.0.1:1", "etcd-1": listener.Addr().String()} {
+		text := fmt.Sprintf("data-dir: %s\nlisten-client-urls: https://%s/\n", name, address)
+		if err := os.WriteFile(filepath.Join(dir, "config", name+".yaml"), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s := &Save{DataDir: dir}
+	if err := s.ofDataDir(); err != nil || fmt.Sprint(s.Servers) != fmt.Sprintf("[https://%s/]", listener.Addr()) {
+		t.Errorf("%q, %v", s.Servers, err)
 	}
 }

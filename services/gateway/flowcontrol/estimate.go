@@ -157,9 +157,14 @@ func (s *listSizes) keyOf(req *http.Request) listKey {
 	format := outputFormat(req.Header.Get("Accept"))
 	part(format)
 	l := listKey{whole: h.Sum64(), table: format == tableFormat}
-	for _, name := range []string{"labelSelector", "fieldSelector", "shardSelector", "limit"} {
-		part(q.Get(name))
-		l.partial = l.partial || q.Get(name) != ""
+	limit := q.Get("limit")
+	info, ok := request.RequestInfoFrom(req.Context())
+	if ok && info.Resource != "events" && q.Get("resourceVersion") == "0" {
+		limit = "" // it is ignored
+	}
+	for _, value := range []string{q.Get("labelSelector"), q.Get("fieldSelector"), q.Get("shardSelector"), limit} {
+		part(value)
+		l.partial = l.partial || value != ""
 	}
 	if q.Get("continue") != "" { // the pages after the first have similar sizes
 		part("continue")
@@ -170,7 +175,7 @@ func (s *listSizes) keyOf(req *http.Request) listKey {
 	part(q.Get("pretty"))
 	part(strconv.FormatBool(audit.IncludesResponse(req.Context())))
 	l.exact = h.Sum64()
-	l.limit, _ = strconv.ParseInt(q.Get("limit"), 10, 64)
+	l.limit, _ = strconv.ParseInt(limit, 10, 64)
 	return l
 }
 

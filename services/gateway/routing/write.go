@@ -114,12 +114,13 @@ func (c *requestContext) writeUnary(
 	return reply.Result, reply.CallbackRequired, nil
 }
 
-// writeError is rpc.FromStatus for a call that writes. A registry that was lost before it responded may have stored the
-// object. The error therefore has no Retry-After: client-go would send the write again.
+// writeError converts the error of a call that writes, as rpc.FromStatus does. A lost registry may have stored the
+// object. Its error has no Retry-After, because client-go would send the write again.
 func writeError(err error) error {
 	converted := rpc.FromStatus(err)
 	var api *apierrors.StatusError
-	if status.Code(err) == codes.Unavailable && errors.As(converted, &api) { // no API error has this code (rpc.ToStatus)
+	// no API error has this code (rpc.ToStatus)
+	if status.Code(err) == codes.Unavailable && errors.As(converted, &api) {
 		api.ErrStatus.Details = nil
 	}
 	return converted
@@ -178,9 +179,10 @@ func (c *requestContext) callWithCallbacks(r *registryv1.WriteRequest,
 		ctx = c.withAffinity(ctx, r.Namespace, r.Name)
 	}
 	stream, err := open(ctx)
-	if err == nil {
-		err = stream.Send(&registryv1.WriteCall{Call: &registryv1.WriteCall_Request{Request: r}})
+	if err != nil { // registry has not received the request
+		return nil, rpc.FromStatus(err)
 	}
+	err = stream.Send(&registryv1.WriteCall{Call: &registryv1.WriteCall_Request{Request: r}})
 	callbackCtx := ctx
 	if verbOperations[r.Verb] != nil {
 		var done context.CancelFunc

@@ -229,6 +229,7 @@ func (s *Server) Run(ctx context.Context, h http.Handler, joinable <-chan struct
 	if err != nil {
 		return err
 	}
+	conf.GetConfigForClient = s.Handshakes.Handshakes(conf.GetConfigForClient)
 	if c.PermitPortSharing {
 		select {
 		case <-joinable:
@@ -255,7 +256,7 @@ func (s *Server) Run(ctx context.Context, h http.Handler, joinable <-chan struct
 		return err
 	}
 	ended := make(chan error, 1)
-	go func() { ended <- srv.ServeTLS(turns.NewListener(l, s.Handshakes), "", "") }()
+	go func() { ended <- srv.ServeTLS(turns.NewListener(l), "", "") }()
 	slog.Info("Serving the Kubernetes API", "address", l.Addr().String())
 	listening()
 	select {

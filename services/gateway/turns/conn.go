@@ -11,14 +11,11 @@ import (
 )
 
 // listener accepts connections that end turns when a write blocks.
-type listener struct {
-	net.Listener
-	handshakes *Turns
-}
+type listener struct{ net.Listener }
 
-// NewListener wraps l. A connection takes turns of handshakes for its first reads. If a write to it blocks, the turns of
-// its responses end. WithConn adds the connection to the context of requests.
-func NewListener(l net.Listener, handshakes *Turns) net.Listener { return listener{l, handshakes} }
+// NewListener wraps l. If a write to an accepted connection blocks, the turns of its responses end. WithConn adds the
+// connection to the context of requests.
+func NewListener(l net.Listener) net.Listener { return listener{l} }
 
 // Accept implements net.Listener.
 func (l listener) Accept() (net.Conn, error) {
@@ -34,7 +31,7 @@ func (l listener) Accept() (net.Conn, error) {
 	if err != nil {
 		return c, nil
 	}
-	accepted := &conn{Conn: c, raw: raw, handshakes: l.handshakes}
+	accepted := &conn{Conn: c, raw: raw}
 	accepted.writeFunc = accepted.writePending
 	return accepted, nil
 }
@@ -55,10 +52,8 @@ type conn struct {
 	// writeFunc is writePending, allocated once.
 	writeFunc func(fd uintptr) (done bool)
 
-	// handshakes are the turns of the first reads, of which reads have been done. handshake is the turn of the last.
-	handshakes *Turns
-	reads      int
-	handshake  atomic.Pointer[Turn]
+	// handshake is the turn of the TLS handshake, from its grant until the next read.
+	handshake atomic.Pointer[Turn]
 
 	// mu may be locked while Turns.mu is.
 	mu sync.Mutex

@@ -7,6 +7,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"io"
+	"log"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -17,15 +18,12 @@ import (
 )
 
 // connect returns both ends of a connection. The server's end has a small send buffer.
-func connect(t *testing.T) (server, client net.Conn) { return connectWith(t, nil) }
-
-// connectWith is connect with turns of handshakes.
-func connectWith(t *testing.T, handshakes *Turns) (server, client net.Conn) {
+func connect(t *testing.T) (server, client net.Conn) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	l = NewListener(l, handshakes)
+	l = NewListener(l)
 	t.Cleanup(func() { l.Close() })
 	if client, err = net.Dial("tcp", l.Addr().String()); err != nil {
 		t.Fatal(err)
@@ -178,12 +176,15 @@ func TestWithoutTurns(t *testing.T) {
 	Yield(ctx)
 }
 
-// A TLS handshake waits for its turn. Neither an open connection nor a client that does not continue its handshake holds
-// a turn.
+// A TLS handshake waits for its turn, but not for too long. An open connection holds no turn. A client that does not
+// continue its handshake holds none either.
 func TestHandshakesTakeTurns(t *testing.T) {
 	s := New(1, time.Hour)
 	server := httptest.NewUnstartedServer(http.NotFoundHandler())
-	server.Listener = NewListener(server.Listener, s)
+	server.Listener = NewListener(server.Listener)
+	server.Config.ErrorLog = log.New(io.Discard, "", 0)
+	same := func(*tls.ClientHelloInfo) (*tls.Config, error) { return nil, nil }
+	server.TLS = &tls.Config{GetConfigForClient: s.Handshakes(same)}
 	server.StartTLS()
 	defer server.Close()
 	other, ctx := s.NewTurn(t.Context(), "other")
@@ -191,32 +192,46 @@ func TestHandshakesTakeTurns(t *testing.T) {
 		t.Fatal(err)
 	}
 	responded := make(chan error, 1)
-	go func() {
+	get := func() {
+		server.Client().CloseIdleConnections()
 		resp, err := server.Client().Get(server.URL)
 		if err == nil {
 			resp.Body.Close()
 		}
 		responded <- err
-	}()
-	for s.Waiting() == 0 {
+	}
+	go get()
+	for s.Waiting() == 0 && len(responded) == 0 {
 		time.Sleep(time.Millisecond) // between polls: nothing signals that a handshake waits
 	}
 	if len(responded) > 0 {
-		t.Error("the handshake does not wait")
+		t.Fatal("the handshake does not wait")
 	}
 	other.Yield()
 	if err := <-responded; err != nil {
 		t.Fatal(err)
 	}
-	silent, err := net.Dial("tcp", server.Listener.Addr().String())
+	address := server.Listener.Addr().String()
+	silent, err := net.Dial("tcp", address)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer silent.Close()
-	if _, err := silent.Write([]byte{22}); err != nil { // the first byte of a handshake
-		t.Fatal(err)
+	stopped := tls.Client(writeOnly{silent}, &tls.Config{InsecureSkipVerify: true})
+	if err := stopped.Handshake(); !errors.Is(err, io.EOF) {
+		t.Errorf("%v", err)
 	}
 	if err := other.Take(ctx); err != nil { // the other turns would last an hour
 		t.Fatal(err)
 	}
+	go get()
+	if err := <-responded; err != nil {
+		t.Errorf("a handshake without a turn: %v", err)
+	}
+	other.Yield()
 }
+
+// writeOnly is a connection that receives nothing.
+type writeOnly struct{ net.Conn }
+
+func (writeOnly) Read([]byte) (int, error) { return 0, io.EOF }

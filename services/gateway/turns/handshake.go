@@ -2,43 +2,52 @@ package turns
 
 import (
 	"context"
+	"crypto/tls"
 	"net"
 	"time"
 )
 
-const (
-	// handshakeReads is the number of reads of a connection whose bytes are processed in turns: the client's two
-	// messages of a TLS handshake.
-	handshakeReads = 2
-	// handshakeTimeout bounds the wait for a turn: client-go waits as long for the handshake.
-	handshakeTimeout = 10 * time.Second
-)
+// maxHandshakeWait bounds the wait of a handshake for its turn. The handshake then continues without a turn, because
+// many clients may have the same address, and client-go waits 10 s for a handshake.
+const maxHandshakeWait = 2 * time.Second
 
-// Read implements net.Conn. What a new connection has read is processed in a turn, which ends with the next Read.
-// Clients that connect again at once, as after the restart of a server, would otherwise make every step of the process
-// wait for some hundred handshakes.
+// Handshakes returns a tls.Config's GetConfigForClient that lets each handshake take a turn before it computes the
+// server's messages, and then calls next. The turn ends with the next read of the connection. Its owner is the client's
+// address. Connections of other listeners than NewListener's take no turn.
+//
+// After the restart of a server, some hundred clients connect at once. Without turns, each step of the process would
+// wait for all of their handshakes.
+func (s *Turns) Handshakes(
+	next func(*tls.ClientHelloInfo) (*tls.Config, error),
+) func(*tls.ClientHelloInfo) (*tls.Config, error) {
+	return func(hello *tls.ClientHelloInfo) (*tls.Config, error) {
+		if c, ok := hello.Conn.(*conn); ok {
+			host, _, _ := net.SplitHostPort(c.RemoteAddr().String())
+			ctx, cancel := context.WithTimeout(hello.Context(), maxHandshakeWait)
+			defer cancel()
+			t, ctx := s.NewTurn(ctx, host)
+			if t.Take(ctx) == nil {
+				c.handshake.Store(t)
+			}
+		}
+		return next(hello)
+	}
+}
+
+// Read implements net.Conn. It ends the turn of the handshake, which then waits for the client.
 func (c *conn) Read(p []byte) (int, error) {
-	if c.reads > handshakeReads {
-		return c.Conn.Read(p)
-	}
-	c.handshake.Swap(nil).Yield()
-	n, err := c.Conn.Read(p)
-	if c.reads++; c.reads > handshakeReads || err != nil {
-		return n, err
-	}
-	host, _, _ := net.SplitHostPort(c.RemoteAddr().String())
-	ctx, cancel := context.WithTimeout(context.Background(), handshakeTimeout)
-	defer cancel()
-	t, ctx := c.handshakes.NewTurn(ctx, host)
-	if err := t.Take(ctx); err != nil {
-		return 0, err
-	}
-	c.handshake.Store(t)
-	return n, nil
+	c.endHandshake()
+	return c.Conn.Read(p)
 }
 
 // Close implements net.Conn.
 func (c *conn) Close() error {
-	c.handshake.Swap(nil).Yield()
+	c.endHandshake()
 	return c.Conn.Close()
+}
+
+func (c *conn) endHandshake() {
+	if c.handshake.Load() != nil {
+		c.handshake.Swap(nil).Yield()
+	}
 }

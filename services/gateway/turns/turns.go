@@ -1,4 +1,5 @@
-// Package turns limits how many long responses use processors at a time, because short requests would wait for them.
+// Package turns limits how many long responses and TLS handshakes use processors at a time, because short requests
+// would wait for them.
 //
 // Go runs goroutines in the order in which they became ready, and lets each run for up to 10 ms. Twenty clients that
 // list all pods at once therefore delay each step of a write by twenty responses. A long response takes a turn before
@@ -8,7 +9,7 @@
 // slow client therefore delays no other response. After its turn ends, a response continues its current part, and waits
 // before the next part.
 //
-// The first reads of a connection, with its TLS handshake, take turns of their own.
+// TLS handshakes take turns of their own (Handshakes). Their owner is the client's address.
 //
 // The package starts no goroutine. A timer ends a turn whose time is over.
 package turns
@@ -19,8 +20,6 @@ import (
 	"slices"
 	"sync"
 	"time"
-
-	"github.com/prometheus/client_golang/prometheus"
 
 	"watershed.dev/platform/telemetry"
 )
@@ -33,7 +32,7 @@ const (
 	Slice = 10 * time.Millisecond
 )
 
-// Turns schedules the turns of long responses. Nil lets all responses work at once.
+// Turns schedules the turns of long responses or of handshakes. Nil lets all responses work at once.
 type Turns struct {
 	limit int
 	slice time.Duration
@@ -54,8 +53,8 @@ func New(limit int, slice time.Duration) *Turns {
 // OfProcessors returns turns of half of the processors, with a minimum of 1.
 func OfProcessors() *Turns { return New(max(1, runtime.GOMAXPROCS(0)/2), Slice) }
 
-// Turn lets a response use a processor. It is idle, waiting (in Take) or held. A single goroutine calls Take. Nil lets
-// the response work at once.
+// Turn lets a response or a handshake use a processor. It is idle, waiting (in Take) or held. A single goroutine calls
+// Take. Nil lets the response work at once.
 type Turn struct {
 	turns *Turns
 	owner string
@@ -170,13 +169,7 @@ func (s *Turns) grant() {
 	}
 }
 
-// Metrics returns the collector of the number of waiting turns.
-func (s *Turns) Metrics(name, help string) prometheus.Collector {
-	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help},
-		func() float64 { return float64(s.Waiting()) })
-}
-
-// Waiting returns the number of responses that wait.
+// Waiting returns the number of turns that wait.
 func (s *Turns) Waiting() (n int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

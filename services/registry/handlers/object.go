@@ -178,8 +178,8 @@ func warnStrict(ctx context.Context, errs []error) {
 	}
 }
 
-// ofEtcdClient reports whether an error is etcd's or its client's, such as a lost connection to etcd. The gateway would
-// take its gRPC status for the status of the call to registry.
+// ofEtcdClient reports whether err comes from etcd or its client, such as a lost connection. The gateway would take its
+// gRPC status for the status of the call to registry.
 func ofEtcdClient(err error) bool {
 	var api apierrors.APIStatus
 	if err == nil || errors.As(err, &api) {

@@ -7,7 +7,6 @@ import (
 	"net/url"
 	"time"
 
-	eventsv1 "k8s.io/api/events/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/apis/meta/internalversion"
@@ -190,14 +189,8 @@ func (scope *RequestScope) listOptions(query, name string) (*internalversion.Lis
 	}
 	// kube-apiserver's watch cache ignores limit for resourceVersion "0"; it does not cache events
 	// (k8s.io/apiserver/pkg/storage/cacher, computeListLimit).
-	if opts.ResourceVersion == "0" && !scope.isEvents() {
+	if opts.ResourceVersion == "0" && scope.APIResource.GetStorageResource() != "events" {
 		opts.Limit = 0
 	}
 	return opts, nil
-}
-
-// isEvents reports whether the resource is Event, of either group.
-func (scope *RequestScope) isEvents() bool {
-	return scope.Resource.Resource == "events" &&
-		(scope.Resource.Group == "" || scope.Resource.Group == eventsv1.GroupName)
 }
