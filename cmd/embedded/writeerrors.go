@@ -90,8 +90,8 @@ func isDiskError(reason string) bool {
 }
 
 // isLostReplica reports whether a reason is that of a replica that has lost its disk. NATS 2.15 copies the messages of
-// another server, and forgets the ID of the last. The next message then has a wrong ID, and NATS stops the replica. After
-// a restart, the server has the ID from its disk.
+// another server, and forgets the ID of the last. The next message then has a wrong ID, and NATS stops the replica.
+// After a restart, the server has the ID from its disk.
 func isLostReplica(reason string) bool {
 	return strings.Contains(reason, "last msgid mismatch") && strings.Contains(reason, `vs ""`)
 }
