@@ -186,8 +186,8 @@ func TestSnapshots(t *testing.T) {
 	}
 }
 
-// TestALostMemberOfEtcdIsReplaced loses the data of a member of etcd and of a NATS server, of three each. The next start
-// replaces the member. Then another member is lost: the majority that remains contains the replaced member.
+// TestALostMemberOfEtcdIsReplaced loses the data of a member of etcd and of a NATS server, of three each. The next
+// start replaces the member. Then another member is lost: the majority that remains contains the replaced member.
 func TestALostMemberOfEtcdIsReplaced(t *testing.T) {
 	t.Parallel()
 	dir := harness.TempDir(t)
