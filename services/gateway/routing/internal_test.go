@@ -1,6 +1,7 @@
 package routing
 
 import (
+	"errors"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
@@ -72,19 +73,28 @@ func TestTheNamespaceOfARequest(t *testing.T) {
 	}
 }
 
-// The error of a write that may be stored has no Retry-After: client-go would send the write again. An API error of
-// registry keeps it.
-func TestAWriteThatMayBeStoredIsNotRepeated(t *testing.T) {
+// The error of a write that may be stored has no Retry-After, with which client-go would send it again, if a second
+// write could have a second effect. An API error of registry keeps it.
+func TestAWriteIsNotRepeatedWithASecondEffect(t *testing.T) {
+	lost := status.Error(codes.Unavailable, "error reading from server: EOF")
 	for name, c := range map[string]struct {
-		err        error
-		retryAfter int
+		verb, contentType, body string
+		err                     error
+		retryAfter              int
 	}{
-		"a lost registry": {status.Error(codes.Unavailable, "error reading from server: EOF"), 0},
-		"an API error":    {rpc.ToStatus(apierrors.NewTooManyRequests("busy", 3)), 3},
+		"a name":           {"create", "application/json; charset=utf-8", `{"metadata":{"name":"a"}}`, lost, 1},
+		"a generated name": {"create", "application/json", `{"metadata":{"generateName":"a-"}}`, lost, 0},
+		"protobuf":         {"create", "application/vnd.kubernetes.protobuf", "k8s\x00", lost, 0},
+		"YAML":             {"create", "application/yaml", "metadata: {name: a}", lost, 0},
+		"an update":        {"update", "application/vnd.kubernetes.protobuf", "k8s\x00", lost, 1},
+		"a merge patch":    {"patch", "application/merge-patch+json", "{}", lost, 1},
+		"a JSON Patch":     {"patch", "application/json-patch+json", "[]", lost, 0},
+		"an error of the API": {"patch", "application/json-patch+json", "[]",
+			rpc.ToStatus(apierrors.NewTooManyRequests("busy", 3)), 3},
 	} {
-		err := writeError(c.err)
+		err := writeError(&registryv1.WriteRequest{Verb: c.verb, ContentType: c.contentType, Body: []byte(c.body)}, c.err)
 		seconds, _ := apierrors.SuggestsClientDelay(err)
-		if seconds != c.retryAfter || c.retryAfter == 0 && !apierrors.IsServiceUnavailable(err) {
+		if seconds != c.retryAfter || errors.Is(c.err, lost) && !apierrors.IsServiceUnavailable(err) {
 			t.Errorf("%s: %v, retry after %d s", name, err, seconds)
 		}
 	}

@@ -1,9 +1,11 @@
 package routing
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"io"
+	"mime"
 	"slices"
 	"time"
 
@@ -14,6 +16,8 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
 	handlersmetrics "k8s.io/apiserver/pkg/endpoints/handlers/metrics"
 
 	"watershed.dev/platform/identity"
@@ -102,7 +106,7 @@ func (c *requestContext) writeUnary(
 		return nil, true, nil
 	}
 	if err != nil {
-		return nil, false, writeError(err)
+		return nil, false, writeError(r, err)
 	}
 	if len(reply.Error) > 0 {
 		st := &rpcstatus.Status{}
@@ -115,15 +119,30 @@ func (c *requestContext) writeUnary(
 }
 
 // writeError converts the error of a call that writes, as rpc.FromStatus does. A lost registry may have stored the
-// object. Its error has no Retry-After, because client-go would send the write again.
-func writeError(err error) error {
+// object, and client-go sends a request again if its error has Retry-After. The error therefore has none if a second
+// write could have a second effect.
+func writeError(r *registryv1.WriteRequest, err error) error {
 	converted := rpc.FromStatus(err)
 	var api *apierrors.StatusError
 	// no API error has this code (rpc.ToStatus)
-	if status.Code(err) == codes.Unavailable && errors.As(converted, &api) {
+	if status.Code(err) == codes.Unavailable && !isRepeatable(r) && errors.As(converted, &api) {
 		api.ErrStatus.Details = nil
 	}
 	return converted
+}
+
+// isRepeatable reports whether a write that is sent twice has the effect of a single write. The second may fail, with
+// 404 or 409. A JSON Patch may add an element again, and generateName another object. An object in another encoding
+// than JSON may have a generateName.
+func isRepeatable(r *registryv1.WriteRequest) bool {
+	mediaType, _, _ := mime.ParseMediaType(r.ContentType)
+	switch r.Verb {
+	case "create":
+		return mediaType == runtime.ContentTypeJSON && !bytes.Contains(r.Body, []byte("generateName"))
+	case "patch":
+		return mediaType != string(types.JSONPatchType)
+	}
+	return true
 }
 
 // withAffinity routes all calls for an object to the same registry replica, because that replica has cached its last
@@ -207,10 +226,7 @@ func (c *requestContext) callWithCallbacks(r *registryv1.WriteRequest,
 		}
 		err = stream.Send(c.handleCallback(telemetry.WithTraceparent(callbackCtx, m.Traceparent), m))
 	}
-	if r.Verb == "connect" {
-		return nil, rpc.WithAuditContext(rpc.FromStatus(err), auditContext)
-	}
-	return nil, rpc.WithAuditContext(writeError(err), auditContext)
+	return nil, rpc.WithAuditContext(writeError(r, err), auditContext)
 }
 
 // handleCallback sends a callback to its service. A callback that fails rejects the write.
