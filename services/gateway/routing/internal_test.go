@@ -10,8 +10,12 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/client-go/kubernetes/scheme"
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/paths"
@@ -76,19 +80,31 @@ func TestTheNamespaceOfARequest(t *testing.T) {
 // The error of a write that may be stored has no Retry-After, with which client-go would send it again, if a second
 // write could have a second effect. An API error of registry keeps it.
 func TestAWriteIsNotRepeatedWithASecondEffect(t *testing.T) {
+	const protobuf = runtime.ContentTypeProtobuf
+	inProtobuf := func(m metav1.ObjectMeta) string {
+		info, _ := runtime.SerializerInfoForMediaType(scheme.Codecs.SupportedMediaTypes(), protobuf)
+		data, err := runtime.Encode(scheme.Codecs.EncoderForVersion(info.Serializer, corev1.SchemeGroupVersion),
+			&corev1.Pod{ObjectMeta: m})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(data)
+	}
 	lost := status.Error(codes.Unavailable, "error reading from server: EOF")
 	for name, c := range map[string]struct {
 		verb, contentType, body string
 		err                     error
 		retryAfter              int
 	}{
-		"a name":           {"create", "application/json; charset=utf-8", `{"metadata":{"name":"a"}}`, lost, 1},
-		"a generated name": {"create", "application/json", `{"metadata":{"generateName":"a-"}}`, lost, 0},
-		"protobuf":         {"create", "application/vnd.kubernetes.protobuf", "k8s\x00", lost, 0},
-		"YAML":             {"create", "application/yaml", "metadata: {name: a}", lost, 0},
-		"an update":        {"update", "application/vnd.kubernetes.protobuf", "k8s\x00", lost, 1},
-		"a merge patch":    {"patch", "application/merge-patch+json", "{}", lost, 1},
-		"a JSON Patch":     {"patch", "application/json-patch+json", "[]", lost, 0},
+		"a name":                       {"create", "application/json; charset=utf-8", `{"metadata":{"name":"a"}}`, lost, 1},
+		"a generated name":             {"create", "application/json", `{"metadata":{"generateName":"a-"}}`, lost, 0},
+		"a name in protobuf":           {"create", protobuf, inProtobuf(metav1.ObjectMeta{Name: "a"}), lost, 1},
+		"a generated name in protobuf": {"create", protobuf, inProtobuf(metav1.ObjectMeta{GenerateName: "a-"}), lost, 0},
+		"no protobuf":                  {"create", protobuf, "{}", lost, 0},
+		"YAML":                         {"create", "application/yaml", "metadata: {name: a}", lost, 0},
+		"an update":                    {"update", protobuf, "", lost, 1},
+		"a merge patch":                {"patch", "application/merge-patch+json", "{}", lost, 1},
+		"a JSON Patch":                 {"patch", "application/json-patch+json", "[]", lost, 0},
 		"an error of the API": {"patch", "application/json-patch+json", "[]",
 			rpc.ToStatus(apierrors.NewTooManyRequests("busy", 3)), 3},
 	} {

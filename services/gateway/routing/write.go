@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -132,17 +133,43 @@ func writeError(r *registryv1.WriteRequest, err error) error {
 }
 
 // isRepeatable reports whether a write that is sent twice has the effect of a single write. The second may fail, with
-// 404 or 409. A JSON Patch may add an element again, and generateName another object. An object in another encoding
-// than JSON may have a generateName.
+// 404 or 409. A JSON Patch may add an element again, and generateName another object.
 func isRepeatable(r *registryv1.WriteRequest) bool {
 	mediaType, _, _ := mime.ParseMediaType(r.ContentType)
 	switch r.Verb {
 	case "create":
-		return mediaType == runtime.ContentTypeJSON && !bytes.Contains(r.Body, []byte("generateName"))
+		switch mediaType {
+		case runtime.ContentTypeJSON:
+			return !bytes.Contains(r.Body, []byte("generateName"))
+		case runtime.ContentTypeProtobuf:
+			const raw, metadata, generateName = 2, 1, 2 // of runtime.Unknown, of each object, of ObjectMeta
+			object, ok := bytes.CutPrefix(r.Body, []byte("k8s\x00"))
+			return ok && len(protoField(protoField(protoField(object, raw), metadata), generateName)) == 0
+		}
+		return false
 	case "patch":
 		return mediaType != string(types.JSONPatchType)
 	}
 	return true
+}
+
+// protoField returns the first field of a message with a number, of bytes, or nil.
+func protoField(message []byte, number protowire.Number) []byte {
+	for len(message) > 0 {
+		field, kind, n := protowire.ConsumeTag(message)
+		if n < 0 {
+			return nil
+		}
+		if message = message[n:]; field == number && kind == protowire.BytesType {
+			value, _ := protowire.ConsumeBytes(message)
+			return value
+		}
+		if n = protowire.ConsumeFieldValue(field, kind, message); n < 0 {
+			return nil
+		}
+		message = message[n:]
+	}
+	return nil
 }
 
 // withAffinity routes all calls for an object to the same registry replica, because that replica has cached its last
