@@ -108,7 +108,8 @@ func TestAWriteIsNotRepeatedWithASecondEffect(t *testing.T) {
 		"an error of the API": {"patch", "application/json-patch+json", "[]",
 			rpc.ToStatus(apierrors.NewTooManyRequests("busy", 3)), 3},
 	} {
-		err := writeError(&registryv1.WriteRequest{Verb: c.verb, ContentType: c.contentType, Body: []byte(c.body)}, c.err)
+		r := &registryv1.WriteRequest{Verb: c.verb, ContentType: c.contentType, Body: []byte(c.body)}
+		err := writeError(r, c.err)
 		seconds, _ := apierrors.SuggestsClientDelay(err)
 		if seconds != c.retryAfter || errors.Is(c.err, lost) && !apierrors.IsServiceUnavailable(err) {
 			t.Errorf("%s: %v, retry after %d s", name, err, seconds)
