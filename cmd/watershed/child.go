@@ -112,7 +112,10 @@ func (p *child) start(s spawner) {
 				pause = restartPause
 			}
 			if p.show != nil {
-				reason := strings.ReplaceAll(cmp.Or(lastError, fmt.Sprint(err)), "\n", "; ")
+				if err == nil {
+					err = errors.New("exit status 0")
+				}
+				reason := strings.ReplaceAll(cmp.Or(lastError, err.Error()), "\n", "; ")
 				p.show.note(fmt.Sprintf("%s ended (%s); it starts again in %v", p.name, reason, pause))
 			}
 			select {
