@@ -114,23 +114,18 @@ func (e *Etcd) Runner() lifecycle.Runner {
 			level.Set(slog.LevelDebug) // its listeners report that they are closed
 			member.Close()
 		}()
-		select {
-		case <-member.Server.ReadyNotify():
-			ready.Set("etcd", nil)
-		case <-member.Server.StopNotify():
-			return errRemoved
-		case err := <-member.Err():
-			return err
-		case <-ctx.Done():
-			return nil
-		}
-		select {
-		case <-member.Server.StopNotify():
-			return errRemoved
-		case err := <-member.Err():
-			return err
-		case <-ctx.Done():
-			return nil
+		for isReady := member.Server.ReadyNotify(); ; {
+			select {
+			case <-isReady:
+				ready.Set("etcd", nil)
+				isReady = nil
+			case <-member.Server.StopNotify():
+				return errRemoved
+			case err := <-member.Err():
+				return err
+			case <-ctx.Done():
+				return nil
+			}
 		}
 	}}
 }

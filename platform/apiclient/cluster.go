@@ -312,11 +312,11 @@ func (c *Cluster) probe(ctx context.Context) error {
 		}
 		// The lists are of this revision or a later revision. An overloaded process needs some time to process them.
 		behind = c.waitForRevision(probeCtx, revision, timeout, func() bool { return false })
+		if len(behind) > 0 {
+			return fmt.Errorf("informers have not reached etcd's revision %d: %v", revision, describe(behind))
+		}
 	}
-	if len(behind) > 0 {
-		return fmt.Errorf("informers have not reached etcd's revision %d: %v", revision, describe(behind))
-	}
-	if c.freshAt.Swap(&start) == nil {
+	if len(behind) == 0 && c.freshAt.Swap(&start) == nil {
 		close(c.firstFresh)
 	}
 	return nil

@@ -14,9 +14,9 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	handlersmetrics "k8s.io/apiserver/pkg/endpoints/handlers/metrics"
@@ -142,34 +142,17 @@ func isRepeatable(r *registryv1.WriteRequest) bool {
 		case runtime.ContentTypeJSON:
 			return !bytes.Contains(r.Body, []byte("generateName"))
 		case runtime.ContentTypeProtobuf:
-			const raw, metadata, generateName = 2, 1, 2 // of runtime.Unknown, of each object, of ObjectMeta
-			object, ok := bytes.CutPrefix(r.Body, []byte("k8s\x00"))
-			return ok && len(protoField(protoField(protoField(object, raw), metadata), generateName)) == 0
+			var envelope runtime.Unknown
+			var object metav1.PartialObjectMetadata
+			raw, ok := bytes.CutPrefix(r.Body, []byte("k8s\x00"))
+			return ok && envelope.Unmarshal(raw) == nil && object.Unmarshal(envelope.Raw) == nil &&
+				object.GenerateName == ""
 		}
 		return false
 	case "patch":
 		return mediaType != string(types.JSONPatchType)
 	}
 	return true
-}
-
-// protoField returns the first field of a message with a number, of bytes, or nil.
-func protoField(message []byte, number protowire.Number) []byte {
-	for len(message) > 0 {
-		field, kind, n := protowire.ConsumeTag(message)
-		if n < 0 {
-			return nil
-		}
-		if message = message[n:]; field == number && kind == protowire.BytesType {
-			value, _ := protowire.ConsumeBytes(message)
-			return value
-		}
-		if n = protowire.ConsumeFieldValue(field, kind, message); n < 0 {
-			return nil
-		}
-		message = message[n:]
-	}
-	return nil
 }
 
 // withAffinity routes all calls for an object to the same registry replica, because that replica has cached its last

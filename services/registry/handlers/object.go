@@ -186,7 +186,7 @@ func ofEtcdClient(err error) bool {
 		return false
 	}
 	st, ok := grpcstatus.FromError(err)
-	return isTooLarge(err) || ok && st.Code() != grpccodes.Canceled && st.Code() != grpccodes.DeadlineExceeded
+	return ok && st.Code() != grpccodes.Canceled && st.Code() != grpccodes.DeadlineExceeded
 }
 
 // isTooLarge reports whether etcd or gRPC rejected a value because of its size.
