@@ -87,7 +87,7 @@ e2e: build peers $(PEERS)/kubectl-convert ## real clients and controllers agains
 	cd test && go test -count=1 -timeout 30m ./cost
 
 e2e-longest:
-	cd test && go test -count=1 -timeout 60m -parallel 2 ./e2e
+	cd test && go test -count=1 -timeout 60m -parallel 3 ./e2e
 
 e2e-others:
 	cd test && go test -count=1 -timeout 45m -p=1 $$(go list ./... | grep -Ev '^watershed.dev/test/(cost|e2e|eventlog|rules|simulation)$$')

@@ -200,6 +200,10 @@ func TestEtcdServesOneWatchWhateverTheTier(t *testing.T) {
 						return
 					}
 					resp, err := clients[n%len(clients)].Do(req)
+					for ; err != nil && ctx.Err() == nil; resp, err = clients[n%len(clients)].Do(req) {
+						t.Logf("watch %d: %v", n, err)
+						time.Sleep(time.Second) // a reflector's pause: 5,000 clients connect at once
+					}
 					if err != nil {
 						return
 					}
