@@ -5,9 +5,13 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
+	"maps"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -143,4 +147,70 @@ func (c cluster) log(t *testing.T) (*eventlog.Options, jetstream.JetStream) {
 	log.URL = strings.Join(urls, ",")
 	_, js := connectTo(t, log, "registry", c.ids("registry"))
 	return log, js
+}
+
+// TestAServerThatCopiesTheLogIsNotReady checks that a server without data is ready only when it has the log. A rollout
+// of the servers otherwise removes the last copy.
+func TestAServerThatCopiesTheLogIsNotReady(t *testing.T) {
+	t.Parallel()
+	c := clusterOf(t, 3)
+	var last member
+	for _, n := range c.servers {
+		n.Monitor = freeAddress(t)
+		last = startMember(t, n)
+	}
+	replaced := c.servers[2]
+	ready := func() error {
+		resp, err := http.Get("http://" + replaced.Monitor + "/readyz")
+		if err != nil {
+			return err
+		}
+		defer resp.Body.Close()
+		body, _ := io.ReadAll(resp.Body)
+		if resp.StatusCode != http.StatusOK {
+			return fmt.Errorf("%s: %s", resp.Status, body)
+		}
+		return nil
+	}
+	log, js := c.log(t)
+	log.MaxBytes = 64 << 20
+	eventually(t, func() error {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		_, err := log.Stream(ctx, js)
+		return err
+	})
+	eventually(t, ready)
+	last.kill(t)
+	for range 32 {
+		eventually(t, func() error {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
+			_, err := js.Publish(ctx, "watershed.progress", make([]byte, 1<<20))
+			return err
+		})
+	}
+	replaced.Dir = t.TempDir()
+	startMember(t, replaced)
+	reasons := map[string]bool{}
+	eventually(t, func() error {
+		err := ready()
+		if err != nil {
+			reasons[err.Error()] = true
+		}
+		return err
+	})
+	t.Logf("not ready before: %q", slices.Collect(maps.Keys(reasons)))
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	defer cancel()
+	s, err := log.Stream(ctx, js)
+	if err != nil {
+		t.Fatal(err)
+	}
+	have := s.CachedInfo().Cluster
+	for _, r := range have.Replicas {
+		if r.Name == replaced.Name && (r.Offline || r.Lag > 0) {
+			t.Errorf("%s is ready, and has no current copy: %+v", replaced.Name, have)
+		}
+	}
 }

@@ -45,7 +45,7 @@ type Etcd struct {
 	// Listen is the URL for clients: a unix socket, or https with mutual TLS. Advertise is the URL that clients use.
 	// Empty: Listen.
 	Listen, Advertise string
-	// Metrics is a URL that serves /metrics and /health without TLS. Empty: none.
+	// Metrics is a URL that serves /metrics, /livez, /readyz and /health without TLS. Empty: none.
 	Metrics string
 	// ID is the member's identity on the inner network.
 	ID rpc.TLS
@@ -69,7 +69,7 @@ func (e *Etcd) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&e.Advertise, "advertise-client-urls", "",
 		"The URL at which clients reach this member. Empty: --listen-client-urls.")
 	fs.StringVar(&e.Metrics, "listen-metrics-urls", "",
-		"A URL that serves /metrics and /health without TLS: loopback or an inner network only.")
+		"A URL that serves /metrics, /livez, /readyz and /health without TLS: loopback or an inner network only.")
 	fs.StringVar(&e.Name, "name", "watershed", "The name of this member in --initial-cluster.")
 	fs.StringVar(&e.Peer, "listen-peer-urls", "", "The https URL for other members. Empty: a cluster of one member.")
 	fs.StringVar(&e.AdvertisePeer, "initial-advertise-peer-urls", "",

@@ -3,9 +3,16 @@ package embedded
 import (
 	"context"
 	"fmt"
+	"net/http"
+	"os"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
+
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.uber.org/zap"
 )
 
 // A member without data does not start a new cluster if a running member belongs to another cluster.
@@ -35,5 +42,66 @@ func TestANewMemberMakesNoSecondCluster(t *testing.T) {
 	err := member(1, list).Runner().Run(t.Context())
 	if err == nil || !strings.Contains(err.Error(), "etcd-0 is a member of another cluster") {
 		t.Errorf("%v", err)
+	}
+}
+
+// TestProbesPassWhileEtcdHasNoSpace checks the paths of the manifest's probes. A member that the kubelet kills because
+// its quota is used up could not serve the deletions that free it.
+func TestProbesPassWhileEtcdHasNoSpace(t *testing.T) {
+	manifest, err := os.ReadFile("../../deploy/k8s/components/etcd/etcd.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	probes := regexp.MustCompile(`httpGet: \{path: "?([^",]+)`).FindAllStringSubmatch(string(manifest), -1)
+	if len(probes) != 3 {
+		t.Fatalf("the manifest has the probes %q", probes)
+	}
+	ids := inner(t)
+	e := &Etcd{
+		Dir:     t.TempDir(),
+		Listen:  "https://" + freeAddress(t),
+		Metrics: "http://" + freeAddress(t),
+		ID:      ids("etcd"),
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	member, ended := e.Runner(), make(chan error, 1)
+	go func() { ended <- member.Run(ctx) }()
+	defer func() { cancel(); <-ended }()
+	waited, done := context.WithTimeout(ctx, 20*time.Second)
+	defer done()
+	if err := member.Ready.Wait(waited); err != nil {
+		t.Fatal(err)
+	}
+	conf, err := ids("registry").ClientConfig("etcd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	registry, err := clientv3.New(clientv3.Config{Endpoints: []string{e.Listen}, TLS: conf, Logger: zap.NewNop()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer registry.Close()
+	full := &etcdserverpb.AlarmRequest{
+		Action: etcdserverpb.AlarmRequest_ACTIVATE,
+		Alarm:  etcdserverpb.AlarmType_NOSPACE,
+	}
+	if _, err := etcdserverpb.NewMaintenanceClient(registry.ActiveConnection()).Alarm(waited, full); err != nil {
+		t.Fatal(err)
+	}
+	status := func(path string) int {
+		resp, err := http.Get(e.Metrics + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp.Body.Close()
+		return resp.StatusCode
+	}
+	if got := status("/health"); got != http.StatusServiceUnavailable {
+		t.Errorf("/health: %d; the alarm has no effect", got)
+	}
+	for _, probe := range probes {
+		if got := status(probe[1]); got != http.StatusOK {
+			t.Errorf("%s: %d", probe[1], got)
+		}
 	}
 }

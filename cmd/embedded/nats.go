@@ -31,7 +31,7 @@ type NATS struct {
 	Dir, KeyFile string
 	// Address is the host:port for clients, with mutual TLS. Empty: the server serves only this process.
 	Address string
-	// Monitor is the host:port that serves /healthz without TLS. Empty: none.
+	// Monitor is the host:port that serves /healthz and /readyz without TLS. Empty: none.
 	Monitor string
 	// ID is the server's identity on the inner network.
 	ID rpc.TLS
@@ -77,7 +77,7 @@ func (n *NATS) AddFlags(fs *pflag.FlagSet) {
 		"The file of the key that encrypts the storage of JetStream. Empty: no encryption.")
 	fs.StringVar(&n.Address, "listen-address", "127.0.0.1:4222", "The host:port to listen on for clients.")
 	fs.StringVar(&n.Monitor, "monitor-address", "",
-		"The host:port that serves only /healthz, without TLS. Empty: none.")
+		"The host:port that serves only /healthz and /readyz, without TLS. Empty: none.")
 	fs.StringVar(&n.Name, "name", "watershed", "The name of this server in its cluster.")
 	fs.StringVar(&n.Cluster, "cluster-listen-address", "",
 		"The host:port to listen on for other servers. Empty: a cluster of one server.")
@@ -195,8 +195,8 @@ func (n *NATS) listen(o *server.Options) (err error) {
 	return errors.Join(err, o.ProcessConfigString(natsAccounts))
 }
 
-// monitor serves /healthz until ctx is done. It replaces NATS' own monitoring, which shows the clients and goroutines
-// of the server to every reader.
+// monitor serves /healthz and /readyz until ctx is done. It replaces NATS' own monitoring, which shows the clients and
+// goroutines of the server to every reader.
 func (n *NATS) monitor(ctx context.Context) error {
 	if n.Monitor == "" {
 		return nil
@@ -213,11 +213,29 @@ func (n *NATS) monitor(ctx context.Context) error {
 		}
 		fmt.Fprint(w, "ok")
 	})
+	mux.HandleFunc("/readyz", func(w http.ResponseWriter, _ *http.Request) {
+		if reason := notReady(n.running.Load()); reason != "" {
+			http.Error(w, reason, http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprint(w, "ok")
+	})
 	pages := &http.Server{Handler: mux, ReadHeaderTimeout: time.Second, ReadTimeout: 5 * time.Second}
 	pages.SetKeepAlivesEnabled(false)
 	context.AfterFunc(ctx, func() { pages.Close() })
 	go func() { _ = pages.Serve(netutil.LimitListener(l, maxMonitorConnections)) }()
 	return nil
+}
+
+// notReady returns why the server has no complete copy of the streams, or an empty string. It ignores consumers: they
+// have a single copy, and their readers create them again.
+func notReady(srv *server.Server) string {
+	for _, e := range srv.Healthz(&server.HealthzOptions{Details: true}).Errors {
+		if e.Type != server.HealthzErrorConsumer {
+			return strings.TrimSpace(e.Stream + " " + e.Error)
+		}
+	}
+	return ""
 }
 
 // join configures the server as a member of a cluster.

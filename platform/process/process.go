@@ -14,6 +14,7 @@ import (
 	"time"
 	_ "time/tzdata" // for CronJobs' and CEL's time zones: an image has no files
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
 	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
@@ -245,6 +246,7 @@ func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 	}
 	processv1.RegisterProcessesServer(registrar, &processes{process: p})
 	metrics := p.network.metrics()
+	metrics.Add([]prometheus.Collector{newExpirations(p)})
 	runners := []lifecycle.Runner{{Name: "debug", Run: func(ctx context.Context) error {
 		go rpc.Traffic.Run(ctx)
 		go releaseAtRest(ctx)

@@ -198,42 +198,6 @@ var credentials = regexp.MustCompile(`[^\s,\[\]/#]+@`)
 // Redact returns a text, such as a list of URLs or an error, without the user information of its URLs.
 func Redact(text string) string { return credentials.ReplaceAllString(text, "xxxxx@") }
 
-// certificateFlag matches the names of flags whose values are files with certificates, without the inner network's.
-var certificateFlag = regexp.MustCompile(
-	`^(client-ca-file|requestheader-client-ca-file|tls-cert-file|etcd-(cert|ca)file|kubelet-certificate-authority|` +
-		`kubelet-client-certificate|proxy-client-cert-file|services-(tls-cert|client-ca)-file|oidc-ca-file|` +
-		`tracing-ca-file)$`)
-
-// clientCertificate matches the client certificate's file in a kubeconfig of certgen. watchfanout links this package,
-// and must not link client-go's parser.
-var clientCertificate = regexp.MustCompile(`(?m)^\s*client-certificate: (\S+)$`)
-
-// certificates describes the certificates in the files that flags name, and the identities on the inner network.
-func (p *Process) certificates() (all []pki.Described) {
-	if p.flags == nil {
-		return nil
-	}
-	p.flags.VisitAll(func(f *pflag.Flag) {
-		path := f.Value.String()
-		if path != "" && certificateFlag.MatchString(f.Name) {
-			all = append(all, pki.Describe("--"+f.Name, path)...)
-		}
-	})
-	for _, s := range p.services {
-		id := p.identity(s.Name)
-		if id.CertFile == "" {
-			continue
-		}
-		all = append(all, pki.DescribeSigned("--rpc-cert-file", id.CertFile, id.CAFile)...)
-		kubeconfig, _ := s.flags.GetString("kubeconfig")
-		text, _ := os.ReadFile(kubeconfig) // of a process with the gateway, it need not exist
-		if m := clientCertificate.FindSubmatch(text); m != nil {
-			all = append(all, pki.Describe("--kubeconfig", string(m[1]))...)
-		}
-	}
-	return all
-}
-
 // disks returns the file systems of the directories that flags name, each once.
 func disks(fs *pflag.FlagSet) (all []Disk) {
 	seen := map[syscall.Fsid]bool{}

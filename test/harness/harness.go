@@ -372,7 +372,7 @@ func (s *Server) Metric(process, name string) (n float64) {
 	}
 	defer resp.Body.Close()
 	text, _ := io.ReadAll(resp.Body)
-	m := regexp.MustCompile(`(?m)^` + name + ` (\S+)$`).FindSubmatch(text)
+	m := regexp.MustCompile(`(?m)^` + name + `(?:\{.*\})? (\S+)$`).FindSubmatch(text)
 	if m == nil {
 		s.t.Fatalf("%s has no metric %s", process, name)
 	}

@@ -80,10 +80,11 @@ var (
 		Name: "watershed_publisher_revision",
 		Help: "The revision of etcd up to which the log of the main etcd is complete, on the registry that publishes.",
 	})
-	leading = prometheus.NewGauge(prometheus.GaugeOpts{
+	leading = prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "watershed_publisher_leading",
-		Help: "1 on the registry that publishes the log of the main etcd.",
-	})
+		Help: "1 on the registry that publishes the log of the main etcd, 0 on the others, by --log-name. Each `up` has a " +
+			"log of its own.",
+	}, []string{"log_name"})
 )
 
 // Metrics returns this package's collectors.
@@ -179,6 +180,7 @@ func (p *Publisher) Run(ctx context.Context) error {
 		return err
 	}
 	defer func() { _ = observed.Unsubscribe() }()
+	p.setLeading(0)
 	go p.sendTraceContexts(ctx)
 	candidate := election.Candidate{
 		Client:           p.Etcd.Client.Client,
@@ -188,6 +190,12 @@ func (p *Publisher) Run(ctx context.Context) error {
 		LeadWithoutLease: p.leadWithoutLease,
 	}
 	return candidate.Run(ctx)
+}
+
+func (p *Publisher) setLeading(value float64) {
+	if p.Log.ID == eventlog.Main {
+		leading.WithLabelValues(p.Log.Name).Set(value)
+	}
 }
 
 const (
@@ -246,10 +254,8 @@ func (p *Publisher) lead(ctx context.Context, leased bool) error {
 	if p.CompactionInterval > 0 {
 		tasks.Go(ctx, "compaction", p.compact)
 	}
-	if p.Log.ID == eventlog.Main {
-		leading.Set(1)
-		defer leading.Set(0)
-	}
+	p.setLeading(1)
+	defer p.setLeading(0)
 	p.core.Elected()
 	p.elected.Store(true)
 	defer p.elected.Store(false)
