@@ -2,6 +2,7 @@ package admission
 
 import (
 	"context"
+	"errors"
 
 	authorizationv1 "k8s.io/api/authorization/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -21,15 +22,19 @@ type remoteAuthorizer struct{ client kubernetes.Interface }
 // Authorize implements authorizer.Authorizer.
 func (r remoteAuthorizer) Authorize(ctx context.Context, a authorizer.Attributes) (authorizer.Decision, string, error) {
 	got, err := r.client.AuthorizationV1().SubjectAccessReviews().Create(ctx, reviewOf(a), metav1.CreateOptions{})
-	switch {
-	case err != nil:
+	if err != nil {
 		return authorizer.DecisionDeny, "", err
-	case got.Status.Allowed:
-		return authorizer.DecisionAllow, got.Status.Reason, nil
-	case got.Status.Denied:
-		return authorizer.DecisionDeny, got.Status.Reason, nil
 	}
-	return authorizer.DecisionNoOpinion, got.Status.Reason, nil
+	if e := got.Status.EvaluationError; e != "" {
+		err = errors.New(e)
+	}
+	switch {
+	case got.Status.Allowed:
+		return authorizer.DecisionAllow, got.Status.Reason, err
+	case got.Status.Denied:
+		return authorizer.DecisionDeny, got.Status.Reason, err
+	}
+	return authorizer.DecisionNoOpinion, got.Status.Reason, err
 }
 
 func reviewOf(a authorizer.Attributes) *authorizationv1.SubjectAccessReview {

@@ -82,6 +82,11 @@ func TestAnAccessReviewHasItsSelectors(t *testing.T) {
 	if d, _, _ := r.Authorize(context.Background(), a); d != authorizer.DecisionNoOpinion {
 		t.Errorf("without an opinion: %v", d)
 	}
+	reviewStatus.EvaluationError = "a webhook is away"
+	if d, _, err := r.Authorize(context.Background(), a); d != authorizer.DecisionNoOpinion || err == nil ||
+		err.Error() != "a webhook is away" {
+		t.Errorf("an authorizer failed: %v, %v", d, err)
+	}
 	failure = errors.New("away")
 	if d, _, err := r.Authorize(context.Background(), a); d != authorizer.DecisionDeny || err == nil {
 		t.Errorf("the gateway is unreachable: %v, %v", d, err)

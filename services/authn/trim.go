@@ -1,21 +1,34 @@
 package authn
 
 import (
+	"slices"
+
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/validation"
 )
 
 // maxTokenBytes bounds the token of a cached Secret. kube-controller-manager's tokens have about 1 KB.
 const maxTokenBytes = 32 << 10
 
-// trim removes the fields of ServiceAccounts and of their token Secrets that no
-// authenticator reads, because any tenant may create these objects with 1 MB each. A longer token is removed too: it
-// matches no request then.
+// maxSecrets is how many names of Secrets a cached ServiceAccount has at most. The name of a legacy token's Secret says
+// that a controller created the token.
+const maxSecrets = 100
+
+// trim removes the fields of ServiceAccounts and of their token Secrets that no authenticator reads, because any tenant
+// may create these objects with 1 MB each. A longer token is removed too: it matches no request then.
 func trim(obj any) {
 	switch o := obj.(type) {
 	case *corev1.ServiceAccount:
 		trimMeta(&o.ObjectMeta)
-		o.Secrets, o.ImagePullSecrets = nil, nil
+		o.ImagePullSecrets = nil
+		o.Secrets = slices.DeleteFunc(o.Secrets[:min(len(o.Secrets), maxSecrets)], func(s corev1.ObjectReference) bool {
+			return len(s.Name) > validation.DNS1123SubdomainMaxLength
+		})
+		for i, s := range o.Secrets {
+			o.Secrets[i] = corev1.ObjectReference{Name: s.Name}
+		}
+		o.Secrets = slices.Clip(slices.Clone(o.Secrets))
 	case *corev1.Secret:
 		trimMeta(&o.ObjectMeta)
 		token, ok := o.Data[corev1.ServiceAccountTokenKey]

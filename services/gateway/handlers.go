@@ -4,12 +4,15 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"path"
 	"runtime"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/spf13/pflag"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/server/flagz"
 	"k8s.io/apiserver/pkg/server/mux"
@@ -25,6 +28,7 @@ import (
 
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/kubeversion"
+	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -109,6 +113,7 @@ func (g *Service) mux(router *routing.Router) http.Handler {
 		slis.SLIMetrics{}.Install(pages)
 	}
 	if g.config.FlowControl.Enabled {
+		pages.HandleFunc("/debug/api_priority_and_fairness", responsewriters.NotFound)
 		pages.HandleFunc("/debug/api_priority_and_fairness/", func(w http.ResponseWriter, req *http.Request) {
 			g.flowControl.ServeHTTP(w, req)
 		})
@@ -136,10 +141,8 @@ func (g *Service) mux(router *routing.Router) http.Handler {
 			router.ServeHTTP(w, req)
 		case under(req.URL.Path, "/api"), under(req.URL.Path, "/apis"):
 			g.views.discovery.ServeHTTP(w, req)
-		case strings.Contains(req.URL.Path, "//"): // kube-apiserver does not clean such a path
-			responsewriters.NotFound(w, req)
 		default:
-			pages.ServeHTTP(w, req)
+			servePage(pages, w, req)
 		}
 	})
 }
@@ -174,6 +177,22 @@ func groupVersion(path string) (group, version string) {
 	return group, version
 }
 
+// servePage serves a page by its decoded path. ServeMux would redirect to the cleaned path. kube-apiserver does not.
+func servePage(pages *http.ServeMux, w http.ResponseWriter, req *http.Request) {
+	p, clean := req.URL.Path, path.Clean(req.URL.Path)
+	if p != clean && (clean == "/" || p != clean+"/") {
+		responsewriters.NotFound(w, req)
+		return
+	}
+	if req.URL.RawPath != "" { // ServeMux would match it
+		decoded := *req.URL
+		decoded.RawPath = ""
+		copied := *req
+		req, copied.URL = &copied, &decoded
+	}
+	pages.ServeHTTP(w, req)
+}
+
 func under(path, root string) bool { return path == root || strings.HasPrefix(path, root+"/") }
 
 func (g *Service) issuerDocument(w http.ResponseWriter, req *http.Request) {
@@ -181,8 +200,12 @@ func (g *Service) issuerDocument(w http.ResponseWriter, req *http.Request) {
 		Path:            strings.TrimSuffix(req.URL.Path, "/"),
 		ExternalAddress: g.external,
 	})
-	if err != nil {
+	switch {
+	case status.Code(err) == codes.NotFound:
 		responsewriters.NotFound(w, req)
+		return
+	case err != nil:
+		responsewriters.Error(w, req, responsewriters.V1, rpc.FromStatus(err))
 		return
 	}
 	w.Header().Set("Content-Type", d.ContentType)

@@ -15,6 +15,7 @@ import (
 	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	"watershed.dev/test/harness"
 )
@@ -48,6 +49,10 @@ func (a *axis) requestTokens(s *side, made map[string]string, check func(error))
 
 // legacyTokens creates token Secrets, as the token controller does: a valid token and an invalidated token.
 func (a *axis) legacyTokens(s *side, made map[string]string, check func(error)) {
+	// "legacy" is the token of a controller, which adds its Secret to the account. The other was created by hand.
+	_, err := s.server.Client().CoreV1().ServiceAccounts("default").Patch(a.t.Context(), "robot",
+		types.StrategicMergePatchType, []byte(`{"secrets":[{"name":"token-6"}]}`), metav1.PatchOptions{})
+	check(err)
 	key := keyFile(a.t, s.server.SAKey)
 	for name, labels := range map[string]map[string]string{
 		"legacy":         nil,

@@ -40,7 +40,8 @@ func (p *pair) verbs(all []*object) {
 			"?watch=1&timeoutSeconds=1&resourceVersion=abc", "?limit=abc", "?sendInitialEvents=true"} {
 			get(o.collection+query, "", "list with options")
 		}
-		for _, query := range []string{"?resourceVersion=0", "?pretty=1", "?export=true"} {
+		for _, query := range []string{"?resourceVersion=0", "?resourceVersion=abc", "?resourceVersion=-1", "?pretty=1",
+			"?export=true"} {
 			get(o.path()+query, "", "get with options")
 		}
 		get(o.path()+"x", "", "get nothing")
@@ -58,6 +59,13 @@ func (p *pair) verbs(all []*object) {
 			about:  "update of a collection",
 		})
 		p.ask(&request{method: "POST", path: o.path(), header: jsonBody, body: o.json(), about: "create of an object"})
+		p.ask(&request{
+			method: "POST",
+			path:   o.collection + "?fieldValidation=Bogus",
+			header: map[string]string{"Content-Type": "text/plain"},
+			body:   o.json(),
+			about:  "create with wrong options and media type",
+		})
 		p.ask(&request{method: "HEAD", path: o.path(), about: "head"})
 		p.ask(&request{
 			method: "PATCH",

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"io"
 	"os/exec"
 	"path/filepath"
 	"strings"
@@ -215,6 +216,7 @@ func TestInformersAndConsistentLists(t *testing.T) {
 // TestARevokedPermissionIsGoneAtOnce checks that a revoked permission is gone at once, although decisions are cached.
 func TestARevokedPermissionIsGoneAtOnce(t *testing.T) {
 	s := harness.Up(t, "")
+	t.Run("watch of a Namespace", func(t *testing.T) { aNamespacesWatchEndsWithItsRoleBinding(t, s) })
 	s.Kubectl("create", "clusterrole", "reader", "--verb=list", "--resource=configmaps")
 	s.Kubectl("create", "clusterrolebinding", "bob", "--clusterrole=reader", "--user=bob")
 	bob := s.Config()
@@ -232,6 +234,28 @@ func TestARevokedPermissionIsGoneAtOnce(t *testing.T) {
 		}
 		return nil
 	})
+}
+
+// aNamespacesWatchEndsWithItsRoleBinding revokes a RoleBinding in a namespace that permits the watch of the Namespace.
+func aNamespacesWatchEndsWithItsRoleBinding(t *testing.T, s *harness.Server) {
+	s.Kubectl("create", "namespace", "watched")
+	s.Kubectl("-n", "watched", "create", "role", "watcher", "--verb=watch", "--resource=namespaces")
+	s.Kubectl("-n", "watched", "create", "rolebinding", "alice", "--role=watcher", "--user=alice")
+	alice := s.Config()
+	alice.Impersonate.UserName = "alice"
+	client := clientFor(t, alice).CoreV1().RESTClient()
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	var watch io.ReadCloser
+	harness.Eventually(t, 10*time.Second, func() (err error) {
+		watch, err = client.Get().AbsPath("/api/v1/watch/namespaces/watched").Stream(ctx)
+		return err
+	})
+	defer watch.Close()
+	s.Kubectl("-n", "watched", "delete", "rolebinding", "alice")
+	if _, err := io.Copy(io.Discard, watch); err != nil {
+		t.Errorf("the watch goes on: %v", err)
+	}
 }
 
 func TestKillAndRestartLosesNothing(t *testing.T) {

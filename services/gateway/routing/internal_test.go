@@ -1,6 +1,7 @@
 package routing
 
 import (
+	"context"
 	"errors"
 	"net/http"
 	"net/http/httptest"
@@ -20,9 +21,11 @@ import (
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/paths"
 	"watershed.dev/platform/rpc"
+	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/delegatedauth"
 	"watershed.dev/services/gateway/watch"
 )
 
@@ -114,5 +117,55 @@ func TestAWriteIsNotRepeatedWithASecondEffect(t *testing.T) {
 		if seconds != c.retryAfter || errors.Is(c.err, lost) && !apierrors.IsServiceUnavailable(err) {
 			t.Errorf("%s: %v, retry after %d s", name, err, seconds)
 		}
+	}
+}
+
+// lostAuthz is authz without a process.
+type lostAuthz struct{ authzv1.AuthzClient }
+
+func (lostAuthz) Authorize(context.Context, *authzv1.AuthorizeRequest, ...grpc.CallOption) (*authzv1.AuthorizeResponse,
+	error) {
+	return nil, status.Error(codes.Unavailable, "connection refused")
+}
+
+// callbackWrite is a Write stream whose registry asks for a decision, and returns the gateway's answer as the result.
+type callbackWrite struct {
+	grpc.ClientStream
+	answer *registryv1.WriteCall
+}
+
+func (s *callbackWrite) Send(m *registryv1.WriteCall) error { s.answer = m; return nil }
+
+func (s *callbackWrite) Recv() (*registryv1.WriteReply, error) {
+	if s.answer.GetRequest() != nil {
+		return &registryv1.WriteReply{Reply: &registryv1.WriteReply_Authorization{}}, nil
+	}
+	result := &registryv1.ObjectResponse{Body: []byte(s.answer.GetAuthorization().GetError())}
+	return &registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: result}}, nil
+}
+
+// A client may cache the answer of a review. Without authz, a review is 503 with Retry-After. Registry rejects other
+// writes that need a decision.
+func TestAReviewFailsWithoutAuthz(t *testing.T) {
+	r := &Router{Authorizer: &delegatedauth.Authorizer{Client: lostAuthz{}}}
+	call := func(group string) (*registryv1.WriteReply, error) {
+		c := &requestContext{
+			router:      r,
+			req:         httptest.NewRequest("POST", "/", nil),
+			apiResource: &registryv1.APIResource{Resource: &commonv1.Resource{Group: group}},
+		}
+		return c.callWithCallbacks(&registryv1.WriteRequest{Verb: "create"},
+			func(context.Context, ...grpc.CallOption) (callbackStream, error) { return &callbackWrite{}, nil })
+	}
+	for _, group := range reviewGroups {
+		if _, err := call(group); !apierrors.IsServiceUnavailable(err) {
+			t.Errorf("%s: %v", group, err)
+		} else if _, retries := apierrors.SuggestsClientDelay(err); !retries {
+			t.Errorf("%s: clients do not send the review again: %v", group, err)
+		}
+	}
+	reply, err := call("rbac.authorization.k8s.io")
+	if err != nil || len(reply.GetResult().GetBody()) == 0 {
+		t.Errorf("registry does not learn of the error: %v, %v", reply, err)
 	}
 }

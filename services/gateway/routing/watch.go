@@ -99,7 +99,8 @@ func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 	if s := p.opts.TimeoutSeconds; s != nil && *s != 0 { // a negative timeout ends the watch at once
 		timeout = time.Duration(*s) * time.Second
 	}
-	authorizer, namespace := c.router.Authorizer, c.namespace()
+	// The namespace of the authorized attributes: a RoleBinding in a Namespace may allow the watch of that object.
+	authorizer, namespace := c.router.Authorizer, c.info.Namespace
 	r := &watch.Request{
 		WatchRequest: &watchfanoutv1.WatchRequest{
 			Query:             p.query,

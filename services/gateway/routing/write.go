@@ -74,10 +74,12 @@ var bodyVerbs = map[string]handlersmetrics.RequestBodyVerb{
 	"deletecollection": handlersmetrics.DeleteCollection,
 }
 
-// callbackGroups are the groups whose writes mostly need a callback, independent of the admission rules. Other services
-// supply the content of reviews. Roles and certificate requests need an authorization check.
-var callbackGroups = []string{"authentication.k8s.io", "authorization.k8s.io", "certificates.k8s.io",
-	"rbac.authorization.k8s.io"}
+// reviewGroups are the groups of the reviews, whose content is from authn and authz.
+var reviewGroups = []string{"authentication.k8s.io", "authorization.k8s.io"}
+
+// callbackGroups are the groups whose writes mostly need a callback, independent of the admission rules. Roles and
+// certificate requests need an authorization check.
+var callbackGroups = append([]string{"certificates.k8s.io", "rbac.authorization.k8s.io"}, reviewGroups...)
 
 // verbOperations maps a verb to the admission operations that its write may have.
 var verbOperations = map[string][]admissionv1.Operation{
@@ -183,6 +185,12 @@ func (c *requestContext) writeRequest() *registryv1.WriteRequest {
 	return r
 }
 
+// isReview reports whether the request is a TokenReview, SubjectAccessReview or rules review. A review stores nothing,
+// and its client may cache the answer. Without authn or authz, it therefore fails.
+func (c *requestContext) isReview() bool {
+	return slices.Contains(reviewGroups, c.apiResource.Resource.GetGroup())
+}
+
 // isSelfReview reports whether the request is a SubjectAccessReview that admission creates while it reviews another
 // request. Such a review skips admission, because it might recurse without end. kube-apiserver's plugins call its
 // authorizer without a request.
@@ -234,39 +242,47 @@ func (c *requestContext) callWithCallbacks(r *registryv1.WriteRequest,
 			}
 			return m, nil
 		}
-		err = stream.Send(c.handleCallback(telemetry.WithTraceparent(callbackCtx, m.Traceparent), m))
+		answer, lost := c.handleCallback(telemetry.WithTraceparent(callbackCtx, m.Traceparent), m)
+		if lost != nil && c.isReview() {
+			return nil, lost
+		}
+		err = stream.Send(answer)
 	}
 	return nil, rpc.WithAuditContext(writeError(r, err), auditContext)
 }
 
-// handleCallback sends a callback to its service. A callback that fails rejects the write.
-func (c *requestContext) handleCallback(ctx context.Context, q *registryv1.WriteReply) *registryv1.WriteCall {
+// handleCallback sends a callback to its service. A callback that fails rejects the write. The error is that of a call
+// to authn or authz, which the result also has.
+func (c *requestContext) handleCallback(
+	ctx context.Context,
+	q *registryv1.WriteReply,
+) (*registryv1.WriteCall, error) {
 	switch q := q.Reply.(type) {
 	case *registryv1.WriteReply_Admission:
 		return &registryv1.WriteCall{
 			Call: &registryv1.WriteCall_Admission{Admission: c.reviewAdmission(ctx, q.Admission)},
-		}
+		}, nil
 	case *registryv1.WriteReply_Authorization:
 		result := &registryv1.AuthorizationResult{}
 		var err error
 		if result.Decision, err = c.router.Authorizer.Decide(ctx, q.Authorization); err != nil {
 			result.Error = err.Error()
 		}
-		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Authorization{Authorization: result}}
+		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Authorization{Authorization: result}}, err
 	case *registryv1.WriteReply_Token:
 		resp, err := c.router.Authn.ReviewToken(ctx, q.Token)
 		if err != nil {
 			resp = &authnv1.AuthenticateResponse{Error: err.Error()}
 		}
-		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Token{Token: resp}}
+		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Token{Token: resp}}, rpc.FromStatus(err)
 	case *registryv1.WriteReply_Rules:
 		resp, err := c.router.Authz.Rules(ctx, q.Rules)
 		if err != nil {
 			resp = &authzv1.RulesResponse{Incomplete: true, EvaluationError: err.Error()}
 		}
-		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Rules{Rules: resp}}
+		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Rules{Rules: resp}}, rpc.FromStatus(err)
 	}
-	return &registryv1.WriteCall{}
+	return &registryv1.WriteCall{}, nil
 }
 
 func (c *requestContext) reviewAdmission(

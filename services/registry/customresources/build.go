@@ -217,10 +217,7 @@ func (b *builder) storage(v *apiextensionsv1.CustomResourceDefinitionVersion) (
 			return nil, err
 		}
 	}
-	table, err := tableconvertor.New(columns(v.AdditionalPrinterColumns))
-	if err != nil { // an invalid column: show only the name
-		table, _ = tableconvertor.New(nil)
-	}
+	table, _ := tableconvertor.New(columns(v.AdditionalPrinterColumns)) // with the columns before an invalid column
 	kind := b.Kind(v.Name)
 	listKind := kind
 	listKind.Kind = b.Status.AcceptedNames.ListKind

@@ -59,18 +59,19 @@ func callbacksFrom(ctx context.Context) (Callbacks, error) {
 }
 
 // Authorizer authorizes through the Callbacks of the current write. Upstream's storages use it for escalation and
-// approval checks. It fails closed: without Callbacks it denies.
+// approval checks. It fails closed: without a decision it has no opinion,
+// and a SubjectAccessReview has the error.
 type Authorizer struct{}
 
 // Authorize implements authorizer.Authorizer.
 func (Authorizer) Authorize(ctx context.Context, a authorizer.Attributes) (authorizer.Decision, string, error) {
 	callbacks, err := callbacksFrom(ctx)
 	if err != nil {
-		return authorizer.DecisionDeny, "", err
+		return authorizer.DecisionNoOpinion, "", err
 	}
 	resp, err := callbacks.Authorize(ctx, identity.AttributesProto(a))
 	if err != nil {
-		return authorizer.DecisionDeny, "", err
+		return authorizer.DecisionNoOpinion, "", err
 	}
 	if resp.EvaluationError != "" {
 		err = errors.New(resp.EvaluationError)

@@ -11,6 +11,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/admission"
+	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/registry/rest"
 
@@ -26,6 +27,9 @@ func (w *writeOperation) create(ctx context.Context) (*registryv1.ObjectResponse
 	case named && w.req.Name == "":
 		return nil, errEmptyName
 	}
+	if _, err := negotiation.NegotiateInputSerializerForMediaType(w.req.ContentType, false, w.Serializer); err != nil {
+		return nil, err
+	}
 	opts := &metav1.CreateOptions{}
 	if err := decodeOptions(w.req.Query, opts); err != nil {
 		return nil, err
@@ -38,10 +42,8 @@ func (w *writeOperation) create(ctx context.Context) (*registryv1.ObjectResponse
 	if err != nil {
 		return nil, err
 	}
-	name := ""
-	if named {
-		name = w.req.Name
-	} else {
+	name := w.req.Name // for a custom resource, a path with a name also creates
+	if name == "" {
 		_, name, _ = objectName(obj)
 	}
 	if w.req.Namespace == "" && w.Resource == namespaces {

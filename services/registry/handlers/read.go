@@ -41,6 +41,11 @@ func (scope *RequestScope) Get(ctx context.Context, r *registryv1.GetRequest) (*
 	if err != nil {
 		return nil, err
 	}
+	if scope.APIResource.GetStorageResource() != "events" { // kube-apiserver's watch cache, which has no Events, answers 500
+		if _, err := (apistorage.APIObjectVersioner{}).ParseResourceVersion(opts.ResourceVersion); err != nil {
+			return nil, err
+		}
+	}
 	cacheable, protobuf := scope.cacheable(r, opts)
 	if cacheable {
 		if body := scope.ResponseCache.Get(ctx, r.Namespace, r.Name, protobuf); body != nil {

@@ -167,16 +167,20 @@ func directiveOf(d string) string {
 	return d
 }
 
-// attributes returns the attributes that admission reviews. The namespace of a Namespace is its own name, as in its
-// path (k8s.io/apiserver/pkg/endpoints/request, RequestInfoFactory).
+// attributes returns the attributes that admission reviews.
 func (w *writeOperation) attributes(obj, old runtime.Object, name string, op admission.Operation, opts runtime.Object,
 	dryRun []string) admission.Attributes {
-	namespace := w.req.Namespace
-	if namespace == "" && w.Resource == namespaces {
-		namespace = name
+	return admission.NewAttributesRecord(obj, old, w.Kind, w.attributesNamespace(name), name, w.Resource, w.Subresource,
+		op, opts, dryrun.IsDryRun(dryRun), w.user)
+}
+
+// attributesNamespace returns the namespace for admission and authorization. The namespace of a Namespace is its own
+// name, as in its path (k8s.io/apiserver/pkg/endpoints/request, RequestInfoFactory).
+func (w *writeOperation) attributesNamespace(name string) string {
+	if w.req.Namespace == "" && w.Resource == namespaces {
+		return name
 	}
-	return admission.NewAttributesRecord(obj, old, w.Kind, namespace, name, w.Resource, w.Subresource, op, opts,
-		dryrun.IsDryRun(dryRun), w.user)
+	return w.req.Namespace
 }
 
 func invalidOptions(kind string, errs fieldErrors) error {
@@ -218,7 +222,7 @@ func (w *writeOperation) validateCreate(validate rest.ValidateObjectFunc) rest.V
 		APIVersion:      w.Resource.Version,
 		Resource:        w.Resource.Resource,
 		Subresource:     w.Subresource,
-		Namespace:       w.req.Namespace,
+		Namespace:       w.attributesNamespace(w.req.Name),
 		Name:            w.req.Name,
 	}
 	var decision authorizer.Decision
