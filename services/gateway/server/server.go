@@ -347,7 +347,7 @@ func (c *Config) StopTimeout() time.Duration {
 }
 
 // connWriteTimeout is how long a connection's peer may accept no byte before the connection is closed. A stream that
-// the client does not read is not affected; it ends by its own timeout.
+// the client does not read is not affected; its request's deadline ends it (timeoutWriter).
 const connWriteTimeout = 30 * time.Second
 
 // connContext returns the context of a connection's requests.

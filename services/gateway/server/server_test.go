@@ -1,6 +1,7 @@
 package server
 
 import (
+	"bytes"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -37,8 +38,8 @@ func serve(t *testing.T, c *Config, h http.Handler) *httptest.Server {
 	return s
 }
 
-// preface opens an HTTP/2 connection and sends the client's preface.
-func preface(t *testing.T, s *httptest.Server) (net.Conn, *http2.Framer) {
+// preface opens an HTTP/2 connection and sends the client's preface, with its settings.
+func preface(t *testing.T, s *httptest.Server, settings ...http2.Setting) (net.Conn, *http2.Framer) {
 	t.Helper()
 	conn, err := tls.Dial("tcp", s.Listener.Addr().String(),
 		&tls.Config{InsecureSkipVerify: true, NextProtos: []string{http2.NextProtoTLS}})
@@ -53,10 +54,23 @@ func preface(t *testing.T, s *httptest.Server) (net.Conn, *http2.Framer) {
 	if _, err := io.WriteString(conn, http2.ClientPreface); err != nil {
 		t.Fatal(err)
 	}
-	if err := f.WriteSettings(); err != nil {
+	if err := f.WriteSettings(settings...); err != nil {
 		t.Fatal(err)
 	}
 	return conn, f
+}
+
+// getHeaders returns the header block of a GET request for /.
+func getHeaders() []byte {
+	var block bytes.Buffer
+	enc := hpack.NewEncoder(&block)
+	for _, h := range []hpack.HeaderField{
+		{Name: ":method", Value: "GET"}, {Name: ":scheme", Value: "https"},
+		{Name: ":authority", Value: "localhost"}, {Name: ":path", Value: "/"},
+	} {
+		_ = enc.WriteField(h)
+	}
+	return block.Bytes()
 }
 
 func defaults(t *testing.T, args ...string) *Config {
@@ -113,17 +127,9 @@ func TestRapidResetsCloseTheConnection(t *testing.T) {
 	s := serve(t, defaults(t), http.HandlerFunc(func(http.ResponseWriter, *http.Request) { <-done }))
 	t.Cleanup(func() { close(done) }) // before the server is closed
 	_, f := preface(t, s)
-	var block strings.Builder
-	enc := hpack.NewEncoder(&block)
-	for _, h := range []hpack.HeaderField{
-		{Name: ":method", Value: "GET"}, {Name: ":scheme", Value: "https"},
-		{Name: ":authority", Value: "localhost"}, {Name: ":path", Value: "/"},
-	} {
-		_ = enc.WriteField(h)
-	}
 	go func() { // until the server closes the connection
 		for id := uint32(1); id < 10_000; id += 2 {
-			if f.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: []byte(block.String()),
+			if f.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: getHeaders(),
 				EndHeaders: true, EndStream: true}) != nil || f.WriteRSTStream(id, http2.ErrCodeCancel) != nil {
 				return
 			}

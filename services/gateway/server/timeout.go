@@ -13,6 +13,7 @@ import (
 	"runtime/debug"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -191,8 +192,12 @@ type timeoutWriter struct {
 	w      http.ResponseWriter
 	header http.Header // of the handler
 
-	mu                              sync.Mutex
-	timedOut, headersSent, hijacked bool
+	// writing is true while the handler writes to the client. timedOut is set before writing is read, so a write either
+	// fails or is interrupted.
+	writing, timedOut atomic.Bool
+
+	mu                    sync.Mutex
+	headersSent, hijacked bool
 }
 
 // Unwrap implements responsewriter.UserProvidedDecorator.
@@ -202,7 +207,7 @@ func (tw *timeoutWriter) Unwrap() http.ResponseWriter { return tw.w }
 func (tw *timeoutWriter) Header() http.Header {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
-	if tw.timedOut {
+	if tw.timedOut.Load() {
 		return http.Header{}
 	}
 	return tw.header
@@ -221,8 +226,10 @@ func (tw *timeoutWriter) sendHeaders() {
 func (tw *timeoutWriter) Write(p []byte) (int, error) {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
+	tw.writing.Store(true)
+	defer tw.writing.Store(false)
 	switch {
-	case tw.timedOut:
+	case tw.timedOut.Load():
 		return 0, http.ErrHandlerTimeout
 	case tw.hijacked:
 		return 0, http.ErrHijacked
@@ -236,7 +243,7 @@ func (tw *timeoutWriter) Write(p []byte) (int, error) {
 func (tw *timeoutWriter) WriteHeader(code int) {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
-	if tw.timedOut || tw.headersSent || tw.hijacked {
+	if tw.timedOut.Load() || tw.headersSent || tw.hijacked {
 		return
 	}
 	tw.sendHeaders()
@@ -247,7 +254,9 @@ func (tw *timeoutWriter) WriteHeader(code int) {
 func (tw *timeoutWriter) Flush() {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
-	if !tw.timedOut {
+	tw.writing.Store(true)
+	defer tw.writing.Store(false)
+	if !tw.timedOut.Load() {
 		tw.w.(http.Flusher).Flush()
 	}
 }
@@ -256,7 +265,7 @@ func (tw *timeoutWriter) Flush() {
 func (tw *timeoutWriter) CloseNotify() <-chan bool {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
-	if tw.timedOut {
+	if tw.timedOut.Load() {
 		closed := make(chan bool)
 		close(closed)
 		return closed
@@ -268,7 +277,7 @@ func (tw *timeoutWriter) CloseNotify() <-chan bool {
 func (tw *timeoutWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
-	if tw.timedOut {
+	if tw.timedOut.Load() {
 		return nil, nil, http.ErrHandlerTimeout
 	}
 	conn, rw, err := tw.w.(http.Hijacker).Hijack()
@@ -277,11 +286,14 @@ func (tw *timeoutWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 }
 
 // timeOut responds 504 instead of the handler. If the handler's response has started, it aborts that, so that the
-// client sees that it is incomplete.
+// client sees that it is incomplete. It ends a write that waits for the client: the handler would keep its seat.
 func (tw *timeoutWriter) timeOut() {
+	tw.timedOut.Store(true)
+	if tw.writing.Load() {
+		_ = http.NewResponseController(tw.w).SetWriteDeadline(time.Now())
+	}
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
-	tw.timedOut = true
 	if tw.headersSent || tw.hijacked {
 		panic(http.ErrAbortHandler)
 	}

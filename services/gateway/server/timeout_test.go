@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"io"
 	"net/http"
@@ -13,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/net/http2"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/component-base/metrics/legacyregistry"
@@ -101,6 +103,51 @@ func TestARequestHasItsTime(t *testing.T) {
 		_, _ = w.Write([]byte("ended by itself"))
 	}), "10ms"); err != nil || code != http.StatusOK || body != "ended by itself" {
 		t.Errorf("a watch: %d %s, %v", code, body, err)
+	}
+}
+
+// A client that does not read its response ends its handler no later than the request's deadline. The handler would
+// otherwise keep its seat in flow control.
+func TestAnUnreadResponseEndsAtItsDeadline(t *testing.T) {
+	ended := make(chan error)
+	h := withTimeout(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		piece := make([]byte, 1<<20)
+		for {
+			if _, err := w.Write(piece); err != nil {
+				ended <- err
+				return
+			}
+		}
+	}), unchangedInfo)
+	s := serve(t, defaults(t), http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		ctx := request.WithRequestInfo(req.Context(), &request.RequestInfo{Verb: "get"})
+		ctx, cancel := context.WithTimeout(ctx, 100*time.Millisecond)
+		defer cancel()
+		h.ServeHTTP(w, req.WithContext(ctx))
+	}))
+	_, f := preface(t, s, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
+	if err := f.WriteHeaders(http2.HeadersFrameParam{
+		StreamID:      1,
+		BlockFragment: getHeaders(),
+		EndHeaders:    true,
+		EndStream:     true,
+	}); err != nil {
+		t.Fatal(err)
+	}
+	conn, err := tls.Dial("tcp", s.Listener.Addr().String(), &tls.Config{InsecureSkipVerify: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	if _, err := io.WriteString(conn, "GET / HTTP/1.1\r\nHost: x\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		select {
+		case <-ended:
+		case <-time.After(10 * time.Second):
+			t.Fatal("a handler still writes")
+		}
 	}
 }
 
