@@ -38,17 +38,25 @@ type Options struct {
 	Addresses  []string
 	Kubeconfig string
 	Context    string
+
+	flags *pflag.FlagSet
 }
 
 // AddFlags adds every option to fs.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
-	fs.StringVar(&o.DataDir, "data-dir", ".watershed", "The directory of a running up or split.")
+	o.AddDataDirFlag(fs)
 	fs.StringSliceVar(&o.Addresses, "addresses", nil,
 		"The --debug-address of every process, as host:port or socket, instead of --data-dir.")
 	fs.StringVar(&o.Kubeconfig, "kubeconfig", "",
 		"Reads all processes through the gateway of this kubeconfig, whose user may get /metrics. Empty: the data "+
-			"directory, or kubectl's kubeconfig if no process runs there.")
+			"directory, or kubectl's kubeconfig if --data-dir is not set and no process runs there.")
 	fs.StringVar(&o.Context, "context", "", "The context of the kubeconfig.")
+}
+
+// AddDataDirFlag adds --data-dir to fs.
+func (o *Options) AddDataDirFlag(fs *pflag.FlagSet) {
+	o.flags = fs
+	fs.StringVar(&o.DataDir, "data-dir", ".watershed", "The directory of a running up or split.")
 }
 
 // timeout bounds a request, except for deep reports: their time is the gateway's.
@@ -62,17 +70,18 @@ func timeoutOf(kind process.Kind) time.Duration {
 	return timeout
 }
 
-// ThroughGateway reports whether the processes are read through a gateway.
+// ThroughGateway reports whether the processes are read through a gateway. kubectl's kubeconfig may be of another
+// cluster, so a set or unreadable data directory excludes it.
 func (o *Options) ThroughGateway() bool {
 	if o.Kubeconfig != "" || o.Context != "" {
 		return true
 	}
-	if len(o.Addresses) > 0 {
+	if len(o.Addresses) > 0 || o.flags != nil && o.flags.Changed("data-dir") {
 		return false
 	}
 	_, err := debugAddresses(o.DataDir)
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
-	return err != nil && slices.ContainsFunc(rules.Precedence, func(path string) bool {
+	return err != nil && !errors.Is(err, fs.ErrPermission) && slices.ContainsFunc(rules.Precedence, func(path string) bool {
 		_, err := os.Stat(path)
 		return err == nil
 	})
@@ -88,6 +97,11 @@ func (o *Options) Config() (*rest.Config, error) {
 		overrides.CurrentContext = certgen.ClusterName
 	}
 	c, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, overrides).ClientConfig()
+	if err != nil && !o.ThroughGateway() && len(o.Addresses) == 0 {
+		if _, err := debugAddresses(o.DataDir); err != nil {
+			return nil, err
+		}
+	}
 	if err != nil {
 		return nil, fmt.Errorf("--kubeconfig %q: %w", rules.ExplicitPath, err)
 	}
@@ -201,6 +215,9 @@ func (o *Options) fromDebugAddresses(ctx context.Context, kind process.Kind) ([]
 // debugAddresses returns the services of each debug address of a data directory: the socket of `up`, or the
 // addresses of the processes of `split`.
 func debugAddresses(dir string) (map[string][]string, error) {
+	if _, err := os.ReadDir(dir); errors.Is(err, fs.ErrPermission) {
+		return nil, fmt.Errorf("--data-dir %q: %w: run this as the user of `up` or `split`", dir, fs.ErrPermission)
+	}
 	sockets, err := process.SocketDir(dir)
 	if err != nil {
 		return nil, err

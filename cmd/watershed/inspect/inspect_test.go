@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/spf13/pflag"
+
 	"watershed.dev/platform/process"
 )
 
@@ -70,5 +72,47 @@ clusters: [{name: c, cluster: {server: "` + server.URL + `"}}]}`
 	_, err = o.Reports(t.Context(), process.Shallow)
 	if err == nil || !strings.Contains(err.Error(), "older release") {
 		t.Errorf("%v", err)
+	}
+}
+
+// kubectl's kubeconfig may be of another cluster. A data directory that the user names, or that belongs to another user,
+// is not replaced by it.
+func TestANamedDataDirectoryExcludesKubectlsKubeconfig(t *testing.T) {
+	kubeconfig := filepath.Join(t.TempDir(), "config")
+	text := `{apiVersion: v1, kind: Config, current-context: x, contexts: [{name: x, context: {cluster: c}}],
+clusters: [{name: c, cluster: {server: "https://other"}}]}`
+	if err := os.WriteFile(kubeconfig, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("KUBECONFIG", kubeconfig)
+	t.Chdir(t.TempDir())
+	host := func(args ...string) string {
+		t.Helper()
+		fs := pflag.NewFlagSet("", pflag.ContinueOnError)
+		var o Options
+		o.AddFlags(fs)
+		if err := fs.Parse(args); err != nil {
+			t.Fatal(err)
+		}
+		c, err := o.Config()
+		if err != nil {
+			return err.Error()
+		}
+		return c.Host
+	}
+	if got := host(); got != "https://other" {
+		t.Errorf("without flags: %s", got)
+	}
+	if got := host("--data-dir=none"); !strings.Contains(got, `--data-dir "none": no process runs in this directory`) {
+		t.Errorf("with --data-dir: %s", got)
+	}
+	if err := os.Mkdir(".watershed", 0); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.ReadDir(".watershed"); err == nil {
+		t.Skip("this user reads every directory")
+	}
+	if got := host(); !strings.Contains(got, "permission denied") {
+		t.Errorf("with a data directory of another user: %s", got)
 	}
 }

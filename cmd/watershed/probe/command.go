@@ -36,10 +36,10 @@ const onceWrites = 20
 
 // AddFlags adds every flag to fs.
 func (f *Flags) AddFlags(fs *pflag.FlagSet) {
-	fs.StringVar(&f.DataDir, "data-dir", ".watershed", "The directory of a running up or split.")
+	f.AddDataDirFlag(fs)
 	fs.StringVar(&f.Kubeconfig, "kubeconfig", "",
 		"The kubeconfig of the probe, whose user may create, update, watch and delete ConfigMaps in --namespace. "+
-			"Empty: that of the data directory, or kubectl's if no process runs there.")
+			"Empty: that of the data directory, or kubectl's if --data-dir is not set and no process runs there.")
 	fs.StringVar(&f.Context, "context", "", "The context of the kubeconfig.")
 	fs.StringVar(&f.Namespace, "namespace", "kube-system", "The namespace of the probe's ConfigMap.")
 	fs.DurationVar(&f.Interval, "interval", time.Second, "The time between writes.")
@@ -71,8 +71,9 @@ func (f *Flags) run(ctx context.Context, w io.Writer) error {
 	if err := f.Output.Validate(); err != nil {
 		return err
 	}
-	if f.Interval <= 0 || f.Timeout <= 0 {
-		return fmt.Errorf("--interval %s, --timeout %s: want more than 0", f.Interval, f.Timeout)
+	if f.Interval <= 0 || f.Timeout <= 0 || f.Duration < 0 {
+		return fmt.Errorf("--interval %s, --timeout %s, --duration %s: want more than 0, or a duration of 0 for no end",
+			f.Interval, f.Timeout, f.Duration)
 	}
 	c, err := f.Config()
 	if err != nil {

@@ -3,8 +3,10 @@ package customresources
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"path"
 
+	"go.etcd.io/etcd/api/v3/mvccpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"k8s.io/apiextensions-apiserver/pkg/apis/apiextensions"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
@@ -12,6 +14,7 @@ import (
 	"k8s.io/apiextensions-apiserver/pkg/crdserverscheme"
 	"k8s.io/apiextensions-apiserver/pkg/registry/customresource"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 
 	"watershed.dev/platform/crd"
 	"watershed.dev/services/registry/storage"
@@ -50,6 +53,9 @@ type CRDs struct {
 	storage  *storage.Storage
 	byName   map[string]crdAt
 	byPrefix map[string]*storage.Resource
+	// unreadable has the names of the CRDs that could not be decoded when they were last read, by the prefix of the keys
+	// of their objects.
+	unreadable map[string]string
 }
 
 // crdAt is a CRD and the stored resource of its objects.
@@ -58,9 +64,14 @@ type crdAt struct {
 	storageResource *storage.Resource
 }
 
-// CRDsAt reads the CRDs that etcd has at a revision. It skips CRDs that cannot be decoded.
+// CRDsAt reads the CRDs that etcd has at a revision. A CRD that cannot be decoded is unreadable.
 func CRDsAt(ctx context.Context, s *storage.Storage, etcd *storage.Etcd, revision int64) (*CRDs, error) {
-	f := &CRDs{storage: s, byName: map[string]crdAt{}, byPrefix: map[string]*storage.Resource{}}
+	f := &CRDs{
+		storage:    s,
+		byName:     map[string]crdAt{},
+		byPrefix:   map[string]*storage.Resource{},
+		unreadable: map[string]string{},
+	}
 	crds, ok := s.ByName(crdResource)
 	if !ok {
 		return f, nil
@@ -73,11 +84,61 @@ func CRDsAt(ctx context.Context, s *storage.Storage, etcd *storage.Etcd, revisio
 		return f, nil
 	}
 	for _, kv := range resp.Kvs {
-		if d, err := decode(ctx, crds, string(kv.Key), kv.Value, kv.ModRevision); err == nil {
-			f.set(d)
+		if err := f.read(ctx, crds, kv); err != nil {
+			slog.Error("A CRD cannot be decoded; each event of its objects resets them", "key", string(kv.Key),
+				"error", err)
 		}
 	}
 	return f, nil
+}
+
+func (f *CRDs) read(ctx context.Context, crds *storage.Resource, kv *mvccpb.KeyValue) error {
+	d, err := decode(ctx, crds, string(kv.Key), kv.Value, kv.ModRevision)
+	if err != nil {
+		f.Unreadable(path.Base(string(kv.Key)))
+		return err
+	}
+	f.set(d)
+	return nil
+}
+
+// Unreadable records that a CRD could not be decoded at its last event. It returns the stored resource whose objects can
+// no longer be decoded, or an empty name.
+func (f *CRDs) Unreadable(name string) string {
+	before, known := f.byName[name]
+	f.forget(name)
+	f.unreadable[f.objectPrefix(name)] = name
+	if !known {
+		return ""
+	}
+	return before.storageResource.Name()
+}
+
+// UnreadableByKey returns the name of the unreadable CRD of an etcd key, and the rest of the key.
+func (f *CRDs) UnreadableByKey(key, prefix string) (name, object string, ok bool) {
+	objects, _ := prefixOfObjects(key, prefix)
+	name, ok = f.unreadable[objects]
+	return name, key[len(objects):], ok
+}
+
+// ReadAgain reads an unreadable CRD as of a revision. It reports whether the CRD exists. If it can be decoded now, it
+// is no longer unreadable.
+func (f *CRDs) ReadAgain(ctx context.Context, name string, revision int64) (exists bool, err error) {
+	crds, _ := f.storage.ByName(crdResource)
+	resp, err := crds.Etcd.Client.Client.Get(ctx, crds.Prefix+name, clientv3.WithRev(revision))
+	if err != nil {
+		return true, err
+	}
+	if len(resp.Kvs) == 0 {
+		f.forget(name)
+		return false, nil
+	}
+	return true, f.read(ctx, crds, resp.Kvs[0])
+}
+
+// objectPrefix returns the prefix of the keys of a CRD's objects.
+func (f *CRDs) objectPrefix(name string) string {
+	return f.storage.CustomResourceKey(schema.ParseGroupResource(name), "", "")
 }
 
 // ReadCRD reads a CRD from etcd. It returns nil if the CRD does not exist.
@@ -118,21 +179,33 @@ func convertToV1(obj runtime.Object) (*apiextensionsv1.CustomResourceDefinition,
 
 // ByKey returns the stored resource of an etcd key. prefix is the prefix of all keys.
 func (f *CRDs) ByKey(key, prefix string) (*storage.Resource, bool) {
-	if len(f.byPrefix) == 0 || len(key) <= len(prefix) {
+	if len(f.byPrefix) == 0 {
 		return nil, false
 	}
-	end := len(prefix) // /registry/group/resource/
+	objects, ok := prefixOfObjects(key, prefix)
+	if !ok {
+		return nil, false
+	}
+	st, ok := f.byPrefix[objects]
+	return st, ok
+}
+
+// prefixOfObjects returns the part /registry/group/resource/ of a key. prefix is /registry/.
+func prefixOfObjects(key, prefix string) (string, bool) {
+	if len(key) <= len(prefix) {
+		return "", false
+	}
+	end := len(prefix)
 	for range 2 {
 		for end < len(key) && key[end] != '/' {
 			end++
 		}
 		if end == len(key) {
-			return nil, false
+			return "", false
 		}
 		end++
 	}
-	st, ok := f.byPrefix[key[:end]]
-	return st, ok
+	return key[:end], true
 }
 
 // Apply applies an event of obj, a CRD. It returns the stored resource whose objects are decoded differently from now
@@ -162,6 +235,7 @@ func (f *CRDs) forget(name string) {
 		delete(f.byPrefix, old.storageResource.Prefix)
 	}
 	delete(f.byName, name)
+	delete(f.unreadable, f.objectPrefix(name))
 }
 
 func (f *CRDs) set(d *apiextensionsv1.CustomResourceDefinition) {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"path"
 	"slices"
 	"strings"
 	"time"
@@ -117,6 +118,7 @@ func (p *Publisher) decodeEvent(ctx context.Context, e *mvccpb.Event) (c core.Ch
 	c.EtcdEvent = core.EtcdEvent{Key: key, Revision: e.Kv.ModRevision, Deleted: deleted}
 	st, ok := p.resourceByKey(key)
 	if !ok {
+		p.checkUnreadable(ctx, e, &c)
 		return c
 	}
 	etcdmetrics.RecordEtcdEvent(st.GroupResource)
@@ -125,6 +127,10 @@ func (p *Publisher) decodeEvent(ctx context.Context, e *mvccpb.Event) (c core.Ch
 		c.Previous = e.PrevKv.ModRevision
 	}
 	defer recovery.ToError("reading an object", &c.Err)
+	var obj runtime.Object
+	if customresources.IsCRD(st) {
+		defer func() { p.applyCRD(&c, obj) }()
+	}
 	encrypted := isEncrypted(e)
 	if encrypted {
 		if c.Err = p.decryptBackoff.check(c.Resource); c.Err != nil {
@@ -132,7 +138,6 @@ func (p *Publisher) decodeEvent(ctx context.Context, e *mvccpb.Event) (c core.Ch
 		}
 		defer p.decryptBackoff.record(c.Resource, time.Now(), &c.Err)
 	}
-	var obj runtime.Object
 	if c.Event, obj, c.Err = p.newLogEvent(ctx, e, st); c.Err != nil && !errors.Is(c.Err, core.ErrPrevCompacted) {
 		etcdmetrics.RecordDecodeError(st.GroupResource)
 	}
@@ -142,10 +147,46 @@ func (p *Publisher) decodeEvent(ctx context.Context, e *mvccpb.Event) (c core.Ch
 	if c.Err == nil && encrypted && p.DataKeys != nil {
 		c.Err = p.encrypt(ctx, c.Event, st)
 	}
-	if c.Err == nil && customresources.IsCRD(st) {
-		c.CRDChanged = p.crds.Apply(obj, deleted)
-	}
 	return c
+}
+
+// applyCRD applies an event of a CRD. obj is nil if the CRD cannot be decoded.
+func (p *Publisher) applyCRD(c *core.Change, obj runtime.Object) {
+	switch {
+	case obj != nil:
+		c.CRDChanged = p.crds.Apply(obj, c.Deleted)
+	case !errors.Is(c.Err, core.ErrPrevCompacted):
+		c.CRDChanged = p.crds.Unreadable(path.Base(c.Key))
+	}
+}
+
+// errUnreadableCRD resets the resource of an object whose CRD could not be decoded when the object's event arrived, or
+// when an earlier event did.
+var errUnreadableCRD = errors.New("its CRD could not be decoded")
+
+// checkUnreadable completes the change of an unknown key if the CRD of the key is unreadable: the change resets the
+// resource.
+func (p *Publisher) checkUnreadable(ctx context.Context, e *mvccpb.Event, c *core.Change) {
+	name, object, ok := p.crds.UnreadableByKey(c.Key, p.Etcd.Prefix())
+	if !ok {
+		return
+	}
+	err := p.decryptBackoff.check(name)
+	if err == nil {
+		start, exists := time.Now(), false
+		exists, err = p.crds.ReadAgain(ctx, name, c.Revision)
+		p.decryptBackoff.record(name, start, &err)
+		if !exists {
+			return
+		}
+	}
+	c.Resource, c.Object, c.Err = name, object, errUnreadableCRD
+	if e.PrevKv != nil {
+		c.Previous = e.PrevKv.ModRevision
+	}
+	if err != nil {
+		c.Err = fmt.Errorf("%w: %w", errUnreadableCRD, err)
+	}
 }
 
 func (p *Publisher) newLogEvent(ctx context.Context, e *mvccpb.Event,

@@ -3,6 +3,7 @@ package publisher
 import (
 	"testing"
 
+	"go.etcd.io/etcd/api/v3/mvccpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"watershed.dev/platform/eventlog"
@@ -79,5 +80,66 @@ func TestResourcesOfAnEtcd(t *testing.T) {
 				t.Errorf("etcd %d: %s is published: %v", i, name, ok)
 			}
 		}
+	}
+}
+
+// The objects of a CRD that cannot be decoded, because a KMS is away for example, reset their resource: their events
+// would otherwise be missing. Once the CRD can be decoded, the next events are published.
+func TestObjectsOfAnUnreadableCRDResetTheirResource(t *testing.T) {
+	s := fixture.New(t).Resources.Storage
+	p := &Publisher{Storage: s, Etcd: s.Etcds()[0], Log: &eventlog.Options{Name: "test"}}
+	const widget = `{"apiVersion":"example.com/v1","kind":"Widget","metadata":{"name":"w","namespace":"x","uid":"u"}}`
+	const readable = `{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition",
+"metadata":{"name":"widgets.example.com"},"spec":{"group":"example.com","scope":"Namespaced",
+"names":{"plural":"widgets","singular":"widget","kind":"Widget","listKind":"WidgetList"},
+"versions":[{"name":"v1","served":true,"storage":true,
+"schema":{"openAPIV3Schema":{"type":"object","x-kubernetes-preserve-unknown-fields":true}}}]},
+"status":{"storedVersions":["v1"],
+"acceptedNames":{"plural":"widgets","singular":"widget","kind":"Widget","listKind":"WidgetList"},
+"conditions":[{"type":"NamesAccepted","status":"True"},{"type":"Established","status":"True"}]}}`
+	crd := s.Prefix() + "apiextensions.k8s.io/customresourcedefinitions/widgets.example.com"
+	put := func(key, value string) *mvccpb.Event {
+		t.Helper()
+		r, err := p.Etcd.Client.Client.Put(t.Context(), key, value)
+		if err != nil {
+			t.Fatal(err)
+		}
+		kv := &mvccpb.KeyValue{
+			Key:            []byte(key),
+			Value:          []byte(value),
+			CreateRevision: r.Header.Revision,
+			ModRevision:    r.Header.Revision,
+		}
+		return &mvccpb.Event{Type: mvccpb.PUT, Kv: kv}
+	}
+	expect := func(about string, got core.Change, published, reset bool) {
+		t.Helper()
+		if got.Resource != "widgets.example.com" || (got.Event != nil) != published || (got.Err != nil) != reset {
+			t.Errorf("%s: %+v", about, got)
+		}
+	}
+	object := func() *mvccpb.Event { return put(s.Prefix()+"example.com/widgets/x/w", widget) }
+	put(crd, "rubbish")
+	now, err := p.Etcd.ReadRevision(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if p.crds, err = customresources.CRDsAt(t.Context(), s, p.Etcd, now); err != nil {
+		t.Fatal(err)
+	}
+	expect("the CRD cannot be decoded at the begin of the term", p.decodeEvent(t.Context(), object()), false, true)
+	put(crd, readable)
+	expect("the CRD can be decoded again", p.decodeEvent(t.Context(), object()), false, true)
+	expect("the next event", p.decodeEvent(t.Context(), object()), true, false)
+	if got := p.decodeEvent(t.Context(), put(crd, "rubbish")); got.Err == nil || got.CRDChanged != "widgets.example.com" {
+		t.Errorf("an event of the CRD that cannot be decoded: %+v", got)
+	}
+	expect("after that event", p.decodeEvent(t.Context(), object()), false, true)
+	if got := p.decodeEvent(t.Context(), put(crd, readable)); got.Err != nil {
+		t.Errorf("an event of the CRD: %+v", got)
+	}
+	expect("after its mend", p.decodeEvent(t.Context(), object()), true, false)
+	if got := p.decodeEvent(t.Context(), put(s.Prefix()+"example.com/others/x/w", widget)); got.Resource != "" {
+		t.Errorf("a key of no resource: %+v", got)
 	}
 }
