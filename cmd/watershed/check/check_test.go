@@ -114,6 +114,10 @@ func TestEveryFaultIsFound(t *testing.T) {
 			func(in *Input) { in.Reports[gateway].Version = "v2" }},
 		"flag drift": {"flags", Warning, `--v differs between processes of watchfanout: "0" (h/5), "4" (h/6)`,
 			func(in *Input) { in.Reports[other].Flags = map[string]string{"v": "4"} }},
+		"etcd that loses events": {"etcd", Error, "has the version 3.5.12, which may send progress before events",
+			func(in *Input) {
+				member(in, func(_ *etcdstatus.Status, m *etcdstatus.Member) { m.Version = "3.5.12" })
+			}},
 		"expired certificate": {"certificates", Error, "ended on 2026-04-30", func(in *Input) {
 			in.Reports[1].Certificates[0].NotAfter = now.Add(-time.Hour)
 		}},

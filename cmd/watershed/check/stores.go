@@ -6,6 +6,8 @@ import (
 	"slices"
 	"strings"
 
+	"k8s.io/apimachinery/pkg/util/version"
+
 	"watershed.dev/platform/process"
 	"watershed.dev/services/registry"
 	"watershed.dev/services/registry/etcdstatus"
@@ -46,6 +48,17 @@ const (
 	quotaShare  = 0.8
 )
 
+// progressOvertakesEvents reports whether a version of etcd has the faults etcd 15220 and 17507. kube-apiserver then
+// requests no progress (k8s.io/apiserver/pkg/storage/feature).
+func progressOvertakesEvents(etcd string) bool {
+	v, err := version.ParseSemantic(etcd)
+	if err != nil {
+		return false
+	}
+	return v.LessThan(version.MustParseSemantic("3.4.31")) ||
+		v.AtLeast(version.MustParseSemantic("3.5.0")) && v.LessThan(version.MustParseSemantic("3.5.13"))
+}
+
 // etcdFaults returns the faults of an etcd as a process sees it.
 func etcdFaults(from string, s *etcdstatus.Status) (found []Finding) {
 	down, leader, versions := 0, false, map[string]bool{}
@@ -56,6 +69,11 @@ func etcdFaults(from string, s *etcdstatus.Status) (found []Finding) {
 			continue
 		}
 		versions[m.Version] = true
+		if progressOvertakesEvents(m.Version) {
+			found = append(found, fault(Error, "Upgrade etcd to 3.5.13 or later.",
+				"etcd %s has the version %s, which may send progress before events: watches can lose events", m.Endpoint,
+				m.Version))
+		}
 		if m.QuotaBytes > 0 && float64(m.Bytes) > quotaShare*float64(m.QuotaBytes) {
 			found = append(found, fault(Warning,
 				"Delete objects and defragment etcd. An etcd of your own has --quota-backend-bytes.",

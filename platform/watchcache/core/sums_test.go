@@ -31,3 +31,14 @@ func TestALostEventOfEtcdIsFound(t *testing.T) {
 		}
 	}
 }
+
+// Readers ignore an event up to the last progress, so the log is reset if etcd sends such an event.
+func TestAnEventAfterItsProgressResetsTheLog(t *testing.T) {
+	term := &Term{}
+	term.Request = Request{Op: WatchEtcd}
+	term.chain.Last = ID{Revision: 9, Progress: true}
+	term.Transaction([]Change{{EtcdEvent: EtcdEvent{Key: "/registry/a", Revision: 9}}})
+	if term.Request.Op != ReadRevision {
+		t.Errorf("the term requests %+v", term.Request)
+	}
+}

@@ -3,6 +3,7 @@ package core
 import (
 	"cmp"
 	"errors"
+	"fmt"
 	"slices"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -54,7 +55,15 @@ func (x *transaction) reset(i int, storageResource string, crdChanged bool) {
 
 // Transaction publishes the events of an etcd revision. Readers apply them together. An event that cannot be published
 // resets only its resource. The log may end within the transaction: only the rest is published then.
+//
+// Readers would ignore events up to the last progress. etcd before 3.4.31 and 3.5.13 may send progress before such an
+// event (etcd 15220, 17507). The log is then reset.
 func (t *Term) Transaction(changes []Change) {
+	if last := t.chain.Last; last.Progress && changes[0].Revision <= last.Revision {
+		t.reset(Request{Op: ReadRevision}, fmt.Sprintf("etcd sent the revision %d after the progress of %d",
+			changes[0].Revision, last.Revision))
+		return
+	}
 	x := transaction{revision: changes[0].Revision, size: len(changes)}
 	for i, c := range changes {
 		switch {

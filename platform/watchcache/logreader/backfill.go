@@ -82,13 +82,14 @@ type Backfill struct {
 	timedOut bool
 }
 
-// Backfill returns the resource's events after a revision, up to about backfillBytes. low is the oldest revision that
-// the ring can resume from. The caller calls leave when it has sent the events. A closed stop ends the wait with
+// Backfill returns the resource's events after a revision of an epoch, up to about backfillBytes. low is the oldest
+// revision that the ring can resume from. If the log is of another epoch, the error is eventlog.ErrExpired. An empty
+// epoch is not known. The caller calls leave when it has sent the events. A closed stop ends the wait with
 // rpc.ErrDraining.
 func (l *Reader) Backfill(
 	ctx context.Context,
 	stop <-chan struct{},
-	storageResource string,
+	storageResource, epoch string,
 	after, low int64,
 ) (b *Backfill, leave func(), err error) {
 	if !l.config.Backfills {
@@ -98,7 +99,11 @@ func (l *Reader) Backfill(
 	timer := time.NewTimer(backfillTimeout)
 	defer timer.Stop()
 	for exact := false; ; {
-		b := l.backfills.join(storageResource, l.cache.Epoch(), after, exact, func(ctx context.Context, b *Backfill) {
+		current := l.cache.Epoch()
+		if epoch != "" && epoch != current { // the revisions of two epochs do not continue each other
+			return nil, nil, eventlog.ErrExpired
+		}
+		b := l.backfills.join(storageResource, current, after, exact, func(ctx context.Context, b *Backfill) {
 			go l.fill(ctx, b, low)
 		})
 		leave := func() { l.backfills.leave(b) }

@@ -214,7 +214,7 @@ func TestAJoinerOutlivesTheReadingItJoined(t *testing.T) {
 		ends := make(chan end, 2)
 		wait := func(delay time.Duration) {
 			time.Sleep(delay)
-			_, _, err := s.Backfill(t.Context(), nil, "pods", 100, 200)
+			_, _, err := s.Backfill(t.Context(), nil, "pods", "", 100, 200)
 			ends <- end{time.Since(began), err}
 		}
 		go wait(0)
@@ -274,4 +274,12 @@ func TestABackfillIsCachedBetweenPieces(t *testing.T) {
 			t.Errorf("%d are left", len(b.all))
 		}
 	})
+}
+
+// The revisions of another epoch do not continue a watch: the log has a reset that the watch must not skip.
+func TestABackfillIsOfItsWatchsEpoch(t *testing.T) {
+	s := newReader(Source{Stream: &failingLog{}})
+	if _, _, err := s.Backfill(t.Context(), nil, "pods", "another", 100, 200); !errors.Is(err, eventlog.ErrExpired) {
+		t.Errorf("%v", err)
+	}
 }

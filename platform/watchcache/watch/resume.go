@@ -74,7 +74,8 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 		after-- // the transaction has more events; deliver skips those already sent
 	}
 	began := time.Now()
-	b, leave, err := w.logReader.Backfill(ctx, w.server.draining, w.query.Entry.StorageResource, after, low)
+	b, leave, err := w.logReader.Backfill(ctx, w.server.draining, w.query.Entry.StorageResource,
+		w.position.Epoch, after, low)
 	slog.Debug("Replayed from the log",
 		"resource", w.query.Entry.StorageResource, "after", after, "took", time.Since(began), "error", err)
 	switch {

@@ -9,11 +9,37 @@ import (
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 )
 
-// compact compacts etcd revisions that are older than the interval. It runs only on the leader.
+// logLostAfter is how long the log may stay behind etcd before revisions that it lacks are compacted. Without NATS, etcd
+// would otherwise keep every revision until its quota is used up, and then reject writes. Once NATS is back, the log
+// begins anew, and clients list again.
+const logLostAfter = 30 * time.Minute
+
+// compaction decides what is compacted. before is etcd's revision an interval ago. end is the end of the log, which has
+// reached etcd's revision or moved at the time of moved.
+type compaction struct {
+	before, end int64
+	moved       time.Time
+}
+
+// next returns the revision below which etcd is compacted, or 0. revision is etcd's revision now, and end the end of the
+// log.
+func (c *compaction) next(now time.Time, revision, end int64) (before int64) {
+	if end > c.end || end >= revision {
+		c.end, c.moved = end, now
+	}
+	before, c.before = c.before, revision
+	if now.Sub(c.moved) < logLostAfter { // never compact a revision that the log lacks
+		before = min(before, end)
+	}
+	return before
+}
+
+// compact compacts etcd revisions that are older than the interval, while this registry is the leader. It outlives the
+// leader's terms, which are shorter than the interval if NATS is away.
 func (p *Publisher) compact(ctx context.Context) error {
 	tick := time.NewTicker(p.CompactionInterval)
 	defer tick.Stop()
-	var before int64
+	c := compaction{moved: time.Now()}
 	for {
 		select {
 		case <-ctx.Done():
@@ -24,11 +50,11 @@ func (p *Publisher) compact(ctx context.Context) error {
 		if err != nil {
 			continue
 		}
-		if before = min(before, p.published.Load()); before > 0 { // never compact a revision that the log lacks
+		before := c.next(time.Now(), now, max(p.published.Load(), p.observed.End().Last.Revision))
+		if before > 0 && p.elected.Load() {
 			if _, err := p.Etcd.Client.Compact(ctx, before); err != nil && !errors.Is(err, rpctypes.ErrCompacted) {
 				slog.Warn("Compaction failed", "revision", before, "error", err)
 			}
 		}
-		before = now
 	}
 }

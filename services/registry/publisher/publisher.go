@@ -182,6 +182,13 @@ func (p *Publisher) Run(ctx context.Context) error {
 	defer func() { _ = observed.Unsubscribe() }()
 	p.setLeading(0)
 	go p.sendTraceContexts(ctx)
+	if p.CompactionInterval > 0 {
+		ctx, cancel := context.WithCancel(ctx)
+		var tasks lifecycle.Supervisor
+		defer tasks.Wait()
+		defer cancel()
+		tasks.Go(ctx, "compaction", p.compact)
+	}
 	candidate := election.Candidate{
 		Client:           p.Etcd.Client.Client,
 		Key:              p.electionKey(),
@@ -247,13 +254,6 @@ func (p *Publisher) awaitNoPublisher(ctx context.Context) error {
 
 // lead publishes term after term until ctx ends, or fails if the leader must resign.
 func (p *Publisher) lead(ctx context.Context, leased bool) error {
-	ctx, cancel := context.WithCancel(ctx)
-	var tasks lifecycle.Supervisor
-	defer tasks.Wait()
-	defer cancel()
-	if p.CompactionInterval > 0 {
-		tasks.Go(ctx, "compaction", p.compact)
-	}
 	p.setLeading(1)
 	defer p.setLeading(0)
 	p.core.Elected()

@@ -1,0 +1,33 @@
+package publisher
+
+import (
+	"testing"
+	"time"
+)
+
+// A revision that the log lacks is compacted only if the log has been behind etcd for logLostAfter.
+func TestCompactionFollowsTheLog(t *testing.T) {
+	now := time.Now()
+	c := compaction{moved: now}
+	for _, step := range []struct {
+		about         string
+		after         time.Duration
+		revision, end int64
+		want          int64
+	}{
+		{"the first interval", 5 * time.Minute, 100, 100, 0},
+		{"the log is complete", 5 * time.Minute, 200, 200, 100},
+		{"nothing is written for a day", 24 * time.Hour, 200, 200, 200},
+		{"the log lags", 5 * time.Minute, 300, 250, 200},
+		{"NATS is lost", 5 * time.Minute, 400, 250, 250},
+		{"for some time", 20 * time.Minute, 500, 250, 250},
+		{"for too long", 10 * time.Minute, 600, 250, 500},
+		{"NATS is back", 5 * time.Minute, 700, 600, 600},
+		{"the log is complete again", 5 * time.Minute, 800, 800, 700},
+	} {
+		now = now.Add(step.after)
+		if got := c.next(now, step.revision, step.end); got != step.want {
+			t.Errorf("%s: compacted below %d, not %d", step.about, got, step.want)
+		}
+	}
+}
