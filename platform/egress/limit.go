@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"sync"
 )
 
 const (
@@ -15,10 +16,18 @@ const (
 	bytesPerValue = 16
 )
 
+// Bounds of the bytes of responses that are being read in a process, for all webhooks and for a webhook. A first response
+// may exceed the webhook's bound.
+const (
+	maxReading    = 256 << 20
+	maxOwnReading = 64 << 20
+)
+
 // LimitResponses returns a RoundTripper that fails responses over base bytes plus factor bytes for each byte of the
-// request body. It also fails responses over 200,000 JSON values plus four for each value of the request. Webhook
-// clients read a whole response, and Go's transport decompresses gzip. Without a bound, a webhook could exhaust the
-// memory of the service that calls it. kube-apiserver has no such bound.
+// request body. It also fails responses over 200,000 JSON values plus four for each value of the request, and responses
+// of a webhook that together have more than 64 MB, or of all webhooks with 256 MB. Webhook clients read a whole response,
+// and Go's transport decompresses gzip. Without a bound, a webhook could exhaust the memory of the service that calls it.
+// kube-apiserver has no such bound.
 func LimitResponses(next http.RoundTripper, base, factor int64) http.RoundTripper {
 	return &limitedTransport{next, base, factor}
 }
@@ -48,11 +57,40 @@ func (b *limitedTransport) RoundTrip(req *http.Request) (*http.Response, error) 
 	return resp, nil
 }
 
+// reading counts the bytes of the responses that are being read in this process.
+var reading = &readings{of: map[string]int{}}
+
+type readings struct {
+	mu    sync.Mutex
+	bytes int
+	of    map[string]int
+}
+
+// add counts n more bytes of a response of which before bytes are counted. It returns false if a bound is exceeded.
+func (r *readings) add(webhook string, before, n int) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.bytes += n
+	r.of[webhook] += n
+	return r.bytes <= maxReading && (r.of[webhook] <= maxOwnReading || r.of[webhook] == before+n)
+}
+
+func (r *readings) remove(webhook string, n int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.bytes -= n
+	if r.of[webhook] -= n; r.of[webhook] <= 0 {
+		delete(r.of, webhook)
+	}
+}
+
 // limitedBody reads at most remaining bytes. If the body is longer, it fails with err.
 type limitedBody struct {
 	io.ReadCloser
-	at         string
-	remaining  int64
+	at        string
+	remaining int64
+	// counted are the bytes in reading, until Close.
+	counted    int
 	err        error
 	values     Values
 	mostValues int
@@ -70,6 +108,11 @@ func (b *limitedBody) Read(p []byte) (int, error) {
 	if b.remaining -= int64(n); b.remaining < 0 {
 		return n + int(b.remaining), b.err
 	}
+	fits := reading.add(b.at, b.counted, n)
+	if b.counted += n; !fits {
+		b.remaining, b.err = -1, fmt.Errorf("the webhook at %s: too many large responses are being read", b.at)
+		return 0, b.err
+	}
 	_, _ = b.values.Write(p[:n])
 	if b.values.Count() > b.mostValues && b.request != nil {
 		b.mostValues += answerValuesFactor * requestValues(b.request)
@@ -80,6 +123,13 @@ func (b *limitedBody) Read(p []byte) (int, error) {
 		return 0, b.err
 	}
 	return n, err
+}
+
+// Close implements io.Closer.
+func (b *limitedBody) Close() error {
+	reading.remove(b.at, b.counted)
+	b.counted = 0
+	return b.ReadCloser.Close()
 }
 
 // requestValues returns the number of JSON values in a request body.

@@ -152,3 +152,41 @@ func (zeros) Read(p []byte) (int, error) {
 	clear(p)
 	return len(p), nil
 }
+
+// Many responses at once have a bound together, for each webhook and for all. A single response has its own bound.
+func TestConcurrentResponsesAreBounded(t *testing.T) {
+	r := &readings{of: map[string]int{}}
+	if !r.add("a", 0, 2*maxOwnReading) {
+		t.Error("a single response")
+	}
+	if r.add("a", 0, 1) {
+		t.Error("a second response of the webhook")
+	}
+	if !r.add("b", 0, maxOwnReading) || r.add("b", 0, 1) {
+		t.Error("another webhook")
+	}
+	if !r.add("c", 0, maxReading-3*maxOwnReading-2) || r.add("d", 0, 1) {
+		t.Error("all webhooks")
+	}
+	for webhook, n := range r.of {
+		r.remove(webhook, n)
+	}
+	if r.bytes != 0 || len(r.of) != 0 {
+		t.Errorf("%+v is left", r)
+	}
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = io.CopyN(w, zeros{}, 1000)
+	}))
+	t.Cleanup(s.Close)
+	resp, err := (&http.Client{Transport: LimitResponses(s.Client().Transport, 1<<20, 0)}).Get(s.URL)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.Copy(io.Discard, resp.Body); err != nil || reading.bytes != 1000 {
+		t.Errorf("%d bytes are counted, %v", reading.bytes, err)
+	}
+	resp.Body.Close()
+	if reading.bytes != 0 || len(reading.of) != 0 {
+		t.Errorf("%d bytes are counted after Close", reading.bytes)
+	}
+}

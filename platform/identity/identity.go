@@ -4,7 +4,7 @@ package identity
 
 import (
 	"errors"
-	"net"
+	"net/netip"
 	"slices"
 	"strings"
 	"time"
@@ -62,7 +62,7 @@ func Owner(user string) string {
 }
 
 // QuotaOwner returns the owner whose quota a request's lasting resources at a gateway count against: connections,
-// streams, and the delivery of watches. It is the Owner of the user. For an anonymous user it is the host of the
+// streams, and the delivery of watches. It is the Owner of the user. For an anonymous user it is the Host of the
 // address, so that a host cannot exclude other hosts.
 //
 // It returns "", no quota, for users that the cluster itself depends on. These are the system's services, nodes, and
@@ -74,13 +74,23 @@ func QuotaOwner(u subject, address string) string {
 		}
 	}
 	if isAnonymous(u) {
-		host, _, err := net.SplitHostPort(address)
-		if err != nil {
-			host = address
-		}
-		return u.GetName() + " at " + host
+		return u.GetName() + " at " + Host(address)
 	}
 	return Owner(u.GetName())
+}
+
+// Host returns the host of a client's address, host:port. For an IPv6 address it is the /64 network, whose addresses a
+// single machine may have.
+func Host(address string) string {
+	a, err := netip.ParseAddrPort(address)
+	if err != nil {
+		return address
+	}
+	ip := a.Addr().Unmap()
+	if ip.Is6() {
+		return netip.PrefixFrom(ip.WithZone(""), 64).Masked().String()
+	}
+	return ip.String()
 }
 
 // subject is a user of apiserver or of the contracts.

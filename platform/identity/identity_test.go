@@ -117,3 +117,17 @@ func TestQuotaOwner(t *testing.T) {
 		}
 	}
 }
+
+func TestHost(t *testing.T) {
+	for address, want := range map[string]string{
+		"10.0.0.1:443":               "10.0.0.1",
+		"[::ffff:10.0.0.1]:443":      "10.0.0.1",
+		"[2001:db8:1:2:3:4:5:6]:443": "2001:db8:1:2::/64",
+		"[fe80::1%eth0]:443":         "fe80::/64",
+		"@":                          "@",
+	} {
+		if got := Host(address); got != want {
+			t.Errorf("%s: %s, want %s", address, got, want)
+		}
+	}
+}

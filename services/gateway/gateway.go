@@ -68,6 +68,8 @@ const (
 	// maxFallbackLists is the number of lists that the registry answers for a gateway and an etcd at a time. Each list
 	// is read from etcd, decoded, encoded, and buffered for all requests that share it.
 	maxFallbackLists = 4
+	// maxOwnFallbackLists is how many of them an owner has at most, except services, nodes and users of system:masters.
+	maxOwnFallbackLists = 3
 	// maxFallbackQueue is the number of different lists that may wait for each user. The gateway rejects more with 429.
 	maxFallbackQueue = 16
 	// maxPriorityFallbackQueue is the number of lists that may wait for each service, node and user of system:masters.

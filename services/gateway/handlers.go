@@ -60,12 +60,13 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 	if g.usages != nil {
 		g.usages.Hubs = []*watch.Hub{tier, internal}
 	}
-	lists := func(queue int) *routing.ListGroups {
+	lists := func(perOwner, queue int) *routing.ListGroups {
 		return routing.NewListGroups(func() *coalesce.Group[[]byte] {
 			return &coalesce.Group[[]byte]{
-				Limit:   maxFallbackLists,
-				Queue:   queue,
-				Timeout: c.Server.RequestTimeout,
+				Limit:    maxFallbackLists,
+				PerOwner: perOwner,
+				Queue:    queue,
+				Timeout:  c.Server.RequestTimeout,
 			}
 		})
 	}
@@ -75,8 +76,8 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 		Objects:           d.Objects,
 		Tier:              routing.Source{Lists: d.Watch, Watches: tier},
 		Internal:          routing.Source{Lists: d.InternalWatch, Watches: internal},
-		Lists:             lists(maxFallbackQueue),
-		PriorityLists:     lists(maxPriorityFallbackQueue),
+		Lists:             lists(maxOwnFallbackLists, maxFallbackQueue),
+		PriorityLists:     lists(0, maxPriorityFallbackQueue),
 		Admission:         d.Admission,
 		Authn:             d.Authn,
 		Authz:             d.Authz,

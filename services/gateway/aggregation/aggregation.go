@@ -30,6 +30,7 @@ import (
 	"k8s.io/streaming/pkg/httpstream"
 
 	"watershed.dev/platform/discovery"
+	"watershed.dev/platform/egress"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/upgrade"
 )
@@ -134,7 +135,11 @@ func (p *Proxy) dial(r *registryv1.APIService) (http.RoundTripper, error) {
 	if p.config.CertFile != "" { // the file is reloaded when it changes
 		c.TLS.CertFile, c.TLS.KeyFile, c.TLS.ReloadTLSFiles = p.config.CertFile, p.config.KeyFile, true
 	}
-	return transport.New(c)
+	rt, err := transport.New(c)
+	if err != nil {
+		return nil, err
+	}
+	return egress.LimitHeaders(rt), nil
 }
 
 // serverFor returns the aggregated server of a group version, or nil.

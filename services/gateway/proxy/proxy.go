@@ -24,6 +24,7 @@ import (
 	"k8s.io/streaming/pkg/httpstream"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 
+	"watershed.dev/platform/egress"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/upgrade"
 )
@@ -72,7 +73,7 @@ func New(c *Config, dialer *transport.DialHolder) (*Handler, error) {
 			return nil, fmt.Errorf("--kubelet-client-certificate %q, --kubelet-client-key %q, "+
 				"--kubelet-certificate-authority %q: %w", c.KubeletCertFile, c.KubeletKeyFile, c.KubeletCAFile, err)
 		}
-		return rt, nil
+		return egress.LimitHeaders(rt), nil
 	}
 	checked, err := kubelet(false)
 	if err != nil {
@@ -90,6 +91,7 @@ func New(c *Config, dialer *transport.DialHolder) (*Handler, error) {
 		DialContext:     dial,
 		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, // pods have self-signed certificates
 	})
+	egress.LimitHeaders(proxied)
 	return &Handler{c, map[registryv1.Transport]http.RoundTripper{
 		registryv1.Transport_TRANSPORT_KUBELET:          checked,
 		registryv1.Transport_TRANSPORT_KUBELET_INSECURE: unchecked,

@@ -75,6 +75,9 @@ type Router struct {
 	Traffic *telemetry.Traffic
 	// Slow has the recent slow requests that Traffic counts. It may be nil.
 	Slow *SlowRequests
+
+	// unread bounds the lists of registry that clients have not read.
+	unread unreadLists
 }
 
 // connections are the subresources whose requests last as long as their clients.

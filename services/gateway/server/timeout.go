@@ -236,7 +236,11 @@ func (tw *timeoutWriter) Write(p []byte) (int, error) {
 	case !tw.headersSent:
 		tw.sendHeaders()
 	}
-	return tw.w.Write(p)
+	n, err := tw.w.Write(p)
+	if err != nil && tw.timedOut.Load() {
+		err = http.ErrHandlerTimeout // timeOut has interrupted the write
+	}
+	return n, err
 }
 
 // WriteHeader implements http.ResponseWriter.

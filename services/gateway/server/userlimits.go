@@ -67,11 +67,15 @@ type userLimits struct {
 	// connections holds the open connections. users holds only users with an open connection or stream.
 	connections map[net.Conn]*trackedConn
 	users       map[string]*usage
+	// unattributed are the connections of each host that count for no user yet.
+	unattributed map[string]int
 }
 
 // trackedConn is a client's connection. userLimits.mu guards it. users are the users that it counts for.
 type trackedConn struct {
 	users map[string]struct{}
+	// host is the client's host while the connection counts for no user.
+	host string
 	// exempt: the connection has carried requests of a user without a limit.
 	exempt, closed bool
 }
@@ -80,18 +84,23 @@ type trackedConn struct {
 type usage struct{ connections, streams int }
 
 func newUserLimits(c *UserLimitsConfig) *userLimits {
-	return &userLimits{config: c, connections: map[net.Conn]*trackedConn{}, users: map[string]*usage{}}
+	return &userLimits{config: c, connections: map[net.Conn]*trackedConn{}, users: map[string]*usage{},
+		unattributed: map[string]int{}}
 }
 
 type connKey struct{}
 
-// trackConnections makes srv count its connections.
+// trackConnections makes srv count its connections. A connection counts for the client's host until its first request is
+// authenticated. It is closed at once if the host is at the limit of a user: each 401 would renew its idle timeout.
 func (l *userLimits) trackConnections(srv *http.Server) {
 	srv.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
-		conn := &trackedConn{users: map[string]struct{}{}}
+		conn := &trackedConn{users: map[string]struct{}{}, host: identity.Host(c.RemoteAddr().String())}
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		l.connections[c] = conn
+		if l.unattributed[conn.host]++; l.config.Connections > 0 && l.unattributed[conn.host] > l.config.Connections {
+			closeSocket(c)
+		}
 		return context.WithValue(ctx, connKey{}, conn)
 	}
 	srv.ConnState = func(c net.Conn, state http.ConnState) {
@@ -117,6 +126,7 @@ func (l *userLimits) connClosed(c net.Conn) {
 	}
 	delete(l.connections, c)
 	conn.closed = true
+	l.attribute(conn)
 	for name := range conn.users {
 		l.updateUsage(name, func(o *usage) { o.connections-- })
 	}
@@ -128,10 +138,25 @@ func (l *userLimits) closeSockets() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for c := range l.connections {
-		if t, ok := c.(*tls.Conn); ok {
-			_ = t.NetConn().Close()
-		}
+		closeSocket(c)
 	}
+}
+
+func closeSocket(c net.Conn) {
+	if t, ok := c.(*tls.Conn); ok {
+		_ = t.NetConn().Close()
+	}
+}
+
+// attribute ends that a connection counts for its host. The lock is held.
+func (l *userLimits) attribute(c *trackedConn) {
+	if c.host == "" {
+		return
+	}
+	if l.unattributed[c.host]--; l.unattributed[c.host] <= 0 {
+		delete(l.unattributed, c.host)
+	}
+	c.host = ""
 }
 
 // updateUsage updates a user's usage. The lock is held.
@@ -181,6 +206,7 @@ func (l *userLimits) acquireConnection(c *trackedConn, name string) bool {
 	defer l.mu.Unlock()
 	if name == "" {
 		c.exempt = true
+		l.attribute(c)
 		return true
 	}
 	if _, known := c.users[name]; known || c.closed || len(c.users) >= maxConnUsers {
@@ -190,6 +216,7 @@ func (l *userLimits) acquireConnection(c *trackedConn, name string) bool {
 		return false
 	}
 	c.users[name] = struct{}{}
+	l.attribute(c)
 	l.updateUsage(name, func(o *usage) { o.connections++ })
 	return true
 }

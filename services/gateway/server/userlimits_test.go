@@ -117,6 +117,47 @@ func TestAUserHasSoManyConnections(t *testing.T) {
 	}
 }
 
+// A connection without an authenticated request counts for its host: a 401 would renew its idle timeout.
+func TestAHostHasSoManyUnattributedConnections(t *testing.T) {
+	s, l := serveLimited(t, UserLimitsConfig{Connections: 2}, false)
+	probe := func(c *http.Client, path string) error { // the filter counts probes for no user
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, s.URL+path, nil)
+		if err != nil {
+			return err
+		}
+		req.Header.Set("X-User", "a")
+		resp, err := c.Do(req)
+		if err == nil {
+			resp.Body.Close()
+		}
+		return err
+	}
+	first, second := clientOf(t, s), clientOf(t, s)
+	for _, c := range []*http.Client{first, second} {
+		if err := probe(c, "/livez"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := probe(clientOf(t, s), "/livez"); err == nil {
+		t.Error("a third connection is served")
+	}
+	if err := probe(first, "/api/v1/pods"); err != nil { // counts for its user from now on
+		t.Fatal(err)
+	}
+	third := clientOf(t, s)
+	if err := probe(third, "/livez"); err != nil {
+		t.Error(err)
+	}
+	for _, c := range []*http.Client{first, second, third} {
+		c.CloseIdleConnections()
+	}
+	eventually(t, "nothing is left", func() bool {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return len(l.connections) == 0 && len(l.users) == 0 && len(l.unattributed) == 0
+	})
+}
+
 func TestAUserHasSoManyStreams(t *testing.T) {
 	s, _ := serveLimited(t, UserLimitsConfig{Streams: 2}, true)
 	c := clientOf(t, s)

@@ -3,8 +3,9 @@ package turns
 import (
 	"context"
 	"crypto/tls"
-	"net"
 	"time"
+
+	"watershed.dev/platform/identity"
 )
 
 // maxHandshakeWait bounds the wait of a handshake for its turn. The handshake then continues without a turn, because
@@ -22,10 +23,9 @@ func (s *Turns) Handshakes(
 ) func(*tls.ClientHelloInfo) (*tls.Config, error) {
 	return func(hello *tls.ClientHelloInfo) (*tls.Config, error) {
 		if c, ok := hello.Conn.(*conn); ok {
-			host, _, _ := net.SplitHostPort(c.RemoteAddr().String())
 			ctx, cancel := context.WithTimeout(hello.Context(), maxHandshakeWait)
 			defer cancel()
-			t, ctx := s.NewTurn(ctx, host)
+			t, ctx := s.NewTurn(ctx, identity.Host(c.RemoteAddr().String()))
 			if t.Take(ctx) == nil {
 				c.handshake.Store(t)
 			}

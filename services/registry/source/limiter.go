@@ -3,7 +3,6 @@ package source
 import (
 	"context"
 	"net"
-	"net/netip"
 	"slices"
 	"sync"
 	"time"
@@ -12,6 +11,7 @@ import (
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 
+	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
 )
 
@@ -97,22 +97,17 @@ func (c *callLimiter) run(ctx context.Context, serve func(context.Context, *call
 	}
 }
 
-// peerOf returns the machine of a call's client: its address, or the /64 network of an IPv6 address. All calls by Unix
-// sockets, and all calls of this process, have the same peer.
+// peerOf returns the host of a call's client. All calls by Unix sockets, and all calls of this process, have the same
+// peer.
 func peerOf(ctx context.Context) string {
 	p, ok := peer.FromContext(ctx)
 	if !ok {
 		return ""
 	}
-	a, ok := p.Addr.(*net.TCPAddr)
-	if !ok {
+	if _, ok := p.Addr.(*net.TCPAddr); !ok {
 		return ""
 	}
-	ip := a.AddrPort().Addr().Unmap()
-	if ip.Is6() {
-		return netip.PrefixFrom(ip.WithZone(""), 64).Masked().String()
-	}
-	return ip.String()
+	return identity.Host(p.Addr.String())
 }
 
 // begin waits until the call has a slot.
