@@ -37,7 +37,9 @@ func (l *layout) previousPeers() (peers []string, err error) {
 	if err != nil {
 		return nil, err
 	}
-	for m := range strings.SplitSeq(members[0].Cluster, ",") {
+	// a power loss during a start may have emptied a file
+	i := max(0, slices.IndexFunc(members, func(m snapshot.Member) bool { return m.Cluster != "" }))
+	for m := range strings.SplitSeq(members[i].Cluster, ",") {
 		if _, peer, ok := strings.Cut(m, "="); ok {
 			peers = append(peers, strings.TrimPrefix(peer, "https://"))
 		}

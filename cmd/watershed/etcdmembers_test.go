@@ -53,6 +53,10 @@ func TestMembersOfEtcdKeepTheirAddresses(t *testing.T) {
 			if err := os.MkdirAll(filepath.Join(dir, "etcd-1"), 0o700); err != nil {
 				t.Fatal(err)
 			}
+			// A power loss may have emptied a file.
+			if err := os.Truncate(filepath.Join(dir, "config", "etcd-0.yaml"), 0); err != nil {
+				t.Fatal(err)
+			}
 		})
 	}
 	if len(clusters) != 1 {

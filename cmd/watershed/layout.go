@@ -4,6 +4,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"io/fs"
 	"maps"
 	"net"
 	"os"
@@ -78,6 +79,10 @@ func openLayout(dir, bind string, port int, hosts []string, logs logFiles) (*lay
 	if err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
+	if isOfOthers(dir) {
+		return nil, fmt.Errorf("--data-dir %q has other files, and only this user may access a data directory: choose an "+
+			"empty directory", dir)
+	}
 	if err := process.RestrictDirectory(dir); err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
@@ -99,6 +104,18 @@ func openLayout(dir, bind string, port int, hosts []string, logs logFiles) (*lay
 		return nil, err
 	}
 	return l, l.pki.Open()
+}
+
+// isOfOthers reports whether a directory is open to other users, and has files that are not a data directory's. The
+// directory of a new volume has lost+found.
+func isOfOthers(dir string) bool {
+	info, err := os.Stat(dir)
+	if err != nil || info.Mode().Perm()&0o077 == 0 {
+		return false
+	}
+	files, _ := os.ReadDir(dir)
+	return slices.ContainsFunc(files, func(f fs.DirEntry) bool { return f.Name() != "lost+found" }) &&
+		!slices.ContainsFunc(files, func(f fs.DirEntry) bool { return f.Name() == process.LockFile || f.Name() == "pki" })
 }
 
 // advertised returns the names and addresses that the gateway advertises, and the address of the Service kubernetes.

@@ -340,16 +340,17 @@ func (s *splitRun) identitySettings(name string) map[string]any {
 func freePorts(n int, reserved ...string) ([]int, error) {
 	const low, high = 20000, 32000
 	var ports []int
+	var last error
 	for try := 0; len(ports) < n; try++ {
 		if try > 20*n {
-			return nil, fmt.Errorf("no %d free ports from %d to %d", n, low, high)
+			return nil, fmt.Errorf("no %d free ports from %d to %d: %w", n, low, high, last)
 		}
 		address := fmt.Sprintf("127.0.0.1:%d", low+rand.IntN(high-low))
 		if slices.Contains(reserved, address) {
 			continue
 		}
 		l, err := net.Listen("tcp", address)
-		if err != nil {
+		if last = err; err != nil {
 			continue
 		}
 		defer l.Close()

@@ -147,20 +147,23 @@ func (s *splitRun) scale(set set, n int) error {
 // step adds or removes one process of a set. It does not wait while it holds the lock.
 func (s *splitRun) step(set set, n int) (done bool, err error) {
 	s.mu.Lock()
-	var removed *child
 	switch count := s.counts[set.name]; {
 	case count < n:
 		err = s.scaleUp(set)
 	case count > n:
-		removed, err = s.scaleDown(set)
+		s.removed, err = s.scaleDown(set)
 	default:
 		done = true
 	}
+	removed := s.removed
 	s.mu.Unlock()
 	if removed != nil {
 		time.Sleep(propagationDelay)
 		removed.stop()
 		err = errors.Join(err, os.Remove(removed.config))
+		s.mu.Lock()
+		s.removed = nil
+		s.mu.Unlock()
 	}
 	return done, err
 }

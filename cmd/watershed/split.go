@@ -41,6 +41,9 @@ func (fs *splitFlags) run() error {
 	if err != nil {
 		return err
 	}
+	if err := s.removeOthers(processes); err != nil {
+		return err
+	}
 	if fs.dryRun {
 		for _, p := range processes {
 			fmt.Printf("watershed %s\n", strings.Join(p.args, " "))
@@ -48,9 +51,6 @@ func (fs *splitFlags) run() error {
 		return nil
 	}
 	if err := s.checkPorts(); err != nil {
-		return err
-	}
-	if err := s.removeOthers(processes); err != nil {
 		return err
 	}
 	return s.run(processes, began)
@@ -141,9 +141,12 @@ func replicaCounts(sets []set, replicas map[string]int) (map[string]int, error) 
 		counts[s.name] = s.replicas
 	}
 	for name, n := range replicas {
-		if _, ok := counts[name]; !ok || n < 1 {
-			return nil, fmt.Errorf("--replicas %s=%d: want a name (%s) and a number above 0", name, n,
-				strings.Join(slices.Sorted(maps.Keys(counts)), ", "))
+		if _, ok := counts[name]; !ok || n < 1 || n > maxScale {
+			return nil, fmt.Errorf("--replicas %s=%d: want a name (%s) and a number from 1 to %d", name, n,
+				strings.Join(slices.Sorted(maps.Keys(counts)), ", "), maxScale)
+		}
+		if name == "nats" && n != 1 && n != 3 && n != 5 { // as --log-replicas
+			return nil, fmt.Errorf("--replicas nats=%d: want 1, 3 or 5: each server has a copy of the event log", n)
 		}
 		counts[name] = n
 	}
@@ -172,6 +175,9 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 	}
 	defer func() {
 		s.mu.Lock() // never unlocked: scaling has ended
+		if s.removed != nil {
+			s.processes = append(s.processes, s.removed)
+		}
 		for _, p := range s.processes {
 			p.disableRestart()
 		}
@@ -239,8 +245,10 @@ type splitRun struct {
 	started atomic.Bool
 
 	// scaling is held until a removed process has ended, because a new process may use the same name and files.
-	scaling   sync.Mutex
-	mu        sync.Mutex
+	scaling sync.Mutex
+	mu      sync.Mutex
+	// removed is the process that scaling stops. It is not in processes.
+	removed   *child
 	processes []*child
 }
 

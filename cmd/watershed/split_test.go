@@ -253,7 +253,7 @@ func TestSplitHandsFlagsOn(t *testing.T) {
 
 // An invalid number of replicas is rejected with the name of the flag.
 func TestInvalidReplicasAreRejected(t *testing.T) {
-	for _, odd := range []map[string]int{{"nobody": 1}, {"gateway": 0}, {"etcd": -1}} {
+	for _, odd := range []map[string]int{{"nobody": 1}, {"gateway": 0}, {"etcd": -1}, {"watchfanout": 65}, {"nats": 2}} {
 		if _, err := replicaCounts(placements["split"], odd); err == nil ||
 			!strings.HasPrefix(err.Error(), "--replicas ") {
 			t.Errorf("%v: %v", odd, err)
@@ -279,6 +279,36 @@ func TestKubeconfigsAreTheirOwners(t *testing.T) {
 	}
 	if info, err := os.Stat(l.pki.AdminKubeconfig()); err != nil || info.Mode().Perm() != 0o600 {
 		t.Errorf("%v, %v", info, err)
+	}
+}
+
+// A start makes its directory private. It refuses a directory that others use, such as /var/lib.
+func TestADirectoryOfOthersIsRefused(t *testing.T) {
+	for name, c := range map[string]struct {
+		files   []string
+		mode    os.FileMode
+		refused bool
+	}{
+		"empty":             {nil, 0o755, false},
+		"a new volume":      {[]string{"lost+found"}, 0o755, false},
+		"files of others":   {[]string{"x"}, 0o755, true},
+		"own files":         {[]string{"x"}, 0o700, false},
+		"a data directory":  {[]string{"lock", "x"}, 0o755, false},
+		"a PKI of its own":  {[]string{"pki", "x"}, 0o755, false},
+		"readable by group": {[]string{"x"}, 0o750, true},
+	} {
+		dir := t.TempDir()
+		for _, f := range c.files {
+			if err := os.Mkdir(filepath.Join(dir, f), 0o700); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := os.Chmod(dir, c.mode); err != nil {
+			t.Fatal(err)
+		}
+		if got := isOfOthers(dir); got != c.refused {
+			t.Errorf("%s: %v", name, got)
+		}
 	}
 }
 

@@ -111,8 +111,8 @@ func fillUnset(fs *pflag.FlagSet, v *viper.Viper, path string) error {
 			return
 		}
 		if err := setFrom(fs, f, v); err != nil {
-			source := "environment " + envPrefix + "_" + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))
-			if v.InConfig(f.Name) {
+			source := "environment " + envPrefix + "_" + envName(f.Name)
+			if os.Getenv(envPrefix+"_"+envName(f.Name)) == "" && v.InConfig(f.Name) {
 				source = fmt.Sprintf("--config %q: key %q", path, f.Name)
 			}
 			errs = append(errs, fmt.Errorf("%s: value %q: %w", source, v.GetString(f.Name), valueError(f, err)))
@@ -120,6 +120,9 @@ func fillUnset(fs *pflag.FlagSet, v *viper.Viper, path string) error {
 	})
 	return errors.Join(errs...)
 }
+
+// envName returns a flag's name in the environment, without the prefix.
+func envName(flag string) string { return strings.ToUpper(strings.ReplaceAll(flag, "-", "_")) }
 
 func setFrom(fs *pflag.FlagSet, flag *pflag.Flag, v *viper.Viper) error {
 	switch v.Get(flag.Name).(type) {

@@ -76,7 +76,14 @@ func TestErrorsNameTheValue(t *testing.T) {
 			}
 		}
 	}
+	t.Setenv("WATERSHED_SECURE_PORT", "many")
 	fs, _, _ := flags()
+	err := Load(fs, []string{"--config", file(t, "secure-port: 1\n")})
+	if err == nil || !strings.HasPrefix(err.Error(), "environment WATERSHED_SECURE_PORT: ") {
+		t.Errorf("the environment has precedence: %v", err)
+	}
+	t.Setenv("WATERSHED_SECURE_PORT", "")
+	fs, _, _ = flags()
 	if err := Load(fs, []string{"stray"}); err == nil || !strings.Contains(err.Error(), "stray") {
 		t.Errorf("got %v", err)
 	}

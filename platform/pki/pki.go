@@ -3,6 +3,7 @@
 package pki
 
 import (
+	"bytes"
 	"crypto"
 	"crypto/ecdsa"
 	"crypto/elliptic"
@@ -190,10 +191,21 @@ func SecretKey(path string) error {
 	return WriteFile(path, []byte(hex.EncodeToString(key[:])+"\n"), 0o600)
 }
 
-// WriteFile replaces a file atomically: a concurrent reader reads the old or the new content.
+// WriteFile replaces a file atomically: a concurrent reader, and a reader after a power loss, reads the old or the new
+// content. It leaves a file that has the content and the mode.
 func WriteFile(path string, data []byte, mode fs.FileMode) error {
+	if info, err := os.Lstat(path); err == nil && info.Mode() == mode {
+		if old, err := os.ReadFile(path); err == nil && bytes.Equal(old, data) {
+			return nil
+		}
+	}
 	tmp := path + ".new"
-	if err := os.WriteFile(tmp, data, mode); err != nil {
+	f, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, mode)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(data)
+	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
 		return err
 	}
 	return os.Rename(tmp, path)

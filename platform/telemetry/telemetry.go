@@ -18,6 +18,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -160,6 +161,21 @@ func (o *Options) ServeDebug(ctx context.Context, gatherer prometheus.Gatherer, 
 	return errors.Join(err, <-failed)
 }
 
+// removeUnusedSocket removes the socket of a killed process. It removes no other file, and no socket of a running process.
+func removeUnusedSocket(path string) {
+	if info, err := os.Lstat(path); err != nil || info.Mode().Type() != os.ModeSocket {
+		return
+	}
+	c, err := net.Dial("unix", path)
+	if err == nil {
+		c.Close()
+		return
+	}
+	if errors.Is(err, syscall.ECONNREFUSED) {
+		_ = os.Remove(path)
+	}
+}
+
 // servePages serves pages at the address of a flag until ctx is done. It serves nothing at an empty address.
 func servePages(ctx context.Context, flag, address string, mux *http.ServeMux) error {
 	if address == "" {
@@ -169,7 +185,7 @@ func servePages(ctx context.Context, flag, address string, mux *http.ServeMux) e
 	network := "tcp"
 	if strings.HasPrefix(address, "/") {
 		network = "unix"
-		_ = os.Remove(address) // the socket of a killed process
+		removeUnusedSocket(address)
 	}
 	l, err := net.Listen(network, address)
 	if err != nil {

@@ -129,6 +129,14 @@ func statusOf(file string) (status snapshot.Status, err error) {
 		}
 	}()
 	defer recovery.ToError("etcd's code", &err)
+	f, err := os.Open(file)
+	if err != nil {
+		return status, err
+	}
+	defer f.Close()
+	if unix.Flock(int(f.Fd()), unix.LOCK_SH|unix.LOCK_NB) != nil { // bbolt would wait for the lock
+		return status, errors.New("a process uses it; save a snapshot of a running etcd with `watershed snapshot save`")
+	}
 	return snapshot.NewV3(zap.NewNop()).Status(file)
 }
 

@@ -76,6 +76,12 @@ func TestBadInput(t *testing.T) {
 	_, err = lock(filepath.Join(dir, "absent"))
 	check("--data-dir", err)
 	check("backup.db", (&Restore{File: file, DataDir: dir}).Run(os.Stderr))
+	used, err := process.Lock(dir + "/etcd") // as etcd locks its database
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer used.Close()
+	check("a process uses it", (&Restore{File: used.Name(), DataDir: dir}).Run(os.Stderr))
 	check("exists", (&Save{File: file, DataDir: dir}).run("https://127.0.0.1:1"))
 	check("no etcd runs in this directory", (&Save{File: file, DataDir: dir}).Run(context.Background(), os.Stderr))
 	check("connection refused", (&Save{File: filepath.Join(dir, "new.db"), DataDir: dir}).run("https://127.0.0.1:1"))
