@@ -76,16 +76,20 @@ func reference() string {
 	return out.String()
 }
 
+// networkFlags names the flags of `watershed run` that the other commands set by themselves.
+const networkFlags = "those of a process's network (`--rpc-…`, `--xds-…`, `--registry-addresses`, `--drain-timeout`, " +
+	"`--target`)"
+
 // introduction returns the first sentence of the i-th section of the reference.
 func introduction(i int, command string) string {
 	switch {
 	case i == 0:
 		return "has these flags. The sections of the services do not repeat them."
 	case command == "watershed up":
-		return "has the flags of all services, and these."
+		return "has the flags of all services, without " + networkFlags + ", and these."
 	case command == "watershed split":
-		return fmt.Sprintf("has the flags of all services, and these. "+
-			"It rejects `--%s`, and sets them for each process.", strings.Join(splitOnlyFlags, "`, `--"))
+		return fmt.Sprintf("has the flags of all services, without %s, and these. It rejects `--%s`, and sets them for each "+
+			"process.", networkFlags, strings.Join(splitOnlyFlags, "`, `--"))
 	}
 	return "has these flags."
 }

@@ -16,17 +16,17 @@ const (
 	bytesPerValue = 16
 )
 
-// Bounds of the bytes of responses that are being read in a process, for all webhooks and for a webhook. A first response
-// may exceed the webhook's bound.
+// Bounds of the bytes of responses that are being read in a process, for all webhooks and for a webhook. A first
+// response may exceed the webhook's bound.
 const (
 	maxReading    = 256 << 20
 	maxOwnReading = 64 << 20
 )
 
 // LimitResponses returns a RoundTripper that fails responses over base bytes plus factor bytes for each byte of the
-// request body. It also fails responses over 200,000 JSON values plus four for each value of the request, and responses
-// of a webhook that together have more than 64 MB, or of all webhooks with 256 MB. Webhook clients read a whole response,
-// and Go's transport decompresses gzip. Without a bound, a webhook could exhaust the memory of the service that calls it.
+// request body. It also fails responses over 200,000 JSON values plus four for each value of the request. Responses that
+// are read at a time may have 64 MB of a webhook, and 256 MB of all webhooks. Webhook clients read a whole response, and
+// Go's transport decompresses gzip. Without a bound, a webhook could exhaust the memory of the service that calls it.
 // kube-apiserver has no such bound.
 func LimitResponses(next http.RoundTripper, base, factor int64) http.RoundTripper {
 	return &limitedTransport{next, base, factor}

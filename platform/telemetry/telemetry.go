@@ -161,7 +161,8 @@ func (o *Options) ServeDebug(ctx context.Context, gatherer prometheus.Gatherer, 
 	return errors.Join(err, <-failed)
 }
 
-// removeUnusedSocket removes the socket of a killed process. It removes no other file, and no socket of a running process.
+// removeUnusedSocket removes the socket of a killed process. It removes no other file, and no socket of a running
+// process.
 func removeUnusedSocket(path string) {
 	if info, err := os.Lstat(path); err != nil || info.Mode().Type() != os.ModeSocket {
 		return

@@ -79,9 +79,11 @@ func (o *Options) ThroughGateway() bool {
 	if len(o.Addresses) > 0 || o.flags != nil && o.flags.Changed("data-dir") {
 		return false
 	}
-	_, err := debugAddresses(o.DataDir)
+	if _, err := debugAddresses(o.DataDir); err == nil || errors.Is(err, fs.ErrPermission) {
+		return false
+	}
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
-	return err != nil && !errors.Is(err, fs.ErrPermission) && slices.ContainsFunc(rules.Precedence, func(path string) bool {
+	return slices.ContainsFunc(rules.Precedence, func(path string) bool {
 		_, err := os.Stat(path)
 		return err == nil
 	})
@@ -201,6 +203,7 @@ func (o *Options) fromDebugAddresses(ctx context.Context, kind process.Kind) ([]
 			client.Timeout = timeoutOf(kind)
 			reports, err := get(ctx, client, "http://process/report?"+process.DeepQuery+"="+string(kind))
 			if err != nil {
+				services = append([]string{}, services...) // a list in JSON, also if the services are not known
 				reports = []*process.Report{{Services: services, Address: address, Error: err.Error()}}
 			}
 			mu.Lock()
@@ -209,7 +212,29 @@ func (o *Options) fromDebugAddresses(ctx context.Context, kind process.Kind) ([]
 		})
 	}
 	wg.Wait()
+	if len(o.Addresses) == 0 {
+		all = append(all, stoppedXDS(o.DataDir)...)
+	}
 	return all, nil
+}
+
+// stoppedXDS returns a report of each xds process of `split` that does not listen. A process that listens has no report:
+// xds is no service.
+func stoppedXDS(dir string) (all []*process.Report) {
+	files, _ := fs.Glob(os.DirFS(dir), "config/xds-*.yaml")
+	for _, f := range files {
+		var c struct {
+			Address string `json:"debug-address"`
+		}
+		b, err := os.ReadFile(filepath.Join(dir, f))
+		if err == nil {
+			err = yaml.Unmarshal(b, &c)
+		}
+		if err == nil && !Reachable(c.Address) {
+			all = append(all, &process.Report{Services: []string{"xds"}, Address: c.Address, Error: "it does not listen"})
+		}
+	}
+	return all
 }
 
 // debugAddresses returns the services of each debug address of a data directory: the socket of `up`, or the

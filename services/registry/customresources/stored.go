@@ -53,8 +53,8 @@ type CRDs struct {
 	storage  *storage.Storage
 	byName   map[string]crdAt
 	byPrefix map[string]*storage.Resource
-	// unreadable has the names of the CRDs that could not be decoded when they were last read, by the prefix of the keys
-	// of their objects.
+	// unreadable has the names of the CRDs that could not be decoded when they were last read, by the prefix of their
+	// objects' keys.
 	unreadable map[string]string
 }
 

@@ -10,11 +10,11 @@ import (
 )
 
 // logLostAfter is how long the log may stay behind etcd before revisions that it lacks are compacted. Without NATS, etcd
-// would otherwise keep every revision until its quota is used up, and then reject writes. Once NATS is back, the log
-// begins anew, and clients list again.
+// would otherwise keep every revision until its quota is used up, and then reject writes. Once NATS is back, the log is
+// reset, and clients list again.
 const logLostAfter = 30 * time.Minute
 
-// compaction decides what is compacted. before is etcd's revision an interval ago. end is the end of the log, which has
+// compaction decides which revisions are compacted. before is etcd's revision an interval ago. end is the end of the log, which has
 // reached etcd's revision or moved at the time of moved.
 type compaction struct {
 	before, end int64

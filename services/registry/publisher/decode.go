@@ -173,7 +173,8 @@ func (p *Publisher) checkUnreadable(ctx context.Context, e *mvccpb.Event, c *cor
 	}
 	err := p.decryptBackoff.check(name)
 	if err == nil {
-		start, exists := time.Now(), false
+		var exists bool
+		start := time.Now()
 		exists, err = p.crds.ReadAgain(ctx, name, c.Revision)
 		p.decryptBackoff.record(name, start, &err)
 		if !exists {
