@@ -10,8 +10,8 @@ import (
 // until its body ends.
 const maxHeaderBytes = 256 << 10
 
-// LimitHeaders bounds the headers of the responses of rt to 256 KB, and returns rt. rt must be an http.Transport, or wrap
-// an http.Transport, that has not sent a request yet.
+// LimitHeaders bounds the headers of the responses of rt to 256 KB, and returns rt. rt must be an http.Transport, or
+// wrap an http.Transport, that has not sent a request yet.
 func LimitHeaders(rt http.RoundTripper) http.RoundTripper {
 	for inner := rt; inner != nil; {
 		switch t := inner.(type) {

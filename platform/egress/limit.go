@@ -24,10 +24,10 @@ const (
 )
 
 // LimitResponses returns a RoundTripper that fails responses over base bytes plus factor bytes for each byte of the
-// request body. It also fails responses over 200,000 JSON values plus four for each value of the request. Responses that
-// are read at a time may have 64 MB of a webhook, and 256 MB of all webhooks. Webhook clients read a whole response, and
-// Go's transport decompresses gzip. Without a bound, a webhook could exhaust the memory of the service that calls it.
-// kube-apiserver has no such bound.
+// request body. It also fails responses over 200,000 JSON values plus four for each value of the request. Responses
+// that are read at a time may have 64 MB of a webhook, and 256 MB of all webhooks. Webhook clients read a whole
+// response, and Go's transport decompresses gzip. Without a bound, a webhook could exhaust the memory of the service
+// that calls it. kube-apiserver has no such bound.
 func LimitResponses(next http.RoundTripper, base, factor int64) http.RoundTripper {
 	return &limitedTransport{next, base, factor}
 }

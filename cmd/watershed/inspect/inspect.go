@@ -218,8 +218,8 @@ func (o *Options) fromDebugAddresses(ctx context.Context, kind process.Kind) ([]
 	return all, nil
 }
 
-// stoppedXDS returns a report of each xds process of `split` that does not listen. A process that listens has no report:
-// xds is no service.
+// stoppedXDS returns a report of each xds process of `split` that does not listen. A process that listens has no
+// report: xds is no service.
 func stoppedXDS(dir string) (all []*process.Report) {
 	files, _ := fs.Glob(os.DirFS(dir), "config/xds-*.yaml")
 	for _, f := range files {

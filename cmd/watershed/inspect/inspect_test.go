@@ -78,8 +78,8 @@ clusters: [{name: c, cluster: {server: "` + server.URL + `"}}]}`
 	}
 }
 
-// kubectl's kubeconfig may be of another cluster. A data directory that the user names, or that belongs to another user,
-// is not replaced by it.
+// kubectl's kubeconfig may be of another cluster. A data directory that the user names, or that belongs to another
+// user, is not replaced by it.
 func TestANamedDataDirectoryExcludesKubectlsKubeconfig(t *testing.T) {
 	kubeconfig := filepath.Join(t.TempDir(), "config")
 	text := `{apiVersion: v1, kind: Config, current-context: x, contexts: [{name: x, context: {cluster: c}}],

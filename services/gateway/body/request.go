@@ -51,8 +51,8 @@ var inflightBytes = prometheus.NewGauge(prometheus.GaugeOpts{
 // Metrics returns this package's collectors.
 func Metrics() []prometheus.Collector { return []prometheus.Collector{inflightBytes} }
 
-// exemptGroups are the groups whose bodies are accepted regardless of quotas, because they run the cluster. Each node has
-// the quota of an owner, because it may be compromised.
+// exemptGroups are the groups whose bodies are accepted regardless of quotas, because they run the cluster. Each node
+// has the quota of an owner, because it may be compromised.
 var exemptGroups = []string{user.SystemPrivilegedGroup, user.NodesGroup, identity.ServicesGroup}
 
 // Reader reads bodies before the requests count as in flight. A slow client occupies the bytes it has sent, and no

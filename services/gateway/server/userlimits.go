@@ -90,8 +90,8 @@ func newUserLimits(c *UserLimitsConfig) *userLimits {
 
 type connKey struct{}
 
-// trackConnections makes srv count its connections. A connection counts for the client's host until its first request is
-// authenticated. It is closed at once if the host is at the limit of a user: each 401 would renew its idle timeout.
+// trackConnections makes srv count its connections. A connection counts for the client's host until its first request
+// is authenticated. It is closed at once if the host is at the limit of a user: each 401 would renew its idle timeout.
 func (l *userLimits) trackConnections(srv *http.Server) {
 	srv.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
 		conn := &trackedConn{users: map[string]struct{}{}, host: identity.Host(c.RemoteAddr().String())}

@@ -102,8 +102,8 @@ func (f *CRDs) read(ctx context.Context, crds *storage.Resource, kv *mvccpb.KeyV
 	return nil
 }
 
-// Unreadable records that a CRD could not be decoded at its last event. It returns the stored resource whose objects can
-// no longer be decoded, or an empty name.
+// Unreadable records that a CRD could not be decoded at its last event. It returns the stored resource whose objects
+// can no longer be decoded, or an empty name.
 func (f *CRDs) Unreadable(name string) string {
 	before, known := f.byName[name]
 	f.forget(name)

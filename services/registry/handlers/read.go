@@ -41,7 +41,8 @@ func (scope *RequestScope) Get(ctx context.Context, r *registryv1.GetRequest) (*
 	if err != nil {
 		return nil, err
 	}
-	if scope.APIResource.GetStorageResource() != "events" { // kube-apiserver's watch cache, which has no Events, answers 500
+	// kube-apiserver's watch cache, which has no Events, responds 500.
+	if scope.APIResource.GetStorageResource() != "events" {
 		if _, err := (apistorage.APIObjectVersioner{}).ParseResourceVersion(opts.ResourceVersion); err != nil {
 			return nil, err
 		}

@@ -9,20 +9,20 @@ import (
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 )
 
-// logLostAfter is how long the log may stay behind etcd before revisions that it lacks are compacted. Without NATS, etcd
-// would otherwise keep every revision until its quota is used up, and then reject writes. Once NATS is back, the log is
-// reset, and clients list again.
+// logLostAfter is how long the log may stay behind etcd before revisions that it lacks are compacted. Without NATS,
+// etcd would otherwise keep every revision until its quota is used up, and then reject writes. Once NATS is back, the
+// log is reset, and clients list again.
 const logLostAfter = 30 * time.Minute
 
-// compaction decides which revisions are compacted. before is etcd's revision an interval ago. end is the end of the log, which has
-// reached etcd's revision or moved at the time of moved.
+// compaction decides which revisions are compacted. before is etcd's revision an interval ago. end is the end of the
+// log, which has reached etcd's revision or moved at the time of moved.
 type compaction struct {
 	before, end int64
 	moved       time.Time
 }
 
-// next returns the revision below which etcd is compacted, or 0. revision is etcd's revision now, and end the end of the
-// log.
+// next returns the revision below which etcd is compacted, or 0. revision is etcd's revision now, and end the end of
+// the log.
 func (c *compaction) next(now time.Time, revision, end int64) (before int64) {
 	if end > c.end || end >= revision {
 		c.end, c.moved = end, now
