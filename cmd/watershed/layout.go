@@ -4,7 +4,6 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
-	"io/fs"
 	"maps"
 	"net"
 	"os"
@@ -114,8 +113,17 @@ func isOfOthers(dir string) bool {
 		return false
 	}
 	files, _ := os.ReadDir(dir)
-	return slices.ContainsFunc(files, func(f fs.DirEntry) bool { return f.Name() != "lost+found" }) &&
-		!slices.ContainsFunc(files, func(f fs.DirEntry) bool { return f.Name() == process.LockFile || f.Name() == "pki" })
+	others := false
+	for _, f := range files {
+		switch f.Name() {
+		case process.LockFile, "pki":
+			return false
+		case "lost+found":
+		default:
+			others = true
+		}
+	}
+	return others
 }
 
 // advertised returns the names and addresses that the gateway advertises, and the address of the Service kubernetes.

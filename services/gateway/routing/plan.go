@@ -43,6 +43,9 @@ func (c *requestContext) plan() (*plan, error) {
 	if err != nil {
 		return nil, err
 	}
+	if err := checkSelectors(opts); err != nil {
+		return nil, err
+	}
 	p := &plan{opts: opts, isInternal: c.isInternal()}
 	if !c.sourceCanServe() {
 		return p, nil
@@ -79,6 +82,30 @@ func (c *requestContext) plan() (*plan, error) {
 	}
 	p.query, p.source = q, c.source()
 	return p, nil
+}
+
+// maxSelectorTerms bounds the terms of a request's selectors: requirements, and the further values of each. Each is
+// compared with every event of a watch, also with events that are not selected, and a watch keeps about 60 bytes for
+// each in two processes. kube-apiserver has no such bound: a selector of 1 MB has 340,000 requirements.
+const maxSelectorTerms = 10_000
+
+// checkSelectors returns an error if a selector has more than maxSelectorTerms.
+func checkSelectors(opts *internalversion.ListOptions) error {
+	terms := 0
+	if opts.LabelSelector != nil {
+		requirements, _ := opts.LabelSelector.Requirements()
+		for _, r := range requirements {
+			terms += max(1, len(r.ValuesUnsorted()))
+		}
+	}
+	if opts.FieldSelector != nil {
+		terms += len(opts.FieldSelector.Requirements())
+	}
+	if terms > maxSelectorTerms {
+		return apierrors.NewBadRequest(fmt.Sprintf("the selectors have %d requirements or values: at most %d are allowed",
+			terms, maxSelectorTerms))
+	}
+	return nil
 }
 
 // shardOf parses a shard selector. It ignores the selector unless the feature gate is on. Its error is kube-apiserver's
