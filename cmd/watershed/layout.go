@@ -78,7 +78,7 @@ func openLayout(dir, bind string, port int, hosts []string, logs logFiles) (*lay
 	if err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
-	if isOfOthers(dir) {
+	if hasForeignFiles(dir) {
 		return nil, fmt.Errorf("--data-dir %q has other files, and only this user may access a data directory: choose an "+
 			"empty directory", dir)
 	}
@@ -105,9 +105,9 @@ func openLayout(dir, bind string, port int, hosts []string, logs logFiles) (*lay
 	return l, l.pki.Open()
 }
 
-// isOfOthers reports whether a directory is open to other users, and has files that are not a data directory's. The
-// directory of a new volume has lost+found.
-func isOfOthers(dir string) bool {
+// hasForeignFiles reports whether a directory is open to other users, and has files that are not a data directory's.
+// The directory of a new volume has lost+found.
+func hasForeignFiles(dir string) bool {
 	info, err := os.Stat(dir)
 	if err != nil || info.Mode().Perm()&0o077 == 0 {
 		return false

@@ -343,14 +343,15 @@ func freePorts(n int, reserved ...string) ([]int, error) {
 	var last error
 	for try := 0; len(ports) < n; try++ {
 		if try > 20*n {
-			return nil, fmt.Errorf("no %d free ports from %d to %d: %w", n, low, high, last)
+			return nil, fmt.Errorf("no %d free ports from %d to %d: %v", n, low, high, last)
 		}
 		address := fmt.Sprintf("127.0.0.1:%d", low+rand.IntN(high-low))
 		if slices.Contains(reserved, address) {
 			continue
 		}
 		l, err := net.Listen("tcp", address)
-		if last = err; err != nil {
+		if err != nil {
+			last = err
 			continue
 		}
 		defer l.Close()

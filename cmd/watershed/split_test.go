@@ -306,7 +306,7 @@ func TestADirectoryOfOthersIsRefused(t *testing.T) {
 		if err := os.Chmod(dir, c.mode); err != nil {
 			t.Fatal(err)
 		}
-		if got := isOfOthers(dir); got != c.refused {
+		if got := hasForeignFiles(dir); got != c.refused {
 			t.Errorf("%s: %v", name, got)
 		}
 	}

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"sync"
+	"sync/atomic"
 )
 
 const (
@@ -16,18 +16,18 @@ const (
 	bytesPerValue = 16
 )
 
-// Bounds of the bytes of responses that are being read in a process, for all webhooks and for a webhook. A first
-// response may exceed the webhook's bound.
 const (
-	maxReading    = 256 << 20
-	maxOwnReading = 64 << 20
+	// maxReading bounds the bytes of large responses that are being read in a process: the bytes of each above
+	// smallResponse. Small responses are always read, so that a webhook with large responses fails no other.
+	maxReading    = 512 << 20
+	smallResponse = 1 << 20
 )
 
 // LimitResponses returns a RoundTripper that fails responses over base bytes plus factor bytes for each byte of the
-// request body. It also fails responses over 200,000 JSON values plus four for each value of the request. Responses
-// that are read at a time may have 64 MB of a webhook, and 256 MB of all webhooks. Webhook clients read a whole
-// response, and Go's transport decompresses gzip. Without a bound, a webhook could exhaust the memory of the service
-// that calls it. kube-apiserver has no such bound.
+// request body. It also fails responses over 200,000 JSON values plus four for each value of the request, and large
+// responses while a process reads 512 MB of them. Webhook clients read a whole response, and Go's transport
+// decompresses gzip. Without a bound, a webhook could exhaust the memory of the service that calls it. kube-apiserver
+// has no such bound.
 func LimitResponses(next http.RoundTripper, base, factor int64) http.RoundTripper {
 	return &limitedTransport{next, base, factor}
 }
@@ -57,43 +57,19 @@ func (b *limitedTransport) RoundTrip(req *http.Request) (*http.Response, error) 
 	return resp, nil
 }
 
-// reading counts the bytes of the responses that are being read in this process.
-var reading = &readings{of: map[string]int{}}
-
-type readings struct {
-	mu    sync.Mutex
-	bytes int
-	of    map[string]int
-}
-
-// add counts n more bytes of a response of which before bytes are counted. It returns false if a bound is exceeded.
-func (r *readings) add(webhook string, before, n int) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.bytes += n
-	r.of[webhook] += n
-	return r.bytes <= maxReading && (r.of[webhook] <= maxOwnReading || r.of[webhook] == before+n)
-}
-
-func (r *readings) remove(webhook string, n int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.bytes -= n
-	if r.of[webhook] -= n; r.of[webhook] <= 0 {
-		delete(r.of, webhook)
-	}
-}
+// reading is the number of bytes of large responses that are being read in this process.
+var reading atomic.Int64
 
 // limitedBody reads at most remaining bytes. If the body is longer, it fails with err.
 type limitedBody struct {
 	io.ReadCloser
 	at        string
 	remaining int64
-	// counted are the bytes in reading, until Close.
-	counted    int
-	err        error
-	values     Values
-	mostValues int
+	// read is how many bytes have been read. counted is the part that is in reading until Close.
+	read, counted int64
+	err           error
+	values        Values
+	mostValues    int
 	// request is nil once mostValues includes the values of the request. They are counted only for responses with many
 	// values.
 	request *http.Request
@@ -108,10 +84,13 @@ func (b *limitedBody) Read(p []byte) (int, error) {
 	if b.remaining -= int64(n); b.remaining < 0 {
 		return n + int(b.remaining), b.err
 	}
-	fits := reading.add(b.at, b.counted, n)
-	if b.counted += n; !fits {
-		b.remaining, b.err = -1, fmt.Errorf("the webhook at %s: too many large responses are being read", b.at)
-		return 0, b.err
+	if b.read += int64(n); b.read > smallResponse {
+		large := b.read - smallResponse - b.counted
+		b.counted += large
+		if reading.Add(large) > maxReading {
+			b.remaining, b.err = -1, fmt.Errorf("the webhook at %s: too many large responses are being read", b.at)
+			return 0, b.err
+		}
 	}
 	_, _ = b.values.Write(p[:n])
 	if b.values.Count() > b.mostValues && b.request != nil {
@@ -127,7 +106,7 @@ func (b *limitedBody) Read(p []byte) (int, error) {
 
 // Close implements io.Closer.
 func (b *limitedBody) Close() error {
-	reading.remove(b.at, b.counted)
+	reading.Add(-b.counted)
 	b.counted = 0
 	return b.ReadCloser.Close()
 }

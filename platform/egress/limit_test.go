@@ -3,9 +3,11 @@ package egress
 import (
 	"compress/gzip"
 	"encoding/base64"
+	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"strconv"
 	"strings"
 	"testing"
 )
@@ -153,40 +155,40 @@ func (zeros) Read(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// Many responses at once have a bound together, for each webhook and for all. A single response has its own bound.
+// Large responses have a bound together. Small responses are read nevertheless.
 func TestConcurrentResponsesAreBounded(t *testing.T) {
-	r := &readings{of: map[string]int{}}
-	if !r.add("a", 0, 2*maxOwnReading) {
-		t.Error("a single response")
-	}
-	if r.add("a", 0, 1) {
-		t.Error("a second response of the webhook")
-	}
-	if !r.add("b", 0, maxOwnReading) || r.add("b", 0, 1) {
-		t.Error("another webhook")
-	}
-	if !r.add("c", 0, maxReading-3*maxOwnReading-2) || r.add("d", 0, 1) {
-		t.Error("all webhooks")
-	}
-	for webhook, n := range r.of {
-		r.remove(webhook, n)
-	}
-	if r.bytes != 0 || len(r.of) != 0 {
-		t.Errorf("%+v is left", r)
-	}
-	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		_, _ = io.CopyN(w, zeros{}, 1000)
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		n, _ := strconv.ParseInt(req.URL.Query().Get("n"), 10, 64)
+		_, _ = io.CopyN(w, zeros{}, n)
 	}))
 	t.Cleanup(s.Close)
-	resp, err := (&http.Client{Transport: LimitResponses(s.Client().Transport, 1<<20, 0)}).Get(s.URL)
-	if err != nil {
-		t.Fatal(err)
+	c := &http.Client{Transport: LimitResponses(s.Client().Transport, 4<<20, 0)}
+	read := func(n int) (counted int64, err error) {
+		t.Helper()
+		before := reading.Load()
+		resp, err := c.Get(fmt.Sprint(s.URL, "?n=", n))
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = io.Copy(io.Discard, resp.Body)
+		counted = reading.Load() - before
+		resp.Body.Close()
+		if left := reading.Load(); left != before {
+			t.Errorf("%d bytes are counted after Close", left-before)
+		}
+		return counted, err
 	}
-	if _, err := io.Copy(io.Discard, resp.Body); err != nil || reading.bytes != 1000 {
-		t.Errorf("%d bytes are counted, %v", reading.bytes, err)
+	for n, want := range map[int]int64{smallResponse: 0, smallResponse + 1000: 1000} {
+		if counted, err := read(n); err != nil || counted != want {
+			t.Errorf("%d bytes: %d are counted, %v", n, counted, err)
+		}
 	}
-	resp.Body.Close()
-	if reading.bytes != 0 || len(reading.of) != 0 {
-		t.Errorf("%d bytes are counted after Close", reading.bytes)
+	reading.Add(maxReading)
+	defer reading.Add(-maxReading)
+	if _, err := read(smallResponse); err != nil {
+		t.Errorf("a small response: %v", err)
+	}
+	if _, err := read(smallResponse + 1000); err == nil {
+		t.Error("a large response is read beyond the bound of all")
 	}
 }

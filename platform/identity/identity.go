@@ -68,15 +68,20 @@ func Owner(user string) string {
 // It returns "", no quota, for users that the cluster itself depends on. These are the system's services, nodes, and
 // service accounts of kube-system, some of which run on every node. Members of system:masters have no quota either.
 func QuotaOwner(u subject, address string) string {
-	for _, g := range u.GetGroups() {
-		if g == ServicesGroup || g == user.NodesGroup || g == user.SystemPrivilegedGroup || g == systemAccounts {
-			return ""
-		}
+	if IsPriority(u) || slices.Contains(u.GetGroups(), systemAccounts) {
+		return ""
 	}
 	if isAnonymous(u) {
 		return u.GetName() + " at " + Host(address)
 	}
 	return Owner(u.GetName())
+}
+
+// IsPriority reports whether a user is of the system's services, of the nodes, or of system:masters.
+func IsPriority(u interface{ GetGroups() []string }) bool {
+	return slices.ContainsFunc(u.GetGroups(), func(g string) bool {
+		return g == ServicesGroup || g == user.NodesGroup || g == user.SystemPrivilegedGroup
+	})
 }
 
 // Host returns the host of a client's address, host:port. For an IPv6 address it is the /64 network, whose addresses a

@@ -3,7 +3,8 @@ package process
 import (
 	"os"
 	"regexp"
-	"sync"
+	"strings"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
@@ -48,29 +49,32 @@ func (p *Process) certificates() (all []pki.Described) {
 }
 
 // expirations collects when the certificates of a process expire. It reads their files at each scrape.
-type expirations struct {
-	*prometheus.GaugeVec
-	process *Process
-	// scrape is held by a scrape, which replaces the values.
-	scrape *sync.Mutex
+type expirations struct{ process *Process }
+
+func newExpirations() *prometheus.GaugeVec {
+	return prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "watershed_certificate_expiration_timestamp_seconds",
+		Help: "When the first certificate of a subject in a file expires, in seconds since 1970, by the flag that names " +
+			"the file.",
+	}, []string{"flag", "file", "subject"})
 }
 
-func newExpirations(p *Process) prometheus.Collector {
-	return expirations{prometheus.NewGaugeVec(prometheus.GaugeOpts{
-		Name: "watershed_certificate_expiration_timestamp_seconds",
-		Help: "When a certificate expires, in seconds since 1970, by the flag that names its file, by file and by subject.",
-	}, []string{"flag", "file", "subject"}), p, &sync.Mutex{}}
-}
+// Describe implements prometheus.Collector.
+func (e expirations) Describe(ch chan<- *prometheus.Desc) { newExpirations().Describe(ch) }
 
 // Collect implements prometheus.Collector.
 func (e expirations) Collect(ch chan<- prometheus.Metric) {
-	e.scrape.Lock()
-	defer e.scrape.Unlock()
-	e.Reset()
+	type key struct{ flag, file, subject string }
+	first := map[key]time.Time{}
 	for _, c := range e.process.certificates() {
-		if !c.NotAfter.IsZero() {
-			e.WithLabelValues(c.Flag, c.File, c.Subject).Set(float64(c.NotAfter.Unix()))
+		k := key{strings.TrimPrefix(c.Flag, "--"), c.File, c.Subject}
+		if known, ok := first[k]; !c.NotAfter.IsZero() && (!ok || c.NotAfter.Before(known)) {
+			first[k] = c.NotAfter
 		}
 	}
-	e.GaugeVec.Collect(ch)
+	g := newExpirations()
+	for k, t := range first {
+		g.WithLabelValues(k.flag, k.file, k.subject).Set(float64(t.Unix()))
+	}
+	g.Collect(ch)
 }

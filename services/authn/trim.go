@@ -1,19 +1,19 @@
 package authn
 
 import (
-	"slices"
-
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/util/validation"
 )
 
 // maxTokenBytes bounds the token of a cached Secret. kube-controller-manager's tokens have about 1 KB.
 const maxTokenBytes = 32 << 10
 
-// maxSecrets is how many names of Secrets a cached ServiceAccount has at most. The name of a legacy token's Secret says
-// that a controller created the token.
-const maxSecrets = 100
+// maxSecrets and maxNameBytes bound the names of Secrets of a cached ServiceAccount. A name of a legacy token's Secret
+// says that a controller created the token. Controllers created few for an account.
+const (
+	maxSecrets   = 10
+	maxNameBytes = 1 << 10
+)
 
 // trim removes the fields of ServiceAccounts and of their token Secrets that no authenticator reads, because any tenant
 // may create these objects with 1 MB each. A longer token is removed too: it matches no request then.
@@ -22,13 +22,15 @@ func trim(obj any) {
 	case *corev1.ServiceAccount:
 		trimMeta(&o.ObjectMeta)
 		o.ImagePullSecrets = nil
-		o.Secrets = slices.DeleteFunc(o.Secrets[:min(len(o.Secrets), maxSecrets)], func(s corev1.ObjectReference) bool {
-			return len(s.Name) > validation.DNS1123SubdomainMaxLength
-		})
-		for i, s := range o.Secrets {
-			o.Secrets[i] = corev1.ObjectReference{Name: s.Name}
+		names := 0
+		var secrets []corev1.ObjectReference
+		for _, s := range o.Secrets {
+			if names += len(s.Name); names > maxNameBytes || len(secrets) == maxSecrets {
+				break
+			}
+			secrets = append(secrets, corev1.ObjectReference{Name: s.Name})
 		}
-		o.Secrets = slices.Clip(slices.Clone(o.Secrets))
+		o.Secrets = secrets
 	case *corev1.Secret:
 		trimMeta(&o.ObjectMeta)
 		token, ok := o.Data[corev1.ServiceAccountTokenKey]

@@ -16,8 +16,8 @@ func TestCachedObjectsAreSmall(t *testing.T) {
 	meta := metav1.ObjectMeta{Name: "n", Namespace: "t", UID: "u", ResourceVersion: "7",
 		Labels: map[string]string{"a": "b"}, Annotations: map[string]string{"large": large}}
 	for _, obj := range []any{
-		&corev1.ServiceAccount{ObjectMeta: meta, Secrets: []corev1.ObjectReference{{Name: large},
-			{Name: "legacy", FieldPath: large}}},
+		&corev1.ServiceAccount{ObjectMeta: meta, Secrets: []corev1.ObjectReference{
+			{Name: "legacy", FieldPath: large}, {Name: large}}},
 		&corev1.ServiceAccount{ObjectMeta: meta, Secrets: make([]corev1.ObjectReference, 50_000)},
 		&corev1.Secret{ObjectMeta: meta, Data: map[string][]byte{"token": []byte("known"), "large": []byte(large)}},
 		&corev1.Secret{ObjectMeta: meta, Data: map[string][]byte{"token": []byte(large)}},

@@ -212,29 +212,7 @@ func (o *Options) fromDebugAddresses(ctx context.Context, kind process.Kind) ([]
 		})
 	}
 	wg.Wait()
-	if len(o.Addresses) == 0 {
-		all = append(all, stoppedXDS(o.DataDir)...)
-	}
 	return all, nil
-}
-
-// stoppedXDS returns a report of each xds process of `split` that does not listen. A process that listens has no
-// report: xds is no service.
-func stoppedXDS(dir string) (all []*process.Report) {
-	files, _ := fs.Glob(os.DirFS(dir), "config/xds-*.yaml")
-	for _, f := range files {
-		var c struct {
-			Address string `json:"debug-address"`
-		}
-		b, err := os.ReadFile(filepath.Join(dir, f))
-		if err == nil {
-			err = yaml.Unmarshal(b, &c)
-		}
-		if err == nil && !Reachable(c.Address) {
-			all = append(all, &process.Report{Services: []string{"xds"}, Address: c.Address, Error: "it does not listen"})
-		}
-	}
-	return all
 }
 
 // debugAddresses returns the services of each debug address of a data directory: the socket of `up`, or the
@@ -269,8 +247,11 @@ func debugAddresses(dir string) (map[string][]string, error) {
 		if err := yaml.Unmarshal(b, &c); err != nil {
 			return nil, fmt.Errorf("%s: %w", f, err)
 		}
-		if len(c.Targets) > 0 {
+		switch {
+		case len(c.Targets) > 0:
 			all[c.Address] = c.Targets
+		case strings.HasPrefix(filepath.Base(f), "xds-") && !Reachable(c.Address):
+			all[c.Address] = []string{"xds"} // xds has no report, and only a stopped xds is a fault
 		}
 	}
 	if len(all) == 0 {

@@ -51,10 +51,6 @@ var inflightBytes = prometheus.NewGauge(prometheus.GaugeOpts{
 // Metrics returns this package's collectors.
 func Metrics() []prometheus.Collector { return []prometheus.Collector{inflightBytes} }
 
-// exemptGroups are the groups whose bodies are accepted regardless of quotas, because they run the cluster. Each node
-// has the quota of an owner, because it may be compromised.
-var exemptGroups = []string{user.SystemPrivilegedGroup, user.NodesGroup, identity.ServicesGroup}
-
 // Reader reads bodies before the requests count as in flight. A slow client occupies the bytes it has sent, and no
 // seat. The zero value is ready to use.
 type Reader struct {
@@ -90,10 +86,9 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 		buffer := &bodyBuffer{reader: b}
 		if ok {
 			buffer.owner = identity.Owner(u.GetName())
-			buffer.exempt = slices.ContainsFunc(u.GetGroups(), func(g string) bool {
-				return slices.Contains(exemptGroups, g)
-			})
-			buffer.node = slices.Contains(u.GetGroups(), user.NodesGroup)
+			// A node may be compromised, so it has the bound of an owner.
+			buffer.anyTotal = identity.IsPriority(u)
+			buffer.anyOwned = buffer.anyTotal && !slices.Contains(u.GetGroups(), user.NodesGroup)
 		}
 		defer buffer.release()
 		// A client may not send its body forever. If the connection has no deadlines, the request's own deadline ends
@@ -137,10 +132,11 @@ var errQuotaExceeded = errors.New("too many bytes of request bodies are in fligh
 type bodyBuffer struct {
 	reader *Reader
 	owner  string
-	// exempt: the quota of all owners does not apply, and the owner's only to a node.
-	exempt, node bool
-	data         []byte
-	reserved     int
+	// anyTotal: the bound of all owners does not apply, because the user runs the cluster. anyOwned: the bound of the
+	// owner does not apply.
+	anyTotal, anyOwned bool
+	data               []byte
+	reserved           int
 }
 
 // read reads the whole body, or one byte more than MaxBytes. length is the Content-Length, or negative if unknown. It
@@ -196,7 +192,7 @@ func (h *bodyBuffer) reserve(n int) bool {
 	if h.reserved+n <= smallBody {
 		limit = maxSmallBytes
 	}
-	if n <= 0 || !h.exempt && b.bytes+n > limit || (!h.exempt || h.node) && b.owners[h.owner]+n > maxOwnerBytes {
+	if n <= 0 || !h.anyTotal && b.bytes+n > limit || !h.anyOwned && b.owners[h.owner]+n > maxOwnerBytes {
 		return false
 	}
 	h.reserved += n

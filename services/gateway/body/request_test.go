@@ -262,11 +262,11 @@ func TestAHandlerMayOutliveItsRequest(t *testing.T) {
 // A node has the quota of an owner, and its bodies are accepted if the quota of all is exceeded.
 func TestANodesBodiesAreBounded(t *testing.T) {
 	b := &Reader{bytes: maxInflightBytes}
-	node := &bodyBuffer{reader: b, owner: "system:node:n", exempt: true, node: true}
+	node := &bodyBuffer{reader: b, owner: "system:node:n", anyTotal: true}
 	if !node.reserve(maxOwnerBytes) || node.reserve(1) {
 		t.Error("a node's bodies have another bound than an owner's")
 	}
-	administrator := &bodyBuffer{reader: b, owner: "admin", exempt: true}
+	administrator := &bodyBuffer{reader: b, owner: "admin", anyTotal: true, anyOwned: true}
 	if !administrator.reserve(2 * maxOwnerBytes) {
 		t.Error("an administrator's body is refused")
 	}

@@ -6,7 +6,6 @@ import (
 	"io"
 	"net/http"
 	"net/url"
-	"slices"
 	"sync"
 	"time"
 
@@ -16,7 +15,6 @@ import (
 	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/fields"
-	"k8s.io/apiserver/pkg/authentication/user"
 
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/identity"
@@ -155,53 +153,14 @@ func (c *requestContext) listFromRegistry() {
 		return
 	}
 	c.recordListSize(int64(len(data)), false)
-	if !c.isPriority() {
-		owner := identity.Owner(c.user.GetName())
-		if !c.router.unread.acquire(owner, len(data)) {
-			c.fail(apierrors.NewTooManyRequests("too many lists have not been read by their clients, please try again later", 1))
+	if owner := identity.QuotaOwner(c.user, c.req.RemoteAddr); owner != "" {
+		if !c.router.unread.acquire(owner, data) {
+			c.fail(apierrors.NewTooManyRequests("too many lists of the user have not been read, please try again later", 1))
 			return
 		}
-		defer c.router.unread.release(owner, len(data))
+		defer c.router.unread.release(owner, data)
 	}
 	c.writeResponse(&registryv1.ObjectResponse{Code: http.StatusOK, Body: data})
-}
-
-// Bounds of the lists of registry that clients have not read yet: for an owner and for all. A single list may exceed
-// the owner's bound.
-const (
-	maxOwnUnread = 64 << 20
-	maxUnread    = 512 << 20
-)
-
-// unreadLists are the bytes of lists that a process holds for clients that have not read them. The zero value is ready.
-type unreadLists struct {
-	mu    sync.Mutex
-	bytes int
-	of    map[string]int
-}
-
-// acquire counts n bytes for an owner, unless a bound is exceeded.
-func (u *unreadLists) acquire(owner string, n int) bool {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	if own := u.of[owner]; own > 0 && own+n > maxOwnUnread || u.bytes > 0 && u.bytes+n > maxUnread {
-		return false
-	}
-	if u.of == nil {
-		u.of = map[string]int{}
-	}
-	u.bytes += n
-	u.of[owner] += n
-	return true
-}
-
-func (u *unreadLists) release(owner string, n int) {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	u.bytes -= n
-	if u.of[owner] -= n; u.of[owner] <= 0 {
-		delete(u.of, owner)
-	}
 }
 
 // ListGroups has a group of shared lists for each event log. An etcd that hangs then delays no list of another etcd.
@@ -235,7 +194,7 @@ func (c *requestContext) readShared(r *registryv1.GetRequest) ([]byte, error) {
 	}
 	r.User, r.Query = user, query
 	lists := c.router.Lists
-	if c.isPriority() {
+	if identity.IsPriority(user) { // their lists do not wait behind other users' lists
 		lists = c.router.PriorityLists
 	}
 	data, err := lists.of(c.apiResource.GetLog()).GetFor(c.req.Context(), identity.Owner(user.GetName()), string(key),
@@ -252,14 +211,6 @@ func (c *requestContext) recordListSize(bytes int64, compressed bool) {
 	if c.router.RecordListSize != nil {
 		c.router.RecordListSize(c.req, bytes, compressed)
 	}
-}
-
-// priorityGroups are the groups whose lists do not wait behind other users' lists: internal services, administrators
-// and nodes.
-var priorityGroups = []string{identity.ServicesGroup, user.SystemPrivilegedGroup, user.NodesGroup}
-
-func (c *requestContext) isPriority() bool {
-	return slices.ContainsFunc(c.user.GetGroups(), func(g string) bool { return slices.Contains(priorityGroups, g) })
 }
 
 // listQuery returns a query with only the parameters that affect a list, in canonical order.

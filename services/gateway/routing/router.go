@@ -52,8 +52,8 @@ type Router struct {
 	Objects registryv1.ObjectsClient
 	// Tier is the watch tier. Internal is the registry, which serves the reads of authn, authz and admission.
 	Tier, Internal Source
-	// Lists shares the lists that registry serves. PriorityLists does so for priorityGroups, whose lists do not wait
-	// behind other users' lists.
+	// Lists shares the lists that registry serves. PriorityLists does so for users of identity.IsPriority. Their lists
+	// do not wait behind other users' lists.
 	Lists, PriorityLists *ListGroups
 	// Admission, Authn and Authz serve the registry's callbacks during a write.
 	Admission  admissionv1.AdmissionClient

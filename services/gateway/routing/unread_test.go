@@ -4,24 +4,33 @@ import "testing"
 
 func TestUnreadListsAreBounded(t *testing.T) {
 	var u unreadLists
+	large, half, small := make([]byte, 2*maxUnread), make([]byte, maxUnread/2), make([]byte, 1)
 	for i, step := range []struct {
 		owner string
-		n     int
+		data  []byte
 		want  bool
 	}{
-		{"a", 2 * maxOwnUnread, true}, // a single list
-		{"a", 1, false},
-		{"b", maxOwnUnread, true},
-		{"b", 1, false},
-		{"c", maxUnread - 3*maxOwnUnread, true},
-		{"d", 1, false},
+		{"a", large, true}, // a single list
+		{"a", large, true}, // an equal request shares it
+		{"a", small, false},
+		{"b", half, true},
+		{"b", make([]byte, maxUnread/2), true},
+		{"b", small, false},
 	} {
-		if got := u.acquire(step.owner, step.n); got != step.want {
+		if got := u.acquire(step.owner, step.data); got != step.want {
 			t.Errorf("step %d: %v", i, got)
 		}
 	}
-	u.release("a", 2*maxOwnUnread)
-	if !u.acquire("a", maxOwnUnread) || !u.acquire("d", maxOwnUnread) {
+	u.release("a", large)
+	if u.acquire("a", small) {
+		t.Error("a list that a request still holds does not count")
+	}
+	u.release("a", large)
+	if !u.acquire("a", small) {
 		t.Error("a released list still counts")
+	}
+	u.release("a", small)
+	if len(u.bytes) != 1 {
+		t.Errorf("%v is left", u.bytes)
 	}
 }

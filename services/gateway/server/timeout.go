@@ -192,13 +192,20 @@ type timeoutWriter struct {
 	w      http.ResponseWriter
 	header http.Header // of the handler
 
-	// writing is true while the handler writes to the client. timedOut is set before writing is read, so a write either
-	// fails or is interrupted.
-	writing, timedOut atomic.Bool
+	// state is stateOpen, stateWriting while the handler writes to the client, or stateTimedOut.
+	state atomic.Int32
 
 	mu                    sync.Mutex
 	headersSent, hijacked bool
 }
+
+const (
+	stateOpen int32 = iota
+	stateWriting
+	stateTimedOut
+)
+
+func (tw *timeoutWriter) timedOut() bool { return tw.state.Load() == stateTimedOut }
 
 // Unwrap implements responsewriter.UserProvidedDecorator.
 func (tw *timeoutWriter) Unwrap() http.ResponseWriter { return tw.w }
@@ -207,7 +214,7 @@ func (tw *timeoutWriter) Unwrap() http.ResponseWriter { return tw.w }
 func (tw *timeoutWriter) Header() http.Header {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
-	if tw.timedOut.Load() {
+	if tw.timedOut() {
 		return http.Header{}
 	}
 	return tw.header
@@ -226,18 +233,17 @@ func (tw *timeoutWriter) sendHeaders() {
 func (tw *timeoutWriter) Write(p []byte) (int, error) {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
-	tw.writing.Store(true)
-	defer tw.writing.Store(false)
-	switch {
-	case tw.timedOut.Load():
-		return 0, http.ErrHandlerTimeout
-	case tw.hijacked:
+	if tw.hijacked {
 		return 0, http.ErrHijacked
-	case !tw.headersSent:
+	}
+	if !tw.state.CompareAndSwap(stateOpen, stateWriting) {
+		return 0, http.ErrHandlerTimeout
+	}
+	if !tw.headersSent {
 		tw.sendHeaders()
 	}
 	n, err := tw.w.Write(p)
-	if err != nil && tw.timedOut.Load() {
+	if !tw.state.CompareAndSwap(stateWriting, stateOpen) && err != nil {
 		err = http.ErrHandlerTimeout // timeOut has interrupted the write
 	}
 	return n, err
@@ -247,7 +253,7 @@ func (tw *timeoutWriter) Write(p []byte) (int, error) {
 func (tw *timeoutWriter) WriteHeader(code int) {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
-	if tw.timedOut.Load() || tw.headersSent || tw.hijacked {
+	if tw.timedOut() || tw.headersSent || tw.hijacked {
 		return
 	}
 	tw.sendHeaders()
@@ -258,10 +264,9 @@ func (tw *timeoutWriter) WriteHeader(code int) {
 func (tw *timeoutWriter) Flush() {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
-	tw.writing.Store(true)
-	defer tw.writing.Store(false)
-	if !tw.timedOut.Load() {
+	if tw.state.CompareAndSwap(stateOpen, stateWriting) {
 		tw.w.(http.Flusher).Flush()
+		tw.state.CompareAndSwap(stateWriting, stateOpen)
 	}
 }
 
@@ -269,7 +274,7 @@ func (tw *timeoutWriter) Flush() {
 func (tw *timeoutWriter) CloseNotify() <-chan bool {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
-	if tw.timedOut.Load() {
+	if tw.timedOut() {
 		closed := make(chan bool)
 		close(closed)
 		return closed
@@ -281,7 +286,7 @@ func (tw *timeoutWriter) CloseNotify() <-chan bool {
 func (tw *timeoutWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	tw.mu.Lock()
 	defer tw.mu.Unlock()
-	if tw.timedOut.Load() {
+	if tw.timedOut() {
 		return nil, nil, http.ErrHandlerTimeout
 	}
 	conn, rw, err := tw.w.(http.Hijacker).Hijack()
@@ -292,8 +297,7 @@ func (tw *timeoutWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 // timeOut responds 504 instead of the handler. If the handler's response has started, it aborts that, so that the
 // client sees that it is incomplete. It ends a write that waits for the client: the handler would keep its seat.
 func (tw *timeoutWriter) timeOut() {
-	tw.timedOut.Store(true)
-	if tw.writing.Load() {
+	if tw.state.Swap(stateTimedOut) == stateWriting {
 		_ = http.NewResponseController(tw.w).SetWriteDeadline(time.Now())
 	}
 	tw.mu.Lock()

@@ -1,6 +1,7 @@
 package server
 
 import (
+	"container/list"
 	"context"
 	"crypto/tls"
 	"fmt"
@@ -29,8 +30,9 @@ type UserLimitsConfig struct {
 func (c *UserLimitsConfig) addFlags(fs *pflag.FlagSet) {
 	fs.IntVar(&c.Connections, "max-connections-per-user", 10000,
 		"The maximum number of open connections of a user per gateway. Requests on further connections get 429. "+
-			"The service accounts of a namespace count as a single user. 0: no limit. Nodes, system:masters and the "+
-			"service accounts of kube-system have no limit.")
+			"It also bounds the connections of an address, or of a /64 network of IPv6, without an authenticated "+
+			"request: the oldest is then closed. The service accounts of a namespace count as a single user. 0: no "+
+			"limit. Nodes, system:masters and the service accounts of kube-system have no limit.")
 	fs.IntVar(&c.Streams, "max-streams-per-user", 5000,
 		"The maximum number of open watches and other long-running requests (logs, exec, port-forward, proxies) of "+
 			"a user per gateway. Further requests get 429. 0: no limit. The exemptions are those of "+
@@ -52,7 +54,8 @@ func (c *UserLimitsConfig) Validate() error {
 
 var overUserLimit = prometheus.NewCounterVec(prometheus.CounterOpts{
 	Name: "watershed_gateway_user_limit_exceeded_total",
-	Help: "Requests rejected because their user reached --max-connections-per-user or --max-streams-per-user.",
+	Help: "Requests rejected because their user reached --max-connections-per-user or --max-streams-per-user, and " +
+		"connections closed because their address reached --max-connections-per-user without authentication.",
 }, []string{"limit"})
 
 // Metrics returns this package's collectors.
@@ -67,15 +70,16 @@ type userLimits struct {
 	// connections holds the open connections. users holds only users with an open connection or stream.
 	connections map[net.Conn]*trackedConn
 	users       map[string]*usage
-	// unattributed are the connections of each host that count for no user yet.
-	unattributed map[string]int
+	// unattributed are the connections (net.Conn) of each host that count for no user yet, the oldest first.
+	unattributed map[string]*list.List
 }
 
 // trackedConn is a client's connection. userLimits.mu guards it. users are the users that it counts for.
 type trackedConn struct {
 	users map[string]struct{}
-	// host is the client's host while the connection counts for no user.
-	host string
+	// host is the client's host, and place the connection's place in unattributed while it counts for no user.
+	host  string
+	place *list.Element
 	// exempt: the connection has carried requests of a user without a limit.
 	exempt, closed bool
 }
@@ -85,21 +89,31 @@ type usage struct{ connections, streams int }
 
 func newUserLimits(c *UserLimitsConfig) *userLimits {
 	return &userLimits{config: c, connections: map[net.Conn]*trackedConn{}, users: map[string]*usage{},
-		unattributed: map[string]int{}}
+		unattributed: map[string]*list.List{}}
 }
 
 type connKey struct{}
 
 // trackConnections makes srv count its connections. A connection counts for the client's host until its first request
-// is authenticated. It is closed at once if the host is at the limit of a user: each 401 would renew its idle timeout.
+// is authenticated. If the host exceeds the limit of a user, its oldest such connection is closed: each 401 would renew
+// the idle timeout. The newest stays, because others may share the address, and authenticate at once.
 func (l *userLimits) trackConnections(srv *http.Server) {
 	srv.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
 		conn := &trackedConn{users: map[string]struct{}{}, host: identity.Host(c.RemoteAddr().String())}
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		l.connections[c] = conn
-		if l.unattributed[conn.host]++; l.config.Connections > 0 && l.unattributed[conn.host] > l.config.Connections {
-			closeSocket(c)
+		all := l.unattributed[conn.host]
+		if all == nil {
+			all = list.New()
+			l.unattributed[conn.host] = all
+		}
+		conn.place = all.PushBack(c)
+		if l.config.Connections > 0 && all.Len() > l.config.Connections {
+			oldest := all.Front().Value.(net.Conn)
+			l.attribute(l.connections[oldest])
+			overUserLimit.WithLabelValues("unauthenticated connections").Inc()
+			closeSocket(oldest)
 		}
 		return context.WithValue(ctx, connKey{}, conn)
 	}
@@ -148,15 +162,17 @@ func closeSocket(c net.Conn) {
 	}
 }
 
-// attribute ends that a connection counts for its host. The lock is held.
+// attribute stops counting a connection for its host. The lock is held.
 func (l *userLimits) attribute(c *trackedConn) {
-	if c.host == "" {
+	if c.place == nil {
 		return
 	}
-	if l.unattributed[c.host]--; l.unattributed[c.host] <= 0 {
-		delete(l.unattributed, c.host)
+	if all := l.unattributed[c.host]; all != nil {
+		if all.Remove(c.place); all.Len() == 0 {
+			delete(l.unattributed, c.host)
+		}
 	}
-	c.host = ""
+	c.place = nil
 }
 
 // updateUsage updates a user's usage. The lock is held.
@@ -191,8 +207,8 @@ func (l *userLimits) isUnattributed(c *trackedConn) bool {
 // proxy's connection carries requests of any number of users.
 const maxConnUsers = 16
 
-// isProbe reports whether load balancers and kubelets probe the path. Probes must succeed even if others hold all
-// connections; flow control exempts them too.
+// isProbe reports whether load balancers and kubelets probe the path. Probes must succeed even if users hold all of
+// their connections; flow control exempts them too. The bound of their address applies.
 func isProbe(path string) bool {
 	return slices.ContainsFunc([]string{"/healthz", "/livez", "/readyz"}, func(p string) bool {
 		rest, ok := strings.CutPrefix(path, p)

@@ -95,16 +95,16 @@ func CRDsAt(ctx context.Context, s *storage.Storage, etcd *storage.Etcd, revisio
 func (f *CRDs) read(ctx context.Context, crds *storage.Resource, kv *mvccpb.KeyValue) error {
 	d, err := decode(ctx, crds, string(kv.Key), kv.Value, kv.ModRevision)
 	if err != nil {
-		f.Unreadable(path.Base(string(kv.Key)))
+		f.MarkUnreadable(path.Base(string(kv.Key)))
 		return err
 	}
 	f.set(d)
 	return nil
 }
 
-// Unreadable records that a CRD could not be decoded at its last event. It returns the stored resource whose objects
-// can no longer be decoded, or an empty name.
-func (f *CRDs) Unreadable(name string) string {
+// MarkUnreadable records that a CRD could not be decoded at its last event. It returns the stored resource whose
+// objects can no longer be decoded, or an empty name.
+func (f *CRDs) MarkUnreadable(name string) string {
 	before, known := f.byName[name]
 	f.forget(name)
 	f.unreadable[f.objectPrefix(name)] = name
@@ -121,8 +121,8 @@ func (f *CRDs) UnreadableByKey(key, prefix string) (name, object string, ok bool
 	return name, key[len(objects):], ok
 }
 
-// ReadAgain reads an unreadable CRD as of a revision. It reports whether the CRD exists. If it can be decoded now, it
-// is no longer unreadable.
+// ReadAgain reads an unreadable CRD as of a revision. It reports whether the CRD exists, or may exist because etcd does
+// not respond. If the CRD can be decoded now, it is no longer unreadable.
 func (f *CRDs) ReadAgain(ctx context.Context, name string, revision int64) (exists bool, err error) {
 	crds, _ := f.storage.ByName(crdResource)
 	resp, err := crds.Etcd.Client.Client.Get(ctx, crds.Prefix+name, clientv3.WithRev(revision))

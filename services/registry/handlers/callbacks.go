@@ -59,8 +59,8 @@ func callbacksFrom(ctx context.Context) (Callbacks, error) {
 }
 
 // Authorizer authorizes through the Callbacks of the current write. Upstream's storages use it for escalation and
-// approval checks. It fails closed: without a decision it has no opinion,
-// and a SubjectAccessReview has the error.
+// approval checks. Without a decision, it returns NoOpinion and the error: these checks then reject the write, and a
+// SubjectAccessReview has the error.
 type Authorizer struct{}
 
 // Authorize implements authorizer.Authorizer.

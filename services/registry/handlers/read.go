@@ -41,7 +41,7 @@ func (scope *RequestScope) Get(ctx context.Context, r *registryv1.GetRequest) (*
 	if err != nil {
 		return nil, err
 	}
-	// kube-apiserver's watch cache, which has no Events, responds 500.
+	// kube-apiserver's watch cache responds 500 to an invalid resourceVersion. It has no Events.
 	if scope.APIResource.GetStorageResource() != "events" {
 		if _, err := (apistorage.APIObjectVersioner{}).ParseResourceVersion(opts.ResourceVersion); err != nil {
 			return nil, err

@@ -9,9 +9,9 @@ import (
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 )
 
-// logLostAfter is how long the log may stay behind etcd before revisions that it lacks are compacted. Without NATS,
-// etcd would otherwise keep every revision until its quota is used up, and then reject writes. Once NATS is back, the
-// log is reset, and clients list again.
+// logLostAfter is how long the log may stay at a revision behind etcd's before revisions that it lacks are compacted.
+// Without NATS, etcd would otherwise keep every revision until its quota is used up, and then reject writes. Once NATS
+// is back, the log is reset, and clients list again.
 const logLostAfter = 30 * time.Minute
 
 // compaction decides which revisions are compacted. before is etcd's revision an interval ago. end is the end of the
@@ -46,11 +46,11 @@ func (p *Publisher) compact(ctx context.Context) error {
 			return ctx.Err()
 		case <-tick.C:
 		}
-		now, err := p.Etcd.ReadRevision(ctx)
+		revision, err := p.Etcd.ReadRevision(ctx)
 		if err != nil {
 			continue
 		}
-		before := c.next(time.Now(), now, max(p.published.Load(), p.observed.End().Last.Revision))
+		before := c.next(time.Now(), revision, max(p.published.Load(), p.observed.End().Last.Revision))
 		if before > 0 && p.elected.Load() {
 			if _, err := p.Etcd.Client.Compact(ctx, before); err != nil && !errors.Is(err, rpctypes.ErrCompacted) {
 				slog.Warn("Compaction failed", "revision", before, "error", err)

@@ -156,13 +156,16 @@ func (p *Publisher) applyCRD(c *core.Change, obj runtime.Object) {
 	case obj != nil:
 		c.CRDChanged = p.crds.Apply(obj, c.Deleted)
 	case !errors.Is(c.Err, core.ErrPrevCompacted):
-		c.CRDChanged = p.crds.Unreadable(path.Base(c.Key))
+		c.CRDChanged = p.crds.MarkUnreadable(path.Base(c.Key))
 	}
 }
 
 // errUnreadableCRD resets the resource of an object whose CRD could not be decoded when the object's event arrived, or
 // when an earlier event did.
 var errUnreadableCRD = errors.New("its CRD could not be decoded")
+
+// unreadableCRDs is the name for decryptBackoff under which unreadable CRDs are read again.
+const unreadableCRDs = "unreadable CRDs"
 
 // checkUnreadable completes the change of an unknown key if the CRD of the key is unreadable: the change resets the
 // resource.
@@ -171,12 +174,14 @@ func (p *Publisher) checkUnreadable(ctx context.Context, e *mvccpb.Event, c *cor
 	if !ok {
 		return
 	}
-	err := p.decryptBackoff.check(name)
+	err := p.decryptBackoff.check(unreadableCRDs)
 	if err == nil {
 		var exists bool
 		start := time.Now()
-		exists, err = p.crds.ReadAgain(ctx, name, c.Revision)
-		p.decryptBackoff.record(name, start, &err)
+		bounded, cancel := context.WithTimeout(ctx, slowDecryption) // other resources' events wait
+		exists, err = p.crds.ReadAgain(bounded, name, c.Revision)
+		cancel()
+		p.decryptBackoff.record(unreadableCRDs, start, &err)
 		if !exists {
 			return
 		}
