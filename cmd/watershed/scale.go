@@ -20,7 +20,7 @@ import (
 
 	"watershed.dev/cmd/xds"
 	"watershed.dev/platform/process"
-	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/socket"
 )
 
 // controlSocket is the socket on which a running split accepts scale requests. Only the user that runs split may
@@ -72,7 +72,7 @@ func requestScale(dataDir string, args []string) error {
 
 // serveControl serves the requests of scaleCommand until ctx is done.
 func (s *splitRun) serveControl(ctx context.Context) error {
-	l, err := rpc.ListenSocket(filepath.Join(s.sockets, controlSocket))
+	l, err := socket.Listen(filepath.Join(s.sockets, controlSocket))
 	if err != nil {
 		return err
 	}

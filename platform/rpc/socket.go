@@ -10,12 +10,13 @@ import (
 	"net"
 	"os"
 	"strings"
-	"syscall"
 
 	"google.golang.org/grpc/credentials"
+
+	"watershed.dev/platform/socket"
 )
 
-// Listen listens on host:port, or on unix:/path with ListenSocket.
+// Listen listens on host:port, or on unix:/path with socket.Listen.
 func Listen(address string) (net.Listener, error) {
 	if !strings.HasPrefix(address, socketScheme) {
 		return net.Listen("tcp", address)
@@ -27,34 +28,7 @@ func Listen(address string) (net.Listener, error) {
 	if err != nil {
 		return nil, err
 	}
-	return ListenSocket(a.Path)
-}
-
-// ListenSocket listens on a Unix socket that only this user may open. It removes the socket of a killed process. It
-// fails with EADDRINUSE if a process still listens on the socket. If two processes remove the same socket at once, the
-// first may listen on a socket without a name. A path must therefore be used by only one process.
-func ListenSocket(path string) (net.Listener, error) {
-	if info, err := os.Lstat(path); err == nil && info.Mode().Type() == os.ModeSocket {
-		c, err := net.Dial("unix", path)
-		if err == nil {
-			c.Close()
-			return nil, fmt.Errorf("a process listens there: %w", syscall.EADDRINUSE)
-		}
-		if errors.Is(err, syscall.ECONNREFUSED) {
-			if err := os.Remove(path); err != nil {
-				return nil, err
-			}
-		}
-	}
-	l, err := net.Listen("unix", path)
-	if err != nil {
-		return nil, err
-	}
-	if err := os.Chmod(path, 0o600); err != nil {
-		l.Close()
-		return nil, err
-	}
-	return l, nil
+	return socket.Listen(a.Path)
 }
 
 // socketCredentials is TLS, except on a Unix socket. There both sides authenticate with the TLS handshake, and later

@@ -14,11 +14,9 @@ import (
 	"net"
 	"net/http"
 	"net/http/pprof"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -28,6 +26,8 @@ import (
 	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	"k8s.io/component-base/metrics"
 	"k8s.io/klog/v2"
+
+	"watershed.dev/platform/socket"
 )
 
 // Options are the flags that every service has.
@@ -161,41 +161,19 @@ func (o *Options) ServeDebug(ctx context.Context, gatherer prometheus.Gatherer, 
 	return errors.Join(err, <-failed)
 }
 
-// removeUnusedSocket removes the socket of a killed process. It removes no other file, and no socket of a running
-// process.
-func removeUnusedSocket(path string) {
-	if info, err := os.Lstat(path); err != nil || info.Mode().Type() != os.ModeSocket {
-		return
-	}
-	c, err := net.Dial("unix", path)
-	if err == nil {
-		c.Close()
-		return
-	}
-	if errors.Is(err, syscall.ECONNREFUSED) {
-		_ = os.Remove(path)
-	}
-}
-
 // servePages serves pages at the address of a flag until ctx is done. It serves nothing at an empty address.
 func servePages(ctx context.Context, flag, address string, mux *http.ServeMux) error {
 	if address == "" {
 		<-ctx.Done()
 		return nil
 	}
-	network := "tcp"
+	listen := func(address string) (net.Listener, error) { return net.Listen("tcp", address) }
 	if strings.HasPrefix(address, "/") {
-		network = "unix"
-		removeUnusedSocket(address)
+		listen = socket.Listen
 	}
-	l, err := net.Listen(network, address)
+	l, err := listen(address)
 	if err != nil {
 		return fmt.Errorf("--%s %q: %w", flag, address, err)
-	}
-	if network == "unix" { // only for this user
-		if err := os.Chmod(address, 0o600); err != nil {
-			return fmt.Errorf("--%s %q: %w", flag, address, err)
-		}
 	}
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
 	if flag == "health-address" {

@@ -114,7 +114,7 @@ var floors = map[string][][]string{
 	"platform": {
 		{
 			"config", "deflate", "egress", "events", "features", "frame", "recovery", "identity", "admissionrules", "lru",
-			"patchlimit", "paths", "pki", "reload", "version", "warnings", "watchable", "zaplog",
+			"patchlimit", "paths", "pki", "reload", "socket", "version", "warnings", "watchable", "zaplog",
 		},
 		{"kubeversion", "loopback", "reload/reloadtest", "telemetry", "watchcache/core"},
 		{"rpc"},

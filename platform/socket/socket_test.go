@@ -1,4 +1,4 @@
-package telemetry
+package socket
 
 import (
 	"net"
@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// An address that names a file by mistake removes nothing, and neither does the socket of a running process.
+// A path that names a file by mistake is not removed, and neither is the socket of a running process.
 func TestOnlyUnusedSocketsAreRemoved(t *testing.T) {
 	dir := t.TempDir()
 	path := func(name string) string { return filepath.Join(dir, name) }
@@ -29,10 +29,18 @@ func TestOnlyUnusedSocketsAreRemoved(t *testing.T) {
 		}
 		defer l.Close()
 	}
-	for name, left := range map[string]bool{"file": true, "directory": true, "used": true, "unused": false} {
-		removeUnusedSocket(path(name))
-		if _, err := os.Lstat(path(name)); (err == nil) != left {
+	for name, listens := range map[string]bool{
+		"file": false, "directory": false, "used": false, "unused": true, "new": true,
+	} {
+		l, err := Listen(path(name))
+		if (err == nil) != listens {
 			t.Errorf("%s: %v", name, err)
+		}
+		if info, err := os.Lstat(path(name)); err != nil || listens && info.Mode().Perm() != 0o600 {
+			t.Errorf("%s: %v, %v", name, info, err)
+		}
+		if err == nil {
+			l.Close()
 		}
 	}
 }
