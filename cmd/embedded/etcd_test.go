@@ -15,6 +15,20 @@ import (
 	"go.uber.org/zap"
 )
 
+// runEtcd runs a member until the test ends, and waits until it is ready.
+func runEtcd(t *testing.T, e *Etcd) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	member, ended := e.Runner(), make(chan error, 1)
+	go func() { ended <- member.Run(ctx) }()
+	t.Cleanup(func() { cancel(); <-ended })
+	waited, done := context.WithTimeout(ctx, 20*time.Second)
+	defer done()
+	if err := member.Ready.Wait(waited); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // A member without data does not start a new cluster if a running member belongs to another cluster.
 func TestANewMemberMakesNoSecondCluster(t *testing.T) {
 	ids := inner(t)
@@ -30,15 +44,7 @@ func TestANewMemberMakesNoSecondCluster(t *testing.T) {
 			InitialCluster: cluster,
 		}
 	}
-	ctx, cancel := context.WithCancel(t.Context())
-	first, ended := member(0, "etcd-0=https://"+peers[0]).Runner(), make(chan error, 1)
-	go func() { ended <- first.Run(ctx) }()
-	defer func() { cancel(); <-ended }()
-	waited, done := context.WithTimeout(ctx, 20*time.Second)
-	defer done()
-	if err := first.Ready.Wait(waited); err != nil {
-		t.Fatal(err)
-	}
+	runEtcd(t, member(0, "etcd-0=https://"+peers[0]))
 	err := member(1, list).Runner().Run(t.Context())
 	if err == nil || !strings.Contains(err.Error(), "etcd-0 is a member of another cluster") {
 		t.Errorf("%v", err)
@@ -63,15 +69,7 @@ func TestProbesPassWhileEtcdHasNoSpace(t *testing.T) {
 		Metrics: "http://" + freeAddress(t),
 		ID:      ids("etcd"),
 	}
-	ctx, cancel := context.WithCancel(t.Context())
-	member, ended := e.Runner(), make(chan error, 1)
-	go func() { ended <- member.Run(ctx) }()
-	defer func() { cancel(); <-ended }()
-	waited, done := context.WithTimeout(ctx, 20*time.Second)
-	defer done()
-	if err := member.Ready.Wait(waited); err != nil {
-		t.Fatal(err)
-	}
+	runEtcd(t, e)
 	conf, err := ids("registry").ClientConfig("etcd")
 	if err != nil {
 		t.Fatal(err)
@@ -85,7 +83,7 @@ func TestProbesPassWhileEtcdHasNoSpace(t *testing.T) {
 		Action: etcdserverpb.AlarmRequest_ACTIVATE,
 		Alarm:  etcdserverpb.AlarmType_NOSPACE,
 	}
-	if _, err := etcdserverpb.NewMaintenanceClient(registry.ActiveConnection()).Alarm(waited, full); err != nil {
+	if _, err := etcdserverpb.NewMaintenanceClient(registry.ActiveConnection()).Alarm(t.Context(), full); err != nil {
 		t.Fatal(err)
 	}
 	status := func(path string) int {

@@ -206,25 +206,28 @@ func (n *NATS) monitor(ctx context.Context) error {
 		return fmt.Errorf("--monitor-address %q: %w", n.Monitor, err)
 	}
 	mux := http.NewServeMux()
-	mux.HandleFunc("/healthz", func(w http.ResponseWriter, _ *http.Request) {
-		if srv := n.running.Load(); !srv.Running() || !srv.JetStreamEnabled() {
-			http.Error(w, "the NATS server or its JetStream does not run", http.StatusServiceUnavailable)
-			return
-		}
-		fmt.Fprint(w, "ok")
-	})
-	mux.HandleFunc("/readyz", func(w http.ResponseWriter, _ *http.Request) {
-		if reason := notReady(n.running.Load()); reason != "" {
-			http.Error(w, reason, http.StatusServiceUnavailable)
-			return
-		}
-		fmt.Fprint(w, "ok")
-	})
+	for path, reasonOf := range map[string]func(*server.Server) string{"/healthz": notHealthy, "/readyz": notReady} {
+		mux.HandleFunc(path, func(w http.ResponseWriter, _ *http.Request) {
+			if reason := reasonOf(n.running.Load()); reason != "" {
+				http.Error(w, reason, http.StatusServiceUnavailable)
+				return
+			}
+			fmt.Fprint(w, "ok")
+		})
+	}
 	pages := &http.Server{Handler: mux, ReadHeaderTimeout: time.Second, ReadTimeout: 5 * time.Second}
 	pages.SetKeepAlivesEnabled(false)
 	context.AfterFunc(ctx, func() { pages.Close() })
 	go func() { _ = pages.Serve(netutil.LimitListener(l, maxMonitorConnections)) }()
 	return nil
+}
+
+// notHealthy returns that the server or its JetStream does not run, or an empty string.
+func notHealthy(srv *server.Server) string {
+	if !srv.Running() || !srv.JetStreamEnabled() {
+		return "the NATS server or its JetStream does not run"
+	}
+	return ""
 }
 
 // notReady returns why the server has no complete copy of the streams, or an empty string. It ignores consumers: they

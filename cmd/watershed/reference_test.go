@@ -77,8 +77,8 @@ func reference() string {
 }
 
 // networkFlags names the flags of `watershed run` that the other commands set by themselves.
-const networkFlags = "those of a process's network (`--rpc-…`, `--xds-…`, `--registry-addresses`, `--drain-timeout`, " +
-	"`--target`)"
+const networkFlags = "those of a process's network (`--rpc-…`, `--xds-…`, `--registry-addresses`, " +
+	"`--drain-timeout`, `--target`)"
 
 // introduction returns the first sentence of the i-th section of the reference.
 func introduction(i int, command string) string {

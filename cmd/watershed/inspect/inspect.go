@@ -94,12 +94,13 @@ func (o *Options) Config() (*rest.Config, error) {
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
 	rules.ExplicitPath = o.Kubeconfig
 	overrides := &clientcmd.ConfigOverrides{CurrentContext: o.Context}
-	if !o.ThroughGateway() { // the user may have selected another cluster in the file
+	throughGateway := o.ThroughGateway()
+	if !throughGateway { // the user may have selected another cluster in the file
 		rules.ExplicitPath = filepath.Join(o.DataDir, "admin.kubeconfig")
 		overrides.CurrentContext = certgen.ClusterName
 	}
 	c, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, overrides).ClientConfig()
-	if err != nil && !o.ThroughGateway() && len(o.Addresses) == 0 {
+	if err != nil && !throughGateway && len(o.Addresses) == 0 {
 		if _, err := debugAddresses(o.DataDir); err != nil {
 			return nil, err
 		}
