@@ -24,7 +24,7 @@ type compaction struct {
 // next returns the revision below which etcd is compacted, or 0. revision is etcd's revision now, and end the end of
 // the log.
 func (c *compaction) next(now time.Time, revision, end int64) (before int64) {
-	if end > c.end || end >= revision {
+	if end != c.end || end >= revision { // a restored etcd is at an earlier revision
 		c.end, c.moved = end, now
 	}
 	before, c.before = c.before, revision

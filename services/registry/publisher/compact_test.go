@@ -24,6 +24,8 @@ func TestCompactionFollowsTheLog(t *testing.T) {
 		{"for too long", 10 * time.Minute, 600, 250, 500},
 		{"NATS is back", 5 * time.Minute, 700, 600, 600},
 		{"the log is complete again", 5 * time.Minute, 800, 800, 700},
+		{"etcd is restored", 20 * time.Minute, 400, 390, 390},
+		{"the log follows it", 20 * time.Minute, 500, 395, 395},
 	} {
 		now = now.Add(step.after)
 		if got := c.next(now, step.revision, step.end); got != step.want {
