@@ -74,10 +74,11 @@ func openLayout(dir, bind string, port int, hosts []string, logs logFiles) (*lay
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
-	dir, err := process.Resolve(dir)
+	resolved, err := process.Resolve(dir)
 	if err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
+	dir = resolved
 	if hasForeignFiles(dir) {
 		return nil, fmt.Errorf("--data-dir %q has other files, and only this user may access a data directory: choose an "+
 			"empty directory", dir)

@@ -46,10 +46,10 @@ func (c *Chunks) End() error {
 	return c.err
 }
 
-// Split sends a body in pieces of at most size bytes. An empty body is one empty piece.
-func Split(body []byte, size int, send func([]byte) error) error {
+// Split sends a body in pieces of at most ChunkBytes. An empty body is an empty piece.
+func Split(body []byte, send func([]byte) error) error {
 	for first := true; first || len(body) > 0; first = false {
-		n := min(len(body), size)
+		n := min(len(body), ChunkBytes)
 		if err := send(body[:n]); err != nil {
 			return err
 		}

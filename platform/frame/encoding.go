@@ -95,7 +95,7 @@ func (f *Encoding) Event(event string, data []byte) ([]byte, error) {
 	case f.Protobuf:
 		return WatchProtobuf(event, Envelope(f.Kind, f.APIVersion, data)), nil
 	}
-	return WatchJSON(event, Object(nil, f.Kind, f.APIVersion, data)), nil
+	return WatchJSON(event, Object(f.Kind, f.APIVersion, data)), nil
 }
 
 // Bookmark returns the frame of a BOOKMARK event. initialEnd marks the end of the initial events.
@@ -103,7 +103,7 @@ func (f *Encoding) Bookmark(revision int64, initialEnd bool) []byte {
 	if f.Protobuf {
 		return WatchProtobuf("BOOKMARK", Envelope(f.Kind, f.APIVersion, bookmarkProtobuf(revision, initialEnd)))
 	}
-	return WatchJSON("BOOKMARK", Object(nil, f.Kind, f.APIVersion, BookmarkJSON(revision, initialEnd)))
+	return WatchJSON("BOOKMARK", Object(f.Kind, f.APIVersion, BookmarkJSON(revision, initialEnd)))
 }
 
 // Error returns the frame of the ERROR event that ends a watch.

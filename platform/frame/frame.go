@@ -28,8 +28,9 @@ func APIVersion(k *commonv1.Kind) string {
 	return k.GetGroup() + "/" + k.GetVersion()
 }
 
-// Object appends an object's JSON with its kind and apiVersion. body is the JSON without both.
-func Object(dst []byte, kind, apiVersion string, body []byte) []byte {
+// Object returns an object's JSON with its kind and apiVersion. body is the JSON without both.
+func Object(kind, apiVersion string, body []byte) []byte {
+	dst := make([]byte, 0, len(`{"kind":"","apiVersion":"",`)+len(kind)+len(apiVersion)+len(body))
 	dst = append(dst, `{"kind":"`...)
 	dst = append(dst, kind...)
 	dst = append(dst, `","apiVersion":"`...)
@@ -39,15 +40,6 @@ func Object(dst []byte, kind, apiVersion string, body []byte) []byte {
 		dst = append(dst, ',')
 	}
 	return append(dst, body[1:]...)
-}
-
-// MetadataJSON returns "metadata":{…} of an object's JSON. It must be the first key.
-func MetadataJSON(body []byte) ([]byte, error) {
-	through, err := ThroughMetadata(body)
-	if err != nil {
-		return nil, err
-	}
-	return through[1:], nil
 }
 
 // ThroughMetadata returns an object's JSON up to the end of its metadata, which must be the first key: {"metadata":{…}

@@ -78,12 +78,12 @@ func TestMetadataIsCutOutOfEitherEncoding(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m, err := MetadataJSON(body)
+	m, err := ThroughMetadata(body)
 	if err != nil {
 		t.Fatal(err)
 	}
 	var got metav1.PartialObjectMetadata
-	if err := json.Unmarshal(append(append([]byte{'{'}, m...), '}'), &got); err != nil ||
+	if err := json.Unmarshal(append(m[:len(m):len(m)], '}'), &got); err != nil ||
 		got.Annotations["a"] != `} " \ {` {
 		t.Errorf("%s: %v", m, err)
 	}
@@ -96,7 +96,7 @@ func TestMetadataIsCutOutOfEitherEncoding(t *testing.T) {
 		t.Errorf("%x, %v", cut, err)
 	}
 	for _, bad := range []string{"", "{}", `{"spec":{}}`, `{"metadata":{"a":`} {
-		if m, err := MetadataJSON([]byte(bad)); err == nil {
+		if m, err := ThroughMetadata([]byte(bad)); err == nil {
 			t.Errorf("%q gives %q", bad, m)
 		}
 	}
@@ -111,7 +111,7 @@ func TestWatchFramesDecode(t *testing.T) {
 	if err := e.Unmarshal(f[4:]); err != nil || e.Type != "ADDED" || !bytes.HasPrefix(e.Object.Raw, []byte("k8s\x00")) {
 		t.Errorf("%v %v", e, err)
 	}
-	j := WatchJSON("BOOKMARK", Object(nil, "Pod", "v1", BookmarkJSON(9, true)))
+	j := WatchJSON("BOOKMARK", Object("Pod", "v1", BookmarkJSON(9, true)))
 	var w struct {
 		Type   string
 		Object metav1.PartialObjectMetadata
@@ -137,7 +137,7 @@ func TestAFrameInPiecesIsTheSameFrame(t *testing.T) {
 		}
 	}
 	body := []byte(`{"metadata":{"name":"a"}}`)
-	whole := WatchJSON("ADDED", Object(nil, "Pod", "v1", body))
+	whole := WatchJSON("ADDED", Object("Pod", "v1", body))
 	pieces := append(append(WatchJSONHead("ADDED", "Pod", "v1"), body[1:]...), WatchJSONTail...)
 	if !bytes.Equal(whole, pieces) {
 		t.Errorf("%q, not %q", pieces, whole)

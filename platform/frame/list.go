@@ -2,6 +2,7 @@ package frame
 
 import (
 	"fmt"
+	"slices"
 	"strconv"
 
 	"google.golang.org/protobuf/encoding/protowire"
@@ -115,10 +116,9 @@ func (i *Items) jsonSize(n int) int {
 	return len(head) + body + len(i.Tail)
 }
 
-// Append appends item n to dst, in JSON.
-func (i *Items) Append(dst []byte, n int) []byte {
-	head, body, tail := i.pieces(n)
-	return append(append(append(dst, head...), body...), tail...)
+// JSON returns a copy of item n, in JSON.
+func (i *Items) JSON(n int) []byte {
+	return slices.Concat(i.pieces(n))
 }
 
 // Body is a list body: Head, the items, and Tail.

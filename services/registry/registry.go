@@ -13,7 +13,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
-	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	extensionsclient "k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
 	extensions "k8s.io/apiextensions-apiserver/pkg/client/informers/externalversions"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -319,7 +318,7 @@ func (s *Service) initCustomResources() error {
 		BuiltIn:  s.resources.BuiltIn.HasVersion,
 		OnChange: s.discovery.Invalidate,
 	}
-	if crds.Models, err = s.resources.BuiltIn.Models(apiextensionsv1.GroupName); err != nil {
+	if crds.Models, err = s.resources.BuiltIn.CRDModels(); err != nil {
 		return err
 	}
 	s.resources.BuiltIn.ReleaseOpenAPIDefinitions()

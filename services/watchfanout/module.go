@@ -27,7 +27,7 @@ func options() process.Options {
 			if err != nil {
 				return nil, err
 			}
-			s, err := New(ctx, c, Deps{
+			s, err := New(c, Deps{
 				ID:        d.ID,
 				Source:    registryv1.NewSourceClient(conn),
 				Discovery: registryv1.NewDiscoveryClient(conn),

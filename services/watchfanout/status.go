@@ -62,9 +62,6 @@ func (s *Service) deepState(ctx context.Context) any {
 	return st
 }
 
-// maxSlowest bounds the watches that a status lists.
-const maxSlowest = 10
-
 // Status returns the replica's state. It waits at most 1 s for etcd's revision.
 func (s *Service) Status(ctx context.Context) *Status {
 	st := &Status{
@@ -76,7 +73,7 @@ func (s *Service) Status(ctx context.Context) *Status {
 		EventsPerSecond: s.watchServer.Rate(),
 		Resets:          s.cache.Resets(),
 		Resources:       s.cache.Resources(),
-		Slowest:         s.watchServer.Slowest(maxSlowest),
+		Slowest:         s.watchServer.Slowest(),
 	}
 	ctx, cancel := context.WithTimeout(ctx, time.Second)
 	defer cancel()
@@ -88,7 +85,7 @@ func (s *Service) Status(ctx context.Context) *Status {
 		st.EventsPerSecond += l.watchServer.Rate()
 		st.Resets += l.cache.Resets()
 		st.Resources = append(st.Resources, l.cache.Resources()...)
-		st.Slowest = append(st.Slowest, l.watchServer.Slowest(maxSlowest)...)
+		st.Slowest = append(st.Slowest, l.watchServer.Slowest()...)
 	}
 	for _, r := range st.Resources {
 		st.Bytes += r.Memory()

@@ -105,7 +105,7 @@ type Deps struct {
 const staleAfter = 4 * time.Second
 
 // New builds a replica. Run starts it; it becomes ready when it has received discovery and has read the log to its end.
-func New(_ context.Context, c *Config, d Deps) (*Service, error) {
+func New(c *Config, d Deps) (*Service, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}

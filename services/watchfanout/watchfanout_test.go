@@ -68,7 +68,7 @@ func newReplica(t *testing.T, flags ...string) *Service {
 		t.Fatal(err)
 	}
 	c.Log.Conn = unreachableNATS{}
-	s, err := New(t.Context(), c, Deps{
+	s, err := New(c, Deps{
 		Source:    registryv1.NewSourceClient(p.Client("watchfanout")),
 		Discovery: registryv1.NewDiscoveryClient(p.Client("watchfanout")),
 	})

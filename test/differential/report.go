@@ -46,7 +46,7 @@ func (p *report) begin(phase string) {
 }
 
 func (p *report) compare(r *request, a, b answer) {
-	details := diff(r, a, b)
+	details := diff(a, b)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.requests[p.phase]++

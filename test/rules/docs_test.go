@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -171,5 +172,38 @@ func TestTheBoundsNameTests(t *testing.T) {
 	}
 	if rows < 60 {
 		t.Errorf("there are %d rows", rows)
+	}
+}
+
+// TestThePriceListCountsLines compares the lines of each mechanism with the files that its design page lists.
+func TestThePriceListCountsLines(t *testing.T) {
+	row := regexp.MustCompile(`(?m)^\| \[[^\]]+\]\((\d{4}-[^)]+\.md)\)[^|]* \| ([0-9,]+) \|`)
+	listed := regexp.MustCompile("(?m)^- `([^`]+)`$")
+	found := 0
+	for _, m := range row.FindAllStringSubmatch(page(t, "design/README.md"), -1) {
+		_, code, _ := strings.Cut(page(t, "design/"+m[1]), "\n## Code\n")
+		code, _, _ = strings.Cut(code, "\n## ")
+		lines := 0
+		for _, file := range listed.FindAllStringSubmatch(code, -1) {
+			content, err := os.ReadFile(filepath.Join(harness.Root(), file[1]))
+			if err != nil {
+				t.Errorf("%s: %v", m[1], err)
+			}
+			lines += strings.Count(string(content), "\n")
+		}
+		if lines == 0 {
+			continue // parts of files
+		}
+		found++
+		printed, err := strconv.Atoi(strings.ReplaceAll(m[2], ",", ""))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if 5*max(printed-lines, lines-printed) > lines {
+			t.Errorf("docs/design/README.md: %s has %d lines, and its files have %d", m[1], printed, lines)
+		}
+	}
+	if found < 15 {
+		t.Errorf("the price list has %d mechanisms with files, and had 19", found)
 	}
 }

@@ -153,7 +153,7 @@ func TestRowsAreCachedAndTheirAgesRecomputed(t *testing.T) {
 			}
 			want := fmt.Sprintf(`{"cells":[29,%s],"object":{"kind":"PartialObjectMetadata",`+
 				`"apiVersion":"meta.k8s.io/v1","metadata":{"name":"00001"}}}`, cell)
-			if got := string(rows.Append(nil, 1)); got != want {
+			if got := string(rows.JSON(1)); got != want {
 				t.Errorf("the row is %s, not %s", got, want)
 			}
 		}
@@ -178,8 +178,8 @@ func TestRowsAreCachedAndTheirAgesRecomputed(t *testing.T) {
 		r.ages = age(time.Now().Add(time.Hour))
 		rows, err := converter.Rows(t.Context(), q, all)
 		if want := `{"cells":[29,"\u003cinvalid\u003e"],"object":null}`; err != nil ||
-			string(rows.Append(nil, 0)) != want {
-			t.Errorf("%s, not %s: %v", rows.Append(nil, 0), want, err)
+			string(rows.JSON(0)) != want {
+			t.Errorf("%s, not %s: %v", rows.JSON(0), want, err)
 		}
 
 		for name, ages := range map[string]func(string) *registryv1.RowAges{

@@ -324,7 +324,7 @@ func (q *Query) Bookmark(revision int64, initialEnd bool) []byte {
 	if !q.Table {
 		return q.Encoding.Bookmark(revision, initialEnd)
 	}
-	object := frame.Object(nil, "PartialObjectMetadata", frame.APIVersion(q.As),
+	object := frame.Object("PartialObjectMetadata", frame.APIVersion(q.As),
 		frame.BookmarkJSON(revision, initialEnd))
 	return q.Row("BOOKMARK", revision, fmt.Appendf(nil, `{"cells":[],"object":%s}`, object), nil)
 }

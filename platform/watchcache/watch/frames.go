@@ -32,7 +32,7 @@ func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, i
 			if columnsSent {
 				rows.Columns = nil
 			}
-			return w.query.Row(kind, e.Revision, rows.Append(nil, 0), rows.Columns), nil
+			return w.query.Row(kind, e.Revision, rows.JSON(0), rows.Columns), nil
 		})
 	}
 	return e.Frame(ctx, key, func(ctx context.Context) ([]byte, error) {

@@ -104,7 +104,7 @@ func (w *watcher) initialEncoded(ctx context.Context, items []*cache.Item, out *
 func (w *watcher) initialRows(ctx context.Context, items []*cache.Item, out *frames) error {
 	rows, err := w.converter.Rows(ctx, w.query, items)
 	for n := 0; n < len(items) && err == nil; n++ {
-		err = out.addInitial(w.row("ADDED", items[n].Revision, rows.Append(nil, n), rows.Columns))
+		err = out.addInitial(w.row("ADDED", items[n].Revision, rows.JSON(n), rows.Columns))
 	}
 	return err
 }

@@ -27,8 +27,11 @@ func (s *Server) Len() int {
 	return len(s.watchers)
 }
 
-// Slowest returns at most n watches, those with the most unread events first.
-func (s *Server) Slowest(n int) []Slow {
+// maxSlowest bounds the watches that Slowest returns.
+const maxSlowest = 10
+
+// Slowest returns at most ten watches, the most unread events first.
+func (s *Server) Slowest() []Slow {
 	type behind struct {
 		*watcher
 		waiting int64
@@ -43,7 +46,7 @@ func (s *Server) Slowest(n int) []Slow {
 	s.mu.Unlock()
 	slices.SortFunc(all, func(a, b behind) int { return cmp.Compare(b.waiting, a.waiting) })
 	var slowest []Slow
-	for _, w := range all[:min(len(all), n)] {
+	for _, w := range all[:min(len(all), maxSlowest)] {
 		query := w.query.Describe() // a selector may be large
 		query = query[:min(len(query), maxDescribed)]
 		slowest = append(slowest, Slow{w.query.Entry.StorageResource, query, w.sentRevision.Load(), w.waiting})

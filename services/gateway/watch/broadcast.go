@@ -149,13 +149,13 @@ func (b *watchBroadcast) next(r *receiver) ([][]byte, error) {
 const retainedBytes = 64 << 10
 
 // account updates the quota after the ring, whose size was `before` bytes, has changed.
-func (b *watchBroadcast) account(before int) { b.hub.quota().account(before, b.Bytes-before) }
+func (b *watchBroadcast) account(before int) { b.hub.MemoryQuota.account(before, b.Bytes-before) }
 
 // trim drops the oldest entries until the ring is within its limits. Entries that all receivers have seen are limited
 // to retainedBytes and to core.SeenAge. All entries are limited to BroadcastBytes, and to the broadcast's share if all
 // broadcasts exceed BroadcastTotalBytes. A receiver that still needs a dropped entry becomes unsynced.
 func (b *watchBroadcast) trim(now time.Time) {
-	limit, retained := b.hub.quota().share(b.hub.Config.BroadcastTotalBytes)
+	limit, retained := b.hub.MemoryQuota.share(b.hub.Config.BroadcastTotalBytes)
 	limit = min(limit, b.hub.Config.BroadcastBytes)
 	if !b.TrimDue(limit, retained, now) {
 		return
@@ -173,8 +173,8 @@ func (b *watchBroadcast) trim(now time.Time) {
 func (b *watchBroadcast) end() {
 	b.mu.Lock()
 	b.Ended = true
-	b.hub.quota().account(b.Bytes, -b.Bytes)
-	b.hub.quota().leave(b)
+	b.hub.MemoryQuota.account(b.Bytes, -b.Bytes)
+	b.hub.MemoryQuota.leave(b)
 	for _, r := range b.receivers {
 		b.wake(r)
 	}

@@ -150,7 +150,7 @@ type Watcher interface {
 type Hub struct {
 	Client Watcher
 	Config *Config
-	// MemoryQuota is the quota of the broadcasts of all hubs. Nil: this hub has its own.
+	// MemoryQuota is the quota of the broadcasts of all hubs.
 	MemoryQuota *MemoryQuota
 	// RateLimiter holds the rate limiters of users for all hubs. Nil: no limit.
 	RateLimiter *RateLimiter
@@ -169,7 +169,6 @@ type Hub struct {
 	wakeups     wakeups
 	multiplexer multiplexer
 
-	ownQuota   MemoryQuota
 	mu         sync.Mutex
 	broadcasts map[key]*watchBroadcast
 	// initialEvents holds the streams without a first frame, by request. Later only their members refer to them.
@@ -182,13 +181,6 @@ type Hub struct {
 }
 
 type key [sha256.Size]byte
-
-func (h *Hub) quota() *MemoryQuota {
-	if h.MemoryQuota != nil {
-		return h.MemoryQuota
-	}
-	return &h.ownQuota
-}
 
 // Metrics of this package, in addition to inflightBytes.
 var (
@@ -304,7 +296,7 @@ func (h *Hub) joinBroadcast(k key, w *clientWatch, position events.Position) (*w
 		}
 		h.broadcasts[k] = b
 		broadcasts.Inc()
-		h.quota().enter(b)
+		h.MemoryQuota.enter(b)
 		go b.resume()
 	}
 	return b, b.join(w, position)

@@ -16,7 +16,7 @@ func newTestBroadcast(h *Hub) *watchBroadcast {
 		events:    newEventMetrics(nil),
 		cancel:    func() {},
 	}
-	h.quota().enter(b)
+	h.MemoryQuota.enter(b)
 	return b
 }
 
@@ -63,15 +63,15 @@ func TestBroadcastsShareMemoryQuota(t *testing.T) {
 	if n := quiet.size(); n < retained {
 		t.Errorf("a small broadcast held %d bytes and now holds %d", retained, n)
 	}
-	h.quota().trim()
-	if n := h.quota().used.Load(); n > bound {
+	h.MemoryQuota.trim()
+	if n := h.MemoryQuota.used.Load(); n > bound {
 		t.Errorf("all broadcasts hold %d bytes", n)
 	}
 	for range 300 { // these hold little
 		b := behind(1)
 		b.leave(b.receivers[0])
 	}
-	h.quota().trim()
+	h.MemoryQuota.trim()
 	if n := quiet.size(); n < retained {
 		t.Errorf("a small broadcast held %d bytes and now holds %d", retained, n)
 	}
@@ -99,7 +99,7 @@ func TestBroadcastsTrimSeenEvents(t *testing.T) {
 		b.leave(s)
 		b.end()
 	}
-	if n := h.quota().used.Load(); n != 0 {
+	if n := h.MemoryQuota.used.Load(); n != 0 {
 		t.Errorf("%d bytes are accounted to ended broadcasts", n)
 	}
 	for i := range broadcasts {
@@ -109,8 +109,8 @@ func TestBroadcastsTrimSeenEvents(t *testing.T) {
 			broadcasts[i].dispatch(newTestFrame(r, 20_000))
 		}
 	}
-	h.quota().trim() // it also runs by itself, after trimAllDelay
-	if n := h.quota().used.Load(); n > 3<<20+100*(retainedBytes+20_000) {
+	h.MemoryQuota.trim() // it also runs by itself, after trimAllDelay
+	if n := h.MemoryQuota.used.Load(); n > 3<<20+100*(retainedBytes+20_000) {
 		t.Errorf("%d bytes are held for clients that do not read", n)
 	}
 }

@@ -345,8 +345,9 @@ func (h *Hub) watch(t *testing.T, change func(*Request)) *client {
 
 func hub(t *fakeTier) *Hub {
 	return &Hub{
-		Client:   t,
-		Revision: func(context.Context, string) (int64, error) { return 1000, nil },
+		Client:      t,
+		MemoryQuota: new(MemoryQuota),
+		Revision:    func(context.Context, string) (int64, error) { return 1000, nil },
 		Config: &Config{
 			BookmarkPeriod:      time.Minute,
 			WriteTimeout:        time.Second,

@@ -34,7 +34,7 @@ func (d *Discovery) OpenAPI(r *registryv1.OpenAPIRequest,
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	return frame.Split(data, frame.ChunkBytes, func(b []byte) error {
+	return frame.Split(data, func(b []byte) error {
 		chunk := &registryv1.OpenAPIChunk{Data: b, Inputs: inputs}
 		inputs = "" // only the first chunk has them
 		return stream.Send(chunk)

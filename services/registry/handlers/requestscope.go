@@ -20,7 +20,6 @@ package handlers
 import (
 	"fmt"
 	"net/url"
-	"slices"
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	metainternalversionscheme "k8s.io/apimachinery/pkg/apis/meta/internalversion/scheme"
@@ -155,11 +154,6 @@ func decodeOptions(query string, options runtime.Object) error {
 // MethodNotSupported returns the 405 error for a verb that the storage lacks.
 func (scope *RequestScope) MethodNotSupported(verb string) error {
 	return apierrors.NewMethodNotSupported(scope.Resource.GroupResource(), verb)
-}
-
-// HasVerb reports whether discovery lists verb for the scope.
-func (scope *RequestScope) HasVerb(verb string) bool {
-	return slices.Contains(scope.APIResource.GetVerbs(), verb)
 }
 
 func (scope *RequestScope) String() string {

@@ -32,11 +32,10 @@ const timeout = 34 * time.Second
 // writeOperation is the state of a running write.
 type writeOperation struct {
 	*RequestScope
-	req             *registryv1.WriteRequest
-	user            user.Info
-	admit           admission.Interface
-	remoteAdmission *remoteAdmission
-	auditContext    *auditContext
+	req          *registryv1.WriteRequest
+	user         user.Info
+	admit        admission.Interface
+	auditContext *auditContext
 }
 
 // Write runs a write. ctx must carry the user and the RequestInfo. A write other than deletecollection returns 504
@@ -54,12 +53,11 @@ func (scope *RequestScope) Write(ctx context.Context, r *registryv1.WriteRequest
 		validateInAdmit: r.ValidateInAdmit,
 	}
 	w := &writeOperation{
-		RequestScope:    scope,
-		req:             r,
-		user:            identity.User(r.User),
-		remoteAdmission: remote,
-		auditContext:    auditCtx,
-		admit:           managed.Validating{Interface: remote},
+		RequestScope: scope,
+		req:          r,
+		user:         identity.User(r.User),
+		auditContext: auditCtx,
+		admit:        managed.Validating{Interface: remote},
 	}
 	if scope.Terminating != nil && scope.Terminating() && (r.Verb == "create" || r.Verb == "patch") {
 		w.admit = terminatingAdmission{w.admit}

@@ -7,6 +7,7 @@ import (
 	"sort"
 	"strings"
 
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/managedfields"
@@ -392,9 +393,9 @@ func (s *Set) APIResources() []*registryv1.APIResource {
 // OpenAPIHash returns a hash of the inputs of the built-in groups' documents.
 func (s *Set) OpenAPIHash() string { return s.openapi.etag }
 
-// Models returns the schemas of a group's objects, and of all types that they contain.
-func (s *Set) Models(group string) (map[string]*spec.Schema, error) {
-	return s.openapi.resourceModels(group)
+// CRDModels returns the schemas of the objects of apiextensions.k8s.io, and of all types that they contain.
+func (s *Set) CRDModels() (map[string]*spec.Schema, error) {
+	return s.openapi.resourceModels(apiextensionsv1.GroupName)
 }
 
 // OpenAPIV2 returns the v2 documents of apiregistration.k8s.io, which kube-aggregator serves itself, and of everything
@@ -405,7 +406,7 @@ func (s *Set) OpenAPIV2() (aggregators, others *spec.Swagger, err error) { retur
 // page without the leading slash, such as apis/apps/v1.
 func (s *Set) OpenAPIV3(root string) ([]byte, error) { return s.openapi.json(root) }
 
-// ReleaseOpenAPIDefinitions frees the memory that OpenAPIV3 and Models keep for further calls: 6 MB.
+// ReleaseOpenAPIDefinitions frees the memory that OpenAPIV3 and CRDModels keep for further calls: 6 MB.
 func (s *Set) ReleaseOpenAPIDefinitions() { s.openapi.releaseDefinitions() }
 
 // OpenAPIV3Roots returns the paths that have a v3 document, for OpenAPIV3.

@@ -68,7 +68,7 @@ func (o *Objects) List(r *registryv1.GetRequest, stream grpc.ServerStreamingServ
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	return frame.Split(body, frame.ChunkBytes, func(b []byte) error {
+	return frame.Split(body, func(b []byte) error {
 		return stream.Send(&registryv1.ListChunk{Data: b})
 	})
 }
