@@ -197,8 +197,8 @@ func (c *Cluster) Age() (age time.Duration, ok bool) {
 	return max(time.Since(*freshAt), time.Now().Round(0).Sub(freshAt.Round(0))), true
 }
 
-// Synced returns a channel that is closed once the shared informers have read their objects. It does not cover the
-// informers that Run's starts have started.
+// Synced returns a channel that is closed once the shared informers of served resources have read their objects. It does
+// not cover the informers that Run's starts have started.
 func (c *Cluster) Synced() <-chan struct{} { return c.synced }
 
 // Fresh returns a channel that is closed once the tracked informers have been complete for the first time.
@@ -229,7 +229,7 @@ func (c *Cluster) Run(ctx context.Context, starts ...func(stop <-chan struct{}))
 		start(ctx.Done())
 	}
 	defer c.start()()
-	c.Informers.WaitForCacheSync(ctx.Done())
+	c.waitForSync(ctx)
 	if ctx.Err() == nil {
 		close(c.synced)
 	}

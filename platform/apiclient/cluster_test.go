@@ -26,6 +26,7 @@ type server struct {
 	revision int
 	roles    map[string]int // name to revision
 	down     bool
+	unserved string // lists of this path are answered with 404
 	// rejected has the paths of the requests that the server rejected while it was down.
 	rejected []string
 	// frozen: every second request gets no response. requests counts them.
@@ -55,6 +56,11 @@ func (s *server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		w.Header().Set("Content-Type", runtime.ContentTypeProtobuf+";stream=watch")
 		w.(http.Flusher).Flush()
 		<-req.Context().Done()
+		return
+	}
+	if req.URL.Path == s.unserved {
+		s.mu.Unlock()
+		http.NotFound(w, req)
 		return
 	}
 	if s.requests++; s.frozen && s.requests%2 == 1 {
@@ -135,6 +141,33 @@ func TestInformersStartOnceTheGatewayReturnsTheRevision(t *testing.T) {
 		if path != "/api/v1/namespaces" {
 			t.Errorf("%s was requested before the gateway had returned the revision", path)
 		}
+	}
+}
+
+// An informer of a resource that --runtime-config disables never reads objects. Other informers do not wait for it.
+func TestOtherInformersDoNotWaitForAnUnservedResource(t *testing.T) {
+	s := &server{revision: 10, unserved: "/apis/rbac.authorization.k8s.io/v1/clusterroles"}
+	srv := httptest.NewServer(s)
+	defer srv.Close()
+	c, err := NewCluster(&Conn{Config: &rest.Config{Host: srv.URL, QPS: -1}}, Freshness{Bound: 7 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.Informers.Rbac().V1().Roles().Informer()
+	unserved := c.Informers.Rbac().V1().ClusterRoles().Informer()
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() { defer close(done); _ = c.Run(ctx) }()
+	defer func() { cancel(); srv.CloseClientConnections(); <-done }()
+	for name, ready := range map[string]<-chan struct{}{"synced": c.Synced(), "fresh": c.Fresh()} {
+		select {
+		case <-ready:
+		case <-time.After(time.Minute):
+			t.Fatalf("%s: not within a minute", name)
+		}
+	}
+	if unserved.HasSynced() {
+		t.Error("the informer of the unserved resource has read it")
 	}
 }
 

@@ -18,10 +18,12 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 )
 
-// streams are the open watches of a client.
+// streams are the open watches of a client, and the resources that it could not list.
 type streams struct {
 	mu   sync.Mutex
 	open map[*stream]struct{}
+	// unserved has the paths of resources whose last list was answered with 404.
+	unserved map[string]bool
 }
 
 // stream is the body of a watch. Injected frames follow the frame that is being read, and end the watch.
@@ -39,7 +41,7 @@ type stream struct {
 	injected *bytes.Reader
 }
 
-// wrap records the watches of a client.
+// wrap records the watches of a client, and lists of resources that are not served.
 func (s *streams) wrap(next http.RoundTripper) http.RoundTripper {
 	return roundTripper(func(req *http.Request) (*http.Response, error) {
 		q := req.URL.Query()
@@ -52,6 +54,9 @@ func (s *streams) wrap(next http.RoundTripper) http.RoundTripper {
 			req.URL.RawQuery = q.Encode()
 		}
 		resp, err := next.RoundTrip(req)
+		if err == nil && !watches && isCollection(req.URL.Path) {
+			s.setUnserved(req.URL.Path, resp.StatusCode == http.StatusNotFound)
+		}
 		if err != nil || !watches || resp.StatusCode != http.StatusOK {
 			return resp, err
 		}

@@ -4,6 +4,7 @@ package identity
 
 import (
 	"errors"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -21,8 +22,8 @@ import (
 )
 
 // The services that read the cluster are users of it, in a group of their own. services/authz defines their
-// permissions, which do not depend on the cluster's policy. A client has these permissions too if the client CA signs
-// such a name for it, or if it may impersonate the group.
+// permissions, which do not depend on the cluster's policy. A client has these permissions too if it may impersonate the
+// group. Without --services-client-ca-file, it also has them if another authenticator gives it such a name.
 const (
 	ServicesGroup = "system:watershed"
 	// ServicePrefix is followed by the name of the service.
@@ -82,6 +83,11 @@ func IsPriority(u interface{ GetGroups() []string }) bool {
 	return slices.ContainsFunc(u.GetGroups(), func(g string) bool {
 		return g == ServicesGroup || g == user.NodesGroup || g == user.SystemPrivilegedGroup
 	})
+}
+
+// IsReserved reports whether a user has the name or the group of the system's services.
+func IsReserved(u user.Info) bool {
+	return strings.HasPrefix(u.GetName(), ServicePrefix) || slices.Contains(u.GetGroups(), ServicesGroup)
 }
 
 // Host returns the host of a client's address, host:port. For an IPv6 address it is the /64 network, whose addresses a
@@ -154,6 +160,10 @@ func AttributesProto(a authorizer.Attributes) *commonv1.Attributes {
 	if reqs, err := a.GetFieldSelector(); err != nil || len(reqs) > 0 {
 		var parts []string
 		for _, r := range reqs {
+			if strings.ContainsAny(r.Field, `,=!\`) { // of a SubjectAccessReview; as text it would be another field
+				err = fmt.Errorf("%q is not a field", r.Field)
+				continue
+			}
 			parts = append(parts, r.Field+string(r.Operator)+fields.EscapeValue(r.Value))
 		}
 		p.FieldSelector, p.FieldSelectorError = strings.Join(parts, ","), textOf(err)

@@ -5,6 +5,8 @@ import (
 
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/selection"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 
@@ -50,6 +52,20 @@ func TestAttributesCrossTheWire(t *testing.T) {
 	}
 	if back := AttributesProto(odd); back.LabelSelector != "" || back.FieldSelector != "" {
 		t.Errorf("odd selectors are sent on: %v", back)
+	}
+}
+
+// A field of a SubjectAccessReview may have any text. It must not become another field.
+func TestAFieldStaysAField(t *testing.T) {
+	for _, field := range []string{"a=b,spec.nodeName", "spec.nodeName!", `\\`} {
+		p := AttributesProto(authorizer.AttributesRecord{FieldSelectorRequirements: fields.Requirements{
+			{Field: field, Operator: selection.Equals, Value: "n1"},
+			{Field: "metadata.name", Operator: selection.Equals, Value: "x"},
+		}})
+		if got := Attributes(p); len(got.FieldSelectorRequirements) != 1 || got.FieldSelectorParsingErr == nil ||
+			got.FieldSelectorRequirements[0].Field != "metadata.name" {
+			t.Errorf("%s: %+v", field, got)
+		}
 	}
 }
 

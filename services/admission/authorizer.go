@@ -96,9 +96,11 @@ func labelSelector(a authorizer.Attributes) *authorizationv1.LabelSelectorAttrib
 	}
 	out := &authorizationv1.LabelSelectorAttributes{}
 	for _, r := range all {
-		if req, ok := labelRequirement(r); ok {
-			out.Requirements = append(out.Requirements, req)
+		req, ok := labelRequirement(r)
+		if !ok { // the requirements of the API have no operator "greater than" or "less than"
+			return &authorizationv1.LabelSelectorAttributes{RawSelector: labels.NewSelector().Add(all...).String()}
 		}
+		out.Requirements = append(out.Requirements, req)
 	}
 	return out
 }
@@ -110,6 +112,6 @@ func labelRequirement(r labels.Requirement) (metav1.LabelSelectorRequirement, bo
 		selection.NotIn:        metav1.LabelSelectorOpNotIn, selection.NotEquals: metav1.LabelSelectorOpNotIn,
 		selection.Exists: metav1.LabelSelectorOpExists, selection.DoesNotExist: metav1.LabelSelectorOpDoesNotExist,
 	}
-	op, ok := ops[r.Operator()] // a label selector of the API has no other operators
+	op, ok := ops[r.Operator()]
 	return metav1.LabelSelectorRequirement{Key: r.Key(), Operator: op, Values: r.ValuesUnsorted()}, ok
 }

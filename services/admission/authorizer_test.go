@@ -70,6 +70,17 @@ func TestAnAccessReviewHasItsSelectors(t *testing.T) {
 	if ra.LabelSelector == nil || len(ra.LabelSelector.Requirements) != 3 {
 		t.Errorf("label selector %+v", ra.LabelSelector)
 	}
+	if ls, err = labels.Parse("a in (b,c),gen>3"); err != nil { // only a raw selector has the operator
+		t.Fatal(err)
+	}
+	a.LabelSelectorRequirements, _ = ls.Requirements()
+	if _, _, err := r.Authorize(context.Background(), a); err != nil {
+		t.Error(err)
+	}
+	if s := created.Spec.ResourceAttributes.LabelSelector; s == nil || len(s.Requirements) != 0 ||
+		s.RawSelector != "a in (b,c),gen>3" {
+		t.Errorf("label selector %+v", s)
+	}
 	reviewStatus = authorizationv1.SubjectAccessReviewStatus{Denied: true}
 	if d, _, _ := r.Authorize(context.Background(), authorizer.AttributesRecord{
 		User: &user.DefaultInfo{Name: "bob"},

@@ -81,7 +81,7 @@ func (c breakerCall) finish(success bool) {
 	if c.failing = !success; c.failing {
 		c.failedAt = time.Now()
 	}
-	if c.options.Failures == 0 {
+	if c.options.Failures == 0 || c.forgotten {
 		return
 	}
 	c.probing = c.probing && !c.probe

@@ -176,7 +176,12 @@ func (h *hooks) refresh() {
 	}
 }
 
+// forget removes an endpoint and its metrics. A call in progress records no more of them.
 func (h *hooks) forget(name string) {
+	e := h.endpoints[name]
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.forgotten = true
 	delete(h.endpoints, name)
 	hookCalls.DeletePartialMatch(prometheus.Labels{"webhook": name})
 	hooksInFlight.DeleteLabelValues(name)
@@ -232,6 +237,8 @@ type endpoint struct {
 	// failing is true if the last call failed, at failedAt.
 	failing  bool
 	failedAt time.Time
+	// forgotten is true once no configuration has the endpoint.
+	forgotten bool
 }
 
 // State is admission's part of its process's report.

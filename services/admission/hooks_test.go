@@ -11,6 +11,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
 )
 
@@ -111,6 +112,25 @@ func TestAFailingHookOpensItsBreaker(t *testing.T) {
 		for range 3 {
 			if err := call(t.Context(), t, to); err != nil {
 				t.Errorf("the webhook works again: %v", err)
+			}
+		}
+	})
+}
+
+// A call that ends after its webhook's configuration was deleted leaves no metrics.
+func TestAForgottenHookHasNoMetrics(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		to := transportTo(&hook{takes: time.Second}, HookOptions{Failures: 1, Pause: 10 * time.Second}, false)
+		var wg sync.WaitGroup
+		wg.Go(func() { _ = call(t.Context(), t, to) })
+		synctest.Wait()
+		to.hooks.mu.Lock()
+		to.hooks.forget("hook.ns.svc:443/review")
+		to.hooks.mu.Unlock()
+		wg.Wait()
+		for _, c := range hookMetrics() {
+			if n := testutil.CollectAndCount(c); n != 0 {
+				t.Errorf("%d series of %T", n, c)
 			}
 		}
 	})

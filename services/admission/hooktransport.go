@@ -21,8 +21,12 @@ func (t *hookTransport) RoundTrip(req *http.Request) (*http.Response, error) {
 	hooksInFlight.WithLabelValues(e.name).Inc()
 	defer hooksInFlight.WithLabelValues(e.name).Dec()
 	resp, result, err := t.call(req, e)
-	hookCalls.WithLabelValues(e.name, result).Inc()
-	hookSeconds.WithLabelValues(e.name).Observe(time.Since(began).Seconds())
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if !e.forgotten {
+		hookCalls.WithLabelValues(e.name, result).Inc()
+		hookSeconds.WithLabelValues(e.name).Observe(time.Since(began).Seconds())
+	}
 	return resp, err
 }
 

@@ -22,6 +22,7 @@ import (
 	aggregatorscheme "k8s.io/kube-aggregator/pkg/apiserver/scheme"
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
 
+	"watershed.dev/platform/crd"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/warnings"
@@ -116,16 +117,23 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 			operations[r.Operation], opts, r.DryRun, u)
 	}
 	ctx, warned := warnings.WithRecorder(withRequestInfo(ctx, r, u))
-	ctx, auditContext := withAuditContext(s.hooks.withBudget(ctx), r.AuditLevel)
+	ctx, auditContext := withAuditContext(request.WithLatencyTrackers(s.hooks.withBudget(ctx)), r.AuditLevel)
 	if err := run(ctx, newAttributes(), c.interfaces); err != nil {
 		// As in kube-apiserver, a wrapped API error is not the response.
 		if _, ok := err.(apierrors.APIStatus); !ok { //nolint:errorlint // for that reason
 			err = rpc.ToAPIStatus(err)
 		}
-		err = rpc.WithAuditContext(err, &commonv1.AuditContext{Annotations: auditContext.GetEventAnnotations()})
+		err = rpc.WithAuditContext(err, &commonv1.AuditContext{
+			Annotations: auditContext.GetEventAnnotations(),
+			Webhooks:    webhookLatency(ctx),
+		})
 		return nil, rpc.WithWarnings(err, warned.List())
 	}
-	v := &admissionv1.Verdict{Warnings: warned.List(), AuditAnnotations: auditContext.GetEventAnnotations()}
+	v := &admissionv1.Verdict{
+		Warnings:         warned.List(),
+		AuditAnnotations: auditContext.GetEventAnnotations(),
+		Webhooks:         webhookLatency(ctx),
+	}
 	if mutates && obj != nil {
 		after, err := c.encode(obj)
 		if err != nil {
@@ -139,6 +147,22 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 		v.ValidatedAnnotations, v.Validated = s.validateInAdmit(ctx, r, newAttributes(), c.interfaces)
 	}
 	return v, nil
+}
+
+// webhookLatency returns the time that the webhooks of a phase took, or nil if it called none.
+func webhookLatency(ctx context.Context) *commonv1.WebhookLatency {
+	trackers, ok := request.LatencyTrackersFrom(ctx)
+	if !ok {
+		return nil
+	}
+	mutating, validating := trackers.MutatingWebhookTracker.GetLatency(), trackers.ValidatingWebhookTracker.GetLatency()
+	if mutating == 0 && validating == 0 {
+		return nil
+	}
+	return &commonv1.WebhookLatency{
+		MutatingNanoseconds:   mutating.Nanoseconds(),
+		ValidatingNanoseconds: validating.Nanoseconds(),
+	}
 }
 
 // withAuditContext gives plugins an audit context of the request's audit level.
@@ -192,7 +216,9 @@ var verbs = map[admissionv1.Operation]string{
 
 // codec decodes and encodes a review's objects.
 type codec struct {
-	kind       schema.GroupVersionKind
+	kind schema.GroupVersionKind
+	// custom is true for custom resources. Their objects may have any fields, also those of a list.
+	custom     bool
 	decoder    runtime.Decoder
 	encoder    runtime.Encoder
 	interfaces admission.ObjectInterfaces
@@ -220,7 +246,7 @@ func (s *Service) codecFor(ctx context.Context, r *admissionv1.Review) (*codec, 
 		c.interfaces = equivalent{admission.NewObjectInterfacesFromScheme(entry.scheme), equivalents(r)}
 		return c, nil
 	}
-	c.decoder, c.encoder = unstructured.UnstructuredJSONScheme, unstructured.UnstructuredJSONScheme
+	c.custom, c.decoder, c.encoder = true, unstructured.UnstructuredJSONScheme, unstructured.UnstructuredJSONScheme
 	var err error
 	c.interfaces, err = s.crds.interfaces(ctx, r.Resource.Resource+"."+r.Resource.Group, c.kind.Version)
 	return c, err
@@ -257,7 +283,11 @@ func (c *codec) decode(data []byte) (runtime.Object, error) {
 	if len(data) == 0 {
 		return nil, nil
 	}
-	obj, _, err := c.decoder.Decode(data, &c.kind, nil)
+	var into runtime.Object
+	if c.custom {
+		into = &unstructured.Unstructured{} // without it, an object with "items" becomes a list
+	}
+	obj, _, err := c.decoder.Decode(data, &c.kind, into)
 	if err != nil {
 		return nil, apierrors.NewInternalError(err)
 	}
@@ -265,6 +295,9 @@ func (c *codec) decode(data []byte) (runtime.Object, error) {
 }
 
 func (c *codec) encode(obj runtime.Object) ([]byte, error) {
+	if u, ok := obj.(*unstructured.Unstructured); ok {
+		return crd.MarshalJSON(u)
+	}
 	var b bytes.Buffer
 	err := c.encoder.Encode(obj, &b)
 	return b.Bytes(), err

@@ -9,6 +9,7 @@ import (
 	"net/textproto"
 	"net/url"
 	"strings"
+	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -103,9 +104,13 @@ func (s *Service) authenticate(
 		req = req.WithContext(authenticator.WithAudiences(req.Context(), audiences))
 	}
 	ctx, warned := warnings.WithRecorder(audit.WithAuditContext(req.Context()))
+	began := time.Now()
 	resp, ok, err := s.auth.AuthenticateRequest(req.WithContext(ctx))
 	if !ok && errors.Is(err, errBusy) { // the password was not compared, so it is not wrong
 		return nil, nil, status.Error(codes.Unavailable, errBusy.Error())
+	}
+	if !ok && err != nil && s.tokenObjects.failedSince(began) { // perhaps of another request, which also retries
+		return nil, nil, status.Error(codes.Unavailable, "the object that a token is bound to cannot be read")
 	}
 	out := &authnv1.AuthenticateResponse{Authenticated: ok, Warnings: warned.List()}
 	out.AuditAnnotations = audit.AuditContextFrom(ctx).GetEventAnnotations()

@@ -103,6 +103,7 @@ type Service struct {
 	// consultedHeaders are the front proxy's headers, for AuthenticateResponse.
 	consultedHeaders []string
 	cluster          *apiclient.Cluster
+	tokenObjects     tokenObjects
 	filtered         []cache.SharedIndexInformer
 	files            reload.Files
 	runners          []dynamiccertificates.ControllerRunner
@@ -250,9 +251,10 @@ func (s *Service) configureLookups(cluster *apiclient.Conn, ac *kubeauthenticato
 	if err != nil {
 		return err
 	}
-	ac.ServiceAccountTokenGetter = serviceaccountcontroller.NewGetterFromClient(client,
+	s.tokenObjects.ServiceAccountTokenGetter = serviceaccountcontroller.NewGetterFromClient(client,
 		tokens, accounts.Lister(),
 		corelisters.NewPodLister(emptyIndexer()), corelisters.NewNodeLister(emptyIndexer()))
+	ac.ServiceAccountTokenGetter = &s.tokenObjects
 	ac.SecretsWriter = client.CoreV1()
 	if ac.BootstrapToken {
 		tokens, err := s.secretLister(metav1.NamespaceSystem, bootstrapSecrets, nil)

@@ -92,8 +92,9 @@ func (s *Service) cacheTTL(r *authnv1.AuthenticateRequest, certificates []*x509.
 // bearerTokens returns the bearer tokens of a request, from both headers that may contain one.
 func bearerTokens(r *authnv1.AuthenticateRequest) (tokens []string) {
 	for _, v := range r.Headers["Authorization"].GetValues() {
-		if scheme, token, ok := strings.Cut(strings.TrimSpace(v), " "); ok && strings.EqualFold(scheme, "bearer") {
-			tokens = append(tokens, strings.TrimSpace(token))
+		// As upstream reads it: a third word is not a part of the token.
+		if parts := strings.SplitN(strings.TrimSpace(v), " ", 3); len(parts) > 1 && strings.EqualFold(parts[0], "bearer") {
+			tokens = append(tokens, parts[1])
 		}
 	}
 	for _, v := range r.Headers[protocolHeader].GetValues() {

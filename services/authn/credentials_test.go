@@ -140,9 +140,10 @@ func TestTheCacheTTLEndsWithTheCredential(t *testing.T) {
 		certificates []*x509.Certificate
 		most, least  time.Duration
 	}{
-		"an opaque token":   {with("Authorization", "Bearer abc"), nil, 10 * time.Second, 10 * time.Second},
-		"a JWT":             {with("Authorization", "Bearer "+jwt(hour)), nil, time.Second, time.Second},
-		"a JWT, lower case": {with("Authorization", "bearer "+jwt(hour)), nil, time.Second, time.Second},
+		"an opaque token":           {with("Authorization", "Bearer abc"), nil, 10 * time.Second, 10 * time.Second},
+		"a JWT":                     {with("Authorization", "Bearer "+jwt(hour)), nil, time.Second, time.Second},
+		"a JWT, lower case":         {with("Authorization", "bearer "+jwt(hour)), nil, time.Second, time.Second},
+		"a JWT before a third word": {with("Authorization", "Bearer "+jwt(hour)+" a.b"), nil, time.Second, time.Second},
 		"a JWT over a socket": {with("Sec-Websocket-Protocol", bearerProtocol+encoded(jwt(hour))),
 			nil, time.Second, time.Second},
 		"a JWT that has ended": {with("Authorization", "Bearer "+jwt(time.Now().Add(-time.Second))), nil, 0, 0},

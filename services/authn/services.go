@@ -38,7 +38,12 @@ func (s *serviceAuthenticator) AuthenticateRequest(req *http.Request) (*authenti
 			return &authenticator.Response{User: u}, true, nil
 		}
 	}
-	return s.next.AuthenticateRequest(req)
+	resp, ok, err := s.next.AuthenticateRequest(req)
+	if ok && identity.IsReserved(resp.User) {
+		return nil, false, fmt.Errorf("%q is an identity of the system's services, which need a certificate of "+
+			"--services-client-ca-file", resp.User.GetName())
+	}
+	return resp, ok, err
 }
 
 // serviceUser returns the service that a certificate chain belongs to, or nil.

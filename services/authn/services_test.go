@@ -107,6 +107,15 @@ func TestTheServicesHaveAnAuthorityOfTheirOwn(t *testing.T) {
 			t.Errorf("%s: %q", name, resp.User.GetGroups())
 		}
 	}
+	// Another authenticator, for example of the cluster's client CA, gives no client such a name.
+	for _, u := range []*user.DefaultInfo{{Name: identity.Admission}, {Name: "jane", Groups: services}} {
+		s.next = authenticator.RequestFunc(func(*http.Request) (*authenticator.Response, bool, error) {
+			return &authenticator.Response{User: u}, true, nil
+		})
+		if resp, ok, err := s.AuthenticateRequest(&http.Request{}); ok || err == nil {
+			t.Errorf("%v: %v, %v", u, resp, err)
+		}
+	}
 	if _, err := newServiceAuthenticator(dir+"/none", next); err == nil {
 		t.Error("a missing authority file is accepted")
 	}

@@ -214,7 +214,7 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 		// An older gateway ignores Transient; it caches the decision for 1 ms.
 		out.Transient, out.CacheMilliseconds = true, 1
 	} else if d == authorizer.DecisionAllow {
-		out.WildcardName, out.WildcardNamespace = s.chain.wildcard(ctx, attrs)
+		out.WildcardName, out.WildcardNamespace, out.WildcardReason = s.chain.wildcard(ctx, attrs)
 	}
 	return out, nil
 }

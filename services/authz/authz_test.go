@@ -8,6 +8,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync/atomic"
 	"testing"
 
@@ -252,8 +253,12 @@ func TestWildcardDecisionsMatchThePolicy(t *testing.T) {
 		if d, _, _, err := x.chain.decide(t.Context(), a); d != authorizer.DecisionAllow || err != nil {
 			t.Errorf("%s: %v, %v", x.user, d, err)
 		}
-		if name, everywhere := x.chain.wildcard(t.Context(), a); name != x.name || everywhere != x.anyname {
+		name, everywhere, reason := x.chain.wildcard(t.Context(), a)
+		if name != x.name || everywhere != x.anyname {
 			t.Errorf("%s: every name %v, every namespace %v", x.user, name, everywhere)
+		}
+		if x.user == "both" && !strings.Contains(reason, `RoleBinding "f/x"`) {
+			t.Errorf("%s: the reason for other names is %q", x.user, reason)
 		}
 	}
 }

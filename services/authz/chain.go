@@ -156,7 +156,8 @@ func (h *chain) decide(ctx context.Context,
 var unmatchedName = rand.Text()
 
 // wildcard reports whether an allowed decision holds for every name, and for every namespace. The gateway then needs
-// one decision for a client that reads ten thousand objects.
+// one decision for a client that reads ten thousand objects. reason is the decision's reason for other names, which
+// another rule may allow.
 //
 // An RBAC rule that allows a random name does not restrict names. A permission without a namespace comes from a
 // ClusterRoleBinding. Both therefore hold for all names or namespaces. ABAC lines do not restrict names, but an empty
@@ -166,9 +167,9 @@ var unmatchedName = rand.Text()
 func (h *chain) wildcard(
 	ctx context.Context,
 	attrs authorizer.AttributesRecord,
-) (wildcardName, wildcardNamespace bool) {
+) (wildcardName, wildcardNamespace bool, reason string) {
 	if !attrs.ResourceRequest || attrs.Name == "" && attrs.Namespace == "" {
-		return false, false
+		return false, false, ""
 	}
 	allows := func(namespace string) bool {
 		probe := attrs
@@ -177,16 +178,18 @@ func (h *chain) wildcard(
 			if l.webhook {
 				return false
 			}
-			if d, _, err := l.Authorize(ctx, probe); err != nil || d != authorizer.DecisionNoOpinion {
+			d, why, err := l.Authorize(ctx, probe)
+			if err != nil || d != authorizer.DecisionNoOpinion {
+				reason = why
 				return err == nil && d == authorizer.DecisionAllow
 			}
 		}
 		return false
 	}
 	if attrs.Namespace != "" && !h.has(abacType) && allows("") {
-		return true, true
+		return true, true, reason
 	}
-	return attrs.Name != "" && allows(attrs.Namespace), false
+	return attrs.Name != "" && allows(attrs.Namespace), false, reason
 }
 
 // RulesFor implements authorizer.RuleResolver.

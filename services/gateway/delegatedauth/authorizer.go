@@ -6,6 +6,7 @@
 package delegatedauth
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"math"
@@ -201,17 +202,20 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 			ttl = time.Duration(resp.CacheMilliseconds) * time.Millisecond
 		}
 		expiresAt := time.Now().Add(ttl)
-		key := keys.exact
+		key, kept := keys.exact, d
 		if keys.isResource && d.decision == authorizer.DecisionAllow { // the decision may cover other requests
 			switch {
 			case resp.WildcardNamespace:
-				key, d.namespace = keys.wildcardNamespace, "" // it depends on no namespace's policy
+				key, kept.namespace = keys.wildcardNamespace, "" // it depends on no namespace's policy
 			case resp.WildcardName:
 				key = keys.wildcardName
 			}
+			if key != keys.exact {
+				kept.reason = cmp.Or(resp.WildcardReason, d.reason)
+			}
 		}
-		a.cache().put(key, identity.Owner(attrs.GetUser().GetName()), d,
-			len(d.reason)+len(d.namespace)+len(d.replica), expiresAt)
+		a.cache().put(key, identity.Owner(attrs.GetUser().GetName()), kept,
+			len(kept.reason)+len(kept.namespace)+len(kept.replica), expiresAt)
 	}
 	return d.decision, d.reason, nil
 }

@@ -85,7 +85,7 @@ func TestWildcardDecisionsAreShared(t *testing.T) {
 	allow := func(anyName, anyNamespace bool) *authzv1.AuthorizeResponse {
 		return &authzv1.AuthorizeResponse{
 			Decision: authzv1.Decision_DECISION_ALLOW, PolicyRevision: 5, Replica: "a",
-			WildcardName: anyName, WildcardNamespace: anyNamespace,
+			WildcardName: anyName, WildcardNamespace: anyNamespace, Reason: "one", WildcardReason: "all",
 		}
 	}
 	attributes := func(verb, namespace, name string) authorizer.Attributes {
@@ -109,8 +109,14 @@ func TestWildcardDecisionsAreShared(t *testing.T) {
 		for _, r := range []authorizer.Attributes{attributes("get", "x", "one"), attributes("get", "x", "two"),
 			attributes("get", "x", ""), attributes("get", "y", "one"), attributes("delete", "x", "one"),
 			attributes("get", "x", "two")} {
-			if d, _, err := a.Authorize(t.Context(), r); d != authorizer.DecisionAllow || err != nil {
+			before := p.calls
+			d, reason, err := a.Authorize(t.Context(), r)
+			if d != authorizer.DecisionAllow || err != nil {
 				t.Fatal(d, err)
+			}
+			cached, shared := p.calls == before, x.answer.WildcardName
+			if want := map[bool]string{true: "all", false: "one"}[cached && shared]; reason != want {
+				t.Errorf("%s: the reason for %v is %q, want %q", x.what, r, reason, want)
 			}
 		}
 		if p.calls != x.asked {

@@ -20,6 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	handlersmetrics "k8s.io/apiserver/pkg/endpoints/handlers/metrics"
+	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
@@ -297,10 +298,12 @@ func (c *requestContext) reviewAdmission(
 	verdict, err := callAdmission(ctx, q.Review)
 	if err == nil {
 		audit.Annotate(ctx, verdict.AuditAnnotations)
+		trackWebhooks(ctx, verdict.Webhooks)
 		return &registryv1.AdmissionResult{Verdict: verdict}
 	}
 	err = rpc.FromStatus(err)
 	audit.Annotate(ctx, rpc.AuditContextOf(err).GetAnnotations())
+	trackWebhooks(ctx, rpc.AuditContextOf(err).GetWebhooks())
 	var api apierrors.APIStatus
 	if !errors.As(err, &api) {
 		api = rpc.ToAPIStatus(err)
@@ -309,4 +312,13 @@ func (c *requestContext) reviewAdmission(
 	refusal := rpc.StatusProto(&st)
 	refusal.Warnings = rpc.Warnings(err)
 	return &registryv1.AdmissionResult{Refusal: refusal}
+}
+
+// trackWebhooks adds the time of webhooks to the request's latency trackers, from which upstream takes the audit
+// annotations and apiserver_request_sli_duration_seconds.
+func trackWebhooks(ctx context.Context, l *commonv1.WebhookLatency) {
+	if trackers, ok := request.LatencyTrackersFrom(ctx); ok && l != nil {
+		trackers.MutatingWebhookTracker.TrackDuration(time.Duration(l.MutatingNanoseconds))
+		trackers.ValidatingWebhookTracker.TrackDuration(time.Duration(l.ValidatingNanoseconds))
+	}
 }

@@ -6,7 +6,6 @@ import (
 	"net/http"
 	"slices"
 
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apiserver/pkg/authentication/authenticator"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
@@ -52,7 +51,7 @@ func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler
 	c := s.config
 	auditor := p.Auditor
 	h := withFilter("authorization", api, func(h http.Handler) http.Handler {
-		return genericapifilters.WithAuthorization(h, p.Authz, responsewriters.Codecs)
+		return withAuthz(h, p.Authz, authorization)
 	})
 	h = exemptInternal(s.limited(h, p), h)
 	bodies := new(body.Reader) // its quota applies to all bodies
@@ -60,11 +59,11 @@ func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler
 	h = withFilter("userlimits", h, s.userLimits.filter)
 	if utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ConstrainedImpersonation) {
 		h = withFilter("constrainedimpersonation", h, func(h http.Handler) http.Handler {
-			return impersonation.WithConstrainedImpersonation(h, p.Authz, responsewriters.Codecs)
+			return withAuthz(h, p.Authz, constrainedImpersonation)
 		})
 	} else {
 		h = withFilter("impersonation", h, func(h http.Handler) http.Handler {
-			return impersonation.WithImpersonation(h, p.Authz, responsewriters.Codecs)
+			return withAuthz(h, p.Authz, unconstrainedImpersonation)
 		})
 	}
 	h = withFilter("audit", h, func(h http.Handler) http.Handler { return withAudit(h, auditor) })
@@ -97,6 +96,19 @@ func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler
 	h = genericapifilters.WithRequestReceivedTimestamp(h)
 	h = withPanicRecovery(h, p.MetricsInfo)
 	return genericapifilters.WithAuditInit(h)
+}
+
+// Upstream's filters that authorize requests.
+func authorization(h http.Handler, a authorizer.Authorizer) http.Handler {
+	return genericapifilters.WithAuthorization(h, a, responsewriters.Codecs)
+}
+
+func constrainedImpersonation(h http.Handler, a authorizer.Authorizer) http.Handler {
+	return impersonation.WithConstrainedImpersonation(h, a, responsewriters.Codecs)
+}
+
+func unconstrainedImpersonation(h http.Handler, a authorizer.Authorizer) http.Handler {
+	return impersonation.WithImpersonation(h, a, responsewriters.Codecs)
 }
 
 // watchesUntil lets watches begin until the channel is closed. Upstream's filter then responds 503. Without it such a
@@ -139,7 +151,7 @@ func (s *Server) limited(next http.Handler, p ChainConfig) http.Handler {
 // BuildLoopbackChain wraps api for a client within the process, which authz authorizes. Its requests are audited. They
 // skip the filters that limit clients. A shutdown does not end its watches (ShutdownStagger).
 func BuildLoopbackChain(api http.Handler, authz authorizer.Authorizer, auditor *audit.Auditor) http.Handler {
-	h := genericapifilters.WithAuthorization(api, authz, responsewriters.Codecs)
+	h := withAuthz(api, authz, authorization)
 	h = genericapifilters.WithAudit(h, auditor.Sink, auditor.Policy, LongRunning)
 	h = genericapifilters.WithWarningRecorder(h)
 	h = genericapifilters.WithRequestInfo(h, paths.RequestInfo)
@@ -234,7 +246,7 @@ var errAuthnUnavailable = errors.New("authentication is unavailable")
 
 func (a authnUnavailable) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
 	resp, ok, err := a.Authenticator.AuthenticateRequest(req)
-	if err != nil && (apierrors.IsServiceUnavailable(err) || apierrors.IsTimeout(err)) {
+	if isUnavailable(err) {
 		*req = *req.WithContext(context.WithValue(req.Context(), authnUnavailableKey{}, err))
 		return nil, false, errAuthnUnavailable
 	}

@@ -21,6 +21,7 @@ import (
 	"k8s.io/kubernetes/pkg/apis/authentication"
 	"k8s.io/kubernetes/pkg/registry/authentication/tokenreview"
 
+	"watershed.dev/platform/crd"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/warnings"
@@ -350,7 +351,7 @@ func (ra *remoteAdmission) encode(obj runtime.Object, mediaType string) ([]byte,
 		return nil, nil
 	}
 	if u, ok := obj.(*unstructured.Unstructured); ok {
-		return u.MarshalJSON()
+		return crd.MarshalJSON(u)
 	}
 	info, ok := runtime.SerializerInfoForMediaType(ra.scope.Serializer.SupportedMediaTypes(), mediaType)
 	if !ok {

@@ -300,8 +300,10 @@ type Verdict struct {
 	// The audit annotations of the validating phase. The registry records them at the point where it would call
 	// Validate.
 	ValidatedAnnotations map[string]string `protobuf:"bytes,6,rep,name=validated_annotations,json=validatedAnnotations" json:"validated_annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	unknownFields        protoimpl.UnknownFields
-	sizeCache            protoimpl.SizeCache
+	// The time of webhooks. Not set: no webhook was called.
+	Webhooks      *v1.WebhookLatency `protobuf:"bytes,7,opt,name=webhooks" json:"webhooks,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Verdict) Reset() {
@@ -365,6 +367,13 @@ func (x *Verdict) GetValidated() bool {
 func (x *Verdict) GetValidatedAnnotations() map[string]string {
 	if x != nil {
 		return x.ValidatedAnnotations
+	}
+	return nil
+}
+
+func (x *Verdict) GetWebhooks() *v1.WebhookLatency {
+	if x != nil {
+		return x.Webhooks
 	}
 	return nil
 }
@@ -604,13 +613,14 @@ const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"\n" +
 	"Equivalent\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12-\n" +
-	"\x04kind\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x04kind\"\xc3\x03\n" +
+	"\x04kind\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x04kind\"\x84\x04\n" +
 	"\aVerdict\x12\x16\n" +
 	"\x06object\x18\x01 \x01(\fR\x06object\x12\x1a\n" +
 	"\bwarnings\x18\x02 \x03(\tR\bwarnings\x12b\n" +
 	"\x11audit_annotations\x18\x04 \x03(\v25.watershed.admission.v1.Verdict.AuditAnnotationsEntryR\x10auditAnnotations\x12\x1c\n" +
 	"\tvalidated\x18\x05 \x01(\bR\tvalidated\x12n\n" +
-	"\x15validated_annotations\x18\x06 \x03(\v29.watershed.admission.v1.Verdict.ValidatedAnnotationsEntryR\x14validatedAnnotations\x1aC\n" +
+	"\x15validated_annotations\x18\x06 \x03(\v29.watershed.admission.v1.Verdict.ValidatedAnnotationsEntryR\x14validatedAnnotations\x12?\n" +
+	"\bwebhooks\x18\a \x01(\v2#.watershed.common.v1.WebhookLatencyR\bwebhooks\x1aC\n" +
 	"\x15AuditAnnotationsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1aG\n" +
@@ -675,6 +685,7 @@ var file_watershed_admission_v1_admission_proto_goTypes = []any{
 	(*v1.Resource)(nil),           // 10: watershed.common.v1.Resource
 	(*v1.User)(nil),               // 11: watershed.common.v1.User
 	(v1.AuditLevel)(0),            // 12: watershed.common.v1.AuditLevel
+	(*v1.WebhookLatency)(nil),     // 13: watershed.common.v1.WebhookLatency
 }
 var file_watershed_admission_v1_admission_proto_depIdxs = []int32{
 	0,  // 0: watershed.admission.v1.Review.operation:type_name -> watershed.admission.v1.Operation
@@ -687,20 +698,21 @@ var file_watershed_admission_v1_admission_proto_depIdxs = []int32{
 	9,  // 7: watershed.admission.v1.Equivalent.kind:type_name -> watershed.common.v1.Kind
 	7,  // 8: watershed.admission.v1.Verdict.audit_annotations:type_name -> watershed.admission.v1.Verdict.AuditAnnotationsEntry
 	8,  // 9: watershed.admission.v1.Verdict.validated_annotations:type_name -> watershed.admission.v1.Verdict.ValidatedAnnotationsEntry
-	6,  // 10: watershed.admission.v1.AdmissionRuleSet.admit:type_name -> watershed.admission.v1.AdmissionRule
-	6,  // 11: watershed.admission.v1.AdmissionRuleSet.validate:type_name -> watershed.admission.v1.AdmissionRule
-	0,  // 12: watershed.admission.v1.AdmissionRule.operations:type_name -> watershed.admission.v1.Operation
-	1,  // 13: watershed.admission.v1.Admission.Admit:input_type -> watershed.admission.v1.Review
-	1,  // 14: watershed.admission.v1.Admission.Validate:input_type -> watershed.admission.v1.Review
-	4,  // 15: watershed.admission.v1.Admission.AdmissionRules:input_type -> watershed.admission.v1.AdmissionRulesRequest
-	3,  // 16: watershed.admission.v1.Admission.Admit:output_type -> watershed.admission.v1.Verdict
-	3,  // 17: watershed.admission.v1.Admission.Validate:output_type -> watershed.admission.v1.Verdict
-	5,  // 18: watershed.admission.v1.Admission.AdmissionRules:output_type -> watershed.admission.v1.AdmissionRuleSet
-	16, // [16:19] is the sub-list for method output_type
-	13, // [13:16] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	13, // 10: watershed.admission.v1.Verdict.webhooks:type_name -> watershed.common.v1.WebhookLatency
+	6,  // 11: watershed.admission.v1.AdmissionRuleSet.admit:type_name -> watershed.admission.v1.AdmissionRule
+	6,  // 12: watershed.admission.v1.AdmissionRuleSet.validate:type_name -> watershed.admission.v1.AdmissionRule
+	0,  // 13: watershed.admission.v1.AdmissionRule.operations:type_name -> watershed.admission.v1.Operation
+	1,  // 14: watershed.admission.v1.Admission.Admit:input_type -> watershed.admission.v1.Review
+	1,  // 15: watershed.admission.v1.Admission.Validate:input_type -> watershed.admission.v1.Review
+	4,  // 16: watershed.admission.v1.Admission.AdmissionRules:input_type -> watershed.admission.v1.AdmissionRulesRequest
+	3,  // 17: watershed.admission.v1.Admission.Admit:output_type -> watershed.admission.v1.Verdict
+	3,  // 18: watershed.admission.v1.Admission.Validate:output_type -> watershed.admission.v1.Verdict
+	5,  // 19: watershed.admission.v1.Admission.AdmissionRules:output_type -> watershed.admission.v1.AdmissionRuleSet
+	17, // [17:20] is the sub-list for method output_type
+	14, // [14:17] is the sub-list for method input_type
+	14, // [14:14] is the sub-list for extension type_name
+	14, // [14:14] is the sub-list for extension extendee
+	0,  // [0:14] is the sub-list for field type_name
 }
 
 func init() { file_watershed_admission_v1_admission_proto_init() }

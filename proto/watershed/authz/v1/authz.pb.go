@@ -149,8 +149,10 @@ type AuthorizeResponse struct {
 	WildcardName bool `protobuf:"varint,8,opt,name=wildcard_name,json=wildcardName" json:"wildcard_name,omitempty"`
 	// The decision holds for every name in every namespace.
 	WildcardNamespace bool `protobuf:"varint,9,opt,name=wildcard_namespace,json=wildcardNamespace" json:"wildcard_namespace,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// The reason of the decision for other names and namespaces. Empty: the same as reason.
+	WildcardReason string `protobuf:"bytes,10,opt,name=wildcard_reason,json=wildcardReason" json:"wildcard_reason,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *AuthorizeResponse) Reset() {
@@ -244,6 +246,13 @@ func (x *AuthorizeResponse) GetWildcardNamespace() bool {
 		return x.WildcardNamespace
 	}
 	return false
+}
+
+func (x *AuthorizeResponse) GetWildcardReason() string {
+	if x != nil {
+		return x.WildcardReason
+	}
+	return ""
 }
 
 // RulesRequest is a user and a namespace.
@@ -626,7 +635,7 @@ const file_watershed_authz_v1_authz_proto_rawDesc = "" +
 	"\n" +
 	"attributes\x18\x01 \x01(\v2\x1f.watershed.common.v1.AttributesR\n" +
 	"attributes\x121\n" +
-	"\x14client_authenticated\x18\x02 \x01(\bR\x13clientAuthenticated\"\xf4\x02\n" +
+	"\x14client_authenticated\x18\x02 \x01(\bR\x13clientAuthenticated\"\x9d\x03\n" +
 	"\x11AuthorizeResponse\x128\n" +
 	"\bdecision\x18\x01 \x01(\x0e2\x1c.watershed.authz.v1.DecisionR\bdecision\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12)\n" +
@@ -636,7 +645,9 @@ const file_watershed_authz_v1_authz_proto_rawDesc = "" +
 	"\x12cache_milliseconds\x18\x06 \x01(\x03R\x11cacheMilliseconds\x12\x1c\n" +
 	"\ttransient\x18\a \x01(\bR\ttransient\x12#\n" +
 	"\rwildcard_name\x18\b \x01(\bR\fwildcardName\x12-\n" +
-	"\x12wildcard_namespace\x18\t \x01(\bR\x11wildcardNamespace\"[\n" +
+	"\x12wildcard_namespace\x18\t \x01(\bR\x11wildcardNamespace\x12'\n" +
+	"\x0fwildcard_reason\x18\n" +
+	" \x01(\tR\x0ewildcardReason\"[\n" +
 	"\fRulesRequest\x12-\n" +
 	"\x04user\x18\x01 \x01(\v2\x19.watershed.common.v1.UserR\x04user\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\"\x88\x01\n" +

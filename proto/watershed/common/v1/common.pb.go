@@ -524,7 +524,9 @@ type AuditContext struct {
 	// The request's object is its body, unchanged: a patch.
 	RequestIsBody bool `protobuf:"varint,4,opt,name=request_is_body,json=requestIsBody" json:"request_is_body,omitempty"`
 	// The metav1.Status in JSON, if the response is one.
-	Status        []byte `protobuf:"bytes,5,opt,name=status" json:"status,omitempty"`
+	Status []byte `protobuf:"bytes,5,opt,name=status" json:"status,omitempty"`
+	// The time of webhooks. Not set: no webhook was called.
+	Webhooks      *WebhookLatency `protobuf:"bytes,6,opt,name=webhooks" json:"webhooks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -594,6 +596,68 @@ func (x *AuditContext) GetStatus() []byte {
 	return nil
 }
 
+func (x *AuditContext) GetWebhooks() *WebhookLatency {
+	if x != nil {
+		return x.Webhooks
+	}
+	return nil
+}
+
+// WebhookLatency is the time that a phase of admission spent in webhooks.
+type WebhookLatency struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sum of the mutating webhooks, which run in turn.
+	MutatingNanoseconds int64 `protobuf:"varint,1,opt,name=mutating_nanoseconds,json=mutatingNanoseconds" json:"mutating_nanoseconds,omitempty"`
+	// The slowest of the validating webhooks, which run at the same time.
+	ValidatingNanoseconds int64 `protobuf:"varint,2,opt,name=validating_nanoseconds,json=validatingNanoseconds" json:"validating_nanoseconds,omitempty"`
+	unknownFields         protoimpl.UnknownFields
+	sizeCache             protoimpl.SizeCache
+}
+
+func (x *WebhookLatency) Reset() {
+	*x = WebhookLatency{}
+	mi := &file_watershed_common_v1_common_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WebhookLatency) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WebhookLatency) ProtoMessage() {}
+
+func (x *WebhookLatency) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_common_v1_common_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WebhookLatency.ProtoReflect.Descriptor instead.
+func (*WebhookLatency) Descriptor() ([]byte, []int) {
+	return file_watershed_common_v1_common_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *WebhookLatency) GetMutatingNanoseconds() int64 {
+	if x != nil {
+		return x.MutatingNanoseconds
+	}
+	return 0
+}
+
+func (x *WebhookLatency) GetValidatingNanoseconds() int64 {
+	if x != nil {
+		return x.ValidatingNanoseconds
+	}
+	return 0
+}
+
 // ObjectReference identifies an object and its version in an audit event.
 type ObjectReference struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
@@ -607,7 +671,7 @@ type ObjectReference struct {
 
 func (x *ObjectReference) Reset() {
 	*x = ObjectReference{}
-	mi := &file_watershed_common_v1_common_proto_msgTypes[7]
+	mi := &file_watershed_common_v1_common_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -619,7 +683,7 @@ func (x *ObjectReference) String() string {
 func (*ObjectReference) ProtoMessage() {}
 
 func (x *ObjectReference) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_common_v1_common_proto_msgTypes[7]
+	mi := &file_watershed_common_v1_common_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -632,7 +696,7 @@ func (x *ObjectReference) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ObjectReference.ProtoReflect.Descriptor instead.
 func (*ObjectReference) Descriptor() ([]byte, []int) {
-	return file_watershed_common_v1_common_proto_rawDescGZIP(), []int{7}
+	return file_watershed_common_v1_common_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ObjectReference) GetNamespace() string {
@@ -705,16 +769,20 @@ const file_watershed_common_v1_common_proto_rawDesc = "" +
 	"\x06Status\x12\x12\n" +
 	"\x04json\x18\x01 \x01(\fR\x04json\x12\x1a\n" +
 	"\bwarnings\x18\x02 \x03(\tR\bwarnings\x127\n" +
-	"\x05audit\x18\x03 \x01(\v2!.watershed.common.v1.AuditContextR\x05audit\"\xc9\x02\n" +
+	"\x05audit\x18\x03 \x01(\v2!.watershed.common.v1.AuditContextR\x05audit\"\x8a\x03\n" +
 	"\fAuditContext\x12T\n" +
 	"\vannotations\x18\x01 \x03(\v22.watershed.common.v1.AuditContext.AnnotationsEntryR\vannotations\x12<\n" +
 	"\x06object\x18\x02 \x01(\v2$.watershed.common.v1.ObjectReferenceR\x06object\x12%\n" +
 	"\x0erequest_object\x18\x03 \x01(\fR\rrequestObject\x12&\n" +
 	"\x0frequest_is_body\x18\x04 \x01(\bR\rrequestIsBody\x12\x16\n" +
-	"\x06status\x18\x05 \x01(\fR\x06status\x1a>\n" +
+	"\x06status\x18\x05 \x01(\fR\x06status\x12?\n" +
+	"\bwebhooks\x18\x06 \x01(\v2#.watershed.common.v1.WebhookLatencyR\bwebhooks\x1a>\n" +
 	"\x10AnnotationsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x80\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"z\n" +
+	"\x0eWebhookLatency\x121\n" +
+	"\x14mutating_nanoseconds\x18\x01 \x01(\x03R\x13mutatingNanoseconds\x125\n" +
+	"\x16validating_nanoseconds\x18\x02 \x01(\x03R\x15validatingNanoseconds\"\x80\x01\n" +
 	"\x0fObjectReference\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x10\n" +
@@ -740,7 +808,7 @@ func file_watershed_common_v1_common_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_common_v1_common_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_watershed_common_v1_common_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
+var file_watershed_common_v1_common_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
 var file_watershed_common_v1_common_proto_goTypes = []any{
 	(AuditLevel)(0),         // 0: watershed.common.v1.AuditLevel
 	(*User)(nil),            // 1: watershed.common.v1.User
@@ -750,23 +818,25 @@ var file_watershed_common_v1_common_proto_goTypes = []any{
 	(*Attributes)(nil),      // 5: watershed.common.v1.Attributes
 	(*Status)(nil),          // 6: watershed.common.v1.Status
 	(*AuditContext)(nil),    // 7: watershed.common.v1.AuditContext
-	(*ObjectReference)(nil), // 8: watershed.common.v1.ObjectReference
-	nil,                     // 9: watershed.common.v1.User.ExtraEntry
-	nil,                     // 10: watershed.common.v1.AuditContext.AnnotationsEntry
+	(*WebhookLatency)(nil),  // 8: watershed.common.v1.WebhookLatency
+	(*ObjectReference)(nil), // 9: watershed.common.v1.ObjectReference
+	nil,                     // 10: watershed.common.v1.User.ExtraEntry
+	nil,                     // 11: watershed.common.v1.AuditContext.AnnotationsEntry
 }
 var file_watershed_common_v1_common_proto_depIdxs = []int32{
-	9,  // 0: watershed.common.v1.User.extra:type_name -> watershed.common.v1.User.ExtraEntry
+	10, // 0: watershed.common.v1.User.extra:type_name -> watershed.common.v1.User.ExtraEntry
 	1,  // 1: watershed.common.v1.Attributes.user:type_name -> watershed.common.v1.User
 	3,  // 2: watershed.common.v1.Attributes.resource:type_name -> watershed.common.v1.Resource
 	7,  // 3: watershed.common.v1.Status.audit:type_name -> watershed.common.v1.AuditContext
-	10, // 4: watershed.common.v1.AuditContext.annotations:type_name -> watershed.common.v1.AuditContext.AnnotationsEntry
-	8,  // 5: watershed.common.v1.AuditContext.object:type_name -> watershed.common.v1.ObjectReference
-	2,  // 6: watershed.common.v1.User.ExtraEntry.value:type_name -> watershed.common.v1.Values
-	7,  // [7:7] is the sub-list for method output_type
-	7,  // [7:7] is the sub-list for method input_type
-	7,  // [7:7] is the sub-list for extension type_name
-	7,  // [7:7] is the sub-list for extension extendee
-	0,  // [0:7] is the sub-list for field type_name
+	11, // 4: watershed.common.v1.AuditContext.annotations:type_name -> watershed.common.v1.AuditContext.AnnotationsEntry
+	9,  // 5: watershed.common.v1.AuditContext.object:type_name -> watershed.common.v1.ObjectReference
+	8,  // 6: watershed.common.v1.AuditContext.webhooks:type_name -> watershed.common.v1.WebhookLatency
+	2,  // 7: watershed.common.v1.User.ExtraEntry.value:type_name -> watershed.common.v1.Values
+	8,  // [8:8] is the sub-list for method output_type
+	8,  // [8:8] is the sub-list for method input_type
+	8,  // [8:8] is the sub-list for extension type_name
+	8,  // [8:8] is the sub-list for extension extendee
+	0,  // [0:8] is the sub-list for field type_name
 }
 
 func init() { file_watershed_common_v1_common_proto_init() }
@@ -780,7 +850,7 @@ func file_watershed_common_v1_common_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_common_v1_common_proto_rawDesc), len(file_watershed_common_v1_common_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   10,
+			NumMessages:   11,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -1,0 +1,61 @@
+package authn
+
+import (
+	"context"
+	"sync/atomic"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/kubernetes/pkg/serviceaccount"
+)
+
+// tokenObjects reads the objects that tokens are bound to, and records failed reads. Upstream rejects a token if its
+// object cannot be read (k8s.io/kubernetes/pkg/serviceaccount, Validate). kube-apiserver has the pods and nodes in
+// memory; authn reads them through a gateway, and must not reject valid tokens while etcd is unavailable.
+type tokenObjects struct {
+	serviceaccount.ServiceAccountTokenGetter
+	failedAt atomic.Pointer[time.Time]
+}
+
+// failedSince reports whether a read has failed since t.
+func (o *tokenObjects) failedSince(t time.Time) bool {
+	failedAt := o.failedAt.Load()
+	return failedAt != nil && failedAt.After(t)
+}
+
+// record records err, unless it says that the object does not exist.
+func (o *tokenObjects) record(err error) {
+	if err != nil && !apierrors.IsNotFound(err) {
+		now := time.Now()
+		o.failedAt.Store(&now)
+	}
+}
+
+// GetServiceAccount implements serviceaccount.ServiceAccountTokenGetter.
+func (o *tokenObjects) GetServiceAccount(ctx context.Context, namespace, name string) (*corev1.ServiceAccount, error) {
+	account, err := o.ServiceAccountTokenGetter.GetServiceAccount(ctx, namespace, name)
+	o.record(err)
+	return account, err
+}
+
+// GetPod implements serviceaccount.ServiceAccountTokenGetter.
+func (o *tokenObjects) GetPod(ctx context.Context, namespace, name string) (*corev1.Pod, error) {
+	pod, err := o.ServiceAccountTokenGetter.GetPod(ctx, namespace, name)
+	o.record(err)
+	return pod, err
+}
+
+// GetSecret implements serviceaccount.ServiceAccountTokenGetter.
+func (o *tokenObjects) GetSecret(ctx context.Context, namespace, name string) (*corev1.Secret, error) {
+	secret, err := o.ServiceAccountTokenGetter.GetSecret(ctx, namespace, name)
+	o.record(err)
+	return secret, err
+}
+
+// GetNode implements serviceaccount.ServiceAccountTokenGetter.
+func (o *tokenObjects) GetNode(ctx context.Context, name string) (*corev1.Node, error) {
+	node, err := o.ServiceAccountTokenGetter.GetNode(ctx, name)
+	o.record(err)
+	return node, err
+}

@@ -1,0 +1,53 @@
+package authn
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/authentication/authenticator"
+	"k8s.io/kubernetes/pkg/serviceaccount"
+
+	authnv1 "watershed.dev/proto/watershed/authn/v1"
+)
+
+// failingPods has no pods, and returns err for each.
+type failingPods struct {
+	serviceaccount.ServiceAccountTokenGetter
+	err error
+}
+
+func (g *failingPods) GetPod(context.Context, string, string) (*corev1.Pod, error) { return nil, g.err }
+
+// A token is not invalid because its pod cannot be read. A token whose pod is gone is.
+func TestATokenWhosePodCannotBeReadIsUndecided(t *testing.T) {
+	s := service()
+	pods := &failingPods{}
+	s.tokenObjects.ServiceAccountTokenGetter = pods
+	s.auth = authenticator.RequestFunc(func(req *http.Request) (*authenticator.Response, bool, error) {
+		if _, err := s.tokenObjects.GetPod(req.Context(), "x", "p"); err != nil {
+			return nil, false, errors.New("service account token has been invalidated") // as upstream's validator does
+		}
+		return nil, false, nil
+	})
+	for _, x := range []struct {
+		err  error
+		want codes.Code
+	}{
+		{apierrors.NewServiceUnavailable("etcd is away"), codes.Unavailable},
+		{context.DeadlineExceeded, codes.Unavailable},
+		{apierrors.NewNotFound(schema.GroupResource{Resource: "pods"}, "p"), codes.OK},
+	} {
+		pods.err = x.err
+		r, err := s.Authenticate(t.Context(), &authnv1.AuthenticateRequest{})
+		if status.Code(err) != x.want || err == nil && r.Authenticated {
+			t.Errorf("%v: %v, %v", x.err, r, err)
+		}
+	}
+}

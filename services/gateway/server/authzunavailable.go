@@ -1,0 +1,90 @@
+package server
+
+import (
+	"context"
+	"net/http"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apiserver/pkg/authorization/authorizer"
+
+	"watershed.dev/services/gateway/responsewriters"
+)
+
+// withAuthz puts a filter of upstream that authorizes requests before next. Such filters respond 500 or 403 if the
+// authorizer fails, which clients take for a final decision. If authz is unavailable, the response is 503, and clients
+// retry.
+func withAuthz(
+	next http.Handler,
+	authz authorizer.Authorizer,
+	filter func(http.Handler, authorizer.Authorizer) http.Handler,
+) http.Handler {
+	filtered := filter(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		u := w.(*authzWriter)
+		u.passed = true
+		next.ServeHTTP(u.ResponseWriter, req)
+	}), authzUnavailable{authz})
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		u := &authzWriter{ResponseWriter: w}
+		filtered.ServeHTTP(u, req.WithContext(context.WithValue(req.Context(), authzWriterKey{}, u)))
+		if u.unavailable != nil && !u.passed {
+			w.Header().Set("Retry-After", "1")
+			responsewriters.Error(w, req, responsewriters.V1, u.unavailable)
+		}
+	})
+}
+
+// authzWriter is the ResponseWriter of a filter that authorizes. It discards the filter's response if authz was
+// unavailable.
+type authzWriter struct {
+	http.ResponseWriter
+	unavailable error
+	// passed is true if the filter has called the next handler, which has the ResponseWriter of the request.
+	passed    bool
+	discarded http.Header
+}
+
+type authzWriterKey struct{}
+
+// Header implements http.ResponseWriter.
+func (u *authzWriter) Header() http.Header {
+	if u.unavailable == nil {
+		return u.ResponseWriter.Header()
+	}
+	if u.discarded == nil {
+		u.discarded = http.Header{}
+	}
+	return u.discarded
+}
+
+// WriteHeader implements http.ResponseWriter.
+func (u *authzWriter) WriteHeader(code int) {
+	if u.unavailable == nil {
+		u.ResponseWriter.WriteHeader(code)
+	}
+}
+
+// Write implements http.ResponseWriter.
+func (u *authzWriter) Write(p []byte) (int, error) {
+	if u.unavailable == nil {
+		return u.ResponseWriter.Write(p)
+	}
+	return len(p), nil
+}
+
+// authzUnavailable records in the request's authzWriter that authz was unavailable.
+type authzUnavailable struct{ authorizer.Authorizer }
+
+// Authorize implements authorizer.Authorizer.
+func (a authzUnavailable) Authorize(ctx context.Context, attrs authorizer.Attributes) (authorizer.Decision, string,
+	error) {
+	d, reason, err := a.Authorizer.Authorize(ctx, attrs)
+	if u, ok := ctx.Value(authzWriterKey{}).(*authzWriter); ok && isUnavailable(err) {
+		u.unavailable = err
+	}
+	return d, reason, err
+}
+
+// isUnavailable reports whether a service has not decided, so that a client must retry.
+func isUnavailable(err error) bool {
+	return err != nil && (apierrors.IsServiceUnavailable(err) || apierrors.IsTimeout(err))
+}
