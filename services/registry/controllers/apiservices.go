@@ -52,8 +52,8 @@ func (cs *Controllers) registerAPIServices(ctx context.Context, hooks *hooksTerm
 	if err != nil {
 		return err
 	}
-	remoteAvailability, err := remote.New(services, cs.Informers.Core().V1().Services(),
-		cs.Informers.Discovery().V1().EndpointSlices(), client.ApiregistrationV1(), cs.Dialer,
+	remoteAvailability, err := remote.New(services, forTerm(ctx, cs.Informers.Core().V1().Services()),
+		forTerm(ctx, cs.Informers.Discovery().V1().EndpointSlices()), client.ApiregistrationV1(), cs.Dialer,
 		cs.proxyCertificate, cs.Services, availabilityMetrics)
 	if err != nil {
 		return err
@@ -81,7 +81,7 @@ func (cs *Controllers) registerAPIServices(ctx context.Context, hooks *hooksTerm
 			})
 		}
 	}
-	crds := cs.Extensions.Apiextensions().V1().CustomResourceDefinitions()
+	crds := forTerm(ctx, cs.Extensions.Apiextensions().V1().CustomResourceDefinitions())
 	crdRegistration := crdregistration.NewCRDRegistrationController(crds, registration)
 	informers.Start(ctx.Done())
 	go crdRegistration.Run(5, ctx.Done())

@@ -24,6 +24,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"slices"
 	"time"
 
 	"github.com/spf13/pflag"
@@ -208,7 +209,10 @@ func (cs *Controllers) Run(ctx context.Context) error {
 		corev1.NamespaceNodeLease, metav1.NamespaceDefault}, cs.Client,
 		cs.Informers.Core().V1().Namespaces()).Run(ctx.Done())
 	hooks.done(hookSystemNamespaces)
-	cs.startUpstreamHooks(ctx, hooks, fail)
+	cs.startHooks(ctx, append(slices.Clone(cs.Hooks), installer.PostStartHook{
+		Name: hookServiceRepair,
+		Run:  cs.repairServices,
+	}), hooks, fail)
 	if err := cs.publishTrust(ctx); err != nil {
 		return err
 	}

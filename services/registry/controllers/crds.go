@@ -20,17 +20,16 @@ func (cs *Controllers) startCRDControllers(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	crds := cs.Extensions.Apiextensions().V1().CustomResourceDefinitions()
+	crds := forTerm(ctx, cs.Extensions.Apiextensions().V1().CustomResourceDefinitions())
 	establishing := establish.NewEstablishingController(crds, client.ApiextensionsV1())
 	served := newServedCRDs(cs.ServedByAll, func(name string) { establishing.QueueCRD(name, 0) })
-	handler, err := crds.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+	_, err = crds.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
 		AddFunc:    served.changed,
 		UpdateFunc: func(_, obj any) { served.changed(obj) },
 	})
 	if err != nil {
 		return err
 	}
-	context.AfterFunc(ctx, func() { _ = crds.Informer().RemoveEventHandler(handler) })
 	naming := namesstatus.NewNamingConditionController(klog.FromContext(ctx), crds, client.ApiextensionsV1())
 	nonStructural := nonstructuralschema.NewConditionController(crds, client.ApiextensionsV1())
 	approval := apiapproval.NewKubernetesAPIApprovalPolicyConformantConditionController(crds, client.ApiextensionsV1())

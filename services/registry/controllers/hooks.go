@@ -172,11 +172,6 @@ func (t *hooksTerm) wait(ctx context.Context, name string, timeout time.Duration
 	}
 }
 
-// hookServiceRepair is upstream's hook of k8s.io/kubernetes/pkg/registry/core/rest. If the first repair fails, the hook
-// fails after a minute. The first repair may fail if a Service is created during it, because the repair's informers may
-// have received the Service but not its IPAddress.
-const hookServiceRepair = "start-service-ip-repair-controllers"
-
 // repairTimeout is how long the kubernetes Service waits for hookServiceRepair. It is created even if the repair fails.
 const repairTimeout = 10 * time.Second
 
@@ -195,6 +190,10 @@ const (
 	hookIdentityLease      = "start-kube-apiserver-identity-lease-controller"
 	hookIdentityLeaseGC    = "start-kube-apiserver-identity-lease-garbage-collector"
 	hookKubernetesService  = "bootstrap-controller"
+	// hookServiceRepair fails after a minute if the first repair fails (Controllers.repairServices). The first repair
+	// may fail if a Service is created during it, because the repair's informers may have received the Service but not
+	// its IPAddress.
+	hookServiceRepair = installer.ServiceRepairHook
 
 	hookCoordinatedElection = "start-kube-apiserver-coordinated-leader-election-controller"
 )
@@ -203,7 +202,7 @@ const (
 func ownHooks() []string {
 	names := []string{hookServiceCIDR, hookSystemNamespaces, hookAuthenticationInfo, hookAutoregistration,
 		hookAutoregistered, hookLocalAvailability, hookRemoteAvailability, hookCRDs, hookLegacyTokens,
-		hookKubernetesService}
+		hookKubernetesService, hookServiceRepair}
 	if HasIdentityLease() {
 		names = append(names, hookIdentityLease, hookIdentityLeaseGC)
 	}
@@ -222,10 +221,11 @@ func (cs *Controllers) hookNames() []string {
 	return names
 }
 
-// startUpstreamHooks starts upstream's hooks. It calls fail with the error of a hook: kube-apiserver exits then, and
-// here another registry is elected.
-func (cs *Controllers) startUpstreamHooks(ctx context.Context, hooks *hooksTerm, fail context.CancelCauseFunc) {
-	for _, h := range cs.Hooks {
+// startHooks starts hooks with the signature of upstream's. It calls fail with the error of a hook: kube-apiserver exits
+// then, and here another registry is elected.
+func (cs *Controllers) startHooks(ctx context.Context, all []installer.PostStartHook, hooks *hooksTerm,
+	fail context.CancelCauseFunc) {
+	for _, h := range all {
 		go func() {
 			hookContext := genericapiserver.PostStartHookContext{LoopbackClientConfig: cs.Loopback, Context: ctx}
 			if err := runHook(h, hookContext); err != nil {

@@ -76,7 +76,7 @@ func TestStartHooksArePendingUntilTheyReturn(t *testing.T) {
 	}
 	term := cs.StartHooks.begin(t.Context(), cs.hookNames())
 	term.done(ownHooks()...)
-	cs.startUpstreamHooks(t.Context(), term, func(err error) { t.Error(err) })
+	cs.startHooks(t.Context(), cs.Hooks, term, func(err error) { t.Error(err) })
 	awaitPending(t, other, "slow")
 	close(release)
 	awaitPending(t, other)
@@ -140,7 +140,7 @@ func TestAFailedStartHookEndsTheTerm(t *testing.T) {
 	term := &hooksTerm{}
 	term.pending.Set([]string{"rbac"})
 	ctx, fail := context.WithCancelCause(t.Context())
-	cs.startUpstreamHooks(ctx, term, fail)
+	cs.startHooks(ctx, cs.Hooks, term, fail)
 	<-ctx.Done()
 	if err := context.Cause(ctx); !errors.Is(err, away) {
 		t.Error(err)

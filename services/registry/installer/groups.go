@@ -46,6 +46,7 @@ import (
 	aggregatorscheme "k8s.io/kube-aggregator/pkg/apiserver/scheme"
 	apiservicerest "k8s.io/kube-aggregator/pkg/registry/apiservice/rest"
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
+	api "k8s.io/kubernetes/pkg/apis/core"
 	"k8s.io/kubernetes/pkg/capabilities"
 	"k8s.io/kubernetes/pkg/cluster/ports"
 	"k8s.io/kubernetes/pkg/controlplane"
@@ -62,6 +63,8 @@ import (
 	certificatesrest "k8s.io/kubernetes/pkg/registry/certificates/rest"
 	coordinationrest "k8s.io/kubernetes/pkg/registry/coordination/rest"
 	corerest "k8s.io/kubernetes/pkg/registry/core/rest"
+	"k8s.io/kubernetes/pkg/registry/core/service/allocator"
+	serviceallocator "k8s.io/kubernetes/pkg/registry/core/service/allocator/storage"
 	discoveryrest "k8s.io/kubernetes/pkg/registry/discovery/rest"
 	eventsrest "k8s.io/kubernetes/pkg/registry/events/rest"
 	flowcontrolrest "k8s.io/kubernetes/pkg/registry/flowcontrol/rest"
@@ -251,6 +254,9 @@ func InstallAPIs(o *Options, s *storage.Storage, resources *serverstorage.Resour
 			if err != nil {
 				return nil, err
 			}
+			if name == ServiceRepairHook { // its loops run once in a process; controllers has its own
+				continue
+			}
 			set.Hooks = append(set.Hooks, PostStartHook{name, run})
 		}
 	}
@@ -333,9 +339,28 @@ func coreConfig(o *Options, s *storage.Storage, d Deps) (corerest.Config, error)
 			ClusterIPRange:          primary,
 			SecondaryClusterIPRange: secondary,
 			NodePortRange:           o.ServiceNodePortRange,
-			IPRepairInterval:        3 * time.Minute,
+			IPRepairInterval:        RepairInterval,
 		},
 	}, err
+}
+
+// RepairInterval is the pause between two repairs of Service addresses and node ports, as in kube-apiserver
+// (k8s.io/kubernetes/pkg/controlplane, repairLoopInterval).
+const RepairInterval = 3 * time.Minute
+
+// ServiceRepairHook is the name of upstream's start hook of these repairs.
+const ServiceRepairHook = "start-service-ip-repair-controllers"
+
+// NodePorts returns etcd's record of the allocated node ports, for a repair loop (k8s.io/kubernetes/pkg/registry/core/rest,
+// newServiceIPAllocators). The caller destroys it.
+func (o *Options) NodePorts(s *storage.Storage) (*serviceallocator.Etcd, error) {
+	config, err := s.Factory.NewConfig(api.Resource("services"), &api.Service{})
+	if err != nil {
+		return nil, err
+	}
+	r := o.ServiceNodePortRange
+	return serviceallocator.NewEtcd(allocator.NewAllocationMap(r.Size, r.String()), "/ranges/servicenodeports",
+		config.ForResource(api.Resource("servicenodeportallocations")))
 }
 
 // crdGroup returns the group apiextensions.k8s.io. etcd holds its objects in the same encoding as with kube-apiserver.
