@@ -14,7 +14,9 @@ import (
 	"k8s.io/apiserver/pkg/registry/rest"
 	"k8s.io/apiserver/pkg/util/apihelpers"
 
+	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/storage"
 )
 
 func (w *writeOperation) delete(ctx context.Context) (*registryv1.ObjectResponse, error) {
@@ -80,21 +82,30 @@ func (w *writeOperation) deleteCollection(ctx context.Context) (*registryv1.Obje
 	}
 	attrs := w.attributes(nil, nil, "", admission.Delete, opts, opts.DryRun)
 	result, err := finish(ctx, func() (runtime.Object, error) {
-		return deleter.DeleteCollection(ctx, rest.AdmissionToValidateObjectDeleteFunc(w.admit, attrs, w),
+		return deleter.DeleteCollection(storage.WithPagedLists(ctx), rest.AdmissionToValidateObjectDeleteFunc(w.admit, attrs, w),
 			opts, listOpts)
 	})
 	if err != nil {
 		return nil, err
 	}
-	if result == nil {
-		result = &metav1.Status{
-			Status:  metav1.StatusSuccess,
-			Code:    http.StatusOK,
-			Details: &metav1.StatusDetails{Kind: w.Kind.Kind},
-		}
+	success := &metav1.Status{
+		Status:  metav1.StatusSuccess,
+		Code:    http.StatusOK,
+		Details: &metav1.StatusDetails{Kind: w.Kind.Kind},
 	}
-	return w.encodeResult(ctx, http.StatusOK, result)
+	if result == nil {
+		result = success
+	}
+	resp, err := w.encodeResult(ctx, http.StatusOK, result)
+	if err == nil && len(resp.Body) > maxResultBytes { // the objects are deleted, and the gateway cannot receive them
+		return w.encodeResult(ctx, http.StatusOK, success)
+	}
+	return resp, err
 }
+
+// maxResultBytes bounds the list of the objects that deletecollection has deleted. Beside it, a message has the audit
+// context.
+const maxResultBytes = rpc.MaxMessageBytes / 2
 
 // deleteOptions decodes the options from the body. If the body is empty, it decodes them from the query.
 func (w *writeOperation) deleteOptions(ctx context.Context) (*metav1.DeleteOptions, error) {

@@ -54,7 +54,8 @@ func (scope *RequestScope) Get(ctx context.Context, r *registryv1.GetRequest) (*
 		}
 	}
 	var obj runtime.Object
-	if err := waitUntilFresh(ctx, func() error { obj, err = getter.Get(ctx, r.Name, opts); return err }); err != nil {
+	read := func() error { obj, err = getter.Get(ctx, r.Name, opts); return err }
+	if err := waitUntilFresh(ctx, read, func() error { return nil }); err != nil {
 		return nil, err
 	}
 	resp, err := scope.encodeResponse(ctx, r.Output, r.Query, http.StatusOK, obj)
@@ -120,7 +121,13 @@ func (scope *RequestScope) List(ctx context.Context, r *registryv1.GetRequest) (
 	var list runtime.Object
 	read := func() error { list, err = lister.List(ctx, opts); return err }
 	if opts.Continue == "" {
-		err = waitUntilFresh(ctx, read)
+		// A list reads all objects before it compares revisions, so that the wait must not repeat it.
+		probe := &internalversion.ListOptions{
+			ResourceVersion:      opts.ResourceVersion,
+			ResourceVersionMatch: metav1.ResourceVersionMatchNotOlderThan,
+			Limit:                1,
+		}
+		err = waitUntilFresh(ctx, read, func() error { _, err := lister.List(ctx, probe); return err })
 	} else if err = read(); apistorage.IsTooLargeResourceVersion(err) {
 		err = withRetryAfter(err)
 	}
@@ -137,14 +144,12 @@ const (
 	freshnessPoll    = 50 * time.Millisecond
 )
 
-// waitUntilFresh repeats a read of a revision that has not arrived yet, for at most freshnessTimeout.
-func waitUntilFresh(ctx context.Context, read func() error) error {
+// waitUntilFresh repeats a read of a revision that has not arrived yet, for at most freshnessTimeout. It repeats the read
+// once probe, a cheaper read, finds the revision.
+func waitUntilFresh(ctx context.Context, read, probe func() error) error {
 	deadline := time.Now().Add(freshnessTimeout)
-	for {
-		err := read()
-		if !apistorage.IsTooLargeResourceVersion(err) {
-			return err
-		}
+	err := read()
+	for apistorage.IsTooLargeResourceVersion(err) {
 		if time.Now().After(deadline) {
 			return withRetryAfter(err)
 		}
@@ -153,7 +158,11 @@ func waitUntilFresh(ctx context.Context, read func() error) error {
 			return ctx.Err()
 		case <-time.After(freshnessPoll):
 		}
+		if err = probe(); err == nil {
+			err = read()
+		}
 	}
+	return err
 }
 
 // withRetryAfter makes clients retry after 1 s.
