@@ -3,9 +3,12 @@ package flowcontrol
 import (
 	"hash/maphash"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 
+	"github.com/munnerz/goautoneg"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	fcrequest "k8s.io/apiserver/pkg/util/flowcontrol/request"
 	"k8s.io/utils/lru"
@@ -95,9 +98,12 @@ func newListSizes() *listSizes {
 	return &listSizes{maphash.MakeSeed(), lru.New(maxListSizes), lru.New(maxListSizes)}
 }
 
+// lookup returns the size of the last response to an equal request, or an estimate. A page after the first is as large as
+// the first page: a record of its own would be the client's choice, who has continue tokens of the last objects.
 func (s *listSizes) lookup(req *http.Request) listSize {
 	l := s.keyOf(req)
 	if last, ok := s.last(l); ok {
+		last.compressed = last.compressed && !l.laterPage
 		return last
 	}
 	n, _ := s.whole.Get(l.whole)
@@ -126,8 +132,10 @@ func (s *listSizes) record(req *http.Request, n listSize) {
 		last, _ := s.last(l)
 		n.compressed = last.compressed
 	}
-	n.compressed = n.compressed && !l.laterPage && !l.table
-	s.exact.Add(l.exact, n)
+	n.compressed = n.compressed && !l.table
+	if !l.laterPage {
+		s.exact.Add(l.exact, n)
+	}
 	whole, ok := s.whole.Get(l.whole)
 	if !l.partial || !ok || whole.(int64) < n.bytes {
 		s.whole.Add(l.whole, n.bytes)
@@ -139,7 +147,7 @@ func (s *listSizes) record(req *http.Request, n listSize) {
 type listKey struct {
 	exact, whole uint64
 	limit        int64
-	// partial: it has selectors or is a page. laterPage: it is a page after the first; these pages share a record.
+	// partial: it has selectors or is a page. laterPage: it is a page after the first, and has the key of the first.
 	partial, laterPage bool
 	// table: the response is a Table.
 	table bool
@@ -156,7 +164,7 @@ func (s *listSizes) keyOf(req *http.Request) listKey {
 	part(req.URL.Path)
 	format := outputFormat(req.Header.Get("Accept"))
 	part(format)
-	l := listKey{whole: h.Sum64(), table: format == tableFormat}
+	l := listKey{whole: h.Sum64(), table: strings.HasSuffix(format, tableFormat)}
 	limit := q.Get("limit")
 	info, ok := request.RequestInfoFrom(req.Context())
 	if ok && info.Resource != "events" && q.Get("resourceVersion") == "0" {
@@ -166,8 +174,7 @@ func (s *listSizes) keyOf(req *http.Request) listKey {
 		part(value)
 		l.partial = l.partial || value != ""
 	}
-	if q.Get("continue") != "" { // the pages after the first have similar sizes
-		part("continue")
+	if q.Get("continue") != "" {
 		l.partial, l.laterPage = true, true
 	}
 	// registry serves these, or they are uncompressed
@@ -179,15 +186,32 @@ func (s *listSizes) keyOf(req *http.Request) listKey {
 	return l
 }
 
-// tableFormat is the format of Tables.
-const tableFormat = "as=Table"
+// tableFormat is the end of the format of Tables.
+const tableFormat = ";as=Table"
 
-// outputFormat returns the part of an Accept header that affects the response size.
+// outputFormat returns the format of the first clause of an Accept header that a resource may satisfy, in the order in
+// which the response is negotiated. Later clauses must not make the list look smaller than it is.
 func outputFormat(accept string) string {
-	for _, f := range []string{tableFormat, "as=PartialObjectMetadata", "protobuf", "cbor", "yaml"} {
-		if strings.Contains(accept, f) {
-			return f
+	for _, c := range goautoneg.ParseAccept(accept) {
+		known := c.Type == "application" && slices.Contains(subtypes, c.SubType) || c.Type == "*"
+		as := c.Params["as"]
+		converts := c.Params["g"] == metav1.GroupName && slices.Contains(conversions, as) &&
+			slices.Contains([]string{"v1", "v1beta1"}, c.Params["v"])
+		if !known || as != "" && !converts {
+			continue
 		}
+		if c.SubType == "*" {
+			c.SubType = "json"
+		}
+		if as != "" {
+			as = ";as=" + as
+		}
+		return c.SubType + as
 	}
-	return ""
+	return "json"
 }
+
+var (
+	subtypes    = []string{"json", "*", "yaml", "cbor", "vnd.kubernetes.protobuf"}
+	conversions = []string{"Table", "PartialObjectMetadata", "PartialObjectMetadataList"}
+)

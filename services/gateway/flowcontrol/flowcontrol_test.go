@@ -54,7 +54,9 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 		pods:                                10,
 		pods + "?resourceVersion=0":         10, // the same size from a cache
 		pods + "?limit=500":                 3,
-		pods + "?limit=500&continue=def":    2,
+		pods + "?limit=500&continue=def":    3,  // as the first page
+		pods + "?continue=def":              10, // as all pages
+		pods + "?limit=64&continue=def":     2,
 		pods + "?labelSelector=a":           10, // it may match all objects
 		pods + "?limit=64":                  2,
 		pods + "?limit=1001":                10,
@@ -130,7 +132,23 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 	none.RecordListSize(newRequest(t, "GET", pods), 5, false) // flow control is off
 }
 
-// A write takes a single seat, regardless of the size of its resource's list.
+// The format of a list is the format of the first clause that a resource may satisfy.
+func TestTheFormatOfAList(t *testing.T) {
+	for accept, want := range map[string]string{
+		"": "json", "*/*": "json", "application/*": "json", "text/plain, application/yaml": "yaml",
+		"application/json, x/as=PartialObjectMetadata":                         "json",
+		"application/json;q=0.1;as=Table;g=meta.k8s.io;v=v1, application/json": "json",
+		"application/json;as=Table;g=x;v=v1, application/json":                 "json",
+		"application/json;as=Table;g=meta.k8s.io;v=v1, application/json":       "json;as=Table",
+		"application/vnd.kubernetes.protobuf, application/json":                "vnd.kubernetes.protobuf",
+		"application/cbor;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1":     "cbor;as=PartialObjectMetadataList",
+	} {
+		if got := outputFormat(accept); got != want {
+			t.Errorf("%s: %q, not %q", accept, got, want)
+		}
+	}
+}
+
 // ListSize returns the size of an equal list only.
 func TestSizesOfEqualLists(t *testing.T) {
 	f := newTestFairness(100)
@@ -144,6 +162,7 @@ func TestSizesOfEqualLists(t *testing.T) {
 	}
 }
 
+// A write takes a single seat, regardless of the size of its resource's list.
 func TestAWriteTakesOneSeat(t *testing.T) {
 	f := newTestFairness(600)
 	const pods = "/api/v1/namespaces/x/pods"

@@ -15,6 +15,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/client-go/kubernetes/scheme"
 
@@ -132,6 +133,8 @@ func (lostAuthz) Authorize(context.Context, *authzv1.AuthorizeRequest, ...grpc.C
 type callbackWrite struct {
 	grpc.ClientStream
 	answer *registryv1.WriteCall
+	// rejects: registry rejects the write then.
+	rejects bool
 }
 
 func (s *callbackWrite) Send(m *registryv1.WriteCall) error { s.answer = m; return nil }
@@ -140,31 +143,39 @@ func (s *callbackWrite) Recv() (*registryv1.WriteReply, error) {
 	if s.answer.GetRequest() != nil {
 		return &registryv1.WriteReply{Reply: &registryv1.WriteReply_Authorization{}}, nil
 	}
+	if s.rejects {
+		return nil, rpc.ToStatus(apierrors.NewForbidden(schema.GroupResource{Resource: "roles"}, "x", nil))
+	}
 	result := &registryv1.ObjectResponse{Body: []byte(s.answer.GetAuthorization().GetError())}
 	return &registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: result}}, nil
 }
 
-// A client may cache the answer of a review. Without authz, a review is 503 with Retry-After. Registry rejects other
-// writes that need a decision.
+// A client may cache the answer of a review. Without authz, a review is 503 with Retry-After. So is another write that
+// registry rejects without a decision.
 func TestAReviewFailsWithoutAuthz(t *testing.T) {
 	r := &Router{Authorizer: &delegatedauth.Authorizer{Client: lostAuthz{}}}
-	call := func(group string) (*registryv1.WriteReply, error) {
+	call := func(group string, rejects bool) (*registryv1.WriteReply, error) {
 		c := &requestContext{
 			router:      r,
 			req:         httptest.NewRequest("POST", "/", nil),
 			apiResource: &registryv1.APIResource{Resource: &commonv1.Resource{Group: group}},
 		}
 		return c.callWithCallbacks(&registryv1.WriteRequest{Verb: "create"},
-			func(context.Context, ...grpc.CallOption) (callbackStream, error) { return &callbackWrite{}, nil })
+			func(context.Context, ...grpc.CallOption) (callbackStream, error) {
+				return &callbackWrite{rejects: rejects}, nil
+			})
 	}
 	for _, group := range reviewGroups {
-		if _, err := call(group); !apierrors.IsServiceUnavailable(err) {
+		if _, err := call(group, false); !apierrors.IsServiceUnavailable(err) {
 			t.Errorf("%s: %v", group, err)
 		} else if _, retries := apierrors.SuggestsClientDelay(err); !retries {
 			t.Errorf("%s: clients do not send the review again: %v", group, err)
 		}
 	}
-	reply, err := call("rbac.authorization.k8s.io")
+	if _, err := call("rbac.authorization.k8s.io", true); !apierrors.IsServiceUnavailable(err) {
+		t.Errorf("a write that registry rejects for want of a decision: %v", err)
+	}
+	reply, err := call("rbac.authorization.k8s.io", false)
 	if err != nil || len(reply.GetResult().GetBody()) == 0 {
 		t.Errorf("registry does not learn of the error: %v, %v", reply, err)
 	}

@@ -228,6 +228,7 @@ func (c *requestContext) callWithCallbacks(r *registryv1.WriteRequest,
 		defer done()
 	}
 	var auditContext *commonv1.AuditContext
+	var undecided error // authz or authn is unavailable: the rejection of the write is no decision
 	for err == nil || errors.Is(err, io.EOF) {
 		var m *registryv1.WriteReply
 		if m, err = stream.Recv(); err != nil {
@@ -247,9 +248,15 @@ func (c *requestContext) callWithCallbacks(r *registryv1.WriteRequest,
 		if lost != nil && c.isReview() {
 			return nil, lost
 		}
+		if apierrors.IsServiceUnavailable(lost) || apierrors.IsTimeout(lost) {
+			undecided = lost
+		}
 		err = stream.Send(answer)
 	}
-	return nil, rpc.WithAuditContext(writeError(r, err), auditContext)
+	if undecided == nil {
+		undecided = writeError(r, err)
+	}
+	return nil, rpc.WithAuditContext(undecided, auditContext)
 }
 
 // handleCallback sends a callback to its service. A callback that fails rejects the write. The error is that of a call
