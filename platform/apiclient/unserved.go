@@ -60,7 +60,7 @@ func collectionPath(t reflect.Type) string {
 	return "/apis/" + r.Group + "/" + r.Version + "/" + r.Resource
 }
 
-// isCollection reports whether a path is one that collectionPath returns. The path of an object is longer.
+// isCollection reports whether a path may be a result of collectionPath. The path of an object is longer.
 func isCollection(path string) bool {
 	return strings.HasPrefix(path, "/api/") && strings.Count(path, "/") == 3 ||
 		strings.HasPrefix(path, "/apis/") && strings.Count(path, "/") == 4

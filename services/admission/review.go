@@ -217,7 +217,7 @@ var verbs = map[admissionv1.Operation]string{
 // codec decodes and encodes a review's objects.
 type codec struct {
 	kind schema.GroupVersionKind
-	// custom is true for custom resources. Their objects may have any fields, also those of a list.
+	// custom is true for custom resources. Their objects may have any fields, also the fields of a list.
 	custom     bool
 	decoder    runtime.Decoder
 	encoder    runtime.Encoder
