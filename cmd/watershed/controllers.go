@@ -93,10 +93,7 @@ func (c *controllers) runner(l *layout, show *progress) (lifecycle.Runner, error
 			}
 		}()
 		for c.makeNodes(ctx, l.pki.Kubeconfig(nodesClient)) != nil && ctx.Err() == nil {
-			select {
-			case <-ctx.Done():
-			case <-time.After(time.Second):
-			}
+			_ = lifecycle.Sleep(ctx, time.Second)
 		}
 		ready.Set("controllers", nil)
 		<-ctx.Done()

@@ -22,6 +22,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 )
 
@@ -197,8 +198,8 @@ func (c *Cluster) Age() (age time.Duration, ok bool) {
 	return max(time.Since(*freshAt), time.Now().Round(0).Sub(freshAt.Round(0))), true
 }
 
-// Synced returns a channel that is closed once the shared informers of served resources have read their objects. It does
-// not cover the informers that Run's starts have started.
+// Synced returns a channel that is closed once the shared informers of served resources have read their objects. It
+// does not cover the informers that Run's starts have started.
 func (c *Cluster) Synced() <-chan struct{} { return c.synced }
 
 // Fresh returns a channel that is closed once the tracked informers have been complete for the first time.
@@ -243,10 +244,7 @@ func (c *Cluster) Run(ctx context.Context, starts ...func(stop <-chan struct{}))
 			slog.Warn("The age of the policy is unknown", "error", err)
 			logged = time.Now()
 		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(pause):
-		}
+		_ = lifecycle.Sleep(ctx, pause)
 	}
 	return ctx.Err()
 }
@@ -264,10 +262,8 @@ func (c *Cluster) awaitRevision(ctx context.Context) error {
 			slog.Warn("The gateway does not return etcd's revision; the informers wait for it", "error", err)
 			logged = time.Now()
 		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(pause):
+		if err := lifecycle.Sleep(ctx, pause); err != nil {
+			return err
 		}
 	}
 }
@@ -329,10 +325,7 @@ func (c *Cluster) waitForRevision(ctx context.Context, revision int64, timeout t
 	behind := c.behind(revision)
 	for until := time.Now().Add(timeout); len(behind) > 0 && time.Now().Before(until) && ctx.Err() == nil &&
 		!stop(); behind = c.behind(revision) {
-		select {
-		case <-ctx.Done():
-		case <-time.After(20 * time.Millisecond):
-		}
+		_ = lifecycle.Sleep(ctx, 20*time.Millisecond)
 	}
 	return behind
 }

@@ -13,6 +13,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"watershed.dev/platform/lifecycle"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -162,10 +163,7 @@ func WithDecryption(ctx context.Context, keys DataKeyFunc, handle func(*logv1.Ev
 			case err != nil:
 				slog.Warn("The data key of an event is unavailable; retrying", "resource", e.StorageResource,
 					"error", err)
-				select {
-				case <-ctx.Done():
-				case <-time.After(keyRetryPause):
-				}
+				_ = lifecycle.Sleep(ctx, keyRetryPause)
 			}
 		}
 		return handle(e)

@@ -9,6 +9,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
@@ -57,10 +58,8 @@ func (l LogID) Read(ctx context.Context, nc *nats.Conn, stream StreamReader, han
 			level = slog.LevelInfo // the publisher creates it
 		}
 		slog.Log(ctx, level, "The event log cannot be read; retrying", "error", err)
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(200 * time.Millisecond):
+		if err := lifecycle.Sleep(ctx, 200*time.Millisecond); err != nil {
+			return err
 		}
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"time"
 
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
@@ -33,10 +34,8 @@ func Replay(ctx context.Context, stream StreamReader, storedAs string, after int
 			}
 			return err
 		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(replayPause):
+		if err := lifecycle.Sleep(ctx, replayPause); err != nil {
+			return err
 		}
 	}
 }

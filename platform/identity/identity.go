@@ -22,8 +22,8 @@ import (
 )
 
 // The services that read the cluster are users of it, in a group of their own. services/authz defines their
-// permissions, which do not depend on the cluster's policy. A client has these permissions too if it may impersonate the
-// group. Without --services-client-ca-file, it also has them if another authenticator gives it such a name.
+// permissions, which do not depend on the cluster's policy. A client has these permissions too if it may impersonate
+// the group. Without --services-client-ca-file, it also has them if another authenticator gives it such a name.
 const (
 	ServicesGroup = "system:watershed"
 	// ServicePrefix is followed by the name of the service.

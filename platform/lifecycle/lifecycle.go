@@ -131,11 +131,13 @@ func waitReady(ctx context.Context, p Runner, failed chan error) error {
 	}
 }
 
-// Sleep waits for a duration, or until ctx ends.
-func Sleep(ctx context.Context, d time.Duration) {
+// Sleep waits for a duration. It returns the error of ctx if ctx ends first.
+func Sleep(ctx context.Context, d time.Duration) error {
 	select {
 	case <-ctx.Done():
+		return ctx.Err()
 	case <-time.After(d):
+		return nil
 	}
 }
 

@@ -7,6 +7,8 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 // RetryWatch receives messages until ctx is done. It calls handle with each message; first is set for a stream's first
@@ -26,10 +28,7 @@ func RetryWatch[M any](ctx context.Context, pause time.Duration,
 			return
 		}
 		onError(err)
-		select {
-		case <-ctx.Done():
-		case <-time.After(pause):
-		}
+		_ = lifecycle.Sleep(ctx, pause)
 	}
 }
 

@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc/resolver"
 	"google.golang.org/protobuf/proto"
 
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/pki"
 )
 
@@ -119,10 +120,7 @@ func (x *XDS) Run(ctx context.Context) {
 		if ctx.Err() == nil {
 			slog.Warn("The xDS stream ended; the previous endpoints stay", "error", err)
 		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(xdsPause):
-		}
+		_ = lifecycle.Sleep(ctx, xdsPause)
 	}
 }
 

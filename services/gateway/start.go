@@ -68,7 +68,7 @@ func (g *Service) awaitStart(ctx context.Context) {
 				if g.ready.Set(name, err); err == nil {
 					return
 				}
-				lifecycle.Sleep(ctx, probeInterval)
+				_ = lifecycle.Sleep(ctx, probeInterval)
 			}
 		})
 	}

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
 )
 
@@ -29,10 +30,7 @@ func (s *Service) waitForEtcd(ctx context.Context, starting func(reason error)) 
 		slog.Warn("etcd does not respond; retrying", "servers", s.config.Storage.Servers, "error", err)
 		starting(fmt.Errorf("etcd does not respond at --etcd-servers %s: %w",
 			process.Redact(strings.Join(s.config.Storage.Servers, ",")), err))
-		select {
-		case <-ctx.Done():
-		case <-time.After(etcdRetryPeriod):
-		}
+		_ = lifecycle.Sleep(ctx, etcdRetryPeriod)
 	}
 }
 

@@ -117,7 +117,7 @@ func (l *etcdLog) checkEpoch(ctx context.Context) error {
 	began, warned := time.Now(), false
 	for pause := minEpochPause; ctx.Err() == nil; pause = min(2*pause, maxEpochPause) {
 		last, _, _, err := l.options.ID.Last(ctx, l.service.js)
-		lifecycle.Sleep(ctx, pause) // meanwhile the reader of the log reads up to last
+		_ = lifecycle.Sleep(ctx, pause) // meanwhile the reader of the log reads up to last
 		epoch := ""
 		if err == nil {
 			epoch, err = l.publisher.InEpoch(ctx, last.Revision)

@@ -13,6 +13,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	certutil "k8s.io/client-go/util/cert"
 
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/services/registry/controllers"
 	"watershed.dev/services/registry/discovery"
 )
@@ -39,10 +40,8 @@ func (s *Service) waitForSameCluster(ctx context.Context, starting func(reason e
 			slog.Warn("Waiting for the lease of another API server", "error", err)
 			starting(fmt.Errorf("waiting for the lease of another API server: %w", err))
 		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(serverCheckPeriod):
+		if err := lifecycle.Sleep(ctx, serverCheckPeriod); err != nil {
+			return err
 		}
 	}
 }

@@ -11,6 +11,8 @@ import (
 
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 // framer is an HTTP/2 client that writes its own frames.
@@ -107,10 +109,7 @@ func repeated(ctx context.Context, n int, f func(i int) error) error {
 func stream(i int) uint32 { return uint32(2*i + 1) }
 
 func pause(ctx context.Context, d time.Duration) {
-	select {
-	case <-ctx.Done():
-	case <-time.After(d):
-	}
+	_ = lifecycle.Sleep(ctx, d)
 }
 
 func frames() []*shape {

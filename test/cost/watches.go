@@ -7,6 +7,8 @@ import (
 	"net/url"
 	"strings"
 	"time"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 // opened starts n requests, distributed over the clients, and returns when all have responded. It keeps the responses
@@ -59,10 +61,7 @@ func unread(n, connections, updates int, query func(i int) string) func(ctx cont
 			a.ask(ctx, request{as: tenant, method: http.MethodPatch, path: configMaps + "/large", body: body(i),
 				client: writer, header: http.Header{"Content-Type": {mergeMedia}}})
 		}
-		select { // the servers' queues fill
-		case <-ctx.Done():
-		case <-time.After(2 * time.Second):
-		}
+		_ = lifecycle.Sleep(ctx, 2*time.Second) // the servers' queues fill
 	}
 }
 

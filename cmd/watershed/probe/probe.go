@@ -22,6 +22,8 @@ import (
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/kubernetes"
 	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 var (
@@ -195,10 +197,7 @@ func (p *Probe) watch(ctx context.Context, maps typedcorev1.ConfigMapInterface, 
 			slog.Warn("The watch ended", "error", err)
 		}
 		revision = next
-		select {
-		case <-ctx.Done():
-		case <-time.After(100 * time.Millisecond):
-		}
+		_ = lifecycle.Sleep(ctx, 100*time.Millisecond)
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/watchcache/cache"
@@ -326,10 +327,8 @@ func (l *Reader) fill(ctx context.Context, b *Backfill, low int64) {
 		if b.timedOut = ctx.Err() != nil; b.err == nil || errors.Is(b.err, eventlog.ErrExpired) || b.timedOut {
 			break
 		}
-		select { // NATS is unreachable, or has lost the log, and the publisher refills it
-		case <-ctx.Done():
-		case <-time.After(backfillRetry):
-		}
+		// NATS is unreachable, or has lost the log, and the publisher refills it.
+		_ = lifecycle.Sleep(ctx, backfillRetry)
 	}
 	if b.err != nil && b.UpTo > b.after { // the events before the failure are valid
 		b.err = nil

@@ -22,6 +22,7 @@ import (
 
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/identity"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -162,10 +163,7 @@ func (a *Authorizer) Reauthorize(ctx context.Context, attrs authorizer.Attribute
 			reauthorizationTimeouts.Inc()
 			return false
 		}
-		select { // authz did not respond, or the replica may not have the newest policy
-		case <-ctx.Done():
-		case <-time.After(delay):
-		}
+		_ = lifecycle.Sleep(ctx, delay) // authz did not respond, or the replica may not have the newest policy
 	}
 }
 

@@ -98,8 +98,8 @@ func newListSizes() *listSizes {
 	return &listSizes{maphash.MakeSeed(), lru.New(maxListSizes), lru.New(maxListSizes)}
 }
 
-// lookup returns the size of the last response to an equal request, or an estimate. A page after the first is as large as
-// the first page. A client with a token of the last objects would choose the size of a record of its own.
+// lookup returns the size of the last response to an equal request, or an estimate. A page after the first is as large
+// as the first page. A client with a token of the last objects would choose the size of a record of its own.
 func (s *listSizes) lookup(req *http.Request) listSize {
 	l := s.keyOf(req)
 	if last, ok := s.last(l); ok {

@@ -17,6 +17,16 @@ import (
 	"watershed.dev/platform/paths"
 )
 
+// answer is an authorizer with the same answer to all requests.
+type answer struct {
+	decision authorizer.Decision
+	err      error
+}
+
+func (a answer) Authorize(context.Context, authorizer.Attributes) (authorizer.Decision, string, error) {
+	return a.decision, "", a.err
+}
+
 // A client retries if authz is unavailable: authorization does not respond 500, and impersonation does not respond 403.
 // The next handler has the request's own ResponseWriter.
 func TestAnUnavailableAuthzIsNoDecision(t *testing.T) {
@@ -43,9 +53,7 @@ func TestAnUnavailableAuthzIsNoDecision(t *testing.T) {
 			h := withAuthz(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 				own = w
 				w.WriteHeader(http.StatusTeapot)
-			}), authorizer.AuthorizerFunc(func(context.Context, authorizer.Attributes) (authorizer.Decision, string, error) {
-				return x.decision, "", x.err
-			}), filter)
+			}), answer{x.decision, x.err}, filter)
 			h = genericapifilters.WithRequestInfo(h, paths.RequestInfo)
 			h = genericapifilters.WithAuditInit(h)
 			req := httptest.NewRequestWithContext(request.WithUser(t.Context(), &user.DefaultInfo{Name: "jane"}),
@@ -55,7 +63,8 @@ func TestAnUnavailableAuthzIsNoDecision(t *testing.T) {
 			}
 			h.ServeHTTP(w, req)
 			retried := w.Header().Get("Retry-After") != ""
-			if w.Code != x.code || retried != (x.code == http.StatusServiceUnavailable || x.code == http.StatusGatewayTimeout) {
+			undecided := x.code == http.StatusServiceUnavailable || x.code == http.StatusGatewayTimeout
+			if w.Code != x.code || retried != undecided {
 				t.Errorf("%s, %v: %d %v %s", name, x.err, w.Code, w.Header(), w.Body)
 			}
 			if retried && (!strings.HasPrefix(w.Body.String(), `{"kind":"Status"`) ||

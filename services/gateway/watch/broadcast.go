@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/events"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/watchcache/core"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -211,10 +212,7 @@ func (b *watchBroadcast) receiveAll(ctx context.Context) error {
 		} else if time.Since(b.unavailableSince) > resumeTimeout {
 			return err
 		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(retryDelay(b.unavailableSince)):
-		}
+		_ = lifecycle.Sleep(ctx, retryDelay(b.unavailableSince))
 	}
 }
 

@@ -86,7 +86,12 @@ func (s *fakeSource) streamCount() int {
 }
 
 func (s *fakeSource) hub() *Hub {
-	return &Hub{Client: s, MemoryQuota: new(MemoryQuota), Config: &Config{BroadcastTotalBytes: 1 << 20}, startDelay: time.Minute}
+	return &Hub{
+		Client:      s,
+		MemoryQuota: new(MemoryQuota),
+		Config:      &Config{BroadcastTotalBytes: 1 << 20},
+		startDelay:  time.Minute,
+	}
 }
 
 // drain returns the data that a member receives, and the error at the end.

@@ -5,6 +5,7 @@ import (
 	"sync"
 	"time"
 
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/watchcache/core"
 	"watershed.dev/services/gateway/h2writer"
 )
@@ -128,10 +129,8 @@ func (l *limiter) wait(ctx context.Context) error {
 	throttledWatches.Inc()
 	defer throttledWatches.Dec()
 	for ; exhausted; delay, exhausted = l.exhausted() {
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(max(delay, waiterInterval)):
+		if err := lifecycle.Sleep(ctx, max(delay, waiterInterval)); err != nil {
+			return err
 		}
 	}
 	return nil

@@ -48,6 +48,7 @@ import (
 	"k8s.io/kubernetes/pkg/controlplane/controller/systemnamespaces"
 	"k8s.io/kubernetes/pkg/controlplane/reconcilers"
 
+	"watershed.dev/platform/lifecycle"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/installer"
 	"watershed.dev/services/registry/storage"
@@ -279,10 +280,7 @@ func (cs *Controllers) awaitAllocators(ctx context.Context) {
 			return
 		}
 		slog.Debug("Addresses of Services cannot be allocated yet", "error", err)
-		select {
-		case <-ctx.Done():
-		case <-time.After(50 * time.Millisecond):
-		}
+		_ = lifecycle.Sleep(ctx, 50*time.Millisecond)
 	}
 }
 

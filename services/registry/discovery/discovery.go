@@ -91,7 +91,7 @@ func (d *Discovery) Run(ctx context.Context) error {
 		}
 		began := time.Now()
 		d.Rebuild()
-		lifecycle.Sleep(ctx, min(rebuildPauses*time.Since(began), maxRebuildPause))
+		_ = lifecycle.Sleep(ctx, min(rebuildPauses*time.Since(began), maxRebuildPause))
 	}
 }
 

@@ -55,10 +55,10 @@ func (c *Candidate) Run(ctx context.Context) error {
 			if err != nil && ctx.Err() == nil {
 				slog.Debug("Election failed", "key", c.Key, "error", err)
 			}
-			lifecycle.Sleep(ctx, 300*time.Millisecond)
+			_ = lifecycle.Sleep(ctx, 300*time.Millisecond)
 		}
 		if resigned { // another candidate goes first
-			lifecycle.Sleep(ctx, leaseSeconds*time.Second)
+			_ = lifecycle.Sleep(ctx, leaseSeconds*time.Second)
 		}
 	}
 	return ctx.Err()
@@ -124,7 +124,7 @@ func (c *Candidate) leadWithoutLease(ctx context.Context) (resigned bool) {
 	go func() {
 		defer cancel()
 		for {
-			lifecycle.Sleep(leading, leaseSeconds*time.Second)
+			_ = lifecycle.Sleep(leading, leaseSeconds*time.Second)
 			if leading.Err() != nil || c.mayCampaign(leading) {
 				return
 			}

@@ -82,8 +82,8 @@ func (w *writeOperation) deleteCollection(ctx context.Context) (*registryv1.Obje
 	}
 	attrs := w.attributes(nil, nil, "", admission.Delete, opts, opts.DryRun)
 	result, err := finish(ctx, func() (runtime.Object, error) {
-		return deleter.DeleteCollection(storage.WithPagedLists(ctx), rest.AdmissionToValidateObjectDeleteFunc(w.admit, attrs, w),
-			opts, listOpts)
+		return deleter.DeleteCollection(storage.WithPagedLists(ctx),
+			rest.AdmissionToValidateObjectDeleteFunc(w.admit, attrs, w), opts, listOpts)
 	})
 	if err != nil {
 		return nil, err

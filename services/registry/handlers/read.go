@@ -21,6 +21,7 @@ import (
 	apistorage "k8s.io/apiserver/pkg/storage"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
 
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/telemetry"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/storage"
@@ -144,8 +145,8 @@ const (
 	freshnessPoll    = 50 * time.Millisecond
 )
 
-// waitUntilFresh repeats a read of a revision that has not arrived yet, for at most freshnessTimeout. It repeats the read
-// once probe, a cheaper read, finds the revision.
+// waitUntilFresh repeats a read of a revision that has not arrived yet, for at most freshnessTimeout. It repeats the
+// read once probe, a cheaper read, finds the revision.
 func waitUntilFresh(ctx context.Context, read, probe func() error) error {
 	deadline := time.Now().Add(freshnessTimeout)
 	err := read()
@@ -153,10 +154,8 @@ func waitUntilFresh(ctx context.Context, read, probe func() error) error {
 		if time.Now().After(deadline) {
 			return withRetryAfter(err)
 		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(freshnessPoll):
+		if err := lifecycle.Sleep(ctx, freshnessPoll); err != nil {
+			return err
 		}
 		if err = probe(); err == nil {
 			err = read()

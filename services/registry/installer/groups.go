@@ -351,8 +351,8 @@ const RepairInterval = 3 * time.Minute
 // ServiceRepairHook is the name of upstream's start hook of these repairs.
 const ServiceRepairHook = "start-service-ip-repair-controllers"
 
-// NodePorts returns etcd's record of the allocated node ports, for a repair loop (k8s.io/kubernetes/pkg/registry/core/rest,
-// newServiceIPAllocators). The caller destroys it.
+// NodePorts returns etcd's record of the allocated node ports, for a repair loop
+// (k8s.io/kubernetes/pkg/registry/core/rest, newServiceIPAllocators). The caller destroys it.
 func (o *Options) NodePorts(s *storage.Storage) (*serviceallocator.Etcd, error) {
 	config, err := s.Factory.NewConfig(api.Resource("services"), &api.Service{})
 	if err != nil {

@@ -223,7 +223,7 @@ func (p *Publisher) leadWithoutLease(ctx context.Context) error {
 		if err := p.lead(ctx, false); ctx.Err() != nil || !isDeposed(err) {
 			return err
 		}
-		lifecycle.Sleep(ctx, probePeriod)
+		_ = lifecycle.Sleep(ctx, probePeriod)
 	}
 }
 

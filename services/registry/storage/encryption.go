@@ -15,6 +15,8 @@ import (
 	encryptionmetrics "k8s.io/apiserver/pkg/server/options/encryptionconfig/metrics"
 	"k8s.io/apiserver/pkg/storage/value"
 	"k8s.io/apiserver/pkg/storage/value/encrypt/identity"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 // encryption encrypts values at rest with kube-apiserver's code. kube-apiserver and the registry read each other's
@@ -106,10 +108,8 @@ func (s *Storage) CheckEncryption(ctx context.Context) error {
 		} else {
 			e.lastErr.Store(nil)
 		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(encryptionCheckPeriod):
+		if err := lifecycle.Sleep(ctx, encryptionCheckPeriod); err != nil {
+			return err
 		}
 	}
 }
