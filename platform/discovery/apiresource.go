@@ -26,13 +26,13 @@ func ToMetaV1(e *registryv1.APIResource) metav1.APIResource {
 	if e.DiscoveryKind != "" {
 		r.Kind = e.DiscoveryKind
 	}
-	if ForeignKind(e) {
+	if foreignKind(e) {
 		r.Group, r.Version = e.Kind.Group, e.Kind.Version
 	}
 	return r
 }
 
-// ForeignKind returns true if the group version of an entry's kind differs from its resource's, as for scale.
-func ForeignKind(e *registryv1.APIResource) bool {
+// foreignKind returns true if the group version of an entry's kind differs from its resource's, as for scale.
+func foreignKind(e *registryv1.APIResource) bool {
 	return e.Kind.Group != e.Resource.Group || e.Kind.Version != e.Resource.Version
 }

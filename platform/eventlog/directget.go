@@ -61,7 +61,7 @@ func (d DirectGetReader) Messages(ctx context.Context, r *logv1.ReadRequest, eac
 	}
 	subjects := []string{">"}
 	if filtered {
-		subjects = []string{d.Log.Subject(Subject(r.StorageResource)), d.Log.Subject(ProgressSubject)}
+		subjects = []string{d.Log.Subject(Subject(r.StorageResource)), d.Log.Subject(progressSubject)}
 	}
 	var cursors []*cursor
 	for _, s := range subjects {

@@ -37,8 +37,8 @@ const (
 	eventPrefix = "watershed.event."
 	// storedPrefix is the prefix of the subjects to which NATS republishes each stored message (RePublish).
 	storedPrefix = "watershed.stored."
-	// ProgressSubject carries progress messages and resets, in order with the events.
-	ProgressSubject = "watershed.progress"
+	// progressSubject carries progress messages and resets, in order with the events.
+	progressSubject = "watershed.progress"
 	// ProgressRequestSubject is the subject on which a reader requests progress from the publisher, if it waits for a
 	// revision.
 	ProgressRequestSubject = "watershed.progress.request"
@@ -185,7 +185,7 @@ func Message(e *logv1.Event) (*nats.Msg, error) {
 	if len(data) > maxEventBytes {
 		return nil, fmt.Errorf("the event has %d bytes, the limit of a message is %d", len(data), maxEventBytes)
 	}
-	subject := ProgressSubject
+	subject := progressSubject
 	if e.StorageResource != "" {
 		subject = Subject(e.StorageResource)
 	}

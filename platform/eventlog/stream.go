@@ -37,7 +37,7 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 	}
 	config := jetstream.StreamConfig{
 		Name:         o.ID.Stream(),
-		Subjects:     []string{o.ID.Subject(eventPrefix) + ">", o.ID.Subject(ProgressSubject)},
+		Subjects:     []string{o.ID.Subject(eventPrefix) + ">", o.ID.Subject(progressSubject)},
 		Storage:      storage,
 		Replicas:     max(o.Replicas, 1),
 		MaxAge:       o.Retention,
@@ -261,7 +261,7 @@ func (o *Options) End(ctx context.Context, js jetstream.JetStream, keyOf func(*l
 	if end.Empty {
 		return end, nil
 	}
-	m, err := o.ID.GetLast(ctx, js, o.ID.Subject(ProgressSubject))
+	m, err := o.ID.GetLast(ctx, js, o.ID.Subject(progressSubject))
 	switch {
 	case err == nil:
 		end.Progress = &logv1.Event{} // of no epoch, if the message is corrupt

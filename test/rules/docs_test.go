@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"unicode/utf8"
 
 	"watershed.dev/test/harness"
 )
@@ -205,5 +206,32 @@ func TestThePriceListCountsLines(t *testing.T) {
 	}
 	if found < 15 {
 		t.Errorf("the price list has %d mechanisms with files, and had 19", found)
+	}
+}
+
+// TestDocumentsAreNarrow checks the lines of documents, except tables, code, pictures and the generated pages.
+func TestDocumentsAreNarrow(t *testing.T) {
+	const most = 118
+	generated := []string{"docs/operators/configuration.md", "docs/operators/metrics.md"}
+	for _, name := range strings.Fields(git(t, "ls-files", "*.md")) {
+		if slices.Contains(generated, name) {
+			continue
+		}
+		text, err := os.ReadFile(filepath.Join(harness.Root(), name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		code := false
+		for i, line := range strings.Split(string(text), "\n") {
+			start := strings.TrimSpace(line)
+			if strings.HasPrefix(start, "```") {
+				code = !code
+			}
+			wide := code || strings.HasPrefix(line, "    ") || strings.HasPrefix(start, "|") ||
+				strings.HasPrefix(start, "![") || strings.HasPrefix(start, "<")
+			if n := utf8.RuneCountInString(line); n > most && !wide {
+				t.Errorf("%s:%d has %d columns, more than %d", name, i+1, n, most)
+			}
+		}
 	}
 }

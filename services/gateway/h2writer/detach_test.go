@@ -111,7 +111,7 @@ func TestADetachedResponseOutlastsItsHandler(t *testing.T) {
 		if err != nil || string(text) != fmt.Sprintf("event %d\n", i) {
 			t.Errorf("%q, %v", text, err)
 		}
-		if err := d.Write(t.Context(), time.Second, []byte("x")); !errors.Is(err, ErrStreamClosed) {
+		if err := d.Write(t.Context(), time.Second, []byte("x")); !errors.Is(err, errStreamClosed) {
 			t.Errorf("a write after the end: %v", err)
 		}
 	}

@@ -230,7 +230,7 @@ func TestAClientThatLeavesEndsItsStream(t *testing.T) {
 	resp.Body.Close()
 	for {
 		if err := s.Write(t.Context(), 10*time.Second, []byte("x")); err != nil {
-			if !errors.Is(err, ErrStreamClosed) {
+			if !errors.Is(err, errStreamClosed) {
 				t.Error(err)
 			}
 			return

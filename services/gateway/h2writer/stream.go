@@ -36,8 +36,8 @@ type Stream struct {
 var (
 	errConnClosed  = errors.New("the connection is closed")
 	errStreamLimit = errors.New("the client exceeds the limit on streams")
-	// ErrStreamClosed is returned by writes after the stream was closed.
-	ErrStreamClosed = errors.New("the stream is closed")
+	// errStreamClosed is returned by writes after the stream was closed.
+	errStreamClosed = errors.New("the stream is closed")
 	// ErrSlowClient is returned by writes if the client accepts no data for the timeout.
 	ErrSlowClient = errors.New("the client accepts no data")
 )
@@ -127,7 +127,7 @@ func (c *Conn) await(ctx context.Context) error {
 func (s *Stream) closedErr() error {
 	switch {
 	case s.closed:
-		return ErrStreamClosed
+		return errStreamClosed
 	case s.conn.err != nil:
 		return s.conn.err
 	}

@@ -166,7 +166,7 @@ func (t *Set) EpochChanged() {
 }
 
 func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *servedCRD {
-	if !Servable(d) {
+	if !servable(d) {
 		t.remove(d, true)
 		return nil
 	}
@@ -203,7 +203,7 @@ func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *servedCRD {
 		}
 		s = &servedCRD{
 			CRD:             crdInfo,
-			storageResource: StorageResourceOf(t.Storage, crdInfo),
+			storageResource: storageResourceOf(t.Storage, crdInfo),
 			servingInfo: &servingInfo{
 				inputs: fmt.Sprintf("%s %d %v;", d.UID, d.Generation, d.Status.AcceptedNames),
 			},
@@ -225,9 +225,9 @@ func newer(a, b *apiextensionsv1.CustomResourceDefinition) bool {
 	return aerr == nil && berr == nil && av > bv
 }
 
-// Servable reports whether a CRD's names are accepted. The registry serves the CRD from then on. Discovery lists it
+// servable reports whether a CRD's names are accepted. The registry serves the CRD from then on. Discovery lists it
 // once it is established.
-func Servable(d *apiextensionsv1.CustomResourceDefinition) bool {
+func servable(d *apiextensionsv1.CustomResourceDefinition) bool {
 	return apihelpers.IsCRDConditionTrue(d, apiextensionsv1.NamesAccepted) ||
 		apihelpers.IsCRDConditionTrue(d, apiextensionsv1.Established)
 }

@@ -26,10 +26,10 @@ const crdResource = "customresourcedefinitions.apiextensions.k8s.io"
 // IsCRD reports whether st is the stored resource of CRDs.
 func IsCRD(st *storage.Resource) bool { return st.Name() == crdResource }
 
-// StorageResourceOf returns the stored resource of a CRD's objects, for the publisher and the watch tier. Each object
+// storageResourceOf returns the stored resource of a CRD's objects, for the publisher and the watch tier. Each object
 // is decoded in its stored version, so that no webhook is called. The selectable fields are the fields that any version
 // can select by. If versions differ in more than apiVersion, the fields have the values of the stored version.
-func StorageResourceOf(s *storage.Storage, d *crd.CRD) *storage.Resource {
+func storageResourceOf(s *storage.Storage, d *crd.CRD) *storage.Resource {
 	var selectable []apiextensionsv1.SelectableField
 	seen := map[string]bool{}
 	for _, v := range d.Spec.Versions {
@@ -244,6 +244,6 @@ func (f *CRDs) set(d *apiextensionsv1.CustomResourceDefinition) {
 	if err != nil {
 		return // the names are not accepted yet
 	}
-	st := StorageResourceOf(f.storage, crdInfo)
+	st := storageResourceOf(f.storage, crdInfo)
 	f.byName[d.Name], f.byPrefix[st.Prefix] = crdAt{d, st}, st
 }

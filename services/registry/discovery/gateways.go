@@ -27,9 +27,9 @@ const (
 	// ReportsPrefix is the prefix of the own keys with the live gateways' reports: for each name, a GatewaysRequest
 	// with establishing only. A key has the lease of the gateway's other key.
 	ReportsPrefix = "establishing/"
-	// ProcessesPrefix is the prefix of the own keys with the reports of the live gateways' processes: for each name, a
+	// processesPrefix is the prefix of the own keys with the reports of the live gateways' processes: for each name, a
 	// GatewayReport. A key has the lease of the gateway's other keys.
-	ProcessesPrefix = "processes/"
+	processesPrefix = "processes/"
 	// maxProcessReport bounds the report of a gateway's process in bytes.
 	maxProcessReport = 64 << 10
 	// gatewayTTL is how many seconds a gateway counts after its last call.
@@ -66,7 +66,7 @@ func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest)
 	if len(r.Process) > maxProcessReport {
 		r.Process = nil // the gateway counts without its report
 	}
-	processKey := store.OwnKey(ProcessesPrefix) + r.Name
+	processKey := store.OwnKey(processesPrefix) + r.Name
 	process, err := proto.Marshal(&registryv1.GatewayReport{
 		Report:            r.Process,
 		ReceivedUnixNanos: time.Now().UnixNano(),
@@ -148,7 +148,7 @@ func (g *gatewaysWithoutLease) update(key string, withoutLease bool, now time.Ti
 func (d *Discovery) GatewayReports(ctx context.Context,
 	_ *registryv1.GatewayReportsRequest) (*registryv1.GatewayReportsResponse, error) {
 	store := d.resources.Storage
-	stored, err := store.Client.Client.Get(ctx, store.OwnKey(ProcessesPrefix), clientv3.WithPrefix())
+	stored, err := store.Client.Client.Get(ctx, store.OwnKey(processesPrefix), clientv3.WithPrefix())
 	if err != nil {
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}
