@@ -7,6 +7,7 @@ package crd
 
 import (
 	"fmt"
+	"reflect"
 	"weak"
 
 	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
@@ -106,10 +107,11 @@ func Validation(d *apiextensionsv1.CustomResourceDefinition,
 		internal, nil)
 }
 
-// Same returns true if both CRDs decode objects identically. kube-apiserver builds a new storage if they do not.
+// Same returns true if both CRDs decode objects identically. kube-apiserver builds a new storage if they do not. After a
+// restore of etcd, a generation may have another content.
 func Same(a, b *apiextensionsv1.CustomResourceDefinition) bool {
-	return a.UID == b.UID && a.Generation == b.Generation &&
-		equalNames(&a.Status.AcceptedNames, &b.Status.AcceptedNames)
+	return a == b || a.UID == b.UID && a.Generation == b.Generation &&
+		equalNames(&a.Status.AcceptedNames, &b.Status.AcceptedNames) && reflect.DeepEqual(a.Spec, b.Spec)
 }
 
 func equalNames(a, b *apiextensionsv1.CustomResourceDefinitionNames) bool {

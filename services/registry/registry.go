@@ -305,6 +305,10 @@ func (s *Service) builtIn(ctx context.Context, served *serverstorage.ResourceCon
 	})
 }
 
+// definitionsFreshFor is how long after the last comparison with etcd the registry's CRDs count as fresh. It is twice
+// the period of the comparison.
+const definitionsFreshFor = 2 * time.Second
+
 // initCustomResources builds the set of custom resources and the handler of CRDs.
 func (s *Service) initCustomResources() error {
 	client, err := extensionsclient.NewForConfig(s.loopback)
@@ -317,6 +321,7 @@ func (s *Service) initCustomResources() error {
 		Storage:  s.resources.Storage,
 		BuiltIn:  s.resources.BuiltIn.HasVersion,
 		OnChange: s.discovery.Invalidate,
+		Fresh:    func() bool { return s.logs[0].logReader.FreshWithin(definitionsFreshFor) },
 	}
 	if crds.Models, err = s.resources.BuiltIn.CRDModels(); err != nil {
 		return err

@@ -91,7 +91,11 @@ func (l *Reader) CheckFresh() error {
 }
 
 // Fresh reports whether the cache has reached a revision that etcd had less than freshFor ago.
-func (l *Reader) Fresh() bool {
+func (l *Reader) Fresh() bool { return l.FreshWithin(freshFor) }
+
+// FreshWithin reports whether the cache has reached a revision that etcd had less than d ago. The comparison with etcd
+// runs every second.
+func (l *Reader) FreshWithin(d time.Duration) bool {
 	at := l.freshness.caughtUpAt.Load()
-	return at != nil && time.Since(*at) < freshFor
+	return at != nil && time.Since(*at) < d
 }

@@ -197,9 +197,22 @@ func (l *Reader) waitForNextEpoch(ctx context.Context, epoch string) error {
 // Revision returns etcd's current revision.
 func (l *Reader) Revision(ctx context.Context) (int64, error) { return l.source.Revision(ctx) }
 
-// WaitUntilCurrent waits until the cache has applied etcd's current revision. Concurrent readers share a request for
-// the revision that begins after their calls.
+// WaitUntilCurrent waits up to freshnessTimeout until the cache has applied etcd's current revision. Then it returns an
+// UNAVAILABLE error, because the log of another process may not have stalled.
 func (l *Reader) WaitUntilCurrent(ctx context.Context) error {
+	limited, cancel := context.WithTimeout(ctx, freshnessTimeout)
+	defer cancel()
+	err := l.waitUntilCurrent(limited)
+	if err != nil && ctx.Err() == nil && limited.Err() != nil {
+		return status.Errorf(codes.Unavailable, "the event log has not delivered etcd's newest events for %v",
+			freshnessTimeout)
+	}
+	return err
+}
+
+// waitUntilCurrent waits until the cache has applied etcd's current revision. Concurrent readers share a request for
+// the revision that begins after their calls.
+func (l *Reader) waitUntilCurrent(ctx context.Context) error {
 	epoch, progress := l.cache.At()
 	r, err := l.revisions.Get(ctx, "", func(ctx context.Context) (int64, error) {
 		return rpc.Hedged(rpc.TrackReplica(ctx), rpc.HedgeDelay, l.source.Revision)
@@ -228,7 +241,7 @@ func (l *Reader) WaitUntilConsistent(ctx context.Context) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	err := l.WaitUntilCurrent(ctx)
+	err := l.waitUntilCurrent(ctx)
 	switch {
 	case err == nil:
 		l.stalledAt.Store(nil)

@@ -330,16 +330,18 @@ func TestADrainedWatchIsUnavailable(t *testing.T) {
 	}
 }
 
-// A watch ends with UNAVAILABLE if the log stalls, unless the server serves stale watches.
+// A watch ends with UNAVAILABLE if the log stalls. A server that serves stale watches ends it with 410, and the client
+// lists from etcd.
 func TestAWatchOfAStalledLogEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		server := newEventsOnly(reset(9, 0, ""))
 		ctx, cancel := context.WithCancel(t.Context())
 		server.reader.Run(ctx, &server.tasks)
 		request := &watchfanoutv1.WatchRequest{Query: roleQuery(""), ResourceVersion: "9"}
-		ended, continues := make(chan error, 1), make(chan error, 1)
+		ended, expires := make(chan error, 1), make(chan error, 1)
 		go func() { ended <- server.Watch(request, &recorder{ctx: ctx}) }()
-		go func() { continues <- server.servesStale.Watch(request, &recorder{ctx: ctx}) }()
+		own := &recorder{ctx: ctx}
+		go func() { expires <- server.servesStale.Watch(request, own) }()
 		time.Sleep(10 * time.Second)
 		server.revision.Store(12)
 		time.Sleep(2 * time.Second)
@@ -355,13 +357,25 @@ func TestAWatchOfAStalledLogEnds(t *testing.T) {
 		if err := server.Watch(request, &recorder{ctx: ctx}); status.Code(err) != codes.Unavailable {
 			t.Errorf("another watch ends with %v", err)
 		}
+		time.Sleep(4 * time.Second)
+		if err := <-expires; err != nil || own.received(t) != "ERROR 410" {
+			t.Errorf("a watch that serves stale ends with %v after %q", err, own.received(t))
+		}
+		again := make(chan error, 1)
+		go func() {
+			again <- server.servesStale.Watch(&watchfanoutv1.WatchRequest{
+				Query: roleQuery(""), ResourceVersion: "12", // of the client's list
+			}, &recorder{ctx: ctx})
+		}()
+		server.cache.Apply(role(12, 0, logv1.Type_TYPE_ADDED, "a", nil)) // the log has caught up
+		time.Sleep(12 * time.Second)
 		select {
-		case err := <-continues:
-			t.Errorf("a watch that serves stale ends with %v", err)
+		case err := <-again:
+			t.Errorf("a watch of a fresh log ends with %v", err)
 		default:
 		}
 		cancel()
-		<-continues
+		<-again
 		server.tasks.Wait()
 	})
 }

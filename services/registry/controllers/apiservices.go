@@ -9,6 +9,7 @@ import (
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/component-base/metrics/legacyregistry"
@@ -81,6 +82,12 @@ func (cs *Controllers) registerAPIServices(ctx context.Context, hooks *hooksTerm
 			})
 		}
 	}
+	context.AfterFunc(ctx, func() { // the next leader has the metrics
+		ended, _ := services.Lister().List(labels.Everything())
+		for _, s := range ended {
+			availabilityMetrics.ForgetAPIService(s.Name)
+		}
+	})
 	crds := forTerm(ctx, cs.Extensions.Apiextensions().V1().CustomResourceDefinitions())
 	crdRegistration := crdregistration.NewCRDRegistrationController(crds, registration)
 	informers.Start(ctx.Done())

@@ -57,6 +57,13 @@ func TestAddressesAreRepairedInEachTerm(t *testing.T) {
 		if err := addresses.Delete(ctx, "10.96.0.7", metav1.DeleteOptions{}); err != nil {
 			t.Fatal(err)
 		}
+		known := cs.Informers.Networking().V1().IPAddresses().Lister()
+		for { // the repair reads the informer
+			if _, err := known.Get("10.96.0.7"); apierrors.IsNotFound(err) {
+				break
+			}
+			time.Sleep(time.Millisecond)
+		}
 		service = service.DeepCopy()
 		service.Annotations = map[string]string{"term": term}
 		if _, err := client.CoreV1().Services("default").Update(ctx, service, metav1.UpdateOptions{}); err != nil {

@@ -52,6 +52,9 @@ type Set struct {
 	BuiltIn func(schema.GroupVersion) bool
 	// OnChange is called after a CRD has changed.
 	OnChange func()
+	// Fresh reports whether the set has all changes of CRDs. If it has not, requests read their CRD from etcd: under an
+	// older definition, new fields of an object would be lost.
+	Fresh func() bool
 
 	mu     sync.RWMutex
 	byName map[string]*servedCRD
@@ -189,7 +192,7 @@ func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *servedCRD {
 		return old
 	}
 	var s *servedCRD
-	if old != nil && crd.Same(old.CustomResourceDefinition, d) { // only conditions changed: keep servingInfo
+	if old != nil && !old.otherEpoch && crd.Same(old.CustomResourceDefinition, d) { // only conditions changed: keep servingInfo
 		crdInfo := *old.CRD
 		crdInfo.CustomResourceDefinition = d
 		s = &servedCRD{CRD: &crdInfo, storageResource: old.storageResource, servingInfo: old.servingInfo}
@@ -233,9 +236,9 @@ func servable(d *apiextensionsv1.CustomResourceDefinition) bool {
 }
 
 // get returns a CRD. It reads a CRD that the set lacks from etcd, because another registry may have received it
-// earlier.
+// earlier, and any CRD if the set is not fresh.
 func (t *Set) get(ctx context.Context, name string) (*servedCRD, error) {
-	if s := t.crd(name); s != nil {
+	if s := t.crd(name); s != nil && !s.otherEpoch && t.Fresh() {
 		return s, nil
 	}
 	return t.refresh(ctx, name)

@@ -70,7 +70,7 @@ func New(r *lookup.Resources, s *source.Source, etcd *storage.Etcd, c *cache.Cac
 	return p
 }
 
-// Local returns the server of the registry's own watches. They continue while the log stalls.
+// Local returns the server of the registry's own watches. While the log stalls, their informers list from etcd.
 func (p *InternalWatch) Local() *watch.Server { return p.local }
 
 // Watch streams events of the watch cache. If the cache no longer holds the next event, the watch ends with 410 and the
