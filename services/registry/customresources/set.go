@@ -276,6 +276,26 @@ func (t *Set) RequestScope(ctx context.Context, r *commonv1.Resource) (*handlers
 	return s.versions[r.GetVersion()].scopes[r.GetSubresource()], nil
 }
 
+// Definition returns the key and the revision of the CRD that the set has for a resource, or nil if it has none.
+func (t *Set) Definition(r *commonv1.Resource) *storage.Definition {
+	s := t.crd(r.GetResource() + "." + r.GetGroup())
+	crds, stored := t.Storage.ByName(crdResource)
+	if s == nil || !stored {
+		return nil
+	}
+	revision, err := storage.Revision(s)
+	if err != nil {
+		return nil
+	}
+	return &storage.Definition{Key: crds.Prefix + s.Name, Revision: int64(revision)}
+}
+
+// Refresh reads the CRD of a resource from etcd. It returns false if etcd has no servable CRD.
+func (t *Set) Refresh(ctx context.Context, r *commonv1.Resource) (served bool, err error) {
+	s, err := t.refresh(ctx, r.GetResource()+"."+r.GetGroup())
+	return s != nil, err
+}
+
 // serves reports whether the CRD serves a resource or subresource in a version.
 func (s *servedCRD) serves(r *commonv1.Resource) bool {
 	return slices.ContainsFunc(s.apiResources, func(apiResource *registryv1.APIResource) bool {

@@ -4,7 +4,9 @@ package objects
 
 import (
 	"context"
+	"errors"
 	"slices"
+	"strings"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/status"
@@ -17,6 +19,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/handlers"
 	"watershed.dev/services/registry/lookup"
+	"watershed.dev/services/registry/storage"
 )
 
 // Objects serves the verbs.
@@ -73,31 +76,61 @@ func (o *Objects) List(r *registryv1.GetRequest, stream grpc.ServerStreamingServ
 	})
 }
 
-// receiveRequest reads a stream's request and finds its scope.
-func (o *Objects) receiveRequest(stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) (
-	*registryv1.WriteRequest, *handlers.RequestScope, context.Context, error) {
+// receiveRequest reads a stream's request.
+func receiveRequest(stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) (
+	*registryv1.WriteRequest, error) {
 	first, err := stream.Recv()
 	if err != nil {
-		return nil, nil, nil, err
+		return nil, err
 	}
-	r := first.GetRequest()
-	if r == nil {
-		return nil, nil, nil, apierrors.NewBadRequest("the first message of the stream must be the request")
+	if r := first.GetRequest(); r != nil {
+		return r, nil
 	}
-	scope, err := o.requestScope(stream.Context(), r.Resource, r.Namespace)
-	if err != nil {
-		return nil, nil, nil, err
+	return nil, apierrors.NewBadRequest("the first message of the stream must be the request")
+}
+
+// maxDefinitions is how many states of a CRD a write tries.
+const maxDefinitions = 4
+
+// write runs a write. If the CRD of a custom resource has changed before the object is stored, nothing is stored, and
+// the write runs again under the new definition. kube-apiserver stores an object under the definition that its informer
+// has received.
+func (o *Objects) write(ctx context.Context, r *registryv1.WriteRequest,
+	callbacks handlers.Callbacks) (*registryv1.ObjectResponse, error) {
+	for range maxDefinitions {
+		attempt := lookup.WithRequestInfo(ctx, r.Verb, r.Resource, r.User, r.Namespace, r.Name)
+		d := o.resources.Custom.Definition(r.Resource) // before the scope, which may be of a later state
+		if d != nil {
+			attempt = storage.WithDefinition(attempt, d)
+		}
+		scope, err := o.requestScope(ctx, r.Resource, r.Namespace)
+		if err != nil {
+			return nil, err
+		}
+		resp, err := scope.Write(attempt, r, callbacks)
+		if err == nil && d != nil && !strings.HasPrefix(r.Verb, "delete") {
+			err = d.Confirm(ctx, o.resources.Storage.Client.Client)
+		}
+		if !errors.Is(err, storage.ErrDefinitionChanged) {
+			return resp, err
+		}
+		switch served, err := o.resources.Custom.Refresh(ctx, r.Resource); {
+		case err != nil:
+			return nil, err
+		case !served:
+			return nil, lookup.NotServed(r.Resource)
+		}
 	}
-	return r, scope, lookup.WithRequestInfo(stream.Context(), r.Verb, r.Resource, r.User, r.Namespace, r.Name), nil
+	return nil, apierrors.NewTooManyRequests(storage.ErrDefinitionChanged.Error(), 1)
 }
 
 // Write runs a write. Callbacks go to the gateway in the same stream.
 func (o *Objects) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
-	r, scope, ctx, err := o.receiveRequest(stream)
+	r, err := receiveRequest(stream)
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	resp, err := scope.Write(ctx, r, &streamCallbacks{Namespaces: o.Namespaces, stream: stream})
+	resp, err := o.write(stream.Context(), r, &streamCallbacks{Namespaces: o.Namespaces, stream: stream})
 	if err != nil {
 		if auditCtx := rpc.AuditContextOf(err); auditCtx != nil { // it exceeds the size of an error
 			if serr := stream.Send(&registryv1.WriteReply{Audit: auditCtx}); serr != nil {
@@ -124,12 +157,8 @@ func (o *Objects) WriteUnary(ctx context.Context, r *registryv1.WriteRequest) (*
 	if r.Verb == "deletecollection" || slices.Contains(reviewGroups, r.Resource.GetGroup()) {
 		return &registryv1.WriteUnaryReply{CallbackRequired: true}, nil
 	}
-	scope, err := o.requestScope(ctx, r.Resource, r.Namespace)
-	if err != nil {
-		return nil, rpc.ToStatus(err)
-	}
 	callbacks := &noCallbacks{Namespaces: o.Namespaces}
-	resp, err := scope.Write(lookup.WithRequestInfo(ctx, r.Verb, r.Resource, r.User, r.Namespace, r.Name), r, callbacks)
+	resp, err := o.write(ctx, r, callbacks)
 	switch {
 	case err == nil:
 		return &registryv1.WriteUnaryReply{Result: resp}, nil
@@ -146,10 +175,15 @@ func (o *Objects) WriteUnary(ctx context.Context, r *registryv1.WriteRequest) (*
 // Connect returns the address that an exec, attach, port-forward or proxy request connects to. Callbacks go to the
 // gateway in the same stream.
 func (o *Objects) Connect(stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
-	r, scope, ctx, err := o.receiveRequest(stream)
+	r, err := receiveRequest(stream)
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
+	scope, err := o.requestScope(stream.Context(), r.Resource, r.Namespace)
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
+	ctx := lookup.WithRequestInfo(stream.Context(), r.Verb, r.Resource, r.User, r.Namespace, r.Name)
 	c, err := scope.Connect(ctx, r, &streamCallbacks{Namespaces: o.Namespaces, stream: stream})
 	if err != nil {
 		return rpc.ToStatus(err)

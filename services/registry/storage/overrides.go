@@ -184,7 +184,7 @@ func (s *Storage) openEtcds(connect func([]string) (*etcdkubernetes.Client, erro
 
 // addEtcd adds a client to the etcds.
 func (s *Storage) addEtcd(client *etcdkubernetes.Client, servers []string) *Etcd {
-	client.Kubernetes = &cachingClient{client.Kubernetes, s}
+	client.Kubernetes = &cachingClient{client.Kubernetes, client.KV, s}
 	e := &Etcd{
 		Client:  client,
 		Log:     s.options.logOf(servers),

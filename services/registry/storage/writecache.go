@@ -4,6 +4,7 @@ import (
 	"context"
 	"strings"
 
+	clientv3 "go.etcd.io/etcd/client/v3"
 	etcdkubernetes "go.etcd.io/etcd/client/v3/kubernetes"
 	"k8s.io/apimachinery/pkg/runtime"
 	apistorage "k8s.io/apiserver/pkg/storage"
@@ -60,6 +61,7 @@ func (r *writeCache) remove(key string, before int64) {
 // encrypted values.
 type cachingClient struct {
 	etcdkubernetes.Interface
+	kv      clientv3.KV
 	storage *Storage
 }
 
@@ -78,7 +80,14 @@ func (r *cachingClient) Get(ctx context.Context, key string,
 // OptimisticPut implements kubernetes.Interface of etcd's client.
 func (r *cachingClient) OptimisticPut(ctx context.Context, key string, value []byte, expected int64,
 	opts etcdkubernetes.PutOptions) (etcdkubernetes.PutResponse, error) {
-	resp, err := r.Interface.OptimisticPut(ctx, key, value, expected, opts)
+	put := r.Interface.OptimisticPut
+	if d, ok := ctx.Value(definitionKey{}).(*Definition); ok {
+		put = func(ctx context.Context, key string, value []byte, expected int64,
+			opts etcdkubernetes.PutOptions) (etcdkubernetes.PutResponse, error) {
+			return r.putUnder(ctx, d, key, value, expected, opts)
+		}
+	}
+	resp, err := put(ctx, key, value, expected, opts)
 	if err == nil && resp.Succeeded {
 		r.storage.writeCache.put(key, value, resp.Revision)
 	}
@@ -91,6 +100,9 @@ func (r *cachingClient) OptimisticDelete(ctx context.Context, key string, expect
 	resp, err := r.Interface.OptimisticDelete(ctx, key, expected, opts)
 	if err == nil && resp.Succeeded {
 		r.storage.writeCache.remove(key, resp.Revision)
+		if d, ok := ctx.Value(definitionKey{}).(*Definition); ok { // an update that removed the last finalizer
+			d.confirmed.Store(true)
+		}
 	}
 	return resp, err
 }

@@ -1,0 +1,106 @@
+package objects_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"testing"
+
+	rpcstatus "google.golang.org/genproto/googleapis/rpc/status"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+
+	"watershed.dev/platform/rpc"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/internal/fixture"
+	"watershed.dev/services/registry/objects"
+)
+
+var widgets = &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"}
+
+const widgetDefinition = `{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition",
+	"metadata":{"name":"widgets.example.com"},"spec":{"group":"example.com","scope":"Namespaced",
+	"names":{"plural":"widgets","kind":"Widget"},"versions":[{"name":"v1","served":true,"storage":true,
+	"schema":{"openAPIV3Schema":{"type":"object","properties":{"old":{"type":"string"}}}}}]}}`
+
+// defineWidgets creates an established CRD.
+func defineWidgets(t *testing.T, fx *fixture.Fixture) {
+	t.Helper()
+	crds := &commonv1.Resource{Group: "apiextensions.k8s.io", Version: "v1", Resource: "customresourcedefinitions"}
+	resp, err := fx.Write(t.Context(), crds, &registryv1.WriteRequest{Verb: "create", Body: []byte(widgetDefinition)},
+		&fixture.Callbacks{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	crd := &apiextensionsv1.CustomResourceDefinition{}
+	if err := json.Unmarshal(resp.Body, crd); err != nil {
+		t.Fatal(err)
+	}
+	crd.Status.AcceptedNames = crd.Spec.Names
+	for _, c := range []apiextensionsv1.CustomResourceDefinitionConditionType{apiextensionsv1.NamesAccepted,
+		apiextensionsv1.Established} {
+		crd.Status.Conditions = append(crd.Status.Conditions, apiextensionsv1.CustomResourceDefinitionCondition{
+			Type:   c,
+			Status: apiextensionsv1.ConditionTrue,
+		})
+	}
+	body, err := json.Marshal(crd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conditions := &commonv1.Resource{Group: crds.Group, Version: crds.Version, Resource: crds.Resource,
+		Subresource: "status"}
+	if _, err := fx.Write(t.Context(), conditions, &registryv1.WriteRequest{Verb: "update", Name: crd.Name, Body: body},
+		&fixture.Callbacks{}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A registry that has not received the last change of a CRD stores objects under the new definition all the same.
+func TestAWriteUsesTheDefinitionInEtcd(t *testing.T) {
+	fx := fixture.New(t)
+	defineWidgets(t, fx)
+	p := rpc.NewInProcess(false)
+	registryv1.RegisterObjectsServer(p, objects.New(fx.Resources))
+	client := registryv1.NewObjectsClient(p.Client("gateway"))
+	request := func(verb, body string) *registryv1.WriteRequest {
+		return &registryv1.WriteRequest{
+			Verb: verb, Resource: widgets, Namespace: "x", Name: map[string]string{"patch": "a"}[verb], User: admin,
+			ContentType: map[string]string{"create": "application/json", "patch": "application/merge-patch+json"}[verb],
+			Output:      plain, Body: []byte(body),
+		}
+	}
+	known := fx.Resources.Custom.Definition(widgets)
+	if known == nil {
+		t.Fatal("the set has no definition")
+	}
+	etcd := fx.Resources.Storage.Client.Client
+	for _, step := range []struct{ verb, field string }{{"create", "first"}, {"patch", "second"}} {
+		stored, err := etcd.Get(t.Context(), known.Key)
+		if err != nil || len(stored.Kvs) != 1 {
+			t.Fatal(stored, err)
+		}
+		changed := bytes.Replace(stored.Kvs[0].Value, []byte(`"properties":{`),
+			[]byte(`"properties":{"`+step.field+`":{"type":"string"},`), 1)
+		changed = bytes.Replace(changed, []byte(`"generation":`), []byte(`"generation":1`), 1) // 1, 11, 111
+		if _, err := etcd.Put(t.Context(), known.Key, string(changed)); err != nil {
+			t.Fatal(err)
+		}
+		reply, err := client.WriteUnary(t.Context(), request(step.verb,
+			`{"apiVersion":"example.com/v1","kind":"Widget","metadata":{"name":"a"},"`+step.field+`":"kept"}`))
+		if err != nil || !bytes.Contains(reply.GetResult().GetBody(), []byte(`"`+step.field+`":"kept"`)) {
+			t.Errorf("%s: %v, %v", step.verb, reply, err)
+		}
+	}
+	if _, err := etcd.Delete(t.Context(), known.Key); err != nil {
+		t.Fatal(err)
+	}
+	reply, err := client.WriteUnary(t.Context(), request("create",
+		`{"apiVersion":"example.com/v1","kind":"Widget","metadata":{"name":"b"}}`))
+	if refusal := new(rpcstatus.Status); err != nil || proto.Unmarshal(reply.Error, refusal) != nil ||
+		!apierrors.IsNotFound(rpc.FromStatus(status.FromProto(refusal).Err())) {
+		t.Errorf("a create under a deleted definition: %v, %v", reply, err)
+	}
+}

@@ -1,0 +1,74 @@
+package storage
+
+import (
+	"context"
+	"errors"
+	"sync/atomic"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+	etcdkubernetes "go.etcd.io/etcd/client/v3/kubernetes"
+)
+
+// Definition is the CRD under which a request writes custom resources: its key in etcd, and its revision. It is for a
+// single request.
+type Definition struct {
+	Key      string
+	Revision int64
+	// confirmed: a transaction has found the revision in etcd.
+	confirmed atomic.Bool
+}
+
+// ErrDefinitionChanged is the error of a write under a Definition that etcd has at another revision. Nothing is stored:
+// the object was validated, pruned and converted by an older definition, and a new field of it would be lost.
+var ErrDefinitionChanged = errors.New("the CustomResourceDefinition has changed")
+
+type definitionKey struct{}
+
+// WithDefinition returns a context whose writes fail with ErrDefinitionChanged unless etcd has the definition.
+func WithDefinition(ctx context.Context, d *Definition) context.Context {
+	return context.WithValue(ctx, definitionKey{}, d)
+}
+
+// Confirm returns ErrDefinitionChanged if etcd has the definition at another revision. It reads etcd only if no
+// transaction of the request has compared it: an update that changes nothing is not stored. Without a field that an
+// older definition prunes, an update may seem to change nothing.
+func (d *Definition) Confirm(ctx context.Context, client *clientv3.Client) error {
+	if d.confirmed.Load() {
+		return nil
+	}
+	resp, err := client.Get(ctx, d.Key, clientv3.WithKeysOnly())
+	if err == nil && (len(resp.Kvs) == 0 || resp.Kvs[0].ModRevision != d.Revision) {
+		err = ErrDefinitionChanged
+	}
+	return err
+}
+
+// putUnder is OptimisticPut under a definition. A single transaction compares the revisions of both keys.
+func (r *cachingClient) putUnder(ctx context.Context, d *Definition, key string, value []byte, expected int64,
+	opts etcdkubernetes.PutOptions) (resp etcdkubernetes.PutResponse, err error) {
+	txn, err := r.kv.Txn(ctx).If(
+		clientv3.Compare(clientv3.ModRevision(key), "=", expected),
+		clientv3.Compare(clientv3.ModRevision(d.Key), "=", d.Revision),
+	).Then(
+		clientv3.OpPut(key, string(value), clientv3.WithLease(opts.LeaseID)),
+	).Else(
+		clientv3.OpGet(key),
+		clientv3.OpGet(d.Key, clientv3.WithKeysOnly()),
+	).Commit()
+	if err != nil {
+		return resp, err
+	}
+	resp.Succeeded, resp.Revision = txn.Succeeded, txn.Header.Revision
+	if txn.Succeeded {
+		d.confirmed.Store(true)
+		return resp, nil
+	}
+	definition := txn.Responses[1].GetResponseRange().Kvs
+	if len(definition) == 0 || definition[0].ModRevision != d.Revision {
+		return resp, ErrDefinitionChanged
+	}
+	if kvs := txn.Responses[0].GetResponseRange().Kvs; opts.GetOnFailure && len(kvs) > 0 {
+		resp.KV = kvs[0]
+	}
+	return resp, nil
+}
