@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	genericapi "k8s.io/apiserver/pkg/endpoints"
 	"k8s.io/apiserver/pkg/endpoints/discovery/aggregated"
+	apiregistrationv1 "k8s.io/kube-aggregator/pkg/apis/apiregistration/v1"
 
 	"watershed.dev/platform/discovery"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -131,7 +132,8 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	d := current.make()
 	parts := strings.Split(strings.Trim(req.URL.Path, "/"), "/")
 	// Only pages of kube-apiserver's web framework check the method.
-	framework := parts[0] == "api" || len(parts) == 3 && d.view.BuiltIn(parts[1])
+	framework := parts[0] == "api" || len(parts) == 3 && d.view.BuiltIn(parts[1]) ||
+		len(parts) == 2 && parts[1] == apiregistrationv1.GroupName // it has no APIService, and so no handler of one
 	if framework && req.Method != http.MethodGet {
 		responsewriters.Error(w, req, responsewriters.V1, responsewriters.MethodNotAllowed)
 		return

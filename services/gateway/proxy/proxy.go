@@ -17,6 +17,7 @@ import (
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/apimachinery/pkg/util/proxy"
 	genericrest "k8s.io/apiserver/pkg/registry/generic/rest"
+	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/util/flushwriter"
 	translator "k8s.io/apiserver/pkg/util/proxy"
 	proxymetrics "k8s.io/apiserver/pkg/util/proxy/metrics"
@@ -135,7 +136,11 @@ func (p *Handler) Serve(w http.ResponseWriter, req *http.Request, name string, c
 		h = translator.NewTranslatingHandler(plain, translator.NewTunnelingHandler(plain),
 			wsstream.IsWebSocketRequestWithTunnelingProtocol)
 	} else if s != nil {
-		proxymetrics.IncWebSocketStreamingRequest(req.Context(), "exec", "translated_at_apiserver")
+		subresource := "exec"
+		if info, ok := request.RequestInfoFrom(req.Context()); ok {
+			subresource = info.Subresource // or attach
+		}
+		proxymetrics.IncWebSocketStreamingRequest(req.Context(), subresource, "translated_at_apiserver")
 		streams := translator.NewStreamTranslatorHandler(location, upgraded, p.config.Rate, translator.Options{
 			Stdin:  s.Stdin,
 			Stdout: s.Stdout,

@@ -70,6 +70,9 @@ func (builtIn) hasPath(e *registryv1.APIResource, info *request.RequestInfo, req
 	servesAny := func(verbs ...string) bool {
 		return slices.ContainsFunc(verbs, func(v string) bool { return slices.Contains(e.Verbs, v) })
 	}
+	if len(info.Parts) > 3 && !e.ConnectSubpath { // nothing follows a subresource
+		return false
+	}
 	switch {
 	case len(e.ConnectMethods) > 0:
 		// The authorizer has seen only the path. So a connect request must use the single canonical path of its object,

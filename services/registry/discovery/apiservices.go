@@ -168,10 +168,11 @@ func (r *APIServices) addresses(namespace, name string, port int32) ([]string, e
 	if err != nil {
 		return nil, err
 	}
-	var all []string
+	var all, others []string // others are of another family than the primary
 	for _, slice := range endpointSlices {
+		addresses := &all
 		if families := service.Spec.IPFamilies; len(families) > 0 && string(slice.AddressType) != string(families[0]) {
-			continue
+			addresses = &others
 		}
 		for _, p := range slice.Ports {
 			if p.Port == nil || ptr.Deref(p.Name, "") != service.Spec.Ports[i].Name {
@@ -179,10 +180,13 @@ func (r *APIServices) addresses(namespace, name string, port int32) ([]string, e
 			}
 			for _, e := range slice.Endpoints {
 				if len(e.Addresses) > 0 && (e.Conditions.Ready == nil || *e.Conditions.Ready) {
-					all = append(all, net.JoinHostPort(e.Addresses[0], strconv.Itoa(int(*p.Port))))
+					*addresses = append(*addresses, net.JoinHostPort(e.Addresses[0], strconv.Itoa(int(*p.Port))))
 				}
 			}
 		}
+	}
+	if len(all) == 0 {
+		all = others
 	}
 	slices.Sort(all)
 	return all, nil
