@@ -248,6 +248,24 @@ func TestWatchesOfEventsOnly(t *testing.T) {
 	}
 }
 
+// A watch that is open when its CRD changes ends without an error, also if it has received nothing yet. A watch that
+// begins before the change is expired.
+func TestAnOpenWatchEndsWhenItsCRDChanges(t *testing.T) {
+	changed := reset(14, 0, "roles")
+	changed.CrdChanged = true
+	for open, want := range map[bool]string{true: "", false: "ERROR 410"} {
+		server := newEventsOnly(reset(9, 0, ""), changed)
+		client := &recorder{ctx: t.Context()}
+		err := server.Watch(&watchfanoutv1.WatchRequest{
+			Query: roleQuery(""), ResourceVersion: "13", Open: open,
+			ResumeAfter: &watchfanoutv1.Position{Revision: 13, Index: events.LastIndex, Epoch: "h"},
+		}, client)
+		if got := client.received(t); err != nil || got != want || !client.frames[len(client.frames)-1].End {
+			t.Errorf("open: %v: %q, %v", open, got, err)
+		}
+	}
+}
+
 // A watch begins after the log of etcd's epoch has been read. If it is not, only a server of stale watches begins it.
 func TestWatchesAwaitTheEpoch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -155,10 +155,10 @@ func expired(revision, low int64) error {
 var errCRDChanged = errors.New("the resource's CRD has changed")
 
 // isResumed reports whether the client has received anything on this watch. The gateway sets ResumeAfter also for a
-// watch that only starts at a revision.
+// watch that only starts at a revision. A gateway of an older release does not set Open.
 func isResumed(r *watchfanoutv1.WatchRequest) bool {
 	position := r.ResumeAfter
-	return position != nil && (position.Index != events.LastIndex ||
+	return r.Open || position != nil && (position.Index != events.LastIndex ||
 		strconv.FormatInt(position.Revision, 10) != r.ResourceVersion)
 }
 

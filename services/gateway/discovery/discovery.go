@@ -133,7 +133,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	parts := strings.Split(strings.Trim(req.URL.Path, "/"), "/")
 	// Only pages of kube-apiserver's web framework check the method.
 	framework := parts[0] == "api" || len(parts) == 3 && d.view.BuiltIn(parts[1]) ||
-		len(parts) == 2 && parts[1] == apiregistrationv1.GroupName // it has no APIService, and so no handler of one
+		len(parts) == 2 && parts[1] == apiregistrationv1.GroupName // no handler of APIServices serves it
 	if framework && req.Method != http.MethodGet {
 		responsewriters.Error(w, req, responsewriters.V1, responsewriters.MethodNotAllowed)
 		return

@@ -90,6 +90,7 @@ func (w *clientWatch) openStream(ctx context.Context, r *watchfanoutv1.WatchRequ
 		w.hub.bufferedBytes.Load() < w.hub.Config.BroadcastTotalBytes/2 {
 		return w.hub.joinInitialEvents(ctx, w.StorageResource, r)
 	}
+	r.Open = w.headersSent
 	stream, err := w.hub.openStream(rpc.WithHashKey(ctx, w.StorageResource), r)
 	return unsharedStream{stream}, func() {}, err
 }

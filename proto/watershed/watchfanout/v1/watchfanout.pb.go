@@ -431,7 +431,10 @@ type WatchRequest struct {
 	// The client has a Table's columns. The next row comes without them.
 	ColumnsSent bool `protobuf:"varint,8,opt,name=columns_sent,json=columnsSent" json:"columns_sent,omitempty"`
 	// The user whose inflight quota at the replica the stream's messages count against. Empty: they count against none.
-	Owner         string `protobuf:"bytes,9,opt,name=owner" json:"owner,omitempty"`
+	Owner string `protobuf:"bytes,9,opt,name=owner" json:"owner,omitempty"`
+	// The client has the headers of the response, so that the watch is open for it. If the CRD has changed, the watch ends
+	// without an error then.
+	Open          bool `protobuf:"varint,10,opt,name=open" json:"open,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -520,6 +523,13 @@ func (x *WatchRequest) GetOwner() string {
 		return x.Owner
 	}
 	return ""
+}
+
+func (x *WatchRequest) GetOpen() bool {
+	if x != nil {
+		return x.Open
+	}
+	return false
 }
 
 // WatchesRequest begins or ends a watch of a call of Watches.
@@ -934,7 +944,7 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\tListChunk\x12\x12\n" +
 	"\x04data\x18\x01 \x03(\fR\x04data\x12\x12\n" +
 	"\x04size\x18\x02 \x01(\x03R\x04size\x12\x12\n" +
-	"\x04gzip\x18\x03 \x01(\bR\x04gzip\"\x86\x03\n" +
+	"\x04gzip\x18\x03 \x01(\bR\x04gzip\"\x9a\x03\n" +
 	"\fWatchRequest\x125\n" +
 	"\x05query\x18\x01 \x01(\v2\x1f.watershed.watchfanout.v1.QueryR\x05query\x12)\n" +
 	"\x10resource_version\x18\x02 \x01(\tR\x0fresourceVersion\x12'\n" +
@@ -943,7 +953,9 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\fresume_after\x18\x06 \x01(\v2\".watershed.watchfanout.v1.PositionR\vresumeAfter\x12.\n" +
 	"\x13initial_events_done\x18\a \x01(\bR\x11initialEventsDone\x12!\n" +
 	"\fcolumns_sent\x18\b \x01(\bR\vcolumnsSent\x12\x14\n" +
-	"\x05owner\x18\t \x01(\tR\x05ownerJ\x04\b\x05\x10\x06\"i\n" +
+	"\x05owner\x18\t \x01(\tR\x05owner\x12\x12\n" +
+	"\x04open\x18\n" +
+	" \x01(\bR\x04openJ\x04\b\x05\x10\x06\"i\n" +
 	"\x0eWatchesRequest\x12\x19\n" +
 	"\bwatch_id\x18\x01 \x01(\x04R\awatchId\x12<\n" +
 	"\x05watch\x18\x02 \x01(\v2&.watershed.watchfanout.v1.WatchRequestR\x05watch\"\x85\x01\n" +
