@@ -2,6 +2,9 @@ package authn
 
 import (
 	"context"
+	"errors"
+	"net/http"
+	"net/url"
 	"sync/atomic"
 	"time"
 
@@ -24,9 +27,17 @@ func (o *tokenObjects) failedSince(t time.Time) bool {
 	return failedAt != nil && failedAt.After(t)
 }
 
-// record records err, unless it says that the object does not exist.
+// record records err if a later read may succeed. Other errors are about the object or the token: the object does not
+// exist, or the token has no name for it.
 func (o *tokenObjects) record(err error) {
-	if err != nil && !apierrors.IsNotFound(err) {
+	var api apierrors.APIStatus
+	var network *url.Error
+	undecided := errors.As(err, &network) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled)
+	if errors.As(err, &api) {
+		code := api.Status().Code
+		undecided = code >= http.StatusInternalServerError || code == http.StatusTooManyRequests
+	}
+	if undecided {
 		now := time.Now()
 		o.failedAt.Store(&now)
 	}

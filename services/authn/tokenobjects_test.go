@@ -3,7 +3,9 @@ package authn
 import (
 	"context"
 	"errors"
+	"io"
 	"net/http"
+	"net/url"
 	"testing"
 
 	"google.golang.org/grpc/codes"
@@ -42,6 +44,9 @@ func TestATokenWhosePodCannotBeReadIsUndecided(t *testing.T) {
 	}{
 		{apierrors.NewServiceUnavailable("etcd is away"), codes.Unavailable},
 		{context.DeadlineExceeded, codes.Unavailable},
+		{apierrors.NewTooManyRequests("later", 1), codes.Unavailable},
+		{&url.Error{Op: "Get", Err: io.EOF}, codes.Unavailable},
+		{errors.New("resource name may not be empty"), codes.OK},
 		{apierrors.NewNotFound(schema.GroupResource{Resource: "pods"}, "p"), codes.OK},
 	} {
 		pods.err = x.err

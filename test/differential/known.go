@@ -53,6 +53,13 @@ const (
 // knownByConfiguration are the accepted differences under flags other than the default.
 var knownByConfiguration = []*difference{
 	{
+		name:    "a name of the services in a client's certificate",
+		request: is(`certificate (and token: )?the services' own name\)$`),
+		detail:  is(`^code: (20[01]|403 .*) \| 401 Unauthorized$`),
+		reason: "With --services-client-ca-file, only that authority gives the names of the system's services. " +
+			"Such a name has rights that no policy can remove.",
+	},
+	{
 		name:    "the services' own users",
 		request: is(`\((root|alice|bob|carol|) ?impersonates map\[.*Impersonate-User:\[system:watershed:authz\]\]\)$`),
 		detail: is(flowControlHeader + `"[^"]+" \| ""$|` +
