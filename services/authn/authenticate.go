@@ -109,7 +109,8 @@ func (s *Service) authenticate(
 	if !ok && errors.Is(err, errBusy) { // the password was not compared, so it is not wrong
 		return nil, nil, status.Error(codes.Unavailable, errBusy.Error())
 	}
-	if !ok && err != nil && s.tokenObjects.failedSince(began) { // perhaps of another request, which also retries
+	// The failed read may be of another request. Then this client retries without need.
+	if !ok && err != nil && s.tokenObjects.failedSince(began) {
 		return nil, nil, status.Error(codes.Unavailable, "the object that a token is bound to cannot be read")
 	}
 	out := &authnv1.AuthenticateResponse{Authenticated: ok, Warnings: warned.List()}

@@ -16,15 +16,22 @@ import (
 // tokenObjects reads the objects that tokens are bound to, and records failed reads. Upstream rejects a token if its
 // object cannot be read (k8s.io/kubernetes/pkg/serviceaccount, Validate). kube-apiserver has the pods and nodes in
 // memory; authn reads them through a gateway, and must not reject valid tokens while etcd is unavailable.
+//
+// The record is of the process, not of a request, because upstream's cache of tokens shares a lookup among requests and
+// detaches it from their contexts (k8s.io/apiserver/pkg/authentication/token/cache).
 type tokenObjects struct {
 	serviceaccount.ServiceAccountTokenGetter
 	failedAt atomic.Pointer[time.Time]
 }
 
-// failedSince reports whether a read has failed since t.
+// lookupTime is how long before a request the lookup that it shares may have failed to read an object. Another
+// authenticator of the lookup, such as a webhook, takes that long.
+const lookupTime = 10 * time.Second
+
+// failedSince reports whether a read has failed during a lookup that a request which began at t may share.
 func (o *tokenObjects) failedSince(t time.Time) bool {
 	failedAt := o.failedAt.Load()
-	return failedAt != nil && failedAt.After(t)
+	return failedAt != nil && failedAt.After(t.Add(-lookupTime))
 }
 
 // record records err if a later read may succeed. Other errors are about the object or the token: the object does not

@@ -50,6 +50,7 @@ func TestATokenWhosePodCannotBeReadIsUndecided(t *testing.T) {
 		{apierrors.NewNotFound(schema.GroupResource{Resource: "pods"}, "p"), codes.OK},
 	} {
 		pods.err = x.err
+		s.tokenObjects.failedAt.Store(nil)
 		r, err := s.Authenticate(t.Context(), &authnv1.AuthenticateRequest{})
 		if status.Code(err) != x.want || err == nil && r.Authenticated {
 			t.Errorf("%v: %v, %v", x.err, r, err)

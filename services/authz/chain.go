@@ -179,9 +179,12 @@ func (h *chain) wildcard(
 				return false
 			}
 			d, why, err := l.Authorize(ctx, probe)
-			if err != nil || d != authorizer.DecisionNoOpinion {
+			if err == nil && d == authorizer.DecisionAllow {
 				reason = why
-				return err == nil && d == authorizer.DecisionAllow
+				return true
+			}
+			if err != nil || d != authorizer.DecisionNoOpinion {
+				return false
 			}
 		}
 		return false

@@ -108,10 +108,6 @@ func repeated(ctx context.Context, n int, f func(i int) error) error {
 
 func stream(i int) uint32 { return uint32(2*i + 1) }
 
-func pause(ctx context.Context, d time.Duration) {
-	_ = lifecycle.Sleep(ctx, d)
-}
-
 func frames() []*shape {
 	// A server may close the connection at some point, which depends on its speed.
 	resets := func(name string, as sender, path string) *shape {
@@ -128,7 +124,7 @@ func frames() []*shape {
 				}
 				return f.WriteRSTStream(stream(i), http2.ErrCodeCancel)
 			})
-			pause(ctx, time.Second)
+			_ = lifecycle.Sleep(ctx, time.Second)
 			return "sent"
 		})
 	}

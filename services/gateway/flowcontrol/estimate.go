@@ -3,18 +3,18 @@ package flowcontrol
 import (
 	"hash/maphash"
 	"net/http"
-	"slices"
 	"strconv"
 	"strings"
 
-	"github.com/munnerz/goautoneg"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	fcrequest "k8s.io/apiserver/pkg/util/flowcontrol/request"
 	"k8s.io/utils/lru"
 
 	"watershed.dev/platform/deflate"
 	"watershed.dev/services/gateway/audit"
+	"watershed.dev/services/gateway/responsewriters"
 )
 
 const (
@@ -58,7 +58,8 @@ func (f *Fairness) RecordListSize(req *http.Request, bytes int64, compressed boo
 	}
 }
 
-// ListSize returns the recorded size of a list in bytes, or 0 if no response to an equal request is recorded.
+// ListSize returns the recorded size of a list in bytes, or 0 if no response to an equal request is recorded. A page
+// after the first has the size of the first.
 func (f *Fairness) ListSize(req *http.Request) int64 {
 	last, _ := f.sizes.last(f.sizes.keyOf(req))
 	return last.bytes
@@ -189,29 +190,24 @@ func (s *listSizes) keyOf(req *http.Request) listKey {
 // tableFormat is the end of the format of Tables.
 const tableFormat = ";as=Table"
 
-// outputFormat returns the format of the first clause of an Accept header that a resource may satisfy, in the order in
-// which the response is negotiated. Later clauses must not make the list look smaller than it is.
+// outputFormat returns the format that an Accept header negotiates for a resource with all formats.
 func outputFormat(accept string) string {
-	for _, c := range goautoneg.ParseAccept(accept) {
-		known := c.Type == "application" && slices.Contains(subtypes, c.SubType) || c.Type == "*"
-		as := c.Params["as"]
-		converts := c.Params["g"] == metav1.GroupName && slices.Contains(conversions, as) &&
-			slices.Contains([]string{"v1", "v1beta1"}, c.Params["v"])
-		if !known || as != "" && !converts {
-			continue
-		}
-		if c.SubType == "*" {
-			c.SubType = "json"
-		}
-		if as != "" {
-			as = ";as=" + as
-		}
-		return c.SubType + as
+	m, ok := negotiation.NegotiateMediaTypeOptions(accept, responsewriters.ResourceCodecs().SupportedMediaTypes(),
+		anyFormat{})
+	if !ok {
+		return ""
 	}
-	return "json"
+	if m.Convert != nil {
+		return m.Accepted.MediaTypeSubType + ";as=" + m.Convert.Kind
+	}
+	return m.Accepted.MediaTypeSubType
 }
 
-var (
-	subtypes    = []string{"json", "*", "yaml", "cbor", "vnd.kubernetes.protobuf"}
-	conversions = []string{"Table", "PartialObjectMetadata", "PartialObjectMetadataList"}
-)
+// anyFormat are the restrictions of a resource with all formats.
+type anyFormat struct{}
+
+func (anyFormat) AllowsMediaTypeTransform(mimeType, mimeSubType string, gvk *schema.GroupVersionKind) bool {
+	return gvk == nil || responsewriters.OffersTransform(mimeType, mimeSubType, gvk)
+}
+func (anyFormat) AllowsServerVersion(v string) bool { return v == "v1" }
+func (anyFormat) AllowsStreamSchema(s string) bool  { return s == "watch" }

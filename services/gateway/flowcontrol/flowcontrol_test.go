@@ -132,7 +132,7 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 	none.RecordListSize(newRequest(t, "GET", pods), 5, false) // flow control is off
 }
 
-// The format of a list is the format of the first clause that a resource may satisfy.
+// The format of a list is the format that its Accept header negotiates.
 func TestTheFormatOfAList(t *testing.T) {
 	for accept, want := range map[string]string{
 		"": "json", "*/*": "json", "application/*": "json", "text/plain, application/yaml": "yaml",
@@ -141,7 +141,8 @@ func TestTheFormatOfAList(t *testing.T) {
 		"application/json;as=Table;g=x;v=v1, application/json":                 "json",
 		"application/json;as=Table;g=meta.k8s.io;v=v1, application/json":       "json;as=Table",
 		"application/vnd.kubernetes.protobuf, application/json":                "vnd.kubernetes.protobuf",
-		"application/cbor;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1":     "cbor;as=PartialObjectMetadataList",
+		"application/yaml;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1": "yaml;as=PartialObjectMetadataList",
+		"application/vnd.kubernetes.protobuf;as=Table;g=meta.k8s.io;v=v1, application/json": "json",
 	} {
 		if got := outputFormat(accept); got != want {
 			t.Errorf("%s: %q, not %q", accept, got, want)

@@ -5,7 +5,6 @@ import (
 	"slices"
 	"strings"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
@@ -72,16 +71,7 @@ func (r restrictions) AllowsMediaTypeTransform(mimeType, mimeSubType string, gvk
 	if gvk == nil {
 		return r.dialect.offersMediaType(mimeSubType)
 	}
-	if gvk.Group != metav1.GroupName || gvk.Version != "v1" && gvk.Version != "v1beta1" {
-		return false
-	}
-	switch gvk.Kind {
-	case "Table":
-		return r.apiResource.Table && mimeType == "application" && (mimeSubType == "json" || mimeSubType == "yaml")
-	case "PartialObjectMetadata", "PartialObjectMetadataList":
-		return true
-	}
-	return false
+	return responsewriters.OffersTransform(mimeType, mimeSubType, gvk) && (gvk.Kind != "Table" || r.apiResource.Table)
 }
 
 func (restrictions) AllowsServerVersion(v string) bool { return v == "v1" }

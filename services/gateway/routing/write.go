@@ -248,15 +248,17 @@ func (c *requestContext) callWithCallbacks(r *registryv1.WriteRequest,
 		if lost != nil && c.isReview() {
 			return nil, lost
 		}
-		if apierrors.IsServiceUnavailable(lost) || apierrors.IsTimeout(lost) {
+		if rpc.IsUndecided(lost) {
 			undecided = lost
 		}
 		err = stream.Send(answer)
 	}
-	if undecided == nil {
-		undecided = writeError(r, err)
+	refusal := writeError(r, err)
+	rejected := apierrors.IsForbidden(refusal) || apierrors.IsInternalError(refusal)
+	if undecided != nil && rejected && status.Code(err) != codes.Unavailable { // not of a lost registry
+		refusal = undecided
 	}
-	return nil, rpc.WithAuditContext(undecided, auditContext)
+	return nil, rpc.WithAuditContext(refusal, auditContext)
 }
 
 // handleCallback sends a callback to its service. A callback that fails rejects the write. The error is that of a call

@@ -4,15 +4,15 @@ import (
 	"context"
 	"net/http"
 
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 
+	"watershed.dev/platform/rpc"
 	"watershed.dev/services/gateway/responsewriters"
 )
 
 // withAuthz puts a filter of upstream that authorizes requests before next. Such filters respond 500 or 403 if the
-// authorizer fails, which clients take for a final decision. If authz is unavailable, the response is 503, and clients
-// retry.
+// authorizer fails, which clients take for a final decision. If authz is unavailable or too slow, the response is 503 or
+// 504 with Retry-After.
 func withAuthz(
 	next http.Handler,
 	authz authorizer.Authorizer,
@@ -78,13 +78,8 @@ type authzUnavailable struct{ authorizer.Authorizer }
 func (a authzUnavailable) Authorize(ctx context.Context, attrs authorizer.Attributes) (authorizer.Decision, string,
 	error) {
 	d, reason, err := a.Authorizer.Authorize(ctx, attrs)
-	if u, ok := ctx.Value(authzWriterKey{}).(*authzWriter); ok && isUnavailable(err) {
+	if u, ok := ctx.Value(authzWriterKey{}).(*authzWriter); ok && rpc.IsUndecided(err) {
 		u.unavailable = err
 	}
 	return d, reason, err
-}
-
-// isUnavailable reports whether a service has not decided, so that a client must retry.
-func isUnavailable(err error) bool {
-	return err != nil && (apierrors.IsServiceUnavailable(err) || apierrors.IsTimeout(err))
 }

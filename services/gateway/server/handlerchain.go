@@ -18,6 +18,7 @@ import (
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/paths"
+	"watershed.dev/platform/rpc"
 	"watershed.dev/services/gateway/audit"
 	"watershed.dev/services/gateway/body"
 	"watershed.dev/services/gateway/delegatedauth"
@@ -246,7 +247,7 @@ var errAuthnUnavailable = errors.New("authentication is unavailable")
 
 func (a authnUnavailable) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
 	resp, ok, err := a.Authenticator.AuthenticateRequest(req)
-	if isUnavailable(err) {
+	if rpc.IsUndecided(err) {
 		*req = *req.WithContext(context.WithValue(req.Context(), authnUnavailableKey{}, err))
 		return nil, false, errAuthnUnavailable
 	}

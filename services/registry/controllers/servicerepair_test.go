@@ -2,7 +2,9 @@ package controllers
 
 import (
 	"context"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -52,17 +54,20 @@ func TestAddressesAreRepairedInEachTerm(t *testing.T) {
 		stop, first, done := make(chan struct{}), make(chan struct{}), make(chan struct{})
 		loop := cs.addressRepair(ctx, client)
 		go func() { defer close(done); loop.RunUntil(func() { close(first) }, stop) }()
-		<-first
+		select {
+		case <-first:
+		case <-time.After(time.Minute):
+			t.Fatal(term + ": no first repair within a minute")
+		}
 		await(term + ", the first repair")
 		if err := addresses.Delete(ctx, "10.96.0.7", metav1.DeleteOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		known := cs.Informers.Networking().V1().IPAddresses().Lister()
-		for { // the repair reads the informer
-			if _, err := known.Get("10.96.0.7"); apierrors.IsNotFound(err) {
+		for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) { // the repair reads the informer
+			if _, err := known.Get("10.96.0.7"); apierrors.IsNotFound(err) || time.Now().After(deadline) {
 				break
 			}
-			time.Sleep(time.Millisecond)
 		}
 		service = service.DeepCopy()
 		service.Annotations = map[string]string{"term": term}
@@ -78,58 +83,54 @@ func TestAddressesAreRepairedInEachTerm(t *testing.T) {
 
 // The handlers of a term receive no events after it.
 func TestHandlersEndWithTheirTerm(t *testing.T) {
-	client := fake.NewClientset()
-	factory := informers.NewSharedInformerFactory(client, 0)
-	services := factory.Core().V1().Services()
-	received := func(ctx context.Context) <-chan any {
-		all := make(chan any, 10)
-		handler := cache.ResourceEventHandlerFuncs{AddFunc: func(obj any) { all <- obj }}
-		i := forTerm(ctx, services).Informer()
-		for _, add := range []func() (cache.ResourceEventHandlerRegistration, error){
-			func() (cache.ResourceEventHandlerRegistration, error) { return i.AddEventHandler(handler) },
-			func() (cache.ResourceEventHandlerRegistration, error) {
-				return i.AddEventHandlerWithResyncPeriod(handler, time.Minute)
-			},
-			func() (cache.ResourceEventHandlerRegistration, error) {
-				return i.AddEventHandlerWithOptions(handler, cache.HandlerOptions{})
-			},
-		} {
-			if _, err := add(); err != nil {
+	synctest.Test(t, func(t *testing.T) {
+		client := fake.NewClientset()
+		factory := informers.NewSharedInformerFactory(client, 0)
+		services := factory.Core().V1().Services()
+		received := func(ctx context.Context) *atomic.Int64 {
+			n := &atomic.Int64{}
+			handler := cache.ResourceEventHandlerFuncs{AddFunc: func(any) { n.Add(1) }}
+			i := forTerm(ctx, services).Informer()
+			for _, add := range []func() (cache.ResourceEventHandlerRegistration, error){
+				func() (cache.ResourceEventHandlerRegistration, error) { return i.AddEventHandler(handler) },
+				func() (cache.ResourceEventHandlerRegistration, error) {
+					return i.AddEventHandlerWithResyncPeriod(handler, time.Minute)
+				},
+				func() (cache.ResourceEventHandlerRegistration, error) {
+					return i.AddEventHandlerWithOptions(handler, cache.HandlerOptions{})
+				},
+			} {
+				if _, err := add(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			return n
+		}
+		term, end := context.WithCancel(t.Context())
+		process, stop := context.WithCancel(t.Context())
+		ended, current := received(term), received(process)
+		factory.Start(process.Done())
+		factory.WaitForCacheSync(process.Done())
+		create := func(name string) {
+			t.Helper()
+			s := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name}}
+			_, err := client.CoreV1().Services("default").Create(t.Context(), s, metav1.CreateOptions{})
+			if err != nil {
 				t.Fatal(err)
 			}
+			synctest.Wait()
 		}
-		return all
-	}
-	term, end := context.WithCancel(t.Context())
-	ended, current := received(term), received(t.Context())
-	factory.Start(t.Context().Done())
-	factory.WaitForCacheSync(t.Context().Done())
-	create := func(name string) {
-		t.Helper()
-		s := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name}}
-		if _, err := client.CoreV1().Services("default").Create(t.Context(), s, metav1.CreateOptions{}); err != nil {
-			t.Fatal(err)
+		create("during")
+		if ended.Load() != 3 || current.Load() != 3 {
+			t.Errorf("%d and %d events during the term", ended.Load(), current.Load())
 		}
-	}
-	create("during")
-	for range 3 {
-		<-ended
-		<-current
-	}
-	end()
-	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
-		create("after-" + time.Now().Format("150405.000000000"))
-		for range 3 {
-			<-current
+		end()
+		synctest.Wait()
+		create("after")
+		if ended.Load() != 3 || current.Load() != 6 {
+			t.Errorf("%d and %d events after the term", ended.Load(), current.Load())
 		}
-		if len(ended) == 0 { // the removals run on goroutines of their own
-			return
-		}
-		for len(ended) > 0 {
-			<-ended
-		}
-		if time.Now().After(deadline) {
-			t.Fatal("the handlers of the ended term still receive events")
-		}
-	}
+		stop()
+		factory.Shutdown()
+	})
 }

@@ -26,7 +26,7 @@ func forTerm[L any](ctx context.Context, i interface {
 func (i termInformer[L]) Informer() cache.SharedIndexInformer { return i.informer }
 func (i termInformer[L]) Lister() L                           { return i.lister }
 
-// handlersOf removes the handlers that are added to the informer when the term ends.
+// handlersOf is an informer. When the term ends, it removes the handlers that were added through it.
 type handlersOf struct {
 	cache.SharedIndexInformer
 	term context.Context

@@ -174,7 +174,7 @@ func TestABuiltInVersionHidesACRD(t *testing.T) {
 		}
 	}
 	hidden := &commonv1.Resource{Group: "networking.k8s.io", Version: "v1", Resource: "widgets"}
-	if scope, err := fx.Resources.Custom.RequestScope(t.Context(), hidden); err != nil || scope != nil {
+	if scope, _, err := fx.Resources.Custom.RequestScope(t.Context(), hidden); err != nil || scope != nil {
 		t.Errorf("the custom resource is served (%v)", err)
 	}
 }

@@ -11,7 +11,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apiserver/pkg/registry/rest"
 
-	"watershed.dev/services/registry/storage"
+	"watershed.dev/services/registry/handlers"
 )
 
 // objectDeleter lists and deletes the objects of a CRD that is being deleted. It builds the CRD's storages only for a
@@ -52,7 +52,7 @@ func (d objectDeleter) DeleteCollection(ctx context.Context, validate rest.Valid
 	if err != nil {
 		return nil, err
 	}
-	return objects.DeleteCollection(storage.WithPagedLists(ctx), validate, options, list)
+	return handlers.DeleteInPages(ctx, objects, validate, options, list)
 }
 
 // NewList implements rest.Lister.

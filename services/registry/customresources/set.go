@@ -52,8 +52,8 @@ type Set struct {
 	BuiltIn func(schema.GroupVersion) bool
 	// OnChange is called after a CRD has changed.
 	OnChange func()
-	// Fresh reports whether the set has all changes of CRDs. If it has not, requests read their CRD from etcd: under an
-	// older definition, new fields of an object would be lost.
+	// Fresh reports whether the set has all changes of CRDs. If it has not, requests compare their CRD with etcd: a read
+	// under an older definition lacks new fields, and an update by it would remove them.
 	Fresh func() bool
 
 	mu     sync.RWMutex
@@ -192,7 +192,7 @@ func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *servedCRD {
 		return old
 	}
 	var s *servedCRD
-	if old != nil && !old.otherEpoch && crd.Same(old.CustomResourceDefinition, d) { // only conditions changed: keep servingInfo
+	if old != nil && crd.Same(old.CustomResourceDefinition, d) { // only conditions changed: keep servingInfo
 		crdInfo := *old.CRD
 		crdInfo.CustomResourceDefinition = d
 		s = &servedCRD{CRD: &crdInfo, storageResource: old.storageResource, servingInfo: old.servingInfo}
@@ -236,27 +236,59 @@ func servable(d *apiextensionsv1.CustomResourceDefinition) bool {
 }
 
 // get returns a CRD. It reads a CRD that the set lacks from etcd, because another registry may have received it
-// earlier, and any CRD if the set is not fresh.
+// earlier. If the set is not fresh, it also reads a CRD that etcd has at another revision.
 func (t *Set) get(ctx context.Context, name string) (*servedCRD, error) {
-	if s := t.crd(name); s != nil && !s.otherEpoch && t.Fresh() {
-		return s, nil
+	if s := t.crd(name); s != nil && !s.otherEpoch {
+		if t.Fresh() {
+			return s, nil
+		}
+		err := t.definition(s).Confirm(ctx, t.Storage.Client.Client)
+		if !errors.Is(err, storage.ErrDefinitionChanged) {
+			return s, err
+		}
 	}
 	return t.refresh(ctx, name)
 }
 
-// refresh reads a CRD from etcd and updates the set. It returns nil if etcd has no servable CRD of this name.
+// definition returns the key and the revision of a CRD.
+func (t *Set) definition(s *servedCRD) *storage.Definition {
+	crds, _ := t.Storage.ByName(crdResource)
+	revision, _ := storage.Revision(s) // set has parsed it
+	return &storage.Definition{Key: crds.Prefix + s.Name, Revision: int64(revision)}
+}
+
+// refresh reads a CRD from etcd and updates the set. It returns nil if etcd has no servable CRD of this name. An etcd that
+// has the CRD at an earlier revision than the set had before has been restored.
 func (t *Set) refresh(ctx context.Context, name string) (*servedCRD, error) {
+	before := t.lastRevision(name)
 	d, err := ReadCRD(ctx, t.Storage, name)
 	if err != nil || d == nil {
 		return nil, err
 	}
+	if revision, err := storage.Revision(d); err == nil && revision < before {
+		t.EpochChanged()
+	}
 	return t.set(d), nil
 }
 
-// RequestScope returns the scope that serves r, or nil.
-func (t *Set) RequestScope(ctx context.Context, r *commonv1.Resource) (*handlers.RequestScope, error) {
+// lastRevision returns the last revision of a CRD or of its deletion that the set has received in this epoch, or 0.
+func (t *Set) lastRevision(name string) uint64 {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	last := t.removedAt[name]
+	if s := t.byName[name]; s != nil && !s.otherEpoch {
+		if revision, err := storage.Revision(s); err == nil {
+			last = max(last, revision)
+		}
+	}
+	return last
+}
+
+// RequestScope returns the scope that serves r and its definition, or nil.
+func (t *Set) RequestScope(ctx context.Context, r *commonv1.Resource) (*handlers.RequestScope, *storage.Definition,
+	error) {
 	if r.GetGroup() == "" {
-		return nil, nil
+		return nil, nil, nil
 	}
 	name := r.GetResource() + "." + r.GetGroup()
 	s, err := t.get(ctx, name)
@@ -264,30 +296,17 @@ func (t *Set) RequestScope(ctx context.Context, r *commonv1.Resource) (*handlers
 		s, err = t.refresh(ctx, name)
 	}
 	if err != nil || s == nil || !s.serves(r) {
-		return nil, err
+		return nil, nil, err
 	}
 	if err := s.buildOnce(t); err != nil {
 		slog.Error("A custom resource cannot be served", "name", s.Name, "error", err)
-		return nil, apierrors.NewInternalError(errors.New("error resolving resource"))
+		return nil, nil, apierrors.NewInternalError(errors.New("error resolving resource"))
 	}
 	if s.UsesWebhook() {
-		return s.builder.requestScopeFor(ctx, r)
+		scope, err := s.builder.requestScopeFor(ctx, r)
+		return scope, t.definition(s), err
 	}
-	return s.versions[r.GetVersion()].scopes[r.GetSubresource()], nil
-}
-
-// Definition returns the key and the revision of the CRD that the set has for a resource, or nil if it has none.
-func (t *Set) Definition(r *commonv1.Resource) *storage.Definition {
-	s := t.crd(r.GetResource() + "." + r.GetGroup())
-	crds, stored := t.Storage.ByName(crdResource)
-	if s == nil || !stored {
-		return nil
-	}
-	revision, err := storage.Revision(s)
-	if err != nil {
-		return nil
-	}
-	return &storage.Definition{Key: crds.Prefix + s.Name, Revision: int64(revision)}
+	return s.versions[r.GetVersion()].scopes[r.GetSubresource()], t.definition(s), nil
 }
 
 // Refresh reads the CRD of a resource from etcd. It returns false if etcd has no servable CRD.

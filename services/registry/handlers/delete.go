@@ -5,6 +5,7 @@ import (
 	"net/http"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/validation"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -16,7 +17,6 @@ import (
 
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
-	"watershed.dev/services/registry/storage"
 )
 
 func (w *writeOperation) delete(ctx context.Context) (*registryv1.ObjectResponse, error) {
@@ -82,23 +82,24 @@ func (w *writeOperation) deleteCollection(ctx context.Context) (*registryv1.Obje
 	}
 	attrs := w.attributes(nil, nil, "", admission.Delete, opts, opts.DryRun)
 	result, err := finish(ctx, func() (runtime.Object, error) {
-		return deleter.DeleteCollection(storage.WithPagedLists(ctx),
-			rest.AdmissionToValidateObjectDeleteFunc(w.admit, attrs, w), opts, listOpts)
+		return DeleteInPages(ctx, deleter, rest.AdmissionToValidateObjectDeleteFunc(w.admit, attrs, w), opts, listOpts)
 	})
 	if err != nil {
 		return nil, err
 	}
-	success := &metav1.Status{
-		Status:  metav1.StatusSuccess,
-		Code:    http.StatusOK,
-		Details: &metav1.StatusDetails{Kind: w.Kind.Kind},
-	}
 	if result == nil {
-		result = success
+		result = &metav1.Status{
+			Status:  metav1.StatusSuccess,
+			Code:    http.StatusOK,
+			Details: &metav1.StatusDetails{Kind: w.Kind.Kind},
+		}
 	}
 	resp, err := w.encodeResult(ctx, http.StatusOK, result)
 	if err == nil && len(resp.Body) > maxResultBytes { // the objects are deleted, and the gateway cannot receive them
-		return w.encodeResult(ctx, http.StatusOK, success)
+		if err := meta.SetList(result, nil); err != nil {
+			return nil, err
+		}
+		return w.encodeResult(ctx, http.StatusOK, result)
 	}
 	return resp, err
 }

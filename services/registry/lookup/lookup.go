@@ -39,13 +39,20 @@ func NotServed(r *commonv1.Resource) error {
 
 // RequestScope returns the scope of a resource or subresource. An error is an API status.
 func (r *Resources) RequestScope(ctx context.Context, resource *commonv1.Resource) (*handlers.RequestScope, error) {
+	scope, _, err := r.WriteScope(ctx, resource)
+	return scope, err
+}
+
+// WriteScope returns the scope of a resource, and the definition of a custom resource that it is built from.
+func (r *Resources) WriteScope(ctx context.Context, resource *commonv1.Resource) (*handlers.RequestScope,
+	*storage.Definition, error) {
 	if scope, ok := r.BuiltIn.RequestScope(resource); ok {
-		return scope, nil
+		return scope, nil, nil
 	}
-	if scope, err := r.Custom.RequestScope(ctx, resource); scope != nil || err != nil {
-		return scope, err
+	if scope, definition, err := r.Custom.RequestScope(ctx, resource); scope != nil || err != nil {
+		return scope, definition, err
 	}
-	return nil, NotServed(resource)
+	return nil, nil, NotServed(resource)
 }
 
 // APIResources returns all served resources, built-in resources first.

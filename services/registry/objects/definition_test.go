@@ -65,31 +65,33 @@ func TestAWriteUsesTheDefinitionInEtcd(t *testing.T) {
 	p := rpc.NewInProcess(false)
 	registryv1.RegisterObjectsServer(p, objects.New(fx.Resources))
 	client := registryv1.NewObjectsClient(p.Client("gateway"))
-	request := func(verb, body string) *registryv1.WriteRequest {
+	request := func(verb, query, body string) *registryv1.WriteRequest {
 		return &registryv1.WriteRequest{
 			Verb: verb, Resource: widgets, Namespace: "x", Name: map[string]string{"patch": "a"}[verb], User: admin,
 			ContentType: map[string]string{"create": "application/json", "patch": "application/merge-patch+json"}[verb],
-			Output:      plain, Body: []byte(body),
+			Output:      plain, Body: []byte(body), Query: query,
 		}
 	}
-	known := fx.Resources.Custom.Definition(widgets)
-	if known == nil {
-		t.Fatal("the set has no definition")
+	_, known, err := fx.Resources.WriteScope(t.Context(), widgets)
+	if err != nil || known == nil {
+		t.Fatal("no definition: ", err)
 	}
 	etcd := fx.Resources.Storage.Client.Client
-	for _, step := range []struct{ verb, field string }{{"create", "first"}, {"patch", "second"}} {
+	for _, step := range []struct{ verb, name, query, field string }{
+		{"create", "a", "", "first"}, {"patch", "a", "", "second"}, {"create", "c", "fieldValidation=Strict", "third"},
+	} {
 		stored, err := etcd.Get(t.Context(), known.Key)
 		if err != nil || len(stored.Kvs) != 1 {
 			t.Fatal(stored, err)
 		}
 		changed := bytes.Replace(stored.Kvs[0].Value, []byte(`"properties":{`),
 			[]byte(`"properties":{"`+step.field+`":{"type":"string"},`), 1)
-		changed = bytes.Replace(changed, []byte(`"generation":`), []byte(`"generation":1`), 1) // 1, 11, 111
+		changed = bytes.Replace(changed, []byte(`"generation":`), []byte(`"generation":1`), 1) // 11, 111, 1111
 		if _, err := etcd.Put(t.Context(), known.Key, string(changed)); err != nil {
 			t.Fatal(err)
 		}
-		reply, err := client.WriteUnary(t.Context(), request(step.verb,
-			`{"apiVersion":"example.com/v1","kind":"Widget","metadata":{"name":"a"},"`+step.field+`":"kept"}`))
+		reply, err := client.WriteUnary(t.Context(), request(step.verb, step.query,
+			`{"apiVersion":"example.com/v1","kind":"Widget","metadata":{"name":"`+step.name+`"},"`+step.field+`":"kept"}`))
 		if err != nil || !bytes.Contains(reply.GetResult().GetBody(), []byte(`"`+step.field+`":"kept"`)) {
 			t.Errorf("%s: %v, %v", step.verb, reply, err)
 		}
@@ -97,7 +99,7 @@ func TestAWriteUsesTheDefinitionInEtcd(t *testing.T) {
 	if _, err := etcd.Delete(t.Context(), known.Key); err != nil {
 		t.Fatal(err)
 	}
-	reply, err := client.WriteUnary(t.Context(), request("create",
+	reply, err := client.WriteUnary(t.Context(), request("create", "",
 		`{"apiVersion":"example.com/v1","kind":"Widget","metadata":{"name":"b"}}`))
 	if refusal := new(rpcstatus.Status); err != nil || proto.Unmarshal(reply.Error, refusal) != nil ||
 		!apierrors.IsNotFound(rpc.FromStatus(status.FromProto(refusal).Err())) {

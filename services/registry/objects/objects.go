@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"slices"
-	"strings"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/status"
@@ -33,19 +32,29 @@ type Objects struct {
 // New returns the server of the resources.
 func New(r *lookup.Resources) *Objects { return &Objects{resources: r} }
 
-// requestScope returns the scope of a request. It is not found if the request has a namespace and the resource is
-// cluster scoped, because the gateway authorized the request for a namespace. This happens if a CRD was deleted and
-// created again with another scope.
+// requestScope returns the scope of a request.
 func (o *Objects) requestScope(
 	ctx context.Context,
 	r *commonv1.Resource,
 	namespace string,
 ) (*handlers.RequestScope, error) {
-	scope, err := o.resources.RequestScope(ctx, r)
-	if err == nil && namespace != "" && !scope.APIResource.GetNamespaced() {
-		return nil, lookup.NotServed(r)
-	}
+	scope, _, err := o.writeScope(ctx, r, namespace)
 	return scope, err
+}
+
+// writeScope returns the scope of a request, and the definition of a custom resource. It is not found if the request has
+// a namespace and the resource is cluster scoped, because the gateway authorized the request for a namespace. This
+// happens if a CRD was deleted and created again with another scope.
+func (o *Objects) writeScope(
+	ctx context.Context,
+	r *commonv1.Resource,
+	namespace string,
+) (*handlers.RequestScope, *storage.Definition, error) {
+	scope, definition, err := o.resources.WriteScope(ctx, r)
+	if err == nil && namespace != "" && !scope.APIResource.GetNamespaced() {
+		return nil, nil, lookup.NotServed(r)
+	}
+	return scope, definition, err
 }
 
 // Get returns an object.
@@ -94,34 +103,42 @@ const maxDefinitions = 4
 
 // write runs a write. If the CRD of a custom resource has changed before the object is stored, nothing is stored, and
 // the write runs again under the new definition. kube-apiserver stores an object under the definition that its informer
-// has received.
+// has received. A deletecollection runs once: it stores no object of the client.
 func (o *Objects) write(ctx context.Context, r *registryv1.WriteRequest,
 	callbacks handlers.Callbacks) (*registryv1.ObjectResponse, error) {
-	for range maxDefinitions {
-		attempt := lookup.WithRequestInfo(ctx, r.Verb, r.Resource, r.User, r.Namespace, r.Name)
-		d := o.resources.Custom.Definition(r.Resource) // before the scope, which may be of a later state
-		if d != nil {
-			attempt = storage.WithDefinition(attempt, d)
-		}
-		scope, err := o.requestScope(ctx, r.Resource, r.Namespace)
+	for attempt := 1; ; attempt++ {
+		scope, d, err := o.writeScope(ctx, r.Resource, r.Namespace)
 		if err != nil {
 			return nil, err
 		}
-		resp, err := scope.Write(attempt, r, callbacks)
-		if err == nil && d != nil && !strings.HasPrefix(r.Verb, "delete") {
-			err = d.Confirm(ctx, o.resources.Storage.Client.Client)
+		writeCtx := lookup.WithRequestInfo(ctx, r.Verb, r.Resource, r.User, r.Namespace, r.Name)
+		if d == nil || r.Verb == "deletecollection" {
+			return scope.Write(writeCtx, r, callbacks)
+		}
+		resp, err := scope.Write(storage.WithDefinition(writeCtx, d), r, callbacks)
+		if err == nil && r.Verb != "delete" || apierrors.IsInvalid(err) || apierrors.IsBadRequest(err) {
+			changed := d.Confirm(ctx, o.resources.Storage.Client.Client)
+			if changed != nil && !errors.Is(changed, storage.ErrDefinitionChanged) {
+				changed = rpc.ToAPIStatus(changed)
+			}
+			if changed != nil {
+				err = rpc.WithAuditContext(changed, rpc.AuditContextOf(err))
+			}
 		}
 		if !errors.Is(err, storage.ErrDefinitionChanged) {
 			return resp, err
 		}
-		switch served, err := o.resources.Custom.Refresh(ctx, r.Resource); {
-		case err != nil:
-			return nil, err
-		case !served:
-			return nil, lookup.NotServed(r.Resource)
+		if attempt == maxDefinitions {
+			return nil, rpc.WithAuditContext(apierrors.NewTooManyRequests(err.Error(), 1), rpc.AuditContextOf(err))
+		}
+		served, refreshErr := o.resources.Custom.Refresh(ctx, r.Resource)
+		if refreshErr != nil {
+			return nil, rpc.WithAuditContext(rpc.ToAPIStatus(refreshErr), rpc.AuditContextOf(err))
+		}
+		if !served {
+			return nil, rpc.WithAuditContext(lookup.NotServed(r.Resource), rpc.AuditContextOf(err))
 		}
 	}
-	return nil, apierrors.NewTooManyRequests(storage.ErrDefinitionChanged.Error(), 1)
 }
 
 // Write runs a write. Callbacks go to the gateway in the same stream.

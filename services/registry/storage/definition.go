@@ -10,12 +10,12 @@ import (
 )
 
 // Definition is the CRD under which a request writes custom resources: its key in etcd, and its revision. It is for a
-// single request.
+// single request. CRDs and custom resources are in the same etcd, because no override names them (CheckOverrides).
 type Definition struct {
 	Key      string
 	Revision int64
-	// confirmed: a transaction has found the revision in etcd.
-	confirmed atomic.Bool
+	// decided: a transaction of the request has compared the revision, or has deleted the object.
+	decided atomic.Bool
 }
 
 // ErrDefinitionChanged is the error of a write under a Definition that etcd has at another revision. Nothing is stored:
@@ -24,16 +24,17 @@ var ErrDefinitionChanged = errors.New("the CustomResourceDefinition has changed"
 
 type definitionKey struct{}
 
-// WithDefinition returns a context whose writes fail with ErrDefinitionChanged unless etcd has the definition.
+// WithDefinition returns a context whose writes fail with ErrDefinitionChanged unless etcd has the definition. That
+// includes a deletion's writes of finalizers and grace periods, and not the deletion itself.
 func WithDefinition(ctx context.Context, d *Definition) context.Context {
 	return context.WithValue(ctx, definitionKey{}, d)
 }
 
-// Confirm returns ErrDefinitionChanged if etcd has the definition at another revision. It reads etcd only if no
-// transaction of the request has compared it: an update that changes nothing is not stored. Without a field that an
+// Confirm returns ErrDefinitionChanged if etcd has the definition at another revision. It reads etcd only if the request
+// has had no transaction: an update that changes nothing is not stored. Without a field that an
 // older definition prunes, an update may seem to change nothing.
 func (d *Definition) Confirm(ctx context.Context, client *clientv3.Client) error {
-	if d.confirmed.Load() {
+	if d.decided.Load() {
 		return nil
 	}
 	resp, err := client.Get(ctx, d.Key, clientv3.WithKeysOnly())
@@ -60,7 +61,7 @@ func (r *cachingClient) putUnder(ctx context.Context, d *Definition, key string,
 	}
 	resp.Succeeded, resp.Revision = txn.Succeeded, txn.Header.Revision
 	if txn.Succeeded {
-		d.confirmed.Store(true)
+		d.decided.Store(true)
 		return resp, nil
 	}
 	definition := txn.Responses[1].GetResponseRange().Kvs

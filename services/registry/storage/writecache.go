@@ -101,7 +101,7 @@ func (r *cachingClient) OptimisticDelete(ctx context.Context, key string, expect
 	if err == nil && resp.Succeeded {
 		r.storage.writeCache.remove(key, resp.Revision)
 		if d, ok := ctx.Value(definitionKey{}).(*Definition); ok { // an update that removed the last finalizer
-			d.confirmed.Store(true)
+			d.decided.Store(true)
 		}
 	}
 	return resp, err
