@@ -107,8 +107,8 @@ func Validation(d *apiextensionsv1.CustomResourceDefinition,
 		internal, nil)
 }
 
-// Same returns true if both CRDs decode objects identically. kube-apiserver builds a new storage if they do not. After a
-// restore of etcd, a generation may have another content.
+// Same returns true if both CRDs decode objects identically. kube-apiserver builds a new storage if they do not. After
+// a restore of etcd, a generation may have another content.
 func Same(a, b *apiextensionsv1.CustomResourceDefinition) bool {
 	return a == b || a.UID == b.UID && a.Generation == b.Generation &&
 		equalNames(&a.Status.AcceptedNames, &b.Status.AcceptedNames) && reflect.DeepEqual(a.Spec, b.Spec)

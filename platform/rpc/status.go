@@ -174,8 +174,8 @@ func Warnings(err error) []string {
 	return nil
 }
 
-// IsUndecided reports whether err, which FromStatus has returned, says that a service has not decided: it is unavailable
-// or too slow. Clients retry then.
+// IsUndecided reports whether err, which FromStatus has returned, says that a service has not decided: it is
+// unavailable or too slow. Clients retry then.
 func IsUndecided(err error) bool {
 	return apierrors.IsServiceUnavailable(err) || apierrors.IsTimeout(err)
 }

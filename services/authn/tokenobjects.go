@@ -39,7 +39,8 @@ func (o *tokenObjects) failedSince(t time.Time) bool {
 func (o *tokenObjects) record(err error) {
 	var api apierrors.APIStatus
 	var network *url.Error
-	undecided := errors.As(err, &network) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled)
+	undecided := errors.As(err, &network) ||
+		errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled)
 	if errors.As(err, &api) {
 		code := api.Status().Code
 		undecided = code >= http.StatusInternalServerError || code == http.StatusTooManyRequests

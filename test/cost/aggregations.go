@@ -7,6 +7,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 const (
@@ -104,7 +106,7 @@ func discovered(name, about string, page http.HandlerFunc) *shape {
 				}
 				a.send(ctx, request{as: tenant, method: http.MethodGet, path: "/openapi/v3"})
 				a.send(ctx, request{as: tenant, method: http.MethodGet, path: "/openapi/v2"})
-				pause(ctx, 500*time.Millisecond)
+				_ = lifecycle.Sleep(ctx, 500*time.Millisecond)
 			}
 		},
 	}

@@ -257,8 +257,8 @@ func (t *Set) definition(s *servedCRD) *storage.Definition {
 	return &storage.Definition{Key: crds.Prefix + s.Name, Revision: int64(revision)}
 }
 
-// refresh reads a CRD from etcd and updates the set. It returns nil if etcd has no servable CRD of this name. An etcd that
-// has the CRD at an earlier revision than the set had before has been restored.
+// refresh reads a CRD from etcd and updates the set. It returns nil if etcd has no servable CRD of this name. An etcd
+// that has the CRD at an earlier revision than the set had before has been restored.
 func (t *Set) refresh(ctx context.Context, name string) (*servedCRD, error) {
 	before := t.lastRevision(name)
 	d, err := ReadCRD(ctx, t.Storage, name)

@@ -17,7 +17,8 @@ import (
 // in kube-apiserver.
 func TestAddressesOfEndpoints(t *testing.T) {
 	services := cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{})
-	endpoints := cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{cache.NamespaceIndex: cache.MetaNamespaceIndexFunc})
+	endpoints := cache.NewIndexer(cache.MetaNamespaceKeyFunc,
+		cache.Indexers{cache.NamespaceIndex: cache.MetaNamespaceIndexFunc})
 	meta := metav1.ObjectMeta{Namespace: "x", Name: "web", Labels: map[string]string{discoveryv1.LabelServiceName: "web"}}
 	if err := services.Add(&corev1.Service{ObjectMeta: meta, Spec: corev1.ServiceSpec{
 		IPFamilies: []corev1.IPFamily{corev1.IPv4Protocol}, Ports: []corev1.ServicePort{{Port: 443}},

@@ -15,10 +15,10 @@ import (
 // firstDeletePage is the first limit of a deletion in pages, in objects.
 const firstDeletePage = 2500
 
-// DeleteInPages deletes a collection. Upstream reads 10,000 objects at a time, which may exceed the bound of a response of
-// etcd. A namespace or a CRD would then be in deletion for ever. DeleteInPages continues in smaller pages, and returns a
-// list without items, because all deleted objects together need not fit into memory. If list has a limit, the error is
-// the caller's.
+// DeleteInPages deletes a collection. Upstream reads 10,000 objects at a time, which may exceed the bound of a response
+// of etcd. A namespace or a CRD would then be in deletion for ever. DeleteInPages continues in smaller pages, and
+// returns a list without items, because all deleted objects together need not fit into memory. If list has a limit, the
+// error is the caller's.
 func DeleteInPages(ctx context.Context, deleter rest.CollectionDeleter, validate rest.ValidateObjectFunc,
 	options *metav1.DeleteOptions, list *internalversion.ListOptions) (runtime.Object, error) {
 	deleted, err := deleter.DeleteCollection(ctx, validate, options, list)
