@@ -136,12 +136,12 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 func TestTheFormatOfAList(t *testing.T) {
 	for accept, want := range map[string]string{
 		"": "json", "*/*": "json", "application/*": "json", "text/plain, application/yaml": "yaml",
-		"application/json, x/as=PartialObjectMetadata":                         "json",
-		"application/json;q=0.1;as=Table;g=meta.k8s.io;v=v1, application/json": "json",
-		"application/json;as=Table;g=x;v=v1, application/json":                 "json",
-		"application/json;as=Table;g=meta.k8s.io;v=v1, application/json":       "json;as=Table",
-		"application/vnd.kubernetes.protobuf, application/json":                "vnd.kubernetes.protobuf",
-		"application/yaml;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1": "yaml;as=PartialObjectMetadataList",
+		"application/json, x/as=PartialObjectMetadata":                                      "json",
+		"application/json;q=0.1;as=Table;g=meta.k8s.io;v=v1, application/json":              "json",
+		"application/json;as=Table;g=x;v=v1, application/json":                              "json",
+		"application/json;as=Table;g=meta.k8s.io;v=v1, application/json":                    "json;as=Table",
+		"application/vnd.kubernetes.protobuf, application/json":                             "vnd.kubernetes.protobuf",
+		"application/yaml;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1":                  "yaml;as=PartialObjectMetadataList",
 		"application/vnd.kubernetes.protobuf;as=Table;g=meta.k8s.io;v=v1, application/json": "json",
 	} {
 		if got := outputFormat(accept); got != want {
