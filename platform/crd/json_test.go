@@ -12,7 +12,8 @@ import (
 func TestNumbersKeepTheirTypes(t *testing.T) {
 	u := &unstructured.Unstructured{Object: map[string]any{
 		"apiVersion": "g/v1", "kind": "Thing",
-		"a": 5.0, "b": int64(5), "c": []any{1.5, -3.0, map[string]any{"d": 1e20, "e": 1e22, "f": math.Copysign(0, -1)}}, "items": []any{},
+		"a": 5.0, "b": int64(5), "items": []any{},
+		"c": []any{1.5, -3.0, map[string]any{"d": 1e20, "e": 1e22, "f": math.Copysign(0, -1)}},
 	}}
 	before := u.DeepCopy()
 	data, err := MarshalJSON(u)

@@ -16,7 +16,8 @@ func TestACustomResourceIsDecodedAsAnObject(t *testing.T) {
 	c := &codec{kind: schema.GroupVersionKind{Group: "g", Version: "v1", Kind: "Thing"}, custom: true}
 	c.decoder, c.encoder = unstructured.UnstructuredJSONScheme, unstructured.UnstructuredJSONScheme
 	for _, items := range []string{`[]`, `{"x":1}`, `["x"]`, `[{"x":1}]`, `5`, `5.0`} {
-		data := `{"apiVersion":"g/v1","items":` + items + `,"kind":"Thing","metadata":{"labels":{"a":"b"},"name":"n"}}` + "\n"
+		data := `{"apiVersion":"g/v1","items":` + items + `,"kind":"Thing",` +
+			`"metadata":{"labels":{"a":"b"},"name":"n"}}` + "\n"
 		obj, err := c.decode([]byte(data))
 		if err != nil {
 			t.Errorf("%s: %v", items, err)

@@ -93,7 +93,8 @@ func (s *Service) cacheTTL(r *authnv1.AuthenticateRequest, certificates []*x509.
 func bearerTokens(r *authnv1.AuthenticateRequest) (tokens []string) {
 	for _, v := range r.Headers["Authorization"].GetValues() {
 		// As upstream reads it: a third word is not a part of the token.
-		if parts := strings.SplitN(strings.TrimSpace(v), " ", 3); len(parts) > 1 && strings.EqualFold(parts[0], "bearer") {
+		parts := strings.SplitN(strings.TrimSpace(v), " ", 3)
+		if len(parts) > 1 && strings.EqualFold(parts[0], "bearer") {
 			tokens = append(tokens, parts[1])
 		}
 	}

@@ -40,7 +40,8 @@ func (p *pair) paths() {
 		"/api/v1/nodes//proxy/?fieldSelector=metadata.name%3Dnode",
 		"/api/v1/namespaces/" + namespace + "/pods//exec?fieldSelector=metadata.name%3Dpod",
 		"/api/v1/namespaces/" + namespace + "/pods/pod/exec?dryRun=All&command=x",
-		"/api/v1/namespaces/" + namespace + "/status/x", "/api/v1/nodes/node/status/x/y", base + "/services/svc/status/x",
+		"/api/v1/namespaces/" + namespace + "/status/x", "/api/v1/nodes/node/status/x/y",
+		base + "/services/svc/status/x",
 		"/apis/apiregistration.k8s.io/v1/apiservices/v1.apps/status/x", "/apis/apiregistration.k8s.io",
 		"/apis/none.example.com/v1", "/apis/none.example.com/v1/things", "/apis/none.example.com",
 	} {

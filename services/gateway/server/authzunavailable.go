@@ -11,8 +11,8 @@ import (
 )
 
 // withAuthz puts a filter of upstream that authorizes requests before next. Such filters respond 500 or 403 if the
-// authorizer fails, which clients take for a final decision. If authz is unavailable or too slow, the response is 503 or
-// 504 with Retry-After.
+// authorizer fails, which clients take for a final decision. If authz is unavailable or too slow, the response is 503
+// or 504 with Retry-After.
 func withAuthz(
 	next http.Handler,
 	authz authorizer.Authorizer,

@@ -221,8 +221,8 @@ func (cs *Controllers) hookNames() []string {
 	return names
 }
 
-// startHooks starts hooks with the signature of upstream's. It calls fail with the error of a hook: kube-apiserver exits
-// then, and here another registry is elected.
+// startHooks starts hooks with the signature of upstream's. It calls fail with the error of a hook: kube-apiserver
+// exits then, and here another registry is elected.
 func (cs *Controllers) startHooks(ctx context.Context, all []installer.PostStartHook, hooks *hooksTerm,
 	fail context.CancelCauseFunc) {
 	for _, h := range all {

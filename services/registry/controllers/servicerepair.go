@@ -18,8 +18,8 @@ import (
 const firstRepairTimeout = time.Minute
 
 // repairServices starts upstream's repair loops of Service addresses and node ports, until the context ends. It returns
-// after their first success. Upstream's hook of this name (k8s.io/kubernetes/pkg/registry/core/rest) runs loops that the
-// process has built once, and which cannot run again after the end of a term.
+// after their first success. Upstream's hook of this name (k8s.io/kubernetes/pkg/registry/core/rest) runs loops that
+// the process has built once, and which cannot run again after the end of a term.
 func (cs *Controllers) repairServices(c genericapiserver.PostStartHookContext) error {
 	record, err := cs.APIs.NodePorts(cs.Storage)
 	if err != nil {

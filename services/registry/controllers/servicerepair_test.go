@@ -29,7 +29,10 @@ func TestAddressesAreRepairedInEachTerm(t *testing.T) {
 		ObjectMeta: metav1.ObjectMeta{Name: "kubernetes"},
 		Spec:       networkingv1.ServiceCIDRSpec{CIDRs: []string{"10.96.0.0/16"}},
 		Status: networkingv1.ServiceCIDRStatus{
-			Conditions: []metav1.Condition{{Type: networkingv1.ServiceCIDRConditionReady, Status: metav1.ConditionTrue}},
+			Conditions: []metav1.Condition{{
+				Type:   networkingv1.ServiceCIDRConditionReady,
+				Status: metav1.ConditionTrue,
+			}},
 		},
 	})
 	cs := &Controllers{Informers: informers.NewSharedInformerFactory(client, 0)}

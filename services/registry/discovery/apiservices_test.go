@@ -13,13 +13,17 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// An aggregated server has the ready endpoints of the Service's primary family. If there are none, it has the others, as
-// in kube-apiserver.
+// An aggregated server has the ready endpoints of the Service's primary family. If there are none, it has the others,
+// as in kube-apiserver.
 func TestAddressesOfEndpoints(t *testing.T) {
 	services := cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{})
 	endpoints := cache.NewIndexer(cache.MetaNamespaceKeyFunc,
 		cache.Indexers{cache.NamespaceIndex: cache.MetaNamespaceIndexFunc})
-	meta := metav1.ObjectMeta{Namespace: "x", Name: "web", Labels: map[string]string{discoveryv1.LabelServiceName: "web"}}
+	meta := metav1.ObjectMeta{
+		Namespace: "x",
+		Name:      "web",
+		Labels:    map[string]string{discoveryv1.LabelServiceName: "web"},
+	}
 	if err := services.Add(&corev1.Service{ObjectMeta: meta, Spec: corev1.ServiceSpec{
 		IPFamilies: []corev1.IPFamily{corev1.IPv4Protocol}, Ports: []corev1.ServicePort{{Port: 443}},
 	}}); err != nil {

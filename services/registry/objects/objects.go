@@ -42,8 +42,8 @@ func (o *Objects) requestScope(
 	return scope, err
 }
 
-// writeScope returns the scope of a request, and the definition of a custom resource. It is not found if the request has
-// a namespace and the resource is cluster scoped, because the gateway authorized the request for a namespace. This
+// writeScope returns the scope of a request, and the definition of a custom resource. It is not found if the request
+// has a namespace and the resource is cluster scoped, because the gateway authorized the request for a namespace. This
 // happens if a CRD was deleted and created again with another scope.
 func (o *Objects) writeScope(
 	ctx context.Context,

@@ -30,9 +30,9 @@ func WithDefinition(ctx context.Context, d *Definition) context.Context {
 	return context.WithValue(ctx, definitionKey{}, d)
 }
 
-// Confirm returns ErrDefinitionChanged if etcd has the definition at another revision. It reads etcd only if the request
-// has had no transaction: an update that changes nothing is not stored. Without a field that an
-// older definition prunes, an update may seem to change nothing.
+// Confirm returns ErrDefinitionChanged if etcd has the definition at another revision. It reads etcd only if the
+// request has had no transaction: an update that changes nothing is not stored. Without a field that an older
+// definition prunes, an update may seem to change nothing.
 func (d *Definition) Confirm(ctx context.Context, client *clientv3.Client) error {
 	if d.decided.Load() {
 		return nil
