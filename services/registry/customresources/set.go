@@ -52,8 +52,8 @@ type Set struct {
 	BuiltIn func(schema.GroupVersion) bool
 	// OnChange is called after a CRD has changed.
 	OnChange func()
-	// Fresh reports whether the set has all changes of CRDs. If it has not, requests compare their CRD with etcd: a read
-	// under an older definition lacks new fields, and an update by it would remove them.
+	// Fresh reports whether the set has all changes of CRDs. If it has not, requests compare their CRD with etcd: a
+	// read under an older definition lacks new fields, and an update by it would remove them.
 	Fresh func() bool
 
 	mu     sync.RWMutex
