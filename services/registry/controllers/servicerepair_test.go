@@ -2,6 +2,8 @@ package controllers
 
 import (
 	"context"
+	"errors"
+	"strconv"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -11,9 +13,13 @@ import (
 	networkingv1 "k8s.io/api/networking/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	genericapiserver "k8s.io/apiserver/pkg/server"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes/fake"
 	"k8s.io/client-go/tools/cache"
+
+	"watershed.dev/services/registry/installer"
+	"watershed.dev/services/registry/internal/fixture"
 )
 
 // A registry that is elected again repairs the addresses of Services, as in its first term.
@@ -40,6 +46,15 @@ func TestAddressesAreRepairedInEachTerm(t *testing.T) {
 	cs.Informers.Start(t.Context().Done())
 	cs.Informers.WaitForCacheSync(t.Context().Done())
 	addresses := client.NetworkingV1().IPAddresses()
+	touches := 0
+	touch := func() { // a Service's event makes the loop compare its address, in the informer, with the Service
+		touches++
+		service = service.DeepCopy()
+		service.Annotations = map[string]string{"touched": strconv.Itoa(touches)}
+		if _, err := client.CoreV1().Services("default").Update(t.Context(), service, metav1.UpdateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
 	await := func(what string) {
 		t.Helper()
 		for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
@@ -50,6 +65,7 @@ func TestAddressesAreRepairedInEachTerm(t *testing.T) {
 			if !apierrors.IsNotFound(err) || time.Now().After(deadline) {
 				t.Fatalf("%s: %v", what, err)
 			}
+			touch()
 		}
 	}
 	for _, term := range []string{"the first term", "the second term"} {
@@ -64,17 +80,6 @@ func TestAddressesAreRepairedInEachTerm(t *testing.T) {
 		}
 		await(term + ", the first repair")
 		if err := addresses.Delete(ctx, "10.96.0.7", metav1.DeleteOptions{}); err != nil {
-			t.Fatal(err)
-		}
-		known := cs.Informers.Networking().V1().IPAddresses().Lister()
-		for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) { // the repair reads the informer
-			if _, err := known.Get("10.96.0.7"); apierrors.IsNotFound(err) || time.Now().After(deadline) {
-				break
-			}
-		}
-		service = service.DeepCopy()
-		service.Annotations = map[string]string{"term": term}
-		if _, err := client.CoreV1().Services("default").Update(ctx, service, metav1.UpdateOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		await(term + ", after a deletion")
@@ -136,4 +141,50 @@ func TestHandlersEndWithTheirTerm(t *testing.T) {
 		stop()
 		factory.Shutdown()
 	})
+}
+
+// Both repairs run in each term, and report their first success.
+func TestRepairServicesInEachTerm(t *testing.T) {
+	fx := fixture.New(t)
+	_, err := fx.Client.NetworkingV1().ServiceCIDRs().Create(t.Context(), &networkingv1.ServiceCIDR{
+		ObjectMeta: metav1.ObjectMeta{Name: "kubernetes"},
+		Spec:       networkingv1.ServiceCIDRSpec{CIDRs: []string{"10.96.0.0/16"}},
+	}, metav1.CreateOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	apis := installer.NewOptions()
+	cs := &Controllers{
+		Informers: informers.NewSharedInformerFactory(fx.Client, 0),
+		Client:    fx.Client,
+		Storage:   fx.Resources.Storage,
+		APIs:      &apis,
+	}
+	cs.addressRepair(t.Context(), fx.Client) // registers the informers
+	process, stop := context.WithCancel(t.Context())
+	defer cs.Informers.Shutdown()
+	defer stop()
+	cs.Informers.Start(process.Done())
+	cs.Informers.WaitForCacheSync(process.Done())
+	const key = "/registry/ranges/servicenodeports"
+	for _, term := range []string{"the first term", "the second term"} {
+		ctx, end := context.WithCancel(t.Context())
+		if err := cs.repairServices(genericapiserver.PostStartHookContext{Context: ctx}); err != nil {
+			t.Errorf("%s: %v", term, err)
+		}
+		stored, err := fx.Resources.Storage.Client.Client.Get(t.Context(), key)
+		if err != nil || len(stored.Kvs) != 1 {
+			t.Errorf("%s: the record of node ports: %v, %v", term, stored, err)
+		}
+		if _, err := fx.Resources.Storage.Client.Client.Delete(t.Context(), key); err != nil {
+			t.Fatal(err)
+		}
+		end()
+	}
+	ended, end := context.WithCancel(t.Context())
+	end()
+	err = cs.repairServices(genericapiserver.PostStartHookContext{Context: ended})
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("a term that has ended: %v", err)
+	}
 }
