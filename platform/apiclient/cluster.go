@@ -121,7 +121,7 @@ func newInformerSet(c *Conn, strip []func(obj any)) (*informerSet, error) {
 	if c.gateway != nil {
 		conf, strip = inProcess(c.gateway, "admission"), nil
 	}
-	s := &informerSet{streams: &streams{open: map[*stream]struct{}{}}}
+	s := &informerSet{streams: &streams{open: map[*stream]struct{}{}, unserved: map[string]bool{}}}
 	client, err := s.newClient(conf)
 	if err != nil {
 		return nil, err

@@ -1,7 +1,6 @@
 package apiclient
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -92,24 +91,30 @@ func (s *server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	_, _ = w.Write(data)
 }
 
-// Informers start once the gateway has returned etcd's revision. A list that fails would delay them, and the service's
-// readiness with them.
-func TestInformersStartOnceTheGatewayReturnsTheRevision(t *testing.T) {
-	s := &server{revision: 10, down: true}
+// newCluster returns a Cluster that reads from s, and a function that runs it until the test ends.
+func newCluster(t *testing.T, s *server) (c *Cluster, run func(starts ...func(stop <-chan struct{}))) {
+	t.Helper()
 	srv := httptest.NewServer(s)
-	defer srv.Close()
+	t.Cleanup(srv.Close)
 	c, err := NewCluster(&Conn{Config: &rest.Config{Host: srv.URL, QPS: -1}}, Freshness{Bound: 7 * time.Second})
 	if err != nil {
 		t.Fatal(err)
 	}
+	return c, func(starts ...func(<-chan struct{})) {
+		done := make(chan struct{})
+		go func() { defer close(done); _ = c.Run(t.Context(), starts...) }()
+		t.Cleanup(func() { srv.CloseClientConnections(); <-done })
+	}
+}
+
+// Informers start once the gateway has returned etcd's revision. A list that fails would delay them, and the service's
+// readiness with them.
+func TestInformersStartOnceTheGatewayReturnsTheRevision(t *testing.T) {
+	s := &server{revision: 10, down: true}
+	c, run := newCluster(t, s)
 	c.Informers.Rbac().V1().Roles().Informer()
-	ctx, cancel := context.WithCancel(t.Context())
-	started, done := make(chan struct{}), make(chan struct{})
-	go func() {
-		defer close(done)
-		_ = c.Run(ctx, func(<-chan struct{}) { close(started) })
-	}()
-	defer func() { cancel(); srv.CloseClientConnections(); <-done }()
+	started := make(chan struct{})
+	run(func(<-chan struct{}) { close(started) })
 	ready := map[string]<-chan struct{}{"other informers": started, "synced": c.Synced(), "fresh": c.Fresh()}
 	deadline := time.Now().Add(time.Minute)
 	for rejected := 0; rejected < 3; time.Sleep(10 * time.Millisecond) {
@@ -147,18 +152,10 @@ func TestInformersStartOnceTheGatewayReturnsTheRevision(t *testing.T) {
 // An informer of a resource that --runtime-config disables never reads objects. Other informers do not wait for it.
 func TestOtherInformersDoNotWaitForAnUnservedResource(t *testing.T) {
 	s := &server{revision: 10, unserved: "/apis/rbac.authorization.k8s.io/v1/clusterroles"}
-	srv := httptest.NewServer(s)
-	defer srv.Close()
-	c, err := NewCluster(&Conn{Config: &rest.Config{Host: srv.URL, QPS: -1}}, Freshness{Bound: 7 * time.Second})
-	if err != nil {
-		t.Fatal(err)
-	}
+	c, run := newCluster(t, s)
 	c.Informers.Rbac().V1().Roles().Informer()
 	unserved := c.Informers.Rbac().V1().ClusterRoles().Informer()
-	ctx, cancel := context.WithCancel(t.Context())
-	done := make(chan struct{})
-	go func() { defer close(done); _ = c.Run(ctx) }()
-	defer func() { cancel(); srv.CloseClientConnections(); <-done }()
+	run()
 	for name, ready := range map[string]<-chan struct{}{"synced": c.Synced(), "fresh": c.Fresh()} {
 		select {
 		case <-ready:
@@ -175,21 +172,13 @@ func TestOtherInformersDoNotWaitForAnUnservedResource(t *testing.T) {
 // second request gets no response. If lists fail too, Err returns an error.
 func TestClusterStaysFreshWhileWatchesStall(t *testing.T) {
 	s := &server{revision: 10, roles: map[string]int{"kept": 5, "changed": 6, "gone": 7}}
-	srv := httptest.NewServer(s)
-	defer srv.Close()
-	c, err := NewCluster(&Conn{Config: &rest.Config{Host: srv.URL, QPS: -1}}, Freshness{Bound: 7 * time.Second})
-	if err != nil {
-		t.Fatal(err)
-	}
+	c, run := newCluster(t, s)
 	roles := c.Informers.Rbac().V1().Roles()
 	c.TrackAge("/apis/rbac.authorization.k8s.io/v1/roles", "", roles.Informer())
 	if c.Err() == nil {
 		t.Error("a policy that was never read is fresh")
 	}
-	ctx, cancel := context.WithCancel(t.Context())
-	done := make(chan struct{})
-	go func() { defer close(done); _ = c.Run(ctx) }()
-	defer func() { cancel(); srv.CloseClientConnections(); <-done }()
+	run()
 	wait := func(name string, within time.Duration, f func() bool) {
 		t.Helper()
 		for until := time.Now().Add(within); !f(); time.Sleep(10 * time.Millisecond) {
@@ -228,7 +217,7 @@ func TestClusterStaysFreshWhileWatchesStall(t *testing.T) {
 	s.mu.Unlock()
 	wait("not fresh", 15*time.Second, func() bool { return c.Err() != nil })
 	reached := trackedInformer{"/apis/rbac.authorization.k8s.io/v1/roles", "", roles.Informer()}
-	if err := c.catchUp(ctx, reached, 1); err != nil {
+	if err := c.catchUp(t.Context(), reached, 1); err != nil {
 		t.Errorf("an informer that is not behind is listed: %v", err)
 	}
 	s.mu.Lock()

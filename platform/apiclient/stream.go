@@ -22,7 +22,7 @@ import (
 type streams struct {
 	mu   sync.Mutex
 	open map[*stream]struct{}
-	// unserved has the paths of resources whose last list was answered with 404.
+	// unserved reports for the path of a resource whether its last list was answered with 404.
 	unserved map[string]bool
 }
 

@@ -77,12 +77,5 @@ func (s *streams) isUnserved(path string) bool {
 func (s *streams) setUnserved(path string, unserved bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if !unserved {
-		delete(s.unserved, path)
-		return
-	}
-	if s.unserved == nil {
-		s.unserved = map[string]bool{}
-	}
-	s.unserved[path] = true
+	s.unserved[path] = unserved
 }

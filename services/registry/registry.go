@@ -305,10 +305,6 @@ func (s *Service) builtIn(ctx context.Context, served *serverstorage.ResourceCon
 	})
 }
 
-// definitionsFreshFor is how long after the last comparison with etcd the registry's CRDs count as fresh. It is twice
-// the period of the comparison.
-const definitionsFreshFor = 2 * time.Second
-
 // initCustomResources builds the set of custom resources and the handler of CRDs.
 func (s *Service) initCustomResources() error {
 	client, err := extensionsclient.NewForConfig(s.loopback)
@@ -321,7 +317,7 @@ func (s *Service) initCustomResources() error {
 		Storage:  s.resources.Storage,
 		BuiltIn:  s.resources.BuiltIn.HasVersion,
 		OnChange: s.discovery.Invalidate,
-		Fresh:    func() bool { return s.logs[0].logReader.FreshWithin(definitionsFreshFor) },
+		Fresh:    s.logs[0].logReader.JustVerified,
 	}
 	if crds.Models, err = s.resources.BuiltIn.CRDModels(); err != nil {
 		return err

@@ -91,11 +91,12 @@ func (l *Reader) CheckFresh() error {
 }
 
 // Fresh reports whether the cache has reached a revision that etcd had less than freshFor ago.
-func (l *Reader) Fresh() bool { return l.FreshWithin(freshFor) }
+func (l *Reader) Fresh() bool { return l.freshWithin(freshFor) }
 
-// FreshWithin reports whether the cache has reached a revision that etcd had less than d ago. The comparison with etcd
-// runs every second.
-func (l *Reader) FreshWithin(d time.Duration) bool {
+// JustVerified reports whether the cache has reached a revision that etcd had less than two verifyPeriods ago.
+func (l *Reader) JustVerified() bool { return l.freshWithin(2 * verifyPeriod) }
+
+func (l *Reader) freshWithin(d time.Duration) bool {
 	at := l.freshness.caughtUpAt.Load()
 	return at != nil && time.Since(*at) < d
 }

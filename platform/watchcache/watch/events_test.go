@@ -368,14 +368,14 @@ func TestAWatchOfAStalledLogEnds(t *testing.T) {
 			t.Fatalf("it ends early: %v", err)
 		default:
 		}
-		time.Sleep(4 * time.Second)
+		time.Sleep(4 * time.Second) // of synctest's clock: the next progress frame ends the watch
 		if err := <-ended; status.Code(err) != codes.Unavailable {
 			t.Errorf("it ends with %v", err)
 		}
 		if err := server.Watch(request, &recorder{ctx: ctx}); status.Code(err) != codes.Unavailable {
 			t.Errorf("another watch ends with %v", err)
 		}
-		time.Sleep(4 * time.Second)
+		time.Sleep(4 * time.Second) // of synctest's clock: another progress frame
 		if err := <-expires; err != nil || own.received(t) != "ERROR 410" {
 			t.Errorf("a watch that serves stale ends with %v after %q", err, own.received(t))
 		}
@@ -385,8 +385,9 @@ func TestAWatchOfAStalledLogEnds(t *testing.T) {
 				Query: roleQuery(""), ResourceVersion: "12", // of the client's list
 			}, &recorder{ctx: ctx})
 		}()
-		server.cache.Apply(role(12, 0, logv1.Type_TYPE_ADDED, "a", nil)) // the log has caught up
-		time.Sleep(12 * time.Second)
+		// The log has caught up.
+		server.cache.Apply(role(12, 0, logv1.Type_TYPE_ADDED, "a", nil))
+		time.Sleep(12 * time.Second) // of synctest's clock: past the stall bound
 		select {
 		case err := <-again:
 			t.Errorf("a watch of a fresh log ends with %v", err)

@@ -44,10 +44,6 @@ const (
 	piecesBytes   = 128 << 20
 )
 
-// relistPeriod is how often a watch of a stale cache ends, so that its client lists from etcd. Reflectors wait between
-// two lists, up to 30 s.
-const relistPeriod = 4 * time.Second
-
 // Options are the parts and the settings of a Server.
 type Options struct {
 	Objects   Objects
@@ -58,7 +54,7 @@ type Options struct {
 	ProgressPeriod time.Duration
 	// OnlyAdvances makes a stream receive the revision only if it has advanced.
 	OnlyAdvances bool
-	// ServesStale makes watches begin while the cache is stale. Every relistPeriod, they end with 410 Expired if the
+	// ServesStale makes watches begin while the cache is stale. After ProgressPeriod, they end with 410 Expired if the
 	// cache is still stale, so that the client lists from etcd. Otherwise they do not begin, and end with UNAVAILABLE,
 	// because another process may be fresh.
 	ServesStale bool
@@ -258,12 +254,6 @@ func (w *watcher) run(ctx context.Context) error {
 	}
 	bookmarks := time.NewTicker(w.server.ProgressPeriod)
 	defer bookmarks.Stop()
-	var relists <-chan time.Time
-	if w.server.ServesStale {
-		t := time.NewTicker(relistPeriod)
-		defer t.Stop()
-		relists = t.C
-	}
 	for {
 		changed, advanced, err := w.sendPending(ctx)
 		if err != nil {
@@ -277,14 +267,12 @@ func (w *watcher) run(ctx context.Context) error {
 		case <-w.server.draining:
 			return rpc.ErrDraining
 		case <-bookmarks.C:
-			if err := w.server.checkFresh(); err != nil {
+			if err := w.logReader.CheckFresh(); err != nil && w.server.ServesStale {
+				return w.sendError(expired(w.position.Revision, w.cache.Progress()))
+			} else if err != nil {
 				return err
 			}
 			w.bookmarkDue = true
-		case <-relists:
-			if w.logReader.CheckFresh() != nil {
-				return w.sendError(expired(w.position.Revision, w.cache.Progress()))
-			}
 		}
 	}
 }

@@ -100,7 +100,7 @@ func newListSizes() *listSizes {
 }
 
 // lookup returns the size of the last response to an equal request, or an estimate. A page after the first is as large
-// as the first page. A client with a token of the last objects would choose the size of a record of its own.
+// as the first page. It has no record, because a client could begin at the last objects and record a small size.
 func (s *listSizes) lookup(req *http.Request) listSize {
 	l := s.keyOf(req)
 	if last, ok := s.last(l); ok {

@@ -141,8 +141,9 @@ func TestTheFormatOfAList(t *testing.T) {
 		"application/json;as=Table;g=x;v=v1, application/json":                              "json",
 		"application/json;as=Table;g=meta.k8s.io;v=v1, application/json":                    "json;as=Table",
 		"application/vnd.kubernetes.protobuf, application/json":                             "vnd.kubernetes.protobuf",
-		"application/yaml;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1":                  "yaml;as=PartialObjectMetadataList",
 		"application/vnd.kubernetes.protobuf;as=Table;g=meta.k8s.io;v=v1, application/json": "json",
+
+		"application/yaml;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1": "yaml;as=PartialObjectMetadataList",
 	} {
 		if got := outputFormat(accept); got != want {
 			t.Errorf("%s: %q, not %q", accept, got, want)

@@ -27,10 +27,15 @@ func withAuthz(
 		u := &authzWriter{ResponseWriter: w}
 		filtered.ServeHTTP(u, req.WithContext(context.WithValue(req.Context(), authzWriterKey{}, u)))
 		if u.unavailable != nil && !u.passed {
-			w.Header().Set("Retry-After", "1")
-			responsewriters.Error(w, req, responsewriters.V1, u.unavailable)
+			respondUndecided(w, req, u.unavailable)
 		}
 	})
+}
+
+// respondUndecided responds with the error of a service that has not decided, and makes clients retry after 1 s.
+func respondUndecided(w http.ResponseWriter, req *http.Request, err error) {
+	w.Header().Set("Retry-After", "1")
+	responsewriters.Error(w, req, responsewriters.V1, err)
 }
 
 // authzWriter is the ResponseWriter of a filter that authorizes. It discards the filter's response if authz was
@@ -39,8 +44,7 @@ type authzWriter struct {
 	http.ResponseWriter
 	unavailable error
 	// passed is true if the filter has called the next handler, which has the ResponseWriter of the request.
-	passed    bool
-	discarded http.Header
+	passed bool
 }
 
 type authzWriterKey struct{}
@@ -50,10 +54,7 @@ func (u *authzWriter) Header() http.Header {
 	if u.unavailable == nil {
 		return u.ResponseWriter.Header()
 	}
-	if u.discarded == nil {
-		u.discarded = http.Header{}
-	}
-	return u.discarded
+	return http.Header{}
 }
 
 // WriteHeader implements http.ResponseWriter.

@@ -261,8 +261,7 @@ type unauthorized struct{}
 
 func (unauthorized) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	if err, ok := req.Context().Value(authnUnavailableKey{}).(error); ok {
-		w.Header().Set("Retry-After", "1")
-		responsewriters.Error(w, req, responsewriters.V1, err)
+		respondUndecided(w, req, err)
 		return
 	}
 	if c := delegatedauth.Challenge(req.Context()); c != "" {

@@ -51,7 +51,8 @@ func TestAddressesAreRepairedInEachTerm(t *testing.T) {
 		touches++
 		service = service.DeepCopy()
 		service.Annotations = map[string]string{"touched": strconv.Itoa(touches)}
-		if _, err := client.CoreV1().Services("default").Update(t.Context(), service, metav1.UpdateOptions{}); err != nil {
+		_, err := client.CoreV1().Services("default").Update(t.Context(), service, metav1.UpdateOptions{})
+		if err != nil {
 			t.Fatal(err)
 		}
 	}

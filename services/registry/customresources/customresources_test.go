@@ -40,51 +40,11 @@ var (
 	widgets = &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"}
 )
 
-// establishedCRD returns a fixture with an established CRD. It sets the conditions that the controllers of a running
-// registry set.
+// establishedCRD returns a fixture with an established CRD.
 func establishedCRD(t *testing.T) *fixture.Fixture {
 	t.Helper()
 	fx := fixture.New(t)
-	resp, err := fx.Write(t.Context(), crdsResource, &registryv1.WriteRequest{
-		Verb: "create",
-		Body: []byte(widgetCRD),
-	}, &fixture.Callbacks{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	crd := &apiextensionsv1.CustomResourceDefinition{}
-	if err := json.Unmarshal(resp.Body, crd); err != nil {
-		t.Fatal(err)
-	}
-	crd.Status.AcceptedNames = crd.Spec.Names
-	for _, c := range []apiextensionsv1.CustomResourceDefinitionConditionType{apiextensionsv1.NamesAccepted,
-		apiextensionsv1.Established} {
-		crd.Status.Conditions = append(crd.Status.Conditions, apiextensionsv1.CustomResourceDefinitionCondition{
-			Type:   c,
-			Status: apiextensionsv1.ConditionTrue,
-		})
-	}
-	body, err := json.Marshal(crd)
-	if err != nil {
-		t.Fatal(err)
-	}
-	status := &commonv1.Resource{
-		Group:       crdsResource.Group,
-		Version:     crdsResource.Version,
-		Resource:    crdsResource.Resource,
-		Subresource: "status",
-	}
-	if resp, err = fx.Write(t.Context(), status, &registryv1.WriteRequest{
-		Verb: "update",
-		Name: crd.Name,
-		Body: body,
-	}, &fixture.Callbacks{}); err != nil {
-		t.Fatal(err)
-	}
-	if err := json.Unmarshal(resp.Body, crd); err != nil {
-		t.Fatal(err)
-	}
-	fx.Resources.Custom.Handler().OnAdd(crd, true)
+	fx.Resources.Custom.Handler().OnAdd(fx.Establish(t, widgetCRD), true)
 	return fx
 }
 

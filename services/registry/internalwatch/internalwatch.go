@@ -31,8 +31,9 @@ const (
 	maxConcurrentLists = 4
 	// progressPeriod is how often a watch sends its position, if it has advanced.
 	progressPeriod = time.Second
-	// localProgressPeriod is the same for the registry's own watches, which do not use it.
-	localProgressPeriod = time.Hour
+	// localProgressPeriod is the same for the registry's own watches. They do not use their position, but end after
+	// this period if the log is stale. Their reflectors wait between two lists, up to 30 s.
+	localProgressPeriod = 4 * time.Second
 )
 
 // InternalWatch serves the lists and watches.

@@ -2,13 +2,11 @@ package objects_test
 
 import (
 	"bytes"
-	"encoding/json"
 	"testing"
 
 	rpcstatus "google.golang.org/genproto/googleapis/rpc/status"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
-	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
 	"watershed.dev/platform/rpc"
@@ -25,43 +23,10 @@ const widgetDefinition = `{"apiVersion":"apiextensions.k8s.io/v1","kind":"Custom
 	"names":{"plural":"widgets","kind":"Widget"},"versions":[{"name":"v1","served":true,"storage":true,
 	"schema":{"openAPIV3Schema":{"type":"object","properties":{"old":{"type":"string"}}}}}]}}`
 
-// defineWidgets creates an established CRD.
-func defineWidgets(t *testing.T, fx *fixture.Fixture) {
-	t.Helper()
-	crds := &commonv1.Resource{Group: "apiextensions.k8s.io", Version: "v1", Resource: "customresourcedefinitions"}
-	resp, err := fx.Write(t.Context(), crds, &registryv1.WriteRequest{Verb: "create", Body: []byte(widgetDefinition)},
-		&fixture.Callbacks{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	crd := &apiextensionsv1.CustomResourceDefinition{}
-	if err := json.Unmarshal(resp.Body, crd); err != nil {
-		t.Fatal(err)
-	}
-	crd.Status.AcceptedNames = crd.Spec.Names
-	for _, c := range []apiextensionsv1.CustomResourceDefinitionConditionType{apiextensionsv1.NamesAccepted,
-		apiextensionsv1.Established} {
-		crd.Status.Conditions = append(crd.Status.Conditions, apiextensionsv1.CustomResourceDefinitionCondition{
-			Type:   c,
-			Status: apiextensionsv1.ConditionTrue,
-		})
-	}
-	body, err := json.Marshal(crd)
-	if err != nil {
-		t.Fatal(err)
-	}
-	conditions := &commonv1.Resource{Group: crds.Group, Version: crds.Version, Resource: crds.Resource,
-		Subresource: "status"}
-	if _, err := fx.Write(t.Context(), conditions, &registryv1.WriteRequest{Verb: "update", Name: crd.Name, Body: body},
-		&fixture.Callbacks{}); err != nil {
-		t.Fatal(err)
-	}
-}
-
 // A registry that has not received the last change of a CRD stores objects under the new definition all the same.
 func TestAWriteUsesTheDefinitionInEtcd(t *testing.T) {
 	fx := fixture.New(t)
-	defineWidgets(t, fx)
+	fx.Establish(t, widgetDefinition)
 	p := rpc.NewInProcess(false)
 	registryv1.RegisterObjectsServer(p, objects.New(fx.Resources))
 	client := registryv1.NewObjectsClient(p.Client("gateway"))
@@ -90,8 +55,8 @@ func TestAWriteUsesTheDefinitionInEtcd(t *testing.T) {
 		if _, err := etcd.Put(t.Context(), known.Key, string(changed)); err != nil {
 			t.Fatal(err)
 		}
-		reply, err := client.WriteUnary(t.Context(), request(step.verb, step.query,
-			`{"apiVersion":"example.com/v1","kind":"Widget","metadata":{"name":"`+step.name+`"},"`+step.field+`":"kept"}`))
+		reply, err := client.WriteUnary(t.Context(), request(step.verb, step.query, `{"apiVersion":"example.com/v1",
+			"kind":"Widget","metadata":{"name":"`+step.name+`"},"`+step.field+`":"kept"}`))
 		if err != nil || !bytes.Contains(reply.GetResult().GetBody(), []byte(`"`+step.field+`":"kept"`)) {
 			t.Errorf("%s: %v, %v", step.verb, reply, err)
 		}

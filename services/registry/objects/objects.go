@@ -103,42 +103,58 @@ const maxDefinitions = 4
 
 // write runs a write. If the CRD of a custom resource has changed before the object is stored, nothing is stored, and
 // the write runs again under the new definition. kube-apiserver stores an object under the definition that its informer
-// has received. A deletecollection runs once: it stores no object of the client.
+// has received.
 func (o *Objects) write(ctx context.Context, r *registryv1.WriteRequest,
 	callbacks handlers.Callbacks) (*registryv1.ObjectResponse, error) {
 	for attempt := 1; ; attempt++ {
-		scope, d, err := o.writeScope(ctx, r.Resource, r.Namespace)
-		if err != nil {
-			return nil, err
-		}
-		writeCtx := lookup.WithRequestInfo(ctx, r.Verb, r.Resource, r.User, r.Namespace, r.Name)
-		if d == nil || r.Verb == "deletecollection" {
-			return scope.Write(writeCtx, r, callbacks)
-		}
-		resp, err := scope.Write(storage.WithDefinition(writeCtx, d), r, callbacks)
-		if err == nil && r.Verb != "delete" || apierrors.IsInvalid(err) || apierrors.IsBadRequest(err) {
-			changed := d.Confirm(ctx, o.resources.Storage.Client.Client)
-			if changed != nil && !errors.Is(changed, storage.ErrDefinitionChanged) {
-				changed = rpc.ToAPIStatus(changed)
-			}
-			if changed != nil {
-				err = rpc.WithAuditContext(changed, rpc.AuditContextOf(err))
-			}
-		}
+		resp, err := o.writeOnce(ctx, r, callbacks)
 		if !errors.Is(err, storage.ErrDefinitionChanged) {
 			return resp, err
 		}
-		if attempt == maxDefinitions {
-			return nil, rpc.WithAuditContext(apierrors.NewTooManyRequests(err.Error(), 1), rpc.AuditContextOf(err))
-		}
-		served, refreshErr := o.resources.Custom.Refresh(ctx, r.Resource)
-		if refreshErr != nil {
-			return nil, rpc.WithAuditContext(rpc.ToAPIStatus(refreshErr), rpc.AuditContextOf(err))
-		}
-		if !served {
-			return nil, rpc.WithAuditContext(lookup.NotServed(r.Resource), rpc.AuditContextOf(err))
+		if refusal := o.readDefinition(ctx, r, attempt); refusal != nil {
+			return nil, rpc.WithAuditContext(refusal, rpc.AuditContextOf(err))
 		}
 	}
+}
+
+// readDefinition reads the CRD of a write from etcd. It returns the error of a write that may not run again.
+func (o *Objects) readDefinition(ctx context.Context, r *registryv1.WriteRequest, attempt int) error {
+	if attempt == maxDefinitions {
+		return apierrors.NewTooManyRequests(storage.ErrDefinitionChanged.Error(), 1)
+	}
+	served, err := o.resources.Custom.Refresh(ctx, r.Resource)
+	switch {
+	case err != nil:
+		return rpc.ToAPIStatus(err)
+	case !served:
+		return lookup.NotServed(r.Resource)
+	}
+	return nil
+}
+
+// writeOnce runs a write under the definition that registry has. It returns storage.ErrDefinitionChanged if etcd has
+// another. A deletecollection needs no definition, because it stores no object of the client.
+func (o *Objects) writeOnce(ctx context.Context, r *registryv1.WriteRequest,
+	callbacks handlers.Callbacks) (*registryv1.ObjectResponse, error) {
+	scope, d, err := o.writeScope(ctx, r.Resource, r.Namespace)
+	if err != nil {
+		return nil, err
+	}
+	ctx = lookup.WithRequestInfo(ctx, r.Verb, r.Resource, r.User, r.Namespace, r.Name)
+	if d == nil || r.Verb == "deletecollection" {
+		return scope.Write(ctx, r, callbacks)
+	}
+	resp, err := scope.Write(storage.WithDefinition(ctx, d), r, callbacks)
+	if err == nil && r.Verb != "delete" || apierrors.IsInvalid(err) || apierrors.IsBadRequest(err) {
+		changed := d.Confirm(ctx, o.resources.Storage.Client.Client)
+		if changed != nil && !errors.Is(changed, storage.ErrDefinitionChanged) {
+			changed = rpc.ToAPIStatus(changed)
+		}
+		if changed != nil {
+			return nil, rpc.WithAuditContext(changed, rpc.AuditContextOf(err))
+		}
+	}
+	return resp, err
 }
 
 // Write runs a write. Callbacks go to the gateway in the same stream.

@@ -44,9 +44,13 @@ func (d *Definition) Confirm(ctx context.Context, client *clientv3.Client) error
 	return err
 }
 
-// putUnder is OptimisticPut under a definition. A single transaction compares the revisions of both keys.
-func (r *cachingClient) putUnder(ctx context.Context, d *Definition, key string, value []byte, expected int64,
+// put is etcd's OptimisticPut. If the context has a definition, the transaction compares the revisions of both keys.
+func (r *cachingClient) put(ctx context.Context, key string, value []byte, expected int64,
 	opts etcdkubernetes.PutOptions) (resp etcdkubernetes.PutResponse, err error) {
+	d, ok := ctx.Value(definitionKey{}).(*Definition)
+	if !ok {
+		return r.Interface.OptimisticPut(ctx, key, value, expected, opts)
+	}
 	txn, err := r.kv.Txn(ctx).If(
 		clientv3.Compare(clientv3.ModRevision(key), "=", expected),
 		clientv3.Compare(clientv3.ModRevision(d.Key), "=", d.Revision),

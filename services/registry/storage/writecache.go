@@ -80,14 +80,7 @@ func (r *cachingClient) Get(ctx context.Context, key string,
 // OptimisticPut implements kubernetes.Interface of etcd's client.
 func (r *cachingClient) OptimisticPut(ctx context.Context, key string, value []byte, expected int64,
 	opts etcdkubernetes.PutOptions) (etcdkubernetes.PutResponse, error) {
-	put := r.Interface.OptimisticPut
-	if d, ok := ctx.Value(definitionKey{}).(*Definition); ok {
-		put = func(ctx context.Context, key string, value []byte, expected int64,
-			opts etcdkubernetes.PutOptions) (etcdkubernetes.PutResponse, error) {
-			return r.putUnder(ctx, d, key, value, expected, opts)
-		}
-	}
-	resp, err := put(ctx, key, value, expected, opts)
+	resp, err := r.put(ctx, key, value, expected, opts)
 	if err == nil && resp.Succeeded {
 		r.storage.writeCache.put(key, value, resp.Revision)
 	}
