@@ -141,7 +141,7 @@ func (b *bench) measureAll(form string, chosen []*shape, all results) {
 			}
 			if noise && isFinding(r) {
 				s.stop()
-				theirs = b.measureReference(sh, theirs, func(theirs *result) int { return len(judge(sh, form, theirs, r)) })
+				theirs = b.measureReference(sh, theirs, func(t *result) int { return len(judge(sh, form, t, r)) })
 				all.add(sh, kubeAPIServer, theirs)
 				s = nil
 			}
@@ -154,8 +154,8 @@ func (b *bench) measureAll(form string, chosen []*shape, all results) {
 	}
 }
 
-// measureReference measures a shape at kube-apiserver again, and returns the result with fewer findings: the machine may
-// be slower now than at the former measurement.
+// measureReference measures a shape at kube-apiserver again, and returns the result with fewer findings. The machine
+// may be slower now than at the former measurement.
 func (b *bench) measureReference(sh *shape, former *result, findings func(theirs *result) int) *result {
 	s := start(b.t, kubeAPIServer, b.idle[kubeAPIServer])
 	defer s.stop()
