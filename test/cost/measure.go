@@ -96,7 +96,7 @@ type bench struct {
 }
 
 // measureAll measures shapes at servers of a form, and adds the costs to all. A finding that may be noise is measured
-// again on a fresh server, up to repeats times, and counts only if it recurs each time, and with a new measurement of
+// again on a fresh server, up to repeats times. It counts only if it recurs each time, and beside a new measurement of
 // the reference.
 func (b *bench) measureAll(form string, chosen []*shape, all results) {
 	var s *subject
