@@ -70,7 +70,7 @@ func (t *term) transaction(ctx context.Context, events []*mvccpb.Event) {
 	changes := make([]core.Change, len(events))
 	for i, e := range events {
 		c := &changes[i]
-		*c = t.decodeEvent(ctx, e)
+		*c = t.decodeEvent(ctx, e, i)
 		switch {
 		case c.Err != nil && c.Resource != "" && !errors.Is(c.Err, core.ErrPrevCompacted):
 			reject(c.Key, c.Revision, c.Err)
@@ -112,8 +112,8 @@ func isEncrypted(e *mvccpb.Event) bool {
 	return storage.Encrypted(e.Kv.Value) || e.PrevKv != nil && storage.Encrypted(e.PrevKv.Value)
 }
 
-// decodeEvent decodes an etcd event.
-func (p *Publisher) decodeEvent(ctx context.Context, e *mvccpb.Event) (c core.Change) {
+// decodeEvent decodes an etcd event. index is its position in its revision; an encrypted event is bound to it.
+func (p *Publisher) decodeEvent(ctx context.Context, e *mvccpb.Event, index int) (c core.Change) {
 	key, deleted := string(e.Kv.Key), e.Type == mvccpb.DELETE
 	c.EtcdEvent = core.EtcdEvent{Key: key, Revision: e.Kv.ModRevision, Deleted: deleted}
 	st, ok := p.resourceByKey(key)
@@ -145,6 +145,7 @@ func (p *Publisher) decodeEvent(ctx context.Context, e *mvccpb.Event) (c core.Ch
 		c.Object = cache.Key(c.Event.Namespace, c.Event.Name)
 	}
 	if c.Err == nil && encrypted && p.DataKeys != nil {
+		c.Event.Index = int32(index)
 		c.Err = p.encrypt(ctx, c.Event, st)
 	}
 	return c

@@ -4,7 +4,9 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"os"
 	"path"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -24,6 +26,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/internal/fixture"
 	"watershed.dev/services/registry/publisher"
+	"watershed.dev/services/registry/storage"
 )
 
 // journal records the log of a fixture's etcd, in a NATS server of the test, as a reader receives it.
@@ -44,7 +47,11 @@ type journal struct {
 
 func init() { eventlog.CheckAppended = true }
 
-func newJournal(t *testing.T) *journal {
+// dataKeyPrefix is the prefix of the keys that encrypt events.
+const dataKeyPrefix = "data-keys/"
+
+// newJournal returns the journal of a fixture with flags.
+func newJournal(t *testing.T, flags ...string) *journal {
 	t.Helper()
 	s, err := server.NewServer(&server.Options{JetStream: true, StoreDir: t.TempDir(), DontListen: true, NoSigs: true})
 	if err != nil {
@@ -62,10 +69,16 @@ func newJournal(t *testing.T) *journal {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
+	dataKeys := storage.NewDataKeys(j.Resources.Storage, dataKeyPrefix)
+	dataKey := func(ctx context.Context, resource, key string) ([]byte, error) {
+		st, _ := j.Resources.Storage.ByName(resource)
+		return dataKeys.Get(ctx, st, key)
+	}
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		_ = eventlog.Main.Read(ctx, j.nats, eventlog.DirectGetReader{JS: j.js}, j.record)
+		_ = eventlog.Main.Read(ctx, j.nats, eventlog.DirectGetReader{JS: j.js},
+			eventlog.WithDecryption(ctx, dataKey, j.record))
 	}()
 	t.Cleanup(func() { cancel(); <-done })
 	return j
@@ -228,6 +241,31 @@ func TestEveryWriteIsPublishedOnce(t *testing.T) {
 	j.write("create", "b", "")
 	j.publish("two")
 	j.expect(append(want, "deleted configmaps/a", "added configmaps/b")...)
+}
+
+// Readers decrypt all events of a transaction. etcd deletes the objects of an expired lease in a single transaction.
+func TestEncryptedTransactionIsRead(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "encryption.yaml")
+	const config = `{"apiVersion": "apiserver.config.k8s.io/v1", "kind": "EncryptionConfiguration", "resources": [
+{"resources": ["configmaps"], "providers": [{"aesgcm": {"keys": [
+{"name": "k", "secret": "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="}]}}]}]}`
+	if err := os.WriteFile(file, []byte(config), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	j := newJournal(t, "--encryption-provider-config="+file)
+	p := j.publisher("one")
+	p.DataKeys = storage.NewDataKeys(j.Resources.Storage, dataKeyPrefix)
+	j.run(p)
+	j.expect("reset")
+	j.write("create", "a", "")
+	j.write("create", "b", "")
+	below := j.Resources.Storage.Prefix() + "configmaps/x/"
+	_, err := j.Resources.Storage.Client.Client.Txn(t.Context()).Then(clientv3.OpDelete(below+"a"),
+		clientv3.OpDelete(below+"b")).Commit()
+	if err != nil {
+		t.Fatal(err)
+	}
+	j.expect("reset", "added configmaps/a", "added configmaps/b", "deleted configmaps/a", "deleted configmaps/b")
 }
 
 // A value that cannot be decoded resets only its resource. Later events are published.

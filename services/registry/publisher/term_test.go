@@ -127,19 +127,19 @@ func TestObjectsOfAnUnreadableCRDResetTheirResource(t *testing.T) {
 	if p.crds, err = customresources.CRDsAt(t.Context(), s, p.Etcd, now); err != nil {
 		t.Fatal(err)
 	}
-	expect("the CRD cannot be decoded at the begin of the term", p.decodeEvent(t.Context(), object()), false, true)
+	expect("the CRD cannot be decoded at the begin of the term", p.decodeEvent(t.Context(), object(), 0), false, true)
 	put(crd, readable)
-	expect("the CRD can be decoded again", p.decodeEvent(t.Context(), object()), false, true)
-	expect("the next event", p.decodeEvent(t.Context(), object()), true, false)
-	if got := p.decodeEvent(t.Context(), put(crd, "rubbish")); got.Err == nil || got.CRDChanged != "widgets.example.com" {
+	expect("the CRD can be decoded again", p.decodeEvent(t.Context(), object(), 0), false, true)
+	expect("the next event", p.decodeEvent(t.Context(), object(), 0), true, false)
+	if got := p.decodeEvent(t.Context(), put(crd, "rubbish"), 0); got.Err == nil || got.CRDChanged != "widgets.example.com" {
 		t.Errorf("an event of the CRD that cannot be decoded: %+v", got)
 	}
-	expect("after that event", p.decodeEvent(t.Context(), object()), false, true)
-	if got := p.decodeEvent(t.Context(), put(crd, readable)); got.Err != nil {
+	expect("after that event", p.decodeEvent(t.Context(), object(), 0), false, true)
+	if got := p.decodeEvent(t.Context(), put(crd, readable), 0); got.Err != nil {
 		t.Errorf("an event of the CRD: %+v", got)
 	}
-	expect("after its mend", p.decodeEvent(t.Context(), object()), true, false)
-	if got := p.decodeEvent(t.Context(), put(s.Prefix()+"example.com/others/x/w", widget)); got.Resource != "" {
+	expect("after its mend", p.decodeEvent(t.Context(), object(), 0), true, false)
+	if got := p.decodeEvent(t.Context(), put(s.Prefix()+"example.com/others/x/w", widget), 0); got.Resource != "" {
 		t.Errorf("a key of no resource: %+v", got)
 	}
 }
