@@ -59,7 +59,7 @@ func newJournal(t *testing.T, flags ...string) *journal {
 	}
 	s.Start()
 	t.Cleanup(func() { s.Shutdown(); s.WaitForShutdown() })
-	j := &journal{Fixture: fixture.New(t), t: t, sums: map[string]uint64{}, changed: make(chan struct{}, 1)}
+	j := &journal{Fixture: fixture.New(t, flags...), t: t, sums: map[string]uint64{}, changed: make(chan struct{}, 1)}
 	j.log = &eventlog.Options{Conn: s, Storage: "memory", Replicas: 1, Retention: time.Minute, MaxBytes: 1 << 26}
 	if j.nats, err = j.log.Connect("registry", rpc.TLS{}); err != nil {
 		t.Fatal(err)
