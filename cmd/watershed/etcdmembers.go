@@ -48,13 +48,14 @@ func (l *layout) previousPeers() (peers []string, err error) {
 }
 
 // etcdData reports whether the directory has the data of a single member of etcd, and of any of several members.
-// restoring is the data of an interrupted restore.
+// restoring is restored data of an interrupted restore, whose member has no directory.
 func (l *layout) etcdData() (single, several bool, restoring string) {
 	files, _ := os.ReadDir(l.dir)
 	for _, f := range files {
 		single = single || f.Name() == "etcd"
 		several = several || memberName.MatchString(f.Name())
-		if strings.HasPrefix(f.Name(), "etcd") && strings.Contains(f.Name(), ".restoring-") {
+		member, _, ok := strings.Cut(f.Name(), ".restoring-")
+		if ok && strings.HasPrefix(member, "etcd") && !exists(filepath.Join(l.dir, member)) {
 			restoring = f.Name()
 		}
 	}
@@ -68,9 +69,9 @@ var memberName = regexp.MustCompile(`^etcd-[0-9]+$`)
 func (l *layout) checkEtcdMembers(members int) error {
 	single, several, restoring := l.etcdData()
 	switch {
-	case restoring != "" && !single && !several:
-		return fmt.Errorf("--data-dir %q has %s of an interrupted restore, and no etcd: restore the snapshot again, "+
-			"and then remove %[2]s", l.dir, restoring)
+	case restoring != "": // empty members could form a quorum, or diverge from the restored members
+		return fmt.Errorf("--data-dir %q has %s of an interrupted restore, whose member has no data: restore the "+
+			"snapshot again, and then remove %[2]s", l.dir, restoring)
 	case single && several:
 		return fmt.Errorf("--data-dir %q has an etcd of a single member (etcd) and of several (etcd-0): move the data "+
 			"away that is not used", l.dir)

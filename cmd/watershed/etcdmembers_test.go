@@ -72,16 +72,22 @@ func TestTheNumberOfMembersOfEtcdMustNotChange(t *testing.T) {
 		members int
 		refused string
 	}{
-		"a new directory":            {nil, "", 3, ""},
-		"a single member again":      {[]string{"etcd"}, "", 1, ""},
-		"three members again":        {[]string{"etcd-0"}, "a=b,c=d,e=f", 3, ""},
-		"without the configuration":  {[]string{"etcd-0"}, "", 3, "config/etcd-0.yaml does not have their addresses"},
-		"to one, without addresses":  {[]string{"etcd-0"}, "a=b", 1, "does not have their addresses"},
-		"both, and a single member":  {[]string{"etcd", "etcd-0"}, "a=b,c=d,e=f", 1, "move the data away"},
-		"from a single member":       {[]string{"etcd"}, "", 3, "has an etcd of a single member, not of 3"},
-		"to a single member":         {[]string{"etcd-0"}, "a=b,c=d,e=f", 1, "has an etcd of 3 members, not of 1"},
-		"to five members":            {[]string{"etcd-0"}, "a=b,c=d,e=f", 5, "has an etcd of 3 members, not of 5"},
-		"an interrupted restore":     {[]string{"etcd.restoring-20261128T153447Z"}, "", 1, "of an interrupted restore"},
+		"a new directory":           {nil, "", 3, ""},
+		"a single member again":     {[]string{"etcd"}, "", 1, ""},
+		"three members again":       {[]string{"etcd-0"}, "a=b,c=d,e=f", 3, ""},
+		"without the configuration": {[]string{"etcd-0"}, "", 3, "config/etcd-0.yaml does not have their addresses"},
+		"to one, without addresses": {[]string{"etcd-0"}, "a=b", 1, "does not have their addresses"},
+		"both, and a single member": {[]string{"etcd", "etcd-0"}, "a=b,c=d,e=f", 1, "move the data away"},
+		"from a single member":      {[]string{"etcd"}, "", 3, "has an etcd of a single member, not of 3"},
+		"to a single member":        {[]string{"etcd-0"}, "a=b,c=d,e=f", 1, "has an etcd of 3 members, not of 1"},
+		"to five members":           {[]string{"etcd-0"}, "a=b,c=d,e=f", 5, "has an etcd of 3 members, not of 5"},
+		"an interrupted restore":    {[]string{"etcd.restoring-20261128T153447Z"}, "", 1, "of an interrupted restore"},
+		"a restore of one of three": {
+			[]string{"etcd-0", "etcd-1.restoring-20261128T153447Z"}, "a=b,c=d,e=f", 3, "of an interrupted restore",
+		},
+		"a restore that changed nothing": {
+			[]string{"etcd-0", "etcd-0.restoring-20261128T153447Z"}, "a=b,c=d,e=f", 3, "",
+		},
 		"of a directory moved aside": {[]string{"etcd-0.before-20261128T153447Z"}, "a=b,c=d,e=f", 1, ""},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -240,7 +240,8 @@ func connect(o *eventlog.Options, id rpc.TLS) (*nats.Conn, jetstream.JetStream, 
 
 // initServers builds the publishers and the servers. ReadLog reads logJS.
 func (s *Service) initServers(store *storage.Storage, logJS jetstream.JetStream) {
-	s.dataKeys = storage.NewDataKeys(store, publisher.KeyPrefix(s.config.Log.Name, eventlog.Main)+"data-keys/")
+	s.dataKeys = storage.NewDataKeys(store, publisher.KeyPrefix(s.config.Log.Name, eventlog.Main)+"data-keys/",
+		s.config.Log.Retention)
 	s.resources = &lookup.Resources{Storage: store}
 	s.objects = objects.New(s.resources)
 	streams := map[eventlog.LogID]eventlog.StreamReader{}

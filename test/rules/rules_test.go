@@ -4,39 +4,78 @@ package rules
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"watershed.dev/test/harness"
 )
 
-// deps returns every package that a module's packages import, directly or indirectly.
+// imports returns the direct imports of every package of the modules, and of every package behind them.
+var imports = sync.OnceValues(func() (map[string][]string, error) {
+	cmd := exec.Command("go", "list", "-deps", "-f", `{{.ImportPath}} {{join .Imports " "}}`, "./proto/...",
+		"./platform/...", "./services/...", "./cmd/...")
+	cmd.Dir = harness.Root()
+	out, err := cmd.Output()
+	if err != nil {
+		return nil, fmt.Errorf("%v: %w", cmd, err)
+	}
+	all := map[string][]string{}
+	for line := range strings.Lines(string(out)) {
+		names := strings.Fields(line)
+		all[names[0]] = names[1:]
+	}
+	return all, nil
+})
+
+// packages returns the packages below a directory with their direct imports.
+func packages(t *testing.T, dir string) map[string][]string {
+	t.Helper()
+	all, err := imports()
+	if err != nil {
+		t.Fatal(err)
+	}
+	below := map[string][]string{}
+	for p, direct := range all {
+		if strings.HasPrefix(p+"/", "watershed.dev/"+dir+"/") {
+			below[p] = direct
+		}
+	}
+	if len(below) == 0 {
+		t.Fatalf("%s has no packages", dir)
+	}
+	return below
+}
+
+// deps returns the packages below a directory, and every package that they import, directly or indirectly.
 func deps(t *testing.T, dir string) []string {
 	t.Helper()
-	packages := list(t, dir, "./...")
-	if dir == "platform" { // only registry and admission may import it
-		packages = slices.DeleteFunc(packages, func(p string) bool { return p == crdPackage })
+	all, _ := imports()
+	seen := map[string]bool{}
+	var visit func(p string)
+	visit = func(p string) {
+		if !seen[p] {
+			seen[p] = true
+			for _, direct := range all[p] {
+				visit(direct)
+			}
+		}
 	}
-	return list(t, dir, append([]string{"-deps"}, packages...)...)
+	for p := range packages(t, dir) {
+		if dir != "platform" || p != crdPackage { // only registry and admission may import it
+			visit(p)
+		}
+	}
+	return slices.Sorted(maps.Keys(seen))
 }
 
 // crdPackage is the package that reads CustomResourceDefinitions, with most of apiextensions-apiserver behind it.
 const crdPackage = "watershed.dev/platform/crd"
-
-func list(t *testing.T, dir string, args ...string) []string {
-	t.Helper()
-	cmd := exec.Command("go", append([]string{"list"}, args...)...)
-	cmd.Dir = harness.Root() + "/" + dir
-	out, err := cmd.Output()
-	if err != nil {
-		t.Fatalf("go list in %s: %v", dir, err)
-	}
-	return strings.Fields(string(out))
-}
 
 func TestCRDsAreReadByRegistryAndAdmissionOnly(t *testing.T) {
 	for _, dir := range []string{"services/gateway", "services/authn", "services/authz", "services/watchfanout"} {
@@ -94,15 +133,11 @@ func TestNoServiceImportsAnother(t *testing.T) {
 func TestOnlyRegistryOpensEtcd(t *testing.T) {
 	for _, dir := range []string{"services/gateway", "services/authn", "services/authz", "services/admission",
 		"services/watchfanout", "platform"} {
-		cmd := exec.Command("go", "list", "-f", "{{.ImportPath}}: {{join .Imports \" \"}}", "./...")
-		cmd.Dir = harness.Root() + "/" + dir
-		out, err := cmd.Output()
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, line := range strings.Split(string(out), "\n") {
-			if strings.Contains(line, "go.etcd.io/etcd/client") || strings.Contains(line, "storagebackend") {
-				t.Errorf("%s", line)
+		for p, direct := range packages(t, dir) {
+			for _, name := range direct {
+				if strings.Contains(name, "go.etcd.io/etcd/client") || strings.Contains(name, "storagebackend") {
+					t.Errorf("%s imports %s", p, name)
+				}
 			}
 		}
 	}
@@ -163,22 +198,15 @@ func TestNoPackageImportsUpwards(t *testing.T) {
 				floor[strings.TrimSuffix("watershed.dev/"+service+"/"+n, "/.")] = i
 			}
 		}
-		cmd := exec.Command("go", "list", "-f", "{{.ImportPath}} {{join .Imports \" \"}}", "./...")
-		cmd.Dir = harness.Root() + "/" + service
-		out, err := cmd.Output()
-		if err != nil {
-			t.Fatal(err)
-		}
-		for line := range strings.Lines(string(out)) {
-			names := strings.Fields(line)
-			own, ok := floor[names[0]]
+		for name, direct := range packages(t, service) {
+			own, ok := floor[name]
 			if !ok {
-				t.Errorf("%s is on no floor of %s", names[0], service)
+				t.Errorf("%s is on no floor of %s", name, service)
 				continue
 			}
-			for _, p := range names[1:] {
+			for _, p := range direct {
 				if below, ours := floor[p]; ours && below >= own {
-					t.Errorf("%s imports %s, which is not below it", names[0], p)
+					t.Errorf("%s imports %s, which is not below it", name, p)
 				}
 			}
 		}

@@ -100,11 +100,16 @@ func TestAWriteIsNotRepeatedWithASecondEffect(t *testing.T) {
 		err                     error
 		retryAfter              int
 	}{
+		"a deletion":                   {"delete", "application/json", `{"gracePeriodSeconds":1}`, lost, 0},
+		"a deletion without options":   {"delete", "", "", lost, 0},
+		"a deletion of a UID":          {"delete", "application/json", `{"preconditions":{"uid":"u"}}`, lost, 1},
+		"a deletion of a collection":   {"deletecollection", "application/json", `{"preconditions":{}}`, lost, 0},
 		"a name":                       {"create", "application/json; charset=utf-8", `{"metadata":{"name":"a"}}`, lost, 1},
 		"a generated name":             {"create", "application/json", `{"metadata":{"generateName":"a-"}}`, lost, 0},
 		"a name in protobuf":           {"create", protobuf, inProtobuf(metav1.ObjectMeta{Name: "a"}), lost, 1},
 		"a generated name in protobuf": {"create", protobuf, inProtobuf(metav1.ObjectMeta{GenerateName: "a-"}), lost, 0},
 		"no protobuf":                  {"create", protobuf, "{}", lost, 0},
+		"an eviction":                  {"create", "application/json", `{"metadata":{"name":"a"}}`, lost, 0},
 		"YAML":                         {"create", "application/yaml", "metadata: {name: a}", lost, 0},
 		"an update":                    {"update", protobuf, "", lost, 1},
 		"a merge patch":                {"patch", "application/merge-patch+json", "{}", lost, 1},
@@ -113,6 +118,9 @@ func TestAWriteIsNotRepeatedWithASecondEffect(t *testing.T) {
 			rpc.ToStatus(apierrors.NewTooManyRequests("busy", 3)), 3},
 	} {
 		r := &registryv1.WriteRequest{Verb: c.verb, ContentType: c.contentType, Body: []byte(c.body)}
+		if name == "an eviction" {
+			r.Resource = &commonv1.Resource{Version: "v1", Resource: "pods", Subresource: "eviction"}
+		}
 		err := writeError(r, c.err)
 		seconds, _ := apierrors.SuggestsClientDelay(err)
 		if seconds != c.retryAfter || errors.Is(c.err, lost) && !apierrors.IsServiceUnavailable(err) {

@@ -3,6 +3,7 @@ package routing
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"io"
 	"mime"
@@ -13,6 +14,7 @@ import (
 	rpcstatus "google.golang.org/genproto/googleapis/rpc/status"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -105,11 +107,15 @@ func (c *requestContext) needsCallback(r *registryv1.WriteRequest) bool {
 func (c *requestContext) writeUnary(
 	r *registryv1.WriteRequest,
 ) (result *registryv1.ObjectResponse, callbackRequired bool, err error) {
-	reply, err := c.router.Objects.WriteUnary(c.withAffinity(c.req.Context(), r.Namespace, r.Name), r)
-	if status.Code(err) == codes.Unimplemented { // an older release
+	var replica peer.Peer
+	reply, err := c.router.Objects.WriteUnary(c.withAffinity(c.req.Context(), r.Namespace, r.Name), r,
+		grpc.Peer(&replica))
+	switch {
+	case status.Code(err) == codes.Unimplemented: // an older release
 		return nil, true, nil
-	}
-	if err != nil {
+	case err != nil && replica.Addr == nil: // no registry has received the request
+		return nil, false, rpc.FromStatus(err)
+	case err != nil:
 		return nil, false, writeError(r, err)
 	}
 	if len(reply.Error) > 0 {
@@ -122,9 +128,9 @@ func (c *requestContext) writeUnary(
 	return reply.Result, reply.CallbackRequired, nil
 }
 
-// writeError converts the error of a call that writes, as rpc.FromStatus does. A lost registry may have stored the
-// object, and client-go sends a request again if its error has Retry-After. The error therefore has none if a second
-// write could have a second effect.
+// writeError converts the error of a call that a registry may have received, as rpc.FromStatus does. A lost registry
+// may have stored the object, and client-go sends a request again if its error has Retry-After. The error therefore has
+// none if a second write could have a second effect.
 func writeError(r *registryv1.WriteRequest, err error) error {
 	converted := rpc.FromStatus(err)
 	var api *apierrors.StatusError
@@ -135,27 +141,39 @@ func writeError(r *registryv1.WriteRequest, err error) error {
 	return converted
 }
 
-// isRepeatable reports whether a write that is sent twice has the effect of a single write. The second may fail, with
-// 404 or 409. A JSON Patch may add an element again, and generateName another object.
+// isRepeatable reports whether a write that is sent twice has the effect of a single write, also if another client
+// writes in between. The second may fail, with 404 or 409. These could have a second effect:
+//   - a JSON Patch may add an element again, and generateName another object
+//   - a deletion without preconditions, or an eviction, may delete an object that another client has created again
+//   - deletecollection deletes the objects that were created in between
 func isRepeatable(r *registryv1.WriteRequest) bool {
 	mediaType, _, _ := mime.ParseMediaType(r.ContentType)
 	switch r.Verb {
 	case "create":
-		switch mediaType {
-		case runtime.ContentTypeJSON:
-			return !bytes.Contains(r.Body, []byte("generateName"))
-		case runtime.ContentTypeProtobuf:
-			var envelope runtime.Unknown
-			var object metav1.PartialObjectMetadata
-			raw, ok := bytes.CutPrefix(r.Body, []byte("k8s\x00"))
-			return ok && envelope.Unmarshal(raw) == nil && object.Unmarshal(envelope.Raw) == nil &&
-				object.GenerateName == ""
-		}
-		return false
+		var object metav1.PartialObjectMetadata
+		return r.Resource.GetSubresource() == "" && decodeMetadata(mediaType, r.Body, &object) && object.GenerateName == ""
 	case "patch":
 		return mediaType != string(types.JSONPatchType)
+	case "delete":
+		var options metav1.DeleteOptions
+		return decodeMetadata(mediaType, r.Body, &options) && options.Preconditions != nil
+	case "deletecollection":
+		return false
 	}
 	return true
+}
+
+// decodeMetadata decodes fields of a request's body. It returns false for other media types than JSON and protobuf.
+func decodeMetadata(mediaType string, data []byte, into interface{ Unmarshal(protobuf []byte) error }) bool {
+	switch mediaType {
+	case runtime.ContentTypeJSON:
+		return json.Unmarshal(data, into) == nil
+	case runtime.ContentTypeProtobuf:
+		var envelope runtime.Unknown
+		raw, ok := bytes.CutPrefix(data, []byte("k8s\x00"))
+		return ok && envelope.Unmarshal(raw) == nil && into.Unmarshal(envelope.Raw) == nil
+	}
+	return false
 }
 
 // withAffinity routes all calls for an object to the same registry replica, because that replica has cached its last

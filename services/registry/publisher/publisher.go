@@ -329,6 +329,9 @@ func (p *Publisher) publish(ctx context.Context) error {
 		return err
 	}
 	p.selections = selections{} // etcd may have been restored: a revision may have another object
+	if p.DataKeys != nil {
+		p.DataKeys.Unconfirm() // for the same reason
+	}
 	t := &term{Term: p.core.Begin(rand.Text()[:8]+"-", core.Epoch{ID: rand.Text(), Token: rand.Text()}, p.encode),
 		Publisher: p, log: log}
 	if err := t.proceed(ctx); err != nil {

@@ -69,7 +69,7 @@ func newJournal(t *testing.T, flags ...string) *journal {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
-	dataKeys := storage.NewDataKeys(j.Resources.Storage, dataKeyPrefix)
+	dataKeys := storage.NewDataKeys(j.Resources.Storage, dataKeyPrefix, 0)
 	dataKey := func(ctx context.Context, resource, key string) ([]byte, error) {
 		st, _ := j.Resources.Storage.ByName(resource)
 		return dataKeys.Get(ctx, st, key)
@@ -254,7 +254,7 @@ func TestEncryptedTransactionIsRead(t *testing.T) {
 	}
 	j := newJournal(t, "--encryption-provider-config="+file)
 	p := j.publisher("one")
-	p.DataKeys = storage.NewDataKeys(j.Resources.Storage, dataKeyPrefix)
+	p.DataKeys = storage.NewDataKeys(j.Resources.Storage, dataKeyPrefix, 0)
 	j.run(p)
 	j.expect("reset")
 	j.write("create", "a", "")

@@ -19,7 +19,7 @@ import (
 
 const (
 	// dataKeyLifetime is how long a key encrypts: its random nonces must not collide. dataKeyRetention is how long etcd
-	// holds a key after the next key was made. It is longer than the log holds events.
+	// holds a key at least after the next key was made.
 	dataKeyLifetime  = 24 * time.Hour
 	dataKeyRetention = 7 * 24 * time.Hour
 	// storedKeyLifetime is how long a process uses the newest stored key while etcd is full. Then it tries to create a
@@ -38,6 +38,8 @@ type DataKeys struct {
 	// prefix is the etcd prefix of the keys, by stored resource, in the etcd of the resource. Each key is encrypted as
 	// the resource's values are.
 	prefix string
+	// logRetention is how long the log holds events.
+	logRetention time.Duration
 
 	mu sync.Mutex
 	// current holds the keys that this process encrypts with, by stored resource. cache holds the keys that it decrypts
@@ -50,26 +52,50 @@ type dataKey struct {
 	id        string
 	secret    []byte
 	createdAt time.Time
+	// unconfirmed means that etcd may lack the key.
+	unconfirmed bool
 	// err is why the key could not be made.
 	err error
 }
 
-// NewDataKeys returns the data keys in the etcds of s, below the own key prefix.
-func NewDataKeys(s *Storage, prefix string) *DataKeys {
-	return &DataKeys{prefix: s.OwnKey(prefix), current: map[string]dataKey{}}
+// NewDataKeys returns the data keys in the etcds of s, below the own key prefix. logRetention is how long the log holds
+// events.
+func NewDataKeys(s *Storage, prefix string, logRetention time.Duration) *DataKeys {
+	return &DataKeys{prefix: s.OwnKey(prefix), logRetention: logRetention, current: map[string]dataKey{}}
 }
 
-// Current returns the key that encrypts events of st. It creates and stores a key if this process has none or if its
-// key is older than dataKeyLifetime. If etcd is full, it returns the newest key there. It caches an error for
-// eventlog.NegativeTTL.
+// Unconfirm makes Current read each key from etcd before it encrypts with the key again. The caller calls it when etcd
+// may have been restored from an older snapshot, which may lack the key.
+func (l *DataKeys) Unconfirm() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for name, k := range l.current {
+		k.unconfirmed = true
+		l.current[name] = k
+	}
+}
+
+// Current returns the key that encrypts events of st. It creates and stores a key if this process has none, if its key
+// is older than dataKeyLifetime, or if etcd lacks its key. If etcd is full, it returns the newest key there. It caches
+// an error for eventlog.NegativeTTL.
 func (l *DataKeys) Current(ctx context.Context, st *Resource) (id string, secret []byte, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	k, ok := l.current[st.Name()]
-	if age := time.Since(
-		k.createdAt,
-	); ok &&
-		(k.err == nil && age < dataKeyLifetime || k.err != nil && age < eventlog.NegativeTTL) {
+	age := time.Since(k.createdAt)
+	if ok && k.err == nil && age < dataKeyLifetime && k.unconfirmed {
+		stored, err := l.read(ctx, st, l.prefix+st.Name()+"/"+k.id)
+		switch {
+		case err == nil:
+			k.unconfirmed, ok = false, bytes.Equal(stored, k.secret)
+		case errors.Is(err, errAbsent), errors.Is(err, eventlog.ErrNoKey):
+			ok = false
+		default:
+			return "", nil, err
+		}
+		l.current[st.Name()] = k
+	}
+	if ok && (k.err == nil && age < dataKeyLifetime || k.err != nil && age < eventlog.NegativeTTL) {
 		return k.id, k.secret, k.err
 	}
 	k = dataKey{createdAt: time.Now()}
@@ -122,10 +148,11 @@ func (l *DataKeys) prune(ctx context.Context, st *Resource, now time.Time) error
 	if err != nil {
 		return err
 	}
+	retention := max(dataKeyRetention, l.logRetention+dataKeyLifetime)
 	for i := range len(all.Kvs) - 1 { // keys are in the order of their times
 		next, _, _ := strings.Cut(strings.TrimPrefix(string(all.Kvs[i+1].Key), below), "-")
 		made, err := strconv.ParseInt(next, 10, 64)
-		if err == nil && now.Sub(time.Unix(made, 0)) > dataKeyRetention {
+		if err == nil && now.Sub(time.Unix(made, 0)) > retention {
 			if _, err := etcd.Delete(ctx, string(all.Kvs[i].Key)); err != nil {
 				return err
 			}

@@ -3,10 +3,12 @@ package storage_test
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
@@ -33,7 +35,7 @@ func TestDataKeyIsEncrypted(t *testing.T) {
 	s := fx.Resources.Storage
 	secrets, _ := s.ByName("secrets")
 	prefix := s.OwnKey("data-keys/")
-	ours, theirs := storage.NewDataKeys(s, "data-keys/"), storage.NewDataKeys(s, "data-keys/")
+	ours, theirs := storage.NewDataKeys(s, "data-keys/", 0), storage.NewDataKeys(s, "data-keys/", 0)
 	id, secret, err := ours.Current(t.Context(), secrets)
 	if err != nil || len(secret) != eventlog.KeyBytes {
 		t.Fatal(len(secret), err)
@@ -48,7 +50,7 @@ func TestDataKeyIsEncrypted(t *testing.T) {
 	}
 	// A full etcd stores no further key.
 	fx.SetFull(t, true)
-	if same, _, err := storage.NewDataKeys(s, "data-keys/").Current(t.Context(), secrets); err != nil || same != id {
+	if same, _, err := storage.NewDataKeys(s, "data-keys/", 0).Current(t.Context(), secrets); err != nil || same != id {
 		t.Errorf("a full etcd's key is %s, %v", same, err)
 	}
 	fx.SetFull(t, false)
@@ -82,7 +84,7 @@ func TestDataKeyIsEncrypted(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if _, _, err := storage.NewDataKeys(s, "data-keys/").Current(t.Context(), secrets); err != nil {
+	if _, _, err := storage.NewDataKeys(s, "data-keys/", 0).Current(t.Context(), secrets); err != nil {
 		t.Fatal(err)
 	}
 	left, err := s.Client.Client.Get(t.Context(), prefix+"secrets/", clientv3.WithPrefix(),
@@ -93,6 +95,63 @@ func TestDataKeyIsEncrypted(t *testing.T) {
 	for _, kv := range left.Kvs {
 		if strings.HasSuffix(string(kv.Key), "/1000000000-a") {
 			t.Errorf("%s is still there", kv.Key)
+		}
+	}
+}
+
+// A key is not used after a restore of etcd that lacks it: no other registry could decrypt its events.
+func TestDataKeyIsConfirmed(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "encryption.yaml")
+	if err := os.WriteFile(file, []byte(encryption), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s := fixture.New(t, "--encryption-provider-config="+file).Resources.Storage
+	secrets, _ := s.ByName("secrets")
+	keys := storage.NewDataKeys(s, "data-keys/", 0)
+	current := func() string {
+		t.Helper()
+		id, _, err := keys.Current(t.Context(), secrets)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return id
+	}
+	id := current()
+	keys.Unconfirm()
+	if again := current(); again != id {
+		t.Errorf("etcd has the key %s, and another is used: %s", id, again)
+	}
+	if _, err := s.Client.Client.Delete(t.Context(), s.OwnKey("data-keys/secrets/"+id)); err != nil {
+		t.Fatal(err)
+	}
+	keys.Unconfirm()
+	if again := current(); again == id {
+		t.Error("etcd lacks the key, and it is used")
+	}
+}
+
+// etcd holds a key for as long as the log has events that it encrypts.
+func TestDataKeysOutliveTheLog(t *testing.T) {
+	s := fixture.New(t).Resources.Storage
+	secrets, _ := s.ByName("secrets")
+	below := s.OwnKey("data-keys/secrets/")
+	const day = 24 * time.Hour
+	for _, age := range []time.Duration{10 * day, 9 * day} {
+		key := fmt.Sprintf("%s%d-a", below, time.Now().Add(-age).Unix())
+		if _, err := s.Client.Client.Put(t.Context(), key, "x"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, test := range []struct {
+		retention time.Duration
+		keys      int64
+	}{{30 * day, 3}, {day, 3}} { // each creates a key, and the second deletes the oldest
+		if _, _, err := storage.NewDataKeys(s, "data-keys/", test.retention).Current(t.Context(), secrets); err != nil {
+			t.Fatal(err)
+		}
+		got, err := s.Client.Client.Get(t.Context(), below, clientv3.WithPrefix(), clientv3.WithCountOnly())
+		if err != nil || got.Count != test.keys {
+			t.Errorf("with a retention of %s etcd has %d keys, not %d: %v", test.retention, got.Count, test.keys, err)
 		}
 	}
 }
@@ -109,7 +168,7 @@ func TestDataKeysOfAnOlderRelease(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got, err := storage.NewDataKeys(s, "keys/").Get(t.Context(), secrets, id); err != nil || !bytes.Equal(got, secret) {
+	if got, err := storage.NewDataKeys(s, "keys/", 0).Get(t.Context(), secrets, id); err != nil || !bytes.Equal(got, secret) {
 		t.Error(err)
 	}
 }

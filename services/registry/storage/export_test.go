@@ -5,7 +5,7 @@ func (s *Storage) SetLatestRevision(revision int64) { s.latestRevision.Store(rev
 
 // OldDataKeys returns the data keys of a release that kept them outside of the prefix.
 func OldDataKeys(s *Storage) *DataKeys {
-	keys := NewDataKeys(s, "")
+	keys := NewDataKeys(s, "", 0)
 	keys.prefix = oldDataKeys
 	return keys
 }

@@ -189,7 +189,7 @@ func (s *Storage) addEtcd(client *etcdkubernetes.Client, servers []string) *Etcd
 		Client:  client,
 		Log:     s.options.logOf(servers),
 		Servers: servers,
-		prefix:  path.Join("/", s.options.Prefix) + "/",
+		prefix:  strings.TrimSuffix(path.Join("/", s.options.Prefix), "/") + "/",
 	}
 	s.etcds = append(s.etcds, e)
 	return e

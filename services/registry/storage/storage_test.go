@@ -40,6 +40,25 @@ func TestByKey(t *testing.T) {
 	}
 }
 
+// An object is below the prefix, as upstream's storage writes it, for each form of the prefix.
+func TestPrefix(t *testing.T) {
+	for prefix, want := range map[string]string{"/": "/configmaps/x/a", "": "/configmaps/x/a", "a/b/": "/a/b/configmaps/x/a"} {
+		fx := fixture.New(t, "--etcd-prefix="+prefix)
+		if _, err := fx.Write(t.Context(), fixture.ConfigMaps, &registryv1.WriteRequest{
+			Verb: "create",
+			Body: []byte(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"a"}}`),
+		}, &fixture.Callbacks{}); err != nil {
+			t.Fatal(err)
+		}
+		s := fx.Resources.Storage
+		st, ok := s.ByKey(want)
+		resp, err := s.Client.Client.Get(t.Context(), want)
+		if err != nil || resp.Count != 1 || !ok || st.Key("x", "a") != want || !strings.HasPrefix(want, s.Prefix()) {
+			t.Errorf("--etcd-prefix=%s: %s: %v, %+v, %v", prefix, want, ok, resp, err)
+		}
+	}
+}
+
 // A row holds an object in both encodings, or the error if it cannot be decoded.
 func TestRow(t *testing.T) {
 	fx := fixture.New(t)
