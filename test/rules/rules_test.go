@@ -18,8 +18,8 @@ import (
 
 // imports returns the direct imports of every package of the modules, and of every package behind them.
 var imports = sync.OnceValues(func() (map[string][]string, error) {
-	cmd := exec.Command("go", "list", "-deps", "-f", `{{.ImportPath}} {{join .Imports " "}}`, "./proto/...",
-		"./platform/...", "./services/...", "./cmd/...")
+	cmd := exec.Command("go", "list", "-deps", "-f", `{{.ImportPath}} {{join .Imports " "}}`, "watershed.dev/proto/...",
+		"watershed.dev/platform/...", "watershed.dev/services/...", "watershed.dev/cmd/...")
 	cmd.Dir = harness.Root()
 	out, err := cmd.Output()
 	if err != nil {
