@@ -77,7 +77,7 @@ type result struct {
 	Wall, CPU time.Duration
 	// Peak and Largest are bytes above the level before the shape: of all processes, and of the largest process.
 	Peak, Largest int64
-	// Left, Goroutines and Logged remain after the shape: bytes of heap, goroutines after 1 s, bytes of log.
+	// Left, Goroutines and Logged remain after the shape: bytes of heap, goroutines, bytes of log.
 	Left, Goroutines, Logged int64
 	// Gone means that the server died, was killed, or did not respond at the end.
 	Gone bool
@@ -223,13 +223,12 @@ func (b *bench) measure(s *subject, sh *shape, theirs *result) *result {
 	cancel()
 	a.close()
 	r.Wall = time.Since(began)
-	time.Sleep(time.Second)
+	s.quiet(overtime) // for half a second at least
 	after, err := s.goroutines()
 	if err == nil && after > routines+leftRoutines { // some end after a timeout
-		time.Sleep(time.Second)
+		time.Sleep(1500 * time.Millisecond)
 		after, err = s.goroutines()
 	}
-	s.quiet(overtime)
 	used := s.usage()
 	top, killed := peak()
 	if killed || s.died() { // a dead process has no times

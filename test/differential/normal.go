@@ -5,9 +5,11 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
+	"reflect"
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	apidiscoveryv2 "k8s.io/api/apidiscovery/v2"
@@ -56,7 +58,25 @@ var masks = []struct {
 // applyConflicts matches the text of conflicts of an apply, whose lines have a random order.
 var applyConflicts = regexp.MustCompile(`(?s)(Apply failed with \d+ conflicts?: )(.*)`)
 
+// maskedLength is the length in bytes up to which mask keeps its results. Most texts of a run are short, and repeat.
+const maskedLength = 256
+
+var masked sync.Map // results of mask by text
+
+// mask returns a text with the masks applied.
 func mask(s string) string {
+	if len(s) > maskedLength {
+		return applyMasks(s)
+	}
+	if known, ok := masked.Load(s); ok {
+		return known.(string)
+	}
+	result := applyMasks(s)
+	masked.Store(s, result)
+	return result
+}
+
+func applyMasks(s string) string {
 	for _, m := range masks {
 		s = m.pattern.ReplaceAllString(s, m.with)
 	}
@@ -196,8 +216,8 @@ func normal(v any) any {
 			} else if ok && k == "managedFields" { // the server's order has a precision of a second
 				slices.SortFunc(list, func(a, b any) int { return strings.Compare(manager(a), manager(b)) })
 			} else if ok && (unordered[k] || k == "resources" && v["groupVersion"] == "diff.example.com/v1" ||
-				strings.Contains(fmt.Sprint(v["kind"], out[k]), "ipallocator") || v["reason"] == nil && k == "causes" &&
-				strings.Contains(fmt.Sprint(out[k]), "FieldManagerConflict")) {
+				contains(v["kind"], "ipallocator") || contains(list, "ipallocator") ||
+				v["reason"] == nil && k == "causes" && contains(list, "FieldManagerConflict")) {
 				slices.SortFunc(list, func(a, b any) int { return strings.Compare(fmt.Sprint(a), fmt.Sprint(b)) })
 			}
 		}
@@ -219,6 +239,23 @@ func normal(v any) any {
 		return fmt.Sprint(v)
 	}
 	return v
+}
+
+// contains reports whether a text, or a key or text below a value, contains a text.
+func contains(v any, text string) bool {
+	switch v := v.(type) {
+	case map[string]any:
+		for k, e := range v {
+			if strings.Contains(k, text) || contains(e, text) {
+				return true
+			}
+		}
+	case []any:
+		return slices.ContainsFunc(v, func(e any) bool { return contains(e, text) })
+	case string:
+		return strings.Contains(v, text)
+	}
+	return false
 }
 
 func isObject(v any) bool {
@@ -260,7 +297,7 @@ func differences(at string, a, b any) []string {
 				out = append(out, fmt.Sprintf("%s.%s: nothing | %s", at, k, short(v)))
 			case !inY:
 				out = append(out, fmt.Sprintf("%s.%s: %s | nothing", at, k, short(u)))
-			default:
+			case !reflect.DeepEqual(u, v):
 				out = append(out, differences(at+"."+k, u, v)...)
 			}
 		}
@@ -276,7 +313,9 @@ func differences(at string, a, b any) []string {
 		}
 		var out []string
 		for i := range x {
-			out = append(out, differences(fmt.Sprintf("%s[%d]", at, i), x[i], y[i])...)
+			if !reflect.DeepEqual(x[i], y[i]) {
+				out = append(out, differences(fmt.Sprintf("%s[%d]", at, i), x[i], y[i])...)
+			}
 		}
 		return out
 	}
