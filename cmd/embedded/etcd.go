@@ -15,13 +15,16 @@ package embedded
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
 	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"github.com/spf13/pflag"
@@ -240,8 +243,9 @@ func runStandalone(fs *pflag.FlagSet, r lifecycle.Runner) (run func() error) {
 	}
 }
 
-// checkSameCluster rejects a start with an --initial-cluster that differs from the running members' cluster. etcd would
-// start a member without data in a second, empty cluster beside the running members.
+// checkSameCluster compares a member without data with the running members' cluster. It rejects a start with another
+// --initial-cluster: etcd would start a second, empty cluster beside the running members. A member that was added to the
+// running cluster joins it, so that a replacement needs no other flags.
 func (e *Etcd) checkSameCluster(c *embed.Config) error {
 	if c.ClusterState != embed.ClusterStateFlagNew || e.Peer == "" || hasData(e.Dir) {
 		return nil
@@ -263,19 +267,42 @@ func (e *Etcd) checkSameCluster(c *embed.Config) error {
 		if name == c.Name {
 			continue
 		}
-		resp, err := client.Get(urls[0].String() + "/members")
+		id, known, err := readMembers(client, urls[0].String())
 		if err != nil {
 			continue // the member does not run yet
 		}
-		resp.Body.Close()
-		if id := resp.Header.Get("X-Etcd-Cluster-ID"); id != "" && id != cluster.ID().String() {
+		if id != "" && id != cluster.ID().String() {
 			const text = "--initial-cluster %q: %s is a member of another cluster, %s: add this member there " +
 				"(etcdctl member add) and start it with --initial-cluster-state=existing"
 			return fmt.Errorf(text, c.InitialCluster, name, id)
 		}
+		for _, m := range known {
+			switch {
+			case !slices.Contains(m.PeerURLs, c.AdvertisePeerUrls[0].String()):
+			case m.Name == "": // etcdctl member add gives no name
+				c.ClusterState = embed.ClusterStateFlagExisting
+			case len(m.ClientURLs) > 0: // it has run
+				return fmt.Errorf("--data-dir %q has no data, and %s knows this member: replace it with etcdctl member "+
+					"remove %s, and etcdctl member add %s --peer-urls=%s", e.Dir, name, m.ID, c.Name, m.PeerURLs[0])
+			}
+		}
 	}
 	return nil
 }
+
+// readMembers returns the ID of a running member's cluster, and its members.
+func readMembers(client *http.Client, peer string) (id string, members []*membership.Member, err error) {
+	resp, err := client.Get(peer + "/members")
+	if err != nil {
+		return "", nil, err
+	}
+	defer resp.Body.Close()
+	err = json.NewDecoder(io.LimitReader(resp.Body, maxMembersBytes)).Decode(&members)
+	return resp.Header.Get("X-Etcd-Cluster-ID"), members, err
+}
+
+// maxMembersBytes bounds the list of a cluster's members.
+const maxMembersBytes = 1 << 20
 
 // peerTimeout bounds the request for another member's cluster id.
 const peerTimeout = 3 * time.Second

@@ -6,27 +6,109 @@ import (
 	"net/http"
 	"os"
 	"regexp"
+	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.uber.org/zap"
+
+	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/rpc"
 )
 
-// runEtcd runs a member until the test ends, and waits until it is ready.
-func runEtcd(t *testing.T, e *Etcd) {
+// runEtcd runs a member until the caller calls stop or the test ends, and waits until it is ready.
+func runEtcd(t *testing.T, e *Etcd) (stop func()) {
 	t.Helper()
-	ctx, cancel := context.WithCancel(t.Context())
-	member, ended := e.Runner(), make(chan error, 1)
-	go func() { ended <- member.Run(ctx) }()
-	t.Cleanup(func() { cancel(); <-ended })
-	waited, done := context.WithTimeout(ctx, 20*time.Second)
+	member, stop := startEtcd(t, e)
+	waited, done := context.WithTimeout(t.Context(), 20*time.Second)
 	defer done()
 	if err := member.Ready.Wait(waited); err != nil {
 		t.Fatal(err)
 	}
+	return stop
+}
+
+// startEtcd runs a member until the caller calls stop or the test ends.
+func startEtcd(t *testing.T, e *Etcd) (member lifecycle.Runner, stop func()) {
+	ctx, cancel := context.WithCancel(t.Context())
+	member, ended := e.Runner(), make(chan error, 1)
+	go func() { ended <- member.Run(ctx) }()
+	stop = sync.OnceFunc(func() { cancel(); <-ended })
+	t.Cleanup(stop)
+	return member, stop
+}
+
+// registryClient returns a client with registry's certificate.
+func registryClient(t *testing.T, id rpc.TLS, endpoints ...string) *clientv3.Client {
+	t.Helper()
+	conf, err := id.ClientConfig("etcd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	client, err := clientv3.New(clientv3.Config{Endpoints: endpoints, TLS: conf, Logger: zap.NewNop()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = client.Close() })
+	return client
+}
+
+// A member that has lost its data says how to replace it. Once it is replaced, it joins with the same flags.
+func TestAMemberWithoutDataIsReplaced(t *testing.T) {
+	ids := inner(t)
+	members := make([]*Etcd, 3)
+	var list, endpoints []string
+	for n := range members {
+		e := &Etcd{
+			Dir:    t.TempDir(),
+			Listen: "https://" + freeAddress(t),
+			ID:     ids("etcd"),
+			Name:   fmt.Sprintf("etcd-%d", n),
+			Peer:   "https://" + freeAddress(t),
+		}
+		members[n], list, endpoints = e, append(list, e.Name+"="+e.Peer), append(endpoints, e.Listen)
+	}
+	var ready []*lifecycle.Readiness
+	var stop func()
+	for _, e := range members {
+		e.InitialCluster = strings.Join(list, ",")
+		var member lifecycle.Runner
+		member, stop = startEtcd(t, e)
+		ready = append(ready, member.Ready)
+	}
+	for _, r := range ready {
+		eventually(t, func() error {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
+			return r.Wait(ctx)
+		})
+	}
+	lost, registry := members[2], registryClient(t, ids("registry"), endpoints[:2]...)
+	stop()
+	lost.Dir = t.TempDir()
+	err := lost.Runner().Run(t.Context())
+	remove := regexp.MustCompile(`member remove ([0-9a-f]+), .*member add etcd-2 --peer-urls=(\S+)`)
+	commands := remove.FindStringSubmatch(fmt.Sprint(err))
+	if commands == nil {
+		t.Fatalf("it starts without data: %v", err)
+	}
+	id, err := strconv.ParseUint(commands[1], 16, 64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, func() error { // etcd first waits until the other members have been connected for 5 s
+		_, err := registry.MemberRemove(t.Context(), id)
+		return err
+	})
+	eventually(t, func() error {
+		_, err := registry.MemberAdd(t.Context(), []string{commands[2]})
+		return err
+	})
+	runEtcd(t, lost)
 }
 
 // A member without data does not start a new cluster if a running member belongs to another cluster.
@@ -70,15 +152,7 @@ func TestProbesPassWhileEtcdHasNoSpace(t *testing.T) {
 		ID:      ids("etcd"),
 	}
 	runEtcd(t, e)
-	conf, err := ids("registry").ClientConfig("etcd")
-	if err != nil {
-		t.Fatal(err)
-	}
-	registry, err := clientv3.New(clientv3.Config{Endpoints: []string{e.Listen}, TLS: conf, Logger: zap.NewNop()})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer registry.Close()
+	registry := registryClient(t, ids("registry"), e.Listen)
 	full := &etcdserverpb.AlarmRequest{
 		Action: etcdserverpb.AlarmRequest_ACTIVATE,
 		Alarm:  etcdserverpb.AlarmType_NOSPACE,
