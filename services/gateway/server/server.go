@@ -16,7 +16,10 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/http"
+	"regexp"
+	"regexp/syntax"
 	"slices"
+	"strings"
 	"syscall"
 	"time"
 
@@ -87,9 +90,10 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.DurationVar(&c.RequestTimeout, "request-timeout", time.Minute,
 		"The time after which a request times out. Watches and other long-running requests have no limit.")
 	fs.StringSliceVar(&c.CORS, "cors-allowed-origins", nil,
-		"List of allowed origins for CORS, comma separated regular expressions.")
+		"List of allowed origins for CORS, comma separated regular expressions. Each must match the whole hostname: "+
+			"it starts with '^' or '//', and ends with '$' or ':'. Example: '//example\\.com(:|$)'.")
 	fs.StringSliceVar(&c.HSTS, "strict-transport-security-directives", nil,
-		"List of directives for HSTS, comma separated.")
+		"List of directives for HSTS, comma separated. Example: 'max-age=31536000,includeSubDomains,preload'.")
 	fs.Float64Var(&c.GoawayChance, "goaway-chance", 0,
 		"To prevent HTTP/2 clients from getting stuck on a single gateway, randomly close a connection (GOAWAY). "+
 			"The probability per request, from 0 to 0.02.")
@@ -141,7 +145,33 @@ func (c *Config) Validate() error {
 		errs = append(errs, fmt.Errorf("--goaway-chance %v: must be from 0 to 0.02; 0 closes no connection",
 			c.GoawayChance))
 	}
+	for _, pattern := range c.CORS {
+		if err := checkOrigin(pattern); err != nil {
+			errs = append(errs, fmt.Errorf("--cors-allowed-origins %q: %w", pattern, err))
+		}
+	}
+	for _, directive := range c.HSTS {
+		age, found := strings.CutPrefix(directive, "max-age=")
+		if directive != "includeSubDomains" && directive != "preload" && (!found || strings.Contains(age, "=")) {
+			errs = append(errs, fmt.Errorf("--strict-transport-security-directives %q: must be max-age=SECONDS, "+
+				"includeSubDomains or preload", directive))
+		}
+	}
 	return errors.Join(append(errs, c.UserLimits.Validate())...)
+}
+
+// checkOrigin returns an error if a pattern of --cors-allowed-origins is no regular expression, or if it may match a
+// part of a hostname (CVE-2022-1996). Its checks are upstream's.
+func checkOrigin(pattern string) error {
+	var invalid *syntax.Error
+	if _, err := regexp.Compile(pattern); errors.As(err, &invalid) {
+		return fmt.Errorf("must be a regular expression: %s", invalid.Code)
+	}
+	pinsStart := strings.Contains(pattern, "^") || strings.Contains(pattern, "//")
+	if !pinsStart || !strings.ContainsAny(pattern, "$:") {
+		return errors.New("must match the whole hostname: start it with '^' or '//', and end it with '$' or '(:|$)'")
+	}
+	return nil
 }
 
 // FrontProxyHeaders returns the headers that may carry an identity, by name and by prefix. The gateway removes them

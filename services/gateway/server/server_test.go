@@ -223,6 +223,34 @@ func TestFlagsOutOfRangeAreRefused(t *testing.T) {
 	}
 }
 
+// A pattern of CORS must match the whole hostname (CVE-2022-1996), and a directive of HSTS must be of RFC 6797.
+func TestOriginsAndDirectivesAreValidated(t *testing.T) {
+	for name, args := range map[string][]string{
+		`--cors-allowed-origins "example.com": must match the whole hostname: `:  {"--cors-allowed-origins=example.com"},
+		`--cors-allowed-origins "//a": must match the whole hostname: `:          {"--cors-allowed-origins=//a"},
+		`--cors-allowed-origins "a\\.com$": must match the whole hostname: `:     {`--cors-allowed-origins=a\.com$`},
+		`--cors-allowed-origins "": must match the whole hostname: `:             {`--cors-allowed-origins=//a(:|$),`},
+		`--cors-allowed-origins "^(": must be a regular expression: missing clo`: {"--cors-allowed-origins=^("},
+
+		`--strict-transport-security-directives "": must be max-age=SECONDS`: {
+			"--strict-transport-security-directives=preload,"},
+		`--strict-transport-security-directives "max-age": must be max-age=SECONDS`: {
+			"--strict-transport-security-directives=max-age"},
+		`--strict-transport-security-directives "max-age=1=2": must be max-age=SECONDS`: {
+			"--strict-transport-security-directives=max-age=1=2"},
+	} {
+		err := defaults(t, args...).Validate()
+		if err == nil || !strings.HasPrefix(err.Error(), name) || strings.Contains(err.Error(), "\n") {
+			t.Errorf("%s: %v", args, err)
+		}
+	}
+	err := defaults(t, `--cors-allowed-origins=//a\.com(:|$),^https://b\.com(:|$)`,
+		"--strict-transport-security-directives=max-age=31536000,includeSubDomains,preload").Validate()
+	if err != nil {
+		t.Error(err)
+	}
+}
+
 // A server of a shared port does not listen before it can serve. It reports unreadable files at once. A server with a
 // port of its own listens early, as kube-apiserver does.
 func TestASharedPortIsJoinedLate(t *testing.T) {
