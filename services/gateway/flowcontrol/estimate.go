@@ -3,9 +3,11 @@ package flowcontrol
 import (
 	"hash/maphash"
 	"net/http"
+	"net/url"
 	"strconv"
 	"strings"
 
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/request"
@@ -39,15 +41,20 @@ func (f *Fairness) estimate(req *http.Request, _, level string) fcrequest.WorkEs
 	if limit == 0 || limit > maxSeats {
 		limit = maxSeats
 	}
-	if info.Verb == "watch" {
-		q := req.URL.Query()
-		initial, _ := strconv.ParseBool(q.Get("sendInitialEvents"))
-		if v := q.Get("resourceVersion"); !initial && v != "" && v != "0" {
-			return fcrequest.WorkEstimate{InitialSeats: 1}
-		}
+	if info.Verb == "watch" && !hasInitialEvents(req.URL.Query()) {
+		return fcrequest.WorkEstimate{InitialSeats: 1}
 	}
 	seats := uint64((f.sizes.lookup(req).cost(req, info.Verb) + bytesPerSeat - 1) / bytesPerSeat)
 	return fcrequest.WorkEstimate{InitialSeats: min(max(seats, 1), limit)}
+}
+
+// hasInitialEvents reports whether a watch with this query begins with the existing objects.
+func hasInitialEvents(q url.Values) bool {
+	var requested bool
+	values := q["sendInitialEvents"]
+	_ = runtime.Convert_Slice_string_To_bool(&values, &requested, nil) // has no errors
+	v := q.Get("resourceVersion")
+	return requested || v == "" || v == "0"
 }
 
 // RecordListSize records the size of a list, or of a watch's initial events. compressed reports whether the source
@@ -109,8 +116,8 @@ func (s *listSizes) lookup(req *http.Request) listSize {
 	}
 	n, _ := s.whole.Get(l.whole)
 	whole, _ := n.(int64)
-	if l.limit > 0 {
-		whole = min(whole, l.limit*assumedObjectBytes)
+	if l.limit > 0 && l.limit < whole/assumedObjectBytes { // a product of the client's limit may overflow
+		whole = l.limit * assumedObjectBytes
 	}
 	return listSize{bytes: whole}
 }
@@ -161,21 +168,27 @@ func (s *listSizes) keyOf(req *http.Request) listKey {
 		_, _ = h.WriteString(text)
 		_ = h.WriteByte(0)
 	}
+	info, ok := request.RequestInfoFrom(req.Context())
+	if !ok {
+		info = &request.RequestInfo{}
+	}
 	q := req.URL.Query()
-	part(req.URL.Path)
+	// not the path, to which a client may add slashes
+	for _, name := range []string{info.APIGroup, info.APIVersion, info.Namespace, info.Resource, info.Subresource} {
+		part(name)
+	}
 	format := outputFormat(req.Header.Get("Accept"))
 	part(format)
 	l := listKey{whole: h.Sum64(), table: strings.HasSuffix(format, tableFormat)}
 	limit := q.Get("limit")
-	info, ok := request.RequestInfoFrom(req.Context())
-	if ok && info.Resource != "events" && q.Get("resourceVersion") == "0" {
+	if info.Verb == "watch" || info.Resource != "events" && q.Get("resourceVersion") == "0" {
 		limit = "" // it is ignored
 	}
 	for _, value := range []string{q.Get("labelSelector"), q.Get("fieldSelector"), q.Get("shardSelector"), limit} {
 		part(value)
 		l.partial = l.partial || value != ""
 	}
-	if q.Get("continue") != "" {
+	if q.Get("continue") != "" && info.Verb != "watch" {
 		l.partial, l.laterPage = true, true
 	}
 	// registry serves these, or they are uncompressed

@@ -67,7 +67,14 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 		"/api/v1/pods":                      maxSeats,
 		"/api/v1/secrets":                   1,
 		"/api/v1/namespaces/y/pods":         1,
-		pods + "?watch=1&sendInitialEvents=1&resourceVersion=7": 10,
+		pods + "?limit=2251799813685249":    10, // 2^51+1, whose bytes overflow
+		pods + "/":                          10,
+		pods + "//":                         10,
+		pods + "?watch=1&limit=1":           10, // the limit is ignored
+		"/api/v1/watch/namespaces/x/pods":   10,
+		pods + "?watch=1&sendInitialEvents=1&resourceVersion=7":     10,
+		pods + "?watch=1&sendInitialEvents=yes&resourceVersion=7":   10,
+		pods + "?watch=1&sendInitialEvents=False&resourceVersion=7": 1,
 	} {
 		if got := f.estimate(newRequest(t, "GET", target), "", "none"); got.InitialSeats != want ||
 			got.FinalSeats != 0 {
