@@ -81,7 +81,7 @@ func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler
 	h = genericapifilters.WithRequestDeadline(h, auditor.Sink, auditor.Policy, LongRunning, responsewriters.Codecs,
 		c.RequestTimeout)
 	h = genericfilters.WithWaitGroup(h, LongRunning, s.InFlight)
-	h = genericfilters.WithWatchTerminationDuringShutdown(h, watchesUntil(s.delayOver), watchesUntil(s.delayOver))
+	h = genericfilters.WithWatchTerminationDuringShutdown(s.watches.countEnds(h), s.watches, s.watches)
 	if c.GoawayChance > 0 {
 		h = genericfilters.WithProbabilisticGoaway(h, c.GoawayChance)
 	}
@@ -111,27 +111,6 @@ func constrainedImpersonation(h http.Handler, a authorizer.Authorizer) http.Hand
 func unconstrainedImpersonation(h http.Handler, a authorizer.Authorizer) http.Handler {
 	return impersonation.WithImpersonation(h, a, responsewriters.Codecs)
 }
-
-// watchesUntil lets watches begin until the channel is closed. Upstream's filter then responds 503. Without it such a
-// watch would end at once with a bookmark, and client-go would open it again without a pause. kube-apiserver has the
-// filter if --shutdown-watch-termination-grace-period is set.
-type watchesUntil chan struct{}
-
-// Add implements genericfilters.RequestWaitGroup.
-func (c watchesUntil) Add(int) error {
-	select {
-	case <-c:
-		return errors.New("the server is shutting down")
-	default:
-		return nil
-	}
-}
-
-// Done implements genericfilters.RequestWaitGroup.
-func (watchesUntil) Done() {}
-
-// ShuttingDown implements request.ServerShutdownSignal.
-func (c watchesUntil) ShuttingDown() <-chan struct{} { return c }
 
 // limited limits the requests to next, by flow control or by the number in flight.
 func (s *Server) limited(next http.Handler, p ChainConfig) http.Handler {

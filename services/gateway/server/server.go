@@ -106,8 +106,9 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"The period after --shutdown-delay-duration over which watches are ended, so that their clients do not all "+
 			"reconnect at once. 0: all end immediately.")
 	fs.BoolVar(&c.ShutdownSendRetryAfter, "shutdown-send-retry-after", false,
-		"If true, the gateway listens until all requests in flight have ended, watches excepted. During this window it "+
-			"rejects requests with status 429, Retry-After and Connection: close.")
+		"If true, the gateway listens until all requests in flight have ended. It waits for watches until "+
+			"--shutdown-watch-termination-grace-period is over, and for no other long-running requests. During this "+
+			"window it rejects requests with status 429, Retry-After and Connection: close.")
 	fs.StringSliceVar(&c.RequestHeaderUserHeaders, "requestheader-username-headers", nil,
 		"Request headers to inspect for usernames.")
 	fs.StringSliceVar(&c.RequestHeaderUIDHeaders, "requestheader-uid-headers", nil,
@@ -192,8 +193,8 @@ func (c *Config) FrontProxyHeaders() (names, prefixes []string) {
 //   - listening: Run accepts connections.
 //   - shutting down: ShuttingDown is closed. The server is not ready and still serves, for --shutdown-delay-duration.
 //   - draining: the listener is closed. Clients' watches end in 64 steps over the grace period, and other requests
-//     finish. With --shutdown-send-retry-after the listener stays open until these have finished, and new requests
-//     receive 429.
+//     finish. With --shutdown-send-retry-after the listener stays open until requests and watches have ended, and new
+//     requests receive 429. The connections then close within retryAfterCloseTimeout.
 type Server struct {
 	config *Config
 	// ShuttingDown is closed when the shutdown starts: the server is not ready and still serves for
@@ -202,6 +203,7 @@ type Server struct {
 	InFlight     *waitgroup.SafeWaitGroup
 	// delayOver is closed after --shutdown-delay-duration.
 	delayOver chan struct{}
+	watches   *openWatches
 	// shutdownStagger channels are closed in turn, over the grace period of watches.
 	shutdownStagger [64]chan struct{}
 	userLimits      *userLimits
@@ -222,10 +224,12 @@ func (s *Server) ShutdownStagger(ctx context.Context) <-chan struct{} {
 
 // NewServer returns a server that does not listen yet.
 func NewServer(c *Config) *Server {
+	delayOver := make(chan struct{})
 	s := &Server{
 		config:       c,
 		ShuttingDown: make(chan struct{}),
-		delayOver:    make(chan struct{}),
+		delayOver:    delayOver,
+		watches:      &openWatches{until: delayOver},
 		InFlight:     new(waitgroup.SafeWaitGroup),
 		userLimits:   newUserLimits(&c.UserLimits),
 		Handshakes:   turns.OfProcessors(),
@@ -317,63 +321,6 @@ func (c *Config) server(h http.Handler, conf *tls.Config) *http.Server {
 			MaxReceiveBufferPerConnection: int(min(streams*resourceBody99Percentile, 1<<30)),
 		},
 	}
-}
-
-// shutDown stops the server in kube-apiserver's order (k8s.io/apiserver/pkg/server/genericapiserver.go). First it is
-// not ready and still serves for the delay. Then it accepts no connection and sends GOAWAY on the open connections.
-// Requests finish by themselves, and watches end over their grace period.
-func (s *Server) shutDown(srv *http.Server) error {
-	c := s.config
-	close(s.ShuttingDown)
-	time.Sleep(c.ShutdownDelay)
-	close(s.delayOver)
-	drain, cancel := context.WithTimeout(context.Background(), c.RequestTimeout+c.WatchGracePeriod)
-	defer cancel()
-	go func() {
-		for _, w := range s.shutdownStagger {
-			close(w)
-			time.Sleep(c.WatchGracePeriod / time.Duration(len(s.shutdownStagger)))
-		}
-	}()
-	idle := make(chan struct{}) // no request uses a hijacked connection
-	go func() { s.InFlight.Wait(); close(idle) }()
-	wait := func() {
-		select {
-		case <-idle:
-		case <-drain.Done():
-		}
-	}
-	if c.ShutdownSendRetryAfter {
-		wait()
-	}
-	if !closeConnections(drain, srv) {
-		s.userLimits.closeSockets()
-		return srv.Close()
-	}
-	wait()
-	return nil
-}
-
-// goawayInterval is how often a draining server sends GOAWAY on the connections that have not received it.
-const goawayInterval = 500 * time.Millisecond
-
-// closeConnections closes the listener, and each connection once it is idle. It returns false if ctx ends before.
-// Shutdown sends GOAWAY on the HTTP/2 connections that it finds. If the handshake of a connection ends later, Shutdown
-// would wait for it until ctx ends, and its client would open watches that end at once. So Shutdown is called again.
-func closeConnections(ctx context.Context, srv *http.Server) bool {
-	for {
-		attempt, cancel := context.WithTimeout(ctx, goawayInterval)
-		err := srv.Shutdown(attempt)
-		cancel()
-		if err == nil || ctx.Err() != nil {
-			return err == nil
-		}
-	}
-}
-
-// StopTimeout returns the longest time that the server takes to stop.
-func (c *Config) StopTimeout() time.Duration {
-	return c.ShutdownDelay + c.WatchGracePeriod + c.RequestTimeout + 5*time.Second
 }
 
 // connWriteTimeout is how long a connection's peer may accept no byte before the connection is closed. A stream that

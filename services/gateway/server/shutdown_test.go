@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -164,6 +165,66 @@ func TestAStoppingServerRejectsRequests(t *testing.T) {
 	}
 	if err := <-ended; err != nil {
 		t.Error(err)
+	}
+}
+
+// With --shutdown-send-retry-after the server also listens until its watches have ended, within their grace period. Then
+// it does not wait for other long-running requests, such as a log.
+func TestAStoppingServerListensUntilWatchesEnd(t *testing.T) {
+	port := freePort(t)
+	c := defaults(t, "--shutdown-send-retry-after", "--shutdown-watch-termination-grace-period=1m",
+		"--bind-address=127.0.0.1", "--secure-port="+strconv.Itoa(port))
+	c.TLS.CertFile, c.TLS.KeyFile = leaf(t, authority(t, t.TempDir(), "ca"), "server", "localhost")
+	s := NewServer(c)
+	begun, end := make(chan struct{}, 2), make(chan struct{})
+	h := s.watches.countEnds(http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
+		begun <- struct{}{}
+		select {
+		case <-end:
+		case <-req.Context().Done():
+		}
+		if strings.HasSuffix(req.URL.Path, "/log") {
+			<-req.Context().Done()
+		}
+	}))
+	h = genericfilters.WithWatchTerminationDuringShutdown(h, s.watches, s.watches)
+	h = genericapifilters.WithRequestInfo(genericfilters.WithRetryAfter(h, s.delayOver), paths.RequestInfo)
+	ctx, stop := context.WithCancel(t.Context())
+	listening, ended := make(chan struct{}), make(chan error, 1)
+	go func() { ended <- s.Run(ctx, h, nil, func() { close(listening) }) }()
+	<-listening
+	get := func(path string) int {
+		client := &http.Client{Transport: &http.Transport{
+			DisableKeepAlives: true,
+			TLSClientConfig:   &tls.Config{InsecureSkipVerify: true},
+			ForceAttemptHTTP2: true,
+		}}
+		resp, err := client.Get("https://" + net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) + path)
+		if err != nil {
+			return 0
+		}
+		resp.Body.Close()
+		return resp.StatusCode
+	}
+	go get("/api/v1/pods?watch=1")
+	go get("/api/v1/namespaces/x/pods/p/log")
+	<-begun
+	<-begun
+	stop()
+	<-s.delayOver
+	for range 50 { // a closed listener would refuse the later connections
+		if code := get("/api/v1/pods"); code != http.StatusTooManyRequests {
+			t.Fatalf("a request during the shutdown gets %d", code)
+		}
+	}
+	close(end)
+	select {
+	case err := <-ended:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(c.WatchGracePeriod / 2):
+		t.Error("the server has not stopped after its watches")
 	}
 }
 
