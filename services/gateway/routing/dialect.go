@@ -3,11 +3,13 @@ package routing
 import (
 	"net/http"
 	"slices"
+	"strings"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
+	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/features"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
@@ -33,6 +35,8 @@ type dialect interface {
 	offersMediaType(subtype string) bool
 	// deprecated reports whether the request counts as a request for a deprecated API.
 	deprecated(*requestContext) bool
+	// metricsLabels returns the verb and the scope with which upstream counts the request.
+	metricsLabels(*requestContext) (verb, scope string)
 }
 
 func dialectOf(e *registryv1.APIResource) dialect {
@@ -40,6 +44,12 @@ func dialectOf(e *registryv1.APIResource) dialect {
 		return custom{}
 	}
 	return builtIn{}
+}
+
+// reject marks a request that upstream rejects with err before its handler, and so does not count in metrics.
+func (c *requestContext) reject(err error) error {
+	c.rejected = true
+	return err
 }
 
 // errUnwatchable returns an error for a watch of a resource that only supports list.
@@ -103,12 +113,12 @@ func (d builtIn) checkVerb(c *requestContext) error {
 		return err
 	}
 	if c.req.Method == http.MethodHead || !d.verbRouted(c) {
-		return responsewriters.MethodNotAllowed
+		return c.reject(responsewriters.MethodNotAllowed)
 	}
 	// A strategic merge patch needs a Go type.
 	if t := mediaType(c.req); c.info.Verb == "patch" && !slices.Contains(patchTypes(), t) &&
 		t != string(types.StrategicMergePatchType) {
-		return responsewriters.NewFrameworkError(http.StatusUnsupportedMediaType, "Unsupported Media Type")
+		return c.reject(responsewriters.NewFrameworkError(http.StatusUnsupportedMediaType, "Unsupported Media Type"))
 	}
 	return nil
 }
@@ -141,7 +151,7 @@ func (builtIn) checkAccept(c *requestContext) error {
 			return nil
 		}
 	}
-	return responsewriters.NewNotAcceptable(produced)
+	return c.reject(responsewriters.NewNotAcceptable(produced))
 }
 
 func (builtIn) offersMediaType(string) bool { return true }
@@ -149,6 +159,25 @@ func (builtIn) offersMediaType(string) bool { return true }
 // deprecated ignores requests that the web framework rejects.
 func (d builtIn) deprecated(c *requestContext) bool {
 	return c.apiResource.Deprecation != "" && d.checkVerb(c) == nil && d.checkAccept(c) == nil
+}
+
+// metricsLabels follows the routes of k8s.io/apiserver/pkg/endpoints/installer.go. The scope is the path's, also if a
+// selector names an object. A watch uses the route of a list, unless its path is the old form.
+func (builtIn) metricsLabels(c *requestContext) (verb, scope string) {
+	verb, scope = strings.ToUpper(c.info.Verb), "cluster"
+	switch {
+	case len(c.apiResource.ConnectMethods) > 0:
+		verb = "CONNECT"
+	case c.info.Verb == "watch" && !watchPath(c.req):
+		verb = "LIST"
+	}
+	switch {
+	case len(c.info.Parts) > 1 || c.info.Verb == "create":
+		scope = "resource"
+	case c.namespace() != "":
+		scope = "namespace"
+	}
+	return verb, scope
 }
 
 // custom is the dialect of custom resources
@@ -188,7 +217,7 @@ func (custom) checkVerb(c *requestContext) error {
 		supported = c.hasVerb(c.info.Verb)
 	}
 	if !supported {
-		return apierrors.NewMethodNotSupported(c.groupResource(), c.info.Verb)
+		return c.reject(apierrors.NewMethodNotSupported(c.groupResource(), c.info.Verb))
 	}
 	if c.info.Verb == "patch" && !slices.Contains(patchTypes(), mediaType(c.req)) {
 		return negotiation.NewUnsupportedMediaTypeError(patchTypes())
@@ -203,4 +232,9 @@ func (custom) offersMediaType(subtype string) bool { return subtype != "vnd.kube
 
 func (custom) deprecated(c *requestContext) bool {
 	return c.apiResource.Deprecation != "" || len(c.apiResource.Warnings) > 0
+}
+
+// metricsLabels takes the scope from RequestInfo, in which a selector may set the name.
+func (custom) metricsLabels(c *requestContext) (verb, scope string) {
+	return strings.ToUpper(c.info.Verb), metrics.CleanScope(c.info)
 }

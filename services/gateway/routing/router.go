@@ -17,7 +17,6 @@ import (
 	"errors"
 	"net/http"
 	"slices"
-	"strings"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -102,6 +101,8 @@ type requestContext struct {
 	out *registryv1.Output
 	// body is the body of a write.
 	body []byte
+	// rejected is set by reject.
+	rejected bool
 }
 
 // ServeHTTP implements http.Handler.
@@ -122,12 +123,6 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		return
 	}
 	u, _ := request.UserFrom(req.Context())
-	scope := "cluster" // as k8s.io/apiserver/pkg/endpoints/installer.go has it
-	if info.Name != "" || info.Verb == "create" {
-		scope = "resource"
-	} else if info.Namespace != "" {
-		scope = "namespace"
-	}
 	c := &requestContext{
 		router:      r,
 		w:           w,
@@ -137,12 +132,12 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		dialect:     dialectOf(apiResource),
 		user:        identity.UserProto(u),
 	}
-	c.serve(scope)
+	c.serve()
 }
 
 // serve serves the request and records its metrics when it ends, as upstream's InstrumentHandlerFunc does
 // (k8s.io/apiserver/pkg/endpoints/metrics). A detached watch ends after its handler.
-func (c *requestContext) serve(scope string) {
+func (c *requestContext) serve() {
 	req := c.req
 	received, ok := request.ReceivedTimestampFrom(req.Context())
 	if !ok {
@@ -161,7 +156,8 @@ func (c *requestContext) serve(scope string) {
 	if h2writer.Detached(req) && !deprecated { // the metrics of a deprecated resource annotate the audit event
 		monitoredRequest = monitored(req, c.info)
 	}
-	info, removed := c.info, c.apiResource.RemovedRelease
+	info, removed, rejected, stream := c.info, c.apiResource.RemovedRelease, c.rejected, h2writer.StreamFrom(req)
+	verb, scope := c.dialect.metricsLabels(c)
 	traffic, slow := c.router.Traffic, c.router.Slow
 	if info.Verb == "watch" || slices.Contains(connections, info.Subresource) {
 		traffic = nil
@@ -174,9 +170,12 @@ func (c *requestContext) serve(scope string) {
 				slow.add(monitoredRequest(), info, status, took)
 			}
 		}
-		if panicked == nil {
-			metrics.MonitorRequest(monitoredRequest(), strings.ToUpper(info.Verb), info.APIGroup, info.APIVersion,
-				info.Resource, info.Subresource, scope, metrics.APIServerComponent, deprecated, removed, status, size,
+		if stream != nil {
+			size += int(stream.Written()) // a hijacked body bypasses the delegate
+		}
+		if panicked == nil && !rejected {
+			metrics.MonitorRequest(monitoredRequest(), verb, info.APIGroup, info.APIVersion, info.Resource,
+				info.Subresource, scope, metrics.APIServerComponent, deprecated, removed, status, size,
 				time.Since(received))
 		}
 	})
@@ -238,7 +237,7 @@ func (c *requestContext) dispatch() {
 	}
 	if len(c.apiResource.ConnectMethods) > 0 {
 		if !slices.Contains(c.apiResource.ConnectMethods, c.req.Method) {
-			c.fail(responsewriters.MethodNotAllowed)
+			c.fail(c.reject(responsewriters.MethodNotAllowed))
 			return
 		}
 		c.connect()
