@@ -11,6 +11,7 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 	handlersmetrics "k8s.io/apiserver/pkg/endpoints/handlers/metrics"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
+	genericfilters "k8s.io/apiserver/pkg/server/filters"
 	cachermetrics "k8s.io/apiserver/pkg/storage/cacher/metrics"
 	"k8s.io/apiserver/pkg/util/compatibility"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
@@ -244,14 +245,22 @@ func (g *Service) Run(ctx context.Context) error {
 	serviceCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	wg.Go(func() { g.watchServices(serviceCtx) })
 	wg.Go(func() { g.files.Run(serviceCtx) })
-	if g.flowControl != nil {
-		wg.Go(func() { g.flowControl.Run(serviceCtx) })
-	}
+	wg.Go(func() { g.limitRequests(serviceCtx) })
 	err := g.server.Run(ctx, g.handler, g.joinable, func() { g.ready.Set("server", nil) })
 	g.auditor.Close()
 	cancel()
 	wg.Wait()
 	return err
+}
+
+// limitRequests runs flow control until ctx ends. Without flow control it starts the updates of the metric of requests
+// in flight.
+func (g *Service) limitRequests(ctx context.Context) {
+	if g.flowControl != nil {
+		g.flowControl.Run(ctx)
+		return
+	}
+	genericfilters.StartMaxInFlightWatermarkMaintenance(ctx.Done())
 }
 
 // watchServices runs the streams and tasks that follow the other services, until ctx ends.

@@ -359,6 +359,19 @@ func TestExternalAddress(t *testing.T) {
 	}
 }
 
+// Without flow control, the requests in flight are counted.
+func TestRequestsInFlightAreCounted(t *testing.T) {
+	g := newTestGateway(t, &fakeServices{})
+	g.awaitReady(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	g.limitRequests(ctx)
+	eventually(t, func() bool {
+		_, page, _ := g.doRequest("GET", "/metrics", "t")
+		return strings.Contains(page, "\napiserver_current_inflight_requests{")
+	})
+}
+
 // A gateway does not start if a flag's value is out of range.
 func TestBoundsOutOfRangeAreRefused(t *testing.T) {
 	for _, flag := range []string{"--min-request-timeout=-1", "--goaway-chance=1", "--max-requests-inflight=-1",
