@@ -29,6 +29,7 @@ var replacedGates = map[featuregate.Feature]replacedGate{
 	features.CBORServingAndStorage:                 {},
 	features.ConstrainedImpersonation:              {},
 	features.DetectCacheInconsistency:              {},
+	features.RemoteRequestHeaderUID:                {},
 	features.ShardedListAndWatch:                   {},
 	features.StorageVersionHash:                    {},
 	features.WatchCacheInitializationPostStartHook: {},
@@ -38,7 +39,6 @@ var replacedGates = map[featuregate.Feature]replacedGate{
 	// It is a check of the start only: the gateways proxy to no peer, and --peer-ca-file is rejected.
 	features.UnknownVersionInteroperabilityProxy: {},
 	// Upstream's authentication filter reads it.
-	features.RemoteRequestHeaderUID:            {},
 	features.UnauthenticatedHTTP2DOSMitigation: {},
 
 	features.APIServingWithRoutine:       {noEffect: "requests are served by the goroutines of package server"},

@@ -18,15 +18,20 @@ import (
 	"sync/atomic"
 
 	"github.com/spf13/pflag"
+	"go.opentelemetry.io/otel"
+	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/proxy"
 	"k8s.io/apiserver/pkg/authentication/user"
 	endpointmetrics "k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/features"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	"k8s.io/apiserver/pkg/util/flowcontrol"
 	proxyutil "k8s.io/apiserver/pkg/util/proxy"
 	"k8s.io/client-go/transport"
+	"k8s.io/component-base/tracing"
 	"k8s.io/streaming/pkg/httpstream"
 
 	"watershed.dev/platform/discovery"
@@ -175,9 +180,13 @@ func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version s
 	}
 	out, cancel := proxyutil.NewRequestForProxy(location, req)
 	defer cancel()
-	h := proxy.NewUpgradeAwareHandler(location, withUser(u, s.transport), true, upgrades, unavailableResponder{})
+	asUser := withUser(u, s.transport)
+	if !upgrades && trace.SpanContextFromContext(req.Context()).IsSampled() { // otherwise the span would only cost time
+		asUser = tracing.WrapperFor(otel.GetTracerProvider())(asUser)
+	}
+	h := proxy.NewUpgradeAwareHandler(location, asUser, true, upgrades, unavailableResponder{})
 	if upgrades { // the upgrade does not use the transport that adds the user's headers
-		transport.SetAuthProxyHeaders(out, u.GetName(), u.GetUID(), u.GetGroups(), u.GetExtra())
+		transport.SetAuthProxyHeaders(out, u.GetName(), uidOf(u), u.GetGroups(), u.GetExtra())
 		upgraded, err := upgrade.Transport(req.Context(), s.transport)
 		if err != nil {
 			fail(w, req, err.Error(), http.StatusInternalServerError)
@@ -196,15 +205,23 @@ func (s *server) urlFor(path string) *url.URL {
 }
 
 func withUser(u user.Info, rt http.RoundTripper) http.RoundTripper {
-	return transport.NewAuthProxyRoundTripper(u.GetName(), u.GetUID(), u.GetGroups(), u.GetExtra(), rt)
+	return transport.NewAuthProxyRoundTripper(u.GetName(), uidOf(u), u.GetGroups(), u.GetExtra(), rt)
 }
 
-// unavailableResponder writes 503 if a server is unreachable.
+// uidOf returns the UID that aggregated servers receive.
+func uidOf(u user.Info) string {
+	if !utilfeature.DefaultFeatureGate.Enabled(features.RemoteRequestHeaderUID) {
+		return ""
+	}
+	return u.GetUID()
+}
+
+// unavailableResponder writes 503 if a server is unreachable. kube-aggregator does not count it as a termination.
 type unavailableResponder struct{}
 
 // Error implements proxy.ErrorResponder.
-func (unavailableResponder) Error(w http.ResponseWriter, req *http.Request, err error) {
-	fail(w, req, err.Error(), http.StatusServiceUnavailable)
+func (unavailableResponder) Error(w http.ResponseWriter, _ *http.Request, err error) {
+	http.Error(w, err.Error(), http.StatusServiceUnavailable)
 }
 
 // fail writes an error and counts it, as kube-aggregator does. The labels omit the resource and the path, because the

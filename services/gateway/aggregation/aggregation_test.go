@@ -12,11 +12,17 @@ import (
 	"testing"
 	"time"
 
+	"go.opentelemetry.io/otel/trace"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/authentication/user"
+	endpointmetrics "k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/features"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	"k8s.io/apiserver/pkg/util/flowcontrol"
+	featuregatetesting "k8s.io/component-base/featuregate/testing"
+	"k8s.io/component-base/metrics/legacyregistry"
 
 	"watershed.dev/platform/discovery"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -109,7 +115,61 @@ func TestRequestCarriesItsUser(t *testing.T) {
 	}
 }
 
-// A server that is unavailable, unreachable, or has an untrusted certificate leads to 503. A redirect is rejected.
+// The feature gate RemoteRequestHeaderUID decides whether an aggregated server receives the UID.
+func TestTheFeatureGateSendsTheUID(t *testing.T) {
+	p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, r *http.Request) {
+		fmt.Fprint(w, r.Header.Values("X-Remote-Uid"))
+	}))
+	for enabled, want := range map[bool]string{true: "[7]", false: "[]"} {
+		t.Run(fmt.Sprint(enabled), func(t *testing.T) {
+			gate := utilfeature.DefaultFeatureGate
+			featuregatetesting.SetFeatureGateDuringTest(t, gate, features.RemoteRequestHeaderUID, enabled)
+			if got := serve(p, &user.DefaultInfo{Name: "bob", UID: "7"}, nil).Body.String(); got != want {
+				t.Error(got)
+			}
+		})
+	}
+}
+
+// The trace of a sampled request continues at the aggregated server.
+func TestATraceContinuesAtTheServer(t *testing.T) {
+	p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, r *http.Request) {
+		fmt.Fprint(w, r.Header.Get("Traceparent"))
+	}))
+	for flags, want := range map[trace.TraceFlags]string{
+		trace.FlagsSampled: "00-01000000000000000000000000000000-0200000000000000-01",
+		0:                  "",
+	} {
+		span := trace.NewSpanContext(trace.SpanContextConfig{TraceID: trace.TraceID{1}, SpanID: trace.SpanID{2},
+			TraceFlags: flags})
+		ctx := request.WithUser(trace.ContextWithSpanContext(t.Context(), span), &user.DefaultInfo{Name: "bob"})
+		w := httptest.NewRecorder()
+		p.Serve(w, httptest.NewRequestWithContext(ctx, "GET", "/apis/metrics.k8s.io/v1/nodes", nil), "metrics.k8s.io", "v1")
+		if got := w.Body.String(); got != want {
+			t.Errorf("flags %v: %q", flags, got)
+		}
+	}
+}
+
+// terminations returns the number of requests that the proxy has counted as terminated.
+func terminations(t *testing.T) (n float64) {
+	t.Helper()
+	families, err := legacyregistry.DefaultGatherer.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range families {
+		if f.GetName() == "apiserver_request_terminations_total" {
+			for _, m := range f.GetMetric() {
+				n += m.GetCounter().GetValue()
+			}
+		}
+	}
+	return n
+}
+
+// A server that is unavailable, unreachable, or has an untrusted certificate leads to 503. Only a server that is not
+// available counts as a termination, as in kube-aggregator. A redirect is rejected.
 func TestUnreachableServerIsUnavailable(t *testing.T) {
 	bob := &user.DefaultInfo{Name: "bob"}
 	notAvailable, unchecked, unreachable := newAggregatedServer(
@@ -125,13 +185,21 @@ func TestUnreachableServerIsUnavailable(t *testing.T) {
 	notAvailable.Available = false
 	unchecked.InsecureSkipTlsVerify = false
 	unreachable.Addresses = []string{"127.0.0.1:1"}
-	for name, r := range map[string]*registryv1.APIService{
-		"not available":         notAvailable,
-		"another's certificate": unchecked,
-		"unreachable":           unreachable,
+	endpointmetrics.Register()
+	for name, x := range map[string]struct {
+		r       *registryv1.APIService
+		counted float64
+	}{
+		"not available":         {notAvailable, 1},
+		"another's certificate": {unchecked, 0},
+		"unreachable":           {unreachable, 0},
 	} {
-		if w := serve(proxyTo(t, r), bob, nil); w.Code != http.StatusServiceUnavailable {
+		before := terminations(t)
+		if w := serve(proxyTo(t, x.r), bob, nil); w.Code != http.StatusServiceUnavailable {
 			t.Errorf("%s: %d %s", name, w.Code, w.Body)
+		}
+		if got := terminations(t) - before; got != x.counted {
+			t.Errorf("%s: %v terminations, not %v", name, got, x.counted)
 		}
 	}
 	moved := newAggregatedServer(t, func(w http.ResponseWriter, r *http.Request) {
