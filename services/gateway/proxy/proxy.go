@@ -194,10 +194,10 @@ func (p *Handler) serveLog(
 	}
 	w.Header().Set("Content-Type", contentType)
 	w.WriteHeader(http.StatusOK)
+	_ = http.NewResponseController(w).Flush() // the client sees that the log is found before its first line
 	var to io.Writer = w
 	if flush {
 		to = flushwriter.Wrap(w)
-		_ = http.NewResponseController(w).Flush()
 	}
 	defer context.AfterFunc(req.Context(), func() { _ = out.Close() })()
 	_, _ = io.Copy(to, out)

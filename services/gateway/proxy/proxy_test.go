@@ -64,8 +64,8 @@ func TestARequestIsProxied(t *testing.T) {
 	}
 }
 
-// A log is the kubelet's unchanged response. A rejection of the kubelet becomes an API error, and redirects are not
-// followed.
+// A log is the kubelet's unchanged response, and its headers do not wait for its first line. A rejection of the kubelet
+// becomes an API error, and redirects are not followed.
 func TestLogs(t *testing.T) {
 	kubelet := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
@@ -78,23 +78,25 @@ func TestLogs(t *testing.T) {
 		}
 	}))
 	defer kubelet.Close()
-	log := func(path string) (*httptest.ResponseRecorder, error) {
+	log := func(path string, follow bool) (*httptest.ResponseRecorder, error) {
 		return serve(newTestHandler(t), &registryv1.Connection{
 			Url:         kubelet.URL + path,
 			Transport:   registryv1.Transport_TRANSPORT_KUBELET_INSECURE,
 			ContentType: "text/plain",
-			Flush:       true,
+			Flush:       follow,
 		})
 	}
-	if w, err := log("/log"); err != nil || w.Body.String() != "line 1\nline 2\n" ||
-		w.Header().Get("Content-Type") != "text/plain" || !w.Flushed {
-		t.Errorf("%q %v, %v", w.Body, w.Header(), err)
+	for _, follow := range []bool{true, false} {
+		if w, err := log("/log", follow); err != nil || w.Body.String() != "line 1\nline 2\n" ||
+			w.Header().Get("Content-Type") != "text/plain" || !w.Flushed {
+			t.Errorf("follow=%v: %q %v, flushed: %v, %v", follow, w.Body, w.Header(), w.Flushed, err)
+		}
 	}
-	if _, err := log("/missing"); !apierrors.IsBadRequest(err) ||
+	if _, err := log("/missing", false); !apierrors.IsBadRequest(err) ||
 		!strings.Contains(err.Error(), `container "c" not found`) {
 		t.Errorf("%v", err)
 	}
-	if w, err := log("/elsewhere"); err == nil {
+	if w, err := log("/elsewhere", false); err == nil {
 		t.Errorf("a redirect is followed: %d %q", w.Code, w.Body)
 	}
 	if w, err := serve(newTestHandler(t), &registryv1.Connection{}); err != nil || w.Code != http.StatusNoContent {
