@@ -337,12 +337,13 @@ func serveHTTP2(srv *http.Server, streams int, contextOf connContext) error {
 	if err := http2.ConfigureServer(srv, h2); err != nil {
 		return err
 	}
-	srv.TLSNextProto[http2.NextProtoTLS] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
+	// h is net/http's handler. It calls srv.Handler, and itself responds to "OPTIONS *" with 200, as over HTTP/1.1.
+	srv.TLSNextProto[http2.NextProtoTLS] = func(srv *http.Server, conn *tls.Conn, h http.Handler) {
 		h2conn := h2writer.NewConn(conn, connWriteTimeout, streams)
 		h2.ServeConn(h2conn, &http2.ServeConnOpts{
 			Context:    contextOf(h2conn.WithConn(context.Background()), conn),
 			BaseConfig: srv,
-			Handler:    srv.Handler,
+			Handler:    h,
 		})
 	}
 	return nil

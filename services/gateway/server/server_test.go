@@ -206,6 +206,31 @@ func TestGosClientsOpenFurtherConnections(t *testing.T) {
 	}
 }
 
+// "OPTIONS *" gets 200 from net/http, over HTTP/1.1 and HTTP/2. The filters do not authenticate it.
+func TestOptionsOfTheServerSkipTheFilters(t *testing.T) {
+	s := serve(t, defaults(t), http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		http.Error(w, "a filter", http.StatusUnauthorized)
+	}))
+	for major, client := range map[int]*http.Client{
+		1: {Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}},
+		2: s.Client(),
+	} {
+		req, err := http.NewRequest(http.MethodOptions, s.URL, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.URL.Opaque = "*"
+		resp, err := client.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp.Body.Close()
+		if resp.StatusCode != http.StatusOK || resp.ProtoMajor != major {
+			t.Errorf("HTTP/%d: %s over %s", major, resp.Status, resp.Proto)
+		}
+	}
+}
+
 // Flags outside kube-apiserver's ranges are rejected by a line that names the flag and its value.
 func TestFlagsOutOfRangeAreRefused(t *testing.T) {
 	for _, flag := range []string{
