@@ -4,6 +4,7 @@ import (
 	"context"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
@@ -46,7 +47,7 @@ func (o *objects) Current(ctx context.Context) (int64, error) { return o.etcd.Re
 // errCRDChanged is returned if a query's resource changed before the revision of its objects. The caller calls again.
 var errCRDChanged = status.Error(codes.Unavailable, "the definition of the resource has just changed")
 
-// Select implements watch.Objects. It reads the selected keys at etcd's current revision, in pages.
+// Select implements watch.Objects. It reads the selected keys at etcd's current revision.
 func (o *objects) Select(ctx context.Context, q *query.Query, start events.Start) ([]*cache.Item, int64, error) {
 	// Read the revision first: a later change of the CRD is then in the log after this revision.
 	revision, err := o.etcd.ReadRevision(ctx)
@@ -65,12 +66,8 @@ func (o *objects) Select(ctx context.Context, q *query.Query, start events.Start
 	} else if scope.APIResource.Digest != q.Entry.Digest {
 		return nil, 0, errCRDChanged
 	}
-	prefix := stored.Prefix + q.Prefix()
-	if name, ok := q.ExactName(); ok {
-		prefix += name // and longer names, which the selector excludes
-	}
 	var items []*cache.Item
-	err = source.ReadPages(ctx, o.etcd, prefix, revision, false, func(kvs []*mvccpb.KeyValue) error {
+	err = o.read(ctx, stored, q, revision, func(kvs []*mvccpb.KeyValue) error {
 		for _, row := range source.EncodeRows(ctx, stored, kvs) {
 			if row.Unreadable != "" {
 				if q.SkipUnreadable {
@@ -85,4 +82,19 @@ func (o *objects) Select(ctx context.Context, q *query.Query, start events.Start
 		return nil
 	})
 	return items, revision, err
+}
+
+// read calls each with the keys and values of the query's namespace, or of its only name.
+func (o *objects) read(ctx context.Context, stored *storage.Resource, q *query.Query, revision int64,
+	each func([]*mvccpb.KeyValue) error) error {
+	prefix := stored.Prefix + q.Prefix()
+	name, ok := q.ExactName()
+	if !ok || name == "" { // no object has an empty name
+		return source.ReadPages(ctx, o.etcd, prefix, revision, false, each)
+	}
+	resp, err := o.etcd.Client.Client.Get(ctx, prefix+name, clientv3.WithRev(revision))
+	if err != nil {
+		return err
+	}
+	return each(resp.Kvs)
 }
