@@ -38,9 +38,10 @@ const (
 	// make pageBytes at the last page's average size, at most maxPage. Objects have between 100 bytes and 3 MB.
 	firstPage = 20
 	maxPage   = 2000
-	// keysPage is the page size of a read of keys. etcd reads the values too, and their sizes are unknown here.
-	keysPage  = 64
-	pageBytes = 8 << 20
+	// maxKeysPage bounds a page of keys, as kube-apiserver does for its consistency check. etcd counts all keys
+	// after a page, so small pages of many keys take quadratic time.
+	maxKeysPage = 10000
+	pageBytes   = 8 << 20
 	// rowsBytes is about how many bytes of rows a message holds. A larger row has a message to itself.
 	rowsBytes = 4 << 20
 	// maxSnapshots and maxLogReads bound the concurrent calls of Snapshot and of ReadLog. A snapshot holds a page of
@@ -219,7 +220,9 @@ func sendKeys(ctx context.Context, st *storage.Resource, out *snapshotChunks) er
 	return out.flush()
 }
 
-// ReadPages reads all keys with a prefix at one revision, in pages of about pageBytes. If keysOnly, it reads no values.
+// ReadPages reads all keys with a prefix at one revision, in pages of about pageBytes. If keysOnly, only every second
+// page has values. etcd holds the values of each page in memory, also of a page without them. A small page with values
+// therefore precedes each page without: its average size limits the next page to about pageBytes in etcd.
 func ReadPages(
 	ctx context.Context,
 	etcd *storage.Etcd,
@@ -228,26 +231,25 @@ func ReadPages(
 	keysOnly bool,
 	each func([]*mvccpb.KeyValue) error,
 ) error {
-	var opts []clientv3.OpOption
-	most := int64(maxPage)
-	if keysOnly {
-		opts, most = append(opts, clientv3.WithKeysOnly()), keysPage
-	}
 	key, end := prefix, clientv3.GetPrefixRangeEnd(prefix)
-	limit := int64(firstPage)
+	limit, most, withValues := int64(firstPage), int64(maxPage), true
+	if keysOnly {
+		most = maxKeysPage
+	}
+	measured := limit // the last limit that was computed from the size of values
 	for {
-		resp, err := etcd.Client.Client.Get(ctx, key, append(opts, clientv3.WithRange(end),
-			clientv3.WithLimit(limit), clientv3.WithRev(revision))...)
+		opts := []clientv3.OpOption{clientv3.WithRange(end), clientv3.WithLimit(limit), clientv3.WithRev(revision)}
+		if !withValues {
+			opts = append(opts, clientv3.WithKeysOnly())
+		}
+		resp, err := etcd.Client.Client.Get(ctx, key, opts...)
 		if status.Code(err) == codes.ResourceExhausted && limit > 1 { // these objects are larger than the last
 			limit = max(1, limit/4)
+			measured = limit
 			continue
 		}
 		if err != nil {
 			return err
-		}
-		bytes := int64(0)
-		for _, kv := range resp.Kvs {
-			bytes += int64(len(kv.Value))
 		}
 		if err := each(resp.Kvs); err != nil {
 			return err
@@ -256,8 +258,22 @@ func ReadPages(
 			return nil
 		}
 		key = string(resp.Kvs[len(resp.Kvs)-1].Key) + "\x00"
-		limit = min(most, max(1, pageBytes*int64(len(resp.Kvs))/max(1, bytes)), 4*limit)
+		if !withValues {
+			limit, withValues = firstPage, true
+			continue
+		}
+		measured = min(most, pageFor(resp.Kvs), 4*measured)
+		limit, withValues = measured, !keysOnly
 	}
+}
+
+// pageFor returns how many objects of the average size of these make pageBytes, at least 1.
+func pageFor(kvs []*mvccpb.KeyValue) int64 {
+	bytes := int64(0)
+	for _, kv := range kvs {
+		bytes += int64(len(kv.Value))
+	}
+	return max(1, pageBytes*int64(len(kvs))/max(1, bytes))
 }
 
 // snapshotChunks collects rows into messages.

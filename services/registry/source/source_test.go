@@ -128,6 +128,39 @@ func TestASnapshotOfKeys(t *testing.T) {
 	}
 }
 
+// Pages of keys grow to as many keys as make 8 MB with their values in etcd. Every second page has values, and their
+// sizes limit the next page.
+func TestPagesOfKeys(t *testing.T) {
+	fx := fixture.New(t)
+	for resource, c := range map[string]struct {
+		keys, bytes int
+		want        string
+	}{
+		"configmaps": {500, 10, "[20 80 20 320 20 40]"},
+		"secrets":    {45, 512 << 10, "[20 16 9]"},
+	} {
+		st, _ := fx.Resources.Storage.ByName(resource)
+		value := strings.Repeat("x", c.bytes)
+		for i := range c.keys {
+			if _, err := st.Etcd.Client.Client.Put(t.Context(), st.Key("x", fmt.Sprintf("%03d", i)), value); err != nil {
+				t.Fatal(err)
+			}
+		}
+		out := &chunks{ctx: t.Context()}
+		r := &registryv1.SnapshotRequest{StorageResource: resource, KeysOnly: true}
+		if err := fx.Source.Snapshot(r, out); err != nil {
+			t.Fatal(err)
+		}
+		var pages []int
+		for _, m := range out.all {
+			pages = append(pages, len(m.Rows))
+		}
+		if fmt.Sprint(pages) != c.want {
+			t.Errorf("%s: pages of %v keys, not %s", resource, pages, c.want)
+		}
+	}
+}
+
 // Encode converts stored objects to another version, and to rows of a Table.
 func TestEncode(t *testing.T) {
 	fx := fixture.New(t)
