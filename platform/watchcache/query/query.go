@@ -180,6 +180,12 @@ func (q *Query) IsNative(i *cache.Item) bool {
 	return i.Version == q.Entry.Kind.Version
 }
 
+// NeedsConversionToMatch reports whether only the converted object has the fields of the field selector. Metadata of a
+// custom resource is native in every version, but its fields are not.
+func (q *Query) NeedsConversionToMatch(i *cache.Item) bool {
+	return q.NeedsConvertedFields() && i.Version != q.Entry.Kind.Version
+}
+
 // NeedsConvertedFields reports whether the field selector needs the fields of converted objects.
 func (q *Query) NeedsConvertedFields() bool {
 	return q.Entry.ConvertedFields && slices.ContainsFunc(q.Fields.Requirements(), func(r fields.Requirement) bool {
@@ -272,7 +278,7 @@ func (q *Query) RowTail() []byte {
 
 // MayMatch is Matches, but returns true if only a conversion can decide.
 func (q *Query) MayMatch(i *cache.Item) bool {
-	if !q.NeedsConvertedFields() || q.IsNative(i) {
+	if !q.NeedsConversionToMatch(i) {
 		return q.Matches(i)
 	}
 	return q.inShard(i) && (q.Labels.Empty() || q.Labels.Matches(labels.Set(i.Labels)))

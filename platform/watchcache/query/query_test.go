@@ -148,6 +148,26 @@ func TestNativeBytes(t *testing.T) {
 	}
 }
 
+// Metadata is native in every version, but fields are not. Only the conversion decides if a field matches, unless the
+// object is stored in the requested version.
+func TestFieldsOfMetadata(t *testing.T) {
+	for _, kind := range []string{"", "PartialObjectMetadata"} {
+		q := pods(t, func(e *registryv1.APIResource, p *watchfanoutv1.Query) {
+			e.Unstructured, e.ConvertedFields = true, true
+			e.StoredKind = &commonv1.Kind{Version: "v2", Kind: "Pod"}
+			p.FieldSelector = "spec.color=red"
+			p.Output.As = &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: kind}
+		})
+		for version, may := range map[string]bool{"v1": false, "v2": true} {
+			blue := map[string]string{"spec.color": "blue"}
+			i := cache.ItemOf(&registryv1.Row{Namespace: "x", Name: "a", Version: version, Fields: blue})
+			if q.MayMatch(i) != may || q.NeedsConversionToMatch(i) != may {
+				t.Errorf("%q, stored in %s: it may match: %v", kind, version, !may)
+			}
+		}
+	}
+}
+
 // Metadata of a DaemonSet lacks the annotation of the conversion to apps/v1. A DaemonSet itself, and metadata of other
 // objects, have it.
 func TestMetadataOfDaemonSets(t *testing.T) {

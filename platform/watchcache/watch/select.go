@@ -57,7 +57,7 @@ func (w *watcher) filterItems(ctx context.Context, items []*cache.Item) ([]*cach
 // matches reports whether the query selects an object of an event. If matching needs a conversion, all watchers share
 // its result.
 func (w *watcher) matches(ctx context.Context, e *cache.Event, fieldsKey string, i *cache.Item) (bool, error) {
-	if !w.query.NeedsConvertedFields() || w.query.IsNative(i) {
+	if !w.query.NeedsConversionToMatch(i) {
 		return w.query.Matches(i), nil
 	}
 	if !w.query.MayMatch(i) {

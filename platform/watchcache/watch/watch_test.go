@@ -1,11 +1,17 @@
 package watch
 
 import (
+	"context"
 	"slices"
 	"testing"
 
+	"watershed.dev/platform/frame"
 	"watershed.dev/platform/watchcache/cache"
+	"watershed.dev/platform/watchcache/conversion"
+	"watershed.dev/platform/watchcache/query"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
 // A watch sends a backfill in pieces. Each event is sent once, and each piece is bounded, whatever the size of the
@@ -43,5 +49,34 @@ func TestABackfillIsSentInPieces(t *testing.T) {
 	}
 	if !slices.Equal(seen, all[2:]) {
 		t.Errorf("%d events were taken, of %d", len(seen), len(all)-2)
+	}
+}
+
+// A webhook may convert a field that a selector names. A watch of metadata selects by the converted field too.
+func TestMetadataIsSelectedByConvertedFields(t *testing.T) {
+	widget := &commonv1.Kind{Group: "example.com", Version: "v2", Kind: "Widget"}
+	entry := &registryv1.APIResource{
+		Resource:        &commonv1.Resource{Group: "example.com", Version: "v2", Resource: "widgets"},
+		Kind:            widget,
+		StoredKind:      &commonv1.Kind{Group: "example.com", Version: "v1", Kind: "Widget"},
+		StorageResource: "widgets.example.com",
+		Unstructured:    true,
+		ConvertedFields: true,
+	}
+	red := &registryv1.EncodeResponse{Fields: []*registryv1.Fields{{Fields: map[string]string{"spec.color": "red"}}}}
+	encode := func(context.Context, *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) { return red, nil }
+	blue := cache.ItemOf(&registryv1.Row{Name: "a", Version: "v1", Fields: map[string]string{"spec.color": "blue"}})
+	for selector, want := range map[string]bool{"spec.color=red": true, "spec.color=blue": false} {
+		q, err := query.New(entry, &watchfanoutv1.Query{FieldSelector: selector, Output: &registryv1.Output{
+			MediaType: frame.JSON,
+			As:        &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: "PartialObjectMetadata"},
+		}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		w := &watcher{query: q, converter: conversion.New(encode, cache.New(1<<20, 0), 0)}
+		if got, err := w.matches(t.Context(), &cache.Event{Item: blue}, "fields", blue); got != want || err != nil {
+			t.Errorf("%s: %v, %v", selector, got, err)
+		}
 	}
 }
