@@ -412,7 +412,7 @@ func (s *transcript) placeStep(t *testing.T, d *datadriven.TestData) {
 		s.place.Sent(m)
 	}
 	s.tracef("initial events: %v; has every event up to its position: %v; may join a broadcast: %v; resumable: %v",
-		s.place.WantsInitialEvents(), s.place.Positioned, s.place.MayJoin(), s.place.Resumable(true))
+		s.place.WantsInitialEvents(), s.place.Positioned, s.place.MayJoin(), s.place.Resumable())
 }
 
 func (s *transcript) bucketStep(t *testing.T, d *datadriven.TestData) {

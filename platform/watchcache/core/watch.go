@@ -17,6 +17,8 @@ type Watch struct {
 	Positioned bool
 	// Reached: the watch tier has reached ResumeAfter, so a broadcast may start there.
 	Reached bool
+	// begun: a frame of the watch's own stream was sent.
+	begun bool
 	// NextBookmark is when the next bookmark is due.
 	NextBookmark time.Time
 }
@@ -49,7 +51,7 @@ func (w *Watch) WantsInitialEvents() bool {
 }
 
 // Resumable reports whether another stream can continue the watch: its initial events were not sent in part only.
-func (w *Watch) Resumable(headersSent bool) bool { return w.request.ResumeAfter != nil || !headersSent }
+func (w *Watch) Resumable() bool { return w.request.ResumeAfter != nil || !w.begun }
 
 // MayJoin reports whether the watch may join a broadcast. The first row of a Table carries the column definitions, so
 // it must come on the client's own stream.
@@ -60,6 +62,7 @@ func (w *Watch) MayJoin() bool {
 
 // Sent records that a frame of the watch's own stream was sent.
 func (w *Watch) Sent(m *watchfanoutv1.WatchFrame) {
+	w.begun = true
 	w.request.ColumnsSent = w.request.ColumnsSent || m.ColumnsSent
 	if m.Position.GetRevision() == 0 {
 		return

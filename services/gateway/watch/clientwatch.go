@@ -248,7 +248,7 @@ func (w *clientWatch) retry(ctx context.Context) bool {
 	if !w.Served() {
 		return false
 	}
-	if !w.place.Resumable(w.headersSent) {
+	if !w.place.Resumable() {
 		return false
 	}
 	if w.unavailableSince.IsZero() {

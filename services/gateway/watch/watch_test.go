@@ -237,6 +237,35 @@ func TestWatchEndsWithItsCRD(t *testing.T) {
 	}
 }
 
+// failingTier rejects the first watches.
+type failingTier struct {
+	*fakeTier
+	failures *atomic.Int64
+}
+
+func (u failingTier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest,
+	o ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error) {
+	if u.failures.Add(-1) >= 0 {
+		return nil, status.Error(codes.Unavailable, "no replica")
+	}
+	return u.fakeTier.Watch(ctx, r, o...)
+}
+
+// A watch whose client has only the headers waits for a replica, because no initial event must be sent again.
+func TestAWatchWithoutItsFirstEventResumes(t *testing.T) {
+	up := newTier()
+	up.write(6)
+	h := hub(up)
+	h.Config.BookmarkPeriod = 0 // sends the headers at once
+	failures := new(atomic.Int64)
+	failures.Store(2)
+	h.Client = failingTier{up, failures}
+	h.watch(t, func(r *Request) { r.ResourceVersion = "" }).expect(t, "initial ")
+	if n := failures.Load(); n > -1 {
+		t.Errorf("%d failures are left", n)
+	}
+}
+
 // A Table's first row carries the columns, so it comes on the client's own stream.
 func TestTableJoinsAfterFirstRow(t *testing.T) {
 	up := newTier()
