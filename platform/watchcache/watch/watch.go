@@ -148,6 +148,7 @@ func (s *Server) open(r *watchfanoutv1.WatchRequest, stream sender) (*watcher, e
 		request:     r,
 		stream:      stream,
 		resource:    s.Cache.Resource(q.Entry.StorageResource),
+		delivered:   s.delivered.WithLabelValues(q.Entry.StorageResource),
 		columnsSent: r.ColumnsSent,
 	}
 	w.events = w.resource.Subscribe(q.Trigger())
@@ -236,6 +237,7 @@ type watcher struct {
 	stream      sender
 	resource    *cache.Resource
 	events      *cache.Subscription
+	delivered   prometheus.Counter // of the resource
 	position    events.Position
 	columnsSent bool // whether the client has a Table's columns
 	// wanted is the size of the event for which deliver returned errQuotaExceeded. granted releases the bytes that
@@ -414,7 +416,7 @@ func (w *watcher) deliver(ctx context.Context, all []*cache.Event) error {
 			return err
 		}
 		w.sentRevision.Store(e.Revision)
-		w.server.delivered.WithLabelValues(w.query.Entry.StorageResource).Inc()
+		w.delivered.Inc()
 		w.server.rate.count.Add(1)
 	}
 	return out.flush()
