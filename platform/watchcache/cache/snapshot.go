@@ -41,6 +41,9 @@ func (s *Snapshot) IsUnreadable(key string) bool {
 	return found
 }
 
+// UnreadableReason returns why the object with the key is unreadable. It is empty for other keys.
+func (s *Snapshot) UnreadableReason(key string) string { return s.unreadable[key].reason }
+
 // Len returns the number of readable objects.
 func (s *Snapshot) Len() int { return s.tree.Len() }
 

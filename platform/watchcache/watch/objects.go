@@ -60,22 +60,36 @@ func (o *Cached) Select(ctx context.Context, q *query.Query, start events.Start)
 	if !start.AnyRevision {
 		r.ObserveReadWait(began)
 	}
-	trigger := q.Trigger()
-	snapshot, err := o.LogReader.Snapshot(ctx, r, trigger.Index())
+	snapshot, err := o.LogReader.Snapshot(ctx, r, q.Trigger().Index())
 	if err != nil {
 		return nil, 0, err
 	}
-	if key, reason, unreadable := snapshot.Unreadable(q.Prefix()); unreadable && !q.SkipUnreadable {
-		return nil, 0, UnreadableError(key, reason)
+	items, err := selectFrom(ctx, snapshot, q)
+	return items, snapshot.Revision, err
+}
+
+// selectFrom returns the objects of a snapshot that may match a query.
+func selectFrom(ctx context.Context, snapshot *cache.Snapshot, q *query.Query) (items []*cache.Item, err error) {
+	if name, ok := q.ExactName(); ok {
+		key := cache.Key(q.Namespace, name)
+		if i, ok := snapshot.Get(key); ok && q.MayMatch(i) {
+			return []*cache.Item{i}, nil
+		}
+		if reason := snapshot.UnreadableReason(key); reason != "" && !q.SkipUnreadable {
+			return nil, UnreadableError(key, reason)
+		}
+		return nil, nil
 	}
-	var items []*cache.Item
-	err = snapshot.Select(ctx, trigger, q.Prefix(), "", func(i *cache.Item) bool {
+	if key, reason, unreadable := snapshot.Unreadable(q.Prefix()); unreadable && !q.SkipUnreadable {
+		return nil, UnreadableError(key, reason)
+	}
+	err = snapshot.Select(ctx, q.Trigger(), q.Prefix(), "", func(i *cache.Item) bool {
 		if q.MayMatch(i) {
 			items = append(items, i)
 		}
 		return true
 	})
-	return items, snapshot.Revision, err
+	return items, err
 }
 
 // UnreadableError returns kube-apiserver's error for a read that selects an object that cannot be decoded.

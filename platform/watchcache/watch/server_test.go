@@ -261,6 +261,27 @@ func TestInitialEvents(t *testing.T) {
 	}
 }
 
+// The initial events of a single name need no other object. An unreadable object fails watches of its own name and of
+// its namespace.
+func TestInitialEventsOfASingleName(t *testing.T) {
+	w, s := newServer(t)
+	w.Registry.Unreadable.Store(true)
+	for selector, want := range map[string]string{
+		"metadata.name=a":                      "ADDED a, BOOKMARK 10",
+		"metadata.name=d":                      "BOOKMARK 10",
+		"metadata.name=a,spec.nodeName=node-1": "BOOKMARK 10",
+		"metadata.name=ab":                     "ERROR 500",
+		"metadata.name!=a":                     "ERROR 500",
+	} {
+		q, yes := fixture.Query(), true
+		q.FieldSelector = selector
+		r := &watchfanoutv1.WatchRequest{Query: q, SendInitialEvents: &yes, AllowBookmarks: true}
+		if got := start(t, s, r).receive(1 + strings.Count(want, ",")); got != want {
+			t.Errorf("%s: %s, not %s", selector, got, want)
+		}
+	}
+}
+
 // A watch resumes after its position. It expires if the position is before the log or of another epoch.
 func TestResume(t *testing.T) {
 	w, s := newServer(t)
