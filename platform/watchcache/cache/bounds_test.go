@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -190,6 +191,52 @@ func TestAnUnreadableObjectAffectsNoOther(t *testing.T) {
 	if _, _, bad := s.Unreadable(""); !bad {
 		t.Error("a snapshot changed")
 	}
+}
+
+// Unreadable objects are read again later, because a KMS plugin may have recovered without an event. Readers use the
+// former objects meanwhile.
+func TestUnreadableObjectsAreReadAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := New(1<<20, 0)
+		c.Apply(reset(10))
+		var loads atomic.Int64
+		var recovered atomic.Bool
+		rows := func(context.Context, string) ([]*registryv1.Row, int64, error) {
+			loads.Add(1)
+			time.Sleep(time.Second)
+			row := &registryv1.Row{Namespace: "ns", Name: "x", Json: []byte("{}")}
+			if !recovered.Load() {
+				row.Json, row.Unreadable = nil, "the KMS plugin is unavailable"
+			}
+			return []*registryv1.Row{row}, 10, nil
+		}
+		// readEverySecond returns whether the last read finds the object unreadable.
+		readEverySecond := func(reads int) (unreadable bool) {
+			for range reads {
+				began := time.Now()
+				s, err := c.Resource("pods").Snapshot(t.Context(), "", rows, waitFor(c))
+				if took := time.Since(began); err != nil || loads.Load() > 1 && took > 0 {
+					t.Fatalf("a read took %v: %v", took, err)
+				}
+				unreadable = s.IsUnreadable("ns/x")
+				time.Sleep(time.Second)
+			}
+			return unreadable
+		}
+		for _, step := range []struct{ reads, loads int }{{5, 1}, {10, 2}, {15, 2}, {10, 3}, {3600, 17}} {
+			if readEverySecond(step.reads); loads.Load() != int64(step.loads) {
+				t.Errorf("%d loads, not %d", loads.Load(), step.loads)
+			}
+		}
+		recovered.Store(true)
+		if readEverySecond(310) {
+			t.Error("the object is still unreadable")
+		}
+		before := loads.Load()
+		if readEverySecond(600); loads.Load() != before {
+			t.Error("readable objects are read again")
+		}
+	})
 }
 
 // A change of epoch overruns every cursor, even if the new epoch's revisions are smaller (F3).

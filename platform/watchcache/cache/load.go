@@ -60,28 +60,47 @@ func (r *Resource) snapshotOrLoad(ctx context.Context, field string, source Sour
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.lastUsed = time.Now()
+	if r.loading == nil && (r.tree == nil || len(r.unreadable) > 0 && !r.lastUsed.Before(r.reloadAt)) {
+		r.loading = &load{done: make(chan struct{}), from: progress, resets: r.horizon.Resets}
+		go r.load(context.WithoutCancel(ctx), r.loading, source, wait)
+	}
 	if r.tree != nil {
 		s := r.currentSnapshot(field)
 		s.Revision = max(progress, r.applied)
 		return s, nil
 	}
-	if r.loading == nil {
-		r.loading = &load{done: make(chan struct{}), from: progress, resets: r.horizon.Resets}
-		go r.load(context.WithoutCancel(ctx), r.loading, source, wait)
-	}
 	return nil, r.loading
+}
+
+// Objects that registry could not decrypt may be readable later without an event: the KMS plugin was unavailable for a
+// while. A reader therefore reloads a resource with unreadable objects after minReloadDelay. The delay doubles with
+// each load that has unreadable objects, up to maxReloadDelay.
+const (
+	minReloadDelay = 10 * time.Second
+	maxReloadDelay = 5 * time.Minute
+)
+
+// delayReload sets when a reader reloads the resource after a load.
+func (r *Resource) delayReload() {
+	if len(r.unreadable) == 0 {
+		r.reloadDelay = 0
+		return
+	}
+	r.reloadDelay = min(max(2*r.reloadDelay, minReloadDelay), maxReloadDelay)
+	r.reloadAt = time.Now().Add(r.reloadDelay)
 }
 
 // loadTimeout bounds the load of one resource.
 const loadTimeout = time.Minute
 
-// load reads a snapshot and applies the events after it.
+// load reads a snapshot and applies the events after it. Readers use the former objects meanwhile, if there are any.
 func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(context.Context, int64) error) {
 	defer close(l.done)
 	o, revision, err := read(ctx, r.Name, source, wait)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.loading = nil
+	defer r.delayReload()
 	if err != nil {
 		l.err = err
 		return

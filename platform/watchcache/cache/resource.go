@@ -18,6 +18,7 @@ import (
 //	unloaded ── Snapshot ───────────────────────────────► loading
 //	loading ─── read, log at the read's revision ───────► loaded
 //	loading ─── error, reset, or ring trimmed too far ──► unloaded
+//	loaded ──── unreadable objects, after reloadDelay ──► loaded; a load replaces the objects
 //	loaded ──── reset ──────────────────────────────────► unloaded
 //	loaded ──── no reader for IdleTimeout (Sweep) ──────► unloaded
 //
@@ -41,6 +42,9 @@ type Resource struct {
 	bytes    int
 	// unreadable has the objects that cannot be read, by key. They are not in the trees.
 	unreadable map[string]unreadable
+	// reloadAt is when a reader reloads the resource because it has unreadable objects (delayReload).
+	reloadAt    time.Time
+	reloadDelay time.Duration
 	// checker has the sum of the objects, with the unreadable objects.
 	checker core.SumChecker
 	// differenceResetAt is when a difference last reset the resource, differedUpTo the revision then, and differences
