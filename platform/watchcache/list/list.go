@@ -210,7 +210,11 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 	var lastKey string
 	if name, ok := q.ExactName(); ok && r.Continue == "" {
 		key := cache.Key(q.Namespace, name)
-		if i, ok := snapshot.Get(key); ok && q.Matches(i) {
+		i, ok := snapshot.Get(key)
+		if ok && q.NeedsConvertedLabels(i) {
+			return nil, rpc.ErrDelegate
+		}
+		if ok && q.Matches(i) {
 			p.Items, p.read = append(p.Items, i), 1
 		} else if snapshot.IsUnreadable(key) && !q.SkipUnreadable {
 			return nil, rpc.ErrDelegate
@@ -220,9 +224,12 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 	if _, _, unreadable := snapshot.Unreadable(prefix); unreadable && !q.SkipUnreadable {
 		return nil, rpc.ErrDelegate // registry returns the error
 	}
-	visited := int64(0)
+	visited, delegates := int64(0), false
 	err = snapshot.Select(ctx, q.Trigger(), prefix, from, func(i *cache.Item) bool {
 		visited++
+		if delegates = q.NeedsConvertedLabels(i); delegates {
+			return false
+		}
 		if limit > 0 && int64(len(p.Items)) >= limit {
 			more = true
 			return q.CountsRemaining()
@@ -233,6 +240,9 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 		}
 		return true
 	})
+	if delegates {
+		err = rpc.ErrDelegate
+	}
 	if err != nil {
 		return nil, err
 	}

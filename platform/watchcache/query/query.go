@@ -193,6 +193,12 @@ func (q *Query) NeedsConvertedFields() bool {
 	})
 }
 
+// NeedsConvertedLabels reports whether only the converted object has the labels of the label selector, because a webhook
+// may change labels.
+func (q *Query) NeedsConvertedLabels(i *cache.Item) bool {
+	return q.Entry.WebhookConversion && !q.Labels.Empty() && i.Version != q.Entry.Kind.Version
+}
+
 // CountsRemaining reports whether a page has a remainingItemCount: it has no selector of labels or fields. As in
 // kube-apiserver, the count of a shard's page includes the objects of other shards.
 func (q *Query) CountsRemaining() bool { return q.Labels.Empty() && q.Fields.Empty() }
