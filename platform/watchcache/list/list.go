@@ -205,57 +205,73 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 		return nil, err
 	}
 	p := &Page{Revision: snapshot.Revision}
-	prefix := q.Prefix()
-	more := false
-	var lastKey string
 	if name, ok := q.ExactName(); ok && r.Continue == "" {
-		key := cache.Key(q.Namespace, name)
-		i, ok := snapshot.Get(key)
-		if ok && q.NeedsConvertedLabels(i) {
-			return nil, rpc.ErrDelegate
-		}
-		if ok && q.Matches(i) {
-			p.Items, p.read = append(p.Items, i), 1
-		} else if snapshot.IsUnreadable(key) && !q.SkipUnreadable {
-			return nil, rpc.ErrDelegate
-		}
-		return p, nil
+		return p, p.selectName(q, snapshot, cache.Key(q.Namespace, name))
 	}
-	if _, _, unreadable := snapshot.Unreadable(prefix); unreadable && !q.SkipUnreadable {
+	if _, _, unreadable := snapshot.Unreadable(q.Prefix()); unreadable && !q.SkipUnreadable {
 		return nil, rpc.ErrDelegate // registry returns the error
 	}
-	visited, delegates := int64(0), false
-	err = snapshot.Select(ctx, q.Trigger(), prefix, from, func(i *cache.Item) bool {
+	count := int64(unknown)
+	if q.CountsRemaining() {
+		count = l.countFrom(q.Entry.StorageResource, snapshot, pageStart{q.Prefix(), from})
+	}
+	next, err := p.selectFrom(ctx, q, snapshot, from, limit, &count)
+	if next != "" {
+		l.putSnapshot(q.Entry.StorageResource, epoch, snapshot, pageStart{q.Prefix(), next}, count)
+	}
+	return p, err
+}
+
+// selectName selects the object with a key.
+func (p *Page) selectName(q *query.Query, snapshot *cache.Snapshot, key string) error {
+	i, ok := snapshot.Get(key)
+	switch {
+	case ok && q.NeedsConvertedLabels(i), !ok && snapshot.IsUnreadable(key) && !q.SkipUnreadable:
+		return rpc.ErrDelegate
+	case ok && q.Matches(i):
+		p.Items, p.read = append(p.Items, i), 1
+	}
+	return nil
+}
+
+// selectFrom selects up to limit objects from a key on. It returns the key from which the next page begins, if there is
+// one. count is the number of the list's objects from the key on, and then from the next page's key on. If the list has
+// a remainingItemCount and the number is unknown, selectFrom counts the objects.
+func (p *Page) selectFrom(ctx context.Context, q *query.Query, snapshot *cache.Snapshot, from string, limit int64,
+	count *int64) (next string, err error) {
+	visited, visitedToLast, more, delegates := int64(0), int64(0), false, false
+	err = snapshot.Select(ctx, q.Trigger(), q.Prefix(), from, func(i *cache.Item) bool {
 		visited++
 		if delegates = q.NeedsConvertedLabels(i); delegates {
 			return false
 		}
 		if limit > 0 && int64(len(p.Items)) >= limit {
 			more = true
-			return q.CountsRemaining()
+			return q.CountsRemaining() && *count == unknown
 		}
 		if q.Matches(i) {
-			p.Items = append(p.Items, i)
-			lastKey = i.Key
+			p.Items, visitedToLast = append(p.Items, i), visited
 		}
 		return true
 	})
 	if delegates {
 		err = rpc.ErrDelegate
 	}
-	if err != nil {
-		return nil, err
-	}
 	p.read, p.index = int(visited), q.Trigger().Index()
-	if more {
-		p.Continue = encodeContinue(p.Revision, "/"+strings.TrimPrefix(lastKey, prefix)+"\x00")
-		if q.CountsRemaining() {
-			remaining := visited - limit
-			p.Remaining = &remaining
-		}
-		l.putSnapshot(q.Entry.StorageResource, epoch, snapshot)
+	if err != nil || !more {
+		return "", err
 	}
-	return p, nil
+	next = p.Items[len(p.Items)-1].Key + "\x00"
+	p.Continue = encodeContinue(p.Revision, "/"+strings.TrimPrefix(next, q.Prefix()))
+	if q.CountsRemaining() {
+		if *count == unknown {
+			*count = visited
+		}
+		remaining := *count - limit
+		p.Remaining = &remaining
+		*count -= visitedToLast
+	}
+	return next, nil
 }
 
 // snapshotFor returns the snapshot that serves a list, and the key to start at.

@@ -13,7 +13,12 @@ type pageSnapshot struct {
 	storageResource, epoch string
 	snapshot               *cache.Snapshot
 	createdAt              time.Time
+	// counts has the number of objects from the start of a next page on. The page so needs no walk to the end.
+	counts map[pageStart]int64
 }
+
+// pageStart is the first key that a page may have, and the prefix of all keys of its list.
+type pageStart struct{ prefix, from string }
 
 const (
 	maxSnapshots = 64
@@ -21,20 +26,31 @@ const (
 	// maxPinnedBytes bounds the bytes of replaced and deleted objects that cached snapshots keep alive, for all
 	// resources together. registry continues a list whose snapshot is gone.
 	maxPinnedBytes = 64 << 20
+	// maxCounts bounds the counts of a snapshot. Each list that is being paged needs a single count.
+	maxCounts = 16
 )
 
-func (l *Server) putSnapshot(storageResource, epoch string, snapshot *cache.Snapshot) {
+// putSnapshot caches the snapshot of a list whose next page begins at next. count is the number of objects from there
+// on, or unknown.
+func (l *Server) putSnapshot(storageResource, epoch string, snapshot *cache.Snapshot, next pageStart, count int64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	now := time.Now()
+	counts := map[pageStart]int64{}
 	l.snapshots = slices.DeleteFunc(l.snapshots, func(k pageSnapshot) bool {
-		return now.Sub(k.createdAt) >= snapshotTTL ||
-			k.storageResource == storageResource && k.snapshot.Revision == snapshot.Revision
+		same := k.storageResource == storageResource && k.snapshot.Revision == snapshot.Revision
+		if same && k.epoch == epoch && len(k.counts) < maxCounts {
+			counts = k.counts
+		}
+		return same || now.Sub(k.createdAt) >= snapshotTTL
 	})
+	if count != unknown {
+		counts[next] = count
+	}
 	if len(l.snapshots) >= maxSnapshots {
 		l.snapshots = slices.Delete(l.snapshots, 0, 1)
 	}
-	l.snapshots = append(l.snapshots, pageSnapshot{storageResource, epoch, snapshot, now})
+	l.snapshots = append(l.snapshots, pageSnapshot{storageResource, epoch, snapshot, now, counts})
 	l.unpin()
 }
 
@@ -69,6 +85,25 @@ func (l *Server) Sweep() {
 		func(k pageSnapshot) bool { return time.Since(k.createdAt) >= snapshotTTL },
 	)
 	l.unpin()
+}
+
+// unknown is a count of objects that must be counted.
+const unknown = -1
+
+// countFrom returns the number of objects of a list from the start of a page on, or unknown.
+func (l *Server) countFrom(storageResource string, snapshot *cache.Snapshot, start pageStart) int64 {
+	if start == (pageStart{}) {
+		return int64(snapshot.Len())
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, k := range l.snapshots {
+		if count, ok := k.counts[start]; ok && k.storageResource == storageResource &&
+			k.snapshot.Revision == snapshot.Revision && k.epoch == l.cache.Epoch() {
+			return count
+		}
+	}
+	return unknown
 }
 
 func (l *Server) cachedSnapshot(storageResource string, revision int64) (*cache.Snapshot, bool) {

@@ -6,8 +6,11 @@ import (
 	"testing"
 
 	"watershed.dev/platform/watchcache/cache"
+	"watershed.dev/platform/watchcache/internal/fixture"
+	"watershed.dev/platform/watchcache/query"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
 // The snapshots of paged lists pin a bounded number of bytes of replaced objects, whatever is written meanwhile. The
@@ -26,7 +29,7 @@ func TestCachedSnapshotsAreBoundedInBytes(t *testing.T) {
 		}
 		return out
 	}
-	s.putSnapshot("small", "h", snapshot(small))
+	s.putSnapshot("small", "h", snapshot(small), pageStart{}, unknown)
 	snapshot(configmaps)
 	body := make([]byte, 1<<20)
 	for revision := int64(2); revision < 200; revision++ { // a tenant that pages and writes
@@ -40,7 +43,7 @@ func TestCachedSnapshotsAreBoundedInBytes(t *testing.T) {
 			Object:          &logv1.Object{Json: body},
 		})
 		if revision%10 == 0 {
-			s.putSnapshot("configmaps", "h", snapshot(configmaps))
+			s.putSnapshot("configmaps", "h", snapshot(configmaps), pageStart{}, unknown)
 		}
 		s.Sweep() // as Service.sweep does
 		held := int64(0)
@@ -58,5 +61,51 @@ func TestCachedSnapshotsAreBoundedInBytes(t *testing.T) {
 	}
 	if _, ok := s.cachedSnapshot("small", s.snapshots[0].snapshot.Revision); !ok {
 		t.Error("a snapshot that pins nothing was dropped")
+	}
+}
+
+// Pages have kube-apiserver's remainingItemCount. Only the first page of a namespace visits the objects after it.
+func TestPagesCountTheirRemainingItems(t *testing.T) {
+	w := fixture.New(t)
+	l := New(w.Discovery, w.Cache, w.LogReader, w.Converter, 0)
+	for namespace, reads := range map[string][]int{"": {2, 2, 1}, "x": {3, 2, 1}} {
+		p := fixture.Query()
+		p.Namespace = namespace
+		q, err := query.Resolve(w.Discovery.View(), p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r := &watchfanoutv1.ListRequest{Limit: 1}
+		for n, read := range reads {
+			page, err := l.page(t.Context(), q, r)
+			if err != nil {
+				t.Fatal(err)
+			}
+			remaining := int64(0)
+			if page.Remaining != nil {
+				remaining = *page.Remaining
+			}
+			if remaining != int64(2-n) || page.read != read || (page.Continue == "") != (n == 2) {
+				t.Errorf("page %d of %q has read %d objects and has %d remaining", n, namespace, page.read, remaining)
+			}
+			r.Continue = page.Continue
+		}
+	}
+}
+
+// The counts of a snapshot's pages are bounded.
+func TestCountsAreBounded(t *testing.T) {
+	w := fixture.New(t)
+	l := New(w.Discovery, w.Cache, w.LogReader, w.Converter, 0)
+	snapshot, err := w.LogReader.Snapshot(t.Context(), w.Cache.Resource("pods"), "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for n := range int64(1000) {
+		next := pageStart{"", fmt.Sprint(n)}
+		l.putSnapshot("pods", "h", snapshot, next, n)
+		if got := l.countFrom("pods", snapshot, next); got != n || len(l.snapshots[0].counts) > maxCounts {
+			t.Fatalf("the count is %d, not %d, of %d", got, n, len(l.snapshots[0].counts))
+		}
 	}
 }
