@@ -25,11 +25,14 @@ type load struct {
 type Source func(ctx context.Context, storedAs string) ([]*registryv1.Row, int64, error)
 
 // Snapshot returns the resource at the cache's revision, and loads it first if necessary. If field is not empty, the
-// snapshot has an index of it.
+// snapshot has an index of it, unless another reader is building the index (ensureIndex).
 func (r *Resource) Snapshot(ctx context.Context, field string, source Source,
 	wait func(context.Context, int64) error) (*Snapshot, error) {
 	for range maxLoads {
-		s, l := r.snapshotOrLoad(ctx, field, source, wait)
+		if field != "" {
+			r.ensureIndex(field)
+		}
+		s, l := r.snapshotOrLoad(ctx, source, wait)
 		if s != nil {
 			return s, nil
 		}
@@ -52,7 +55,7 @@ var errLoadOverrun = errors.New("the ring dropped events that loading the resour
 
 // snapshotOrLoad returns the snapshot or, if the resource is not loaded, the load in progress. It starts the load if
 // necessary.
-func (r *Resource) snapshotOrLoad(ctx context.Context, field string, source Source,
+func (r *Resource) snapshotOrLoad(ctx context.Context, source Source,
 	wait func(context.Context, int64) error) (*Snapshot, *load) {
 	r.cache.resetMu.RLock()
 	defer r.cache.resetMu.RUnlock()
@@ -65,7 +68,7 @@ func (r *Resource) snapshotOrLoad(ctx context.Context, field string, source Sour
 		go r.load(context.WithoutCancel(ctx), r.loading, source, wait)
 	}
 	if r.tree != nil {
-		s := r.currentSnapshot(field)
+		s := r.currentSnapshot()
 		s.Revision = max(progress, r.applied)
 		return s, nil
 	}
