@@ -28,8 +28,8 @@ func (c objectChange) apply(field string, index *btree.BTreeG[indexed]) {
 	}
 }
 
-// indexBuild is an index that is being built from the objects at its start. The build does not hold the resource's lock,
-// because the goroutine that applies the events of all resources would wait for it.
+// indexBuild is an index that is being built from the objects at its start. The build does not hold the lock of the
+// resource, because the goroutine that applies the events of all resources would wait for it.
 type indexBuild struct {
 	field string
 	tree  *btree.BTreeG[*Item]

@@ -193,8 +193,8 @@ func (q *Query) NeedsConvertedFields() bool {
 	})
 }
 
-// NeedsConvertedLabels reports whether only the converted object has the labels of the label selector, because a webhook
-// may change labels.
+// NeedsConvertedLabels reports whether only the converted object has the labels of the label selector, because a
+// webhook may change labels.
 func (q *Query) NeedsConvertedLabels(i *cache.Item) bool {
 	return q.Entry.WebhookConversion && !q.Labels.Empty() && i.Version != q.Entry.Kind.Version
 }

@@ -142,7 +142,8 @@ func TestPagesOfKeys(t *testing.T) {
 		st, _ := fx.Resources.Storage.ByName(resource)
 		value := strings.Repeat("x", c.bytes)
 		for i := range c.keys {
-			if _, err := st.Etcd.Client.Client.Put(t.Context(), st.Key("x", fmt.Sprintf("%03d", i)), value); err != nil {
+			key := st.Key("x", fmt.Sprintf("%03d", i))
+			if _, err := st.Etcd.Client.Client.Put(t.Context(), key, value); err != nil {
 				t.Fatal(err)
 			}
 		}
