@@ -362,12 +362,14 @@ func (f trackedInformer) isBehind(revision int64) bool {
 	return err != nil || synced < revision
 }
 
-// behind returns the tracked informers that have not reached a revision.
+// behind returns the tracked informers that have not reached a revision. It omits an informer that has never listed
+// because its resource is not served. As in kube-apiserver, the informer is then empty.
 func (c *Cluster) behind(revision int64) (out []trackedInformer) {
 	c.trackedMu.Lock()
 	defer c.trackedMu.Unlock()
 	for _, f := range c.tracked {
-		if f.isBehind(revision) {
+		unserved := f.informer.LastSyncResourceVersion() == "" && c.streams.isUnserved(f.path)
+		if f.isBehind(revision) && !unserved {
 			out = append(out, f)
 		}
 	}

@@ -149,19 +149,24 @@ func TestInformersStartOnceTheGatewayReturnsTheRevision(t *testing.T) {
 	}
 }
 
-// An informer of a resource that --runtime-config disables never reads objects. Other informers do not wait for it.
+// An informer of a resource that --runtime-config disables never reads objects. Other informers and the age of the
+// policy do not wait for it.
 func TestOtherInformersDoNotWaitForAnUnservedResource(t *testing.T) {
 	s := &server{revision: 10, unserved: "/apis/rbac.authorization.k8s.io/v1/clusterroles"}
 	c, run := newCluster(t, s)
 	c.Informers.Rbac().V1().Roles().Informer()
 	unserved := c.Informers.Rbac().V1().ClusterRoles().Informer()
+	c.TrackAge(s.unserved, "", unserved)
 	run()
 	for name, ready := range map[string]<-chan struct{}{"synced": c.Synced(), "fresh": c.Fresh()} {
 		select {
 		case <-ready:
-		case <-time.After(time.Minute):
-			t.Fatalf("%s: not within a minute", name)
+		case <-time.After(10 * time.Second):
+			t.Fatalf("%s: not within 10 seconds", name)
 		}
+	}
+	if err := c.Err(); err != nil {
+		t.Errorf("the policy is not fresh: %v", err)
 	}
 	if unserved.HasSynced() {
 		t.Error("the informer of the unserved resource has read it")
