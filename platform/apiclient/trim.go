@@ -33,8 +33,8 @@ func trimPod(pod *corev1.Pod) {
 		UID:             pod.UID,
 		ResourceVersion: pod.ResourceVersion,
 	}
-	if mirror, ok := pod.Annotations[corev1.MirrorPodAnnotationKey]; ok {
-		m.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: mirror}
+	if _, ok := pod.Annotations[corev1.MirrorPodAnnotationKey]; ok { // its value may be long, and is not read
+		m.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: ""}
 	}
 	spec := corev1.PodSpec{
 		NodeName:           pod.Spec.NodeName,

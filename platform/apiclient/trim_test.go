@@ -30,7 +30,7 @@ func TestPodsAndNodesAreTrimmed(t *testing.T) {
 			"resourceClaimStatuses":[{"name":"r","resourceClaimName":"q"}],
 			"extendedResourceClaimStatus":{"resourceClaimName":"z"}}}`,
 			`{"metadata":{"name":"p","namespace":"x","uid":"u","resourceVersion":"7",
-			"annotations":{"kubernetes.io/config.mirror":"m"}},"spec":{"nodeName":"n",
+			"annotations":{"kubernetes.io/config.mirror":""}},"spec":{"nodeName":"n",
 			"serviceAccountName":"a","imagePullSecrets":[{"name":"i"}],"volumes":[{"name":"v","secret":{"secretName":"w"}}],
 			"resourceClaims":[{"name":"r"}],"initContainers":[{"name":"b","envFrom":[{"secretRef":{"name":"f"}}]}],
 			"containers":[{"name":"c","env":[{"name":"S","valueFrom":{"secretKeyRef":{"name":"s","key":"k"}}}]}],

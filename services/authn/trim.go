@@ -3,6 +3,7 @@ package authn
 import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/kubernetes/pkg/serviceaccount"
 )
 
 // maxTokenBytes bounds the token of a cached Secret. kube-controller-manager's tokens have about 1 KB.
@@ -16,7 +17,8 @@ const (
 )
 
 // trim removes the fields of ServiceAccounts and of their token Secrets that no authenticator reads, because any tenant
-// may create these objects with 1 MB each. A longer token is removed too: it matches no request then.
+// may create these objects with 1 MB each. A longer token is removed too: it matches no request then. Of a Secret's
+// labels, it keeps the dates of a legacy token's last use and of its invalidation.
 func trim(obj any) {
 	switch o := obj.(type) {
 	case *corev1.ServiceAccount:
@@ -32,7 +34,13 @@ func trim(obj any) {
 		}
 		o.Secrets = secrets
 	case *corev1.Secret:
+		labels := o.Labels
 		trimMeta(&o.ObjectMeta)
+		for _, key := range []string{serviceaccount.InvalidSinceLabelKey, serviceaccount.LastUsedLabelKey} {
+			if date, ok := labels[key]; ok {
+				metav1.SetMetaDataLabel(&o.ObjectMeta, key, date)
+			}
+		}
 		token, ok := o.Data[corev1.ServiceAccountTokenKey]
 		o.Data, o.StringData = nil, nil
 		if ok && len(token) <= maxTokenBytes {
@@ -41,7 +49,8 @@ func trim(obj any) {
 	}
 }
 
-// trimMeta keeps labels: a legacy token's Secret has the dates of its last use and of its invalidation there.
+// trimMeta removes the metadata of any length, except name and namespace.
 func trimMeta(m *metav1.ObjectMeta) {
-	m.Annotations, m.ManagedFields, m.OwnerReferences, m.Finalizers = nil, nil, nil, nil
+	m.GenerateName, m.SelfLink = "", ""
+	m.Labels, m.Annotations, m.ManagedFields, m.OwnerReferences, m.Finalizers = nil, nil, nil, nil, nil
 }
