@@ -3,15 +3,24 @@ package authz
 import (
 	"context"
 	"errors"
+	"os"
+	"path"
+	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizerfactory"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
+	featuregatetesting "k8s.io/component-base/featuregate/testing"
+	kubefeatures "k8s.io/kubernetes/pkg/features"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 
 	"watershed.dev/platform/apiclient"
@@ -102,6 +111,7 @@ func TestAlwaysAllowDeniesAnonymousClients(t *testing.T) {
 	s := serviceOf(t, chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
 		o.Modes = []string{"AlwaysAllow"}
 	}), 0)
+	s.rejectsAnonymous = true
 	for _, x := range []struct {
 		user          string
 		authenticated bool
@@ -119,6 +129,58 @@ func TestAlwaysAllowDeniesAnonymousClients(t *testing.T) {
 	stream.ctx, stream.cancel = context.WithCancel(t.Context())
 	if err := s.PolicyRevisions(nil, stream); !errors.Is(err, context.Canceled) || !stream.first.RejectsAnonymous {
 		t.Errorf("the gateway receives %v, %v", stream.first, err)
+	}
+}
+
+// newService returns a service with a configuration. Its cluster is unavailable.
+func newService(t *testing.T, set func(*kubeoptions.BuiltInAuthorizationOptions)) *Service {
+	t.Helper()
+	c := NewConfig()
+	set(c.Options)
+	s, err := New(t.Context(), c, &apiclient.Conn{Config: &rest.Config{Host: "https://nowhere.invalid"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// Only --authorization-mode=AlwaysAllow rejects anonymous clients, as in kube-apiserver. AlwaysAllow of a configuration
+// file may be removed again.
+func TestAlwaysAllowOfAFileAllowsAnonymousClients(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "authz.yaml")
+	if err := os.WriteFile(file, []byte("apiVersion: apiserver.config.k8s.io/v1\nkind: AuthorizationConfiguration\n"+
+		"authorizers: [{type: AlwaysAllow, name: alwaysallow}]\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if newService(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
+		o.AuthorizationConfigurationFile = file
+	}).rejectsAnonymous {
+		t.Error("AlwaysAllow of a file rejects anonymous clients")
+	}
+	if !newService(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
+		o.Modes = []string{"RBAC", "AlwaysAllow"}
+	}).rejectsAnonymous {
+		t.Error("the mode AlwaysAllow does not reject anonymous clients")
+	}
+}
+
+// The age of a resource counts only if an authorizer reads the resource.
+func TestTheAgeOfReadResourcesCounts(t *testing.T) {
+	featuregatetesting.SetFeatureGateDuringTest(t, utilfeature.DefaultFeatureGate, kubefeatures.PodCertificateRequest,
+		true)
+	const rbac = " roles rolebindings clusterroles clusterrolebindings"
+	const node = " pods persistentvolumes volumeattachments resourceslices podcertificaterequests"
+	for modes, want := range map[string]string{"RBAC": rbac, "Node": node, "Node,RBAC": rbac + node, "AlwaysAllow": ""} {
+		s := newService(t, func(o *kubeoptions.BuiltInAuthorizationOptions) { o.Modes = strings.Split(modes, ",") })
+		var got []string
+		for _, tracked := range []map[string]cache.SharedIndexInformer{s.rbacInformers(), s.nodeInformers()} {
+			for p := range tracked {
+				got = append(got, path.Base(p))
+			}
+		}
+		if expected := strings.Fields(want); !sets.New(got...).Equal(sets.New(expected...)) {
+			t.Errorf("%s: %v, want %v", modes, got, expected)
+		}
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -14,11 +15,12 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	authzconfig "k8s.io/apiserver/pkg/apis/apiserver"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 	"k8s.io/apiserver/pkg/authorization/authorizerfactory"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	"k8s.io/client-go/tools/cache"
+	kubefeatures "k8s.io/kubernetes/pkg/features"
 	"k8s.io/kubernetes/pkg/kubeapiserver/authorizer/modes"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 
@@ -81,9 +83,13 @@ type Service struct {
 	privileged      authorizer.Authorizer
 	cluster         *apiclient.Cluster
 	policyRevisions *policyRevisions
-	synced          atomic.Bool
-	ready           lifecycle.Readiness
-	policies        lifecycle.Readiness
+	// rejectsAnonymous means that clients must have credentials, because --authorization-mode allows every request. As
+	// in kube-apiserver, AlwaysAllow in --authorization-config does not set it
+	// (k8s.io/kubernetes/pkg/kubeapiserver/options, ApplyAuthorization).
+	rejectsAnonymous bool
+	synced           atomic.Bool
+	ready            lifecycle.Readiness
+	policies         lifecycle.Readiness
 }
 
 // New builds the authorizers. cluster configures the client that reads the policies.
@@ -93,8 +99,9 @@ func New(ctx context.Context, c *Config, cluster *apiclient.Conn) (*Service, err
 	}
 	var err error
 	s := &Service{
-		policyRevisions: newPolicyRevisions(),
-		privileged:      authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup),
+		policyRevisions:  newPolicyRevisions(),
+		privileged:       authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup),
+		rejectsAnonymous: slices.Contains(c.Options.Modes, modes.ModeAlwaysAllow),
 	}
 	s.policies.Set("policies", errors.New("not read yet"))
 	if s.cluster, err = apiclient.NewCluster(cluster, c.Freshness); err != nil {
@@ -112,26 +119,54 @@ func New(ctx context.Context, c *Config, cluster *apiclient.Conn) (*Service, err
 	if s.chain, err = newChain(ctx, ac, &s.files, func() { s.policyRevisions.record("", true) }); err != nil {
 		return nil, fmt.Errorf("--authorization-mode: %w", err)
 	}
-	rbac := s.cluster.Informers.Rbac().V1()
-	for resource, i := range map[string]cache.SharedIndexInformer{
-		"roles":               rbac.Roles().Informer(),
-		"rolebindings":        rbac.RoleBindings().Informer(),
-		"clusterroles":        rbac.ClusterRoles().Informer(),
-		"clusterrolebindings": rbac.ClusterRoleBindings().Informer(),
-	} {
-		s.cluster.TrackAge("/apis/rbac.authorization.k8s.io/v1/"+resource, "", i)
+	for path, i := range s.rbacInformers() {
+		s.cluster.TrackAge(path, "", i)
 		if _, err := i.AddEventHandler(s.policyRevisions.eventHandler()); err != nil {
 			return nil, err
 		}
 	}
-	if s.chain.has("Node") { // a node's permissions depend on the pods bound to it
-		core := s.cluster.Informers.Core().V1()
-		s.cluster.TrackAge("/api/v1/pods", "", core.Pods().Informer())
-		s.cluster.TrackAge("/api/v1/persistentvolumes", "", core.PersistentVolumes().Informer())
-		s.cluster.TrackAge("/apis/storage.k8s.io/v1/volumeattachments", "",
-			s.cluster.Informers.Storage().V1().VolumeAttachments().Informer())
+	for path, i := range s.nodeInformers() {
+		s.cluster.TrackAge(path, "", i)
 	}
 	return s, nil
+}
+
+// rbacInformers returns the informers that RBAC reads, by path. There are none if the chain has no RBAC.
+func (s *Service) rbacInformers() map[string]cache.SharedIndexInformer {
+	if !s.chain.has("RBAC") {
+		return nil
+	}
+	const group = "/apis/rbac.authorization.k8s.io/v1/"
+	rbac := s.cluster.Informers.Rbac().V1()
+	return map[string]cache.SharedIndexInformer{
+		group + "roles":               rbac.Roles().Informer(),
+		group + "rolebindings":        rbac.RoleBindings().Informer(),
+		group + "clusterroles":        rbac.ClusterRoles().Informer(),
+		group + "clusterrolebindings": rbac.ClusterRoleBindings().Informer(),
+	}
+}
+
+// nodeInformers returns the informers that decide a node's permissions, by path, as
+// k8s.io/kubernetes/pkg/kubeapiserver/authorizer passes them to the node authorizer. There are none if the chain has no
+// Node.
+func (s *Service) nodeInformers() map[string]cache.SharedIndexInformer {
+	if !s.chain.has("Node") {
+		return nil
+	}
+	all := s.cluster.Informers
+	tracked := map[string]cache.SharedIndexInformer{
+		"/api/v1/pods":                              all.Core().V1().Pods().Informer(),
+		"/api/v1/persistentvolumes":                 all.Core().V1().PersistentVolumes().Informer(),
+		"/apis/storage.k8s.io/v1/volumeattachments": all.Storage().V1().VolumeAttachments().Informer(),
+	}
+	if utilfeature.DefaultFeatureGate.Enabled(kubefeatures.DynamicResourceAllocation) {
+		tracked["/apis/resource.k8s.io/v1/resourceslices"] = all.Resource().V1().ResourceSlices().Informer()
+	}
+	if utilfeature.DefaultFeatureGate.Enabled(kubefeatures.PodCertificateRequest) {
+		tracked["/apis/certificates.k8s.io/v1beta1/podcertificaterequests"] =
+			all.Certificates().V1beta1().PodCertificateRequests().Informer()
+	}
+	return tracked
 }
 
 // checkFresh returns the reason that the policies cannot be used, or nil.
@@ -196,7 +231,7 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 		out.Reason = "not among the rights of this service of the system"
 		return policyIndependent(out), nil
 	}
-	if attrs.User.GetName() == user.Anonymous && !r.ClientAuthenticated && s.rejectsAnonymous() {
+	if attrs.User.GetName() == user.Anonymous && !r.ClientAuthenticated && s.rejectsAnonymous {
 		// Gateways respond with 401 before they call authz. Gateways of older releases, and gateways that have not
 		// received a policy revision yet, do not.
 		out.Reason = "anonymous requests are not allowed where everything is"
@@ -217,12 +252,6 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 		out.WildcardName, out.WildcardNamespace, out.WildcardReason = s.chain.wildcard(ctx, attrs)
 	}
 	return out, nil
-}
-
-// rejectsAnonymous reports whether clients must have credentials, because every request is allowed
-// (k8s.io/kubernetes/pkg/kubeapiserver/options, ApplyAuthorization).
-func (s *Service) rejectsAnonymous() bool {
-	return s.chain.has(authzconfig.AuthorizerType(modes.ModeAlwaysAllow))
 }
 
 // policyIndependentTTL is how long a decision may be cached that depends on no policy.

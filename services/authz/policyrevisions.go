@@ -125,7 +125,7 @@ func (s *Service) PolicyRevisions(_ *authzv1.PolicyRevisionsRequest,
 		Revision:         sent,
 		Replica:          g.replica,
 		MayRevoke:        true,
-		RejectsAnonymous: s.rejectsAnonymous(),
+		RejectsAnonymous: s.rejectsAnonymous,
 	}); err != nil {
 		return err
 	}

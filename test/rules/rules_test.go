@@ -224,7 +224,7 @@ func TestPolicyStaysInTheMainEtcd(t *testing.T) {
 		return string(text)
 	}
 	rejected, tracked := read("registry/storage/overrides.go"), 0
-	path := regexp.MustCompile(`"/(?:api|apis/([a-z0-9.]+))/v1/([a-z]*)"`)
+	path := regexp.MustCompile(`"/(?:api|apis/([a-z0-9.]+))/v1(?:beta1)?/([a-z]*)"`)
 	for _, file := range []string{"admission/admission.go", "authn/authn.go", "authz/authz.go"} {
 		for _, m := range path.FindAllStringSubmatch(read(file), -1) {
 			want := fmt.Sprintf("{Group: %q, Resource: %q}", m[1], cmp.Or(m[2], "*"))

@@ -87,7 +87,9 @@ var inMain = []schema.GroupResource{
 	{Resource: "secrets"},
 	{Resource: "serviceaccounts"},
 	{Group: "admissionregistration.k8s.io", Resource: "*"},
+	{Group: "certificates.k8s.io", Resource: "podcertificaterequests"},
 	{Group: "rbac.authorization.k8s.io", Resource: "*"},
+	{Group: "resource.k8s.io", Resource: "resourceslices"},
 	{Group: "storage.k8s.io", Resource: "volumeattachments"},
 }
 
