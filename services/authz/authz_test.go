@@ -1,6 +1,7 @@
 package authz
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -21,6 +22,7 @@ import (
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes/fake"
 	"k8s.io/client-go/tools/cache"
+	"k8s.io/component-base/metrics/legacyregistry"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 
 	"watershed.dev/platform/identity"
@@ -134,7 +136,7 @@ func TestADecisionWithoutAWebhookIsCached(t *testing.T) {
 func TestAConfigurationIsReloaded(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "authz.yaml")
 	write := func(types ...string) {
-		text := "apiVersion: apiserver.config.k8s.io/v1\nkind: AuthorizationConfiguration\nauthorizers:\n"
+		text := "# a comment\napiVersion: apiserver.config.k8s.io/v1\nkind: AuthorizationConfiguration\nauthorizers:\n"
 		for _, x := range types {
 			text += "- {type: " + x + ", name: " + map[string]string{
 				"RBAC":        "rbac",
@@ -158,6 +160,8 @@ func TestAConfigurationIsReloaded(t *testing.T) {
 	c := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) { o.AuthorizationConfigurationFile = file })
 	reloads := 0
 	c.onReload = func() { reloads++ }
+	const reloadMetric = "apiserver_authorization_config_controller_automatic_reloads_total"
+	counted := counterOf(t, reloadMetric)
 	decided := func() authorizer.Decision {
 		d, _, _, _ := c.decide(t.Context(), attributesOf("bob"))
 		return d
@@ -165,8 +169,13 @@ func TestAConfigurationIsReloaded(t *testing.T) {
 	if err := c.reload(t.Context(), read()); err != nil || reloads != 0 || decided() == authorizer.DecisionAllow {
 		t.Errorf("unchanged: %v, %d reloads", err, reloads)
 	}
+	if err := c.reload(t.Context(), bytes.Replace(read(), []byte("a comment"), []byte("another"), 1)); err != nil ||
+		reloads != 0 || counterOf(t, reloadMetric) != counted {
+		t.Errorf("another comment: %v, %d reloads", err, reloads)
+	}
 	write("RBAC", "AlwaysAllow")
-	if err := c.reload(t.Context(), read()); err != nil || reloads != 1 || decided() != authorizer.DecisionAllow {
+	if err := c.reload(t.Context(), read()); err != nil || reloads != 1 || decided() != authorizer.DecisionAllow ||
+		counterOf(t, reloadMetric) != counted+1 {
 		t.Errorf("changed: %v, %d reloads, %v", err, reloads, decided())
 	}
 	for _, bad := range [][]string{{"AlwaysAllow"}, {"RBAC", "Node"}, {"RBAC", "Nonsense"}} {
@@ -174,6 +183,56 @@ func TestAConfigurationIsReloaded(t *testing.T) {
 		if err := c.reload(t.Context(), read()); err == nil || reloads != 1 || decided() != authorizer.DecisionAllow {
 			t.Errorf("%v: %v, %d reloads", bad, err, reloads)
 		}
+	}
+}
+
+// counterOf returns the sum of a counter of Kubernetes' libraries over its labels.
+func counterOf(t *testing.T, name string) (sum float64) {
+	t.Helper()
+	families, err := legacyregistry.DefaultGatherer.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			if f.GetName() == name {
+				sum += m.GetCounter().GetValue()
+			}
+		}
+	}
+	return sum
+}
+
+// An invalid kubeconfig of a webhook does not affect the kubeconfig of another webhook.
+func TestKubeconfigsAreReloadedSeparately(t *testing.T) {
+	first, second, replacement := newHook(t), newHook(t), newHook(t)
+	text := "apiVersion: apiserver.config.k8s.io/v1\nkind: AuthorizationConfiguration\nauthorizers:\n"
+	for i, h := range []*hook{first, second} {
+		text += fmt.Sprintf("- {type: Webhook, name: hook%d, webhook: {timeout: 3s, subjectAccessReviewVersion: v1, "+
+			"matchConditionSubjectAccessReviewVersion: v1, failurePolicy: NoOpinion, authorizedTTL: 1s, "+
+			"unauthorizedTTL: 1s, connectionInfo: {type: KubeConfigFile, kubeConfigFile: %q}}}\n", i, h.kubeconfig)
+	}
+	file := filepath.Join(t.TempDir(), "authz.yaml")
+	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	c := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) { o.AuthorizationConfigurationFile = file })
+	if err := os.WriteFile(first.kubeconfig, []byte("nonsense"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(replacement.kubeconfig, second.kubeconfig); err != nil {
+		t.Fatal(err)
+	}
+	if c.rebuild(t.Context(), first.kubeconfig) == nil {
+		t.Error("an invalid kubeconfig is applied")
+	}
+	if err := c.rebuild(t.Context(), second.kubeconfig); err != nil {
+		t.Errorf("the other kubeconfig is not applied: %v", err)
+	}
+	_, _, _, _ = c.decide(t.Context(), attributesOf("bob"))
+	if first.calls.Load() != 1 || second.calls.Load() != 0 || replacement.calls.Load() != 1 {
+		t.Errorf("the webhooks are called %d, %d and %d times", first.calls.Load(), second.calls.Load(),
+			replacement.calls.Load())
 	}
 }
 
@@ -253,7 +312,11 @@ func TestWildcardDecisionsMatchThePolicy(t *testing.T) {
 		if d, _, _, err := x.chain.decide(t.Context(), a); d != authorizer.DecisionAllow || err != nil {
 			t.Errorf("%s: %v, %v", x.user, d, err)
 		}
+		counted := counterOf(t, "apiserver_authorization_decisions_total")
 		name, everywhere, reason := x.chain.wildcard(t.Context(), a)
+		if counterOf(t, "apiserver_authorization_decisions_total") != counted {
+			t.Errorf("%s: a probe is counted as a decision", x.user)
+		}
 		if name != x.name || everywhere != x.anyname {
 			t.Errorf("%s: every name %v, every namespace %v", x.user, name, everywhere)
 		}

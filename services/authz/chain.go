@@ -16,11 +16,15 @@ import (
 	authzconfig "k8s.io/apiserver/pkg/apis/apiserver"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
+	"k8s.io/apiserver/pkg/authorization/authorizerfactory"
 	authorizationcel "k8s.io/apiserver/pkg/authorization/cel"
 	"k8s.io/apiserver/pkg/authorization/union"
 	authorizationconfigmetrics "k8s.io/apiserver/pkg/server/options/authorizationconfig/metrics"
+	"k8s.io/client-go/informers"
+	"k8s.io/kubernetes/pkg/auth/authorizer/abac"
 	kubeauthorizer "k8s.io/kubernetes/pkg/kubeapiserver/authorizer"
 	"k8s.io/kubernetes/pkg/kubeapiserver/authorizer/modes"
+	"k8s.io/kubernetes/plugin/pkg/auth/authorizer/rbac"
 
 	"watershed.dev/platform/reload"
 )
@@ -33,15 +37,15 @@ const serverID = "watershed"
 // that hold state.
 type chain struct {
 	base kubeauthorizer.Config
-	// required are the types that a new configuration must still have, as upstream requires.
+	// required are the types of the first configuration, except Webhook. As upstream requires, a new configuration must
+	// still have them. It cannot add a type that holds state.
 	required sets.Set[authzconfig.AuthorizerType]
 	compiler authorizationcel.Compiler
 	links    atomic.Pointer[[]link]
 	// onReload is called after a new configuration has been applied.
 	onReload func()
 
-	mu         sync.Mutex // guards the fields below
-	built      map[authzconfig.AuthorizerType]link
+	mu         sync.Mutex // held by reloads; guards lastConfig
 	lastConfig *authzconfig.AuthorizationConfiguration
 }
 
@@ -49,6 +53,9 @@ type chain struct {
 type link struct {
 	authorizer.Authorizer
 	authorizer.RuleResolver
+	// probe is the authorizer without upstream's metrics.
+	probe         authorizer.Authorizer
+	configuration authzconfig.AuthorizerConfiguration
 	// webhook means that the authorizer calls another server, whose responses may change at any time. Its own cache has
 	// their TTL.
 	webhook bool
@@ -62,7 +69,6 @@ func newChain(ctx context.Context, c *kubeauthorizer.Config, files *reload.Files
 		required:   sets.New[authzconfig.AuthorizerType](),
 		compiler:   authorizationcel.NewDefaultCompiler(),
 		onReload:   onReload,
-		built:      map[authzconfig.AuthorizerType]link{},
 		lastConfig: c.AuthorizationConfiguration,
 	}
 	for _, a := range c.AuthorizationConfiguration.Authorizers {
@@ -77,21 +83,25 @@ func newChain(ctx context.Context, c *kubeauthorizer.Config, files *reload.Files
 	return h, h.build(ctx, c.AuthorizationConfiguration, true)
 }
 
-// has reports whether the chain has, or had, an authorizer of a type that holds state.
-func (h *chain) has(t authzconfig.AuthorizerType) bool {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	_, ok := h.built[t]
-	return ok
-}
+// has reports whether the chain has an authorizer of a type that holds state. A reload does not change the result.
+func (h *chain) has(t authzconfig.AuthorizerType) bool { return h.required.Has(t) }
 
-// build applies a configuration. At the start it may build every type; later only types without state.
+// build applies a configuration. At the start it may build every type; later only types without state. It keeps the
+// authorizers of the current configuration, except webhooks.
 func (h *chain) build(ctx context.Context, c *authzconfig.AuthorizationConfiguration, first bool) error {
 	if len(c.Authorizers) == 0 {
 		return errors.New("at least one authorization mode must be passed")
 	}
-	var links []link
+	var current, links []link
+	if p := h.links.Load(); p != nil {
+		current = *p
+	}
 	for _, a := range c.Authorizers {
+		i := slices.IndexFunc(current, func(l link) bool { return l.configuration.Type == a.Type && !l.webhook })
+		if i >= 0 {
+			links = append(links, current[i])
+			continue
+		}
 		l, err := h.newLink(ctx, a, first)
 		if err != nil {
 			return err
@@ -103,10 +113,7 @@ func (h *chain) build(ctx context.Context, c *authzconfig.AuthorizationConfigura
 }
 
 func (h *chain) newLink(ctx context.Context, a authzconfig.AuthorizerConfiguration, first bool) (link, error) {
-	if l, ok := h.built[a.Type]; ok {
-		return l, nil
-	}
-	if !first && (a.Type == "Node" || a.Type == "RBAC" || a.Type == "ABAC") {
+	if !first && (a.Type == "Node" || a.Type == rbacType || a.Type == abacType) {
 		return link{}, fmt.Errorf("authorizer type %s is not allowed if it was not enabled at initial server startup",
 			a.Type)
 	}
@@ -119,11 +126,27 @@ func (h *chain) newLink(ctx context.Context, a authzconfig.AuthorizerConfigurati
 	if err != nil {
 		return link{}, err
 	}
-	l := link{Authorizer: built, RuleResolver: rules, webhook: a.Type == authzconfig.TypeWebhook}
-	if !l.webhook {
-		h.built[a.Type] = l
+	l := link{Authorizer: built, RuleResolver: rules, probe: built, configuration: a}
+	switch l.webhook = a.Type == authzconfig.TypeWebhook; a.Type {
+	case rbacType:
+		l.probe = newRBAC(c.VersionedInformerFactory)
+	case abacType:
+		l.probe, err = abac.NewFromFile(c.PolicyFile)
+	case alwaysAllowType:
+		l.probe = authorizerfactory.NewAlwaysAllowAuthorizer()
 	}
-	return l, nil
+	return l, err
+}
+
+// newRBAC returns RBAC without metrics, over the listers of kubeauthorizer.Config.New.
+func newRBAC(f informers.SharedInformerFactory) authorizer.Authorizer {
+	v1 := f.Rbac().V1()
+	return rbac.New(
+		&rbac.RoleGetter{Lister: v1.Roles().Lister()},
+		&rbac.RoleBindingLister{Lister: v1.RoleBindings().Lister()},
+		&rbac.ClusterRoleGetter{Lister: v1.ClusterRoles().Lister()},
+		&rbac.ClusterRoleBindingLister{Lister: v1.ClusterRoleBindings().Lister()},
+	)
 }
 
 // decide calls the authorizers in order, as k8s.io/apiserver/pkg/authorization/union does. cacheable reports whether
@@ -163,7 +186,7 @@ var unmatchedName = rand.Text()
 // ClusterRoleBinding. Both therefore hold for all names or namespaces. ABAC lines do not restrict names, but an empty
 // namespace in a line does not mean all namespaces. Other authorizers with cacheable decisions ignore names and
 // namespaces; Node has no opinion on other users. Webhooks are never called with such a probe, because no client sent
-// it.
+// it. apiserver_authorization_decisions_total does not count probes.
 func (h *chain) wildcard(
 	ctx context.Context,
 	attrs authorizer.AttributesRecord,
@@ -178,7 +201,7 @@ func (h *chain) wildcard(
 			if l.webhook {
 				return false
 			}
-			d, why, err := l.Authorize(ctx, probe)
+			d, why, err := l.probe.Authorize(ctx, probe)
 			if err == nil && d == authorizer.DecisionAllow {
 				reason = why
 				return true
@@ -217,23 +240,19 @@ func (h *chain) watchFiles(files *reload.Files) error {
 				authorizationconfigmetrics.RecordAuthorizationConfigAutomaticReloadFailure(serverID)
 				return err
 			}
-			authorizationconfigmetrics.RecordAuthorizationConfigAutomaticReloadSuccess(serverID, string(data))
 			return nil
 		})
 	}
 	for _, a := range h.lastConfig.Authorizers {
-		flag, file := "", ""
-		switch {
-		case a.Type == abacType:
-			flag, file = "authorization-policy-file", h.base.PolicyFile
-		case a.Webhook != nil && a.Webhook.ConnectionInfo.KubeConfigFile != nil:
-			flag, file = "authorization-webhook-config-file", *a.Webhook.ConnectionInfo.KubeConfigFile
-			if h.base.ReloadFile != "" {
-				flag = "authorization-config" // the file that names it
-			}
+		flag := "authorization-webhook-config-file"
+		if a.Type == abacType {
+			flag = "authorization-policy-file"
+		} else if h.base.ReloadFile != "" {
+			flag = "authorization-config" // the file that names it
 		}
+		file := h.fileOf(a)
 		if err := files.Watch(flag, file, func(ctx context.Context, _ []byte) error {
-			return h.rebuild(ctx, a.Type)
+			return h.rebuild(ctx, file)
 		}); err != nil {
 			return err
 		}
@@ -241,33 +260,47 @@ func (h *chain) watchFiles(files *reload.Files) error {
 	return nil
 }
 
-const abacType = authzconfig.AuthorizerType(modes.ModeABAC)
+const (
+	abacType        = authzconfig.AuthorizerType(modes.ModeABAC)
+	rbacType        = authzconfig.AuthorizerType(modes.ModeRBAC)
+	alwaysAllowType = authzconfig.AuthorizerType(modes.ModeAlwaysAllow)
+)
 
-// rebuild builds the authorizers of a type again from their files: ABAC or the webhooks.
-func (h *chain) rebuild(ctx context.Context, authorizerType authzconfig.AuthorizerType) error {
+// fileOf returns the file that an authorizer is built from: the policy of ABAC, or a webhook's kubeconfig.
+func (h *chain) fileOf(a authzconfig.AuthorizerConfiguration) string {
+	switch {
+	case a.Type == abacType:
+		return h.base.PolicyFile
+	case a.Webhook != nil && a.Webhook.ConnectionInfo.KubeConfigFile != nil:
+		return *a.Webhook.ConnectionInfo.KubeConfigFile
+	}
+	return ""
+}
+
+// rebuild builds the authorizers of a file again. A kubeconfig is read again after an error, because the files that it
+// names may become valid, or a reload of the configuration may make it active.
+func (h *chain) rebuild(ctx context.Context, file string) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	old, existed := h.built[authorizerType]
-	delete(h.built, authorizerType)
 	links := slices.Clone(*h.links.Load())
-	for i, a := range h.lastConfig.Authorizers {
-		if a.Type != authorizerType {
+	for i, l := range links {
+		if h.fileOf(l.configuration) != file {
 			continue
 		}
-		var err error
-		if links[i], err = h.newLink(ctx, a, true); err != nil {
-			if existed {
-				h.built[authorizerType] = old
-			}
+		next, err := h.newLink(ctx, l.configuration, true)
+		if err != nil && l.webhook {
+			return reload.Retryable(err)
+		} else if err != nil {
 			return err
 		}
+		links[i] = next
 	}
 	h.links.Store(&links)
 	h.onReload()
 	return nil
 }
 
-// reload applies a new configuration.
+// reload applies a new configuration. As in upstream, a configuration with other comments is not new.
 func (h *chain) reload(ctx context.Context, data []byte) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -280,5 +313,6 @@ func (h *chain) reload(ctx context.Context, data []byte) error {
 	}
 	h.lastConfig = c
 	h.onReload()
+	authorizationconfigmetrics.RecordAuthorizationConfigAutomaticReloadSuccess(serverID, string(data))
 	return nil
 }
