@@ -193,9 +193,7 @@ func (c *Cluster) Age() (age time.Duration, ok bool) {
 	if freshAt == nil {
 		return 0, false
 	}
-	// The monotonic clock stops while the machine is suspended, and the wall clock may go back. With the larger age,
-	// policy is rejected too early, not too late.
-	return max(time.Since(*freshAt), time.Now().Round(0).Sub(freshAt.Round(0))), true
+	return lifecycle.Age(*freshAt), true
 }
 
 // Synced returns a channel that is closed once the shared informers of served resources have read their objects. It

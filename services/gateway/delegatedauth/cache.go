@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 // cache holds values until they expire, in a bounded number of bytes, with a lower bound for each owner. It evicts the
@@ -57,7 +59,7 @@ func (c *cache[V]) get(key digest) (V, bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	e := c.entries[key]
-	if e != nil && time.Now().After(e.expiresAt) {
+	if e != nil && lifecycle.Age(e.expiresAt) > 0 {
 		c.remove(e)
 		e = nil
 	}

@@ -8,6 +8,7 @@ import (
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 
 	"watershed.dev/platform/identity"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 )
@@ -63,7 +64,7 @@ const heartbeatTimeout = 20 * time.Second
 func (a *Authorizer) expireHeartbeat() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if !a.lastMessage.IsZero() && time.Since(a.lastMessage) > heartbeatTimeout {
+	if !a.lastMessage.IsZero() && lifecycle.Age(a.lastMessage) > heartbeatTimeout {
 		a.lastMessage = time.Time{}
 		a.notify("")
 	}
@@ -157,7 +158,7 @@ func (a *Authorizer) isCurrent(d decision) bool {
 	}
 	a.mu.RLock()
 	defer a.mu.RUnlock()
-	if a.replica == "" || d.replica != a.replica || time.Since(a.lastMessage) > identity.PolicyRevisionLease {
+	if a.replica == "" || d.replica != a.replica || lifecycle.Age(a.lastMessage) > identity.PolicyRevisionLease {
 		return false
 	}
 	revisions := a.namespaces[d.namespace]
