@@ -122,9 +122,9 @@ func WithAuthorizer(h http.Handler, own authorizer.Authorizer) http.Handler {
 
 type ownAuthorizerKey struct{}
 
-// Reauthorize authorizes an open watch again. It retries while authz does not respond, and returns false after
-// reauthorizeTimeout. When the policy revision changes, many watches with equal attributes share a single call to
-// authz.
+// Reauthorize authorizes an open watch again. It retries while authz does not respond or an authorizer fails, and
+// returns false after reauthorizeTimeout. When the policy revision changes, many watches with equal attributes share a
+// single call to authz.
 func (a *Authorizer) Reauthorize(ctx context.Context, attrs authorizer.Attributes) bool {
 	if own, ok := ctx.Value(ownAuthorizerKey{}).(authorizer.Authorizer); ok {
 		d, _, err := own.Authorize(ctx, attrs)
@@ -218,12 +218,17 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 	return d.decision, d.reason, nil
 }
 
+// decide returns authz' decision. It returns an error if an authorizer failed that might have allowed the request.
 func (a *Authorizer) decide(ctx context.Context, attrs authorizer.Attributes) (decision, error) {
 	resp, err := a.Decide(ctx, identity.AttributesProto(attrs))
 	if err != nil {
 		return decision{}, err
 	}
-	return decisionOf(resp, attrs), nil
+	d := decisionOf(resp, attrs)
+	if d.decision != authorizer.DecisionAllow && resp.EvaluationError != "" {
+		return decision{}, errors.New(resp.EvaluationError)
+	}
+	return d, nil
 }
 
 func decisionOf(resp *authzv1.AuthorizeResponse, attrs authorizer.Attributes) decision {

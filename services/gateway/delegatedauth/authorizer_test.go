@@ -279,6 +279,38 @@ func TestReauthorizationTimeoutEndsWatch(t *testing.T) {
 	})
 }
 
+// A decision without the opinion of a failed webhook is no denial. Reauthorize retries until the webhook responds or the
+// timeout ends the watch.
+func TestAFailedAuthorizerDoesNotEndWatches(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := &fakeAuthz{response: &authzv1.AuthorizeResponse{
+			PolicyRevision:  5,
+			Replica:         "a",
+			Transient:       true,
+			EvaluationError: "the webhook does not respond",
+		}}
+		a := &Authorizer{Client: p}
+		a.observe(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
+		began := time.Now()
+		if a.Reauthorize(t.Context(), podAttributes("bob", "watch")) || time.Since(began) < reauthorizeTimeout {
+			t.Errorf("the watch goes on, or ends after %v", time.Since(began))
+		}
+		go func() {
+			time.Sleep(time.Second)
+			a.observe(&authzv1.PolicyRevision{Revision: 5, Replica: "a", Heartbeat: true}, false)
+			p.set(&authzv1.AuthorizeResponse{
+				Decision:       authzv1.Decision_DECISION_ALLOW,
+				PolicyRevision: 5,
+				Replica:        "a",
+				Transient:      true,
+			})
+		}()
+		if !a.Reauthorize(t.Context(), podAttributes("bob", "watch")) {
+			t.Error("the watch ends although the webhook allows it again")
+		}
+	})
+}
+
 // Thousands of watches of a user are reauthorized with few calls at a time, and another user's watch does not wait for
 // them. Calls that no watches share count too.
 func TestReauthorizationsAreBounded(t *testing.T) {
