@@ -26,8 +26,9 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// rpcTimeout bounds a call to authn or authz.
-const rpcTimeout = 10 * time.Second
+// rpcTimeout bounds a call to authn or authz, beside the request's deadline. Their webhooks have 30 s
+// (k8s.io/apiserver/pkg/util/webhook), and then authz applies the webhook's failurePolicy.
+const rpcTimeout = 35 * time.Second
 
 const (
 	// authnCacheBytes bounds the cached users in bytes, and authnOwnerBytes the entries of each user.

@@ -9,10 +9,12 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"testing/synctest"
 
 	"google.golang.org/grpc"
 	"k8s.io/apiserver/pkg/authentication/user"
 
+	"watershed.dev/platform/lifecycle"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
@@ -151,4 +153,23 @@ func TestUnforwardedHeaderIsRejected(t *testing.T) {
 			t.Errorf("%s: %v, %v", x.header, ok, err)
 		}
 	}
+}
+
+// webhookAuthn authenticates after its webhook has timed out.
+type webhookAuthn struct{ authnv1.AuthnClient }
+
+func (webhookAuthn) Authenticate(ctx context.Context, _ *authnv1.AuthenticateRequest,
+	_ ...grpc.CallOption) (*authnv1.AuthenticateResponse, error) {
+	return authenticated("alice"), lifecycle.Sleep(ctx, webhookTime)
+}
+
+// The gateway waits for a response of authn that needs a webhook.
+func TestAuthenticationWaitsForAWebhook(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		req := httptest.NewRequest("GET", "/version", nil)
+		req.Header.Set("Authorization", "Bearer alice")
+		if _, ok, err := NewAuthenticator(webhookAuthn{}, nil, nil).AuthenticateRequest(req); !ok || err != nil {
+			t.Errorf("%v, %v", ok, err)
+		}
+	})
 }

@@ -13,6 +13,7 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 
+	"watershed.dev/platform/lifecycle"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 )
 
@@ -307,6 +308,28 @@ func TestAFailedAuthorizerDoesNotEndWatches(t *testing.T) {
 		}()
 		if !a.Reauthorize(t.Context(), podAttributes("bob", "watch")) {
 			t.Error("the watch ends although the webhook allows it again")
+		}
+	})
+}
+
+// webhookTime is how long upstream's webhooks wait for a response.
+const webhookTime = 30 * time.Second
+
+// webhookAuthz decides after its webhook has timed out.
+type webhookAuthz struct{ authzv1.AuthzClient }
+
+func (webhookAuthz) Authorize(ctx context.Context, _ *authzv1.AuthorizeRequest,
+	_ ...grpc.CallOption) (*authzv1.AuthorizeResponse, error) {
+	return &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW}, lifecycle.Sleep(ctx, webhookTime)
+}
+
+// authz decides by its webhook's failurePolicy after the webhook has timed out. The gateway waits for this decision.
+func TestAuthorizationWaitsForAWebhook(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		a := &Authorizer{Client: webhookAuthz{}}
+		if d, _, err := a.Authorize(t.Context(), podAttributes("bob", "get")); d != authorizer.DecisionAllow ||
+			err != nil {
+			t.Errorf("%v, %v", d, err)
 		}
 	})
 }
