@@ -52,7 +52,7 @@ func (s *Service) Authenticate(ctx context.Context,
 		if req.TLS != nil {
 			certificates = req.TLS.PeerCertificates
 		}
-		out.CacheMilliseconds = s.cacheTTL(r, certificates).Milliseconds()
+		out.CacheMilliseconds = s.cacheTTL(before, certificates).Milliseconds()
 	}
 	if len(r.PeerCertificates) > 0 {
 		out.ConsultedHeaders = s.consultedHeaders

@@ -10,8 +10,8 @@ import (
 	"time"
 
 	"k8s.io/apiserver/pkg/authentication/request/headerrequest"
+	bootstraptokenutil "k8s.io/cluster-bootstrap/util/tokens"
 
-	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
@@ -22,8 +22,9 @@ const (
 	bearerProtocol = "base64url.bearer.authorization.k8s.io."
 )
 
-// boundTokenTTL bounds the cache TTL of a response for a JWT, because a service account token is invalid once the
-// object that it is bound to is deleted.
+// boundTokenTTL bounds the cache TTL of a response for a token that objects of the cluster decide: a JWT or a bootstrap
+// token. A service account token is invalid once the object that it is bound to is deleted, and a bootstrap token once
+// its Secret is deleted. authn's own cache adds up to --authentication-cache-ttl, as kube-apiserver's does.
 const boundTokenTTL = time.Second
 
 // removeCredentials removes every credential from h, whichever authenticator accepted the request. The receiver of a
@@ -71,12 +72,15 @@ func replacedHeaders(before, after http.Header) map[string]*commonv1.Values {
 }
 
 // cacheTTL returns how long a response may be cached: never longer than the credential is valid.
-func (s *Service) cacheTTL(r *authnv1.AuthenticateRequest, certificates []*x509.Certificate) time.Duration {
+func (s *Service) cacheTTL(h http.Header, certificates []*x509.Certificate) time.Duration {
 	ttl := s.config.CacheTTL
 	for _, c := range certificates {
 		ttl = min(ttl, time.Until(c.NotAfter))
 	}
-	for _, token := range bearerTokens(r) {
+	for _, token := range bearerTokens(h) {
+		if isBootstrapToken(token) {
+			ttl = min(ttl, boundTokenTTL)
+		}
 		parts := strings.Split(token, ".")
 		if len(parts) != 3 {
 			continue
@@ -89,16 +93,22 @@ func (s *Service) cacheTTL(r *authnv1.AuthenticateRequest, certificates []*x509.
 	return max(0, ttl)
 }
 
+// isBootstrapToken reports whether a token has the form of a bootstrap token.
+func isBootstrapToken(token string) bool {
+	_, _, err := bootstraptokenutil.ParseToken(token)
+	return err == nil
+}
+
 // bearerTokens returns the bearer tokens of a request, from both headers that may contain one.
-func bearerTokens(r *authnv1.AuthenticateRequest) (tokens []string) {
-	for _, v := range r.Headers["Authorization"].GetValues() {
+func bearerTokens(h http.Header) (tokens []string) {
+	for _, v := range h.Values("Authorization") {
 		// As upstream reads it: a third word is not a part of the token.
 		parts := strings.SplitN(strings.TrimSpace(v), " ", 3)
 		if len(parts) > 1 && strings.EqualFold(parts[0], "bearer") {
 			tokens = append(tokens, parts[1])
 		}
 	}
-	for _, v := range r.Headers[protocolHeader].GetValues() {
+	for _, v := range h.Values(protocolHeader) {
 		for _, p := range strings.Split(v, ",") {
 			if encoded, ok := strings.CutPrefix(strings.TrimSpace(p), bearerProtocol); ok {
 				if token, err := base64.RawURLEncoding.DecodeString(encoded); err == nil {

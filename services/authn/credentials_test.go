@@ -131,32 +131,34 @@ func TestTheCacheTTLEndsWithTheCredential(t *testing.T) {
 	jwt := func(exp time.Time) string {
 		return "eyJhbGciOiJub25lIn0." + encoded(fmt.Sprintf(`{"exp":%d}`, exp.Unix())) + ".x"
 	}
-	with := func(header, value string) *authnv1.AuthenticateRequest {
-		return &authnv1.AuthenticateRequest{Headers: map[string]*commonv1.Values{header: {Values: []string{value}}}}
-	}
+	with := func(header, value string) http.Header { return http.Header{header: {value}} }
+	const bootstrap = "abcdef.0123456789abcdef"
 	hour := time.Now().Add(time.Hour)
 	for name, x := range map[string]struct {
-		request      *authnv1.AuthenticateRequest
+		headers      http.Header
 		certificates []*x509.Certificate
 		most, least  time.Duration
 	}{
-		"an opaque token":           {with("Authorization", "Bearer abc"), nil, 10 * time.Second, 10 * time.Second},
+		"an opaque token":   {with("Authorization", "Bearer abc"), nil, 10 * time.Second, 10 * time.Second},
+		"a bootstrap token": {with("Authorization", "Bearer "+bootstrap), nil, time.Second, time.Second},
+		"a bootstrap token over a socket": {with("Sec-Websocket-Protocol", bearerProtocol+encoded(bootstrap)),
+			nil, time.Second, time.Second},
 		"a JWT":                     {with("Authorization", "Bearer "+jwt(hour)), nil, time.Second, time.Second},
 		"a JWT, lower case":         {with("Authorization", "bearer "+jwt(hour)), nil, time.Second, time.Second},
 		"a JWT before a third word": {with("Authorization", "Bearer "+jwt(hour)+" a.b"), nil, time.Second, time.Second},
 		"a JWT over a socket": {with("Sec-Websocket-Protocol", bearerProtocol+encoded(jwt(hour))),
 			nil, time.Second, time.Second},
 		"a JWT that has ended": {with("Authorization", "Bearer "+jwt(time.Now().Add(-time.Second))), nil, 0, 0},
-		"a certificate": {&authnv1.AuthenticateRequest{}, []*x509.Certificate{{NotAfter: hour}},
+		"a certificate": {nil, []*x509.Certificate{{NotAfter: hour}},
 			10 * time.Second, 10 * time.Second},
-		"one that is about to end": {&authnv1.AuthenticateRequest{},
+		"one that is about to end": {nil,
 			[]*x509.Certificate{{NotAfter: time.Now().Add(2 * time.Second)}}, 2 * time.Second, time.Second},
-		"one that has ended": {&authnv1.AuthenticateRequest{},
+		"one that has ended": {nil,
 			[]*x509.Certificate{{NotAfter: time.Now().Add(-time.Hour)}}, 0, 0},
-		"its issuer is to end": {&authnv1.AuthenticateRequest{},
+		"its issuer is to end": {nil,
 			[]*x509.Certificate{{NotAfter: hour}, {NotAfter: time.Now().Add(-time.Hour)}}, 0, 0},
 	} {
-		if got := s.cacheTTL(x.request, x.certificates); got > x.most || got < x.least {
+		if got := s.cacheTTL(x.headers, x.certificates); got > x.most || got < x.least {
 			t.Errorf("%s: %v", name, got)
 		}
 	}

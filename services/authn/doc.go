@@ -18,8 +18,8 @@
 //   - Order. The authenticators run in kube-apiserver's order, and errors combine as in its union.
 //     kubeauthenticator.Config.New is the reference.
 //   - Headers. removeCredentials removes every form of credential, whichever authenticator accepted the request.
-//   - Cache TTL. A response never outlives its credential. A JWT's response lives at most 1 s, because the object that
-//     the token is bound to may be deleted.
+//   - Cache TTL. A response never outlives its credential. A response for a JWT or a bootstrap token lives at most 1 s,
+//     because an object that the token depends on may be deleted.
 //   - Reloads. An invalid new file leaves the old configuration in force, and each reload empties the token cache.
 //
 // Never:
