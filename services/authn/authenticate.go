@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/textproto"
 	"net/url"
+	"slices"
 	"strings"
 	"time"
 
@@ -76,6 +77,23 @@ func (s *Service) checkFresh(u user.Info) error {
 	return nil
 }
 
+// checkBootstrapSecrets returns UNAVAILABLE if a request has a bootstrap token and the informer of bootstrap tokens is
+// unread or stale. The informer may then lack the token's Secret. Upstream's authenticator has no other source
+// (k8s.io/kubernetes/plugin/pkg/auth/authenticator/token/bootstrap).
+func (s *Service) checkBootstrapSecrets(h http.Header) error {
+	if o := s.config.Options.BootstrapToken; o == nil || !o.Enable {
+		return nil
+	}
+	err := s.cluster.Err()
+	if _, known := s.cluster.Age(); !known {
+		err = errors.New("the bootstrap tokens have not been read yet")
+	}
+	if err == nil || !slices.ContainsFunc(bearerTokens(h), isBootstrapToken) {
+		return nil
+	}
+	return status.Error(codes.Unavailable, err.Error())
+}
+
 // ReviewToken implements authnv1.AuthnServer. An empty token authenticates no user; the response shows whether authn
 // can look up tokens.
 func (s *Service) ReviewToken(ctx context.Context,
@@ -105,6 +123,7 @@ func (s *Service) authenticate(
 	}
 	ctx, warned := warnings.WithRecorder(audit.WithAuditContext(req.Context()))
 	began := time.Now()
+	unread := s.checkBootstrapSecrets(req.Header) // before the lookup, because an informer may be read meanwhile
 	resp, ok, err := s.auth.AuthenticateRequest(req.WithContext(ctx))
 	if !ok && errors.Is(err, errBusy) { // the password was not compared, so it is not wrong
 		return nil, nil, status.Error(codes.Unavailable, errBusy.Error())
@@ -112,6 +131,9 @@ func (s *Service) authenticate(
 	// The failed read may be of another request. Then this client retries without need.
 	if !ok && err != nil && s.tokenObjects.failedSince(began) {
 		return nil, nil, status.Error(codes.Unavailable, "the object that a token is bound to cannot be read")
+	}
+	if !ok && unread != nil {
+		return nil, nil, unread
 	}
 	out := &authnv1.AuthenticateResponse{Authenticated: ok, Warnings: warned.List()}
 	out.AuditAnnotations = audit.AuditContextFrom(ctx).GetEventAnnotations()

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"k8s.io/apiserver/pkg/authentication/authenticator"
 	"k8s.io/apiserver/pkg/authentication/request/bearertoken"
 	"k8s.io/apiserver/pkg/authentication/request/headerrequest"
@@ -160,6 +162,43 @@ func TestTheCacheTTLEndsWithTheCredential(t *testing.T) {
 	} {
 		if got := s.cacheTTL(x.headers, x.certificates); got > x.most || got < x.least {
 			t.Errorf("%s: %v", name, got)
+		}
+	}
+}
+
+// An unread or stale informer may lack a bootstrap token's Secret. authn then rejects no bootstrap token as invalid.
+func TestABootstrapTokenIsUndecidedWithoutItsSecret(t *testing.T) {
+	const unknown, other = "abcdef.0123456789abcdef", "abc"
+	for name, x := range map[string]struct {
+		token   string
+		enabled bool
+		want    codes.Code
+	}{
+		"a bootstrap token": {unknown, true, codes.Unavailable},
+		"another token":     {other, true, codes.OK},
+		"disabled":          {unknown, false, codes.OK},
+	} {
+		s := service()
+		s.config.Options.BootstrapToken.Enable = x.enabled
+		for _, headers := range []http.Header{
+			{"Authorization": {"Bearer " + x.token}},
+			{
+				"Sec-Websocket-Protocol": {bearerProtocol + encoded(x.token) + ", v4.channel.k8s.io"},
+				"Connection":             {"Upgrade"},
+				"Upgrade":                {"websocket"},
+			},
+		} {
+			r := &authnv1.AuthenticateRequest{Headers: map[string]*commonv1.Values{}}
+			for k, v := range headers {
+				r.Headers[k] = &commonv1.Values{Values: v}
+			}
+			if resp, err := s.Authenticate(t.Context(), r); status.Code(err) != x.want || resp.GetAuthenticated() {
+				t.Errorf("%s: %v, %v", name, resp, err)
+			}
+		}
+		_, err := s.ReviewToken(t.Context(), &authnv1.ReviewTokenRequest{Token: x.token})
+		if status.Code(err) != x.want {
+			t.Errorf("%s: a review: %v", name, err)
 		}
 	}
 }
