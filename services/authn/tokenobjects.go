@@ -35,8 +35,11 @@ func (o *tokenObjects) failedSince(t time.Time) bool {
 }
 
 // record records err if a later read may succeed. Other errors are about the object or the token: the object does not
-// exist, or the token has no name for it.
-func (o *tokenObjects) record(err error) {
+// exist, or the token has no name for it. A canceled read says nothing, because no client waits for it.
+func (o *tokenObjects) record(ctx context.Context, err error) {
+	if errors.Is(ctx.Err(), context.Canceled) && errors.Is(err, context.Canceled) {
+		return
+	}
 	var api apierrors.APIStatus
 	var network *url.Error
 	undecided := errors.As(err, &network) ||
@@ -54,27 +57,27 @@ func (o *tokenObjects) record(err error) {
 // GetServiceAccount implements serviceaccount.ServiceAccountTokenGetter.
 func (o *tokenObjects) GetServiceAccount(ctx context.Context, namespace, name string) (*corev1.ServiceAccount, error) {
 	account, err := o.ServiceAccountTokenGetter.GetServiceAccount(ctx, namespace, name)
-	o.record(err)
+	o.record(ctx, err)
 	return account, err
 }
 
 // GetPod implements serviceaccount.ServiceAccountTokenGetter.
 func (o *tokenObjects) GetPod(ctx context.Context, namespace, name string) (*corev1.Pod, error) {
 	pod, err := o.ServiceAccountTokenGetter.GetPod(ctx, namespace, name)
-	o.record(err)
+	o.record(ctx, err)
 	return pod, err
 }
 
 // GetSecret implements serviceaccount.ServiceAccountTokenGetter.
 func (o *tokenObjects) GetSecret(ctx context.Context, namespace, name string) (*corev1.Secret, error) {
 	secret, err := o.ServiceAccountTokenGetter.GetSecret(ctx, namespace, name)
-	o.record(err)
+	o.record(ctx, err)
 	return secret, err
 }
 
 // GetNode implements serviceaccount.ServiceAccountTokenGetter.
 func (o *tokenObjects) GetNode(ctx context.Context, name string) (*corev1.Node, error) {
 	node, err := o.ServiceAccountTokenGetter.GetNode(ctx, name)
-	o.record(err)
+	o.record(ctx, err)
 	return node, err
 }

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/url"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -54,6 +55,23 @@ func TestATokenWhosePodCannotBeReadIsUndecided(t *testing.T) {
 		r, err := s.Authenticate(t.Context(), &authnv1.AuthenticateRequest{})
 		if status.Code(err) != x.want || err == nil && r.Authenticated {
 			t.Errorf("%v: %v, %v", x.err, r, err)
+		}
+	}
+}
+
+// A client that leaves does not make the tokens of other clients undecided. A read that another context ended does.
+func TestACanceledReadIsNotRecorded(t *testing.T) {
+	canceled, cancel := context.WithCancel(t.Context())
+	cancel()
+	err := &url.Error{Op: "Get", Err: context.Canceled}
+	for name, x := range map[string]struct {
+		ctx  context.Context
+		want bool
+	}{"the client has left": {canceled, false}, "the client waits": {t.Context(), true}} {
+		objects := tokenObjects{ServiceAccountTokenGetter: &failingPods{err: err}}
+		_, _ = objects.GetPod(x.ctx, "x", "p")
+		if objects.failedSince(time.Now()) != x.want {
+			t.Errorf("%s: the failed read is recorded: %v", name, !x.want)
 		}
 	}
 }
