@@ -11,6 +11,7 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+	"unsafe"
 )
 
 // recorder records the events of runners in order.
@@ -146,6 +147,35 @@ func TestOnlyAFurtherSIGINTEndsTheProcess(t *testing.T) {
 		close(c)
 		if <-done; exits != want {
 			t.Errorf("%v: %d exits", further, exits)
+		}
+	}
+}
+
+// The age is the longer time of both clocks: the monotonic clock stops in a suspended machine, and the wall clock may go
+// back.
+func TestAgeIsTheLongerTimeOfBothClocks(t *testing.T) {
+	now := time.Now()
+	// with returns now with another monotonic reading, which time.Time keeps in its second field.
+	with := func(monotonic time.Duration) time.Time {
+		changed := now
+		fields := (*struct {
+			wall uint64
+			ext  int64
+			loc  *time.Location
+		})(unsafe.Pointer(&changed))
+		fields.ext += int64(monotonic)
+		return changed
+	}
+	for name, x := range map[string]struct {
+		t    time.Time
+		want time.Duration
+	}{
+		"both clocks":               {now.Add(-time.Hour), time.Hour},
+		"suspended for an hour":     {with(time.Hour).Add(-time.Hour), time.Hour},
+		"wall clock an hour behind": {with(-time.Hour), time.Hour},
+	} {
+		if age := Age(x.t); age < x.want || age > x.want+time.Minute {
+			t.Errorf("%s: %v", name, age)
 		}
 	}
 }
