@@ -70,6 +70,7 @@ func Config(kubeconfig, service string) (*rest.Config, error) {
 	}
 	c.UserAgent = userAgent(service)
 	c.QPS = -1
+	c.Wrap(leaveDeadPeers)
 	c.Wrap(retryRefused)
 	return c, nil
 }
