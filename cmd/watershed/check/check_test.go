@@ -1,8 +1,14 @@
 package check
 
 import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
 	"encoding/json"
 	"errors"
+	"math/big"
 	"slices"
 	"strings"
 	"testing"
@@ -76,6 +82,46 @@ func TestNoFaults(t *testing.T) {
 	all := Find(healthy(t))
 	if len(all) != len(checks) || Worst(all) != OK {
 		t.Errorf("%+v", all)
+	}
+}
+
+// signed returns a certificate that signer has signed, and its key. Without a signer the certificate signs itself.
+func signed(t *testing.T, name string, signer *x509.Certificate, by *ecdsa.PrivateKey) (*x509.Certificate,
+	*ecdsa.PrivateKey) {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: name},
+		NotBefore: now.AddDate(-1, 0, 0), NotAfter: now.AddDate(1, 0, 0), IsCA: name != "leaf",
+		BasicConstraintsValid: true}
+	if signer == nil {
+		signer, by = c, key
+	}
+	der, err := x509.CreateCertificate(rand.Reader, c, signer, key.Public(), by)
+	if err == nil {
+		c, err = x509.ParseCertificate(der)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c, key
+}
+
+// The serving certificate may be signed by an intermediate certificate, which the gateway presents too.
+func TestIntermediatesOfTheServingCertificate(t *testing.T) {
+	root, rootKey := signed(t, "root", nil, nil)
+	intermediate, key := signed(t, "intermediate", root, rootKey)
+	leaf, _ := signed(t, "leaf", intermediate, key)
+	in := healthy(t)
+	in.Roots = x509.NewCertPool()
+	in.Roots.AddCert(root)
+	for want, serving := range map[Level][]*x509.Certificate{OK: {leaf, intermediate}, Error: {leaf}} {
+		in.Serving = serving
+		if all := Find(in); Worst(all) != want {
+			t.Errorf("with %d certificates: %+v", len(serving), all)
+		}
 	}
 }
 

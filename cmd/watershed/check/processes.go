@@ -146,8 +146,8 @@ func certificates(in *Input) (found []Finding) {
 	for _, c := range in.EtcdCertificates {
 		add("this command", c)
 	}
-	if in.Serving != nil {
-		add(in.Server, pki.Of("", in.Serving))
+	if len(in.Serving) > 0 {
+		add(in.Server, pki.Of("", in.Serving[0]))
 	} else if found == nil {
 		found = noReports(in)
 	}
@@ -170,9 +170,8 @@ func authorities(in *Input) (found []Finding) {
 			}
 		}
 	}
-	if c := in.Serving; c != nil && in.Roots != nil {
-		_, err := c.Verify(x509.VerifyOptions{Roots: in.Roots, CurrentTime: c.NotBefore.Add(time.Second)})
-		if err != nil {
+	if len(in.Serving) > 0 && in.Roots != nil {
+		if err := verifyServing(in); err != nil {
 			found = append(found, fault(Error,
 				"Set certificate-authority in the kubeconfig to the CA of --tls-cert-file, or correct the certificate.",
 				"the kubeconfig's CA has not signed the certificate of %s: %v", in.Server, err))
@@ -191,6 +190,22 @@ func authorities(in *Input) (found []Finding) {
 		}
 	}
 	return found
+}
+
+// verifyServing verifies the gateway's serving certificate with the CA of the kubeconfig. The end of the certificate is
+// a finding of its own.
+func verifyServing(in *Input) error {
+	intermediates := x509.NewCertPool()
+	for _, c := range in.Serving[1:] {
+		intermediates.AddCert(c)
+	}
+	leaf := in.Serving[0]
+	_, err := leaf.Verify(x509.VerifyOptions{
+		Roots:         in.Roots,
+		Intermediates: intermediates,
+		CurrentTime:   leaf.NotBefore.Add(time.Second),
+	})
+	return err
 }
 
 // Differences of clocks in seconds above which there is a warning or an error. Leases in etcd do not depend on clocks;

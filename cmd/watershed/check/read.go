@@ -95,15 +95,15 @@ func (o *Options) readEtcd(ctx context.Context, in *Input) error {
 	}
 	for _, server := range o.Etcd.Servers {
 		if u, err := url.Parse(server); err == nil && u.Scheme == "https" {
-			if cert := servingCertificate(u.Host, conf.TLS); cert != nil {
-				in.EtcdCertificates = append(in.EtcdCertificates, pki.Of("etcd "+u.Host, cert))
+			if certs := servingCertificates(u.Host, conf.TLS); len(certs) > 0 {
+				in.EtcdCertificates = append(in.EtcdCertificates, pki.Of("etcd "+u.Host, certs[0]))
 			}
 		}
 	}
 	return nil
 }
 
-// readServing reads the gateway's serving certificate, and the CA of the kubeconfig.
+// readServing reads the certificates that the gateway presents, and the CA of the kubeconfig.
 func (in *Input) readServing(config *rest.Config) {
 	u, err := url.Parse(config.Host)
 	if err != nil || u.Scheme != "https" {
@@ -113,32 +113,30 @@ func (in *Input) readServing(config *rest.Config) {
 	if u.Port() == "" {
 		host = net.JoinHostPort(u.Hostname(), "443")
 	}
-	in.Serving = servingCertificate(host, nil)
+	in.Serving = servingCertificates(host, nil)
 	tlsConfig, err := rest.TLSConfigFor(config)
 	if err == nil && tlsConfig != nil && !tlsConfig.InsecureSkipVerify {
 		in.Roots = tlsConfig.RootCAs
 	}
 }
 
-// servingCertificate returns the certificate that a server shows, or nil. Nothing is sent to the server, so its
-// certificate need not be valid.
-func servingCertificate(host string, conf *tls.Config) (cert *x509.Certificate) {
+// servingCertificates returns the certificates that a server presents: its own, and then intermediate certificates.
+// Nothing is sent to the server, so its certificate need not be valid.
+func servingCertificates(host string, conf *tls.Config) (certs []*x509.Certificate) {
 	if conf == nil {
 		conf = &tls.Config{}
 	}
 	conf = conf.Clone()
 	conf.InsecureSkipVerify = true
 	conf.VerifyConnection = func(state tls.ConnectionState) error {
-		if len(state.PeerCertificates) > 0 {
-			cert = state.PeerCertificates[0]
-		}
+		certs = state.PeerCertificates
 		return nil
 	}
 	c, err := tls.DialWithDialer(&net.Dialer{Timeout: dialTimeout}, "tcp", host, conf)
 	if err == nil {
 		c.Close()
 	}
-	return cert
+	return certs
 }
 
 const dialTimeout = 3 * time.Second
