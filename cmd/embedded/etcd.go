@@ -27,6 +27,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 	"go.etcd.io/etcd/client/pkg/v3/transport"
 	"go.etcd.io/etcd/client/pkg/v3/types"
@@ -87,7 +88,13 @@ func (e *Etcd) AddFlags(fs *pflag.FlagSet) {
 func EtcdCommand(fs *pflag.FlagSet) func() error {
 	var e Etcd
 	e.AddFlags(fs)
-	return runStandalone(fs, e.Runner())
+	run := runStandalone(fs, e.Runner())
+	return func() error {
+		expirations := process.Expirations(&e.ID)
+		prometheus.MustRegister(expirations) // etcd serves the default registry
+		defer prometheus.Unregister(expirations)
+		return run()
+	}
 }
 
 // Runner returns a runner of the member, which is ready when the member serves clients.

@@ -17,10 +17,13 @@ import (
 	"time"
 
 	"github.com/nats-io/nats-server/v2/server"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/spf13/pflag"
 	"golang.org/x/net/netutil"
 
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/process"
 	"watershed.dev/platform/rpc"
 )
 
@@ -31,7 +34,7 @@ type NATS struct {
 	Dir, KeyFile string
 	// Address is the host:port for clients, with mutual TLS. Empty: the server serves only this process.
 	Address string
-	// Monitor is the host:port that serves /healthz and /readyz without TLS. Empty: none.
+	// Monitor is the host:port that serves /healthz, /readyz and /metrics without TLS. Empty: none.
 	Monitor string
 	// ID is the server's identity on the inner network.
 	ID rpc.TLS
@@ -77,7 +80,8 @@ func (n *NATS) AddFlags(fs *pflag.FlagSet) {
 		"The file of the key that encrypts the storage of JetStream. Empty: no encryption.")
 	fs.StringVar(&n.Address, "listen-address", "127.0.0.1:4222", "The host:port to listen on for clients.")
 	fs.StringVar(&n.Monitor, "monitor-address", "",
-		"The host:port that serves only /healthz and /readyz, without TLS. Empty: none.")
+		"The host:port that serves only /healthz, /readyz and /metrics, without TLS. /metrics has the validity of the "+
+			"certificate. Empty: none.")
 	fs.StringVar(&n.Name, "name", "watershed", "The name of this server in its cluster.")
 	fs.StringVar(&n.Cluster, "cluster-listen-address", "",
 		"The host:port to listen on for other servers. Empty: a cluster of one server.")
@@ -195,8 +199,7 @@ func (n *NATS) listen(o *server.Options) (err error) {
 	return errors.Join(err, o.ProcessConfigString(natsAccounts))
 }
 
-// monitor serves /healthz and /readyz until ctx is done. It replaces NATS' own monitoring, which shows the clients and
-// goroutines of the server to every reader.
+// monitor serves the monitoring pages until ctx is done.
 func (n *NATS) monitor(ctx context.Context) error {
 	if n.Monitor == "" {
 		return nil
@@ -205,6 +208,16 @@ func (n *NATS) monitor(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("--monitor-address %q: %w", n.Monitor, err)
 	}
+	pages := &http.Server{Handler: n.monitorPages(), ReadHeaderTimeout: time.Second, ReadTimeout: 5 * time.Second}
+	pages.SetKeepAlivesEnabled(false)
+	context.AfterFunc(ctx, func() { pages.Close() })
+	go func() { _ = pages.Serve(netutil.LimitListener(l, maxMonitorConnections)) }()
+	return nil
+}
+
+// monitorPages returns /healthz, /readyz, and /metrics with the validity of the server's certificate. They replace
+// NATS' own monitoring, which shows the clients and goroutines of the server to every reader.
+func (n *NATS) monitorPages() http.Handler {
 	mux := http.NewServeMux()
 	for path, reasonOf := range map[string]func(*server.Server) string{"/healthz": notHealthy, "/readyz": notReady} {
 		mux.HandleFunc(path, func(w http.ResponseWriter, _ *http.Request) {
@@ -215,11 +228,10 @@ func (n *NATS) monitor(ctx context.Context) error {
 			fmt.Fprint(w, "ok")
 		})
 	}
-	pages := &http.Server{Handler: mux, ReadHeaderTimeout: time.Second, ReadTimeout: 5 * time.Second}
-	pages.SetKeepAlivesEnabled(false)
-	context.AfterFunc(ctx, func() { pages.Close() })
-	go func() { _ = pages.Serve(netutil.LimitListener(l, maxMonitorConnections)) }()
-	return nil
+	metrics := prometheus.NewRegistry()
+	metrics.MustRegister(process.Expirations(&n.ID))
+	mux.Handle("/metrics", promhttp.HandlerFor(metrics, promhttp.HandlerOpts{MaxRequestsInFlight: 2}))
+	return mux
 }
 
 // notHealthy returns that the server or its JetStream does not run, or an empty string.

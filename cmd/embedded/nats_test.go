@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/http"
+	"net/http/httptest"
 	"slices"
 	"strings"
 	"sync"
@@ -547,5 +549,17 @@ func TestALogLargerThanTheLimitOfNATS(t *testing.T) {
 	const want = "NATS cannot reserve --log-max-bytes=1073741825 for --log-storage=memory: lower the value"
 	if err == nil || !strings.HasPrefix(err.Error(), want) {
 		t.Errorf("the error is %v", err)
+	}
+}
+
+// The alert CertificateExpires covers NATS, which has no metrics of its own.
+func TestMonitorHasTheValidityOfTheCertificate(t *testing.T) {
+	w := httptest.NewRecorder()
+	(&NATS{ID: inner(t)("nats")}).monitorPages().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+	for _, name := range []string{"expiration", "not_before"} {
+		want := "watershed_certificate_" + name + `_timestamp_seconds{file="`
+		if !strings.Contains(w.Body.String(), want) {
+			t.Errorf("/metrics has no %s: %s", want, w.Body)
+		}
 	}
 }

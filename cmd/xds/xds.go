@@ -156,7 +156,7 @@ func (c *Config) run(ctx context.Context) error {
 		}},
 		{Name: "debug", Run: func(ctx context.Context) error {
 			metrics, instance := process.NewMetrics(), &process.Instance{Name: "xds"}
-			metrics.Add(s.collectors())
+			metrics.Add(append(s.collectors(), process.Expirations(&c.ID)))
 			instance.Set(&process.Service{Ready: &s.ready, Status: s})
 			return c.telemetry.ServeDebug(ctx, metrics, process.Pages(instance))
 		}},

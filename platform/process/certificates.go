@@ -4,12 +4,12 @@ import (
 	"os"
 	"regexp"
 	"strings"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 
 	"watershed.dev/platform/pki"
+	"watershed.dev/platform/rpc"
 )
 
 // certificateFlag matches the names of flags whose values are files with certificates, without the inner network's.
@@ -48,33 +48,60 @@ func (p *Process) certificates() (all []pki.Described) {
 	return all
 }
 
-// expirations collects when the certificates of a process expire. It reads their files at each scrape.
-type expirations struct{ process *Process }
+// expirations collects when certificates expire. It reads their files at each scrape.
+type expirations struct {
+	certificates func() []pki.Described
+}
+
+// Expirations collects when the certificates of an identity on the inner network expire. It is for processes without
+// services: xds, etcd and NATS.
+func Expirations(id *rpc.TLS) prometheus.Collector {
+	return expirations{func() []pki.Described {
+		if id.CertFile == "" {
+			return nil
+		}
+		return pki.DescribeSigned("--rpc-cert-file", id.CertFile, id.CAFile)
+	}}
+}
+
+var validityLabels = []string{"flag", "file", "subject"}
 
 func newExpirations() *prometheus.GaugeVec {
 	return prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "watershed_certificate_expiration_timestamp_seconds",
 		Help: "When the first certificate of a subject in a file expires, in seconds since 1970, by the flag that names " +
 			"the file.",
-	}, []string{"flag", "file", "subject"})
+	}, validityLabels)
+}
+
+func newStarts() *prometheus.GaugeVec {
+	return prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "watershed_certificate_not_before_timestamp_seconds",
+		Help: "When the validity of the same certificate begins, in seconds since 1970, by the flag that names the file.",
+	}, validityLabels)
 }
 
 // Describe implements prometheus.Collector.
-func (e expirations) Describe(ch chan<- *prometheus.Desc) { newExpirations().Describe(ch) }
+func (e expirations) Describe(ch chan<- *prometheus.Desc) {
+	newExpirations().Describe(ch)
+	newStarts().Describe(ch)
+}
 
 // Collect implements prometheus.Collector.
 func (e expirations) Collect(ch chan<- prometheus.Metric) {
 	type key struct{ flag, file, subject string }
-	first := map[key]time.Time{}
-	for _, c := range e.process.certificates() {
+	first := map[key]pki.Described{}
+	for _, c := range e.certificates() {
 		k := key{strings.TrimPrefix(c.Flag, "--"), c.File, c.Subject}
-		if known, ok := first[k]; !c.NotAfter.IsZero() && (!ok || c.NotAfter.Before(known)) {
-			first[k] = c.NotAfter
+		if known, ok := first[k]; !c.NotAfter.IsZero() && (!ok || c.NotAfter.Before(known.NotAfter)) {
+			first[k] = c
 		}
 	}
-	g := newExpirations()
-	for k, t := range first {
-		g.WithLabelValues(k.flag, k.file, k.subject).Set(float64(t.Unix()))
+	ends, starts := newExpirations(), newStarts()
+	for k, c := range first {
+		ends.WithLabelValues(k.flag, k.file, k.subject).Set(float64(c.NotAfter.Unix()))
+		starts.WithLabelValues(k.flag, k.file, k.subject).Set(float64(c.NotBefore.Unix()))
 	}
-	g.Collect(ch)
+	ends.Collect(ch)
+	starts.Collect(ch)
 }

@@ -3,6 +3,7 @@ package process
 import (
 	"os"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
@@ -10,7 +11,7 @@ import (
 	"watershed.dev/platform/pki"
 )
 
-// The metric has the first expiry of the certificates of a subject in a file: here of a leaf, after its CA.
+// The metrics have the validity of the certificate of a subject that expires first: here of a leaf, after its CA.
 func TestExpirationsOfCertificates(t *testing.T) {
 	ca, err := pki.OpenCA(t.TempDir(), "ca", "kubernetes")
 	if err != nil {
@@ -20,7 +21,7 @@ func TestExpirationsOfCertificates(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := pki.Describe("--tls-cert-file", crt)[0].NotAfter.Unix()
+	want := pki.Describe("--tls-cert-file", crt)[0]
 	leaf, err := os.ReadFile(crt)
 	if err != nil {
 		t.Fatal(err)
@@ -37,12 +38,15 @@ func TestExpirationsOfCertificates(t *testing.T) {
 		fs.String(flag, file, "")
 	}
 	r := prometheus.NewRegistry()
-	r.MustRegister(expirations{&Process{flags: fs}})
+	r.MustRegister(expirations{(&Process{flags: fs}).certificates})
 	families, err := r.Gather()
-	if err != nil || len(families) != 1 || len(families[0].GetMetric()) != 1 {
+	if err != nil || len(families) != 2 {
 		t.Fatalf("%v, %v", families, err)
 	}
-	if got := families[0].GetMetric()[0]; int64(got.GetGauge().GetValue()) != want {
-		t.Errorf("%v, want %d", got, want)
+	for i, want := range []time.Time{want.NotAfter, want.NotBefore} {
+		m := families[i].GetMetric()
+		if len(m) != 1 || int64(m[0].GetGauge().GetValue()) != want.Unix() {
+			t.Errorf("%v, want %v", families[i], want)
+		}
 	}
 }

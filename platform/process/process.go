@@ -246,7 +246,7 @@ func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 	}
 	processv1.RegisterProcessesServer(registrar, &processes{process: p})
 	metrics := p.network.metrics()
-	metrics.Add([]prometheus.Collector{expirations{p}})
+	metrics.Add([]prometheus.Collector{expirations{p.certificates}})
 	runners := []lifecycle.Runner{{Name: "debug", Run: func(ctx context.Context) error {
 		go rpc.Traffic.Run(ctx)
 		go releaseAtRest(ctx)
