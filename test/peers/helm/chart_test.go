@@ -103,6 +103,11 @@ func TestTheChartInstallsTheOverlays(t *testing.T) {
 		got["Job/certgen"] = got["Job/certgen-1"]
 		delete(got, "Job/certgen-1")
 		got["Job/certgen"]["metadata"].(object)["name"] = "certgen"
+		class := got["PriorityClass/watershed"]["metadata"].(object)
+		if field(class, "annotations", "helm.sh/resource-policy") != "keep" {
+			t.Errorf("%s: the PriorityClass of all releases is deleted with the first release", overlay)
+		}
+		delete(class, "annotations")
 		if len(want) < 20 || len(got) != len(want) {
 			t.Errorf("%s: %d objects, want %d", overlay, len(got), len(want))
 		}
