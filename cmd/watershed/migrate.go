@@ -247,7 +247,9 @@ func (m *migration) setDefaults(flags map[string][]string) {
 			"--authorization-mode AlwaysAllow: anonymous requests are rejected, as by kube-apiserver",
 		)
 	}
-	for _, name := range []string{"admission-control-config-file", "egress-selector-config-file"} {
+	for _, name := range []string{"admission-control-config-file", "audit-webhook-config-file",
+		"authentication-token-webhook-config-file", "authorization-config", "authorization-webhook-config-file",
+		"egress-selector-config-file", "encryption-provider-config"} {
 		if flags[name] != nil {
 			m.differences = append(m.differences,
 				fmt.Sprintf("the files that --%s names are not converted: their paths must be paths of the host", name))

@@ -1,8 +1,10 @@
 package main
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -104,6 +106,18 @@ func TestAManifestBecomesSettings(t *testing.T) {
 	}
 	if len(m.differences) != 11 { // the nine defaults, disabled anonymous requests, and a signing key
 		t.Errorf("%q", m.differences)
+	}
+}
+
+// The operator gets a note for each file with paths, because the migration converts only the paths of flags.
+func TestFilesWithPathsAreReported(t *testing.T) {
+	for _, name := range []string{"encryption-provider-config", "authorization-config", "audit-webhook-config-file",
+		"authentication-token-webhook-config-file"} {
+		want := fmt.Sprintf("the files that --%s names are not converted: ", name)
+		if m := migrated(t, "--"+name+"=/etc/kubernetes/pki/x"); !slices.ContainsFunc(m.differences,
+			func(d string) bool { return strings.HasPrefix(d, want) }) {
+			t.Errorf("--%s: %q", name, m.differences)
+		}
 	}
 }
 
