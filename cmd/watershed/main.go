@@ -189,9 +189,21 @@ func execute(program string, args []string) error {
 	}
 	text, suggestions, _ := strings.Cut(err.Error(), "\n\nDid you mean this?\n")
 	if names := strings.Fields(suggestions); len(names) > 0 {
-		text += fmt.Sprintf(" (did you mean %q?)", names[0])
+		text += fmt.Sprintf(" (did you mean %q?)", nearest(text, names))
 	}
 	return fmt.Errorf("%s: %s", cmd.CommandPath(), process.ErrorLine(text))
+}
+
+// nearest returns the name with the longest common prefix with the command that the text of an error quotes.
+func nearest(text string, names []string) string {
+	_, unknown, _ := strings.Cut(text, `"`)
+	common := func(name string) (n int) {
+		for n < min(len(name), len(unknown)) && name[n] == unknown[n] {
+			n++
+		}
+		return n
+	}
+	return slices.MaxFunc(names, func(a, b string) int { return common(a) - common(b) })
 }
 
 func main() {

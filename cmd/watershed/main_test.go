@@ -20,6 +20,7 @@ func TestBadInputIsALine(t *testing.T) {
 	}
 	inputs := map[string]string{
 		"upp":                               `watershed: unknown command "upp" for "watershed" (did you mean "up"?)`,
+		"stats":                             `watershed: unknown command "stats" for "watershed" (did you mean "status"?)`,
 		"statsu --watch=1s":                 `watershed: unknown command "statsu" for "watershed" (did you mean "status"?)`,
 		"nope":                              `watershed: unknown command "nope" for "watershed"`,
 		"help nope":                         `watershed help: unknown command "nope" for "watershed"`,

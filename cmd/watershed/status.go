@@ -78,19 +78,29 @@ func (f *statusFlags) show(ctx context.Context, w io.Writer) error {
 	if err != nil {
 		return err
 	}
+	responds := slices.ContainsFunc(all, func(r *process.Report) bool { return r.Error == "" })
 	if f.output.IsJSON() {
 		err = json.NewEncoder(w).Encode(all)
 	} else {
-		t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
-		showProcesses(t, all, time.Now())
-		showStores(t, all)
-		showTier(t, all)
-		err = t.Flush()
+		err = showTables(w, all, responds)
 	}
-	if !slices.ContainsFunc(all, func(r *process.Report) bool { return r.Error == "" }) {
+	if !responds {
 		return errors.New("no process responds")
 	}
 	return err
+}
+
+// showTables writes the tables that have rows.
+func showTables(w io.Writer, all []*process.Report, responds bool) error {
+	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
+	if len(all) > 0 {
+		showProcesses(t, all, time.Now())
+	}
+	if responds {
+		showStores(t, all)
+		showTier(t, all)
+	}
+	return t.Flush()
 }
 
 // showProcesses lists the processes.

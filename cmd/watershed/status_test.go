@@ -85,7 +85,8 @@ func TestStatusShowsEveryProcess(t *testing.T) {
 	if strings.Contains(shown, "nobody") {
 		t.Errorf("a resource without a cache is shown:\n%s", shown)
 	}
-	if _, err := show(gone); err == nil {
-		t.Error("a process responds")
+	shown, err = show(gone)
+	if err == nil || !strings.Contains(shown, "no response "+gone) || strings.Contains(shown, "REPLICA") {
+		t.Errorf("without a process: %v\n%s", err, shown)
 	}
 }
