@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/spf13/pflag"
 	"sigs.k8s.io/yaml"
@@ -16,6 +17,7 @@ import (
 	"watershed.dev/cmd/embedded"
 	"watershed.dev/cmd/xds"
 	"watershed.dev/platform/config"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
 )
 
@@ -33,10 +35,16 @@ type object struct {
 type podTemplate struct {
 	Metadata struct{ Labels map[string]string }
 	Spec     struct {
-		Containers []struct {
-			Image string
-			Args  []string
-			Env   []struct{ Name, Value string }
+		TerminationGracePeriodSeconds int
+		Containers                    []struct {
+			Image     string
+			Args      []string
+			Env       []struct{ Name, Value string }
+			Lifecycle struct {
+				PreStop struct {
+					Sleep struct{ Seconds int }
+				}
+			}
 		}
 	}
 }
@@ -61,6 +69,8 @@ func rendered(t *testing.T, path string) (all []object) {
 // deployed are the workloads of an overlay.
 type deployed struct {
 	*testing.T
+	// grace is the time that a container has to stop after its preStop hook.
+	grace time.Duration
 	// exposed maps a service to the name of the pods that serve its RPCs to other pods.
 	exposed map[string]string
 	// published maps a service to the Service whose endpoints xds publishes, and selected a Service to its pods' name.
@@ -114,12 +124,16 @@ func (d *deployed) loadServices(pod, image string, args []string) {
 		d.Errorf("%s: %v", pod, err)
 		return
 	}
+	// The rest of StopTimeout is for runners that do not stop.
+	if stop := p.StopTimeout() - lifecycle.StopTimeout; d.grace < stop {
+		d.Errorf("%s has %v to stop, and may need %v", pod, d.grace, stop)
+	}
 	for _, service := range p.Exposed() {
 		d.exposed[service] = pod
 	}
 }
 
-// The programs accept the settings of every container. xds publishes exactly the services that other pods call, from
+// The programs accept the settings of every container, and stop within its grace period. xds publishes exactly the services that other pods call, from
 // Services that select the pods.
 func TestManifestsMatchTheProcesses(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join("..", "..", "deploy", "k8s", "rendered", "*.yaml"))
@@ -127,7 +141,7 @@ func TestManifestsMatchTheProcesses(t *testing.T) {
 		t.Fatalf("%v: %v", files, err)
 	}
 	for _, file := range files {
-		d := &deployed{t, map[string]string{}, map[string]string{}, map[string]string{}}
+		d := &deployed{T: t, exposed: map[string]string{}, published: map[string]string{}, selected: map[string]string{}}
 		for _, o := range rendered(t, file) {
 			const name = "app.kubernetes.io/name"
 			if o.Kind == "Service" {
@@ -145,6 +159,8 @@ func TestManifestsMatchTheProcesses(t *testing.T) {
 					}
 					own := *d
 					own.T = t
+					own.grace = time.Duration(o.Spec.Template.Spec.TerminationGracePeriodSeconds-
+						c.Lifecycle.PreStop.Sleep.Seconds) * time.Second
 					own.load(o.Spec.Template.Metadata.Labels[name], image, c.Args)
 				})
 			}
