@@ -7,7 +7,7 @@
 //   - accounts.conf is the only authorization in NATS. Never allow a user to create a consumer, and never allow the
 //     watch cache a JetStream API, because NATS does not bound the cost of a direct get.
 //   - Do not use NATS' own monitoring port: it shows every reader the clients and goroutines of the server.
-//   - checkSameCluster must run before a member without data starts. Otherwise a wrong --initial-cluster creates a
+//   - chooseClusterState must run before a member without data starts. Otherwise a wrong --initial-cluster creates a
 //     second, empty cluster.
 //   - Only registry may connect to etcd, and only etcd to its peers, by the common name of the certificate.
 package embedded
@@ -113,7 +113,7 @@ func (e *Etcd) Runner() lifecycle.Runner {
 		if err != nil {
 			return err
 		}
-		if err := e.checkSameCluster(conf); err != nil {
+		if err := e.chooseClusterState(conf); err != nil {
 			return err
 		}
 		member, err := embed.StartEtcd(conf)
@@ -143,7 +143,7 @@ func (e *Etcd) Runner() lifecycle.Runner {
 // errRemoved is the error of a member that its cluster has removed. etcd's server has stopped, but its listeners still
 // accept connections.
 var errRemoved = errors.New("the member has stopped, because its cluster has removed it: " +
-	"move --data-dir away, add a member (etcdctl member add), and start it with --initial-cluster-state=existing")
+	"move --data-dir away, add the member (etcdctl member add), and start it again")
 
 // config returns the member's configuration. level is the level of its errors in the log.
 func (e *Etcd) config(level slog.Leveler) (*embed.Config, error) {
@@ -250,10 +250,10 @@ func runStandalone(fs *pflag.FlagSet, r lifecycle.Runner) (run func() error) {
 	}
 }
 
-// checkSameCluster compares a member without data with the running members' cluster. It rejects a start with another
+// chooseClusterState compares a member without data with the running members' cluster. It rejects a start with another
 // --initial-cluster: etcd would start a second, empty cluster beside the running members. A member that was added to the
 // running cluster joins it, so that a replacement needs no other flags.
-func (e *Etcd) checkSameCluster(c *embed.Config) error {
+func (e *Etcd) chooseClusterState(c *embed.Config) error {
 	if c.ClusterState != embed.ClusterStateFlagNew || e.Peer == "" || hasData(e.Dir) {
 		return nil
 	}
@@ -270,12 +270,13 @@ func (e *Etcd) checkSameCluster(c *embed.Config) error {
 		return err
 	}
 	client := &http.Client{Transport: rt, Timeout: peerTimeout}
+	var lost error
 	for name, urls := range members {
 		if name == c.Name {
 			continue
 		}
-		id, known, err := readMembers(client, urls[0].String())
-		if err != nil {
+		id, listed, err := readMembers(client, urls[0].String())
+		if err != nil && id == "" {
 			continue // the member does not run yet
 		}
 		if id != "" && id != cluster.ID().String() {
@@ -283,18 +284,21 @@ func (e *Etcd) checkSameCluster(c *embed.Config) error {
 				"(etcdctl member add) and start it with --initial-cluster-state=existing"
 			return fmt.Errorf(text, c.InitialCluster, name, id)
 		}
-		for _, m := range known {
+		for _, m := range listed {
 			switch {
 			case !slices.Contains(m.PeerURLs, c.AdvertisePeerUrls[0].String()):
 			case m.Name == "": // etcdctl member add gives no name
 				c.ClusterState = embed.ClusterStateFlagExisting
 			case len(m.ClientURLs) > 0: // it has run
-				return fmt.Errorf("--data-dir %q has no data, and %s knows this member: replace it with etcdctl member "+
+				lost = fmt.Errorf("--data-dir %q has no data, and %s lists this member: replace it with etcdctl member "+
 					"remove %s, and etcdctl member add %s --peer-urls=%s", e.Dir, name, m.ID, c.Name, m.PeerURLs[0])
 			}
 		}
 	}
-	return nil
+	if c.ClusterState == embed.ClusterStateFlagExisting { // a member that lags may still list the former member
+		return nil
+	}
+	return lost
 }
 
 // readMembers returns the ID of a running member's cluster, and its members.
@@ -308,10 +312,10 @@ func readMembers(client *http.Client, peer string) (id string, members []*member
 	return resp.Header.Get("X-Etcd-Cluster-ID"), members, err
 }
 
-// maxMembersBytes bounds the list of a cluster's members.
+// maxMembersBytes bounds the response with a cluster's members, in bytes.
 const maxMembersBytes = 1 << 20
 
-// peerTimeout bounds the request for another member's cluster id.
+// peerTimeout bounds the request for another member's cluster ID and members.
 const peerTimeout = 3 * time.Second
 
 func hasData(dir string) bool {

@@ -108,7 +108,13 @@ func TestAMemberWithoutDataIsReplaced(t *testing.T) {
 		_, err := registry.MemberAdd(t.Context(), []string{commands[2]})
 		return err
 	})
-	runEtcd(t, lost)
+	member, stopJoined := startEtcd(t, lost)
+	defer stopJoined()
+	eventually(t, func() error {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		return member.Ready.Wait(ctx)
+	})
 }
 
 // A member without data does not start a new cluster if a running member belongs to another cluster.

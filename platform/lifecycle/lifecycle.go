@@ -144,7 +144,8 @@ func Sleep(ctx context.Context, d time.Duration) error {
 // Age returns the time since t by the monotonic clock or by the wall clock, whichever is longer. The monotonic clock
 // stops while the machine is suspended, and the wall clock may go back. Data therefore expires too early, not too late.
 func Age(t time.Time) time.Duration {
-	return max(time.Since(t), time.Now().Round(0).Sub(t.Round(0)))
+	now := time.Now()
+	return max(now.Sub(t), now.Round(0).Sub(t.Round(0)))
 }
 
 // SignalContext returns a context that ends at the first SIGINT or SIGTERM. A further SIGINT ends the process at once.

@@ -151,8 +151,8 @@ func TestOnlyAFurtherSIGINTEndsTheProcess(t *testing.T) {
 	}
 }
 
-// The age is the longer time of both clocks: the monotonic clock stops in a suspended machine, and the wall clock may go
-// back.
+// The age is the longer time of both clocks. The monotonic clock stops in a suspended machine, and the wall clock may
+// go back.
 func TestAgeIsTheLongerTimeOfBothClocks(t *testing.T) {
 	now := time.Now()
 	// with returns now with another monotonic reading, which time.Time keeps in its second field.

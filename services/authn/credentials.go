@@ -22,10 +22,9 @@ const (
 	bearerProtocol = "base64url.bearer.authorization.k8s.io."
 )
 
-// boundTokenTTL bounds the cache TTL of a response for a token that objects of the cluster decide: a JWT or a bootstrap
-// token. A service account token is invalid once the object that it is bound to is deleted, and a bootstrap token once
-// its Secret is deleted. authn's own cache adds up to --authentication-cache-ttl, as kube-apiserver's does.
-const boundTokenTTL = time.Second
+// clusterTokenTTL bounds the cache TTL of a response for a JWT or a bootstrap token. Such a token is invalid once its
+// object (a pod, a ServiceAccount, a Secret) is deleted. authn's token cache adds up to 10 s.
+const clusterTokenTTL = time.Second
 
 // removeCredentials removes every credential from h, whichever authenticator accepted the request. The receiver of a
 // forwarded request must not get any.
@@ -79,13 +78,13 @@ func (s *Service) cacheTTL(h http.Header, certificates []*x509.Certificate) time
 	}
 	for _, token := range bearerTokens(h) {
 		if isBootstrapToken(token) {
-			ttl = min(ttl, boundTokenTTL)
+			ttl = min(ttl, clusterTokenTTL)
 		}
 		parts := strings.Split(token, ".")
 		if len(parts) != 3 {
 			continue
 		}
-		ttl = min(ttl, boundTokenTTL)
+		ttl = min(ttl, clusterTokenTTL)
 		if exp, ok := expiry(parts[1]); ok {
 			ttl = min(ttl, time.Until(exp))
 		}

@@ -24,9 +24,9 @@ type tokenObjects struct {
 	failedAt atomic.Pointer[time.Time]
 }
 
-// lookupTime is how long before a request the lookup that it shares may have failed to read an object. Another
-// authenticator of the lookup, such as a webhook, takes that long.
-const lookupTime = 10 * time.Second
+// lookupTime is how long before a request the lookup that it shares may have failed to read an object. Upstream's shared
+// lookup takes that long at most, for example because of a webhook.
+const lookupTime = 30 * time.Second
 
 // failedSince reports whether a read has failed during a lookup that a request which began at t may share.
 func (o *tokenObjects) failedSince(t time.Time) bool {
@@ -35,7 +35,8 @@ func (o *tokenObjects) failedSince(t time.Time) bool {
 }
 
 // record records err if a later read may succeed. Other errors are about the object or the token: the object does not
-// exist, or the token has no name for it. A canceled read says nothing, because no client waits for it.
+// exist, or the token has no name for it. Without the token cache (--authentication-cache-ttl=0), a client that leaves
+// cancels its read. Such a read is not recorded, because other tokens can still be decided.
 func (o *tokenObjects) record(ctx context.Context, err error) {
 	if errors.Is(ctx.Err(), context.Canceled) && errors.Is(err, context.Canceled) {
 		return

@@ -51,6 +51,6 @@ func trim(obj any) {
 
 // trimMeta removes the metadata of any length, except name and namespace.
 func trimMeta(m *metav1.ObjectMeta) {
-	m.GenerateName, m.SelfLink = "", ""
+	m.GenerateName = ""
 	m.Labels, m.Annotations, m.ManagedFields, m.OwnerReferences, m.Finalizers = nil, nil, nil, nil, nil
 }

@@ -144,8 +144,7 @@ func newService(t *testing.T, set func(*kubeoptions.BuiltInAuthorizationOptions)
 	return s
 }
 
-// Only --authorization-mode=AlwaysAllow rejects anonymous clients, as in kube-apiserver. AlwaysAllow of a configuration
-// file may be removed again.
+// Only --authorization-mode=AlwaysAllow rejects anonymous clients, as in kube-apiserver.
 func TestAlwaysAllowOfAFileAllowsAnonymousClients(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "authz.yaml")
 	if err := os.WriteFile(file, []byte("apiVersion: apiserver.config.k8s.io/v1\nkind: AuthorizationConfiguration\n"+

@@ -83,7 +83,7 @@ func newChain(ctx context.Context, c *kubeauthorizer.Config, files *reload.Files
 	return h, h.build(ctx, c.AuthorizationConfiguration, true)
 }
 
-// has reports whether the chain has an authorizer of a type that holds state. A reload does not change the result.
+// has reports whether the first configuration has an authorizer of a type other than Webhook. A reload cannot remove it.
 func (h *chain) has(t authzconfig.AuthorizerType) bool { return h.required.Has(t) }
 
 // build applies a configuration. At the start it may build every type; later only types without state. It keeps the
@@ -126,16 +126,24 @@ func (h *chain) newLink(ctx context.Context, a authzconfig.AuthorizerConfigurati
 	if err != nil {
 		return link{}, err
 	}
-	l := link{Authorizer: built, RuleResolver: rules, probe: built, configuration: a}
-	switch l.webhook = a.Type == authzconfig.TypeWebhook; a.Type {
-	case rbacType:
-		l.probe = newRBAC(c.VersionedInformerFactory)
-	case abacType:
-		l.probe, err = abac.NewFromFile(c.PolicyFile)
-	case alwaysAllowType:
-		l.probe = authorizerfactory.NewAlwaysAllowAuthorizer()
-	}
+	l := link{Authorizer: built, RuleResolver: rules, configuration: a, webhook: a.Type == authzconfig.TypeWebhook}
+	l.probe, err = withoutMetrics(built, a.Type, &c)
 	return l, err
+}
+
+// withoutMetrics returns an authorizer like built, without upstream's metrics. It reads the file of ABAC again;
+// watchFiles reads a change between the two reads again.
+func withoutMetrics(built authorizer.Authorizer, t authzconfig.AuthorizerType,
+	c *kubeauthorizer.Config) (authorizer.Authorizer, error) {
+	switch t {
+	case rbacType:
+		return newRBAC(c.VersionedInformerFactory), nil
+	case abacType:
+		return abac.NewFromFile(c.PolicyFile)
+	case alwaysAllowType:
+		return authorizerfactory.NewAlwaysAllowAuthorizer(), nil
+	}
+	return built, nil
 }
 
 // newRBAC returns RBAC without metrics, over the listers of kubeauthorizer.Config.New.

@@ -245,7 +245,7 @@ func (g *Service) Run(ctx context.Context) error {
 	serviceCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	wg.Go(func() { g.watchServices(serviceCtx) })
 	wg.Go(func() { g.files.Run(serviceCtx) })
-	wg.Go(func() { g.limitRequests(serviceCtx) })
+	wg.Go(func() { g.runFlowControl(serviceCtx) })
 	err := g.server.Run(ctx, g.handler, g.joinable, func() { g.ready.Set("server", nil) })
 	g.auditor.Close()
 	cancel()
@@ -253,9 +253,9 @@ func (g *Service) Run(ctx context.Context) error {
 	return err
 }
 
-// limitRequests runs flow control until ctx ends. Without flow control it starts the updates of the metric of requests
-// in flight.
-func (g *Service) limitRequests(ctx context.Context) {
+// runFlowControl runs flow control until ctx ends. Without flow control it starts upstream's goroutine that updates
+// apiserver_current_inflight_requests. That goroutine ends with ctx, and Run does not wait for it.
+func (g *Service) runFlowControl(ctx context.Context) {
 	if g.flowControl != nil {
 		g.flowControl.Run(ctx)
 		return

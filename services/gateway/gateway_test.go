@@ -365,7 +365,7 @@ func TestRequestsInFlightAreCounted(t *testing.T) {
 	g.awaitReady(t)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	g.limitRequests(ctx)
+	g.runFlowControl(ctx)
 	eventually(t, func() bool {
 		_, page, _ := g.doRequest("GET", "/metrics", "t")
 		return strings.Contains(page, "\napiserver_current_inflight_requests{")

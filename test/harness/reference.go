@@ -81,7 +81,7 @@ func newReference(t testing.TB, dir, etcd, program string, flags []string) *Refe
 		"--cert-dir=" + filepath.Join(dir, "certs")}
 	r := &Reference{s, etcd, program, slices.Concat(own, clusterFlags(dir, flags))}
 	r.Restart()
-	if program == Peer("kube-apiserver") { // its stop takes up to a minute if clients watch, and no test is of it
+	if program == Peer("kube-apiserver") { // its stop takes up to a minute if clients watch, and no test covers it
 		t.Cleanup(func() { r.process.Kill() })
 	}
 	return r

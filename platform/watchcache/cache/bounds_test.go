@@ -205,10 +205,14 @@ func TestUnreadableObjectsAreReadAgain(t *testing.T) {
 			loads.Add(1)
 			time.Sleep(time.Second)
 			row := &registryv1.Row{Namespace: "ns", Name: "x", Json: []byte("{}")}
+			other := &registryv1.Row{Namespace: "ns", Name: "y", Json: []byte("{}")}
 			if !recovered.Load() {
 				row.Json, row.Unreadable = nil, "the KMS plugin is unavailable"
+				if loads.Load() > 1 {
+					other.Json, other.Unreadable = nil, row.Unreadable
+				}
 			}
-			return []*registryv1.Row{row}, 10, nil
+			return []*registryv1.Row{row, other}, 10, nil
 		}
 		// readEverySecond returns whether the last read finds the object unreadable.
 		readEverySecond := func(reads int) (unreadable bool) {
@@ -217,6 +221,9 @@ func TestUnreadableObjectsAreReadAgain(t *testing.T) {
 				s, err := c.Resource("pods").Snapshot(t.Context(), "", rows, waitFor(c))
 				if took := time.Since(began); err != nil || loads.Load() > 1 && took > 0 {
 					t.Fatalf("a read took %v: %v", took, err)
+				}
+				if _, ok := s.Get("ns/y"); !ok {
+					t.Fatal("a readable object has become unreadable")
 				}
 				unreadable = s.IsUnreadable("ns/x")
 				time.Sleep(time.Second)

@@ -61,7 +61,7 @@ func (r *Resource) compare(term, change uint64) *Snapshot {
 	if !differs && (!r.differs || time.Since(r.differenceResetAt) < differenceResetPeriod) {
 		return nil
 	}
-	s := r.currentSnapshot()
+	s := r.currentSnapshot("")
 	s.Revision = max(r.cache.Progress(), r.applied)
 	return s
 }
@@ -118,7 +118,7 @@ func (r *Resource) Loaded() (*Snapshot, bool) {
 	if r.tree == nil {
 		return nil, false
 	}
-	s := r.currentSnapshot()
+	s := r.currentSnapshot("")
 	s.Revision = max(progress, r.applied)
 	return s, true
 }

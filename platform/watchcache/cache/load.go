@@ -25,14 +25,11 @@ type load struct {
 type Source func(ctx context.Context, storedAs string) ([]*registryv1.Row, int64, error)
 
 // Snapshot returns the resource at the cache's revision, and loads it first if necessary. If field is not empty, the
-// snapshot has an index of it, unless another reader is building the index (ensureIndex).
+// snapshot has an index of it.
 func (r *Resource) Snapshot(ctx context.Context, field string, source Source,
 	wait func(context.Context, int64) error) (*Snapshot, error) {
 	for range maxLoads {
-		if field != "" {
-			r.ensureIndex(field)
-		}
-		s, l := r.snapshotOrLoad(ctx, source, wait)
+		s, l := r.snapshotOrLoad(ctx, field, source, wait)
 		if s != nil {
 			return s, nil
 		}
@@ -55,7 +52,7 @@ var errLoadOverrun = errors.New("the ring dropped events that loading the resour
 
 // snapshotOrLoad returns the snapshot or, if the resource is not loaded, the load in progress. It starts the load if
 // necessary.
-func (r *Resource) snapshotOrLoad(ctx context.Context, source Source,
+func (r *Resource) snapshotOrLoad(ctx context.Context, field string, source Source,
 	wait func(context.Context, int64) error) (*Snapshot, *load) {
 	r.cache.resetMu.RLock()
 	defer r.cache.resetMu.RUnlock()
@@ -68,7 +65,7 @@ func (r *Resource) snapshotOrLoad(ctx context.Context, source Source,
 		go r.load(context.WithoutCancel(ctx), r.loading, source, wait)
 	}
 	if r.tree != nil {
-		s := r.currentSnapshot()
+		s := r.currentSnapshot(field)
 		s.Revision = max(progress, r.applied)
 		return s, nil
 	}
@@ -77,7 +74,7 @@ func (r *Resource) snapshotOrLoad(ctx context.Context, source Source,
 
 // Objects that registry could not decrypt may be readable later without an event: the KMS plugin was unavailable for a
 // while. A reader therefore reloads a resource with unreadable objects after minReloadDelay. The delay doubles with
-// each load that has unreadable objects, up to maxReloadDelay.
+// each load that fails or has unreadable objects, up to maxReloadDelay.
 const (
 	minReloadDelay = 10 * time.Second
 	maxReloadDelay = 5 * time.Minute
@@ -96,7 +93,8 @@ func (r *Resource) delayReload() {
 // loadTimeout bounds the load of one resource.
 const loadTimeout = time.Minute
 
-// load reads a snapshot and applies the events after it. Readers use the former objects meanwhile, if there are any.
+// load reads a snapshot and applies the events after it. If the resource is loaded, load only adopts the objects that
+// were unreadable, and readers use the loaded objects meanwhile.
 func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(context.Context, int64) error) {
 	defer close(l.done)
 	o, revision, err := read(ctx, r.Name, source, wait)
@@ -106,6 +104,10 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 	defer r.delayReload()
 	if err != nil {
 		l.err = err
+		return
+	}
+	if r.tree != nil {
+		r.adopt(&o)
 		return
 	}
 	if !r.horizon.HoldsSince(revision, l.resets) {
@@ -120,6 +122,23 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 		}
 	}
 	r.trim()
+}
+
+// adopt adds the objects of a later read that are unreadable in the loaded resource, if no event has changed them. All
+// other objects stay as the events have made them: a KMS that is unavailable now makes no object unreadable.
+func (r *Resource) adopt(o *objects) {
+	for key, u := range r.unreadable {
+		i, ok := o.tree.Get(&Item{Key: key})
+		if !ok || i.Revision != u.revision {
+			continue
+		}
+		delete(r.unreadable, key)
+		r.tree.ReplaceOrInsert(i)
+		r.bytes, r.snapshot = r.bytes+i.Size(), nil
+		for field, index := range r.indexes {
+			index.ReplaceOrInsert(indexed{i.Field(field), i.Key, i})
+		}
+	}
 }
 
 // objects are the objects of a resource at a revision.

@@ -235,7 +235,7 @@ func (r *Resource) packable(upTo uint64) (items []*Item) {
 	events := r.events.All()
 	var objects *Snapshot
 	if r.tree != nil {
-		objects = r.currentSnapshot()
+		objects = r.currentSnapshot("")
 	}
 	r.mu.Unlock()
 	for _, e := range events {

@@ -18,7 +18,7 @@ import (
 //	unloaded ── Snapshot ───────────────────────────────► loading
 //	loading ─── read, log at the read's revision ───────► loaded
 //	loading ─── error, reset, or ring trimmed too far ──► unloaded
-//	loaded ──── unreadable objects, after reloadDelay ──► loaded; a load replaces the objects
+//	loaded ──── unreadable objects, after reloadDelay ──► loaded; a load adopts those that are readable now
 //	loaded ──── reset ──────────────────────────────────► unloaded
 //	loaded ──── no reader for IdleTimeout (Sweep) ──────► unloaded
 //
@@ -38,8 +38,7 @@ type Resource struct {
 	mu       sync.Mutex           // guards the fields below
 	tree     *btree.BTreeG[*Item] // nil until loaded
 	indexes  map[string]*btree.BTreeG[indexed]
-	building map[string]*indexBuild // the indexes that readers build now, by field
-	snapshot *Snapshot              // of the tree; nil after a change
+	snapshot *Snapshot // of the tree; nil after a change
 	bytes    int
 	// unreadable has the objects that cannot be read, by key. They are not in the trees.
 	unreadable map[string]unreadable
@@ -73,6 +72,19 @@ type Resource struct {
 }
 
 func less(a, b *Item) bool { return a.Key < b.Key }
+
+// indexed is an index entry: an object, ordered by a field's value and by key.
+type indexed struct {
+	value, key string
+	item       *Item
+}
+
+func lessIndexed(a, b indexed) bool {
+	return a.value < b.value || a.value == b.value && a.key < b.key
+}
+
+// maxIndexes bounds the indexed fields of one resource. The first list that selects by a field creates its index.
+const maxIndexes = 4
 
 // apply applies the events of one transaction.
 func (r *Resource) apply(batch []*Event) {
@@ -212,22 +224,20 @@ func (r *Resource) updateTree(e *Event) {
 		r.bytes -= old.Size()
 		r.churn.Add(int64(old.Size()))
 	}
-	c := objectChange{removed: old}
-	if e.Type != logv1.Type_TYPE_DELETED {
-		c.added = e.Item
-	}
 	for field, index := range r.indexes {
-		c.apply(field, index)
-	}
-	for _, b := range r.building {
-		b.changes = append(b.changes, c)
+		if had {
+			index.Delete(indexed{value: old.Field(field), key: old.Key})
+		}
+		if e.Type != logv1.Type_TYPE_DELETED {
+			index.ReplaceOrInsert(indexed{e.Item.Field(field), e.Item.Key, e.Item})
+		}
 	}
 }
 
 // drop unloads the objects; the next reader loads them again.
 func (r *Resource) drop() {
 	r.churn.Add(int64(r.bytes))
-	r.tree, r.indexes, r.building, r.snapshot, r.bytes, r.unreadable = nil, nil, nil, nil, 0, nil
+	r.tree, r.indexes, r.snapshot, r.bytes, r.unreadable = nil, nil, nil, 0, nil
 	r.checker, r.differs = core.SumChecker{}, false
 }
 

@@ -85,8 +85,21 @@ func (s *Snapshot) Select(ctx context.Context, t Trigger, prefix, from string, v
 	return ctx.Err()
 }
 
-// currentSnapshot returns a snapshot of the loaded objects, with their indexes.
-func (r *Resource) currentSnapshot() *Snapshot {
+// currentSnapshot returns a snapshot of the loaded objects. If field is not empty, the snapshot has an index of it,
+// unless maxIndexes is reached.
+func (r *Resource) currentSnapshot(field string) *Snapshot {
+	if field != "" && r.indexes[field] == nil && len(r.indexes) < maxIndexes {
+		index := btree.NewG(64, lessIndexed)
+		r.tree.Ascend(func(i *Item) bool {
+			index.ReplaceOrInsert(indexed{i.Field(field), i.Key, i})
+			return true
+		})
+		if r.indexes == nil {
+			r.indexes = map[string]*btree.BTreeG[indexed]{}
+		}
+		r.indexes[field] = index
+		r.snapshot = nil
+	}
 	if r.snapshot == nil {
 		r.snapshot = &Snapshot{
 			tree:       r.tree.Clone(),
@@ -117,7 +130,7 @@ func (r *Resource) SnapshotAt(revision int64) (*Snapshot, bool) {
 	if r.tree == nil || revision < r.horizon.Low.Revision || progress < revision || r.applied > revision {
 		return nil, false
 	}
-	s := r.currentSnapshot()
+	s := r.currentSnapshot("")
 	s.Revision = revision
 	return s, true
 }

@@ -91,7 +91,7 @@ func (l *Server) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 		return rpc.ToStatus(err)
 	}
 	l.served.WithLabelValues(q.Entry.StorageResource).Inc()
-	if q.NeedsConvertedFields() || q.Table && q.Entry.StorageResource == sortedTable {
+	if q.SelectsConvertedFields() || q.Table && q.Entry.StorageResource == sortedTable {
 		return rpc.ErrDelegate
 	}
 	page, err := l.page(ctx, q, r)
@@ -190,6 +190,9 @@ type Page struct {
 	// read is the number of objects read to select Items, by the index of a field if index is not empty.
 	read  int
 	index string
+	// count is the number of the list's objects from the first key of the page on, and then from the next page's key
+	// on, or unknownCount.
+	count int64
 }
 
 // page selects the objects of a list, by Kubernetes' rules for resourceVersion, limit and continue.
@@ -211,13 +214,13 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 	if _, _, unreadable := snapshot.Unreadable(q.Prefix()); unreadable && !q.SkipUnreadable {
 		return nil, rpc.ErrDelegate // registry returns the error
 	}
-	count := int64(unknown)
-	if q.CountsRemaining() {
-		count = l.countFrom(q.Entry.StorageResource, snapshot, pageStart{q.Prefix(), from})
+	p.count = unknownCount
+	if q.CountsRemaining() && limit > 0 {
+		p.count = l.countFrom(q.Entry.StorageResource, snapshot, pageStart{q.Prefix(), from})
 	}
-	next, err := p.selectFrom(ctx, q, snapshot, from, limit, &count)
+	next, err := p.selectFrom(ctx, q, snapshot, from, limit)
 	if next != "" {
-		l.putSnapshot(q.Entry.StorageResource, epoch, snapshot, pageStart{q.Prefix(), next}, count)
+		l.putSnapshot(q.Entry.StorageResource, epoch, snapshot, pageStart{q.Prefix(), next}, p.count)
 	}
 	return p, err
 }
@@ -226,7 +229,7 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 func (p *Page) selectName(q *query.Query, snapshot *cache.Snapshot, key string) error {
 	i, ok := snapshot.Get(key)
 	switch {
-	case ok && q.NeedsConvertedLabels(i), !ok && snapshot.IsUnreadable(key) && !q.SkipUnreadable:
+	case !ok && snapshot.IsUnreadable(key) && !q.SkipUnreadable:
 		return rpc.ErrDelegate
 	case ok && q.Matches(i):
 		p.Items, p.read = append(p.Items, i), 1
@@ -235,28 +238,21 @@ func (p *Page) selectName(q *query.Query, snapshot *cache.Snapshot, key string) 
 }
 
 // selectFrom selects up to limit objects from a key on. It returns the key from which the next page begins, if there is
-// one. count is the number of the list's objects from the key on, and then from the next page's key on. If the list has
-// a remainingItemCount and the number is unknown, selectFrom counts the objects.
-func (p *Page) selectFrom(ctx context.Context, q *query.Query, snapshot *cache.Snapshot, from string, limit int64,
-	count *int64) (next string, err error) {
-	visited, visitedToLast, more, delegates := int64(0), int64(0), false, false
+// one. If the list has a remainingItemCount and p.count is unknown, selectFrom counts the objects.
+func (p *Page) selectFrom(ctx context.Context, q *query.Query, snapshot *cache.Snapshot, from string,
+	limit int64) (next string, err error) {
+	visited, visitedToLast, more := int64(0), int64(0), false
 	err = snapshot.Select(ctx, q.Trigger(), q.Prefix(), from, func(i *cache.Item) bool {
 		visited++
-		if delegates = q.NeedsConvertedLabels(i); delegates {
-			return false
-		}
 		if limit > 0 && int64(len(p.Items)) >= limit {
 			more = true
-			return q.CountsRemaining() && *count == unknown
+			return q.CountsRemaining() && p.count == unknownCount
 		}
 		if q.Matches(i) {
 			p.Items, visitedToLast = append(p.Items, i), visited
 		}
 		return true
 	})
-	if delegates {
-		err = rpc.ErrDelegate
-	}
 	p.read, p.index = int(visited), q.Trigger().Index()
 	if err != nil || !more {
 		return "", err
@@ -264,12 +260,12 @@ func (p *Page) selectFrom(ctx context.Context, q *query.Query, snapshot *cache.S
 	next = p.Items[len(p.Items)-1].Key + "\x00"
 	p.Continue = encodeContinue(p.Revision, "/"+strings.TrimPrefix(next, q.Prefix()))
 	if q.CountsRemaining() {
-		if *count == unknown {
-			*count = visited
+		if p.count == unknownCount {
+			p.count = visited
 		}
-		remaining := *count - limit
+		remaining := p.count - limit
 		p.Remaining = &remaining
-		*count -= visitedToLast
+		p.count -= visitedToLast
 	}
 	return next, nil
 }

@@ -72,30 +72,6 @@ func getList(t *testing.T, l *list.Server, r *watchfanoutv1.ListRequest) (out li
 	return out, nil
 }
 
-// A webhook may change labels. Only registry lists objects by the labels of a version that is not stored.
-func TestConvertedLabels(t *testing.T) {
-	w := fixture.New(t)
-	l := list.New(w.Discovery, w.Cache, w.LogReader, w.Converter, 0)
-	for _, c := range []struct {
-		version, labels, fields string
-		code                    codes.Code
-	}{
-		{"v1", "node=node-1", "", codes.OK},
-		{"v1", "node=node-1", "metadata.name=b", codes.OK},
-		{"v2", "node=node-1", "", codes.FailedPrecondition},
-		{"v2", "node=node-1", "metadata.name=b", codes.FailedPrecondition},
-		{"v2", "node=node-1", "metadata.name=d", codes.OK},
-		{"v2", "", "metadata.name=b", codes.OK},
-	} {
-		q := fixture.Query()
-		q.Resource, q.LabelSelector, q.FieldSelector = fixture.Gadgets(c.version).Resource, c.labels, c.fields
-		err := l.List(&watchfanoutv1.ListRequest{Query: q}, &body{ctx: t.Context()})
-		if got := status.Code(err); got != c.code {
-			t.Errorf("%v: %v, %v", c, got, err)
-		}
-	}
-}
-
 // A list has the selected objects of etcd at the revision that it names.
 func TestLists(t *testing.T) {
 	w := fixture.New(t)

@@ -13,7 +13,8 @@ type pageSnapshot struct {
 	storageResource, epoch string
 	snapshot               *cache.Snapshot
 	createdAt              time.Time
-	// counts has the number of objects from the start of a next page on. The page so needs no walk to the end.
+	// counts has the number of objects from the start of a next page on. With its count, a page visits only its own
+	// objects.
 	counts map[pageStart]int64
 }
 
@@ -26,12 +27,13 @@ const (
 	// maxPinnedBytes bounds the bytes of replaced and deleted objects that cached snapshots keep alive, for all
 	// resources together. registry continues a list whose snapshot is gone.
 	maxPinnedBytes = 64 << 20
-	// maxCounts bounds the counts of a snapshot. Each list that is being paged needs a single count.
+	// maxCounts bounds the counts of a snapshot. Each list that is being paged needs a count. A further list empties
+	// them, and the next pages count again.
 	maxCounts = 16
 )
 
 // putSnapshot caches the snapshot of a list whose next page begins at next. count is the number of objects from there
-// on, or unknown.
+// on, or unknownCount.
 func (l *Server) putSnapshot(storageResource, epoch string, snapshot *cache.Snapshot, next pageStart, count int64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -44,7 +46,7 @@ func (l *Server) putSnapshot(storageResource, epoch string, snapshot *cache.Snap
 		}
 		return same || now.Sub(k.createdAt) >= snapshotTTL
 	})
-	if count != unknown {
+	if count != unknownCount {
 		counts[next] = count
 	}
 	if len(l.snapshots) >= maxSnapshots {
@@ -87,10 +89,10 @@ func (l *Server) Sweep() {
 	l.unpin()
 }
 
-// unknown is a count of objects that must be counted.
-const unknown = -1
+// unknownCount is the number of objects that must be counted.
+const unknownCount = -1
 
-// countFrom returns the number of objects of a list from the start of a page on, or unknown.
+// countFrom returns the number of objects of a list from the start of a page on, or unknownCount.
 func (l *Server) countFrom(storageResource string, snapshot *cache.Snapshot, start pageStart) int64 {
 	if start == (pageStart{}) {
 		return int64(snapshot.Len())
@@ -100,10 +102,11 @@ func (l *Server) countFrom(storageResource string, snapshot *cache.Snapshot, sta
 	for _, k := range l.snapshots {
 		if count, ok := k.counts[start]; ok && k.storageResource == storageResource &&
 			k.snapshot.Revision == snapshot.Revision && k.epoch == l.cache.Epoch() {
+			delete(k.counts, start) // the page puts the count of the next page
 			return count
 		}
 	}
-	return unknown
+	return unknownCount
 }
 
 func (l *Server) cachedSnapshot(storageResource string, revision int64) (*cache.Snapshot, bool) {

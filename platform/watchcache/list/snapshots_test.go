@@ -29,7 +29,7 @@ func TestCachedSnapshotsAreBoundedInBytes(t *testing.T) {
 		}
 		return out
 	}
-	s.putSnapshot("small", "h", snapshot(small), pageStart{}, unknown)
+	s.putSnapshot("small", "h", snapshot(small), pageStart{}, unknownCount)
 	snapshot(configmaps)
 	body := make([]byte, 1<<20)
 	for revision := int64(2); revision < 200; revision++ { // a tenant that pages and writes
@@ -43,7 +43,7 @@ func TestCachedSnapshotsAreBoundedInBytes(t *testing.T) {
 			Object:          &logv1.Object{Json: body},
 		})
 		if revision%10 == 0 {
-			s.putSnapshot("configmaps", "h", snapshot(configmaps), pageStart{}, unknown)
+			s.putSnapshot("configmaps", "h", snapshot(configmaps), pageStart{}, unknownCount)
 		}
 		s.Sweep() // as Service.sweep does
 		held := int64(0)

@@ -271,7 +271,7 @@ func (l *Reader) WaitUntilFresh(ctx context.Context, revision int64) error {
 }
 
 // Snapshot returns the objects of a resource, and loads them first if necessary. If field is not empty, the snapshot
-// has an index of it, as in cache.Resource.Snapshot.
+// has an index of it.
 func (l *Reader) Snapshot(ctx context.Context, r *cache.Resource, field string) (*cache.Snapshot, error) {
 	return r.Snapshot(ctx, field, l.source.Rows, l.Wait)
 }

@@ -180,23 +180,17 @@ func (q *Query) IsNative(i *cache.Item) bool {
 	return i.Version == q.Entry.Kind.Version
 }
 
-// NeedsConversionToMatch reports whether only the converted object has the fields of the field selector. Metadata of a
+// NeedsConvertedFields reports whether only the converted object has the fields of the field selector. Metadata of a
 // custom resource is native in every version, but its fields are not.
-func (q *Query) NeedsConversionToMatch(i *cache.Item) bool {
-	return q.NeedsConvertedFields() && i.Version != q.Entry.Kind.Version
+func (q *Query) NeedsConvertedFields(i *cache.Item) bool {
+	return q.SelectsConvertedFields() && i.Version != q.Entry.Kind.Version
 }
 
-// NeedsConvertedFields reports whether the field selector needs the fields of converted objects.
-func (q *Query) NeedsConvertedFields() bool {
+// SelectsConvertedFields reports whether the field selector needs the fields of converted objects.
+func (q *Query) SelectsConvertedFields() bool {
 	return q.Entry.ConvertedFields && slices.ContainsFunc(q.Fields.Requirements(), func(r fields.Requirement) bool {
 		return !strings.HasPrefix(r.Field, "metadata.")
 	})
-}
-
-// NeedsConvertedLabels reports whether only the converted object has the labels of the label selector, because a
-// webhook may change labels.
-func (q *Query) NeedsConvertedLabels(i *cache.Item) bool {
-	return q.Entry.WebhookConversion && !q.Labels.Empty() && i.Version != q.Entry.Kind.Version
 }
 
 // CountsRemaining reports whether a page has a remainingItemCount: it has no selector of labels or fields. As in
@@ -228,7 +222,7 @@ func (q *Query) Trigger() cache.Trigger {
 		return cache.Trigger{Field: cache.ByKey, Value: cache.Key(q.Namespace, name)}
 	}
 	for _, r := range q.Fields.Requirements() {
-		if q.NeedsConvertedFields() {
+		if q.SelectsConvertedFields() {
 			break
 		}
 		if (r.Operator == selection.Equals || r.Operator == selection.DoubleEquals) && r.Value != "" &&
@@ -284,7 +278,7 @@ func (q *Query) RowTail() []byte {
 
 // MayMatch is Matches, but returns true if only a conversion can decide.
 func (q *Query) MayMatch(i *cache.Item) bool {
-	if !q.NeedsConversionToMatch(i) {
+	if !q.NeedsConvertedFields(i) {
 		return q.Matches(i)
 	}
 	return q.inShard(i) && (q.Labels.Empty() || q.Labels.Matches(labels.Set(i.Labels)))

@@ -161,7 +161,7 @@ func TestFieldsOfMetadata(t *testing.T) {
 		for version, may := range map[string]bool{"v1": false, "v2": true} {
 			blue := map[string]string{"spec.color": "blue"}
 			i := cache.ItemOf(&registryv1.Row{Namespace: "x", Name: "a", Version: version, Fields: blue})
-			if q.MayMatch(i) != may || q.NeedsConversionToMatch(i) != may {
+			if q.MayMatch(i) != may || q.NeedsConvertedFields(i) != may {
 				t.Errorf("%q, stored in %s: it may match: %v", kind, version, !may)
 			}
 		}

@@ -64,12 +64,12 @@ func (o *Cached) Select(ctx context.Context, q *query.Query, start events.Start)
 	if err != nil {
 		return nil, 0, err
 	}
-	items, err := selectFrom(ctx, snapshot, q)
+	items, err := selectItems(ctx, snapshot, q)
 	return items, snapshot.Revision, err
 }
 
-// selectFrom returns the objects of a snapshot that may match a query.
-func selectFrom(ctx context.Context, snapshot *cache.Snapshot, q *query.Query) (items []*cache.Item, err error) {
+// selectItems returns the objects of a snapshot that may match a query.
+func selectItems(ctx context.Context, snapshot *cache.Snapshot, q *query.Query) (items []*cache.Item, err error) {
 	if name, ok := q.ExactName(); ok {
 		key := cache.Key(q.Namespace, name)
 		if i, ok := snapshot.Get(key); ok && q.MayMatch(i) {

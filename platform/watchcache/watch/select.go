@@ -34,7 +34,7 @@ func (w *watcher) classify(ctx context.Context, e *cache.Event) (string, *cache.
 // filterItems returns the items that the query's field selector matches. It requests the converted fields from registry
 // in batches.
 func (w *watcher) filterItems(ctx context.Context, items []*cache.Item) ([]*cache.Item, error) {
-	if !w.query.NeedsConvertedFields() {
+	if !w.query.SelectsConvertedFields() {
 		return items, nil
 	}
 	var out []*cache.Item
@@ -57,7 +57,7 @@ func (w *watcher) filterItems(ctx context.Context, items []*cache.Item) ([]*cach
 // matches reports whether the query selects an object of an event. If matching needs a conversion, all watchers share
 // its result.
 func (w *watcher) matches(ctx context.Context, e *cache.Event, fieldsKey string, i *cache.Item) (bool, error) {
-	if !w.query.NeedsConversionToMatch(i) {
+	if !w.query.NeedsConvertedFields(i) {
 		return w.query.Matches(i), nil
 	}
 	if !w.query.MayMatch(i) {

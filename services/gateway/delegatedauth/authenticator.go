@@ -26,8 +26,9 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// rpcTimeout bounds a call to authn or authz, beside the request's deadline. Their webhooks have 30 s
-// (k8s.io/apiserver/pkg/util/webhook), and then authz applies the webhook's failurePolicy.
+// rpcTimeout bounds a call to authn or authz, and so does the request's deadline. A single webhook has 30 s
+// (k8s.io/apiserver/pkg/util/webhook), and authz then applies its failurePolicy. With several slow webhooks, the call
+// ends first.
 const rpcTimeout = 35 * time.Second
 
 const (

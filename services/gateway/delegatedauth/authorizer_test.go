@@ -280,9 +280,9 @@ func TestReauthorizationTimeoutEndsWatch(t *testing.T) {
 	})
 }
 
-// A decision without the opinion of a failed webhook is no denial. Reauthorize retries until the webhook responds or the
-// timeout ends the watch.
-func TestAFailedAuthorizerDoesNotEndWatches(t *testing.T) {
+// A decision without the opinion of a failed webhook is not a denial. Reauthorize retries until the webhook responds, or
+// until the timeout ends the watch.
+func TestReauthorizationRetriesWhileAnAuthorizerFails(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := &fakeAuthz{response: &authzv1.AuthorizeResponse{
 			PolicyRevision:  5,

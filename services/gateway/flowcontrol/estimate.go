@@ -54,13 +54,16 @@ func hasInitialEvents(q url.Values) bool {
 	values := q["sendInitialEvents"]
 	_ = runtime.Convert_Slice_string_To_bool(&values, &requested, nil) // has no errors
 	v := q.Get("resourceVersion")
-	return requested || v == "" || v == "0"
+	revision, err := strconv.ParseUint(v, 10, 64) // 00 is 0
+	return requested || v == "" || err == nil && revision == 0
 }
 
 // RecordListSize records the size of a list, or of a watch's initial events. compressed reports whether the source
 // returned it compressed. It works on nil.
 func (f *Fairness) RecordListSize(req *http.Request, bytes int64, compressed bool) {
-	if f != nil {
+	// The old path of a watch of a single object has the key of the whole list, and its seats do not depend on sizes.
+	info, ok := request.RequestInfoFrom(req.Context())
+	if f != nil && !(ok && info.Name != "") {
 		f.sizes.record(req, listSize{bytes, compressed})
 	}
 }

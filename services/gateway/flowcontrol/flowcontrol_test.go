@@ -50,28 +50,30 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 	f.RecordListSize(newRequest(t, "GET", pods+"?limit=500&continue=abc"), 2*bytesPerSeat, false)
 	f.RecordListSize(newRequest(t, "GET", "/api/v1/pods"), 1<<40, false)
 	f.RecordListSize(newRequest(t, "GET", "/api/v1/secrets"), 100, false)
+	f.RecordListSize(newRequest(t, "GET", "/api/v1/watch/namespaces/x/pods/a"), 500, false) // of a single object
 	for target, want := range map[string]uint64{
-		pods:                                10,
-		pods + "?resourceVersion=0":         10, // the same size from a cache
-		pods + "?limit=500":                 3,
-		pods + "?limit=500&continue=def":    3,  // as the first page
-		pods + "?continue=def":              10, // as all pages
-		pods + "?limit=64&continue=def":     2,
-		pods + "?labelSelector=a":           10, // it may match all objects
-		pods + "?limit=64":                  2,
-		pods + "?limit=1001":                10,
-		pods + "?watch=1":                   10,
-		pods + "?watch=1&resourceVersion=7": 1,
-		pods + "?watch=1&resourceVersion=0": 10,
-		pods + "/a":                         1,
-		"/api/v1/pods":                      maxSeats,
-		"/api/v1/secrets":                   1,
-		"/api/v1/namespaces/y/pods":         1,
-		pods + "?limit=2251799813685249":    10, // 2^51+1, whose bytes overflow
-		pods + "/":                          10,
-		pods + "//":                         10,
-		pods + "?watch=1&limit=1":           10, // the limit is ignored
-		"/api/v1/watch/namespaces/x/pods":   10,
+		pods:                                 10,
+		pods + "?resourceVersion=0":          10, // the same size from a cache
+		pods + "?limit=500":                  3,
+		pods + "?limit=500&continue=def":     3,  // as the first page
+		pods + "?continue=def":               10, // as all pages
+		pods + "?limit=64&continue=def":      2,
+		pods + "?labelSelector=a":            10, // it may match all objects
+		pods + "?limit=64":                   2,
+		pods + "?limit=1001":                 10,
+		pods + "?watch=1":                    10,
+		pods + "?watch=1&resourceVersion=7":  1,
+		pods + "?watch=1&resourceVersion=0":  10,
+		pods + "?watch=1&resourceVersion=00": 10,
+		pods + "/a":                          1,
+		"/api/v1/pods":                       maxSeats,
+		"/api/v1/secrets":                    1,
+		"/api/v1/namespaces/y/pods":          1,
+		pods + "?limit=2251799813685249":     10, // 2^51+1, whose bytes overflow
+		pods + "/":                           10,
+		pods + "//":                          10,
+		pods + "?watch=1&limit=1":            10, // the limit is ignored
+		"/api/v1/watch/namespaces/x/pods":    10,
 		pods + "?watch=1&sendInitialEvents=1&resourceVersion=7":     10,
 		pods + "?watch=1&sendInitialEvents=yes&resourceVersion=7":   10,
 		pods + "?watch=1&sendInitialEvents=False&resourceVersion=7": 1,

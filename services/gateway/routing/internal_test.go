@@ -102,9 +102,11 @@ func TestAWriteIsNotRepeatedWithASecondEffect(t *testing.T) {
 	}{
 		"a deletion":                   {"delete", "application/json", `{"gracePeriodSeconds":1}`, lost, 0},
 		"a deletion without options":   {"delete", "", "", lost, 0},
+		"a deletion of no UID":         {"delete", "application/json", `{"preconditions":{}}`, lost, 0},
 		"a deletion of a UID":          {"delete", "application/json", `{"preconditions":{"uid":"u"}}`, lost, 1},
 		"a deletion of a collection":   {"deletecollection", "application/json", `{"preconditions":{}}`, lost, 0},
 		"a name":                       {"create", "application/json; charset=utf-8", `{"metadata":{"name":"a"}}`, lost, 1},
+		"two generated names":          {"create", "application/json", `{"metadata":{"generateName":"a-","generatename":""}}`, lost, 0},
 		"a generated name":             {"create", "application/json", `{"metadata":{"generateName":"a-"}}`, lost, 0},
 		"a name in protobuf":           {"create", protobuf, inProtobuf(metav1.ObjectMeta{Name: "a"}), lost, 1},
 		"a generated name in protobuf": {"create", protobuf, inProtobuf(metav1.ObjectMeta{GenerateName: "a-"}), lost, 0},

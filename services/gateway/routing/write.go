@@ -3,7 +3,6 @@ package routing
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"io"
 	"mime"
@@ -21,6 +20,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	utiljson "k8s.io/apimachinery/pkg/util/json"
 	handlersmetrics "k8s.io/apiserver/pkg/endpoints/handlers/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
 
@@ -141,11 +141,11 @@ func writeError(r *registryv1.WriteRequest, err error) error {
 	return converted
 }
 
-// isRepeatable reports whether a write that is sent twice has the effect of a single write, also if another client
-// writes in between. The second may fail, with 404 or 409. These could have a second effect:
-//   - a JSON Patch may add an element again, and generateName another object
-//   - a deletion without preconditions, or an eviction, may delete an object that another client has created again
-//   - deletecollection deletes the objects that were created in between
+// isRepeatable reports whether a write may be sent twice. The second may fail, with 404 or 409, and may repeat the values
+// of an update, patch or create after another client's write. These may have a worse effect:
+//   - A JSON Patch may add an element again, and generateName another object.
+//   - A deletion without preconditions, or an eviction, may delete an object that another client has created again.
+//   - deletecollection deletes the objects that were created between the two.
 func isRepeatable(r *registryv1.WriteRequest) bool {
 	mediaType, _, _ := mime.ParseMediaType(r.ContentType)
 	switch r.Verb {
@@ -156,7 +156,10 @@ func isRepeatable(r *registryv1.WriteRequest) bool {
 		return mediaType != string(types.JSONPatchType)
 	case "delete":
 		var options metav1.DeleteOptions
-		return decodeMetadata(mediaType, r.Body, &options) && options.Preconditions != nil
+		if !decodeMetadata(mediaType, r.Body, &options) || options.Preconditions == nil {
+			return false
+		}
+		return options.Preconditions.UID != nil || options.Preconditions.ResourceVersion != nil
 	case "deletecollection":
 		return false
 	}
@@ -167,7 +170,7 @@ func isRepeatable(r *registryv1.WriteRequest) bool {
 func decodeMetadata(mediaType string, data []byte, into interface{ Unmarshal(protobuf []byte) error }) bool {
 	switch mediaType {
 	case runtime.ContentTypeJSON:
-		return json.Unmarshal(data, into) == nil
+		return utiljson.Unmarshal(data, into) == nil
 	case runtime.ContentTypeProtobuf:
 		var envelope runtime.Unknown
 		raw, ok := bytes.CutPrefix(data, []byte("k8s\x00"))

@@ -90,8 +90,9 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.DurationVar(&c.RequestTimeout, "request-timeout", time.Minute,
 		"The time after which a request times out. Watches and other long-running requests have no limit.")
 	fs.StringSliceVar(&c.CORS, "cors-allowed-origins", nil,
-		"List of allowed origins for CORS, comma separated regular expressions. Each must match the whole hostname: "+
-			"it starts with '^' or '//', and ends with '$' or ':'. Example: '//example\\.com(:|$)'.")
+		"List of allowed origins for CORS, comma separated regular expressions. Write each so that it matches the "+
+			"whole hostname, as in '//example\\.com(:|$)'. An expression without '^' or '//', or without '$' or ':', is "+
+			"rejected.")
 	fs.StringSliceVar(&c.HSTS, "strict-transport-security-directives", nil,
 		"List of directives for HSTS, comma separated. Example: 'max-age=31536000,includeSubDomains,preload'.")
 	fs.Float64Var(&c.GoawayChance, "goaway-chance", 0,
@@ -161,8 +162,9 @@ func (c *Config) Validate() error {
 	return errors.Join(append(errs, c.UserLimits.Validate())...)
 }
 
-// checkOrigin returns an error if a pattern of --cors-allowed-origins is no regular expression, or if it may match a
-// part of a hostname (CVE-2022-1996). Its checks are upstream's.
+// checkOrigin returns an error if a pattern of --cors-allowed-origins is not a regular expression, or has no marker of
+// the hostname's start ('^', '//') or end ('$', ':'). As in upstream, it does not check the position of the markers, so
+// https://example.com passes, and matches other hosts (CVE-2022-1996).
 func checkOrigin(pattern string) error {
 	var invalid *syntax.Error
 	if _, err := regexp.Compile(pattern); errors.As(err, &invalid) {
@@ -278,7 +280,7 @@ func (s *Server) Run(ctx context.Context, h http.Handler, joinable <-chan struct
 	if err != nil {
 		return fmt.Errorf("--bind-address %s --secure-port %d: %w", c.BindAddress, c.SecurePort, err)
 	}
-	srv := c.server(h2writer.Handler(h), conf)
+	srv := c.server(h, conf)
 	s.userLimits.trackConnections(srv)
 	withTurns := func(next connContext) connContext {
 		return func(ctx context.Context, c net.Conn) context.Context { return turns.WithConn(next(ctx, c), c) }
@@ -301,6 +303,18 @@ func (s *Server) Run(ctx context.Context, h http.Handler, joinable <-chan struct
 	return s.shutDown(srv)
 }
 
+// withOptions responds to "OPTIONS *" without authentication, as net/http does for kube-apiserver. It reads no body,
+// because no filter bounds the time of such a request.
+func withOptions(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		if req.Method == http.MethodOptions && req.RequestURI == "*" {
+			w.Header().Set("Content-Length", "0")
+			return
+		}
+		h.ServeHTTP(w, req)
+	})
+}
+
 // server returns net/http's server with kube-apiserver's limits for headers and HTTP/2.
 func (c *Config) server(h http.Handler, conf *tls.Config) *http.Server {
 	streams := int64(c.HTTP2MaxStreams)
@@ -308,12 +322,14 @@ func (c *Config) server(h http.Handler, conf *tls.Config) *http.Server {
 		streams = defaultMaxStreams
 	}
 	return &http.Server{
-		Handler:           h,
-		TLSConfig:         conf,
-		MaxHeaderBytes:    1 << 20,
-		IdleTimeout:       90 * time.Second,
-		ReadHeaderTimeout: 32 * time.Second,
-		ErrorLog:          discardLogger(),
+		Handler: h2writer.Handler(withOptions(h)),
+		// net/http would wait for the body of "OPTIONS *" without a bound (withOptions).
+		DisableGeneralOptionsHandler: true,
+		TLSConfig:                    conf,
+		MaxHeaderBytes:               1 << 20,
+		IdleTimeout:                  90 * time.Second,
+		ReadHeaderTimeout:            32 * time.Second,
+		ErrorLog:                     discardLogger(),
 		HTTP2: &http.HTTP2Config{
 			MaxConcurrentStreams:          int(streams),
 			MaxReadFrameSize:              resourceBody99Percentile,
@@ -337,13 +353,12 @@ func serveHTTP2(srv *http.Server, streams int, contextOf connContext) error {
 	if err := http2.ConfigureServer(srv, h2); err != nil {
 		return err
 	}
-	// h is net/http's handler. It calls srv.Handler, and itself responds to "OPTIONS *" with 200, as over HTTP/1.1.
-	srv.TLSNextProto[http2.NextProtoTLS] = func(srv *http.Server, conn *tls.Conn, h http.Handler) {
+	srv.TLSNextProto[http2.NextProtoTLS] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
 		h2conn := h2writer.NewConn(conn, connWriteTimeout, streams)
 		h2.ServeConn(h2conn, &http2.ServeConnOpts{
 			Context:    contextOf(h2conn.WithConn(context.Background()), conn),
 			BaseConfig: srv,
-			Handler:    h,
+			Handler:    srv.Handler,
 		})
 	}
 	return nil

@@ -168,8 +168,8 @@ func TestAStoppingServerRejectsRequests(t *testing.T) {
 	}
 }
 
-// With --shutdown-send-retry-after the server also listens until its watches have ended, within their grace period. Then
-// it does not wait for other long-running requests, such as a log.
+// With --shutdown-send-retry-after the server also listens until its watches have ended, within their grace period. It
+// then does not wait for other long-running requests, such as a log.
 func TestAStoppingServerListensUntilWatchesEnd(t *testing.T) {
 	port := freePort(t)
 	c := defaults(t, "--shutdown-send-retry-after", "--shutdown-watch-termination-grace-period=1m",

@@ -129,7 +129,6 @@ func apiResourceOf(d *crd.CRD, st *storage.Resource,
 		StorageVersionHash: discovery.StorageVersionHash(d.Spec.Group, d.StorageVersion, d.Spec.Names.Kind),
 		Warnings:           warningsOf(d, v),
 		ConvertedFields:    d.UsesWebhook() && len(v.SelectableFields) > 0,
-		WebhookConversion:  d.UsesWebhook(),
 		CrdRevision:        int64(crdRevision),
 	}
 	if apiResource.Namespaced {

@@ -35,7 +35,7 @@ func (o *objects) Resolve(ctx context.Context, q *watchfanoutv1.Query) (*query.Q
 		return nil, rpc.ErrDelegate
 	}
 	resolved, err := query.New(scope.APIResource, q)
-	if err == nil && (resolved.Table || resolved.NeedsConvertedFields()) {
+	if err == nil && (resolved.Table || resolved.SelectsConvertedFields()) {
 		return nil, rpc.ErrDelegate
 	}
 	return resolved, err
@@ -90,7 +90,7 @@ func (o *objects) read(ctx context.Context, stored *storage.Resource, q *query.Q
 	prefix := stored.Prefix + q.Prefix()
 	name, ok := q.ExactName()
 	if !ok || name == "" { // no object has an empty name
-		return source.ReadPages(ctx, o.etcd, prefix, revision, false, each)
+		return source.ReadPages(ctx, o.etcd, prefix, revision, true, each)
 	}
 	resp, err := o.etcd.Client.Client.Get(ctx, prefix+name, clientv3.WithRev(revision))
 	if err != nil {

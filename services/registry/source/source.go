@@ -38,9 +38,6 @@ const (
 	// make pageBytes at the last page's average size, at most maxPage. Objects have between 100 bytes and 3 MB.
 	firstPage = 20
 	maxPage   = 2000
-	// maxKeysPage bounds a page of keys, as kube-apiserver does for its consistency check. etcd counts all keys
-	// after a page, so small pages of many keys take quadratic time.
-	maxKeysPage = 10000
 	pageBytes   = 8 << 20
 	// rowsBytes is about how many bytes of rows a message holds. A larger row has a message to itself.
 	rowsBytes = 4 << 20
@@ -186,7 +183,7 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 	if r.KeysOnly {
 		return sendKeys(ctx, st, out)
 	}
-	err = ReadPages(ctx, etcd, st.Prefix, revision, false, func(kvs []*mvccpb.KeyValue) error {
+	err = ReadPages(ctx, etcd, st.Prefix, revision, true, func(kvs []*mvccpb.KeyValue) error {
 		for len(kvs) > 0 {
 			n := batchSize(kvs, rowsBytes, func(kv *mvccpb.KeyValue) int { return len(kv.Value) })
 			for _, row := range EncodeRows(ctx, st, kvs[:n]) {
@@ -206,7 +203,7 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 
 // sendKeys sends rows without objects.
 func sendKeys(ctx context.Context, st *storage.Resource, out *snapshotChunks) error {
-	err := ReadPages(ctx, st.Etcd, st.Prefix, out.revision, true, func(kvs []*mvccpb.KeyValue) error {
+	err := ReadPages(ctx, st.Etcd, st.Prefix, out.revision, false, func(kvs []*mvccpb.KeyValue) error {
 		for _, kv := range kvs {
 			row := &registryv1.Row{Revision: kv.ModRevision}
 			row.Namespace, row.Name = st.SplitKey(string(kv.Key))
@@ -220,22 +217,20 @@ func sendKeys(ctx context.Context, st *storage.Resource, out *snapshotChunks) er
 	return out.flush()
 }
 
-// ReadPages reads all keys with a prefix at one revision, in pages of about pageBytes. If keysOnly, only every second
-// page has values. etcd holds the values of each page in memory, also of a page without them. A small page with values
-// therefore precedes each page without: its average size limits the next page to about pageBytes in etcd.
+// ReadPages reads all keys with a prefix at a revision, in pages of about pageBytes. If the caller needs no values, only
+// every second page has them. etcd holds the values of each page in memory, also of a page without them. A small page
+// with values therefore precedes each page without: its average size limits the next page to about pageBytes in etcd.
+// etcd counts all keys after a page, so small pages of many keys would take quadratic time.
 func ReadPages(
 	ctx context.Context,
 	etcd *storage.Etcd,
 	prefix string,
 	revision int64,
-	keysOnly bool,
+	needsValues bool,
 	each func([]*mvccpb.KeyValue) error,
 ) error {
 	key, end := prefix, clientv3.GetPrefixRangeEnd(prefix)
-	limit, most, withValues := int64(firstPage), int64(maxPage), true
-	if keysOnly {
-		most = maxKeysPage
-	}
+	limit, withValues := int64(firstPage), true
 	measured := limit // the last limit that was computed from the size of values
 	for {
 		opts := []clientv3.OpOption{clientv3.WithRange(end), clientv3.WithLimit(limit), clientv3.WithRev(revision)}
@@ -262,8 +257,8 @@ func ReadPages(
 			limit, withValues = firstPage, true
 			continue
 		}
-		measured = min(most, pageFor(resp.Kvs), 4*measured)
-		limit, withValues = measured, !keysOnly
+		measured = min(maxPage, pageFor(resp.Kvs), 4*measured)
+		limit, withValues = measured, needsValues
 	}
 }
 

@@ -88,11 +88,11 @@ func (l *DataKeys) Current(ctx context.Context, st *Resource) (id string, secret
 		switch {
 		case err == nil:
 			k.unconfirmed, ok = false, bytes.Equal(stored, k.secret)
-		case errors.Is(err, errAbsent), errors.Is(err, eventlog.ErrNoKey):
+		case errors.Is(err, errAbsent):
 			ok = false
-		default:
+		case !errors.Is(err, eventlog.ErrNoKey): // etcd does not respond
 			return "", nil, err
-		}
+		} // etcd has a key that cannot be decrypted now
 		l.current[st.Name()] = k
 	}
 	if ok && (k.err == nil && age < dataKeyLifetime || k.err != nil && age < eventlog.NegativeTTL) {

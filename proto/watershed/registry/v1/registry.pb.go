@@ -1868,11 +1868,9 @@ type APIResource struct {
 	// Resources with equal hashes are equal, in every registry and every epoch of etcd.
 	Digest uint64 `protobuf:"fixed64,27,opt,name=digest" json:"digest,omitempty"`
 	// The event log of the resource's etcd (--etcd-servers-overrides). Empty: the log of the main etcd.
-	Log string `protobuf:"bytes,28,opt,name=log" json:"log,omitempty"`
-	// A webhook converts objects between versions. It may change their labels and annotations.
-	WebhookConversion bool `protobuf:"varint,29,opt,name=webhook_conversion,json=webhookConversion" json:"webhook_conversion,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	Log           string `protobuf:"bytes,28,opt,name=log" json:"log,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *APIResource) Reset() {
@@ -2092,13 +2090,6 @@ func (x *APIResource) GetLog() string {
 		return x.Log
 	}
 	return ""
-}
-
-func (x *APIResource) GetWebhookConversion() bool {
-	if x != nil {
-		return x.WebhookConversion
-	}
-	return false
 }
 
 // SnapshotRequest selects a storage resource.
@@ -3331,7 +3322,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05Group\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
 	"\bversions\x18\x02 \x03(\tR\bversions\x124\n" +
-	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\xa7\t\n" +
+	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\xf8\b\n" +
 	"\vAPIResource\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1e\n" +
 	"\n" +
@@ -3367,8 +3358,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x0fremoved_release\x18\x19 \x01(\tR\x0eremovedRelease\x12!\n" +
 	"\fcrd_revision\x18\x1a \x01(\x03R\vcrdRevision\x12\x16\n" +
 	"\x06digest\x18\x1b \x01(\x06R\x06digest\x12\x10\n" +
-	"\x03log\x18\x1c \x01(\tR\x03log\x12-\n" +
-	"\x12webhook_conversion\x18\x1d \x01(\bR\x11webhookConversion\x1aC\n" +
+	"\x03log\x18\x1c \x01(\tR\x03log\x1aC\n" +
 	"\x15SelectableFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x12\x10\x13\"\x87\x01\n" +
