@@ -17,7 +17,6 @@ import (
 	"github.com/spf13/pflag"
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
-
 )
 
 // serve starts the gateway's own server over a handler, with a test certificate.

@@ -38,7 +38,7 @@ const (
 	// make pageBytes at the last page's average size, at most maxPage. Objects have between 100 bytes and 3 MB.
 	firstPage = 20
 	maxPage   = 2000
-	pageBytes   = 8 << 20
+	pageBytes = 8 << 20
 	// rowsBytes is about how many bytes of rows a message holds. A larger row has a message to itself.
 	rowsBytes = 4 << 20
 	// maxSnapshots and maxLogReads bound the concurrent calls of Snapshot and of ReadLog. A snapshot holds a page of
