@@ -133,8 +133,8 @@ func (d *deployed) loadServices(pod, image string, args []string) {
 	}
 }
 
-// The programs accept the settings of every container, and stop within its grace period. xds publishes exactly the services that other pods call, from
-// Services that select the pods.
+// The programs accept the settings of every container, and stop within its grace period. xds publishes exactly the
+// services that other pods call, from Services that select the pods.
 func TestManifestsMatchTheProcesses(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join("..", "..", "deploy", "k8s", "rendered", "*.yaml"))
 	if err != nil || len(files) != 3 {

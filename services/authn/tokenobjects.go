@@ -24,8 +24,8 @@ type tokenObjects struct {
 	failedAt atomic.Pointer[time.Time]
 }
 
-// lookupTime is how long before a request the lookup that it shares may have failed to read an object. Upstream's shared
-// lookup takes that long at most, for example because of a webhook.
+// lookupTime is how long before a request the lookup that it shares may have failed to read an object. Upstream's
+// shared lookup takes that long at most, for example because of a webhook.
 const lookupTime = 30 * time.Second
 
 // failedSince reports whether a read has failed during a lookup that a request which began at t may share.

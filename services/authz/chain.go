@@ -83,7 +83,8 @@ func newChain(ctx context.Context, c *kubeauthorizer.Config, files *reload.Files
 	return h, h.build(ctx, c.AuthorizationConfiguration, true)
 }
 
-// has reports whether the first configuration has an authorizer of a type other than Webhook. A reload cannot remove it.
+// has reports whether the first configuration has an authorizer of a type other than Webhook. A reload cannot remove
+// it.
 func (h *chain) has(t authzconfig.AuthorizerType) bool { return h.required.Has(t) }
 
 // build applies a configuration. At the start it may build every type; later only types without state. It keeps the

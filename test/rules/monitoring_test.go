@@ -40,7 +40,7 @@ type alertGroups struct {
 	}
 }
 
-// knownMetrics returns the names of Watershed's metrics, of kube-apiserver's, of etcd's, and of every scraped Go process.
+// knownMetrics returns the names of the metrics of Watershed, kube-apiserver, etcd, and of every scraped Go process.
 // kube-apiserver's names are in a list of Kubernetes, and etcd's in its source. docs/operators/metrics.md has the
 // metrics of kube-apiserver that Watershed lacks.
 func knownMetrics(t *testing.T) map[string]bool {

@@ -141,8 +141,8 @@ func writeError(r *registryv1.WriteRequest, err error) error {
 	return converted
 }
 
-// isRepeatable reports whether a write may be sent twice. The second may fail, with 404 or 409, and may repeat the values
-// of an update, patch or create after another client's write. These may have a worse effect:
+// isRepeatable reports whether a write may be sent twice. The second may fail, with 404 or 409, and may repeat the
+// values of an update, patch or create after another client's write. These may have a worse effect:
 //   - A JSON Patch may add an element again, and generateName another object.
 //   - A deletion without preconditions, or an eviction, may delete an object that another client has created again.
 //   - deletecollection deletes the objects that were created between the two.

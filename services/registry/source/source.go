@@ -217,10 +217,10 @@ func sendKeys(ctx context.Context, st *storage.Resource, out *snapshotChunks) er
 	return out.flush()
 }
 
-// ReadPages reads all keys with a prefix at a revision, in pages of about pageBytes. If the caller needs no values, only
-// every second page has them. etcd holds the values of each page in memory, also of a page without them. A small page
-// with values therefore precedes each page without: its average size limits the next page to about pageBytes in etcd.
-// etcd counts all keys after a page, so small pages of many keys would take quadratic time.
+// ReadPages reads all keys with a prefix at a revision, in pages of about pageBytes. If the caller needs no values,
+// only every second page has them. etcd holds the values of each page in memory, also of a page without them. A small
+// page with values therefore precedes each page without: its average size limits the next page to about pageBytes in
+// etcd. etcd counts all keys after a page, so small pages of many keys would take quadratic time.
 func ReadPages(
 	ctx context.Context,
 	etcd *storage.Etcd,
