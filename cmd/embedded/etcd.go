@@ -251,8 +251,8 @@ func runStandalone(fs *pflag.FlagSet, r lifecycle.Runner) (run func() error) {
 }
 
 // chooseClusterState compares a member without data with the running members' cluster. It rejects a start with another
-// --initial-cluster: etcd would start a second, empty cluster beside the running members. A member that was added to the
-// running cluster joins it, so that a replacement needs no other flags.
+// --initial-cluster: etcd would start a second, empty cluster beside the running members. A member that was added to
+// the running cluster joins it, so that a replacement needs no other flags.
 func (e *Etcd) chooseClusterState(c *embed.Config) error {
 	if c.ClusterState != embed.ClusterStateFlagNew || e.Peer == "" || hasData(e.Dir) {
 		return nil

@@ -141,7 +141,9 @@ func TestManifestsMatchTheProcesses(t *testing.T) {
 		t.Fatalf("%v: %v", files, err)
 	}
 	for _, file := range files {
-		d := &deployed{T: t, exposed: map[string]string{}, published: map[string]string{}, selected: map[string]string{}}
+		d := &deployed{
+			T: t, exposed: map[string]string{}, published: map[string]string{}, selected: map[string]string{},
+		}
 		for _, o := range rendered(t, file) {
 			const name = "app.kubernetes.io/name"
 			if o.Kind == "Service" {

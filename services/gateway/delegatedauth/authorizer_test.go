@@ -280,8 +280,8 @@ func TestReauthorizationTimeoutEndsWatch(t *testing.T) {
 	})
 }
 
-// A decision without the opinion of a failed webhook is not a denial. Reauthorize retries until the webhook responds, or
-// until the timeout ends the watch.
+// A decision without the opinion of a failed webhook is not a denial. Reauthorize retries until the webhook responds,
+// or until the timeout ends the watch.
 func TestReauthorizationRetriesWhileAnAuthorizerFails(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := &fakeAuthz{response: &authzv1.AuthorizeResponse{

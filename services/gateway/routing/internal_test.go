@@ -94,6 +94,7 @@ func TestAWriteIsNotRepeatedWithASecondEffect(t *testing.T) {
 		}
 		return string(data)
 	}
+	const twoGeneratedNames = `{"metadata":{"generateName":"a-","generatename":""}}`
 	lost := status.Error(codes.Unavailable, "error reading from server: EOF")
 	for name, c := range map[string]struct {
 		verb, contentType, body string
@@ -106,7 +107,7 @@ func TestAWriteIsNotRepeatedWithASecondEffect(t *testing.T) {
 		"a deletion of a UID":          {"delete", "application/json", `{"preconditions":{"uid":"u"}}`, lost, 1},
 		"a deletion of a collection":   {"deletecollection", "application/json", `{"preconditions":{}}`, lost, 0},
 		"a name":                       {"create", "application/json; charset=utf-8", `{"metadata":{"name":"a"}}`, lost, 1},
-		"two generated names":          {"create", "application/json", `{"metadata":{"generateName":"a-","generatename":""}}`, lost, 0},
+		"two generated names":          {"create", "application/json", twoGeneratedNames, lost, 0},
 		"a generated name":             {"create", "application/json", `{"metadata":{"generateName":"a-"}}`, lost, 0},
 		"a name in protobuf":           {"create", protobuf, inProtobuf(metav1.ObjectMeta{Name: "a"}), lost, 1},
 		"a generated name in protobuf": {"create", protobuf, inProtobuf(metav1.ObjectMeta{GenerateName: "a-"}), lost, 0},

@@ -131,7 +131,8 @@ func TestObjectsOfAnUnreadableCRDResetTheirResource(t *testing.T) {
 	put(crd, readable)
 	expect("the CRD can be decoded again", p.decodeEvent(t.Context(), object(), 0), false, true)
 	expect("the next event", p.decodeEvent(t.Context(), object(), 0), true, false)
-	if got := p.decodeEvent(t.Context(), put(crd, "rubbish"), 0); got.Err == nil || got.CRDChanged != "widgets.example.com" {
+	got := p.decodeEvent(t.Context(), put(crd, "rubbish"), 0)
+	if got.Err == nil || got.CRDChanged != "widgets.example.com" {
 		t.Errorf("an event of the CRD that cannot be decoded: %+v", got)
 	}
 	expect("after that event", p.decodeEvent(t.Context(), object(), 0), false, true)

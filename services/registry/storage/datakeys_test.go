@@ -168,7 +168,8 @@ func TestDataKeysOfAnOlderRelease(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got, err := storage.NewDataKeys(s, "keys/", 0).Get(t.Context(), secrets, id); err != nil || !bytes.Equal(got, secret) {
+	got, err := storage.NewDataKeys(s, "keys/", 0).Get(t.Context(), secrets, id)
+	if err != nil || !bytes.Equal(got, secret) {
 		t.Error(err)
 	}
 }

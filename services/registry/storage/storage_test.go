@@ -42,7 +42,8 @@ func TestByKey(t *testing.T) {
 
 // An object is below the prefix, as upstream's storage writes it, for each form of the prefix.
 func TestPrefix(t *testing.T) {
-	for prefix, want := range map[string]string{"/": "/configmaps/x/a", "": "/configmaps/x/a", "a/b/": "/a/b/configmaps/x/a"} {
+	for prefix, below := range map[string]string{"/": "/", "": "/", "a/b/": "/a/b/"} {
+		want := below + "configmaps/x/a"
 		fx := fixture.New(t, "--etcd-prefix="+prefix)
 		if _, err := fx.Write(t.Context(), fixture.ConfigMaps, &registryv1.WriteRequest{
 			Verb: "create",
