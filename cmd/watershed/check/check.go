@@ -57,8 +57,8 @@ type Input struct {
 	// Deep are the deep reports of --deep, nil without the flag. DeepError is why there are none.
 	Deep      []*process.Report
 	DeepError error
-	// Server is the URL of the gateway, Serving its serving certificate and the intermediate certificates, and Roots the
-	// CA in the kubeconfig.
+	// Server is the URL of the gateway, Serving its serving certificate with the intermediate certificates, and Roots
+	// the CA in the kubeconfig.
 	Server  string
 	Serving []*x509.Certificate
 	Roots   *x509.CertPool
