@@ -5,10 +5,9 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"sync"
 	"time"
 
-	utilnet "k8s.io/apimachinery/pkg/util/net"
+	"watershed.dev/platform/egress"
 )
 
 const (
@@ -22,44 +21,28 @@ const (
 	dialTimeout = 4 * time.Second
 )
 
-// transportsMu guards the changes of client-go's transports, which clients with the same TLS options share.
-var transportsMu sync.Mutex
-
 // leaveDeadPeers shortens the timeouts of a transport, so that a client leaves the gateway of a lost node within the
 // default of --policy-freshness-bound. client-go would wait for 45 s, for a dial 30 s, and for a handshake 10 s.
 // client-go's environment variables win (k8s.io/apimachinery/pkg/util/net).
 func leaveDeadPeers(rt http.RoundTripper) http.RoundTripper {
-	inner := rt
-	for {
-		wrapper, ok := inner.(utilnet.RoundTripperWrapper)
-		if !ok {
-			break
+	return egress.ChangeTransport(rt, func(t *http.Transport) {
+		if t.HTTP2 != nil { // another client has changed it
+			return
 		}
-		inner = wrapper.WrappedRoundTripper()
-	}
-	t, ok := inner.(*http.Transport)
-	if !ok {
-		return rt
-	}
-	transportsMu.Lock()
-	defer transportsMu.Unlock()
-	if t.HTTP2 != nil { // another client has changed it
-		return rt
-	}
-	t.HTTP2 = &http.HTTP2Config{}
-	if os.Getenv("HTTP2_READ_IDLE_TIMEOUT_SECONDS") == "" {
-		t.HTTP2.SendPingTimeout = pingAfter
-	}
-	if os.Getenv("HTTP2_PING_TIMEOUT_SECONDS") == "" {
-		t.HTTP2.PingTimeout = pingTimeout
-	}
-	t.TLSHandshakeTimeout = dialTimeout
-	if dial := t.DialContext; dial != nil {
-		t.DialContext = func(ctx context.Context, network, addr string) (net.Conn, error) {
-			ctx, cancel := context.WithTimeout(ctx, dialTimeout)
-			defer cancel()
-			return dial(ctx, network, addr)
+		t.HTTP2 = &http.HTTP2Config{}
+		if os.Getenv("HTTP2_READ_IDLE_TIMEOUT_SECONDS") == "" {
+			t.HTTP2.SendPingTimeout = pingAfter
 		}
-	}
-	return rt
+		if os.Getenv("HTTP2_PING_TIMEOUT_SECONDS") == "" {
+			t.HTTP2.PingTimeout = pingTimeout
+		}
+		t.TLSHandshakeTimeout = dialTimeout
+		if dial := t.DialContext; dial != nil {
+			t.DialContext = func(ctx context.Context, network, addr string) (net.Conn, error) {
+				ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+				defer cancel()
+				return dial(ctx, network, addr)
+			}
+		}
+	})
 }

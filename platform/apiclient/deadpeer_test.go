@@ -21,6 +21,8 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+
+	"watershed.dev/platform/egress"
 )
 
 // freezable is a connection whose writes are lost once it is frozen.
@@ -95,7 +97,7 @@ func TestFrozenGatewayIsLeft(t *testing.T) {
 		server.conns[0].frozen.Store(true)
 		start := time.Now()
 		for get(t.Context(), rt) != nil {
-			time.Sleep(100 * time.Millisecond)
+			time.Sleep(100 * time.Millisecond) // of synctest's clock
 		}
 		if took := time.Since(start); took > pingAfter+pingTimeout+time.Second || len(server.conns) != 2 {
 			t.Errorf("%d connections, the second after %v", len(server.conns), took)
@@ -137,17 +139,12 @@ func TestConfigLeavesDeadPeers(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			for {
-				wrapper, ok := rt.(utilnet.RoundTripperWrapper)
-				if !ok {
-					break
-				}
-				rt = wrapper.WrappedRoundTripper()
-			}
-			if got := rt.(*http.Transport).TLSHandshakeTimeout; got != dialTimeout {
+			var transport *http.Transport
+			egress.ChangeTransport(rt, func(t *http.Transport) { transport = t })
+			if got := transport.TLSHandshakeTimeout; got != dialTimeout {
 				t.Errorf("a handshake may take %v", got)
 			}
-			got := rt.(*http.Transport).HTTP2
+			got := transport.HTTP2
 			if got == nil || got.SendPingTimeout != tc.want || got.PingTimeout != pingTimeout {
 				t.Errorf("got %+v, want a ping after %v", got, tc.want)
 			}

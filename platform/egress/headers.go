@@ -11,20 +11,29 @@ import (
 // until its body ends.
 const maxHeaderBytes = 256 << 10
 
-// limiting is held by LimitHeaders, because several callers may share a transport.
-var limiting sync.Mutex
-
-// LimitHeaders bounds the headers of the responses of rt to 256 KB, and returns rt. Call it when client-go's transport
-// has returned rt. client-go shares transports, and a transport that has sent a request already has the bound.
-// http.DefaultTransport keeps its bound.
+// LimitHeaders bounds the headers of the responses of rt to 256 KB, and returns rt. Call it as ChangeTransport.
 func LimitHeaders(rt http.RoundTripper) http.RoundTripper {
-	limiting.Lock()
-	defer limiting.Unlock()
+	return ChangeTransport(rt, func(t *http.Transport) {
+		if t.MaxResponseHeaderBytes != maxHeaderBytes {
+			t.MaxResponseHeaderBytes = maxHeaderBytes
+		}
+	})
+}
+
+// changing is held by ChangeTransport, because several callers may share a transport.
+var changing sync.Mutex
+
+// ChangeTransport calls change with the http.Transport behind rt, and returns rt. Call it when client-go's transport
+// has returned rt. client-go shares transports, and a changed transport may have sent a request: change must not write
+// to it again. http.DefaultTransport does not change.
+func ChangeTransport(rt http.RoundTripper, change func(*http.Transport)) http.RoundTripper {
+	changing.Lock()
+	defer changing.Unlock()
 	for inner := rt; inner != nil; {
 		switch t := inner.(type) {
 		case *http.Transport:
-			if t != http.DefaultTransport && t.MaxResponseHeaderBytes != maxHeaderBytes {
-				t.MaxResponseHeaderBytes = maxHeaderBytes
+			if t != http.DefaultTransport {
+				change(t)
 			}
 			return rt
 		case utilnet.RoundTripperWrapper:

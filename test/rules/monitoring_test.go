@@ -77,7 +77,9 @@ func knownMetrics(t *testing.T) map[string]bool {
 			delete(known, strings.Trim(name, " `"))
 		}
 	}
-	for _, file := range []string{"etcdserver", "etcdserver/api/rafthttp", "storage", "storage/wal", "storage/mvcc", "storage/backend"} {
+	for _, file := range []string{
+		"etcdserver", "etcdserver/api/rafthttp", "storage", "storage/wal", "storage/mvcc", "storage/backend",
+	} {
 		parsed, err := parser.ParseFile(token.NewFileSet(), filepath.Join(etcd, file, "metrics.go"), nil, 0)
 		if err != nil {
 			t.Fatal(err)

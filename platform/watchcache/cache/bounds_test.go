@@ -203,7 +203,7 @@ func TestUnreadableObjectsAreReadAgain(t *testing.T) {
 		var recovered atomic.Bool
 		rows := func(context.Context, string) ([]*registryv1.Row, int64, error) {
 			loads.Add(1)
-			time.Sleep(time.Second)
+			time.Sleep(time.Second) // of synctest's clock, as the sleep between reads
 			row := &registryv1.Row{Namespace: "ns", Name: "x", Json: []byte("{}")}
 			other := &registryv1.Row{Namespace: "ns", Name: "y", Json: []byte("{}")}
 			if !recovered.Load() {

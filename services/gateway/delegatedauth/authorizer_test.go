@@ -297,7 +297,7 @@ func TestReauthorizationRetriesWhileAnAuthorizerFails(t *testing.T) {
 			t.Errorf("the watch goes on, or ends after %v", time.Since(began))
 		}
 		go func() {
-			time.Sleep(time.Second)
+			time.Sleep(time.Second) // of synctest's clock
 			a.observe(&authzv1.PolicyRevision{Revision: 5, Replica: "a", Heartbeat: true}, false)
 			p.set(&authzv1.AuthorizeResponse{
 				Decision:       authzv1.Decision_DECISION_ALLOW,

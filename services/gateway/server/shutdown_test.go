@@ -131,25 +131,13 @@ func TestAStoppingServerRejectsRequests(t *testing.T) {
 	}))
 	h = genericfilters.WithWaitGroup(h, LongRunning, s.InFlight)
 	h = genericapifilters.WithRequestInfo(genericfilters.WithRetryAfter(h, s.delayOver), paths.RequestInfo)
-	ctx, stop := context.WithCancel(t.Context())
-	listening, ended := make(chan struct{}), make(chan error, 1)
-	go func() { ended <- s.Run(ctx, h, nil, func() { close(listening) }) }()
-	<-listening
+	request, stop, ended := runUntilStopped(t, s, port, h)
 	get := func(path string) int {
-		client := &http.Client{Transport: &http.Transport{
-			DisableKeepAlives: true,
-			TLSClientConfig:   &tls.Config{InsecureSkipVerify: true},
-			ForceAttemptHTTP2: true,
-		}}
-		resp, err := client.Get("https://" + net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) + path)
-		if err != nil {
-			return 0
+		code, proto := request(path)
+		if code != 0 && proto != 1 {
+			t.Errorf("HTTP/%d is served", proto)
 		}
-		resp.Body.Close()
-		if resp.ProtoMajor != 1 {
-			t.Errorf("%s is served", resp.Proto)
-		}
-		return resp.StatusCode
+		return code
 	}
 	long := make(chan int, 1)
 	go func() { long <- get("/long") }()
@@ -189,22 +177,10 @@ func TestAStoppingServerListensUntilWatchesEnd(t *testing.T) {
 	}))
 	h = genericfilters.WithWatchTerminationDuringShutdown(h, s.watches, s.watches)
 	h = genericapifilters.WithRequestInfo(genericfilters.WithRetryAfter(h, s.delayOver), paths.RequestInfo)
-	ctx, stop := context.WithCancel(t.Context())
-	listening, ended := make(chan struct{}), make(chan error, 1)
-	go func() { ended <- s.Run(ctx, h, nil, func() { close(listening) }) }()
-	<-listening
+	request, stop, ended := runUntilStopped(t, s, port, h)
 	get := func(path string) int {
-		client := &http.Client{Transport: &http.Transport{
-			DisableKeepAlives: true,
-			TLSClientConfig:   &tls.Config{InsecureSkipVerify: true},
-			ForceAttemptHTTP2: true,
-		}}
-		resp, err := client.Get("https://" + net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) + path)
-		if err != nil {
-			return 0
-		}
-		resp.Body.Close()
-		return resp.StatusCode
+		code, _ := request(path)
+		return code
 	}
 	go get("/api/v1/pods?watch=1")
 	go get("/api/v1/namespaces/x/pods/p/log")
@@ -336,4 +312,28 @@ func TestAStoppingServerClosesLateConnections(t *testing.T) {
 	case <-time.After(c.RequestTimeout / 2):
 		t.Error("the server waits for a connection without a stream")
 	}
+}
+
+// runUntilStopped runs a server on a port until the caller calls stop, and waits until it listens. request sends a
+// request over a connection of its own. The code is 0 if there is no response.
+func runUntilStopped(t *testing.T, s *Server, port int, h http.Handler) (request func(path string) (code, proto int),
+	stop func(), ended <-chan error) {
+	t.Helper()
+	ctx, stop := context.WithCancel(t.Context())
+	listening, result := make(chan struct{}), make(chan error, 1)
+	go func() { result <- s.Run(ctx, h, nil, func() { close(listening) }) }()
+	<-listening
+	return func(path string) (code, proto int) {
+		client := &http.Client{Transport: &http.Transport{
+			DisableKeepAlives: true,
+			TLSClientConfig:   &tls.Config{InsecureSkipVerify: true},
+			ForceAttemptHTTP2: true,
+		}}
+		resp, err := client.Get("https://" + net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) + path)
+		if err != nil {
+			return 0, 0
+		}
+		resp.Body.Close()
+		return resp.StatusCode, resp.ProtoMajor
+	}, stop, result
 }

@@ -70,7 +70,7 @@ func (l *DataKeys) Unconfirm() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for name, k := range l.current {
-		k.unconfirmed = true
+		k.unconfirmed = k.err == nil
 		l.current[name] = k
 	}
 }
@@ -82,21 +82,15 @@ func (l *DataKeys) Current(ctx context.Context, st *Resource) (id string, secret
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	k, ok := l.current[st.Name()]
-	age := time.Since(k.createdAt)
-	if ok && k.err == nil && age < dataKeyLifetime && k.unconfirmed {
-		stored, err := l.read(ctx, st, l.prefix+st.Name()+"/"+k.id)
-		switch {
-		case err == nil:
-			k.unconfirmed, ok = false, bytes.Equal(stored, k.secret)
-		case errors.Is(err, errAbsent):
-			ok = false
-		case !errors.Is(err, eventlog.ErrNoKey): // etcd does not respond
-			return "", nil, err
-		} // etcd has a key that cannot be decrypted now
-		l.current[st.Name()] = k
-	}
-	if ok && (k.err == nil && age < dataKeyLifetime || k.err != nil && age < eventlog.NegativeTTL) {
-		return k.id, k.secret, k.err
+	if ok && time.Since(k.createdAt) < k.lifetime() {
+		if k.unconfirmed {
+			if ok, err = l.confirm(ctx, st, k); err != nil {
+				return "", nil, err
+			}
+		}
+		if ok {
+			return k.id, k.secret, k.err
+		}
 	}
 	k = dataKey{createdAt: time.Now()}
 	k.id, k.secret, k.err = l.create(ctx, st, k.createdAt)
@@ -108,6 +102,30 @@ func (l *DataKeys) Current(ctx context.Context, st *Resource) (id string, secret
 	}
 	l.current[st.Name()] = k
 	return k.id, k.secret, k.err
+}
+
+// lifetime returns how long the key encrypts, or how long its error is cached.
+func (k *dataKey) lifetime() time.Duration {
+	if k.err != nil {
+		return eventlog.NegativeTTL
+	}
+	return dataKeyLifetime
+}
+
+// confirm reports whether etcd has a key. The key stays unconfirmed if it cannot be decrypted now.
+func (l *DataKeys) confirm(ctx context.Context, st *Resource, k dataKey) (bool, error) {
+	stored, err := l.read(ctx, st, l.prefix+st.Name()+"/"+k.id)
+	switch {
+	case errors.Is(err, errAbsent):
+		return false, nil
+	case errors.Is(err, eventlog.ErrNoKey):
+		return true, nil
+	case err != nil || !bytes.Equal(stored, k.secret):
+		return false, err
+	}
+	k.unconfirmed = false
+	l.current[st.Name()] = k
+	return true, nil
 }
 
 func (l *DataKeys) create(ctx context.Context, st *Resource, now time.Time) (id string, secret []byte, err error) {
