@@ -14,6 +14,8 @@ COMPONENT  := k8s.io/component-base/version
 STAMP      := -X $(COMPONENT).gitVersion=$(KUBERNETES) -X $(COMPONENT).gitMajor=1 -X $(COMPONENT).gitMinor=36 \
               -X $(COMPONENT).gitCommit=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) -X $(COMPONENT).gitTreeState=clean \
               -X $(COMPONENT).buildDate=1970-01-01T00:00:00Z
+# The profiles and stack traces of Go need no symbol table and no DWARF.
+STRIP      := -s -w
 LDFLAGS    := $(STAMP) -X watershed.dev/platform/version.release=$(RELEASE)
 # The tag of the images in deploy/k8s.
 TAG        := $(shell sed -n 's/^appVersion: //p' deploy/k8s/chart/Chart.yaml)
@@ -30,13 +32,13 @@ export GOFLAGS     := $(GOFLAGS) -trimpath -vet=off
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test check linter unit e2e e2e-longest e2e-others generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster e2e-release demo-swap scale robustness robustness-broken robustness-controllers rules bench kube-burner fuzz docs screenshots clean help
+.PHONY: build up cluster split test check linter unit e2e e2e-longest e2e-packages e2e-envtest e2e-integration e2e-cmd generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster e2e-ha e2e-release demo-swap scale robustness robustness-broken robustness-controllers rules bench kube-burner fuzz docs screenshots clean help
 
 help: ## the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
 build: ## bin/watershed, the one binary, and bin/kube-apiserver, a link to it
-	go build -ldflags "$(LDFLAGS)" -o $(BIN)/watershed ./cmd/watershed
+	go build -ldflags "$(STRIP) $(LDFLAGS)" -o $(BIN)/watershed ./cmd/watershed
 	ln -sf watershed $(BIN)/kube-apiserver
 
 up: build ## everything in one process, in .watershed/
@@ -71,8 +73,8 @@ lint: linter ## formatting, vet, the linters of .golangci.yml, and buf lint and 
 	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf lint && GOWORK=off go tool -modfile=tools/go.mod buf breaking --against baseline.binpb
 
 unit: ## unit tests, of concurrent packages with the race detector
-	$(RACE_CGO) go test $(RACE) ./platform/... ./services/watchfanout/... ./services/gateway/... ./services/authn/... ./services/authz/...
-	go test ./proto/... ./services/admission/... ./services/registry/... ./cmd/certgen/... ./cmd/embedded/... ./cmd/xds/... ./cmd/watershed/... ./deploy/images/...
+	$(RACE_CGO) go test -timeout 30m $(RACE) ./platform/... ./services/watchfanout/... ./services/gateway/... ./services/authn/... ./services/authz/...
+	go test -timeout 30m ./proto/... ./services/admission/... ./services/registry/... ./cmd/certgen/... ./cmd/embedded/... ./cmd/xds/... ./cmd/watershed/... ./deploy/images/...
 	cd test/peers/helm && GOWORK=off go test .
 	cd test && go test -count=1 ./rules && go test ./eventlog ./simulation && go test -count=1 -run EveryMistake ./robustness
 
@@ -80,74 +82,80 @@ unit: ## unit tests, of concurrent packages with the race detector
 SHORT_CMD  := kubectl_get kubectl_diff kubectl_server_side_apply
 CMD_TOOLS  := command -v bash && command -v jq && command -v openssl && command -v curl && { command -v ss || command -v netstat; }
 
-# e2e-longest runs beside e2e-others. unit runs the packages eventlog, rules and simulation. cost runs alone, because it
-# measures CPU and memory.
+# make runs two of the targets e2e-* at a time, the longest first. unit runs the packages eventlog, rules and simulation.
+# cost runs alone, because it measures CPU and memory.
 e2e: build peers $(PEERS)/kubectl-convert ## real clients and controllers against both forms, and short forms of the long targets
-	$(MAKE) --jobs=2 e2e-longest e2e-others
+	$(MAKE) --jobs=2 e2e-longest e2e-packages e2e-envtest e2e-integration e2e-cmd
 	cd test && go test -count=1 -timeout 30m ./cost
 
 e2e-longest:
 	cd test && go test -count=1 -timeout 60m -parallel 3 ./e2e
 
-e2e-others:
+e2e-packages:
 	cd test && go test -count=1 -timeout 45m -p=1 $$(go list ./... | grep -Ev '^watershed.dev/test/(cost|e2e|eventlog|rules|simulation)$$')
-	cd test && go run ./integration -ldflags "$(STAMP)"
-	if { $(CMD_TOOLS); } >/dev/null; then cd test && go run ./cmd -server watershed -what "$(SHORT_CMD)"; else echo 'test-cmd is skipped: a tool is missing'; fi
+
+e2e-envtest:
 	cd test/envtest && GOWORK=off go run . -reference=false -project controller-runtime -packages client,webhook
+
+e2e-integration:
+	cd test && go run ./integration -ldflags "$(STAMP)"
+
+e2e-cmd:
+	if { $(CMD_TOOLS); } >/dev/null; then cd test && go run ./cmd -server watershed -what "$(SHORT_CMD)"; else echo 'test-cmd is skipped: a tool is missing'; fi
 
 # What the tests run against, each from its own module.
 peers: $(addprefix $(PEERS)/,kubectl kube-apiserver kube-controller-manager kube-scheduler kubeadm kwok kwok-stages.yaml dex etcd etcdctl etcdutl sample-apiserver) ## real peers for the tests
 
 $(PEERS)/kube-%: test/go.mod
-	cd test && go build -ldflags "$(STAMP)" -o ../$@ ./peers/kube-$*
+	cd test && go build -ldflags "$(STRIP) $(STAMP)" -o ../$@ ./peers/kube-$*
 $(PEERS)/kubectl $(PEERS)/kubectl-convert: test/go.mod
-	cd test && go build -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/cmd/$(@F)
+	cd test && go build -ldflags "$(STRIP) $(STAMP)" -o ../$@ k8s.io/kubernetes/cmd/$(@F)
 $(PEERS)/kubeadm: test/go.mod
-	cd test && go build -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/cmd/kubeadm
+	cd test && go build -ldflags "$(STRIP) $(STAMP)" -o ../$@ k8s.io/kubernetes/cmd/kubeadm
 # dex' releases are no versions of its module: the commit of v2.45.1.
 $(PEERS)/dex: test/peers/dex/go.mod
-	cd test/peers/dex && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ github.com/dexidp/dex/cmd/dex
+	cd test/peers/dex && GOWORK=off go build -ldflags "$(STRIP)" -o ../../../$@ github.com/dexidp/dex/cmd/dex
 # No rule needs the service discovery of clouds.
 $(PEERS)/promtool: test/peers/promtool/go.mod
-	cd test/peers/promtool && GOWORK=off go build -tags remove_all_sd -ldflags "-s -w" -o ../../../$@ github.com/prometheus/prometheus/cmd/promtool
+	cd test/peers/promtool && GOWORK=off go build -tags remove_all_sd -ldflags "$(STRIP)" -o ../../../$@ github.com/prometheus/prometheus/cmd/promtool
 $(PEERS)/helm: test/peers/helm/go.mod
-	cd test/peers/helm && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ helm.sh/helm/v4/cmd/helm
+	cd test/peers/helm && GOWORK=off go build -ldflags "$(STRIP)" -o ../../../$@ helm.sh/helm/v4/cmd/helm
 $(PEERS)/kube-burner: test/peers/kube-burner/go.mod
-	cd test/peers/kube-burner && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ github.com/kube-burner/kube-burner/v2/cmd/kube-burner
+	cd test/peers/kube-burner && GOWORK=off go build -ldflags "$(STRIP)" -o ../../../$@ github.com/kube-burner/kube-burner/v2/cmd/kube-burner
 $(PEERS)/kube-burner-workloads: test/peers/kube-burner/go.mod
 	rm -rf $@ && cd test/peers/kube-burner && d=$$(GOWORK=off go list -m -f '{{.Dir}}' github.com/kube-burner/kube-burner/v2) && \
 	  cp -r --no-preserve=mode $$d/examples/workloads ../../../$@
 $(PEERS)/sample-apiserver: test/go.mod
-	cd test && go build -o ../$@ k8s.io/sample-apiserver
+	cd test && go build -ldflags "$(STRIP)" -o ../$@ k8s.io/sample-apiserver
 $(PEERS)/kwok: test/go.mod
-	cd test && go build -o ../$@ sigs.k8s.io/kwok/cmd/kwok
+	cd test && go build -ldflags "$(STRIP)" -o ../$@ sigs.k8s.io/kwok/cmd/kwok
 # What kwok's nodes and pods do: kwok's own stages.
 $(PEERS)/kwok-stages.yaml: test/go.mod | $(PEERS)/kwok
 	cd test && d=$$(go list -m -f '{{.Dir}}' sigs.k8s.io/kwok)/kustomize/stage && for s in node/fast node/heartbeat-with-lease pod/fast; do \
 	  for f in $$(ls $$d/$$s/*.yaml | grep -v kustomization); do echo ---; cat $$f; done; done > ../$@.new && test -s ../$@.new && mv ../$@.new ../$@
 $(PEERS)/etcd: test/go.mod
-	cd test && go build -o ../$@ go.etcd.io/etcd/server/v3
+	cd test && go build -ldflags "$(STRIP)" -o ../$@ go.etcd.io/etcd/server/v3
 $(PEERS)/etcdctl: test/go.mod
-	cd test && go build -o ../$@ go.etcd.io/etcd/etcdctl/v3
+	cd test && go build -ldflags "$(STRIP)" -o ../$@ go.etcd.io/etcd/etcdctl/v3
 $(PEERS)/etcdutl: test/go.mod
-	cd test && go build -o ../$@ go.etcd.io/etcd/etcdutl/v3
+	cd test && go build -ldflags "$(STRIP)" -o ../$@ go.etcd.io/etcd/etcdutl/v3
 # What a real node is made of.
 node-peers: $(addprefix $(PEERS)/,kubelet kube-proxy agnhost resource-consumer pause etcd sample-apiserver containerd containerd-shim-runc-v2 ctr)
 
 $(PEERS)/kubelet: test/go.mod
-	cd test && go build -ldflags "$(STAMP)" -o ../$@ ./peers/kubelet
+	cd test && go build -ldflags "$(STRIP) $(STAMP)" -o ../$@ ./peers/kubelet
 $(PEERS)/pause: test/go.mod
-	cd test && go build -o ../$@ ./peers/pause
+	cd test && go build -ldflags "$(STRIP)" -o ../$@ ./peers/pause
 $(PEERS)/agnhost $(PEERS)/resource-consumer: test/go.mod
-	cd test && go build -o ../$@ k8s.io/kubernetes/test/images/$(@F)
+	cd test && go build -ldflags "$(STRIP)" -o ../$@ k8s.io/kubernetes/test/images/$(@F)
 $(PEERS)/containerd $(PEERS)/containerd-shim-runc-v2 $(PEERS)/ctr: test/peers/containerd/go.mod
 	cd test/peers/containerd && GOWORK=off go build -tags "no_btrfs no_devmapper no_zfs" -o ../../../$@ github.com/containerd/containerd/v2/cmd/$(@F)
 $(PEERS)/coredns: test/peers/coredns/go.mod
-	cd test/peers/coredns && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ .
+	cd test/peers/coredns && GOWORK=off go build -ldflags "$(STRIP)" -o ../../../$@ .
 $(PEERS)/jaeger: test/peers/jaeger/go.mod
-	cd test/peers/jaeger && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ github.com/jaegertracing/jaeger/cmd/all-in-one
+	cd test/peers/jaeger && GOWORK=off go build -ldflags "$(STRIP)" -o ../../../$@ github.com/jaegertracing/jaeger/cmd/all-in-one
 $(PEERS)/cert-manager: test/peers/cert-manager/go.mod
-	cd test/peers/cert-manager && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ .
+	cd test/peers/cert-manager && GOWORK=off go build -ldflags "$(STRIP)" -o ../../../$@ .
 $(PEERS)/e2e.test: test/go.mod
 	cd test && go test -c -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/test/e2e
 
@@ -192,6 +200,9 @@ e2e-cluster: build peers images $(addprefix $(PEERS)/,kubelet kube-proxy contain
 	go run ./deploy/images -ldflags "$(LDFLAGS) -X watershed.dev/platform/version.release=next" -tag next -out .build/images-next \
 	  -only gateway,registry,watchfanout,authn,authz,admission,xds,watershed
 	cd test && go test -count=1 -timeout 30m -v -run Workloads ./cluster -cluster $(if $(UPGRADE_FROM),-images images-from) $(ARGS)
+
+e2e-ha: build images $(addprefix $(PEERS)/,kubectl kube-controller-manager kube-scheduler kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns) ## overlays/ha on three network namespaces of this machine as nodes, which are disconnected, drained and lose their power (as root)
+	cd test && go test -count=1 -timeout 40m -v -run ThreeNodes ./cluster -ha $(ARGS)
 
 e2e-release: build $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns helm) ## the chart of .build/release/VERSION on this machine as a real node (as root): VERSION=v0.2.0 and FROM=v0.1.0, after make release of both
 	cd test && go test -count=1 -timeout 20m -v -run ReleaseOnANode ./cluster \

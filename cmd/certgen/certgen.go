@@ -45,6 +45,9 @@ var podSecrets = map[string][]string{
 		"inner-ca.crt",
 		"inner-registry.crt",
 		"inner-registry.key",
+		"client-registry.crt",
+		"client-registry.key",
+		"registry.kubeconfig",
 		"sa.key",
 		"front-proxy-client.crt",
 		"front-proxy-client.key",
@@ -80,9 +83,6 @@ var podSecrets = map[string][]string{
 		"apiserver-kubelet-client.key",
 		"sa.key",
 		"sa.pub",
-		"client-admission.crt",
-		"client-admission.key",
-		"admission.kubeconfig",
 	},
 	"watershed-watchfanout": {"inner-ca.crt", "inner-watchfanout.crt", "inner-watchfanout.key"},
 	"watershed-etcd":        {"inner-ca.crt", "inner-etcd.crt", "inner-etcd.key"},
@@ -292,8 +292,9 @@ func (c *Config) pki(dir string) *PKI {
 	return &PKI{
 		Dir:     dir,
 		Gateway: URL(host, c.Port),
-		// this Service includes gateways that are not ready yet
-		ServicesGateway: URL("gateway-internal."+c.Namespace+".svc", 6443),
+		// This Service includes gateways that are not ready yet. The first search domain of a pod resolves the short
+		// name. A name with the namespace costs three lookups.
+		ServicesGateway: URL("gateway-internal", 6443),
 
 		MountPath: c.MountPath,
 		Hosts: append([]string{"gateway", "gateway." + c.Namespace, gateway, gateway + ".cluster.local"},

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/pem"
 	"maps"
 	"os"
 	"path/filepath"
@@ -163,7 +164,7 @@ func checkIdentity(t *testing.T, service string, data map[string][]byte) {
 	}
 	if conf := data[service+".kubeconfig"]; conf != nil {
 		k, err := clientcmd.Load(conf)
-		if err != nil || k.Clusters["watershed"].Server != "https://gateway-internal.ws.svc:6443" ||
+		if err != nil || k.Clusters["watershed"].Server != "https://gateway-internal:6443" ||
 			k.Clusters["watershed"].CertificateAuthority != "/mnt/inner-ca.crt" {
 			t.Errorf("%s: %v\n%s", service, err, conf)
 		}
@@ -386,4 +387,65 @@ func TestServiceAccountKeysBelongTogether(t *testing.T) {
 	check("does not have the public key of")
 	put(foreign, own)
 	check("")
+}
+
+// A rotation of a CA has three steps (docs/operators/security.md). Pods with the Secrets before a step and pods with
+// the Secrets after it accept each other's certificates.
+func TestTheStepsOfACARotation(t *testing.T) {
+	client := fake.NewClientset()
+	c := &Config{Namespace: "ws", MountPath: "/mnt"}
+	secrets := client.CoreV1().Secrets("ws")
+	dir := t.TempDir()
+	for ca, leaf := range map[string]string{"ca": "apiserver.crt", "inner-ca": "inner-registry.crt"} {
+		if _, err := c.Run(t.Context(), secrets); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := pki.OpenCA(dir, ca, "new"); err != nil {
+			t.Fatal(err)
+		}
+		read := func(suffix string) []byte {
+			b, err := os.ReadFile(filepath.Join(dir, ca+suffix))
+			if err != nil {
+				t.Fatal(err)
+			}
+			return b
+		}
+		before := secretsOf(t, client)
+		oldCA, newCA, first := before[pkiSecret][ca+".crt"], read(".crt"), before["watershed-front"][leaf]
+		for step, files := range []map[string][]byte{
+			{ca + ".crt": slices.Concat(oldCA, newCA)},
+			{ca + ".crt": slices.Concat(newCA, oldCA), ca + ".key": read(".key")},
+			{ca + ".crt": newCA},
+		} {
+			all, err := secrets.Get(t.Context(), pkiSecret, metav1.GetOptions{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			maps.Copy(all.Data, files)
+			if _, err := secrets.Update(t.Context(), all, metav1.UpdateOptions{}); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := c.Run(t.Context(), secrets); err != nil {
+				t.Fatal(err)
+			}
+			after := secretsOf(t, client)
+			front, earlier := after["watershed-front"], before["watershed-front"]
+			for _, pair := range [][2]map[string][]byte{{front, front}, {front, earlier}, {earlier, front}} {
+				roots := x509.NewCertPool()
+				roots.AppendCertsFromPEM(pair[0][ca+".crt"])
+				block, _ := pem.Decode(pair[1][leaf])
+				cert, err := x509.ParseCertificate(block.Bytes)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if _, err := cert.Verify(x509.VerifyOptions{Roots: roots}); err != nil {
+					t.Errorf("%s, step %d: %v", ca, step+1, err)
+				}
+			}
+			if same := bytes.Equal(front[leaf], first); same != (step == 0) {
+				t.Errorf("%s, step %d: the certificate is the first: %v", ca, step+1, same)
+			}
+			before = after
+		}
+	}
 }

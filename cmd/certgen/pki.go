@@ -6,8 +6,8 @@
 //
 // Review notes:
 //
-//   - Never sign a client certificate of the cluster with the inner CA, except those of authn, authz and admission. The
-//     inner CA authenticates services, so clients of the cluster must not obtain its certificates.
+//   - Never sign a client certificate of the cluster with the inner CA, except those of authn, authz, admission and
+//     registry. The inner CA authenticates services, so clients of the cluster must not obtain its certificates.
 //   - Never create new CAs while Secrets of pods exist (checkNoPodSecrets).
 //   - A pod's Secret holds no key of a CA, and only the identities of the services in its process (podSecrets).
 package certgen
@@ -43,7 +43,7 @@ type PKI struct {
 	Dir string
 	// Gateway is the URL at which clients of the cluster reach the gateway. admin.kubeconfig uses it.
 	Gateway string
-	// ServicesGateway is the URL at which authn, authz and admission reach the gateway. Empty: Gateway.
+	// ServicesGateway is the URL at which authn, authz, admission and registry reach the gateway. Empty: Gateway.
 	ServicesGateway string
 	// MountPath is the directory of the files in the pods that read a service's kubeconfig. Empty: Dir.
 	MountPath string
@@ -112,7 +112,7 @@ func (p *PKI) JetStreamKey() string { return p.File("jetstream.key") }
 // AdminKubeconfig returns the path of the administrator's kubeconfig.
 func (p *PKI) AdminKubeconfig() string { return cmp.Or(p.Admin, p.File("admin.kubeconfig")) }
 
-// Kubeconfig returns the path of the kubeconfig of authn, authz or admission.
+// Kubeconfig returns the path of the kubeconfig of authn, authz, admission or registry.
 func (p *PKI) Kubeconfig(service string) string { return p.File(service + ".kubeconfig") }
 
 // Identity returns a service's identity on the inner network.
@@ -123,7 +123,7 @@ func (p *PKI) Identity(service string) rpc.TLS {
 
 // innerUsage maps each identity of the inner network to its usage: as a client, as a server, or both.
 var innerUsage = map[string]pki.Usage{
-	"gateway":     pki.Server | pki.Client, // server of authn, authz and admission, which are clients of the cluster
+	"gateway":     pki.Server | pki.Client, // server of authn, authz, admission and registry; client of the services
 	"authn":       pki.Server,
 	"authz":       pki.Server,
 	"admission":   pki.Server,
@@ -199,13 +199,14 @@ func (p *PKI) innerLeaves() error {
 	return nil
 }
 
-// clientLeaves issues the certificates with which authn, authz and admission read the cluster. The inner CA signs them
-// and the gateway's certificate for these services, so they are independent of the cluster's PKI.
+// clientLeaves issues the certificates with which authn, authz, admission and registry call the gateway. The inner CA
+// signs them and the gateway's certificate for these services, so they are independent of the cluster's PKI.
 func (p *PKI) clientLeaves() error {
 	for name, user := range map[string]string{
 		"authn":     identity.Authn,
 		"authz":     identity.Authz,
 		"admission": identity.Admission,
+		"registry":  identity.Registry,
 	} {
 		leaf := pki.Leaf{
 			Name:          "client-" + name,
@@ -272,8 +273,8 @@ func (p *PKI) Renew(ctx context.Context) {
 // kubeconfig describes the kubeconfig of one user.
 type kubeconfig struct {
 	path, leaf, user string
-	// service is true for authn, authz and admission. Their kubeconfigs refer to files, which the services reload after
-	// a renewal. Other kubeconfigs contain the certificates.
+	// service is true for authn, authz, admission and registry. Their kubeconfigs refer to files, which the services
+	// reload after a renewal. Other kubeconfigs contain the certificates.
 	service bool
 }
 

@@ -150,7 +150,7 @@ func (c cluster) log(t *testing.T) (*eventlog.Options, jetstream.JetStream) {
 }
 
 // TestAServerThatCopiesTheLogIsNotReady checks that a server without data is ready only when it has the log. A rollout
-// of the servers otherwise removes the last copy.
+// of the servers otherwise removes the last copy. Meanwhile a replica is missing.
 func TestAServerThatCopiesTheLogIsNotReady(t *testing.T) {
 	t.Parallel()
 	c := clusterOf(t, 3)
@@ -180,7 +180,16 @@ func TestAServerThatCopiesTheLogIsNotReady(t *testing.T) {
 		_, err := log.Stream(ctx, js)
 		return err
 	})
+	missing := func(want int) func() error {
+		return func() error {
+			if got, err := log.MissingReplicas(t.Context(), js); err != nil || got != want {
+				return fmt.Errorf("%d replicas are missing, want %d (%v)", got, want, err)
+			}
+			return nil
+		}
+	}
 	eventually(t, ready)
+	eventually(t, missing(0))
 	last.kill(t)
 	for range 128 {
 		eventually(t, func() error {
@@ -190,6 +199,7 @@ func TestAServerThatCopiesTheLogIsNotReady(t *testing.T) {
 			return err
 		})
 	}
+	eventually(t, missing(1))
 	replaced.Dir = t.TempDir()
 	startMember(t, replaced)
 	reasons := map[string]bool{}

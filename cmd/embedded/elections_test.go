@@ -2,8 +2,10 @@ package embedded
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
+	"syscall"
 	"testing"
 	"time"
 
@@ -79,4 +81,31 @@ func TestNATSHasTheElectionVariables(t *testing.T) {
 	if slices.Contains(natsDefaults, 0) {
 		t.Errorf("a release of NATS has removed a variable: %v", natsDefaults)
 	}
+}
+
+// A server closes the routes to a server that does not respond, long before the 60 s of NATS' defaults.
+func TestRoutesToASilentServerClose(t *testing.T) {
+	t.Parallel()
+	c := clusterOf(t, 2)
+	silent := startMember(t, c.servers[1])
+	srv, err := c.servers[0].start()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(srv.Shutdown)
+	eventually(t, func() error {
+		if srv.NumRoutes() == 0 {
+			return errors.New("the servers are not connected")
+		}
+		return nil
+	})
+	if err := silent.Process.Signal(syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, func() error {
+		if n := srv.NumRoutes(); n > 0 {
+			return fmt.Errorf("%d routes stay open", n)
+		}
+		return nil
+	})
 }

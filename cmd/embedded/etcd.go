@@ -20,11 +20,13 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
+	"syscall"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -113,7 +115,7 @@ func (e *Etcd) Runner() lifecycle.Runner {
 		if err != nil {
 			return err
 		}
-		if err := e.chooseClusterState(conf); err != nil {
+		if err := e.chooseClusterState(ctx, conf); err != nil {
 			return err
 		}
 		member, err := embed.StartEtcd(conf)
@@ -214,6 +216,8 @@ func (e *Etcd) peers(c *embed.Config) (err error) {
 	c.AdvertisePeerUrls, err = parse("initial-advertise-peer-urls", cmp.Or(e.AdvertisePeer, e.Peer))
 	c.InitialCluster = e.InitialCluster
 	c.PeerTLSInfo = e.mutualTLS("etcd")
+	// etcd would look up the peer's name in DNS, and a member could not return while DNS does not respond.
+	c.PeerTLSInfo.SkipClientSANVerify = true
 	return err
 }
 
@@ -246,14 +250,16 @@ func runStandalone(fs *pflag.FlagSet, r lifecycle.Runner) (run func() error) {
 		}
 		ctx, cancel := lifecycle.SignalContext()
 		defer cancel()
+		go process.ReleaseAtRest(ctx, r.Ready)
 		return lifecycle.Run(ctx, []lifecycle.Runner{r}, lifecycle.Observer{})
 	}
 }
 
 // chooseClusterState compares a member without data with the running members' cluster. It rejects a start with another
 // --initial-cluster: etcd would start a second, empty cluster beside the running members. A member that was added to
-// the running cluster joins it, so that a replacement needs no other flags.
-func (e *Etcd) chooseClusterState(c *embed.Config) error {
+// the running cluster joins it, so that a replacement needs no other flags. It waits while another member may run and
+// none responds: a member that has lost its data must not vote again.
+func (e *Etcd) chooseClusterState(ctx context.Context, c *embed.Config) error {
 	if c.ClusterState != embed.ClusterStateFlagNew || e.Peer == "" || hasData(e.Dir) {
 		return nil
 	}
@@ -270,19 +276,44 @@ func (e *Etcd) chooseClusterState(c *embed.Config) error {
 		return err
 	}
 	client := &http.Client{Transport: rt, Timeout: peerTimeout}
+	for warned := (time.Time{}); ; {
+		unknown, err := e.compareMembers(ctx, client, c, members, cluster.ID().String())
+		if unknown == nil {
+			return err
+		}
+		if time.Since(warned) >= waitWarningPeriod {
+			warned = time.Now()
+			slog.Warn("This member has no data, and waits until another member responds or its host refuses the "+
+				"connection: start the host, or correct --initial-cluster", "error", unknown)
+		}
+		if err := lifecycle.Sleep(ctx, peerRetryPeriod); err != nil {
+			return err
+		}
+	}
+}
+
+// compareMembers chooses the state by the responses of the other members. unknown is an error of a member that may run,
+// if no member responds.
+func (e *Etcd) compareMembers(ctx context.Context, client *http.Client, c *embed.Config, members types.URLsMap,
+	cluster string) (unknown, err error) {
+	responded := false
 	var lost error
 	for name, urls := range members {
 		if name == c.Name {
 			continue
 		}
-		id, listed, err := readMembers(client, urls[0].String())
+		id, listed, err := readMembers(ctx, client, urls[0].String())
 		if err != nil && id == "" {
-			continue // the member does not run yet
+			if !isDown(err) {
+				unknown = err
+			}
+			continue
 		}
-		if id != "" && id != cluster.ID().String() {
+		responded = responded || id != ""
+		if id != "" && id != cluster {
 			const text = "--initial-cluster %q: %s is a member of another cluster, %s: add this member there " +
 				"(etcdctl member add) and start it with --initial-cluster-state=existing"
-			return fmt.Errorf(text, c.InitialCluster, name, id)
+			return nil, fmt.Errorf(text, c.InitialCluster, name, id)
 		}
 		for _, m := range listed {
 			switch {
@@ -295,15 +326,29 @@ func (e *Etcd) chooseClusterState(c *embed.Config) error {
 			}
 		}
 	}
-	if c.ClusterState == embed.ClusterStateFlagExisting { // a member that lags may still list the former member
-		return nil
+	switch {
+	case !responded && unknown != nil:
+		return unknown, nil
+	case c.ClusterState == embed.ClusterStateFlagExisting: // a member that lags may still list the former member
+		return nil, nil
 	}
-	return lost
+	return nil, lost
+}
+
+// isDown reports whether an error means that a member does not run: its port is closed, or its name does not exist yet.
+func isDown(err error) bool {
+	var dns *net.DNSError
+	return errors.Is(err, syscall.ECONNREFUSED) || errors.As(err, &dns) && dns.IsNotFound
 }
 
 // readMembers returns the ID of a running member's cluster, and its members.
-func readMembers(client *http.Client, peer string) (id string, members []*membership.Member, err error) {
-	resp, err := client.Get(peer + "/members")
+func readMembers(ctx context.Context, client *http.Client, peer string) (id string, members []*membership.Member,
+	err error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, peer+"/members", nil)
+	if err != nil {
+		return "", nil, err
+	}
+	resp, err := client.Do(req)
 	if err != nil {
 		return "", nil, err
 	}
@@ -315,8 +360,13 @@ func readMembers(client *http.Client, peer string) (id string, members []*member
 // maxMembersBytes bounds the response with a cluster's members, in bytes.
 const maxMembersBytes = 1 << 20
 
-// peerTimeout bounds the request for another member's cluster ID and members.
-const peerTimeout = 3 * time.Second
+// peerTimeout bounds the request for another member's cluster ID and members, and peerRetryPeriod is the pause between
+// two attempts. waitWarningPeriod is the pause between two warnings of a wait.
+const (
+	peerTimeout       = 3 * time.Second
+	peerRetryPeriod   = time.Second
+	waitWarningPeriod = 10 * time.Second
+)
 
 func hasData(dir string) bool {
 	_, err := os.Stat(filepath.Join(dir, "member"))

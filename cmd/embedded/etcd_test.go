@@ -2,21 +2,29 @@ package embedded
 
 import (
 	"context"
+	"crypto/tls"
 	"fmt"
+	"log/slog"
+	"net"
 	"net/http"
+	"net/url"
 	"os"
+	"path/filepath"
 	"regexp"
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
 	"go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/client/pkg/v3/transport"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.uber.org/zap"
 
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/pki"
 	"watershed.dev/platform/rpc"
 )
 
@@ -136,6 +144,108 @@ func TestANewMemberMakesNoSecondCluster(t *testing.T) {
 	err := member(1, list).Runner().Run(t.Context())
 	if err == nil || !strings.Contains(err.Error(), "etcd-0 is a member of another cluster") {
 		t.Errorf("%v", err)
+	}
+}
+
+// A member without data waits while another member may run, and starts once that member's port is closed.
+func TestAMemberWithoutDataWaitsForTheOthers(t *testing.T) {
+	ids := inner(t)
+	other, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = other.Close() })
+	e := &Etcd{
+		Dir:    t.TempDir(),
+		Listen: "https://" + freeAddress(t),
+		ID:     ids("etcd"),
+		Name:   "etcd-0",
+		Peer:   "https://" + freeAddress(t),
+	}
+	e.InitialCluster = "etcd-0=" + e.Peer + ",etcd-1=https://" + other.Addr().String()
+	conf, err := e.config(slog.LevelError)
+	if err != nil {
+		t.Fatal(err)
+	}
+	chosen := make(chan error, 1)
+	go func() { chosen <- e.chooseClusterState(t.Context(), conf) }()
+	for range 2 { // the second is a retry
+		conn, err := other.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case err := <-chosen:
+			t.Fatalf("it does not wait: %v", err)
+		default:
+		}
+		_ = conn.Close()
+	}
+	_ = other.Close()
+	if err := <-chosen; err != nil {
+		t.Error(err)
+	}
+}
+
+// Only a closed port and a name that does not exist mean that a member does not run.
+func TestErrorsOfAMemberThatDoesNotRun(t *testing.T) {
+	request := func(err error) error {
+		return &url.Error{Op: "Get", Err: &net.OpError{Op: "dial", Err: err}}
+	}
+	for err, want := range map[error]bool{
+		os.NewSyscallError("connect", syscall.ECONNREFUSED):         true,
+		&net.DNSError{Err: "no such host", IsNotFound: true}:        true,
+		&net.DNSError{Err: "server misbehaving", IsTemporary: true}: false,
+		&net.DNSError{Err: "i/o timeout", IsTimeout: true}:          false,
+		os.NewSyscallError("connect", syscall.EHOSTUNREACH):         false,
+		context.DeadlineExceeded:                                    false,
+	} {
+		if got := isDown(request(err)); got != want {
+			t.Errorf("%v: %v", err, got)
+		}
+	}
+}
+
+// The certificate of a peer need not have the address that the peer connects from.
+func TestPeersAreIdentifiedWithoutDNS(t *testing.T) {
+	id := inner(t)("etcd")
+	e := Etcd{Dir: t.TempDir(), Listen: "https://127.0.0.1:1", Peer: "https://127.0.0.1:2", ID: id}
+	conf, err := e.config(slog.LevelError)
+	if err != nil {
+		t.Fatal(err)
+	}
+	listener, err := transport.NewListener("127.0.0.1:0", "https", &conf.PeerTLSInfo)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = listener.Close() })
+	go func() {
+		for conn, err := listener.Accept(); err == nil; conn, err = listener.Accept() {
+			_, _ = conn.Write([]byte("accepted"))
+		}
+	}()
+	ca, err := pki.OpenCA(filepath.Dir(id.CAFile), "inner-ca", "test")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, want := range map[string]bool{"etcd": true, "registry": false} {
+		leaf := pki.Leaf{Name: "elsewhere-" + name, CommonName: name, SANs: []string{"elsewhere.invalid"}, Usage: pki.Client}
+		crt, key, _, err := ca.Leaf(leaf)
+		if err != nil {
+			t.Fatal(err)
+		}
+		client, err := rpc.TLS{CertFile: crt, KeyFile: key, CAFile: ca.CertFile()}.ClientConfig("etcd")
+		if err != nil {
+			t.Fatal(err)
+		}
+		conn, err := tls.Dial("tcp", listener.Addr().String(), client)
+		if err == nil {
+			_, err = conn.Read(make([]byte, 1))
+			_ = conn.Close()
+		}
+		if (err == nil) != want {
+			t.Errorf("a peer with %s's certificate: %v", name, err)
+		}
 	}
 }
 

@@ -59,6 +59,14 @@ const (
 	maxMonitorConnections = 64
 )
 
+// A server closes the routes to a server that does not respond after routePingInterval and maxRoutePings intervals
+// more, at most. The routes of a lost host otherwise stay open for 60 to 90 s. A response may wait behind a copy of the
+// log.
+const (
+	routePingInterval = 2 * time.Second
+	maxRoutePings     = 4
+)
+
 // CheckLogs returns an error if the server cannot reserve the bytes of --log-max-bytes for a number of event logs.
 // storage is the value of --log-storage.
 func CheckLogs(storage string, bytes int64, number int) error {
@@ -283,12 +291,14 @@ func (n *NATS) join(o *server.Options) error {
 	// NATS retries the configured routes without a limit. ConnectRetries is 0, so that NATS does not also retry the
 	// addresses that other servers advertise: a replaced server may have left its address for ever.
 	o.Cluster = server.ClusterOpts{
-		Name:       "watershed",
-		Host:       host,
-		Port:       port,
-		Advertise:  n.Advertise,
-		TLSConfig:  conf,
-		TLSTimeout: 5,
+		Name:         "watershed",
+		Host:         host,
+		Port:         port,
+		Advertise:    n.Advertise,
+		TLSConfig:    conf,
+		TLSTimeout:   5,
+		PingInterval: routePingInterval,
+		MaxPingsOut:  maxRoutePings,
 	}
 	if n.Advertise != "" {
 		if _, _, err := hostPort("cluster-advertise", n.Advertise); err != nil {

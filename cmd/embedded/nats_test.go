@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"slices"
@@ -20,6 +19,7 @@ import (
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/pki"
+	"watershed.dev/platform/porttest"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -50,12 +50,7 @@ func inner(t *testing.T) func(name string) rpc.TLS {
 // freeAddress returns an address without a listener.
 func freeAddress(t *testing.T) string {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
+	return fmt.Sprintf("127.0.0.1:%d", porttest.FreePort(t))
 }
 
 // natsServer runs a server until the test ends, and returns its URL.

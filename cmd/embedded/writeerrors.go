@@ -15,8 +15,8 @@ const (
 	writeErrorPeriod = time.Second
 	// writtenBytes is how much the directory must accept before the server restarts.
 	writtenBytes = 4 << 20
-	// lostReplicaPeriod is the least time between two restarts because of a lost replica.
-	lostReplicaPeriod = time.Minute
+	// staleReplicaPeriod is the least time between two restarts because of a stale replica.
+	staleReplicaPeriod = time.Minute
 )
 
 // restartAfterWriteErrors restarts the server after an error of the disk, until ctx is done. A stream of JetStream
@@ -26,23 +26,17 @@ func (n *NATS) restartAfterWriteErrors(ctx context.Context) {
 	tick := time.NewTicker(writeErrorPeriod)
 	defer tick.Stop()
 	logged := false
-	var restarted time.Time
+	stale := staleRestarts{restarted: map[string]bool{}}
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-tick.C:
 		}
-		reason := writeError(n.running.Load())
+		reason := stale.restartReason(writeErrors(n.running.Load()), time.Now())
 		if reason == "" {
 			logged = false
 			continue
-		}
-		if isLostReplica(reason) {
-			if time.Since(restarted) < lostReplicaPeriod {
-				continue
-			}
-			restarted = time.Now()
 		}
 		err := n.testWrite()
 		if !logged || err == nil {
@@ -51,6 +45,7 @@ func (n *NATS) restartAfterWriteErrors(ctx context.Context) {
 		}
 		if err == nil {
 			n.restart()
+			stale.record(reason, time.Now())
 		}
 	}
 }
@@ -69,31 +64,63 @@ func (n *NATS) restart() {
 	slog.Warn("NATS has restarted after an error of JetStream", "directory", n.Dir)
 }
 
-// writeError returns why the server's JetStream cannot write, or an empty string.
-func writeError(srv *server.Server) string {
+// writeErrors returns the reasons why the server's JetStream cannot write.
+func writeErrors(srv *server.Server) []string {
 	if !srv.Running() || !srv.JetStreamEnabled() {
-		return "JetStream has been disabled"
+		return []string{"JetStream has been disabled"}
 	}
+	var reasons []string
 	for _, e := range srv.Healthz(&server.HealthzOptions{Details: true}).Errors {
-		if isDiskError(e.Error) || isLostReplica(e.Error) {
-			return e.Error
+		if isDiskError(e.Error) || isStaleReplica(e.Error) {
+			reasons = append(reasons, e.Error)
+		}
+	}
+	return reasons
+}
+
+// isDiskError reports whether a reason of an unhealthy server is an error of its disk. Other reasons, such as a
+// follower that is behind, end without a restart.
+func isDiskError(reason string) bool {
+	return strings.Contains(reason, "write error") && !isStaleReplica(reason)
+}
+
+// isStaleReplica reports whether a replica of the log has stopped because a message expects another last ID. NATS 2.15
+// copies the messages of another server to a replica that has lost its disk or its network, and does not update the ID
+// of the last. The replica rejects the next message, and never serves again. After a restart, the server has the ID
+// from its disk.
+func isStaleReplica(reason string) bool { return strings.Contains(reason, "last msgid mismatch") }
+
+// staleRestarts are the restarts because of stale replicas.
+type staleRestarts struct {
+	restarted map[string]bool // by reason
+	last      time.Time
+}
+
+// restartReason returns the reason for a restart, or an empty string. A stale replica hides no other reason. A restart
+// helps a stale replica once. If the reason stays, the replica's log differs from the publisher's, and the publisher
+// deletes the stream.
+func (s *staleRestarts) restartReason(reasons []string, now time.Time) string {
+	for _, r := range reasons {
+		if !isStaleReplica(r) {
+			return r
+		}
+	}
+	if now.Sub(s.last) < staleReplicaPeriod {
+		return ""
+	}
+	for _, r := range reasons {
+		if !s.restarted[r] {
+			return r
 		}
 	}
 	return ""
 }
 
-// isDiskError reports whether a reason of an unhealthy server is an error of its disk. Other reasons, such as a
-// follower that is behind, end without a restart. NATS 2.15 also reports a message with a wrong expected ID as a write
-// error. A restart does not help, because the server reads the message again. The publisher deletes the stream instead.
-func isDiskError(reason string) bool {
-	return strings.Contains(reason, "write error") && !strings.Contains(reason, "last msgid mismatch")
-}
-
-// isLostReplica reports whether a reason is that of a replica that has lost its disk. NATS 2.15 copies the messages of
-// another server, and forgets the ID of the last. The next message then has a wrong ID, and NATS stops the replica.
-// After a restart, the server has the ID from its disk.
-func isLostReplica(reason string) bool {
-	return strings.Contains(reason, "last msgid mismatch") && strings.Contains(reason, `vs ""`)
+// record records a restart.
+func (s *staleRestarts) record(reason string, now time.Time) {
+	if isStaleReplica(reason) {
+		s.restarted[reason], s.last = true, now
+	}
 }
 
 // testWrite returns why the directory does not accept writtenBytes.

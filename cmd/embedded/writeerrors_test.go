@@ -3,6 +3,7 @@ package embedded
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -82,8 +83,8 @@ func acceptsAfterAFullDisk(t *testing.T, n *NATS, js jetstream.JetStream) {
 		if err := publish(); err == nil {
 			return errors.New("a full disk accepts messages")
 		}
-		if reason := writeError(n.running.Load()); !strings.Contains(reason, "no space left") {
-			return errors.New("no write error is reported: " + reason)
+		if reasons := writeErrors(n.running.Load()); !strings.Contains(strings.Join(reasons, ""), "no space left") {
+			return fmt.Errorf("no write error is reported: %q", reasons)
 		}
 		return nil
 	})
@@ -122,12 +123,35 @@ func TestDiskErrors(t *testing.T) {
 	}
 }
 
-// A replica that has lost its disk is restarted, unless its log has another last message.
-func TestLostReplicas(t *testing.T) {
-	const mismatch = `stream write error: last msgid mismatch: "233.0.x" vs `
-	for reason, want := range map[string]bool{mismatch + `""`: true, mismatch + `"232.0.x"`: false, "write error": false} {
-		if isLostReplica(reason) != want {
-			t.Errorf("%s: %v", reason, !want)
+// A stale replica causes a restart once for each reason, and once a minute. It hides no error of the disk.
+func TestStaleReplicas(t *testing.T) {
+	const (
+		mismatch = `stream write error: last msgid mismatch: "651.0.x" vs `
+		a, b, c  = mismatch + `"590.0.y"`, mismatch + `""`, mismatch + `"600.0.y"`
+		full     = "stream write error: no space left on device"
+	)
+	now := time.Now()
+	s := staleRestarts{restarted: map[string]bool{}}
+	for _, x := range []struct {
+		reasons []string
+		after   time.Duration
+		want    string
+	}{
+		{nil, 0, ""},
+		{[]string{a}, 0, a},
+		{[]string{a}, time.Hour, ""},
+		{[]string{a, b}, time.Hour, b},
+		{[]string{c}, time.Second, ""},
+		{[]string{b, c, full}, time.Second, full},
+		{[]string{a, b, c}, time.Minute, c},
+	} {
+		now = now.Add(x.after)
+		got := s.restartReason(x.reasons, now)
+		if s.record(got, now); got != x.want {
+			t.Errorf("%q after %s: %q", x.reasons, x.after, got)
 		}
+	}
+	if isStaleReplica(full) {
+		t.Error("a full disk is a stale replica")
 	}
 }

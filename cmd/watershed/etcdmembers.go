@@ -19,6 +19,7 @@ import (
 
 	"watershed.dev/cmd/watershed/inspect"
 	"watershed.dev/cmd/watershed/snapshot"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/pki"
 )
 
@@ -179,11 +180,9 @@ func (s *splitRun) replaceMember(ctx context.Context, name string) error {
 		if err == nil {
 			return nil
 		}
-		select {
-		case <-ctx.Done():
+		if lifecycle.Sleep(ctx, restartPause) != nil {
 			return fmt.Errorf("%s has no data, and the other members do not replace it: %w: %w", name,
 				context.Cause(ctx), err)
-		case <-time.After(restartPause):
 		}
 	}
 }

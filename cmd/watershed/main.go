@@ -66,7 +66,7 @@ func commands(args []string) []command {
 		command{"capacity", "", tools, "Compute the processes that a cluster needs", capacity.Command},
 		command{"snapshot", "", tools, "Save and restore etcd", snapshot.Command},
 		command{"snapshot save", "FILE", "", "Save a snapshot of etcd", snapshot.SaveCommand},
-		command{"snapshot restore", "FILE", "", "Restore a snapshot of etcd", snapshot.RestoreCommand},
+		command{"snapshot restore", "FILE", "", "Restore a snapshot of etcd (-: standard input)", snapshot.RestoreCommand},
 		command{"migrate", "", tools, "Print a configuration for up from kube-apiserver's manifest", migrateCommand},
 		command{"certgen", "", tools, "Create and renew certificates in the Secrets of a namespace", certgen.Command},
 		command{"version", "", tools, "Print the versions", versionCommand},

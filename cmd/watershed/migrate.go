@@ -241,10 +241,9 @@ func (m *migration) setDefaults(flags map[string][]string) {
 		}
 	}
 	if modes, ok := m.settings["authorization-mode"].([]string); ok && slices.Contains(modes, alwaysAllow) {
-		m.settings["anonymous-auth"] = false
 		m.differences = append(
 			m.differences,
-			"--authorization-mode AlwaysAllow: anonymous requests are rejected, as by kube-apiserver",
+			"--authorization-mode AlwaysAllow: anonymous requests are rejected, even if --authentication-config allows them",
 		)
 	}
 	for _, name := range []string{"admission-control-config-file", "audit-webhook-config-file",

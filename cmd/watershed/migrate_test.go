@@ -81,6 +81,7 @@ func TestAManifestBecomesSettings(t *testing.T) {
 	if err := config.Load(up.FlagSet, []string{"--config", path}); err != nil {
 		t.Fatalf("%v\n%s", err, &out)
 	}
+	disableAnonymous(up.FlagSet)
 	for name, want := range map[string]string{
 		"client-ca-file":              "/srv/pki/ca.crt",
 		"etcd-cafile":                 "/srv/etcd/kept/ca.crt",
@@ -104,7 +105,7 @@ func TestAManifestBecomesSettings(t *testing.T) {
 			t.Errorf("--%s %q, not %q", name, got, want)
 		}
 	}
-	if len(m.differences) != 11 { // the nine defaults, disabled anonymous requests, and a signing key
+	if len(m.differences) != 11 { // the nine defaults, rejected anonymous requests, and a signing key
 		t.Errorf("%q", m.differences)
 	}
 }

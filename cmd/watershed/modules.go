@@ -90,13 +90,35 @@ func targetsOf(args []string) ([]string, error) {
 const alwaysAllow = "AlwaysAllow"
 
 // disableAnonymous disables anonymous requests if every request is allowed, even if --anonymous-auth is set, as
-// kube-apiserver does (k8s.io/kubernetes/pkg/kubeapiserver/options, ApplyAuthorization). If authn and authz have
-// processes and flags of their own, the gateway rejects anonymous requests by Authz.PolicyRevisions.
+// kube-apiserver does (k8s.io/kubernetes/pkg/kubeapiserver/options, ApplyAuthorization). It does not set the flag
+// beside --authentication-config, because the file's `anonymous` section excludes the flag. In this case the gateway
+// rejects anonymous requests by Authz.PolicyRevisions. If authn and authz have processes and flags of their own, it
+// does so too.
 func disableAnonymous(fs *pflag.FlagSet) {
 	modes, err := fs.GetStringSlice("authorization-mode")
-	if err == nil && slices.Contains(modes, alwaysAllow) && fs.Lookup("anonymous-auth") != nil {
+	file, _ := fs.GetString("authentication-config")
+	if err == nil && slices.Contains(modes, alwaysAllow) && file == "" && fs.Lookup("anonymous-auth") != nil {
 		_ = fs.Set("anonymous-auth", "false") // the flag is a bool
 	}
+}
+
+// checkFairness returns an error if --runtime-config disables the API of flow control, as kube-apiserver does
+// (k8s.io/kubernetes/pkg/controlplane/apiserver/options, validateAPIPriorityAndFairness). If gateway and registry have
+// processes and flags of their own, the gateway's check `fairness` reports it.
+func checkFairness(fs *pflag.FlagSet) error {
+	if enabled, _ := fs.GetBool("enable-priority-and-fairness"); !enabled {
+		return nil
+	}
+	served := fs.Lookup("runtime-config").Value.String()
+	for _, key := range []string{"flowcontrol.apiserver.k8s.io/v1", "api/ga", "api/all"} { // by precedence
+		if strings.Contains(served, key+"=false") {
+			return fmt.Errorf("--runtime-config=%s=false conflicts with --enable-priority-and-fairness=true", key)
+		}
+		if strings.Contains(served, key+"=true") {
+			return nil
+		}
+	}
+	return nil
 }
 
 // placementNames returns the values of --placement.

@@ -1,9 +1,12 @@
 package main
 
 import (
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/spf13/pflag"
 
 	"watershed.dev/platform/rpc"
 )
@@ -53,6 +56,62 @@ func TestPlacementsHaveEveryService(t *testing.T) {
 		}
 		if slices.Sort(all); !slices.Equal(all, want) {
 			t.Errorf("%s runs %v", name, all)
+		}
+	}
+}
+
+// AlwaysAllow disables anonymous requests. It does not set the flag beside --authentication-config, because authn
+// refuses to start with the flag if the file has an `anonymous` section.
+func TestAlwaysAllowDisablesAnonymousRequests(t *testing.T) {
+	for _, x := range []struct {
+		args    []string
+		changed bool
+	}{
+		{[]string{"--authorization-mode=RBAC"}, false},
+		{[]string{"--authorization-mode=RBAC,AlwaysAllow"}, true},
+		{[]string{"--authorization-mode=AlwaysAllow", "--authentication-config=/a.yaml"}, false},
+	} {
+		up := newUpFlags(pflag.NewFlagSet("", pflag.ContinueOnError))
+		if err := up.Parse(x.args); err != nil {
+			t.Fatal(err)
+		}
+		disableAnonymous(up.FlagSet)
+		f := up.Lookup("anonymous-auth")
+		if f.Changed != x.changed || f.Value.String() == "true" == x.changed {
+			t.Errorf("%q: --anonymous-auth=%s, set: %v", x.args, f.Value, f.Changed)
+		}
+	}
+}
+
+// A start without the API of flow control is rejected, as by kube-apiserver. A key of higher precedence excuses it.
+func TestFlowControlRequiresItsAPI(t *testing.T) {
+	const v1 = "flowcontrol.apiserver.k8s.io/v1"
+	for _, x := range []struct{ served, conflict string }{
+		{"", ""},
+		{v1 + "=false", v1},
+		{"api/ga=false", "api/ga"},
+		{"api/all=false,api/v1=true", "api/all"},
+		{v1 + "=true,api/all=false", ""},
+		{"api/ga=true,api/all=false", ""},
+		{v1 + "=false,api/all=true", v1},
+		{"batch/v1=false", ""},
+	} {
+		for _, fairness := range []bool{true, false} {
+			up := newUpFlags(pflag.NewFlagSet("", pflag.ContinueOnError))
+			args := []string{fmt.Sprintf("--enable-priority-and-fairness=%t", fairness)}
+			if x.served != "" {
+				args = append(args, "--runtime-config="+x.served)
+			}
+			if err := up.Parse(args); err != nil {
+				t.Fatal(err)
+			}
+			want := ""
+			if fairness && x.conflict != "" {
+				want = "--runtime-config=" + x.conflict + "=false conflicts with --enable-priority-and-fairness=true"
+			}
+			if err := checkFairness(up.FlagSet); err == nil && want != "" || err != nil && err.Error() != want {
+				t.Errorf("%q: %v, not %q", args, err, want)
+			}
 		}
 	}
 }

@@ -18,6 +18,7 @@ import (
 
 	"watershed.dev/cmd/watershed/inspect"
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/process"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/version"
 )
@@ -101,7 +102,7 @@ func (fs *splitFlags) newSplit() (*splitRun, error) {
 		return nil, fmt.Errorf(`--rpc-network %q: want "tcp" or, on Linux, "unix"`, fs.network)
 	}
 	disableAnonymous(fs.FlagSet)
-	if err := checkLogs(fs.FlagSet); err != nil {
+	if err := errors.Join(checkFairness(fs.FlagSet), checkLogs(fs.FlagSet)); err != nil {
 		return nil, err
 	}
 	l, err := fs.open(fs.FlagSet)
@@ -195,6 +196,7 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 		return err
 	}
 	s.started.Store(true)
+	go process.ReleaseAtRest(ctx, &lifecycle.Readiness{})
 	for _, p := range processes {
 		if _, store := stores[p.set]; store {
 			fmt.Printf("  %-14s pid %-8d %s\n", p.name, p.pid(), p.debug)
@@ -272,10 +274,8 @@ func (s *splitRun) ready(ctx context.Context) error {
 				s.show.started(fmt.Sprintf("pid %-8d %s", p.pid(), p.debug))
 				break
 			}
-			select {
-			case <-ctx.Done():
+			if lifecycle.Sleep(ctx, 50*time.Millisecond) != nil {
 				return context.Cause(ctx)
-			case <-time.After(50 * time.Millisecond):
 			}
 		}
 	}

@@ -64,10 +64,8 @@ func (f *statusFlags) run() error {
 		if err != nil && ctx.Err() == nil {
 			fmt.Fprintln(os.Stderr, err)
 		}
-		select {
-		case <-ctx.Done():
+		if lifecycle.Sleep(ctx, f.every) != nil {
 			return nil
-		case <-time.After(f.every):
 		}
 	}
 }

@@ -160,6 +160,9 @@ func (fs *upFlags) stores(l *layout) (runners []lifecycle.Runner, err error) {
 		return nil, err
 	}
 	disableAnonymous(fs.FlagSet)
+	if err := checkFairness(fs.FlagSet); err != nil {
+		return nil, err
+	}
 	fs.process.Identity = l.pki.Identity
 	if err := fs.process.Configure(fs.FlagSet); err != nil || fs.process.NATS == nil {
 		return runners, err

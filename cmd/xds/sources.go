@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/http"
 	"os"
 	"strconv"
 	"strings"
@@ -133,6 +134,7 @@ type sliceSource struct {
 	lister   listers.EndpointSliceNamespaceLister
 	synced   cache.InformerSynced
 	changed  chan struct{}
+	contact  contact
 }
 
 func newSliceSource(c *Config, s *server) (*sliceSource, error) {
@@ -141,11 +143,15 @@ func newSliceSource(c *Config, s *server) (*sliceSource, error) {
 		return nil, fmt.Errorf("--kubeconfig %q: %w", c.Kubeconfig, err)
 	}
 	conf.UserAgent = "watershed-xds/" + version.Release()
+	e := &sliceSource{services: c.Slices, server: s, changed: make(chan struct{}, 1)}
+	conf.Wrap(func(rt http.RoundTripper) http.RoundTripper {
+		e.contact.RoundTripper = rt
+		return &e.contact
+	})
 	client, err := kubernetes.NewForConfig(conf)
 	if err != nil {
 		return nil, fmt.Errorf("--kubeconfig %q: %w", c.Kubeconfig, err)
 	}
-	e := &sliceSource{services: c.Slices, server: s, changed: make(chan struct{}, 1)}
 	e.factory = informers.NewSharedInformerFactoryWithOptions(client, 0, informers.WithNamespace(c.SlicesNamespace))
 	informer := e.factory.Discovery().V1().EndpointSlices()
 	e.lister, e.synced = informer.Lister().EndpointSlices(c.SlicesNamespace), informer.Informer().HasSynced

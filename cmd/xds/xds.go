@@ -10,6 +10,7 @@
 //
 //	no replica of a service known ──server.set or state file──> ready
 //	no source reported, for readyTimeout ──> serving, and /readyz still names the services without replicas
+//	requests to the hosting API fail for staleAfter ──> not serving for readyTimeout, then serving, each minute
 //
 // Review notes:
 //
@@ -130,7 +131,8 @@ func Command(fs *pflag.FlagSet) func() error {
 	}
 }
 
-// readyTimeout is the time after which a server without endpoints becomes ready. Until then clients use other servers.
+// readyTimeout is the time after which a server without endpoints, or with stale endpoints, serves. Until then clients
+// use other servers.
 const readyTimeout = 10 * time.Second
 
 func (c *Config) run(ctx context.Context) error {
@@ -178,7 +180,12 @@ func (c *Config) run(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		runners = append(runners, lifecycle.Runner{Name: "EndpointSlices", Run: e.watch})
+		serve := func(ready bool) { server.SetReady("xds", ready) }
+		runners = append(runners, lifecycle.Runner{Name: "EndpointSlices", Run: e.watch},
+			lifecycle.Runner{Name: "hosting API", Run: func(ctx context.Context) error {
+				return e.contact.yield(ctx, &s.ready, serve)
+			}})
 	}
+	go process.ReleaseAtRest(ctx, &s.ready)
 	return lifecycle.Run(ctx, runners, lifecycle.Observer{})
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"path/filepath"
@@ -22,6 +23,7 @@ import (
 	"google.golang.org/grpc/xds/bootstrap"
 
 	"watershed.dev/platform/pki"
+	"watershed.dev/platform/porttest"
 	"watershed.dev/platform/rpc"
 )
 
@@ -210,6 +212,14 @@ func TestClientsGoOnWithoutAServer(t *testing.T) {
 	w.server.set("registry", slices.Clone(known))
 	first := w.client(t, rpc.XDSConfig{Dir: dir})
 	becomes(t, first, known...)
+	cache := filepath.Join(dir, "registry") // the client writes it after it has given the endpoints to its connections
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
+		if _, err := os.Stat(cache); err == nil {
+			break
+		} else if time.Now().After(deadline) {
+			t.Fatal(err)
+		}
+	}
 	nobody := []string{"127.0.0.1:1"}
 	becomes(t, w.client(t, rpc.XDSConfig{Dir: dir, Servers: nobody}), known...)
 	becomes(t, w.client(t, rpc.XDSConfig{
@@ -311,12 +321,7 @@ func (b bundle) NewWithMode(string) (credentials.Bundle, error)         { return
 func TestStatePage(t *testing.T) {
 	w := &fixture{id: identities(t)}
 	replica := Replica{Address: serve(t, "registry", w.id("registry"), "127.0.0.1:0", nil)}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	w.address = l.Addr().String()
-	l.Close()
+	w.address = fmt.Sprintf("127.0.0.1:%d", porttest.FreePort(t))
 	file := filepath.Join(t.TempDir(), "replicas.yaml")
 	if err := os.WriteFile(file, fmt.Appendf(nil, "registry: [%q]\n", replica.Address), 0o600); err != nil {
 		t.Fatal(err)
@@ -360,6 +365,50 @@ func TestEmptyServersAndStaleCaches(t *testing.T) {
 			Fallback: map[string][]string{"registry": {w.replicas[0].Address}},
 		}), w.replicas[0])
 	}
+}
+
+// loadBalancer returns an address whose connections go to the servers in turn.
+func loadBalancer(t *testing.T, servers ...string) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	go func() {
+		for n := 0; ; n++ {
+			client, err := l.Accept()
+			if err != nil {
+				return
+			}
+			server, err := net.Dial("tcp", servers[n%len(servers)])
+			if err != nil {
+				client.Close()
+				continue
+			}
+			go func() { _, _ = io.Copy(server, client); server.Close() }()
+			go func() { _, _ = io.Copy(client, server); client.Close() }()
+		}
+	}()
+	return l.Addr().String()
+}
+
+// Behind a load balancer, a client leaves a server without replicas, and a server that stops serving.
+func TestClientsLeaveAServerBehindALoadBalancer(t *testing.T) {
+	w := newFixture(t, 2)
+	empty, stale := newServer(""), newServer("")
+	var staleServer *rpc.Server
+	emptyAddress := serve(t, "xds", w.id("xds"), "127.0.0.1:0",
+		func(ctx context.Context, s *rpc.Server) { empty.register(ctx, s) })
+	staleAddress := serve(t, "xds", w.id("xds"), "127.0.0.1:0",
+		func(ctx context.Context, s *rpc.Server) { stale.register(ctx, s); staleServer = s })
+	stale.set("registry", slices.Clone(w.replicas[:1]))
+	w.server.set("registry", slices.Clone(w.replicas))
+	address := loadBalancer(t, emptyAddress, staleAddress, staleAddress, w.address)
+	conn := w.client(t, rpc.XDSConfig{Servers: []string{address}})
+	becomes(t, conn, w.replicas[0])
+	staleServer.SetReady("xds", false) // the next connection goes to it, too
+	becomes(t, conn, w.replicas...)
 }
 
 // A call costs the same with replicas from addresses and with replicas from an xDS server.

@@ -11,33 +11,14 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/spf13/pflag"
-	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/apimachinery/pkg/watch"
-	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/kubernetes/scheme"
-	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchable"
 )
-
-// Freshness bounds the age of the policy by which a service decides.
-type Freshness struct {
-	// Bound is the age above which the service decides nothing; 0: no bound.
-	Bound time.Duration
-}
-
-// AddFlags adds --policy-freshness-bound.
-func (f *Freshness) AddFlags(fs *pflag.FlagSet) {
-	fs.DurationVar(&f.Bound, "policy-freshness-bound", 10*time.Second,
-		"The maximum age of the cluster's policy by which this service decides. Above it, requests that need the "+
-			"policy are rejected with 503 until the service has caught up. 0: no bound.")
-}
 
 const (
 	// probePeriod is how often a service compares its informers with etcd's revision.
@@ -82,6 +63,11 @@ type Cluster struct {
 	freshAt atomic.Pointer[time.Time]
 	// synced is closed once the shared informers have listed, and firstFresh once freshAt is set.
 	synced, firstFresh chan struct{}
+	// rounds is the number of the last round of lists. probe owns lastRound, the time of the last round.
+	rounds watchable.Value[int64]
+	// listing is the slot of the list of a ListWatch.
+	listing   chan struct{}
+	lastRound time.Time
 }
 
 // trackedInformer is an informer whose age counts.
@@ -89,76 +75,6 @@ type trackedInformer struct {
 	// path lists its objects, with the query that selects them.
 	path, query string
 	informer    cache.SharedIndexInformer
-}
-
-// listClient is a client whose informers begin with a list, because the gateway can serve a list from etcd while the
-// event log stalls.
-type listClient struct{ kubernetes.Interface }
-
-// IsWatchListSemanticsUnSupported implements an interface of client-go, which then does not use watch lists
-// (k8s.io/client-go/util/watchlist).
-func (listClient) IsWatchListSemanticsUnSupported() bool { return true }
-
-// informerSet is informers, and the open watches of the clients that use them. The services of a process share a set.
-type informerSet struct {
-	Informers informers.SharedInformerFactory
-
-	streams *streams
-	// catchUps maps an informer to the *sync.Mutex of its catchUp, because services that share informers may find the
-	// same informer behind.
-	catchUps sync.Map
-	// mu guards users, which is the number of Clusters that run, and stop, which ends the informers.
-	mu    sync.Mutex
-	users int
-	stop  chan struct{}
-}
-
-// newInformerSet returns the informers of a service. strip removes fields of their objects. The services of a process
-// share their informers if the gateway is in it. strip is then unused, because other services read these fields. The
-// informers read with the permissions of admission, which may read every resource.
-func newInformerSet(c *Conn, strip []func(obj any)) (*informerSet, error) {
-	conf := c.Config
-	if c.gateway != nil {
-		conf, strip = inProcess(c.gateway, "admission"), nil
-	}
-	s := &informerSet{streams: &streams{open: map[*stream]struct{}{}, unserved: map[string]bool{}}}
-	client, err := s.newClient(conf)
-	if err != nil {
-		return nil, err
-	}
-	s.Informers = Informers(client, strip...)
-	if c.gateway != nil {
-		shared, _ := c.gateway.LoadOrStore(sharedInformers{}, s)
-		s = shared.(*informerSet)
-	}
-	return s, nil
-}
-
-// newClient returns a client whose watches the set knows.
-func (s *informerSet) newClient(c *rest.Config) (kubernetes.Interface, error) {
-	typed := Protobuf(c)
-	typed.Wrap(s.streams.wrap)
-	client, err := kubernetes.NewForConfig(typed)
-	return listClient{client}, err
-}
-
-// start starts the informers that are not started yet. The last release ends all informers.
-func (s *informerSet) start() (release func()) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.users == 0 {
-		s.stop = make(chan struct{})
-	}
-	s.users++
-	s.Informers.Start(s.stop)
-	return func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		if s.users--; s.users == 0 {
-			close(s.stop)
-			s.Informers.Shutdown()
-		}
-	}
 }
 
 // NewCluster returns a Cluster that reads with c. strip removes fields that the service does not read; other services
@@ -173,11 +89,8 @@ func NewCluster(c *Conn, f Freshness, strip ...func(obj any)) (*Cluster, error) 
 		return nil, err
 	}
 	return &Cluster{Client: client, informerSet: set, bound: f.Bound, synced: make(chan struct{}),
-		firstFresh: make(chan struct{})}, nil
+		firstFresh: make(chan struct{}), listing: make(chan struct{}, 1)}, nil
 }
-
-// sharedInformers is the key of the informers that the services of a process share.
-type sharedInformers struct{}
 
 // TrackAge makes the age of an informer count. path lists its objects ("/apis/rbac.authorization.k8s.io/v1/roles"),
 // and query selects them.
@@ -290,6 +203,7 @@ func (c *Cluster) probe(ctx context.Context) error {
 		if known {
 			slog.Warn("The event log lags behind etcd; the policy is read with lists",
 				"revision", revision, "behind", describe(behind))
+			c.beginRound()
 		}
 		errs := make([]error, len(behind))
 		var all sync.WaitGroup
@@ -314,6 +228,14 @@ func (c *Cluster) probe(ctx context.Context) error {
 		close(c.firstFresh)
 	}
 	return nil
+}
+
+// beginRound makes every watch of a ListWatch list, at most every stalledAfter.
+func (c *Cluster) beginRound() {
+	if now := time.Now(); now.Sub(c.lastRound) >= stalledAfter {
+		c.lastRound = now
+		c.rounds.Update(func(n int64) (int64, bool) { return n + 1, true })
+	}
 }
 
 // waitForRevision waits until all tracked informers have reached a revision, for at most timeout or until stop returns
@@ -374,58 +296,6 @@ func (c *Cluster) behind(revision int64) (out []trackedInformer) {
 	return out
 }
 
-// catchUp lists an informer's objects if the informer has not reached a revision. It injects the differences into the
-// informer's open watch. The watch then ends, and the informer continues from the revision of the list.
-func (c *Cluster) catchUp(ctx context.Context, f trackedInformer, revision int64) error {
-	mu, _ := c.catchUps.LoadOrStore(f.informer, &sync.Mutex{})
-	mu.(*sync.Mutex).Lock()
-	defer mu.(*sync.Mutex).Unlock()
-	if !f.isBehind(revision) { // another service has caught up the informer meanwhile
-		return nil
-	}
-	ctx, cancel := context.WithTimeout(ctx, c.timeout())
-	defer cancel()
-	url := f.path
-	if f.query != "" {
-		url += "?" + f.query
-	}
-	data, err := rpc.Hedged(ctx, listHedgeDelay, func(ctx context.Context) ([]byte, error) {
-		return c.Client.CoreV1().RESTClient().Get().RequestURI(url).SetHeader("Accept",
-			runtime.ContentTypeProtobuf).Do(ctx).Raw()
-	})
-	if err != nil {
-		return err
-	}
-	obj, err := runtime.Decode(scheme.Codecs.UniversalDeserializer(), data)
-	if err != nil {
-		return err
-	}
-	list, err := meta.ListAccessor(obj)
-	if err != nil {
-		return err
-	}
-	items, err := meta.ExtractList(obj)
-	if err != nil {
-		return err
-	}
-	listed, err := strconv.ParseInt(list.GetResourceVersion(), 10, 64)
-	if err != nil {
-		return err
-	}
-	if !f.isBehind(listed) {
-		return nil // its watch has sent these events, or newer events
-	}
-	events, err := diff(items, f.informer.GetStore())
-	if err != nil {
-		return err
-	}
-	frames, err := encodeEvents(events, obj, list.GetResourceVersion())
-	if err != nil {
-		return err
-	}
-	return c.streams.inject(f.path, f.query, frames)
-}
-
 // describe returns the paths and revisions of informers.
 func describe(behind []trackedInformer) []string {
 	var out []string
@@ -433,37 +303,4 @@ func describe(behind []trackedInformer) []string {
 		out = append(out, f.path+"@"+f.informer.LastSyncResourceVersion())
 	}
 	return out
-}
-
-// diff returns the events that change a store's content to the listed items.
-func diff(items []runtime.Object, store cache.Store) ([]watch.Event, error) {
-	var events []watch.Event
-	listed := make(map[string]bool, len(items))
-	for _, item := range items {
-		m, err := meta.Accessor(item)
-		if err != nil {
-			return nil, err
-		}
-		key := cache.MetaObjectToName(m).String()
-		listed[key] = true
-		old, known, err := store.GetByKey(key)
-		if err != nil {
-			return nil, err
-		}
-		if !known {
-			events = append(events, watch.Event{Type: watch.Added, Object: item})
-			continue
-		}
-		if o, err := meta.Accessor(old); err != nil || o.GetResourceVersion() != m.GetResourceVersion() {
-			events = append(events, watch.Event{Type: watch.Modified, Object: item})
-		}
-	}
-	for _, key := range store.ListKeys() {
-		if old, known, err := store.GetByKey(key); err == nil && known && !listed[key] {
-			if obj, ok := old.(runtime.Object); ok {
-				events = append(events, watch.Event{Type: watch.Deleted, Object: obj})
-			}
-		}
-	}
-	return events, nil
 }

@@ -96,7 +96,7 @@ func newCluster(t *testing.T, s *server) (c *Cluster, run func(starts ...func(st
 	t.Helper()
 	srv := httptest.NewServer(s)
 	t.Cleanup(srv.Close)
-	c, err := NewCluster(&Conn{Config: &rest.Config{Host: srv.URL, QPS: -1}}, Freshness{Bound: 7 * time.Second})
+	c, err := NewCluster(&Conn{Config: &rest.Config{Host: srv.URL, QPS: -1}}, Freshness{Bound: 10 * time.Second})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -192,7 +192,7 @@ func TestClusterStaysFreshWhileWatchesStall(t *testing.T) {
 			}
 		}
 	}
-	wait("read", 5*time.Second, func() bool { return c.Err() == nil })
+	wait("read", 20*time.Second, func() bool { return c.Err() == nil })
 	s.set(func() {
 		s.frozen, s.requests = true, 0
 		delete(s.roles, "gone")
@@ -220,7 +220,7 @@ func TestClusterStaysFreshWhileWatchesStall(t *testing.T) {
 	}
 	s.down = true
 	s.mu.Unlock()
-	wait("not fresh", 15*time.Second, func() bool { return c.Err() != nil })
+	wait("not fresh", 20*time.Second, func() bool { return c.Err() != nil })
 	reached := trackedInformer{"/apis/rbac.authorization.k8s.io/v1/roles", "", roles.Informer()}
 	if err := c.catchUp(t.Context(), reached, 1); err != nil {
 		t.Errorf("an informer that is not behind is listed: %v", err)

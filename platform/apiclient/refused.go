@@ -5,6 +5,8 @@ import (
 	"net/http"
 	"syscall"
 	"time"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 const (
@@ -28,10 +30,8 @@ func (r refusedRetrier) RoundTrip(req *http.Request) (*http.Response, error) {
 		if !errors.Is(err, syscall.ECONNREFUSED) || req.Body != nil || time.Now().After(deadline) {
 			return resp, err
 		}
-		select {
-		case <-req.Context().Done():
+		if lifecycle.Sleep(req.Context(), refusedPause) != nil {
 			return nil, err
-		case <-time.After(refusedPause):
 		}
 	}
 }

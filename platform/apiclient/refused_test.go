@@ -3,6 +3,7 @@ package apiclient
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -10,16 +11,13 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"watershed.dev/platform/porttest"
 )
 
 // A GET waits for a gateway that does not listen yet, until its context ends. A request with a body does not wait.
 func TestAGetWaitsForAGateway(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	address := l.Addr().String()
-	l.Close()
+	address := fmt.Sprintf("127.0.0.1:%d", porttest.FreePort(t))
 	client := &http.Client{Transport: retryRefused(http.DefaultTransport)}
 	if _, err := client.Post("http://"+address, "", strings.NewReader("x")); !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("a POST: %v", err)
@@ -50,7 +48,8 @@ func TestAGetWaitsForAGateway(t *testing.T) {
 		got <- err
 	}()
 	<-refused
-	if l, err = net.Listen("tcp", address); err != nil {
+	l, err := net.Listen("tcp", address)
+	if err != nil {
 		t.Fatal(err)
 	}
 	gateway := httptest.NewUnstartedServer(http.NotFoundHandler())

@@ -3,13 +3,7 @@ package apiclient
 import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime/schema"
 )
-
-// Trimmed reports whether the informers remove fields of a resource's objects.
-func Trimmed(r schema.GroupVersionResource) bool {
-	return r == corev1.SchemeGroupVersion.WithResource("pods") || r == corev1.SchemeGroupVersion.WithResource("nodes")
-}
 
 // trim removes the fields of pods and nodes that no service reads. Without it, a pod of 7.6 KB as JSON takes 10 KB of
 // the heap, and a node with 50 images about 15 KB.

@@ -1,6 +1,7 @@
 package crd
 
 import (
+	"errors"
 	"net/http"
 
 	"go.opentelemetry.io/otel"
@@ -17,16 +18,20 @@ const (
 	responseFactor = 4
 )
 
-// Webhooks configures the clients of conversion webhooks. They dial through out and limit the size of responses. config
-// applies to a webhook that names the Service kubernetes.default.
-func Webhooks(out egress.Selector, config *rest.Config) webhook.AuthenticationInfoResolverWrapper {
-	upstream := webhook.NewDefaultAuthenticationInfoResolverWrapper(nil, out.Upstream(), config,
+// Webhooks configures the clients of conversion webhooks. They dial through out and limit the size of responses.
+// ownService applies to a webhook that names the API's own Service, kubernetes.default. It is nil if the process cannot
+// call the gateway.
+func Webhooks(out egress.Selector, ownService *rest.Config) webhook.AuthenticationInfoResolverWrapper {
+	upstream := webhook.NewDefaultAuthenticationInfoResolverWrapper(nil, out.Upstream(), ownService,
 		otel.GetTracerProvider())
 	bound := func(c *rest.Config, err error) (*rest.Config, error) {
 		if err != nil {
 			return nil, err
 		}
-		c = rest.CopyConfig(c) // c may be config
+		if c == nil {
+			return nil, errors.New("a webhook at the Service kubernetes.default needs --kubeconfig, to reach the gateway")
+		}
+		c = rest.CopyConfig(c) // c may be ownService
 		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
 			return egress.LimitResponses(next, responseBytes, responseFactor)
 		})

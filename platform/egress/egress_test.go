@@ -129,20 +129,21 @@ func TestEachNetworkHasItsProxy(t *testing.T) {
 
 // A proxy that sends nothing fails one dial, and does not block the connection to etcd forever.
 func TestUnresponsiveEtcdProxyTimesOut(t *testing.T) {
-	closed := make(chan error, 1)
+	timedOut, closed := make(chan struct{}), make(chan error, 1)
 	s := proxies(t, func(_ string, c net.Conn) {
 		defer c.Close()
 		_, _ = http.ReadRequest(bufio.NewReader(c))
-		time.Sleep(100 * time.Millisecond) // longer than the timeout of the client
+		<-timedOut
 		fmt.Fprint(c, "HTTP/1.1 200 OK\r\n\r\n")
 		_, err := c.Read(make([]byte, 1))
 		closed <- err
 	})
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 	defer cancel()
 	if _, err := s.Etcd()(ctx, "tcp", "x.example.com:1"); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("it ended with %v", err)
 	}
+	close(timedOut)
 	if err := <-closed; err == nil {
 		t.Error("the connection that came late was used")
 	}

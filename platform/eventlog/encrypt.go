@@ -48,8 +48,8 @@ func Encrypt(e *logv1.Event, key string, secret []byte) error {
 	return nil
 }
 
-// Decrypt is the inverse of Encrypt.
-func Decrypt(e *logv1.Event, secret []byte) error {
+// decrypt is the inverse of Encrypt.
+func decrypt(e *logv1.Event, secret []byte) error {
 	aead, err := newAEAD(secret)
 	if err != nil {
 		return err
@@ -175,7 +175,7 @@ func decryptWith(ctx context.Context, keys DataKeyFunc, e *logv1.Event) error {
 	if err != nil {
 		return err
 	}
-	if err := Decrypt(e, secret); err != nil {
+	if err := decrypt(e, secret); err != nil {
 		return fmt.Errorf("%w: %w", ErrNoKey, err)
 	}
 	return nil

@@ -45,11 +45,11 @@ func TestEncryptedEventsAreBound(t *testing.T) {
 		} {
 			moved := proto.Clone(e).(*logv1.Event)
 			change(moved)
-			if Decrypt(moved, secret) == nil {
+			if decrypt(moved, secret) == nil {
 				t.Errorf("it is opened with another %s", name)
 			}
 		}
-		if err := Decrypt(e, secret); err != nil || !proto.Equal(e, want) {
+		if err := decrypt(e, secret); err != nil || !proto.Equal(e, want) {
 			t.Errorf("%v, %v", e, err)
 		}
 	}

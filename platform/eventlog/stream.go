@@ -192,55 +192,6 @@ func deleteConsumers(ctx context.Context, stream jetstream.Stream) error {
 	return names.Err()
 }
 
-// Get returns a message from the leader of the stream, or jetstream.ErrMsgNotFound.
-func (l LogID) Get(ctx context.Context, js jetstream.JetStream, sequence uint64) (*jetstream.RawStreamMsg, error) {
-	return l.get(ctx, js, map[string]any{"seq": sequence})
-}
-
-// GetLast returns the last message of a subject from the leader of the stream. The subject is a subject of the log.
-func (l LogID) GetLast(ctx context.Context, js jetstream.JetStream, subject string) (*jetstream.RawStreamMsg, error) {
-	return l.get(ctx, js, map[string]any{"last_by_subj": subject})
-}
-
-// getNext returns the first message of a subject at a sequence or later, from the leader of the stream.
-func (l LogID) getNext(ctx context.Context, js jetstream.JetStream, subject string,
-	sequence uint64) (*jetstream.RawStreamMsg, error) {
-	return l.get(ctx, js, map[string]any{"seq": sequence, "next_by_subj": subject})
-}
-
-// Last returns the id of the log's last message. sequence is the stream's last sequence. ok is false for an empty log,
-// and for a log whose last message is corrupt or lost: no message can follow it, and the log begins again.
-func (l LogID) Last(ctx context.Context, js jetstream.JetStream) (id core.ID, sequence uint64, ok bool, err error) {
-	stream, err := l.stream(ctx, js)
-	if err != nil {
-		return core.ID{}, 0, false, err
-	}
-	state := stream.CachedInfo().State
-	if state.Msgs == 0 {
-		return core.ID{}, state.LastSeq, false, nil
-	}
-	m, err := l.Get(ctx, js, state.LastSeq)
-	if errors.Is(err, jetstream.ErrMsgNotFound) { // it is lost, or the leader has changed and lags
-		if stream, err := l.stream(ctx, js); err != nil {
-			return core.ID{}, 0, false, err
-		} else if s := stream.CachedInfo().State; s.LastSeq == state.LastSeq && hasHole(s) {
-			return core.ID{}, s.LastSeq, false, nil
-		}
-	}
-	if err != nil {
-		return core.ID{}, 0, false, fmt.Errorf("message %d of the log: %w", state.LastSeq, err)
-	}
-	_, err = Events(m.Header, m.Data)
-	if err == nil {
-		id, err = core.ParseID(m.Header.Get(jetstream.MsgIDHeader))
-	}
-	if err != nil {
-		slog.Error("The last message of the event log is corrupt", "sequence", state.LastSeq, "error", err)
-		return core.ID{}, state.LastSeq, false, nil
-	}
-	return id, state.LastSeq, true, nil
-}
-
 // lastEventLookback is how many messages End reads back from the end of the log for its last event.
 const lastEventLookback = 32
 

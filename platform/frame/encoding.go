@@ -39,7 +39,7 @@ func EncodingOf(kind, as *commonv1.Kind, mediaType string, unstructured bool) En
 }
 
 // Item returns the bytes of an object in a list. data is its protobuf if f.Protobuf, and its JSON otherwise. In JSON,
-// ItemHead replaces the opening brace and ItemTail follows. The bytes of a partial object are {"metadata":{… without
+// itemHead replaces the opening brace and itemTail follows. The bytes of a partial object are {"metadata":{… without
 // the closing brace.
 func (f *Encoding) Item(data []byte) ([]byte, error) {
 	switch {
@@ -51,8 +51,8 @@ func (f *Encoding) Item(data []byte) ([]byte, error) {
 	return data, nil
 }
 
-// ItemHead returns the bytes that replace the opening brace of a list item in JSON, or nil. Protobuf has no such bytes.
-func (f *Encoding) ItemHead() []byte {
+// itemHead returns the bytes that replace the opening brace of a list item in JSON, or nil. Protobuf has no such bytes.
+func (f *Encoding) itemHead() []byte {
 	switch {
 	case f.Partial:
 		return PartialHead(f.APIVersion)
@@ -62,8 +62,8 @@ func (f *Encoding) ItemHead() []byte {
 	return nil
 }
 
-// ItemTail returns the bytes after a list item in JSON, or nil. Protobuf has no such bytes.
-func (f *Encoding) ItemTail() []byte {
+// itemTail returns the bytes after a list item in JSON, or nil. Protobuf has no such bytes.
+func (f *Encoding) itemTail() []byte {
 	if f.Partial {
 		return braceJSON
 	}
@@ -74,7 +74,7 @@ var braceJSON = []byte{'}'}
 
 // Items returns the items of a list. The bodies are as Item returns them.
 func (f *Encoding) Items(bodies Bodies) *Items {
-	return &Items{Bodies: bodies, Head: f.ItemHead(), Tail: f.ItemTail()}
+	return &Items{Bodies: bodies, Head: f.itemHead(), Tail: f.itemTail()}
 }
 
 // Event returns the watch frame of an object. data is as in Item.

@@ -129,13 +129,13 @@ func tag(dst []byte, field protowire.Number, n int) []byte {
 	return protowire.AppendVarint(protowire.AppendTag(dst, field, protowire.BytesType), uint64(n))
 }
 
-// FieldLen returns the encoded size of a length-delimited field of n bytes.
-func FieldLen(n int) int { return protowire.SizeTag(1) + protowire.SizeBytes(n) }
+// fieldLen returns the encoded size of a length-delimited field of n bytes.
+func fieldLen(n int) int { return protowire.SizeTag(1) + protowire.SizeBytes(n) }
 
 // envelopeHead returns the envelope up to the object's message of n bytes. first appends the beginning of the message.
 func envelopeHead(kind, apiVersion string, n int, first func([]byte) []byte) []byte {
 	b := append([]byte{}, envelopeMagic...)
-	b = tag(b, 1, FieldLen(len(apiVersion))+FieldLen(len(kind)))
+	b = tag(b, 1, fieldLen(len(apiVersion))+fieldLen(len(kind)))
 	b = append(tag(b, 1, len(apiVersion)), apiVersion...)
 	b = append(tag(b, 2, len(kind)), kind...)
 	b = tag(b, 2, n)
@@ -160,8 +160,8 @@ func WatchJSON(event string, object []byte) []byte {
 
 // WatchProtobuf returns the watch frame of an object's envelope: four bytes of length, then a metav1.WatchEvent.
 func WatchProtobuf(event string, envelope []byte) []byte {
-	raw := FieldLen(len(envelope))
-	n := FieldLen(len(event)) + FieldLen(raw)
+	raw := fieldLen(len(envelope))
+	n := fieldLen(len(event)) + fieldLen(raw)
 	b := make([]byte, 4, 4+n)
 	binary.BigEndian.PutUint32(b, uint32(n))
 	b = append(tag(b, 1, len(event)), event...)
@@ -181,11 +181,11 @@ var WatchJSONTail = []byte("}\n")
 // WatchProtobufHead returns the part of a watch frame before an object's message of n bytes. TailProtobuf ends the
 // frame.
 func WatchProtobufHead(event, kind, apiVersion string, n int) []byte {
-	meta := FieldLen(len(apiVersion)) + FieldLen(len(kind))
-	envelope := len(envelopeMagic) + FieldLen(meta) + FieldLen(n) + len(TailProtobuf)
-	raw := FieldLen(envelope)
+	meta := fieldLen(len(apiVersion)) + fieldLen(len(kind))
+	envelope := len(envelopeMagic) + fieldLen(meta) + fieldLen(n) + len(TailProtobuf)
+	raw := fieldLen(envelope)
 	b := make([]byte, 4, 64+len(event)+meta)
-	binary.BigEndian.PutUint32(b, uint32(FieldLen(len(event))+FieldLen(raw)))
+	binary.BigEndian.PutUint32(b, uint32(fieldLen(len(event))+fieldLen(raw)))
 	b = append(tag(b, 1, len(event)), event...)
 	b = tag(tag(b, 2, raw), 1, envelope)
 	b = tag(append(b, envelopeMagic...), 1, meta)
@@ -209,7 +209,7 @@ func bookmarkProtobuf(revision int64, initialEnd bool) []byte {
 	m := append(tag(nil, 6, len(rv)), rv...)
 	if initialEnd {
 		const k, v = "k8s.io/initial-events-end", "true"
-		m = tag(m, 12, FieldLen(len(k))+FieldLen(len(v)))
+		m = tag(m, 12, fieldLen(len(k))+fieldLen(len(v)))
 		m = append(tag(m, 1, len(k)), k...)
 		m = append(tag(m, 2, len(v)), v...)
 	}

@@ -156,7 +156,7 @@ func (l *List) Body(protobuf bool, items *Items) *Body {
 // ItemBytes returns the size of item i in the body, in bytes.
 func (b *Body) ItemBytes(i int) int {
 	if b.protobuf {
-		return FieldLen(b.Items.Size(i))
+		return fieldLen(b.Items.Size(i))
 	}
 	n := b.Items.jsonSize(i)
 	if i < b.Items.Len()-1 {
@@ -219,10 +219,10 @@ func (l *List) headProtobuf(items int) []byte {
 		m = protowire.AppendVarint(protowire.AppendTag(m, 4, protowire.VarintType), uint64(*l.Remaining))
 	}
 	if l.ShardInfo != "" {
-		m = tag(m, 5, FieldLen(len(l.ShardInfo)))
+		m = tag(m, 5, fieldLen(len(l.ShardInfo)))
 		m = append(tag(m, 1, len(l.ShardInfo)), l.ShardInfo...)
 	}
-	return envelopeHead(l.Kind, l.APIVersion, FieldLen(len(m))+items, func(b []byte) []byte {
+	return envelopeHead(l.Kind, l.APIVersion, fieldLen(len(m))+items, func(b []byte) []byte {
 		return append(tag(b, 1, len(m)), m...)
 	})
 }

@@ -31,6 +31,8 @@ const (
 	Authn         = ServicePrefix + "authn"
 	Authz         = ServicePrefix + "authz"
 	Admission     = ServicePrefix + "admission"
+	// Registry only calls conversion webhooks through the gateway.
+	Registry = ServicePrefix + "registry"
 	// GatewayUser is the user of a gateway that calls its own API, in its process. No certificate has this name.
 	GatewayUser = ServicePrefix + "gateway"
 )

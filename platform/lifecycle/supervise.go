@@ -48,10 +48,8 @@ func (s *Supervisor) Go(ctx context.Context, name string, run func(context.Conte
 			if time.Since(began) > backoffReset {
 				backoff = minBackoff
 			}
-			select {
-			case <-ctx.Done():
+			if Sleep(ctx, backoff) != nil {
 				return
-			case <-time.After(backoff):
 			}
 			backoff = min(2*backoff, maxBackoff)
 			s.Ready.Set(task, nil)

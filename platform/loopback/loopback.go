@@ -5,9 +5,7 @@ package loopback
 import (
 	"context"
 	"io"
-	"log/slog"
 	"net/http"
-	"runtime/debug"
 	"sync"
 	"time"
 
@@ -17,6 +15,7 @@ import (
 	"k8s.io/client-go/rest"
 
 	"watershed.dev/platform/paths"
+	"watershed.dev/platform/recovery"
 )
 
 // requestTimeout bounds a request that is not a watch, as the server's --request-timeout does.
@@ -62,8 +61,7 @@ func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 		defer func() {
 			if r := recover(); r != nil { // as a server does: the response is cut off
 				if r != http.ErrAbortHandler { //nolint:errorlint // it is this very value
-					slog.Error("Loopback request panicked", "path", inner.URL.Path, "panic", r,
-						"stack", string(debug.Stack()))
+					recovery.Observe("a request within the process", r)
 				}
 				w.sendHeaders(http.StatusInternalServerError)
 				_ = out.CloseWithError(io.ErrUnexpectedEOF)

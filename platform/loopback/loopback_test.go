@@ -8,11 +8,13 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"k8s.io/apiserver/pkg/authentication/user"
 	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
 	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/paths"
+	"watershed.dev/platform/recovery"
 )
 
 func client(h http.HandlerFunc) *http.Client {
@@ -60,15 +62,16 @@ func TestARequestIsAnsweredAsItIsWritten(t *testing.T) {
 // A client that closes a response or cancels a request ends the handler. A panic cuts the response off.
 func TestARequestEnds(t *testing.T) {
 	ended := make(chan struct{}, 1)
+	panics := map[string]any{"/abort": http.ErrAbortHandler, "/panic": "a bug"}
 	c := client(func(w http.ResponseWriter, req *http.Request) {
 		if req.URL.Path == "/silent" {
 			<-req.Context().Done()
 			ended <- struct{}{}
 			return
 		}
-		if req.URL.Path == "/panic" {
+		if value, ok := panics[req.URL.Path]; ok {
 			_, _ = io.WriteString(w, "half")
-			panic(http.ErrAbortHandler)
+			panic(value)
 		}
 		_ = http.NewResponseController(w).Flush()
 		<-req.Context().Done()
@@ -87,12 +90,19 @@ func TestARequestEnds(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 	<-ended
-	if resp, err = c.Get("https://x/panic"); err != nil {
-		t.Fatal(err)
+	before := testutil.ToFloat64(recovery.Metrics()[0])
+	for path := range panics {
+		if resp, err = c.Get("https://x" + path); err != nil {
+			t.Fatal(err)
+		}
+		got, err := io.ReadAll(resp.Body)
+		resp.Body.Close()
+		if !errors.Is(err, io.ErrUnexpectedEOF) || string(got) != "half" {
+			t.Errorf("%s: %q %v", path, got, err)
+		}
 	}
-	defer resp.Body.Close()
-	if got, err := io.ReadAll(resp.Body); !errors.Is(err, io.ErrUnexpectedEOF) || string(got) != "half" {
-		t.Errorf("%q %v", got, err)
+	if n := testutil.ToFloat64(recovery.Metrics()[0]) - before; n != 1 { // an abort is no panic
+		t.Errorf("%v panics are counted", n)
 	}
 }
 

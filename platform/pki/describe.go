@@ -57,12 +57,26 @@ func DescribeSigned(flag, file, caFile string) []Described {
 	if _, err := certs[0].Verify(x509.VerifyOptions{
 		Roots:         roots,
 		Intermediates: intermediates,
-		CurrentTime:   certs[0].NotBefore.Add(time.Second), // its end is a problem of its own
+		CurrentTime:   TimeWithin(certs[0]), // its end is a problem of its own
 		KeyUsages:     []x509.ExtKeyUsage{x509.ExtKeyUsageAny},
 	}); err != nil {
 		d.Error = fmt.Sprintf("the CA in %s has not signed it: %v", caFile, err)
 	}
 	return []Described{d}
+}
+
+// TimeWithin returns the time within the validity of a certificate that is nearest to now. A verification at this time
+// does not depend on the end of the certificate. The certificate's CA may be younger: a replaced CA signs certificates
+// whose validity begins an hour earlier.
+func TimeWithin(c *x509.Certificate) time.Time {
+	now, first, last := time.Now(), c.NotBefore.Add(time.Second), c.NotAfter.Add(-time.Second)
+	switch {
+	case now.Before(first):
+		return first
+	case now.After(last):
+		return last
+	}
+	return now
 }
 
 // Of describes a certificate that has no file.
@@ -93,4 +107,17 @@ func certificates(file string) (all []*x509.Certificate, err error) {
 		}
 	}
 	return all, err
+}
+
+// ReadCertPool reads the certificates of a file in PEM. flag is the flag that names the file, for errors.
+func ReadCertPool(flag, file string) (*x509.CertPool, error) {
+	data, err := os.ReadFile(file)
+	if err != nil {
+		return nil, fmt.Errorf("--%s: %w", flag, err)
+	}
+	pool := x509.NewCertPool()
+	if !pool.AppendCertsFromPEM(data) {
+		return nil, fmt.Errorf("--%s %q holds no PEM certificate", flag, file)
+	}
+	return pool, nil
 }

@@ -14,6 +14,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 // unlimited is the least limit that means no limit. cgroup v1 has a number near the maximum of int64 for it.
@@ -63,7 +65,9 @@ func (p *Process) setGCPercent() {
 const (
 	// restPeriod is how often a process checks whether it is at rest.
 	restPeriod = time.Minute
-	// restBytes is how much a process at rest may allocate in restPeriod. An idle `up` allocates 60 MB.
+	// startPeriod is the least time from readiness to the first check.
+	startPeriod = 2 * time.Second
+	// restBytes is how much a process at rest may allocate in a period. An idle `up` allocates 60 MB in restPeriod.
 	restBytes = 128 << 20
 	// releaseBytes is the least memory to return to the operating system. An idle authn has 8 MB of live objects, and
 	// so about 8 MB to return.
@@ -100,20 +104,22 @@ func readHeap() heap {
 	}
 }
 
-// releaseAtRest returns unused memory to the operating system after each period in which the process was at rest. The
-// Go runtime lets the heap of a process at rest stay as large as it was under load: twice the live objects. The first
-// period is random, because a collection in each process at the same time would delay requests.
-func releaseAtRest(ctx context.Context) {
-	wait := time.NewTimer(rand.N(restPeriod))
-	defer wait.Stop()
-	for before := readHeap(); ; {
-		select {
-		case <-ctx.Done():
-			return
-		case <-wait.C:
-			wait.Reset(restPeriod)
-			before = release(before, readHeap())
-		}
+// ReleaseAtRest returns unused memory to the operating system after each period in which the process was at rest. It
+// runs until ctx is done. The Go runtime lets the heap of a process at rest stay as large as it was under load: twice
+// the live objects. The first period begins when the process is ready, and is short, because a start leaves garbage.
+func ReleaseAtRest(ctx context.Context, ready *lifecycle.Readiness) {
+	releaseAtRest(ctx, ready, release)
+}
+
+// releaseAtRest calls release after each period. The first two periods are random, because a collection in each
+// process at the same time would delay requests.
+func releaseAtRest(ctx context.Context, ready *lifecycle.Readiness, release func(before, now heap) heap) {
+	starting, cancel := context.WithTimeout(ctx, restPeriod) // a dependency of the process may be down for longer
+	_ = ready.Wait(starting)
+	cancel()
+	period, next := startPeriod+rand.N(startPeriod), rand.N(restPeriod)
+	for before := readHeap(); lifecycle.Sleep(ctx, period) == nil; period, next = next, restPeriod {
+		before = release(before, readHeap())
 	}
 }
 

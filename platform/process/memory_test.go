@@ -1,11 +1,16 @@
 package process
 
 import (
+	"context"
 	"math"
 	"os"
 	"path/filepath"
 	"runtime/debug"
 	"testing"
+	"testing/synctest"
+	"time"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 // The memory limit is the lowest of the cgroup's and its parents', on both versions of cgroups, also in a container.
@@ -118,5 +123,38 @@ func TestAProcessAtRestReleasesMemory(t *testing.T) {
 		if change(&now); release(before, now) != now {
 			t.Errorf("%s: the process releases memory", name)
 		}
+	}
+}
+
+// The first check is soon after readiness, and only a minute after the start if the process is not ready by then. The
+// second is within a minute of it. From then on there is a check each minute.
+func TestTheFirstReleaseIsSoonAfterReadiness(t *testing.T) {
+	for name, c := range map[string]struct{ readyAfter, from time.Duration }{
+		"ready at once":  {0, 0},
+		"a slow start":   {20 * time.Second, 20 * time.Second},
+		"a longer start": {time.Hour, restPeriod},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				ready := &lifecycle.Readiness{}
+				if c.readyAfter > 0 {
+					ready = lifecycle.NotReady("service")
+					time.AfterFunc(c.readyAfter, func() { ready.Set("service", nil) })
+				}
+				began, checks := time.Now(), []time.Duration{}
+				ctx, cancel := context.WithCancel(t.Context())
+				releaseAtRest(ctx, ready, func(_, now heap) heap {
+					if checks = append(checks, time.Since(began)); len(checks) == 4 {
+						cancel()
+					}
+					return now
+				})
+				first := checks[0] - c.from
+				if first < startPeriod || first >= 2*startPeriod || checks[1]-checks[0] >= restPeriod ||
+					checks[2]-checks[1] != restPeriod || checks[3]-checks[2] != restPeriod {
+					t.Errorf("the checks are %v after the start", checks)
+				}
+			})
+		})
 	}
 }

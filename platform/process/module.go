@@ -3,7 +3,8 @@
 // A service does not know if another service is in its process.
 //
 // Package lifecycle owns the goroutines of the runners. The xDS client has a goroutine that lasts as long as the
-// process.
+// process. Each process also has a goroutine that measures RPCs (rpc.Traffic.Run) and a goroutine that returns memory
+// (ReleaseAtRest).
 //
 // Review notes:
 //

@@ -91,8 +91,8 @@ func Pages(all ...*Instance) map[string]http.Handler {
 	}
 }
 
-// ready returns why clients should not call the service: its policy has not been read, or it is shutting down. A
-// dependency that is away is no reason, because no other replica would be better.
+// ready returns why clients should not call the service: it has a reason of its own (Ready), its policy has not been
+// read, or it is shutting down.
 func (b *Instance) ready(context.Context) error {
 	s := b.Get()
 	switch {

@@ -4,12 +4,9 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"net/http"
-	"os"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 	_ "time/tzdata" // for CronJobs' and CEL's time zones: an image has no files
@@ -19,108 +16,16 @@ import (
 	"google.golang.org/grpc"
 	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 
-	"watershed.dev/platform/config"
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
-	"watershed.dev/platform/version"
 	processv1 "watershed.dev/proto/watershed/process/v1"
 )
 
 // Upstream's controllers end the process when they panic. An object in etcd can cause that: a CRD whose name has no
 // dot, for example. The workers run under wait.Until, which restarts a worker after a panic.
 func init() { utilruntime.ReallyCrash = false }
-
-// Main is the main function of a service's binary. It runs the service with the options of the command line until
-// SIGINT or SIGTERM, or prints the version.
-func Main(m *Module) { CommandMain(m.Name, Modules{m}.Command([]string{m.Name})) }
-
-// Command returns the command that runs the targets until SIGINT or SIGTERM. adjust may change the flags before the
-// services receive them.
-func (all Modules) Command(targets []string, adjust ...func(*pflag.FlagSet)) Command {
-	return func(fs *pflag.FlagSet) func() error {
-		p, err := declare(all, targets, fs)
-		return func() error {
-			if err != nil {
-				return err
-			}
-			return p.run(fs, targets, adjust)
-		}
-	}
-}
-
-// run runs the process with the values of fs.
-func (p *Process) run(fs *pflag.FlagSet, targets []string, adjust []func(*pflag.FlagSet)) error {
-	for _, f := range adjust {
-		f(fs)
-	}
-	if err := p.configure(fs, targets); err != nil {
-		return err
-	}
-	ctx, cancel := lifecycle.SignalContext()
-	defer cancel()
-	flush, err := p.Telemetry.Start(ctx, p.name(), os.Stderr)
-	if err != nil {
-		return err
-	}
-	defer flush()
-	defer p.network.close()
-	p.setGCPercent()
-	runners, err := p.Runners(ctx)
-	if err != nil {
-		return err
-	}
-	slog.Info("Starting", "version", version.Release(), "services", p.modules.Names())
-	return lifecycle.Run(ctx, runners, lifecycle.Observer{})
-}
-
-// Load returns a process with the targets, which is configured by the options in args as its command does.
-func Load(all Modules, targets []string, command string, args []string) (*Process, error) {
-	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
-	p, err := declare(all, targets, fs)
-	if err != nil {
-		return nil, err
-	}
-	if err := config.Load(fs, args); err != nil {
-		return nil, all.FlagError(err)
-	}
-	return p, p.configure(fs, targets)
-}
-
-// declare returns a process with the targets, and adds its flags to fs.
-func declare(all Modules, targets []string, fs *pflag.FlagSet) (*Process, error) {
-	p, err := New(all, targets)
-	if err == nil {
-		fs.StringSlice("target", targets, "The services of this process, of "+strings.Join(all.Names(), ", ")+".")
-		p.AddNetworkFlags(fs)
-		p.AddFlags(fs)
-	}
-	return p, err
-}
-
-func (p *Process) configure(fs *pflag.FlagSet, targets []string) error {
-	if given, _ := fs.GetStringSlice("target"); !slices.Equal(given, targets) {
-		return fmt.Errorf("--target=%s: this command runs %s: want `watershed run`", strings.Join(given, ","),
-			strings.Join(targets, ","))
-	}
-	return p.Configure(fs)
-}
-
-// FlagError adds to an error about an unknown flag the service that has the flag.
-func (all Modules) FlagError(err error) error {
-	var unknown *config.UnknownFlagError
-	if !errors.As(err, &unknown) {
-		return err
-	}
-	for _, m := range all {
-		fs := pflag.NewFlagSet(m.Name, pflag.ContinueOnError)
-		if m.Options().AddFlags(fs); fs.Lookup(unknown.Name) != nil {
-			return fmt.Errorf("%w: it is a flag of %s, which is not among the targets", err, m.Name)
-		}
-	}
-	return err
-}
 
 // Process is a process with any set of services:
 //
@@ -247,9 +152,10 @@ func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 	processv1.RegisterProcessesServer(registrar, &processes{process: p})
 	metrics := p.network.metrics()
 	metrics.Add([]prometheus.Collector{expirations{p.certificates}})
+	readiness := p.readiness()
 	runners := []lifecycle.Runner{{Name: "debug", Run: func(ctx context.Context) error {
 		go rpc.Traffic.Run(ctx)
-		go releaseAtRest(ctx)
+		go ReleaseAtRest(ctx, readiness.Ready)
 		var all []*Instance
 		for _, s := range p.services {
 			all = append(all, &s.Instance)
@@ -274,7 +180,7 @@ func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 			Run:         func(ctx context.Context) error { return p.serve(ctx, server) },
 		})
 	}
-	return append(runners, p.readiness()), nil
+	return append(runners, readiness), nil
 }
 
 // runner returns the runner of a service. If a service that starts later calls it, the runner is ready once the service

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"path/filepath"
@@ -20,6 +19,7 @@ import (
 
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/pki"
+	"watershed.dev/platform/porttest"
 	"watershed.dev/platform/rpc"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -109,12 +109,8 @@ func start(t *testing.T, p *Process) {
 
 // freeAddress returns an address that no process listens on.
 func freeAddress(t *testing.T) string {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
+	t.Helper()
+	return fmt.Sprintf("127.0.0.1:%d", porttest.FreePort(t))
 }
 
 // identities returns the pattern of the services' certificates, and their CA.

@@ -18,8 +18,6 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/pki"
 	"watershed.dev/platform/recovery"
@@ -238,9 +236,6 @@ func (s *processes) Report(ctx context.Context, r *processv1.ReportRequest) (*pr
 // reportTimeout bounds a shallow report of another process.
 const reportTimeout = 4 * time.Second
 
-// olderRelease is the version of a process without Processes.Report, during an upgrade.
-const olderRelease = "an older release"
-
 // reports returns the reports of the other processes whose services the process calls. service is the caller.
 func (p *Process) reports(ctx context.Context, service string, kind Kind) []*Report {
 	ctx, cancel := context.WithTimeout(ctx, kind.timeout())
@@ -258,10 +253,7 @@ func (p *Process) reports(ctx context.Context, service string, kind Kind) []*Rep
 		slices.Sort(services)
 		wg.Go(func() {
 			r, err := p.reportAt(ctx, service, services[0], address, kind)
-			switch {
-			case status.Code(err) == codes.Unimplemented:
-				r = &Report{Services: services, Version: olderRelease}
-			case err != nil:
+			if err != nil {
 				r = &Report{Services: services, Error: err.Error()}
 			}
 			r.Address, r.Services = address, services // the certificate proves no others
@@ -313,7 +305,7 @@ func (r *Report) CompareClock(sent, received time.Time) {
 	}
 }
 
-// ReportsType is the media type of reports. A gateway of an older release sends metrics instead.
+// ReportsType is the media type of reports. A server that is no gateway sends metrics instead.
 const ReportsType = "application/json"
 
 // WriteReports writes reports as a JSON list.

@@ -266,7 +266,7 @@ func (c *Chunk) unmarshal(data mem.BufferSlice) error {
 	n, _ := reader.Read(prefix[:])
 	_ = reader.Close()
 	size, gzip, offset, ok := parseHead(prefix[:n], data.Len())
-	if !ok { // several pieces, from an older release
+	if !ok { // a message without data, or with fields of another release
 		m := &watchfanoutv1.ListChunk{}
 		if err := proto.Unmarshal(data.Materialize(), m); err != nil {
 			return err

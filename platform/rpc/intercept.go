@@ -4,18 +4,28 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
-	"runtime/debug"
 	"slices"
 	"strings"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
+
+	"watershed.dev/platform/recovery"
 )
+
+var rpcDuration = prometheus.NewHistogramVec(prometheus.HistogramOpts{
+	Name:    "watershed_rpc_duration_seconds",
+	Help:    "Duration in seconds of RPCs served, by method and code. Streams count to their end.",
+	Buckets: prometheus.ExponentialBuckets(0.00025, 4, 9),
+}, []string{"method", "code"})
+
+// Metrics returns the collectors that every process has. A process with an xDS client also has XDS.Metrics.
+func Metrics() []prometheus.Collector { return []prometheus.Collector{rpcDuration} }
 
 // unaryInterceptor intercepts every unary call, between processes and in process. It authorizes the client, records
 // the duration, and converts panics and API errors to statuses.
@@ -85,7 +95,7 @@ func observe(method string, since time.Time, err *error) {
 
 func recoverPanic(name string, err *error) {
 	if r := recover(); r != nil {
-		slog.Error("A handler panicked", "method", name, "panic", r, "stack", string(debug.Stack()))
+		recovery.Observe(name, r)
 		*err = status.Error(codes.Internal,
 			fmt.Sprintf("panic in %s: %v", name[strings.LastIndexByte(name, '/')+1:], r))
 	}

@@ -20,6 +20,15 @@ func WithAffinity(ctx context.Context, key string) context.Context {
 	return context.WithValue(ctx, callStateKey{}, &callState{slot: affinitySlots[h.Sum32()%uint32(len(affinitySlots))]})
 }
 
+// AffinityOf returns the slot of the key that WithAffinity added to ctx, or "". Equal slots prefer the same replica.
+// Tests of callers use it.
+func AffinityOf(ctx context.Context) string {
+	if n := callStateOf(ctx); n != nil {
+		return n.slot
+	}
+	return ""
+}
+
 // TrackReplica records the replica of a call, so that Hedged calls again only if the replica is unresponsive.
 func TrackReplica(ctx context.Context) context.Context {
 	return context.WithValue(ctx, callStateKey{}, &callState{})
@@ -44,6 +53,9 @@ type callState struct {
 	// unary is set for a unary call. Only unary calls are counted as outstanding: a stream may be long, and may wait
 	// for its caller.
 	unary atomic.Bool
+	// maxWait bounds each wait of a unary call for a ready replica; 0: no bound. wait is the timer of that bound.
+	maxWait time.Duration
+	wait    *time.Timer
 }
 
 func callStateOf(ctx context.Context) *callState {
@@ -51,7 +63,8 @@ func callStateOf(ctx context.Context) *callState {
 	return n
 }
 
-// trackUnary counts every unary call as an outstanding call of its replica.
+// trackUnary counts every unary call as an outstanding call of its replica. It bounds the wait for a ready replica if
+// WithMaxWait has set a bound.
 func trackUnary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker,
 	opts ...grpc.CallOption) error {
 	n := callStateOf(ctx)
@@ -60,7 +73,11 @@ func trackUnary(ctx context.Context, method string, req, reply any, cc *grpc.Cli
 		ctx = context.WithValue(ctx, callStateKey{}, n)
 	}
 	n.unary.Store(true)
-	return invoke(ctx, method, req, reply, cc, opts...)
+	if n.maxWait == 0 {
+		return invoke(ctx, method, req, reply, cc, opts...)
+	}
+	ctx, end := n.boundWait(ctx, method)
+	return end(invoke(ctx, method, req, reply, cc, opts...))
 }
 
 // isResponsive reports if a call is tracked and its replica is not unresponsive. A call without a replica is
@@ -75,7 +92,7 @@ func isResponsive(ctx context.Context) bool {
 }
 
 // preferred picks one of the key's two replicas: the first, unless it is overloaded. A retry goes to the second. It
-// skips unresponsive replicas while a third is responsive.
+// skips unresponsive replicas, and both if they are overloaded, while a third is responsive.
 func (n *callState) preferred(p *picker) replica {
 	candidates := p.serving(n.slot)
 	first, second := candidates[0], candidates[len(candidates)-1]
@@ -85,6 +102,12 @@ func (n *callState) preferred(p *picker) replica {
 	}
 	usable := func(r replica) bool { return r.outstanding != previous && !r.unresponsive() }
 	if usable(first) {
+		if first.calls.Load() > overloaded && second.calls.Load() > overloaded {
+			third := p.leastRequest(p.ready)
+			if usable(third) && first.calls.Load() > overloaded+2*third.calls.Load() {
+				return third
+			}
+		}
 		return first
 	}
 	if usable(second) {
@@ -106,6 +129,9 @@ func (n *callState) pick(to replica) balancer.PickResult {
 	result := balancer.PickResult{SubConn: to.conn}
 	if n.unary.Load() {
 		result.Done = to.begin()
+	}
+	if n.wait != nil {
+		result.Done = n.atReplica(result.Done)
 	}
 	return result
 }

@@ -3,6 +3,8 @@ package rpc
 import (
 	"context"
 	"fmt"
+	"maps"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -88,19 +90,26 @@ func TestAffinity(t *testing.T) {
 	}
 }
 
-// An overloaded replica shares its calls with the second replica of the key.
+// An overloaded replica shares its calls with the second replica of the key. If both are overloaded, every replica gets
+// calls.
 func TestOverloadedReplicasShareCalls(t *testing.T) {
 	p := pickerOf("a:1", "a:2", "a:3")
 	load, preferred := map[string]int{}, ""
-	for range 200 {
-		address, _ := picked(t, p, unaryOf(WithAffinity(t.Context(), "configmaps/kube-system/hot")))
-		if preferred == "" {
-			preferred = address
+	call := func(n int) {
+		for range n {
+			address, _ := picked(t, p, unaryOf(WithAffinity(t.Context(), "configmaps/kube-system/hot")))
+			if preferred == "" {
+				preferred = address
+			}
+			load[address]++
 		}
-		load[address]++
 	}
-	other := 200 - load[preferred]
-	if len(load) != 2 || load[preferred] < 2*other || other < 50 {
+	call(60)
+	if other := 60 - load[preferred]; len(load) != 2 || load[preferred] < 2*other || other < 10 {
+		t.Errorf("of 60 calls without a response %d are at the preferred replica: %v", load[preferred], load)
+	}
+	call(140)
+	if len(load) != 3 || load[preferred] < 80 || slices.Min(slices.Collect(maps.Values(load))) < 30 {
 		t.Errorf("of 200 calls without a response %d are at the preferred replica: %v", load[preferred], load)
 	}
 }

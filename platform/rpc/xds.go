@@ -1,10 +1,12 @@
 package rpc
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"slices"
@@ -19,6 +21,7 @@ import (
 	rpcstatus "google.golang.org/genproto/googleapis/rpc/status"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/resolver"
 	"google.golang.org/protobuf/proto"
 
@@ -40,8 +43,8 @@ import (
 //
 // An accepted response replaces the endpoints and the cache file.
 type XDS struct {
+	id     TLS
 	config XDSConfig
-	conn   *grpc.ClientConn
 
 	mu       sync.Mutex
 	services map[string]*serviceState
@@ -68,9 +71,7 @@ const (
 	endpointType = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 	// maxReplicas bounds the endpoints of a service.
 	maxReplicas = 10_000
-	// xdsPause is the delay before a lost stream is opened again.
-	xdsPause = 200 * time.Millisecond
-	// xdsTimeout bounds the wait for the first endpoints on a stream. After it, XDS opens a stream to the next server.
+	// xdsTimeout bounds the wait for the first endpoints on a stream. After it, XDS connects to the next server.
 	xdsTimeout = 3 * time.Second
 )
 
@@ -94,8 +95,10 @@ type serviceState struct {
 
 // NewXDS returns a client of xDS servers. Run connects it.
 func NewXDS(id TLS, c XDSConfig) (*XDS, error) {
-	conn, err := Dial(id, xdsName, Addresses(c.Servers))
-	if err != nil {
+	if len(c.Servers) == 0 {
+		return nil, errors.New("no address for service " + xdsName)
+	}
+	if _, err := id.ClientConfig(xdsName); err != nil {
 		return nil, err
 	}
 	if c.Dir != "" {
@@ -104,34 +107,57 @@ func NewXDS(id TLS, c XDSConfig) (*XDS, error) {
 			c.Dir = ""
 		}
 	}
-	return &XDS{config: c, conn: conn, services: map[string]*serviceState{}, subscribed: make(chan struct{}, 1)}, nil
+	return &XDS{id: id, config: c, services: map[string]*serviceState{}, subscribed: make(chan struct{}, 1)}, nil
 }
 
 // Metrics returns the collectors of the client. A process without a client has none of them, because it would report a
 // lost connection.
 func (*XDS) Metrics() []prometheus.Collector { return []prometheus.Collector{xdsUpdates, xdsConnected} }
 
-// Run receives endpoints until ctx is done.
-func (x *XDS) Run(ctx context.Context) {
-	defer x.conn.Close()
-	for ctx.Err() == nil {
-		err := x.stream(ctx)
+// Run receives endpoints until ctx is done. Each stream has a connection of its own: the first to a random server, the
+// others to the next server. The address of a load balancer may so reach another replica.
+func (x *XDS) Run(ctx context.Context) { x.runStreams(ctx, x.stream) }
+
+// runStreams calls stream for the servers in rotation until ctx is done. Its delays grow until a stream has received
+// endpoints. It logs the first error of each server and each different error, because an outage may last.
+func (x *XDS) runStreams(ctx context.Context, stream func(ctx context.Context, server string) (bool, error)) {
+	servers := x.config.Servers
+	backoff, logged := xdsBackoff, map[string]string{}
+	for n := rand.IntN(len(servers)); ctx.Err() == nil; n++ {
+		server := servers[n%len(servers)]
+		received, err := stream(ctx, server)
 		xdsConnected.Set(0)
-		if ctx.Err() == nil {
-			slog.Warn("The xDS stream ended; the previous endpoints stay", "error", err)
+		if ctx.Err() != nil {
+			return
 		}
-		_ = lifecycle.Sleep(ctx, xdsPause)
+		if received {
+			backoff = xdsBackoff
+			clear(logged)
+		}
+		if text := err.Error(); logged[server] != text {
+			slog.Warn("The xDS stream ended; the previous endpoints stay", "server", server, "error", err)
+			logged[server] = text
+		}
+		_ = lifecycle.Sleep(ctx, backoff.Step())
 	}
 }
 
-// stream opens a stream, subscribes to all dialed services, and applies responses until the stream fails.
-func (x *XDS) stream(ctx context.Context) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	stream, err := discovery.NewAggregatedDiscoveryServiceClient(x.conn).StreamAggregatedResources(ctx)
+// stream opens a stream to a server, subscribes to all dialed services, and applies responses until the stream fails.
+// It fails at once if the server cannot be reached or does not serve. It reports whether the server sent endpoints.
+func (x *XDS) stream(ctx context.Context, server string) (received bool, err error) {
+	conn, err := Dial(x.id, xdsName, Addresses{server})
 	if err != nil {
-		return err
+		return false, err
 	}
+	defer conn.Close()
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	stream, err := discovery.NewAggregatedDiscoveryServiceClient(conn).
+		StreamAggregatedResources(ctx, grpc.WaitForReady(false))
+	if err != nil {
+		return false, err
+	}
+	go cancelUnhealthy(ctx, cancel, conn)
 	responses, ended := make(chan *discovery.DiscoveryResponse), make(chan error, 1)
 	go func() {
 		for {
@@ -143,6 +169,7 @@ func (x *XDS) stream(ctx context.Context) error {
 			select {
 			case responses <- m:
 			case <-ctx.Done():
+				ended <- ctx.Err()
 				return
 			}
 		}
@@ -154,21 +181,22 @@ func (x *XDS) stream(ctx context.Context) error {
 		request.ResourceNames = x.serviceNames()
 		if len(request.ResourceNames) > 0 {
 			if err := stream.Send(proto.CloneOf(request)); err != nil {
-				return errors.Join(err, <-ended)
+				return received, errors.Join(err, <-ended)
 			}
 		}
 		select {
 		case err := <-ended:
-			return err
+			return received, cmp.Or(context.Cause(ctx), err)
 		case <-timeout.C:
 			if len(request.ResourceNames) > 0 {
-				return errors.New("the server has no endpoints")
+				return false, errors.New("the server has no endpoints")
 			}
 			timeout.Reset(xdsTimeout)
 		case <-x.subscribed:
 		case m := <-responses:
 			if len(m.GetResources()) > 0 { // a server without endpoints may send an empty response
 				timeout.Stop()
+				received = true
 				xdsConnected.Set(1)
 			}
 			request.ResponseNonce, request.ErrorDetail = m.GetNonce(), nil
@@ -180,6 +208,17 @@ func (x *XDS) stream(ctx context.Context) error {
 			}
 		}
 	}
+}
+
+// cancelUnhealthy cancels ctx when the server of conn reports that it no longer serves (gRPC health). gRPC would
+// continue its open streams.
+func cancelUnhealthy(ctx context.Context, cancel context.CancelCauseFunc, conn *grpc.ClientConn) {
+	for state := conn.GetState(); state != connectivity.TransientFailure; state = conn.GetState() {
+		if !conn.WaitForStateChange(ctx, state) {
+			return
+		}
+	}
+	cancel(errors.New("the server does not serve any longer"))
 }
 
 // handleResponse applies the valid endpoint sets of a response. The error describes the invalid sets.
@@ -315,59 +354,4 @@ func (x *XDS) AddressesOf(service string) []string {
 		return f.addresses
 	}
 	return nil
-}
-
-// builder implements Replicas. Connections to eds:///service receive x's endpoints.
-func (x *XDS) builder() resolver.Builder { return xdsBuilder{x} }
-
-type xdsBuilder struct{ *XDS }
-
-// Scheme implements resolver.Builder. The scheme is not xds, because gRPC would then add metadata to each call
-// (internal.GRPCResolverSchemeExtraMetadata): 4 allocations.
-func (xdsBuilder) Scheme() string { return "eds" }
-
-// Build implements resolver.Builder.
-func (b xdsBuilder) Build(t resolver.Target, cc resolver.ClientConn,
-	_ resolver.BuildOptions) (resolver.Resolver, error) {
-	service := t.Endpoint()
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	f := b.services[service]
-	if f == nil {
-		f = &serviceState{addresses: b.readCache(service), watchers: map[resolver.ClientConn]bool{}}
-		b.services[service] = f
-	}
-	f.watchers[cc] = true
-	if len(f.addresses) > 0 { // without endpoints, calls wait until their deadlines
-		_ = cc.UpdateState(stateOf(f.addresses))
-	}
-	select {
-	case b.subscribed <- struct{}{}:
-	default:
-	}
-	return &xdsResolver{b.XDS, service, cc}, nil
-}
-
-type xdsResolver struct {
-	*XDS
-	service string
-	cc      resolver.ClientConn
-}
-
-// ResolveNow implements resolver.Resolver. It does nothing, because the server pushes changes.
-func (*xdsResolver) ResolveNow(resolver.ResolveNowOptions) {}
-
-// Close implements resolver.Resolver.
-func (r *xdsResolver) Close() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	delete(r.services[r.service].watchers, r.cc)
-}
-
-func stateOf(addresses []string) resolver.State {
-	var s resolver.State
-	for _, a := range addresses {
-		s.Addresses = append(s.Addresses, resolver.Address{Addr: a})
-	}
-	return s
 }

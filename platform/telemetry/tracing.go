@@ -3,7 +3,6 @@ package telemetry
 import (
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -28,6 +27,7 @@ import (
 	tracingapi "k8s.io/component-base/tracing/api/v1"
 	"sigs.k8s.io/yaml"
 
+	"watershed.dev/platform/pki"
 	"watershed.dev/platform/version"
 )
 
@@ -141,13 +141,9 @@ func (o *Tracing) start(ctx context.Context, service string) (stop func(), err e
 	}
 	secure := otlptracegrpc.WithInsecure()
 	if o.CAFile != "" {
-		pem, err := os.ReadFile(o.CAFile)
+		pool, err := pki.ReadCertPool("tracing-ca-file", o.CAFile)
 		if err != nil {
-			return nil, fmt.Errorf("--tracing-ca-file: %w", err)
-		}
-		pool := x509.NewCertPool()
-		if !pool.AppendCertsFromPEM(pem) {
-			return nil, fmt.Errorf("--tracing-ca-file %q holds no PEM certificate", o.CAFile)
+			return nil, err
 		}
 		secure = otlptracegrpc.WithTLSCredentials(
 			credentials.NewTLS(&tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool}),

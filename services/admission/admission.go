@@ -13,11 +13,14 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/spf13/pflag"
 	"go.opentelemetry.io/otel"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	networkingv1 "k8s.io/api/networking/v1"
+	nodev1 "k8s.io/api/node/v1"
+	schedulingv1 "k8s.io/api/scheduling/v1"
+	storagev1 "k8s.io/api/storage/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -30,6 +33,7 @@ import (
 	webhookutil "k8s.io/apiserver/pkg/util/webhook"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
@@ -41,42 +45,10 @@ import (
 
 	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/egress"
-	"watershed.dev/platform/features"
 	"watershed.dev/platform/lifecycle"
 	_ "watershed.dev/platform/patchlimit" // bounds the copies of webhooks' and policies' patches
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 )
-
-// Config is the configuration of admission: kube-apiserver's admission flags, and the way to the gateway.
-type Config struct {
-	Options           *kubeoptions.AdmissionOptions
-	Kubeconfig        string
-	AggregatorRouting bool
-	Hooks             HookOptions
-	Freshness         apiclient.Freshness
-	Egress            egress.Config
-}
-
-// NewConfig returns the defaults.
-func NewConfig() *Config { return &Config{Options: kubeoptions.NewAdmissionOptions()} }
-
-// AddFlags adds every option to fs.
-func (c *Config) AddFlags(fs *pflag.FlagSet) {
-	features.AddFlag(fs)
-	c.Options.AddFlags(fs)
-	c.Freshness.AddFlags(fs)
-	c.Egress.AddFlags(fs)
-	c.Hooks.AddFlags(fs)
-	fs.BoolVar(&c.AggregatorRouting, "enable-aggregator-routing", false,
-		"Turns on routing of webhook calls to endpoints' addresses rather than to cluster IPs.")
-	fs.StringVar(&c.Kubeconfig, "kubeconfig", "",
-		"Kubeconfig of the gateway, for the objects that plugins read.")
-}
-
-// Validate returns an error that names the invalid flag.
-func (c *Config) Validate() error {
-	return errors.Join(append(c.Options.Validate(), c.Hooks.Validate())...)
-}
 
 // Service is a running admission chain. The state of its policies:
 //
@@ -106,13 +78,9 @@ func New(ctx context.Context, c *Config, conn *apiclient.Conn) (*Service, error)
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}
-	// a webhook at the API's own Service adds its TLS options, which an in-process client rejects
-	connected := conn.Config
-	if c.Kubeconfig != "" {
-		var err error
-		if connected, err = apiclient.Config(c.Kubeconfig, "admission"); err != nil {
-			return nil, err
-		}
+	ownService, err := conn.OwnService()
+	if err != nil {
+		return nil, err
 	}
 	dyn, err := dynamic.NewForConfig(conn.Config)
 	if err != nil {
@@ -126,6 +94,7 @@ func New(ctx context.Context, c *Config, conn *apiclient.Conn) (*Service, error)
 	client := s.cluster.Client
 	s.informers, s.mapper = s.cluster.Informers, newMapper(client.Discovery())
 	s.trackAges()
+	s.listClasses()
 	if s.resolver, err = apiclient.NewServiceResolver(s.informers, c.AggregatorRouting); err != nil {
 		return nil, err
 	}
@@ -136,7 +105,7 @@ func New(ctx context.Context, c *Config, conn *apiclient.Conn) (*Service, error)
 	if err != nil {
 		return nil, err
 	}
-	initializers, err := s.initializers(apiclient.Protobuf(connected), out)
+	initializers, err := s.initializers(ownService, out)
 	if err != nil {
 		return nil, err
 	}
@@ -156,15 +125,16 @@ func New(ctx context.Context, c *Config, conn *apiclient.Conn) (*Service, error)
 	if err != nil {
 		return nil, err
 	}
+	initializers = append(initializers, paramInitializer{dyn, s.cluster}, s.mapper, s.stopped)
 	if err := c.Options.ApplyTo(gc, newPluginInformers(s.informers, client, false), plugins, dyn,
-		utilfeature.DefaultFeatureGate, version, append(initializers, s.mapper, s.stopped)...); err != nil {
+		utilfeature.DefaultFeatureGate, version, initializers...); err != nil {
 		if strings.HasPrefix(err.Error(), "failed to read plugin config") {
 			err = fmt.Errorf("--admission-control-config-file %q: %w", c.Options.GenericAdmission.ConfigFile, err)
 		}
 		return nil, err
 	}
 	s.chain = admission.WithAudit(gc.AdmissionControl)
-	if s.crds, err = newCRDs(conn.Config, s.resolver, out, s.mapper.invalidate); err != nil {
+	if s.crds, err = newCRDs(s.cluster, conn.Config, ownService, s.resolver, out, s.mapper.invalidate); err != nil {
 		return nil, err
 	}
 	// Some configurations need admission for every write. They are plugins that builtInRules does not cover, and
@@ -185,8 +155,9 @@ func hasUnknownRules(plugin string) bool {
 }
 
 // trackAges registers the resources that decide a review, so that their age counts. They are webhooks, policies, and
-// the resources by which the default plugins restrict a namespace. Without the other resources (pods, classes), plugins
-// reject a write or only warn.
+// the resources by which the default plugins restrict a namespace. The age of classes, CRDs and parameters does not
+// count, but a stalled event log does not delay them (apiclient.ListWatch). Without fresh pods and nodes, plugins
+// reject a write of a node, only warn, or copy older labels of a node to a pod.
 func (s *Service) trackAges() {
 	const group = "/apis/admissionregistration.k8s.io/v1/"
 	core, rules := s.informers.Core().V1(), s.informers.Admissionregistration().V1()
@@ -206,9 +177,26 @@ func (s *Service) trackAges() {
 	}
 }
 
-func (s *Service) initializers(rc *rest.Config, out egress.Selector) ([]admission.PluginInitializer, error) {
+// listClasses registers informers of the classes by which plugins default and reject objects. A stalled event log does
+// not delay them.
+func (s *Service) listClasses() {
+	c := s.cluster
+	for _, l := range []*apiclient.ListWatch{
+		apiclient.NewListWatch(c.Client.StorageV1().StorageClasses(), &storagev1.StorageClass{}, c),
+		apiclient.NewListWatch(c.Client.NetworkingV1().IngressClasses(), &networkingv1.IngressClass{}, c),
+		apiclient.NewListWatch(c.Client.SchedulingV1().PriorityClasses(), &schedulingv1.PriorityClass{}, c),
+		apiclient.NewListWatch(c.Client.NodeV1().RuntimeClasses(), &nodev1.RuntimeClass{}, c),
+	} {
+		newInformer := func(_ kubernetes.Interface, resync time.Duration) cache.SharedIndexInformer {
+			return cache.NewSharedIndexInformer(l.Informer(), l.Example, resync, cache.Indexers{})
+		}
+		s.informers.InformerFor(l.Example, newInformer)
+	}
+}
+
+func (s *Service) initializers(ownService *rest.Config, out egress.Selector) ([]admission.PluginInitializer, error) {
 	config := controlplaneadmission.Config{
-		LoopbackClientConfig: rc,
+		LoopbackClientConfig: ownService,
 		ExternalInformers:    newPluginInformers(s.informers, s.cluster.Client, true),
 		APIResourceConfig:    controlplane.DefaultAPIResourceConfigSource(),
 	}
@@ -217,9 +205,7 @@ func (s *Service) initializers(rc *rest.Config, out egress.Selector) ([]admissio
 		return nil, err
 	}
 	if s.hooks != nil {
-		initializers = append(initializers, s.hooks.initializer(
-			webhookutil.NewDefaultAuthenticationInfoResolverWrapper(nil, out.Upstream(), rc,
-				otel.GetTracerProvider())))
+		initializers = append(initializers, s.hooks.initializer())
 	}
 	return append(initializers, kubeadmission.NewPluginInitializer()), nil
 }

@@ -18,6 +18,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 
+	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/crd"
 	"watershed.dev/platform/egress"
 )
@@ -39,10 +40,10 @@ type customResource struct {
 	equivalents runtime.EquivalentResourceMapper
 }
 
-// newCRDs watches CRDs with config, and calls conversion webhooks through out. It calls changed after each change of a
-// CRD.
-func newCRDs(config *rest.Config, services webhookutil.ServiceResolver, out egress.Selector,
-	changed func()) (*crds, error) {
+// newCRDs watches CRDs with config, and calls conversion webhooks through out, or with ownService. It calls changed
+// after each change of a CRD. While the event log of cluster stalls, its informer follows etcd with lists.
+func newCRDs(cluster *apiclient.Cluster, config, ownService *rest.Config, services webhookutil.ServiceResolver,
+	out egress.Selector, changed func()) (*crds, error) {
 	client, err := extensionsclient.NewForConfig(config)
 	if err != nil {
 		return nil, err
@@ -53,6 +54,13 @@ func newCRDs(config *rest.Config, services webhookutil.ServiceResolver, out egre
 			extensions.WithTransform(crd.Transform)),
 		cached: map[string]*customResource{},
 	}
+	lw := apiclient.NewListWatch(client.ApiextensionsV1().CustomResourceDefinitions(),
+		&apiextensionsv1.CustomResourceDefinition{}, cluster)
+	// the factory's own informer has another client
+	newInformer := func(_ extensionsclient.Interface, resync time.Duration) cache.SharedIndexInformer {
+		return cache.NewSharedIndexInformer(lw.Informer(), lw.Example, resync, cache.Indexers{})
+	}
+	c.informers.InformerFor(lw.Example, newInformer)
 	crdInformer := c.informers.Apiextensions().V1().CustomResourceDefinitions()
 	c.lister = crdInformer.Lister()
 	_, err = crdInformer.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
@@ -73,7 +81,7 @@ func newCRDs(config *rest.Config, services webhookutil.ServiceResolver, out egre
 	if err != nil {
 		return nil, err
 	}
-	c.converters = crd.NewConverters(services, crd.Webhooks(out, config))
+	c.converters = crd.NewConverters(services, crd.Webhooks(out, ownService))
 	return c, nil
 }
 

@@ -17,9 +17,10 @@
 // Check in every change:
 //   - builtInRules covers every default plugin. TestRulesCoverEveryPlugin runs each plugin over everything that the
 //     rules omit. Repeat it after each upgrade of Kubernetes.
-//   - trackAges lists every resource that decides a review. A resource that is missing there may be stale without an
-//     error. The index of OpenAPI documents is not listed: it is up to 5 s old, as in kube-apiserver. While no
-//     MutatingAdmissionPolicy exists it may be a minute old, and a new policy renews it (indexHold).
+//   - trackAges lists every resource that decides a review, except pods, nodes, classes, CRDs and parameters. A
+//     resource that is missing there may be stale without an error. The index of OpenAPI documents is not listed: it
+//     is up to 5 s old, as in kube-apiserver. While no MutatingAdmissionPolicy exists it may be a minute old, and a new
+//     policy renews it (indexHold).
 //   - A rule with ValidateInAdmit is valid only if registry's changes between Admit and the write do not affect
 //     validation.
 //   - Texts of rejections are kube-apiserver's, byte for byte.

@@ -149,7 +149,7 @@ func newHooks(o HookOptions, f informers.SharedInformerFactory) (*hooks, error) 
 func (h *hooks) refresh() {
 	configured := map[string]bool{}
 	observe := func(c admissionregistrationv1.WebhookClientConfig, p *admissionregistrationv1.FailurePolicyType) {
-		name := configuredEndpoint(c)
+		name := ConfiguredEndpoint(c)
 		if ignored, ok := configured[name]; name != "" && (!ok || ignored) {
 			configured[name] = p != nil && *p == admissionregistrationv1.Ignore
 		}
@@ -189,8 +189,8 @@ func (h *hooks) forget(name string) {
 	breakersOpen.DeleteLabelValues(name)
 }
 
-// configuredEndpoint returns the endpoint of a webhook: host:port and path, as in the request's URL.
-func configuredEndpoint(c admissionregistrationv1.WebhookClientConfig) string {
+// ConfiguredEndpoint returns the endpoint of a webhook: host:port and path, as in the request's URL.
+func ConfiguredEndpoint(c admissionregistrationv1.WebhookClientConfig) string {
 	if s := c.Service; s != nil {
 		port, urlPath := int32(443), ""
 		if s.Port != nil {
@@ -289,16 +289,16 @@ func (h *hooks) endpointFor(u *url.URL) *endpoint {
 	return e
 }
 
-// initializer gives webhook plugins clients with the limits. It runs after upstream's initializer, and wraps the same
-// clients.
-func (h *hooks) initializer(upstream webhookutil.AuthenticationInfoResolverWrapper) admission.PluginInitializer {
+// initializer adds the limits to the clients of webhook plugins. It runs after upstream's initializer, so r already has
+// upstream's wrapper.
+func (h *hooks) initializer() admission.PluginInitializer {
 	return hookInitializer{func(r webhookutil.AuthenticationInfoResolver) webhookutil.AuthenticationInfoResolver {
 		return &webhookutil.AuthenticationInfoResolverDelegator{
 			ClientConfigForFunc: func(hostPort string) (*rest.Config, error) {
-				return h.wrapConfig(upstream(r).ClientConfigFor(hostPort))
+				return h.wrapConfig(r.ClientConfigFor(hostPort))
 			},
 			ClientConfigForServiceFunc: func(service, namespace string, port int) (*rest.Config, error) {
-				return h.wrapConfig(upstream(r).ClientConfigForService(service, namespace, port))
+				return h.wrapConfig(r.ClientConfigForService(service, namespace, port))
 			},
 		}
 	}}

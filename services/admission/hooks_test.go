@@ -13,6 +13,9 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
+	"k8s.io/apiserver/pkg/admission"
+	webhookutil "k8s.io/apiserver/pkg/util/webhook"
+	"k8s.io/client-go/rest"
 )
 
 // hook is a webhook's server, as its client's transport.
@@ -237,7 +240,7 @@ func TestTheLastOfABudgetIsNotToBlame(t *testing.T) {
 
 func TestEndpointsAreNamedAsTheyAreCalled(t *testing.T) {
 	port, path, url := int32(8443), "/review", "https://hooks.example:444/a/b?x=y"
-	slashes, odd := "https://hooks.example//a/", "https://hooks.example/%ff"
+	slashes, odd, space := "https://hooks.example//a/", "https://hooks.example/%ff", "https://hooks.example/a%20b"
 	service := func(port *int32, path *string) admissionregistrationv1.WebhookClientConfig {
 		return admissionregistrationv1.WebhookClientConfig{
 			Service: &admissionregistrationv1.ServiceReference{Name: "s", Namespace: "n", Port: port, Path: path},
@@ -249,9 +252,10 @@ func TestEndpointsAreNamedAsTheyAreCalled(t *testing.T) {
 		"hooks.example:444/a/b": {URL: &url},
 		"hooks.example/a":       {URL: &slashes},
 		"hooks.example/\ufffd":  {URL: &odd},
+		"hooks.example/a b":     {URL: &space},
 		"":                      {},
 	} {
-		if got := configuredEndpoint(c); got != want {
+		if got := ConfiguredEndpoint(c); got != want {
 			t.Errorf("%q, not %q", got, want)
 		}
 	}
@@ -267,5 +271,56 @@ func TestHookOptionsAreChecked(t *testing.T) {
 		if err := o.Validate(); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%v: %v", o, err)
 		}
+	}
+}
+
+// resolverPlugin receives wrappers of a resolver, as upstream's webhook plugins do.
+type resolverPlugin struct {
+	*admission.Handler
+	webhookutil.AuthenticationInfoResolver
+}
+
+func (p *resolverPlugin) SetAuthenticationInfoResolverWrapper(w webhookutil.AuthenticationInfoResolverWrapper) {
+	p.AuthenticationInfoResolver = w(p.AuthenticationInfoResolver)
+}
+
+func (p *resolverPlugin) ValidateInitialization() error { return nil }
+
+// A call of a webhook passes upstream's transport, which makes its span, only once.
+func TestUpstreamWrapsAWebhooksClientOnce(t *testing.T) {
+	wraps := 0
+	p := &resolverPlugin{AuthenticationInfoResolver: &webhookutil.AuthenticationInfoResolverDelegator{
+		ClientConfigForServiceFunc: func(string, string, int) (*rest.Config, error) { return &rest.Config{}, nil },
+	}}
+	p.SetAuthenticationInfoResolverWrapper(func(r webhookutil.AuthenticationInfoResolver,
+	) webhookutil.AuthenticationInfoResolver {
+		return &webhookutil.AuthenticationInfoResolverDelegator{
+			ClientConfigForServiceFunc: func(name, namespace string, port int) (*rest.Config, error) {
+				c, err := r.ClientConfigForService(name, namespace, port)
+				wraps++
+				return c, err
+			},
+		}
+	})
+	all := &hooks{endpoints: map[string]*endpoint{}}
+	all.configured.Store(&map[string]bool{})
+	all.initializer().Initialize(p)
+	c, err := p.ClientConfigForService("hook", "ns", 443)
+	if err != nil || wraps != 1 {
+		t.Fatalf("%d wrappers of upstream, %v", wraps, err)
+	}
+	h := &hook{code: http.StatusOK}
+	c.Transport = h
+	client, err := rest.HTTPClientFor(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := client.Get(hookURL)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = resp.Body.Close()
+	if h.called() != 1 || all.endpoints["hook.ns.svc:443/review"] == nil {
+		t.Errorf("%d calls, and the endpoints are %v", h.called(), all.endpoints)
 	}
 }

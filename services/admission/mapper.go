@@ -9,6 +9,8 @@ import (
 	"k8s.io/client-go/discovery"
 	"k8s.io/client-go/discovery/cached/memory"
 	"k8s.io/client-go/restmapper"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 // mapperPeriod is how often the cached discovery is reset, as in kube-apiserver
@@ -64,10 +66,8 @@ func (m *mapper) run(ctx context.Context) {
 		case <-tick.C:
 		}
 		m.Reset()
-		select { // CRDs often change together
-		case <-ctx.Done():
+		if lifecycle.Sleep(ctx, time.Second) != nil { // CRDs often change together
 			return
-		case <-time.After(time.Second):
 		}
 	}
 }

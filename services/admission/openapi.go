@@ -11,6 +11,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 // pluginClient returns the client of the plugins. A nil hold leaves their requests as they are.
@@ -100,10 +102,8 @@ func (r indexRetrier) RoundTrip(req *http.Request) (*http.Response, error) {
 		if req.URL.Path != indexPath || !failed || attempt == indexRetries {
 			return resp, err
 		}
-		select {
-		case <-req.Context().Done():
+		if lifecycle.Sleep(req.Context(), indexRetryInterval) != nil {
 			return resp, err
-		case <-time.After(indexRetryInterval):
 		}
 		if err == nil {
 			_ = resp.Body.Close()

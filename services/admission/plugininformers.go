@@ -3,21 +3,18 @@ package admission
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/informers/core"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
 	corelisters "k8s.io/client-go/listers/core/v1"
-	"k8s.io/client-go/tools/pager"
-
-	"watershed.dev/platform/apiclient"
 )
 
 // pluginInformers are the informers of the plugins. Their pods and nodes lack the fields that NodeRestriction and the
@@ -25,8 +22,9 @@ import (
 //
 //   - PodSecurity lists the pods of a namespace whose level changes. The list comes from the gateway.
 //   - ResourceQuota gets the pod that owns a ResourceClaim for extended resources. With wholePods, the gateway has it.
-//   - A policy may have a pod or a node as a parameter. ForResource has no informer of these kinds, so upstream starts
-//     an informer for the policy (k8s.io/apiserver/pkg/admission/plugin/policy/generic, ensureParamsForPolicyLocked).
+//   - A policy may have a pod or a node as a parameter. ForResource has only informers whose age counts, so upstream
+//     starts an informer for each other kind of parameters (k8s.io/apiserver/pkg/admission/plugin/policy/generic,
+//     ensureParamsForPolicyLocked). Its client is a paramClient.
 type pluginInformers struct {
 	informers.SharedInformerFactory
 	pods *podReader
@@ -37,12 +35,15 @@ func newPluginInformers(f informers.SharedInformerFactory, client kubernetes.Int
 	return pluginInformers{f, &podReader{client, wholePods, make(chan struct{}, maxPodLists)}}
 }
 
+// trackedParameters are the resources of trackAges that may be parameters of a policy.
+var trackedParameters = []string{"namespaces", "resourcequotas", "limitranges", "serviceaccounts"}
+
 // ForResource implements informers.SharedInformerFactory.
 func (p pluginInformers) ForResource(r schema.GroupVersionResource) (informers.GenericInformer, error) {
-	if apiclient.Trimmed(r) {
-		return nil, fmt.Errorf("the informer of %s has not all fields", r.Resource)
+	if r.GroupVersion() == corev1.SchemeGroupVersion && slices.Contains(trackedParameters, r.Resource) {
+		return p.SharedInformerFactory.ForResource(r)
 	}
-	return p.SharedInformerFactory.ForResource(r)
+	return nil, fmt.Errorf("the informer of %s is not for parameters", r.Resource)
 }
 
 // Core implements informers.SharedInformerFactory.
@@ -118,6 +119,9 @@ const (
 	podReadTimeout = time.Second
 	// maxPodLists is how many lists are read at a time.
 	maxPodLists = 2
+	// maxCheckedPods is how many pods of a namespace PodSecurity checks (defaultNamespaceMaxPodsToCheck).
+	maxCheckedPods = 3000
+	podsPerPage    = 500
 )
 
 // podReader reads whole pods from the gateway.
@@ -137,7 +141,8 @@ func (r *podReader) get(namespace, name string) (*corev1.Pod, error) {
 }
 
 // list returns the pods of a namespace without their status and environment, which PodSecurity does not read. It reads
-// them in pages, so that only a page is in memory with all fields.
+// them in pages, so that only a page is in memory with all fields. It reads maxCheckedPods at most. PodSecurity only
+// counts the further pods, which are therefore repetitions of a placeholder.
 func (r *podReader) list(namespace string, selector labels.Selector) (pods []*corev1.Pod, err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), podReadTimeout)
 	defer cancel()
@@ -147,23 +152,41 @@ func (r *podReader) list(namespace string, selector labels.Selector) (pods []*co
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
-	pages := pager.New(func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
-		return r.client.CoreV1().Pods(namespace).List(ctx, o)
-	})
-	pages.PageBufferSize = 0
-	err = pages.EachListItem(ctx, metav1.ListOptions{LabelSelector: selector.String()}, func(obj runtime.Object) error {
-		pod, ok := obj.(*corev1.Pod)
-		if !ok {
-			return fmt.Errorf("a list of pods has a %T", obj)
+	o := metav1.ListOptions{LabelSelector: selector.String(), Limit: podsPerPage}
+	for {
+		page, err := r.client.CoreV1().Pods(namespace).List(ctx, o)
+		if err != nil {
+			return nil, err
 		}
-		pod.ManagedFields, pod.Status = nil, corev1.PodStatus{}
-		for _, containers := range [][]corev1.Container{pod.Spec.InitContainers, pod.Spec.Containers} {
-			for i := range containers {
-				containers[i].Env = nil
+		for i := range page.Items {
+			pod := &page.Items[i]
+			pod.ManagedFields, pod.Status = nil, corev1.PodStatus{}
+			for _, containers := range [][]corev1.Container{pod.Spec.InitContainers, pod.Spec.Containers} {
+				for i := range containers {
+					containers[i].Env = nil
+				}
 			}
+			pods = append(pods, pod)
 		}
-		pods = append(pods, pod)
-		return nil
-	})
-	return pods, err
+		if o.Continue = page.Continue; o.Continue == "" {
+			return pods, nil
+		}
+		if len(pods) >= maxCheckedPods {
+			if page.RemainingItemCount != nil {
+				pods = append(pods, slices.Repeat([]*corev1.Pod{placeholder(pods)}, int(*page.RemainingItemCount))...)
+			}
+			return pods, nil
+		}
+	}
+}
+
+// placeholder returns a pod that PodSecurity checks after the pods. It first checks the pods without a controller and
+// the first pod of each controller.
+func placeholder(pods []*corev1.Pod) *corev1.Pod {
+	for _, p := range pods {
+		if c := metav1.GetControllerOfNoCopy(p); c != nil {
+			return &corev1.Pod{ObjectMeta: metav1.ObjectMeta{OwnerReferences: []metav1.OwnerReference{*c}}}
+		}
+	}
+	return &corev1.Pod{}
 }

@@ -1,6 +1,7 @@
 package admission
 
 import (
+	"fmt"
 	"slices"
 	"testing"
 
@@ -61,11 +62,32 @@ func TestPluginInformers(t *testing.T) {
 		all[0].Status.Phase != "" {
 		t.Errorf("the list is %v, %v", all, err)
 	}
-	params := newPluginInformers(f, client, false)
-	for resource, has := range map[string]bool{"pods": false, "nodes": false, "configmaps": true} {
-		if _, err := params.ForResource(corev1.SchemeGroupVersion.WithResource(resource)); (err == nil) != has {
-			t.Errorf("%s: %v", resource, err)
+}
+
+// PodSecurity checks a bounded number of pods, and counts all pods of the namespace.
+func TestPodListsEndWithTheCheckedPods(t *testing.T) {
+	client := fake.NewClientset()
+	const total = maxCheckedPods + 2*podsPerPage
+	pages := 0
+	client.PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) {
+		pages++
+		remaining := int64(total - pages*podsPerPage)
+		list := &corev1.PodList{ListMeta: metav1.ListMeta{Continue: "next", RemainingItemCount: &remaining}}
+		for i := range podsPerPage {
+			list.Items = append(list.Items, corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint(pages, "-", i)}})
 		}
+		yes := true
+		list.Items[0].OwnerReferences = []metav1.OwnerReference{{UID: "owner", Controller: &yes}}
+		return true, list, nil
+	})
+	f := newPluginInformers(apiclient.Informers(client), client, false)
+	all, err := f.Core().V1().Pods().Lister().Pods("x").List(labels.Everything())
+	if err != nil || len(all) != total || pages != maxCheckedPods/podsPerPage {
+		t.Fatalf("%d pods of %d pages, %v", len(all), pages, err)
+	}
+	last := all[maxCheckedPods:]
+	if all[maxCheckedPods-1].Name == "" || last[0].Name != "" || metav1.GetControllerOf(last[0]).UID != "owner" {
+		t.Errorf("the first pod that is only counted is %v", last[0])
 	}
 }
 

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"log/slog"
 	"slices"
 
 	"google.golang.org/grpc/codes"
@@ -24,6 +23,7 @@ import (
 
 	"watershed.dev/platform/crd"
 	"watershed.dev/platform/identity"
+	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/warnings"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
@@ -59,7 +59,7 @@ func (s *Service) validateInAdmit(ctx context.Context, r *admissionv1.Review, a 
 	o admission.ObjectInterfaces) (annotations map[string]string, ok bool) {
 	defer func() {
 		if p := recover(); p != nil {
-			slog.WarnContext(ctx, "A plugin panicked in early validation; Validate runs it again", "panic", p)
+			recovery.Observe("early validation", p) // Validate runs the plugin again
 			annotations, ok = nil, false
 		}
 	}()

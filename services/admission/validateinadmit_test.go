@@ -5,11 +5,13 @@ import (
 	"errors"
 	"testing"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/warning"
 
+	"watershed.dev/platform/recovery"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
@@ -26,7 +28,7 @@ func (v validator) Validate(ctx context.Context, a admission.Attributes, _ admis
 
 // Validation in Admit counts only if it has no error, warning or annotation about the object.
 func TestValidationInAdmitHasNoSideEffects(t *testing.T) {
-	pods := corev1.SchemeGroupVersion.WithResource("pods")
+	pods, before := corev1.SchemeGroupVersion.WithResource("pods"), testutil.ToFloat64(recovery.Metrics()[0])
 	for title, c := range map[string]struct {
 		validates func(context.Context, admission.Attributes) error
 		ok        bool
@@ -53,5 +55,8 @@ func TestValidationInAdmitHasNoSideEffects(t *testing.T) {
 		if ok != c.ok || ok && title == "a policy's name" && len(annotations) != 1 {
 			t.Errorf("%s: %v, %v", title, annotations, ok)
 		}
+	}
+	if n := testutil.ToFloat64(recovery.Metrics()[0]) - before; n != 1 {
+		t.Errorf("%v panics are counted", n)
 	}
 }

@@ -129,7 +129,8 @@ func (s *Service) authenticate(
 		return nil, nil, status.Error(codes.Unavailable, errBusy.Error())
 	}
 	// The failed read may be of another request. Then this client retries without need.
-	if !ok && err != nil && s.tokenObjects.failedSince(began) {
+	if !ok && err != nil && s.tokenObjects.failedSince(began) &&
+		slices.ContainsFunc(bearerTokens(req.Header), s.readsObjects) {
 		return nil, nil, status.Error(codes.Unavailable, "the object that a token is bound to cannot be read")
 	}
 	if !ok && unread != nil {

@@ -1,97 +1,77 @@
 package authn
 
 import (
-	"context"
 	"errors"
 	"fmt"
-	"reflect"
+	"time"
 
-	"k8s.io/apimachinery/pkg/util/validation/field"
-	apiserverconfig "k8s.io/apiserver/pkg/apis/apiserver"
-	apiservervalidation "k8s.io/apiserver/pkg/apis/apiserver/validation"
-	authenticationcel "k8s.io/apiserver/pkg/authentication/cel"
-	authenticationconfigmetrics "k8s.io/apiserver/pkg/server/options/authenticationconfig/metrics"
+	"github.com/spf13/pflag"
 	certutil "k8s.io/client-go/util/cert"
 	"k8s.io/client-go/util/keyutil"
 	kubeauthenticator "k8s.io/kubernetes/pkg/kubeapiserver/authenticator"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 
-	"watershed.dev/platform/reload"
+	"watershed.dev/platform/apiclient"
+	"watershed.dev/platform/egress"
+	"watershed.dev/platform/features"
 )
 
-// serverID is the label of upstream's reload metrics.
-const serverID = "watershed"
-
-// updateTimeout bounds the requests for the keys of new issuers.
-var updateTimeout = kubeoptions.UpdateAuthenticationConfigTimeout
-
-// configFile reloads --authentication-config as BuiltInAuthenticationOptions.ApplyTo does
-// (k8s.io/kubernetes/pkg/kubeapiserver/options).
-type configFile struct {
-	path            string
-	initial         string
-	issuers         []string
-	anonymous       *apiserverconfig.AnonymousAuthConfig
-	update          func(context.Context, *apiserverconfig.AuthenticationConfiguration) error
-	resetTokenCache func()
+// Config is the configuration of authn: kube-apiserver's authentication flags, and the way to the gateway.
+type Config struct {
+	Options    *kubeoptions.BuiltInAuthenticationOptions
+	Kubeconfig string
+	// ServicesCAFile is the authority of the client certificates of authn, authz, admission and registry. If it is
+	// empty, the cluster's client CA signs them.
+	ServicesCAFile string
+	// BasicAuthFile has users and passwords; empty disables basic authentication.
+	BasicAuthFile string
+	// SigningEndpoint is the socket of an external signer of service account tokens, which provides the public keys.
+	SigningEndpoint string
+	// CacheTTL bounds how long a gateway caches a response. A revoked token or certificate is accepted for that long.
+	CacheTTL  time.Duration
+	Freshness apiclient.Freshness
+	Egress    egress.Config
 }
 
-func newConfigFile(path string, c *kubeauthenticator.Config, h *chain) *configFile {
-	f := &configFile{
-		path:            path,
-		initial:         c.AuthenticationConfigData,
-		issuers:         c.ServiceAccountIssuers,
-		update:          h.updateJWT,
-		resetTokenCache: h.resetTokenCache,
-	}
-	if c.AuthenticationConfig != nil {
-		f.anonymous = c.AuthenticationConfig.DeepCopy().Anonymous
-	}
-	return f
+// NewConfig returns the defaults.
+func NewConfig() *Config {
+	return &Config{Options: kubeoptions.NewBuiltInAuthenticationOptions().WithAll()}
 }
 
-// watch reloads the file after each change.
-func (f *configFile) watch(files *reload.Files) {
-	if f.path == "" || f.update == nil {
-		return
-	}
-	authenticationconfigmetrics.RegisterMetrics()
-	authenticationconfigmetrics.RecordAuthenticationConfigLastConfigInfo(serverID, f.initial)
-	files.Add("authentication-config", f.path, []byte(f.initial), func(ctx context.Context, data []byte) error {
-		if err := f.reload(ctx, data); err != nil {
-			authenticationconfigmetrics.RecordAuthenticationConfigAutomaticReloadFailure(serverID)
-			return err
-		}
-		authenticationconfigmetrics.RecordAuthenticationConfigAutomaticReloadSuccess(serverID, string(data))
-		f.resetTokenCache()
-		return nil
-	})
+// AddFlags adds every option to fs.
+func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	features.AddFlag(fs)
+	c.Options.AddFlags(fs)
+	c.Freshness.AddFlags(fs)
+	c.Egress.AddFlags(fs)
+	fs.StringVar(&c.Kubeconfig, "kubeconfig", "",
+		"Kubeconfig of the gateway, for the objects that token authentication looks up.")
+	fs.StringVar(&c.ServicesCAFile, "services-client-ca-file", "",
+		"The certificate authority of authn's, authz's and admission's client certificates. Empty: --client-ca-file "+
+			"signs them. It authenticates no other client.")
+	fs.StringVar(&c.BasicAuthFile, "basic-auth-file", "",
+		"A file of users for HTTP basic authentication, one line each: "+
+			"password,user,uid[,\"group1,group2\"]. "+
+			"A password may be a bcrypt hash. Kubernetes removed this in 1.19: passwords in files do not expire. "+
+			"Empty: off.")
+	fs.StringVar(&c.SigningEndpoint, "service-account-signing-endpoint", "",
+		"Path to the socket where an external JWT signer is listening. This flag is mutually exclusive with "+
+			"--service-account-signing-key-file and --service-account-key-file.")
+	fs.DurationVar(&c.CacheTTL, "authentication-cache-ttl", 10*time.Second,
+		"How long a gateway may reuse a response for the same credentials.")
 }
 
-// reload applies a configuration after its issuers have returned their keys.
-func (f *configFile) reload(ctx context.Context, data []byte) error {
-	// ToAuthenticationConfig parses the file.
-	next, err := (&kubeoptions.BuiltInAuthenticationOptions{AuthenticationConfigFile: f.path}).ToAuthenticationConfig()
-	if err != nil {
-		return err
+// Validate returns an error that names the invalid flag.
+func (c *Config) Validate() error {
+	accounts := c.Options.ServiceAccounts
+	if accounts != nil && c.SigningEndpoint != "" && len(accounts.KeyFiles) > 0 {
+		return fmt.Errorf("--service-account-key-file %q cannot be given with --service-account-signing-endpoint: "+
+			"the signer provides the keys; omit the former", accounts.KeyFiles)
 	}
-	if next.AuthenticationConfigData != string(data) {
-		return reload.Retryable(errors.New("the file changed while it was read"))
+	if c.SigningEndpoint != "" {
+		return nil // New validates the options with the keys of the signer
 	}
-	errs := apiservervalidation.ValidateAuthenticationConfiguration(authenticationcel.NewDefaultCompiler(),
-		next.AuthenticationConfig, f.issuers)
-	if !reflect.DeepEqual(f.anonymous, next.AuthenticationConfig.Anonymous) {
-		errs = append(errs, field.Forbidden(field.NewPath("anonymous"), "changed from initial configuration file"))
-	}
-	if err := errs.ToAggregate(); err != nil {
-		return err
-	}
-	updateCtx, cancel := context.WithTimeout(ctx, updateTimeout)
-	defer cancel()
-	if err := f.update(updateCtx, next.AuthenticationConfig); err != nil {
-		return reload.Retryable(err)
-	}
-	return nil
+	return errors.Join(c.Options.Validate()...)
 }
 
 // read reads the files of the options. Its error names the flag of the file.

@@ -11,6 +11,7 @@ import (
 
 	"k8s.io/apiserver/pkg/authentication/request/headerrequest"
 	bootstraptokenutil "k8s.io/cluster-bootstrap/util/tokens"
+	"k8s.io/kubernetes/pkg/serviceaccount"
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
@@ -119,14 +120,31 @@ func bearerTokens(h http.Header) (tokens []string) {
 	return tokens
 }
 
+// readsObjects reports whether upstream may read the objects of a token: the token is a JWT that claims an issuer of
+// service account tokens (k8s.io/kubernetes/pkg/serviceaccount, hasCorrectIssuer). The claim is not verified.
+func (s *Service) readsObjects(token string) bool {
+	var c struct {
+		Issuer string `json:"iss"`
+	}
+	parts := strings.Split(token, ".")
+	accounts := s.config.Options.ServiceAccounts
+	return len(parts) == 3 && decodeClaims(parts[1], &c) &&
+		(c.Issuer == serviceaccount.LegacyIssuer || accounts != nil && slices.Contains(accounts.Issuers, c.Issuer))
+}
+
 // expiry returns exp of the claims of a verified JWT.
 func expiry(claims string) (time.Time, bool) {
-	data, err := base64.RawURLEncoding.DecodeString(claims)
 	var c struct {
 		Exp *float64 `json:"exp"`
 	}
-	if err != nil || json.Unmarshal(data, &c) != nil || c.Exp == nil {
+	if !decodeClaims(claims, &c) || c.Exp == nil {
 		return time.Time{}, false
 	}
 	return time.Unix(int64(*c.Exp), 0), true
+}
+
+// decodeClaims decodes the claims of a JWT into c. It returns false if they are malformed.
+func decodeClaims(claims string, c any) bool {
+	data, err := base64.RawURLEncoding.DecodeString(claims)
+	return err == nil && json.Unmarshal(data, c) == nil
 }

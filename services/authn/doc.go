@@ -23,7 +23,7 @@
 //   - Reloads. An invalid new file leaves the old configuration in force, and each reload empties the token cache.
 //
 // Never:
-//   - Accept an identity other than authn, authz and admission from the services' authority.
+//   - Accept an identity other than authn, authz, admission and registry from the services' authority.
 //   - Report a password as wrong without comparing it: a full bcrypt queue is errBusy, which becomes 503.
 //   - Cache all pods or nodes. A bound token's pod or node is read on demand.
 //   - Skip the comparison for an unknown user. The response time would reveal which users exist.

@@ -13,9 +13,9 @@ import (
 	"watershed.dev/platform/identity"
 )
 
-// serviceAuthenticator authenticates authn, authz and admission by a certificate authority of their own. They read the
-// cluster whatever its PKI is, because a client CA that a cluster brings has not issued their certificates. The
-// authority authenticates no other client.
+// serviceAuthenticator authenticates authn, authz, admission and registry by a certificate authority of their own. They
+// call the cluster whatever its PKI is, because a client CA that a cluster brings has not issued their certificates.
+// The authority authenticates no other client.
 type serviceAuthenticator struct {
 	authority *dynamiccertificates.DynamicFileCAContent
 	// next is all other authenticators.
@@ -49,7 +49,7 @@ func (s *serviceAuthenticator) AuthenticateRequest(req *http.Request) (*authenti
 // serviceUser returns the service that a certificate chain belongs to, or nil.
 func (s *serviceAuthenticator) serviceUser(chain []*x509.Certificate) user.Info {
 	name := chain[0].Subject.CommonName
-	if !slices.Contains([]string{identity.Authn, identity.Authz, identity.Admission}, name) ||
+	if !slices.Contains([]string{identity.Authn, identity.Authz, identity.Admission, identity.Registry}, name) ||
 		!slices.Contains(chain[0].Subject.Organization, identity.ServicesGroup) {
 		return nil
 	}

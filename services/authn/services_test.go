@@ -15,8 +15,8 @@ import (
 	"watershed.dev/platform/pki"
 )
 
-// The services' authority authenticates only authn, authz and admission. Another authority authenticates none of them
-// here.
+// The services' authority authenticates only authn, authz, admission and registry. Another authority authenticates none
+// of them here.
 func TestTheServicesHaveAnAuthorityOfTheirOwn(t *testing.T) {
 	dir := t.TempDir()
 	open := func(name string) *pki.CA {

@@ -18,6 +18,7 @@ import (
 	"k8s.io/kubernetes/pkg/serviceaccount"
 
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
 // failingPods has no pods, and returns err for each.
@@ -27,6 +28,16 @@ type failingPods struct {
 }
 
 func (g *failingPods) GetPod(context.Context, string, string) (*corev1.Pod, error) { return nil, g.err }
+
+// authenticateToken authenticates a client with a bearer token.
+func authenticateToken(t *testing.T, s *Service, token string) (*authnv1.AuthenticateResponse, error) {
+	t.Helper()
+	return s.Authenticate(t.Context(), &authnv1.AuthenticateRequest{Headers: map[string]*commonv1.Values{
+		"Authorization": {Values: []string{"Bearer " + token}}}})
+}
+
+// tokenOf returns a token that claims an issuer.
+func tokenOf(issuer string) string { return "e30." + encoded(`{"iss":"`+issuer+`"}`) + ".c2ln" }
 
 // A token is not invalid because its pod cannot be read. A token whose pod is gone is.
 func TestATokenWhosePodCannotBeReadIsUndecided(t *testing.T) {
@@ -52,9 +63,36 @@ func TestATokenWhosePodCannotBeReadIsUndecided(t *testing.T) {
 	} {
 		pods.err = x.err
 		s.tokenObjects.failedAt.Store(nil)
-		r, err := s.Authenticate(t.Context(), &authnv1.AuthenticateRequest{})
+		r, err := authenticateToken(t, s, tokenOf(serviceaccount.LegacyIssuer))
 		if status.Code(err) != x.want || err == nil && r.Authenticated {
 			t.Errorf("%v: %v, %v", x.err, r, err)
+		}
+	}
+}
+
+// After a failed read, only tokens of service accounts are undecided. Upstream reads no object for other tokens.
+func TestOtherTokensAreInvalidAfterAFailedRead(t *testing.T) {
+	s := service()
+	s.config.Options.ServiceAccounts.Issuers = []string{"https://a", "https://b"}
+	s.auth = authenticator.RequestFunc(func(*http.Request) (*authenticator.Response, bool, error) {
+		return nil, false, errors.New("invalid bearer token")
+	})
+	s.tokenObjects.record(t.Context(), apierrors.NewServiceUnavailable("etcd is away"))
+	for token, want := range map[string]codes.Code{
+		tokenOf("https://b"):                  codes.Unavailable,
+		tokenOf(serviceaccount.LegacyIssuer):  codes.Unavailable,
+		tokenOf("https://oidc"):               codes.OK,
+		"e30." + encoded("no claims") + ".c2": codes.OK,
+		"e30.%.c2":                            codes.OK,
+		"abc":                                 codes.OK,
+	} {
+		r, err := authenticateToken(t, s, token)
+		if status.Code(err) != want || err == nil && r.Authenticated {
+			t.Errorf("%s: %v, %v", token, r, err)
+		}
+		_, err = s.ReviewToken(t.Context(), &authnv1.ReviewTokenRequest{Token: token})
+		if status.Code(err) != want {
+			t.Errorf("%s: a review: %v", token, err)
 		}
 	}
 }

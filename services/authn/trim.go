@@ -10,7 +10,7 @@ import (
 const maxTokenBytes = 32 << 10
 
 // maxSecrets and maxNameBytes bound the names of Secrets of a cached ServiceAccount. A name of a legacy token's Secret
-// says that a controller created the token. Controllers created few for an account.
+// says that a controller created the token. Controllers created few Secrets for an account.
 const (
 	maxSecrets   = 10
 	maxNameBytes = 1 << 10

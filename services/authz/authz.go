@@ -6,12 +6,10 @@ import (
 	"fmt"
 	"net/http"
 	"slices"
-	"strings"
 	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -22,51 +20,13 @@ import (
 	"k8s.io/client-go/tools/cache"
 	kubefeatures "k8s.io/kubernetes/pkg/features"
 	"k8s.io/kubernetes/pkg/kubeapiserver/authorizer/modes"
-	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 
 	"watershed.dev/platform/apiclient"
-	"watershed.dev/platform/egress"
-	"watershed.dev/platform/features"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/reload"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 )
-
-// Config is the configuration of authz: kube-apiserver's authorization flags, and the way to the gateway.
-type Config struct {
-	Options    *kubeoptions.BuiltInAuthorizationOptions
-	Kubeconfig string
-	Freshness  apiclient.Freshness
-	Egress     egress.Config
-}
-
-// NewConfig returns the defaults: Node and RBAC.
-func NewConfig() *Config {
-	o := kubeoptions.NewBuiltInAuthorizationOptions()
-	o.Modes = []string{"Node", "RBAC"}
-	return &Config{Options: o}
-}
-
-// AddFlags adds every option to fs.
-func (c *Config) AddFlags(fs *pflag.FlagSet) {
-	features.AddFlag(fs)
-	c.Options.AddFlags(fs)
-	c.Freshness.AddFlags(fs)
-	c.Egress.AddFlags(fs)
-	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "Kubeconfig of the gateway, for reading the policies.")
-}
-
-// Validate completes the options, and returns an error that names the invalid flag.
-func (c *Config) Validate() error {
-	errs := append(c.Options.Complete(), c.Options.Validate()...)
-	for i, err := range errs {
-		if file := c.Options.AuthorizationConfigurationFile; file != "" && !strings.Contains(err.Error(), "--") {
-			errs[i] = fmt.Errorf("--authorization-config %q: %w", file, err)
-		}
-	}
-	return errors.Join(errs...)
-}
 
 // Service is a running authz. The state of its policies:
 //
@@ -227,13 +187,12 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 		// the service rules do not restrict names or namespaces
 		out.WildcardName, out.WildcardNamespace = attrs.ResourceRequest, attrs.ResourceRequest
 		return policyIndependent(out), nil
-	} else if isService {
+	} else if isService && !isGrantable(attrs) {
 		out.Reason = "not among the rights of this service of the system"
 		return policyIndependent(out), nil
 	}
 	if attrs.User.GetName() == user.Anonymous && !r.ClientAuthenticated && s.rejectsAnonymous {
-		// Gateways respond with 401 before they call authz. Gateways of older releases, and gateways that have not
-		// received a policy revision yet, do not.
+		// Gateways respond with 401 before they call authz, once they have received a policy revision.
 		out.Reason = "anonymous requests are not allowed where everything is"
 		return policyIndependent(out), nil
 	}
@@ -246,8 +205,7 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 		out.EvaluationError = err.Error()
 	}
 	if !cacheable || isNode(attrs.User) {
-		// An older gateway ignores Transient; it caches the decision for 1 ms.
-		out.Transient, out.CacheMilliseconds = true, 1
+		out.Transient = true
 	} else if d == authorizer.DecisionAllow {
 		out.WildcardName, out.WildcardNamespace, out.WildcardReason = s.chain.wildcard(ctx, attrs)
 	}

@@ -397,10 +397,33 @@ func TestServiceRules(t *testing.T) {
 			"clusterrolebindings"), false},
 		"admission creates an access review": {attributes(identity.Admission, "create", "authorization.k8s.io",
 			"subjectaccessreviews"), true},
+		"registry reads pods":    {attributes(identity.Registry, "get", "", "pods"), false},
+		"registry creates pods":  {attributes(identity.Registry, "create", "", "pods"), false},
 		"admission impersonates": {attributes(identity.Admission, "impersonate", "", "users"), false},
 	} {
 		if got, _ := serviceAllowed(x.a); got != x.want {
 			t.Errorf("%s: %v", title, got)
+		}
+	}
+	subresource := attributesOf(identity.Admission, identity.ServicesGroup)
+	subresource.Verb, subresource.APIGroup, subresource.Subresource = "create", "admission.example.com", "proxy"
+	for title, x := range map[string]struct {
+		a    authorizer.Attributes
+		want bool
+	}{
+		"an aggregated server's review": {attributes(identity.Admission, "create", "admission.example.com", "reviews"),
+			true},
+		"a conversion review": {attributes(identity.Registry, "create", "conversion.example.com", "reviews"), true},
+		"a CRD": {attributes(identity.Registry, "create", "apiextensions.k8s.io", "customresourcedefinitions"),
+			false},
+		"a pod":         {attributes(identity.Admission, "create", "", "pods"), false},
+		"a binding":     {attributes(identity.Admission, "create", "rbac.authorization.k8s.io", "rolebindings"), false},
+		"another verb":  {attributes(identity.Admission, "update", "admission.example.com", "reviews"), false},
+		"a subresource": {subresource, false},
+		"authz' review": {attributes(identity.Authz, "create", "admission.example.com", "reviews"), false},
+	} {
+		if got := isGrantable(x.a); got != x.want {
+			t.Errorf("%s is grantable: %v", title, got)
 		}
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/selection"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
+	"k8s.io/client-go/kubernetes/scheme"
 
 	"watershed.dev/platform/identity"
 )
@@ -59,8 +60,25 @@ var (
 			{verbs: []string{"create"}, resources: []string{"namespaces"}}, // NamespaceAutoProvision
 			{verbs: []string{"create"}, group: "authorization.k8s.io", resources: []string{"subjectaccessreviews"}},
 		},
+		identity.Registry: nil, // it calls webhooks only (isGrantable)
 	}
 )
+
+// isGrantable reports whether the cluster's policy may allow a request that serviceRules do not. An aggregated API
+// server may serve a webhook at its own path of the API (github.com/openshift/generic-admission-server). admission or
+// registry then creates a review in the server's group, which no rule names. kube-apiserver calls it as a user of
+// system:masters.
+func isGrantable(a authorizer.Attributes) bool {
+	name := a.GetUser().GetName()
+	return (name == identity.Admission || name == identity.Registry) && a.IsResourceRequest() &&
+		a.GetVerb() == "create" && a.GetSubresource() == "" && !builtIn(a.GetAPIGroup())
+}
+
+// builtIn reports whether kube-apiserver serves a group.
+func builtIn(group string) bool {
+	return scheme.Scheme.IsGroupRegistered(group) || group == "apiextensions.k8s.io" ||
+		group == "apiregistration.k8s.io"
+}
 
 // discoveryPaths are the non-resource paths that every service may read. Mutating policies read their types from
 // OpenAPI (k8s.io/apiserver/pkg/admission/plugin/policy/mutating/patch).

@@ -2,7 +2,6 @@ package gateway
 
 import (
 	"errors"
-	"fmt"
 	"net"
 	"os"
 	"strconv"
@@ -10,9 +9,9 @@ import (
 
 	"github.com/spf13/pflag"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
-	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
-	_ "k8s.io/kubernetes/pkg/features"                   // --feature-gates knows every gate
+	_ "k8s.io/kubernetes/pkg/features" // --feature-gates knows every gate
 
+	"watershed.dev/platform/config"
 	"watershed.dev/platform/egress"
 	"watershed.dev/platform/features"
 	"watershed.dev/services/gateway/aggregation"
@@ -128,22 +127,18 @@ func NewConfig() *Config { return &Config{} }
 
 // Validate follows k8s.io/apiserver/pkg/server/options/server_run_options.go.
 func (c *Config) Validate() error {
-	switch reads, writes := c.Server.MaxInFlight, c.Server.MaxMutating; {
-	case reads < 0:
-		return fmt.Errorf("--max-requests-inflight %d: must not be negative", reads)
-	case writes < 0:
-		return fmt.Errorf("--max-mutating-requests-inflight %d: must not be negative", writes)
-	case c.FlowControl.Enabled && reads+writes == 0:
-		return errors.New(
-			"--max-requests-inflight 0 and --max-mutating-requests-inflight 0: their sum must be positive " +
-				"with --enable-priority-and-fairness",
-		)
-	case c.MinRequestTimeout < 0:
-		return fmt.Errorf("--min-request-timeout %d: must not be negative", c.MinRequestTimeout)
-	case c.LivezGracePeriod < 0:
-		return fmt.Errorf("--livez-grace-period %v: must not be negative", c.LivezGracePeriod)
+	reads, writes := c.Server.MaxInFlight, c.Server.MaxMutating
+	errs := []error{
+		config.AtLeast("max-requests-inflight", reads, 0),
+		config.AtLeast("max-mutating-requests-inflight", writes, 0),
+		config.AtLeast("min-request-timeout", c.MinRequestTimeout, 0),
+		config.AtLeast("livez-grace-period", c.LivezGracePeriod, 0),
 	}
-	return errors.Join(c.Server.Validate(), c.Watch.Validate())
+	if c.FlowControl.Enabled && reads == 0 && writes == 0 {
+		errs = append(errs, errors.New("--max-requests-inflight 0 and --max-mutating-requests-inflight 0: their sum "+
+			"must be positive with --enable-priority-and-fairness"))
+	}
+	return errors.Join(append(errs, c.Server.Validate(), c.Watch.Validate())...)
 }
 
 // stopTimeout returns the longest time in which the gateway stops.

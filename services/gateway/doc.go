@@ -22,8 +22,8 @@
 //	discovery.Watcher.Run            the stream of served resources from registry; calls views.publish.
 //	routing.AdmissionRules.Run       the stream of admission rules from admission.
 //	delegatedauth.Authorizer.Run     the stream of policy revisions from authz, and its heartbeat timer.
-//	aggregation.DiscoveryManager.Run discovery of aggregated API servers, every minute.
-//	Service.awaitStart               the first success of each check of the start, then it ends.
+//	aggregation.DiscoveryManager.Run discovery of aggregated API servers, every minute, on a goroutine for each.
+//	Service.awaitStart               the first success of each check of the start, then the check of etcd each second.
 //	flowcontrol.Fairness.Run         API Priority and Fairness, if it is enabled.
 //	reload.Files.Run                 files that are reloaded when they change.
 //
@@ -35,7 +35,8 @@
 //	New ──► not ready ──► ready ──► shutting down ──► stopped.
 //
 //	not ready      a check of the start has not yet succeeded once (awaitStart), or the server does not listen.
-//	ready          server.Server serves; /readyz may still fail later if a service is unavailable.
+//	ready          server.Server serves; the API's /readyz may still fail later if a service is unavailable. While
+//	               etcd does not respond, the gateway serves and is not ready.
 //	shutting down  SIGTERM: /readyz fails, --shutdown-delay-duration passes, new connections are refused,
 //	               requests finish, watches end over --shutdown-watch-termination-grace-period. Watches from within
 //	               the process stay, so that its informers are fresh for the last requests.
@@ -69,8 +70,7 @@
 //   - Never cache a refused authentication or an anonymous user (delegatedauth). Unauthenticated clients could evict
 //     the cached logins of others. An anonymous user may also be allowed for some paths only.
 //   - Never hedge or retry a write, because a registry that does not respond may have written it. Write follows
-//     WriteUnary only if the registry wrote nothing (callback_required, or an older release without the method). See
-//     rpc.NonIdempotent.
+//     WriteUnary only if the registry wrote nothing (callback_required). See rpc.NonIdempotent.
 //   - Never wait for a ready connection in Authorizer.Run. The gateway must notice within heartbeatTimeout that authz
 //     is unavailable.
 //   - Never send admission the SubjectAccessReview that admission itself creates, because it may recurse without end

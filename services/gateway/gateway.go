@@ -97,7 +97,7 @@ type Service struct {
 	views          *views
 	// handler serves clients, and loopback the other services of the process.
 	handler, loopback http.Handler
-	health            map[string]*check
+	health            map[checkName]*check
 	hooks             registryHooksProgress
 	// joinable is closed when the gateway may take a part of the connections of a shared port.
 	joinable chan struct{}
@@ -159,7 +159,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		g.usages, g.slow = new(watch.Usages), new(routing.SlowRequests)
 	}
 	for _, name := range startChecks() {
-		g.ready.Set(name, errNotResponded)
+		g.ready.Set(string(name), errNotResponded)
 	}
 	if g.auditor, err = audit.New(ctx, &c.Audit, out.ControlPlane(), &g.files); err != nil {
 		return nil, err

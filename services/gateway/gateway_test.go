@@ -51,7 +51,7 @@ type fakeServices struct {
 func (o *fakeServices) StartHooks(context.Context,
 	*registryv1.StartHooksRequest) (*registryv1.StartHooksResponse, error) {
 	if o.startHooks == nil {
-		return nil, status.Error(codes.Unimplemented, "an older release")
+		return &registryv1.StartHooksResponse{Known: true}, nil
 	}
 	return o.startHooks(), nil
 }
@@ -284,17 +284,19 @@ func TestRequestsAreRouted(t *testing.T) {
 
 // /readyz names each service that does not respond. The gateway stays alive without it.
 func TestUnavailableServiceIsNamed(t *testing.T) {
-	for _, unavailable := range []string{"etcd", "authn", "authz", "admission"} {
+	for _, unavailable := range []checkName{checkEtcd, checkAuthn, checkAuthz, checkAdmission} {
 		o := &fakeServices{}
 		g := newTestGateway(t, o)
 		g.awaitReady(t)
-		o.unavailable.Store(unavailable)
+		o.unavailable.Store(string(unavailable))
 		for _, c := range g.health {
+			c.mu.Lock()
 			c.checkedAt = time.Time{} // the cached result would be reused
+			c.mu.Unlock()
 		}
-		var failed []string
+		var failed []checkName
 		for name, c := range g.health {
-			if c.get(t.Context()) != nil && name != "etcd-readiness" { // fails with etcd
+			if c.get(t.Context()) != nil && name != checkEtcdReadiness { // fails with etcd
 				failed = append(failed, name)
 			}
 		}

@@ -11,8 +11,10 @@ import (
 	"sync/atomic"
 	"time"
 
+	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
 	"k8s.io/apiserver/pkg/server/healthz"
 
+	"watershed.dev/platform/discovery"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -25,6 +27,26 @@ const (
 	// checkTimeout bounds a probe. checkTTL is how long a check caches its result, because many names share a check.
 	checkTimeout = 3 * time.Second
 	checkTTL     = time.Second
+)
+
+// checkName is the name of a check, as Check and the health pages show it.
+type checkName string
+
+const (
+	checkDiscovery           checkName = "discovery"
+	checkOpenAPI             checkName = "openapi"
+	checkAggregatedDiscovery checkName = "aggregated-discovery"
+	checkProxyClientCert     checkName = "proxy-client-cert"
+	checkEtcd                checkName = "etcd"
+	checkEtcdReadiness       checkName = "etcd-readiness"
+	checkFairness            checkName = "fairness"
+	checkGateways            checkName = "gateways"
+	checkInFlight            checkName = "in-flight"
+	checkStartHooks          checkName = "start-hooks"
+	checkKMS                 checkName = "kms-providers"
+	checkAuthn               checkName = "authn"
+	checkAuthz               checkName = "authz"
+	checkAdmission           checkName = "admission"
 )
 
 // check is a health check of this gateway. It probes at most once for each checkTTL.
@@ -59,7 +81,7 @@ func (c *check) getNewer(ctx context.Context, maxAge time.Duration) error {
 func (c *check) serve(r *http.Request) error { return c.get(r.Context()) }
 
 // checks returns the checks by name.
-func (g *Service) checks() map[string]*check {
+func (g *Service) checks() map[checkName]*check {
 	var encryption atomic.Pointer[string] // the encryption error that the check of etcd received last
 	probeEtcd := func(ctx context.Context) error {
 		r, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
@@ -68,29 +90,29 @@ func (g *Service) checks() map[string]*check {
 		return err
 	}
 	etcd := &check{probe: probeEtcd, timeout: g.config.EtcdHealthTimeout}
-	return map[string]*check{
-		"discovery": {probe: func(context.Context) error {
+	return map[checkName]*check{
+		checkDiscovery: {probe: func(context.Context) error {
 			if g.discovery.View() == nil {
 				return errNoView
 			}
 			return nil
 		}},
-		"openapi": {probe: func(context.Context) error {
+		checkOpenAPI: {probe: func(context.Context) error {
 			if v := g.discovery.View(); v == nil || v.Openapi["v2"] == "" {
 				return errors.New("registry has not sent the OpenAPI documents yet")
 			}
 			return nil
 		}},
-		"aggregated-discovery": {probe: func(context.Context) error {
+		checkAggregatedDiscovery: {probe: func(context.Context) error {
 			if g.discovery.View() == nil {
 				return errNoView
 			}
 			return g.views.discoveryManager.Err()
 		}},
-		"proxy-client-cert": {probe: func(context.Context) error { return g.config.Aggregation.CheckCertificate() }},
-		"etcd":              etcd,
-		"etcd-readiness":    {probe: probeEtcd, timeout: g.config.EtcdReadyTimeout},
-		"fairness": {probe: func(context.Context) error {
+		checkProxyClientCert: {probe: func(context.Context) error { return g.config.Aggregation.CheckCertificate() }},
+		checkEtcd:            etcd,
+		checkEtcdReadiness:   {probe: probeEtcd, timeout: g.config.EtcdReadyTimeout},
+		checkFairness: {probe: func(context.Context) error {
 			if g.flowControl == nil {
 				return nil
 			}
@@ -98,19 +120,24 @@ func (g *Service) checks() map[string]*check {
 			case <-g.flowControl.Ready():
 				return nil
 			default:
-				return errors.New("flow control has not loaded its objects yet")
 			}
+			if v := g.discovery.View(); v != nil && !servesFlowControl(v) {
+				return errors.New("registry does not serve flowcontrol.apiserver.k8s.io/v1: set registry's " +
+					"--runtime-config=flowcontrol.apiserver.k8s.io/v1=true, or the gateway's " +
+					"--enable-priority-and-fairness=false")
+			}
+			return errors.New("flow control has not loaded its objects yet")
 		}},
-		"gateways": {probe: func(context.Context) error {
+		checkGateways: {probe: func(context.Context) error {
 			if g.flowControl == nil || g.heartbeat.counted() {
 				return nil
 			}
 			return errors.New("registry has not counted this gateway yet")
 		}},
 		// the filter limits requests as soon as the handler chain exists
-		"in-flight":   {probe: func(context.Context) error { return nil }},
-		"start-hooks": {probe: g.hooks.probe},
-		"kms-providers": {probe: func(ctx context.Context) error {
+		checkInFlight:   {probe: func(context.Context) error { return nil }},
+		checkStartHooks: {probe: g.hooks.probe},
+		checkKMS: {probe: func(ctx context.Context) error {
 			if err := etcd.get(ctx); err != nil {
 				return nil // the etcd check reports it
 			}
@@ -119,15 +146,15 @@ func (g *Service) checks() map[string]*check {
 			}
 			return nil
 		}},
-		"authn": {probe: func(ctx context.Context) error {
+		checkAuthn: {probe: func(ctx context.Context) error {
 			_, err := g.deps.Authn.ReviewToken(ctx, &authnv1.ReviewTokenRequest{})
 			return err
 		}},
-		"authz": {probe: func(ctx context.Context) error {
+		checkAuthz: {probe: func(ctx context.Context) error {
 			_, err := g.deps.Authz.Rules(ctx, &authzv1.RulesRequest{})
 			return err
 		}},
-		"admission": {probe: func(ctx context.Context) error {
+		checkAdmission: {probe: func(ctx context.Context) error {
 			stream, err := g.deps.Admission.AdmissionRules(ctx, &admissionv1.AdmissionRulesRequest{})
 			if err == nil {
 				_, err = stream.Recv()
@@ -135,6 +162,13 @@ func (g *Service) checks() map[string]*check {
 			return err
 		}},
 	}
+}
+
+// servesFlowControl reports whether registry serves the objects of flow control.
+func servesFlowControl(v *discovery.View) bool {
+	_, schemas := v.APIResource(flowcontrolv1.GroupName, "v1", "flowschemas", "")
+	_, levels := v.APIResource(flowcontrolv1.GroupName, "v1", "prioritylevelconfigurations", "")
+	return schemas && levels
 }
 
 var (
@@ -179,20 +213,21 @@ func (c *check) started() func(*http.Request) error {
 func (g *Service) installHealth(mux *http.ServeMux) (paths []string) {
 	var services []healthz.HealthChecker
 	for _, name := range requiredChecks {
-		if name != "etcd" {
-			services = append(services, healthz.NamedCheck(name, g.health[name].serve))
+		if name != checkEtcd {
+			services = append(services, healthz.NamedCheck(string(name), g.health[name].serve))
 		}
 	}
 	// As in kube-apiserver with a KMS: the gateway is not ready without the KMS, but it is alive.
-	services = append(services, healthz.NamedCheck("kms-providers", g.health["kms-providers"].serve))
+	services = append(services, healthz.NamedCheck(string(checkKMS), g.health[checkKMS].serve))
 	first := []healthz.HealthChecker{healthz.PingHealthz, healthz.LogHealthz,
-		healthz.NamedGroupedCheck("etcd", "etcd", g.health["etcd"].serve)}
+		healthz.NamedGroupedCheck(string(checkEtcd), string(checkEtcd), g.health[checkEtcd].serve)}
 	// authn, authz and admission are the clients that kube-apiserver has on its loopback.
 	loopback := []healthz.HealthChecker{healthz.NamedCheck("loopback-serving-certificate",
 		func(*http.Request) error { return g.config.Server.TLS.CheckServicesCertificate(time.Now()) })}
 	ready := []healthz.HealthChecker{
-		healthz.NamedGroupedCheck("etcd-readiness", "etcd-readiness", g.health["etcd-readiness"].serve),
-		healthz.NamedCheck("informer-sync", g.health["discovery"].serve),
+		healthz.NamedGroupedCheck(string(checkEtcdReadiness), string(checkEtcdReadiness),
+			g.health[checkEtcdReadiness].serve),
+		healthz.NamedCheck("informer-sync", g.health[checkDiscovery].serve),
 		healthz.NewShutdownHealthz(g.server.ShuttingDown),
 	}
 	hooks := g.hookCheckers()
@@ -255,9 +290,9 @@ func (g *Service) withOtherEtcds(checks []healthz.HealthChecker, logs []string) 
 	for _, c := range checks {
 		all = append(all, c)
 		name, timeout := "etcd-override-%d", g.config.EtcdHealthTimeout
-		switch c.Name() {
-		case "etcd":
-		case "etcd-readiness":
+		switch checkName(c.Name()) {
+		case checkEtcd:
+		case checkEtcdReadiness:
 			name, timeout = "etcd-override-readiness-%d", g.config.EtcdReadyTimeout
 		default:
 			continue

@@ -52,7 +52,7 @@ func TestEtcdAndKMSChecksAreSeparate(t *testing.T) {
 		g := &Service{config: &Config{}, deps: Deps{Source: &c.source}}
 		checks := g.checks()
 		for range 2 {
-			kms, etcd := checks["kms-providers"].get(t.Context()), checks["etcd"].get(t.Context())
+			kms, etcd := checks[checkKMS].get(t.Context()), checks[checkEtcd].get(t.Context())
 			encryptionErr := ""
 			if kms != nil {
 				encryptionErr = kms.Error()
@@ -65,6 +65,39 @@ func TestEtcdAndKMSChecksAreSeparate(t *testing.T) {
 			t.Errorf("%s: registry is called %d times", name, c.source.calls)
 		}
 	}
+}
+
+// A gateway that no longer reaches etcd is not ready, so that its Service sends new clients to other gateways. It is
+// ready again with the first response.
+func TestAGatewayWithoutEtcdIsNotReady(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var away atomic.Bool
+		g := &Service{health: map[checkName]*check{}, joinable: make(chan struct{}), started: make(chan struct{})}
+		for _, name := range startChecks() {
+			g.health[name] = &check{probe: func(context.Context) error {
+				if name == checkEtcd && away.Load() {
+					return errors.New("etcd is away")
+				}
+				return nil
+			}}
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		go g.awaitStart(ctx)
+		for _, isAway := range []bool{false, true, false} {
+			away.Store(isAway)
+			time.Sleep(2*checkTTL + time.Millisecond)
+			synctest.Wait()
+			if err := g.Ready().Err(); (err != nil) != isAway {
+				t.Errorf("etcd is away: %v, readiness: %v", isAway, err)
+			}
+		}
+		away.Store(true)
+		cancel()
+		synctest.Wait()
+		if err := g.Ready().Err(); err != nil {
+			t.Errorf("the end of the gateway is a reason: %v", err)
+		}
+	})
 }
 
 // startHookChecks are the checks of start hooks in kube-apiserver 1.36 with its default flags. test/differential
@@ -223,17 +256,22 @@ func TestAStartHookChecksItsOwnPart(t *testing.T) {
 		if name, ok := strings.CutSuffix(about, " is away"); ok {
 			c.o.unavailable.Store(name)
 		}
-		g := newTestGateway(t, c.o)
 		want := slices.Sorted(slices.Values(c.want))
-		isHook := func(name string) bool { return strings.HasPrefix(name, "poststarthook/") || name == autoregistered }
-		for until := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
-			failed := slices.DeleteFunc(g.failedChecks("/livez"), func(name string) bool { return !isHook(name) })
-			if slices.Equal(slices.Sorted(slices.Values(failed)), want) {
-				break
+		isNoHook := func(name string) bool {
+			return !strings.HasPrefix(name, "poststarthook/") && name != autoregistered
+		}
+		var g *Service
+		var failed []string
+		for try := 0; try < 3 && !slices.Equal(failed, want); try++ { // a fetch may fail before the other hooks succeed
+			g = newTestGateway(t, c.o)
+			for until := time.Now().Add(10 * time.Second); !slices.Equal(failed, want) && time.Now().Before(until); {
+				time.Sleep(10 * time.Millisecond)
+				failed = slices.DeleteFunc(g.failedChecks("/livez"), isNoHook)
+				slices.Sort(failed)
 			}
-			if time.Now().After(until) {
-				t.Fatalf("%s: %q fail, not %q", about, failed, want)
-			}
+		}
+		if !slices.Equal(failed, want) {
+			t.Fatalf("%s: %q fail, not %q", about, failed, want)
 		}
 		if g.Ready().Err() == nil {
 			t.Errorf("%s: the gateway is ready", about)
@@ -258,13 +296,28 @@ func TestStartHooksStayCompleted(t *testing.T) {
 	}
 }
 
+// The check of flow control says that registry does not serve its API. Without this API, a gateway
+// never becomes ready.
+func TestFairnessReportsThatItsAPIIsNotServed(t *testing.T) {
+	g := newTestGateway(t, &fakeServices{}, "--enable-priority-and-fairness")
+	for deadline := time.Now().Add(10 * time.Second); g.discovery.View() == nil; time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("registry sends no resources")
+		}
+	}
+	err := g.health["fairness"].probe(t.Context())
+	if err == nil || !strings.Contains(err.Error(), "--runtime-config=flowcontrol.apiserver.k8s.io/v1=true") {
+		t.Error(err)
+	}
+}
+
 // A gateway takes a part of a shared port before authn, authz and admission have read their policies, because they read
 // them through a gateway. It does not wait for ever for flow control, which writes through admission. It waits for its
 // own checks.
 func TestAGatewayJoinsASharedPort(t *testing.T) {
 	for _, away := range readThroughGateways {
 		o := &fakeServices{}
-		o.unavailable.Store(away)
+		o.unavailable.Store(string(away))
 		g := newTestGateway(t, o, "--enable-priority-and-fairness") // no test runs flow control: it does not become ready
 		select {
 		case <-g.joinable:

@@ -3,6 +3,7 @@ package gateway
 import (
 	"context"
 	"errors"
+	"time"
 
 	"google.golang.org/grpc"
 
@@ -54,6 +55,10 @@ func options() process.Options {
 	}
 }
 
+// maxWait bounds how long a call to authn, authz or admission waits for a ready replica. The deadline of the call is
+// later, because the replica may wait for a webhook.
+const maxWait = 10 * time.Second
+
 // dial returns the clients of the other services.
 func dial(d *process.Deps) (Deps, error) {
 	var errs []error
@@ -62,14 +67,15 @@ func dial(d *process.Deps) (Deps, error) {
 		errs = append(errs, err)
 		return rpc.WithSteps(conn)
 	}
+	dialBounded := func(name string) grpc.ClientConnInterface { return rpc.WithMaxWait(dial(name), maxWait) }
 	registryConn := dial("registry")
 	return Deps{
 		Flags:         d.Flags,
 		Report:        d.Report,
 		Reports:       d.Reports,
-		Authn:         authnv1.NewAuthnClient(dial("authn")),
-		Authz:         authzv1.NewAuthzClient(dial("authz")),
-		Admission:     admissionv1.NewAdmissionClient(dial("admission")),
+		Authn:         authnv1.NewAuthnClient(dialBounded("authn")),
+		Authz:         authzv1.NewAuthzClient(dialBounded("authz")),
+		Admission:     admissionv1.NewAdmissionClient(dialBounded("admission")),
 		Objects:       registryv1.NewObjectsClient(registryConn),
 		Discovery:     registryv1.NewDiscoveryClient(registryConn),
 		Source:        registryv1.NewSourceClient(registryConn),

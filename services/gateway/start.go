@@ -20,14 +20,15 @@ const (
 )
 
 // requiredChecks are the checks that must succeed once before the gateway is ready. Check and /readyz have them too.
-var requiredChecks = []string{"discovery", "etcd", "authn", "authz", "admission", "fairness"}
+var requiredChecks = []checkName{checkDiscovery, checkEtcd, checkAuthn, checkAuthz, checkAdmission, checkFairness}
 
 // readThroughGateways are the services that read the cluster through a gateway. Their checks fail until a gateway
 // serves, so a gateway must serve before these checks succeed.
-var readThroughGateways = []string{"authn", "authz", "admission"}
+var readThroughGateways = []checkName{checkAuthn, checkAuthz, checkAdmission}
 
-// Ready returns the readiness that must hold before the gateway serves its first request. Later states of the services
-// are on /readyz.
+// Ready returns the gateway's readiness. After the start, etcd is the only reason against it: a gateway that cannot
+// reach etcd through registry may have a broken network, and another gateway is better. Later states of the other
+// services are on the API's /readyz.
 func (g *Service) Ready() *lifecycle.Readiness { return &g.ready }
 
 // Check returns the first required service that does not respond now, or nil.
@@ -52,7 +53,7 @@ func (g *Service) awaitStart(ctx context.Context) {
 	for _, name := range startChecks() {
 		done := func() {}
 		switch {
-		case name == "fairness":
+		case name == checkFairness:
 			done = func() { close(fair) }
 		case slices.Contains(requiredChecks, name):
 			own.Add(1)
@@ -65,7 +66,7 @@ func (g *Service) awaitStart(ctx context.Context) {
 				if slices.Contains(readThroughGateways, name) {
 					done()
 				}
-				if g.ready.Set(name, err); err == nil {
+				if g.ready.Set(string(name), err); err == nil {
 					return
 				}
 				_ = lifecycle.Sleep(ctx, probeInterval)
@@ -82,12 +83,22 @@ func (g *Service) awaitStart(ctx context.Context) {
 	if ctx.Err() == nil {
 		close(g.started)
 	}
+	g.followEtcd(ctx)
+}
+
+// followEtcd sets readiness by the check of etcd after the start, until ctx ends. The period is checkTTL.
+func (g *Service) followEtcd(ctx context.Context) {
+	for lifecycle.Sleep(ctx, checkTTL) == nil {
+		if err := g.health[checkEtcd].getNewer(ctx, checkTTL); ctx.Err() == nil {
+			g.ready.Set(string(checkEtcd), err)
+		}
+	}
 }
 
 // startChecks returns the checks that must succeed once before the gateway is ready: the required checks and the checks
 // of the start hooks.
-func startChecks() []string {
-	names := slices.Concat(requiredChecks, []string{"start-hooks"}, slices.Collect(maps.Values(startHooks)))
+func startChecks() []checkName {
+	names := slices.Concat(requiredChecks, []checkName{checkStartHooks}, slices.Collect(maps.Values(startHooks)))
 	slices.Sort(names)
 	return slices.Compact(names)
 }

@@ -9,8 +9,6 @@ import (
 	"strings"
 	"sync/atomic"
 
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 	"k8s.io/apiserver/pkg/features"
 	"k8s.io/apiserver/pkg/server/healthz"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
@@ -22,28 +20,28 @@ import (
 // startHooks maps the checks of kube-apiserver's start hooks (k8s.io/apiserver/pkg/server, AddPostStartHook) to the
 // check of the same part of Watershed, or of the nearest part. docs/operators/troubleshooting.md has the same table.
 // The hooks of registryHooks, and the hooks that discovery names (withHooks), are not in it.
-var startHooks = map[string]string{
+var startHooks = map[string]checkName{
 	// admission sends its rules once its plugins have read their policies.
-	"poststarthook/start-apiserver-admission-initializer": "admission",
+	"poststarthook/start-apiserver-admission-initializer": checkAdmission,
 	// The registry sends the served resources once its informers of built-in objects, CRDs and APIServices have synced.
-	"poststarthook/generic-apiserver-start-informers":  "discovery",
-	"poststarthook/start-apiextensions-informers":      "discovery",
-	"poststarthook/crd-informer-synced":                "discovery",
-	"poststarthook/start-kube-aggregator-informers":    "discovery",
-	"poststarthook/apiservice-registration-controller": "discovery",
+	"poststarthook/generic-apiserver-start-informers":  checkDiscovery,
+	"poststarthook/start-apiextensions-informers":      checkDiscovery,
+	"poststarthook/crd-informer-synced":                checkDiscovery,
+	"poststarthook/start-kube-aggregator-informers":    checkDiscovery,
+	"poststarthook/apiservice-registration-controller": checkDiscovery,
 	// The storages have no watch cache in front, so they are ready if etcd is.
-	"poststarthook/storage-readiness":                     "etcd",
-	"poststarthook/priority-and-fairness-config-consumer": "fairness",
-	"poststarthook/priority-and-fairness-filter":          "fairness",
-	"poststarthook/max-in-flight-filter":                  "in-flight",
+	"poststarthook/storage-readiness":                     checkEtcd,
+	"poststarthook/priority-and-fairness-config-consumer": checkFairness,
+	"poststarthook/priority-and-fairness-filter":          checkFairness,
+	"poststarthook/max-in-flight-filter":                  checkInFlight,
 	// Flow control estimates a list by the size of its last response. It counts no objects.
-	"poststarthook/storage-object-count-tracker-hook": "fairness",
+	"poststarthook/storage-object-count-tracker-hook": checkFairness,
 	// There is no proxy between versions. The gateway registers at the registry, which counts the gateways.
-	"poststarthook/peer-endpoint-reconciler-controller": "gateways",
-	"poststarthook/aggregator-reload-proxy-client-cert": "proxy-client-cert",
-	"poststarthook/apiservice-discovery-controller":     "aggregated-discovery",
-	"poststarthook/apiservice-openapi-controller":       "openapi",
-	"poststarthook/apiservice-openapiv3-controller":     "openapi",
+	"poststarthook/peer-endpoint-reconciler-controller": checkGateways,
+	"poststarthook/aggregator-reload-proxy-client-cert": checkProxyClientCert,
+	"poststarthook/apiservice-discovery-controller":     checkAggregatedDiscovery,
+	"poststarthook/apiservice-openapi-controller":       checkOpenAPI,
+	"poststarthook/apiservice-openapiv3-controller":     checkOpenAPI,
 }
 
 // registryHooks are the start hooks that the elected registry runs, by the names of Discovery.StartHooks.
@@ -100,7 +98,6 @@ func (h *registryHooksProgress) probe(ctx context.Context) error {
 	}
 	r, err := h.registry.StartHooks(ctx, &registryv1.StartHooksRequest{})
 	switch {
-	case status.Code(err) == codes.Unimplemented: // a registry of an older release
 	case err != nil:
 		return err
 	case !r.Known:
@@ -122,8 +119,8 @@ func (h *registryHooksProgress) completed(name string) bool {
 // hookCheckers returns the checkers of the start hooks that kube-apiserver would have with this configuration.
 func (g *Service) hookCheckers() (all []healthz.HealthChecker) {
 	for name, checked := range startHooks {
-		if checked == "proxy-client-cert" && g.config.Aggregation.CertFile == "" ||
-			checked == "in-flight" && g.config.FlowControl.Enabled ||
+		if checked == checkProxyClientCert && g.config.Aggregation.CertFile == "" ||
+			checked == checkInFlight && g.config.FlowControl.Enabled ||
 			strings.Contains(name, "/priority-and-fairness-") && !g.config.FlowControl.Enabled || !gateEnabled(name) {
 			continue
 		}
@@ -141,7 +138,7 @@ func (g *Service) hookCheckers() (all []healthz.HealthChecker) {
 			if g.hooks.completed(name) {
 				return nil
 			}
-			if err := g.health["start-hooks"].serve(r); err != nil && !g.hooks.completed(name) {
+			if err := g.health[checkStartHooks].serve(r); err != nil && !g.hooks.completed(name) {
 				return err
 			}
 			return nil

@@ -34,9 +34,6 @@ func (s *Service) waitForEtcd(ctx context.Context, starting func(reason error)) 
 	}
 }
 
-// liveLookupTimeout bounds a live lookup of a namespace that the informer lacks.
-const liveLookupTimeout = 10 * time.Second
-
 // etcdRetryPeriod is the pause between two attempts of waitForEtcd.
 const etcdRetryPeriod = 200 * time.Millisecond
 

@@ -3,6 +3,7 @@ package registry
 import (
 	"context"
 
+	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/process"
 )
 
@@ -17,7 +18,14 @@ func options() process.Options {
 		ControlPlane: c.Egress.OpenControlPlane,
 		Build: func(ctx context.Context, d *process.Deps) (*process.Service, error) {
 			c.Log.Conn = d.NATS
-			s, err := New(ctx, c, Deps{ID: d.ID, Starting: d.Starting})
+			var gateway *apiclient.Conn
+			if d.API != nil || c.Kubeconfig != "" {
+				var err error
+				if gateway, err = apiclient.Connect(d.API, c.Kubeconfig, "registry"); err != nil {
+					return nil, err
+				}
+			}
+			s, err := New(ctx, c, Deps{ID: d.ID, Starting: d.Starting, Gateway: gateway})
 			if err != nil {
 				return nil, err
 			}

@@ -8,6 +8,7 @@ import (
 
 	"github.com/nats-io/nats.go/jetstream"
 
+	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/process"
 	"watershed.dev/platform/recovery"
 	"watershed.dev/services/registry/etcdstatus"
@@ -80,14 +81,9 @@ func (l *etcdLog) state(ctx context.Context) LogState {
 		st.Error = process.Redact(err.Error())
 		return st
 	}
-	st.Replicas, st.Current, st.Wanted = 1, 1, max(l.options.Replicas, 1)
+	st.Replicas, st.Current, st.Wanted = 1, eventlog.CurrentReplicas(info), max(l.options.Replicas, 1)
 	if c := info.Cluster; c != nil {
 		st.Leader, st.Replicas = c.Leader, len(c.Replicas)+1
-		for _, r := range c.Replicas {
-			if r.Current && !r.Offline {
-				st.Current++
-			}
-		}
 	}
 	st.Sequence, st.Messages, st.Bytes = info.State.LastSeq, info.State.Msgs, info.State.Bytes
 	st.MaxBytes, st.RetentionSeconds = l.options.MaxBytes, l.options.Retention.Seconds()

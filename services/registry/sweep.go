@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/lifecycle"
 )
 
 const (
@@ -19,18 +20,12 @@ const (
 // sweep periodically drops cached objects that no request has used lately, and packs recent events. A registry at rest
 // then holds few objects.
 func (s *Service) sweep(ctx context.Context) error {
-	tick := time.NewTicker(sweepPeriod)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-tick.C:
-			s.resources.Storage.SweepCaches(maxCacheIdle)
-			eventlog.SweepAppended(sweepPeriod)
-			for _, l := range s.logs {
-				l.watchCache.Sweep()
-			}
+	for lifecycle.Sleep(ctx, sweepPeriod) == nil {
+		s.resources.Storage.SweepCaches(maxCacheIdle)
+		eventlog.SweepAppended(sweepPeriod)
+		for _, l := range s.logs {
+			l.watchCache.Sweep()
 		}
 	}
+	return nil
 }

@@ -136,7 +136,7 @@ func (l *etcdLog) collectors() []prometheus.Collector {
 		}, func() float64 { return float64(l.cache.Progress()) }),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "watershed_watchfanout_event_lag_seconds",
-			Help: "Time in seconds from the publisher to this replica of the newest event.",
+			Help: "Time in seconds from the publisher to this replica of the newest event, by the clocks of both hosts.",
 		}, func() float64 { return l.cache.Lag().Seconds() }),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "watershed_watchfanout_resets",

@@ -8,10 +8,8 @@ import (
 	"time"
 
 	"github.com/nats-io/nats.go"
-	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
 
-	"watershed.dev/platform/config"
 	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
@@ -21,45 +19,6 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
-
-// Config is the configuration of a replica.
-type Config struct {
-	Log            eventlog.Options
-	RingBytes      int
-	ProgressPeriod time.Duration
-	// IdleTimeout is how long a resource without readers stays in memory; 0 is forever.
-	IdleTimeout time.Duration
-	// CompressedBytes bounds the cached compressed runs of lists, in bytes; 0 disables compression in the replica.
-	CompressedBytes int
-}
-
-// AddFlags adds every option to fs.
-func (c *Config) AddFlags(fs *pflag.FlagSet) {
-	c.Log.AddFlags(fs)
-	fs.IntVar(&c.RingBytes, "watch-ring-bytes", 32<<20,
-		"Bytes of recent events cached for each resource. Above a sixteenth of it, events older than 10 minutes "+
-			"are dropped.")
-	fs.IntVar(&c.CompressedBytes, "compressed-lists-bytes", 64<<20,
-		"Bytes of compressed lists cached for clients that accept gzip: unchanged parts are compressed only "+
-			"once. 0: the gateways compress each list.")
-	fs.DurationVar(&c.IdleTimeout, "cache-idle-timeout", 10*time.Minute,
-		"How long the objects of a resource without lists or watches stay in memory; the next list or watch "+
-			"reads them again. 0: forever.")
-	fs.DurationVar(&c.ProgressPeriod, "watch-progress-period", 2*time.Second,
-		"How often a replica sends its revision on a stream: the gateways' source of bookmarks. Up to ten times as "+
-			"long for watches that share a call with many others.")
-}
-
-// Validate returns an error that names the invalid flag.
-func (c *Config) Validate() error {
-	return errors.Join(
-		c.Log.Validate(),
-		config.AtLeast("watch-ring-bytes", c.RingBytes, 1),
-		config.AtLeast("compressed-lists-bytes", c.CompressedBytes, 0),
-		config.AtLeast("cache-idle-timeout", c.IdleTimeout, 0),
-		config.AtLeast("watch-progress-period", c.ProgressPeriod, time.Millisecond),
-	)
-}
 
 // Service is one replica. Its readiness:
 //
@@ -89,9 +48,6 @@ type Service struct {
 
 // addedLogs is the capacity of Service.added.
 const addedLogs = 16
-
-// NewConfig returns an empty configuration; AddFlags sets the defaults.
-func NewConfig() *Config { return &Config{} }
 
 // Deps are the clients and the identity that New needs.
 type Deps struct {
@@ -173,20 +129,13 @@ func (s *Service) sweep(ctx context.Context) {
 	if s.config.IdleTimeout > 0 {
 		period = min(period, max(s.config.IdleTimeout/4, time.Second))
 	}
-	tick := time.NewTicker(period)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-			for _, l := range s.all() {
-				l.listServer.Sweep()
-				l.converter.Sweep()
-				l.logReader.Sweep()
-				if dropped := l.cache.Sweep(); len(dropped) > 0 {
-					slog.Info("Dropped idle resources", "resources", dropped)
-				}
+	for lifecycle.Sleep(ctx, period) == nil {
+		for _, l := range s.all() {
+			l.listServer.Sweep()
+			l.converter.Sweep()
+			l.logReader.Sweep()
+			if dropped := l.cache.Sweep(); len(dropped) > 0 {
+				slog.Info("Dropped idle resources", "resources", dropped)
 			}
 		}
 	}

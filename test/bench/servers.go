@@ -25,6 +25,7 @@ import (
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/yaml"
 
+	"watershed.dev/platform/porttest"
 	"watershed.dev/test/harness"
 )
 
@@ -323,7 +324,7 @@ func clientOf(kubeconfig string, gzip bool) *http.Client {
 }
 
 func freePort() int {
-	port, err := harness.UnusedPort()
+	port, err := porttest.UnusedPort()
 	check(err)
 	return port
 }

@@ -3,6 +3,7 @@ package cluster
 import (
 	"context"
 	"fmt"
+	"net"
 	"slices"
 	"strconv"
 	"sync"
@@ -21,8 +22,10 @@ import (
 const (
 	// writePause is the default pause between two writes.
 	writePause = 20 * time.Millisecond
-	// writeTimeout is how long a write is retried.
-	writeTimeout = 60 * time.Second
+	// writeTimeout is how long a write is retried. All pods start again within it.
+	writeTimeout = 3 * time.Minute
+	// connections is the number of connections, if the clients' configuration has a Dial function.
+	connections = 8
 	// object is the name of each written object.
 	object = "written"
 )
@@ -59,8 +62,9 @@ type noticed struct {
 // clients are one writer and many watchers, each of one resource. Each watcher checks that it receives every write of
 // its resource in order.
 type clients struct {
-	client metadata.Interface
-	pause  time.Duration
+	// connections are clients with a connection each. The watchers share them.
+	connections []metadata.Interface
+	pause       time.Duration
 
 	mu     sync.Mutex
 	now    noticed
@@ -76,11 +80,20 @@ type clients struct {
 
 // start starts the writer, with a pause between two writes, and the watchers.
 func start(ctx context.Context, config *rest.Config, watchers int, pause time.Duration) (*clients, error) {
-	client, err := metadata.NewForConfig(config)
-	if err != nil {
-		return nil, err
+	c := &clients{pause: pause, wrote: make([]int, len(kinds)), seen: make([]int, watchers)}
+	for range connections {
+		one := rest.CopyConfig(config)
+		if dial := config.Dial; dial != nil { // client-go shares a connection between equal configurations
+			one.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
+				return dial(ctx, network, address)
+			}
+		}
+		client, err := metadata.NewForConfig(one)
+		if err != nil {
+			return nil, err
+		}
+		c.connections = append(c.connections, client)
 	}
-	c := &clients{client: client, pause: pause, wrote: make([]int, len(kinds)), seen: make([]int, watchers)}
 	objects, err := dynamic.NewForConfig(config)
 	if err != nil {
 		return nil, err
@@ -109,7 +122,8 @@ func start(ctx context.Context, config *rest.Config, watchers int, pause time.Du
 
 // resourceFor returns the resource of a watcher.
 func (c *clients) resourceFor(watcher int) metadata.ResourceInterface {
-	return c.client.Resource(kinds[watcher%len(kinds)].resource).Namespace("default")
+	client := c.connections[watcher/len(kinds)%len(c.connections)]
+	return client.Resource(kinds[watcher%len(kinds)].resource).Namespace("default")
 }
 
 // phase returns the effects since its last call.

@@ -41,7 +41,7 @@ var programs = []string{
 type hosted struct {
 	*report
 	outer *harness.Server
-	node  *node.Node
+	nodes []*node.Node
 	inner *rest.Config
 	// placement is the placement of the services, and tag the tag of their images. Empty: the tag of the manifests.
 	placement, tag string
@@ -62,11 +62,7 @@ func TestWatershedAsWorkloads(t *testing.T) {
 	if placements[h.placement] == nil {
 		t.Fatalf("-placement %s: want split or compact", h.placement)
 	}
-	archives, err := filepath.Glob(filepath.Join(harness.Root(), ".build", *from, "*.tar"))
-	if err != nil || len(archives) == 0 {
-		t.Fatalf("no images: `make e2e-cluster` builds them (%v)", err)
-	}
-	h.host(archives, "coredns", "jaeger")
+	h.host(0, built(t, *from, "make e2e-cluster"), "coredns", "jaeger")
 	h.deploy()
 	h.kubectl()
 	c, err := start(t.Context(), h.inner, *watchers, writePause)
@@ -74,12 +70,8 @@ func TestWatershedAsWorkloads(t *testing.T) {
 		t.Fatal(err)
 	}
 	h.phase(c, "nothing happens", false, func() { time.Sleep(5 * time.Second) })
-	next, _ := filepath.Glob(filepath.Join(harness.Root(), ".build", "images-next", "*.tar"))
-	if len(next) == 0 {
-		t.Fatal("no images of the next commit: `make e2e-cluster` builds them")
-	}
-	for _, archive := range next {
-		h.node.Import(t, archive)
+	for _, archive := range built(t, "images-next", "make e2e-cluster") {
+		h.nodes[0].Import(t, archive)
 	}
 	h.phase(c, "rolling upgrade", true, h.upgrade)
 	h.phase(c, "watchfanout 1 to 3", true, func() { h.scale("watchfanout", 3) })
@@ -106,22 +98,62 @@ func TestWatershedAsWorkloads(t *testing.T) {
 	h.traces()
 }
 
-// host starts a Watershed with a node, DNS and a volume. The node has the images of the archives, and of the programs.
-func (h *hosted) host(archives []string, programs ...string) {
+// built returns the tar files of images in a directory of .build. The command builds them.
+func built(t *testing.T, dir, command string) []string {
+	t.Helper()
+	archives, err := filepath.Glob(filepath.Join(harness.Root(), ".build", dir, "*.tar"))
+	if err != nil || len(archives) == 0 {
+		t.Fatalf("no images in .build/%s: `%s` builds them (%v)", dir, command, err)
+	}
+	return archives
+}
+
+// host starts a Watershed with nodes, DNS, and a volume of each node. The nodes are that number of hosts, or this
+// machine if hosts is 0. They have the images of the archives, and of the programs.
+func (h *hosted) host(hosts int, archives []string, programs ...string) {
 	node.Prepare(h)
+	all := node.Hosts(h, hosts)
+	if hosts == 0 {
+		all = append(all, nil)
+	}
 	h.outer = harness.Up(h, "", append(node.Flags(), "--bind-address=0.0.0.0", "--tls-sans="+node.Address)...)
 	h.outer.Managers()
 	images := map[string]string{}
 	for _, p := range programs {
 		images["watershed.dev/"+p+":test"] = harness.Peer(p)
 	}
-	h.node = node.Join(h, h.outer, node.Options{
-		DNS:      "10.96.0.10",
-		Archives: archives,
-		Lean:     true,
-		Programs: images,
-	})
-	h.Cleanup(func() { // the end of the node's processes does not end its pods
+	h.outer.Apply(`
+apiVersion: storage.k8s.io/v1
+kind: StorageClass
+metadata: {name: local, annotations: {storageclass.kubernetes.io/is-default-class: "true"}}
+provisioner: kubernetes.io/no-provisioner
+volumeBindingMode: WaitForFirstConsumer
+`)
+	for _, host := range all {
+		n := node.Join(h, h.outer, node.Options{
+			Host:     host,
+			DNS:      "10.96.0.10",
+			Archives: archives,
+			Lean:     true,
+			Programs: images,
+		})
+		h.nodes = append(h.nodes, n)
+		h.outer.Apply(`
+apiVersion: v1
+kind: PersistentVolume
+metadata: {name: etcd-` + n.Name + `}
+spec:
+  capacity: {storage: 20Gi}
+  accessModes: [ReadWriteOnce]
+  storageClassName: local
+  local: {path: ` + harness.TempDir(h) + `}
+  nodeAffinity:
+    required:
+      nodeSelectorTerms:
+      - matchExpressions: [{key: kubernetes.io/hostname, operator: In, values: [` + n.Name + `]}]
+`)
+	}
+	h.Cleanup(func() { // the end of the nodes' processes does not end their pods
 		_, _ = h.outer.TryKubectl(
 			"",
 			"delete",
@@ -136,26 +168,7 @@ func (h *hosted) host(archives []string, programs ...string) {
 		h.Fatal(err)
 	}
 	h.outer.Apply(string(dns))
-	h.outer.Apply(`
-apiVersion: storage.k8s.io/v1
-kind: StorageClass
-metadata: {name: local, annotations: {storageclass.kubernetes.io/is-default-class: "true"}}
-provisioner: kubernetes.io/no-provisioner
-volumeBindingMode: WaitForFirstConsumer
----
-apiVersion: v1
-kind: PersistentVolume
-metadata: {name: etcd}
-spec:
-  capacity: {storage: 20Gi}
-  accessModes: [ReadWriteOnce]
-  storageClassName: local
-  local: {path: ` + harness.TempDir(h) + `}
-  nodeAffinity:
-    required:
-      nodeSelectorTerms:
-      - matchExpressions: [{key: kubernetes.io/hostname, operator: In, values: [` + node.Name + `]}]
-`)
+	h.outer.Kubectl("-n", "kube-system", "scale", "deployment/coredns", fmt.Sprintf("--replicas=%d", min(len(all), 2)))
 	h.rollout("kube-system", "deployment/coredns")
 }
 
@@ -354,7 +367,7 @@ func (h *hosted) broken() {
 		h.outer.Kubectl("-n", "watershed", "set", "image", "deployment/"+s, "watershed="+image(s)+":nothing")
 	}
 	for _, s := range h.services() {
-		harness.Eventually(h, 2*time.Minute, func() error {
+		harness.Eventually(h, harness.Soon, func() error {
 			out := h.outer.Kubectl("-n", "watershed", "get", "pods", "-l", "app.kubernetes.io/name="+s)
 			if !strings.Contains(out, "ImagePull") || !strings.Contains(out, "1/1") {
 				return fmt.Errorf("%s", out)

@@ -37,7 +37,7 @@ func TestTheReleaseOnANode(t *testing.T) {
 	chart, archives := release(t, cmp.Or(*before, *released))
 	next, later := release(t, *released)
 	h := &hosted{report: newReport(t), placement: "split"}
-	h.host(append(archives, later...), "coredns")
+	h.host(0, append(archives, later...), "coredns")
 	helm := func(args ...string) {
 		t.Helper()
 		args = append([]string{"--kubeconfig", h.outer.Kubeconfig, "--namespace", "watershed"}, args...)

@@ -31,7 +31,7 @@ func (r *report) phase(c *clients, title string, quiet bool, do func()) {
 	began := time.Now()
 	do()
 	wrote := c.writes()
-	harness.Eventually(r, 2*time.Minute, func() error { return c.missing(wrote) })
+	harness.Eventually(r, harness.Soon, func() error { return c.missing(wrote) })
 	n := c.phase()
 	fmt.Fprintf(
 		r.table,

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"net/http"
 	"slices"
 	"testing"
 	"time"
@@ -32,7 +31,7 @@ func scales(t *testing.T, set string, startServer func(testing.TB, string, ...st
 	if err != nil {
 		t.Fatal(err)
 	}
-	harness.Eventually(t, time.Minute, func() error { return c.missing(slices.Repeat([]int{1}, len(kinds))) })
+	harness.Eventually(t, harness.Soon, func() error { return c.missing(slices.Repeat([]int{1}, len(kinds))) })
 	gateways := func(metric string) (sum float64) {
 		for n := range 2 {
 			sum += s.Metric(fmt.Sprintf("%s-%d", set, n), metric)
@@ -47,7 +46,7 @@ func scales(t *testing.T, set string, startServer func(testing.TB, string, ...st
 		for i := range 6 {
 			ready(t, s, fmt.Sprintf("watchfanout-%d", i))
 		}
-		harness.Eventually(t, time.Minute, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			if gateways("watershed_gateway_watch_reassignments_total") == 0 {
 				return errors.New("nothing moves")
 			}
@@ -72,15 +71,5 @@ func scales(t *testing.T, set string, startServer func(testing.TB, string, ...st
 // ready waits until a process reports readiness.
 func ready(t *testing.T, s *harness.Server, process string) {
 	t.Helper()
-	harness.Eventually(t, time.Minute, func() error {
-		resp, err := s.Debug(process).Get("http://" + process + "/healthz")
-		if err != nil {
-			return err
-		}
-		resp.Body.Close()
-		if resp.StatusCode != http.StatusOK {
-			return fmt.Errorf("%s: %s", process, resp.Status)
-		}
-		return nil
-	})
+	harness.Eventually(t, harness.Soon, func() error { return s.CheckHealthy(process) })
 }

@@ -11,7 +11,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"watershed.dev/test/harness"
 	"watershed.dev/test/node"
@@ -150,7 +149,7 @@ func (s *swapped) during(swap func()) {
 	s.reference.Kubectl("rollout", "status", "deployment/web", "--timeout=110s")
 	shown := s.podWatcher.lines() // kubectl continues to show events
 	s.reference.Kubectl("delete", "pod", "-l", "app=web", "--wait=false")
-	harness.Eventually(s, time.Minute, func() error {
+	harness.Eventually(s, harness.Soon, func() error {
 		if n := s.podWatcher.lines(); n <= shown {
 			return fmt.Errorf("kubectl get pods -w has shown %d lines before and after", n)
 		}

@@ -8,7 +8,6 @@ import (
 	"net/http"
 	"slices"
 	"strings"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -61,7 +60,7 @@ func (h *hosted) traces() {
 	}
 	address := h.outer.Kubectl("-n", "watershed", "get", "service", "jaeger", "-o", "jsonpath={.spec.clusterIP}")
 	var t trace
-	harness.Eventually(h, 30*time.Second, func() error {
+	harness.Eventually(h, harness.Soon, func() error {
 		resp, err := http.Get("http://" + address + ":16686/api/traces/" + id)
 		if err != nil {
 			return err

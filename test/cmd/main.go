@@ -22,6 +22,7 @@ import (
 	"strings"
 	"syscall"
 
+	"watershed.dev/platform/porttest"
 	"watershed.dev/test/harness"
 )
 
@@ -132,11 +133,11 @@ func test(dir, program string) ([]result, error) {
 	if err != nil {
 		return nil, err
 	}
-	etcd, err := harness.UnusedPort()
+	etcd, err := porttest.UnusedPort()
 	if err != nil {
 		return nil, err
 	}
-	secure, err := harness.UnusedPort()
+	secure, err := porttest.UnusedPort()
 	if err != nil {
 		return nil, err
 	}

@@ -89,7 +89,7 @@ func main() {
 			}
 			s := start(t)
 			s.Controllers()
-			harness.Eventually(t, time.Minute, func() error {
+			harness.Eventually(t, harness.Soon, func() error {
 				out, err := s.TryKubectl("", "get", "nodes")
 				if err != nil || strings.Count(out, " Ready ") != 3 {
 					return fmt.Errorf("%v: %s", err, out)

@@ -55,7 +55,7 @@ func TestACorruptObjectAffectsNoOther(t *testing.T) {
 	s.Kubectl("create", "namespace", Namespace)
 	s.Apply(CRD)
 	for _, server := range []*harness.Server{s, reference.Server} {
-		harness.Eventually(t, 30*time.Second, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			if code, body := get(server, "/apis/corrupt.example.com/v1/things", mediaTypes[0]); code != http.StatusOK {
 				return fmt.Errorf("%d %.200s", code, body)
 			}
@@ -99,7 +99,7 @@ func TestACorruptObjectAffectsNoOther(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	harness.Eventually(t, 30*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		for _, r := range []string{"secrets", "events", "configmaps", "pods"} {
 			if code, body := get(s, "/api/v1/"+r, mediaTypes[0]); code != http.StatusOK {
 				return fmt.Errorf("%s: %d %.200s", r, code, body)
@@ -222,7 +222,7 @@ func (o *bystanderWatch) receives(t *testing.T, name string) {
 		&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	for until := time.After(20 * time.Second); ; {
+	for until := time.After(harness.Soon); ; {
 		select {
 		case e, ok := <-o.w.ResultChan():
 			if !ok || e.Type == watch.Error {
@@ -258,7 +258,7 @@ func TestACRDWithoutADotStopsNoController(t *testing.T) {
 	if _, err := etcd.Put(t.Context(), key, odd); err != nil {
 		t.Fatal(err)
 	}
-	harness.Eventually(t, 30*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		if out, err := s.TryKubectl("", "get", "crd", "nodot", "-o", "name"); err != nil {
 			return fmt.Errorf("%w: %s", err, out)
 		}
@@ -268,7 +268,7 @@ func TestACRDWithoutADotStopsNoController(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.Apply(CRD)
-	harness.Eventually(t, 30*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		if code, body := get(s, "/apis/corrupt.example.com/v1/things", mediaTypes[0]); code != http.StatusOK {
 			return fmt.Errorf("%d %.200s", code, body)
 		}

@@ -156,7 +156,7 @@ kind: ConfigMap
 metadata: {name: mine, namespace: tenant}
 data: {a: x}
 `
-	harness.Eventually(s.t, time.Minute, func() error {
+	harness.Eventually(s.t, harness.Soon, func() error {
 		if out, err := s.server.TryKubectl(manifest, "apply", "-f", "-"); err != nil {
 			return fmt.Errorf("%w: %s", err, out)
 		}

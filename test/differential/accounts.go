@@ -107,7 +107,7 @@ func (a *axis) bootstrapTokens(s *side, check func(error)) {
 	r := plain()[0]
 	r.as, r.header = noCertificate,
 		merged(r.header, map[string]string{"Authorization": "Bearer zzzzzz.0123456789abcdef"})
-	harness.Eventually(a.t, 20*time.Second, func() error {
+	harness.Eventually(a.t, harness.Soon, func() error {
 		if got := s.do(a.t.Context(), r); got.code != 201 {
 			return fmt.Errorf("%s does not know its bootstrap tokens: %d %s", s.name, got.code, got.body)
 		}

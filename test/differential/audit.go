@@ -175,7 +175,7 @@ func (a *axis) settled(s *side, records func(*side) []fields) map[string][]field
 		}
 		return n
 	}
-	harness.Eventually(a.t, time.Minute, func() error {
+	harness.Eventually(a.t, harness.Soon, func() error {
 		before := count()
 		time.Sleep(time.Second)
 		if all = byID(records(s)); count() == before {

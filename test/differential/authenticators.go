@@ -152,7 +152,7 @@ func (a *axis) waitForIssuer(p *pair, issuer, audience string) {
 	r.as = noCertificate
 	r.more = func(*side) http.Header { return http.Header{"Authorization": {"Bearer " + good.String()}} }
 	for _, s := range []*side{p.theirs, p.ours} {
-		harness.Eventually(a.t, time.Minute, func() error {
+		harness.Eventually(a.t, harness.Soon, func() error {
 			if got := s.do(a.t.Context(), r); got.code != http.StatusCreated {
 				return fmt.Errorf("%s rejects the tokens of %s: %d %s", s.name, issuer, got.code, got.body)
 			}

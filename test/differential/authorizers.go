@@ -7,7 +7,6 @@ import (
 	"net/http"
 	"path/filepath"
 	"strings"
-	"time"
 
 	authorizationv1 "k8s.io/api/authorization/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -164,7 +163,7 @@ func (a *axis) everyRight(p *pair, rbac, nodes bool) {
 func (a *axis) prepare(s *side, rbac, nodes bool) {
 	a.t.Helper()
 	// A binding takes effect only if its role exists, so the server's bootstrap roles must exist first.
-	harness.Eventually(a.t, time.Minute, func() error {
+	harness.Eventually(a.t, harness.Soon, func() error {
 		if !rbac {
 			return nil
 		}
@@ -178,7 +177,7 @@ func (a *axis) prepare(s *side, rbac, nodes bool) {
 	if out, err := s.server.TryKubectl(policy, "create", "-f", "-"); err != nil {
 		a.t.Fatalf("%s: %v\n%s", s.name, err, out)
 	}
-	harness.Eventually(a.t, 20*time.Second, func() error {
+	harness.Eventually(a.t, harness.Soon, func() error {
 		r, err := s.server.Client().AuthorizationV1().SubjectAccessReviews().Create(a.t.Context(),
 			&authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{
 				User: "last", ResourceAttributes: &authorizationv1.ResourceAttributes{
@@ -204,7 +203,7 @@ func (a *axis) prepare(s *side, rbac, nodes bool) {
 		return err
 	}
 	if nodes {
-		harness.Eventually(a.t, 20*time.Second, func() error { return node("mounted") })
+		harness.Eventually(a.t, harness.Soon, func() error { return node("mounted") })
 	}
 }
 

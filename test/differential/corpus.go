@@ -5,12 +5,15 @@ import (
 	_ "embed"
 	"encoding/json"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"sigs.k8s.io/yaml"
+
+	"watershed.dev/test/harness"
 )
 
 //go:embed objects.yaml
@@ -176,8 +179,42 @@ func (p *pair) create(all []*object) {
 		}
 		p.ask(&request{method: "POST", path: o.collection, header: jsonBody, body: o.json(), about: "create again"})
 	}
-	// kube-apiserver's controllers (discovery, OpenAPI, conditions) lag, and not all of them show their progress.
+	// Controllers of either server lag. untilEqual reads discovery, OpenAPI and the conditions of some kinds.
+	// Conditions of other kinds show no progress.
 	time.Sleep(2500 * time.Millisecond)
+	for _, path := range []string{"/apis", "/openapi/v3"} {
+		p.untilEqual(path)
+	}
+	for _, o := range all {
+		switch o.kind.Kind {
+		case "APIService", "CustomResourceDefinition", "FlowSchema":
+			p.untilEqual(o.collection)
+		case "Widget", "Global":
+			p.untilEqual(root(o.kind.GroupVersion()))
+		}
+	}
+}
+
+// maxLag bounds the wait until a controller of either server has caught up. The test prints a lag above longLag.
+const (
+	maxLag  = 30 * time.Second
+	longLag = 5 * time.Second
+)
+
+// untilEqual waits until both servers' responses differ in nothing but accepted differences, for at most maxLag. A
+// later request reports a difference that remains.
+func (p *pair) untilEqual(path string) {
+	r := &request{method: "GET", path: path, header: map[string]string{"Accept": "application/json"}, about: "list"}
+	for began := time.Now(); time.Since(began) < maxLag; time.Sleep(50 * time.Millisecond) {
+		a, b := p.both(p.t.Context(), r)
+		if !slices.ContainsFunc(diff(a, b), func(d string) bool { return p.report.explained(r, a, b, d) == nil }) {
+			if lag := time.Since(began); lag > longLag {
+				fmt.Printf("both servers' responses to %s are equal after %v\n", path, lag.Round(time.Millisecond))
+			}
+			return
+		}
+	}
+	fmt.Printf("the responses to %s still differ after %v\n", path, maxLag)
 }
 
 // until waits until both servers' responses contain a text.
@@ -188,7 +225,7 @@ func (p *pair) untilGone(path, text string) { p.await(path, text, false) }
 
 func (p *pair) await(path, text string, there bool) {
 	for _, s := range []*side{p.theirs, p.ours} {
-		deadline := time.Now().Add(20 * time.Second)
+		deadline := time.Now().Add(harness.Soon)
 		for time.Now().Before(deadline) && bytes.Contains(s.do(p.t.Context(), &request{
 			method: "GET",
 			path:   path,

@@ -88,8 +88,8 @@ func applyMasks(s string) string {
 	return s
 }
 
-// duration matches an age or a duration.
-var duration = regexp.MustCompile(`\b(\d+m)?\d+s\b`)
+// duration matches an age or a duration. The age of two to nine whole minutes has no seconds.
+var duration = regexp.MustCompile(`\b((\d+m)?\d+s|[2-9]m)\b`)
 
 // ageTolerance is the difference of two ages that the start of the servers explains.
 const ageTolerance = 25 * time.Second

@@ -53,6 +53,15 @@ func (p *pair) paths() {
 			p.ask(r)
 		}
 	}
+	for _, accept := range []string{"text/plain", "application/xml", "*/*", "application/yaml"} {
+		p.ask(&request{method: "GET", path: base + "/pods/nothing/log", header: map[string]string{"Accept": accept},
+			about: "media type of logs"})
+	}
+	p.ask(&request{method: "GET", path: "/api/v1/componentstatuses/nothing?resourceVersion=abc", about: "odd revision"})
+	for _, t := range []string{"text/plain, application/merge-patch+json", "text/plain, application/json", ","} {
+		p.ask(&request{method: "PATCH", path: base + "/configmaps/cm", header: map[string]string{"Content-Type": t},
+			body: []byte(`{}`), about: "odd media type of a patch"})
+	}
 	for _, h := range []map[string]string{{"X-Remote-User": "bob"}, {
 		"X-Remote-User":  "bob",
 		"X-Remote-Group": "system:masters",

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -10,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"watershed.dev/test/harness"
@@ -62,28 +64,37 @@ func (p *pair) walk(all []*object, n int, rng *rand.Rand) {
 		w.step()
 	}
 	// The last objects mark the end for each watch.
+	created := map[string]bool{}
 	for _, o := range w.kinds {
 		last := clone(o.body)
 		last["metadata"] = map[string]any{"name": "w1", "labels": map[string]any{"app": "a", "last": "yes"}}
 		p.ask(&request{method: "DELETE", path: o.collection + "/w1?gracePeriodSeconds=0", about: "the end"})
-		p.ask(&request{
-			method: "PATCH",
-			path:   o.collection + "/w1",
-			header: map[string]string{"Content-Type": "application/merge-patch+json"},
-			body:   []byte(`{"metadata":{"finalizers":null}}`),
-			about:  "the end",
-		})
-		p.ask(&request{
+		for _, name := range w.names { // a finalizer would keep the object, and its CRD in the phase remove
+			p.ask(&request{
+				method: "PATCH",
+				path:   o.collection + "/" + name,
+				header: map[string]string{"Content-Type": "application/merge-patch+json"},
+				body:   []byte(`{"metadata":{"finalizers":null}}`),
+				about:  "the end",
+			})
+		}
+		created[o.collection] = p.ask(&request{
 			method: "POST",
 			path:   o.collection,
 			header: jsonBody,
 			body:   must(json.Marshal(last)),
 			about:  "the end",
-		})
+		}).code == http.StatusCreated
 	}
-	// Waits for a quiet second instead of the last event, because an extra event is a difference too. A slow machine
-	// may report a false difference here.
-	time.Sleep(time.Second)
+	for deadline := time.Now().Add(maxLag); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
+		if !slices.ContainsFunc(watches, func(w *watching) bool {
+			collection, _, _ := strings.Cut(w.path, "?")
+			return created[collection] && w.behind.Load() > 0
+		}) {
+			break
+		}
+	}
+	time.Sleep(time.Second) // an extra event is a difference too
 	for _, watch := range watches {
 		watch.compare(p)
 	}
@@ -123,7 +134,7 @@ func (p *pair) allowWalkers() {
 	last := &request{method: "GET", path: "/api/v1/namespaces/default/pods/none",
 		header: map[string]string{"Impersonate-User": "last"}}
 	for _, s := range []*side{p.theirs, p.ours} {
-		harness.Eventually(p.t, 20*time.Second, func() error {
+		harness.Eventually(p.t, harness.Soon, func() error {
 			if got := s.do(p.t.Context(), last); got.code != http.StatusNotFound {
 				return fmt.Errorf("%s: %d %s", s.name, got.code, got.body)
 			}
@@ -247,8 +258,10 @@ type watching struct {
 	path, accept string
 	cancel       context.CancelFunc
 	wg           sync.WaitGroup
-	mu           sync.Mutex
-	received     map[*side][]any
+	// behind is the number of servers whose watch is open and has not received the last object.
+	behind   atomic.Int32
+	mu       sync.Mutex
+	received map[*side][]any
 }
 
 func (p *pair) watch(path, accept string) *watching {
@@ -256,7 +269,10 @@ func (p *pair) watch(path, accept string) *watching {
 	w := &watching{path: path, accept: accept, cancel: cancel, received: map[*side][]any{}}
 	for _, s := range []*side{p.theirs, p.ours} {
 		opened := make(chan struct{})
+		w.behind.Add(1)
+		last := sync.OnceFunc(func() { w.behind.Add(-1) })
 		w.wg.Go(func() {
+			defer last()
 			req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.base+path, nil)
 			if err != nil {
 				close(opened)
@@ -276,6 +292,9 @@ func (p *pair) watch(path, accept string) *watching {
 				w.mu.Lock()
 				w.received[s] = append(w.received[s], normal(fromJSON(lines.Bytes())))
 				w.mu.Unlock()
+				if bytes.Contains(lines.Bytes(), []byte(`"last":"yes"`)) {
+					last()
+				}
 			}
 		})
 		<-opened

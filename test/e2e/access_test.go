@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"golang.org/x/crypto/bcrypt"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -19,6 +18,7 @@ import (
 	signer "k8s.io/kubernetes/pkg/serviceaccount/externaljwt/plugin/testing/v1"
 
 	"watershed.dev/platform/pki"
+	"watershed.dev/platform/porttest"
 	"watershed.dev/platform/reload/reloadtest"
 	"watershed.dev/test/harness"
 )
@@ -62,7 +62,7 @@ func TestCredentialFilesAreReloaded(t *testing.T) {
 	dir := t.TempDir()
 	tokens := writeFile(t, filepath.Join(dir, "tokens.csv"), "first,alice,1\n")
 	passwords := writeFile(t, filepath.Join(dir, "passwords.csv"), "hush,bob,2,\"readers\"\n")
-	debug := fmt.Sprintf("127.0.0.1:%d", harness.FreePort(t))
+	debug := fmt.Sprintf("127.0.0.1:%d", porttest.FreePort(t))
 	s := harness.Up(t, "", "--token-auth-file="+tokens, "--basic-auth-file="+passwords, "--debug-address="+debug,
 		"--authentication-cache-ttl=1s", "--anonymous-auth=false")
 	token := func(text string) *kubernetes.Clientset {
@@ -73,7 +73,7 @@ func TestCredentialFilesAreReloaded(t *testing.T) {
 	}
 	is := func(c *kubernetes.Clientset, want string) {
 		t.Helper()
-		harness.Eventually(t, 20*time.Second, func() error {
+		harness.Eventually(t, harness.BeforeRefresh, func() error {
 			got, err := whoami(t, c)
 			if want == "" && apierrors.IsUnauthorized(err) {
 				return nil
@@ -103,7 +103,7 @@ func TestCredentialFilesAreReloaded(t *testing.T) {
 		text, _ := io.ReadAll(resp.Body)
 		return string(text)
 	}
-	harness.Eventually(t, 20*time.Second, func() error {
+	harness.Eventually(t, harness.BeforeRefresh, func() error {
 		if text := page("/files"); !strings.Contains(text, "[-]token-auth-file "+tokens+" refused: ") ||
 			!strings.Contains(text, "[+]basic-auth-file") {
 			return fmt.Errorf("/files says %s", text)
@@ -132,7 +132,8 @@ func TestCredentialFilesAreReloaded(t *testing.T) {
 		t.Fatal(err)
 	}
 	writeFile(t, filepath.Join(s.Dir, "pki", "front-proxy-ca.crt"), string(added))
-	harness.Eventually(t, 20*time.Second, func() error { // kube-apiserver publishes it at once, and keeps the old CA
+	// kube-apiserver publishes it at once, and keeps the old CA
+	harness.Eventually(t, harness.BeforeRefresh, func() error {
 		published := s.Kubectl("get", "configmap", "-n", "kube-system", "extension-apiserver-authentication",
 			"-o", "jsonpath={.data.requestheader-client-ca-file}")
 		if n := strings.Count(published, "BEGIN CERTIFICATE"); n != 2 || !strings.Contains(published, string(added)) {

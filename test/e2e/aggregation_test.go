@@ -6,10 +6,10 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"k8s.io/client-go/rest"
 
+	"watershed.dev/platform/porttest"
 	"watershed.dev/test/harness"
 )
 
@@ -46,7 +46,7 @@ func TestAnAggregatedServerIsServed(t *testing.T) {
 	t.Parallel()
 	s := harness.Up(t, "", "--enable-aggregator-routing")
 	dir := harness.TempDir(t)
-	port := harness.FreePort(t)
+	port := porttest.FreePort(t)
 	etcd := harness.Etcd(t, dir)
 	start := func() *harness.Process {
 		return harness.Start(t, dir, "sample-apiserver", harness.Peer("sample-apiserver"), "--etcd-servers", etcd,
@@ -58,7 +58,7 @@ func TestAnAggregatedServerIsServed(t *testing.T) {
 	s.Apply(registration(t, port))
 	available := func(want string) {
 		t.Helper()
-		harness.Eventually(t, time.Minute, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			out, err := s.TryKubectl("", "get", "apiservice", "v1alpha1.wardle.example.com", "-o",
 				`jsonpath={.status.conditions[?(@.type=="Available")].status}`)
 			if err != nil || out != want {
@@ -68,7 +68,7 @@ func TestAnAggregatedServerIsServed(t *testing.T) {
 		})
 	}
 	available("True")
-	harness.Eventually(t, 10*time.Second, func() error { // discovery catches up
+	harness.Eventually(t, harness.BeforeRefresh, func() error { // discovery catches up
 		out, err := s.TryKubectl("", "api-resources", "--api-group=wardle.example.com")
 		if err != nil || !strings.Contains(out, "flunders") {
 			return fmt.Errorf("%v: %s", err, out)
@@ -108,7 +108,7 @@ func TestAnAggregatedServerIsServed(t *testing.T) {
 	}
 	sample.Kill()
 	available("False")
-	harness.Eventually(t, 10*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		out, err := s.TryKubectl("", "get", "--raw", "/apis/wardle.example.com/v1alpha1/flunders")
 		if err == nil || !strings.Contains(out, "ServiceUnavailable") {
 			return fmt.Errorf("%v: %s", err, out)
@@ -118,7 +118,7 @@ func TestAnAggregatedServerIsServed(t *testing.T) {
 	s.Kubectl("get", "configmaps")
 	start()
 	available("True")
-	harness.Eventually(t, 10*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		out, err := s.TryKubectl("", "get", "flunders")
 		if err != nil || !strings.Contains(out, "f ") {
 			return fmt.Errorf("%v: %s", err, out)

@@ -13,7 +13,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"k8s.io/client-go/rest"
 
@@ -107,7 +106,7 @@ func TestTheAuditLogHasEveryAcknowledgedRequest(t *testing.T) {
 		"--audit-log-path="+filepath.Join(dir, "audit.log"), "--audit-log-maxsize=1", "--audit-log-maxbackup=0")
 	acknowledged := make(chan []string)
 	go func() { acknowledged <- create(t, s, 4000, 1000) }()
-	harness.Eventually(t, time.Minute, func() error { // it has been rotated, while requests continue
+	harness.Eventually(t, harness.Soon, func() error { // it has been rotated, while requests continue
 		if files, _ := filepath.Glob(filepath.Join(dir, "audit*.log")); len(files) < 2 {
 			return fmt.Errorf("the log was not rotated: %q", files)
 		}

@@ -11,7 +11,6 @@ import (
 	"fmt"
 	"strings"
 	"testing"
-	"time"
 
 	certificatesv1 "k8s.io/api/certificates/v1"
 	coordinationv1 "k8s.io/api/coordination/v1"
@@ -44,7 +43,7 @@ func TestAKubeletBootstraps(t *testing.T) {
 		s.Kubectl("create", "clusterrolebinding", name, "--clusterrole="+role[0], "--group="+role[1])
 	}
 	bootstrap := as(t, s, func(c *rest.Config) { c.BearerToken = "abcdef.0123456789abcdef" })
-	harness.Eventually(t, 20*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		username, err := whoami(t, bootstrap)
 		if err == nil && username != "system:bootstrap:abcdef" {
 			err = fmt.Errorf("authenticated as %s", username)
@@ -97,7 +96,7 @@ func TestAKubeletBootstraps(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.Apply(`{apiVersion: coordination.k8s.io/v1, kind: Lease, metadata: {name: theirs, namespace: kube-node-lease}}`)
-	harness.Eventually(t, 10*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		_, err := node.CoreV1().Secrets("default").Get(t.Context(), "loose", metav1.GetOptions{})
 		return err
 	})
@@ -148,7 +147,7 @@ func signedFor(t *testing.T, c *kubernetes.Clientset, node string) (cert, key []
 	if err != nil {
 		t.Fatal(err)
 	}
-	harness.Eventually(t, 30*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		if csr, err = csrs.Get(t.Context(), csr.Name, metav1.GetOptions{}); err == nil &&
 			len(csr.Status.Certificate) == 0 {
 			err = fmt.Errorf("it is not signed: %v", csr.Status.Conditions)

@@ -10,7 +10,6 @@ import (
 	"reflect"
 	"strings"
 	"testing"
-	"time"
 
 	"k8s.io/apimachinery/pkg/runtime/serializer/cbor"
 	"k8s.io/apimachinery/pkg/runtime/serializer/cbor/direct"
@@ -134,7 +133,7 @@ func TestCBOR(t *testing.T) {
 		{"/apis/apps/v1", accept},
 		{"/apis/e2e.example.com/v1", accept},
 	} {
-		harness.Eventually(t, 20*time.Second, func() error { // until the caches have the writes
+		harness.Eventually(t, harness.Soon, func() error { // until the caches have the writes
 			want := askCBOR(t, theirs.Server, "GET", r.path, "", r.accept, nil)
 			if got := askCBOR(t, ours, "GET", r.path, "", r.accept, nil); !reflect.DeepEqual(want, got) {
 				return fmt.Errorf("%s: %s: %v, and kube-apiserver has %v", r.path, r.accept, got, want)

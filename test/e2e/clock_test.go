@@ -48,10 +48,10 @@ func TestClocksThatJump(t *testing.T) {
 		setClocks(t, s, clocks.behind, clocks.ahead)
 		name := fmt.Sprintf("round-%d", round)
 		// A clock that is ahead makes policy look old until the next comparison with etcd.
-		harness.Eventually(t, 10*time.Second, func() error { return m.create(name) })
+		harness.Eventually(t, harness.Soon, func() error { return m.create(name) })
 		m.receive(watch.Added, name)
 		bind(t, s, "bob")
-		harness.Eventually(t, 10*time.Second, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			if !reads(t, bob) {
 				return errors.New("bob may not read yet")
 			}
@@ -64,7 +64,7 @@ func TestClocksThatJump(t *testing.T) {
 		if err := bindings.Delete(t.Context(), "bob", metav1.DeleteOptions{}); err != nil {
 			t.Fatal(err)
 		}
-		harness.Eventually(t, 10*time.Second, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			if reads(t, bob) {
 				return errors.New("bob still may read")
 			}
@@ -82,14 +82,14 @@ func TestStalePolicyExpiresAlthoughAClockGoesBack(t *testing.T) {
 	version := func() error { // without the retries of a 503
 		return bob.Discovery().RESTClient().Get().AbsPath("/version").MaxRetries(0).Do(t.Context()).Error()
 	}
-	harness.Eventually(t, 10*time.Second, version)
+	harness.Eventually(t, harness.Soon, version)
 	for _, p := range pids(t, s, "authz-*") {
 		setClock(t, p, -30*time.Minute)
 	}
 	for _, p := range pids(t, s, "registry-*") {
 		freeze(t, p)
 	}
-	harness.Eventually(t, 30*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		if version() == nil {
 			return errors.New("bob is still authorized, although authz cannot compare its policy with etcd")
 		}

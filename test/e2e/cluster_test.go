@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"strings"
 	"testing"
-	"time"
 
 	"watershed.dev/test/harness"
 )
@@ -51,7 +50,7 @@ func workloadsComeTo(t *testing.T, s *harness.Server) {
 	s.Apply(workloads)
 	is := func(object, path, want string) {
 		t.Helper()
-		harness.Eventually(t, 2*time.Minute, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			out, err := s.TryKubectl("", "get", "-n", "work", object, "-o", "jsonpath="+path)
 			if err != nil || out != want {
 				return fmt.Errorf("%s %s is %q, not %q (%v)", object, path, out, want, err)
@@ -62,7 +61,7 @@ func workloadsComeTo(t *testing.T, s *harness.Server) {
 	is("deployment/web", "{.status.readyReplicas}", "3")
 	is("statefulset/db", "{.status.readyReplicas}", "2")
 	is("job/once", "{.status.succeeded}", "2")
-	harness.Eventually(t, time.Minute, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		out, err := s.TryKubectl("", "get", "endpointslices", "-n", "work", "-l", "kubernetes.io/service-name=web",
 			"-o", "jsonpath={.items[*].endpoints[*].addresses}")
 		if err != nil || strings.Count(out, "[") != 3 {

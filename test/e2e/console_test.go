@@ -15,6 +15,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 
+	"watershed.dev/platform/porttest"
 	"watershed.dev/test/harness"
 )
 
@@ -74,7 +75,7 @@ func TestConsole(t *testing.T) {
 	shows := func(page, text string, act func()) {
 		t.Helper()
 		body := ""
-		for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
+		for end := time.Now().Add(harness.Soon); time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
 			act()
 			if _, body = s.Get(page); strings.Contains(body, text) {
 				return
@@ -127,9 +128,9 @@ func displayConsole(t *testing.T, s *harness.Server) {
 		s.Kubectl("create", "deployment", "web", "--image=nginx", "--replicas=20")
 		s.Kubectl("rollout", "status", "deployment", "web", "--timeout=60s")
 	}
-	port := fmt.Sprint(harness.FreePort(t))
+	port := fmt.Sprint(porttest.FreePort(t))
 	harness.Start(t, s.Dir, "proxy", harness.Peer("kubectl"), "proxy", "--port", port, "--kubeconfig", s.Kubeconfig)
-	for end := time.Now().Add(10 * time.Second); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
+	for end := time.Now().Add(harness.Soon); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
 		if c, err := net.Dial("tcp", "127.0.0.1:"+port); err == nil {
 			c.Close()
 			break

@@ -164,6 +164,22 @@ func TestConversionWebhook(t *testing.T) {
 	if _, err = v2.Get(ctx, "w01", metav1.GetOptions{}); err == nil || !strings.Contains(err.Error(), "no way") {
 		t.Errorf("a conversion that fails: %v", err)
 	}
+	open, err := v2.Watch(ctx, metav1.ListOptions{ResourceVersion: list.GetResourceVersion()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	patch("host9:3")
+	resumed, err := v2.Watch(ctx, metav1.ListOptions{ResourceVersion: list.GetResourceVersion()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, failing := range []watch.Interface{open, resumed} {
+		e := next(t, failing)
+		if s, ok := e.Object.(*metav1.Status); !ok || e.Type != watch.Error || s.Code != 500 ||
+			!strings.Contains(s.Message, "no way") {
+			t.Errorf("a watch whose conversion fails: %v %v", e.Type, e.Object)
+		}
+	}
 	hook.fail.Store(false)
 	release := make(chan struct{})
 	hook.hang.Store(&release)

@@ -91,12 +91,6 @@ func dynamicFor(t *testing.T, s *harness.Server) dynamic.Interface {
 // next returns a watch's next event that is not a bookmark.
 func next(t *testing.T, w watch.Interface) watch.Event {
 	t.Helper()
-	return nextWithin(t, w, 20*time.Second)
-}
-
-// nextWithin returns the next event that is no bookmark.
-func nextWithin(t *testing.T, w watch.Interface, within time.Duration) watch.Event {
-	t.Helper()
 	for {
 		select {
 		case e, ok := <-w.ResultChan():
@@ -106,7 +100,7 @@ func nextWithin(t *testing.T, w watch.Interface, within time.Duration) watch.Eve
 			if e.Type != watch.Bookmark {
 				return e
 			}
-		case <-time.After(within):
+		case <-time.After(harness.Soon):
 			t.Fatal("no event")
 		}
 	}
@@ -189,7 +183,7 @@ func TestCustomResources(t *testing.T) {
 					t.Errorf("ended with %v", e.Object)
 				}
 			}
-			harness.Eventually(t, 10*time.Second, func() error {
+			harness.Eventually(t, harness.Soon, func() error {
 				list, err := c.List(ctx, metav1.ListOptions{})
 				if err != nil || len(list.Items) != 1 || list.Items[0].Object["added"] != "new" {
 					return fmt.Errorf("without the new default: %v %v", list, err)

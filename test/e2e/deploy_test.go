@@ -8,7 +8,6 @@ import (
 	"regexp"
 	"strings"
 	"testing"
-	"time"
 
 	"sigs.k8s.io/yaml"
 
@@ -89,7 +88,7 @@ func TestSplitScales(t *testing.T) {
 	create := func(name string) {
 		t.Helper()
 		s.Kubectl("create", "configmap", name)
-		harness.Eventually(t, 20*time.Second, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			text, err := os.ReadFile(seen)
 			if !strings.Contains(string(text), "configmap/"+name+"\n") {
 				return fmt.Errorf("%s is not seen: %q, %v", name, text, err)
@@ -99,7 +98,7 @@ func TestSplitScales(t *testing.T) {
 	}
 	found := func(n int) {
 		t.Helper()
-		harness.Eventually(t, 20*time.Second, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			files, err := filepath.Glob(
 				filepath.Join(s.Dir, "xds", "gateway-*", "watchfanout"),
 			) // only gateways that have sent calls
@@ -177,7 +176,8 @@ components:
 // registry reach the front, also if compact comes last.
 func TestComponentsCombine(t *testing.T) {
 	t.Parallel()
-	for _, component := range []string{"autoscaling", "cert-manager", "external-etcd", "monitoring", "network-policies"} {
+	for _, component := range []string{"autoscaling", "cert-manager", "external-etcd", "monitoring", "network-policies",
+		"probe"} {
 		renderedWith(t, component)
 		renderedWith(t, "compact", component)
 	}

@@ -265,7 +265,7 @@ func TestEgressGoesByItsProxies(t *testing.T) {
 			s.Kubectl("patch", "node", "node", "--subresource=status", "--type=merge", "-p", `{"status":{"addresses":`+
 				`[{"type":"Hostname","address":"node.example.com"}],`+
 				`"daemonEndpoints":{"kubeletEndpoint":{"Port":10250}}}}`)
-			harness.Eventually(t, time.Minute, func() error {
+			harness.Eventually(t, harness.Soon, func() error {
 				out, err := s.TryKubectl("", "logs", "p")
 				if err != nil || out != "a line of a log\n" {
 					return fmt.Errorf("logs: %v %s", err, out)

@@ -108,7 +108,7 @@ func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
 			theirs := harness.KubeAPIServer(t, dir, etcd, flag)
 			theirs.Kubectl("create", "secret", "generic", "theirs", "--from-literal=k=PLAINTEXT")
 			theirs.Apply(things)
-			harness.Eventually(t, 20*time.Second, func() error {
+			harness.Eventually(t, harness.Soon, func() error {
 				_, err := theirs.TryKubectl(thing, "apply", "-f", "-")
 				return err
 			})
@@ -184,7 +184,7 @@ func TestAMissingKeyHidesOnlyItsObjects(t *testing.T) {
 	theirs.Apply(things)
 	theirs.Kubectl("create", "namespace", "n")
 	apply := func(s *harness.Server, to ...string) {
-		harness.Eventually(t, 20*time.Second, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			_, err := s.TryKubectl(thing, append([]string{"apply", "-f", "-"}, to...)...)
 			return err
 		})
@@ -330,7 +330,7 @@ func TestNATSNeverSeesASecret(t *testing.T) {
 	s.Kubectl("create", "secret", "generic", "s", "--from-literal=k="+plain)
 	s.Kubectl("label", "secret", "s", "of="+plain)
 	s.Kubectl("create", "configmap", "c", "--from-literal=k=SEENBYNATS")
-	harness.Eventually(t, 20*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		_, body := s.Get("/api/v1/namespaces/default/secrets?watch=1&timeoutSeconds=1&resourceVersion=" + before)
 		if n := strings.Count(body, `"name":"s"`); n != 2 || !strings.Contains(body, plain) {
 			return fmt.Errorf("%d events: %.300s", n, body)

@@ -80,7 +80,7 @@ func (h *hanging) webhook(t *testing.T, s *harness.Server, path string) string {
 // ServeHTTP implements http.Handler.
 func (h *hanging) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	body, _ := io.ReadAll(req.Body)
-	if req.URL.Path == "/apis/hang.example.com/v1" && req.Header.Get("X-Remote-Group") == "system:masters" ||
+	if req.URL.Path == "/apis/hang.example.com/v1" && req.Header.Get("X-Remote-User") == "system:kube-aggregator" ||
 		strings.HasPrefix(req.URL.Path, "/openapi") || req.URL.Path == "/apis" {
 		fmt.Fprint(w, `{"kind":"APIResourceList","apiVersion":"v1","groupVersion":"hang.example.com/v1","resources":[`+
 			`{"name":"things","singularName":"thing","namespaced":false,"kind":"Thing","verbs":["get","list"]}]}`)

@@ -147,7 +147,7 @@ spec: {policyName: costly, validationActions: [Deny]}
 	}
 	wg.Wait()
 	s.Apply(hook("Mutating", "mutate", "mutating") + hook("Validating", "validate", "validating"))
-	harness.Eventually(t, 30*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		out, err := s.TryKubectl("", "get", "apiservice", "v1.hang.example.com", "-o",
 			`jsonpath={.status.conditions[?(@.type=="Available")].status}`)
 		if err != nil || out != "True" {

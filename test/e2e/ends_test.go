@@ -103,6 +103,7 @@ var ours = []string{
 	"watershed.dev/services/gateway/server.(*workerPool).work < created by",
 	"watershed.dev/services/gateway/server.serveHTTP2", "watershed.dev/services/gateway/h2writer.(*Conn)",
 	"watershed.dev/platform/apiclient.(*Cluster)",
+	"plugin/policy/mutating/patch.(*typeConverterManager).Run", // its first request may come after the samples
 }
 
 // lasts returns true if a goroutine belongs to no request.
@@ -207,7 +208,7 @@ func gatewaysAreCounted(t *testing.T, s *harness.Server) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	harness.Eventually(t, time.Minute, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		for _, name := range logs {
 			text, err := os.ReadFile(name)
 			if err != nil || !strings.Contains(string(text), "The number of gateways changed") {
@@ -307,7 +308,7 @@ func (c costly) drop(t *testing.T, s *harness.Server, h *hanging, version string
 		}
 	})
 	if c.comes {
-		harness.Eventually(t, 10*time.Second, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			select {
 			case text := <-answered:
 				t.Fatalf("it was answered: %s", text)
@@ -369,16 +370,12 @@ spec:
   validationActions: [Deny]
   paramRef: {name: refused, namespace: default, parameterNotFoundAction: Deny}
 `)
-	harness.Eventually(t, 30*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		out, err := s.TryKubectl("", "create", "namespace", "refused", "--dry-run=server")
 		if err == nil || !strings.Contains(out, "object.metadata.name != params.data.name") {
 			return fmt.Errorf("got %q (%v)", out, err)
 		}
 		return nil
 	})
-	began := time.Now()
-	s.Stop()
-	if took := time.Since(began); took > 10*time.Second {
-		t.Errorf("the stop takes %v", took)
-	}
+	s.StopWithin(28 * time.Second) // less than lifecycle.StopTimeout, for which the process would wait
 }

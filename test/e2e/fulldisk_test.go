@@ -106,7 +106,7 @@ func (n *numbered) create(timeout time.Duration) error {
 func (n *numbered) receive() {
 	n.t.Helper()
 	last := n.created[len(n.created)-1]
-	for until := time.After(30 * time.Second); !slices.Contains(n.received, last); {
+	for until := time.After(harness.Soon); !slices.Contains(n.received, last); {
 		select {
 		case e, ok := <-n.events:
 			object, isMap := e.Object.(*corev1.ConfigMap)
@@ -166,7 +166,7 @@ func TestFullDisks(t *testing.T) {
 		}
 	}
 	free()
-	harness.Eventually(t, 30*time.Second, func() error { return n.create(5 * time.Second) })
+	harness.Eventually(t, harness.Soon, func() error { return n.create(5 * time.Second) })
 	n.receive()
 	t.Logf("%d of %d writes were acknowledged", len(n.created), n.n)
 	checkIsClean(t, "--data-dir", dir, "--deep")
@@ -188,7 +188,7 @@ func TestEtcdWithoutSpace(t *testing.T) {
 		t.Errorf("a create without space: %v", err)
 	}
 	m.remove("early")
-	harness.Eventually(t, 30*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		for _, registry := range []string{"registry-0.log", "registry-1.log"} { // either is the publisher
 			log, err := os.ReadFile(filepath.Join(s.Dir, registry))
 			if err != nil || strings.Contains(string(log), "etcd has no space for the next fencing token") {
@@ -201,14 +201,14 @@ func TestEtcdWithoutSpace(t *testing.T) {
 	for _, registry := range []string{"registry-0.pid", "registry-1.pid"} {
 		kill(t, filepath.Join(s.Dir, registry))
 	}
-	harness.Eventually(t, 30*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		_, err := m.client.Get(t.Context(), "last", metav1.GetOptions{})
 		return err
 	})
 	m.remove("last")
 
 	noSpace(t, etcd, etcdserverpb.AlarmRequest_DEACTIVATE)
-	harness.Eventually(t, 30*time.Second, func() error { return m.create("after") })
+	harness.Eventually(t, harness.Soon, func() error { return m.create("after") })
 	m.receive(watch.Added, "after")
 }
 
@@ -235,7 +235,7 @@ func TestAFullEtcdIsServedAfterARestart(t *testing.T) {
 	}
 	noSpace(t, etcd, etcdserverpb.AlarmRequest_ACTIVATE)
 	s.Kill()
-	harness.Eventually(t, 30*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		if elected() > 0 {
 			return errors.New("the lease of the killed server has not run out")
 		}
@@ -251,7 +251,7 @@ func TestAFullEtcdIsServedAfterARestart(t *testing.T) {
 	m.remove("early")
 
 	noSpace(t, etcd, etcdserverpb.AlarmRequest_DEACTIVATE)
-	harness.Eventually(t, 30*time.Second, func() error { return m.create("after") })
+	harness.Eventually(t, harness.Soon, func() error { return m.create("after") })
 	m.receive(watch.Added, "after")
 }
 
@@ -260,8 +260,6 @@ type watchedMaps struct {
 	t      *testing.T
 	client typedcorev1.ConfigMapInterface
 	events watch.Interface
-	// within is how long receive waits for the next event.
-	within time.Duration
 }
 
 func watchMaps(t *testing.T, s *harness.Server) *watchedMaps {
@@ -272,7 +270,7 @@ func watchMaps(t *testing.T, s *harness.Server) *watchedMaps {
 		t.Fatal(err)
 	}
 	t.Cleanup(events.Stop)
-	return &watchedMaps{t, client, events, 20 * time.Second}
+	return &watchedMaps{t, client, events}
 }
 
 func (m *watchedMaps) create(name string) error {
@@ -294,7 +292,7 @@ func (m *watchedMaps) add(name string) {
 func (m *watchedMaps) receive(want watch.EventType, name string) {
 	m.t.Helper()
 	for {
-		e := nextWithin(m.t, m.events, m.within)
+		e := next(m.t, m.events)
 		object, isMap := e.Object.(*corev1.ConfigMap)
 		if !isMap {
 			m.t.Fatalf("the watch has ended: %s %+v", e.Type, e.Object)

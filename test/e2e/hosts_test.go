@@ -12,7 +12,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -23,6 +22,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
 
+	"watershed.dev/platform/porttest"
 	"watershed.dev/test/harness"
 )
 
@@ -124,7 +124,7 @@ func newWrites(t *testing.T) func(live ...*host) {
 			}
 			written = append(written, name)
 		}
-		harness.Eventually(t, time.Minute, func() error { // a reflector waits for up to 30 s after failures
+		harness.Eventually(t, harness.Soon, func() error { // a reflector waits for up to 30 s after failures
 			for i, h := range live {
 				if m := h.missing(written); m != "" {
 					return fmt.Errorf("host %d has not seen %s", i, m)
@@ -156,7 +156,7 @@ func TestThreeHostsShareEtcd(t *testing.T) {
 			addresses = append(addresses, h.address)
 		}
 		slices.Sort(addresses)
-		harness.Eventually(t, 40*time.Second, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			for _, h := range want {
 				if got := endpoints(t, h.Client()); !slices.Equal(got, addresses) {
 					return fmt.Errorf("the endpoints are %q, not %q", got, addresses)
@@ -176,7 +176,7 @@ func TestThreeHostsShareEtcd(t *testing.T) {
 
 	refused := make(chan []byte, 1)
 	other := exec.CommandContext(t.Context(), harness.Watershed(), "up", "--data-dir", harness.TempDir(t),
-		"--etcd-servers="+reference.Etcd, fmt.Sprintf("--secure-port=%d", harness.FreePort(t))) // with a CA of its own
+		"--etcd-servers="+reference.Etcd, fmt.Sprintf("--secure-port=%d", porttest.FreePort(t))) // with a CA of its own
 	go func() {
 		out, _ := other.CombinedOutput()
 		refused <- out

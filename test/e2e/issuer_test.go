@@ -13,7 +13,6 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"golang.org/x/crypto/bcrypt"
 	clientauthenticationv1 "k8s.io/client-go/pkg/apis/clientauthentication/v1"
@@ -21,6 +20,7 @@ import (
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 
 	"watershed.dev/platform/pki"
+	"watershed.dev/platform/porttest"
 	"watershed.dev/test/harness"
 )
 
@@ -98,7 +98,7 @@ func startDex(t *testing.T) *dex {
 	if err != nil {
 		t.Fatal(err)
 	}
-	address := fmt.Sprintf("127.0.0.1:%d", harness.FreePort(t))
+	address := fmt.Sprintf("127.0.0.1:%d", porttest.FreePort(t))
 	d := &dex{issuer: "https://" + address + "/dex", ca: authority.CertFile()}
 	config := writeFile(t, filepath.Join(dir, "dex.yaml"), fmt.Sprintf(`
 issuer: %[1]s
@@ -114,7 +114,7 @@ staticPasswords:
 - {email: bob@example.com, hash: %[5]q, username: bob, userID: "2", emailVerified: false}
 `, d.issuer, address, cert, key, hash))
 	harness.Start(t, dir, "dex", harness.Peer("dex"), "serve", config)
-	harness.Eventually(t, 20*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		conn, err := tls.Dial("tcp", address, &tls.Config{InsecureSkipVerify: true})
 		if err == nil {
 			conn.Close()
@@ -170,7 +170,7 @@ func TestDexIsTheIssuer(t *testing.T) {
 		"kube-apiserver": harness.Oracle(t, flags...),
 	} {
 		alice := d.kubeconfig(t, s, "alice@example.com", "kubernetes")
-		harness.Eventually(t, 30*time.Second, func() error { // until the server has read the issuer's keys
+		harness.Eventually(t, harness.Soon, func() error { // until the server has read the issuer's keys
 			if out := kubectl(alice, "auth", "whoami"); !strings.Contains(out, "alice@example.com") {
 				return fmt.Errorf("%s: %s", name, out)
 			}
@@ -187,7 +187,7 @@ func TestDexIsTheIssuer(t *testing.T) {
 			"--clusterrole=reads-namespaces",
 			"--group=ops",
 		)
-		harness.Eventually(t, 20*time.Second, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			if out := kubectl(alice, "get", "namespaces", "kube-system", "-o", "name"); out != "namespace/kube-system" {
 				return fmt.Errorf("%s: %s", name, out)
 			}

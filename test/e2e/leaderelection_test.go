@@ -3,7 +3,6 @@ package e2e
 import (
 	"fmt"
 	"testing"
-	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -30,7 +29,7 @@ func TestCoordinatedLeaderElection(t *testing.T) {
 		}
 		leads := func(namespace, lease string, holds func(holder string) bool) {
 			t.Helper()
-			harness.Eventually(t, time.Minute, func() error {
+			harness.Eventually(t, harness.Soon, func() error {
 				l, err := client.CoordinationV1().Leases(namespace).Get(t.Context(), lease, metav1.GetOptions{})
 				if err == nil && (l.Spec.HolderIdentity == nil || !holds(*l.Spec.HolderIdentity)) {
 					err = fmt.Errorf("%s: the Lease %s is %v", name, lease, l.Spec)

@@ -32,10 +32,9 @@ func TestAWatchOutlivesTheLogAndItsPublisher(t *testing.T) {
 	m.continues()
 }
 
-// continues adds an object. It fails if the watch does not receive the event within a minute.
+// continues adds an object, and logs the time until its event.
 func (m *watchedMaps) continues() {
 	m.t.Helper()
-	m.within = time.Minute
 	began := time.Now()
 	m.add("after")
 	m.t.Logf("the event came after %v", time.Since(began).Round(time.Millisecond))
@@ -65,7 +64,7 @@ func TestAWatchOutlivesTheEndOfTheLog(t *testing.T) {
 	}
 	for range 2 { // the log may have the next token already
 		former := token()
-		harness.Eventually(t, time.Minute, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			if token() == former {
 				return errors.New("the fencing token is the same")
 			}

@@ -12,7 +12,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"k8s.io/client-go/rest"
 
@@ -216,7 +215,7 @@ func sendMetricsTraffic(t *testing.T, s *harness.Server) {
 	s.Kubectl("create", "namespace", "metrics")
 	s.Apply(metricsDefinitions)
 	s.Kubectl("wait", "--for=condition=Established", "crd/gauges.metrics.example.com")
-	harness.Eventually(t, time.Minute, func() error { // the policy's first effect
+	harness.Eventually(t, harness.Soon, func() error { // the policy's first effect
 		code, _ := s.Get("/apis/metrics.example.com/v1/gauges")
 		_, err := s.TryKubectl("", "-n", "metrics", "create", "configmap", "rejected", "--dry-run=server")
 		if code != http.StatusOK || err == nil {
@@ -291,7 +290,7 @@ func TestMetricsAreThoseOfKubeAPIServer(t *testing.T) {
 	sendMetricsTraffic(t, up)
 	compareMetrics(t, theirs, func() string { return scrape(t, up) })
 	for _, series := range sameValues {
-		harness.Eventually(t, 10*time.Second, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			a, b := valueOf(scrape(t, theirs), series), valueOf(scrape(t, up), series)
 			if a == "" || a != b {
 				return fmt.Errorf("%s is %q, and kube-apiserver's %q", series, b, a)
@@ -332,7 +331,7 @@ func valueOf(text, series string) string {
 func compareMetrics(t *testing.T, theirs *harness.Server, ours func() string) {
 	t.Helper()
 	accepted, log := acceptedMetrics(t), ""
-	harness.Eventually(t, time.Minute, func() error { // several metrics are recorded periodically
+	harness.Eventually(t, harness.Soon, func() error { // several metrics are recorded periodically
 		same := 0
 		differences := map[string]string{}
 		own := families(ours())

@@ -13,6 +13,7 @@ import (
 
 	"k8s.io/client-go/rest"
 
+	"watershed.dev/platform/porttest"
 	"watershed.dev/test/harness"
 )
 
@@ -263,7 +264,7 @@ spec:
 func deleteCRDs(t *testing.T, s *harness.Server, names ...string) {
 	t.Helper()
 	s.Kubectl(append([]string{"delete", "crd", "--wait=false"}, names...)...)
-	harness.Eventually(t, time.Minute, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		left := s.Kubectl(append([]string{"get", "crd", "--ignore-not-found", "-o", "name"}, names...)...)
 		for _, crd := range strings.Fields(left) {
 			// The CRD may be gone meanwhile.
@@ -308,7 +309,7 @@ func TestOpenAPIEqualsKubeAPIServers(t *testing.T) {
 	equal("after a change")
 	both(func(s *harness.Server) {
 		dir := harness.TempDir(t)
-		port := harness.FreePort(t)
+		port := porttest.FreePort(t)
 		harness.Start(t, dir, "sample-apiserver", harness.Peer("sample-apiserver"), "--etcd-servers",
 			harness.Etcd(t, dir), "--secure-port", fmt.Sprint(port), "--cert-dir", filepath.Join(dir, "certs"),
 			"--kubeconfig", s.Kubeconfig, "--authentication-kubeconfig", s.Kubeconfig, "--authorization-kubeconfig",

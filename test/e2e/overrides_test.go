@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/kubernetes"
 
+	"watershed.dev/platform/porttest"
 	"watershed.dev/test/harness"
 )
 
@@ -73,7 +74,7 @@ func (o *overridden) keys(m *harness.Member, prefix string) string {
 // next returns the next event of a watch that is not a bookmark, or the next bookmark.
 func (o *overridden) next(w watch.Interface, bookmark bool) string {
 	o.t.Helper()
-	timeout := time.After(30 * time.Second)
+	timeout := time.After(harness.Soon)
 	for {
 		select {
 		case e, ok := <-w.ResultChan():
@@ -183,7 +184,7 @@ func (o *overridden) stopped() {
 		!slices.ContainsFunc(l.Items, func(c corev1.ConfigMap) bool { return c.Name == name }) {
 		o.t.Errorf("%v", err)
 	}
-	harness.Eventually(o.t, 20*time.Second, func() error {
+	harness.Eventually(o.t, harness.Soon, func() error {
 		if code, body := o.ours.Get("/readyz/etcd-override-0"); code == http.StatusOK {
 			return fmt.Errorf("the stopped etcd is healthy: %s", body)
 		}
@@ -195,7 +196,7 @@ func (o *overridden) stopped() {
 		}
 	}
 	o.events.Start()
-	harness.Eventually(o.t, time.Minute, func() error {
+	harness.Eventually(o.t, harness.Soon, func() error {
 		_, err := ours.CoreV1().Events("default").List(ctx, metav1.ListOptions{})
 		return err
 	})
@@ -261,6 +262,6 @@ func TestEtcdServersOverrides(t *testing.T) {
 		"/pods#http://127.1:1":              `--etcd-servers-overrides "/pods": the main etcd must have pods`,
 	} {
 		refused(t, exec.Command(harness.Watershed(), "up", "--data-dir", harness.TempDir(t), "--secure-port",
-			fmt.Sprint(harness.FreePort(t)), "--etcd-servers-overrides="+flag), want)
+			fmt.Sprint(porttest.FreePort(t)), "--etcd-servers-overrides="+flag), want)
 	}
 }

@@ -8,13 +8,13 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/watch"
 
 	"watershed.dev/platform/pki"
+	"watershed.dev/platform/porttest"
 	"watershed.dev/test/harness"
 )
 
@@ -31,16 +31,16 @@ func newGuardedEtcd(t *testing.T) *guardedEtcd {
 	if err != nil {
 		t.Fatal(err)
 	}
-	e := &guardedEtcd{t: t, url: fmt.Sprintf("https://127.0.0.1:%d", harness.FreePort(t)), ca: ca}
+	e := &guardedEtcd{t: t, url: fmt.Sprintf("https://127.0.0.1:%d", porttest.FreePort(t)), ca: ca}
 	crt, key := e.leaf("server", pki.Server|pki.Client)
-	peer := fmt.Sprintf("http://127.0.0.1:%d", harness.FreePort(t))
-	health := fmt.Sprintf("http://127.0.0.1:%d", harness.FreePort(t))
+	peer := fmt.Sprintf("http://127.0.0.1:%d", porttest.FreePort(t))
+	health := fmt.Sprintf("http://127.0.0.1:%d", porttest.FreePort(t))
 	harness.Start(t, dir, "etcd", harness.Peer("etcd"), "--name", "e", "--data-dir", filepath.Join(dir, "data"),
 		"--listen-client-urls", e.url, "--advertise-client-urls", e.url, "--listen-metrics-urls", health,
 		"--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", "e="+peer,
 		"--client-cert-auth", "--trusted-ca-file", ca.CertFile(), "--cert-file", crt, "--key-file", key,
 		"--log-level", "error")
-	harness.Eventually(t, 20*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		resp, err := http.Get(health + "/health")
 		if err == nil {
 			resp.Body.Close()
@@ -104,7 +104,7 @@ func TestControlPlanesShareEtcdByPrefix(t *testing.T) {
 	second := harness.Up(t, "", flags...)
 	second.Kubectl("get", "configmap", "kept")
 
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), harness.Soon)
 	defer cancel()
 	servers := map[string]*harness.Server{"first": first, "second": second}
 	watches := map[string]watch.Interface{}

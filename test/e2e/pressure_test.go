@@ -229,7 +229,7 @@ func floodRPC(t *testing.T, s *harness.Server, process, client string, methods [
 		t.Fatal(err)
 	}
 	defer conn.Close()
-	ready, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ready, cancel := context.WithTimeout(t.Context(), harness.Soon)
 	defer cancel()
 	conn.Connect()
 	for state := conn.GetState(); state != connectivity.Ready; state = conn.GetState() {

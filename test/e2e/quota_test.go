@@ -7,7 +7,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -56,7 +55,7 @@ func TestAQuotaHoldsWithTwoReplicas(t *testing.T) {
 	s.Kubectl("-n", "full", "patch", "quota", "q", "--subresource=status", "--type=merge", "-p",
 		`{"status":{"hard":{"count/configmaps":"0"},"used":{"count/configmaps":"0"}}}`)
 	refusals := 0
-	harness.Eventually(t, 20*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		if refusals++; create("full", "none", metav1.DryRunAll) == nil {
 			refusals = 0
 		}

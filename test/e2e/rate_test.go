@@ -33,7 +33,7 @@ func newHot(t *testing.T, s *harness.Server, changes int, filler string) *hot {
 	s.Kubectl("create", "role", "reader", "--verb=get,list,watch", "--resource=configmaps")
 	s.Kubectl("create", "rolebinding", "tenant", "--role=reader", "--user=tenant")
 	h := &hot{t: t, s: s, changes: changes, filler: filler}
-	harness.Eventually(t, 10*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		_, err := h.tenant(false).CoreV1().ConfigMaps("default").Get(t.Context(), "hot", metav1.GetOptions{})
 		return err
 	})
@@ -122,7 +122,7 @@ func (h *hot) change() {
 // all waits until that number of watches has received every event.
 func (h *hot) all(watches int) {
 	h.t.Helper()
-	harness.Eventually(h.t, time.Minute, func() error {
+	harness.Eventually(h.t, harness.Soon, func() error {
 		if n := h.whole.Load(); n < int64(watches) {
 			return fmt.Errorf("%d of %d watches have everything, and all together %d events", n, watches, h.seen.Load())
 		}

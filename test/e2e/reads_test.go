@@ -34,41 +34,73 @@ var varying = []*regexp.Regexp{
 type answer struct {
 	code                     int
 	contentType, retry, body string
+	// failed: the request has no complete response, and ask has failed the test.
+	failed bool
 }
+
+// differ reports whether two responses differ. A failed request differs from none.
+func differ(a, b answer) bool { return !a.failed && !b.failed && a != b }
 
 func ask(t *testing.T, s *harness.Server, method, path, accept string) answer {
 	t.Helper()
 	client, err := rest.HTTPClientFor(s.Config())
 	if err != nil {
 		t.Error(err)
-		return answer{}
+		return answer{failed: true}
 	}
-	client.Timeout = 15 * time.Second
+	client.Timeout = time.Minute
 	req, err := http.NewRequestWithContext(t.Context(), method, fmt.Sprintf("https://127.0.0.1:%d%s",
 		s.Port, path), nil)
 	if err != nil {
 		t.Error(err)
-		return answer{}
+		return answer{failed: true}
 	}
 	if accept != "" {
 		req.Header.Set("Accept", accept)
 	}
-	resp, err := client.Do(req)
+	resp, b, err := fetch(client, req)
 	if err != nil {
 		t.Error(err)
-		return answer{}
-	}
-	defer resp.Body.Close()
-	b, err := io.ReadAll(resp.Body)
-	if err != nil {
-		t.Error(err)
-		return answer{}
+		return answer{failed: true}
 	}
 	body := string(b)
 	for _, v := range varying {
 		body = v.ReplaceAllString(body, "…")
 	}
-	return answer{resp.StatusCode, resp.Header.Get("Content-Type"), resp.Header.Get("Retry-After"), body}
+	return answer{
+		code:        resp.StatusCode,
+		contentType: resp.Header.Get("Content-Type"),
+		retry:       resp.Header.Get("Retry-After"),
+		body:        body,
+	}
+}
+
+// both asks two servers concurrently.
+func both(servers [2]*harness.Server, ask func(i int, s *harness.Server) answer) (got [2]answer) {
+	var wg sync.WaitGroup
+	for i, s := range servers {
+		wg.Go(func() { got[i] = ask(i, s) })
+	}
+	wg.Wait()
+	return got
+}
+
+// fetch sends a request and reads the body of the response. An error has the request, the elapsed time, the time of
+// the headers and the number of bytes read. So a log shows whether the server sent nothing, or did not end the body.
+func fetch(client *http.Client, req *http.Request) (*http.Response, []byte, error) {
+	began := time.Now()
+	resp, err := client.Do(req)
+	if err != nil {
+		return nil, nil, fmt.Errorf("no headers after %v: %w", time.Since(began), err)
+	}
+	defer resp.Body.Close()
+	headers := time.Since(began)
+	body, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%s %s: %s after %v, %d bytes of the body after %v: %w", req.Method, req.URL,
+			resp.Status, headers, len(body), time.Since(began), err)
+	}
+	return resp, body, nil
 }
 
 // compressed requests a list with gzip, and returns its headers, its decompressed body and the list without gzip. It
@@ -82,7 +114,7 @@ func compressed(t *testing.T, s *harness.Server, protocol, path, accept string) 
 	if err != nil {
 		t.Fatal(err)
 	}
-	client.Timeout = 15 * time.Second
+	client.Timeout = time.Minute
 	get := func(encoding string) (http.Header, string) {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet,
 			fmt.Sprintf("https://127.0.0.1:%d%s", s.Port, path), nil)
@@ -91,14 +123,12 @@ func compressed(t *testing.T, s *harness.Server, protocol, path, accept string) 
 		}
 		req.Header.Set("Accept", accept)
 		req.Header.Set("Accept-Encoding", encoding) // an explicit header stops the client from decompressing
-		resp, err := client.Do(req)
+		resp, data, err := fetch(client, req)
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer resp.Body.Close()
-		data, err := io.ReadAll(resp.Body)
-		if err != nil || resp.StatusCode != http.StatusOK || (protocol == "h2") != (resp.ProtoMajor == 2) {
-			t.Fatal(path, resp.Proto, resp.StatusCode, err)
+		if resp.StatusCode != http.StatusOK || (protocol == "h2") != (resp.ProtoMajor == 2) {
+			t.Fatal(path, resp.Proto, resp.StatusCode)
 		}
 		return resp.Header, string(data)
 	}
@@ -267,15 +297,14 @@ func TestListsAndWatchesAreAnsweredAsByKubeAPIServer(t *testing.T) {
 		{"GET", "/api/v1/componentstatuses?watch=1", ""},
 	} {
 		wg.Go(func() {
-			var got [2]answer
-			for i, s := range []*harness.Server{ours, theirs} {
+			got := both([2]*harness.Server{ours, theirs}, func(i int, s *harness.Server) answer {
 				path := c.path
 				if head, tok, ok := strings.Cut(path, "continue="); ok && strings.Contains(decode(tok), "CURRENT") {
 					path = head + "continue=" + token(strings.ReplaceAll(decode(tok), "CURRENT", current[i]))
 				}
-				got[i] = ask(t, s, c.method, strings.ReplaceAll(path, "CURRENT", current[i]), c.accept)
-			}
-			if got[0] != got[1] {
+				return ask(t, s, c.method, strings.ReplaceAll(path, "CURRENT", current[i]), c.accept)
+			})
+			if differ(got[0], got[1]) {
 				t.Errorf("%s %s (%s)\nkube-apiserver: %+v\nwatershed:      %+v",
 					c.method, c.path, c.accept, got[1], got[0])
 			}
@@ -318,19 +347,20 @@ selector: {matchLabels: {a: b}}, template: {metadata: {labels: {a: b}}, spec: {c
 		{sets + "?watch=1&timeoutSeconds=1&resourceVersion=CREATED", ";as=Table;v=v1;g=meta.k8s.io", false},
 	} {
 		for _, media := range []string{"application/json", protobuf} {
-			var got [2]answer
-			for i, s := range []*harness.Server{ours, theirs} {
-				got[i] = ask(t, s, "GET", strings.ReplaceAll(c.path, "CREATED", created[i]), media+c.as)
+			got := both([2]*harness.Server{ours, theirs}, func(i int, s *harness.Server) answer {
+				return ask(t, s, "GET", strings.ReplaceAll(c.path, "CREATED", created[i]), media+c.as)
+			})
+			for i := range got {
 				// managedFields have the key too, without a value
 				has := strings.Contains(got[i].body, annotation+`":"`) || strings.Contains(got[i].body, annotation+"\x12")
-				if got[i].code != http.StatusNotAcceptable && has != c.has {
+				if !got[i].failed && got[i].code != http.StatusNotAcceptable && has != c.has {
 					t.Errorf("%s as %s of server %d: %+v", c.path, media+c.as, i, got[i])
 				}
 				if media == protobuf && got[i].code == http.StatusOK {
 					got[i].body = "" // it has revisions
 				}
 			}
-			if got[0] != got[1] {
+			if differ(got[0], got[1]) {
 				t.Errorf("%s as %s\nkube-apiserver: %+v\nwatershed:      %+v", c.path, media+c.as, got[1], got[0])
 			}
 		}
@@ -369,7 +399,7 @@ func TestAnOldWatchIsReplayedFromTheLog(t *testing.T) {
 			if m, is := e.Object.(*corev1.ConfigMap); !ok || !is || m.Name != want {
 				t.Fatalf("%v %v, not %s", e.Type, e.Object, want)
 			}
-		case <-time.After(20 * time.Second):
+		case <-time.After(harness.Soon):
 			t.Fatalf("%s does not come", want)
 		}
 	}

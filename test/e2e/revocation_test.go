@@ -72,7 +72,7 @@ func TestARevokedPermissionIsGoneEverywhere(t *testing.T) {
 		}
 		bind(t, s, user)
 		for _, c := range clients {
-			harness.Eventually(t, 10*time.Second, func() error {
+			harness.Eventually(t, harness.Soon, func() error {
 				if !reads(t, c) {
 					return fmt.Errorf("%s may not read yet", user)
 				}
@@ -129,32 +129,43 @@ func TestAuthzDoesNotDependOnReplicas(t *testing.T) {
 		replica := pid(t, s, strings.TrimSuffix(filepath.Base(file), ".yaml"))
 		freeze(t, replica)
 	}
-	const within = 3 * time.Second // sooner than policy is read with lists (apiclient, stalledAfter)
-	stopped, worst := time.Now(), time.Duration(0)
-	// the last round is past --policy-freshness-bound
-	for round := 0; round < 3 || time.Since(stopped) < 12*time.Second; round++ {
-		bind(t, s, "bob")
-		given := time.Now()
-		harness.Eventually(t, within, func() error {
-			if !may() {
-				return fmt.Errorf("bob may not read yet")
+	grantAndRevoke(t, s, 12*time.Second, may) // the last round is past --policy-freshness-bound
+}
+
+// grantAndRevoke grants and revokes bob's permission for a duration, and at least three times. Half of the changes take
+// effect within a second. With lists of the policy, pauses of about 1 and 4 s would alternate (apiclient, probePeriod
+// and stalledAfter).
+func grantAndRevoke(t *testing.T, s *harness.Server, duration time.Duration, may func() bool) {
+	t.Helper()
+	began := time.Now()
+	var took []time.Duration
+	await := func(permitted bool) {
+		t.Helper()
+		changed := time.Now()
+		harness.Eventually(t, harness.Soon, func() error {
+			if may() != permitted {
+				return fmt.Errorf("bob may read: %v", !permitted)
 			}
 			return nil
 		})
+		took = append(took, time.Since(changed))
+	}
+	for round := 0; round < 3 || time.Since(began) < duration; round++ {
+		bind(t, s, "bob")
+		await(true)
 		if err := s.Client().RbacV1().ClusterRoleBindings().Delete(t.Context(), "bob",
 			metav1.DeleteOptions{}); err != nil {
 			t.Fatal(err)
 		}
-		taken := time.Now()
-		harness.Eventually(t, within, func() error {
-			if may() {
-				return fmt.Errorf("bob still reads")
-			}
-			return nil
-		})
-		worst = max(worst, time.Since(taken), taken.Sub(given))
+		await(false)
 	}
-	t.Logf("with no replica of the watch tier, permissions came and went within %v", worst.Round(time.Millisecond))
+	slices.Sort(took)
+	median, worst := took[len(took)/2], took[len(took)-1]
+	if median > time.Second {
+		t.Errorf("the median of %d changes of a permission took effect after %v", len(took), median)
+	}
+	t.Logf("%d changes of a permission took effect within %v (median), and %v at most", len(took),
+		median.Round(time.Millisecond), worst.Round(time.Millisecond))
 }
 
 // TestARevokedPermissionIsGoneThoughNATSStalls checks that writes go on while NATS is stopped. Revocations take effect
@@ -164,7 +175,7 @@ func TestARevokedPermissionIsGoneThoughNATSStalls(t *testing.T) {
 	s := harness.Split(t, "")
 	bob := impersonator(t, s, "bob")
 	bind(t, s, "bob")
-	harness.Eventually(t, 10*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		if !reads(t, bob) {
 			return fmt.Errorf("bob may not read yet")
 		}
@@ -217,7 +228,7 @@ func TestARevokedPermissionIsGoneThoughNATSStalls(t *testing.T) {
 	if err := syscall.Kill(nats, syscall.SIGCONT); err != nil {
 		t.Fatal(err)
 	}
-	harness.Eventually(t, 30*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		if code, body := s.Get("/readyz/watch-tier"); code != http.StatusOK {
 			return fmt.Errorf("%d %s", code, body)
 		}

@@ -128,7 +128,7 @@ func TestInformersDoNotNoticeThatTheWatchTierIsReplaced(t *testing.T) {
 	cancel()
 	writing.Wait()
 	want := written.Load()
-	harness.Eventually(t, 20*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		for n := range number {
 			if got := events[n].Load(); got < want {
 				return fmt.Errorf("informer %d has seen %d of %d events", n, got, want)
@@ -161,75 +161,77 @@ func replace(t *testing.T, s *harness.Server, name string, signal syscall.Signal
 	if err := syscall.Kill(pid, signal); err != nil {
 		t.Fatal(err)
 	}
-	client := s.Debug(name)
-	harness.Eventually(t, 30*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		if after, _ := os.ReadFile(pidFile); string(after) == before {
 			return fmt.Errorf("%s still has process %d", name, pid)
 		}
-		resp, err := client.Get("http://process/healthz")
-		if err != nil {
-			return err
-		}
-		resp.Body.Close()
-		if resp.StatusCode != http.StatusOK {
-			return fmt.Errorf("%s: %s", name, resp.Status)
-		}
-		return nil
+		return s.CheckHealthy(name)
 	})
 }
 
-// TestEtcdServesOneWatchWhateverTheTier checks that etcd serves one watch for any number of replicas and clients.
+// TestEtcdServesOneWatchWhateverTheTier scales the watch tier. It checks that etcd serves one watch for any number of
+// replicas and clients.
 func TestEtcdServesOneWatchWhateverTheTier(t *testing.T) {
 	t.Parallel()
-	for _, replicas := range []int{1, 2, 4} {
-		t.Run(fmt.Sprint(replicas), func(t *testing.T) {
-			s := harness.Split(t, "", fmt.Sprintf("--replicas=watchfanout=%d", replicas))
-			ctx, cancel := context.WithCancel(t.Context())
-			defer cancel()
-			clients := connections(t, s, 20, &counted{})
-			const watches = 5000
-			var open atomic.Int64
-			var wg sync.WaitGroup
-			for n := range watches {
-				wg.Go(func() {
-					req, err := http.NewRequestWithContext(ctx, "GET",
-						fmt.Sprintf("https://127.0.0.1:%d/api/v1/%s?watch=true", s.Port,
-							[]string{"pods", "nodes", "services", "configmaps", "secrets"}[n%5]), nil)
-					if err != nil {
-						t.Error(err)
-						return
-					}
-					resp, err := clients[n%len(clients)].Do(req)
-					for ; err != nil && ctx.Err() == nil; resp, err = clients[n%len(clients)].Do(req) {
-						t.Logf("watch %d: %v", n, err)
-						time.Sleep(time.Second) // a reflector's pause: 5,000 clients connect at once
-					}
-					if err != nil {
-						return
-					}
-					defer resp.Body.Close()
-					if resp.StatusCode != http.StatusOK {
-						t.Errorf("%s", resp.Status)
-					}
-					open.Add(1)
-					<-ctx.Done()
-				})
+	s := harness.Split(t, "", "--replicas=watchfanout=1")
+	for _, tier := range []struct{ replicas, watches int }{{1, 500}, {2, 500}, {4, 5000}} {
+		t.Run(fmt.Sprint(tier.replicas), func(t *testing.T) {
+			s.Scale(fmt.Sprintf("watchfanout=%d", tier.replicas))
+			for n := range tier.replicas {
+				replica := fmt.Sprint("watchfanout-", n)
+				harness.Eventually(t, harness.Soon, func() error { return s.CheckHealthy(replica) })
 			}
-			harness.Eventually(t, time.Minute, func() error {
-				if n := open.Load(); n < watches {
-					return fmt.Errorf("%d of %d watches are open", n, watches)
-				}
-				return nil
-			})
-			n := etcdWatchers(t, s)
-			t.Logf("%d replicas, %d clients' watches: etcd serves %d", replicas, open.Load(), n)
-			if n != 1 {
-				t.Errorf("etcd serves %d watches", n)
-			}
-			cancel()
-			wg.Wait()
+			etcdServesOneWatch(t, s, tier.watches)
 		})
 	}
+}
+
+// etcdServesOneWatch opens watches over 20 connections, compares etcd's number of watches, and closes them.
+func etcdServesOneWatch(t *testing.T, s *harness.Server, watches int) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	clients := connections(t, s, 20, &counted{})
+	var open atomic.Int64
+	var wg sync.WaitGroup
+	for n := range watches {
+		wg.Go(func() {
+			req, err := http.NewRequestWithContext(ctx, "GET",
+				fmt.Sprintf("https://127.0.0.1:%d/api/v1/%s?watch=true", s.Port,
+					[]string{"pods", "nodes", "services", "configmaps", "secrets"}[n%5]), nil)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			resp, err := clients[n%len(clients)].Do(req)
+			for ; err != nil && ctx.Err() == nil; resp, err = clients[n%len(clients)].Do(req) {
+				t.Logf("watch %d: %v", n, err)
+				time.Sleep(time.Second) // a reflector's pause: 5,000 clients connect at once
+			}
+			if err != nil {
+				return
+			}
+			defer resp.Body.Close()
+			if resp.StatusCode != http.StatusOK {
+				t.Errorf("%s", resp.Status)
+			}
+			open.Add(1)
+			<-ctx.Done()
+		})
+	}
+	harness.Eventually(t, harness.Soon, func() error {
+		if n := open.Load(); n < int64(watches) {
+			return fmt.Errorf("%d of %d watches are open", n, watches)
+		}
+		return nil
+	})
+	n := etcdWatchers(t, s)
+	t.Logf("%d clients' watches: etcd serves %d", open.Load(), n)
+	if n != 1 {
+		t.Errorf("etcd serves %d watches", n)
+	}
+	cancel()
+	wg.Wait()
 }
 
 // TestAnotherPublisherTakesOver checks that another registry publishes if the publishing registry is killed: a watch
@@ -247,12 +249,12 @@ func TestAnotherPublisherTakesOver(t *testing.T) {
 		name := fmt.Sprintf("registry-%d", n)
 		killed := time.Now()
 		replace(t, s, name, syscall.SIGKILL)
-		harness.Eventually(t, 20*time.Second, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			_, err := maps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "after-" + name}},
 				metav1.CreateOptions{})
 			return err
 		})
-		deadline := time.After(20 * time.Second)
+		deadline := time.After(harness.Soon)
 		for seen := false; !seen; {
 			select {
 			case e := <-w.ResultChan():

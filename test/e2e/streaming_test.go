@@ -24,6 +24,7 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 	utilexec "k8s.io/utils/exec"
 
+	"watershed.dev/platform/porttest"
 	"watershed.dev/test/harness"
 )
 
@@ -219,14 +220,14 @@ func streams(t *testing.T, s *harness.Server) {
 			fmt.Fprint(w, "through")
 		}))
 		_, target, _ := net.SplitHostPort(web.Listener.Addr().String())
-		local := harness.FreePort(t)
+		local := porttest.FreePort(t)
 		forward := exec.Command(harness.Peer("kubectl"), "--kubeconfig", s.Kubeconfig, "port-forward", "pod/p",
 			fmt.Sprintf("%d:%s", local, target))
 		forward.Env = append(os.Environ(), "KUBECTL_PORT_FORWARD_WEBSOCKETS="+protocol)
 		if err := forward.Start(); err != nil {
 			t.Fatal(err)
 		}
-		harness.Eventually(t, 20*time.Second, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			resp, err := http.Get(fmt.Sprintf("http://127.0.0.1:%d/", local))
 			if err != nil {
 				return err

@@ -50,7 +50,7 @@ func (r *tour) watched(name string, w watch.Interface, err error) {
 	select {
 	case e := <-w.ResultChan():
 		r.step(name, e, nil)
-	case <-time.After(30 * time.Second):
+	case <-time.After(harness.Soon):
 		r.t.Fatalf("%s: no event", name)
 	}
 }

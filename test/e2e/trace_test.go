@@ -99,7 +99,7 @@ func TestAnEventIsTracedFromEtcdToItsWatchers(t *testing.T) {
 	}
 	defer w.Stop()
 	n := 0
-	harness.Eventually(t, 30*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		n++
 		if _, err := maps.Create(t.Context(),
 			&corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("traced", n)}},
@@ -175,7 +175,7 @@ func TestARequestIsOneTrace(t *testing.T) {
 		t.Errorf("the response to an untraced request says %q", got)
 	}
 	tries := 0
-	harness.Eventually(t, 20*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		if tries++; tries%40 == 0 { // the publisher received the trace context after the event, and traced nothing
 			ask("", write, "POST", maps, body(fmt.Sprint("traced-", tries)))
 		}

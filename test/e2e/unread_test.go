@@ -69,7 +69,8 @@ func unread(t *testing.T, s *harness.Server, token string, n int) {
 }
 
 // TestUnreadWatchesAreBounded checks that one tenant's unread watches use bounded memory in the watch tier and the
-// gateways, whatever the tenant writes. Other tenants' watches stay on time (N4 of 2026-11).
+// gateways, whatever the tenant writes. Events of other tenants are at most 10 s old at p99, and at most 30 s old in
+// all (N4 of 2026-11).
 func TestUnreadWatchesAreBounded(t *testing.T) {
 	for name, initial := range map[string]bool{"initial events": true, "changes": false} {
 		t.Run(name, func(t *testing.T) { unreadWatches(t, initial) })
@@ -127,10 +128,10 @@ func unreadWatches(t *testing.T, initial bool) {
 		}
 	}
 	all := ages()
-	t.Logf("events of others: %d, age p50 %v, p99 %v, at most %v", len(all), all[len(all)/2], all[len(all)*99/100],
-		all[len(all)-1])
-	if age := all[len(all)-1]; age > 10*time.Second {
-		t.Errorf("an event of another namespace came after %v", age)
+	p99, oldest := all[len(all)*99/100], all[len(all)-1]
+	t.Logf("events of others: %d, age p50 %v, p99 %v, at most %v", len(all), all[len(all)/2], p99, oldest)
+	if p99 > 10*time.Second || oldest > 30*time.Second {
+		t.Errorf("the events of another namespace are %v old at p99, and %v at most", p99, oldest)
 	}
 }
 
@@ -188,7 +189,7 @@ func others(t *testing.T, s *harness.Server, token, namespace string) func() []t
 	return func() []time.Duration {
 		cancel()
 		<-done
-		harness.Eventually(t, 30*time.Second, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			mu.Lock()
 			defer mu.Unlock()
 			if len(written) > 1 { // the last write may have been interrupted

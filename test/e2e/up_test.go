@@ -7,6 +7,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
@@ -20,10 +21,15 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/cli-runtime/pkg/genericclioptions"
+	"k8s.io/cli-runtime/pkg/genericiooptions"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/util/retry"
+	"k8s.io/kubectl/pkg/cmd/explain"
+	cmdutil "k8s.io/kubectl/pkg/cmd/util"
 
+	"watershed.dev/platform/porttest"
 	"watershed.dev/test/harness"
 )
 
@@ -90,10 +96,19 @@ func TestEveryResourceIsKubeAPIServers(t *testing.T) {
 	if out, err := s.TryKubectl("", "get", strings.Join(all, ","), "-A"); err != nil {
 		t.Errorf("get: %v\n%s", err, out)
 	}
+	// In this process, because a kubectl for each resource would read discovery and the OpenAPI documents again.
+	config := genericclioptions.NewConfigFlags(true)
+	config.KubeConfig, config.CacheDir = &s.Kubeconfig, new(t.TempDir())
+	kubectl := cmdutil.NewFactory(config)
 	for _, r := range all {
 		name, _, _ := strings.Cut(r, ".") // kubectl explain takes dots for fields
-		if out, err := s.TryKubectl("", "explain", name); err != nil {
-			t.Errorf("explain %s: %v\n%s", r, err, out)
+		flags := explain.NewExplainFlags(genericiooptions.NewTestIOStreamsDiscard())
+		o, err := flags.ToOptions(kubectl, "kubectl", []string{name})
+		if err == nil {
+			err = o.Run()
+		}
+		if err != nil {
+			t.Errorf("explain %s: %v", r, err)
 		}
 	}
 }
@@ -103,7 +118,7 @@ func TestAFreshClusterLooksLikeKubeAPIServers(t *testing.T) {
 	s, oracle := harness.Up(t, ""), harness.Oracle(t)
 	for _, r := range []string{"namespaces", "priorityclasses", "clusterroles", "clusterrolebindings", "flowschemas",
 		"prioritylevelconfigurations", "servicecidrs", "apiservices"} {
-		harness.Eventually(t, 20*time.Second, func() error {
+		harness.Eventually(t, harness.Soon, func() error {
 			want, got := oracle.Kubectl("get", r, "-A", "-o", "name"), s.Kubectl("get", r, "-A", "-o", "name")
 			if want != got {
 				return fmt.Errorf("%s differ\nkube-apiserver:\n%s\nWatershed:\n%s", r, want, got)
@@ -111,7 +126,7 @@ func TestAFreshClusterLooksLikeKubeAPIServers(t *testing.T) {
 			return nil
 		})
 	}
-	harness.Eventually(t, 20*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		out, err := s.TryKubectl("", "get", "service,endpointslices", "-n", "default")
 		if err != nil || strings.Count(out, "kubernetes") < 2 {
 			return fmt.Errorf("%v: %s", err, out)
@@ -189,7 +204,7 @@ func TestInformersAndConsistentLists(t *testing.T) {
 			t.Fatalf("a list after write %d has %d objects (%v)", i+1, len(list.Items), err)
 		}
 	}
-	harness.Eventually(t, 10*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		all, err := lister.ConfigMaps("default").List(everything)
 		if err != nil || len(all) < 200 {
 			return fmt.Errorf("the informer has %d (%v)", len(all), err)
@@ -218,23 +233,8 @@ func TestInformersAndConsistentLists(t *testing.T) {
 func TestARevokedPermissionIsGoneAtOnce(t *testing.T) {
 	s := harness.Up(t, "")
 	t.Run("watch of a Namespace", func(t *testing.T) { aNamespacesWatchEndsWithItsRoleBinding(t, s) })
-	s.Kubectl("create", "clusterrole", "reader", "--verb=list", "--resource=configmaps")
-	s.Kubectl("create", "clusterrolebinding", "bob", "--clusterrole=reader", "--user=bob")
-	bob := s.Config()
-	bob.Impersonate.UserName = "bob"
-	c := clientFor(t, bob)
-	list := func() error {
-		_, err := c.CoreV1().ConfigMaps("default").List(t.Context(), metav1.ListOptions{})
-		return err
-	}
-	harness.Eventually(t, 10*time.Second, list)
-	s.Kubectl("delete", "clusterrolebinding", "bob")
-	harness.Eventually(t, 2*time.Second, func() error {
-		if err := list(); !apierrors.IsForbidden(err) {
-			return fmt.Errorf("bob still reads: %v", err)
-		}
-		return nil
-	})
+	bob := impersonator(t, s, "bob")
+	grantAndRevoke(t, s, 0, func() bool { return reads(t, bob) })
 }
 
 // aNamespacesWatchEndsWithItsRoleBinding revokes a RoleBinding in a namespace that permits the watch of the Namespace.
@@ -245,10 +245,10 @@ func aNamespacesWatchEndsWithItsRoleBinding(t *testing.T, s *harness.Server) {
 	alice := s.Config()
 	alice.Impersonate.UserName = "alice"
 	client := clientFor(t, alice).CoreV1().RESTClient()
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), harness.Soon)
 	defer cancel()
 	var watch io.ReadCloser
-	harness.Eventually(t, 10*time.Second, func() (err error) {
+	harness.Eventually(t, harness.Soon, func() (err error) {
 		watch, err = client.Get().AbsPath("/api/v1/watch/namespaces/watched").Stream(ctx)
 		return err
 	})
@@ -282,7 +282,7 @@ func TestKillAndRestartLosesNothing(t *testing.T) {
 			}
 		})
 	}
-	harness.Eventually(t, 20*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		mu.Lock()
 		defer mu.Unlock()
 		if len(acknowledged) < 300 {
@@ -315,12 +315,10 @@ func TestASecondUpIsRefused(t *testing.T) {
 	for range 3 { // a garbage collection once closed the lock file
 		s.Kubectl("get", "--raw", "/debug/pprof/heap?gc=1&debug=1")
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
-	defer cancel()
 	second := func(dir string, port int) *exec.Cmd {
-		return exec.CommandContext(ctx, harness.Watershed(), "up", "--data-dir", dir, "--secure-port", fmt.Sprint(port))
+		return exec.Command(harness.Watershed(), "up", "--data-dir", dir, "--secure-port", fmt.Sprint(port))
 	}
-	refused(t, second(s.Dir, harness.FreePort(t)), fmt.Sprintf("--data-dir %q is in use by process", s.Dir))
+	refused(t, second(s.Dir, porttest.FreePort(t)), fmt.Sprintf("--data-dir %q is in use by process", s.Dir))
 	refused(t, second(harness.TempDir(t), s.Port), fmt.Sprintf("gateway: --bind-address 0.0.0.0 --secure-port %d: ", s.Port))
 	split := second(harness.TempDir(t), s.Port)
 	split.Args[1] = "split"
@@ -328,7 +326,7 @@ func TestASecondUpIsRefused(t *testing.T) {
 }
 
 // refused runs a command that must fail with exit code 1 and a line on standard error. A command that starts a server
-// instead is killed after a minute.
+// instead is killed after harness.Soon.
 func refused(t *testing.T, cmd *exec.Cmd, want string) {
 	t.Helper()
 	var stderr bytes.Buffer
@@ -336,7 +334,7 @@ func refused(t *testing.T, cmd *exec.Cmd, want string) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	kill := time.AfterFunc(time.Minute, func() { _ = cmd.Process.Kill() })
+	kill := time.AfterFunc(harness.Soon, func() { _ = cmd.Process.Kill() })
 	defer kill.Stop()
 	if err := cmd.Wait(); err == nil || cmd.ProcessState.ExitCode() != 1 {
 		t.Errorf("%q: %v", cmd.Args, err)
@@ -439,6 +437,22 @@ func TestUpTakesAClustersPKI(t *testing.T) {
 	if out, err := reference.TryKubectl("", "get", "namespaces", "--client-certificate="+filepath.Join(up.Dir, "pki",
 		"inner-registry.crt"), "--client-key="+filepath.Join(up.Dir, "pki", "inner-registry.key")); err == nil {
 		t.Errorf("a service of the inner network reads the cluster: %s", out)
+	}
+}
+
+// TestAlwaysAllowStartsWithAnAnonymousSection checks that AlwaysAllow starts with an `anonymous` section in
+// --authentication-config, and rejects anonymous clients.
+func TestAlwaysAllowStartsWithAnAnonymousSection(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "authentication.yaml")
+	if err := os.WriteFile(file, []byte("apiVersion: apiserver.config.k8s.io/v1\n"+
+		"kind: AuthenticationConfiguration\nanonymous: {enabled: true}\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s := harness.Up(t, "", "--authorization-mode=AlwaysAllow", "--authentication-config="+file)
+	_, err := as(t, s, func(*rest.Config) {}).CoreV1().Secrets("kube-system").List(t.Context(), metav1.ListOptions{})
+	if !apierrors.IsUnauthorized(err) {
+		t.Error(err)
 	}
 }
 

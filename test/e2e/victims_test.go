@@ -165,7 +165,7 @@ func runControllers(t *testing.T, s *harness.Server) int {
 	c := s.Client()
 	pods := watchPods(t, c)
 	manager := s.ControllerManager(t, harness.TempDir(t))
-	harness.Eventually(t, 60*time.Second, func() error { // of the pods' service account
+	harness.Eventually(t, harness.Soon, func() error { // of the pods' service account
 		_, err := c.CoreV1().ServiceAccounts("default").Get(t.Context(), "default", metav1.GetOptions{})
 		return err
 	})
@@ -175,7 +175,7 @@ func runControllers(t *testing.T, s *harness.Server) int {
 	s.Kubectl("scale", "replicaset", "scaled", "--replicas=20")
 	s.Kubectl("set", "image", "deployment/rolled", "c=b")
 	// The lists go to etcd, so the controllers are killed before their informers have the pods.
-	harness.Eventually(t, 60*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		all, err := c.CoreV1().Pods("default").List(t.Context(), metav1.ListOptions{LabelSelector: "app=scaled"})
 		if err == nil && len(all.Items) <= 10 {
 			err = fmt.Errorf("%d pods", len(all.Items))
@@ -184,7 +184,7 @@ func runControllers(t *testing.T, s *harness.Server) int {
 	})
 	manager.Kill()
 	s.ControllerManager(t, harness.TempDir(t))
-	harness.Eventually(t, 90*time.Second, func() error { // the controllers have seen all their pods
+	harness.Eventually(t, harness.Soon, func() error { // the controllers have seen all their pods
 		rs, err := c.AppsV1().ReplicaSets("default").Get(t.Context(), "scaled", metav1.GetOptions{})
 		if err != nil || rs.Status.Replicas != 20 {
 			return fmt.Errorf("%v, %+v", err, rs.Status)

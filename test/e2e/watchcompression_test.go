@@ -19,6 +19,7 @@ import (
 // TestWatchCompression watches with and without gzip, over HTTP/1.1 and HTTP/2. The contents are the same, a compressed
 // body is a single gzip member with its trailer, and client-go reads each event when it comes.
 func TestWatchCompression(t *testing.T) {
+	t.Parallel()
 	s := harness.Up(t, "", "--watch-compression")
 	maps := s.Client().CoreV1().ConfigMaps("default")
 	create := func(name string) {
@@ -35,7 +36,7 @@ func TestWatchCompression(t *testing.T) {
 	for _, http2 := range []bool{false, true} {
 		for _, encoding := range []string{"identity", "gzip"} {
 			name := fmt.Sprintf("HTTP/2: %v, %s", http2, encoding)
-			resp := watchRaw(t, s, http2, encoding, "/api/v1/namespaces/default/configmaps?watch=1&timeoutSeconds=6&"+initial)
+			resp := watchRaw(t, s, http2, encoding, "/api/v1/namespaces/default/configmaps?watch=1&timeoutSeconds=15&"+initial)
 			if got := resp.Header.Get("Content-Encoding") == "gzip"; got != (encoding == "gzip") {
 				t.Errorf("%s: %v", name, resp.Header)
 			}

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"strings"
 	"testing"
-	"time"
 
 	"watershed.dev/test/harness"
 )
@@ -30,7 +29,7 @@ paramRef: {name: allowed, parameterNotFoundAction: Deny}}}`
 		t.Run(name, func(t *testing.T) {
 			s.Kubectl("create", "namespace", "whole")
 			s.Kubectl("create", "serviceaccount", "default", "-n", "whole")
-			harness.Eventually(t, 10*time.Second, func() error {
+			harness.Eventually(t, harness.Soon, func() error {
 				out, err := s.TryKubectl(parameter, "apply", "-n", "whole", "-f", "-")
 				if err != nil {
 					return errors.New(out)
@@ -42,7 +41,7 @@ paramRef: {name: allowed, parameterNotFoundAction: Deny}}}`
 			s.Apply(policy)
 			s.Apply(binding)
 			defer s.Kubectl("delete", "validatingadmissionpolicybinding/b", "validatingadmissionpolicy/p")
-			harness.Eventually(t, 20*time.Second, func() error {
+			harness.Eventually(t, harness.Soon, func() error {
 				out, err := s.TryKubectl(strings.ReplaceAll(configMap, "KIND", "bad"), "create", "--dry-run=server",
 					"-n", "whole", "-f", "-")
 				if err == nil || !strings.Contains(out, "not as the pod says") {

@@ -100,7 +100,7 @@ func (c *cluster) stop() {
 func (c *cluster) begin() {
 	c.t.Helper()
 	// retries as publishers do, because NATS may still be removing the files of a deleted stream
-	harness.Eventually(c.t, 10*time.Second, func() error {
+	harness.Eventually(c.t, harness.Soon, func() error {
 		_, err := c.log.Stream(c.t.Context(), c.js)
 		return err
 	})
@@ -110,7 +110,7 @@ func (c *cluster) begin() {
 func (c *cluster) write(events ...*logv1.Event) {
 	c.t.Helper()
 	for _, e := range events {
-		harness.Eventually(c.t, 10*time.Second, func() error {
+		harness.Eventually(c.t, harness.Soon, func() error {
 			w, err := c.writer()
 			if err != nil {
 				return err
@@ -234,7 +234,7 @@ func (r *reading) add(e *logv1.Event) {
 
 func (r *reading) is(t *testing.T, want string) {
 	t.Helper()
-	harness.Eventually(t, 20*time.Second, func() error {
+	harness.Eventually(t, harness.Soon, func() error {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		if r.seen != want {

@@ -7,7 +7,6 @@ import (
 	"crypto/rand"
 	"errors"
 	"testing"
-	"time"
 
 	"github.com/klauspost/compress/s2"
 	"github.com/nats-io/nats.go"
@@ -15,6 +14,7 @@ import (
 
 	"watershed.dev/platform/eventlog"
 	logv1 "watershed.dev/proto/watershed/log/v1"
+	"watershed.dev/test/harness"
 )
 
 func TestAReaderSurvivesNATS(t *testing.T) {
@@ -188,7 +188,7 @@ func TestLargeEventsComeBack(t *testing.T) {
 	big.Name = "\xff"
 	c.write(reset(10), big)
 	var got *logv1.Event
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), harness.Soon)
 	defer cancel()
 	_ = eventlog.Main.Read(ctx, c.nc, c.stored(), func(e *logv1.Event) error {
 		if e.Revision == 11 {

@@ -58,7 +58,7 @@ func TestAnOlderStreamIsUpdated(t *testing.T) {
 		Duplicates: time.Second,
 	}
 	var stream jetstream.Stream
-	harness.Eventually(t, 10*time.Second, func() (err error) {
+	harness.Eventually(t, harness.Soon, func() (err error) {
 		stream, err = c.js.CreateStream(t.Context(), config)
 		return err
 	})
@@ -104,7 +104,7 @@ func TestASlowReaderMissesNothing(t *testing.T) {
 	const last = 10 + 40_000 // more than the pending limit
 	next, failed := int64(10), make(chan error, 1)
 	hold := make(chan struct{})
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), harness.Soon)
 	defer cancel()
 	go func() {
 		failed <- eventlog.Main.Read(ctx, c.nc, c.stored(), func(e *logv1.Event) error {
@@ -192,7 +192,7 @@ func TestALaggingReplicaHidesNothing(t *testing.T) {
 				t.Errorf("it took %v to read seven messages", took)
 			}
 			got := ""
-			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+			ctx, cancel := context.WithTimeout(t.Context(), harness.Soon)
 			defer cancel()
 			if err := eventlog.Replay(ctx, c.stored(), "nodes", 10, "", func(e *logv1.Event) (bool, error) {
 				got += fmt.Sprintf("%d ", e.Revision)

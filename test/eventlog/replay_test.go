@@ -5,12 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"testing"
-	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
 
 	"watershed.dev/platform/eventlog"
 	logv1 "watershed.dev/proto/watershed/log/v1"
+	"watershed.dev/test/harness"
 )
 
 func TestReplayReturnsLaterEvents(t *testing.T) {
@@ -21,7 +21,7 @@ func TestReplayReturnsLaterEvents(t *testing.T) {
 	}
 	replay := func(after, until int64) (string, error) {
 		got := ""
-		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), harness.Soon)
 		defer cancel()
 		err := eventlog.Replay(ctx, c.stored(), "pods", after, "", func(e *logv1.Event) (bool, error) {
 			got += fmt.Sprintf("%s%d ", map[bool]string{true: "-"}[e.Type == logv1.Type_TYPE_UNSPECIFIED], e.Revision)
@@ -146,7 +146,7 @@ func TestAReplayWhoseRestIsGoneSaysSo(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), harness.Soon)
 	defer cancel()
 	err = eventlog.Replay(ctx, c.stored(), "pods", 10, "", func(e *logv1.Event) (bool, error) {
 		return true, stream.Purge(ctx)
@@ -172,7 +172,7 @@ func TestAReplayOverARecreatedStreamMayBeRepeated(t *testing.T) {
 		_, err := c.js.CreateStream(t.Context(), stream.CachedInfo().Config)
 		return err
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), harness.Soon)
 	defer cancel()
 	for _, begin := range []string{"before", "after"} {
 		err := eventlog.Replay(ctx, c.stored(), "pods", 10, "e", func(*logv1.Event) (bool, error) {

@@ -8,6 +8,8 @@ import (
 	"path/filepath"
 	"testing"
 	"time"
+
+	"watershed.dev/platform/porttest"
 )
 
 // Etcd starts etcd on loopback and returns its URL.
@@ -28,8 +30,8 @@ func NewMember(t testing.TB, dir string) *Member {
 	m := &Member{
 		t:    t,
 		dir:  dir,
-		URL:  fmt.Sprintf("http://127.0.0.1:%d", FreePort(t)),
-		peer: fmt.Sprintf("http://127.0.0.1:%d", FreePort(t)),
+		URL:  fmt.Sprintf("http://127.0.0.1:%d", porttest.FreePort(t)),
+		peer: fmt.Sprintf("http://127.0.0.1:%d", porttest.FreePort(t)),
 	}
 	m.Start()
 	return m
@@ -42,7 +44,8 @@ func (m *Member) Start() {
 		"--listen-client-urls", m.URL, "--advertise-client-urls", m.URL,
 		"--listen-peer-urls", m.peer, "--initial-advertise-peer-urls", m.peer, "--initial-cluster", "e="+m.peer,
 		"--log-level", "error")
-	Eventually(m.t, 20*time.Second, func() error { return get(http.DefaultClient, m.URL+"/health") })
+	client := &http.Client{Timeout: 5 * time.Second}
+	Eventually(m.t, Soon, func() error { return get(client, m.URL+"/health") })
 }
 
 // Stop stops etcd with SIGTERM.

@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"net"
 	"net/http"
 	"os"
@@ -17,7 +16,6 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -28,6 +26,7 @@ import (
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 
 	"watershed.dev/platform/pki"
+	"watershed.dev/platform/porttest"
 )
 
 // Root returns the root directory of the repository.
@@ -49,54 +48,6 @@ func Peer(name string) string { return filepath.Join(Root(), ".build", "bin", na
 
 // Watershed returns the path of the binary under test, which `make build` builds.
 func Watershed() string { return filepath.Join(Root(), "bin", "watershed") }
-
-// FreePort returns a port as UnusedPort does.
-func FreePort(t testing.TB) int {
-	port, err := UnusedPort()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return port
-}
-
-// UnusedPort returns a port without a listener. The port is below ip_local_port_range and the node ports, so no
-// connection takes it before the caller listens. No other call returns it, in this process and in other tests that run
-// meanwhile.
-func UnusedPort() (int, error) {
-	const lowest, highest = 12000, 29999
-	for range 1000 {
-		port := lowest + rand.IntN(highest-lowest)
-		if !reserve(port) {
-			continue
-		}
-		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
-			l.Close()
-			return port, nil
-		}
-	}
-	return 0, errors.New("no port is free")
-}
-
-// reserved has the locked files of the ports that this process has reserved. The end of the process unlocks them.
-var reserved sync.Map
-
-// reserve reserves a port for this process, and reports whether no process had reserved it.
-func reserve(port int) bool {
-	dir := filepath.Join(os.TempDir(), "watershed-test-ports")
-	if os.MkdirAll(dir, 0o700) != nil {
-		return true
-	}
-	file, err := os.OpenFile(filepath.Join(dir, strconv.Itoa(port)), os.O_CREATE|os.O_RDWR, 0o600)
-	if err != nil {
-		return true // the directory is another user's
-	}
-	if syscall.Flock(int(file.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) != nil {
-		file.Close()
-		return false
-	}
-	reserved.Store(port, file)
-	return true
-}
 
 // Server is a running API server: Watershed or kube-apiserver.
 type Server struct {
@@ -140,7 +91,7 @@ func start(t testing.TB, form, dir string, flags []string) *Server {
 		}
 	}
 	if s.Port == 0 {
-		s.Port = FreePort(t)
+		s.Port = porttest.FreePort(t)
 	}
 	_ = os.Remove(filepath.Join(dir, form+".log")) // an earlier run's log contains the line that marks readiness
 	args := append([]string{form, "--data-dir", dir, "--bind-address", "127.0.0.1",
@@ -162,7 +113,7 @@ func TempDir(t testing.TB) string {
 
 func (s *Server) waitFor(text string) {
 	s.t.Helper()
-	Eventually(s.t, time.Minute, func() error {
+	Eventually(s.t, 5*time.Minute, func() error {
 		select {
 		case <-s.process.done:
 			s.t.Fatalf("the server ended (%v):\n%s", s.process.err, tail(s.process.Log, 3000))
@@ -178,6 +129,13 @@ func (s *Server) waitFor(text string) {
 // Stop stops the server with SIGTERM. Its directory stays.
 func (s *Server) Stop() { s.process.Stop() }
 
+// StopWithin stops the server with SIGTERM. It kills the server and fails the test if it has not ended after timeout.
+func (s *Server) StopWithin(timeout time.Duration) {
+	s.t.Helper()
+	_ = s.process.Cmd.Process.Signal(syscall.SIGTERM)
+	_ = s.process.Wait(timeout)
+}
+
 // Kill ends the server with SIGKILL.
 func (s *Server) Kill() { s.process.Kill() }
 
@@ -186,7 +144,7 @@ func (s *Server) Kill() { s.process.Kill() }
 func (s *Server) StopListening() {
 	s.t.Helper()
 	_ = s.process.Cmd.Process.Signal(syscall.SIGTERM)
-	Eventually(s.t, time.Minute, func() error {
+	Eventually(s.t, Soon, func() error {
 		c, err := net.DialTimeout("tcp", fmt.Sprintf("127.0.0.1:%d", s.Port), time.Second)
 		if err != nil {
 			return nil
@@ -282,11 +240,19 @@ func (s *Server) leaf(l pki.Leaf) (cert, key string) {
 	return cert, key
 }
 
-// Eventually polls f until it returns nil. After within it fails the test with f's last error. It repeats a long call
+// Soon is the timeout of a wait for a state if the test asserts nothing about the time. On a busy machine, a process
+// needs 15 s to start. A test that passes waits no longer than it must.
+const Soon = 2 * time.Minute
+
+// BeforeRefresh is the timeout of a wait, instead of Soon, if a periodic refresh would hide a lost notification. The
+// period is a minute: reload.pollPeriod, aggregation.refreshInterval, conversion.versionTTL or admission.maxIndexAge.
+const BeforeRefresh = 40 * time.Second
+
+// Eventually polls f until it returns nil. It fails the test with f's last error after timeout. It repeats a long call
 // less often, because other tests use the processors.
-func Eventually(t testing.TB, within time.Duration, f func() error) {
+func Eventually(t testing.TB, timeout time.Duration, f func() error) {
 	t.Helper()
-	deadline := time.Now().Add(within)
+	deadline := time.Now().Add(timeout)
 	for {
 		began := time.Now()
 		err := f()
@@ -294,7 +260,7 @@ func Eventually(t testing.TB, within time.Duration, f func() error) {
 			return
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("not within %s: %v", within, err)
+			t.Fatalf("not within %s: %v", timeout, err)
 		}
 		time.Sleep(max(50*time.Millisecond, min(time.Second, 3*time.Since(began))))
 	}
@@ -344,6 +310,20 @@ func (s *Server) Scale(to ...string) {
 	if out, err := exec.Command(Watershed(), args...).CombinedOutput(); err != nil {
 		s.t.Fatalf("scale %v: %v\n%s", to, err, out)
 	}
+}
+
+// CheckHealthy returns an error unless a process of `split` serves.
+func (s *Server) CheckHealthy(process string) error {
+	s.t.Helper()
+	resp, err := s.Debug(process).Get("http://" + process + "/healthz")
+	if err != nil {
+		return err
+	}
+	resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("%s: %s", process, resp.Status)
+	}
+	return nil
 }
 
 // Debug returns a client of the debug address of a process of `split`, such as "gateway-0". It ignores the host of

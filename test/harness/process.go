@@ -62,14 +62,14 @@ func (p *Process) Stop() {
 	}
 }
 
-// Wait waits for the process to exit and returns its error. After within it kills the process and fails the test.
-func (p *Process) Wait(within time.Duration) error {
+// Wait waits for the process to exit and returns its error. After timeout it kills the process and fails the test.
+func (p *Process) Wait(timeout time.Duration) error {
 	select {
 	case <-p.done:
 		return p.err
-	case <-time.After(within):
+	case <-time.After(timeout):
 		p.Kill()
-		p.t.Errorf("%s did not exit within %v", p.Cmd.Path, within)
+		p.t.Errorf("%s did not exit within %v", p.Cmd.Path, timeout)
 		return nil
 	}
 }

@@ -22,6 +22,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"k8s.io/client-go/rest"
+
+	"watershed.dev/platform/porttest"
 )
 
 // Reference is a kube-apiserver process.
@@ -37,7 +39,9 @@ type Reference struct {
 // KubeAPIServer starts kube-apiserver on an etcd, with its own certificates and with more flags.
 func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Reference {
 	t.Helper()
-	return newReference(t, dir, etcd, Peer("kube-apiserver"), flags)
+	r := newReference(t, dir, etcd, Peer("kube-apiserver"), flags)
+	r.waitUntilReady()
+	return r
 }
 
 // Link starts Watershed by a link called kube-apiserver on a fresh etcd, with the flags of Oracle.
@@ -48,15 +52,18 @@ func Link(t testing.TB, flags ...string) *Reference {
 	if err := os.Symlink(Watershed(), link); err != nil {
 		t.Fatal(err)
 	}
-	return newReference(t, dir, Etcd(t, dir), link, flags)
+	r := newReference(t, dir, Etcd(t, dir), link, flags)
+	r.waitUntilReady()
+	return r
 }
 
+// newReference starts a program, and does not wait until it is ready.
 func newReference(t testing.TB, dir, etcd, program string, flags []string) *Reference {
 	t.Helper()
 	s := &Server{
 		t:          t,
 		Dir:        dir,
-		Port:       FreePort(t),
+		Port:       porttest.FreePort(t),
 		Kubeconfig: filepath.Join(dir, "reference.kubeconfig"),
 		SAKey:      filepath.Join(dir, "pki", "sa.key"),
 		CA:         filepath.Join(dir, "pki", "ca"),
@@ -80,7 +87,7 @@ func newReference(t testing.TB, dir, etcd, program string, flags []string) *Refe
 	own := []string{"--etcd-servers=" + etcd, "--secure-port=" + fmt.Sprint(s.Port), "--bind-address=127.0.0.1",
 		"--cert-dir=" + filepath.Join(dir, "certs")}
 	r := &Reference{s, etcd, program, slices.Concat(own, clusterFlags(dir, flags))}
-	r.Restart()
+	r.start()
 	if program == Peer("kube-apiserver") { // its stop takes up to a minute if clients watch, and no test covers it
 		t.Cleanup(func() { r.process.Kill() })
 	}
@@ -141,7 +148,7 @@ func UsedTwins(t testing.TB, flags ...string) (theirs, ours *Server) {
 	etcd := Etcd(t, dir)
 	first := KubeAPIServer(t, dir, etcd)
 	client := first.Client()
-	Eventually(t, time.Minute, func() error { // the last object that it creates for itself
+	Eventually(t, Soon, func() error { // the last object that it creates for itself
 		_, err := client.SchedulingV1().PriorityClasses().Get(t.Context(), "system-node-critical", metav1.GetOptions{})
 		return err
 	})
@@ -170,10 +177,11 @@ func twins(t testing.TB, dir, etcd, data string, flags []string) (theirs, ours *
 		}
 		return own
 	}
-	theirs = KubeAPIServer(t, dir, etcd, flagsFor("kube-apiserver")...).Server
+	reference := newReference(t, dir, etcd, Peer("kube-apiserver"), flagsFor("kube-apiserver"))
 	ours = Up(t, data, clusterFlags(dir, flagsFor("watershed"))...)
-	ours.adopt(theirs)
-	return theirs, ours
+	ours.adopt(reference.Server)
+	reference.waitUntilReady()
+	return reference.Server, ours
 }
 
 // adopt makes the clients of s use the certificates and keys of another server.
@@ -203,13 +211,22 @@ func (s *Reference) Beside(dir string, flags ...string) *Server {
 // Restart starts the stopped kube-apiserver with the same arguments, and waits until it is ready.
 func (s *Reference) Restart() {
 	s.t.Helper()
+	s.start()
+	s.waitUntilReady()
+}
+
+func (s *Reference) start() {
 	s.process = Start(s.t, s.Dir, "kube-apiserver", s.Program, s.args...)
+}
+
+func (s *Reference) waitUntilReady() {
+	s.t.Helper()
 	client, err := rest.HTTPClientFor(s.Config())
 	if err != nil {
 		s.t.Fatal(err)
 	}
 	client.Timeout = 5 * time.Second
-	Eventually(s.t, 2*time.Minute, func() error {
+	Eventually(s.t, Soon, func() error {
 		return get(client, fmt.Sprintf("https://127.0.0.1:%d/readyz", s.Port))
 	})
 }

@@ -21,6 +21,7 @@ import (
 	"syscall"
 	"time"
 
+	"watershed.dev/platform/porttest"
 	"watershed.dev/test/harness"
 	"watershed.dev/test/integration/server"
 )
@@ -174,7 +175,7 @@ func importPath(name string) string {
 // startEtcd starts an etcd with its data in dir. Its URL is of HTTP: some tests open it with a TLS configuration, which
 // etcd's client uses for a socket.
 func startEtcd(dir string) (url string, stop func(), err error) {
-	port, err := harness.UnusedPort()
+	port, err := porttest.UnusedPort()
 	if err != nil {
 		return "", nil, err
 	}

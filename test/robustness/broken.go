@@ -37,7 +37,7 @@ var mistakes = []breakage{
 	{
 		inCluster: true,
 		name:      "repeat",
-		file:      "platform/watchcache/watch/watch.go",
+		file:      "platform/watchcache/watch/watcher.go",
 		code:      "		if err := out.addEvent(data, false, e.Traceparent); err != nil {\n",
 		instead:   "		if e.Revision%97 == 0 {\n			_ = out.addEvent(data, false, \"\")\n		}\n		if err := out.addEvent(data, false, e.Traceparent); err != nil {\n",
 	},

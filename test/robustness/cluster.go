@@ -148,7 +148,7 @@ func (c *cluster) ready(ctx context.Context) error {
 		Timeout:   5 * time.Second,
 		Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true},
 	}
-	deadline := time.Now().Add(time.Minute)
+	deadline := time.Now().Add(harness.Soon)
 	for {
 		resp, err := client.Get(c.url() + "/readyz")
 		if err == nil {

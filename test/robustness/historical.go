@@ -152,14 +152,14 @@ var historical = []breakage{
 	},
 	{
 		name:    "etcd-20221-progress",
-		file:    "platform/watchcache/watch/watch.go",
+		file:    "platform/watchcache/watch/watcher.go",
 		code:    "	return progress > w.position.Revision || progress == w.position.Revision && !w.server.OnlyAdvances\n",
 		instead: "	return true\n",
 		test:    "./platform/watchcache/watch TestAWatchFromALaterRevision",
 	},
 	{
 		name:    "etcd-20221-events",
-		file:    "platform/watchcache/watch/watch.go",
+		file:    "platform/watchcache/watch/watcher.go",
 		code:    "		if !w.query.InNamespace(e.Item) || w.alreadySent(e) {\n",
 		instead: "		if !w.query.InNamespace(e.Item) {\n",
 		test:    "./platform/watchcache/watch TestAWatchFromALaterRevision",
@@ -194,7 +194,7 @@ var historical = []breakage{
 	},
 	{
 		name:    "ours-lost-last-message",
-		file:    "platform/eventlog/stream.go",
+		file:    "platform/eventlog/get.go",
 		code:    "s.LastSeq == state.LastSeq && hasHole(s) {\n",
 		instead: "false {\n",
 		test:    "./test/eventlog TestALogWithoutItsLastMessageBeginsAgain",

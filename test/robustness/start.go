@@ -12,6 +12,7 @@ import (
 
 	"sigs.k8s.io/yaml"
 
+	"watershed.dev/platform/porttest"
 	"watershed.dev/test/harness"
 )
 
@@ -20,7 +21,7 @@ import (
 func startCluster(ctx context.Context, o options) (*cluster, error) {
 	c := &cluster{dir: o.dir, watershed: o.watershed, older: o.older}
 	var err error
-	if c.port, err = harness.UnusedPort(); err != nil { // a proxy would take a port of the system's choice
+	if c.port, err = porttest.UnusedPort(); err != nil { // a proxy would take a port of the system's choice
 		return nil, err
 	}
 	if err := c.plan(ctx, o); err != nil {

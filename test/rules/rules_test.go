@@ -149,7 +149,8 @@ var floors = map[string][][]string{
 	"platform": {
 		{
 			"config", "deflate", "egress", "events", "features", "frame", "recovery", "identity", "admissionrules", "lru",
-			"patchlimit", "paths", "pki", "reload", "socket", "version", "warnings", "watchable", "zaplog",
+			"patchlimit", "paths", "pki", "porttest", "reload", "socket", "telemetry/telemetrytest", "usertimeout",
+			"version", "warnings", "watchable", "zaplog",
 		},
 		{"kubeversion", "lifecycle", "loopback", "reload/reloadtest", "telemetry", "watchcache/core"},
 		{"rpc"},

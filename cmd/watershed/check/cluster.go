@@ -5,7 +5,6 @@ import (
 	"crypto/x509"
 	"encoding/json"
 	"fmt"
-	"path"
 	"strings"
 
 	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
@@ -55,7 +54,7 @@ func ReadCluster(ctx context.Context, client kubernetes.Interface) (c Cluster, e
 		c.Webhooks = append(c.Webhooks, Webhook{
 			Name:     name,
 			Required: policy == nil || *policy == admissionregistrationv1.Fail,
-			Endpoint: endpoint(config),
+			Endpoint: admission.ConfiguredEndpoint(config),
 			Problem:  problem(ctx, client, config),
 		})
 	}
@@ -71,27 +70,6 @@ func ReadCluster(ctx context.Context, client kubernetes.Interface) (c Cluster, e
 	}
 	c.APIServices, err = readAPIServices(ctx, client)
 	return c, err
-}
-
-// endpoint returns the endpoint of a webhook as admission reports it.
-func endpoint(c admissionregistrationv1.WebhookClientConfig) string {
-	if c.URL != nil {
-		_, rest, _ := strings.Cut(*c.URL, "://")
-		rest, _, _ = strings.Cut(rest, "?")
-		host, p, _ := strings.Cut(rest, "/")
-		return host + path.Clean("/"+p)
-	}
-	if c.Service == nil {
-		return ""
-	}
-	port, p := int32(443), ""
-	if c.Service.Port != nil {
-		port = *c.Service.Port
-	}
-	if c.Service.Path != nil {
-		p = *c.Service.Path
-	}
-	return fmt.Sprintf("%s.%s.svc:%d%s", c.Service.Name, c.Service.Namespace, port, path.Clean("/"+p))
 }
 
 // problem returns why a webhook cannot respond: its CA is invalid, or its Service has no ready endpoint.

@@ -203,7 +203,7 @@ func verifyServing(in *Input) error {
 	_, err := leaf.Verify(x509.VerifyOptions{
 		Roots:         in.Roots,
 		Intermediates: intermediates,
-		CurrentTime:   leaf.NotBefore.Add(time.Second),
+		CurrentTime:   pki.TimeWithin(leaf),
 	})
 	return err
 }

@@ -16,6 +16,7 @@ import (
 	"k8s.io/client-go/rest"
 
 	"watershed.dev/cmd/watershed/inspect"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/pki"
 	"watershed.dev/platform/process"
 	"watershed.dev/services/registry/etcdstatus"
@@ -52,10 +53,8 @@ func (o *Options) Read(ctx context.Context) (*Input, error) {
 		}
 	}
 	if in.Reports, in.ReportsError = o.Reports(ctx, process.Shallow); in.ReportsError == nil {
-		select {
-		case <-time.After(Pause):
-		case <-ctx.Done():
-			return nil, ctx.Err()
+		if err := lifecycle.Sleep(ctx, Pause); err != nil {
+			return nil, err
 		}
 		in.Later, _ = o.Reports(ctx, process.Shallow)
 		if o.Deep {

@@ -1,18 +1,22 @@
 package snapshot
 
 import (
+	"bytes"
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/spf13/pflag"
 	"go.etcd.io/bbolt"
+	"golang.org/x/sys/unix"
 
 	"watershed.dev/platform/process"
 )
@@ -106,7 +110,47 @@ func TestAFailedRestoreChangesNothing(t *testing.T) {
 	if err := os.MkdirAll(data, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	db, err := bbolt.Open(filepath.Join(data, "db"), 0o600, nil)
+	newDatabase(t, filepath.Join(data, "db"))
+	snapshot := filepath.Join(dir, "backup.db")
+	check := func(want string) {
+		t.Helper()
+		err := (&Restore{File: snapshot, DataDir: dir}).Run(io.Discard)
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, not %q", err, want)
+		}
+		if files, err := filepath.Glob(filepath.Join(dir, "etcd*", "member")); err != nil || len(files) != 1 ||
+			files[0] != filepath.Join(dir, "etcd", "member") {
+			t.Errorf("there are %q, %v", files, err)
+		}
+	}
+	text, err := os.ReadFile(filepath.Join(data, "db"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	write := func(name string, text []byte) {
+		t.Helper()
+		if err := os.MkdirAll(filepath.Join(dir, filepath.Dir(name)), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, name), text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write("backup.db", text)
+	check("it is incomplete")
+	write("backup.db", withHash(text))
+	check("has no lock and no pki")
+	write("pki/ca.crt", nil)
+	write("config/etcd-0.yaml", []byte("name: etcd-0\ndata-dir: etcd\ninitial-cluster: etcd-1=https://a:1\n"))
+	check("is not restored") // the cluster does not have the member
+	write(EtcdServersFile, []byte("https://a:1\n"))
+	check("its etcd is https://a:1")
+}
+
+// newDatabase creates an etcd database without objects.
+func newDatabase(t *testing.T, path string) {
+	t.Helper()
+	db, err := bbolt.Open(path, 0o600, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -120,26 +164,75 @@ func TestAFailedRestoreChangesNothing(t *testing.T) {
 	}), db.Close()); err != nil {
 		t.Fatal(err)
 	}
-	check := func(want string) {
+}
+
+// withHash appends the hash of a snapshot to a database.
+func withHash(database []byte) []byte {
+	sum := sha256.Sum256(database)
+	return slices.Concat(database, sum[:])
+}
+
+// A snapshot from standard input replaces the data of a stopped member. The old data is moved aside.
+func TestAMemberIsRestoredFromStandardInput(t *testing.T) {
+	dir := t.TempDir()
+	newDatabase(t, filepath.Join(dir, "db"))
+	text, err := os.ReadFile(filepath.Join(dir, "db"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	data := filepath.Join(dir, "data")
+	restore := func(snapshot []byte) error {
+		r := Restore{Member: Member{Dir: data + "/", Name: "etcd-0", Peer: "https://a:1"}}
+		remove, err := r.readFrom(bytes.NewReader(snapshot))
+		if err != nil {
+			return err
+		}
+		defer remove()
+		return r.Run(io.Discard)
+	}
+	check := func(want string, err error, directories ...string) {
 		t.Helper()
-		err := (&Restore{File: filepath.Join(data, "db"), DataDir: dir}).Run(io.Discard) // no snapshot: it has no hash
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("got %v, not %q", err, want)
+		if want == "" && err != nil || want != "" && (err == nil || !strings.Contains(err.Error(), want)) {
+			t.Errorf("got %v, want %q", err, want)
 		}
-		if files, err := filepath.Glob(filepath.Join(dir, "etcd*", "member")); err != nil || len(files) != 1 ||
-			files[0] != filepath.Join(dir, "etcd", "member") {
-			t.Errorf("there are %q, %v", files, err)
+		found, err := filepath.Glob(filepath.Join(dir, "data*"))
+		if err != nil || len(found) != len(directories) {
+			t.Errorf("there are %q, %v, want %q", found, err, directories)
+		}
+		for i, pattern := range directories {
+			if ok, err := filepath.Match(pattern, filepath.Base(found[i])); !ok || err != nil {
+				t.Errorf("there is %s, want %s", found[i], pattern)
+			}
 		}
 	}
-	check("has no lock and no pki")
-	if err := os.Mkdir(filepath.Join(dir, "pki"), 0o700); err != nil {
+	if err := os.Mkdir(data, 0o700); err != nil { // as the directory of a new volume
 		t.Fatal(err)
 	}
-	check("is not restored")
-	if err := os.WriteFile(filepath.Join(dir, EtcdServersFile), []byte("https://a:1\n"), 0o600); err != nil {
+	whole := withHash(text)
+	check("", restore(whole), "data")
+	check("it is incomplete", restore(whole[:1000]), "data") // the connection was lost
+	whole[0]++
+	check("it is damaged", restore(whole), "data")
+	whole[0]--
+	db, err := os.Open(filepath.Join(data, "member", "snap", "db"))
+	if err != nil {
 		t.Fatal(err)
 	}
-	check("its etcd is https://a:1")
+	if err := unix.Flock(int(db.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	check("a process uses it", restore(whole), "data")
+	if err := db.Close(); err != nil {
+		t.Fatal(err)
+	}
+	check("", restore(whole), "data", "data.before-*")
+	if err := os.RemoveAll(filepath.Join(data, "member")); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(data, "other"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	check("no data of etcd", restore(whole), "data", "data.before-*")
 }
 
 // Directories keep their names if any cannot be renamed, such as a mount point.

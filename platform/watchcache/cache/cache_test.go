@@ -55,7 +55,7 @@ func subscribe(c *Cache, resource string) *Subscription {
 }
 
 func names(s *Snapshot) (out []string) {
-	s.Scan("", "", func(i *Item) bool { out = append(out, i.Name); return true })
+	s.scan("", "", func(i *Item) bool { out = append(out, i.Name); return true })
 	return out
 }
 
@@ -449,7 +449,7 @@ func TestAnIndexFollowsTheObjects(t *testing.T) {
 			t.Fatal(err)
 		}
 		var keys []string
-		s.ScanField(Trigger{"spec.nodeName", "n1"}, prefix, "", func(i *Item) bool {
+		s.scanField(Trigger{"spec.nodeName", "n1"}, prefix, "", func(i *Item) bool {
 			keys = append(keys, i.Key)
 			return true
 		})
@@ -488,7 +488,7 @@ func TestASnapshotsIndexDoesNotChange(t *testing.T) {
 		t.Fatal(err)
 	}
 	seen := 0
-	s.ScanField(Trigger{"spec.nodeName", "n1"}, "", "", func(i *Item) bool {
+	s.scanField(Trigger{"spec.nodeName", "n1"}, "", "", func(i *Item) bool {
 		move := event(logv1.Type_TYPE_MODIFIED, int64(11+seen), fmt.Sprintf("p%03d", 299-seen))
 		move.Namespace, move.Object.Fields = "", on("n2")
 		c.Apply(move)

@@ -246,7 +246,7 @@ func (r *Resource) packable(upTo uint64) (items []*Item) {
 	}
 	if objects != nil {
 		items = make([]*Item, 0, objects.Len()+len(events))
-		objects.Scan("", "", func(i *Item) bool { items = append(items, i); return true })
+		objects.scan("", "", func(i *Item) bool { items = append(items, i); return true })
 	}
 	for _, e := range events {
 		if objects != nil {

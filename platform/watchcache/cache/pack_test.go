@@ -64,7 +64,7 @@ func loadPacking(t *testing.T, n int, encode func(i int) []byte) *packing {
 // items returns the objects in the order of their keys.
 func (p *packing) items() (all []*Item) {
 	s, _ := p.Resource("pods").Loaded()
-	s.Scan("", "", func(i *Item) bool { all = append(all, i); return true })
+	s.scan("", "", func(i *Item) bool { all = append(all, i); return true })
 	return all
 }
 

@@ -50,20 +50,20 @@ func (s *Snapshot) Len() int { return s.tree.Len() }
 // Get returns the object with a key.
 func (s *Snapshot) Get(key string) (*Item, bool) { return s.tree.Get(&Item{Key: key}) }
 
-// Scan calls visit with the objects whose keys begin with prefix, in key order, starting at the key from. It stops if
+// scan calls visit with the objects whose keys begin with prefix, in key order, starting at the key from. It stops if
 // visit returns false.
-func (s *Snapshot) Scan(prefix, from string, visit func(*Item) bool) {
+func (s *Snapshot) scan(prefix, from string, visit func(*Item) bool) {
 	s.tree.AscendGreaterOrEqual(&Item{Key: max(prefix, from)}, func(i *Item) bool {
 		return strings.HasPrefix(i.Key, prefix) && visit(i)
 	})
 }
 
-// ScanField is Scan for the objects that match a trigger. It uses the trigger's index. Without an index it scans all
+// scanField is scan for the objects that match a trigger. It uses the trigger's index. Without an index it scans all
 // objects.
-func (s *Snapshot) ScanField(t Trigger, prefix, from string, visit func(*Item) bool) {
+func (s *Snapshot) scanField(t Trigger, prefix, from string, visit func(*Item) bool) {
 	index := s.indexes[t.Field]
 	if index == nil {
-		s.Scan(prefix, from, visit)
+		s.scan(prefix, from, visit)
 		return
 	}
 	index.AscendGreaterOrEqual(indexed{value: t.Value, key: max(prefix, from)}, func(i indexed) bool {
@@ -75,10 +75,10 @@ func (s *Snapshot) ScanField(t Trigger, prefix, from string, visit func(*Item) b
 // because a selector may have 10,000 terms.
 const contextCheckInterval = 64
 
-// Select is ScanField that stops when ctx ends. It then returns ctx's error.
+// Select is scanField that stops when ctx ends. It then returns ctx's error.
 func (s *Snapshot) Select(ctx context.Context, t Trigger, prefix, from string, visit func(*Item) bool) error {
 	visited := 0
-	s.ScanField(t, prefix, from, func(i *Item) bool {
+	s.scanField(t, prefix, from, func(i *Item) bool {
 		visited++
 		return (visited%contextCheckInterval != 0 || ctx.Err() == nil) && visit(i)
 	})

@@ -63,7 +63,8 @@ func (c *Cache) Resources() []Status {
 // Resets returns the number of resets of a resource or of the cache: the log had a gap or an unreadable message.
 func (c *Cache) Resets() int64 { return c.resets.Load() }
 
-// Lag returns the time from the publisher to this replica of the newest event.
+// Lag returns the time from the publisher to this replica of the newest event. It includes the difference of their
+// hosts' clocks.
 func (c *Cache) Lag() time.Duration {
 	observed := c.observed.Load()
 	if observed == 0 {

@@ -5,12 +5,15 @@ package conversion
 
 import (
 	"context"
+	"errors"
+	"net/http"
 	"slices"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
 	"watershed.dev/platform/frame"
 	"watershed.dev/platform/rpc"
@@ -30,6 +33,19 @@ func Remote(registry registryv1.SourceClient) Encode {
 	return func(ctx context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
 		return registry.Encode(ctx, r)
 	}
+}
+
+// Rejection is registry's error for an object that it cannot convert. A conversion webhook has failed, for example.
+type Rejection struct{ *apierrors.StatusError }
+
+// fromStatus returns the error of a request to registry. It is a Rejection if registry responded with the code 500.
+func fromStatus(err error) error {
+	var api *apierrors.StatusError
+	result := rpc.FromStatus(err)
+	if rpc.HasAPIError(err) && errors.As(result, &api) && api.ErrStatus.Code == http.StatusInternalServerError {
+		return Rejection{api}
+	}
+	return result
 }
 
 // Converter requests encodings from registry and caches them.
@@ -160,7 +176,7 @@ func (c *Converter) encode(ctx context.Context, q *query.Query,
 	}
 	resp, err := c.request(ctx, r)
 	if err != nil {
-		return nil, rpc.FromStatus(err)
+		return nil, fromStatus(err)
 	}
 	if len(resp.Objects) != len(items) {
 		return nil, status.Errorf(codes.Internal,
@@ -184,7 +200,7 @@ func (c *Converter) Fields(ctx context.Context, q *query.Query, items []*cache.I
 	}
 	resp, err := c.request(ctx, r)
 	if err != nil {
-		return nil, rpc.FromStatus(err)
+		return nil, fromStatus(err)
 	}
 	if len(resp.Fields) != len(items) {
 		return nil, status.Errorf(codes.Internal, "requested the fields of %d objects, got %d",

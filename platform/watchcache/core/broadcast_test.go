@@ -40,7 +40,7 @@ func TestABroadcastDropsAgedEntries(t *testing.T) {
 	add(2)
 	add(3)
 	want("new entries", "2 entries, 106 bytes")
-	now = now.Add(SeenAge)
+	now = now.Add(seenAge)
 	want("aged entries that a receiver needs", "2 entries, 106 bytes")
 	pending, err := b.Pending(behind)
 	if err != nil || len(pending.Parts) != 2 {
@@ -51,7 +51,7 @@ func TestABroadcastDropsAgedEntries(t *testing.T) {
 	}
 	add(4)
 	want("before the next period", "3 entries, 159 bytes")
-	now = now.Add(SeenAge)
+	now = now.Add(seenAge)
 	want("aged entries that all have seen", "1 entries, 53 bytes")
 	if b.Joinable(events.Position{Revision: 2}) || !b.Joinable(events.Position{Revision: 3}) {
 		t.Error("a watch joins before a dropped entry, or not after it")

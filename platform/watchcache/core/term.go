@@ -147,9 +147,6 @@ func (t *Term) EtcdRead(etcd EtcdState) {
 			return
 		}
 		lostEnd := t.shortened && t.log.Last.Revision > t.chain.Last.Revision
-		if (t.lost || lostEnd) && t.Reason == "" && etcd.Epoch.Since == 0 { // older releases did not write it
-			t.Reason = "the first revision of etcd's epoch is unknown"
-		}
 		if lostEnd && t.Reason == "" {
 			// A deposed publisher cannot write the record.
 			t.writeEpoch(etcd.Epoch, func(int64) { t.await(Request{Op: DeleteLog, Last: t.chain.Last}, nil) })
@@ -183,12 +180,8 @@ func (t *Term) LogStays() {
 // resume continues the log.
 func (t *Term) resume(etcd EtcdState) {
 	t.Decision = "continues"
-	e := etcd.Epoch
-	if e.Since == 0 { // older releases did not write it
-		e.Since = t.chain.Last.Revision
-	}
 	// Writing the record again invalidates the pending transactions of an earlier term.
-	t.writeEpoch(e, func(int64) { t.watch() })
+	t.writeEpoch(etcd.Epoch, func(int64) { t.watch() })
 }
 
 // refill begins a new log of the same epoch with the history that etcd still has, because the old log was lost.

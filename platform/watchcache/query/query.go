@@ -311,13 +311,13 @@ func (q *Query) Describe() string {
 	return strings.Join(parts, " ")
 }
 
-// noColumns replaces columns that the client already has.
-var noColumns = []byte("null")
+// jsonNull replaces columns that the client already has, and the object of a row without an object.
+var jsonNull = []byte("null")
 
 // Row returns an event whose object is a Table of one row. columns is nil if the client already has them.
 func (q *Query) Row(event string, revision int64, row, columns []byte) []byte {
 	if columns == nil {
-		columns = noColumns
+		columns = jsonNull
 	}
 	table := fmt.Appendf(nil, `{"kind":"Table","apiVersion":%q,"metadata":{"resourceVersion":"%d"},`+
 		`"columnDefinitions":%s,"rows":[%s]}`, frame.APIVersion(q.As), revision, columns, row)
@@ -330,7 +330,14 @@ func (q *Query) Bookmark(revision int64, initialEnd bool) []byte {
 	if !q.Table {
 		return q.Encoding.Bookmark(revision, initialEnd)
 	}
-	object := frame.Object("PartialObjectMetadata", frame.APIVersion(q.As),
-		frame.BookmarkJSON(revision, initialEnd))
+	// The row's object is as in asTable (k8s.io/apiserver/pkg/endpoints/handlers/response.go).
+	kind, version := "PartialObjectMetadata", frame.APIVersion(q.As)
+	if q.IncludeObject == string(metav1.IncludeObject) {
+		kind, version = q.Entry.Kind.GetKind(), frame.APIVersion(q.Entry.Kind)
+	}
+	object := jsonNull
+	if q.IncludeObject != string(metav1.IncludeNone) || initialEnd {
+		object = frame.Object(kind, version, frame.BookmarkJSON(revision, initialEnd))
+	}
 	return q.Row("BOOKMARK", revision, fmt.Appendf(nil, `{"cells":[],"object":%s}`, object), nil)
 }

@@ -215,6 +215,22 @@ func TestRows(t *testing.T) {
 		`"k8s.io/initial-events-end":"true"`) {
 		t.Errorf("%s", bookmark)
 	}
+	for _, x := range []struct {
+		include    string
+		initialEnd bool
+		object     string
+	}{
+		{"Object", false, `{"kind":"Pod","apiVersion":"v1",`},
+		{"Object", true, `{"kind":"Pod","apiVersion":"v1",`},
+		{"Metadata", false, `{"kind":"PartialObjectMetadata","apiVersion":"meta.k8s.io/v1",`},
+		{"None", false, `null}]}`},
+		{"None", true, `{"kind":"PartialObjectMetadata","apiVersion":"meta.k8s.io/v1",`},
+	} {
+		q.IncludeObject = x.include
+		if b := q.Bookmark(9, x.initialEnd); !strings.Contains(string(b), `"rows":[{"cells":[],"object":`+x.object) {
+			t.Errorf("includeObject=%s, the end of initial events %v: %s", x.include, x.initialEnd, b)
+		}
+	}
 	if kind, version := q.ListKind(); kind != "Table" || version != "meta.k8s.io/v1" {
 		t.Errorf("%s of %s", kind, version)
 	}

@@ -87,6 +87,24 @@ func newEventsOnly(log ...*logv1.Event) *eventsOnly {
 	return s
 }
 
+// run runs the reader until ctx is done, and applies the beginning of the log again, which the reader expects.
+func (s *eventsOnly) run(ctx context.Context) {
+	s.reader.Run(ctx, &s.tasks)
+	synctest.Wait()
+	s.cache.Apply(reset(9, 0, ""))
+}
+
+// advance advances etcd's revision each 100 ms, and the cache's too if apply is set.
+func (s *eventsOnly) advance(d time.Duration, apply bool) {
+	for range d / (100 * time.Millisecond) {
+		time.Sleep(100 * time.Millisecond)
+		if revision := s.revision.Add(1); apply {
+			s.cache.Apply(progress(revision))
+		}
+	}
+	synctest.Wait()
+}
+
 // recorder is a client that records its frames.
 type recorder struct {
 	grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]

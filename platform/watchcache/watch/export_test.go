@@ -26,4 +26,6 @@ func (s *Server) Draining() bool {
 }
 
 // Schedule is schedule.
-func (m *Multiplexer) Schedule(n int) (ticks uint64, interval time.Duration) { return m.schedule(n) }
+func (m *Multiplexer) Schedule(n, all int) (ticks uint64, interval time.Duration) {
+	return m.schedule(n, all)
+}

@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"io"
+	"math/rand/v2"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -28,9 +30,12 @@ import (
 type Multiplexer struct {
 	// ServerOf returns the server of a resource's watches.
 	ServerOf func(*commonv1.Resource) (*Server, error)
-	// ProgressPeriod is how often a watch receives the cache's revision. In a call of more than bookmarksPerPeriod
-	// watches it is up to maxPeriods times as long.
+	// ProgressPeriod is how often a watch receives the cache's revision. The period is up to maxPeriods times as long
+	// in a call of bookmarksPerCall watches or more, or if all calls have bookmarksPerReplica or more.
 	ProgressPeriod time.Duration
+
+	// open is the number of watches of all calls.
+	open atomic.Int64
 
 	mu       sync.Mutex
 	calls    map[*call]struct{}
@@ -38,18 +43,25 @@ type Multiplexer struct {
 }
 
 const (
-	// bookmarksPerPeriod is the number of bookmarks that a call sends in a ProgressPeriod, while each watch gets its
-	// own within maxPeriods. Clients expect a bookmark a minute.
-	bookmarksPerPeriod = 128
-	maxPeriods         = 10
+	// bookmarksPerCall bounds the bookmarks that a call sends in a ProgressPeriod, and bookmarksPerReplica the
+	// bookmarks of all calls. A round takes at most maxPeriods, also beyond these bounds, because clients expect a
+	// bookmark a minute.
+	bookmarksPerCall    = 128
+	bookmarksPerReplica = 1024
+	maxPeriods          = 10
 	// A call with many watches divides a ProgressPeriod into at most maxTicks, so that not all watches send at once.
 	maxTicks       = 16
 	watchesPerTick = 64
+	// In a call of fewer than bookmarksPerCall watches, a watch gets a bookmark at each tick of its first youngPeriods,
+	// also if the replica has many watches. It is not 1, because the gateway sends no bookmark in a watch's first
+	// second.
+	youngPeriods = 2
 )
 
-// schedule returns the number of ticks in which each of n watches gets a bookmark, and the time between two ticks.
-func (m *Multiplexer) schedule(n int) (ticks uint64, interval time.Duration) {
-	periods := min(maxPeriods, n/bookmarksPerPeriod+1)
+// schedule returns the number of ticks in which each of a call's n watches gets a bookmark, and the time between two
+// ticks. All calls have `all` watches.
+func (m *Multiplexer) schedule(n, all int) (ticks uint64, interval time.Duration) {
+	periods := min(maxPeriods, max(n/bookmarksPerCall, all/bookmarksPerReplica)+1)
 	perPeriod := min(maxTicks, n/periods/watchesPerTick+1)
 	return uint64(periods * perPeriod), m.ProgressPeriod / time.Duration(perPeriod)
 }
@@ -59,7 +71,7 @@ func (m *Multiplexer) Watches(
 	stream grpc.BidiStreamingServer[watchfanoutv1.WatchesRequest, watchfanoutv1.WatchFrame]) error {
 	ctx, cancel := context.WithCancel(stream.Context())
 	c := &call{Multiplexer: m, ctx: ctx, stream: stream, watches: map[uint64]*multiplexedWatch{}, ticks: 1,
-		interval: m.ProgressPeriod}
+		interval: m.ProgressPeriod, phase: rand.Uint64N(maxPeriods * maxTicks)}
 	c.mu.Lock()
 	c.timer = time.AfterFunc(m.ProgressPeriod, c.tick)
 	c.mu.Unlock()
@@ -128,11 +140,10 @@ type call struct {
 	watches map[uint64]*multiplexedWatch
 	drained bool // watches end, and no watch begins
 	timer   *time.Timer
-	// The current round of bookmarks has ticks ticks, and ticked of them have passed.
-	ticked, ticks uint64
-	interval      time.Duration
-	// stale: a replica's cache was stale at the last tick. The next makes every watch check it.
-	stale bool
+	// The current round of bookmarks has ticks ticks, and ticked of them have passed. phase is random, so that calls
+	// that begin together do not send in the same tick.
+	ticked, ticks, phase uint64
+	interval             time.Duration
 }
 
 // handle begins or ends a watch.
@@ -147,16 +158,18 @@ func (c *call) handle(r *watchfanoutv1.WatchesRequest) error {
 	case r.Watch != nil && w != nil:
 		return status.Errorf(codes.InvalidArgument, "watch %d is open", r.WatchId)
 	case r.Watch != nil:
-		w = &multiplexedWatch{call: c, id: r.WatchId, request: r.Watch}
+		w = &multiplexedWatch{call: c, id: r.WatchId, request: r.Watch, began: time.Now()}
 		w.ctx, w.cancel = context.WithCancel(c.ctx)
 		c.watches[w.id] = w
+		c.open.Add(1)
 		c.tasks.Add(1)
 		go w.run()
 	}
 	return nil
 }
 
-// tick makes a bookmark due for a part of the watches. Idle watches need no goroutine for it.
+// tick makes a bookmark due for a part of the watches, and for every watch whose cache is stale. Idle watches need no
+// goroutine for it.
 func (c *call) tick() {
 	c.mu.Lock()
 	if c.drained {
@@ -165,24 +178,28 @@ func (c *call) tick() {
 	}
 	c.tasks.Add(1)
 	defer c.tasks.Done()
-	ticks, interval := c.schedule(len(c.watches))
-	if c.ticked++; c.ticked >= c.ticks || ticks < c.ticks/2 { // the round has ended, or most watches have
+	ticks, interval := c.schedule(len(c.watches), int(c.open.Load()))
+	// the round has ended, or there are less than half as many watches
+	if c.ticked++; c.ticked >= c.ticks || ticks < c.ticks/2 {
 		c.ticked, c.ticks, c.interval = 0, ticks, interval
 	}
+	// The watches of other calls must not delay a first bookmark, because a client resumes from it. A call with many
+	// watches has long rounds of its own.
+	now, few := time.Now(), len(c.watches) < bookmarksPerCall
 	var due []*multiplexedWatch
 	for id, w := range c.watches {
-		if c.stale || id%c.ticks == c.ticked {
+		stale := w.server != nil && w.server.checkFresh() != nil
+		young := few && now.Sub(w.began) < youngPeriods*c.ProgressPeriod
+		if stale || young || (id+c.phase)%c.ticks == c.ticked {
 			due = append(due, w)
 		}
 	}
 	c.mu.Unlock()
-	stale := false
 	for _, w := range due {
-		stale = !w.tick() || stale
+		w.tick()
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.stale = stale
 	if !c.drained {
 		c.timer.Reset(c.interval)
 	}
@@ -213,6 +230,7 @@ func (c *call) end(w *multiplexedWatch, err error) {
 	c.mu.Lock()
 	delete(c.watches, w.id)
 	c.mu.Unlock()
+	c.open.Add(-1)
 	s := status.Convert(endOf(err)).Proto()
 	_ = w.Send(&watchfanoutv1.WatchFrame{Status: &watchfanoutv1.WatchStatus{
 		Code:    s.GetCode(),
@@ -223,14 +241,16 @@ func (c *call) end(w *multiplexedWatch, err error) {
 }
 
 // multiplexedWatch is a watch of a call. The goroutine that has set parked to false, or has begun the watch, owns the
-// fields without mu.
+// fields that have no lock.
 type multiplexedWatch struct {
 	call    *call
 	id      uint64
+	began   time.Time
 	ctx     context.Context
 	cancel  context.CancelFunc
 	request *watchfanoutv1.WatchRequest // until it has started
 	watcher *watcher
+	server  *Server // under call.mu; nil until the watch starts
 
 	mu sync.Mutex
 	// parked: no goroutine runs the watch. woken: it was woken while it ran. ticked: a bookmark is due.
@@ -272,24 +292,23 @@ func (w *multiplexedWatch) wake() {
 }
 
 // tick makes a bookmark due. It sends the bookmark of an idle watch, which then needs no goroutine. It sends no event,
-// because an event may wait for its owner's quota, and the other watches' bookmarks would wait too. It returns false if
-// the cache of an idle watch is stale: the watch then ends.
-func (w *multiplexedWatch) tick() (fresh bool) {
+// because an event may wait for its owner's quota, and the other watches' bookmarks would wait too. A watch whose cache
+// is stale ends.
+func (w *multiplexedWatch) tick() {
 	w.mu.Lock()
 	w.ticked = true
 	idle := w.parked
 	w.parked, w.woken = false, !idle
 	w.mu.Unlock()
 	if !idle {
-		return true
+		return
 	}
-	if fresh = w.watcher.server.checkFresh() == nil; fresh {
+	if w.watcher.server.checkFresh() == nil {
 		if parked, err := w.sendBookmark(); err == nil && parked {
-			return true
+			return
 		}
 	}
 	go w.run()
-	return fresh
 }
 
 // sendBookmark sends a bookmark and parks the watch. It returns false if there is something else to do.
@@ -364,6 +383,9 @@ func (w *multiplexedWatch) start() error {
 	if err != nil {
 		return err
 	}
+	w.call.mu.Lock()
+	w.server = s // tick ends the watch if its cache is stale
+	w.call.mu.Unlock()
 	if w.watcher, err = s.open(w.request, w); err != nil {
 		return err
 	}

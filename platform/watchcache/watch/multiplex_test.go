@@ -81,16 +81,24 @@ type testCall struct {
 }
 
 func startCall(ctx context.Context, s *watch.Server, period time.Duration) *testCall {
+	return callOf(ctx, newMultiplexer(s, period))
+}
+
+func newMultiplexer(s *watch.Server, period time.Duration) *watch.Multiplexer {
+	return &watch.Multiplexer{
+		ServerOf:       func(*commonv1.Resource) (*watch.Server, error) { return s, nil },
+		ProgressPeriod: period,
+	}
+}
+
+func callOf(ctx context.Context, m *watch.Multiplexer) *testCall {
 	c := &testCall{
 		callStream: &callStream{
 			frames:   frames{ctx: ctx, c: make(chan *watchfanoutv1.WatchFrame, 100)},
 			requests: make(chan *watchfanoutv1.WatchesRequest),
 		},
-		multiplexer: &watch.Multiplexer{
-			ServerOf:       func(*commonv1.Resource) (*watch.Server, error) { return s, nil },
-			ProgressPeriod: period,
-		},
-		ended: make(chan error, 1),
+		multiplexer: m,
+		ended:       make(chan error, 1),
 	}
 	go func() { c.ended <- c.multiplexer.Watches(c.callStream) }()
 	return c
@@ -152,7 +160,8 @@ func TestAnIdleWatchOfACallHasNoGoroutine(t *testing.T) {
 	before := runtime.NumGoroutine()
 	for i := range uint64(watches) {
 		c.begin(i+1, fmt.Sprint("p", i+1))
-		<-c.c // it is open
+		for m := <-c.c; m.WatchId != i+1; m = <-c.c { // a bookmark of another watch may come first
+		}
 	}
 	for until := time.Now().Add(10 * time.Second); runtime.NumGoroutine() > before+5; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
@@ -323,9 +332,7 @@ func TestManyWatchesOfACallGetFewerBookmarks(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer server.tasks.Wait()
 		defer cancel()
-		server.reader.Run(ctx, &server.tasks)
-		synctest.Wait() // the reader expects the beginning of the log
-		server.cache.Apply(reset(9, 0, ""))
+		server.run(ctx)
 		c := startCall(ctx, server.Server, time.Second)
 		bookmarks, ended := make([]int, watches), 0
 		for id := range uint64(watches) {
@@ -361,23 +368,224 @@ func TestManyWatchesOfACallGetFewerBookmarks(t *testing.T) {
 	})
 }
 
-// A call sends so many bookmarks in a period, until the round of all watches takes ten periods.
+// Each watch gets fewer bookmarks if a replica has many, also if each has a call of its own. Calls that begin together
+// do not send together. A watch gets its first bookmarks each period, also if there are many other calls. All watches
+// end soon after the log has stalled.
+func TestManyCallsOfAWatchGetFewerBookmarks(t *testing.T) {
+	const (
+		watches = 1500 // in two periods
+		stay    = 500  // in a period
+		period  = 2 * time.Second
+	)
+	type testWatch struct {
+		*testCall
+		began     time.Time
+		bookmarks []time.Time
+		ended     bool
+	}
+	synctest.Test(t, func(t *testing.T) {
+		server := newEventsOnly(reset(9, 0, ""))
+		ctx, cancel := context.WithCancel(t.Context())
+		defer server.tasks.Wait()
+		defer cancel()
+		server.run(ctx)
+		m := newMultiplexer(server.Server, period)
+		all := map[uint64]*testWatch{}
+		begin := func(id uint64) {
+			w := &testWatch{testCall: callOf(ctx, m), began: time.Now()}
+			w.onSend = func(f *watchfanoutv1.WatchFrame) {
+				if w.ended = f.Status != nil; len(f.Boundaries) > 0 {
+					w.bookmarks = append(w.bookmarks, time.Now())
+				}
+			}
+			all[id] = w
+			w.requests <- &watchfanoutv1.WatchesRequest{WatchId: id, Watch: &watchfanoutv1.WatchRequest{
+				Query: roleQuery(""), ResourceVersion: "9", AllowBookmarks: true,
+			}}
+		}
+
+		began := time.Now()
+		for i := range uint64(watches) {
+			begin(2 * i) // a round has two ticks, and each ID is in the same
+		}
+		server.advance(20_700*time.Millisecond, true)
+		begin(2 * watches)
+		server.advance(19_300*time.Millisecond, true)
+		inPeriod, sum := make([]int, 20), 0
+		for id, w := range all {
+			first := slices.IndexFunc(w.bookmarks, func(at time.Time) bool { return at.Sub(w.began) >= time.Second })
+			if first < 0 || w.bookmarks[first].Sub(w.began) > time.Second+period {
+				t.Errorf("watch %d began at %v, and received bookmarks at %v", id, w.began, w.bookmarks)
+			}
+			for _, at := range w.bookmarks {
+				inPeriod[(at.Sub(began)-1)/period]++
+			}
+			sum += len(w.bookmarks)
+		}
+		t.Logf("%d bookmarks in 20 periods", sum)
+		for i, n := range inPeriod[2:] {
+			if n < watches*4/10 || n > watches*6/10 {
+				t.Errorf("%d bookmarks in period %d", n, i+2)
+			}
+		}
+
+		for i := range uint64(watches - stay) {
+			all[2*i].requests <- &watchfanoutv1.WatchesRequest{WatchId: 2 * i}
+		}
+		server.advance(2*period, true)
+		left := time.Now()
+		server.advance(5*period, true)
+		for id, w := range all {
+			n := 0
+			for _, at := range w.bookmarks {
+				if at.After(left) {
+					n++
+				}
+			}
+			if ended := id < 2*(watches-stay); w.ended != ended || !ended && n != 5 {
+				t.Errorf("watch %d has ended: %v, and received %d bookmarks in 5 periods", id, w.ended, n)
+			}
+		}
+
+		for i := range uint64(watches - stay) {
+			begin(2 * (watches + 1 + i))
+		}
+		server.advance(3*period, true)
+		server.advance(6*time.Second, false) // the cache is stale at most 4 s after the log has stalled
+		for id, w := range all {
+			if !w.ended {
+				t.Fatalf("watch %d has not ended", id)
+			}
+		}
+	})
+}
+
+// counted counts the bookmarks and the ends of a call's watches.
+type counted struct {
+	*testCall
+	bookmarks map[uint64]int
+	ended     map[uint64]bool
+}
+
+func countedCallOf(ctx context.Context, m *watch.Multiplexer) *counted {
+	c := &counted{callOf(ctx, m), map[uint64]int{}, map[uint64]bool{}}
+	c.onSend = func(f *watchfanoutv1.WatchFrame) {
+		if f.Status != nil {
+			c.ended[f.WatchId] = true
+		}
+		if len(f.Boundaries) > 0 && f.Boundaries[0].Bookmark {
+			c.bookmarks[f.WatchId]++
+		}
+	}
+	go func() {
+		for {
+			select {
+			case <-c.c:
+			case <-ctx.Done():
+				return
+			}
+		}
+	}()
+	return c
+}
+
+// beginMany begins n watches of roles.
+func (c *counted) beginMany(n uint64) {
+	for id := range n {
+		c.requests <- &watchfanoutv1.WatchesRequest{WatchId: id, Watch: &watchfanoutv1.WatchRequest{
+			Query: roleQuery(""), ResourceVersion: "9", AllowBookmarks: true,
+		}}
+	}
+}
+
+// expectBookmarks fails the test unless each of a call's first n watches received so many bookmarks.
+func (c *counted) expectBookmarks(t *testing.T, n uint64, least, most int) {
+	t.Helper()
+	for id := range n {
+		if got := c.bookmarks[id]; got < least || got > most {
+			t.Errorf("watch %d received %d bookmarks", id, got)
+		}
+	}
+}
+
+// New watches get a bookmark each period only if their call has few. If a replica is lost, all watches of its calls are
+// new at another.
+func TestNewWatchesOfALargeCallKeepItsRounds(t *testing.T) {
+	const large, others, period = 200, 2000, 2 * time.Second
+	synctest.Test(t, func(t *testing.T) {
+		server := newEventsOnly(reset(9, 0, ""))
+		ctx, cancel := context.WithCancel(t.Context())
+		defer server.tasks.Wait()
+		defer cancel()
+		server.run(ctx)
+		m := newMultiplexer(server.Server, period)
+		countedCallOf(ctx, m).beginMany(others)
+		c := countedCallOf(ctx, m)
+		c.beginMany(large)
+		server.advance(3*period, true) // the first round of three
+		c.expectBookmarks(t, large, 0, 1)
+	})
+}
+
+// A watch ends once its cache is stale. The other watches of its call get no more bookmarks than before.
+func TestAStaleCacheEndsOnlyItsWatches(t *testing.T) {
+	const watches, period = 200, 2 * time.Second // a round has two periods
+	synctest.Test(t, func(t *testing.T) {
+		server, stalled := newEventsOnly(reset(9, 0, "")), newEventsOnly(reset(9, 0, ""))
+		ctx, cancel := context.WithCancel(t.Context())
+		defer stalled.tasks.Wait()
+		defer server.tasks.Wait()
+		defer cancel()
+		server.run(ctx)
+		stalled.run(ctx)
+		m := newMultiplexer(server.Server, period)
+		m.ServerOf = func(r *commonv1.Resource) (*watch.Server, error) {
+			if r.Resource == "rolebindings" {
+				return stalled.Server, nil
+			}
+			return server.Server, nil
+		}
+		c := countedCallOf(ctx, m)
+		c.beginMany(watches)
+		q := roleQuery("")
+		q.Resource.Resource = "rolebindings"
+		c.requests <- &watchfanoutv1.WatchesRequest{WatchId: watches, Watch: &watchfanoutv1.WatchRequest{
+			Query: q, ResourceVersion: "9", AllowBookmarks: true,
+		}}
+		server.advance(period, true)
+		stalled.revision.Add(1)
+		server.advance(4*period, true)
+		if len(c.ended) != 1 || !c.ended[watches] {
+			t.Fatalf("the ended watches are %v", c.ended)
+		}
+		clear(c.bookmarks)
+		server.advance(10*period, true)
+		c.expectBookmarks(t, watches, 4, 6)
+	})
+}
+
+// A call sends so many bookmarks in a period, and all calls of a replica, until the round takes ten periods.
 func TestTheScheduleOfBookmarks(t *testing.T) {
 	m := watch.Multiplexer{ProgressPeriod: 1600 * time.Millisecond}
-	for n, want := range map[int]struct {
+	for _, c := range []struct {
+		n, all   int
 		ticks    uint64
 		interval time.Duration
 	}{
-		0:      {1, 1600 * time.Millisecond},
-		63:     {1, 1600 * time.Millisecond},
-		100:    {2, 800 * time.Millisecond},
-		128:    {4, 800 * time.Millisecond},
-		1_000:  {16, 800 * time.Millisecond},
-		10_000: {160, 100 * time.Millisecond},
-		40_000: {160, 100 * time.Millisecond},
+		{0, 0, 1, 1600 * time.Millisecond},
+		{63, 63, 1, 1600 * time.Millisecond},
+		{100, 100, 2, 800 * time.Millisecond},
+		{128, 128, 4, 800 * time.Millisecond},
+		{1_000, 1_000, 16, 800 * time.Millisecond},
+		{10_000, 10_000, 160, 100 * time.Millisecond},
+		{40_000, 40_000, 160, 100 * time.Millisecond},
+		{1, 1_023, 1, 1600 * time.Millisecond},
+		{1, 5_000, 5, 1600 * time.Millisecond},
+		{1, 100_000, 10, 1600 * time.Millisecond},
+		{1_000, 100_000, 20, 800 * time.Millisecond},
 	} {
-		if ticks, interval := m.Schedule(n); ticks != want.ticks || interval != want.interval {
-			t.Errorf("%d watches: %d ticks each %v, not %v", n, ticks, interval, want)
+		if ticks, interval := m.Schedule(c.n, c.all); ticks != c.ticks || interval != c.interval {
+			t.Errorf("%+v: %d ticks each %v", c, ticks, interval)
 		}
 	}
 }

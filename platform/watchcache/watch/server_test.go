@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"runtime"
 	"strings"
@@ -258,6 +259,44 @@ func TestInitialEvents(t *testing.T) {
 	if got := table.receive(4); got != "ADDED row, 1 columns, ADDED row, 0 columns, ADDED row, 0 columns, ADDED row, "+
 		"0 columns" {
 		t.Error(got)
+	}
+}
+
+// A watch ends with an ERROR event if registry rejects an object, after the events before the object's. A lost
+// connection to registry is no such end.
+func TestAWatchOfAnObjectThatRegistryRejects(t *testing.T) {
+	for name, x := range map[string]struct {
+		err  error
+		want string
+	}{
+		"a webhook that fails": {rpc.ToStatus(errors.New("no way")), "ADDED row, 1 columns, ERROR 500"},
+		"a reset stream":       {status.Error(codes.Internal, "RST_STREAM"), ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, s := newServer(t)
+			w.Registry.EncodeError = func(json []byte) error {
+				if bytes.Contains(json, []byte(`"name":"rejected"`)) {
+					return x.err
+				}
+				return nil
+			}
+			w.Apply(logv1.Type_TYPE_ADDED, 11, "d", "node-0", "")
+			w.Apply(logv1.Type_TYPE_ADDED, 12, "rejected", "node-0", "")
+			o := start(t, s, &watchfanoutv1.WatchRequest{Query: fixture.Table(fixture.Query()), ResourceVersion: "10"})
+			if x.want != "" {
+				if got := o.receive(2); got != x.want {
+					t.Error(got)
+				}
+			}
+			if err := <-o.ended; (err == nil) != (x.want != "") {
+				t.Errorf("the watch ends with %v", err)
+			}
+			for len(o.c) > 0 {
+				if f := <-o.c; bytes.Contains(f.Data, []byte("ERROR")) {
+					t.Errorf("%s", f.Data)
+				}
+			}
+		})
 	}
 }
 

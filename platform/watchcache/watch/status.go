@@ -68,19 +68,6 @@ func (s *Server) Metrics() []prometheus.Collector {
 	}, func() float64 { return float64(s.Len()) })}
 }
 
-// track registers a watch for the status page and metrics.
-func (s *Server) track(w *watcher) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.watchers[w] = struct{}{}
-}
-
-func (s *Server) untrack(w *watcher) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.watchers, w)
-}
-
 // rate computes events per second since windowStart. A call after rateWindow begins the next window.
 type rate struct {
 	count atomic.Int64

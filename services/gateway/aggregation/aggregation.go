@@ -30,6 +30,7 @@ import (
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	"k8s.io/apiserver/pkg/util/flowcontrol"
 	proxyutil "k8s.io/apiserver/pkg/util/proxy"
+	"k8s.io/apiserver/pkg/util/x509metrics"
 	"k8s.io/client-go/transport"
 	"k8s.io/component-base/tracing"
 	"k8s.io/streaming/pkg/httpstream"
@@ -140,6 +141,8 @@ func (p *Proxy) dial(r *registryv1.APIService) (http.RoundTripper, error) {
 	if p.config.CertFile != "" { // the file is reloaded when it changes
 		c.TLS.CertFile, c.TLS.KeyFile, c.TLS.ReloadTLSFiles = p.config.CertFile, p.config.KeyFile, true
 	}
+	c.Wrap(x509metrics.NewDeprecatedCertificateRoundTripperWrapperConstructor(
+		counters().missingSAN, counters().insecureSHA1))
 	rt, err := transport.New(c)
 	if err != nil {
 		return nil, err
@@ -174,9 +177,9 @@ func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version s
 	location.RawQuery = req.URL.Query().Encode()
 	upgrades := httpstream.IsUpgradeRequest(req)
 	if upgrades {
-		var cancel func()
-		w, req, cancel = upgrade.WithCloseCancel(w, req)
-		defer cancel()
+		var end func()
+		w, req, end = upgrade.WithCloseCancel(w, req)
+		defer end()
 	}
 	out, cancel := proxyutil.NewRequestForProxy(location, req)
 	defer cancel()

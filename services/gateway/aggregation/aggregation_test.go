@@ -2,9 +2,15 @@ package aggregation
 
 import (
 	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
 	"encoding/json"
 	"encoding/pem"
 	"fmt"
+	"math/big"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -13,6 +19,7 @@ import (
 	"time"
 
 	"go.opentelemetry.io/otel/trace"
+	"google.golang.org/protobuf/proto"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/authentication/user"
@@ -221,7 +228,7 @@ func TestUnreachableServerIsUnavailable(t *testing.T) {
 // Discovery works in both forms, stays cached while the server fails, and is deleted with the APIService.
 func TestDiscoveryIsRefreshed(t *testing.T) {
 	var down atomic.Bool
-	p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, r *http.Request) {
+	a := newAggregatedServer(t, func(w http.ResponseWriter, r *http.Request) {
 		switch {
 		case down.Load():
 			http.Error(w, "down", http.StatusServiceUnavailable)
@@ -238,7 +245,8 @@ func TestDiscoveryIsRefreshed(t *testing.T) {
 		default:
 			http.NotFound(w, r)
 		}
-	}))
+	})
+	p := proxyTo(t, a)
 	gv := schema.GroupVersion{Group: "metrics.k8s.io", Version: "v1"}
 	changed := make(chan struct{}, 10)
 	manager := NewDiscoveryManager(p, func() { changed <- struct{}{} })
@@ -255,14 +263,18 @@ func TestDiscoveryIsRefreshed(t *testing.T) {
 		}
 	}
 	wait()
-	if got := manager.Lookup(
-		gv,
-	); got == nil || got.Stale || len(got.Resources) != 1 ||
-		got.Resources[0].Resource != "nodes" ||
-		got.OpenAPIV2 == nil {
+	if got := manager.Lookup(gv); got == nil || got.Stale || len(got.Resources) != 1 ||
+		got.Resources[0].Resource != "nodes" {
+		t.Errorf("%+v", got)
+	}
+	wait()
+	if got := manager.Lookup(gv); got.OpenAPIV2 == nil {
 		t.Errorf("%+v", got)
 	}
 	down.Store(true)
+	moved := proto.Clone(a).(*registryv1.APIService)
+	moved.Addresses = append(moved.Addresses, moved.Addresses...)
+	p.Set(discovery.NewView(&registryv1.DiscoveryResponse{ApiServices: []*registryv1.APIService{moved}}))
 	manager.RefreshSoon()
 	wait()
 	if got := manager.Lookup(gv); got == nil || !got.Stale || len(got.Resources) != 1 {
@@ -273,5 +285,41 @@ func TestDiscoveryIsRefreshed(t *testing.T) {
 	wait()
 	if got := manager.Lookup(gv); got != nil || len(manager.GroupVersions()) != 0 {
 		t.Errorf("once it is gone: %+v", got)
+	}
+}
+
+// kube-aggregator's counter counts the requests to a server whose certificate has no SAN.
+func TestDeprecatedCertificatesAreCounted(t *testing.T) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	template := &x509.Certificate{SerialNumber: big.NewInt(1), NotAfter: time.Now().Add(time.Hour)}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := httptest.NewUnstartedServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+	s.TLS = &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: key}}}
+	s.StartTLS()
+	t.Cleanup(s.Close)
+	a := newAggregatedServer(t, nil)
+	a.Addresses = []string{s.Listener.Addr().String()}
+	count := func() (n float64) {
+		families, err := legacyregistry.DefaultGatherer.Gather()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, f := range families {
+			if f.GetName() == "apiserver_kube_aggregator_x509_missing_san_total" {
+				n += f.Metric[0].GetCounter().GetValue()
+			}
+		}
+		return n
+	}
+	p := proxyTo(t, a)
+	before := count()
+	if w := serve(p, &user.DefaultInfo{Name: "bob"}, nil); w.Code != http.StatusOK || count() != before+1 {
+		t.Errorf("%d %s: %v requests are counted", w.Code, w.Body, count()-before)
 	}
 }

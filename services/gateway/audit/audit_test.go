@@ -203,7 +203,7 @@ func TestALargeEventIsWrittenShort(t *testing.T) {
 	dir := t.TempDir()
 	policy := filepath.Join(dir, "policy")
 	reloadtest.Replace(t, policy, "apiVersion: audit.k8s.io/v1\nkind: Policy\nrules: [{level: RequestResponse}]\n")
-	a, err := New(t.Context(), config(t, "--audit-policy-file="+policy, "--audit-log-path="+dir+"/log",
+	a, err := New(t.Context(), configOf(t, "--audit-policy-file="+policy, "--audit-log-path="+dir+"/log",
 		"--audit-log-maxsize=1"), nil, &reload.Files{})
 	if err != nil {
 		t.Fatal(err)
@@ -304,7 +304,7 @@ func TestProtobufIsRecordedAsJSON(t *testing.T) {
 	}
 }
 
-func config(t *testing.T, flags ...string) *Config {
+func configOf(t *testing.T, flags ...string) *Config {
 	t.Helper()
 	c := &Config{}
 	fs := pflag.NewFlagSet("audit", pflag.ContinueOnError)
@@ -330,15 +330,15 @@ func TestABadSettingNamesItsFlag(t *testing.T) {
 		{"--audit-policy-file=/none"}, {"--audit-policy-file=" + bad},
 	} {
 		name, _, _ := strings.Cut(flags[0], "=")
-		_, err := New(t.Context(), config(t, append(flags, "--audit-log-path="+dir+"/log")...), nil, &reload.Files{})
+		_, err := New(t.Context(), configOf(t, append(flags, "--audit-log-path="+dir+"/log")...), nil, &reload.Files{})
 		if err == nil || !strings.Contains(err.Error(), name) || strings.Contains(err.Error(), "\n") {
 			t.Errorf("%q: %v", flags, err)
 		}
 	}
-	if err := config(t, "--audit-webhook-mode=odd").Validate(); err != nil {
+	if err := configOf(t, "--audit-webhook-mode=odd").Validate(); err != nil {
 		t.Errorf("a webhook that is not used: %v", err)
 	}
-	a, err := New(t.Context(), config(t, "--audit-log-path="+dir+"/log"), nil, &reload.Files{})
+	a, err := New(t.Context(), configOf(t, "--audit-log-path="+dir+"/log"), nil, &reload.Files{})
 	if err != nil || a.Sink != nil || a.Policy != nil {
 		t.Errorf("without a policy: %v, %v", a, err)
 	}
@@ -354,7 +354,7 @@ func TestPolicyIsReloaded(t *testing.T) {
 	}
 	policy("Metadata")
 	files := &reload.Files{}
-	a, err := New(t.Context(), config(t, "--audit-policy-file="+path, "--audit-log-path="+dir+"/log"), nil, files)
+	a, err := New(t.Context(), configOf(t, "--audit-policy-file="+path, "--audit-log-path="+dir+"/log"), nil, files)
 	if err != nil {
 		t.Fatal(err)
 	}

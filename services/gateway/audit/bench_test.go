@@ -19,10 +19,7 @@ import (
 
 // BenchmarkMetadata measures the cost of a request's two events at level Metadata, without the disk.
 func BenchmarkMetadata(b *testing.B) {
-	log := &jsonLogBackend{
-		pluginlog.NewBackend(io.Discard, pluginlog.FormatJson, auditv1.SchemeGroupVersion),
-		io.Discard,
-	}
+	log := pluginlog.NewBackend(io.Discard, pluginlog.FormatJson, auditv1.SchemeGroupVersion)
 	handler := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusOK) })
 	req := httptest.NewRequest("GET", "/api/v1/namespaces/default/pods/a", nil)
 	req.Header.Set("User-Agent", "kubectl/v1.36.3 (linux/amd64) kubernetes/0123456")

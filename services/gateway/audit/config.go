@@ -8,6 +8,7 @@
 package audit
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -20,6 +21,8 @@ import (
 	pluginlog "k8s.io/apiserver/plugin/pkg/audit/log"
 	plugintruncate "k8s.io/apiserver/plugin/pkg/audit/truncate"
 	pluginwebhook "k8s.io/apiserver/plugin/pkg/audit/webhook"
+
+	"watershed.dev/platform/config"
 )
 
 // Modes of a backend (k8s.io/apiserver/pkg/server/options/audit.go).
@@ -160,7 +163,7 @@ func (d *backendOptions) addFlags(fs *pflag.FlagSet, plugin, mode string, batch 
 			"discarded.")
 }
 
-// Validate returns an error that names the first invalid flag.
+// Validate returns an error that names the invalid flag.
 func (c *Config) Validate() error {
 	if l := &c.Log; l.Path != "" {
 		if err := l.validate(pluginlog.PluginName, l.Version); err != nil {
@@ -170,13 +173,12 @@ func (c *Config) Validate() error {
 			return fmt.Errorf("--audit-log-format %q: must be one of %s", l.Format,
 				strings.Join(pluginlog.AllowedFormats, ", "))
 		}
-		for _, f := range []struct {
-			name  string
-			value int
-		}{{"maxage", l.MaxAge}, {"maxbackup", l.MaxBackups}, {"maxsize", l.MaxSize}} {
-			if f.value < 0 {
-				return fmt.Errorf("--audit-log-%s %d: must not be negative", f.name, f.value)
-			}
+		if err := errors.Join(
+			config.AtLeast("audit-log-maxage", l.MaxAge, 0),
+			config.AtLeast("audit-log-maxbackup", l.MaxBackups, 0),
+			config.AtLeast("audit-log-maxsize", l.MaxSize, 0),
+		); err != nil {
+			return err
 		}
 	}
 	if w := &c.Webhook; w.ConfigFile != "" {

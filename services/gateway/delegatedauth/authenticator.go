@@ -28,7 +28,7 @@ import (
 
 // rpcTimeout bounds a call to authn or authz, and so does the request's deadline. A single webhook has 30 s
 // (k8s.io/apiserver/pkg/util/webhook), and authz then applies its failurePolicy. With several slow webhooks, the call
-// ends first.
+// ends first. The wait for a ready replica is shorter (rpc.WithMaxWait).
 const rpcTimeout = 35 * time.Second
 
 const (

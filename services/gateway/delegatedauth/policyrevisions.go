@@ -44,15 +44,8 @@ const revisionsRetryInterval = 100 * time.Millisecond
 
 // checkHeartbeats calls expireHeartbeat every second until ctx ends.
 func (a *Authorizer) checkHeartbeats(ctx context.Context) {
-	tick := time.NewTicker(time.Second)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-			a.expireHeartbeat()
-		}
+	for lifecycle.Sleep(ctx, time.Second) == nil {
+		a.expireHeartbeat()
 	}
 }
 

@@ -51,11 +51,13 @@ type lazy struct{ make func() *documents }
 
 func (h *Handler) documents(v *discovery.View) *documents {
 	d := &documents{view: v, versions: map[string][]metav1.APIResource{}}
+	custom := map[string]bool{} // group versions of custom resources
 	for _, e := range v.Resources {
 		if e.NotEstablished {
 			continue
 		}
 		gv := groupVersion(e.Resource.Group, e.Resource.Version)
+		custom[gv] = e.Unstructured
 		d.versions[gv] = append(d.versions[gv], discovery.ToMetaV1(e))
 	}
 	remote := map[schema.GroupVersion]bool{}
@@ -91,7 +93,7 @@ func (h *Handler) documents(v *discovery.View) *documents {
 			if err != nil {
 				continue
 			}
-			if !v.BuiltIn(g.Name) { // discovery of custom resources has full response kinds
+			if custom[groupVersion(g.Name, version)] { // discovery of custom resources has full response kinds
 				fillResponseKinds(converted, gv)
 			}
 			manager.AddGroupVersion(g.Name, apidiscoveryv2.APIVersionDiscovery{
@@ -141,6 +143,8 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	switch {
 	case len(parts) == 1 && parts[0] == "api":
 		d.legacy.ServeHTTP(w, req)
+	case req.URL.Path == "/apis/": // kube-apiserver has aggregated discovery only without the slash
+		d.allGroups(w, req)
 	case len(parts) == 1 && parts[0] == "apis":
 		d.apis.ServeHTTP(w, req)
 	case len(parts) == 2 && parts[0] == "api":

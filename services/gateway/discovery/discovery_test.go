@@ -38,12 +38,13 @@ func handler(t *testing.T) *Handler {
 		Resources: []*registryv1.APIResource{
 			entry("", "v1", "pods", "Pod", false),
 			entry("apps", "v1", "deployments", "Deployment", false),
+			entry("apps", "v8", "gadgets", "Gadget", true),
 			entry("example.com", "v1", "widgets", "Widget", true),
 			notEstablished,
 		},
 		Groups: []*registryv1.Group{
 			{Name: "", Versions: []string{"v1"}},
-			{Name: "apps", GroupPriorityMinimum: 3, Versions: []string{"v1"}},
+			{Name: "apps", GroupPriorityMinimum: 3, Versions: []string{"v1", "v8"}},
 			{Name: "metrics.k8s.io", GroupPriorityMinimum: 2, Versions: []string{"v1"}},
 			{Name: "example.com", GroupPriorityMinimum: 1, Versions: []string{"v1"}},
 		},
@@ -114,9 +115,24 @@ func TestAggregatedDiscovery(t *testing.T) {
 		if g.Name == "example.com" && (len(v.Resources) != 1 || v.Resources[0].ResponseKind.Group != "example.com") {
 			t.Errorf("%v", v.Resources)
 		}
+		if g.Name == "apps" && (v.Resources[0].ResponseKind.Group != "" || // upstream omits a built-in's
+			g.Versions[1].Resources[0].ResponseKind.Group != "apps") {
+			t.Errorf("%v", g.Versions)
+		}
 	}
 	if got := strings.Join(names, ", "); got != "apps Current, metrics.k8s.io Stale, example.com Current" {
 		t.Error(got)
+	}
+}
+
+// Only /apis without a slash has aggregated discovery.
+func TestThePathWithASlashIsNotAggregated(t *testing.T) {
+	const aggregated = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
+	for accept, want := range map[string]int{aggregated: 406, aggregated + ",application/json": 200} {
+		if code, body := get(handler(t), "GET", "/apis/", accept); code != want ||
+			strings.Contains(body, `"kind":"APIGroupDiscoveryList"`) {
+			t.Errorf("%s: %d %.300s", accept, code, body)
+		}
 	}
 }
 

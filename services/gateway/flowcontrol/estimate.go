@@ -11,6 +11,8 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/features"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	fcrequest "k8s.io/apiserver/pkg/util/flowcontrol/request"
 	"k8s.io/utils/lru"
 
@@ -31,7 +33,9 @@ const (
 )
 
 // estimate returns the number of seats of a request. A write takes a single seat: another process delivers its events
-// to watchers. A list takes the seats of its last response, or a single seat if its size is unknown.
+// to watchers. A list takes the seats of its last response, or a single seat if its size is unknown. A watch with
+// initial events takes the seats of the list. Without the gate WatchList it takes a single seat, as in kube-apiserver
+// (k8s.io/apiserver/pkg/util/flowcontrol/request, width.go).
 func (f *Fairness) estimate(req *http.Request, _, level string) fcrequest.WorkEstimate {
 	info, ok := request.RequestInfoFrom(req.Context())
 	if !ok || info.Verb != "list" && info.Verb != "watch" || info.Name != "" {
@@ -41,7 +45,8 @@ func (f *Fairness) estimate(req *http.Request, _, level string) fcrequest.WorkEs
 	if limit == 0 || limit > maxSeats {
 		limit = maxSeats
 	}
-	if info.Verb == "watch" && !hasInitialEvents(req.URL.Query()) {
+	if info.Verb == "watch" &&
+		(!utilfeature.DefaultFeatureGate.Enabled(features.WatchList) || !hasInitialEvents(req.URL.Query())) {
 		return fcrequest.WorkEstimate{InitialSeats: 1}
 	}
 	seats := uint64((f.sizes.lookup(req).cost(req, info.Verb) + bytesPerSeat - 1) / bytesPerSeat)

@@ -35,6 +35,7 @@ import (
 	flowcontrollisters "k8s.io/client-go/listers/flowcontrol/v1"
 	"k8s.io/client-go/rest"
 
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/watchable"
 )
 
@@ -91,10 +92,8 @@ func (c *controller) awaitSynced(ctx context.Context, levels flowcontrollisters.
 			close(c.synced)
 			return true
 		}
-		select {
-		case <-ctx.Done():
+		if lifecycle.Sleep(ctx, syncPollInterval) != nil {
 			return false
-		case <-time.After(syncPollInterval):
 		}
 	}
 }

@@ -12,10 +12,13 @@ import (
 	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/features"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	"k8s.io/apiserver/pkg/util/flowcontrol"
 	"k8s.io/apiserver/pkg/util/flowcontrol/fairqueuing"
 	fcrequest "k8s.io/apiserver/pkg/util/flowcontrol/request"
 	"k8s.io/client-go/kubernetes/fake"
+	featuregatetesting "k8s.io/component-base/featuregate/testing"
 
 	"watershed.dev/platform/paths"
 	"watershed.dev/platform/watchable"
@@ -139,6 +142,23 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 	}
 	var none *Fairness
 	none.RecordListSize(newRequest(t, "GET", pods), 5, false) // flow control is off
+}
+
+// Without the gate WatchList, the initial events of a watch take a single seat, as in kube-apiserver.
+func TestAWatchTakesOneSeatWithoutWatchList(t *testing.T) {
+	featuregatetesting.SetFeatureGateDuringTest(t, utilfeature.DefaultFeatureGate, features.WatchList, false)
+	f := newTestFairness(600)
+	const pods = "/api/v1/namespaces/x/pods"
+	f.RecordListSize(newRequest(t, "GET", pods), 10*bytesPerSeat, false)
+	for target, want := range map[string]uint64{
+		pods:                                10,
+		pods + "?watch=1":                   1,
+		pods + "?watch=1&resourceVersion=0": 1,
+	} {
+		if got := f.estimate(newRequest(t, "GET", target), "", "none"); got.InitialSeats != want {
+			t.Errorf("%s takes %v, not %d seats", target, got, want)
+		}
+	}
 }
 
 // The format of a list is the format that its Accept header negotiates.

@@ -221,6 +221,25 @@ func TestAFullWindowEndsTheTurn(t *testing.T) {
 	}
 }
 
+// Headers of several frames do not delay Hijack until the connection's next frame.
+func TestAStreamWithLongHeadersIsHijacked(t *testing.T) {
+	hijacked := make(chan bool, 1)
+	srv := serve(t, http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		w.Header().Set("Long", strings.Repeat("x", 1<<17))
+		w.(http.Flusher).Flush()
+		hijacked <- StreamFrom(req).Hijack(req.Context(), 0)
+	}))
+	open(t, client(srv), srv.URL)
+	select {
+	case ok := <-hijacked:
+		if !ok {
+			t.Error("not hijacked")
+		}
+	case <-time.After(10 * time.Second):
+		t.Error("the handler waits for another frame")
+	}
+}
+
 func TestAClientThatLeavesEndsItsStream(t *testing.T) {
 	hijacked, end := make(chan *Stream, 1), make(chan struct{})
 	defer close(end)

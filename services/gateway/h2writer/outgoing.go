@@ -242,7 +242,7 @@ func (c *Conn) sentFrame(kind, flags byte, id uint32, length int64) {
 			s.headersSent = !c.headerBlock
 		}
 		if kind != frameHeaders { // this flag's value means END_STREAM only in HEADERS
-			return
+			flags = 0
 		}
 	case frameReset:
 		delete(c.unendedByServer, id)

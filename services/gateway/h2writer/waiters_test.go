@@ -80,7 +80,7 @@ func testWaiters(t *testing.T, others bool) {
 			})
 		}
 	}
-	timeout := time.After(20 * time.Second)
+	timeout := time.After(2 * time.Minute)
 	for n := range streams {
 		select {
 		case <-done:

@@ -51,7 +51,9 @@ func aggregated(t *testing.T, documents map[string]string) *Handler {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan struct{})
 	go func() { defer close(ended); h.aggregated.Run(ctx) }()
-	<-learned
+	for range 2 { // discovery, and then the documents
+		<-learned
+	}
 	cancel()
 	<-ended
 	h.Set(h.view)

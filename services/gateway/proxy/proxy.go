@@ -118,9 +118,9 @@ func (p *Handler) Serve(w http.ResponseWriter, req *http.Request, name string, c
 		return
 	}
 	if httpstream.IsUpgradeRequest(req) {
-		var cancel func()
-		w, req, cancel = upgrade.WithCloseCancel(w, req)
-		defer cancel()
+		var end func()
+		w, req, end = upgrade.WithCloseCancel(w, req)
+		defer end()
 	}
 	upgraded, err := upgrade.Transport(req.Context(), roundTripper)
 	if err != nil {

@@ -116,11 +116,22 @@ func (d builtIn) checkVerb(c *requestContext) error {
 		return c.reject(responsewriters.MethodNotAllowed)
 	}
 	// A strategic merge patch needs a Go type.
-	if t := mediaType(c.req); c.info.Verb == "patch" && !slices.Contains(patchTypes(), t) &&
-		t != string(types.StrategicMergePatchType) {
+	if c.info.Verb == "patch" && !hasPatchType(c.req.Header.Get("Content-Type")) {
 		return c.reject(responsewriters.NewFrameworkError(http.StatusUnsupportedMediaType, "Unsupported Media Type"))
 	}
 	return nil
+}
+
+// hasPatchType reports whether a part of a Content-Type is a type of a patch. go-restful splits the header at commas to
+// find the route (github.com/emicklei/go-restful/v3, matchesContentType), and registry rejects several parts.
+func hasPatchType(contentType string) bool {
+	for part := range strings.SplitSeq(contentType, ",") {
+		t := withoutParameters(part)
+		if t == string(types.StrategicMergePatchType) || slices.Contains(patchTypes(), t) {
+			return true
+		}
+	}
+	return false
 }
 
 // verbRouted reports whether the path supports the verb: create on a collection, update on an object.
@@ -142,6 +153,10 @@ func (builtIn) verbRouted(c *requestContext) bool {
 
 func (builtIn) checkAccept(c *requestContext) error {
 	accept, produced := c.req.Header.Get("Accept"), c.apiResource.MediaTypes
+	if c.info.Verb == "get" && c.info.APIGroup == "" && c.info.Resource == "pods" && c.info.Subresource == "log" {
+		// The route accepts text/plain, and the handler then rejects it (pkg/registry/core/pod/rest, LogREST).
+		produced = append([]string{"text/plain"}, produced...)
+	}
 	if responsewriters.Acceptable(accept, produced) {
 		return nil
 	}

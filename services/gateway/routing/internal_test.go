@@ -22,6 +22,7 @@ import (
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/paths"
 	"watershed.dev/platform/rpc"
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -189,5 +190,40 @@ func TestAReviewFailsWithoutAuthz(t *testing.T) {
 	reply, err := call("rbac.authorization.k8s.io", false)
 	if err != nil || len(reply.GetResult().GetBody()) == 0 {
 		t.Errorf("registry does not learn of the error: %v, %v", reply, err)
+	}
+}
+
+// admissionCalls records the affinities of its calls.
+type admissionCalls struct {
+	admissionv1.AdmissionClient
+	affinities []string
+}
+
+func (a *admissionCalls) Admit(ctx context.Context, _ *admissionv1.Review, _ ...grpc.CallOption) (
+	*admissionv1.Verdict, error) {
+	a.affinities = append(a.affinities, rpc.AffinityOf(ctx))
+	return &admissionv1.Verdict{}, nil
+}
+
+func (a *admissionCalls) Validate(ctx context.Context, r *admissionv1.Review, _ ...grpc.CallOption) (
+	*admissionv1.Verdict, error) {
+	return a.Admit(ctx, r)
+}
+
+// The reviews of a namespace prefer the same replica of admission. Other reviews prefer none.
+func TestReviewsOfANamespaceShareAReplica(t *testing.T) {
+	calls := &admissionCalls{}
+	c := &requestContext{router: &Router{Admission: calls}}
+	for _, q := range []*registryv1.AdmissionCallback{
+		{Review: &admissionv1.Review{Namespace: "x", Name: "a"}, Phase: registryv1.Phase_PHASE_ADMIT},
+		{Review: &admissionv1.Review{Namespace: "x", Name: "b"}},
+		{Review: &admissionv1.Review{Namespace: "y", Name: "a"}},
+		{Review: &admissionv1.Review{Name: "a"}},
+	} {
+		c.reviewAdmission(t.Context(), q)
+	}
+	a := calls.affinities
+	if len(a) != 4 || a[0] == "" || a[0] != a[1] || a[1] == a[2] || a[3] != "" {
+		t.Errorf("the affinities are %q", a)
 	}
 }

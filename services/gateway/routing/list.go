@@ -127,7 +127,7 @@ func shouldDelegate(ctx context.Context, err error) bool {
 	case codes.Canceled:
 		return ctx.Err() == nil // tierTimeout passed
 	case codes.ResourceExhausted, codes.Internal:
-		return len(status.Convert(err).Details()) == 0
+		return !rpc.HasAPIError(err)
 	}
 	return false
 }

@@ -89,7 +89,10 @@ func pretty(req *http.Request) bool {
 		strings.HasPrefix(agent, "Mozilla/5.0")
 }
 
-func mediaType(req *http.Request) string {
-	t, _, _ := strings.Cut(req.Header.Get("Content-Type"), ";")
+func mediaType(req *http.Request) string { return withoutParameters(req.Header.Get("Content-Type")) }
+
+// withoutParameters returns a media type without its parameters.
+func withoutParameters(mediaType string) string {
+	t, _, _ := strings.Cut(mediaType, ";")
 	return strings.TrimSpace(t)
 }

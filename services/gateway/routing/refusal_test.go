@@ -46,6 +46,17 @@ func TestARefusedWatchReadsNoMoreThanOneObject(t *testing.T) {
 	}
 }
 
+// Registry may know a selectable field of a CRD before the gateway does. Clients then try again.
+func TestAWatchOfAFieldOfANewerCRD(t *testing.T) {
+	r := newTestRouter(t, &fakeBackends{
+		listFunc: func(*registryv1.GetRequest, grpc.ServerStreamingServer[registryv1.ListChunk]) error { return nil },
+	})
+	code, body := doRequest(t, r, "GET", "/api/v1/pods?watch=1&fieldSelector=spec.new%3Dx", "")
+	if code != 503 || !strings.Contains(body, "does not have the field yet") {
+		t.Errorf("%d %s", code, body)
+	}
+}
+
 // Router.Lists also bounds the lists for rejected watches. newTestRouter allows a single list at a time.
 func TestRefusedWatchesShareTheBoundOfLists(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

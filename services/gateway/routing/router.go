@@ -204,8 +204,11 @@ func monitored(req *http.Request, info *request.RequestInfo) func() *http.Reques
 	}
 }
 
-func errStarting() error {
-	e := apierrors.NewServiceUnavailable("the API is starting: registry has not answered yet")
+func errStarting() error { return errRetry("the API is starting: registry has not answered yet") }
+
+// errRetry returns an error that clients of client-go retry after a second.
+func errRetry(reason string) error {
+	e := apierrors.NewServiceUnavailable(reason)
 	e.ErrStatus.Details = &metav1.StatusDetails{RetryAfterSeconds: 1}
 	return e
 }

@@ -100,7 +100,7 @@ func (b *fakeBackends) Write(s grpc.BidiStreamingServer[registryv1.WriteCall, re
 	return s.Send(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: result}})
 }
 
-// WriteUnary succeeds, unless the body requests a callback, a rejection, or an older release.
+// WriteUnary succeeds, unless the body requests a callback or a rejection.
 func (b *fakeBackends) WriteUnary(_ context.Context, r *registryv1.WriteRequest) (*registryv1.WriteUnaryReply, error) {
 	switch string(r.Body) {
 	case "asks":
@@ -109,8 +109,6 @@ func (b *fakeBackends) WriteUnary(_ context.Context, r *registryv1.WriteRequest)
 		err := rpc.ToStatus(apierrors.NewConflict(schema.GroupResource{Resource: "pods"}, r.Name, errors.New("newer")))
 		data, _ := proto.Marshal(status.Convert(err).Proto())
 		return &registryv1.WriteUnaryReply{Error: data}, nil
-	case "older":
-		return nil, status.Error(codes.Unimplemented, "unknown method WriteDirect")
 	}
 	result := &registryv1.ObjectResponse{Code: 200, Body: []byte("direct " + r.Verb + " " + r.Name)}
 	return &registryv1.WriteUnaryReply{Result: result}, nil
@@ -152,7 +150,6 @@ func TestWritesWithCallbacks(t *testing.T) {
 		{"DELETE", pods, "", "registry deletecollection  "},
 		{"POST", "/apis/example.com/v1/namespaces/x/widgets", "plain", "direct create "},
 		{"POST", "/apis/example.com/v1/namespaces/x/widgets", "asks", "registry create  asks"},
-		{"POST", "/apis/example.com/v1/namespaces/x/widgets", "older", "registry create  older"},
 		{"PUT", "/apis/example.com/v1/namespaces/x/widgets/w", "refused",
 			`409 Conflict: Operation cannot be fulfilled on pods "w": newer`},
 		{"DELETE", "/apis/example.com/v1/namespaces/x/widgets/w", "", "registry delete w "},

@@ -188,13 +188,17 @@ func (c *requestContext) watchRefusal(opts *internalversion.ListOptions) error {
 	if !q.Has("sendInitialEvents") {
 		q.Del("resourceVersionMatch") // it requires a resourceVersion
 	}
-	if _, supported, err := c.fieldSelector(opts.FieldSelector); supported && err == nil {
+	_, supported, err := c.fieldSelector(opts.FieldSelector)
+	if supported && err == nil {
 		q.Del("fieldSelector")
 		q.Del("shardSelector")
 	}
 	r.Query = q.Encode()
 	if _, err := c.readShared(r); err != nil {
 		return err
+	}
+	if err == nil && !supported { // registry has a newer CRD, with this field
+		return errRetry("the gateway's discovery does not have the field yet")
 	}
 	return apierrors.NewMethodNotSupported(c.groupResource(), "watch")
 }

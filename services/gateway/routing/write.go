@@ -111,8 +111,6 @@ func (c *requestContext) writeUnary(
 	reply, err := c.router.Objects.WriteUnary(c.withAffinity(c.req.Context(), r.Namespace, r.Name), r,
 		grpc.Peer(&replica))
 	switch {
-	case status.Code(err) == codes.Unimplemented: // an older release
-		return nil, true, nil
 	case err != nil && replica.Addr == nil: // no registry has received the request
 		return nil, false, rpc.FromStatus(err)
 	case err != nil:
@@ -234,10 +232,11 @@ func (c *requestContext) callWithCallbacks(r *registryv1.WriteRequest,
 	open func(context.Context, ...grpc.CallOption) (callbackStream, error)) (*registryv1.WriteReply, error) {
 	ctx, cancel := context.WithCancel(c.req.Context())
 	defer cancel()
+	streamCtx := ctx // of registry only: the callbacks go to other services
 	if r.Verb != "connect" {
-		ctx = c.withAffinity(ctx, r.Namespace, r.Name)
+		streamCtx = c.withAffinity(ctx, r.Namespace, r.Name)
 	}
-	stream, err := open(ctx)
+	stream, err := open(streamCtx)
 	if err != nil { // registry has not received the request
 		return nil, rpc.FromStatus(err)
 	}
@@ -316,6 +315,9 @@ func (c *requestContext) handleCallback(
 	return &registryv1.WriteCall{}, nil
 }
 
+// reviewAdmission sends a review to admission. Reviews of a namespace go to the same replica, because ResourceQuota
+// evaluates from the last quota that its own replica has written. Other replicas receive the quota later, and their
+// writes of it conflict.
 func (c *requestContext) reviewAdmission(
 	ctx context.Context,
 	q *registryv1.AdmissionCallback,
@@ -325,6 +327,9 @@ func (c *requestContext) reviewAdmission(
 		callAdmission = c.router.Admission.Admit
 	}
 	q.Review.AuditLevel = audit.Level(ctx)
+	if q.Review.Namespace != "" {
+		ctx = rpc.WithAffinity(ctx, "admission/"+q.Review.Namespace)
+	}
 	verdict, err := callAdmission(ctx, q.Review)
 	if err == nil {
 		audit.Annotate(ctx, verdict.AuditAnnotations)

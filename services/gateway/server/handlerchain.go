@@ -2,7 +2,6 @@ package server
 
 import (
 	"context"
-	"errors"
 	"net/http"
 	"slices"
 
@@ -18,7 +17,6 @@ import (
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/paths"
-	"watershed.dev/platform/rpc"
 	"watershed.dev/services/gateway/audit"
 	"watershed.dev/services/gateway/body"
 	"watershed.dev/services/gateway/delegatedauth"
@@ -29,10 +27,6 @@ import (
 // LongRunning reports whether a request has no time limit.
 var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("watch", "proxy"),
 	sets.NewString("attach", "exec", "proxy", "log", "portforward"))
-
-// MetricsInfoFunc returns the RequestInfo from which metrics take their labels. It contains nothing that a client
-// chooses freely.
-type MetricsInfoFunc func(*request.RequestInfo) *request.RequestInfo
 
 // ChainConfig holds the parts of a gateway that the filters use.
 type ChainConfig struct {
@@ -146,8 +140,8 @@ func BuildLoopbackChain(api http.Handler, authz authorizer.Authorizer, auditor *
 type loopbackKey struct{}
 
 // withPanicRecovery logs a panic and aborts its response, as kube-apiserver does: a client must not take a partial
-// response for the whole. Upstream's filter panics again only if runtime.ReallyCrash is set, and cmd/watershed does not
-// set it. An abort after the client has left is neither logged nor counted.
+// response for the whole. Upstream's filter does not panic again, because platform/process clears runtime.ReallyCrash.
+// An abort after the client has left is neither logged nor counted.
 func withPanicRecovery(h http.Handler, metricsInfo MetricsInfoFunc) http.Handler {
 	filtered := genericfilters.WithPanicRecovery(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		defer func() {
@@ -169,84 +163,6 @@ func withPanicRecovery(h http.Handler, metricsInfo MetricsInfoFunc) http.Handler
 			panic(http.ErrAbortHandler)
 		}
 	})
-}
-
-// metricsInfoResolver resolves requests for upstream's filters that label metrics by RequestInfo.
-type metricsInfoResolver MetricsInfoFunc
-
-// NewRequestInfo implements request.RequestInfoResolver.
-func (metricsInfo metricsInfoResolver) NewRequestInfo(req *http.Request) (*request.RequestInfo, error) {
-	info, err := paths.RequestInfo.NewRequestInfo(req)
-	if err != nil {
-		info = nil
-	}
-	return metricsInfo(info), nil
-}
-
-// withMetricsInfo wraps next in filters that label metrics by the RequestInfo in the context. A request that they
-// reject would leave its resource or path as a label for good, so they get the result of metricsInfo. Filters use
-// ownInfo for decisions. next gets the request's own RequestInfo.
-func withMetricsInfo(
-	next http.Handler,
-	metricsInfo MetricsInfoFunc,
-	filters func(http.Handler) http.Handler,
-) http.Handler {
-	filtered := filters(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		if own := ownInfo(req.Context(), nil); own != nil {
-			req = req.WithContext(request.WithRequestInfo(req.Context(), own))
-		}
-		next.ServeHTTP(w, req)
-	}))
-	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		if info, ok := request.RequestInfoFrom(req.Context()); ok {
-			if labels := metricsInfo(info); labels != info {
-				ctx := context.WithValue(req.Context(), ownKey{}, info)
-				req = req.WithContext(request.WithRequestInfo(ctx, labels))
-			}
-		}
-		filtered.ServeHTTP(w, req)
-	})
-}
-
-// ownKey is the context key of a request's own RequestInfo, within filters that get another.
-type ownKey struct{}
-
-// ownInfo returns a request's own RequestInfo. It is info unless withMetricsInfo has replaced it.
-func ownInfo(ctx context.Context, info *request.RequestInfo) *request.RequestInfo {
-	if own, ok := ctx.Value(ownKey{}).(*request.RequestInfo); ok {
-		return own
-	}
-	return info
-}
-
-// authnUnavailable turns an unavailable authn into a response that a client retries, instead of 401.
-type authnUnavailable struct{ *delegatedauth.Authenticator }
-
-var errAuthnUnavailable = errors.New("authentication is unavailable")
-
-func (a authnUnavailable) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
-	resp, ok, err := a.Authenticator.AuthenticateRequest(req)
-	if rpc.IsUndecided(err) {
-		*req = *req.WithContext(context.WithValue(req.Context(), authnUnavailableKey{}, err))
-		return nil, false, errAuthnUnavailable
-	}
-	return resp, ok, err
-}
-
-type authnUnavailableKey struct{}
-
-// unauthorized responds to requests without a valid credential: 401, or 503 if authn is unavailable.
-type unauthorized struct{}
-
-func (unauthorized) ServeHTTP(w http.ResponseWriter, req *http.Request) {
-	if err, ok := req.Context().Value(authnUnavailableKey{}).(error); ok {
-		respondUndecided(w, req, err)
-		return
-	}
-	if c := delegatedauth.Challenge(req.Context()); c != "" {
-		w.Header().Set("WWW-Authenticate", c)
-	}
-	genericapifilters.Unauthorized(responsewriters.Codecs).ServeHTTP(w, req)
 }
 
 // exemptInternal exempts the system's own services from flow control and the limit of requests in flight, like an

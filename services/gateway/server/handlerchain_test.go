@@ -9,6 +9,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"k8s.io/apimachinery/pkg/util/runtime"
 	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
@@ -16,6 +17,7 @@ import (
 	"k8s.io/component-base/metrics/legacyregistry"
 
 	"watershed.dev/platform/paths"
+	"watershed.dev/platform/recovery"
 )
 
 // unchangedInfo labels every request by its own RequestInfo.
@@ -68,11 +70,15 @@ func TestPanicEndsOnlyItsRequest(t *testing.T) {
 	s.Config.ErrorLog = discardLogger()
 	s.Start()
 	defer s.Close()
+	panics := testutil.ToFloat64(recovery.Metrics()[0])
 	if resp, err := s.Client().Get(s.URL + "/api/v1/pods"); err == nil {
 		resp.Body.Close()
 		if resp.StatusCode != http.StatusInternalServerError {
 			t.Errorf("%s", resp.Status)
 		}
+	}
+	if n := testutil.ToFloat64(recovery.Metrics()[0]) - panics; n != 1 {
+		t.Errorf("%v panics are counted", n)
 	}
 	resp, err := s.Client().Get(s.URL + "/api/v1/nodes")
 	if err != nil {

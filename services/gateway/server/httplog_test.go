@@ -7,8 +7,6 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
-	"os"
-	"os/exec"
 	"strings"
 	"testing"
 	"time"
@@ -18,23 +16,9 @@ import (
 
 	"watershed.dev/platform/paths"
 	"watershed.dev/platform/telemetry"
+	"watershed.dev/platform/telemetry/telemetrytest"
 	"watershed.dev/services/gateway/h2writer"
 )
-
-// inProcessOfItsOwn runs the test in another process, and returns true there. The test sets klog's logger, which the
-// controllers of other tests' servers use.
-func inProcessOfItsOwn(t *testing.T) bool {
-	const key = "WATERSHED_TEST"
-	if os.Getenv(key) == t.Name() {
-		return true
-	}
-	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^"+t.Name()+"$")
-	cmd.Env = append(os.Environ(), key+"="+t.Name())
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Errorf("%v: %s", err, out)
-	}
-	return false
-}
 
 // logsOf starts logs with a value of --vmodule until the test ends.
 func logsOf(tb testing.TB, vmodule string) *bytes.Buffer {
@@ -59,7 +43,7 @@ func loggedChain(h http.Handler) http.Handler {
 
 // A request has a line with its user and the size of its response, also of a body that bypasses the ResponseWriter.
 func TestARequestIsLogged(t *testing.T) {
-	if !inProcessOfItsOwn(t) {
+	if !telemetrytest.InProcessOfItsOwn(t) {
 		return
 	}
 	const body = "a response"

@@ -17,6 +17,8 @@ import (
 	"github.com/spf13/pflag"
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
+
+	"watershed.dev/platform/porttest"
 )
 
 // serve starts the gateway's own server over a handler, with a test certificate.
@@ -243,7 +245,7 @@ func TestFlagsOutOfRangeAreRefused(t *testing.T) {
 		"--max-connections-per-user=-1", "--max-streams-per-user=-1",
 	} {
 		err := defaults(t, flag).Validate()
-		if want := strings.Replace(flag, "=", " ", 1) + ": must "; err == nil || !strings.HasPrefix(err.Error(), want) {
+		if err == nil || !strings.HasPrefix(err.Error(), flag+": want ") {
 			t.Errorf("%s: %v", flag, err)
 		}
 	}
@@ -284,14 +286,9 @@ func TestOriginsAndDirectivesAreValidated(t *testing.T) {
 // port of its own listens early, as kube-apiserver does.
 func TestASharedPortIsJoinedLate(t *testing.T) {
 	for _, shared := range []bool{true, false} {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		address := l.Addr().String()
-		l.Close()
+		port := porttest.FreePort(t)
 		c := defaults(t, fmt.Sprintf("--permit-port-sharing=%v", shared), "--bind-address=127.0.0.1",
-			fmt.Sprintf("--secure-port=%d", l.Addr().(*net.TCPAddr).Port))
+			fmt.Sprintf("--secure-port=%d", port))
 		c.TLS.CertFile, c.TLS.KeyFile = "missing", "missing"
 		joinable, listening := make(chan struct{}), make(chan struct{})
 		run := func(ctx context.Context) error {
@@ -317,7 +314,7 @@ func TestASharedPortIsJoinedLate(t *testing.T) {
 		case <-time.After(10 * time.Second):
 			t.Fatal("it does not listen")
 		}
-		conn, err := net.Dial("tcp", address)
+		conn, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", port))
 		if err != nil {
 			t.Fatal(err)
 		}

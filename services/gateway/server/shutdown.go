@@ -83,11 +83,6 @@ func closeConnections(ctx context.Context, srv *http.Server) bool {
 	}
 }
 
-// StopTimeout returns the longest time that the server takes to stop.
-func (c *Config) StopTimeout() time.Duration {
-	return c.ShutdownDelay + c.WatchGracePeriod + c.RequestTimeout + 5*time.Second
-}
-
 // openWatches counts the clients' watches, and lets them begin until a channel is closed. Upstream's filter then
 // responds 503. Without it such a watch would end at once with a bookmark, and client-go would open it again without a
 // pause. kube-apiserver has the filter if --shutdown-watch-termination-grace-period is set.

@@ -18,29 +18,21 @@ import (
 	genericfilters "k8s.io/apiserver/pkg/server/filters"
 
 	"watershed.dev/platform/paths"
+	"watershed.dev/platform/porttest"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	"watershed.dev/services/gateway/audit"
 	"watershed.dev/services/gateway/delegatedauth"
 )
 
-func freePort(t *testing.T) int {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().(*net.TCPAddr).Port
-}
-
 // A stopping server is not ready at once, serves for the delay, and then ends its watches in steps. Requests in flight
 // finish. This is kube-apiserver's order (features F5).
 func TestAServerStopsInOrder(t *testing.T) {
-	port := freePort(t)
+	port := porttest.FreePort(t)
 	c := &Config{
 		BindAddress:      "127.0.0.1",
 		SecurePort:       port,
 		RequestTimeout:   30 * time.Second,
-		ShutdownDelay:    time.Second,
+		ShutdownDelay:    5 * time.Second,
 		WatchGracePeriod: time.Second,
 		HTTP2MaxStreams:  100,
 	}
@@ -117,7 +109,7 @@ func TestAServerStopsInOrder(t *testing.T) {
 // With --shutdown-send-retry-after the server listens until the requests in flight have ended, and rejects others. With
 // --disable-http2-serving it serves HTTP/1.1 only.
 func TestAStoppingServerRejectsRequests(t *testing.T) {
-	port := freePort(t)
+	port := porttest.FreePort(t)
 	c := defaults(t, "--shutdown-send-retry-after", "--disable-http2-serving", "--bind-address=127.0.0.1",
 		"--secure-port="+strconv.Itoa(port))
 	c.TLS.CertFile, c.TLS.KeyFile = leaf(t, authority(t, t.TempDir(), "ca"), "server", "localhost")
@@ -159,7 +151,7 @@ func TestAStoppingServerRejectsRequests(t *testing.T) {
 // With --shutdown-send-retry-after the server also listens until its watches have ended, within their grace period. It
 // then does not wait for other long-running requests, such as a log.
 func TestAStoppingServerListensUntilWatchesEnd(t *testing.T) {
-	port := freePort(t)
+	port := porttest.FreePort(t)
 	c := defaults(t, "--shutdown-send-retry-after", "--shutdown-watch-termination-grace-period=1m",
 		"--bind-address=127.0.0.1", "--secure-port="+strconv.Itoa(port))
 	c.TLS.CertFile, c.TLS.KeyFile = leaf(t, authority(t, t.TempDir(), "ca"), "server", "localhost")
@@ -264,7 +256,7 @@ func TestAStoppingServerRejectsWatches(t *testing.T) {
 // A stopping server closes a connection whose TLS handshake ends after the listener has closed. No stream uses it.
 // http.Server.Shutdown sends GOAWAY only on the connections that it finds at first.
 func TestAStoppingServerClosesLateConnections(t *testing.T) {
-	port := freePort(t)
+	port := porttest.FreePort(t)
 	c := defaults(t, "--bind-address=127.0.0.1", "--secure-port="+strconv.Itoa(port))
 	c.TLS.CertFile, c.TLS.KeyFile = leaf(t, authority(t, t.TempDir(), "ca"), "server", "localhost")
 	s := NewServer(c)

@@ -19,6 +19,7 @@ import (
 	"watershed.dev/platform/paths"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
+	"watershed.dev/platform/telemetry/telemetrytest"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
@@ -42,7 +43,7 @@ func (s *slowRegistry) List(_ *registryv1.GetRequest, stream grpc.ServerStreamin
 // A slow request is logged with the filters and the calls that it passed, and the service logs its slow call with the
 // same audit ID.
 func TestASlowRequestIsLoggedWithItsSteps(t *testing.T) {
-	if !inProcessOfItsOwn(t) {
+	if !telemetrytest.InProcessOfItsOwn(t) {
 		return
 	}
 	before := slog.Default()

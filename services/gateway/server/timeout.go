@@ -21,6 +21,8 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/endpoints/responsewriter"
 	"k8s.io/apiserver/pkg/server/httplog"
+
+	"watershed.dev/platform/recovery"
 )
 
 // withTimeout responds 504 if the handler has not returned before the request's deadline, or aborts a response that has
@@ -52,7 +54,7 @@ func withTimeout(h http.Handler, metricsInfo MetricsInfoFunc) http.Handler {
 		case <-req.Context().Done():
 			httplog.SetStacktracePredicate(req.Context(), func(int) bool { return false })
 			if clientGone(req) {
-				go afterClientGone(req, ended)
+				go afterClientGone(ended)
 			} else {
 				go afterTimeout(req, time.Now(), ended)
 				defer metrics.RecordRequestTermination(req, metricsInfo(info), metrics.APIServerComponent,
@@ -92,7 +94,15 @@ func afterTimeout(req *http.Request, since time.Time, ended <-chan any) {
 	err := <-ended
 	metrics.RecordRequestPostTimeout(metrics.PostTimeoutSourceTimeoutHandler, outcome(err))
 	slog.ErrorContext(req.Context(), "A handler returned after its request timed out", "duration", time.Since(since),
-		"method", req.Method, "path", req.URL.Path, "panic", err)
+		"method", req.Method, "path", req.URL.Path, "aborted", err != nil)
+	observePanic("a request after its timeout", err)
+}
+
+// observePanic counts and logs a panic of recoverPanic. nil and aborts are none.
+func observePanic(operation string, err any) {
+	if err != nil && err != http.ErrAbortHandler { //nolint:errorlint // a panic's value, not an error
+		recovery.Observe(operation, err)
+	}
 }
 
 // outcome returns the metric label for a handler's result.
@@ -106,17 +116,15 @@ func outcome(err any) string {
 // sourceClientLeft is the metric label of handlers that continue after their clients have left.
 const sourceClientLeft = "client-left"
 
-// afterClientGone waits for the handler of a request whose client has left, and logs its panic unless it is an abort.
-func afterClientGone(req *http.Request, ended <-chan any) {
+// afterClientGone waits for the handler of a request whose client has left, and records its panic unless it is an
+// abort.
+func afterClientGone(ended <-chan any) {
 	err := <-ended
 	if err == http.ErrAbortHandler { //nolint:errorlint // a panic's value, not an error
 		err = nil
 	}
+	observePanic("a request after its client disconnected", err)
 	metrics.RecordRequestPostTimeout(sourceClientLeft, outcome(err))
-	if err != nil {
-		slog.ErrorContext(req.Context(), "A handler panicked after its client disconnected", "method", req.Method,
-			"path", req.URL.Path, "panic", err)
-	}
 }
 
 // maxIdleWorkers is the maximum number of idle goroutines, and workerIdleTimeout how long each stays idle.

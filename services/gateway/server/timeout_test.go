@@ -14,10 +14,13 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"golang.org/x/net/http2"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/component-base/metrics/legacyregistry"
+
+	"watershed.dev/platform/recovery"
 )
 
 // timed serves a handler with the timeout in the request's header Within.
@@ -175,7 +178,7 @@ func TestWorkAfterAClientHasLeftIsCounted(t *testing.T) {
 		http.ErrAbortHandler:  metrics.PostTimeoutHandlerOK,
 		"a fault of the test": metrics.PostTimeoutHandlerPanic,
 	} {
-		before := count(status)
+		before, panics := count(status), testutil.ToFloat64(recovery.Metrics()[0])
 		ctx, leave := context.WithCancel(t.Context())
 		answered := make(chan struct{})
 		h := withTimeout(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
@@ -193,6 +196,10 @@ func TestWorkAfterAClientHasLeftIsCounted(t *testing.T) {
 			if time.Now().After(until) {
 				t.Fatalf("%v counts %v as %s", value, count(status)-before, status)
 			}
+		}
+		panicked := testutil.ToFloat64(recovery.Metrics()[0]) > panics
+		if panicked != (status == metrics.PostTimeoutHandlerPanic) {
+			t.Errorf("%v is counted as a panic: %v", value, panicked)
 		}
 	}
 }

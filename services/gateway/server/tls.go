@@ -20,8 +20,8 @@ type TLSConfig struct {
 	CertFile, KeyFile string
 	// SNI holds certificates for specific names.
 	SNI []cliflag.NamedCertKey
-	// ServicesCertFile and ServicesKeyFile are the certificate for connections of authn, authz and admission, which
-	// request identity.Gateway. Empty: the default certificate.
+	// ServicesCertFile and ServicesKeyFile are the certificate for connections of authn, authz, admission and registry,
+	// which request identity.Gateway. Empty: the default certificate.
 	ServicesCertFile, ServicesKeyFile string
 
 	MinVersion   string
@@ -38,7 +38,7 @@ func (c *TLSConfig) addFlags(fs *pflag.FlagSet) {
 		"A pair of x509 certificate and private key file paths, optionally suffixed with a list of domain patterns: "+
 			"cert.pem,key.pem:*.example.com. The flag may be repeated.")
 	fs.StringVar(&c.ServicesCertFile, "services-tls-cert-file", "",
-		"File containing the x509 certificate for connections of authn, authz and admission, which request the "+
+		"File containing the x509 certificate for connections of authn, authz, admission and registry, which request the "+
 			"server name gateway. Empty: --tls-cert-file.")
 	fs.StringVar(&c.ServicesKeyFile, "services-tls-private-key-file", "",
 		"File containing the x509 private key matching --services-tls-cert-file.")
@@ -52,8 +52,8 @@ func (c *TLSConfig) addFlags(fs *pflag.FlagSet) {
 	fs.BoolVar(&c.DisableHTTP2, "disable-http2-serving", false, "If true, HTTP/2 serving is disabled.")
 }
 
-// CheckServicesCertificate returns an error if the certificate for connections of authn, authz and admission is
-// unreadable, or not valid at a time. Without such a certificate it returns nil.
+// CheckServicesCertificate returns an error if the certificate for connections of authn, authz, admission and registry
+// is unreadable, or not valid at a time. Without such a certificate it returns nil.
 func (c *TLSConfig) CheckServicesCertificate(now time.Time) error {
 	if c.ServicesCertFile == "" {
 		return nil
@@ -72,7 +72,7 @@ func (c *TLSConfig) CheckServicesCertificate(now time.Time) error {
 // clientCA is a CA file that the handshake advertises, and its flag. authn verifies the certificates.
 type clientCA struct {
 	flag, file string
-	// services is true for the CA of authn, authz and admission. Only their connections learn of it.
+	// services is true for the CA of authn, authz, admission and registry. Only their connections learn of it.
 	services bool
 }
 

@@ -4,6 +4,7 @@ import (
 	"container/list"
 	"context"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -16,6 +17,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apiserver/pkg/endpoints/request"
 
+	"watershed.dev/platform/config"
 	"watershed.dev/platform/identity"
 	"watershed.dev/services/gateway/h2writer"
 	"watershed.dev/services/gateway/responsewriters"
@@ -41,15 +43,10 @@ func (c *UserLimitsConfig) addFlags(fs *pflag.FlagSet) {
 
 // Validate returns an error that names the invalid flag.
 func (c *UserLimitsConfig) Validate() error {
-	for name, n := range map[string]int{
-		"max-connections-per-user": c.Connections,
-		"max-streams-per-user":     c.Streams,
-	} {
-		if n < 0 {
-			return fmt.Errorf("--%s %d: must not be negative; 0 is no bound", name, n)
-		}
-	}
-	return nil
+	return errors.Join(
+		config.AtLeast("max-connections-per-user", c.Connections, 0),
+		config.AtLeast("max-streams-per-user", c.Streams, 0),
+	)
 }
 
 var overUserLimit = prometheus.NewCounterVec(prometheus.CounterOpts{

@@ -1,14 +1,15 @@
 // Package upgrade closes an upgraded connection's backend connection when its request ends. Upstream's proxies dial a
 // backend without its transport, and wait for its response without a context (k8s.io/apimachinery/pkg/util/proxy,
 // tryUpgrade). A backend that accepts the connection and sends nothing would keep it after the client left, together
-// with the request's goroutines.
+// with the request's goroutines. Upstream's proxies also close the client's socket before the client has read all of it
+// (lingeringConn).
 //
 // The context of the request has these states:
 //
 //	request's context ──(client's connection hijacked)──► connection's context ──► ended
 //
 //	request's context     ends with the deadline, or when the client leaves.
-//	connection's context  ends when the handler closes the client's connection, or with cancel.
+//	connection's context  ends when the handler closes the client's connection, or with end.
 package upgrade
 
 import (
@@ -52,9 +53,12 @@ func Transport(ctx context.Context, via http.RoundTripper) (proxy.UpgradeRequest
 // WithCloseCancel returns w and req for a handler that may hijack the client's connection. Before the hijack, the new
 // context ends with the request's context. After the hijack, it ends when the connection is closed, because net/http
 // does not notice then that a client left. The request's deadline does not apply to an upgraded connection, as in
-// kube-apiserver. cancel also ends the context.
-func WithCloseCancel(w http.ResponseWriter, req *http.Request) (_ http.ResponseWriter, _ *http.Request, cancel func()) {
-	ctx, end := context.WithCancel(context.WithoutCancel(req.Context()))
-	untie := context.AfterFunc(req.Context(), end)
-	return &hijackableWriter{w, untie, end}, req.WithContext(ctx), func() { untie(); end() }
+// kube-apiserver.
+//
+// The handler calls end last. end closes the connection and waits until the client has closed its own, for up to 30 s,
+// if the connection is upgraded. The request counts for its user until then.
+func WithCloseCancel(w http.ResponseWriter, req *http.Request) (_ http.ResponseWriter, _ *http.Request, end func()) {
+	ctx, cancel := context.WithCancel(context.WithoutCancel(req.Context()))
+	t := &hijackableWriter{ResponseWriter: w, untie: context.AfterFunc(req.Context(), cancel), cancel: cancel}
+	return t, req.WithContext(ctx), t.end
 }

@@ -33,7 +33,6 @@ type watchBroadcast struct {
 	// served reports whether discovery still has the resource.
 	served func() bool
 	cancel context.CancelFunc
-	events *eventMetrics
 
 	// The goroutine of run owns these fields. resume runs the broadcast in another goroutine after it was parked.
 	resume           func()
@@ -50,6 +49,7 @@ type watchBroadcast struct {
 	replica       string
 	replicaStream *replicaStream
 	idleTimer     *time.Timer
+	events        *eventMetrics // nil until sent has resolved them
 }
 
 // join adds a receiver at a position. It returns nil if the broadcast has ended or has dropped the next event of the
@@ -138,7 +138,7 @@ func (b *watchBroadcast) next(r *receiver) ([][]byte, error) {
 		}
 		delivered.Add(float64(len(pending.Parts)))
 		parts, again, err := b.Take(&r.Receiver, pending, now)
-		b.events.sent(1, parts...)
+		b.sent(1, parts...)
 		if !again {
 			return parts, err
 		}
@@ -153,8 +153,9 @@ const retainedBytes = 64 << 10
 func (b *watchBroadcast) account(before int) { b.hub.MemoryQuota.account(before, b.Bytes-before) }
 
 // trim drops the oldest entries until the ring is within its limits. Entries that all receivers have seen are limited
-// to retainedBytes and to core.SeenAge. All entries are limited to BroadcastBytes, and to the broadcast's share if all
-// broadcasts exceed BroadcastTotalBytes. A receiver that still needs a dropped entry becomes unsynced.
+// to retainedBytes, and dropped if they are old (core.Broadcast.Trim). All entries are limited to BroadcastBytes, and
+// to the broadcast's share if all broadcasts exceed BroadcastTotalBytes. A receiver that still needs a dropped entry
+// becomes unsynced.
 func (b *watchBroadcast) trim(now time.Time) {
 	limit, retained := b.hub.MemoryQuota.share(b.hub.Config.BroadcastTotalBytes)
 	limit = min(limit, b.hub.Config.BroadcastBytes)

@@ -23,9 +23,6 @@ func (b *watchBroadcast) dispatch(m *watchfanoutv1.WatchFrame) {
 	start := time.Now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if start.Sub(b.events.resolved) > eventMetricsTimeout {
-		b.events = newEventMetrics(b.query)
-	}
 	before := b.Bytes
 	d := b.Add(m)
 	b.account(before)
@@ -73,7 +70,7 @@ func (b *watchBroadcast) deliver(d *core.Delivery) {
 		}
 	}
 	delivered.Add(float64(n * len(d.Parts)))
-	b.events.sent(n, d.Parts...)
+	b.sent(n, d.Parts...)
 	b.flush()
 }
 
@@ -143,11 +140,23 @@ func (b *watchBroadcast) sendBookmarks(now time.Time) {
 			}
 			if sent {
 				b.BookmarkSent(&r.Receiver, now)
-				b.events.sent(1, b.Bookmark.Data)
+				b.sent(1, b.Bookmark.Data)
 			}
 		}
 	}
 	b.flush()
+}
+
+// sent records that a number of receivers were sent events or bookmarks. It resolves the metrics only then, because
+// most bookmarks of an idle broadcast are sent to no client. The caller holds b.mu.
+func (b *watchBroadcast) sent(receivers int, events ...[]byte) {
+	if receivers == 0 || len(events) == 0 {
+		return
+	}
+	if b.events == nil || time.Since(b.events.resolved) > eventMetricsTimeout {
+		b.events = newEventMetrics(b.query)
+	}
+	b.events.sent(receivers, events...)
 }
 
 // flush flushes the streams of synced receivers. A connection writes the events of all its streams at once.

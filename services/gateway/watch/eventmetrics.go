@@ -31,7 +31,8 @@ func newEventMetrics(q *watchfanoutv1.Query) *eventMetrics {
 	}
 }
 
-// eventMetricsTimeout is when a broadcast resolves its metrics again, because DELETE /metrics replaces them.
+// eventMetricsTimeout is the age at which a broadcast resolves its metrics again, because DELETE /metrics replaces
+// them.
 const eventMetricsTimeout = time.Second
 
 // sent records that each of a number of watches was sent the events.

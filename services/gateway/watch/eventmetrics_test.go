@@ -2,10 +2,13 @@ package watch
 
 import (
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/component-base/metrics/legacyregistry"
 
+	"watershed.dev/platform/events"
 	"watershed.dev/platform/frame"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -33,6 +36,45 @@ func recorded(t *testing.T, resource string) (events, sizes int, bytes int) {
 		}
 	}
 	return events, sizes, bytes
+}
+
+// A broadcast looks up its metrics when a client is sent an event or a bookmark, and again when they are old.
+func TestEventMetricsOfABroadcast(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newTestBroadcast(hub(newTier()))
+		r := b.join(nil, events.Position{Revision: 1})
+		r.AllowBookmarks, r.NextBookmark, r.BookmarkPeriod = true, time.Now().Add(time.Minute), time.Minute
+		revision := int64(1)
+		receive := func(bookmark bool) {
+			t.Helper()
+			revision++
+			m := newTestFrame(revision, 10)
+			m.Boundaries[0].Bookmark = bookmark
+			b.dispatch(m)
+			if _, err := b.next(r); err != nil {
+				t.Fatal(err)
+			}
+		}
+		receive(true)
+		if b.events != nil {
+			t.Error("the broadcast looks up its metrics for a bookmark that is not due")
+		}
+		receive(false)
+		first := b.events
+		if first == nil {
+			t.Fatal("the event is not counted")
+		}
+		time.Sleep(2 * eventMetricsTimeout)
+		receive(true)
+		if b.events != first {
+			t.Error("the broadcast looks up its metrics again for a bookmark that is not due")
+		}
+		time.Sleep(time.Minute)
+		receive(true)
+		if b.events == first {
+			t.Error("a due bookmark is counted in old metrics")
+		}
+	})
 }
 
 // TestEventMetricsCountEveryEvent checks that each event counts once for each watch, in both encodings, whether it

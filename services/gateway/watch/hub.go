@@ -26,75 +26,19 @@ package watch
 import (
 	"context"
 	"crypto/sha256"
-	"errors"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
 
 	"watershed.dev/platform/coalesce"
-	"watershed.dev/platform/config"
 	"watershed.dev/platform/events"
 	"watershed.dev/platform/watchcache/core"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
-	"watershed.dev/services/gateway/h2writer"
 	"watershed.dev/services/gateway/turns"
 )
-
-// Config holds the settings of watches.
-type Config struct {
-	// BookmarkPeriod is the minimum time between two bookmarks of a watch that allows them.
-	BookmarkPeriod time.Duration
-	// WriteTimeout is how long a client may accept no pending byte before its watch ends.
-	WriteTimeout time.Duration
-	// BroadcastBytes limits the recent events that a broadcast holds for receivers that are behind.
-	BroadcastBytes int
-	// BroadcastTotalBytes limits the recent events of all broadcasts. The same limit applies separately to the buffered
-	// frames of shared initial events. When that buffer is full, shared initial events proceed at the pace of their
-	// slowest member.
-	BroadcastTotalBytes int64
-	// UserRate is how many tokens per second the watches of one user receive. An event costs a token, plus
-	// a token per KiB of data. 0: no limit.
-	UserRate int
-	// Compression compresses the responses of watches that allow it (Request.Compress).
-	Compression bool
-}
-
-// AddFlags registers the flags --watch-* and --max-watch-rate-per-user, with their defaults.
-func (c *Config) AddFlags(fs *pflag.FlagSet) {
-	fs.DurationVar(&c.BookmarkPeriod, "watch-bookmark-period", time.Minute,
-		"The minimum time between two bookmarks of a watch that allows them.")
-	fs.DurationVar(&c.WriteTimeout, "watch-write-timeout", 30*time.Second,
-		"How long a client may accept no pending byte of a watch before the gateway ends the watch.")
-	fs.BoolVar(&c.Compression, "watch-compression", false,
-		"Compress the responses of watches for clients that accept gzip, except CBOR. The gateway compresses an event "+
-			"once for all equal watches of a user that are up to date. kube-apiserver 1.36 compresses no watch.")
-	fs.IntVar(&c.UserRate, "max-watch-rate-per-user", 100000,
-		"The rate limit, in events per second, for all watches of a user at a gateway. The burst is ten seconds' "+
-			"worth. An event counts as one, plus one per KB. Events over the rate are delayed, and a watch that falls "+
-			"too far behind is ended. 0: no limit. Nodes, system:masters and the service accounts of kube-system "+
-			"have no limit.")
-	fs.Int64Var(&c.BroadcastTotalBytes, "watch-broadcast-total-bytes", 256<<20,
-		"The total size in bytes of the recent events that all watch broadcasts hold for clients that are behind.")
-	fs.IntVar(&c.BroadcastBytes, "watch-broadcast-bytes", 4<<20,
-		"The size in bytes of the recent events that a watch broadcast holds. A watch that falls further behind "+
-			"continues with its own stream.")
-}
-
-// Validate returns an error that names the invalid flag.
-func (c *Config) Validate() error {
-	return errors.Join(
-		config.AtLeast("watch-bookmark-period", c.BookmarkPeriod, time.Millisecond),
-		config.AtLeast("watch-write-timeout", c.WriteTimeout, time.Millisecond),
-		config.AtLeast("max-watch-rate-per-user", c.UserRate, 0),
-		config.AtLeast("watch-broadcast-total-bytes", c.BroadcastTotalBytes, 1),
-		config.AtLeast("watch-broadcast-bytes", c.BroadcastBytes, 1),
-	)
-}
 
 const (
 	// resumeTimeout is how long an open watch waits for its source to return. After it the watch ends, and the client
@@ -106,7 +50,8 @@ const (
 	// lastBookmarkLead is how long before its deadline a watch gets its last bookmark, as in kube-apiserver
 	// (k8s.io/apiserver/pkg/storage/cacher, cacheWatcher.nextBookmarkTime).
 	lastBookmarkLead = 2 * time.Second
-	// firstBookmarkDelay is how long after its start a watch's first bookmark is due, as in kube-apiserver.
+	// firstBookmarkDelay is how long after its start a watch's first bookmark is due. It comes after up to a
+	// minute in kube-apiserver. Clients can resume from it.
 	firstBookmarkDelay = time.Second
 	// headersDelay is how long a response waits for its first frame before its headers are sent.
 	headersDelay = 50 * time.Millisecond
@@ -124,20 +69,6 @@ const (
 // retryDelay returns the delay before the next attempt: a quarter of the time since the first failure, within bounds.
 func retryDelay(unavailableSince time.Time) time.Duration {
 	return min(maxRetryDelay, max(minRetryDelay, time.Since(unavailableSince)/4))
-}
-
-// Sink is a client's open response. Only the goroutine of Serve calls its methods.
-type Sink interface {
-	// SendHeaders sends the response headers, which name the encoding of a gzip body. It is called once.
-	SendHeaders(gzip bool)
-	// Write sends whole frames in consecutive pieces, or a part of a gzip body. It returns h2writer.ErrSlowClient if
-	// the client accepts no data for writeTimeout.
-	Write(ctx context.Context, writeTimeout time.Duration, frames ...[]byte) error
-	// Fail sends an error response. It is called only before SendHeaders.
-	Fail(error)
-	// Hijack makes the response writable by other goroutines, and returns nil if that is impossible. It is called only
-	// after SendHeaders.
-	Hijack(ctx context.Context) *h2writer.Stream
 }
 
 // Watcher is the source of events: the watch tier or registry.
@@ -182,69 +113,6 @@ type Hub struct {
 
 type key [sha256.Size]byte
 
-// Metrics of this package, in addition to inflightBytes.
-var (
-	clients = prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "watershed_gateway_watch_clients",
-		Help: "Open watches of clients.",
-	})
-	receivers = prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "watershed_gateway_watch_broadcast_receivers",
-		Help: "Open watches that are receivers of a watch broadcast.",
-	})
-	broadcasts = prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "watershed_gateway_watch_broadcasts",
-		Help: "Streams from the watch tier or registry that watches with equal queries share.",
-	})
-	broadcastBytes = prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "watershed_gateway_watch_broadcast_bytes",
-		Help: "Bytes of recent events that watch broadcasts hold.",
-	})
-	delivered = prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "watershed_gateway_watch_events_total",
-		Help: "Events written to clients from watch broadcasts.",
-	})
-	resumes = prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "watershed_gateway_watch_resumes_total",
-		Help: "Streams that resumed after their source was unavailable. Clients do not notice.",
-	})
-	reassignments = prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "watershed_gateway_watch_reassignments_total",
-		Help: "Watch broadcasts that moved to a replica that now owns their resource, before the old stream ended.",
-	})
-	slowClients = prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "watershed_gateway_watch_slow_clients_total",
-		Help: "Watches ended because the client accepted no data for --watch-write-timeout (over quota: 250 ms).",
-	})
-)
-
-var overRate = prometheus.NewCounter(prometheus.CounterOpts{
-	Name: "watershed_gateway_watches_over_rate_total",
-	Help: "Watches ended because their user exceeded --max-watch-rate-per-user and they fell too far behind.",
-})
-
-var throttledWatches = prometheus.NewGauge(prometheus.GaugeOpts{
-	Name: "watershed_gateway_watches_throttled",
-	Help: "Watches that wait because their user exceeds --max-watch-rate-per-user.",
-})
-
-// Metrics returns this package's collectors.
-func Metrics() []prometheus.Collector {
-	return []prometheus.Collector{
-		clients,
-		receivers,
-		broadcasts,
-		broadcastBytes,
-		delivered,
-		resumes,
-		reassignments,
-		slowClients,
-		overRate,
-		throttledWatches,
-		inflightBytes,
-	}
-}
-
 // keyOf returns the key of the broadcast for a query and an owner. Owners have separate broadcasts, because a replica
 // delays the large events of an owner with many streams. Watches of other owners must not wait behind these events. The
 // crd_revision is not part of the key, because the source ends the watches of a changed CRD.
@@ -288,7 +156,6 @@ func (h *Hub) joinBroadcast(k key, w *clientWatch, position events.Position) (*w
 			served:          r.Served,
 			Broadcast:       core.NewBroadcast(position),
 			cancel:          cancel,
-			events:          newEventMetrics(r.Query),
 		}
 		b.resume = func() { b.run(ctx) }
 		if h.broadcasts == nil {

@@ -3,8 +3,6 @@ package watch
 import (
 	"sync"
 	"time"
-
-	"github.com/prometheus/client_golang/prometheus"
 )
 
 const (
@@ -16,11 +14,6 @@ const (
 	// overQuotaTimeout is how long a client may accept no data of a write while its user is over the limit.
 	overQuotaTimeout = 250 * time.Millisecond
 )
-
-var inflightBytes = prometheus.NewGauge(prometheus.GaugeOpts{
-	Name: "watershed_gateway_watch_inflight_bytes",
-	Help: "Bytes of events that watches hold because clients have not accepted them yet.",
-})
 
 // InflightQuota accounts for the bytes that watches hold while they write them to clients, by user. If a user is over
 // the limit, its watches end when the client accepts no data for overQuotaTimeout. The zero value is ready to use.

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchable"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/turns"
 )
@@ -45,7 +46,7 @@ type sharedInitialEvents struct {
 	base            int // the number of frames[0]
 	requestedFrames int // how many frames run should read
 	err             error
-	changed         chan struct{} // closed when a frame or an error is added
+	changed         watchable.Signal // a frame or an error is added
 	demand          sync.Cond
 	evictTimer      *time.Timer // runs while the slowest member delays the others
 	cancel          context.CancelFunc
@@ -117,7 +118,7 @@ func (h *Hub) joinInitialEvents(
 }
 
 func newInitialEvents(h *Hub) *sharedInitialEvents {
-	e := &sharedInitialEvents{hub: h, members: map[*member]struct{}{}, changed: make(chan struct{}), cancel: func() {}}
+	e := &sharedInitialEvents{hub: h, members: map[*member]struct{}{}, cancel: func() {}}
 	e.demand.L = &e.mu
 	return e
 }
@@ -186,7 +187,7 @@ func (e *sharedInitialEvents) add(m *watchfanoutv1.WatchFrame, err error) bool {
 		e.frames = append(e.frames, bufferedFrame{f, n})
 		e.hub.bufferedBytes.Add(e.hub.frameBytes(f))
 	}
-	e.notify()
+	e.changed.Notify()
 	for e.err == nil && len(e.members) > 0 {
 		overQuota := e.overQuota()
 		if !overQuota && e.base+len(e.frames) < e.requestedFrames {
@@ -199,12 +200,6 @@ func (e *sharedInitialEvents) add(m *watchfanoutv1.WatchFrame, err error) bool {
 		e.demand.Wait()
 	}
 	return false
-}
-
-// notify wakes all members. The lock is held.
-func (e *sharedInitialEvents) notify() {
-	close(e.changed)
-	e.changed = make(chan struct{})
 }
 
 // overQuota reports whether the buffer is full, so that the slowest member sets the pace. The lock is held.
@@ -226,7 +221,7 @@ func (e *sharedInitialEvents) evict(base int) {
 			}
 		}
 	}
-	e.notify()
+	e.changed.Notify()
 	e.demand.Signal()
 }
 
@@ -281,7 +276,7 @@ func (p *member) Recv() (*sharedFrame, error) {
 		if e.err != nil {
 			return nil, e.err
 		}
-		changed := e.changed
+		changed := e.changed.C()
 		e.mu.Unlock()
 		turns.Yield(p.ctx) // the next frame may wait for another member, and that member for a turn
 		select {

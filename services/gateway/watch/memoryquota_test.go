@@ -13,7 +13,6 @@ func newTestBroadcast(h *Hub) *watchBroadcast {
 	b := &watchBroadcast{
 		hub:       h,
 		Broadcast: core.NewBroadcast(events.Position{Revision: 1}),
-		events:    newEventMetrics(nil),
 		cancel:    func() {},
 	}
 	h.MemoryQuota.enter(b)

@@ -106,30 +106,6 @@ func TestACallOfADrainingReplicaEnds(t *testing.T) {
 	}
 }
 
-// Each broadcast has a call of Watch while a replica of an older release lacks Watches.
-func TestAReplicaWithoutWatches(t *testing.T) {
-	unimplemented := status.Error(codes.Unimplemented, "unknown method Watches")
-	for name, up := range map[string]*fakeTier{
-		"in the same process": {watchesError: unimplemented},
-		"another process":     {recvError: unimplemented},
-	} {
-		t.Run(name, func(t *testing.T) {
-			up.changed, up.broken = make(chan struct{}), make(chan struct{})
-			up.write(6)
-			h := hub(up)
-			a := h.watch(t, nil)
-			a.expect(t, "e6 ")
-			h.waitForReceivers(t, 1)
-			waitFor(t, "no call is tried", func() bool { return !h.multiplexer.supported() })
-			up.write(7)
-			a.expect(t, "e6 e7 ")
-			if n := up.openCalls(); n != 0 {
-				t.Errorf("%d calls are open", n)
-			}
-		})
-	}
-}
-
 // Owners share no call. A broadcast that is slower than its call delays no other: it receives the frames of its queue,
 // and continues with a call of Watch.
 func TestASlowBroadcastLeavesItsCall(t *testing.T) {

@@ -76,7 +76,7 @@ func (r *receiver) Unblock() {
 		}
 		r.stream.Flush()
 		delivered.Add(float64(len(pending.Parts)))
-		b.events.sent(1, pending.Parts...)
+		b.sent(1, pending.Parts...)
 		switch b.Written(&r.Receiver, pending, now) {
 		case core.Enqueue:
 			r.waitForQueue()

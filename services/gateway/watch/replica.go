@@ -4,10 +4,10 @@ import (
 	"context"
 	"math/rand/v2"
 	"sync"
-	"time"
 
 	"google.golang.org/protobuf/proto"
 
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
@@ -43,7 +43,7 @@ func (b *watchBroadcast) openReplica(ctx context.Context, r *watchfanoutv1.Watch
 	var err error
 	s.sharedStream, err = b.openStream(streamCtx, request, func() {
 		pause := rand.N(reassignJitter)
-		for sleep(streamCtx, pause) && !b.reassign(ctx, streamCtx, s, r) {
+		for lifecycle.Sleep(streamCtx, pause) == nil && !b.reassign(ctx, streamCtx, s, r) {
 			pause = min(2*pause+minRetryDelay, resumeTimeout)
 		}
 	})
@@ -59,7 +59,7 @@ func (b *watchBroadcast) openReplica(ctx context.Context, r *watchfanoutv1.Watch
 func (b *watchBroadcast) openStream(ctx context.Context, r *watchfanoutv1.WatchRequest, onReassign func()) (
 	sharedStream, error) {
 	h := b.hub
-	if client, ok := h.Client.(multiplexedWatcher); ok && h.multiplexer.supported() && !b.overflowed.Load() {
+	if client, ok := h.Client.(multiplexedWatcher); ok && !b.overflowed.Load() {
 		return h.multiplexer.open(ctx, client, b.storageResource, r, onReassign), nil
 	}
 	return h.openStream(rpc.WithReassignment(ctx, b.storageResource, onReassign), r)
@@ -74,16 +74,6 @@ func (s *replicaStream) park(ready func()) bool {
 
 // reassignJitter spreads broadcasts that move at the same time. A replica that shuts down serves longer than this.
 const reassignJitter = rpc.LameDuckPeriod / 2
-
-// sleep reports whether d has passed before ctx was done.
-func sleep(ctx context.Context, d time.Duration) bool {
-	select {
-	case <-ctx.Done():
-		return false
-	case <-time.After(d):
-		return true
-	}
-}
 
 // reassign opens a stream to the replica that owns the resource now. The new stream replaces s after its first frame,
 // which proves that the replica holds the next event. streamCtx is the context of s.

@@ -30,16 +30,11 @@ type fakeTier struct {
 	contexts    []context.Context
 	broken      chan struct{}
 	calls       []*tierCall
-	// watchesError fails Watches, and recvError fails its stream.
-	watchesError, recvError error
 }
 
 // Watches serves each watch of the call with Watch.
 func (t *fakeTier) Watches(ctx context.Context, _ ...grpc.CallOption) (
 	grpc.BidiStreamingClient[watchfanoutv1.WatchesRequest, watchfanoutv1.WatchFrame], error) {
-	if t.watchesError != nil {
-		return nil, t.watchesError
-	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	c := &tierCall{
@@ -64,9 +59,6 @@ type tierCall struct {
 }
 
 func (c *tierCall) Send(r *watchfanoutv1.WatchesRequest) error {
-	if c.tier.recvError != nil {
-		return nil
-	}
 	if r.Watch == nil {
 		c.watches[r.WatchId]()
 		return nil
@@ -98,9 +90,6 @@ func (c *tierCall) Send(r *watchfanoutv1.WatchesRequest) error {
 }
 
 func (c *tierCall) Recv() (*watchfanoutv1.WatchFrame, error) {
-	if c.tier.recvError != nil {
-		return nil, c.tier.recvError
-	}
 	select {
 	case m := <-c.frames:
 		return m, nil
@@ -318,7 +307,13 @@ type client struct {
 }
 
 func (h *Hub) watch(t *testing.T, change func(*Request)) *client {
-	c := &client{recordingSink: newScreen(), done: make(chan struct{})}
+	s := newScreen()
+	return h.watchWith(t, s, s, change)
+}
+
+// watchWith serves a watch with a sink that is, or embeds, s.
+func (h *Hub) watchWith(t *testing.T, sink Sink, s *recordingSink, change func(*Request)) *client {
+	c := &client{recordingSink: s, done: make(chan struct{})}
 	ctx, cancel := context.WithCancel(t.Context())
 	c.cancel = cancel
 	r := &Request{
@@ -338,7 +333,7 @@ func (h *Hub) watch(t *testing.T, change func(*Request)) *client {
 	if change != nil {
 		change(r)
 	}
-	go func() { defer close(c.done); h.Serve(ctx, r, c.recordingSink) }()
+	go func() { defer close(c.done); h.Serve(ctx, r, sink) }()
 	t.Cleanup(func() { cancel(); <-c.done })
 	return c
 }

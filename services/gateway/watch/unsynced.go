@@ -31,23 +31,23 @@ func (w *clientWatch) runUnsynced(ctx context.Context) error {
 		leave()
 	}()
 	wg.Go(func() { // ends the stream early; runJoined selects on these channels itself
-		for {
+		for ctx.Err() == nil {
 			select {
 			case <-ctx.Done():
-				return
 			case <-w.Stopping:
 				cancel()
-				return
 			case <-w.policyChanged:
 				if !w.reauthorize(ctx) {
 					cancel()
-					return
 				}
 			}
 		}
 	})
 	r := proto.Clone(w.WatchRequest).(*watchfanoutv1.WatchRequest)
 	stream, leaveStream, err := w.openStream(ctx, r)
+	if err != nil && ctx.Err() != nil {
+		return errDone
+	}
 	if err != nil {
 		return err
 	}
@@ -71,7 +71,7 @@ func (w *clientWatch) runUnsynced(ctx context.Context) error {
 		got = <-first
 	}
 	events := newEventMetrics(w.Query)
-	for got.err == nil {
+	for got.err == nil && ctx.Err() == nil {
 		if err := w.forward(ctx, got.frame, events, turn); err != nil {
 			return err
 		}

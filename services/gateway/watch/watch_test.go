@@ -17,6 +17,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/h2writer"
 )
 
 func TestEqualQueriesShareOneBroadcast(t *testing.T) {
@@ -202,6 +203,92 @@ func TestARevokedPermissionEndsAWatch(t *testing.T) {
 	other.expect(t, "e6 e7 ")
 }
 
+// heldTier is a tier whose streams have no frame until release is closed.
+type heldTier struct {
+	*fakeTier
+	release chan struct{}
+}
+
+func (u heldTier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest,
+	o ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error) {
+	s, err := u.fakeTier.Watch(ctx, r, o...)
+	return heldStream{s, u.release}, err
+}
+
+type heldStream struct {
+	grpc.ServerStreamingClient[watchfanoutv1.WatchFrame]
+	release chan struct{}
+}
+
+func (s heldStream) Recv() (*watchfanoutv1.WatchFrame, error) {
+	<-s.release
+	return s.ServerStreamingClient.Recv()
+}
+
+// A watch that catches up during its reauthorization has no decision yet. It is reauthorized again.
+func TestARevokedPermissionEndsAWatchThatCatchesUp(t *testing.T) {
+	up := newTier()
+	h := hub(up)
+	release, asked := make(chan struct{}), make(chan struct{})
+	h.Client = heldTier{up, release}
+	var mu sync.Mutex
+	policyChanged, calls := make(chan struct{}), 0
+	c := h.watch(t, func(r *Request) {
+		r.PolicyChanged = func() <-chan struct{} { mu.Lock(); defer mu.Unlock(); return policyChanged }
+		r.Allowed = func(ctx context.Context) bool {
+			mu.Lock()
+			calls++
+			n := calls
+			mu.Unlock()
+			if n == 2 {
+				close(asked)
+				<-ctx.Done()
+			}
+			return n < 3
+		}
+	})
+	up.waitForStreams(t, 1)
+	mu.Lock()
+	old := policyChanged
+	policyChanged = make(chan struct{})
+	mu.Unlock()
+	close(old)
+	<-asked
+	close(release)
+	c.expectEnd(t)
+}
+
+// slowHijack is a client whose connection delays the hijack until release is closed.
+type slowHijack struct {
+	*recordingSink
+	hijacking, release chan struct{}
+}
+
+// Hijack implements Sink.
+func (s slowHijack) Hijack(context.Context) *h2writer.Stream {
+	close(s.hijacking)
+	<-s.release
+	return nil
+}
+
+// A watch whose connection delays it receives no event that is later than the revocation.
+func TestARevokedPermissionEndsAWatchThatJoins(t *testing.T) {
+	up := newTier()
+	sink := slowHijack{newScreen(), make(chan struct{}), make(chan struct{})}
+	policyChanged, calls := make(chan struct{}), 0
+	c := hub(up).watchWith(t, sink, sink.recordingSink, func(r *Request) {
+		r.PolicyChanged = func() <-chan struct{} { return policyChanged }
+		r.Allowed = func(context.Context) bool { calls++; return calls == 1 }
+	})
+	<-sink.hijacking
+	up.write(6)
+	close(policyChanged)
+	up.waitForStreams(t, 2) // the broadcast's
+	close(sink.release)
+	c.expectEnd(t)
+	c.expect(t, "")
+}
+
 // removableTier is a tier that does not serve the resource once gone is set.
 type removableTier struct {
 	*fakeTier
@@ -297,7 +384,6 @@ func TestJoinRepeatsNoEvent(t *testing.T) {
 	b := &watchBroadcast{
 		hub:       hub(newTier()),
 		Broadcast: core.NewBroadcast(events.Position{Revision: 80, Index: 0}),
-		events:    newEventMetrics(nil),
 		cancel:    func() {},
 	}
 	r := b.join(nil, events.Position{Revision: 100, Index: events.LastIndex})
@@ -322,9 +408,11 @@ func TestFutureRevisionStartsNoBroadcast(t *testing.T) {
 	present.expect(t, "e6 ")
 	h.mu.Lock()
 	for _, b := range h.broadcasts {
+		b.mu.Lock()
 		if p := b.High; p.Revision > 6 {
 			t.Errorf("a broadcast starts at %v", p)
 		}
+		b.mu.Unlock()
 	}
 	h.mu.Unlock()
 	up.write(7)

@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/tools/cache"
 	"k8s.io/component-base/metrics/legacyregistry"
 	apiregistrationv1 "k8s.io/kube-aggregator/pkg/apis/apiregistration/v1"
 	"k8s.io/kube-aggregator/pkg/apis/apiregistration/v1/helper"
@@ -91,10 +92,13 @@ func (cs *Controllers) registerAPIServices(ctx context.Context, hooks *hooksTerm
 	crds := forTerm(ctx, cs.Extensions.Apiextensions().V1().CustomResourceDefinitions())
 	crdRegistration := crdregistration.NewCRDRegistrationController(crds, registration)
 	informers.Start(ctx.Done())
-	go crdRegistration.Run(5, ctx.Done())
 	go func() {
-		// before that, registration would delete the APIServices of existing CRDs
-		crdRegistration.WaitForInitialSync()
+		synced := cache.WaitForCacheSync(ctx.Done(), crds.Informer().HasSynced)
+		go crdRegistration.Run(5, ctx.Done())
+		if synced { // otherwise the term has ended, and Run completes no initial sync
+			crdRegistration.WaitForInitialSync()
+		}
+		// before the initial sync, registration would delete the APIServices of existing CRDs
 		registration.Run(5, ctx.Done())
 	}()
 	go localAvailability.Run(5, ctx.Done())

@@ -27,23 +27,18 @@ import (
 	"slices"
 	"time"
 
-	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
 	extensions "k8s.io/apiextensions-apiserver/pkg/client/informers/externalversions"
 	"k8s.io/apiextensions-apiserver/pkg/controller/finalizer"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apiserver/pkg/authentication/request/headerrequest"
-	"k8s.io/apiserver/pkg/server/dynamiccertificates"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	restclient "k8s.io/client-go/rest"
 	"k8s.io/client-go/transport"
 	aggregator "k8s.io/kube-aggregator/pkg/apiserver"
 	"k8s.io/kubernetes/pkg/controlplane/apiserver/options"
-	"k8s.io/kubernetes/pkg/controlplane/controller/clusterauthenticationtrust"
 	"k8s.io/kubernetes/pkg/controlplane/controller/defaultservicecidr"
 	"k8s.io/kubernetes/pkg/controlplane/controller/kubernetesservice"
-	"k8s.io/kubernetes/pkg/controlplane/controller/leaderelection"
 	"k8s.io/kubernetes/pkg/controlplane/controller/legacytokentracking"
 	"k8s.io/kubernetes/pkg/controlplane/controller/systemnamespaces"
 	"k8s.io/kubernetes/pkg/controlplane/reconcilers"
@@ -62,86 +57,6 @@ const identityName = "kube-apiserver"
 
 // notManaged is the --advertise-address of a registry that does not manage the kubernetes Service.
 const notManaged = "none"
-
-// Options are kube-apiserver's flags that the controllers need.
-type Options struct {
-	AdvertiseAddress         string
-	SecurePort               int
-	ClientCAFile             string
-	RequestHeaderCAFile      string
-	RequestHeaderNames       []string
-	RequestHeaderUserHeaders []string
-	RequestHeaderUIDHeaders  []string
-	RequestHeaderGroups      []string
-	RequestHeaderExtras      []string
-	AggregatorRouting        bool
-	ProxyClientCertFile      string
-	ProxyClientKeyFile       string
-	// ServiceNodePort is the node port of the kubernetes Service. 0: the Service has none.
-	ServiceNodePort int
-	// EndpointReconciler is the type of the reconciler of the kubernetes Service's endpoints.
-	EndpointReconciler string
-	// APIServerCount is the maximum of endpoints that the reconciler master-count keeps.
-	APIServerCount int
-	// Election has the durations of kube-apiserver's Lease of coordinated leader election.
-	Election leaderelection.LeaderElectionTimers
-}
-
-// AddFlags registers the controllers' flags with their defaults.
-func (o *Options) AddFlags(fs *pflag.FlagSet) {
-	fs.StringVar(&o.AdvertiseAddress, "advertise-address", "",
-		"The IP address of the kubernetes Service's endpoint, such as the gateways' load balancer. Empty: each "+
-			"gateway's own address. none: this registry does not manage the Service.")
-	fs.IntVar(&o.SecurePort, "secure-port", 6443,
-		"The port on which the gateway serves HTTPS. The kubernetes Service points to it.")
-	fs.StringVar(&o.ClientCAFile, "client-ca-file", "",
-		"The clients' certificate authority, published in extension-apiserver-authentication.")
-	fs.StringVar(&o.RequestHeaderCAFile, "requestheader-client-ca-file", "",
-		"The front proxies' certificate authority, published in extension-apiserver-authentication.")
-	fs.BoolVar(&o.AggregatorRouting, "enable-aggregator-routing", false,
-		"Turns on routing of requests for aggregated API servers and webhooks to endpoints' addresses rather than "+
-			"to cluster IPs.")
-	fs.StringVar(&o.ProxyClientCertFile, "proxy-client-cert-file", "",
-		"Client certificate for the availability checks of aggregated API servers.")
-	fs.StringVar(&o.ProxyClientKeyFile, "proxy-client-key-file", "",
-		"Private key for the client certificate of --proxy-client-cert-file.")
-	fs.IntVar(&o.ServiceNodePort, "kubernetes-service-node-port", 0,
-		"If non-zero, the kubernetes Service is of type NodePort, with this port. Otherwise it is of type ClusterIP.")
-	fs.StringVar(&o.EndpointReconciler, "endpoint-reconciler-type", string(reconcilers.LeaseEndpointReconcilerType),
-		"The reconciler of the kubernetes Service's endpoints: lease, none, or master-count, which is deprecated.")
-	fs.IntVar(&o.APIServerCount, "apiserver-count", 1,
-		"The number of API servers in the cluster, with --endpoint-reconciler-type=master-count.")
-	_ = fs.MarkDeprecated("apiserver-count", "apiserver-count is deprecated and will be removed in a future version.")
-	fs.StringSliceVar(&o.RequestHeaderNames, "requestheader-allowed-names", nil,
-		"Client certificate common names of allowed front proxies.")
-	fs.StringSliceVar(&o.RequestHeaderUserHeaders, "requestheader-username-headers", nil,
-		"Request headers to inspect for usernames.")
-	fs.StringSliceVar(&o.RequestHeaderUIDHeaders, "requestheader-uid-headers", nil,
-		"Request headers to inspect for UIDs.")
-	fs.StringSliceVar(&o.RequestHeaderGroups, "requestheader-group-headers", nil,
-		"Request headers to inspect for groups.")
-	fs.StringSliceVar(&o.RequestHeaderExtras, "requestheader-extra-headers-prefix", nil,
-		"Request header prefixes to inspect.")
-	addElectionFlags(fs, &o.Election)
-}
-
-// Validate returns an error that names the invalid flag.
-func (o *Options) Validate() error {
-	switch reconcilers.Type(o.EndpointReconciler) {
-	case reconcilers.LeaseEndpointReconcilerType, reconcilers.NoneEndpointReconcilerType,
-		reconcilers.MasterCountReconcilerType:
-	default:
-		return fmt.Errorf("--endpoint-reconciler-type %q: want lease, none or master-count", o.EndpointReconciler)
-	}
-	if o.APIServerCount <= 0 {
-		return fmt.Errorf("--apiserver-count %d: want a positive number", o.APIServerCount)
-	}
-	if e := o.Election; e.LeaseDuration <= e.RenewDeadline || e.RenewDeadline <= e.RetryPeriod {
-		return fmt.Errorf("--coordinated-leadership-lease-duration %v: must exceed --coordinated-leadership-renew-deadline "+
-			"%v, which must exceed --coordinated-leadership-retry-period %v", e.LeaseDuration, e.RenewDeadline, e.RetryPeriod)
-	}
-	return nil
-}
 
 // Controllers runs upstream's controllers on the elected registry.
 type Controllers struct {
@@ -169,11 +84,16 @@ type Controllers struct {
 
 	// endpoints are the endpoints of the kubernetes Service; nil: they are not managed.
 	endpoints *Endpoints
+	trust     *trust
 }
 
-// Prepare registers the informers that the controllers read. It must run before the informers start. It returns the
-// endpoints of the kubernetes Service, or nil if they are not managed.
+// Prepare registers the informers that the controllers read, and reads the certificate authorities. It must run before
+// the informers start. It returns the endpoints of the kubernetes Service, or nil if they are not managed.
 func (cs *Controllers) Prepare() (*Endpoints, error) {
+	var err error
+	if cs.trust, err = cs.readTrust(); err != nil {
+		return nil, err
+	}
 	cs.Informers.Core().V1().Namespaces().Informer()
 	cs.Informers.Core().V1().Services().Informer()
 	cs.Informers.Discovery().V1().EndpointSlices().Informer()
@@ -185,7 +105,6 @@ func (cs *Controllers) Prepare() (*Endpoints, error) {
 	if cs.AdvertiseAddress != "" && fixed == nil {
 		return nil, fmt.Errorf("--advertise-address %q: neither an IP address nor none", cs.AdvertiseAddress)
 	}
-	var err error
 	cs.endpoints, err = newEndpoints(fixed, &cs.Options, cs.Storage, cs.Client,
 		cs.Informers.Core().V1().Services().Lister())
 	return cs.endpoints, err
@@ -214,9 +133,7 @@ func (cs *Controllers) Run(ctx context.Context) error {
 		Name: hookServiceRepair,
 		Run:  cs.repairServices,
 	}), hooks, fail)
-	if err := cs.publishTrust(ctx); err != nil {
-		return err
-	}
+	cs.trust.publish(ctx, cs.Client)
 	hooks.done(hookAuthenticationInfo)
 	if err := cs.registerAPIServices(ctx, hooks); err != nil {
 		return err
@@ -304,39 +221,5 @@ func (cs *Controllers) kubernetesService(ctx context.Context, ipRange net.IPNet)
 	}, cs.Client,
 		cs.Informers.Core().V1().Services())
 	c.Start(ctx.Done())
-	return nil
-}
-
-// publishTrust starts the controller of kube-system/extension-apiserver-authentication.
-func (cs *Controllers) publishTrust(ctx context.Context) error {
-	info := clusterauthenticationtrust.ClusterAuthenticationInfo{}
-	var authorities []*dynamiccertificates.DynamicFileCAContent
-	for _, f := range []struct {
-		name, path string
-		into       *dynamiccertificates.CAContentProvider
-	}{{"client-ca-bundle", cs.ClientCAFile, &info.ClientCA},
-		{"request-header", cs.RequestHeaderCAFile, &info.RequestHeaderCA}} {
-		if f.path == "" {
-			continue
-		}
-		ca, err := dynamiccertificates.NewDynamicCAContentFromFile(f.name, f.path)
-		if err != nil {
-			return err
-		}
-		*f.into, authorities = ca, append(authorities, ca)
-	}
-	if info.RequestHeaderCA != nil {
-		info.RequestHeaderAllowedNames = headerrequest.StaticStringSlice(cs.RequestHeaderNames)
-		info.RequestHeaderUsernameHeaders = headerrequest.StaticStringSlice(cs.RequestHeaderUserHeaders)
-		info.RequestHeaderUIDHeaders = headerrequest.StaticStringSlice(cs.RequestHeaderUIDHeaders)
-		info.RequestHeaderGroupHeaders = headerrequest.StaticStringSlice(cs.RequestHeaderGroups)
-		info.RequestHeaderExtraHeaderPrefixes = headerrequest.StaticStringSlice(cs.RequestHeaderExtras)
-	}
-	c := clusterauthenticationtrust.NewClusterAuthenticationTrustController(info, cs.Client)
-	for _, ca := range authorities {
-		ca.AddListener(c)
-		go ca.Run(ctx, 1)
-	}
-	go c.Run(ctx, 1)
 	return nil
 }

@@ -67,11 +67,3 @@ func TestProxyCertificate(t *testing.T) {
 		}
 	}
 }
-
-// A client CA that cannot be read stops the controllers, so that another registry can run them.
-func TestUnreadableClientCA(t *testing.T) {
-	l := newControllers(t, "--client-ca-file="+filepath.Join(t.TempDir(), "none"))
-	if err := l.publishTrust(t.Context()); err == nil {
-		t.Error("a missing file is published")
-	}
-}

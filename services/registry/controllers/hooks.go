@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -33,11 +32,6 @@ type StartHooks struct {
 
 	// ownTerm is the term of this registry, or nil.
 	ownTerm atomic.Pointer[hooksTerm]
-
-	mu sync.Mutex
-	// silent is the elected registry that has not published its progress, and silentSince is when this was first read.
-	silent      string
-	silentSince time.Time
 }
 
 const (
@@ -48,9 +42,6 @@ const (
 	publishTimeout = 3 * time.Second
 	publishPause   = 100 * time.Millisecond
 	fullPause      = 10 * time.Second
-	// olderReleaseAfter is how long an elected registry may publish nothing. Then it is of an older release, which
-	// does not publish its progress. A registry publishes its progress first of all.
-	olderReleaseAfter = 10 * time.Second
 )
 
 // progress is the value of progressKey. The JSON names must not change, because replicas of two releases share the key.
@@ -85,17 +76,7 @@ func (h *StartHooks) Pending(ctx context.Context) (pending []string, known bool,
 	if p.Identity == leader {
 		return p.Pending, true, nil
 	}
-	return nil, h.isOlderRelease(leader), nil
-}
-
-// isOlderRelease reports whether an elected registry has published nothing for olderReleaseAfter.
-func (h *StartHooks) isOlderRelease(leader string) bool {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.silent != leader {
-		h.silent, h.silentSince = leader, time.Now()
-	}
-	return time.Since(h.silentSince) > olderReleaseAfter
+	return nil, false, nil
 }
 
 // hooksTerm is the progress of a call of Controllers.Run. A hook of an earlier term may still return.

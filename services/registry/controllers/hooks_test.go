@@ -114,22 +114,6 @@ func TestStartHooksAreOfTheElectedRegistry(t *testing.T) {
 	awaitPending(t, first, "x", "y")
 }
 
-// An elected registry of an older release publishes no progress. Its hooks count as completed after some time.
-func TestAnOlderReleasePublishesNoProgress(t *testing.T) {
-	fx := fixture.New(t)
-	h := hooksOn(fx, "b")
-	elect(t, fx, "older")
-	if isKnown(t, h) {
-		t.Error("the progress is known at once")
-	}
-	h.silentSince = time.Now().Add(-olderReleaseAfter)
-	awaitPending(t, h)
-	elect(t, fx, "newer")
-	if isKnown(t, h) {
-		t.Error("another registry counts as the older release")
-	}
-}
-
 // A hook that fails ends the term with its error, and stays pending.
 func TestAFailedStartHookEndsTheTerm(t *testing.T) {
 	away := errors.New("etcd is away")

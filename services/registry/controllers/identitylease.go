@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"encoding/base32"
 	"encoding/binary"
+	"log/slog"
 	"os"
 	"strings"
 	"time"
@@ -21,6 +22,7 @@ import (
 	controlplaneapiserver "k8s.io/kubernetes/pkg/controlplane/apiserver"
 	"k8s.io/kubernetes/pkg/controlplane/controller/apiserverleasegc"
 	"k8s.io/utils/clock"
+	"k8s.io/utils/ptr"
 )
 
 // HasIdentityLease reports whether API servers have identity leases.
@@ -38,26 +40,55 @@ func leaseName(host string) string {
 	return "apiserver-" + strings.ToLower(base32.StdEncoding.WithPadding(base32.NoPadding).EncodeToString(hash[:16]))
 }
 
-// RenewIdentityLease renews the identity lease of this API server until ctx ends. Every registry calls it. Registries
-// and kube-apiservers of the same host share its lease.
+// releaseTimeout bounds the deletion of the identity lease at the end of a registry.
+const releaseTimeout = 3 * time.Second
+
+// RenewIdentityLease renews the identity lease of this API server until ctx ends. Then it deletes the lease, as
+// kube-apiserver does. Every registry calls it. Registries and kube-apiservers of the same host share its lease.
 func (cs *Controllers) RenewIdentityLease(ctx context.Context) error {
 	host, err := os.Hostname()
 	if err != nil {
 		return err
 	}
+	return renewIdentityLease(ctx, cs.Client, host, cs.Identity)
+}
+
+func renewIdentityLease(ctx context.Context, client kubernetes.Interface, host, identity string) error {
 	name := leaseName(host)
-	lease.NewController(clock.RealClock{}, sharedLeases{cs.Client}, name+"_"+cs.Identity,
+	holder := name + "_" + identity
+	lease.NewController(clock.RealClock{}, sharedLeases{client}, holder,
 		int32(controlplaneapiserver.IdentityLeaseDurationSeconds), nil,
 		controlplaneapiserver.IdentityLeaseRenewIntervalPeriod, name, metav1.NamespaceSystem,
 		func(o *coordinationv1.Lease) error {
+			o.Spec.HolderIdentity = &holder // the controller keeps the holder of a lease that exists
 			if o.Labels == nil {
 				o.Labels = map[string]string{}
 			}
 			o.Labels[controlplaneapiserver.IdentityLeaseComponentLabelKey] = identityName
 			o.Labels[corev1.LabelHostname] = host
+			delete(o.Annotations, corev1.AnnotationPeerAdvertiseAddress) // the gateways are no peers
 			return nil
 		}).Run(ctx)
+	if err := releaseIdentityLease(ctx, client, name, holder); err != nil && !apierrors.IsNotFound(err) &&
+		!apierrors.IsConflict(err) {
+		slog.Warn("Cannot delete the identity lease", "lease", name, "error", err)
+	}
 	return ctx.Err()
+}
+
+// releaseIdentityLease deletes an identity lease, also after the end of ctx. It keeps the lease if another
+// registry of the host has renewed it last.
+func releaseIdentityLease(ctx context.Context, client kubernetes.Interface, name, holder string) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
+	defer cancel()
+	leases := client.CoordinationV1().Leases(metav1.NamespaceSystem)
+	o, err := leases.Get(ctx, name, metav1.GetOptions{})
+	if err != nil || ptr.Deref(o.Spec.HolderIdentity, "") != holder {
+		return err
+	}
+	return leases.Delete(ctx, name, metav1.DeleteOptions{
+		Preconditions: &metav1.Preconditions{UID: &o.UID, ResourceVersion: &o.ResourceVersion},
+	})
 }
 
 // collectIdentityLeases deletes the identity leases of servers that have stopped.

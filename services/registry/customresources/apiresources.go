@@ -102,6 +102,10 @@ func apiResourceOf(d *crd.CRD, st *storage.Resource,
 	if apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Terminating) {
 		verbs = terminatingVerbs
 	}
+	storageVersionHash := "" // as in kube-apiserver, a storage version that is not served has none
+	if apihelpers.HasServedCRDVersion(d.CustomResourceDefinition, d.StorageVersion) {
+		storageVersionHash = discovery.StorageVersionHash(d.Spec.Group, d.StorageVersion, d.Spec.Names.Kind)
+	}
 	apiResource := &registryv1.APIResource{
 		Resource: &commonv1.Resource{
 			Group:    d.Spec.Group,
@@ -126,7 +130,7 @@ func apiResourceOf(d *crd.CRD, st *storage.Resource,
 		MediaTypes:         mediaTypes(),
 		Unstructured:       true,
 		NotEstablished:     !apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Established),
-		StorageVersionHash: discovery.StorageVersionHash(d.Spec.Group, d.StorageVersion, d.Spec.Names.Kind),
+		StorageVersionHash: storageVersionHash,
 		Warnings:           warningsOf(d, v),
 		ConvertedFields:    d.UsesWebhook() && len(v.SelectableFields) > 0,
 		CrdRevision:        int64(crdRevision),

@@ -157,6 +157,21 @@ func TestAPIResources(t *testing.T) {
 	}
 }
 
+// A storage version that is not served has no hash in discovery.
+func TestAnUnservedStorageVersionHasNoHash(t *testing.T) {
+	for served, hashed := range map[string]bool{`"served":true`: true, `"served":false`: false} {
+		fx := fixture.New(t)
+		definition := strings.Replace(widgetCRD, `"served":true`, served, 1)
+		definition = strings.Replace(definition, `"versions":[`, `"versions":[{"name":"v2","served":true,"storage":false,`+
+			`"schema":{"openAPIV3Schema":{"type":"object"}}},`, 1)
+		fx.Resources.Custom.Handler().OnAdd(fx.Establish(t, definition), true)
+		e := fx.Resources.Custom.APIResources()[0]
+		if e.Resource.Version != "v2" || (e.StorageVersionHash != "") != hashed {
+			t.Errorf("%s: %v", served, e)
+		}
+	}
+}
+
 // An older state does not replace a CRD, unless etcd was restored from a backup. After a restore, any state in etcd is
 // valid, even at a lower revision. Entries of equal content have equal digests.
 func TestRestoredEtcdSetsCRDsBack(t *testing.T) {

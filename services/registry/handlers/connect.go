@@ -37,7 +37,7 @@ func (scope *RequestScope) Connect(ctx context.Context, r *registryv1.WriteReque
 	if r.Name == "" {
 		return nil, errEmptyName
 	}
-	ctx, warned := warnings.WithRecorder(WithCallbacks(request.WithNamespace(ctx, r.Namespace), callbacks))
+	ctx, warned := warnings.WithRecorder(withCallbacks(request.WithNamespace(ctx, r.Namespace), callbacks))
 	defer func() {
 		if err = rpc.WithWarnings(err, warned.List()); err == nil {
 			c.Warnings = warned.List()
@@ -49,7 +49,7 @@ func (scope *RequestScope) Connect(ctx context.Context, r *registryv1.WriteReque
 	}
 	connecter, ok := scope.Storage.(rest.Connecter)
 	if !ok {
-		return nil, scope.MethodNotSupported("connect")
+		return nil, scope.methodNotSupported("connect")
 	}
 	if len(values["dryRun"]) > 0 {
 		return nil, apierrors.NewBadRequest("dryRun is not supported")

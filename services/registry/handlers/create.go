@@ -23,7 +23,7 @@ func (w *writeOperation) create(ctx context.Context) (*registryv1.ObjectResponse
 	creater, named := w.creater()
 	switch {
 	case creater == nil:
-		return nil, w.MethodNotSupported("create")
+		return nil, w.methodNotSupported("create")
 	case named && w.req.Name == "":
 		return nil, errEmptyName
 	}
@@ -46,10 +46,7 @@ func (w *writeOperation) create(ctx context.Context) (*registryv1.ObjectResponse
 	if name == "" {
 		_, name, _ = objectName(obj)
 	}
-	if w.req.Namespace == "" && w.Resource == namespaces {
-		w.req.Namespace = name
-	}
-	ctx = request.WithNamespace(ctx, w.req.Namespace)
+	ctx = request.WithNamespace(ctx, w.attributesNamespace(name))
 	if err := w.prepareNew(obj); err != nil {
 		return nil, err
 	}

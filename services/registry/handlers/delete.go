@@ -22,7 +22,7 @@ import (
 func (w *writeOperation) delete(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	deleter, ok := w.Storage.(rest.GracefulDeleter)
 	if !ok {
-		return nil, w.MethodNotSupported("delete")
+		return nil, w.methodNotSupported("delete")
 	}
 	if w.req.Name == "" {
 		return nil, errEmptyName
@@ -66,7 +66,7 @@ func (w *writeOperation) delete(ctx context.Context) (*registryv1.ObjectResponse
 func (w *writeOperation) deleteCollection(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	deleter, ok := w.Storage.(rest.CollectionDeleter)
 	if !ok {
-		return nil, w.MethodNotSupported("deletecollection")
+		return nil, w.methodNotSupported("deletecollection")
 	}
 	ctx = request.WithNamespace(ctx, w.req.Namespace)
 	listOpts, err := w.listOptions(w.req.Query, "")

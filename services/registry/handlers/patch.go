@@ -36,8 +36,8 @@ import (
 // maxJSONPatchOperations bounds the operations of a JSON patch, as in kube-apiserver.
 const maxJSONPatchOperations = 10000
 
-// PatchTypes returns the media types of patches that the scope supports.
-func (scope *RequestScope) PatchTypes() []string {
+// patchTypes returns the media types of patches that the scope supports.
+func (scope *RequestScope) patchTypes() []string {
 	supported := []string{string(types.JSONPatchType), string(types.MergePatchType)}
 	if !scope.APIResource.GetUnstructured() { // a strategic merge needs Go types
 		supported = append(supported, string(types.StrategicMergePatchType))
@@ -62,11 +62,11 @@ type patcher struct {
 func (w *writeOperation) patch(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	updater, ok := w.Storage.(rest.Patcher)
 	if !ok {
-		return nil, w.MethodNotSupported("patch")
+		return nil, w.methodNotSupported("patch")
 	}
 	contentType, _, _ := strings.Cut(w.req.ContentType, ";")
-	if !slices.Contains(w.PatchTypes(), contentType) {
-		return nil, negotiation.NewUnsupportedMediaTypeError(w.PatchTypes())
+	if !slices.Contains(w.patchTypes(), contentType) {
+		return nil, negotiation.NewUnsupportedMediaTypeError(w.patchTypes())
 	}
 	if w.req.Name == "" {
 		return nil, errEmptyName

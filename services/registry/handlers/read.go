@@ -36,14 +36,14 @@ func (scope *RequestScope) Get(ctx context.Context, r *registryv1.GetRequest) (*
 	defer span.End()
 	getter, ok := scope.Storage.(rest.Getter)
 	if !ok { // Connect serves a GetterWithOptions
-		return nil, scope.MethodNotSupported("get")
+		return nil, scope.methodNotSupported("get")
 	}
 	opts, err := getOptions(r.Query)
 	if err != nil {
 		return nil, err
 	}
-	// kube-apiserver's watch cache responds 500 to an invalid resourceVersion. It has no Events.
-	if scope.APIResource.GetStorageResource() != "events" {
+	// kube-apiserver's watch cache responds 500 to an invalid resourceVersion. It has no Events and ComponentStatuses.
+	if scope.APIResource.GetStorageResource() != "events" && scope.Resource.Resource != "componentstatuses" {
 		if _, err := (apistorage.APIObjectVersioner{}).ParseResourceVersion(opts.ResourceVersion); err != nil {
 			return nil, err
 		}
@@ -111,7 +111,7 @@ func getOptions(query string) (*metav1.GetOptions, error) {
 func (scope *RequestScope) List(ctx context.Context, r *registryv1.GetRequest) ([]byte, error) {
 	lister, ok := scope.Storage.(rest.Lister)
 	if !ok {
-		return nil, scope.MethodNotSupported("list")
+		return nil, scope.methodNotSupported("list")
 	}
 	opts, err := scope.listOptions(r.Query, r.Name)
 	if err != nil {

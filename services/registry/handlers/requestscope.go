@@ -151,8 +151,8 @@ func decodeOptions(query string, options runtime.Object) error {
 	return nil
 }
 
-// MethodNotSupported returns the 405 error for a verb that the storage lacks.
-func (scope *RequestScope) MethodNotSupported(verb string) error {
+// methodNotSupported returns the 405 error for a verb that the storage lacks.
+func (scope *RequestScope) methodNotSupported(verb string) error {
 	return apierrors.NewMethodNotSupported(scope.Resource.GroupResource(), verb)
 }
 

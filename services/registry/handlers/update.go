@@ -18,7 +18,7 @@ import (
 func (w *writeOperation) update(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	updater, ok := w.Storage.(rest.Updater)
 	if !ok {
-		return nil, w.MethodNotSupported("update")
+		return nil, w.methodNotSupported("update")
 	}
 	name := w.req.Name
 	if name == "" {

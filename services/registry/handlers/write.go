@@ -42,7 +42,7 @@ type writeOperation struct {
 // after 34 s.
 func (scope *RequestScope) Write(ctx context.Context, r *registryv1.WriteRequest,
 	callbacks Callbacks) (resp *registryv1.ObjectResponse, err error) {
-	ctx, warned := warnings.WithRecorder(WithCallbacks(ctx, callbacks))
+	ctx, warned := warnings.WithRecorder(withCallbacks(ctx, callbacks))
 	ctx, auditCtx := newAuditContext(ctx, r.AuditLevel)
 	remote := &remoteAdmission{
 		callbacks:       callbacks,
@@ -81,7 +81,7 @@ func (scope *RequestScope) Write(ctx context.Context, r *registryv1.WriteRequest
 	case "deletecollection":
 		resp, err = w.deleteCollection(ctx)
 	default:
-		err = scope.MethodNotSupported(r.Verb)
+		err = scope.methodNotSupported(r.Verb)
 	}
 	if ofEtcdClient(err) {
 		err = rpc.ToAPIStatus(err) // clients receive the text of etcd's client, with gRPC's code

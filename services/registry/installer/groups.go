@@ -13,14 +13,10 @@
 package installer
 
 import (
-	"errors"
 	"fmt"
-	"net"
 	"net/http"
-	"strings"
 	"time"
 
-	"github.com/spf13/pflag"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	apiextensionsv1beta1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1beta1"
 	apiextensionsapiserver "k8s.io/apiextensions-apiserver/pkg/apiserver"
@@ -28,30 +24,21 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	utilnet "k8s.io/apimachinery/pkg/util/net"
 	genericregistry "k8s.io/apiserver/pkg/registry/generic"
 	"k8s.io/apiserver/pkg/registry/rest"
 	genericapiserver "k8s.io/apiserver/pkg/server"
-	serveroptions "k8s.io/apiserver/pkg/server/options"
-	"k8s.io/apiserver/pkg/server/resourceconfig"
 	serverstorage "k8s.io/apiserver/pkg/server/storage"
 	"k8s.io/apiserver/pkg/util/compatibility"
 	"k8s.io/apiserver/pkg/util/dryrun"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	restclient "k8s.io/client-go/rest"
-	cliflag "k8s.io/component-base/cli/flag"
 	apiregistrationv1 "k8s.io/kube-aggregator/pkg/apis/apiregistration/v1"
 	apiregistrationv1beta1 "k8s.io/kube-aggregator/pkg/apis/apiregistration/v1beta1"
 	aggregatorscheme "k8s.io/kube-aggregator/pkg/apiserver/scheme"
 	apiservicerest "k8s.io/kube-aggregator/pkg/registry/apiservice/rest"
-	"k8s.io/kubernetes/pkg/api/legacyscheme"
-	api "k8s.io/kubernetes/pkg/apis/core"
 	"k8s.io/kubernetes/pkg/capabilities"
 	"k8s.io/kubernetes/pkg/cluster/ports"
-	"k8s.io/kubernetes/pkg/controlplane"
-	controlplaneapiserver "k8s.io/kubernetes/pkg/controlplane/apiserver"
-	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 	kubeletclient "k8s.io/kubernetes/pkg/kubelet/client"
 	admissionregistrationrest "k8s.io/kubernetes/pkg/registry/admissionregistration/rest"
 	apiserverinternalrest "k8s.io/kubernetes/pkg/registry/apiserverinternal/rest"
@@ -63,8 +50,6 @@ import (
 	certificatesrest "k8s.io/kubernetes/pkg/registry/certificates/rest"
 	coordinationrest "k8s.io/kubernetes/pkg/registry/coordination/rest"
 	corerest "k8s.io/kubernetes/pkg/registry/core/rest"
-	"k8s.io/kubernetes/pkg/registry/core/service/allocator"
-	serviceallocator "k8s.io/kubernetes/pkg/registry/core/service/allocator/storage"
 	discoveryrest "k8s.io/kubernetes/pkg/registry/discovery/rest"
 	eventsrest "k8s.io/kubernetes/pkg/registry/events/rest"
 	flowcontrolrest "k8s.io/kubernetes/pkg/registry/flowcontrol/rest"
@@ -81,102 +66,6 @@ import (
 	"watershed.dev/services/registry/handlers"
 	"watershed.dev/services/registry/storage"
 )
-
-// Options are kube-apiserver's flags for the served APIs, the addresses of Services, and kubelets.
-type Options struct {
-	RuntimeConfig         cliflag.ConfigurationMap
-	ServiceClusterIPRange string
-	ServiceNodePortRange  utilnet.PortRange
-	EventTTL              time.Duration
-	AllowPrivileged       bool
-
-	KubeletCertFile, KubeletKeyFile, KubeletCAFile string
-	KubeletPreferredAddressTypes                   []string
-	KubeletTimeout                                 time.Duration
-	KubeletPort                                    uint
-}
-
-// NewOptions returns the defaults.
-func NewOptions() Options {
-	return Options{
-		RuntimeConfig:        cliflag.ConfigurationMap{},
-		ServiceNodePortRange: kubeoptions.DefaultServiceNodePortRange,
-	}
-}
-
-// AddFlags registers the flags with their defaults.
-func (o *Options) AddFlags(fs *pflag.FlagSet) {
-	fs.Var(&o.RuntimeConfig, "runtime-config",
-		"A set of key=value pairs that enable or disable built-in APIs, as kube-apiserver's: api/all, api/ga, "+
-			"api/beta, api/alpha or group/version.")
-	fs.StringVar(&o.ServiceClusterIPRange, "service-cluster-ip-range", "10.96.0.0/16",
-		"A CIDR notation IP range from which to assign service cluster IPs; at most two dual-stack CIDRs.")
-	fs.Var(&o.ServiceNodePortRange, "service-node-port-range",
-		"A port range to reserve for services with NodePort visibility.")
-	fs.BoolVar(&o.AllowPrivileged, "allow-privileged", false, "If true, allow privileged containers.")
-	fs.DurationVar(&o.EventTTL, "event-ttl", time.Hour, "Amount of time to retain events.")
-	fs.StringVar(&o.KubeletCertFile, "kubelet-client-certificate", "",
-		"Path to a client cert file for TLS to kubelets.")
-	fs.StringVar(&o.KubeletKeyFile, "kubelet-client-key", "", "Path to a client key file for TLS to kubelets.")
-	fs.StringVar(&o.KubeletCAFile, "kubelet-certificate-authority", "",
-		"Path to a cert file for the certificate authority of kubelets.")
-	fs.StringSliceVar(&o.KubeletPreferredAddressTypes, "kubelet-preferred-address-types",
-		[]string{"Hostname", "InternalDNS", "InternalIP", "ExternalDNS", "ExternalIP"},
-		"List of the preferred NodeAddressTypes to use for kubelet connections.")
-	fs.DurationVar(&o.KubeletTimeout, "kubelet-timeout", 5*time.Second, "Timeout for kubelet operations.")
-	fs.UintVar(&o.KubeletPort, "kubelet-port", ports.KubeletPort, "The port of kubelets whose Node has none.")
-	fs.Lookup("kubelet-port").Hidden = true // kube-apiserver has deprecated it
-}
-
-// ServiceIPRanges parses --service-cluster-ip-range. The secondary range is empty if the flag has a single range.
-func (o *Options) ServiceIPRanges() (primary, secondary net.IPNet, err error) {
-	for i, s := range strings.Split(o.ServiceClusterIPRange, ",") {
-		_, n, err := net.ParseCIDR(strings.TrimSpace(s))
-		if err != nil {
-			return primary, secondary, fmt.Errorf("--service-cluster-ip-range %q: %w", o.ServiceClusterIPRange, err)
-		}
-		if ones, bits := n.Mask.Size(); bits-ones < 3 { // as in k8s.io/kubernetes/pkg/controlplane, ServiceIPRange
-			return primary, secondary, fmt.Errorf("--service-cluster-ip-range %q: a range must have at least 8 addresses", s)
-		}
-		switch i {
-		case 0:
-			primary = *n
-		case 1:
-			secondary = *n
-		default:
-			return primary, secondary, fmt.Errorf("--service-cluster-ip-range %q: must not hold more than 2 ranges",
-				o.ServiceClusterIPRange)
-		}
-	}
-	return primary, secondary, nil
-}
-
-// APIResourceConfig returns the served APIs: the defaults, changed by --runtime-config.
-func (o *Options) APIResourceConfig() (*serverstorage.ResourceConfig, error) {
-	changes := cliflag.ConfigurationMap{}
-	for key, value := range o.RuntimeConfig {
-		// The core group has several names, as in kube-apiserver's Options.Complete.
-		core := strings.TrimPrefix(key, "api/")
-		switch {
-		case core == "v1" || strings.HasPrefix(core, "v1/"):
-			changes["/v1"] = value
-		case key != "api/legacy":
-			changes[key] = value
-		}
-	}
-	enabled := serveroptions.APIEnablementOptions{RuntimeConfig: changes}
-	if errs := enabled.Validate(legacyscheme.Scheme, apiextensionsapiserver.Scheme,
-		aggregatorscheme.Scheme); len(errs) > 0 {
-		return nil, fmt.Errorf("--runtime-config %q: %w", o.RuntimeConfig.String(), errors.Join(errs...))
-	}
-	defaults := controlplane.DefaultAPIResourceConfigSource()
-	defaults.EnableVersions(apiextensionsv1.SchemeGroupVersion, apiregistrationv1.SchemeGroupVersion)
-	merged, err := resourceconfig.MergeAPIResourceConfigs(defaults, changes, legacyscheme.Scheme)
-	if err != nil {
-		return nil, fmt.Errorf("--runtime-config %q: %w", o.RuntimeConfig.String(), err)
-	}
-	return merged, nil
-}
 
 // Deps are the dependencies of the storages besides etcd.
 type Deps struct {
@@ -344,25 +233,6 @@ func coreConfig(o *Options, s *storage.Storage, d Deps) (corerest.Config, error)
 	}, err
 }
 
-// RepairInterval is the pause between two repairs of Service addresses and node ports, as in kube-apiserver
-// (k8s.io/kubernetes/pkg/controlplane, repairLoopInterval).
-const RepairInterval = 3 * time.Minute
-
-// ServiceRepairHook is the name of upstream's start hook of these repairs.
-const ServiceRepairHook = "start-service-ip-repair-controllers"
-
-// NodePorts returns etcd's record of the allocated node ports, for a repair loop
-// (k8s.io/kubernetes/pkg/registry/core/rest, newServiceIPAllocators). The caller destroys it.
-func (o *Options) NodePorts(s *storage.Storage) (*serviceallocator.Etcd, error) {
-	config, err := s.Factory.NewConfig(api.Resource("services"), &api.Service{})
-	if err != nil {
-		return nil, err
-	}
-	r := o.ServiceNodePortRange
-	return serviceallocator.NewEtcd(allocator.NewAllocationMap(r.Size, r.String()), "/ranges/servicenodeports",
-		config.ForResource(api.Resource("servicenodeportallocations")))
-}
-
 // crdGroup returns the group apiextensions.k8s.io. etcd holds its objects in the same encoding as with kube-apiserver.
 func crdGroup(s *storage.Storage, onUpdate func(runtime.Object)) (genericapiserver.APIGroupInfo, error) {
 	info := genericapiserver.NewDefaultAPIGroupInfo(apiextensionsv1.GroupName, apiextensionsapiserver.Scheme,
@@ -395,32 +265,4 @@ func apiServiceGroup(s *storage.Storage, resources *serverstorage.ResourceConfig
 			apiregistrationv1beta1.SchemeGroupVersion),
 		runtime.NewMultiGroupVersioner(apiregistrationv1.SchemeGroupVersion,
 			schema.GroupKind{Group: apiregistrationv1.GroupName})), false)
-}
-
-// Priority orders groups and versions in /apis, as the priorities of APIServices do in kube-aggregator.
-type Priority = controlplaneapiserver.APIServicePriority
-
-// Priorities returns kube-apiserver's priorities (cmd/kube-apiserver/app/aggregator.go at 1.36).
-func Priorities() map[schema.GroupVersion]Priority {
-	p := controlplaneapiserver.DefaultGenericAPIServicePriorities()
-	for group, priority := range map[string]struct {
-		group    int32
-		versions map[string]int32
-	}{
-		"apps":                   {17800, map[string]int32{"v1": 15}},
-		"autoscaling":            {17500, map[string]int32{"v1": 15, "v2": 30}},
-		"batch":                  {17400, map[string]int32{"v1": 15}},
-		"networking.k8s.io":      {17200, map[string]int32{"v1": 15, "v1beta1": 9}},
-		"policy":                 {17100, map[string]int32{"v1": 15, "v1beta1": 9}},
-		"storage.k8s.io":         {16800, map[string]int32{"v1": 15, "v1beta1": 9, "v1alpha1": 1}},
-		"scheduling.k8s.io":      {16600, map[string]int32{"v1": 15, "v1alpha2": 2}},
-		"node.k8s.io":            {16300, map[string]int32{"v1": 15, "v1beta1": 9, "v1alpha1": 1}},
-		"resource.k8s.io":        {16200, map[string]int32{"v1": 21, "v1beta2": 15, "v1beta1": 9, "v1alpha3": 1}},
-		"apiregistration.k8s.io": {20000, map[string]int32{"v1": 15}},
-	} {
-		for v, n := range priority.versions {
-			p[schema.GroupVersion{Group: group, Version: v}] = Priority{Group: priority.group, Version: n}
-		}
-	}
-	return p
 }

@@ -91,6 +91,10 @@ func (l *Loopback) RoundTrip(req *http.Request) (*http.Response, error) {
 	if err != nil {
 		return nil, err
 	}
+	// The controller of the kubernetes Service polls this path at its start. The registry is ready by then.
+	if info.Path == "/readyz" {
+		return newResponse(req, http.StatusOK, []byte("ok")), nil
+	}
 	if !info.IsResourceRequest {
 		return l.discovery(req, info)
 	}
@@ -230,21 +234,20 @@ func newResponse(req *http.Request, code int, body []byte) *http.Response {
 	}
 }
 
-// discovery returns the resources of a version. It is the only discovery request of upstream's code here: the
-// validation of policies.
+// discovery returns the resources of a version, which the validation of policies reads.
 func (l *Loopback) discovery(req *http.Request, info *request.RequestInfo) (*http.Response, error) {
+	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}}
 	gv, err := schema.ParseGroupVersion(strings.TrimPrefix(strings.TrimPrefix(info.Path, "/apis/"), "/api/"))
-	if err != nil || gv.Version == "" {
-		return errorResponse(req, apierrors.NewNotFound(schema.GroupResource{}, info.Path)), nil
-	}
-	list := metav1.APIResourceList{
-		TypeMeta:     metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"},
-		GroupVersion: gv.String(),
-	}
-	for _, apiResource := range l.registry.APIResources() {
-		if r := apiResource.Resource; r.Group == gv.Group && r.Version == gv.Version {
-			list.APIResources = append(list.APIResources, discovery.ToMetaV1(apiResource))
+	if err == nil {
+		list.GroupVersion = gv.String()
+		for _, apiResource := range l.registry.APIResources() {
+			if r := apiResource.Resource; r.Group == gv.Group && r.Version == gv.Version {
+				list.APIResources = append(list.APIResources, discovery.ToMetaV1(apiResource))
+			}
 		}
+	}
+	if len(list.APIResources) == 0 {
+		return errorResponse(req, apierrors.NewNotFound(schema.GroupResource{}, info.Path)), nil
 	}
 	data, err := json.Marshal(list)
 	if err != nil {

@@ -53,6 +53,12 @@ func TestClientGoCallsHandlers(t *testing.T) {
 	if r, err := c.Discovery().ServerResourcesForGroupVersion("apps/v1"); err != nil || len(r.APIResources) < 5 {
 		t.Errorf("%v, %v", r, err)
 	}
+	if r, err := c.Discovery().ServerResourcesForGroupVersion("apps/v9"); !apierrors.IsNotFound(err) {
+		t.Errorf("resources of an unknown version: %v, %v", r, err)
+	}
+	if body, err := c.CoreV1().RESTClient().Get().AbsPath("/readyz").DoRaw(ctx); err != nil || string(body) != "ok" {
+		t.Errorf("/readyz: %q, %v", body, err)
+	}
 }
 
 // A watch receives the selected events after its revision. A watch from before the log ends with Expired.

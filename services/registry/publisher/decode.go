@@ -107,6 +107,18 @@ func (p *Publisher) resourceByKey(key string) (*storage.Resource, bool) {
 	return p.crds.ByKey(key, p.Etcd.Prefix())
 }
 
+// keyOf returns the etcd key of an event's object. It is empty for a custom resource whose event is still encrypted,
+// and for a built-in resource of another release.
+func (p *Publisher) keyOf(e *logv1.Event) string {
+	if st, ok := p.Storage.ByName(e.StorageResource); ok {
+		return st.Key(e.Namespace, e.Name)
+	}
+	if e.Object.GetVersion() == "" { // a custom resource has it
+		return ""
+	}
+	return p.Storage.CustomResourceKey(schema.ParseGroupResource(e.StorageResource), e.Namespace, e.Name)
+}
+
 // isEncrypted returns true if etcd holds the object before or after an event encrypted.
 func isEncrypted(e *mvccpb.Event) bool {
 	return storage.Encrypted(e.Kv.Value) || e.PrevKv != nil && storage.Encrypted(e.PrevKv.Value)

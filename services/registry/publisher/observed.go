@@ -39,7 +39,7 @@ func (p *Publisher) InEpoch(ctx context.Context, read int64) (epoch string, err 
 	if end.Empty || end.Last.Revision < read {
 		return "", fmt.Errorf("the log is read up to revision %d, of %d", end.Last.Revision, read)
 	}
-	etcd, err := p.readRecord(ctx)
+	etcd, err := p.readEpoch(ctx)
 	if err == nil {
 		err = p.readEvent(ctx, &etcd, end.Event)
 	}

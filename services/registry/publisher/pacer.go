@@ -3,6 +3,8 @@ package publisher
 import (
 	"context"
 	"time"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 // progressResponsePeriod is the least time between two progress responses. A response serves all earlier requests.
@@ -24,9 +26,7 @@ func paced(ctx context.Context, requests <-chan struct{}) <-chan struct{} {
 			case <-ctx.Done():
 				return
 			}
-			select {
-			case <-time.After(progressResponsePeriod):
-			case <-ctx.Done():
+			if lifecycle.Sleep(ctx, progressResponsePeriod) != nil {
 				return
 			}
 		}

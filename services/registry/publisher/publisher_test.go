@@ -16,6 +16,7 @@ import (
 	"github.com/nats-io/nats-server/v2/server"
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
+	"github.com/prometheus/client_golang/prometheus"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/protobuf/proto"
 
@@ -360,41 +361,6 @@ func TestNewEpochResetsTheLog(t *testing.T) {
 	}
 }
 
-// A log continues in the epoch that an older release recorded outside of the prefix. The older release is then not
-// elected any more. The record of another control plane changes nothing.
-func TestALogOfAnOlderReleaseContinues(t *testing.T) {
-	j := newStoppedJournal(t)
-	etcd, key := j.Resources.Storage.Client.Client, j.publisher("").EpochKey()
-	put := func(key, value string) {
-		t.Helper()
-		if _, err := etcd.Put(t.Context(), key, value); err != nil {
-			t.Fatal(err)
-		}
-	}
-	put("/watershed/history", `{"id":"of another control plane","mark":"x"}`)
-	stop := j.publish("two")
-	j.write("create", "b", "")
-	j.expect("reset", "added configmaps/a", "added configmaps/b")
-	stop()
-	record, err := etcd.Get(t.Context(), key)
-	if err != nil || len(record.Kvs) != 1 {
-		t.Fatal(record, err)
-	}
-	if fence, err := etcd.Get(t.Context(), "/watershed/publisher"); err != nil || fence.Count != 0 {
-		t.Errorf("another control plane cannot publish: %v, %v", fence, err)
-	}
-	put("/watershed/history", string(record.Kvs[0].Value))
-	if _, err := etcd.Delete(t.Context(), key); err != nil {
-		t.Fatal(err)
-	}
-	j.publish("three")
-	j.write("create", "c", "")
-	j.expect("reset", "added configmaps/a", "added configmaps/b", "added configmaps/c")
-	if fence, err := etcd.Get(t.Context(), "/watershed/publisher"); err != nil || fence.Count != 1 {
-		t.Errorf("the older release can publish: %v, %v", fence, err)
-	}
-}
-
 // The first log of a cluster that kube-apiserver served begins with etcd's history, so that watches of clients
 // continue.
 func TestFirstLogIsBackfilled(t *testing.T) {
@@ -532,4 +498,43 @@ func TestALogMovesToAnotherStorage(t *testing.T) {
 	if err != nil || stream.CachedInfo().Config.Storage != jetstream.FileStorage {
 		t.Errorf("%+v, %v", stream, err)
 	}
+}
+
+// The publisher exports the number of missing replicas, and a registry that does not publish exports none.
+func TestMissingReplicasAreExported(t *testing.T) {
+	j := newStoppedJournal(t)
+	metrics := prometheus.NewRegistry()
+	metrics.MustRegister(publisher.Metrics()...)
+	exports := func(want ...float64) {
+		t.Helper()
+		var got []float64
+		for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
+			families, err := metrics.Gather()
+			if err != nil {
+				t.Fatal(err)
+			}
+			got = nil
+			for _, f := range families {
+				if f.GetName() == "watershed_publisher_missing_log_replicas" {
+					for _, m := range f.Metric {
+						got = append(got, m.Gauge.GetValue())
+					}
+				}
+			}
+			if slices.Equal(got, want) {
+				return
+			}
+		}
+		t.Fatalf("missing replicas %v are exported, want %v", got, want)
+	}
+	exports()
+	stop := j.publish("two")
+	exports(0)
+	stop()
+	exports()
+	j.log.Replicas = 3 // the single server refuses more replicas
+	stop = j.publish("three")
+	exports(2)
+	stop()
+	exports()
 }

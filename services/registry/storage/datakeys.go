@@ -185,18 +185,11 @@ func (l *DataKeys) Get(ctx context.Context, st *Resource, id string) ([]byte, er
 	return l.cache.Get(name, func() ([]byte, error) {
 		secret, err := l.read(ctx, st, l.prefix+name)
 		if errors.Is(err, errAbsent) {
-			secret, err = l.read(ctx, st, oldDataKeys+name)
-		}
-		if errors.Is(err, errAbsent) || errors.Is(err, rpctypes.ErrPermissionDenied) {
 			err = fmt.Errorf("%w: etcd has no key %s", eventlog.ErrNoKey, id)
 		}
 		return secret, err
 	})
 }
-
-// oldDataKeys is the prefix of data keys of releases that kept them outside of --etcd-prefix. Their log may still have
-// messages that are encrypted with them.
-const oldDataKeys = "/watershed/log-keys/"
 
 // errAbsent means that etcd lacks a data key.
 var errAbsent = errors.New("absent")

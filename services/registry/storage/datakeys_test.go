@@ -155,21 +155,3 @@ func TestDataKeysOutliveTheLog(t *testing.T) {
 		}
 	}
 }
-
-// A log of an older release has messages whose data keys are outside of the prefix.
-func TestDataKeysOfAnOlderRelease(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "encryption.yaml")
-	if err := os.WriteFile(file, []byte(encryption), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	s := fixture.New(t, "--encryption-provider-config="+file).Resources.Storage
-	secrets, _ := s.ByName("secrets")
-	id, secret, err := storage.OldDataKeys(s).Current(t.Context(), secrets)
-	if err != nil {
-		t.Fatal(err)
-	}
-	got, err := storage.NewDataKeys(s, "keys/", 0).Get(t.Context(), secrets, id)
-	if err != nil || !bytes.Equal(got, secret) {
-		t.Error(err)
-	}
-}

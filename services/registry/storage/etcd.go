@@ -2,136 +2,63 @@ package storage
 
 import (
 	"context"
-	"crypto/tls"
-	"fmt"
-	"log/slog"
-	"math/rand/v2"
-	"net"
-	"slices"
-	"strings"
+	"errors"
+	"sync/atomic"
 	"time"
-	_ "unsafe" // for go:linkname
 
-	"go.etcd.io/etcd/client/pkg/v3/transport"
-	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	etcdkubernetes "go.etcd.io/etcd/client/v3/kubernetes"
-	"go.uber.org/zap"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/backoff"
-	utilnet "k8s.io/apimachinery/pkg/util/net"
-	serveroptions "k8s.io/apiserver/pkg/server/options"
-	"k8s.io/apiserver/pkg/storage/etcd3/metrics"
-	"k8s.io/apiserver/pkg/storage/storagebackend"
-	certutil "k8s.io/client-go/util/cert"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
-	"watershed.dev/platform/egress"
-	"watershed.dev/platform/rpc"
-	"watershed.dev/platform/zaplog"
+	"watershed.dev/platform/eventlog"
 )
 
-// newClient returns a client of etcd, which connects through dial. Nil: directly.
-func newClient(servers []string, tlsConfig *tls.Config, dial utilnet.DialFunc) (*etcdkubernetes.Client, error) {
-	client, err := etcdkubernetes.New(clientv3.Config{
-		Endpoints:            servers,
-		TLS:                  tlsConfig,
-		Logger:               zap.NewNop(),
-		DialTimeout:          20 * time.Second,
-		DialKeepAliveTime:    10 * time.Second,
-		DialKeepAliveTimeout: 5 * time.Second,
-		MaxCallRecvMsgSize:   256 << 20,
-		DialOptions: append(dialOptions(dial), grpc.WithConnectParams(grpc.ConnectParams{
-			MinConnectTimeout: 3 * time.Second,
-			Backoff: backoff.Config{
-				BaseDelay:  50 * time.Millisecond,
-				Multiplier: 1.6,
-				Jitter:     0.2,
-				MaxDelay:   time.Second,
-			},
-		})),
-	})
+// Etcd is an etcd: its client, its event log and the prefix of its keys. Each etcd has revisions, an epoch and an event
+// log of its own.
+type Etcd struct {
+	Client *etcdkubernetes.Client
+	// Log identifies the etcd's event log.
+	Log     eventlog.LogID
+	Servers []string
+
+	prefix string
+	// latestRevision is the latest revision that a GET has returned.
+	latestRevision atomic.Int64
+}
+
+// ReadRevision returns etcd's revision with a linearizable read of a key that is absent.
+func (e *Etcd) ReadRevision(ctx context.Context) (int64, error) {
+	resp, err := e.Client.Client.Get(ctx, e.OwnKey(absentKey))
 	if err != nil {
-		return nil, err
+		return 0, err
 	}
-	return client, nil
+	return resp.Header.Revision, nil
 }
 
-// upstreamClientLogger is the logger of the etcd clients that upstream's allocators open. Upstream's writes to standard
-// error, and no option replaces it.
-//
-//go:linkname upstreamClientLogger k8s.io/apiserver/pkg/storage/storagebackend/factory.etcd3ClientLogger
-var upstreamClientLogger *zap.Logger
+// connectionTimeout bounds ConnectionError.
+const connectionTimeout = 2 * time.Second
 
-func init() { upstreamClientLogger = zaplog.New(slog.LevelError) }
-
-// dialOptions returns the options of the connection to etcd.
-func dialOptions(dial utilnet.DialFunc) []grpc.DialOption {
-	options := rpc.TracingDialOptions()
-	if dial == nil {
-		return options
+// ConnectionError returns why the client has no connection. It is nil if the client has a connection.
+func (e *Etcd) ConnectionError(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, connectionTimeout)
+	defer cancel()
+	// unlike other calls of the client, it does not wait for a connection
+	maintenance := etcdserverpb.NewMaintenanceClient(e.Client.Client.ActiveConnection())
+	_, err := maintenance.Status(ctx, &etcdserverpb.StatusRequest{})
+	if code := status.Code(err); code != codes.Unavailable && code != codes.DeadlineExceeded {
+		return nil
 	}
-	return append(options, grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
-		return dial(ctx, "tcp", address)
-	}))
+	return errors.New(status.Convert(err).Message())
 }
 
-// tlsConfig reads the files of the connection to etcd. It returns nil if no file is set.
-func (o *Options) tlsConfig() (*tls.Config, error) {
-	if o.CertFile == "" && o.KeyFile == "" && o.CAFile == "" {
-		return nil, nil
-	}
-	if o.CAFile != "" {
-		if _, err := certutil.NewPool(o.CAFile); err != nil {
-			return nil, fmt.Errorf("--etcd-cafile %q: %w", o.CAFile, err)
-		}
-	}
-	info := transport.TLSInfo{CertFile: o.CertFile, KeyFile: o.KeyFile, TrustedCAFile: o.CAFile}
-	config, err := info.ClientConfig()
-	if err != nil {
-		return nil, fmt.Errorf("--etcd-certfile %q, --etcd-keyfile %q: %w", o.CertFile, o.KeyFile, err)
-	}
-	return config, nil
-}
+// absentKey is the name of an own key that no process writes.
+const absentKey = "nothing"
 
-// upstream returns the options in the form of upstream's storage packages. Their allocators open clients of their own,
-// through out.
-func (o *Options) upstream(out egress.Selector) *serveroptions.EtcdOptions {
-	eo := serveroptions.NewEtcdOptions(storagebackend.NewDefaultConfig(o.Prefix, nil))
-	to := &eo.StorageConfig.Transport
-	if out.Etcd() != nil {
-		to.EgressLookup = out.Lookup()
-	}
-	to.ServerList, to.CertFile, to.KeyFile, to.TrustedCAFile = o.Servers, o.CertFile, o.KeyFile, o.CAFile
-	eo.StorageConfig.CompactionInterval = 0 // the publisher compacts, because upstream's compactor holds a watch
-	eo.StorageConfig.LeaseManagerConfig.ReuseDurationSeconds = o.LeaseReuseSeconds
-	eo.StorageConfig.DBMetricPollInterval = o.DBSizePollInterval
-	eo.EtcdServersOverrides = o.Overrides
-	eo.DefaultStorageMediaType = o.DefaultStorageMediaType
-	eo.EnableWatchCache = false
-	return eo
-}
+// Prefix returns the prefix of all keys, such as "/registry/".
+func (e *Etcd) Prefix() string { return e.prefix }
 
-// sizeMonitor reports the size of etcd's database for a metric, when the metric is read.
-type sizeMonitor struct{ *clientv3.Client }
-
-// Monitor implements metrics.Monitor.
-func (m sizeMonitor) Monitor(ctx context.Context) (metrics.StorageMetrics, error) {
-	endpoints := m.Endpoints()
-	status, err := m.Status(ctx, endpoints[rand.IntN(len(endpoints))])
-	if err != nil {
-		return metrics.StorageMetrics{}, err
-	}
-	return metrics.StorageMetrics{Size: status.DbSize}, nil
-}
-
-// Close implements metrics.Monitor. It keeps the client, which the storage owns.
-func (m sizeMonitor) Close() error { return nil }
-
-// selectorOf returns out, or no selector if all servers are Unix sockets, which no proxy reaches.
-func selectorOf(servers []string, out egress.Selector) egress.Selector {
-	if slices.ContainsFunc(servers, func(s string) bool {
-		return !strings.HasPrefix(s, "unix:") && !strings.HasPrefix(s, "unixs:")
-	}) {
-		return out
-	}
-	return egress.Selector{}
-}
+// OwnKey returns the etcd key of Watershed's own state with a name. The key is under the prefix, so control planes with
+// different prefixes share an etcd, and etcd's RBAC can grant the prefix alone. kube-apiserver ignores the key, and no
+// resource has it, because the group of a CRD has a dot.
+func (e *Etcd) OwnKey(name string) string { return e.prefix + "watershed/" + name }

@@ -1,76 +1,19 @@
 package storage
 
 import (
-	"context"
 	"crypto/sha256"
 	"encoding/hex"
-	"errors"
 	"fmt"
-	"net"
-	"net/url"
 	"path"
 	"slices"
 	"strings"
-	"sync/atomic"
-	"time"
 
-	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	etcdkubernetes "go.etcd.io/etcd/client/v3/kubernetes"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	serveroptions "k8s.io/apiserver/pkg/server/options"
 
 	"watershed.dev/platform/eventlog"
 )
-
-// Etcd is a client of an etcd. Each etcd has revisions, an epoch and an event log of its own.
-type Etcd struct {
-	Client *etcdkubernetes.Client
-	// Log identifies the etcd's event log.
-	Log     eventlog.LogID
-	Servers []string
-
-	prefix string
-	// latestRevision is the latest revision that a GET has returned.
-	latestRevision atomic.Int64
-}
-
-// ReadRevision returns etcd's revision with a linearizable read of a key that is absent.
-func (e *Etcd) ReadRevision(ctx context.Context) (int64, error) {
-	resp, err := e.Client.Client.Get(ctx, e.OwnKey(absentKey))
-	if err != nil {
-		return 0, err
-	}
-	return resp.Header.Revision, nil
-}
-
-// connectionTimeout bounds ConnectionError.
-const connectionTimeout = 2 * time.Second
-
-// ConnectionError returns why the client has no connection. It is nil if the client has a connection.
-func (e *Etcd) ConnectionError(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, connectionTimeout)
-	defer cancel()
-	// unlike other calls of the client, it does not wait for a connection
-	maintenance := etcdserverpb.NewMaintenanceClient(e.Client.Client.ActiveConnection())
-	_, err := maintenance.Status(ctx, &etcdserverpb.StatusRequest{})
-	if code := status.Code(err); code != codes.Unavailable && code != codes.DeadlineExceeded {
-		return nil
-	}
-	return errors.New(status.Convert(err).Message())
-}
-
-// absentKey is the name of an own key that no process writes.
-const absentKey = "nothing"
-
-// Prefix returns the prefix of all keys, such as "/registry/".
-func (e *Etcd) Prefix() string { return e.prefix }
-
-// OwnKey returns the etcd key of Watershed's own state with a name. The key is under the prefix, so control planes with
-// different prefixes share an etcd, and etcd's RBAC can grant the prefix alone. kube-apiserver ignores the key, and no
-// resource has it, because the group of a CRD has a dot.
-func (e *Etcd) OwnKey(name string) string { return e.prefix + "watershed/" + name }
 
 // maxOtherEtcds bounds the etcds of --etcd-servers-overrides. A replica of the watch tier has a NATS subscription for
 // each log, and cmd/embedded/accounts.conf allows 8.
@@ -96,13 +39,8 @@ var inMain = []schema.GroupResource{
 // overridesFlag is the name of the flag that Options.Overrides holds.
 const overridesFlag = "--etcd-servers-overrides"
 
-// Validate returns an error that names the invalid flag.
-func (o *Options) Validate() error {
-	for _, server := range o.Servers {
-		if !isEtcdURL(server) {
-			return fmt.Errorf("--etcd-servers %q: want http://host:port, https://host:port or unix://path", server)
-		}
-	}
+// validateOverrides returns an error that names an override which Watershed does not support.
+func (o *Options) validateOverrides() error {
 	overrides, err := serveroptions.ParseEtcdServersOverrides(o.Overrides)
 	if err != nil {
 		return fmt.Errorf("%w: %q", err, o.Overrides)
@@ -120,15 +58,6 @@ func (o *Options) Validate() error {
 		return fmt.Errorf("%s names %d etcds; the limit is %d", overridesFlag, len(ids), maxOtherEtcds)
 	}
 	return nil
-}
-
-// isEtcdURL reports if etcd's client can dial a server. It accepts host:port as http, as kube-apiserver does.
-func isEtcdURL(server string) bool {
-	if _, _, err := net.SplitHostPort(server); err == nil && !strings.Contains(server, "/") {
-		return true
-	}
-	u, err := url.Parse(server)
-	return err == nil && (u.Host+u.Path) != "" && slices.Contains([]string{"http", "https", "unix", "unixs"}, u.Scheme)
 }
 
 // flagValue returns a resource as --etcd-servers-overrides names it.

@@ -1,6 +1,8 @@
 package storage_test
 
 import (
+	"os"
+	"os/exec"
 	"strings"
 	"testing"
 
@@ -93,6 +95,36 @@ func TestRow(t *testing.T) {
 		if row := st.Row(t.Context(), key, []byte(value), 7); row.Unreadable == "" {
 			t.Errorf("%s is read as %.100s", name, row.Json)
 		}
+	}
+}
+
+// Upstream's clients of a main cluster dial through members, unless gRPC must use a proxy for a server of another etcd.
+// net/http reads the proxy of the environment once, so a process of its own has it.
+func TestUpstreamsClientsUseTheProxy(t *testing.T) {
+	const child = "WATERSHED_TEST_PROXY"
+	if os.Getenv(child) == "" {
+		cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^"+t.Name()+"$")
+		cmd.Env = append(os.Environ(), child+"=1", "HTTPS_PROXY=http://127.0.0.1:1", "NO_PROXY=10.0.0.1")
+		if output, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("%v: %s", err, output)
+		}
+		return
+	}
+	for overrides, want := range map[string]bool{
+		"/events#http://10.0.0.1:1": true,
+		"/events#http://10.0.0.2:1": false,
+	} {
+		s, err := storage.Open(t.Context(), storage.Options{
+			Servers:   []string{"http://127.0.0.1:1", "http://localhost:1"},
+			Overrides: []string{overrides},
+		}, egress.Selector{}, nil, "test")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := s.Options.StorageConfig.Transport.EgressLookup != nil; got != want {
+			t.Errorf("%s: upstream's clients dial through members: %v", overrides, got)
+		}
+		_ = s.Close()
 	}
 }
 

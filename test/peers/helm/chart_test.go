@@ -103,11 +103,13 @@ func TestTheChartInstallsTheOverlays(t *testing.T) {
 		got["Job/certgen"] = got["Job/certgen-1"]
 		delete(got, "Job/certgen-1")
 		got["Job/certgen"]["metadata"].(object)["name"] = "certgen"
-		class := got["PriorityClass/watershed"]["metadata"].(object)
-		if field(class, "annotations", "helm.sh/resource-policy") != "keep" {
-			t.Errorf("%s: the PriorityClass of all releases is deleted with the first release", overlay)
+		for _, name := range []string{"PriorityClass/watershed", "PriorityClass/watershed-storage"} {
+			class := got[name]["metadata"].(object)
+			if field(class, "annotations", "helm.sh/resource-policy") != "keep" {
+				t.Errorf("%s: the %s of all releases is deleted with the first release", overlay, name)
+			}
+			delete(class, "annotations")
 		}
-		delete(class, "annotations")
 		if len(want) < 20 || len(got) != len(want) {
 			t.Errorf("%s: %d objects, want %d", overlay, len(got), len(want))
 		}
@@ -139,6 +141,8 @@ workloads:
     volumes: [{name: etcd, secret: {secretName: external-etcd}}]
     volumeMounts: [{name: etcd, mountPath: /etc/watershed/etcd}]
   certgen: {pod: {nodeSelector: {g: h}}}
+  probe: {args: [--interval=5s]}
+probe: {enabled: true}
 omit: [StatefulSet/etcd, Service/etcd]
 etcdStorage: {size: 64Gi, className: fast}
 autoscaling: {enabled: true}
@@ -171,6 +175,8 @@ monitoring: {enabled: true, labels: {release: prometheus}}
 	want(true, gateway, in(pod, "securityContext", "runAsNonRoot")...)
 	want("h", "Job/certgen-1", in(pod, "nodeSelector", "g")...)
 	want("h", "CronJob/certgen", in(append([]any{"spec", "jobTemplate"}, pod...), "nodeSelector", "g")...)
+	want("registry.example.com:5000/a/watershed:v9.9.9", "Deployment/probe", in(container, "image")...)
+	want("--interval=5s", "Deployment/probe", in(container, "args", 3)...)
 	want("LoadBalancer", "Service/gateway", "spec", "type")
 	want("b", "Service/gateway", "metadata", "annotations", "a")
 	want("api.example.com,10.0.0.1", "ConfigMap/gateway-names", "data", "names")
@@ -264,6 +270,9 @@ func TestTheSchemaNamesABadValue(t *testing.T) {
 		"workloads: {gateway: {args: [v]}}":        "args",
 		"image: {registry: 'https://example.com'}": "registry",
 		"omit: [etcd]":                             "omit",
+		"workloads: {gateway: {replicas: 3}}":      "workloads: gateway: the overlay compact has front, watchfanout, ",
+		"workloads: {probe: {replicas: 1}}":        "workloads: probe: the overlay compact has ",
+		"omit: [Deployment/gateway]":               "omit: Deployment/gateway: the overlay compact has ",
 	} {
 		if _, err := render(t, "watershed", values); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v, want an error with %q", values, err, want)

@@ -50,7 +50,7 @@ func TestTokenReviewAudiences(t *testing.T) {
 				User:          &commonv1.User{Name: "bob"},
 				Audiences:     c.answered,
 			}}
-			ctx := WithCallbacks(request.WithNamespace(t.Context(), ""), callbacks)
+			ctx := withCallbacks(request.WithNamespace(t.Context(), ""), callbacks)
 			out, err := NewTokenReviews(c.own).Create(ctx,
 				&authentication.TokenReview{Spec: authentication.TokenReviewSpec{Token: "t", Audiences: c.asked}},
 				func(context.Context, runtime.Object) error { return nil }, &metav1.CreateOptions{})
