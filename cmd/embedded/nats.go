@@ -173,7 +173,8 @@ func (n *NATS) start() (*server.Server, error) {
 	}
 	srv.SetLoggerV2(natsLog{n.routeClosed}, false, false, false)
 	srv.Start()
-	if !srv.ReadyForConnections(20 * time.Second) {
+	// The second call does not count the time while the process was stopped.
+	if !srv.ReadyForConnections(20*time.Second) && !srv.ReadyForConnections(time.Second) {
 		srv.Shutdown()
 		return nil, errors.New("NATS is not ready after 20 s")
 	}

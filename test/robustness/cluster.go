@@ -178,7 +178,7 @@ func (c *cluster) stop() {
 // differences returns the log lines of the replicas whose objects differed from etcd's (platform/watchcache/logreader).
 func (c *cluster) differences() (lines []string) {
 	for _, p := range c.processes {
-		data, err := os.ReadFile(filepath.Join(c.dir, p.name+".log"))
+		data, err := os.ReadFile(p.log())
 		if err != nil {
 			lines = append(lines, err.Error())
 		}
@@ -193,7 +193,7 @@ func (c *cluster) differences() (lines []string) {
 
 func (c *cluster) died() (n int) {
 	for _, p := range c.processes {
-		n += p.ends()
+		n += len(p.ends())
 	}
 	return n
 }

@@ -185,8 +185,11 @@ func run(ctx context.Context, o options) (*result, error) {
 	r.counts["processes that died by themselves"] = c.died()
 	r.counts["changes of data and versions that were made"] = c.changed()
 	for _, p := range c.processes {
-		if n := p.ends(); n > 0 && p.name != controllers { // a client may end after a failed request
-			complaints = append(complaints, fmt.Sprintf("%s ended %d times by itself", p.name, n))
+		if p.name == controllers {
+			continue // a client may end after a failed request
+		}
+		for _, line := range p.ends() {
+			complaints = append(complaints, fmt.Sprintf("%s ended by itself: %s", p.name, line))
 		}
 	}
 	complaints = append(complaints, c.differences()...)

@@ -6,6 +6,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -29,9 +31,10 @@ type process struct {
 	done    chan struct{}
 	stopped bool
 	// down is the delay before the next restart.
-	down           time.Duration
-	endExpected    bool
-	unexpectedEnds int
+	down        time.Duration
+	endExpected bool
+	// errors has the last line of the log at each unexpected end.
+	errors []string
 	// changes change the data, the program or the arguments before the next restart, in order.
 	changes []func() error
 	// changed counts the changes that have succeeded.
@@ -51,8 +54,9 @@ func (p *process) start() {
 				return
 			}
 			if !p.endExpected {
-				p.unexpectedEnds++
-				log.Printf("%s ended by itself: %v", p.name, err)
+				line := p.lastLine()
+				p.errors = append(p.errors, line)
+				log.Printf("%s ended by itself: %v: %s", p.name, err, line)
 			}
 			p.endExpected = false
 			down := max(p.down, 50*time.Millisecond)
@@ -63,7 +67,7 @@ func (p *process) start() {
 }
 
 func (p *process) once() error {
-	out, err := os.OpenFile(filepath.Join(p.cluster.dir, p.name+".log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
+	out, err := os.OpenFile(p.log(), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
 	if err != nil {
 		return err
 	}
@@ -148,12 +152,25 @@ func freeze(processes []*process, lasts time.Duration) {
 	}
 }
 
-// ends returns how often the process has ended by itself.
-func (p *process) ends() int {
+// ends returns the last line of the log at each end of the process by itself.
+func (p *process) ends() []string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.unexpectedEnds
+	return slices.Clone(p.errors)
 }
+
+// lastLine returns the last line of the log. The error of a process that ends is its last line.
+func (p *process) lastLine() string {
+	data, err := os.ReadFile(p.log())
+	if err != nil {
+		return err.Error()
+	}
+	lines := strings.Split(strings.TrimSpace(string(data)), "\n")
+	return lines[len(lines)-1]
+}
+
+// log returns the file of the process's output.
+func (p *process) log() string { return filepath.Join(p.cluster.dir, p.name+".log") }
 
 // made returns the number of changes that have succeeded.
 func (p *process) made() int {

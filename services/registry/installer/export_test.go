@@ -1,6 +1,7 @@
 package installer
 
 import (
+	"context"
 	"strings"
 	"weak"
 
@@ -15,4 +16,9 @@ func PodSpecContainers(s *Set) weak.Pointer[spec.Schema] {
 		}
 	}
 	return weak.Pointer[spec.Schema]{}
+}
+
+// UntilConnected is untilConnected with a build that returns an error only.
+func UntilConnected(ctx context.Context, build func() error) (any, error) {
+	return untilConnected(ctx, func() (restStorageProvider, error) { return nil, build() })
 }
