@@ -1,0 +1,76 @@
+package harness
+
+import (
+	"errors"
+	"io"
+	"net/http"
+	"os"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+)
+
+// Retrying returns a transport that repeats a request with Retry-After in its response, up to ten times, as client-go
+// does. A server responds so after a pause of the machine, until its policy is fresh again. A request with a body needs
+// GetBody, which http.NewRequest sets.
+func Retrying(next http.RoundTripper) http.RoundTripper { return retrying{next} }
+
+type retrying struct{ next http.RoundTripper }
+
+// RoundTrip implements http.RoundTripper.
+func (r retrying) RoundTrip(req *http.Request) (*http.Response, error) {
+	for attempt := 0; ; attempt++ {
+		resp, err := r.next.RoundTrip(req)
+		if err != nil || attempt == 10 || req.Body != nil && req.GetBody == nil {
+			return resp, err
+		}
+		seconds, err := strconv.Atoi(resp.Header.Get("Retry-After"))
+		if err != nil || resp.StatusCode != http.StatusTooManyRequests && resp.StatusCode < http.StatusInternalServerError {
+			return resp, nil
+		}
+		_, _ = io.Copy(io.Discard, resp.Body)
+		resp.Body.Close()
+		select {
+		case <-req.Context().Done():
+			return nil, req.Context().Err()
+		case <-time.After(time.Duration(seconds) * time.Second):
+		}
+		if req.GetBody != nil {
+			req = req.Clone(req.Context())
+			if req.Body, err = req.GetBody(); err != nil {
+				return nil, err
+			}
+		}
+	}
+}
+
+// Write calls write until its result is known. etcd gives up a write after 7 s, for example after a pause of the
+// machine, and may have made it. A repeated create that finds its object has succeeded, and so has a repeated delete
+// that finds none.
+func Write(t testing.TB, write func() error) {
+	t.Helper()
+	repeated := false
+	Eventually(t, Soon, func() error {
+		err := write()
+		switch {
+		case err == nil, repeated && (apierrors.IsAlreadyExists(err) || apierrors.IsNotFound(err)):
+			return nil
+		case unknownResult(err):
+			repeated = true
+			return err
+		}
+		t.Fatal(err)
+		return nil
+	})
+}
+
+// unknownResult reports whether a write with this error may have been made.
+func unknownResult(err error) bool {
+	text := err.Error()
+	return apierrors.IsTimeout(err) || apierrors.IsServerTimeout(err) || apierrors.IsServiceUnavailable(err) ||
+		errors.Is(err, os.ErrDeadlineExceeded) || strings.Contains(text, "etcdserver: request timed out") ||
+		strings.Contains(text, "etcdserver: leader changed")
+}
