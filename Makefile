@@ -83,16 +83,17 @@ SHORT_CMD  := kubectl_get kubectl_diff kubectl_server_side_apply
 CMD_TOOLS  := command -v bash && command -v jq && command -v openssl && command -v curl && { command -v ss || command -v netstat; }
 
 # make runs two of the targets e2e-* at a time, the longest first. unit runs the packages eventlog, rules and simulation.
-# cost runs alone, because it measures CPU and memory.
+# cost runs alone, because it measures CPU and memory. stalls runs a test again that fails while the machine stands still.
+# A robustness test has another seed then, which could hide a fault.
 e2e: build peers $(PEERS)/kubectl-convert ## real clients and controllers against both forms, and short forms of the long targets
 	$(MAKE) --jobs=2 e2e-longest e2e-packages e2e-envtest e2e-integration e2e-cmd
-	cd test && go test -count=1 -timeout 30m ./cost
+	cd test && go run ./stalls -- -count=1 -timeout=30m ./cost
 
 e2e-longest:
-	cd test && go test -count=1 -timeout 60m -parallel 3 ./e2e
+	cd test && go run ./stalls -- -count=1 -timeout=60m -parallel=3 ./e2e
 
 e2e-packages:
-	cd test && go test -count=1 -timeout 45m -p=1 $$(go list ./... | grep -Ev '^watershed.dev/test/(cost|e2e|eventlog|rules|simulation)$$')
+	cd test && go run ./stalls -never watershed.dev/test/robustness -- -count=1 -timeout=45m -p=1 $$(go list ./... | grep -Ev '^watershed.dev/test/(cost|e2e|eventlog|rules|simulation)$$')
 
 e2e-envtest:
 	cd test/envtest && GOWORK=off go run . -reference=false -project controller-runtime -packages client,webhook
