@@ -246,7 +246,7 @@ func (h *hosted) certManager() {
 		h.outer.Kubectl("create", "-f", file)
 	}
 	for _, file := range crds {
-		h.outer.Kubectl("wait", "--for=condition=Established", "-f", file)
+		h.outer.Kubectl("wait", "--timeout=2m", "--for=condition=Established", "-f", file)
 	}
 	harness.Start(
 		h,

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"os/exec"
 	"reflect"
 	"strings"
 	"testing"
@@ -43,7 +42,9 @@ func askCBOR(t *testing.T, s *harness.Server, method, path, contentType, accept 
 	if contentType != "" {
 		req.Header.Set("Content-Type", contentType)
 	}
-	client, err := rest.HTTPClientFor(s.Config())
+	config := s.Config()
+	config.Wrap(harness.Retrying)
+	client, err := rest.HTTPClientFor(config)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -101,7 +102,7 @@ func TestCBOR(t *testing.T) {
 		if got.code != http.StatusOK || got.contentType != accept {
 			t.Errorf("%s: %v", name, got)
 		}
-		stored, err := exec.Command(harness.Peer("etcdctl"), "--endpoints", theirs.Etcd, "get", "--print-value-only",
+		stored, err := harness.Etcdctl("--endpoints", theirs.Etcd, "get", "--print-value-only",
 			"/registry/e2e.example.com/widgets/default/"+name).Output()
 		if err != nil || !bytes.HasPrefix(stored, []byte{0xd9, 0xd9, 0xf7}) {
 			t.Errorf("%s is stored as %q, %v", name, stored, err)
@@ -142,7 +143,7 @@ func TestCBOR(t *testing.T) {
 		})
 	}
 	if _, err := plain.TryKubectl("", "wait", "--for=jsonpath={.metadata.labels.applied}=yes", "widget/ours",
-		"widget/theirs", "--timeout=20s"); err != nil {
+		"widget/theirs", "--timeout=2m"); err != nil {
 		t.Errorf("a server without the gate: %v", err)
 	}
 	plain.Kubectl("annotate", "widget", "ours", "theirs", "by=plain")

@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"fmt"
-	"os/exec"
 	"slices"
 	"testing"
 	"time"
@@ -24,8 +23,7 @@ func TestAnObjectThatCannotBeReadIsNotHidden(t *testing.T) {
 	s := harness.Up(t, "", "--etcd-servers="+etcd)
 	etcdctl := func(args ...string) {
 		t.Helper()
-		if out, err := exec.Command(harness.Peer("etcdctl"),
-			append([]string{"--endpoints", etcd}, args...)...).CombinedOutput(); err != nil {
+		if out, err := harness.Etcdctl(append([]string{"--endpoints", etcd}, args...)...).CombinedOutput(); err != nil {
 			t.Fatalf("etcdctl: %v\n%s", err, out)
 		}
 	}
@@ -107,7 +105,7 @@ func TestUnsafeDeletion(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer w.Stop()
-		if out, err := exec.Command(harness.Peer("etcdctl"), "--endpoints", etcd, "put", "/registry/configmaps/default/bad",
+		if out, err := harness.Etcdctl("--endpoints", etcd, "put", "/registry/configmaps/default/bad",
 			"rubbish").CombinedOutput(); err != nil {
 			t.Fatalf("etcdctl: %v\n%s", err, out)
 		}
@@ -155,7 +153,7 @@ func TestDecisionsGoOnBesideUnreadableObjects(t *testing.T) {
 	s := harness.Up(t, "", "--etcd-servers="+etcd)
 	for _, key := range []string{"namespaces/0", "clusterroles/0", "clusterrolebindings/0", "roles/default/0",
 		"serviceaccounts/default/0", "pods/default/0", "resourcequotas/default/0"} {
-		if out, err := exec.Command(harness.Peer("etcdctl"), "--endpoints", etcd, "put", "/registry/"+key,
+		if out, err := harness.Etcdctl("--endpoints", etcd, "put", "/registry/"+key,
 			"rubbish").CombinedOutput(); err != nil {
 			t.Fatalf("etcdctl: %v\n%s", err, out)
 		}

@@ -67,8 +67,9 @@ func define(t *testing.T, s *harness.Server, definition string) {
 	s.Apply(definition)
 	// The CRD's conditions are null until its names are accepted. kubectl wait fails on a null condition at once, with
 	// either server.
-	s.Kubectl("wait", "--for=jsonpath={.status.acceptedNames.kind}=Widget", "crd/widgets.e2e.example.com")
-	s.Kubectl("wait", "--for=condition=Established", "crd/widgets.e2e.example.com")
+	s.Kubectl("wait", "--timeout=2m", "--for=jsonpath={.status.acceptedNames.kind}=Widget",
+		"crd/widgets.e2e.example.com")
+	s.Kubectl("wait", "--timeout=2m", "--for=condition=Established", "crd/widgets.e2e.example.com")
 }
 
 func widget(version, name string, spec map[string]any) *unstructured.Unstructured {

@@ -47,7 +47,7 @@ func TestWebhooksAtTheAPIsOwnService(t *testing.T) {
 			t.Cleanup(server.Close)
 			s := start(t, "", "--enable-aggregator-routing")
 			s.Apply(registration(t, listener.Addr().(*net.TCPAddr).Port))
-			s.Kubectl("wait", "--for=condition=Available", "apiservice/v1alpha1.wardle.example.com")
+			s.Kubectl("wait", "--timeout=2m", "--for=condition=Available", "apiservice/v1alpha1.wardle.example.com")
 			ca, err := os.ReadFile(s.CA + ".crt")
 			if err != nil {
 				t.Fatal(err)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"net/http"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -71,7 +70,7 @@ func (e *guardedEtcd) leaf(user string, usage pki.Usage) (crt, key string) {
 func (e *guardedEtcd) ctl(args ...string) string {
 	e.t.Helper()
 	crt, key := e.leaf("root", pki.Client)
-	out, err := exec.Command(harness.Peer("etcdctl"), append([]string{"--endpoints", e.url, "--cacert", e.ca.CertFile(),
+	out, err := harness.Etcdctl(append([]string{"--endpoints", e.url, "--cacert", e.ca.CertFile(),
 		"--cert", crt, "--key", key}, args...)...).CombinedOutput()
 	if err != nil {
 		e.t.Fatalf("etcdctl %q: %v\n%s", args, err, out)
@@ -110,7 +109,7 @@ func TestControlPlanesShareEtcdByPrefix(t *testing.T) {
 	watches := map[string]watch.Interface{}
 	for name, s := range servers {
 		w, err := s.Client().CoreV1().ConfigMaps("default").Watch(ctx, metav1.ListOptions{
-			LabelSelector: "prefix", TimeoutSeconds: new(int64(60))})
+			LabelSelector: "prefix", TimeoutSeconds: new(int64(harness.Soon.Seconds()))})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -43,7 +43,7 @@ func TestARestoredEtcdIsAnotherEpoch(t *testing.T) {
 	}
 	create("before")
 	backup := filepath.Join(dir, "backup.db")
-	if out, err := exec.Command(harness.Peer("etcdctl"), "--endpoints", etcd.URL, "snapshot", "save",
+	if out, err := harness.Etcdctl("--endpoints", etcd.URL, "snapshot", "save",
 		backup).CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}

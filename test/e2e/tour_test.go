@@ -228,7 +228,7 @@ func TestClientsTakeTheSameTour(t *testing.T) {
 	servers := []*harness.Server{theirs, ours}
 	for _, s := range servers {
 		s.Apply(openAPIDefinitions)
-		s.Kubectl("wait", "--for=condition=Established", "crd", "--all")
+		s.Kubectl("wait", "--timeout=2m", "--for=condition=Established", "crd", "--all")
 	}
 	compare := func(t *testing.T, run func(r *tour, s *harness.Server)) {
 		var results [2][]string

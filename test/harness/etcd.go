@@ -51,6 +51,11 @@ func (m *Member) Start() {
 // Stop stops etcd with SIGTERM.
 func (m *Member) Stop() { m.process.Stop() }
 
+// Etcdctl returns an etcdctl command with more time than its 5 s, for a busy machine.
+func Etcdctl(args ...string) *exec.Cmd {
+	return exec.Command(Peer("etcdctl"), append([]string{"--command-timeout=1m"}, args...)...)
+}
+
 // Restore replaces the member's data with a backup, as etcdutl does. The member must be stopped.
 func (m *Member) Restore(backup string) {
 	m.t.Helper()

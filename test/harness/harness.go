@@ -185,7 +185,7 @@ func (s *Server) Kubectl(args ...string) string {
 
 // TryKubectl runs kubectl with input on stdin.
 func (s *Server) TryKubectl(input string, args ...string) (string, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute) // kubectl wait has --timeout=2m
 	defer cancel()
 	cmd := exec.CommandContext(ctx, Peer("kubectl"),
 		append([]string{"--kubeconfig", s.Kubeconfig, "--cache-dir", filepath.Join(s.Dir, "kubectl-cache")},
@@ -368,11 +368,13 @@ func (s *Server) Log() string {
 
 // Get requests a path as the administrator and returns the status code and the body.
 func (s *Server) Get(path string) (int, string) {
-	c, err := rest.HTTPClientFor(s.Config())
+	config := s.Config()
+	config.Wrap(Retrying)
+	c, err := rest.HTTPClientFor(config)
 	if err != nil {
 		return 0, err.Error()
 	}
-	resp, err := c.Get(s.Config().Host + path)
+	resp, err := c.Get(config.Host + path)
 	if err != nil {
 		return 0, err.Error()
 	}

@@ -47,8 +47,8 @@ func Start(t testing.TB, dir, name, program string, args ...string) *Process {
 	return p
 }
 
-// stopTimeout is how long a process may take to stop.
-const stopTimeout = 20 * time.Second
+// stopTimeout is how long a process may take to stop. A server itself gives up after lifecycle.StopTimeout, 30 s.
+const stopTimeout = time.Minute
 
 // Stop sends SIGTERM and waits for the process to end. It kills the process after stopTimeout, and logs that.
 func (p *Process) Stop() {

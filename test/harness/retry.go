@@ -1,7 +1,9 @@
 package harness
 
 import (
+	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 	"os"
@@ -11,6 +13,7 @@ import (
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
 // Retrying returns a transport that repeats a request with Retry-After in its response, up to ten times, as client-go
@@ -47,6 +50,18 @@ func (r retrying) RoundTrip(req *http.Request) (*http.Response, error) {
 	}
 }
 
+// Failure returns the error of a response as client-go does, or nil if its status code is below 300.
+func Failure(code int, body string) error {
+	if code < 300 {
+		return nil
+	}
+	var status metav1.Status
+	if json.Unmarshal([]byte(body), &status) == nil && status.Status == metav1.StatusFailure {
+		return &apierrors.StatusError{ErrStatus: status}
+	}
+	return fmt.Errorf("%d %.300s", code, body)
+}
+
 // Write calls write until its result is known. etcd gives up a write after 7 s, for example after a pause of the
 // machine, and may have made it. A repeated create that finds its object has succeeded, and so has a repeated delete
 // that finds none.
@@ -58,7 +73,7 @@ func Write(t testing.TB, write func() error) {
 		switch {
 		case err == nil, repeated && (apierrors.IsAlreadyExists(err) || apierrors.IsNotFound(err)):
 			return nil
-		case unknownResult(err):
+		case UnknownResult(err):
 			repeated = true
 			return err
 		}
@@ -67,8 +82,8 @@ func Write(t testing.TB, write func() error) {
 	})
 }
 
-// unknownResult reports whether a write with this error may have been made.
-func unknownResult(err error) bool {
+// UnknownResult reports whether a write with this error may have been made.
+func UnknownResult(err error) bool {
 	text := err.Error()
 	return apierrors.IsTimeout(err) || apierrors.IsServerTimeout(err) || apierrors.IsServiceUnavailable(err) ||
 		errors.Is(err, os.ErrDeadlineExceeded) || strings.Contains(text, "etcdserver: request timed out") ||

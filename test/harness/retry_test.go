@@ -47,3 +47,16 @@ func TestAWriteOfUnknownResultIsRepeated(t *testing.T) {
 		t.Errorf("%d attempts are missing", len(results))
 	}
 }
+
+func TestAFailureOfUnknownResultIsRecognized(t *testing.T) {
+	status := `{"kind":"Status","status":"Failure","message":"etcdserver: request timed out","code":500}`
+	if err := Failure(500, status); err == nil || !UnknownResult(err) {
+		t.Error(err)
+	}
+	if err := Failure(403, "forbidden"); err == nil || UnknownResult(err) {
+		t.Error(err)
+	}
+	if err := Failure(201, "{}"); err != nil {
+		t.Error(err)
+	}
+}
