@@ -73,9 +73,12 @@ func TestACorruptObjectAffectsNoOther(t *testing.T) {
 			if v.Resource.Group == "admissionregistration.k8s.io" && !objects {
 				continue // an unreadable webhook or policy rejects every request (security.md)
 			}
-			if _, err := etcd.Put(t.Context(), v.Key, string(v.Data)); err != nil {
-				t.Fatalf("%s, %s: %v", v.Kind, v.Corruption, err)
-			}
+			harness.Write(t, func() error {
+				if _, err := etcd.Put(t.Context(), v.Key, string(v.Data)); err != nil {
+					return fmt.Errorf("%s, %s: %w", v.Kind, v.Corruption, err)
+				}
+				return nil
+			})
 			put[v.Kind] = append(put[v.Kind], v)
 		}
 		bystander.receives(t, fmt.Sprintf("objects-%v", objects))
@@ -95,9 +98,10 @@ func TestACorruptObjectAffectsNoOther(t *testing.T) {
 		}
 	}
 	for _, v := range values { // everything recovers once they are deleted
-		if _, err := etcd.Delete(t.Context(), v.Key); err != nil {
-			t.Fatal(err)
-		}
+		harness.Write(t, func() error {
+			_, err := etcd.Delete(t.Context(), v.Key)
+			return err
+		})
 	}
 	harness.Eventually(t, harness.Soon, func() error {
 		for _, r := range []string{"secrets", "events", "configmaps", "pods"} {
@@ -132,32 +136,31 @@ func compare(t *testing.T, s, reference *harness.Server, kind string, v Value, o
 	}
 	for _, p := range paths {
 		for _, m := range mediaTypes {
-			want, _ := get(reference, p, m)
-			var got int
-			var body string
-			for range 2 { // kube-apiserver's own cache may lag
-				if got, body = get(s, p, m); got == want || !objects && want >= 400 {
-					break
+			harness.Eventually(t, harness.Soon, func() error { // kube-apiserver's own cache may lag
+				got, body := get(s, p, m)
+				want, _ := get(reference, p, m)
+				if !objects && want >= 400 && got >= 400 {
+					return nil // Watershed returns 500, kube-apiserver 429 because its cache never becomes ready
 				}
-				want, _ = get(reference, p, m)
-			}
-			if !objects && want != http.StatusOK && got >= 400 {
-				continue // Watershed returns 500, kube-apiserver 429 because its cache never becomes ready
-			}
-			if got != want {
-				t.Errorf("%s, sound objects %v, %s as %s: %d, kube-apiserver %d: %.300s",
-					kind, objects, p, m, got, want, body)
-			}
+				if got != want || got == 0 {
+					return fmt.Errorf("%s, sound objects %v, %s as %s: %d, kube-apiserver %d: %.300s",
+						kind, objects, p, m, got, want, body)
+				}
+				return nil
+			})
 		}
 	}
 	if namespaced {
 		p := root + "/namespaces/kube-public/" + v.Resource.Resource
 		for _, m := range mediaTypes {
-			if code, body := get(s, p, m); code != http.StatusOK &&
-				code != http.StatusNotAcceptable { // types without a Go type have no protobuf
-				t.Errorf("%s, sound objects %v: the list of another namespace as %s: %d %.300s",
-					kind, objects, m, code, body)
-			}
+			harness.Eventually(t, harness.Soon, func() error {
+				if code, body := get(s, p, m); code != http.StatusOK &&
+					code != http.StatusNotAcceptable { // types without a Go type have no protobuf
+					return fmt.Errorf("%s, sound objects %v: the list of another namespace as %s: %d %.300s",
+						kind, objects, m, code, body)
+				}
+				return nil
+			})
 		}
 	}
 }
@@ -218,10 +221,11 @@ func (o *bystanderWatch) open(t *testing.T) {
 // error, as kube-apiserver's does. This applies here too, although the corrupt object is in another namespace.
 func (o *bystanderWatch) receives(t *testing.T, name string) {
 	t.Helper()
-	if _, err := o.s.Client().CoreV1().ServiceAccounts("default").Create(t.Context(),
-		&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{}); err != nil {
-		t.Fatal(err)
-	}
+	harness.Write(t, func() error {
+		_, err := o.s.Client().CoreV1().ServiceAccounts("default").Create(t.Context(),
+			&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{})
+		return err
+	})
 	for until := time.After(harness.Soon); ; {
 		select {
 		case e, ok := <-o.w.ResultChan():

@@ -162,39 +162,38 @@ data: {a: x}
 		}
 		return nil
 	})
-	ctx, cancel := context.WithTimeout(s.t.Context(), time.Minute)
-	defer cancel()
 	hour := int64(3600)
 	for _, w := range []sender{tenant, admin} {
-		r, err := s.server.Client().CoreV1().ServiceAccounts(namespace).CreateToken(ctx, string(w),
-			&authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: &hour}},
-			metav1.CreateOptions{})
-		if err != nil {
-			s.t.Fatal(err)
-		}
-		s.tokens[w] = r.Status.Token
+		harness.Write(s.t, func() error {
+			r, err := s.server.Client().CoreV1().ServiceAccounts(namespace).CreateToken(s.t.Context(), string(w),
+				&authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: &hour}},
+				metav1.CreateOptions{})
+			if err == nil {
+				s.tokens[w] = r.Status.Token
+			}
+			return err
+		})
 	}
-	s.age(ctx)
+	s.age()
 }
 
 // age writes 15 MB of large events, so that the server's in-memory event history reaches its full size.
-func (s *subject) age(ctx context.Context) {
+func (s *subject) age() {
 	s.t.Helper()
-	client := s.server.Client().CoreV1().ConfigMaps(namespace)
+	ctx, client := s.t.Context(), s.server.Client().CoreV1().ConfigMaps(namespace)
 	o := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "history"}}
-	o, err := client.Create(ctx, o, metav1.CreateOptions{})
+	harness.Write(s.t, func() error {
+		_, err := client.Create(ctx, o, metav1.CreateOptions{})
+		return err
+	})
 	for i := range 15 {
-		if err == nil {
-			o.Data = map[string]string{"a": strings.Repeat(string(rune('a'+i)), 1_000_000)}
-			o, err = client.Update(ctx, o, metav1.UpdateOptions{})
-		}
+		o.Data = map[string]string{"a": strings.Repeat(string(rune('a'+i)), 1_000_000)}
+		harness.Write(s.t, func() error { // without a resourceVersion, so that a repetition has no conflict
+			_, err := client.Update(ctx, o, metav1.UpdateOptions{})
+			return err
+		})
 	}
-	if err == nil {
-		err = client.Delete(ctx, "history", metav1.DeleteOptions{})
-	}
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	harness.Write(s.t, func() error { return client.Delete(ctx, "history", metav1.DeleteOptions{}) })
 }
 
 // settle waits until the server is idle. It records the server's memory and, if not yet measured, its idle CPU time.

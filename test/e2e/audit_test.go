@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -65,7 +66,9 @@ const someMaps = "/api/v1/namespaces/default/configmaps"
 // create creates n config maps and returns the audit IDs of the acknowledged requests.
 func create(t *testing.T, s *harness.Server, n, bytes int) []string {
 	t.Helper()
-	c, err := rest.HTTPClientFor(s.Config())
+	config := s.Config()
+	config.Wrap(harness.Retrying)
+	c, err := rest.HTTPClientFor(config)
 	if err != nil {
 		t.Error(err)
 		return nil
@@ -80,16 +83,22 @@ func create(t *testing.T, s *harness.Server, n, bytes int) []string {
 					`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"generateName":"c"},"data":{"k":%q}}`,
 					strings.Repeat("x", bytes),
 				)
-				resp, err := c.Post(s.Config().Host+someMaps, "application/json", strings.NewReader(body))
-				if err != nil {
-					continue // the server is down
-				}
-				resp.Body.Close()
-				if resp.StatusCode == http.StatusCreated {
-					mu.Lock()
-					ids = append(ids, resp.Header.Get("Audit-Id"))
-					mu.Unlock()
-				}
+				harness.Write(t, func() error {
+					resp, err := c.Post(config.Host+someMaps, "application/json", strings.NewReader(body))
+					if err != nil {
+						return nil // the server is down
+					}
+					defer resp.Body.Close()
+					answer, err := io.ReadAll(resp.Body)
+					if resp.StatusCode == http.StatusCreated {
+						mu.Lock()
+						defer mu.Unlock()
+						ids = append(ids, resp.Header.Get("Audit-Id"))
+					} else if err == nil {
+						return harness.Failure(resp.StatusCode, string(answer))
+					}
+					return nil
+				})
 			}
 		})
 	}

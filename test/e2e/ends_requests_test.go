@@ -135,13 +135,13 @@ spec: {policyName: costly, validationActions: [Deny]}
 				if i < doomed {
 					namespace = "doomed"
 				}
-				_, err := create.ConfigMaps(namespace).Create(t.Context(), &corev1.ConfigMap{
-					ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("c-%d", i)},
-					Data:       map[string]string{"a": strings.Repeat("x", 500)},
-				}, metav1.CreateOptions{})
-				if err != nil {
-					t.Error(err)
-				}
+				harness.Write(t, func() error {
+					_, err := create.ConfigMaps(namespace).Create(t.Context(), &corev1.ConfigMap{
+						ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("c-%d", i)},
+						Data:       map[string]string{"a": strings.Repeat("x", 500)},
+					}, metav1.CreateOptions{})
+					return err
+				})
 			}
 		})
 	}

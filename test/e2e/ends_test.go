@@ -295,7 +295,7 @@ func (c costly) drop(t *testing.T, s *harness.Server, h *hanging, version string
 	var wg sync.WaitGroup
 	answered := make(chan string, 1)
 	wg.Go(func() {
-		resp, err := transport.RoundTrip(req)
+		resp, err := harness.Retrying(transport).RoundTrip(req)
 		if err != nil {
 			answered <- ""
 			return

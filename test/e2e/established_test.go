@@ -41,10 +41,13 @@ func TestAnEstablishedCRDIsServedByEveryGateway(t *testing.T) {
 			}
 			return keys
 		}
-		before := gateways()
-		if len(before) != 3 {
-			t.Fatalf("%q count as live", before)
-		}
+		var before []string
+		harness.Eventually(t, harness.Soon, func() error {
+			if before = gateways(); len(before) != 3 {
+				return fmt.Errorf("%q count as live", before)
+			}
+			return nil
+		})
 		// The killed gateway counts as live until its lease in etcd ends.
 		kill(t, filepath.Join(s.Dir, "gateway-0.pid"))
 		harness.Eventually(t, harness.Soon, func() error { // over a connection to another gateway
@@ -74,23 +77,28 @@ func establish(t *testing.T, s *harness.Server) func(i int, clients []*http.Clie
 			t.Fatal(err)
 		}
 		clients = append(clients, &http.Client{
-			Transport: &http.Transport{TLSClientConfig: conf, ForceAttemptHTTP2: true}})
+			Transport: harness.Retrying(&http.Transport{TLSClientConfig: conf, ForceAttemptHTTP2: true})})
 	}
-	send := func(c *http.Client, method, path, body string, want int) {
+	send := func(c *http.Client, method, path, body string) error {
 		req, err := http.NewRequestWithContext(t.Context(), method, s.Config().Host+path, strings.NewReader(body))
 		if err != nil {
-			t.Error(err)
-			return
+			return err
 		}
 		req.Header.Set("Content-Type", "application/json")
 		resp, err := c.Do(req)
 		if err != nil {
-			t.Error(err)
-			return
+			return err
 		}
 		defer resp.Body.Close()
-		if got, _ := io.ReadAll(resp.Body); resp.StatusCode != want {
-			t.Errorf("%s %s: %s, %s", method, path, resp.Status, got)
+		got, _ := io.ReadAll(resp.Body)
+		if err := harness.Failure(resp.StatusCode, string(got)); err != nil {
+			return fmt.Errorf("%s %s: %w", method, path, err)
+		}
+		return nil
+	}
+	get := func(c *http.Client, path string) {
+		if err := send(c, http.MethodGet, path, ""); err != nil {
+			t.Error(err)
 		}
 	}
 	crds := extensions.NewForConfigOrDie(s.Config()).ApiextensionsV1().CustomResourceDefinitions()
@@ -103,17 +111,18 @@ func establish(t *testing.T, s *harness.Server) func(i int, clients []*http.Clie
 		defer w.Stop()
 		names := apiextensionsv1.CustomResourceDefinitionNames{Plural: plural, Kind: fmt.Sprintf("Thing%d", i)}
 		began := time.Now()
-		if _, err := crds.Create(t.Context(), &apiextensionsv1.CustomResourceDefinition{
-			ObjectMeta: metav1.ObjectMeta{Name: plural + "." + group},
-			Spec: apiextensionsv1.CustomResourceDefinitionSpec{
-				Group: group, Names: names, Scope: apiextensionsv1.ClusterScoped,
-				Versions: []apiextensionsv1.CustomResourceDefinitionVersion{{Name: "v1", Served: true, Storage: true,
-					Schema: &apiextensionsv1.CustomResourceValidation{
-						OpenAPIV3Schema: &apiextensionsv1.JSONSchemaProps{Type: "object"}}}},
-			},
-		}, metav1.CreateOptions{}); err != nil {
-			t.Fatal(err)
-		}
+		harness.Write(t, func() error {
+			_, err := crds.Create(t.Context(), &apiextensionsv1.CustomResourceDefinition{
+				ObjectMeta: metav1.ObjectMeta{Name: plural + "." + group},
+				Spec: apiextensionsv1.CustomResourceDefinitionSpec{
+					Group: group, Names: names, Scope: apiextensionsv1.ClusterScoped,
+					Versions: []apiextensionsv1.CustomResourceDefinitionVersion{{Name: "v1", Served: true, Storage: true,
+						Schema: &apiextensionsv1.CustomResourceValidation{
+							OpenAPIV3Schema: &apiextensionsv1.JSONSchemaProps{Type: "object"}}}},
+				},
+			}, metav1.CreateOptions{})
+			return err
+		})
 		for {
 			d, ok := next(t, w).Object.(*apiextensionsv1.CustomResourceDefinition)
 			if !ok {
@@ -129,10 +138,12 @@ func establish(t *testing.T, s *harness.Server) func(i int, clients []*http.Clie
 		for n, c := range clients {
 			wg.Go(func() {
 				name := fmt.Sprint("at-", n)
-				send(c, http.MethodGet, path, "", http.StatusOK)
-				send(c, http.MethodPost, path, fmt.Sprintf(`{"apiVersion":"%s/v1","kind":%q,"metadata":{"name":%q}}`,
-					group, names.Kind, name), http.StatusCreated)
-				send(c, http.MethodGet, path+"/"+name, "", http.StatusOK)
+				get(c, path)
+				harness.Write(t, func() error {
+					return send(c, http.MethodPost, path, fmt.Sprintf(`{"apiVersion":"%s/v1","kind":%q,`+
+						`"metadata":{"name":%q}}`, group, names.Kind, name))
+				})
+				get(c, path+"/"+name)
 			})
 		}
 		wg.Wait()

@@ -118,10 +118,11 @@ func newWrites(t *testing.T) func(live ...*host) {
 		t.Helper()
 		for i, h := range live {
 			name := fmt.Sprintf("cm-%d-%d", len(written), i)
-			if _, err := h.Client().CoreV1().ConfigMaps("default").Create(t.Context(), &corev1.ConfigMap{
-				ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{}); err != nil {
-				t.Fatal(err)
-			}
+			harness.Write(t, func() error {
+				_, err := h.Client().CoreV1().ConfigMaps("default").Create(t.Context(), &corev1.ConfigMap{
+					ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{})
+				return err
+			})
 			written = append(written, name)
 		}
 		harness.Eventually(t, harness.Soon, func() error { // a reflector waits for up to 30 s after failures

@@ -64,7 +64,7 @@ func TestAQuotaHoldsWithTwoReplicas(t *testing.T) {
 		}
 		return nil
 	})
-	var made, refused atomic.Int32
+	var made, refused, unknown atomic.Int32
 	var wg sync.WaitGroup
 	for n := range tries {
 		wg.Go(func() {
@@ -77,6 +77,8 @@ func TestAQuotaHoldsWithTwoReplicas(t *testing.T) {
 				made.Add(1)
 			case apierrors.IsForbidden(err) && strings.Contains(err.Error(), "exceeded quota"):
 				refused.Add(1)
+			case harness.UnknownResult(err): // the object may be there, and the quota may count it
+				unknown.Add(1)
 			default:
 				t.Errorf("%v", err)
 			}
@@ -92,14 +94,12 @@ func TestAQuotaHoldsWithTwoReplicas(t *testing.T) {
 		t.Fatal(err)
 	}
 	used := q.Status.Used["count/configmaps"]
-	if made.Load() != most || refused.Load() != tries-most || len(all.Items) != most || used.Value() != most {
-		t.Errorf(
-			"%d made, %d refused, %d there, %s used of %d",
-			made.Load(),
-			refused.Load(),
-			len(all.Items),
-			used.String(),
-			most,
-		)
+	for name, n := range map[string]int{
+		"made": int(made.Load()), "not refused": tries - int(refused.Load()), "there": len(all.Items),
+		"used": int(used.Value()),
+	} {
+		if spare := int(unknown.Load()); n > most+spare || n < most-spare || n > most && name != "not refused" {
+			t.Errorf("%d are %s of %d; %d results are unknown", n, name, most, spare)
+		}
 	}
 }

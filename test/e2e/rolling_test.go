@@ -15,6 +15,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
@@ -112,10 +113,10 @@ func TestInformersDoNotNoticeThatTheWatchTierIsReplaced(t *testing.T) {
 				ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("r%d", n)},
 				Data:       map[string]string{"n": fmt.Sprint(n)},
 			}
-			if _, err := writer.Create(context.Background(), m, metav1.CreateOptions{}); err != nil {
-				t.Errorf("create: %v", err)
-				continue
-			}
+			harness.Write(t, func() error {
+				_, err := writer.Create(context.Background(), m, metav1.CreateOptions{})
+				return err
+			})
 			written.Add(1)
 			time.Sleep(50 * time.Millisecond) // the writer's pace; not a wait for an event
 		}
@@ -148,9 +149,7 @@ func TestInformersDoNotNoticeThatTheWatchTierIsReplaced(t *testing.T) {
 	if relists+reconnects+lost+repeated.Load() > 0 {
 		t.Error("clients noticed")
 	}
-	if n := etcdWatchers(t, s); n != 1 {
-		t.Errorf("etcd serves %d watches", n)
-	}
+	expectOneEtcdWatch(t, s)
 }
 
 // replace ends a process and waits until its replacement is ready.
@@ -225,11 +224,7 @@ func etcdServesOneWatch(t *testing.T, s *harness.Server, watches int) {
 		}
 		return nil
 	})
-	n := etcdWatchers(t, s)
-	t.Logf("%d clients' watches: etcd serves %d", open.Load(), n)
-	if n != 1 {
-		t.Errorf("etcd serves %d watches", n)
-	}
+	expectOneEtcdWatch(t, s)
 	cancel()
 	wg.Wait()
 }
@@ -252,6 +247,9 @@ func TestAnotherPublisherTakesOver(t *testing.T) {
 		harness.Eventually(t, harness.Soon, func() error {
 			_, err := maps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "after-" + name}},
 				metav1.CreateOptions{})
+			if apierrors.IsAlreadyExists(err) { // an attempt of unknown result made it
+				return nil
+			}
 			return err
 		})
 		deadline := time.After(harness.Soon)

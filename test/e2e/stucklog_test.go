@@ -7,7 +7,6 @@ import (
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
-	"k8s.io/apimachinery/pkg/watch"
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/test/harness"
@@ -33,24 +32,24 @@ func TestAStuckLogIsAbandoned(t *testing.T) {
 	t.Parallel()
 	s := harness.Split(t, "", "--replicas=nats=3")
 	m := watchMaps(t, s)
-	expectAdded := func(name string) {
-		t.Helper()
-		if err := m.create(name); err != nil {
-			t.Fatal(err)
-		}
-		m.receive(watch.Added, name)
-	}
-	expectAdded("before")
+	m.add("before")
 	var rejected *jetstream.APIError
 	deposed := nats.Header{jetstream.ExpectedLastSeqHeader: {"1"}, jetstream.ExpectedLastMsgIDHeader: {"1.0.other-1"}}
-	if err := publishAsRegistry(t, s, deposed); !errors.As(err, &rejected) {
-		t.Errorf("the message of a deposed publisher: %v", err)
-	}
-	expectAdded("after-a-deposed-publisher")
+	harness.Eventually(t, harness.Soon, func() error { // a response of JetStream has 5 s
+		err := publishAsRegistry(t, s, deposed)
+		if err == nil {
+			t.Fatal("the log has accepted the message of a deposed publisher")
+		}
+		if !errors.As(err, &rejected) {
+			return err
+		}
+		return nil
+	})
+	m.add("after-a-deposed-publisher")
 	if err := publishAsRegistry(t, s, nats.Header{jetstream.ExpectedLastMsgIDHeader: {"1.0.other-1"}}); err == nil {
 		t.Error("the log has accepted a message after another than the last")
 	}
 	began := time.Now() // the publisher waits for 9 s first
-	expectAdded("after-the-copies-have-stopped")
+	m.add("after-the-copies-have-stopped")
 	t.Logf("the event came after %v", time.Since(began).Round(time.Millisecond))
 }

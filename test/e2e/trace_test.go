@@ -133,6 +133,7 @@ func TestARequestIsOneTrace(t *testing.T) {
 			conf = rest.AnonymousClientConfig(conf)
 			conf.BearerToken = token
 		}
+		conf.Wrap(harness.Retrying)
 		client, err := rest.HTTPClientFor(conf)
 		if err != nil {
 			t.Fatal(err)
