@@ -278,12 +278,15 @@ func TestCheckOfUp(t *testing.T) {
 	}
 	checkFinds(t, []string{"--kubeconfig", s.Kubeconfig, "--etcd-servers", loneMember(t)},
 		map[string]string{"etcd": "has no quorum and no leader"})
-	out, err := exec.Command(harness.Watershed(), "probe", "--data-dir", s.Dir, "--once", "-o", "json",
-		"--max-event-age=10s", "--max-write-latency=10s").CombinedOutput()
-	var result struct{ Writes, Events, Missing int }
-	if jerr := json.Unmarshal(out, &result); err != nil || jerr != nil || result.Writes != 20 || result.Events != 20 {
-		t.Errorf("probe: %v, %v\n%s", err, jerr, out)
-	}
+	harness.Eventually(t, harness.Soon, func() error { // a busy machine may exceed the bounds
+		out, err := exec.Command(harness.Watershed(), "probe", "--data-dir", s.Dir, "--once", "-o", "json",
+			"--max-event-age=10s", "--max-write-latency=10s").CombinedOutput()
+		var result struct{ Writes, Events, Missing int }
+		if jerr := json.Unmarshal(out, &result); err != nil || jerr != nil || result.Writes != 20 || result.Events != 20 {
+			return fmt.Errorf("probe: %v, %v\n%s", err, jerr, out)
+		}
+		return nil
+	})
 	if out, err := exec.Command(harness.Watershed(), "probe", "--data-dir", s.Dir, "--once",
 		"--max-event-age=1ns").CombinedOutput(); err == nil || !strings.Contains(string(out), "--max-event-age") {
 		t.Errorf("a breach: %v\n%s", err, out)
@@ -328,10 +331,14 @@ func TestStatusOfCompact(t *testing.T) {
 	t.Parallel()
 	s := harness.Compact(t, "")
 	checkIsClean(t, "--kubeconfig", s.Kubeconfig, "--deep")
-	out, err := exec.Command(harness.Watershed(), "check", "--kubeconfig", s.Kubeconfig, "--deep").CombinedOutput()
-	if !regexp.MustCompile(`(?m)^ok +objects +2 replicas have compared [1-9]\d* objects of [1-9]\d* resources`).Match(out) {
-		t.Errorf("%v\n%s", err, out)
-	}
+	compared := regexp.MustCompile(`(?m)^ok +objects +2 replicas have compared [1-9]\d* objects of [1-9]\d* resources`)
+	harness.Eventually(t, harness.Soon, func() error { // a replica may be behind
+		out, err := exec.Command(harness.Watershed(), "check", "--kubeconfig", s.Kubeconfig, "--deep").CombinedOutput()
+		if !compared.Match(out) {
+			return fmt.Errorf("%v\n%s", err, out)
+		}
+		return nil
+	})
 	harness.Eventually(t, harness.Soon, func() error { // the other front's report comes with its next heartbeat
 		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 		defer cancel()

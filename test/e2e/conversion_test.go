@@ -185,8 +185,15 @@ func TestConversionWebhook(t *testing.T) {
 	hook.hang.Store(&release)
 	hung := make(chan error, 1)
 	go func() {
-		_, err := v2.Get(ctx, "w03", metav1.GetOptions{})
-		hung <- err
+		for {
+			_, err := v2.Get(ctx, "w03", metav1.GetOptions{})
+			select {
+			case <-release:
+				hung <- err
+				return
+			default: // the next steps have taken longer than the 30 s of a conversion
+			}
+		}
 	}()
 	w1, err := v1.Watch(ctx, metav1.ListOptions{ResourceVersion: list.GetResourceVersion()})
 	if err != nil {

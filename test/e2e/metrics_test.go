@@ -178,12 +178,12 @@ var metricsTraffic = []struct{ method, path, contentType, body string }{
 	{method: "GET", path: "/api/v1/namespaces/metrics/configmaps?labelSelector=l%3Dx"},
 	{method: "GET", path: "/api/v1/configmaps?watch=1&timeoutSeconds=1"},
 	{method: "GET", path: "/api/v1/configmaps?watch=1&timeoutSeconds=1&resourceVersion=0"},
-	{method: "GET", path: "/api/v1/configmaps?watch=1&timeoutSeconds=2&sendInitialEvents=true&allowWatchBookmarks=true" +
+	{method: "GET", path: "/api/v1/configmaps?watch=1&timeoutSeconds=10&sendInitialEvents=true&allowWatchBookmarks=true" +
 		"&resourceVersionMatch=NotOlderThan"},
 	{method: "POST", path: "/apis/metrics.example.com/v1/namespaces/metrics/gauges",
 		body: `{"apiVersion":"metrics.example.com/v1","kind":"Gauge","metadata":{"name":"g"}}`},
 	{method: "GET", path: "/apis/metrics.example.com/v1/gauges"},
-	{method: "GET", path: "/apis/metrics.example.com/v1/gauges?watch=1&timeoutSeconds=1&resourceVersion=0"},
+	{method: "GET", path: "/apis/metrics.example.com/v1/gauges?watch=1&timeoutSeconds=5&resourceVersion=0"},
 	{method: "GET", path: "/apis/absent.example.com/v1/anything"},
 	{method: "POST", path: "/api/v1/namespaces/metrics/secrets", body: `{"metadata":{"name":"s"},"data":{"k":"djE="}}`},
 	{method: "POST", path: "/api/v1/namespaces/metrics/events", body: `{"metadata":{"name":"e"},` +
@@ -209,12 +209,12 @@ var metricsTraffic = []struct{ method, path, contentType, body string }{
 		body: `{"apiVersion":"v1","kind":"DeleteOptions"}`},
 }
 
-// sendMetricsTraffic sends metricsTraffic, and requests as other users.
-func sendMetricsTraffic(t *testing.T, s *harness.Server) {
+// sendMetricsTraffic sends metricsTraffic, and requests as other users. It returns the status of each response.
+func sendMetricsTraffic(t *testing.T, s *harness.Server) (statuses []string) {
 	t.Helper()
 	s.Kubectl("create", "namespace", "metrics")
 	s.Apply(metricsDefinitions)
-	s.Kubectl("wait", "--for=condition=Established", "crd/gauges.metrics.example.com")
+	s.Kubectl("wait", "--timeout=2m", "--for=condition=Established", "crd/gauges.metrics.example.com")
 	harness.Eventually(t, harness.Soon, func() error { // the policy's first effect
 		code, _ := s.Get("/apis/metrics.example.com/v1/gauges")
 		_, err := s.TryKubectl("", "-n", "metrics", "create", "configmap", "rejected", "--dry-run=server")
@@ -223,7 +223,9 @@ func sendMetricsTraffic(t *testing.T, s *harness.Server) {
 		}
 		return nil
 	})
-	client, err := rest.HTTPClientFor(s.Config())
+	admin := s.Config()
+	admin.Wrap(harness.Retrying)
+	client, err := rest.HTTPClientFor(admin)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -241,7 +243,10 @@ func sendMetricsTraffic(t *testing.T, s *harness.Server) {
 			t.Fatalf("%s %s: %v", method, path, err)
 		}
 		defer resp.Body.Close()
-		_, _ = io.Copy(io.Discard, resp.Body)
+		if _, err := io.Copy(io.Discard, resp.Body); err != nil {
+			t.Fatalf("%s %s: %v", method, path, err)
+		}
+		statuses = append(statuses, fmt.Sprintf("%s %s: %d", method, path, resp.StatusCode))
 	}
 	for _, r := range metricsTraffic {
 		if r.contentType == "" {
@@ -252,7 +257,7 @@ func sendMetricsTraffic(t *testing.T, s *harness.Server) {
 	send(client, "GET", "/api/v1/pods", "", "", "Impersonate-User", "alice")
 	send(client, "GET", "/api/v1/pods", "", "", "Accept-Encoding", "gzip")
 	token := strings.TrimSpace(s.Kubectl("-n", "metrics", "create", "token", "robot"))
-	config := rest.AnonymousClientConfig(s.Config())
+	config := rest.AnonymousClientConfig(admin)
 	for _, bearer := range []string{token, "invalid", ""} {
 		config.BearerToken = bearer
 		c, err := rest.HTTPClientFor(config)
@@ -261,6 +266,7 @@ func sendMetricsTraffic(t *testing.T, s *harness.Server) {
 		}
 		send(c, "GET", "/api/v1/namespaces/metrics/configmaps", "", "")
 	}
+	return statuses
 }
 
 // acceptedMetrics returns the accepted differences of metrics, with their reasons: the rows of a table in
@@ -286,8 +292,10 @@ func TestMetricsAreThoseOfKubeAPIServer(t *testing.T) {
 	t.Parallel()
 	const poll = "--etcd-count-metric-poll-period=1s"
 	theirs, up := harness.Twins(t, poll)
-	sendMetricsTraffic(t, theirs)
-	sendMetricsTraffic(t, up)
+	statuses := sendMetricsTraffic(t, theirs)
+	if got := sendMetricsTraffic(t, up); !slices.Equal(got, statuses) { // the counts differ for good
+		t.Fatalf("the responses are\n%q, and kube-apiserver's\n%q", got, statuses)
+	}
 	compareMetrics(t, theirs, func() string { return scrape(t, up) })
 	for _, series := range sameValues {
 		harness.Eventually(t, harness.Soon, func() error {

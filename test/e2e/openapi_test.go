@@ -277,6 +277,9 @@ func deleteCRDs(t *testing.T, s *harness.Server, names ...string) {
 	})
 }
 
+// refreshed is the timeout of a wait for a document. Both servers refresh a document after a minute.
+const refreshed = 3 * time.Minute
+
 // TestOpenAPIEqualsKubeAPIServers compares every OpenAPI document and its headers with kube-apiserver's, byte for byte:
 // the built-in documents, and the documents after CRDs and an aggregated server come and go.
 func TestOpenAPIEqualsKubeAPIServers(t *testing.T) {
@@ -286,8 +289,8 @@ func TestOpenAPIEqualsKubeAPIServers(t *testing.T) {
 	equal := func(when string) {
 		t.Helper()
 		t.Log(when)
-		harness.Eventually(t, time.Minute, p.compareV2)
-		harness.Eventually(t, time.Minute, p.compareV3)
+		harness.Eventually(t, refreshed, p.compareV2)
+		harness.Eventually(t, refreshed, p.compareV3)
 	}
 	both := func(do func(s *harness.Server)) {
 		for _, s := range []*harness.Server{theirs, ours} {
@@ -317,7 +320,7 @@ func TestOpenAPIEqualsKubeAPIServers(t *testing.T) {
 		s.Apply(registration(t, port))
 	})
 	both(func(s *harness.Server) {
-		harness.Eventually(t, 90*time.Second, func() error { // both servers refresh a document after a minute
+		harness.Eventually(t, refreshed, func() error {
 			for _, path := range []string{"/openapi/v2", "/openapi/v3"} {
 				if _, body := s.Get(path); !strings.Contains(body, "apis/wardle.example.com/v1alpha1") {
 					return fmt.Errorf("%s lacks the aggregated server", path)
@@ -331,9 +334,9 @@ func TestOpenAPIEqualsKubeAPIServers(t *testing.T) {
 		s.Kubectl("delete", "apiservice", "v1alpha1.wardle.example.com")
 		deleteCRDs(t, s, "rivers.water.example.com", "wells.water.example.com")
 	})
-	harness.Eventually(t, time.Minute, p.compareV3)
+	harness.Eventually(t, refreshed, p.compareV3)
 	// kube-apiserver keeps kinds of the deleted server in DeleteOptions
-	harness.Eventually(t, time.Minute, func() error {
+	harness.Eventually(t, refreshed, func() error {
 		if _, last := ours.Get("/openapi/v2"); last != first {
 			return errors.New("the v2 document keeps something of what was deleted")
 		}

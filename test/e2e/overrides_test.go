@@ -63,7 +63,7 @@ func (o *overridden) names(c *kubernetes.Clientset, opts metav1.ListOptions) (na
 // keys returns the keys of an etcd below a prefix.
 func (o *overridden) keys(m *harness.Member, prefix string) string {
 	o.t.Helper()
-	out, err := exec.Command(harness.Peer("etcdctl"), "--endpoints", m.URL, "get", "--prefix", "--keys-only",
+	out, err := harness.Etcdctl("--endpoints", m.URL, "get", "--prefix", "--keys-only",
 		prefix).CombinedOutput()
 	if err != nil {
 		o.t.Fatalf("%v: %s", err, out)
@@ -127,9 +127,16 @@ func (o *overridden) reads() {
 		{ResourceVersion: revision, ResourceVersionMatch: metav1.ResourceVersionMatchExact},
 		{ResourceVersion: "0"},
 	} {
-		got, at := o.names(ours, opts)
-		if !slices.Equal(got, want) || at != revision {
-			o.t.Errorf("%+v: %v at %s, not %v at %s", opts, got, at, want, revision)
+		compare := func() error {
+			if got, at := o.names(ours, opts); !slices.Equal(got, want) || at != revision {
+				return fmt.Errorf("%+v: %v at %s, not %v at %s", opts, got, at, want, revision)
+			}
+			return nil
+		}
+		if opts.ResourceVersion == "0" { // a replica may be behind
+			harness.Eventually(o.t, harness.Soon, compare)
+		} else if err := compare(); err != nil {
+			o.t.Error(err)
 		}
 	}
 	name, _, _ := strings.Cut(want[0], "@")
@@ -191,9 +198,12 @@ func (o *overridden) stopped() {
 		return nil
 	})
 	for _, path := range []string{"/readyz/etcd", "/readyz/etcd-override-1", "/readyz/etcd-override-readiness-1"} {
-		if code, body := o.ours.Get(path); code != http.StatusOK {
-			o.t.Errorf("%s: %d %s", path, code, body)
-		}
+		harness.Eventually(o.t, harness.Soon, func() error { // a check has 2 s
+			if code, body := o.ours.Get(path); code != http.StatusOK {
+				return fmt.Errorf("%s: %d %s", path, code, body)
+			}
+			return nil
+		})
 	}
 	o.events.Start()
 	harness.Eventually(o.t, harness.Soon, func() error {

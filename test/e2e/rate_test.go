@@ -152,7 +152,7 @@ func TestAUsersWatchesComeAtTheirRate(t *testing.T) {
 		if float64(n) > most {
 			t.Errorf("the tenant had %d events in %v, and may have %.0f", n, time.Since(began), most)
 		}
-	case <-time.After(30 * time.Second):
+	case <-time.After(harness.Soon):
 		t.Fatal("a user without a limit waits")
 	}
 	h.all(watches)

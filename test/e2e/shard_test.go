@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
 	"net/url"
 	"regexp"
 	"strings"
@@ -39,16 +40,18 @@ func TestShardsAreThoseOfKubeAPIServer(t *testing.T) {
 	// Processes of kubectl would create the 33 objects more slowly.
 	client, create := theirs.Client().CoreV1(), metav1.CreateOptions{FieldManager: "kubectl-create"}
 	for _, ns := range []string{ns, ns + "-2", ns + "-3"} {
-		if _, err := client.Namespaces().Create(t.Context(), &corev1.Namespace{
-			ObjectMeta: metav1.ObjectMeta{Name: ns}}, create); err != nil {
-			t.Fatal(err)
-		}
+		harness.Write(t, func() error {
+			_, err := client.Namespaces().Create(t.Context(), &corev1.Namespace{
+				ObjectMeta: metav1.ObjectMeta{Name: ns}}, create)
+			return err
+		})
 		for i := range 8 {
 			m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("c", i)}}
 			m.Data = map[string]string{"k": "v"}
-			if _, err := client.ConfigMaps(ns).Create(t.Context(), m, create); err != nil {
-				t.Fatal(err)
-			}
+			harness.Write(t, func() error {
+				_, err := client.ConfigMaps(ns).Create(t.Context(), m, create)
+				return err
+			})
 		}
 	}
 	revision := theirs.Kubectl("get", "namespace", ns, "-o", "jsonpath={.metadata.resourceVersion}")
@@ -58,25 +61,40 @@ func TestShardsAreThoseOfKubeAPIServer(t *testing.T) {
 metadata: {name: shards.e2e.example.com}, spec: {group: e2e.example.com, scope: Cluster,
 names: {plural: shards, kind: Shard}, versions: [{name: v1, served: true, storage: true,
 schema: {openAPIV3Schema: {type: object, x-kubernetes-preserve-unknown-fields: true}}}]}}`)
-	theirs.Kubectl("wait", "--for=jsonpath={.status.acceptedNames.kind}=Shard", "crd/shards.e2e.example.com")
-	theirs.Kubectl("wait", "--for=condition=Established", "crd/shards.e2e.example.com")
+	theirs.Kubectl("wait", "--timeout=2m", "--for=jsonpath={.status.acceptedNames.kind}=Shard",
+		"crd/shards.e2e.example.com")
+	theirs.Kubectl("wait", "--timeout=2m", "--for=condition=Established", "crd/shards.e2e.example.com")
 	shards := dynamicFor(t, theirs).Resource(schema.GroupVersionResource{
 		Group: "e2e.example.com", Version: "v1", Resource: "shards"})
 	for i := range 6 {
 		shard := &unstructured.Unstructured{Object: map[string]any{"apiVersion": "e2e.example.com/v1", "kind": "Shard",
 			"metadata": map[string]any{"name": fmt.Sprint("s", i)}}}
-		if _, err := shards.Create(t.Context(), shard, create); err != nil {
-			t.Fatal(err)
-		}
+		harness.Write(t, func() error {
+			_, err := shards.Create(t.Context(), shard, create)
+			return err
+		})
+	}
+	for _, s := range []*harness.Server{ours, theirs} {
+		harness.Eventually(t, harness.Soon, func() error { // the last writes are in the caches
+			code, body := s.Get("/apis/e2e.example.com/v1/shards?resourceVersion=0")
+			maps, left := s.Get("/api/v1/namespaces/" + ns + "/configmaps?resourceVersion=0")
+			if n := strings.Count(body, `"kind":"Shard"`); code != http.StatusOK || n != 6 {
+				return fmt.Errorf("%d, %d shards", code, n)
+			}
+			if maps != http.StatusOK || strings.Contains(left, `"name":"c7"`) {
+				return fmt.Errorf("%d %s", maps, left)
+			}
+			return nil
+		})
 	}
 	const (
 		table    = "application/json;as=Table;v=v1;g=meta.k8s.io"
 		metadata = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
 		initial  = "?watch=1&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&allowWatchBookmarks=true" +
-			"&timeoutSeconds=3&shardSelector="
+			"&timeoutSeconds=5&shardSelector="
 	)
 	const maps = "/api/v1/namespaces/" + ns + "/configmaps"
-	since := "?watch=1&timeoutSeconds=3&resourceVersion=" + revision + "&shardSelector="
+	since := "?watch=1&timeoutSeconds=5&resourceVersion=" + revision + "&shardSelector="
 	const widgets = "/apis/e2e.example.com/v1/shards"
 	token := regexp.MustCompile(`"continue":"[^"]+"`)
 	var wg sync.WaitGroup
@@ -113,12 +131,15 @@ schema: {openAPIV3Schema: {type: object, x-kubernetes-preserve-unknown-fields: t
 		wg.Go(func() {
 			slots <- struct{}{}
 			defer func() { <-slots }()
-			got := both([2]*harness.Server{ours, theirs}, func(_ int, s *harness.Server) answer {
-				return get(s, path, accept)
+			compareRound(t, path, func() error {
+				got := both([2]*harness.Server{ours, theirs}, func(_ int, s *harness.Server) answer {
+					return get(s, path, accept)
+				})
+				if differ(got[0], got[1]) {
+					return fmt.Errorf("%s (%s)\nkube-apiserver: %+v\nwatershed:      %+v", path, accept, got[1], got[0])
+				}
+				return nil
 			})
-			if differ(got[0], got[1]) {
-				t.Errorf("%s (%s)\nkube-apiserver: %+v\nwatershed:      %+v", path, accept, got[1], got[0])
-			}
 		})
 	}
 	for _, shard := range []string{low, high, low + url.QueryEscape(" || ") + high,

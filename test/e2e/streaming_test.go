@@ -15,6 +15,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -144,31 +145,51 @@ func aWebSocketWatch(t *testing.T, s *harness.Server, accept string, decode func
 		t.Fatal(err)
 	}
 	url := strings.Replace(conf.Host, "https://", "wss://", 1) +
-		"/api/v1/namespaces?watch=true&resourceVersion=0&timeoutSeconds=1"
+		"/api/v1/namespaces?watch=true&resourceVersion=0&timeoutSeconds=5"
 	dial, err := websocket.NewConfig(url, conf.Host)
 	if err != nil {
 		t.Fatal(err)
 	}
 	dial.Header.Set("Accept", accept)
 	dial.TlsConfig = &tls.Config{InsecureSkipVerify: true, Certificates: []tls.Certificate{cert}}
-	ws, err := dial.DialContext(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer ws.Close()
-	for n := 0; ; n++ {
-		var message []byte
-		if err := websocket.Message.Receive(ws, &message); err != nil {
-			if !errors.Is(err, io.EOF) || n < 4 { // the namespaces that every cluster has
-				t.Errorf("%s: after %d messages: %v", accept, n, err)
+	harness.Eventually(t, harness.Soon, func() error { // on a busy machine, the events may come too late
+		ws, err := dial.DialContext(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer ws.Close()
+		for n := 0; ; n++ {
+			var message []byte
+			if err := websocket.Message.Receive(ws, &message); err != nil {
+				if !errors.Is(err, io.EOF) {
+					t.Fatalf("%s: after %d messages: %v", accept, n, err)
+				}
+				if n < 4 { // the namespaces that every cluster has
+					return fmt.Errorf("%s: %d messages", accept, n)
+				}
+				return nil
 			}
-			return
+			var event metav1.WatchEvent
+			if err := decode(message, &event); err != nil || event.Type != "ADDED" {
+				t.Fatalf("%s: a message is not an event: %q, %v", accept, message, err)
+			}
 		}
-		var event metav1.WatchEvent
-		if err := decode(message, &event); err != nil || event.Type != "ADDED" {
-			t.Errorf("%s: a message is not an event: %q, %v", accept, message, err)
+	})
+}
+
+// stalePolicy is a part of a response with Retry-After. It comes after a pause of the machine.
+const stalePolicy = "the policy may be stale"
+
+// withFreshPolicy runs kubectl until its output names no stale policy. kubectl does not repeat a rejected upgrade,
+// although the response has Retry-After.
+func withFreshPolicy(t *testing.T, run func() (output string)) {
+	t.Helper()
+	harness.Eventually(t, harness.Soon, func() error {
+		if out := run(); strings.Contains(out, stalePolicy) {
+			return errors.New(out)
 		}
-	}
+		return nil
+	})
 }
 
 func streams(t *testing.T, s *harness.Server) {
@@ -191,28 +212,32 @@ func streams(t *testing.T, s *harness.Server) {
 	s.Kubectl("patch", "pod", "p", "--subresource=status", "--type=merge", "-p",
 		`{"status":{"phase":"Running","podIP":"127.0.0.1"}}`)
 	for _, protocol := range []string{"true", "false"} {
-		kubectl := func(input io.Reader, args ...string) (stdout, stderr string, code int) {
-			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-			defer cancel()
-			cmd := exec.CommandContext(ctx, harness.Peer("kubectl"),
-				append([]string{"--kubeconfig", s.Kubeconfig, "--cache-dir", filepath.Join(s.Dir, "kubectl-cache")},
-					args...)...)
-			cmd.Env = append(os.Environ(), "KUBECTL_REMOTE_COMMAND_WEBSOCKETS="+protocol,
-				"KUBECTL_PORT_FORWARD_WEBSOCKETS="+protocol)
-			var out, errOut bytes.Buffer
-			cmd.Stdin, cmd.Stdout, cmd.Stderr = input, &out, &errOut
-			_ = cmd.Run()
-			return out.String(), errOut.String(), cmd.ProcessState.ExitCode()
+		kubectl := func(input string, args ...string) (stdout, stderr string, code int) {
+			withFreshPolicy(t, func() string {
+				ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+				defer cancel()
+				cmd := exec.CommandContext(ctx, harness.Peer("kubectl"),
+					append([]string{"--kubeconfig", s.Kubeconfig, "--cache-dir", filepath.Join(s.Dir, "kubectl-cache")},
+						args...)...)
+				cmd.Env = append(os.Environ(), "KUBECTL_REMOTE_COMMAND_WEBSOCKETS="+protocol,
+					"KUBECTL_PORT_FORWARD_WEBSOCKETS="+protocol)
+				var out, errOut bytes.Buffer
+				cmd.Stdin, cmd.Stdout, cmd.Stderr = strings.NewReader(input), &out, &errOut
+				_ = cmd.Run()
+				stdout, stderr, code = out.String(), errOut.String(), cmd.ProcessState.ExitCode()
+				return stderr
+			})
+			return stdout, stderr, code
 		}
-		out, errOut, code := kubectl(nil, "exec", "p", "--", "sh", "-c", "echo out; echo err >&2; exit 7")
+		out, errOut, code := kubectl("", "exec", "p", "--", "sh", "-c", "echo out; echo err >&2; exit 7")
 		if out != "out\n" || !strings.HasPrefix(errOut, "err\n") || code != 7 {
 			t.Errorf("exec: %q %q %d", out, errOut, code)
 		}
-		if out, errOut, _ = kubectl(strings.NewReader("half closed"), "exec", "-i", "p", "--", "wc",
+		if out, errOut, _ = kubectl("half closed", "exec", "-i", "p", "--", "wc",
 			"-c"); strings.TrimSpace(out) != "11" {
 			t.Errorf("exec -i: %q %q", out, errOut)
 		}
-		if out, errOut, _ = kubectl(nil, "exec", "p", "--", "head", "-c", "20000000",
+		if out, errOut, _ = kubectl("", "exec", "p", "--", "head", "-c", "20000000",
 			"/dev/zero"); len(out) != 20000000 {
 			t.Errorf("a large output: %d bytes, %q", len(out), errOut)
 		}
@@ -221,12 +246,17 @@ func streams(t *testing.T, s *harness.Server) {
 		}))
 		_, target, _ := net.SplitHostPort(web.Listener.Addr().String())
 		local := porttest.FreePort(t)
-		forward := exec.Command(harness.Peer("kubectl"), "--kubeconfig", s.Kubeconfig, "port-forward", "pod/p",
-			fmt.Sprintf("%d:%s", local, target))
-		forward.Env = append(os.Environ(), "KUBECTL_PORT_FORWARD_WEBSOCKETS="+protocol)
-		if err := forward.Start(); err != nil {
-			t.Fatal(err)
-		}
+		ctx, end := context.WithCancel(t.Context())
+		var forwards sync.WaitGroup
+		forwards.Go(func() {
+			for rejected := true; rejected; {
+				forward := exec.CommandContext(ctx, harness.Peer("kubectl"), "--kubeconfig", s.Kubeconfig, "port-forward",
+					"pod/p", fmt.Sprintf("%d:%s", local, target))
+				forward.Env = append(os.Environ(), "KUBECTL_PORT_FORWARD_WEBSOCKETS="+protocol)
+				out, _ := forward.CombinedOutput()
+				rejected = strings.Contains(string(out), stalePolicy)
+			}
+		})
 		harness.Eventually(t, harness.Soon, func() error {
 			resp, err := http.Get(fmt.Sprintf("http://127.0.0.1:%d/", local))
 			if err != nil {
@@ -239,8 +269,8 @@ func streams(t *testing.T, s *harness.Server) {
 			}
 			return nil
 		})
-		_ = forward.Process.Kill()
-		_ = forward.Wait()
+		end()
+		forwards.Wait()
 		web.Close()
 	}
 	contains(t, "logs", s.Kubectl("logs", "p"), "first line")
@@ -248,8 +278,13 @@ func streams(t *testing.T, s *harness.Server) {
 	contains(t, "node proxy", s.Kubectl("get", "--raw", "/api/v1/nodes/node:"+port+"/proxy/healthz"), "ok")
 	for _, args := range [][]string{{"exec", "p", "--as=bob", "--", "id"}, {"logs", "p", "--as=bob"},
 		{"get", "--raw", "/api/v1/nodes/node/proxy/healthz", "--as=bob"}} {
-		if out, err := s.TryKubectl("", args...); err == nil || !strings.Contains(out, "forbidden") &&
-			!strings.Contains(out, "Forbidden") {
+		var out string
+		var err error
+		withFreshPolicy(t, func() string {
+			out, err = s.TryKubectl("", args...)
+			return out
+		})
+		if err == nil || !strings.Contains(out, "forbidden") && !strings.Contains(out, "Forbidden") {
 			t.Errorf("%v as bob: %v %s", args, err, out)
 		}
 	}
@@ -264,10 +299,13 @@ func streams(t *testing.T, s *harness.Server) {
 			t.Errorf("POST %s as a reader: %s", path, out)
 		}
 	}
-	if out, err := s.TryKubectl("", "exec", "nothing", "--", "id"); err == nil ||
-		!strings.Contains(out, `pods "nothing" not found`) {
-		t.Errorf("exec in nothing: %s", out)
-	}
+	withFreshPolicy(t, func() string {
+		out, err := s.TryKubectl("", "exec", "nothing", "--", "id")
+		if !strings.Contains(out, stalePolicy) && (err == nil || !strings.Contains(out, `pods "nothing" not found`)) {
+			t.Errorf("exec in nothing: %s", out)
+		}
+		return out
+	})
 	k.CloseClientConnections()
 	k.Listener.Close()
 	if out, err := s.TryKubectl("", "logs", "p"); err == nil || !strings.Contains(out, "connection refused") {

@@ -138,7 +138,7 @@ func watchPods(t *testing.T, c kubernetes.Interface) *podsOf {
 	return &podsOf{w.ResultChan(), map[types.UID]bool{}}
 }
 
-// until counts pods until done, with at most 90 s between two events.
+// until counts pods until done, with at most harness.Soon between two events.
 func (p *podsOf) until(t *testing.T, done func(last string) bool) {
 	t.Helper()
 	for {
@@ -152,7 +152,7 @@ func (p *podsOf) until(t *testing.T, done func(last string) bool) {
 			if done(pod.Name) {
 				return
 			}
-		case <-time.After(90 * time.Second):
+		case <-time.After(harness.Soon):
 			t.Fatalf("no event after %d pods", len(p.seen))
 		}
 	}
@@ -271,7 +271,7 @@ func keepLogMoving(t *testing.T, s *harness.Server) {
 		t.Fatal(err)
 	}
 	defer w.Stop()
-	for until := time.After(30 * time.Second); ; {
+	for until := time.After(harness.Soon); ; {
 		select {
 		case e, ok := <-w.ResultChan():
 			m, isMap := e.Object.(*corev1.ConfigMap)

@@ -36,7 +36,7 @@ func TestWatchCompression(t *testing.T) {
 	for _, http2 := range []bool{false, true} {
 		for _, encoding := range []string{"identity", "gzip"} {
 			name := fmt.Sprintf("HTTP/2: %v, %s", http2, encoding)
-			resp := watchRaw(t, s, http2, encoding, "/api/v1/namespaces/default/configmaps?watch=1&timeoutSeconds=15&"+initial)
+			resp := watchRaw(t, s, http2, encoding, "/api/v1/namespaces/default/configmaps?watch=1&timeoutSeconds=30&"+initial)
 			if got := resp.Header.Get("Content-Encoding") == "gzip"; got != (encoding == "gzip") {
 				t.Errorf("%s: %v", name, resp.Header)
 			}
