@@ -133,7 +133,7 @@ func (a *axis) accounts(p *pair, c *credentials) {
 	for name, ch := range map[string]change{
 		"valid":                 {},
 		"expired":               {claims: fields{"exp": now.Add(-time.Minute).Unix()}},
-		"expired within leeway": {claims: fields{"exp": now.Add(-20 * time.Second).Unix()}},
+		"expired within leeway": {claims: fields{"exp": now.Add(-5 * time.Second).Unix()}},
 		"no expiry":             {claims: fields{"exp": nil}},
 		"not yet":               {claims: fields{"nbf": now.Add(time.Hour).Unix()}},
 		"issued later":          {claims: fields{"iat": now.Add(time.Hour).Unix()}},

@@ -195,17 +195,14 @@ func (p *pair) create(all []*object) {
 	}
 }
 
-// maxLag bounds the wait until a controller of either server has caught up. The test prints a lag above longLag.
-const (
-	maxLag  = 30 * time.Second
-	longLag = 5 * time.Second
-)
+// longLag is the lag of a controller that the test prints.
+const longLag = 5 * time.Second
 
-// untilEqual waits until both servers' responses differ in nothing but accepted differences, for at most maxLag. A
+// untilEqual waits until both servers' responses differ in nothing but accepted differences, at most harness.Soon. A
 // later request reports a difference that remains.
 func (p *pair) untilEqual(path string) {
 	r := &request{method: "GET", path: path, header: map[string]string{"Accept": "application/json"}, about: "list"}
-	for began := time.Now(); time.Since(began) < maxLag; time.Sleep(50 * time.Millisecond) {
+	for began := time.Now(); time.Since(began) < harness.Soon; time.Sleep(50 * time.Millisecond) {
 		a, b := p.both(p.t.Context(), r)
 		if !slices.ContainsFunc(diff(a, b), func(d string) bool { return p.report.explained(r, a, b, d) == nil }) {
 			if lag := time.Since(began); lag > longLag {
@@ -214,7 +211,7 @@ func (p *pair) untilEqual(path string) {
 			return
 		}
 	}
-	fmt.Printf("the responses to %s still differ after %v\n", path, maxLag)
+	fmt.Printf("the responses to %s still differ after %v\n", path, harness.Soon)
 }
 
 // until waits until both servers' responses contain a text.

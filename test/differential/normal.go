@@ -88,11 +88,12 @@ func applyMasks(s string) string {
 	return s
 }
 
-// duration matches an age or a duration. The age of two to nine whole minutes has no seconds.
-var duration = regexp.MustCompile(`\b((\d+m)?\d+s|[2-9]m)\b`)
+// duration matches an age or a duration. The age of whole minutes has no seconds, and no age has seconds after ten
+// minutes. It does not match more minutes, because 100m is a quantity.
+var duration = regexp.MustCompile(`\b((\d+m)?\d+s|[2-9]m|[1-5]\dm)\b`)
 
-// ageTolerance is the difference of two ages that the start of the servers explains.
-const ageTolerance = 25 * time.Second
+// ageTolerance is the difference of two ages that the start of the servers explains, because they start in sequence.
+const ageTolerance = 2 * time.Minute
 
 // sameText reports whether two texts are equal, except for durations that differ little.
 func sameText(a, b string) bool {
@@ -106,7 +107,7 @@ func sameText(a, b string) bool {
 	for i := range x {
 		u, uerr := time.ParseDuration(x[i])
 		v, verr := time.ParseDuration(y[i])
-		if uerr != nil || verr != nil || (u-v).Abs() > max(ageTolerance, u/10) {
+		if uerr != nil || verr != nil || (u-v).Abs() > ageTolerance {
 			return false
 		}
 	}

@@ -21,9 +21,9 @@ func TestDurationsDifferLittle(t *testing.T) {
 		a, b string
 		same bool
 	}{
-		{"5s", "19s", true}, {"1m5s", "70s", true}, {"30s", "60s", false}, {"9m0s", "8m20s", true},
+		{"5s", "19s", true}, {"1m5s", "70s", true}, {"30s", "151s", false}, {"9m0s", "8m20s", true},
 		{"a 5s b", "a 6s c", false}, {"5s", "", false}, {"5", "6", false}, {"5s", "5s 5s", false},
-		{"2m", "114s", true}, {"3m", "2m50s", true}, {"2m", "3m", false}, {"50m", "55m", false},
+		{"2m", "114s", true}, {"3m", "2m50s", true}, {"2m", "5m", false}, {"9m58s", "10m", true}, {"50m", "55m", false}, {"100m", "101m", false},
 	} {
 		if sameText(c.a, c.b) != c.same {
 			t.Errorf("%q and %q: want %v", c.a, c.b, c.same)

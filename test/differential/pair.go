@@ -37,8 +37,10 @@ type request struct {
 	bodyOf func(s *side) []byte
 	// as is the sender's client certificate, nil for the administrator's.
 	as *certificate
-	// repeated sends the request several times. Only the last response counts.
+	// repeated marks a request that a side received several times. Only the last response counts.
 	repeated bool
+	// lost marks a write that succeeded without a response, so nothing of it is compared.
+	lost bool
 	// pathOf returns a path that differs between the sides, nil for path.
 	pathOf func(s *side) string
 	// pages is the number of pages of a list before this request.
@@ -132,6 +134,8 @@ type answer struct {
 	header http.Header
 	body   []byte
 	err    error
+	// repeated and lost are the request's fields of these names.
+	repeated, lost bool
 }
 
 // versionOf and uidOf return placeholders for the resource version and UID that each server has for an object.
@@ -157,7 +161,56 @@ func (s *side) fill(text string) string {
 	})
 }
 
+// again matches the body of a failed request that a pause of the machine explains.
+var again = regexp.MustCompile("etcdserver: (request timed out|leader changed)")
+
+// do sends a request, and repeats it up to ten times. After a pause of the machine, a server rejects requests until its
+// policy is fresh again. A request of etcd times out after 7 s, and etcd may have made that write.
 func (s *side) do(ctx context.Context, r *request) answer {
+	unknown := false
+	for attempt := 0; ; attempt++ {
+		a := s.once(ctx, r)
+		a.repeated = attempt > 0
+		timedOut := a.code == http.StatusInternalServerError && again.Match(a.body)
+		if unknown && !timedOut && r.method != http.MethodGet &&
+			(r.method == http.MethodDelete || a.code == http.StatusConflict || a.code == http.StatusNotFound) {
+			return s.lost(ctx, r, a)
+		}
+		rejected := (a.code == http.StatusTooManyRequests || a.code == http.StatusServiceUnavailable) &&
+			a.header.Get("Retry-After") == "1"
+		if !timedOut && !rejected || attempt == 10 {
+			return a
+		}
+		unknown = unknown || timedOut
+		select {
+		case <-ctx.Done():
+			return a
+		case <-time.After(time.Second):
+		}
+	}
+}
+
+// lost returns the answer of a write whose first attempt succeeded without a response. a is the response of the last
+// attempt, which found the result of the first. lost remembers the object, because later requests have its version.
+func (s *side) lost(ctx context.Context, r *request, a answer) answer {
+	fmt.Printf("%s: the response to %s is lost\n", s.name, r)
+	var status metav1.Status
+	path, _, _ := strings.Cut(r.path, "?")
+	if r.method == http.MethodPost && json.Unmarshal(a.body, &status) == nil && status.Details != nil {
+		path += "/" + status.Details.Name
+	}
+	if r.method != http.MethodDelete {
+		s.once(ctx, &request{method: http.MethodGet, path: path, header: map[string]string{"Accept": "application/json"}})
+	}
+	code := http.StatusOK
+	if r.method == http.MethodPost {
+		code = http.StatusCreated
+	}
+	return answer{code: code, repeated: true, lost: true}
+}
+
+// once sends a request.
+func (s *side) once(ctx context.Context, r *request) answer {
 	body := []byte(s.fill(string(r.body)))
 	if r.bodyOf != nil {
 		body = r.bodyOf(s)
@@ -260,7 +313,7 @@ var notCompared = []string{"Content-Length"}
 
 // ask sends a request to both servers, compares the responses and returns kube-apiserver's.
 func (p *pair) ask(r *request) answer {
-	ctx, cancel := context.WithTimeout(p.t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(p.t.Context(), harness.Soon)
 	defer cancel()
 	if p.audited {
 		r = p.withAuditID(r)
@@ -345,7 +398,16 @@ func (p *pair) both(ctx context.Context, r *request) (a, b answer) {
 	wg.Go(func() { a = p.theirs.do(ctx, r) })
 	wg.Go(func() { b = p.ours.do(ctx, r) })
 	wg.Wait()
+	p.repeats(r, a, b)
 	return a, b
+}
+
+// repeats marks a request that a side repeated.
+func (p *pair) repeats(r *request, a, b answer) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	r.repeated = r.repeated || a.repeated || b.repeated
+	r.lost = r.lost || a.lost || b.lost
 }
 
 // withAuditID returns a copy of a request with a new audit ID.

@@ -109,9 +109,6 @@ func (s *pluginSet) flags(a *axis, dir string, w *web) (flags []string) {
 	return flags
 }
 
-// stepBound limits the lag of a server's informer or cached discovery, which is half a minute.
-const stepBound = 45 * time.Second
-
 // step sends a step to both servers, and checks kube-apiserver's response against the corpus.
 func (a *axis) step(p *pair, step pluginStep, place func(string) string) {
 	r := &request{
@@ -134,7 +131,7 @@ func (a *axis) step(p *pair, step pluginStep, place func(string) string) {
 	until := func(s *side) (got answer) {
 		for began := time.Now(); ; time.Sleep(50 * time.Millisecond) {
 			got = s.do(a.t.Context(), r)
-			if !step.Until || step.shown(got) || time.Since(began) > stepBound {
+			if !step.Until || step.shown(got) || time.Since(began) > harness.Soon {
 				return got
 			}
 		}
@@ -144,7 +141,8 @@ func (a *axis) step(p *pair, step pluginStep, place func(string) string) {
 	wg.Go(func() { theirs = until(p.theirs) })
 	wg.Go(func() { ours = until(p.ours) })
 	wg.Wait()
-	if !step.shown(theirs) {
+	p.repeats(r, theirs, ours)
+	if !r.lost && !step.shown(theirs) {
 		a.t.Errorf(
 			"%s: kube-apiserver said %d, not %d, or does not show %q: %s",
 			r.about,

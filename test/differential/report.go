@@ -46,6 +46,9 @@ func (p *report) begin(phase string) {
 }
 
 func (p *report) compare(r *request, a, b answer) {
+	if r.lost {
+		return
+	}
 	details := diff(a, b)
 	p.mu.Lock()
 	defer p.mu.Unlock()

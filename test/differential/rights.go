@@ -38,7 +38,7 @@ func rights() (all []*request) {
 		"/api/v1/namespaces/default/secrets/absent",
 		"/api/v1/namespaces/other/secrets/mounted",
 		"/api/v1/namespaces/default/secrets?fieldSelector=metadata.name%3Dmounted",
-		"/api/v1/namespaces/default/secrets?fieldSelector=metadata.name%3Dmounted&watch=true&timeoutSeconds=1",
+		"/api/v1/namespaces/default/secrets?fieldSelector=metadata.name%3Dmounted&watch=true&timeoutSeconds=5",
 		"/api/v1/namespaces/default/configmaps",
 		"/api/v1/namespaces/default/configmaps/one",
 		"/api/v1/namespaces/default/configmaps/mounted",

@@ -86,7 +86,7 @@ func (p *pair) walk(all []*object, n int, rng *rand.Rand) {
 			about:  "the end",
 		}).code == http.StatusCreated
 	}
-	for deadline := time.Now().Add(maxLag); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(harness.Soon); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
 		if !slices.ContainsFunc(watches, func(w *watching) bool {
 			collection, _, _ := strings.Cut(w.path, "?")
 			return created[collection] && w.behind.Load() > 0
@@ -279,7 +279,7 @@ func (p *pair) watch(path, accept string) *watching {
 				return
 			}
 			req.Header.Set("Accept", accept)
-			streams := &http.Client{Transport: s.client.Transport}
+			streams := &http.Client{Transport: harness.Retrying(s.client.Transport)}
 			resp, err := streams.Do(req)
 			close(opened)
 			if err != nil {
