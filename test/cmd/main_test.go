@@ -24,6 +24,18 @@ Successful
 	}
 }
 
+func TestASecondRunReplacesFailures(t *testing.T) {
+	results := []result{{"run_a_tests", false, 2}, {"run_b_tests", true, 1}, {"c_test", false, 1}, {"run_d_tests", false, 0}}
+	if got := again(results); got != "a d" {
+		t.Errorf("%q run again", got)
+	}
+	replace(results, []result{{"run_a_tests", true, 3}, {"run_d_tests", false, 1}})
+	want := []result{{"run_a_tests", true, 3}, {"run_b_tests", true, 1}, {"c_test", false, 1}, {"run_d_tests", false, 1}}
+	if !slices.Equal(results, want) {
+		t.Errorf("got %v, want %v", results, want)
+	}
+}
+
 func TestFewerAssertionsAreAProblem(t *testing.T) {
 	theirs := []result{{"a", true, 2}, {"b", false, 1}}
 	for want, ours := range map[string][]result{

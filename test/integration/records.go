@@ -201,6 +201,26 @@ func (r *records) compare(pkg string, results results) (problems []error) {
 	return problems
 }
 
+// unexplained returns the top-level tests that fail without a known reason, and pass with kube-apiserver.
+func (r *records) unexplained(pkg string, results results) (tops []string) {
+	for _, top := range slices.Sorted(maps.Keys(results.outcomes())) {
+		if r.reference[pkg][top].result == pass && results[top] == failed &&
+			slices.ContainsFunc(results.causes(top), func(cause string) bool { return !r.explain(pkg, cause) }) {
+			tops = append(tops, top)
+		}
+	}
+	return tops
+}
+
+// replace replaces the results of the top-level tests that ran a second time.
+func (r results) replace(second results) {
+	maps.DeleteFunc(r, func(name, _ string) bool {
+		top, _, _ := strings.Cut(name, "/")
+		return second[top] != ""
+	})
+	maps.Copy(r, second)
+}
+
 // explain returns true if a failed test, or a test above it, has a known reason.
 func (r *records) explain(pkg, test string) bool {
 	for _, k := range r.known {
