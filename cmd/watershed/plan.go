@@ -11,6 +11,8 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
+	"syscall"
 
 	"github.com/spf13/pflag"
 
@@ -336,9 +338,12 @@ func (s *splitRun) identitySettings(name string) map[string]any {
 }
 
 // freePorts finds free ports below the ephemeral port range, because a restarted process needs its previous port. It
-// leaves out the ports of reserved addresses.
-func freePorts(n int, reserved ...string) ([]int, error) {
+// leaves out the ports of previous addresses, and the ports that another process of Watershed has found.
+func freePorts(n int, previous ...string) ([]int, error) {
 	const low, high = 20000, 32000
+	for _, address := range previous {
+		_ = reserve(address)
+	}
 	var ports []int
 	var last error
 	for try := 0; len(ports) < n; try++ {
@@ -346,7 +351,7 @@ func freePorts(n int, reserved ...string) ([]int, error) {
 			return nil, fmt.Errorf("no %d free ports from %d to %d: %v", n, low, high, last)
 		}
 		address := fmt.Sprintf("127.0.0.1:%d", low+rand.IntN(high-low))
-		if slices.Contains(reserved, address) {
+		if last = reserve(address); last != nil {
 			continue
 		}
 		l, err := net.Listen("tcp", address)
@@ -358,4 +363,18 @@ func freePorts(n int, reserved ...string) ([]int, error) {
 		ports = append(ports, l.Addr().(*net.TCPAddr).Port)
 	}
 	return ports, nil
+}
+
+// reservations has the listeners of reserve, by address.
+var reservations sync.Map
+
+// reserve reserves an address until this process ends, because its child listens seconds later, and again after a
+// restart. The reservation is an abstract Unix socket. Such a socket belongs to a network namespace, as ports do.
+func reserve(address string) error {
+	l, err := net.Listen("unix", "@watershed-"+address)
+	if errors.Is(err, syscall.EADDRINUSE) {
+		return err
+	}
+	reservations.Store(address, l)
+	return nil
 }

@@ -55,6 +55,27 @@ func settingsIn(t *testing.T, file string) map[string]any {
 	return out
 }
 
+// A port is found once, although its process does not listen yet, and a previous address is not found.
+func TestAPortIsFoundOnce(t *testing.T) {
+	found := map[int]bool{}
+	for range 2 {
+		ports, err := freePorts(300)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, port := range ports {
+			found[port] = true
+		}
+	}
+	if len(found) != 600 {
+		t.Errorf("%d of 600 ports differ", len(found))
+	}
+	const previous = "127.0.0.1:20007"
+	if _, err := freePorts(0, previous); err != nil || reserve(previous) == nil {
+		t.Errorf("%s may be found again (%v)", previous, err)
+	}
+}
+
 // The names of the processes of each placement.
 func TestPlacements(t *testing.T) {
 	for placement, want := range map[string]string{
