@@ -77,7 +77,7 @@ func (c *cluster) run() {
 		c.t.Fatal(err)
 	}
 	s.Start()
-	if !s.ReadyForConnections(10 * time.Second) {
+	if !s.ReadyForConnections(harness.Soon) {
 		c.t.Fatal("NATS does not start")
 	}
 	c.mu.Lock()

@@ -64,8 +64,10 @@ func TestAnOlderStreamIsUpdated(t *testing.T) {
 	})
 	c.write(reset(10), added(11, "pods"))
 	const many = 900
+	ctx, cancel := context.WithTimeout(t.Context(), harness.Soon) // instead of the 5 s of a context without a deadline
+	defer cancel()
 	for n := range many {
-		if _, err := stream.CreateConsumer(t.Context(), jetstream.ConsumerConfig{
+		if _, err := stream.CreateConsumer(ctx, jetstream.ConsumerConfig{
 			Name:              fmt.Sprint("old", n),
 			InactiveThreshold: 24 * time.Hour,
 			AckPolicy:         jetstream.AckNonePolicy,
