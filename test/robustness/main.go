@@ -185,8 +185,9 @@ func run(ctx context.Context, o options) (*result, error) {
 	r.counts["processes that died by themselves"] = c.died()
 	r.counts["changes of data and versions that were made"] = c.changed()
 	for _, p := range c.processes {
-		if p.name == controllers {
-			continue // a client may end after a failed request
+		// kube-controller-manager may end after a failed request, and kube-apiserver if its start takes too long
+		if p.name == controllers || p.name == reference {
+			continue
 		}
 		for _, line := range p.ends() {
 			complaints = append(complaints, fmt.Sprintf("%s ended by itself: %s", p.name, line))

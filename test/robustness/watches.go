@@ -34,7 +34,7 @@ func (w *workload) watch(n int) {
 			return
 		}
 		if final > 0 && deadline.IsZero() {
-			deadline = time.Now().Add(time.Minute)
+			deadline = time.Now().Add(3 * time.Minute)
 		}
 		if final > 0 && time.Now().After(deadline) {
 			w.complain("watch %d of %q came to %d, not to the end at %d", n, shard, position, final)

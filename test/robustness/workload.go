@@ -63,7 +63,7 @@ func newWorkload(ctx context.Context, c *cluster, o options) (*workload, error) 
 		return nil, err
 	}
 	body := `{"apiVersion":"v1","kind":"Namespace","metadata":{"name":"` + namespace + `"}}`
-	for deadline := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {
+	for deadline := time.Now().Add(3 * time.Minute); ; time.Sleep(100 * time.Millisecond) {
 		code, answer, err := w.do(ctx, w.client(), "POST", "/api/v1/namespaces", "", body)
 		if err == nil && (code == http.StatusCreated || code == http.StatusConflict) {
 			return w, nil
@@ -154,7 +154,7 @@ func (w *workload) finish(ctx context.Context) []string {
 	w.stop()
 	w.writers.Wait()
 	w.readers.Wait()
-	end, cancel := context.WithTimeout(ctx, time.Minute)
+	end, cancel := context.WithTimeout(ctx, 3*time.Minute)
 	defer cancel()
 	last := map[string]*history.Write{}
 	revision, err := w.truth.finish(end, func() error { // a last change that every watch receives, as its end
