@@ -3,12 +3,14 @@ package eventlog
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"time"
 
 	"github.com/cespare/xxhash/v2"
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
+	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/protobuf/proto"
 
 	"watershed.dev/platform/lru"
@@ -61,6 +63,30 @@ func eventsOf(m *logv1.StoredMessage) ([]*logv1.Event, error) {
 	}
 	return decoded, err
 }
+
+// events returns the events of a message, as eventsOf does. It reports a corrupt message.
+func (l LogID) events(m *logv1.StoredMessage) ([]*logv1.Event, error) {
+	events, err := eventsOf(m)
+	if err != nil {
+		l.reportCorrupt(m.Sequence, err)
+	}
+	return events, err
+}
+
+// reportCorrupt counts and logs a read of a corrupt message.
+func (l LogID) reportCorrupt(sequence uint64, reason error) {
+	corruptMessages.Inc()
+	slog.Error("A message of the event log is corrupt", "stream", l.Stream(), "sequence", sequence, "error", reason)
+}
+
+var corruptMessages = prometheus.NewCounter(prometheus.CounterOpts{
+	Name: "watershed_event_log_corrupt_messages_total",
+	Help: "Reads of a corrupt message of the event log, whose checksum is wrong or which cannot be decoded. The log " +
+		"names the message.",
+})
+
+// Metrics returns this package's collectors.
+func Metrics() []prometheus.Collector { return []prometheus.Collector{corruptMessages} }
 
 // CheckAppended makes readers decode each message, and panic if its events differ from the events in appended. Tests
 // set it.

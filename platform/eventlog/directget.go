@@ -324,7 +324,8 @@ func (d DirectGetReader) revisionBefore(ctx context.Context, sequence uint64) (i
 	if err != nil {
 		return 0, fmt.Errorf("message %d of the log: %w", sequence, err)
 	}
-	if verify(storedMessage(m.Header, m.Sequence, m.Data)) != nil {
+	if err := verify(storedMessage(m.Header, m.Sequence, m.Data)); err != nil {
+		d.Log.reportCorrupt(m.Sequence, err)
 		return 0, ErrExpired // its position may be wrong
 	}
 	name := m.Header.Get(jetstream.ExpectedLastMsgIDHeader)

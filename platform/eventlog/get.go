@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"log/slog"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -85,7 +84,7 @@ func (l LogID) get(ctx context.Context, js jetstream.JetStream,
 	default:
 		return nil, response.Error
 	}
-	// headers that cannot be decoded are none: the message is then corrupt (eventsOf)
+	// headers that cannot be decoded are none: the message is then corrupt (LogID.events)
 	header, _ := nats.DecodeHeadersMsg(response.Message.Header)
 	return &jetstream.RawStreamMsg{
 		Subject:  response.Message.Subject,
@@ -134,12 +133,12 @@ func (l LogID) Last(ctx context.Context, js jetstream.JetStream) (id core.ID, se
 	if err != nil {
 		return core.ID{}, 0, false, fmt.Errorf("message %d of the log: %w", state.LastSeq, err)
 	}
-	_, err = Events(m.Header, m.Data)
-	if err == nil {
-		id, err = core.ParseID(m.Header.Get(jetstream.MsgIDHeader))
+	if _, err := l.events(storedMessage(m.Header, m.Sequence, m.Data)); err != nil {
+		return core.ID{}, state.LastSeq, false, nil
 	}
+	id, err = core.ParseID(m.Header.Get(jetstream.MsgIDHeader))
 	if err != nil {
-		slog.Error("The last message of the event log is corrupt", "sequence", state.LastSeq, "error", err)
+		l.reportCorrupt(m.Sequence, err)
 		return core.ID{}, state.LastSeq, false, nil
 	}
 	return id, state.LastSeq, true, nil

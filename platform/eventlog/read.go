@@ -183,11 +183,7 @@ func (r *reader) catchUp(ctx context.Context) error {
 
 // deliver calls handle with the events of a message, and with a reset before them if the message follows a gap.
 func (r *reader) deliver(m *logv1.StoredMessage, live bool) error {
-	decoded, err := eventsOf(m)
-	if err != nil {
-		slog.Error("A message of the event log is corrupt", "sequence", m.Sequence, "error", err)
-		decoded = nil
-	}
+	decoded, _ := r.log.events(m)
 	gap, events, err := r.Next(m, decoded, live)
 	if err != nil {
 		return err

@@ -23,11 +23,11 @@ const replayPause = 100 * time.Millisecond
 // position. The events before that are complete and have no gap. Replay calls each only for events whose order is
 // certain, so it lags a little behind the log. each must be fast. Another error, for example of a recreated stream,
 // does not mean that the log lacks events: Replay can be called again after the last complete revision.
-func Replay(ctx context.Context, stream StreamReader, storedAs string, after int64, epoch string,
+func (l LogID) Replay(ctx context.Context, stream StreamReader, storedAs string, after int64, epoch string,
 	each func(*logv1.Event) (bool, error)) error {
 	r := core.NewReplay(after, epoch)
 	for {
-		err := stream.Messages(ctx, r.Request(storedAs), func(c *logv1.Chunk) error { return replayChunk(r, c, each) })
+		err := stream.Messages(ctx, r.Request(storedAs), func(c *logv1.Chunk) error { return l.replayChunk(r, c, each) })
 		if err != nil {
 			if errors.Is(err, errStopReplay) {
 				err = nil
@@ -44,13 +44,13 @@ func Replay(ctx context.Context, stream StreamReader, storedAs string, after int
 var errStopReplay = errors.New("enough")
 
 // replayChunk calls each with the events of a chunk.
-func replayChunk(r *core.Replay, c *logv1.Chunk, each func(*logv1.Event) (bool, error)) error {
+func (l LogID) replayChunk(r *core.Replay, c *logv1.Chunk, each func(*logv1.Event) (bool, error)) error {
 	messages, err := r.Chunk(c)
 	if err != nil {
 		return err
 	}
 	for _, m := range messages {
-		events, err := eventsOf(m)
+		events, err := l.events(m)
 		if err != nil {
 			return ErrExpired // the message may have been a reset
 		}

@@ -216,7 +216,7 @@ func (o *Options) End(ctx context.Context, js jetstream.JetStream, keyOf func(*l
 	switch {
 	case err == nil:
 		end.Progress = &logv1.Event{} // of no epoch, if the message is corrupt
-		if progress, err := Events(m.Header, m.Data); err == nil {
+		if progress, err := o.ID.events(storedMessage(m.Header, m.Sequence, m.Data)); err == nil {
 			end.Progress = progress[0]
 		}
 	case !errors.Is(err, jetstream.ErrMsgNotFound):
@@ -230,7 +230,7 @@ func (o *Options) End(ctx context.Context, js jetstream.JetStream, keyOf func(*l
 		if err != nil {
 			return end, err
 		}
-		events, _ := Events(m.Header, m.Data)
+		events, _ := o.ID.events(storedMessage(m.Header, m.Sequence, m.Data))
 		for i := len(events) - 1; i >= 0 && more; i-- {
 			more = end.ReadBack(events[i], keyOf(events[i]))
 		}

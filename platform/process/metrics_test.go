@@ -3,6 +3,8 @@ package process
 import (
 	"testing"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"watershed.dev/platform/rpc"
 )
 
@@ -24,4 +26,21 @@ func TestOnlyXDSClientsReportTheirConnection(t *testing.T) {
 			t.Errorf("%s: watershed_xds_connected %t, want %t", name, got, c.want)
 		}
 	}
+}
+
+// Services of a process may have the collectors of a shared package together. Another collector of the same name is a
+// mistake.
+func TestServicesShareCollectors(t *testing.T) {
+	counter := func() prometheus.Collector {
+		return prometheus.NewCounter(prometheus.CounterOpts{Name: "shared", Help: "Shared."})
+	}
+	m, shared := NewMetrics(), counter()
+	m.Add([]prometheus.Collector{shared})
+	m.Add([]prometheus.Collector{shared})
+	defer func() {
+		if recover() == nil {
+			t.Error("two collectors have the same name")
+		}
+	}()
+	m.Add([]prometheus.Collector{counter()})
 }

@@ -31,8 +31,15 @@ func NewMetrics() *Metrics {
 	return m
 }
 
-// Add registers collectors.
-func (m *Metrics) Add(collectors []prometheus.Collector) { m.own.MustRegister(collectors...) }
+// Add registers collectors. Several services of a process may have the same collector of a shared package.
+func (m *Metrics) Add(collectors []prometheus.Collector) {
+	for _, c := range collectors {
+		registered := prometheus.AlreadyRegisteredError{}
+		if err := m.own.Register(c); err != nil && (!errors.As(err, &registered) || registered.ExistingCollector != c) {
+			panic(err)
+		}
+	}
+}
 
 // Instance is a service in a process, before and after it is built. Its methods are safe for concurrent use. /readyz
 // reports its state.

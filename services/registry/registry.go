@@ -23,6 +23,7 @@ import (
 
 	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/egress"
+	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -169,7 +170,7 @@ func (s *Service) Register(g grpc.ServiceRegistrar) {
 
 // Collectors returns the service's metrics.
 func (s *Service) Collectors() []prometheus.Collector {
-	return slices.Concat(publisher.Metrics(), managed.Metrics(), storage.Metrics())
+	return slices.Concat(eventlog.Metrics(), publisher.Metrics(), managed.Metrics(), storage.Metrics())
 }
 
 // Ready returns the readiness of the registry. It is not ready if informers are not synced, a task is down, or etcd

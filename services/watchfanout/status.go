@@ -11,6 +11,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/process"
 	"watershed.dev/platform/watchcache/cache"
 	"watershed.dev/platform/watchcache/logreader"
@@ -125,7 +126,7 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // Collectors returns the service's metrics.
 func (s *Service) Collectors() []prometheus.Collector {
-	return append(s.collectors(), othersCollector{s})
+	return append(append(s.collectors(), othersCollector{s}), eventlog.Metrics()...)
 }
 
 // resourceCollector reports the objects and bytes of each resource.

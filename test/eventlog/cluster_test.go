@@ -126,6 +126,37 @@ func (c *cluster) write(events ...*logv1.Event) {
 	}
 }
 
+// replace recreates the stream with the same messages. change alters the message of a sequence, which keeps its
+// checksum.
+func (c *cluster) replace(sequence int, change func(*nats.Msg)) {
+	c.t.Helper()
+	var messages []*nats.Msg
+	for {
+		m, err := eventlog.Main.Get(c.t.Context(), c.js, uint64(len(messages)+1))
+		if errors.Is(err, jetstream.ErrMsgNotFound) {
+			break
+		}
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		messages = append(messages, &nats.Msg{Subject: m.Subject, Header: m.Header, Data: m.Data})
+	}
+	if err := c.js.DeleteStream(c.t.Context(), eventlog.StreamName); err != nil {
+		c.t.Fatal(err)
+	}
+	c.begin()
+	for i, m := range messages {
+		if i+1 == sequence {
+			sum := m.Header.Get("Watershed-Checksum")
+			change(m)
+			m.Header.Set("Watershed-Checksum", sum)
+		}
+		if _, err := c.js.PublishMsg(c.t.Context(), m); err != nil {
+			c.t.Fatal(err)
+		}
+	}
+}
+
 // last returns the ID of the log's last message.
 func (c *cluster) last() string {
 	w, err := c.writer()

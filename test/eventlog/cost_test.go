@@ -131,7 +131,7 @@ func BenchmarkReplay(b *testing.B) {
 	}
 	replay := func() {
 		n := 0
-		if err := eventlog.Replay(b.Context(), c.stored(), "nodes", 10, "", func(e *logv1.Event) (bool, error) {
+		if err := eventlog.Main.Replay(b.Context(), c.stored(), "nodes", 10, "", func(e *logv1.Event) (bool, error) {
 			n++
 			return e.Revision < 11+messages, nil
 		}); err != nil || n != messages/100+1 {

@@ -6,11 +6,13 @@ import (
 	"context"
 	"crypto/rand"
 	"errors"
+	"fmt"
 	"testing"
 
 	"github.com/klauspost/compress/s2"
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
+	"github.com/prometheus/client_golang/prometheus/testutil"
 
 	"watershed.dev/platform/eventlog"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -152,8 +154,53 @@ func TestARecreatedLogIsAReset(t *testing.T) {
 	r.is(t, "!10 11 12 !29 30 ")
 }
 
-// TestACorruptMessageIsAReset checks that a corrupt message is as good as lost: the next message follows a gap.
+// TestACorruptMessageIsAReset checks that a corrupt message is as good as lost: the next message follows a gap. A
+// flipped bit leaves a message that decodes, so only its checksum reveals it. A replay expires at the message, and a
+// replay that would begin after it. Each reader counts the message.
 func TestACorruptMessageIsAReset(t *testing.T) {
+	c := start(t)
+	c.write(reset(10))
+	for revision := int64(11); revision <= 21; revision++ {
+		c.write(added(revision, "pods"))
+	}
+	c.replace(5, func(m *nats.Msg) { // revision 14
+		digit := bytes.Index(m.Data, []byte("o14")) + 2
+		m.Data[digit] ^= 1
+		m.Header.Del("Watershed-Checksum")
+		if got, err := eventlog.Events(m.Header, m.Data); err != nil || got[0].Revision != 14 || got[0].Name != "o15" {
+			t.Fatalf("without a checksum: %v, %v", got, err)
+		}
+	})
+	counted := func(read string, f func()) {
+		t.Helper()
+		before := testutil.ToFloat64(eventlog.Metrics()[0])
+		if f(); testutil.ToFloat64(eventlog.Metrics()[0]) == before {
+			t.Errorf("%s counted no corrupt message", read)
+		}
+	}
+	var r *reading
+	counted("a reader", func() {
+		r = c.read()
+		r.is(t, "!10 11 12 13 !14 15 16 17 18 19 20 21 ")
+	})
+	for after, want := range map[int64]string{10: "11 12 13 ", 13: ""} {
+		counted("a replay", func() {
+			got := ""
+			err := eventlog.Main.Replay(t.Context(), c.stored(), "pods", after, "", func(e *logv1.Event) (bool, error) {
+				got += fmt.Sprintf("%d ", e.Revision)
+				return true, nil
+			})
+			if !errors.Is(err, eventlog.ErrExpired) || got != want {
+				t.Errorf("a replay after %d: %q, %v", after, got, err)
+			}
+		})
+	}
+	c.write(added(22, "pods"))
+	r.is(t, "!10 11 12 13 !14 15 16 17 18 19 20 21 22 ")
+}
+
+// TestAnUndecodableMessageIsAReset checks the same for a message that cannot be decoded, and has no checksum.
+func TestAnUndecodableMessageIsAReset(t *testing.T) {
 	c := start(t)
 	c.write(reset(10), added(11, "pods"))
 	r := c.read()

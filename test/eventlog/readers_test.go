@@ -32,7 +32,7 @@ func TestReadersHaveNoConsumer(t *testing.T) {
 	c := start(t)
 	c.write(reset(10), added(11, "pods"))
 	c.read().is(t, "!10 11 ")
-	if err := eventlog.Replay(t.Context(), c.stored(), "pods", 10, "", func(*logv1.Event) (bool, error) {
+	if err := eventlog.Main.Replay(t.Context(), c.stored(), "pods", 10, "", func(*logv1.Event) (bool, error) {
 		if n := c.consumers(); n != 0 {
 			t.Errorf("%d consumers", n)
 		}
@@ -196,7 +196,7 @@ func TestALaggingReplicaHidesNothing(t *testing.T) {
 			got := ""
 			ctx, cancel := context.WithTimeout(t.Context(), harness.Soon)
 			defer cancel()
-			if err := eventlog.Replay(ctx, c.stored(), "nodes", 10, "", func(e *logv1.Event) (bool, error) {
+			if err := eventlog.Main.Replay(ctx, c.stored(), "nodes", 10, "", func(e *logv1.Event) (bool, error) {
 				got += fmt.Sprintf("%d ", e.Revision)
 				return e.Revision < 16, nil
 			}); err != nil || got != "12 14 15 16 " {

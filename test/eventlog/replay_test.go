@@ -23,7 +23,7 @@ func TestReplayReturnsLaterEvents(t *testing.T) {
 		got := ""
 		ctx, cancel := context.WithTimeout(t.Context(), harness.Soon)
 		defer cancel()
-		err := eventlog.Replay(ctx, c.stored(), "pods", after, "", func(e *logv1.Event) (bool, error) {
+		err := eventlog.Main.Replay(ctx, c.stored(), "pods", after, "", func(e *logv1.Event) (bool, error) {
 			got += fmt.Sprintf("%s%d ", map[bool]string{true: "-"}[e.Type == logv1.Type_TYPE_UNSPECIFIED], e.Revision)
 			return e.Revision < until, nil
 		})
@@ -87,7 +87,7 @@ func TestAReplayThatIsOvertakenSaysSo(t *testing.T) {
 		t.Fatal(err)
 	}
 	next, purged := int64(11), false
-	err = eventlog.Replay(t.Context(), c.stored(), "pods", 10, "", func(e *logv1.Event) (bool, error) {
+	err = eventlog.Main.Replay(t.Context(), c.stored(), "pods", 10, "", func(e *logv1.Event) (bool, error) {
 		if e.Revision != next {
 			t.Fatalf("after %d came %d", next-1, e.Revision)
 		}
@@ -122,7 +122,7 @@ func TestAReplayOverALostMessageSaysSo(t *testing.T) {
 	}
 	for after, want := range map[int64]error{12: eventlog.ErrExpired, 17: eventlog.ErrExpired, 19: nil, 25: nil} {
 		next := after + 1
-		err := eventlog.Replay(t.Context(), c.stored(), "pods", after, "", func(e *logv1.Event) (bool, error) {
+		err := eventlog.Main.Replay(t.Context(), c.stored(), "pods", after, "", func(e *logv1.Event) (bool, error) {
 			if e.Revision != next {
 				t.Errorf("after %d came %d", next-1, e.Revision)
 			}
@@ -148,7 +148,7 @@ func TestAReplayWhoseRestIsGoneSaysSo(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), harness.Soon)
 	defer cancel()
-	err = eventlog.Replay(ctx, c.stored(), "pods", 10, "", func(e *logv1.Event) (bool, error) {
+	err = eventlog.Main.Replay(ctx, c.stored(), "pods", 10, "", func(e *logv1.Event) (bool, error) {
 		return true, stream.Purge(ctx)
 	})
 	if !errors.Is(err, eventlog.ErrExpired) {
@@ -175,7 +175,7 @@ func TestAReplayOverARecreatedStreamMayBeRepeated(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), harness.Soon)
 	defer cancel()
 	for _, begin := range []string{"before", "after"} {
-		err := eventlog.Replay(ctx, c.stored(), "pods", 10, "e", func(*logv1.Event) (bool, error) {
+		err := eventlog.Main.Replay(ctx, c.stored(), "pods", 10, "e", func(*logv1.Event) (bool, error) {
 			return true, recreate()
 		})
 		if err == nil || errors.Is(err, eventlog.ErrExpired) || ctx.Err() != nil {

@@ -305,7 +305,7 @@ func (l *Reader) fill(ctx context.Context, b *Backfill, low int64) {
 	})
 	for {
 		stream, resource := l.source.Stream, b.storageResource
-		b.err = eventlog.Replay(ctx, stream, resource, b.UpTo, b.epoch, func(e *logv1.Event) (bool, error) {
+		b.err = l.config.Log.Replay(ctx, stream, resource, b.UpTo, b.epoch, func(e *logv1.Event) (bool, error) {
 			if n := len(b.Events); n > 0 && e.Revision > b.Events[n-1].Revision {
 				b.UpTo = b.Events[n-1].Revision
 				if bytes > backfillBytes || b.UpTo >= low {
