@@ -151,28 +151,40 @@ func tests(t *testing.T) map[string]bool {
 
 var namedTest = regexp.MustCompile("`((?:Test|Fuzz)[A-Za-z0-9]+)`")
 
-// TestTheBoundsNameTests checks that each row of docs/operators/bounds.md names tests, or gives the reason why it has
-// none, and that faults.md and security.md name tests.
+// TestTheBoundsNameTests checks that each row of docs/operators/bounds.md, and of the promises in event-log.md and
+// consistency.md, names tests, or gives the reason why it has none. faults.md and security.md name tests.
 func TestTheBoundsNameTests(t *testing.T) {
 	for name, least := range map[string]int{"bounds.md": 60, "faults.md": 60, "security.md": 2} {
 		if n := len(namedTest.FindAllString(page(t, "operators/"+name), -1)); n < least {
 			t.Errorf("%s names %d tests, want %d", name, n, least)
 		}
 	}
+	rowsNameTests(t, "operators/bounds.md", page(t, "operators/bounds.md"), 60)
+	for name, least := range map[string]int{"event-log.md": 15, "consistency.md": 20} {
+		_, promises, _ := strings.Cut(page(t, "concepts/"+name), "\n## Promises\n")
+		promises, _, _ = strings.Cut(promises, "\n## ")
+		rowsNameTests(t, name, promises, least)
+	}
+}
+
+// rowsNameTests checks that the last cell of each row of the tables names a test, or is "none: " and a reason.
+func rowsNameTests(t *testing.T, name, tables string, least int) {
+	t.Helper()
 	rows := 0
-	for line := range strings.Lines(page(t, "operators/bounds.md")) {
+	for line := range strings.Lines(tables) {
 		cells := strings.Split(line, "|")
-		if len(cells) < 3 || strings.HasPrefix(line, "|---") || strings.TrimSpace(cells[1]) == "bound" {
+		if len(cells) < 3 || strings.HasPrefix(line, "|---") ||
+			slices.Contains([]string{"bound", "promise"}, strings.TrimSpace(cells[1])) {
 			continue
 		}
 		rows++
 		last := strings.TrimSpace(cells[len(cells)-2])
 		if reason, none := strings.CutPrefix(last, "none: "); (!none || reason == "") && !namedTest.MatchString(last) {
-			t.Errorf("%s: %q is neither a test nor \"none: \" and a reason", strings.TrimSpace(cells[1]), last)
+			t.Errorf("%s: %s: %q is neither a test nor \"none: \" and a reason", name, strings.TrimSpace(cells[1]), last)
 		}
 	}
-	if rows < 60 {
-		t.Errorf("there are %d rows", rows)
+	if rows < least {
+		t.Errorf("%s has %d rows, want %d", name, rows, least)
 	}
 }
 
