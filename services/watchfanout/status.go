@@ -94,8 +94,15 @@ func (s *Service) Status(ctx context.Context) *Status {
 	return st
 }
 
-// ServeHTTP writes the status page, as JSON if the Accept header contains "json", and as text otherwise.
+// ServeHTTP writes the status page, as JSON if the Accept header contains "json", and as text otherwise. At
+// logreader.DifferencesPage it writes the objects that differed from etcd's.
 func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if r.URL.Path == logreader.DifferencesPage {
+		for _, l := range s.all() {
+			fmt.Fprint(w, l.logReader.Differing())
+		}
+		return
+	}
 	st := s.Status(r.Context())
 	if strings.Contains(r.Header.Get("Accept"), "json") {
 		w.Header().Set("Content-Type", "application/json")

@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc"
 
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchcache/logreader"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -125,6 +126,10 @@ func TestAReplicasPage(t *testing.T) {
 	if text := w.Body.String(); !strings.Contains(text, "ready false, revision 11, -1 behind etcd") ||
 		!strings.Contains(text, "\npods ") {
 		t.Errorf("%s", text)
+	}
+	w = httptest.NewRecorder()
+	if s.ServeHTTP(w, httptest.NewRequest("GET", logreader.DifferencesPage, nil)); w.Body.Len() > 0 {
+		t.Errorf("without differences: %s", w.Body.String())
 	}
 	req := httptest.NewRequest("GET", "/", nil)
 	req.Header.Set("Accept", "application/json")

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"iter"
 	"log/slog"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -28,6 +29,10 @@ const (
 	consistencyCheckTimeout = time.Minute
 	// maxNamed bounds the objects that a log line names.
 	maxNamed = 5
+	// maxDiffering bounds the bytes of Differing. A difference of more objects is cut.
+	maxDiffering = 1 << 20
+	// DifferencesPage is the page of the debug address that has Differing.
+	DifferencesPage = "/differences"
 )
 
 // checkConsistency compares the loaded objects with etcd until ctx is done: all of them every consistencyCheckPeriod,
@@ -44,7 +49,7 @@ func (l *Reader) checkConsistency(ctx context.Context) error {
 			l.differences.WithLabelValues(s.Resource()).Inc()
 			d, err := l.compareWithEtcd(ctx, s.Snapshot)
 			slog.Error("Objects differ from the publisher's sums", "resource", s.Resource(), "revision", s.Revision,
-				"difference", d.String(), "reset", s.Reset, "error", err)
+				"difference", d.String(), "reset", s.Reset, "objects", DifferencesPage, "error", err)
 		case <-tick.C:
 			tick.Reset(wait.Jitter(consistencyCheckPeriod, consistencyCheckJitter))
 			for _, name := range l.cache.Loaded() {
@@ -144,7 +149,7 @@ func (l *Reader) checkResource(ctx context.Context, name string) (*checked, erro
 			c.reset = s.ResetDiffering()
 			l.differences.WithLabelValues(name).Inc()
 			slog.Error("Objects differ from etcd's", "resource", name, "revision", s.Revision,
-				"difference", d.String(), "reset", c.reset)
+				"difference", d.String(), "reset", c.reset, "objects", DifferencesPage)
 		}
 		gr := schema.ParseGroupResource(name)
 		cachermetrics.StorageConsistencyCheckTotal.WithLabelValues(gr.Group, gr.Resource, result).Inc()
@@ -171,24 +176,51 @@ func (l *Reader) compareWithEtcd(ctx context.Context, s *cache.Snapshot) (d diff
 	err = l.source.ObjectKeys(ctx, s.Resource(), s.Revision, func(row *registryv1.Row) {
 		rowKey := cache.Key(row.Namespace, row.Name)
 		for more && key < rowKey {
-			d.add(&d.extra, key)
+			d.add(&d.extra, key, revision, 0)
 			key, revision, more = next()
 		}
 		switch {
 		case more && key == rowKey:
 			if revision != row.Revision {
-				d.add(&d.stale, key)
+				d.add(&d.stale, key, revision, row.Revision)
 			}
 			key, revision, more = next()
 		case !s.IsUnreadable(rowKey):
-			d.add(&d.missing, rowKey)
+			d.add(&d.missing, rowKey, 0, row.Revision)
 		}
 	})
 	for err == nil && more {
-		d.add(&d.extra, key)
-		key, _, more = next()
+		d.add(&d.extra, key, revision, 0)
+		key, revision, more = next()
+	}
+	if d.count() > 0 {
+		l.differing.add(s, d.objects)
 	}
 	return d, err
+}
+
+// differing holds the objects of the newest differences as text, because a reset drops the objects. A difference that
+// does not fit drops the former.
+type differing struct {
+	mu   sync.Mutex
+	text []byte
+}
+
+func (o *differing) add(s *cache.Snapshot, objects []byte) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if len(o.text)+len(objects) > maxDiffering {
+		o.text = nil
+	}
+	o.text = fmt.Appendf(o.text, "%s, %s at revision %d: key, revision in the cache, revision in etcd (0: none)\n%s",
+		time.Now().UTC().Format(time.RFC3339), s.Resource(), s.Revision, objects)
+}
+
+// Differing returns the objects of the newest differences as text, with their revisions in the cache and in etcd.
+func (l *Reader) Differing() string {
+	l.differing.mu.Lock()
+	defer l.differing.mu.Unlock()
+	return string(l.differing.text)
 }
 
 // difference is the objects that differ from etcd's.
@@ -196,12 +228,17 @@ type difference struct {
 	// missing are only in etcd, extra only in the cache, and stale of another revision in the cache.
 	missing, extra, stale int
 	names                 []string
+	// objects has a line for each object, with its revisions in the cache and in etcd.
+	objects []byte
 }
 
-func (d *difference) add(to *int, key string) {
+func (d *difference) add(to *int, key string, cached, etcd int64) {
 	*to++
 	if len(d.names) < maxNamed {
 		d.names = append(d.names, key)
+	}
+	if len(d.objects) < maxDiffering {
+		d.objects = fmt.Appendf(d.objects, "%s %d %d\n", key, cached, etcd)
 	}
 }
 

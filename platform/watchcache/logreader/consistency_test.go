@@ -3,7 +3,9 @@ package logreader
 import (
 	"context"
 	"errors"
+	"fmt"
 	"reflect"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -81,6 +83,12 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 		if d.String() != want || loaded() {
 			t.Errorf("got %v\nwant %s", &d, want)
 		}
+		_, objects, _ := strings.Cut(l.Differing(), "\n")
+		objects, _, _ = strings.Cut(objects, "\n2000-") // of the second comparison
+		if !strings.Contains(l.Differing(), "configmaps at revision 10") ||
+			objects != "ns/b 4 9\nns/c 0 5\nns/d 5 0\nns/z 0 7" {
+			t.Errorf("the differing objects are %q", l.Differing())
+		}
 		load()
 		compared(&Comparison{Resources: 1, Objects: 3, Differences: []Difference{{Resource: "configmaps", Revision: 10,
 			Missing: 2, Extra: 1, Stale: 1}}}) // and the resource stays, because it has been reset within the hour
@@ -94,6 +102,27 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 			}
 		}
 	})
+}
+
+// The objects of the newest differences are bounded in bytes.
+func TestDifferingObjectsAreBounded(t *testing.T) {
+	l := newReader(Source{})
+	s, err := l.cache.Resource("pods").Snapshot(t.Context(), "",
+		func(context.Context, string) ([]*registryv1.Row, int64, error) { return nil, 0, nil },
+		func(context.Context, int64) error { return nil })
+	if err != nil {
+		t.Fatal(err)
+	}
+	var d difference
+	for n := range 100_000 {
+		d.add(&d.stale, fmt.Sprintf("namespace-%020d/name", n), 1, 2)
+	}
+	for range 2 {
+		l.differing.add(s, d.objects)
+	}
+	if n := len(l.Differing()); n < maxDiffering || n > maxDiffering+1<<10 {
+		t.Errorf("they have %d bytes", n)
+	}
 }
 
 // Callers of a comparison share it. While it runs, no other resource is compared.

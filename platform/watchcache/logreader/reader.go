@@ -63,6 +63,7 @@ type Reader struct {
 	replays   prometheus.Counter
 	// differences counts the resources that differed from etcd or from the publisher's sums.
 	differences *prometheus.CounterVec
+	differing   differing
 	// checks shares the comparisons of a resource with etcd, and runs a single comparison at a time.
 	checks coalesce.Group[*checked]
 }
