@@ -106,13 +106,18 @@ func (e *Etcd) Runner() lifecycle.Runner {
 		if e.Dir == "" {
 			return errors.New("--data-dir is required")
 		}
-		if err := os.MkdirAll(e.Dir, 0o700); err != nil {
-			return fmt.Errorf("--data-dir %q: %w", e.Dir, err)
+		store, err := openStore(e.Dir)
+		if err != nil {
+			return err
 		}
+		defer store.Close()
 		var level slog.LevelVar
 		level.Set(slog.LevelError)
 		conf, err := e.config(&level)
 		if err != nil {
+			return err
+		}
+		if err := e.checkFree(); err != nil {
 			return err
 		}
 		if err := e.chooseClusterState(ctx, conf); err != nil {
@@ -165,6 +170,30 @@ func (e *Etcd) config(level slog.Leveler) (*embed.Config, error) {
 		return nil, err
 	}
 	return c, e.peers(c)
+}
+
+// openStore creates the directory of a store, and locks it until the file is closed. bbolt would wait for a lock of
+// another etcd without a line, and NATS has no lock.
+func openStore(dir string) (*os.File, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
+	}
+	return process.LockStore(dir)
+}
+
+// checkFree returns an error if another process has a port of the member. etcd's error has no flag, and an etcd with
+// data reports the port of the metrics late.
+func (e *Etcd) checkFree() error {
+	for _, l := range []struct{ flag, url string }{
+		{"listen-client-urls", e.Listen}, {"listen-peer-urls", e.Peer}, {"listen-metrics-urls", e.Metrics},
+	} {
+		if u, err := url.Parse(l.url); err == nil && u.Host != "" && u.Scheme != "unix" {
+			if err := process.CheckFree(u.Host); err != nil {
+				return fmt.Errorf("--%s %q: %w", l.flag, l.url, err)
+			}
+		}
+	}
+	return nil
 }
 
 // clients configures the URLs for clients. Only registry's certificate is accepted.

@@ -124,6 +124,14 @@ func (n *NATS) Runner() lifecycle.Runner {
 		if n.Dir == "" {
 			return errors.New("--data-dir is required")
 		}
+		store, err := openStore(n.Dir)
+		if err != nil {
+			return err
+		}
+		defer store.Close()
+		if err := n.checkFree(); err != nil {
+			return err
+		}
 		n.routeClosed = make(chan struct{}, 1)
 		srv, err := n.start()
 		if err != nil {
@@ -171,14 +179,36 @@ func (n *NATS) start() (*server.Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	srv.SetLoggerV2(natsLog{n.routeClosed}, false, false, false)
+	fatal := make(chan error, 1)
+	srv.SetLoggerV2(natsLog{n.routeClosed, fatal}, false, false, false)
 	srv.Start()
+	select {
+	case err := <-fatal:
+		srv.Shutdown()
+		return nil, err
+	default:
+	}
 	// The second call does not count the time while the process was stopped.
 	if !srv.ReadyForConnections(20*time.Second) && !srv.ReadyForConnections(time.Second) {
 		srv.Shutdown()
 		return nil, errors.New("NATS is not ready after 20 s")
 	}
 	return srv, nil
+}
+
+// checkFree returns an error if another process has a port of the server.
+func (n *NATS) checkFree() error {
+	for _, l := range []struct{ flag, address string }{
+		{"listen-address", n.Address}, {"cluster-listen-address", n.Cluster}, {"monitor-address", n.Monitor},
+	} {
+		if l.address == "" {
+			continue
+		}
+		if err := process.CheckFree(l.address); err != nil {
+			return fmt.Errorf("--%s %q: %w", l.flag, l.address, err)
+		}
+	}
+	return nil
 }
 
 func (n *NATS) encrypt(o *server.Options) error {

@@ -12,6 +12,8 @@ type natsLog struct {
 	// routeClosed receives a value, if it has room, when a route to another server has closed. NATS reports this only
 	// in its log: TestALostLeaderIsReplaced fails if it changes the line. May be nil.
 	routeClosed chan<- struct{}
+	// fatal receives the first error that ends the server's start. May be nil.
+	fatal chan<- error
 }
 
 // Noticef implements server.Logger.
@@ -28,8 +30,14 @@ func (l natsLog) Noticef(format string, v ...any) {
 // Warnf implements server.Logger.
 func (natsLog) Warnf(format string, v ...any) { logNATS(slog.LevelWarn, format, v...) }
 
-// Fatalf implements server.Logger. The server shuts down after it.
-func (natsLog) Fatalf(format string, v ...any) { logNATS(slog.LevelError, format, v...) }
+// Fatalf implements server.Logger. NATS' own program ends after it. The server does not start, or lacks a listener.
+func (l natsLog) Fatalf(format string, v ...any) {
+	select {
+	case l.fatal <- fmt.Errorf("NATS does not start: "+format, v...):
+	default:
+	}
+	logNATS(slog.LevelError, format, v...)
+}
 
 // Errorf implements server.Logger.
 func (natsLog) Errorf(format string, v ...any) { logNATS(slog.LevelError, format, v...) }

@@ -3,6 +3,7 @@ package embedded
 import (
 	"bytes"
 	"log/slog"
+	"os"
 	"strings"
 	"testing"
 
@@ -27,5 +28,17 @@ func TestLinesOfNATS(t *testing.T) {
 		if strings.Count(text, want) != 1 || strings.Count(text, "\n") != 2 {
 			t.Errorf("no %s: %s", want, text)
 		}
+	}
+}
+
+// The error of a server that cannot start is NATS' own, not the end of a timeout.
+func TestAServerThatCannotStartNamesTheReason(t *testing.T) {
+	n := &NATS{Dir: t.TempDir()}
+	if err := os.WriteFile(n.storage(), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	err := n.Runner().Run(t.Context())
+	if err == nil || !strings.Contains(err.Error(), "NATS does not start: Can't start JetStream: ") {
+		t.Error(err)
 	}
 }

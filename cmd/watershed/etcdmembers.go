@@ -12,7 +12,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -21,6 +20,7 @@ import (
 	"watershed.dev/cmd/watershed/snapshot"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/pki"
+	"watershed.dev/platform/process"
 )
 
 // configFile returns the path of the configuration of a process of split.
@@ -214,28 +214,16 @@ func replace(ctx context.Context, client *clientv3.Client, peer string) error {
 // gateways share their port: without the check, two splits would each receive a part of the connections.
 func (s *splitRun) checkPorts() error {
 	bind, _ := s.flags.GetString("bind-address")
-	if err := checkFree(net.JoinHostPort(bind, strconv.Itoa(s.port))); err != nil {
+	if err := process.CheckFree(net.JoinHostPort(bind, strconv.Itoa(s.port))); err != nil {
 		return fmt.Errorf("gateway: --bind-address %s --secure-port %d: %w", bind, s.port, err)
 	}
 	peers, err := s.previousPeers()
 	for _, peer := range peers {
-		if err := checkFree(peer); err != nil {
+		if err := process.CheckFree(peer); err != nil {
 			return fmt.Errorf("--data-dir %q: a member of its etcd keeps its address: %w", s.dir, err)
 		}
 	}
 	return err
-}
-
-// checkFree returns an error if this process cannot listen on an address.
-func checkFree(address string) error {
-	l, err := net.Listen("tcp", address)
-	if errors.Is(err, syscall.EADDRINUSE) {
-		return fmt.Errorf("%w: stop the process that has the port", err)
-	}
-	if err != nil {
-		return err
-	}
-	return l.Close()
 }
 
 // checkEtcdServers returns an error if the cluster of the directory is in an etcd elsewhere, and servers names none.

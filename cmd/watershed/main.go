@@ -189,9 +189,9 @@ func execute(program string, args []string) error {
 	}
 	text, suggestions, _ := strings.Cut(err.Error(), "\n\nDid you mean this?\n")
 	if names := strings.Fields(suggestions); len(names) > 0 {
-		text += fmt.Sprintf(" (did you mean %q?)", nearest(text, names))
+		err = fmt.Errorf("%s (did you mean %q?)", text, nearest(text, names))
 	}
-	return fmt.Errorf("%s: %s", cmd.CommandPath(), process.ErrorLine(text))
+	return fmt.Errorf("%s: %s", cmd.CommandPath(), process.ErrorLine(err))
 }
 
 // nearest returns the name with the longest common prefix with the command that the text of an error quotes.

@@ -2,12 +2,17 @@ package main
 
 import (
 	"bytes"
+	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/spf13/pflag"
+
+	"watershed.dev/platform/process"
+	"watershed.dev/platform/telemetry/telemetrytest"
 )
 
 // TestBadInputIsALine checks that each command rejects bad input in a line that names the input.
@@ -90,6 +95,71 @@ func TestBadInputIsALine(t *testing.T) {
 	} {
 		if err := execute(kubeAPIServerName, []string{input}); err == nil || !strings.HasPrefix(err.Error(), want) {
 			t.Errorf("%s: %v, want %s", input, err, want)
+		}
+	}
+}
+
+// TestWhatIsInUseIsNamed checks that a command ends with a line if another process has its address or its directory, or
+// if its directory is a file. The line names the flag, the value and the remedy.
+func TestWhatIsInUseIsNamed(t *testing.T) {
+	if !telemetrytest.InProcessOfItsOwn(t) {
+		return
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	store := t.TempDir()
+	lock, err := process.LockStore(store)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Close()
+	cluster, err := openLayout(t.TempDir(), "127.0.0.1", 6443, nil, logFiles{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer cluster.close()
+	replicas := filepath.Join(cluster.dir, "replicas.json")
+	if err := os.WriteFile(replicas, []byte("{}"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	place := strings.NewReplacer("PORT", l.Addr().String(), "STORE", store, "CLUSTER", cluster.dir, "FILE", replicas)
+	const ended = ": stop the process that has the address, or choose another address"
+	const inUse = " is in use by another process; stop it or choose another directory"
+	const noDirectory = ": mkdir FILE: not a directory"
+	etcd, nats := "etcd --listen-client-urls=unix:///a --data-dir=", "nats --data-dir="
+	for _, c := range []struct{ input, names, ends string }{
+		{etcd + "DIR --listen-client-urls=https://PORT", `--listen-client-urls "https://PORT"`, ended},
+		{etcd + "DIR --listen-peer-urls=https://PORT", `--listen-peer-urls "https://PORT"`, ended},
+		{etcd + "DIR --listen-metrics-urls=http://PORT", `--listen-metrics-urls "http://PORT"`, ended},
+		{etcd + "STORE", `--data-dir "STORE"`, inUse},
+		{etcd + "FILE", `--data-dir "FILE"`, noDirectory},
+		{nats + "DIR --listen-address=PORT", `--listen-address "PORT"`, ended},
+		{nats + "DIR --listen-address= --cluster-listen-address=PORT", `--cluster-listen-address "PORT"`, ended},
+		{nats + "DIR --listen-address= --monitor-address=PORT", `--monitor-address "PORT"`, ended},
+		{nats + "STORE", `--data-dir "STORE"`, inUse},
+		{nats + "FILE", `--data-dir "FILE"`, noDirectory},
+		{"xds --replicas-file=FILE --rpc-address=PORT", `--rpc-address "PORT"`, ended},
+		{"authz --rpc-address=PORT --kubeconfig=CLUSTER/pki/authz.kubeconfig", `--rpc-address "PORT"`, ended},
+		{"up --data-dir=CLUSTER", fmt.Sprintf(`--data-dir "CLUSTER" is in use by process %d`, os.Getpid()),
+			"; stop it or choose another directory"},
+	} {
+		command, _, _ := strings.Cut(c.input, " ")
+		input := strings.ReplaceAll(place.Replace(c.input), "DIR", t.TempDir())
+		if id := cluster.pki.Identity(command); command != "up" {
+			input += fmt.Sprintf(" --rpc-cert-file=%s --rpc-key-file=%s --rpc-ca-file=%s", id.CertFile, id.KeyFile, id.CAFile)
+		}
+		err := execute("watershed", strings.Fields(input))
+		if err == nil {
+			t.Errorf("%s: no error", input)
+			continue
+		}
+		text := err.Error()
+		if !strings.HasPrefix(text, "watershed "+command+": ") || !strings.Contains(text, place.Replace(c.names)) ||
+			!strings.HasSuffix(text, place.Replace(c.ends)) || strings.Contains(text, "\n") {
+			t.Errorf("%s: %s, want %s%s", input, text, place.Replace(c.names), place.Replace(c.ends))
 		}
 	}
 }

@@ -1,7 +1,9 @@
 package process
 
 import (
+	"errors"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -33,6 +35,31 @@ func Lock(dir string) (*os.File, error) {
 	_ = f.Truncate(0)
 	_, _ = f.WriteAt(fmt.Appendf(nil, "%d\n", os.Getpid()), 0)
 	return f, nil
+}
+
+// LockStore locks the directory of etcd's or NATS' data for this process, until the file is closed. It creates no file in
+// the directory, because tools of etcd want an empty directory, and because a full disk must not prevent a start. A file
+// system that cannot lock a directory, such as NFS, is not an error.
+func LockStore(dir string) (*os.File, error) {
+	f, err := os.Open(dir)
+	if err != nil {
+		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
+	}
+	if errors.Is(syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB), syscall.EWOULDBLOCK) {
+		f.Close()
+		return nil, fmt.Errorf("--data-dir %q is in use by another process; stop it or choose another directory", dir)
+	}
+	return f, nil
+}
+
+// CheckFree returns an error if this process cannot listen on a host:port. Servers of other projects report the error
+// late, or without the flag.
+func CheckFree(address string) error {
+	l, err := net.Listen("tcp", address)
+	if err != nil {
+		return err
+	}
+	return l.Close()
 }
 
 // Locked reports whether a process has locked a data directory.

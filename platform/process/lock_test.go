@@ -33,3 +33,21 @@ func TestLock(t *testing.T) {
 	}
 	second.Close()
 }
+
+// A store is locked by a single process, and the lock is no file.
+func TestLockStore(t *testing.T) {
+	dir := t.TempDir()
+	for range 2 {
+		first, err := LockStore(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := LockStore(dir); err == nil || !strings.Contains(err.Error(), "is in use by another process;") {
+			t.Errorf("%v", err)
+		}
+		first.Close()
+	}
+	if files, err := os.ReadDir(dir); err != nil || len(files) > 0 {
+		t.Errorf("%v, %v", files, err)
+	}
+}

@@ -7,6 +7,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"syscall"
 
 	"github.com/spf13/pflag"
 
@@ -35,7 +36,7 @@ func CommandMain(name string, command Command) {
 		err = run()
 	}
 	if err != nil && !errors.Is(err, pflag.ErrHelp) {
-		fmt.Fprintln(os.Stderr, name+":", ErrorLine(err.Error()))
+		fmt.Fprintln(os.Stderr, name+":", ErrorLine(err))
 		os.Exit(1)
 	}
 }
@@ -129,7 +130,14 @@ func (all Modules) FlagError(err error) error {
 	return err
 }
 
-// ErrorLine returns the text of an error as a line. Joined errors have several lines.
-func ErrorLine(text string) string { return strings.Join(strings.FieldsFunc(text, isNewline), "; ") }
+// ErrorLine returns the text of an error as a line. Joined errors have several lines. The line ends with the remedy of
+// an address in use.
+func ErrorLine(err error) string {
+	line := strings.Join(strings.FieldsFunc(err.Error(), isNewline), "; ")
+	if errors.Is(err, syscall.EADDRINUSE) {
+		line += ": stop the process that has the address, or choose another address"
+	}
+	return line
+}
 
 func isNewline(r rune) bool { return r == '\n' || r == '\r' }
