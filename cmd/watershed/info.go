@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 
+	"github.com/spf13/cobra"
 	"github.com/spf13/cobra/doc"
 	"github.com/spf13/pflag"
 	"sigs.k8s.io/yaml"
@@ -12,12 +13,32 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// flagValues are the values that the shell completes, by flag.
+// flagValues are the values that the shell completes, by flag. A key with the name of a command before the flag wins.
 var flagValues = map[string][]string{
 	"logging-format": {"text", "json"},
-	"output":         {"json", "yaml"},
+	"output":         {"text", "json"},
+	"version output": {"json", "yaml"},
 	"placement":      placementNames(),
 	"target":         modules.Names(),
+}
+
+// The arguments that the shell completes with names of files or directories (command.arguments).
+const (
+	fileArgument      = "FILE"
+	directoryArgument = "DIRECTORY"
+)
+
+// completeArguments returns the function that completes the arguments of a command that are not flags.
+func completeArguments(arguments string) cobra.CompletionFunc {
+	return func(_ *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+		switch {
+		case arguments == fileArgument && len(args) == 0:
+			return nil, cobra.ShellCompDirectiveDefault
+		case arguments == directoryArgument && len(args) == 0:
+			return nil, cobra.ShellCompDirectiveFilterDirs
+		}
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
 }
 
 // versionCommand prints the versions of the binary.

@@ -65,12 +65,13 @@ func commands(args []string) []command {
 		command{"probe", "", tools, "Write and watch as a client does, and measure it", probe.Command},
 		command{"capacity", "", tools, "Compute the processes that a cluster needs", capacity.Command},
 		command{"snapshot", "", tools, "Save and restore etcd", snapshot.Command},
-		command{"snapshot save", "FILE", "", "Save a snapshot of etcd", snapshot.SaveCommand},
-		command{"snapshot restore", "FILE", "", "Restore a snapshot of etcd (-: standard input)", snapshot.RestoreCommand},
+		command{"snapshot save", fileArgument, "", "Save a snapshot of etcd", snapshot.SaveCommand},
+		command{"snapshot restore", fileArgument, "", "Restore a snapshot of etcd (-: standard input)",
+			snapshot.RestoreCommand},
 		command{"migrate", "", tools, "Print a configuration for up from kube-apiserver's manifest", migrateCommand},
 		command{"certgen", "", tools, "Create and renew certificates in the Secrets of a namespace", certgen.Command},
 		command{"version", "", tools, "Print the versions", versionCommand},
-		command{manName, "DIRECTORY", tools, "Write the manual pages", manCommand},
+		command{manName, directoryArgument, tools, "Write the manual pages", manCommand},
 	)
 }
 
@@ -149,8 +150,11 @@ func declare(cmd *cobra.Command, c command) {
 		}
 		return config.NoArguments(args)
 	}
-	cmd.ValidArgsFunction = cobra.NoFileCompletions
+	cmd.ValidArgsFunction = completeArguments(c.arguments)
 	for name, values := range flagValues {
+		if own, ok := flagValues[c.name+" "+name]; ok {
+			values = own
+		}
 		if flags.Lookup(name) != nil {
 			_ = cmd.RegisterFlagCompletionFunc(name, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp))
 		}

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
 	"watershed.dev/platform/process"
@@ -232,15 +233,27 @@ func TestEveryFlagHasAGroup(t *testing.T) {
 	}
 }
 
-// TestCompletion checks that shells complete commands, flags and values.
+// TestCompletion checks that shells complete commands, flags, values and files.
 func TestCompletion(t *testing.T) {
+	files := fmt.Sprintf(":%d\n", cobra.ShellCompDirectiveDefault)
+	none := fmt.Sprintf(":%d\n", cobra.ShellCompDirectiveNoFileComp)
+	directories := fmt.Sprintf(":%d\n", cobra.ShellCompDirectiveFilterDirs)
 	for _, c := range []struct{ args, want string }{
 		{"spl", "split\t"},
 		{"up --etcd-server", "--etcd-servers\t"},
 		{"split scale --data", "--data-dir\t"},
 		{"run --target ", "gateway\n"},
 		{"split --placement=", "compact\n"},
-		{"version -o ", "json\n"},
+		{"version -o ", "json\nyaml\n"},
+		{"status -o ", "text\njson\n"},
+		{"check -o ", "text\njson\n"},
+		{"probe -o ", "text\njson\n"},
+		{"capacity --output=", "text\njson\n"},
+		{"snapshot save ", files},
+		{"snapshot restore ", files},
+		{"snapshot save a.db ", none},
+		{"man ", directories},
+		{"split scale ", none},
 	} {
 		args := append([]string{"__complete"}, strings.Split(c.args, " ")...)
 		if out := printed(t, "watershed", args...); !strings.Contains(out, c.want) {
