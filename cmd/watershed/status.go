@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
+	"golang.org/x/sys/unix"
 
 	"watershed.dev/cmd/watershed/inspect"
 	"watershed.dev/platform/lifecycle"
@@ -55,7 +56,7 @@ func (f *statusFlags) run() error {
 		var out strings.Builder
 		err := f.show(ctx, &out)
 		if f.every > 0 && !f.output.IsJSON() {
-			fmt.Print("\033[H\033[2J", time.Now().Format(time.TimeOnly), "\n")
+			fmt.Print(clearScreen(os.Stdout), time.Now().Format(time.TimeOnly), "\n")
 		}
 		fmt.Print(inspect.Printable(out.String()))
 		if f.every <= 0 {
@@ -68,6 +69,14 @@ func (f *statusFlags) run() error {
 			return nil
 		}
 	}
+}
+
+// clearScreen returns the sequence that clears a terminal, or an empty string for a file, a pipe or TERM=dumb.
+func clearScreen(f *os.File) string {
+	if _, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ); err != nil || os.Getenv("TERM") == "dumb" {
+		return ""
+	}
+	return "\033[H\033[2J"
 }
 
 // show writes the state once. It fails if no process responds.

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -27,6 +28,31 @@ func state(t *testing.T, service string, st any) map[string]json.RawMessage {
 		t.Fatal(err)
 	}
 	return map[string]json.RawMessage{service: data}
+}
+
+// status --watch clears a terminal only.
+func TestOnlyATerminalIsCleared(t *testing.T) {
+	_, pipe, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pipe.Close()
+	if text := clearScreen(pipe); text != "" {
+		t.Errorf("a pipe receives %q", text)
+	}
+	terminal, err := os.OpenFile("/dev/ptmx", os.O_RDWR, 0)
+	if err != nil {
+		t.Skip(err)
+	}
+	defer terminal.Close()
+	t.Setenv("TERM", "xterm")
+	if clearScreen(terminal) == "" {
+		t.Error("a terminal is not cleared")
+	}
+	t.Setenv("TERM", "dumb")
+	if text := clearScreen(terminal); text != "" {
+		t.Errorf("a dumb terminal receives %q", text)
+	}
 }
 
 // The output lists processes, stores, replicas and resources. It names a process that does not respond.

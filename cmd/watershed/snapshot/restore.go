@@ -126,7 +126,7 @@ func (r *Restore) restoreMember(w io.Writer) ([]Member, error) {
 	members := []Member{r.Member}
 	files, err := os.ReadDir(r.Member.Dir)
 	if errors.Is(err, fs.ErrNotExist) || err == nil && len(files) == 0 {
-		return members, r.restore(r.Member, r.Member.Dir)
+		return members, r.restore(w, r.Member, r.Member.Dir)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("--etcd-data-dir %q: %w", r.Member.Dir, err)
@@ -158,7 +158,7 @@ func (r *Restore) replace(w io.Writer, members []Member, old []string) error {
 	for _, m := range members {
 		dir := filepath.Clean(m.Dir)
 		restored = append(restored, move{dir + ".restoring-" + stamp, dir})
-		if err := r.restore(m, restored[len(restored)-1].from); err != nil {
+		if err := r.restore(w, m, restored[len(restored)-1].from); err != nil {
 			return err
 		}
 	}
@@ -197,8 +197,10 @@ func moveAll(moves []move) error {
 	return nil
 }
 
-// restore restores a member into an empty or a new directory.
-func (r *Restore) restore(m Member, dir string) error {
+// restore restores a member into an empty or a new directory. It prints a line first, because a large snapshot takes
+// long.
+func (r *Restore) restore(w io.Writer, m Member, dir string) error {
+	fmt.Fprintf(w, "Restoring %s into %s\n", r.File, dir)
 	name, peer := cmp.Or(m.Name, "watershed"), cmp.Or(m.Peer, unusedPeer)
 	if err := snapshot.NewV3(zap.NewNop()).Restore(snapshot.RestoreConfig{
 		SnapshotPath:        r.File,
