@@ -64,7 +64,7 @@ func Metrics() []prometheus.Collector {
 type Probe struct {
 	Client    kubernetes.Interface
 	Namespace string
-	// Name is the name of the ConfigMap, which Run creates and deletes.
+	// Name is the name of the ConfigMap, which Run creates and deletes. No other client has it.
 	Name string
 	// Interval is the time between writes. Timeout is how long an event may take before it is missing.
 	Interval, Timeout time.Duration
@@ -104,19 +104,22 @@ const maxSamples = 10_000
 const key = "sequence"
 
 // Run writes and watches until ctx is done, waits for the last events, and deletes the ConfigMap. writes is the number
-// of writes after which it ends; 0: it ends with ctx.
+// of writes after which it ends, or at a failed creation of the ConfigMap; 0: it ends with ctx.
 func (p *Probe) Run(ctx context.Context, writes int) (Result, error) {
 	p.pending, p.opened = map[int]time.Time{}, make(chan struct{})
 	maps := p.Client.CoreV1().ConfigMaps(p.Namespace)
-	m, err := maps.Create(ctx, p.configMap(0), metav1.CreateOptions{})
-	if err != nil {
-		return p.result, fmt.Errorf("create the ConfigMap %s/%s: %w", p.Namespace, p.Name, err)
-	}
 	defer func() {
 		deleteCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.Timeout)
 		defer cancel()
 		_ = maps.Delete(deleteCtx, p.Name, metav1.DeleteOptions{})
 	}()
+	m, err := p.create(ctx, maps, writes == 0)
+	if ctx.Err() != nil {
+		return p.Result(), nil
+	}
+	if err != nil {
+		return p.Result(), fmt.Errorf("create the ConfigMap %s/%s: %w", p.Namespace, p.Name, err)
+	}
 	watchCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	ended := make(chan struct{})
 	go func() { defer close(ended); p.watch(watchCtx, maps, m.ResourceVersion) }()
@@ -140,6 +143,44 @@ func (p *Probe) configMap(sequence int) *corev1.ConfigMap {
 		},
 		Data: map[string]string{key: strconv.Itoa(sequence)},
 	}
+}
+
+// create creates the ConfigMap. With repeat, it repeats a failed request at each interval until ctx is done, and counts
+// it: a probe that starts during an outage has metrics of it.
+func (p *Probe) create(ctx context.Context, maps typedcorev1.ConfigMapInterface, repeat bool) (*corev1.ConfigMap, error) {
+	for {
+		m, err := p.createOnce(ctx, maps)
+		if err == nil || !repeat {
+			return m, err
+		}
+		p.failed(ctx, err)
+		if lifecycle.Sleep(ctx, p.Interval) != nil {
+			return nil, err
+		}
+	}
+}
+
+// createOnce creates the ConfigMap, or updates the ConfigMap of an earlier request whose response was lost.
+func (p *Probe) createOnce(ctx context.Context, maps typedcorev1.ConfigMapInterface) (*corev1.ConfigMap, error) {
+	ctx, cancel := context.WithTimeout(ctx, p.Timeout)
+	defer cancel()
+	m, err := maps.Create(ctx, p.configMap(0), metav1.CreateOptions{})
+	if apierrors.IsAlreadyExists(err) {
+		m, err = maps.Update(ctx, p.configMap(0), metav1.UpdateOptions{})
+	}
+	return m, err
+}
+
+// failed counts a write that failed, unless ctx is done.
+func (p *Probe) failed(ctx context.Context, err error) {
+	if ctx.Err() != nil {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	failures.WithLabelValues("write").Inc()
+	p.result.FailedWrites++
+	slog.Warn("A write failed", "error", err)
 }
 
 // write updates the ConfigMap at each interval.
@@ -169,17 +210,15 @@ func (p *Probe) update(ctx context.Context, maps typedcorev1.ConfigMapInterface,
 	if apierrors.IsNotFound(err) { // it was deleted
 		_, err = maps.Create(writeCtx, p.configMap(n), metav1.CreateOptions{})
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
 	if err != nil {
+		p.mu.Lock()
 		delete(p.pending, n)
-		if ctx.Err() == nil {
-			failures.WithLabelValues("write").Inc()
-			p.result.FailedWrites++
-			slog.Warn("A write failed", "error", err)
-		}
+		p.mu.Unlock()
+		p.failed(ctx, err)
 		return
 	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	p.result.Writes++
 	writeLatency.Observe(time.Since(began).Seconds())
 	p.writes = keep(p.writes, time.Since(began))

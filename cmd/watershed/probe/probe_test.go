@@ -1,9 +1,11 @@
 package probe
 
 import (
+	"context"
 	"errors"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -46,6 +48,35 @@ func TestProbeCountsFaults(t *testing.T) {
 	if r := p.Result(); r.Events != 2 || r.OutOfOrder != 2 || r.Missing != 1 {
 		t.Errorf("%+v", r)
 	}
+}
+
+// A probe that starts during an outage counts the failures, and writes after the outage. The server may have created the
+// ConfigMap of a failed request. With a number of writes, the probe ends with the error.
+func TestProbeStartsDuringAnOutage(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		before := testutil.ToFloat64(failures.WithLabelValues("write"))
+		client, requests := fake.NewClientset(), 0
+		outage := errors.New("the outage")
+		client.PrependReactor("create", "configmaps", func(a clienttesting.Action) (bool, runtime.Object, error) {
+			if requests++; requests == 5 { // the response is lost
+				m := a.(clienttesting.CreateAction).GetObject()
+				_ = client.Tracker().Create(a.GetResource(), m, a.GetNamespace())
+			}
+			return requests <= 5, nil, outage
+		})
+		p := &Probe{Client: client, Namespace: "x", Name: "p", Interval: time.Second, Timeout: 10 * time.Second}
+		ctx, cancel := context.WithTimeout(t.Context(), 20500*time.Millisecond)
+		defer cancel()
+		r, err := p.Run(ctx, 0)
+		if counted := testutil.ToFloat64(failures.WithLabelValues("write")) - before; err != nil || counted != 5 ||
+			r.FailedWrites != 5 || r.Writes < 10 || r.Missing != 0 {
+			t.Errorf("%v failures, %+v, %v", counted, r, err)
+		}
+		requests = 0
+		if _, err := p.Run(t.Context(), 1); !errors.Is(err, outage) {
+			t.Error(err)
+		}
+	})
 }
 
 // Every series of a counter exists before its first incident.
