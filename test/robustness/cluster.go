@@ -33,6 +33,8 @@ type cluster struct {
 	etcd      []string
 	// corrupt writes undecodable or unusual objects.
 	corrupt func(n int)
+	// compact compacts etcd.
+	compact func(f fault)
 	// replacing is held while a member of etcd is replaced.
 	replacing sync.Mutex
 }
@@ -175,15 +177,15 @@ func (c *cluster) stop() {
 	}
 }
 
-// differences returns the log lines of the replicas whose objects differed from etcd's (platform/watchcache/logreader).
-func (c *cluster) differences() (lines []string) {
+// logged returns the lines of all processes' logs that contain text.
+func (c *cluster) logged(text string) (lines []string) {
 	for _, p := range c.processes {
 		data, err := os.ReadFile(p.log())
 		if err != nil {
 			lines = append(lines, err.Error())
 		}
 		for line := range strings.Lines(string(data)) {
-			if strings.Contains(line, "Objects differ from") {
+			if strings.Contains(line, text) {
 				lines = append(lines, p.name+": "+line)
 			}
 		}

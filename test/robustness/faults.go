@@ -37,6 +37,7 @@ var faultKinds = []struct {
 	{"blackout", 1}, {"lose the log", 1},
 	{"clock", 2}, {"slow disk", 2}, {damageLog, 2}, {"pause most", 1},
 	{replaceMember, 1}, {versionSkew, 4},
+	{compactEtcd, 2}, {compactPastLog, 1},
 }
 
 // The kinds of faults that not every cluster can have (cluster.can).
@@ -44,7 +45,12 @@ const (
 	replaceMember = "replace a member"
 	versionSkew   = "version skew"
 	damageLog     = "damage the log"
+	// compactPastLog models another compactor of etcd, and registry after 30 minutes without NATS.
+	compactPastLog = "compact past the log"
 )
+
+// compactEtcd models registry's compaction, which keeps each revision that the log lacks.
+const compactEtcd = "compact"
 
 // kindNames returns the names of all kinds of faults.
 func kindNames() (names []string) {
@@ -55,7 +61,7 @@ func kindNames() (names []string) {
 }
 
 // can returns an error if the cluster cannot have a kind of fault.
-func (c *cluster) can(kind string) error {
+func (c *cluster) can(o options, kind string) error {
 	switch {
 	case kind == replaceMember && len(c.replaceable()) == 0:
 		return fmt.Errorf("-kinds: %q needs -replicas etcd=3 or nats=3", kind)
@@ -63,6 +69,8 @@ func (c *cluster) can(kind string) error {
 		return fmt.Errorf("-kinds: %q needs -older", kind)
 	case kind == damageLog && c.older != "":
 		return fmt.Errorf("-kinds: %q cannot be with -older, which may not survive it", kind)
+	case kind == compactPastLog && o.expired >= 0:
+		return fmt.Errorf("-kinds: %q expires watches, so it cannot be with -expired", kind)
 	}
 	return nil
 }
@@ -92,7 +100,7 @@ func (c *cluster) faults(o options) []fault {
 	r := rand.New(rand.NewPCG(o.seed, 1))
 	kinds := o.kinds
 	if len(kinds) == 0 {
-		kinds = slices.DeleteFunc(kindNames(), func(k string) bool { return c.can(k) != nil })
+		kinds = slices.DeleteFunc(kindNames(), func(k string) bool { return c.can(o, k) != nil })
 	}
 	var all []fault
 	for range o.faults {
@@ -105,8 +113,14 @@ func (c *cluster) faults(o options) []fault {
 		case "lose the log":
 		case "blackout": // the replicas' memory is lost while the log cannot be read
 			f.lasts = time.Duration(2000+r.IntN(6000)) * time.Millisecond
+		case compactEtcd:
+			if f.target = r.IntN(500); r.IntN(2) == 0 {
+				f.target = 0
+			}
 		case "stall": // longer than replicas take to report that they are behind
 			f.lasts = time.Duration(2000+r.IntN(10000)) * time.Millisecond
+		case compactPastLog: // longer than a publisher waits for an acknowledgement, or not
+			f.lasts = time.Duration(2000+r.IntN(12000)) * time.Millisecond
 		case "corrupt", damageLog:
 			f.target = r.IntN(1 << 20)
 		case "cut", "hang":
@@ -189,6 +203,8 @@ func (c *cluster) describe(f fault) string {
 	switch p := c.target(f); {
 	case p != nil:
 		name = p.name
+	case f.kind == compactEtcd:
+		name = fmt.Sprint(f.target)
 	case f.kind == "cut" || f.kind == "hang":
 		name = c.links[f.target].from + " to " + c.links[f.target].to
 	}
@@ -207,23 +223,23 @@ func (c *cluster) do(f fault) {
 		p.end(syscall.SIGTERM, f.lasts, nil)
 	case "pause":
 		freeze([]*process{p}, 2*f.lasts)
+	case compactEtcd:
+		c.compact(f)
+	case compactPastLog:
+		servers := c.aLog(f)
+		signalAll(servers, syscall.SIGSTOP)
+		time.Sleep(f.lasts)
+		c.compact(f)
+		signalAll(servers, syscall.SIGCONT)
 	case "stall", "blackout": // all NATS servers are stopped but not dead
-		if !c.hasNATS() { // each host has its own
-			c.do(fault{kind: "pause", target: c.anyHost(f), lasts: f.lasts})
-			return
-		}
 		if f.kind == "blackout" { // and the replicas restart
 			for _, p := range c.named("watchfanout-") {
 				p.kill(0)
 			}
 		}
-		freeze(c.named("nats-"), f.lasts)
+		freeze(c.aLog(f), f.lasts)
 	case "lose the log": // NATS restarts with an empty disk
-		losers := c.named("nats-")
-		if !c.hasNATS() { // a host does
-			losers = []*process{c.processes[c.anyHost(f)]}
-		}
-		for _, p := range losers {
+		for _, p := range c.aLog(f) {
 			p.end(syscall.SIGKILL, f.lasts, func() error { return os.RemoveAll(p.data) })
 		}
 	case damageLog: // a NATS server restarts with a damaged disk
@@ -300,8 +316,12 @@ func (c *cluster) withLog() []*process {
 	return c.named("host-")
 }
 
-// anyHost returns the index of a host. The fault, and so the seed, determines the host.
-func (c *cluster) anyHost(f fault) int {
-	first := slices.IndexFunc(c.processes, func(p *process) bool { return strings.HasPrefix(p.name, "host-") })
-	return first + int(f.pause/time.Millisecond)%hostCount
+// aLog returns the servers of a log: all NATS servers, or a host. The fault, and so the seed, determines the host.
+func (c *cluster) aLog(f fault) []*process {
+	servers := c.withLog()
+	if c.hasNATS() {
+		return servers
+	}
+	n := int(f.pause/time.Millisecond) % len(servers)
+	return servers[n : n+1]
 }

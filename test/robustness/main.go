@@ -40,6 +40,8 @@ type options struct {
 	replicas  string
 	writers   int
 	watchers  int
+	// expired is the number of watches that may expire. Below 0: any number.
+	expired int
 }
 
 func main() {
@@ -61,6 +63,8 @@ func main() {
 	flag.StringVar(&o.replicas, "replicas", "watchfanout=3", "The --replicas of `watershed split`.")
 	flag.IntVar(&o.writers, "writers", 6, "The number of writing clients.")
 	flag.IntVar(&o.watchers, "watchers", 24, "The number of watching clients.")
+	flag.IntVar(&o.expired, "expired", -1, "The number of watches that may expire (410); the run fails if more do. "+
+		"Below 0: any number.")
 	breakAs := flag.String("break", "", "Build a Watershed with a deliberate defect, which its test or the checker must "+
 		"detect: "+strings.Join(breakages(), ", ")+"; "+breakAll+"; or "+breakTests+", for the tests only.")
 	flag.Parse()
@@ -125,7 +129,8 @@ func (r *result) String() string {
 	for _, n := range names {
 		fmt.Fprintf(&b, "%8d %s\n", r.counts[n], n)
 	}
-	fmt.Fprintf(&b, "%8d contradictions\n", len(r.found))
+	fmt.Fprintf(&b, "%8d contradictions; %d lost logs, %d watches expired, %d lists of watching clients\n", len(r.found),
+		r.counts["faults: lose the log"], r.counts["watches expired (410)"], r.counts["lists of watching clients"])
 	for i, f := range r.found {
 		if i == 20 {
 			fmt.Fprintf(&b, "  … and %d more\n", len(r.found)-i)
@@ -163,7 +168,7 @@ func run(ctx context.Context, o options) (*result, error) {
 	}
 	defer c.stop()
 	for _, k := range o.kinds {
-		if err := c.can(k); err != nil {
+		if err := c.can(o, k); err != nil {
 			return nil, err
 		}
 	}
@@ -173,7 +178,7 @@ func run(ctx context.Context, o options) (*result, error) {
 	if err != nil {
 		return nil, err
 	}
-	c.corrupt = w.corrupt
+	c.corrupt, c.compact = w.corrupt, w.compact
 	w.start(ctx)
 	o.pause(ctx, w.progress)
 	faults := c.inject(ctx, o, w.progress)
@@ -193,7 +198,14 @@ func run(ctx context.Context, o options) (*result, error) {
 			complaints = append(complaints, fmt.Sprintf("%s ended by itself: %s", p.name, line))
 		}
 	}
-	complaints = append(complaints, c.differences()...)
+	// Replicas log objects that differ from etcd's (platform/watchcache/logreader).
+	complaints = append(complaints, c.logged("Objects differ from")...)
+	for _, decision := range []string{"is refilled", "is reset", "starts a new epoch"} { // core.Term's
+		r.counts["times that a log "+decision] = len(c.logged("The event log " + decision))
+	}
+	if n := int(w.expired.Load()); o.expired >= 0 && n > o.expired {
+		complaints = append(complaints, fmt.Sprintf("%d watches expired, more than -expired %d", n, o.expired))
+	}
 	r.found = append(complaints, w.history.Check()...)
 	if len(r.found) == 0 && temporary {
 		c.stop()

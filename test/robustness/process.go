@@ -143,12 +143,14 @@ func (p *process) end(s syscall.Signal, down time.Duration, change func() error)
 
 // freeze stops processes for a duration. They are not dead.
 func freeze(processes []*process, lasts time.Duration) {
-	for _, p := range processes {
-		p.signal(syscall.SIGSTOP)
-	}
+	signalAll(processes, syscall.SIGSTOP)
 	time.Sleep(lasts)
+	signalAll(processes, syscall.SIGCONT)
+}
+
+func signalAll(processes []*process, s syscall.Signal) {
 	for _, p := range processes {
-		p.signal(syscall.SIGCONT)
+		p.signal(s)
 	}
 }
 

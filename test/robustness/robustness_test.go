@@ -26,6 +26,7 @@ func TestClientsSeeTheTruthUnderFaults(t *testing.T) {
 				replicas:  replicas,
 				writers:   6,
 				watchers:  24,
+				expired:   -1,
 			})
 			if err != nil {
 				t.Fatal(err)

@@ -185,7 +185,7 @@ func (c *cluster) newProcess(o options, name string, conf map[string]any) (*proc
 		case "gateway":
 			conf["watch-bookmark-period"] = "2s"
 		case "registry":
-			conf["etcd-compaction-interval"] = "0s" // faults compact
+			conf["etcd-compaction-interval"] = "0s" // the fault compact does
 		}
 	}
 	b, err := yaml.Marshal(conf)

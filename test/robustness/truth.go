@@ -72,6 +72,13 @@ func (t *truth) record(e *clientv3.Event) {
 	t.history.Changes = append(t.history.Changes, c)
 }
 
+// reached returns the revision of the last recorded change.
+func (t *truth) reached() int64 {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.seen
+}
+
 // finish calls write until it succeeds, and waits until truth has read etcd's last revision. It returns the revision
 // of the first final write.
 func (t *truth) finish(ctx context.Context, write func() error) (int64, error) {
@@ -95,12 +102,12 @@ func (t *truth) finish(ctx context.Context, write func() error) (int64, error) {
 	}
 	for {
 		t.mu.Lock()
-		seen, err := t.seen, t.err
+		err := t.err
 		t.mu.Unlock()
 		if err != nil {
 			return 0, err
 		}
-		if seen >= last {
+		if t.reached() >= last {
 			t.client.Close()
 			return first, nil
 		}

@@ -135,6 +135,7 @@ func (w *workload) connection(client *http.Client, s *history.Segment, position 
 		}
 		if !initial {
 			*position = f.Item.Revision
+			w.received(*position)
 		}
 		w.events.Add(1)
 		if final := w.final.Load(); final > 0 && *position >= final {

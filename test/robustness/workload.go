@@ -47,6 +47,8 @@ type workload struct {
 	// final is the revision that every watch must reach; 0 until it is set.
 	final                                                          atomic.Int64
 	writes, acknowledged, reads, events, resumes, relists, expired atomic.Int64
+	// delivered is the latest revision that a watch has received, so the log has it.
+	delivered, compactions atomic.Int64
 	// scaled counts the times that kube-controller-manager made a Deployment's pods.
 	scaled       atomic.Int64
 	complaintsMu sync.Mutex
@@ -136,6 +138,7 @@ func (w *workload) counts() map[string]int {
 		"watches expired (410)":      int(w.expired.Load()),
 
 		"lists of watching clients":                 int(w.relists.Load()),
+		"compactions of etcd":                       int(w.compactions.Load()),
 		"deployments scaled":                        int(w.scaled.Load()),
 		"changes in etcd":                           len(w.history.Changes),
 		"connections that watches were served over": len(w.history.Segments),
