@@ -180,13 +180,17 @@ func (c *cluster) stop() {
 // logged returns the lines of all processes' logs that contain text.
 func (c *cluster) logged(text string) (lines []string) {
 	for _, p := range c.processes {
-		data, err := os.ReadFile(p.log())
-		if err != nil {
-			lines = append(lines, err.Error())
-		}
-		for line := range strings.Lines(string(data)) {
-			if strings.Contains(line, text) {
-				lines = append(lines, p.name+": "+line)
+		// `up` writes its log to its --data-dir, and rotates it.
+		logs, _ := filepath.Glob(filepath.Join(c.dir, p.name, "watershed*.log"))
+		for _, path := range append(logs, p.log()) {
+			data, err := os.ReadFile(path)
+			if err != nil {
+				lines = append(lines, err.Error())
+			}
+			for line := range strings.Lines(string(data)) {
+				if strings.Contains(line, text) {
+					lines = append(lines, p.name+": "+line)
+				}
 			}
 		}
 	}
