@@ -41,3 +41,22 @@ func BenchmarkApply(b *testing.B) {
 		})
 	}
 }
+
+// BenchmarkOtherTriggers measures an event that wakes no watch, as the event of a pod does for the kubelets of other
+// nodes. The ring drops an event for each new event.
+func BenchmarkOtherTriggers(b *testing.B) {
+	for _, watches := range []int{0, 1_000, 10_000, 130_000} {
+		b.Run(strconv.Itoa(watches), func(b *testing.B) {
+			c := New(1<<20, 0)
+			c.Apply(reset(1))
+			for i := range watches {
+				c.Resource("pods").Subscribe(Trigger{"spec.nodeName", "node-" + strconv.Itoa(i)})
+			}
+			e := event(logv1.Type_TYPE_MODIFIED, 1, "pod-500")
+			for b.Loop() {
+				e.Revision++
+				c.Apply(e)
+			}
+		})
+	}
+}

@@ -421,6 +421,35 @@ func TestATriggerHasItsOwnEvents(t *testing.T) {
 	}
 }
 
+// An event that the ring drops leaves its triggers too, also the triggers of the object's state before. Otherwise a
+// trigger without further events would hold it.
+func TestADroppedEventLeavesItsTriggers(t *testing.T) {
+	c := New(1, 0) // the ring holds the newest event
+	c.Apply(reset(10))
+	moved := event(logv1.Type_TYPE_MODIFIED, 11, "a")
+	moved.Object.Fields = map[string]string{"spec.nodeName": "n2"}
+	moved.Previous = &logv1.Object{Fields: map[string]string{"spec.nodeName": "n1"}}
+	triggers := []Trigger{{"spec.nodeName", "n1"}, {"spec.nodeName", "n2"}, {ByKey, "ns/a"}}
+	var subs []*Subscription
+	for _, of := range triggers {
+		s := c.Resource("pods").Subscribe(of)
+		defer s.Close()
+		subs = append(subs, s)
+	}
+	c.Apply(moved)
+	for i, s := range subs {
+		if n := s.ring.Len(); n != 1 {
+			t.Errorf("%v holds %d events, not the new event", triggers[i], n)
+		}
+	}
+	c.Apply(event(logv1.Type_TYPE_MODIFIED, 12, "b"))
+	for i, s := range subs {
+		if n := s.ring.Len(); n != 0 {
+			t.Errorf("%v holds %d dropped events", triggers[i], n)
+		}
+	}
+}
+
 func revisions(events []*Event) (out []int64) {
 	for _, e := range events {
 		out = append(out, e.Revision)

@@ -61,7 +61,6 @@ type Resource struct {
 	events        ring
 	horizon       core.Horizon // of events
 	aging         events.Aging // of events
-	staleEvents   int          // events that triggers still hold after the ring has dropped them
 	crdChangedAt  int64        // revision of the last change of the CRD
 	triggers      map[Trigger]*triggerRing
 	triggerFields map[string]int
@@ -122,8 +121,6 @@ const (
 	// loadShare multiplies the ring's bound while the resource is loading, because the load needs the events that
 	// arrive meanwhile.
 	loadShare = 8
-	// maxStaleEvents is the number of dropped events after which trim also trims the triggers.
-	maxStaleEvents = 256
 )
 
 // addBytes adds n to the bytes of the ring.
@@ -160,9 +157,6 @@ func (r *Resource) trim() {
 	for r.events.Len() > 1 && r.horizon.MustDrop(r.events.Oldest().Revision, r.ringBytes.Load(), bound) {
 		r.dropOldest()
 	}
-	if r.staleEvents > maxStaleEvents {
-		r.trimTriggers()
-	}
 }
 
 // trimOld drops events older than eventAge while the ring exceeds a share of its bound.
@@ -175,11 +169,11 @@ func (r *Resource) trimOld(now time.Time) {
 	}
 }
 
-// dropOldest drops the oldest event. Triggers may still hold it.
+// dropOldest drops the oldest event, also from its triggers.
 func (r *Resource) dropOldest() {
 	e := r.events.Oldest()
 	r.horizon.Low = e.At()
-	r.staleEvents++
+	r.eachTrigger(e, func(t *triggerRing) { t.forget(r.horizon.Low) })
 	r.addBytes(-int64(e.release()))
 	r.events.Drop(1)
 }
@@ -191,15 +185,6 @@ func (r *Resource) evictOldest() {
 	for first := r.events.Oldest().Revision; r.events.Len() > 0 && r.events.Oldest().Revision == first; {
 		r.dropOldest()
 	}
-	r.trimTriggers()
-}
-
-// trimTriggers drops the events from the triggers that the ring has dropped.
-func (r *Resource) trimTriggers() {
-	for _, t := range r.triggers {
-		t.forget(r.horizon.Low)
-	}
-	r.staleEvents = 0
 }
 
 func (r *Resource) updateTree(e *Event) {
@@ -267,7 +252,7 @@ func (r *Resource) reset(x core.Effect) {
 		t.reset()
 	}
 	r.addBytes(-r.ringBytes.Load())
-	r.staleEvents, r.applied, r.appliedBytes = 0, 0, 0
+	r.applied, r.appliedBytes = 0, 0
 	if x.CRDChanged {
 		r.crdChangedAt = x.CRDChangedAt
 	}

@@ -194,21 +194,29 @@ func (s *Subscription) Close() {
 
 // dispatchToTriggers adds an event to the triggers that select it.
 func (r *Resource) dispatchToTriggers(e *Event) {
-	for field := range r.triggerFields {
-		value := Trigger{Field: field}.valueOf(e.Item)
-		r.dispatchTo(Trigger{field, value}, e)
-		if e.Previous != nil {
-			if before := (Trigger{Field: field}).valueOf(e.Previous); before != value {
-				r.dispatchTo(Trigger{field, before}, e)
-			}
-		}
-	}
+	r.eachTrigger(e, func(t *triggerRing) {
+		t.Add(e)
+		t.notify()
+	})
 }
 
-func (r *Resource) dispatchTo(t Trigger, e *Event) {
-	if trigger := r.triggers[t]; trigger != nil {
-		trigger.Add(e)
-		trigger.notify()
+// eachTrigger calls fn for the triggers that select an event. It finds them by the event's values, so its cost does not
+// depend on the number of triggers.
+func (r *Resource) eachTrigger(e *Event, fn func(*triggerRing)) {
+	for field := range r.triggerFields {
+		t := Trigger{Field: field}
+		t.Value = t.valueOf(e.Item)
+		if trigger := r.triggers[t]; trigger != nil {
+			fn(trigger)
+		}
+		if e.Previous == nil {
+			continue
+		}
+		before := Trigger{Field: field}
+		before.Value = before.valueOf(e.Previous)
+		if trigger := r.triggers[before]; trigger != nil && before != t {
+			fn(trigger)
+		}
 	}
 }
 

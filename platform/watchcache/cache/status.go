@@ -74,9 +74,9 @@ func (c *Cache) Lag() time.Duration {
 }
 
 // Sweep unloads the resources without readers for IdleTimeout, and trims their rings to a share of the bound. It trims
-// every ring that has old events to that share too, every ring that frames have grown beyond its bound, and the
-// triggers. About every packPeriod it packs unchanged objects, and drops unread frames and unpacked bytes. It returns
-// the names of the unloaded resources. A single goroutine calls it.
+// every ring that has old events to that share too, and every ring that frames have grown beyond its bound. About every
+// packPeriod it packs unchanged objects, and drops unread frames and unpacked bytes. It returns the names of the
+// unloaded resources. A single goroutine calls it.
 func (c *Cache) Sweep() (dropped []string) {
 	c.each(func(r *Resource) {
 		r.mu.Lock()
@@ -89,7 +89,6 @@ func (c *Cache) Sweep() (dropped []string) {
 		if !c.eventsOnly {
 			r.trimOld(time.Now())
 		}
-		r.trimTriggers()
 	})
 	c.packUnchanged(time.Now())
 	sort.Strings(dropped)
