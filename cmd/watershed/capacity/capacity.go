@@ -81,8 +81,10 @@ type Service struct {
 	Name      string  `json:"name"`
 	Processes int     `json:"processes"`
 	Cores     float64 `json:"cores"`
-	// Gigabytes is the memory of each process.
+	// Gigabytes is the memory of a process: of the largest, if they differ.
 	Gigabytes float64 `json:"gigabytesEach"`
+	// TotalGigabytes is the memory of all processes.
+	TotalGigabytes float64 `json:"gigabytesInAll"`
 }
 
 // Wall is a limit that does not move with more processes.
@@ -93,8 +95,9 @@ type Wall struct {
 	Remedy string  `json:"remedy,omitempty"`
 }
 
-// rates are operations a second.
-type rates struct{ leases, pods, small, deliveries, skips, lists float64 }
+// rates are operations a second. shared are deliveries to watches that every node has, own are deliveries to other
+// watches, and ofPods is the part of own for events of pods.
+type rates struct{ leases, pods, small, shared, own, ofPods, lists float64 }
 
 func (l *Load) rates() (r rates) {
 	nodes := float64(l.Nodes)
@@ -103,9 +106,9 @@ func (l *Load) rates() (r rates) {
 	r.pods = writesOfPod*l.PodsPerSecond + statuses
 	r.small = eventsOfPod*l.PodsPerSecond + l.SharedEvents
 	r.lists = l.ListMegabytes
-	informers := float64(l.Informers)
-	r.deliveries = r.pods*(informers+1) + r.leases + r.small + l.SharedEvents*nodes
-	r.skips = r.pods * nodes // each kubelet watches its own pods, by a field selector
+	r.ofPods = r.pods * (float64(l.Informers) + 1) // the kubelets of other nodes cost an event nothing: cache.Trigger
+	r.own = r.ofPods + r.leases + r.small
+	r.shared = l.SharedEvents * nodes
 	return r
 }
 
@@ -144,8 +147,11 @@ func Largest(l Load, limits Limits, m *Measured) (nodes int, beyond *Plan) {
 // services are in the order of the output.
 var services = []string{"gateway", "authn", "authz", "admission", "registry", "watchfanout", "nats", "xds"}
 
-// tier is the service whose processes each read all events.
+// tier is the service whose processes each read all events, and serve a part of the resources.
 const tier = "watchfanout"
+
+// replicasOfResource is the number of tier's processes that serve a resource (replicasPerKey of package rpc).
+const replicasOfResource = 2
 
 // Compute returns the plan of a load.
 func Compute(l Load, limits Limits, m *Measured) *Plan {
@@ -155,7 +161,7 @@ func Compute(l Load, limits Limits, m *Measured) *Plan {
 		Pods:       l.Nodes * l.PodsPerNode,
 		Watches:    l.Nodes*(l.SharedWatches+l.OwnWatches) + 2*l.Informers,
 		Writes:     r.leases + r.pods + r.small,
-		Deliveries: r.deliveries,
+		Deliveries: r.shared + r.own,
 	}
 	small := l.Nodes * (l.SmallObjects + 1) // with the Lease
 	p.Objects = p.Pods + l.Nodes + small
@@ -168,26 +174,42 @@ func Compute(l Load, limits Limits, m *Measured) *Plan {
 
 // service returns the need of a service for objects as large as pods, and for small objects.
 func service(name string, l Load, r rates, limits Limits, m *Measured, pods, small float64) Service {
-	requests := r.deliveries*m.CPU[Deliver][name] + r.skips*m.CPU[Skip][name] + r.lists*m.CPU[List][name] +
+	requests := r.shared*m.CPU[DeliverShared][name] + r.own*m.CPU[DeliverOwn][name] + r.lists*m.CPU[List][name] +
 		float64(l.Nodes*l.SharedWatches)*m.CPU[HoldShared][name] + float64(l.Nodes*l.OwnWatches)*m.CPU[HoldOwn][name]
-	shared, each := requests/1e6, 0.0
-	if events := r.events(m, name); name == tier {
-		each = events / measuredReplicas
-	} else {
-		shared += events
-	}
+	shared := requests / 1e6
 	watches := float64(l.Nodes*l.SharedWatches)*m.Watch[Shared][name] + float64(l.Nodes*l.OwnWatches)*m.Watch[Own][name]
+	pods, small = pods*m.Object[Pod76][name], small*m.Object[ConfigMap1][name]
 	s := Service{Name: name, Processes: fewest}
-	if name != "nats" {
+	each, copies := 0.0, 0.0
+	switch name {
+	case tier:
+		each = r.events(m, name) / measuredReplicas
 		room := max(busy*limits.Cores-each, busy*limits.Cores/2) // walls has the limit of each
-		s.Processes = max(s.Processes, int(math.Ceil(shared/room)))
-	} else {
+		// Further replicas do the work that does not fit beside the largest resource's on its two.
+		free := max(0, replicasOfResource*room-r.ofLargest(m))
+		s.Processes = replicasOfResource + int(math.Ceil(max(0, shared-r.ofLargest(m)-free)/room))
+		copies = replicasOfResource
+	case "nats":
 		s.Processes = 3 // a quorum
+		shared += r.events(m, name)
+		copies = float64(s.Processes)
+	default:
+		shared += r.events(m, name)
+		s.Processes = max(s.Processes, int(math.Ceil(shared/(busy*limits.Cores))))
+		copies = float64(s.Processes)
 	}
-	s.Cores = shared + (each+m.Idle[name])*float64(s.Processes)
-	s.Gigabytes = m.Process[name]/1e3 + (pods*m.Object[Pod76][name]+small*m.Object[ConfigMap1][name]+
-		watches/float64(s.Processes))/1e6
+	n := float64(s.Processes)
+	s.Cores = shared + (each+m.Idle[name])*n
+	s.TotalGigabytes = m.Process[name]/1e3*n + (copies*(pods+small)+watches)/1e6
+	// The largest process has all pods, and its share of the other resources.
+	s.Gigabytes = m.Process[name]/1e3 + (pods+small*copies/n+watches/n)/1e6
 	return s
+}
+
+// ofLargest returns the cores that the replicas of pods need for their clients. Pods have the most deliveries of all
+// resources, and clients list mostly pods.
+func (r *rates) ofLargest(m *Measured) float64 {
+	return (r.ofPods*m.CPU[DeliverOwn][tier] + r.lists*m.CPU[List][tier]) / 1e6
 }
 
 // walls returns the limits that more processes do not move.
@@ -206,6 +228,9 @@ func walls(p *Plan, r rates, limits Limits, m *Measured, kilobytes float64) []Wa
 			"each etcd of --etcd-servers-overrides has a publisher of its own"},
 		{"a watchfanout replica's core for all events", r.events(m, tier) / measuredReplicas,
 			"none yet: each replica reads the events of all resources"},
+		{"the two watchfanout replicas of a resource", (r.events(m, tier)/measuredReplicas +
+			r.ofLargest(m)/replicasOfResource) / (busy * limits.Cores),
+			"larger machines for watchfanout; further replicas and an etcd of its own leave a resource two replicas"},
 		{"bytes of the event log from NATS", megabytes * float64(at(tier).Processes+at("registry").Processes) /
 			limits.NATSMegabytes, "larger machines for watchfanout, so that fewer replicas read the log"},
 		{"watchfanout replicas that NATS accepts", float64(at(tier).Processes) / natsConnections,

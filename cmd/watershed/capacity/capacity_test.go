@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"math"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
@@ -27,8 +28,8 @@ func TestMeasuredIsComplete(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, name := range []string{Lease, ConfigMap, Pod, Deliver, Skip, List} {
-		if m.CPU[name]["gateway"]+m.CPU[name]["watchfanout"] <= 0 {
+	for _, name := range []string{Lease, ConfigMap, Pod, DeliverShared, DeliverOwn, List} {
+		if m.CPU[name]["gateway"] <= 0 || m.CPU[name]["watchfanout"] <= 0 && name != DeliverShared {
 			t.Errorf("no cost of %q", name)
 		}
 	}
@@ -109,6 +110,51 @@ func TestMoreNodesNeedMore(t *testing.T) {
 		last = p
 	}
 }
+
+// TestAResourceHasTwoReplicas checks the limit of the two replicas that serve a resource: only larger machines move it.
+// The replicas of other resources are added beside them.
+func TestAResourceHasTwoReplicas(t *testing.T) {
+	m, err := measured()
+	if err != nil {
+		t.Fatal(err)
+	}
+	plan := func(args string) (*Plan, Service) {
+		f := parsed(t, strings.Fields(args)...)
+		if err := f.validate(); err != nil {
+			t.Fatal(err)
+		}
+		p := Compute(f.Load, f.Limits, m)
+		return p, p.Services[slices.Index(services, tier)]
+	}
+	const wall = "the two watchfanout replicas of a resource"
+	p, s := plan("--nodes=5000 --informers=1000")
+	if w := p.Walls[0]; w.Name != wall || w.Use < 2 || !strings.Contains(w.Remedy, "larger machines") {
+		t.Errorf("the first limit is %+v", w)
+	}
+	if _, twice := plan("--nodes=5000 --informers=2000"); twice.Processes != s.Processes {
+		t.Errorf("%d replicas instead of %d, which do not serve pods", twice.Processes, s.Processes)
+	}
+	if p, _ := plan("--nodes=5000 --informers=1000 --cores=64"); p.Walls[0].Use > 1 {
+		t.Errorf("larger machines do not help: %+v", p.Walls[0])
+	}
+	if p, _ := plan("--nodes=5000"); p.Walls[slices.IndexFunc(p.Walls, named(wall))].Use > 0.2 {
+		t.Errorf("a usual load does not fit: %+v", p.Walls)
+	}
+	// Watches of Secrets and other resources spread over further replicas, each of which has a part of the objects.
+	const others = "--nodes=5000 --small-objects-per-node=1000 --own-watches-per-node="
+	_, two := plan(others + "10")
+	_, more := plan(others + "6000")
+	if two.Processes != 2 || two.TotalGigabytes != 2*two.Gigabytes {
+		t.Errorf("both replicas have all objects, not %+v", two)
+	}
+	objects := func(s Service) float64 { return s.TotalGigabytes - m.Process[tier]/1e3*float64(s.Processes) }
+	watches := 5990 * 5000 * m.Watch[Own][tier] / 1e6
+	if more.Processes < 4 || math.Abs(objects(more)-objects(two)-watches) > 1e-6 {
+		t.Errorf("%+v: two replicas have an object, as in %+v", more, two)
+	}
+}
+
+func named(name string) func(Wall) bool { return func(w Wall) bool { return w.Name == name } }
 
 // TestBadFlags checks that a bad value is a line with the flag and the value.
 func TestBadFlags(t *testing.T) {

@@ -123,7 +123,7 @@ func (p *Plan) print(w io.Writer, m *Measured, largest int, beyond *Plan) error 
 	for _, s := range p.Services {
 		fmt.Fprintf(t, "%s\t%d\t%.1f\t%.1f\n", s.Name, s.Processes, s.Cores, s.Gigabytes)
 		cores += s.Cores
-		gigabytes += s.Gigabytes * float64(s.Processes)
+		gigabytes += s.TotalGigabytes
 	}
 	fmt.Fprintf(t, "all\t\t%.1f\t%.1f in all\n\nlimit\tuse\n", cores, gigabytes)
 	for i, wall := range p.Walls {

@@ -8,18 +8,18 @@ import (
 
 // Names of the operations, objects and watches in measured.json.
 const (
-	Lease      = "update a Lease"
-	ConfigMap  = "create a ConfigMap"
-	Pod        = "create a Pod"
-	Deliver    = "deliver to a watch"
-	Skip       = "skip a watch"
-	List       = "list a megabyte"
-	HoldShared = "hold a watch shared" // for a second
-	HoldOwn    = "hold a watch of its own"
-	Pod76      = "Pod of 7.6 KB"
-	ConfigMap1 = "ConfigMap of 1 KB"
-	Shared     = "shared"
-	Own        = "of its own"
+	Lease         = "update a Lease"
+	ConfigMap     = "create a ConfigMap"
+	Pod           = "create a Pod"
+	DeliverShared = "deliver to a watch shared"
+	DeliverOwn    = "deliver to a watch of its own"
+	List          = "list a megabyte"
+	HoldShared    = "hold a watch shared" // for a second
+	HoldOwn       = "hold a watch of its own"
+	Pod76         = "Pod of 7.6 KB"
+	ConfigMap1    = "ConfigMap of 1 KB"
+	Shared        = "shared"
+	Own           = "of its own"
 )
 
 // measuredReplicas is the number of watchfanout replicas of the measurement.
