@@ -132,3 +132,23 @@ func TestPercentiles(t *testing.T) {
 		t.Errorf("of a single duration: %v ms", got)
 	}
 }
+
+// TestAnEventHasAStageForEachProcess checks that the stages are parts of the event's row, and only for split.
+func TestAnEventHasAStageForEachProcess(t *testing.T) {
+	seconds := map[string]float64{"registry": 2, "nats": 1, "watchfanout": 3, "gateway": 4, "authn": 0.5}
+	of := eventRows("pods", seconds, 1e4)
+	for row, want := range map[string]float64{
+		"pods (CPU µs an event)":                1050,
+		"pods, the publisher (CPU µs an event)": 200,
+		"pods, the log (CPU µs an event)":       100,
+		"pods, the replicas (CPU µs an event)":  300,
+		"pods, the gateways (CPU µs an event)":  400,
+	} {
+		if of[row] != want {
+			t.Errorf("%s: %v, not %v", row, of[row], want)
+		}
+	}
+	if of := eventRows("pods", map[string]float64{"front": 2, "watchfanout": 1}, 1e4); len(of) != 1 {
+		t.Errorf("compact has no process for a stage: %v", of)
+	}
+}

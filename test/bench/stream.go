@@ -37,8 +37,10 @@ const (
 // streamPrefix is the prefix of the keys of the pods.
 const streamPrefix = "/registry/pods/stream-"
 
-// eventPath are the processes of split between etcd and the watch cache.
-var eventPath = []string{"registry", "nats", "watchfanout"}
+// stages are the stages of an event by the process of split that has them, from etcd to the client. The registries also
+// read the log, for the services that decide.
+var stages = map[string]string{
+	"registry": "the publisher", "nats": "the log", "watchfanout": "the replicas", "gateway": "the gateways"}
 
 // change writes a pod to etcd and returns the revisions. value is the pod in two states. The events of a deletion and a
 // creation have the age of the deletion.
@@ -78,22 +80,27 @@ func stream(s *server) map[string]float64 {
 		before, began := s.usage(), time.Now()
 		n, ages := s.streamed(client, pods, changes[name], 0)
 		row := "pods written to etcd, " + name
-		var all, path float64
-		for process, seconds := range s.usage() {
-			all += seconds - before[process]
-			if slices.Contains(eventPath, process) {
-				path += seconds - before[process]
-			}
+		used, took := s.usage(), time.Since(began).Seconds()
+		for process := range used {
+			used[process] -= before[process]
 		}
-		out[row+" (CPU µs an event)"] = all * 1e6 / n
-		if _, ok := before["registry"]; ok {
-			out[row+", to the watch cache (CPU µs an event)"] = path * 1e6 / n
-		}
-		out[row+": events a second"] = n / time.Since(began).Seconds()
+		maps.Copy(out, eventRows(row, used, n))
+		out[row+": events a second"] = n / took
 		out[row+": age p99 (ms)"] = percentile(ages, 99)
 		perSecond := streamRate * runtime.NumCPU()
 		_, ages = s.streamed(client, pods, changes[name], perSecond)
 		out[fmt.Sprintf("%s, %d a second: age p99 (ms)", row, perSecond)] = percentile(ages, 99)
+	}
+	return out
+}
+
+// eventRows returns the rows of the processor time that n events took, in all processes and in the stages of split.
+func eventRows(row string, used map[string]float64, n float64) map[string]float64 {
+	out := map[string]float64{row + " (CPU µs an event)": sum(used) * 1e6 / n}
+	if _, split := used["registry"]; split {
+		for process, stage := range stages {
+			out[row+", "+stage+" (CPU µs an event)"] = used[process] * 1e6 / n
+		}
 	}
 	return out
 }
