@@ -3,6 +3,7 @@ package e2e
 import (
 	"context"
 	"fmt"
+	"io"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -169,7 +170,7 @@ func replace(t *testing.T, s *harness.Server, name string, signal syscall.Signal
 }
 
 // TestEtcdServesOneWatchWhateverTheTier scales the watch tier. It checks that etcd serves one watch for any number of
-// replicas and clients.
+// replicas and clients, and that at most two replicas load a resource.
 func TestEtcdServesOneWatchWhateverTheTier(t *testing.T) {
 	t.Parallel()
 	s := harness.Split(t, "", "--replicas=watchfanout=1")
@@ -181,8 +182,52 @@ func TestEtcdServesOneWatchWhateverTheTier(t *testing.T) {
 				harness.Eventually(t, harness.Soon, func() error { return s.CheckHealthy(replica) })
 			}
 			etcdServesOneWatch(t, s, tier.watches)
+			if tier.replicas == 4 {
+				atMostTwoLoad(t, s, tier.replicas)
+			}
 		})
 	}
+}
+
+// atMostTwoLoad lists a resource over 20 connections, and checks that at least a replica and at most two replicas have
+// loaded it. A gateway may still lack a replica that has just started, so it tries several resources.
+func atMostTwoLoad(t *testing.T, s *harness.Server, replicas int) {
+	t.Helper()
+	clients := connections(t, s, 20, &counted{})
+	var loads []int
+	for _, resource := range []string{"podtemplates", "limitranges", "replicationcontrollers", "persistentvolumes"} {
+		for _, c := range clients {
+			resp, err := c.Get(fmt.Sprintf("https://127.0.0.1:%d/api/v1/%s", s.Port, resource))
+			if err != nil {
+				t.Fatal(err)
+			}
+			resp.Body.Close()
+			if resp.StatusCode != http.StatusOK {
+				t.Fatalf("a list of %s: %s", resource, resp.Status)
+			}
+		}
+		n := 0
+		for i := range replicas {
+			resp, err := s.Debug(fmt.Sprint("watchfanout-", i)).Get("http://watchfanout/metrics")
+			if err != nil {
+				t.Fatal(err)
+			}
+			text, err := io.ReadAll(resp.Body)
+			resp.Body.Close()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if strings.Contains(string(text),
+				fmt.Sprintf("\napiserver_watch_cache_initializations_total{group=\"\",resource=%q} 1\n", resource)) {
+				n++
+			}
+		}
+		if n == 1 || n == 2 {
+			return
+		}
+		loads = append(loads, n)
+	}
+	t.Errorf("of %d replicas, %v have loaded a resource after lists over all connections", replicas, loads)
 }
 
 // etcdServesOneWatch opens watches over 20 connections, compares etcd's number of watches, and closes them.
