@@ -54,6 +54,8 @@ type Cache struct {
 	packUpTo uint64
 	unpacked unpackedPacks
 
+	sumsMu      sync.Mutex // guards sums
+	sums        core.TermSums
 	differences chan Difference
 }
 
@@ -136,8 +138,8 @@ func (c *Cache) Apply(e *logv1.Event) {
 		c.progress.Store(progress)
 		c.notifyAdvanced()
 	}
-	if !c.eventsOnly {
-		c.compare(c.replica.SumsAt(e))
+	if e.Sums != nil && !c.eventsOnly {
+		c.compare(e)
 	}
 }
 
@@ -200,6 +202,9 @@ func (c *Cache) resetAll(x core.Effect) {
 	c.mu.Lock()
 	c.low = x.Low
 	c.mu.Unlock()
+	c.sumsMu.Lock()
+	c.sums = core.TermSums{} // the replica may have missed sums
+	c.sumsMu.Unlock()
 	epoch := c.replica.Epoch
 	c.epoch.Store(&epoch)
 	c.progress.Store(x.Low)

@@ -12,13 +12,15 @@ import (
 const (
 	// maxDifferences bounds the differences that wait for their reader.
 	maxDifferences = 4
-	// differenceResetPeriod is how often a difference may reset the same resource. A reset makes its clients list
-	// again, so a difference that returns must not reset the resource each time.
-	differenceResetPeriod = time.Hour
+	// minDifferencePause is the pause after a difference has reset a resource, until another may reset it. A reset
+	// makes clients list again, so a difference that returns must not reset the resource each time. The pause doubles
+	// with each such reset, up to maxDifferencePause. It begins again after twice that time without a reset.
+	minDifferencePause = time.Minute
+	maxDifferencePause = time.Hour
 )
 
 // Difference is the objects of a resource that differ from the publisher's sums, as they were before the reset. Reset
-// is false if the resource was not reset, because another difference has reset it within differenceResetPeriod.
+// is false if the resource was not reset, because another difference has reset it within differencePause.
 type Difference struct {
 	*Snapshot
 	Reset bool
@@ -27,25 +29,50 @@ type Difference struct {
 // Differences receives each difference. If its reader is behind, further differences are dropped.
 func (c *Cache) Differences() <-chan Difference { return c.differences }
 
-// compare compares the sums of the loaded resources with the publisher's at the same position, and resets a resource
-// that differs.
-func (c *Cache) compare(sums *logv1.Sums) {
+// compare compares the sums of the loaded resources with the publisher's in a message, if the cache is at its position.
+// It resets a resource that differs. Of a complete message, it compares every resource.
+func (c *Cache) compare(e *logv1.Event) {
+	sums := c.replica.SumsAt(e)
+	c.sumsMu.Lock()
+	c.sums.Receive(sums, e.Revision)
+	c.sumsMu.Unlock()
+	if sums.GetComplete() {
+		c.each(func(r *Resource) { c.compareResource(r, sums.Term, sums.Changes[r.Name]) })
+		return
+	}
 	for name, change := range sums.GetChanges() {
 		c.mu.Lock()
 		r := c.resources[name]
 		c.mu.Unlock()
-		if r == nil {
-			continue
+		if r != nil {
+			c.compareResource(r, sums.Term, change)
 		}
-		if s := r.compare(sums.Term, change); s != nil {
-			d := Difference{s, s.ResetDiffering()}
-			select {
-			case c.differences <- d:
-			default:
-				slog.Error("Objects differ from the publisher's sums; too many differences wait, so none is named",
-					"resource", name, "revision", d.Revision, "reset", d.Reset)
-			}
-		}
+	}
+}
+
+// compareResource compares the sum of a resource's objects, and resets the resource if it differs.
+func (c *Cache) compareResource(r *Resource, term, change uint64) {
+	s := r.compare(term, change)
+	if s == nil {
+		return
+	}
+	d := Difference{s, s.ResetDiffering()}
+	select {
+	case c.differences <- d:
+	default:
+		slog.Error("Objects differ from the publisher's sums; too many differences wait, so none is named",
+			"resource", r.Name, "revision", d.Revision, "reset", d.Reset)
+	}
+}
+
+// beginComparison begins the comparison of loaded objects with the publisher's sums, so that the first change after the
+// load is compared. If the resource has changed since the last sums, the next sums begin it. The caller holds mu.
+func (r *Resource) beginComparison() {
+	c := r.cache
+	c.sumsMu.Lock()
+	defer c.sumsMu.Unlock()
+	if term, change, ok := c.sums.Change(r.Name, max(r.applied, r.horizon.Low.Revision)); ok {
+		r.checker.Differs(term, change)
 	}
 }
 
@@ -58,7 +85,7 @@ func (r *Resource) compare(term, change uint64) *Snapshot {
 		return nil
 	}
 	differs := r.checker.Differs(term, change)
-	if !differs && (!r.differs || time.Since(r.differenceResetAt) < differenceResetPeriod) {
+	if !differs && (!r.differs || time.Since(r.differenceResetAt) < r.differencePause) {
 		return nil
 	}
 	s := r.currentSnapshot("")
@@ -68,7 +95,7 @@ func (r *Resource) compare(term, change uint64) *Snapshot {
 
 // ResetDiffering resets the snapshot's resource, because the snapshot differs from etcd. Its watches expire, because
 // their clients may have wrong objects. ResetDiffering returns false if a difference has reset the resource within
-// differenceResetPeriod, or the objects have been reset since.
+// differencePause, or the objects have been reset since.
 func (s *Snapshot) ResetDiffering() bool {
 	r := s.resource
 	r.mu.Lock()
@@ -76,10 +103,15 @@ func (s *Snapshot) ResetDiffering() bool {
 	if s.resets != r.horizon.Resets {
 		return false
 	}
-	if time.Since(r.differenceResetAt) < differenceResetPeriod {
+	since := time.Since(r.differenceResetAt)
+	if since < r.differencePause {
 		r.differs = true
 		return false
 	}
+	if since > 2*maxDifferencePause {
+		r.differencePause = 0
+	}
+	r.differencePause = min(max(2*r.differencePause, minDifferencePause), maxDifferencePause)
 	r.differenceResetAt, r.differedUpTo = time.Now(), max(r.cache.Progress(), r.applied)
 	r.differences++
 	r.reset(core.Effect{Low: r.differedUpTo})

@@ -22,7 +22,7 @@ func sums(revision int64, base uint64, objects map[string]int64) *logv1.Event {
 }
 
 // A cache that misses a change, or applies another, differs from the publisher's next sums. Its resource is reset, and
-// the next reader reads it from etcd. A second difference within an hour resets nothing.
+// the next reader reads it from etcd. A second difference within a minute resets nothing.
 func TestAMissedChangeIsFound(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const base = 77
@@ -63,12 +63,102 @@ func TestAMissedChangeIsFound(t *testing.T) {
 		if s := <-c.Differences(); s.Reset {
 			t.Error("the difference states that the resource was reset")
 		}
-		time.Sleep(differenceResetPeriod)
+		time.Sleep(minDifferencePause)
 		c.Apply(sums(17, base, nil))
 		if _, loaded := c.Resource("pods").Loaded(); loaded {
-			t.Error("after an hour, a difference does not reset the resource")
+			t.Error("after a minute, a difference does not reset the resource")
 		}
 	})
+}
+
+// A difference that returns resets its resource after 1, 2, 4 … 60 minutes, and after two hours at once again.
+func TestADifferenceThatReturnsResetsLessOften(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := New(1<<20, 0)
+		c.Apply(reset(10))
+		var resets []time.Duration
+		begin := time.Now()
+		differ := func() {
+			s, err := c.Resource("pods").Snapshot(t.Context(), "", source(10, "a"), waitFor(c))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if s.ResetDiffering() {
+				resets = append(resets, time.Since(begin).Round(time.Minute))
+			}
+		}
+		for range 4 * 60 * 2 {
+			differ()
+			time.Sleep(30 * time.Second)
+		}
+		time.Sleep(2 * maxDifferencePause)
+		for range 3 {
+			differ()
+			time.Sleep(minDifferencePause)
+		}
+		want := "[0s 1m0s 3m0s 7m0s 15m0s 31m0s 1h3m0s 2h3m0s 3h3m0s 6h0m0s 6h1m0s]"
+		if got := fmt.Sprint(resets); got != want {
+			t.Errorf("resets after %s, want %s", got, want)
+		}
+	})
+}
+
+// The first change of a term, and the first after a load, is compared if the cache has received the sums before it.
+func TestAMissedFirstChangeIsFound(t *testing.T) {
+	const term = 2
+	a := func(revision int64) uint64 { return core.ObjectHash("ns/a", revision) }
+	sums := func(revision int64, complete bool, resource string, change uint64) *logv1.Event {
+		e := &logv1.Event{Revision: revision, Sums: &logv1.Sums{Term: term, Complete: complete}}
+		if resource != "" {
+			e.Sums.Changes = map[string]uint64{resource: change}
+		}
+		return e
+	}
+	changed := func(revision int64) *logv1.Event { return event(logv1.Type_TYPE_MODIFIED, revision, "a") }
+	resetOfPods := reset(11)
+	resetOfPods.StorageResource = "pods"
+	begun, load := sums(10, true, "", 0), (*logv1.Event)(nil)
+	for name, x := range map[string]struct {
+		steps []*logv1.Event // nil: a load
+		found bool
+	}{
+		"the first of the term": {
+			[]*logv1.Event{load, begun, sums(11, false, "pods", a(11)-a(10))}, true},
+		"the first after a load": {
+			[]*logv1.Event{begun, load, sums(11, false, "pods", a(11)-a(10))}, true},
+		"an invented change": {
+			[]*logv1.Event{load, begun, changed(11), sums(11, true, "nodes", 1)}, true},
+		"none is missed": {
+			[]*logv1.Event{load, begun, changed(11), sums(11, false, "pods", a(11)-a(10))}, false},
+		"a change before the load": {
+			[]*logv1.Event{begun, changed(11), load, sums(11, false, "pods", a(11)-a(10))}, false},
+		"a reset before the load": {
+			[]*logv1.Event{begun, load, resetOfPods, load, sums(11, false, "pods", a(11)-a(10))}, false},
+		"a gap before the load": {
+			[]*logv1.Event{begun, reset(11), sums(12, false, "nodes", 1), load, changed(13),
+				sums(13, false, "pods", a(13)-a(10))}, false},
+		"a publisher without complete sums": {
+			[]*logv1.Event{load, sums(10, false, "nodes", 1), changed(11), sums(11, false, "pods", a(11)-a(10)),
+				changed(12), sums(12, false, "pods", a(12)-a(10))}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := New(1<<20, 0)
+			c.Apply(reset(10))
+			for _, e := range x.steps {
+				if e != load {
+					c.Apply(e)
+					continue
+				}
+				read := source(c.Progress(), "a")
+				if _, err := c.Resource("pods").Snapshot(t.Context(), "", read, waitFor(c)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if found := len(c.Differences()) > 0; found != x.found {
+				t.Errorf("a difference is found: %v", found)
+			}
+		})
+	}
 }
 
 // Unreadable objects are part of the sum. Another term of the publisher begins a new comparison, and sums of an earlier

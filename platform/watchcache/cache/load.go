@@ -121,6 +121,7 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 			r.updateTree(e)
 		}
 	}
+	r.beginComparison()
 	r.trim()
 }
 

@@ -48,8 +48,9 @@ type Resource struct {
 	// checker has the sum of the objects, with the unreadable objects.
 	checker core.SumChecker
 	// differenceResetAt is when a difference last reset the resource, differedUpTo the revision then, and differences
-	// the number of such resets. differs is true if a difference has not reset it yet (differenceResetPeriod).
+	// the number of such resets. differs is true if a difference has not reset it yet (differencePause).
 	differenceResetAt time.Time
+	differencePause   time.Duration
 	differedUpTo      int64
 	differences       int
 	differs           bool

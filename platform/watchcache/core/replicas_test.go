@@ -20,6 +20,7 @@ type replica struct {
 	// objects has the revisions of each loaded resource's objects, by name. checkers has their sums.
 	objects  [resourceCount]map[string]int64
 	checkers [resourceCount]SumChecker
+	sums     TermSums
 	// limit is how many events a ring holds.
 	limit int
 	// starts counts the starts of the process.
@@ -129,6 +130,9 @@ func (r *replica) apply(w *world, e *logv1.Event, note string) {
 		if w.trace != nil {
 			w.tracef("%s:   %s", r.name, describeEffect(x))
 		}
+		if x.Resource == "" {
+			r.sums = TermSums{}
+		}
 		for i := range r.rings {
 			if x.Resource != "" && x.Resource != resourceNames[i] {
 				continue
@@ -163,8 +167,18 @@ func (r *replica) apply(w *world, e *logv1.Event, note string) {
 	if w.trace != nil {
 		w.tracef("%s:   has applied revision %d", r.name, r.core.Progress)
 	}
-	for name, change := range r.core.SumsAt(e).GetChanges() {
-		if i := resourceOf(name); r.objects[i] != nil && r.checkers[i].Differs(e.Sums.Term, change) {
+	if e.Sums != nil {
+		r.compare(w, e)
+	}
+}
+
+// compare compares the sums of the loaded resources with the publisher's.
+func (r *replica) compare(w *world, e *logv1.Event) {
+	sums := r.core.SumsAt(e)
+	r.sums.Receive(sums, e.Revision)
+	for i, name := range resourceNames {
+		change, listed := sums.GetChanges()[name]
+		if (listed || sums.GetComplete()) && r.objects[i] != nil && r.checkers[i].Differs(sums.Term, change) {
 			w.violated("%s: the objects of %s differ from the publisher's sums", r.name, shortName(name))
 		}
 	}
@@ -179,6 +193,13 @@ func (r *replica) load(w *world, resource int) {
 	r.objects[resource], r.checkers[resource] = map[string]int64{}, SumChecker{}
 	for name, revision := range w.etcd.objects(resource, at) {
 		r.update(resource, name, revision, false)
+	}
+	newest := r.rings[resource].Low.Revision
+	if held := r.rings[resource].All(); len(held) > 0 {
+		newest = held[len(held)-1].position.Revision
+	}
+	if term, change, ok := r.sums.Change(resourceNames[resource], newest); ok {
+		r.checkers[resource].Differs(term, change)
 	}
 }
 

@@ -1,6 +1,8 @@
 package core
 
 import (
+	"maps"
+
 	"github.com/cespare/xxhash/v2"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -26,10 +28,12 @@ type sums struct {
 	changes map[string]uint64
 	// unsent are the resources that have changed since the last message with sums.
 	unsent map[string]struct{}
+	// begun: a message with sums was published. due: the next such message must be complete, if it is not too large.
+	begun, due bool
 }
 
 func newSums(nonce string) sums {
-	return sums{term: xxhash.Sum64String(nonce), changes: map[string]uint64{}, unsent: map[string]struct{}{}}
+	return sums{term: xxhash.Sum64String(nonce), changes: map[string]uint64{}, unsent: map[string]struct{}{}, due: true}
 }
 
 // add adds the changes of a transaction. A change that cannot be published counts too, because readers then read the
@@ -49,8 +53,13 @@ func (s *sums) add(changes []Change) {
 	}
 }
 
-// take returns the sums for a message, or nil if none has changed.
+// take returns the sums for a message, or nil if none has changed and no complete message is due.
 func (s *sums) take() *logv1.Sums {
+	if s.begun = true; s.due && len(s.changes) <= maxSums {
+		s.due = false
+		clear(s.unsent)
+		return &logv1.Sums{Term: s.term, Changes: maps.Clone(s.changes), Complete: true}
+	}
 	if len(s.unsent) == 0 {
 		return nil
 	}
@@ -63,6 +72,14 @@ func (s *sums) take() *logv1.Sums {
 		delete(s.unsent, name)
 	}
 	return m
+}
+
+// beginSums publishes the first message with sums, unless the log may end within a transaction. A replica then compares
+// each later change of the term.
+func (t *Term) beginSums() {
+	if !t.sums.begun && t.betweenTransactions() {
+		t.appendControl(&logv1.Event{Revision: t.chain.Last.Revision})
+	}
 }
 
 // PublishSums publishes the changed sums, so that readers compare them with their own.
@@ -79,6 +96,35 @@ func (c *Replica) SumsAt(e *logv1.Event) *logv1.Sums {
 		return nil
 	}
 	return e.Sums
+}
+
+// TermSums are the changes of all resources' sums in a publisher's term, as a replica has received them. The zero value
+// has received none.
+type TermSums struct {
+	term    uint64 // 0: the changes of some resources are unknown
+	changes map[string]uint64
+	// revision is the position of the changes.
+	revision int64
+}
+
+// Receive receives the sums of a message at a revision. m is nil if the replica is not at the message's position.
+func (s *TermSums) Receive(m *logv1.Sums, revision int64) {
+	switch {
+	case m != nil && m.Complete:
+		*s = TermSums{m.Term, map[string]uint64{}, revision}
+	case m == nil || m.Term != s.term || s.term == 0:
+		*s = TermSums{}
+		return
+	case len(m.Changes) < maxSums: // otherwise other resources may have changed too
+		s.revision = revision
+	}
+	maps.Copy(s.changes, m.Changes)
+}
+
+// Change returns the change of a resource's sum in the term. ok is false if it is unknown at newest, the revision of
+// the resource's newest event or reset.
+func (s *TermSums) Change(resource string, newest int64) (term, change uint64, ok bool) {
+	return s.term, s.changes[resource], s.term != 0 && newest <= s.revision
 }
 
 // SumChecker compares the sum of a resource's objects with a publisher's. The zero value has compared nothing.

@@ -276,14 +276,14 @@ func (t *Term) Acknowledged(id ID) {
 func (t *Term) end(reason error) { t.Request = Request{Op: End, Reason: reason} }
 
 // stamp sets the epoch of an event, and the tokens if it is a progress message or a reset of all resources. A progress
-// message also has the changed sums.
+// message also has the changed sums, and so has a reset that begins the term's log.
 func (t *Term) stamp(e *logv1.Event) *logv1.Event {
 	e.Epoch = t.epoch.ID
 	if e.StorageResource == "" {
 		e.FencingToken, e.NextFencingToken = t.token, t.nextToken
-	}
-	if e.Type == logv1.Type_TYPE_UNSPECIFIED {
-		e.Sums = t.sums.take()
+		if e.Type == logv1.Type_TYPE_UNSPECIFIED || !t.sums.begun {
+			e.Sums = t.sums.take()
+		}
 	}
 	return e
 }
@@ -317,12 +317,12 @@ func (t *Term) appendControl(e *logv1.Event) {
 
 // Rotate replaces the fencing token. It writes the next token to the log before etcd, so that a publisher that finds
 // either token recognizes the epoch. It acts only between two transactions, because its entries state that all events
-// up to the log's last revision are published.
+// up to the log's last revision are published. The first entry has complete sums, for replicas that have started.
 func (t *Term) Rotate(next string) {
-	if !t.chain.Last.Progress && !t.transactionCompleted {
+	if !t.betweenTransactions() {
 		return
 	}
-	t.nextToken = next
+	t.nextToken, t.sums.due = next, true
 	t.appendControl(&logv1.Event{Revision: t.chain.Last.Revision})
 	watch := t.Request
 	t.await(Request{Op: AwaitAck}, func(int64) {
@@ -334,6 +334,9 @@ func (t *Term) Rotate(next string) {
 		})
 	})
 }
+
+// betweenTransactions returns false if the log may end within a transaction.
+func (t *Term) betweenTransactions() bool { return t.chain.Last.Progress || t.transactionCompleted }
 
 // Check ends the term if the record is not this publisher's, or if etcd's revision is before the log's.
 func (t *Term) Check(record Epoch, revision int64) {

@@ -80,6 +80,7 @@ func (t *Term) Transaction(changes []Change) {
 			x.reset(i, c.CRDChanged, true)
 		}
 	}
+	t.beginSums()
 	for n, e := range x.events {
 		// The resets belong to the same transaction, because readers apply it as a whole.
 		e.More = n < len(x.events)-1 || len(x.resets) > 0
@@ -96,6 +97,7 @@ func (t *Term) Transaction(changes []Change) {
 	}
 	t.transactionCompleted = true
 	t.sums.add(changes)
+	t.beginSums() // if the log ended within this transaction
 }
 
 // appendOnce appends an event unless the log has it. It returns an error if the event cannot be a message, even if the

@@ -120,7 +120,7 @@ type Event struct {
 	NextFencingToken string `protobuf:"bytes,15,opt,name=next_fencing_token,json=nextFencingToken" json:"next_fencing_token,omitempty"`
 	// Replaces object and previous if etcd stores the object encrypted.
 	Encrypted *Encrypted `protobuf:"bytes,16,opt,name=encrypted" json:"encrypted,omitempty"`
-	// The sums at this position. Only progress messages have them.
+	// The sums at this position. Only progress messages and resets of all resources have them.
 	Sums          *Sums `protobuf:"bytes,17,opt,name=sums" json:"sums,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -282,7 +282,10 @@ type Sums struct {
 	Term uint64 `protobuf:"fixed64,1,opt,name=term" json:"term,omitempty"`
 	// The change of each resource's sum since the term began, modulo 2^64. The sum of a resource is the sum of the hashes
 	// of its objects' keys and revisions. Resources without a change since the last message with sums may be missing.
-	Changes       map[string]uint64 `protobuf:"bytes,2,rep,name=changes" json:"changes,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
+	Changes map[string]uint64 `protobuf:"bytes,2,rep,name=changes" json:"changes,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
+	// changes has every resource with a change since the term began. The first message with sums of a term is complete,
+	// unless the publisher is of an earlier release.
+	Complete      bool `protobuf:"varint,3,opt,name=complete" json:"complete,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -329,6 +332,13 @@ func (x *Sums) GetChanges() map[string]uint64 {
 		return x.Changes
 	}
 	return nil
+}
+
+func (x *Sums) GetComplete() bool {
+	if x != nil {
+		return x.Complete
+	}
+	return false
 }
 
 // Batch is consecutive events of one resource, which share a message of the log.
@@ -994,10 +1004,11 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\rfencing_token\x18\x0e \x01(\tR\ffencingToken\x12,\n" +
 	"\x12next_fencing_token\x18\x0f \x01(\tR\x10nextFencingToken\x129\n" +
 	"\tencrypted\x18\x10 \x01(\v2\x1b.watershed.log.v1.EncryptedR\tencrypted\x12*\n" +
-	"\x04sums\x18\x11 \x01(\v2\x16.watershed.log.v1.SumsR\x04sums\"\x95\x01\n" +
+	"\x04sums\x18\x11 \x01(\v2\x16.watershed.log.v1.SumsR\x04sums\"\xb1\x01\n" +
 	"\x04Sums\x12\x12\n" +
 	"\x04term\x18\x01 \x01(\x06R\x04term\x12=\n" +
-	"\achanges\x18\x02 \x03(\v2#.watershed.log.v1.Sums.ChangesEntryR\achanges\x1a:\n" +
+	"\achanges\x18\x02 \x03(\v2#.watershed.log.v1.Sums.ChangesEntryR\achanges\x12\x1a\n" +
+	"\bcomplete\x18\x03 \x01(\bR\bcomplete\x1a:\n" +
 	"\fChangesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x06R\x05value:\x028\x01\"8\n" +
