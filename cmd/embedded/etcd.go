@@ -35,6 +35,7 @@ import (
 	"go.etcd.io/etcd/client/pkg/v3/types"
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.etcd.io/etcd/server/v3/etcdserver/api/membership"
+	"go.etcd.io/etcd/server/v3/storage/wal"
 	"go.uber.org/zap"
 
 	"watershed.dev/platform/lifecycle"
@@ -397,7 +398,6 @@ const (
 	waitWarningPeriod = 10 * time.Second
 )
 
-func hasData(dir string) bool {
-	_, err := os.Stat(filepath.Join(dir, "member"))
-	return err == nil
-}
+// hasData reports whether a member has started with a data directory. The WAL is the last part that etcd creates, and
+// etcd decides by it, too. A directory without it remains of an interrupted start.
+func hasData(dir string) bool { return wal.Exist(filepath.Join(dir, "member", "wal")) }

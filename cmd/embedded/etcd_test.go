@@ -65,7 +65,8 @@ func registryClient(t *testing.T, id rpc.TLS, endpoints ...string) *clientv3.Cli
 	return client
 }
 
-// A member that has lost its data says how to replace it. Once it is replaced, it joins with the same flags.
+// A member that has lost its data says how to replace it. Once it is replaced, it joins with the same flags, also after
+// an interrupted start.
 func TestAMemberWithoutDataIsReplaced(t *testing.T) {
 	ids := inner(t)
 	members := make([]*Etcd, 3)
@@ -116,6 +117,9 @@ func TestAMemberWithoutDataIsReplaced(t *testing.T) {
 		_, err := registry.MemberAdd(t.Context(), []string{commands[2]})
 		return err
 	})
+	if err := os.MkdirAll(filepath.Join(lost.Dir, "member", "snap"), 0o700); err != nil { // etcd creates the WAL later
+		t.Fatal(err)
+	}
 	member, stopJoined := startEtcd(t, lost)
 	defer stopJoined()
 	eventually(t, func() error {
