@@ -1,5 +1,4 @@
-// Package zaplog writes the lines of etcd's server and clients, which log with zap, to the process's log. It starts no
-// goroutine.
+// Package zaplog writes the lines of etcd's server, which logs with zap, to the process's log. It starts no goroutine.
 package zaplog
 
 import (

@@ -120,7 +120,7 @@ func (s *Service) builtIn(ctx context.Context, served *serverstorage.ResourceCon
 	if len(audiences) == 0 {
 		audiences = c.ServiceAccountIssuers
 	}
-	return installer.InstallAPIs(ctx, &c.APIs, s.resources.Storage, served, installer.Deps{
+	return installer.InstallAPIs(&c.APIs, s.resources.Storage, served, installer.Deps{
 		Loopback:        s.loopback,
 		Client:          s.client,
 		Informers:       s.informers,

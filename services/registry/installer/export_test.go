@@ -1,7 +1,6 @@
 package installer
 
 import (
-	"context"
 	"strings"
 	"weak"
 
@@ -16,9 +15,4 @@ func PodSpecContainers(s *Set) weak.Pointer[spec.Schema] {
 		}
 	}
 	return weak.Pointer[spec.Schema]{}
-}
-
-// UntilConnected is untilConnected with a build that returns an error only.
-func UntilConnected(ctx context.Context, build func() error) (any, error) {
-	return untilConnected(ctx, func() (restStorageProvider, error) { return nil, build() })
 }

@@ -13,11 +13,8 @@
 package installer
 
 import (
-	"context"
 	"fmt"
-	"log/slog"
 	"net/http"
-	"strings"
 	"time"
 
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
@@ -105,13 +102,12 @@ type PostStartHook struct {
 	Run  genericapiserver.PostStartHookFunc
 }
 
-// InstallAPIs builds every built-in group, in kube-apiserver's order. It waits for etcd until ctx is done.
-func InstallAPIs(ctx context.Context, o *Options, s *storage.Storage, resources *serverstorage.ResourceConfig,
-	d Deps) (*Set, error) {
+// InstallAPIs builds every built-in group, in kube-apiserver's order.
+func InstallAPIs(o *Options, s *storage.Storage, resources *serverstorage.ResourceConfig, d Deps) (*Set, error) {
 	// Pod validation reads AllowPrivileged. The registry sets no bandwidth limit, because the gateway carries the
 	// connections.
 	capabilities.Setup(o.AllowPrivileged, 0)
-	all, err := providers(ctx, o, s, d)
+	all, err := providers(o, s, d)
 	if err != nil {
 		return nil, err
 	}
@@ -162,14 +158,12 @@ func InstallAPIs(ctx context.Context, o *Options, s *storage.Storage, resources 
 }
 
 // providers returns upstream's storage providers, in the order of k8s.io/kubernetes/pkg/controlplane/instance.go.
-func providers(ctx context.Context, o *Options, s *storage.Storage, d Deps) ([]restStorageProvider, error) {
+func providers(o *Options, s *storage.Storage, d Deps) ([]restStorageProvider, error) {
 	config, err := coreConfig(o, s, d)
 	if err != nil {
 		return nil, err
 	}
-	core, err := untilConnected(ctx, func() (restStorageProvider, error) {
-		return corerest.New(config, handlers.Authorizer{})
-	})
+	core, err := corerest.New(config, handlers.Authorizer{})
 	if err != nil {
 		return nil, fmt.Errorf("core: %w", err)
 	}
@@ -202,19 +196,6 @@ func providers(ctx context.Context, o *Options, s *storage.Storage, d Deps) ([]r
 			Authorizer:      handlers.Authorizer{},
 		},
 	}, nil
-}
-
-// untilConnected calls build until it connects to etcd, or ctx is done. The allocator of node ports has a connection of
-// upstream's code, which ends after 20 s without a response of etcd (factory.newETCD3Client). kube-apiserver's start then
-// fails.
-func untilConnected(ctx context.Context, build func() (restStorageProvider, error)) (restStorageProvider, error) {
-	for {
-		built, err := build()
-		if err == nil || ctx.Err() != nil || !strings.HasSuffix(err.Error(), context.DeadlineExceeded.Error()) {
-			return built, err
-		}
-		slog.Warn("etcd does not respond; retrying", "error", err)
-	}
 }
 
 // coreConfig returns the configuration of the core group.

@@ -2,10 +2,7 @@ package installer_test
 
 import (
 	"bytes"
-	"context"
 	"encoding/json"
-	"errors"
-	"fmt"
 	"maps"
 	"runtime"
 	"slices"
@@ -171,25 +168,5 @@ func TestTheCoreGroupHasSeveralNames(t *testing.T) {
 		if err != nil || config.ResourceEnabled(corev1.SchemeGroupVersion.WithResource("pods")) {
 			t.Errorf("%s: %v", value, err)
 		}
-	}
-}
-
-// TestTheStartSurvivesAPause has the error that upstream's connection to etcd returns after 20 s. A stopped process and a
-// lost host of etcd cause it.
-func TestTheStartSurvivesAPause(t *testing.T) {
-	pauses := 2
-	_, err := installer.UntilConnected(t.Context(), func() error {
-		if pauses--; pauses >= 0 {
-			return fmt.Errorf("cannot create cluster port allocator: %v", context.DeadlineExceeded)
-		}
-		return nil
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	calls := 0
-	_, err = installer.UntilConnected(t.Context(), func() error { calls++; return errors.New("bad range") })
-	if err == nil || calls != 1 {
-		t.Fatalf("calls %d, error %v; want the error of the first call", calls, err)
 	}
 }

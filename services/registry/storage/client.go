@@ -4,7 +4,6 @@ import (
 	"context"
 	"crypto/tls"
 	"fmt"
-	"log/slog"
 	"math/rand/v2"
 	"net"
 	"slices"
@@ -18,12 +17,13 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
+	"k8s.io/apiserver/pkg/server/egressselector"
 	"k8s.io/apiserver/pkg/storage/etcd3/metrics"
+	"k8s.io/apiserver/pkg/storage/storagebackend"
 	certutil "k8s.io/client-go/util/cert"
 
 	"watershed.dev/platform/egress"
 	"watershed.dev/platform/rpc"
-	"watershed.dev/platform/zaplog"
 )
 
 // keepaliveTimeout bounds the response to a keepalive, and how long etcd's host may not acknowledge data.
@@ -55,13 +55,28 @@ func newClient(servers []string, tlsConfig *tls.Config, dial utilnet.DialFunc) (
 	return client, nil
 }
 
-// upstreamClientLogger is the logger of the etcd clients that upstream's allocators open. Upstream's writes to standard
-// error, and no option replaces it.
+// newUpstreamClient opens the etcd clients of upstream's allocators, leases and probes. Upstream's function waits for a
+// connection, and returns an error after 20 s without a response of etcd. The start would end with that error, and no
+// option replaces the function.
 //
-//go:linkname upstreamClientLogger k8s.io/apiserver/pkg/storage/storagebackend/factory.etcd3ClientLogger
-var upstreamClientLogger *zap.Logger
+//go:linkname newUpstreamClient k8s.io/apiserver/pkg/storage/storagebackend/factory.newETCD3Client
+var newUpstreamClient func(storagebackend.TransportConfig) (*etcdkubernetes.Client, error)
 
-func init() { upstreamClientLogger = zaplog.New(slog.LevelError) }
+func init() {
+	newUpstreamClient = func(c storagebackend.TransportConfig) (*etcdkubernetes.Client, error) {
+		tlsConfig, err := (&Options{CertFile: c.CertFile, KeyFile: c.KeyFile, CAFile: c.TrustedCAFile}).tlsConfig()
+		if err != nil {
+			return nil, err
+		}
+		var dial utilnet.DialFunc
+		if c.EgressLookup != nil {
+			if dial, err = c.EgressLookup(egressselector.Etcd.AsNetworkContext()); err != nil {
+				return nil, err
+			}
+		}
+		return newClient(c.ServerList, tlsConfig, dial)
+	}
+}
 
 // dialOptions returns the options of the connection to etcd.
 func dialOptions(dial utilnet.DialFunc) []grpc.DialOption {
