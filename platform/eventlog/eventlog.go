@@ -129,6 +129,7 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, error) {
 	opts := []nats.Option{nats.Name(name), nats.CustomInboxPrefix(inboxPrefix(name)), nats.MaxReconnects(-1),
 		nats.ReconnectWait(100 * time.Millisecond), nats.ReconnectBufSize(-1),
 		nats.RetryOnFailedConnect(true),
+		nats.IgnoreAuthErrorAbort(),        // otherwise two refusals close the connection
 		nats.SyncQueueLen(pendingMessages), // the default is a channel of 512 KB for each subscription
 		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) { slog.Warn("NATS", "error", err) })}
 	opts = append(opts, leaveDeadPeers()...)
