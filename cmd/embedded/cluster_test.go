@@ -215,7 +215,7 @@ func TestAServerThatCopiesTheLogIsNotReady(t *testing.T) {
 	}) {
 		t.Errorf("it was not ready for other reasons: %q", slices.Collect(maps.Keys(reasons)))
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	s, err := log.Stream(ctx, js)
 	if err != nil {

@@ -32,7 +32,7 @@ import (
 func runEtcd(t *testing.T, e *Etcd) (stop func()) {
 	t.Helper()
 	member, stop := startEtcd(t, e)
-	waited, done := context.WithTimeout(t.Context(), 20*time.Second)
+	waited, done := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer done()
 	if err := member.Ready.Wait(waited); err != nil {
 		t.Fatal(err)

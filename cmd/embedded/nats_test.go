@@ -90,7 +90,7 @@ func newTenants(t *testing.T) *tenants {
 // expectResponse checks that NATS permits a request to an API of JetStream.
 func (n *tenants) expectResponse(nc *nats.Conn, api string) {
 	n.t.Helper()
-	if _, err := nc.Request("$JS.API."+api, []byte("{}"), 10*time.Second); err != nil {
+	if _, err := nc.Request("$JS.API."+api, []byte("{}"), 2*time.Minute); err != nil {
 		n.t.Errorf("%s: %v", api, err)
 	}
 }
@@ -158,7 +158,7 @@ func (n *tenants) expect(seen <-chan int64, want int64) {
 		if got != want {
 			n.t.Errorf("read %d, want %d", got, want)
 		}
-	case <-time.After(10 * time.Second):
+	case <-time.After(2 * time.Minute):
 		n.t.Fatalf("watchfanout does not read %d", want)
 	}
 }
@@ -212,7 +212,7 @@ func TestNATSIsByAllowLists(t *testing.T) {
 	if err := reader.Publish(eventlog.ProgressRequestSubject, nil); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := requests.NextMsg(5 * time.Second); err != nil {
+	if _, err := requests.NextMsg(2 * time.Minute); err != nil {
 		t.Errorf("watchfanout may not ask how far the publisher is: %v", err)
 	}
 	if _, err := eventlog.Main.ServeObservedEnd(registry, func() core.LogEnd {
@@ -300,14 +300,14 @@ func TestLogsOfOtherEtcds(t *testing.T) {
 			if got != name {
 				t.Errorf("read an event of %q, not %q", got, name)
 			}
-		case <-time.After(10 * time.Second):
+		case <-time.After(2 * time.Minute):
 			t.Fatal("the log is not read")
 		}
 	}
 	if err := reader.Publish(other.ID.Subject(eventlog.ProgressRequestSubject), nil); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := requests.NextMsg(5 * time.Second); err != nil {
+	if _, err := requests.NextMsg(2 * time.Minute); err != nil {
 		t.Errorf("watchfanout may not request progress of the log: %v", err)
 	}
 }
@@ -371,15 +371,15 @@ func TestAStolenKeyOfWatchfanoutChangesNothing(t *testing.T) {
 			}
 		}
 	}
-	if err := thief.FlushTimeout(10 * time.Second); err != nil {
+	if err := thief.FlushTimeout(2 * time.Minute); err != nil {
 		t.Fatal(err)
 	}
 	n.publish(12) // it follows every effect of the thief
-	m, err := republished.NextMsg(10 * time.Second)
+	m, err := republished.NextMsg(2 * time.Minute)
 	if err != nil || m.Header.Get("Nats-Sequence") != "2" {
 		t.Errorf("another replica receives %v, %v", m, err)
 	}
-	if err := registry.FlushTimeout(10 * time.Second); err != nil {
+	if err := registry.FlushTimeout(2 * time.Minute); err != nil {
 		t.Fatal(err)
 	}
 	for _, sub := range []*nats.Subscription{inbox, cause, republished} {

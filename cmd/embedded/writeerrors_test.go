@@ -97,11 +97,11 @@ func acceptsAfterAFullDisk(t *testing.T, n *NATS, js jetstream.JetStream) {
 	}
 }
 
-// eventually polls f for 30 s until it returns nil.
+// eventually polls f for 2 minutes until it returns nil.
 func eventually(t *testing.T, f func() error) {
 	t.Helper()
 	err := f()
-	for until := time.Now().Add(30 * time.Second); err != nil && time.Now().Before(until); err = f() {
+	for until := time.Now().Add(2 * time.Minute); err != nil && time.Now().Before(until); err = f() {
 		time.Sleep(20 * time.Millisecond)
 	}
 	if err != nil {

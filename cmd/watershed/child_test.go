@@ -46,7 +46,7 @@ func TestRefusedProcessesAreNotRestarted(t *testing.T) {
 				<-p.done
 				return
 			}
-			for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
+			for deadline := time.Now().Add(2 * time.Minute); ; time.Sleep(10 * time.Millisecond) {
 				if b, _ := os.ReadFile(runs); len(b) > 2 {
 					break
 				}

@@ -116,7 +116,7 @@ func TestInformersStartOnceTheGatewayReturnsTheRevision(t *testing.T) {
 	started := make(chan struct{})
 	run(func(<-chan struct{}) { close(started) })
 	ready := map[string]<-chan struct{}{"other informers": started, "synced": c.Synced(), "fresh": c.Fresh()}
-	deadline := time.Now().Add(time.Minute)
+	deadline := time.Now().Add(2 * time.Minute)
 	for rejected := 0; rejected < 3; time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatal("the revision is not requested again")
@@ -161,8 +161,8 @@ func TestOtherInformersDoNotWaitForAnUnservedResource(t *testing.T) {
 	for name, ready := range map[string]<-chan struct{}{"synced": c.Synced(), "fresh": c.Fresh()} {
 		select {
 		case <-ready:
-		case <-time.After(10 * time.Second):
-			t.Fatalf("%s: not within 10 seconds", name)
+		case <-time.After(2 * time.Minute):
+			t.Fatalf("%s: not in time", name)
 		}
 	}
 	if err := c.Err(); err != nil {
@@ -184,21 +184,21 @@ func TestClusterStaysFreshWhileWatchesStall(t *testing.T) {
 		t.Error("a policy that was never read is fresh")
 	}
 	run()
-	wait := func(name string, within time.Duration, f func() bool) {
+	wait := func(name string, f func() bool) {
 		t.Helper()
-		for until := time.Now().Add(within); !f(); time.Sleep(10 * time.Millisecond) {
+		for until := time.Now().Add(2 * time.Minute); !f(); time.Sleep(10 * time.Millisecond) {
 			if time.Now().After(until) {
-				t.Fatalf("%s: not within %v", name, within)
+				t.Fatalf("%s: not in time", name)
 			}
 		}
 	}
-	wait("read", 20*time.Second, func() bool { return c.Err() == nil })
+	wait("read", func() bool { return c.Err() == nil })
 	s.set(func() {
 		s.frozen, s.requests = true, 0
 		delete(s.roles, "gone")
 		s.roles["changed"], s.roles["new"] = s.revision, s.revision
 	})
-	wait("brought up to date", 15*time.Second, func() bool {
+	wait("brought up to date", func() bool {
 		if err := c.Err(); err != nil {
 			t.Fatal(err)
 		}
@@ -220,7 +220,7 @@ func TestClusterStaysFreshWhileWatchesStall(t *testing.T) {
 	}
 	s.down = true
 	s.mu.Unlock()
-	wait("not fresh", 20*time.Second, func() bool { return c.Err() != nil })
+	wait("not fresh", func() bool { return c.Err() != nil })
 	reached := trackedInformer{"/apis/rbac.authorization.k8s.io/v1/roles", "", roles.Informer()}
 	if err := c.catchUp(t.Context(), reached, 1); err != nil {
 		t.Errorf("an informer that is not behind is listed: %v", err)
@@ -228,7 +228,7 @@ func TestClusterStaysFreshWhileWatchesStall(t *testing.T) {
 	s.mu.Lock()
 	s.down = false
 	s.mu.Unlock()
-	wait("fresh again", 15*time.Second, func() bool { return c.Err() == nil })
+	wait("fresh again", func() bool { return c.Err() == nil })
 }
 
 // Frames are injected after a whole frame, for any cut of frames into reads.

@@ -197,7 +197,7 @@ func TestServicesInOneProcessAndInSeveral(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		timeout := 10 * time.Second
+		timeout := 2 * time.Minute
 		if want == codes.Unavailable { // the call waits for a connection
 			timeout = 300 * time.Millisecond
 		}

@@ -198,7 +198,7 @@ func TestACancelledStreamEndsItsHandler(t *testing.T) {
 	cancel()
 	select {
 	case <-ended:
-	case <-time.After(5 * time.Second):
+	case <-time.After(2 * time.Minute):
 		t.Error("the handler runs on")
 	}
 }

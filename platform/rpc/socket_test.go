@@ -135,7 +135,7 @@ func TestOverASocketServicesKnowEachOther(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		_ = conn.SetDeadline(time.Now().Add(5 * time.Second))
+		_ = conn.SetDeadline(time.Now().Add(2 * time.Minute))
 		_, _, err = socketCredentials{credentials.NewTLS(conf)}.ClientHandshake(t.Context(), c.server, conn)
 		if (err == nil) != (c.says == "") || err != nil && !strings.Contains(err.Error(), c.says) {
 			t.Errorf("%s: %v", name, err)
@@ -279,7 +279,7 @@ func TestSocketsAcceptOnlyTLS(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		_ = server.SetDeadline(time.Now().Add(10 * time.Second))
+		_ = server.SetDeadline(time.Now().Add(2 * time.Minute))
 		_, _, err = socketCredentials{credentials.NewTLS(conf)}.ServerHandshake(server)
 		if err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Errorf("%s: %v", name, err)

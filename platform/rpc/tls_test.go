@@ -39,7 +39,7 @@ func shake(server, client *tls.Config) error {
 	a, b := net.Pipe()
 	defer a.Close()
 	defer b.Close()
-	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	done := make(chan error, 1)
 	go func() {

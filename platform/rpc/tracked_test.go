@@ -50,7 +50,7 @@ func TestATrackedFrameIsDoneOnce(t *testing.T) {
 		t.Helper()
 		select {
 		case <-s.done:
-		case <-time.After(10 * time.Second):
+		case <-time.After(2 * time.Minute):
 			t.Fatal("Done is not called")
 		}
 	}

@@ -108,7 +108,7 @@ func chain(t *testing.T, add cluster, flags ...string) admissionv1.AdmissionClie
 	done := make(chan struct{})
 	go func() { defer close(done); _ = s.Run(ctx) }()
 	t.Cleanup(func() { cancel(); <-done })
-	waiting, stop := context.WithTimeout(t.Context(), 20*time.Second)
+	waiting, stop := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer stop()
 	if err := s.Policies().Wait(waiting); err != nil {
 		t.Fatal(err)
@@ -205,7 +205,7 @@ func TestAPolicyRefuses(t *testing.T) {
 	}
 	// the policy's own controller compiles it a moment after reading it
 	var err error
-	for until := time.Now().Add(20 * time.Second); time.Now().Before(until); time.Sleep(10 * time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); time.Now().Before(until); time.Sleep(10 * time.Millisecond) {
 		if err = validateConfigMap(`{"bad":""}`); err != nil && strings.Contains(err.Error(), "nothing bad") {
 			break
 		}

@@ -71,7 +71,7 @@ func TestAPolicysCopiesAreBounded(t *testing.T) {
 	review := creationOf("ConfigMap", "configmaps", "x",
 		`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"n","namespace":"x"},"data":{"k":"v"}}`)
 	v, err := a.Admit(t.Context(), review)
-	for until := time.Now().Add(10 * time.Second); apierrors.IsServiceUnavailable(rpc.FromStatus(err)); {
+	for until := time.Now().Add(2 * time.Minute); apierrors.IsServiceUnavailable(rpc.FromStatus(err)); {
 		if time.Now().After(until) { // upstream's plugin reads OpenAPI at its start
 			t.Fatal(err)
 		}

@@ -223,7 +223,7 @@ func newTestGateway(t *testing.T, o *fakeServices, flags ...string) *Service {
 // awaitReady waits until a gateway is ready.
 func (g *Service) awaitReady(t *testing.T) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	if err := g.Ready().Wait(ctx); err != nil {
 		t.Fatal(err)
@@ -334,7 +334,7 @@ func TestGatewayWaitsForRequiredChecks(t *testing.T) {
 	if err := g.Ready().Err(); err == nil {
 		t.Error("it is ready without authz")
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	g.Ready().OnChange(ctx, func(notReady error) {
 		if notReady != nil && strings.HasPrefix(notReady.Error(), "authz: ") && !errors.Is(notReady, errNotResponded) {

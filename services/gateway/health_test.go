@@ -264,7 +264,7 @@ func TestAStartHookChecksItsOwnPart(t *testing.T) {
 		var failed []string
 		for try := 0; try < 3 && !slices.Equal(failed, want); try++ { // a fetch may fail before the other hooks succeed
 			g = newTestGateway(t, c.o)
-			for until := time.Now().Add(10 * time.Second); !slices.Equal(failed, want) && time.Now().Before(until); {
+			for until := time.Now().Add(2 * time.Minute); !slices.Equal(failed, want) && time.Now().Before(until); {
 				time.Sleep(10 * time.Millisecond)
 				failed = slices.DeleteFunc(g.failedChecks("/livez"), isNoHook)
 				slices.Sort(failed)
@@ -300,7 +300,7 @@ func TestStartHooksStayCompleted(t *testing.T) {
 // never becomes ready.
 func TestFairnessReportsThatItsAPIIsNotServed(t *testing.T) {
 	g := newTestGateway(t, &fakeServices{}, "--enable-priority-and-fairness")
-	for deadline := time.Now().Add(10 * time.Second); g.discovery.View() == nil; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(2 * time.Minute); g.discovery.View() == nil; time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatal("registry sends no resources")
 		}
@@ -321,7 +321,7 @@ func TestAGatewayJoinsASharedPort(t *testing.T) {
 		g := newTestGateway(t, o, "--enable-priority-and-fairness") // no test runs flow control: it does not become ready
 		select {
 		case <-g.joinable:
-		case <-time.After(10 * time.Second):
+		case <-time.After(2 * time.Minute):
 			t.Errorf("it waits for the policies of %s, or for flow control", away)
 		}
 		if g.Ready().Err() == nil {
@@ -331,7 +331,7 @@ func TestAGatewayJoinsASharedPort(t *testing.T) {
 	o := &fakeServices{}
 	o.unavailable.Store("etcd")
 	g := newTestGateway(t, o)
-	for until := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); ; time.Sleep(time.Millisecond) {
 		err := g.Ready().Err() // the first of the reasons by name
 		if err != nil && strings.HasPrefix(err.Error(), "etcd: ") {
 			break

@@ -86,7 +86,7 @@ func discover(t *testing.T, s *Service) {
 	done := make(chan struct{})
 	go func() { defer close(done); s.discovery.Run(t.Context()) }()
 	t.Cleanup(func() { <-done })
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	s.Ready().OnChange(ctx, func(why error) {
 		if why == nil || !strings.HasPrefix(why.Error(), "discovery: ") {

@@ -268,7 +268,7 @@ func TestAReaderDelaysNoEvent(t *testing.T) {
 		select {
 		case <-applied:
 			return true
-		case <-time.After(10 * time.Second):
+		case <-time.After(2 * time.Minute):
 			t.Error("an event waits for a reader")
 			return false
 		}

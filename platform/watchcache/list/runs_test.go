@@ -156,7 +156,7 @@ func TestRunsOfRows(t *testing.T) {
 		t.Errorf("of %v runs %v cached and %v compressed", runs, hits, misses)
 	}
 	w.Registry.Cell.Store(new("y"))
-	for deadline := time.Now().Add(10 * time.Second); ; {
+	for deadline := time.Now().Add(2 * time.Minute); ; {
 		got := &body{ctx: t.Context()}
 		table.Gzip = false
 		if err := l.List(table, got); err != nil {

@@ -123,7 +123,7 @@ func (c *testCall) next(t *testing.T) *watchfanoutv1.WatchFrame {
 			if len(m.Data) > 0 || m.Status != nil {
 				return m
 			}
-		case <-time.After(10 * time.Second):
+		case <-time.After(2 * time.Minute):
 			t.Fatal("no frame comes")
 		}
 	}
@@ -163,7 +163,7 @@ func TestAnIdleWatchOfACallHasNoGoroutine(t *testing.T) {
 		for m := <-c.c; m.WatchId != i+1; m = <-c.c { // a bookmark of another watch may come first
 		}
 	}
-	for until := time.Now().Add(10 * time.Second); runtime.NumGoroutine() > before+5; time.Sleep(time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); runtime.NumGoroutine() > before+5; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
 			t.Fatalf("%d watches have %d goroutines", watches, runtime.NumGoroutine()-before)
 		}
@@ -265,14 +265,14 @@ func TestAWaitingWatchOfACallDelaysNoOther(t *testing.T) {
 	begin(1, "loud")
 	begin(2, "loud")
 	begin(3, "quiet")
-	for until := time.Now().Add(10 * time.Second); s.Len() < 3; time.Sleep(time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); s.Len() < 3; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
 			t.Fatalf("%d watches are open", s.Len())
 		}
 	}
 	w.Apply(logv1.Type_TYPE_ADDED, 11, strings.Repeat("x", 20_000), "", "")
 	first, second := <-c.done, <-c.done // of both owners
-	for until := time.Now().Add(10 * time.Second); s.Waiting("loud") != 1; time.Sleep(time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); s.Waiting("loud") != 1; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
 			t.Fatalf("%d messages wait", s.Waiting("loud"))
 		}

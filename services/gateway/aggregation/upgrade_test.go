@@ -35,7 +35,7 @@ func upgraded(t *testing.T, p *Proxy) (conn net.Conn, ended, late <-chan struct{
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { conn.Close() })
-	if err := conn.SetDeadline(time.Now().Add(20 * time.Second)); err != nil {
+	if err := conn.SetDeadline(time.Now().Add(2 * time.Minute)); err != nil {
 		t.Fatal(err)
 	}
 	fmt.Fprint(conn, "GET /apis/metrics.k8s.io/v1/nodes/n/console HTTP/1.1\r\nHost: x\r\n"+
@@ -47,7 +47,7 @@ func await(t *testing.T, end <-chan struct{}, failure string) {
 	t.Helper()
 	select {
 	case <-end:
-	case <-time.After(10 * time.Second):
+	case <-time.After(2 * time.Minute):
 		t.Error(failure)
 	}
 }

@@ -214,7 +214,7 @@ func newTestRouter(t *testing.T, b *fakeBackends) *Router {
 	ended := make(chan struct{})
 	go func() { defer close(ended); r.Discovery.Run(ctx) }()
 	t.Cleanup(func() { cancel(); <-ended })
-	for until := time.Now().Add(10 * time.Second); r.Discovery.View() == nil; time.Sleep(time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); r.Discovery.View() == nil; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
 			t.Fatal("registry sends no resources")
 		}

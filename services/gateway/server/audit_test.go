@@ -95,7 +95,7 @@ func serveDetached(t *testing.T, filter func(http.Handler) http.Handler, streams
 	h := filter(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		w.(http.Flusher).Flush()
 		s := h2writer.StreamFrom(req)
-		for until := time.Now().Add(5 * time.Second); !s.Hijack(req.Context(), 0); time.Sleep(time.Millisecond) {
+		for until := time.Now().Add(2 * time.Minute); !s.Hijack(req.Context(), 0); time.Sleep(time.Millisecond) {
 			if time.Now().After(until) { // the connection's window comes after the request
 				t.Error("the stream is not hijacked")
 				return

@@ -47,7 +47,7 @@ func preface(t *testing.T, s *httptest.Server, settings ...http2.Setting) (net.C
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { conn.Close() })
-	if err := conn.SetDeadline(time.Now().Add(30 * time.Second)); err != nil {
+	if err := conn.SetDeadline(time.Now().Add(2 * time.Minute)); err != nil {
 		t.Fatal(err)
 	}
 	f := http2.NewFramer(conn, conn)
@@ -180,7 +180,7 @@ func TestGosClientsOpenFurtherConnections(t *testing.T) {
 		_ = http.NewResponseController(w).Flush()
 		<-req.Context().Done()
 	}))
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	client := clientOf(t, s)
 	open := make(chan error, watches)
@@ -311,7 +311,7 @@ func TestASharedPortIsJoinedLate(t *testing.T) {
 		}
 		select {
 		case <-listening:
-		case <-time.After(10 * time.Second):
+		case <-time.After(2 * time.Minute):
 			t.Fatal("it does not listen")
 		}
 		conn, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", port))

@@ -60,7 +60,7 @@ func TestAServerStopsInOrder(t *testing.T) {
 		}
 		return err
 	}
-	for until := time.Now().Add(10 * time.Second); get("/") != nil; time.Sleep(10 * time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); get("/") != nil; time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(until) {
 			t.Fatal("it does not serve")
 		}
@@ -290,7 +290,7 @@ func TestAStoppingServerClosesLateConnections(t *testing.T) {
 	early := open(dial()) // the server has accepted late before it
 	stop()
 	// until GOAWAY has come, of which a ClientConn has no notification
-	for until := time.Now().Add(10 * time.Second); !early.State().Closing; time.Sleep(10 * time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); !early.State().Closing; time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(until) {
 			t.Fatal("a connection that was open gets no GOAWAY")
 		}

@@ -71,7 +71,7 @@ func doRequest(ctx context.Context, t *testing.T, c *http.Client, url, username 
 // eventually waits for a condition that the server reaches asynchronously.
 func eventually(t *testing.T, condition string, done func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); !done(); time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(2 * time.Minute); !done(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatalf("not in time: %s", condition)
 		}

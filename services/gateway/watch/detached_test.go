@@ -31,7 +31,7 @@ func (s streamSink) Write(context.Context, time.Duration, ...[]byte) error {
 
 func (s streamSink) Hijack(ctx context.Context) *h2writer.Stream {
 	stream := h2writer.StreamFrom(s.req)
-	for until := time.Now().Add(5 * time.Second); !stream.Hijack(ctx, 0); time.Sleep(time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); !stream.Hijack(ctx, 0); time.Sleep(time.Millisecond) {
 		if time.Now().After(until) || ctx.Err() != nil { // the connection's window comes after the request
 			return nil
 		}
@@ -107,7 +107,7 @@ func (s *detachedServer) open(t *testing.T, change func(*Request)) body {
 
 func (s *detachedServer) waitFor(t *testing.T, what string, done func() bool) {
 	t.Helper()
-	for until := time.Now().Add(10 * time.Second); !done(); time.Sleep(time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); !done(); time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
 			t.Fatalf("not in time: %s", what)
 		}

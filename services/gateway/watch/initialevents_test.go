@@ -243,7 +243,7 @@ func TestInitialEventsBufferIsBounded(t *testing.T) {
 	got := make(chan string, 1)
 	go func() { data, _ := drain(fast); got <- data }()
 	e := slow.initialEvents
-	for until := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); ; time.Sleep(time.Millisecond) {
 		e.mu.Lock()
 		retained, blocked := len(e.frames), e.overQuota() && fast.nextFrame == e.base+len(e.frames)
 		e.mu.Unlock()
@@ -270,7 +270,7 @@ func TestSlowestMemberIsEvicted(t *testing.T) {
 	got := make(chan string, 1)
 	go func() { data, _ := drain(fast); got <- data }()
 	e := slow.initialEvents
-	for until := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); ; time.Sleep(time.Millisecond) {
 		e.mu.Lock()
 		blocked := e.evictTimer != nil && fast.nextFrame == e.base+len(e.frames)
 		base := e.base

@@ -32,7 +32,7 @@ func (t *fakeTier) openCalls() (open int) {
 // waitFor waits until condition is true.
 func waitFor(t *testing.T, failure string, condition func() bool) {
 	t.Helper()
-	for until := time.Now().Add(10 * time.Second); !condition(); time.Sleep(time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); !condition(); time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
 			t.Fatal(failure)
 		}
@@ -96,7 +96,7 @@ func TestACallOfADrainingReplicaEnds(t *testing.T) {
 	}
 	select {
 	case <-first.ctx.Done():
-	case <-time.After(10 * time.Second):
+	case <-time.After(2 * time.Minute):
 		t.Fatal("the call does not end")
 	}
 	up.write(7)

@@ -121,7 +121,7 @@ func (t *fakeTier) breakStreams() {
 // waitForStreams waits until n streams have been opened.
 func (t *fakeTier) waitForStreams(tt *testing.T, n int) {
 	tt.Helper()
-	for until := time.Now().Add(10 * time.Second); len(t.streams()) < n; time.Sleep(time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); len(t.streams()) < n; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
 			tt.Fatalf("%d streams", len(t.streams()))
 		}
@@ -132,7 +132,7 @@ func (t *fakeTier) waitForStreams(tt *testing.T, n int) {
 func (h *Hub) waitForReceivers(t *testing.T, n int) {
 	t.Helper()
 	got := -1
-	for until := time.Now().Add(10 * time.Second); got != n; time.Sleep(time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); got != n; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
 			t.Fatalf("%d receivers", got)
 		}
@@ -284,7 +284,7 @@ func (s *recordingSink) Write(ctx context.Context, writeTimeout time.Duration, f
 
 func (s *recordingSink) expect(t *testing.T, want string) {
 	t.Helper()
-	deadline := time.After(5 * time.Second)
+	deadline := time.After(2 * time.Minute)
 	for {
 		s.mu.Lock()
 		got := strings.ReplaceAll(s.text.String(), "\n", " ")

@@ -449,7 +449,7 @@ func TestUnknownRevisionIsNotJoined(t *testing.T) {
 	a.expect(t, "e6 e7 ")
 	before := len(up.streams())
 	h.watch(t, func(r *Request) { r.ResourceVersion = "500" })
-	for until := time.Now().Add(5 * time.Second); len(up.streams()) == before; time.Sleep(time.Millisecond) {
+	for until := time.Now().Add(2 * time.Minute); len(up.streams()) == before; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
 			t.Fatal("the tier receives no request")
 		}

@@ -33,7 +33,7 @@ func TestATermWithoutCRDsLeavesNoGoroutine(t *testing.T) {
 	}
 	end()
 	stacks := make([]byte, 1<<20)
-	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(2 * time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		left := string(stacks[:runtime.Stack(stacks, true)])
 		if !strings.Contains(left, "registerAPIServices") {
 			return

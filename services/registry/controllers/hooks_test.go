@@ -36,7 +36,7 @@ func awaitPending(t *testing.T, h *StartHooks, names ...string) {
 // awaitProgress polls the progress of a registry, because StartHooks does not announce its changes.
 func awaitProgress(t *testing.T, h *StartHooks, wantKnown bool, names []string) {
 	t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(2 * time.Minute); ; time.Sleep(time.Millisecond) {
 		pending, known, err := h.Pending(t.Context())
 		if err == nil && known == wantKnown && slices.Equal(pending, names) {
 			return

@@ -61,7 +61,7 @@ func awaitHolder(t *testing.T, client kubernetes.Interface, host, want string) {
 		want = leaseName(host) + "_" + want
 	}
 	var got string
-	if err := wait.PollUntilContextTimeout(t.Context(), 10*time.Millisecond, 20*time.Second, true,
+	if err := wait.PollUntilContextTimeout(t.Context(), 10*time.Millisecond, 2*time.Minute, true,
 		func(ctx context.Context) (bool, error) {
 			o, err := client.CoordinationV1().Leases("kube-system").Get(ctx, leaseName(host), metav1.GetOptions{})
 			if err != nil && !apierrors.IsNotFound(err) {

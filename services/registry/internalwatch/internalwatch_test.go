@@ -232,7 +232,7 @@ func TestWatch(t *testing.T) {
 				}
 			case err := <-ended:
 				t.Fatal(err)
-			case <-time.After(10 * time.Second):
+			case <-time.After(2 * time.Minute):
 				t.Fatal("nothing is received")
 			}
 		}

@@ -99,7 +99,7 @@ func TestWatchReadsTheCache(t *testing.T) {
 				return string(e.Type), o.Name
 			}
 			return string(e.Type), string(apierrors.ReasonForError(apierrors.FromObject(e.Object)))
-		case <-time.After(10 * time.Second):
+		case <-time.After(2 * time.Minute):
 			return "nothing", ""
 		}
 	}

@@ -131,7 +131,7 @@ func (j *journal) notify() {
 // expect waits until the log has len(want) events, and compares them.
 func (j *journal) expect(want ...string) {
 	j.t.Helper()
-	for deadline := time.After(20 * time.Second); ; {
+	for deadline := time.After(2 * time.Minute); ; {
 		j.mu.Lock()
 		heard := slices.Clone(j.recorded)
 		j.mu.Unlock()
@@ -152,7 +152,7 @@ func (j *journal) expect(want ...string) {
 // observed waits until n registries respond with an observed end at the same event, which is of the ConfigMap.
 func (j *journal) observed(n int, configMap string) {
 	j.t.Helper()
-	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(2 * time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		ends, err := eventlog.Main.ObservedEnds(j.t.Context(), j.nats)
 		elsewhere := func(e core.LogEnd) bool {
 			return e.Event != ends[0].Event || !strings.HasSuffix(e.Event.Key, "/configmaps/x/"+configMap)
@@ -306,7 +306,7 @@ func TestSumsAreOfEtcdsObjects(t *testing.T) {
 	for _, kv := range resp.Kvs {
 		want += core.ObjectHash("x/"+path.Base(string(kv.Key)), kv.ModRevision)
 	}
-	for deadline := time.After(20 * time.Second); ; {
+	for deadline := time.After(2 * time.Minute); ; {
 		j.mu.Lock()
 		got := j.sums["configmaps"]
 		j.mu.Unlock()
@@ -508,7 +508,7 @@ func TestMissingReplicasAreExported(t *testing.T) {
 	exports := func(want ...float64) {
 		t.Helper()
 		var got []float64
-		for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
+		for end := time.Now().Add(2 * time.Minute); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
 			families, err := metrics.Gather()
 			if err != nil {
 				t.Fatal(err)

@@ -67,7 +67,7 @@ func TestEncryptionFileReload(t *testing.T) {
 	}
 	until := func(condition string, met func() bool) {
 		t.Helper()
-		for deadline := time.Now().Add(20 * time.Second); !met(); time.Sleep(20 * time.Millisecond) {
+		for deadline := time.Now().Add(2 * time.Minute); !met(); time.Sleep(20 * time.Millisecond) {
 			if time.Now().After(deadline) {
 				t.Fatalf("not in time: %s", condition)
 			}
