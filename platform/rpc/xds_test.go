@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"strings"
 	"testing"
@@ -13,6 +14,8 @@ import (
 
 	core "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	endpoint "github.com/envoyproxy/go-control-plane/envoy/config/endpoint/v3"
+	discovery "github.com/envoyproxy/go-control-plane/envoy/service/discovery/v3"
+	"google.golang.org/grpc/resolver"
 )
 
 // A service has at most 10,000 endpoints. A larger set is rejected.
@@ -80,4 +83,32 @@ func TestStreamsBackOff(t *testing.T) {
 			t.Errorf("%d lines:\n%s", n, log.String())
 		}
 	}
+}
+
+// brokenStream receives responses, and fails after the first request.
+type brokenStream struct {
+	discovery.AggregatedDiscoveryService_StreamAggregatedResourcesClient
+	requests int
+}
+
+func (s *brokenStream) Send(*discovery.DiscoveryRequest) error {
+	if s.requests++; s.requests > 1 {
+		return io.EOF
+	}
+	return nil
+}
+
+func (*brokenStream) Recv() (*discovery.DiscoveryResponse, error) {
+	return &discovery.DiscoveryResponse{TypeUrl: endpointType}, nil
+}
+
+// A stream that fails while responses are left ends, so that the client opens another.
+func TestABrokenStreamEnds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancelCause(t.Context())
+		x := &XDS{services: map[string]*serviceState{"registry": {watchers: map[resolver.ClientConn]bool{nil: true}}}}
+		if _, err := x.receive(ctx, cancel, &brokenStream{}); !errors.Is(err, io.EOF) {
+			t.Errorf("%v, want the error of the request", err)
+		}
+	})
 }
