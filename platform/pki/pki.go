@@ -46,10 +46,16 @@ func OpenCA(dir, name, commonName string) (*CA, error) {
 	}
 	ca := &CA{Dir: dir, Name: name}
 	crt, key := filepath.Join(dir, name+".crt"), filepath.Join(dir, name+".key")
-	if !exists(crt) {
-		if exists(key) {
+	switch {
+	case exists(crt):
+	case exists(key):
+		if _, err := tls.LoadX509KeyPair(crt+temporary, key); err != nil {
 			return nil, fmt.Errorf("%s exists but %s does not: restore it, or remove both to create a new CA", key, crt)
 		}
+		if err := os.Rename(crt+temporary, crt); err != nil { // writePair was interrupted
+			return nil, err
+		}
+	default:
 		k, err := rsa.GenerateKey(rand.Reader, 2048) // some clients of a cluster CA support only RSA
 		if err != nil {
 			return nil, err
@@ -199,16 +205,37 @@ func WriteFile(path string, data []byte, mode fs.FileMode) error {
 			return nil
 		}
 	}
-	tmp := path + ".new"
-	f, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, mode)
+	if err := writeTemporary(path, data, mode); err != nil {
+		return err
+	}
+	return os.Rename(path+temporary, path)
+}
+
+// temporary is the suffix of a file that is not complete.
+const temporary = ".new"
+
+func writeTemporary(path string, data []byte, mode fs.FileMode) error {
+	f, err := os.OpenFile(path+temporary, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, mode)
 	if err != nil {
 		return err
 	}
 	_, err = f.Write(data)
-	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
+	return errors.Join(err, f.Sync(), f.Close())
+}
+
+// writePair writes a key and its public part. It renames the files when both are complete, the key first. A key without
+// a public part therefore has a complete temporary file beside it.
+func writePair(keyFile, publicFile string, key, public *pem.Block) error {
+	if err := writeTemporary(keyFile, pem.EncodeToMemory(key), 0o600); err != nil {
 		return err
 	}
-	return os.Rename(tmp, path)
+	if err := writeTemporary(publicFile, pem.EncodeToMemory(public), 0o644); err != nil {
+		return err
+	}
+	if err := os.Rename(keyFile+temporary, keyFile); err != nil {
+		return err
+	}
+	return os.Rename(publicFile+temporary, publicFile)
 }
 
 // ServiceAccountKeys creates dir/sa.key and dir/sa.pub, unless both exist.
@@ -216,6 +243,9 @@ func ServiceAccountKeys(dir string) (keyFile, pubFile string, err error) {
 	keyFile, pubFile = filepath.Join(dir, "sa.key"), filepath.Join(dir, "sa.pub")
 	if exists(keyFile) && exists(pubFile) {
 		return keyFile, pubFile, nil
+	}
+	if exists(keyFile) && belongTogether(keyFile, pubFile+temporary) { // writePair was interrupted
+		return keyFile, pubFile, os.Rename(pubFile+temporary, pubFile)
 	}
 	if exists(keyFile) || exists(pubFile) {
 		const text = "%s or %s is missing: restore it, or remove both, which invalidates every token"
@@ -229,10 +259,26 @@ func ServiceAccountKeys(dir string) (keyFile, pubFile string, err error) {
 	if err != nil {
 		return "", "", err
 	}
-	if err := writePEM(keyFile, "RSA PRIVATE KEY", x509.MarshalPKCS1PrivateKey(k), 0o600); err != nil {
-		return "", "", err
+	return keyFile, pubFile, writePair(keyFile, pubFile,
+		&pem.Block{Type: "RSA PRIVATE KEY", Bytes: x509.MarshalPKCS1PrivateKey(k)},
+		&pem.Block{Type: "PUBLIC KEY", Bytes: pub})
+}
+
+// belongTogether reports whether a file has the public key of an RSA key.
+func belongTogether(keyFile, pubFile string) bool {
+	key, keyErr := os.ReadFile(keyFile)
+	pub, pubErr := os.ReadFile(pubFile)
+	keyBlock, _ := pem.Decode(key)
+	pubBlock, _ := pem.Decode(pub)
+	if keyErr != nil || pubErr != nil || keyBlock == nil || pubBlock == nil {
+		return false
 	}
-	return keyFile, pubFile, writePEM(pubFile, "PUBLIC KEY", pub, 0o644)
+	k, err := x509.ParsePKCS1PrivateKey(keyBlock.Bytes)
+	if err != nil {
+		return false
+	}
+	want, err := x509.MarshalPKIXPublicKey(&k.PublicKey)
+	return err == nil && bytes.Equal(pubBlock.Bytes, want)
 }
 
 func template(commonName string, organizations []string, lifetime time.Duration) *x509.Certificate {
@@ -254,14 +300,8 @@ func write(crt, key string, t, parent *x509.Certificate, k, signer crypto.Signer
 	if err != nil {
 		return err
 	}
-	if err := writePEM(key, "PRIVATE KEY", pkcs8, 0o600); err != nil {
-		return err
-	}
-	return writePEM(crt, "CERTIFICATE", der, 0o644)
-}
-
-func writePEM(path, kind string, der []byte, mode fs.FileMode) error {
-	return WriteFile(path, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), mode)
+	return writePair(key, crt, &pem.Block{Type: "PRIVATE KEY", Bytes: pkcs8},
+		&pem.Block{Type: "CERTIFICATE", Bytes: der})
 }
 
 func exists(path string) bool {

@@ -1,6 +1,7 @@
 package pki
 
 import (
+	"bytes"
 	"crypto/rand"
 	"crypto/rsa"
 	"crypto/tls"
@@ -152,5 +153,63 @@ func TestACAOfAnotherTimeIsRefused(t *testing.T) {
 	}
 	if _, err := OpenCA(dir, "ca", "test"); err == nil || !strings.Contains(err.Error(), "correct the clock") {
 		t.Errorf("got %v", err)
+	}
+}
+
+// An interrupted start is repeated: before the key has its name, and before its public part has it. A key without its
+// public part may be in use, and stays.
+func TestAnInterruptedStartIsRepeated(t *testing.T) {
+	for files, create := range map[[2]string]func(dir string) error{
+		{"ca.key", "ca.crt"}: func(dir string) error {
+			_, err := OpenCA(dir, "ca", "test")
+			return err
+		},
+		{"sa.key", "sa.pub"}: func(dir string) error {
+			_, _, err := ServiceAccountKeys(dir)
+			return err
+		},
+	} {
+		t.Run(files[0], func(t *testing.T) {
+			dir := t.TempDir()
+			key, public := filepath.Join(dir, files[0]), filepath.Join(dir, files[1])
+			if err := os.WriteFile(key+temporary, []byte("-----BEG"), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if err := create(dir); err != nil {
+				t.Fatal(err)
+			}
+			created, err := os.ReadFile(key)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := os.Rename(public, public+temporary); err != nil {
+				t.Fatal(err)
+			}
+			if err := create(dir); err != nil {
+				t.Errorf("only the last file has no name: %v", err)
+			}
+			other := t.TempDir()
+			if err := create(other); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.Rename(filepath.Join(other, files[1]), public+temporary); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.Remove(public); err != nil {
+				t.Fatal(err)
+			}
+			if err := create(dir); err == nil {
+				t.Errorf("%s belongs to another key", files[1])
+			}
+			if err := os.Remove(public + temporary); err != nil {
+				t.Fatal(err)
+			}
+			if err := create(dir); err == nil {
+				t.Errorf("%s is missing, and no error says so", files[1])
+			}
+			if kept, err := os.ReadFile(key); err != nil || !bytes.Equal(kept, created) {
+				t.Errorf("the key has changed: %v", err)
+			}
+		})
 	}
 }
