@@ -41,8 +41,8 @@ type alertGroups struct {
 }
 
 // knownMetrics returns the names of the metrics of Watershed, kube-apiserver, etcd, and of every scraped Go process.
-// kube-apiserver's names are in a list of Kubernetes, with those of other components, and etcd's in its source. docs/operators/metrics.md has the
-// metrics of kube-apiserver that Watershed lacks.
+// kube-apiserver's names are in a list of all components of Kubernetes, and etcd's in its source.
+// docs/operators/metrics.md has the metrics of kube-apiserver that Watershed lacks.
 func knownMetrics(t *testing.T) map[string]bool {
 	t.Helper()
 	known := map[string]bool{"process_resident_memory_bytes": true, "process_cpu_seconds_total": true, "up": true}
