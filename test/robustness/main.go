@@ -64,7 +64,7 @@ func main() {
 	flag.IntVar(&o.writers, "writers", 6, "The number of writing clients.")
 	flag.IntVar(&o.watchers, "watchers", 24, "The number of watching clients.")
 	flag.IntVar(&o.expired, "expired", -1, "The number of watches that may expire (410); the run fails if more do. "+
-		"Below 0: any number.")
+		"Without -kinds, no fault then compacts etcd. Below 0: any number.")
 	breakAs := flag.String("break", "", "Build a Watershed with a deliberate defect, which its test or the checker must "+
 		"detect: "+strings.Join(breakages(), ", ")+"; "+breakAll+"; or "+breakTests+", for the tests only.")
 	flag.Parse()
@@ -168,7 +168,7 @@ func run(ctx context.Context, o options) (*result, error) {
 	}
 	defer c.stop()
 	for _, k := range o.kinds {
-		if err := c.can(o, k); err != nil {
+		if err := c.can(k); err != nil {
 			return nil, err
 		}
 	}
