@@ -68,8 +68,8 @@ func TestSplitServesControllersWithOneEtcdWatch(t *testing.T) {
 	expectOneEtcdWatch(t, s)
 }
 
-// TestAnyProcessOfSplitMayBeKilled kills each process in turn: kubectl goes on, 300 watches lose and repeat no event, and
-// only the watches of a killed gateway end.
+// TestAnyProcessOfSplitMayBeKilled kills each process in turn: kubectl goes on, 300 watches lose and repeat no event,
+// and only the watches of a killed gateway end.
 func TestAnyProcessOfSplitMayBeKilled(t *testing.T) {
 	t.Parallel()
 	t.Run("split", func(t *testing.T) { killEach(t, harness.Split(t, ""), 12, "gateway") })

@@ -21,8 +21,8 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// witnesses are watches of the config maps in the namespace default. They resume, as a reflector does. The test fails if
-// a watch cannot resume.
+// witnesses are watches of the config maps in the namespace default. They resume, as a reflector does. The test fails
+// if a watch cannot resume.
 type witnesses struct {
 	t   *testing.T
 	url string

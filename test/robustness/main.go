@@ -129,8 +129,9 @@ func (r *result) String() string {
 	for _, n := range names {
 		fmt.Fprintf(&b, "%8d %s\n", r.counts[n], n)
 	}
-	fmt.Fprintf(&b, "%8d contradictions; %d lost logs, %d watches expired, %d lists of watching clients\n", len(r.found),
-		r.counts["faults: lose the log"], r.counts["watches expired (410)"], r.counts["lists of watching clients"])
+	fmt.Fprintf(&b, "%8d contradictions; %d lost logs, %d watches expired, %d lists of watching clients\n",
+		len(r.found), r.counts["faults: lose the log"], r.counts["watches expired (410)"],
+		r.counts["lists of watching clients"])
 	for i, f := range r.found {
 		if i == 20 {
 			fmt.Fprintf(&b, "  … and %d more\n", len(r.found)-i)
