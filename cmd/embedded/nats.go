@@ -133,7 +133,7 @@ func (n *NATS) Runner() lifecycle.Runner {
 			return err
 		}
 		n.routeClosed = make(chan struct{}, 1)
-		srv, err := n.start()
+		srv, err := n.startOnDisk(ctx, ready)
 		if err != nil {
 			return err
 		}

@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"github.com/nats-io/nats-server/v2/server"
+
+	"watershed.dev/platform/lifecycle"
 )
 
 const (
@@ -46,6 +48,31 @@ func (n *NATS) restartAfterWriteErrors(ctx context.Context) {
 		if err == nil {
 			n.restart()
 			stale.record(reason, time.Now())
+		}
+	}
+}
+
+// startOnDisk starts the server. If the start fails while the directory does not accept writes, it starts the server
+// again when the directory accepts them. The interrupted start may have left a file with which the next start fails,
+// and only the next, so that another follows.
+func (n *NATS) startOnDisk(ctx context.Context, ready *lifecycle.Readiness) (*server.Server, error) {
+	for interrupted := false; ; {
+		srv, err := n.start()
+		if err == nil {
+			return srv, nil
+		}
+		test := n.testWrite()
+		if test == nil && !interrupted {
+			return nil, err
+		}
+		interrupted = test != nil
+		slog.Error("NATS cannot start, and waits until its directory accepts writes", "directory", n.Dir, "error", err,
+			"test", test)
+		for ; test != nil; test = n.testWrite() {
+			ready.Set("nats", test)
+			if err := lifecycle.Sleep(ctx, writeErrorPeriod); err != nil {
+				return nil, err
+			}
 		}
 	}
 }

@@ -24,7 +24,7 @@ func smallDisk(t *testing.T) string {
 	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=16m"); err != nil {
 		t.Skipf("a file system cannot be mounted: %v", err)
 	}
-	t.Cleanup(func() { _ = syscall.Unmount(dir, 0) })
+	t.Cleanup(func() { _ = syscall.Unmount(dir, syscall.MNT_DETACH) }) // NATS leaves files of a failed start open
 	return dir
 }
 
@@ -94,6 +94,38 @@ func acceptsAfterAFullDisk(t *testing.T, n *NATS, js jetstream.JetStream) {
 	eventually(t, publish)
 	if _, err := stream.GetMsg(t.Context(), 1); err != nil {
 		t.Errorf("the first message: %v", err)
+	}
+}
+
+// A server whose disk is full at its first start is ready after the disk has space.
+func TestNATSStartsAfterAFullDisk(t *testing.T) {
+	n := clusterOf(t, 1).servers[0] // the server of a cluster writes at its start
+	n.Dir = smallDisk(t)
+	filler := filepath.Join(n.Dir, "filler")
+	if err := os.WriteFile(filler, make([]byte, 32<<20), 0o600); !errors.Is(err, syscall.ENOSPC) {
+		t.Fatalf("the disk is not full: %v", err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	server, ended := n.Runner(), make(chan error, 1)
+	go func() { ended <- server.Run(ctx) }()
+	eventually(t, func() error {
+		select {
+		case err := <-ended:
+			t.Fatalf("the server has ended: %v", err)
+		default:
+		}
+		if err := server.Ready.Err(); !errors.Is(err, syscall.ENOSPC) {
+			return fmt.Errorf("the server does not wait for the disk: %v", err)
+		}
+		return nil
+	})
+	if err := os.Remove(filler); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, server.Ready.Err)
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
 	}
 }
 
