@@ -2,9 +2,12 @@ package embedded
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"os"
+	"slices"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/nats-io/nats-server/v2/server"
@@ -62,7 +65,7 @@ func (n *NATS) startOnDisk(ctx context.Context, ready *lifecycle.Readiness) (*se
 			return srv, nil
 		}
 		test := n.testWrite()
-		if test == nil && !interrupted {
+		if !endsByItself(test) && !interrupted {
 			return nil, err
 		}
 		interrupted = test != nil
@@ -75,6 +78,13 @@ func (n *NATS) startOnDisk(ctx context.Context, ready *lifecycle.Readiness) (*se
 			}
 		}
 	}
+}
+
+// endsByItself reports whether an error of a write is a fault of the disk. Others, such as a missing permission, stop the
+// start.
+func endsByItself(err error) bool {
+	return slices.ContainsFunc([]syscall.Errno{syscall.ENOSPC, syscall.EDQUOT, syscall.EIO, syscall.EROFS},
+		func(e syscall.Errno) bool { return errors.Is(err, e) })
 }
 
 // restart stops the server and starts it again. If that fails, the next call starts it.

@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"k8s.io/client-go/rest"
@@ -63,8 +64,8 @@ func audited(t *testing.T, pattern, uri string) map[string]int {
 
 const someMaps = "/api/v1/namespaces/default/configmaps"
 
-// create creates n config maps and returns the audit IDs of the acknowledged requests.
-func create(t *testing.T, s *harness.Server, n, bytes int) []string {
+// create creates n config maps and returns the audit IDs of the acknowledged requests. made counts them meanwhile.
+func create(t *testing.T, s *harness.Server, n, bytes int, made *atomic.Int64) []string {
 	t.Helper()
 	config := s.Config()
 	config.Wrap(harness.Retrying)
@@ -94,6 +95,7 @@ func create(t *testing.T, s *harness.Server, n, bytes int) []string {
 						mu.Lock()
 						defer mu.Unlock()
 						ids = append(ids, resp.Header.Get("Audit-Id"))
+						made.Add(1)
 					} else if err == nil {
 						return harness.Failure(resp.StatusCode, string(answer))
 					}
@@ -114,10 +116,12 @@ func TestTheAuditLogHasEveryAcknowledgedRequest(t *testing.T) {
 	s := harness.Up(t, "", "--audit-policy-file="+auditPolicy(t, dir, "RequestResponse"),
 		"--audit-log-path="+filepath.Join(dir, "audit.log"), "--audit-log-maxsize=1", "--audit-log-maxbackup=0")
 	acknowledged := make(chan []string)
-	go func() { acknowledged <- create(t, s, 4000, 1000) }()
+	var made atomic.Int64
+	go func() { acknowledged <- create(t, s, 4000, 1000, &made) }()
 	harness.Eventually(t, harness.Soon, func() error { // it has been rotated, while requests continue
-		if files, _ := filepath.Glob(filepath.Join(dir, "audit*.log")); len(files) < 2 {
-			return fmt.Errorf("the log was not rotated: %q", files)
+		files, _ := filepath.Glob(filepath.Join(dir, "audit*.log"))
+		if n := made.Load(); len(files) < 2 || n < 100 { // a slow start also fills a log
+			return fmt.Errorf("%d requests, and the log was not rotated: %q", n, files)
 		}
 		return nil
 	})
@@ -164,7 +168,7 @@ func TestADeadAuditBackendCostsRequestsNothing(t *testing.T) {
 	s := harness.Up(t, "", "--audit-policy-file="+auditPolicy(t, dir, "RequestResponse"), "--audit-log-path=/dev/full",
 		"--audit-webhook-config-file="+config, "--audit-webhook-batch-max-wait=100ms",
 		"--audit-webhook-batch-buffer-size=200", "--audit-webhook-batch-buffer-bytes=200000")
-	if ids := create(t, s, 500, 2000); len(ids) != 500 {
+	if ids := create(t, s, 500, 2000, new(atomic.Int64)); len(ids) != 500 {
 		t.Errorf("%d of 500 requests were answered", len(ids))
 	}
 	lost := errorsOf(s)
