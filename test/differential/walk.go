@@ -8,9 +8,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/http"
-	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -273,65 +271,35 @@ func (p *pair) watch(path, accept string) *watching {
 		opened := make(chan struct{})
 		w.behind.Add(1)
 		last := sync.OnceFunc(func() { w.behind.Add(-1) })
-		begun := sync.OnceFunc(func() { close(opened) })
 		w.wg.Go(func() {
 			defer last()
-			defer begun()
-			version, ended := int64(0), false
-			for resumes := 0; !ended && resumes <= maxResumes; resumes++ {
-				if resumes > 0 {
-					fmt.Printf("%s ended the watch %s, which resumes at %d\n", s.name, path, version)
+			req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.base+path, nil)
+			if err != nil {
+				close(opened)
+				return
+			}
+			req.Header.Set("Accept", accept)
+			streams := &http.Client{Transport: harness.Retrying(s.client.Transport)}
+			resp, err := streams.Do(req)
+			close(opened)
+			if err != nil {
+				return
+			}
+			defer resp.Body.Close()
+			lines := bufio.NewScanner(resp.Body)
+			lines.Buffer(nil, 16<<20)
+			for lines.Scan() {
+				w.mu.Lock()
+				w.received[s] = append(w.received[s], normal(fromJSON(lines.Bytes())))
+				w.mu.Unlock()
+				if bytes.Contains(lines.Bytes(), []byte(`"last":"yes"`)) {
+					last()
 				}
-				version, ended = w.read(ctx, s, version, begun, last)
 			}
 		})
 		<-opened
 	}
 	return w
-}
-
-// maxResumes bounds the connections that follow the first of a watch.
-const maxResumes = 3
-
-var versionInEvent = regexp.MustCompile(`"resourceVersion":"(\d+)"`)
-
-// read reads a watch's events after a version (0: from the start) until the server ends the connection. Watershed ends
-// watches if its event log stalls, for example in a pause of the machine, and clients resume them. read returns the
-// version of the last event, and whether the watch cannot resume.
-func (w *watching) read(ctx context.Context, s *side, version int64, begun, last func()) (int64, bool) {
-	path := w.path
-	if version > 0 {
-		path += fmt.Sprint("&resourceVersion=", version)
-	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.base+path, nil)
-	if err != nil {
-		return version, true
-	}
-	req.Header.Set("Accept", w.accept)
-	streams := &http.Client{Transport: harness.Retrying(s.client.Transport)}
-	resp, err := streams.Do(req)
-	begun()
-	if err != nil {
-		return version, true
-	}
-	defer resp.Body.Close()
-	ended := resp.StatusCode != http.StatusOK
-	lines := bufio.NewScanner(resp.Body)
-	lines.Buffer(nil, 16<<20)
-	for lines.Scan() {
-		w.mu.Lock()
-		w.received[s] = append(w.received[s], normal(fromJSON(lines.Bytes())))
-		w.mu.Unlock()
-		if m := versionInEvent.FindSubmatch(lines.Bytes()); m != nil {
-			n, _ := strconv.ParseInt(string(m[1]), 10, 64)
-			version = max(version, n) // the order of initial events is undefined
-		}
-		if bytes.Contains(lines.Bytes(), []byte(`"last":"yes"`)) {
-			last()
-		}
-		ended = ended || bytes.HasPrefix(lines.Bytes(), []byte(`{"type":"ERROR"`))
-	}
-	return version, ended || ctx.Err() != nil
 }
 
 // compare compares the events of both servers. Concurrent events of different objects have etcd's order on both sides,
