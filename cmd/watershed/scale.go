@@ -70,8 +70,17 @@ func requestScale(dataDir string, args []string) error {
 	return err
 }
 
-// serveControl serves the requests of scaleCommand until ctx is done.
-func (s *splitRun) serveControl(ctx context.Context) error {
+// serveControl serves the requests of scaleCommand until ctx is done. After an error it only waits, because the
+// processes do not need these requests.
+func (s *splitRun) serveControl(ctx context.Context) {
+	if err := s.control(ctx); err != nil {
+		s.show.note(fmt.Sprintf("split scale is impossible until the next start: %v", err))
+		<-ctx.Done()
+	}
+}
+
+// control serves the requests of scaleCommand until ctx is done.
+func (s *splitRun) control(ctx context.Context) error {
 	l, err := socket.Listen(filepath.Join(s.sockets, controlSocket))
 	if err != nil {
 		return err

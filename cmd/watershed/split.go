@@ -204,7 +204,8 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 	}
 	fmt.Printf("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nCtrl-C stops.\n",
 		time.Since(began).Seconds(), s.pki.AdminKubeconfig())
-	return s.serveControl(ctx)
+	s.serveControl(ctx)
+	return nil
 }
 
 // stop stops the processes in reverse order of their start, and the processes of a set together. Members of etcd stop

@@ -433,6 +433,24 @@ func TestMembersOfEtcdStopAfterEachOther(t *testing.T) {
 	}
 }
 
+// Processes run without the socket of split scale, as on a full disk.
+func TestSplitRunsWithoutItsSocket(t *testing.T) {
+	s := &splitRun{layout: &layout{sockets: filepath.Join(t.TempDir(), "none")}, show: &progress{w: io.Discard}}
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan struct{})
+		go func() { defer close(ended); s.serveControl(ctx) }()
+		synctest.Wait()
+		select {
+		case <-ended:
+			t.Error("split stops its processes")
+		default:
+		}
+		cancel()
+		<-ended
+	})
+}
+
 // A request to scale with an invalid number changes nothing.
 func TestScaleChecksAllNumbersFirst(t *testing.T) {
 	s := &splitRun{sets: placements["split"], counts: map[string]int{}}
