@@ -182,16 +182,15 @@ func (n *NATS) start() (*server.Server, error) {
 	fatal := make(chan error, 1)
 	srv.SetLoggerV2(natsLog{n.routeClosed, fatal}, false, false, false)
 	srv.Start()
-	select {
-	case err := <-fatal:
-		srv.Shutdown()
-		return nil, err
-	default:
-	}
 	// The second call does not count the time while the process was stopped.
-	if !srv.ReadyForConnections(20*time.Second) && !srv.ReadyForConnections(time.Second) {
+	if len(fatal) > 0 || !srv.ReadyForConnections(20*time.Second) && !srv.ReadyForConnections(time.Second) {
 		srv.Shutdown()
-		return nil, errors.New("NATS is not ready after 20 s")
+		select {
+		case err := <-fatal:
+			return nil, err
+		default:
+			return nil, errors.New("NATS is not ready after 20 s")
+		}
 	}
 	return srv, nil
 }

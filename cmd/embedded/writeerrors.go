@@ -65,11 +65,11 @@ func (n *NATS) startOnDisk(ctx context.Context, ready *lifecycle.Readiness) (*se
 			return srv, nil
 		}
 		test := n.testWrite()
-		if !endsByItself(test) && !interrupted {
+		if !isDiskFault(test) && !interrupted {
 			return nil, err
 		}
 		interrupted = test != nil
-		slog.Error("NATS cannot start, and waits until its directory accepts writes", "directory", n.Dir, "error", err,
+		slog.Error("NATS cannot start; it starts again when its directory accepts writes", "directory", n.Dir, "error", err,
 			"test", test)
 		for ; test != nil; test = n.testWrite() {
 			ready.Set("nats", test)
@@ -80,9 +80,9 @@ func (n *NATS) startOnDisk(ctx context.Context, ready *lifecycle.Readiness) (*se
 	}
 }
 
-// endsByItself reports whether an error of a write is a fault of the disk. Others, such as a missing permission, stop the
-// start.
-func endsByItself(err error) bool {
+// isDiskFault reports whether a fault of the disk explains an error of a write. Another error, such as a missing
+// permission, ends the start.
+func isDiskFault(err error) bool {
 	return slices.ContainsFunc([]syscall.Errno{syscall.ENOSPC, syscall.EDQUOT, syscall.EIO, syscall.EROFS},
 		func(e syscall.Errno) bool { return errors.Is(err, e) })
 }

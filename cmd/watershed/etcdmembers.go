@@ -220,7 +220,7 @@ func (s *splitRun) checkPorts() error {
 	peers, err := s.previousPeers()
 	for _, peer := range peers {
 		if err := process.CheckFree(peer); err != nil {
-			return fmt.Errorf("--data-dir %q: a member of its etcd keeps its address: %w", s.dir, err)
+			return fmt.Errorf("--data-dir %q: a member of its etcd keeps its address: %v; stop the process that has it", s.dir, err)
 		}
 	}
 	return err

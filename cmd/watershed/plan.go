@@ -357,6 +357,7 @@ func freePorts(n int, previous ...string) ([]int, error) {
 		l, err := net.Listen("tcp", address)
 		if err != nil {
 			last = err
+			release(address)
 			continue
 		}
 		defer l.Close()
@@ -375,6 +376,15 @@ func reserve(address string) error {
 	if errors.Is(err, syscall.EADDRINUSE) {
 		return err
 	}
-	reservations.Store(address, l)
+	if err == nil { // other systems than Linux have no such sockets
+		reservations.Store(address, l)
+	}
 	return nil
+}
+
+// release ends the reservation of an address.
+func release(address string) {
+	if l, ok := reservations.LoadAndDelete(address); ok {
+		l.(net.Listener).Close()
+	}
 }

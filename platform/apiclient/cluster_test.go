@@ -137,7 +137,7 @@ func TestInformersStartOnceTheGatewayReturnsTheRevision(t *testing.T) {
 		select {
 		case <-c:
 		case <-time.After(time.Until(deadline)):
-			t.Errorf("%s: not within a minute", name)
+			t.Errorf("%s: not in time", name)
 		}
 	}
 	s.mu.Lock()

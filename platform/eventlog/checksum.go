@@ -1,6 +1,7 @@
 package eventlog
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -73,10 +74,25 @@ func (l LogID) events(m *logv1.StoredMessage) ([]*logv1.Event, error) {
 	return events, err
 }
 
-// reportCorrupt counts and logs a read of a corrupt message.
+// reported has the corrupt messages that reportCorrupt has logged as errors. Each watch that resumes before a corrupt
+// message reads the message.
+var reported = lru.New[reportedMessage, bool](64)
+
+type reportedMessage struct {
+	stream   string
+	sequence uint64
+	reason   string
+}
+
+// reportCorrupt counts and logs a read of a corrupt message. Further reads of the message have verbosity 4.
 func (l LogID) reportCorrupt(sequence uint64, reason error) {
 	corruptMessages.Inc()
-	slog.Error("A message of the event log is corrupt", "stream", l.Stream(), "sequence", sequence, "error", reason)
+	level, message := slog.LevelError, reportedMessage{l.Stream(), sequence, reason.Error()}
+	if _, ok := reported.Get(message); ok {
+		level = slog.LevelDebug
+	}
+	reported.Put(message, true, 1)
+	slog.Log(context.Background(), level, "A message of the event log is corrupt", "stream", l.Stream(), "sequence", sequence, "error", reason)
 }
 
 var corruptMessages = prometheus.NewCounter(prometheus.CounterOpts{

@@ -27,7 +27,8 @@ func (l LogID) Replay(ctx context.Context, stream StreamReader, storedAs string,
 	each func(*logv1.Event) (bool, error)) error {
 	r := core.NewReplay(after, epoch)
 	for {
-		err := stream.Messages(ctx, r.Request(storedAs), func(c *logv1.Chunk) error { return l.replayChunk(r, c, each) })
+		err := stream.Messages(ctx, r.Request(storedAs),
+			func(c *logv1.Chunk) error { return l.replayChunk(r, c, each) })
 		if err != nil {
 			if errors.Is(err, errStopReplay) {
 				err = nil

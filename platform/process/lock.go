@@ -37,9 +37,9 @@ func Lock(dir string) (*os.File, error) {
 	return f, nil
 }
 
-// LockStore locks the directory of etcd's or NATS' data for this process, until the file is closed. It creates no file in
-// the directory, because tools of etcd want an empty directory, and because a full disk must not prevent a start. A file
-// system that cannot lock a directory, such as NFS, is not an error.
+// LockStore locks the directory of etcd's or NATS' data for this process, until the file is closed. It creates no file
+// in the directory, because tools of etcd want an empty directory, and because a full disk must not prevent a start. A
+// file system that cannot lock a directory, such as NFS, is not an error.
 func LockStore(dir string) (*os.File, error) {
 	f, err := os.Open(dir)
 	if err != nil {

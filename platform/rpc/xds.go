@@ -142,8 +142,8 @@ func (x *XDS) runStreams(ctx context.Context, stream func(ctx context.Context, s
 	}
 }
 
-// stream opens a stream to a server, and receives endpoints until the stream fails. It fails at once if the server cannot
-// be reached or does not serve. It reports whether the server sent endpoints.
+// stream opens a stream to a server, and receives endpoints until the stream fails. It fails at once if the server
+// cannot be reached or does not serve. It reports whether the server sent endpoints.
 func (x *XDS) stream(ctx context.Context, server string) (received bool, err error) {
 	conn, err := Dial(x.id, xdsName, Addresses{server})
 	if err != nil {
@@ -161,8 +161,8 @@ func (x *XDS) stream(ctx context.Context, server string) (received bool, err err
 	return x.receive(ctx, cancel, stream)
 }
 
-// receive subscribes to all dialed services, and applies responses until the stream fails. cancel cancels the stream and
-// ctx.
+// receive subscribes to all dialed services, and applies responses until the stream fails. cancel cancels the stream
+// and ctx.
 func (x *XDS) receive(ctx context.Context, cancel context.CancelCauseFunc,
 	stream discovery.AggregatedDiscoveryService_StreamAggregatedResourcesClient) (received bool, err error) {
 	responses, ended := make(chan *discovery.DiscoveryResponse), make(chan error, 1)

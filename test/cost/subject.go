@@ -17,6 +17,7 @@ import (
 
 	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 
@@ -193,7 +194,12 @@ func (s *subject) age() {
 			return err
 		})
 	}
-	harness.Write(s.t, func() error { return client.Delete(ctx, "history", metav1.DeleteOptions{}) })
+	harness.Write(s.t, func() error {
+		if err := client.Delete(ctx, "history", metav1.DeleteOptions{}); !apierrors.IsNotFound(err) {
+			return err
+		}
+		return nil
+	})
 }
 
 // settle waits until the server is idle. It records the server's memory and, if not yet measured, its idle CPU time.

@@ -200,7 +200,8 @@ func (s *side) lost(ctx context.Context, r *request, a answer) answer {
 		path += "/" + status.Details.Name
 	}
 	if r.method != http.MethodDelete {
-		s.once(ctx, &request{method: http.MethodGet, path: path, header: map[string]string{"Accept": "application/json"}})
+		accept := map[string]string{"Accept": "application/json"}
+		s.once(ctx, &request{method: http.MethodGet, path: path, header: accept})
 	}
 	code := http.StatusOK
 	if r.method == http.MethodPost {

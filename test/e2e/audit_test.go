@@ -84,7 +84,7 @@ func create(t *testing.T, s *harness.Server, n, bytes int, made *atomic.Int64) [
 					`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"generateName":"c"},"data":{"k":%q}}`,
 					strings.Repeat("x", bytes),
 				)
-				harness.Write(t, func() error {
+				harness.TryWrite(t, func() error {
 					resp, err := c.Post(config.Host+someMaps, "application/json", strings.NewReader(body))
 					if err != nil {
 						return nil // the server is down

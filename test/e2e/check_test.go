@@ -282,7 +282,8 @@ func TestCheckOfUp(t *testing.T) {
 		out, err := exec.Command(harness.Watershed(), "probe", "--data-dir", s.Dir, "--once", "-o", "json",
 			"--max-event-age=10s", "--max-write-latency=10s").CombinedOutput()
 		var result struct{ Writes, Events, Missing int }
-		if jerr := json.Unmarshal(out, &result); err != nil || jerr != nil || result.Writes != 20 || result.Events != 20 {
+		if jerr := json.Unmarshal(out, &result); err != nil || jerr != nil || result.Writes != 20 ||
+			result.Events != 20 {
 			return fmt.Errorf("probe: %v, %v\n%s", err, jerr, out)
 		}
 		return nil

@@ -135,7 +135,7 @@ spec: {policyName: costly, validationActions: [Deny]}
 				if i < doomed {
 					namespace = "doomed"
 				}
-				harness.Write(t, func() error {
+				harness.TryWrite(t, func() error {
 					_, err := create.ConfigMaps(namespace).Create(t.Context(), &corev1.ConfigMap{
 						ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("c-%d", i)},
 						Data:       map[string]string{"a": strings.Repeat("x", 500)},

@@ -116,7 +116,8 @@ func establish(t *testing.T, s *harness.Server) func(i int, clients []*http.Clie
 				ObjectMeta: metav1.ObjectMeta{Name: plural + "." + group},
 				Spec: apiextensionsv1.CustomResourceDefinitionSpec{
 					Group: group, Names: names, Scope: apiextensionsv1.ClusterScoped,
-					Versions: []apiextensionsv1.CustomResourceDefinitionVersion{{Name: "v1", Served: true, Storage: true,
+					Versions: []apiextensionsv1.CustomResourceDefinitionVersion{{
+						Name: "v1", Served: true, Storage: true,
 						Schema: &apiextensionsv1.CustomResourceValidation{
 							OpenAPIV3Schema: &apiextensionsv1.JSONSchemaProps{Type: "object"}}}},
 				},
@@ -139,7 +140,7 @@ func establish(t *testing.T, s *harness.Server) func(i int, clients []*http.Clie
 			wg.Go(func() {
 				name := fmt.Sprint("at-", n)
 				get(c, path)
-				harness.Write(t, func() error {
+				harness.TryWrite(t, func() error {
 					return send(c, http.MethodPost, path, fmt.Sprintf(`{"apiVersion":"%s/v1","kind":%q,`+
 						`"metadata":{"name":%q}}`, group, names.Kind, name))
 				})

@@ -307,7 +307,12 @@ func (m *watchedMaps) receive(want watch.EventType, name string) {
 // remove deletes an object. The watch, a GET and a consistent list show it.
 func (m *watchedMaps) remove(name string) {
 	m.t.Helper()
-	harness.Write(m.t, func() error { return m.client.Delete(m.t.Context(), name, metav1.DeleteOptions{}) })
+	harness.Write(m.t, func() error {
+		if err := m.client.Delete(m.t.Context(), name, metav1.DeleteOptions{}); !apierrors.IsNotFound(err) {
+			return err
+		}
+		return nil
+	})
 	m.receive(watch.Deleted, name)
 	if _, err := m.client.Get(m.t.Context(), name, metav1.GetOptions{}); !apierrors.IsNotFound(err) {
 		m.t.Errorf("%s is deleted, and GET has %v", name, err)

@@ -114,7 +114,7 @@ func TestInformersDoNotNoticeThatTheWatchTierIsReplaced(t *testing.T) {
 				ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("r%d", n)},
 				Data:       map[string]string{"n": fmt.Sprint(n)},
 			}
-			harness.Write(t, func() error {
+			harness.TryWrite(t, func() error {
 				_, err := writer.Create(context.Background(), m, metav1.CreateOptions{})
 				return err
 			})

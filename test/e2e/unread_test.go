@@ -157,7 +157,7 @@ func others(t *testing.T, s *harness.Server, token, namespace string) func() []t
 			mu.Lock()
 			written[name] = time.Now()
 			mu.Unlock()
-			harness.Write(t, func() error {
+			harness.TryWrite(t, func() error {
 				_, err := client.Create(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: name}},
 					metav1.CreateOptions{})
 				if ctx.Err() != nil {

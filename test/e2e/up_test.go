@@ -153,7 +153,7 @@ func TestRacingWritersLoseNothing(t *testing.T) {
 	for i := range writers {
 		wg.Go(func() {
 			backoff := wait.Backoff{Duration: 2 * time.Millisecond, Factor: 1, Jitter: 10, Steps: 2000}
-			harness.Write(t, func() error { // a repeated write finds its own key
+			harness.TryWrite(t, func() error { // a repeated write finds its own key
 				return retry.OnError(backoff, apierrors.IsConflict, func() error {
 					cm, err := c.Get(ctx, "race", metav1.GetOptions{})
 					if err != nil {

@@ -1,6 +1,6 @@
 // Command envtest runs other projects' suites against kube-apiserver and against Watershed by its link called
-// kube-apiserver. It fails if a spec passes with kube-apiserver only, unless known has the reason. A test that fails runs
-// a second time, because the suites have short timeouts. `make envtest` runs it.
+// kube-apiserver. It fails if a spec passes with kube-apiserver only, unless known has the reason. A test that fails
+// runs a second time, because the suites have short timeouts. `make envtest` runs it.
 package main
 
 import (

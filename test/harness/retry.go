@@ -31,7 +31,8 @@ func (r retrying) RoundTrip(req *http.Request) (*http.Response, error) {
 			return resp, err
 		}
 		seconds, err := strconv.Atoi(resp.Header.Get("Retry-After"))
-		if err != nil || resp.StatusCode != http.StatusTooManyRequests && resp.StatusCode < http.StatusInternalServerError {
+		rejected := resp.StatusCode == http.StatusTooManyRequests || resp.StatusCode >= http.StatusInternalServerError
+		if err != nil || !rejected {
 			return resp, nil
 		}
 		_, _ = io.Copy(io.Discard, resp.Body)
@@ -63,26 +64,37 @@ func Failure(code int, body string) error {
 }
 
 // Write calls write until its result is known. etcd gives up a write after 7 s, for example after a pause of the
-// machine, and may have made it. A repeated create that finds its object has succeeded, and so has a repeated delete
-// that finds none.
+// machine, and may have made it. A repeated create that finds its object has succeeded.
 func Write(t testing.TB, write func() error) {
 	t.Helper()
-	repeated := false
-	Eventually(t, Soon, func() error {
-		err := write()
-		switch {
-		case err == nil, repeated && (apierrors.IsAlreadyExists(err) || apierrors.IsNotFound(err)):
-			return nil
-		case UnknownResult(err):
-			repeated = true
-			return err
-		}
+	if err := written(write); err != nil {
 		t.Fatal(err)
-		return nil
-	})
+	}
 }
 
-// UnknownResult reports whether a write with this error may have been made.
+// TryWrite is Write for other goroutines than the test's: the test fails, and the goroutine continues.
+func TryWrite(t testing.TB, write func() error) {
+	t.Helper()
+	if err := written(write); err != nil {
+		t.Error(err)
+	}
+}
+
+func written(write func() error) error {
+	deadline := time.Now().Add(Soon)
+	for repeated := false; ; repeated = true {
+		err := write()
+		switch {
+		case err == nil, repeated && apierrors.IsAlreadyExists(err):
+			return nil
+		case !UnknownResult(err) || time.Now().After(deadline):
+			return err
+		}
+		time.Sleep(20 * time.Millisecond) // between two attempts
+	}
+}
+
+// UnknownResult reports whether a write with this error may have been made, or may succeed later.
 func UnknownResult(err error) bool {
 	text := err.Error()
 	return apierrors.IsTimeout(err) || apierrors.IsServerTimeout(err) || apierrors.IsServiceUnavailable(err) ||

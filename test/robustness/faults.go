@@ -49,7 +49,7 @@ const (
 
 // The kinds of faults that compact etcd.
 const (
-	// compactEtcd models registry's compaction, which keeps each revision that the log lacks.
+	// compactEtcd compacts revisions that the log has. Registry leaves the newest of these, until NATS has synced them.
 	compactEtcd = "compact"
 	// compactPastLog models another compactor of etcd, and registry after 30 minutes without NATS.
 	compactPastLog = "compact past the log"

@@ -53,13 +53,15 @@ type test struct {
 func again(failed []test, stalls []stall, never, args []string) bool {
 	repeated := map[string][]string{} // the names by package
 	for _, t := range failed {
-		s := during(stalls, t)
-		if t.name == "" || s == nil || slices.Contains(never, t.pack) {
+		if t.name == "" || during(stalls, t) == nil || slices.Contains(never, t.pack) {
 			return false
 		}
+		repeated[t.pack] = append(repeated[t.pack], t.name)
+	}
+	for _, t := range failed {
+		s := during(stalls, t)
 		log.Printf("%s failed, and the machine stood still for %s at %s: it runs again", t.name,
 			s.to.Sub(s.from).Round(100*time.Millisecond), s.from.Format(time.TimeOnly))
-		repeated[t.pack] = append(repeated[t.pack], t.name)
 	}
 	flags := slices.DeleteFunc(slices.Clone(args), func(a string) bool { return !strings.HasPrefix(a, "-") })
 	for _, pack := range slices.Sorted(maps.Keys(repeated)) {
@@ -96,7 +98,7 @@ type event struct {
 func read(events io.Reader, to io.Writer) (failed []test) {
 	type id struct{ pack, name string }
 	began, output := map[id]time.Time{}, map[id][]string{}
-	tests, panics := map[string]bool{}, map[string]bool{} // by package
+	tests := map[string]bool{} // the packages with failed tests
 	lines := bufio.NewReader(events)
 	for {
 		line, err := lines.ReadBytes('\n')
@@ -110,9 +112,6 @@ func read(events io.Reader, to io.Writer) (failed []test) {
 		}
 		name, _, sub := strings.Cut(e.Test, "/")
 		t := id{e.Package, name}
-		if strings.HasPrefix(e.Output, "panic: ") { // also after -timeout; the other tests did not run
-			panics[e.Package] = true
-		}
 		switch {
 		case e.Action == "output" && name == "", e.Action == "build-output":
 			if e.Output != "PASS\n" {
@@ -121,18 +120,30 @@ func read(events io.Reader, to io.Writer) (failed []test) {
 		case e.Action == "output":
 			output[t] = append(output[t], e.Output)
 		case sub:
-		case e.Action == "run":
+		case e.Action == "run", e.Action == "cont": // a parallel test continues much later
 			began[t] = e.Time
 		case e.Action == "fail" && name == "":
-			if panics[e.Package] || !tests[e.Package] {
+			unfinished := false // the process has ended in a test, and others have not run
+			for running := range began {
+				if running.pack == e.Package {
+					unfinished = true
+					fmt.Fprint(to, strings.Join(output[running], ""))
+				}
+			}
+			if unfinished || !tests[e.Package] {
 				failed = append(failed, test{pack: e.Package})
 			}
 		case e.Action == "fail":
 			fmt.Fprint(to, strings.Join(output[t], ""))
 			failed, tests[e.Package] = append(failed, test{e.Package, name, began[t], e.Time}), true
+			if strings.Contains(strings.Join(output[t], ""), "\npanic: ") { // also after -timeout
+				failed = append(failed, test{pack: e.Package})
+			}
 			delete(output, t)
+			delete(began, t)
 		case e.Action == "pass", e.Action == "skip":
 			delete(output, t)
+			delete(began, t)
 		}
 	}
 }

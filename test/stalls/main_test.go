@@ -7,11 +7,13 @@ import (
 	"time"
 )
 
-// The failed top-level tests are known with their times, and their output is printed. A package that fails by itself
-// has no name.
+// The failed top-level tests are known with their times, and their output is printed. A package that fails by itself,
+// also beside a failed test, has no name.
 func TestFailedTests(t *testing.T) {
 	events := `{"Time":"2026-11-30T10:00:00Z","Action":"run","Package":"p","Test":"TestA"}
 {"Time":"2026-11-30T10:00:01Z","Action":"run","Package":"p","Test":"TestB"}
+{"Time":"2026-11-30T10:00:01Z","Action":"pause","Package":"p","Test":"TestA"}
+{"Time":"2026-11-30T10:00:02Z","Action":"cont","Package":"p","Test":"TestA"}
 {"Time":"2026-11-30T10:00:02Z","Action":"output","Package":"p","Test":"TestA/sub","Output":"too late\n"}
 {"Time":"2026-11-30T10:00:02Z","Action":"output","Package":"p","Test":"TestB","Output":"quiet\n"}
 {"Time":"2026-11-30T10:00:03Z","Action":"fail","Package":"p","Test":"TestA/sub"}
@@ -22,19 +24,25 @@ func TestFailedTests(t *testing.T) {
 {"Time":"2026-11-30T10:00:06Z","Action":"output","Package":"q","Output":"FAIL\tq [build failed]\n"}
 {"Time":"2026-11-30T10:00:06Z","Action":"fail","Package":"q"}
 {"Time":"2026-11-30T10:00:07Z","Action":"run","Package":"r","Test":"TestC"}
-{"Time":"2026-11-30T10:00:07Z","Action":"output","Package":"r","Test":"TestC","Output":"panic: test timed out after 1s\n"}
+{"Time":"2026-11-30T10:00:07Z","Action":"output","Package":"r","Test":"TestC","Output":"\npanic: test timed out after 1s\n"}
 {"Time":"2026-11-30T10:00:08Z","Action":"fail","Package":"r","Test":"TestC"}
 {"Time":"2026-11-30T10:00:08Z","Action":"fail","Package":"r"}
+{"Time":"2026-11-30T10:00:08Z","Action":"run","Package":"s","Test":"TestD"}
+{"Time":"2026-11-30T10:00:08Z","Action":"fail","Package":"s","Test":"TestD"}
+{"Time":"2026-11-30T10:00:08Z","Action":"run","Package":"s","Test":"TestE"}
+{"Time":"2026-11-30T10:00:08Z","Action":"output","Package":"s","Test":"TestE","Output":"fatal error: x\n"}
+{"Time":"2026-11-30T10:00:09Z","Action":"fail","Package":"s"}
 not an event
 `
 	var out strings.Builder
 	failed := read(strings.NewReader(events), &out)
 	at := func(second int) time.Time { return time.Date(2026, 11, 30, 10, 0, second, 0, time.UTC) }
-	want := []test{{"p", "TestA", at(0), at(4)}, {pack: "q"}, {"r", "TestC", at(7), at(8)}, {pack: "r"}}
+	want := []test{{"p", "TestA", at(2), at(4)}, {pack: "q"}, {"r", "TestC", at(7), at(8)}, {pack: "r"},
+		{"s", "TestD", at(8), at(8)}, {pack: "s"}}
 	if !slices.Equal(failed, want) {
 		t.Errorf("%+v, want %+v", failed, want)
 	}
-	if want := "too late\nFAIL\tp\t5s\nFAIL\tq [build failed]\npanic: test timed out after 1s\nnot an event\n"; out.String() != want {
+	if want := "too late\nFAIL\tp\t5s\nFAIL\tq [build failed]\n\npanic: test timed out after 1s\nfatal error: x\nnot an event\n"; out.String() != want {
 		t.Errorf("output %q, want %q", out.String(), want)
 	}
 	if during([]stall{{at(5), at(7)}}, failed[0]) != nil {

@@ -180,7 +180,7 @@ func service(name string, l Load, r rates, limits Limits, m *Measured, pods, sma
 	watches := float64(l.Nodes*l.SharedWatches)*m.Watch[Shared][name] + float64(l.Nodes*l.OwnWatches)*m.Watch[Own][name]
 	pods, small = pods*m.Object[Pod76][name], small*m.Object[ConfigMap1][name]
 	s := Service{Name: name, Processes: fewest}
-	each, copies := 0.0, 0.0
+	var each, copies float64
 	switch name {
 	case tier:
 		each = r.events(m, name) / measuredReplicas

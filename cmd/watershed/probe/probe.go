@@ -147,7 +147,8 @@ func (p *Probe) configMap(sequence int) *corev1.ConfigMap {
 
 // create creates the ConfigMap. With repeat, it repeats a failed request at each interval until ctx is done, and counts
 // it: a probe that starts during an outage has metrics of it.
-func (p *Probe) create(ctx context.Context, maps typedcorev1.ConfigMapInterface, repeat bool) (*corev1.ConfigMap, error) {
+func (p *Probe) create(ctx context.Context, maps typedcorev1.ConfigMapInterface,
+	repeat bool) (*corev1.ConfigMap, error) {
 	for {
 		m, err := p.createOnce(ctx, maps)
 		if err == nil || !repeat {

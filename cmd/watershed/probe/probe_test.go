@@ -50,8 +50,8 @@ func TestProbeCountsFaults(t *testing.T) {
 	}
 }
 
-// A probe that starts during an outage counts the failures, and writes after the outage. The server may have created the
-// ConfigMap of a failed request. With a number of writes, the probe ends with the error.
+// A probe that starts during an outage counts the failures, and writes after the outage. The server may have created
+// the ConfigMap of a failed request. With a number of writes, the probe ends with the error.
 func TestProbeStartsDuringAnOutage(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		before := testutil.ToFloat64(failures.WithLabelValues("write"))

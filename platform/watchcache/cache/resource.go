@@ -48,7 +48,8 @@ type Resource struct {
 	// checker has the sum of the objects, with the unreadable objects.
 	checker core.SumChecker
 	// differenceResetAt is when a difference last reset the resource, differedUpTo the revision then, and differences
-	// the number of such resets. differs is true if a difference has not reset it yet (differencePause).
+	// the number of such resets. differs is true if a difference has not reset it yet. differencePause is the time
+	// after differenceResetAt in which no difference resets it again.
 	differenceResetAt time.Time
 	differencePause   time.Duration
 	differedUpTo      int64

@@ -82,7 +82,7 @@ type Difference struct {
 	Missing int `json:"missing,omitempty"`
 	Extra   int `json:"extra,omitempty"`
 	Stale   int `json:"stale,omitempty"`
-	// Reset is false if a difference has reset the resource within the hour before.
+	// Reset is false if another difference has reset the resource shortly before (cache.Difference).
 	Reset bool `json:"reset"`
 }
 
@@ -238,7 +238,7 @@ func (d *difference) add(to *int, key string, cached, etcd int64) {
 		d.names = append(d.names, key)
 	}
 	if len(d.objects) < maxDiffering {
-		d.objects = fmt.Appendf(d.objects, "%s %d %d\n", key, cached, etcd)
+		d.objects = fmt.Appendf(d.objects, "%q %d %d\n", key, cached, etcd)
 	}
 }
 

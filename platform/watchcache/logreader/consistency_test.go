@@ -86,14 +86,14 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 		_, objects, _ := strings.Cut(l.Differing(), "\n")
 		objects, _, _ = strings.Cut(objects, "\n2000-") // of the second comparison
 		if !strings.Contains(l.Differing(), "configmaps at revision 10") ||
-			objects != "ns/b 4 9\nns/c 0 5\nns/d 5 0\nns/z 0 7" {
+			objects != `"ns/b" 4 9`+"\n"+`"ns/c" 0 5`+"\n"+`"ns/d" 5 0`+"\n"+`"ns/z" 0 7` {
 			t.Errorf("the differing objects are %q", l.Differing())
 		}
 		load()
 		compared(&Comparison{Resources: 1, Objects: 3, Differences: []Difference{{Resource: "configmaps", Revision: 10,
-			Missing: 2, Extra: 1, Stale: 1}}}) // and the resource stays, because it has been reset within the hour
+			Missing: 2, Extra: 1, Stale: 1}}}) // and the resource stays, because it has been reset within the minute
 		if !loaded() {
-			t.Error("a difference resets a resource twice within an hour")
+			t.Error("a difference resets a resource twice within a minute")
 		}
 		for status, want := range map[string]float64{"success": 2, "error": 2, "failure": 2} {
 			checks := cachermetrics.StorageConsistencyCheckTotal.CounterVec.WithLabelValues("", "configmaps", status)

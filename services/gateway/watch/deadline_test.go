@@ -13,7 +13,7 @@ import (
 	"watershed.dev/services/gateway/h2writer"
 )
 
-// expectEnd fails the test if the watch has not ended after 10 s.
+// expectEnd waits for the end of the watch.
 func (c *client) expectEnd(t *testing.T) {
 	t.Helper()
 	select {

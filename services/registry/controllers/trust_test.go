@@ -70,7 +70,7 @@ func TestAnInvalidCADoesNotEndTheNextTerm(t *testing.T) {
 	awaitPublished := func(authority string) {
 		t.Helper()
 		var published string
-		if wait.PollUntilContextTimeout(ctx, 10*time.Millisecond, 2*time.Minute, true,
+		if wait.PollUntilContextTimeout(ctx, 10*time.Millisecond, 40*time.Second, true, // less than a refresh
 			func(ctx context.Context) (bool, error) {
 				m, err := maps.Get(ctx, "extension-apiserver-authentication", metav1.GetOptions{})
 				if err == nil {

@@ -8,8 +8,8 @@ import (
 	"k8s.io/apiserver/pkg/storage/storagebackend/factory"
 )
 
-// A client of etcd that upstream opens exists before etcd responds. Upstream's function returns an error after 20 s, and
-// the start would end.
+// A client of etcd that upstream opens exists before etcd responds. Upstream's function returns an error after 20 s,
+// and the start would end.
 func TestUpstreamsClientsDoNotWaitForEtcd(t *testing.T) {
 	silent, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
