@@ -181,6 +181,7 @@ func (s *side) do(ctx context.Context, r *request) answer {
 		if !timedOut && !rejected || attempt == 10 {
 			return a
 		}
+		fmt.Printf("%s: %s is sent again after %d: %.200s\n", s.name, r, a.code, a.body)
 		unknown = unknown || timedOut
 		select {
 		case <-ctx.Done():
