@@ -10,6 +10,7 @@ import (
 	"time"
 	_ "unsafe" // for go:linkname
 
+	grpcprom "github.com/grpc-ecosystem/go-grpc-middleware/providers/prometheus"
 	"go.etcd.io/etcd/client/pkg/v3/transport"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	etcdkubernetes "go.etcd.io/etcd/client/v3/kubernetes"
@@ -30,7 +31,8 @@ import (
 const keepaliveTimeout = 5 * time.Second
 
 // newClient returns a client of etcd, which connects through dial. Nil: directly.
-func newClient(servers []string, tlsConfig *tls.Config, dial utilnet.DialFunc) (*etcdkubernetes.Client, error) {
+func newClient(servers []string, tlsConfig *tls.Config, dial utilnet.DialFunc,
+	more ...grpc.DialOption) (*etcdkubernetes.Client, error) {
 	client, err := etcdkubernetes.New(clientv3.Config{
 		Endpoints:            servers,
 		TLS:                  tlsConfig,
@@ -39,7 +41,7 @@ func newClient(servers []string, tlsConfig *tls.Config, dial utilnet.DialFunc) (
 		DialKeepAliveTime:    10 * time.Second,
 		DialKeepAliveTimeout: keepaliveTimeout,
 		MaxCallRecvMsgSize:   256 << 20,
-		DialOptions: append(dialOptions(dial), grpc.WithConnectParams(grpc.ConnectParams{
+		DialOptions: append(append(dialOptions(dial), more...), grpc.WithConnectParams(grpc.ConnectParams{
 			MinConnectTimeout: 3 * time.Second,
 			Backoff: backoff.Config{
 				BaseDelay:  50 * time.Millisecond,
@@ -62,6 +64,11 @@ func newClient(servers []string, tlsConfig *tls.Config, dial utilnet.DialFunc) (
 //go:linkname newUpstreamClient k8s.io/apiserver/pkg/storage/storagebackend/factory.newETCD3Client
 var newUpstreamClient func(storagebackend.TransportConfig) (*etcdkubernetes.Client, error)
 
+// clientMetrics are upstream's metrics of these clients, grpc_client_*.
+//
+//go:linkname clientMetrics k8s.io/apiserver/pkg/storage/storagebackend/factory.grpcpromClientMetrics
+var clientMetrics *grpcprom.ClientMetrics
+
 func init() {
 	newUpstreamClient = func(c storagebackend.TransportConfig) (*etcdkubernetes.Client, error) {
 		tlsConfig, err := (&Options{CertFile: c.CertFile, KeyFile: c.KeyFile, CAFile: c.TrustedCAFile}).tlsConfig()
@@ -74,7 +81,9 @@ func init() {
 				return nil, err
 			}
 		}
-		return newClient(c.ServerList, tlsConfig, dial)
+		return newClient(c.ServerList, tlsConfig, dial,
+			grpc.WithChainUnaryInterceptor(clientMetrics.UnaryClientInterceptor()),
+			grpc.WithChainStreamInterceptor(clientMetrics.StreamClientInterceptor()))
 	}
 }
 

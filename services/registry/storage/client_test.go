@@ -1,9 +1,12 @@
 package storage
 
 import (
+	"context"
 	"net"
 	"testing"
+	"time"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"k8s.io/apiserver/pkg/storage/storagebackend"
 	"k8s.io/apiserver/pkg/storage/storagebackend/factory"
 )
@@ -21,6 +24,12 @@ func TestUpstreamsClientsDoNotWaitForEtcd(t *testing.T) {
 	prober, err := factory.CreateProber(*config)
 	if err != nil {
 		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	_ = prober.Probe(ctx)
+	if n := testutil.CollectAndCount(clientMetrics, "grpc_client_started_total"); n == 0 {
+		t.Error("upstream's metrics do not count the requests")
 	}
 	if err := prober.Close(); err != nil {
 		t.Error(err)
