@@ -274,7 +274,7 @@ func TestListsAndWatchesAreAnsweredAsByKubeAPIServer(t *testing.T) {
 		{"GET", cms + "?watch=1&sendInitialEvents=true", ""},
 		{"GET", cms + "?watch=1&sendInitialEvents=true&resourceVersionMatch=Exact", ""},
 		{"GET", cms + "?watch=1&sendInitialEvents=true&resourceVersionMatch=NotOlderThan" +
-			"&allowWatchBookmarks=true&timeoutSeconds=5", ""},
+			"&allowWatchBookmarks=true&timeoutSeconds=1", ""}, // before the first periodic bookmark
 		{"GET", cms + "?watch=1&timeoutSeconds=5", ""},
 		{"GET", cms + "?watch=1&timeoutSeconds=5&" + data, ""},
 		{"GET", cms + "?shardSelector=ignored+without+its+gate", ""},

@@ -45,8 +45,8 @@ var mistakes = []breakage{
 		inCluster: true,
 		name:      "reorder",
 		file:      "platform/watchcache/cache/ring.go",
-		code:      "		trigger.Add(e)\n		trigger.notify()\n",
-		instead:   "		trigger.Add(e)\n		if all := trigger.From(trigger.Base()); r.Name == \"configmaps\" && len(all) > 1 && e.Revision%97 == 0 {\n			all[len(all)-1], all[len(all)-2] = all[len(all)-2], all[len(all)-1]\n		}\n		trigger.notify()\n",
+		code:      "		t.Add(e)\n		t.notify()\n",
+		instead:   "		t.Add(e)\n		if all := t.From(t.Base()); r.Name == \"configmaps\" && len(all) > 1 && e.Revision%97 == 0 {\n			all[len(all)-1], all[len(all)-2] = all[len(all)-2], all[len(all)-1]\n		}\n		t.notify()\n",
 	},
 	{
 		inCluster: true,
