@@ -15,8 +15,8 @@ func (w *workload) received(revision int64) {
 	}
 }
 
-// compact compacts etcd. The fault compactEtcd compacts at most the latest revision that a watch has received, which the
-// log has. The fault compactPastLog compacts at etcd's last change.
+// compact compacts etcd. The fault compactEtcd compacts at most the latest revision that a watch has received, which
+// the log has. The fault compactPastLog compacts at etcd's last change.
 func (w *workload) compact(f fault) {
 	revision := w.truth.reached() // the checker itself needs the revisions after it
 	if f.kind == compactEtcd {
