@@ -16,9 +16,9 @@ import (
 // hashKeyHeader is the metadata key of a call's hash key.
 const hashKeyHeader = "watershed-hash-key"
 
-// replicasPerKey is the number of replicas that serve a key. While the first is away, the second has the key's data in
+// ReplicasPerKey is the number of replicas that serve a key. While the first is away, the second has the key's data in
 // memory.
-const replicasPerKey = 2
+const ReplicasPerKey = 2
 
 // WithHashKey sends a call to one of the two replicas that serve key. Clients choose them by rendezvous hashing
 // (Thaler and Ravishankar, 1998), so all clients choose the same replicas without coordination. When a replica comes
@@ -264,7 +264,7 @@ func (p *picker) serving(key string) []replica {
 		return mix(h.Sum64())
 	}
 	slices.SortFunc(ranked, func(a, b replica) int { return cmp.Compare(weight(b), weight(a)) })
-	ranked = ranked[:min(len(ranked), replicasPerKey)]
+	ranked = ranked[:min(len(ranked), ReplicasPerKey)]
 	p.assigned.Store(key, ranked)
 	return ranked
 }

@@ -9,6 +9,8 @@ import (
 	"math"
 	"slices"
 	"time"
+
+	"watershed.dev/platform/rpc"
 )
 
 // Load is a cluster and its work.
@@ -150,9 +152,6 @@ var services = []string{"gateway", "authn", "authz", "admission", "registry", "w
 // tier is the service whose processes each read all events, and serve a part of the resources.
 const tier = "watchfanout"
 
-// replicasOfResource is the number of tier's processes that serve a resource (replicasPerKey of package rpc).
-const replicasOfResource = 2
-
 // Compute returns the plan of a load.
 func Compute(l Load, limits Limits, m *Measured) *Plan {
 	r := l.rates()
@@ -186,9 +185,9 @@ func service(name string, l Load, r rates, limits Limits, m *Measured, pods, sma
 		each = r.events(m, name) / measuredReplicas
 		room := max(busy*limits.Cores-each, busy*limits.Cores/2) // walls has the limit of each
 		// Further replicas do the work that does not fit beside the largest resource's on its two.
-		free := max(0, replicasOfResource*room-r.ofLargest(m))
-		s.Processes = replicasOfResource + int(math.Ceil(max(0, shared-r.ofLargest(m)-free)/room))
-		copies = replicasOfResource
+		free := max(0, rpc.ReplicasPerKey*room-r.ofLargest(m))
+		s.Processes = rpc.ReplicasPerKey + int(math.Ceil(max(0, shared-r.ofLargest(m)-free)/room))
+		copies = rpc.ReplicasPerKey
 	case "nats":
 		s.Processes = 3 // a quorum
 		shared += r.events(m, name)
@@ -229,7 +228,7 @@ func walls(p *Plan, r rates, limits Limits, m *Measured, kilobytes float64) []Wa
 		{"a watchfanout replica's core for all events", r.events(m, tier) / measuredReplicas,
 			"none yet: each replica reads the events of all resources"},
 		{"the two watchfanout replicas of a resource", (r.events(m, tier)/measuredReplicas +
-			r.ofLargest(m)/replicasOfResource) / (busy * limits.Cores),
+			r.ofLargest(m)/rpc.ReplicasPerKey) / (busy * limits.Cores),
 			"larger machines for watchfanout; further replicas and an etcd of its own leave a resource two replicas"},
 		{"bytes of the event log from NATS", megabytes * float64(at(tier).Processes+at("registry").Processes) /
 			limits.NATSMegabytes, "larger machines for watchfanout, so that fewer replicas read the log"},
