@@ -185,14 +185,24 @@ func openStore(dir string) (*os.File, error) {
 // checkFree returns an error if another process has a port of the member. etcd's error has no flag, and an etcd with
 // data reports the port of the metrics late.
 func (e *Etcd) checkFree() error {
-	for _, l := range []struct{ flag, url string }{
-		{"listen-client-urls", e.Listen}, {"listen-peer-urls", e.Peer}, {"listen-metrics-urls", e.Metrics},
-	} {
-		if u, err := url.Parse(l.url); err == nil && u.Host != "" && u.Scheme != "unix" {
-			if err := process.CheckFree(u.Host); err != nil {
-				return fmt.Errorf("--%s %q: %w", l.flag, l.url, err)
-			}
+	free := func(flag, value string) error {
+		u, err := url.Parse(value)
+		if err != nil || u.Scheme == "unix" {
+			return nil
 		}
+		return checkFree(flag, value, u.Host)
+	}
+	return cmp.Or(free("listen-client-urls", e.Listen), free("listen-peer-urls", e.Peer),
+		free("listen-metrics-urls", e.Metrics))
+}
+
+// checkFree returns an error if another process has the address of a flag's value. The address may be empty.
+func checkFree(flag, value, address string) error {
+	if address == "" {
+		return nil
+	}
+	if err := process.CheckFree(address); err != nil {
+		return fmt.Errorf("--%s %q: %w", flag, value, err)
 	}
 	return nil
 }

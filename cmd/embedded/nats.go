@@ -197,17 +197,9 @@ func (n *NATS) start() (*server.Server, error) {
 
 // checkFree returns an error if another process has a port of the server.
 func (n *NATS) checkFree() error {
-	for _, l := range []struct{ flag, address string }{
-		{"listen-address", n.Address}, {"cluster-listen-address", n.Cluster}, {"monitor-address", n.Monitor},
-	} {
-		if l.address == "" {
-			continue
-		}
-		if err := process.CheckFree(l.address); err != nil {
-			return fmt.Errorf("--%s %q: %w", l.flag, l.address, err)
-		}
-	}
-	return nil
+	return cmp.Or(checkFree("listen-address", n.Address, n.Address),
+		checkFree("cluster-listen-address", n.Cluster, n.Cluster),
+		checkFree("monitor-address", n.Monitor, n.Monitor))
 }
 
 func (n *NATS) encrypt(o *server.Options) error {
