@@ -103,7 +103,8 @@ func decompress(data []byte, limit int) ([]byte, error) {
 	return s2.Decode(nil, data)
 }
 
-// Events returns the events of a message with the header: at least one, unless it returns an error.
+// Events returns the events of a message with the header, for tests: at least one, unless it returns an error. Readers
+// use LogID.events, which counts corrupt messages.
 func Events(header nats.Header, data []byte) ([]*logv1.Event, error) {
 	return eventsOf(storedMessage(header, 0, data))
 }

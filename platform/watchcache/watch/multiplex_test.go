@@ -84,6 +84,18 @@ func startCall(ctx context.Context, s *watch.Server, period time.Duration) *test
 	return callOf(ctx, newMultiplexer(s, period))
 }
 
+// runEventsOnly runs a server without objects until the test ends.
+func runEventsOnly(t *testing.T) (*eventsOnly, context.Context) {
+	server := newEventsOnly(reset(9, 0, ""))
+	ctx, cancel := context.WithCancel(t.Context())
+	t.Cleanup(func() {
+		cancel()
+		server.tasks.Wait()
+	})
+	server.run(ctx)
+	return server, ctx
+}
+
 func newMultiplexer(s *watch.Server, period time.Duration) *watch.Multiplexer {
 	return &watch.Multiplexer{
 		ServerOf:       func(*commonv1.Resource) (*watch.Server, error) { return s, nil },
@@ -328,11 +340,7 @@ func TestATickSendsNoEvent(t *testing.T) {
 func TestManyWatchesOfACallGetFewerBookmarks(t *testing.T) {
 	const watches = 600 // in five periods
 	synctest.Test(t, func(t *testing.T) {
-		server := newEventsOnly(reset(9, 0, ""))
-		ctx, cancel := context.WithCancel(t.Context())
-		defer server.tasks.Wait()
-		defer cancel()
-		server.run(ctx)
+		server, ctx := runEventsOnly(t)
 		c := startCall(ctx, server.Server, time.Second)
 		bookmarks, ended := make([]int, watches), 0
 		for id := range uint64(watches) {
@@ -384,11 +392,7 @@ func TestManyCallsOfAWatchGetFewerBookmarks(t *testing.T) {
 		ended     bool
 	}
 	synctest.Test(t, func(t *testing.T) {
-		server := newEventsOnly(reset(9, 0, ""))
-		ctx, cancel := context.WithCancel(t.Context())
-		defer server.tasks.Wait()
-		defer cancel()
-		server.run(ctx)
+		server, ctx := runEventsOnly(t)
 		m := newMultiplexer(server.Server, period)
 		all := map[uint64]*testWatch{}
 		begin := func(id uint64) {
@@ -513,11 +517,7 @@ func (c *counted) expectBookmarks(t *testing.T, n uint64, least, most int) {
 func TestNewWatchesOfALargeCallKeepItsRounds(t *testing.T) {
 	const large, others, period = 200, 2000, 2 * time.Second
 	synctest.Test(t, func(t *testing.T) {
-		server := newEventsOnly(reset(9, 0, ""))
-		ctx, cancel := context.WithCancel(t.Context())
-		defer server.tasks.Wait()
-		defer cancel()
-		server.run(ctx)
+		server, ctx := runEventsOnly(t)
 		m := newMultiplexer(server.Server, period)
 		countedCallOf(ctx, m).beginMany(others)
 		c := countedCallOf(ctx, m)
