@@ -16,8 +16,6 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"k8s.io/client-go/rest"
-
 	"watershed.dev/test/harness"
 )
 
@@ -68,8 +66,7 @@ const someMaps = "/api/v1/namespaces/default/configmaps"
 func create(t *testing.T, s *harness.Server, n, bytes int, made *atomic.Int64) []string {
 	t.Helper()
 	config := s.Config()
-	config.Wrap(harness.Retrying)
-	c, err := rest.HTTPClientFor(config)
+	c, err := harness.HTTPClient(config)
 	if err != nil {
 		t.Error(err)
 		return nil

@@ -12,7 +12,6 @@ import (
 
 	"k8s.io/apimachinery/pkg/runtime/serializer/cbor"
 	"k8s.io/apimachinery/pkg/runtime/serializer/cbor/direct"
-	"k8s.io/client-go/rest"
 
 	"watershed.dev/test/harness"
 )
@@ -42,9 +41,7 @@ func askCBOR(t *testing.T, s *harness.Server, method, path, contentType, accept 
 	if contentType != "" {
 		req.Header.Set("Content-Type", contentType)
 	}
-	config := s.Config()
-	config.Wrap(harness.Retrying)
-	client, err := rest.HTTPClientFor(config)
+	client, err := harness.HTTPClient(s.Config())
 	if err != nil {
 		t.Fatal(err)
 	}

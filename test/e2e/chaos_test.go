@@ -54,8 +54,7 @@ func send(t *testing.T, s *harness.Server, token, method, path, contentType stri
 	c := rest.CopyConfig(s.Config())
 	c.CertFile, c.KeyFile, c.CertData, c.KeyData = "", "", nil, nil
 	c.BearerToken = token
-	c.Wrap(harness.Retrying)
-	client, err := rest.HTTPClientFor(c)
+	client, err := harness.HTTPClient(c)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -70,18 +70,13 @@ func TestUpAcceptsEveryFlagOfKubeAPIServer(t *testing.T) {
 		args = slices.Concat([]string{command}, args, []string{"--help"})
 		out, err := exec.Command(harness.Watershed(), args...).CombinedOutput()
 		if err != nil {
-			t.Errorf("%s: %v: %s", command, err, lastLine(out))
+			t.Errorf("%s: %v: %s", command, err, harness.LastLine(out))
 		}
 	}
 }
 
 // splitSets are the flags that split sets for its processes.
 var splitSets = []string{"etcd-servers", "etcd-cafile", "etcd-certfile", "etcd-keyfile", "permit-port-sharing"}
-
-func lastLine(out []byte) string {
-	lines := strings.Split(strings.TrimSpace(string(out)), "\n")
-	return lines[len(lines)-1]
-}
 
 // TestMigrateAcceptsEveryFlagOfKubeAPIServer checks that a manifest with each flag of kube-apiserver at its default is
 // migrated whole, and that flags that cannot be migrated are named.

@@ -223,9 +223,7 @@ func sendMetricsTraffic(t *testing.T, s *harness.Server) (statuses []string) {
 		}
 		return nil
 	})
-	admin := s.Config()
-	admin.Wrap(harness.Retrying)
-	client, err := rest.HTTPClientFor(admin)
+	client, err := harness.HTTPClient(s.Config())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -257,10 +255,10 @@ func sendMetricsTraffic(t *testing.T, s *harness.Server) (statuses []string) {
 	send(client, "GET", "/api/v1/pods", "", "", "Impersonate-User", "alice")
 	send(client, "GET", "/api/v1/pods", "", "", "Accept-Encoding", "gzip")
 	token := strings.TrimSpace(s.Kubectl("-n", "metrics", "create", "token", "robot"))
-	config := rest.AnonymousClientConfig(admin)
+	config := rest.AnonymousClientConfig(s.Config())
 	for _, bearer := range []string{token, "invalid", ""} {
 		config.BearerToken = bearer
-		c, err := rest.HTTPClientFor(config)
+		c, err := harness.HTTPClient(config)
 		if err != nil {
 			t.Fatal(err)
 		}

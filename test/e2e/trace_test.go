@@ -133,8 +133,7 @@ func TestARequestIsOneTrace(t *testing.T) {
 			conf = rest.AnonymousClientConfig(conf)
 			conf.BearerToken = token
 		}
-		conf.Wrap(harness.Retrying)
-		client, err := rest.HTTPClientFor(conf)
+		client, err := harness.HTTPClient(conf)
 		if err != nil {
 			t.Fatal(err)
 		}

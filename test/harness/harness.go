@@ -369,8 +369,7 @@ func (s *Server) Log() string {
 // Get requests a path as the administrator and returns the status code and the body.
 func (s *Server) Get(path string) (int, string) {
 	config := s.Config()
-	config.Wrap(Retrying)
-	c, err := rest.HTTPClientFor(config)
+	c, err := HTTPClient(config)
 	if err != nil {
 		return 0, err.Error()
 	}

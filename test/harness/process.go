@@ -1,6 +1,7 @@
 package harness
 
 import (
+	"bytes"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -78,6 +79,12 @@ func (p *Process) Wait(timeout time.Duration) error {
 func (p *Process) Kill() {
 	_ = syscall.Kill(-p.Cmd.Process.Pid, syscall.SIGKILL)
 	<-p.done
+}
+
+// LastLine returns the last line of an output. The error of a process that ends is its last line.
+func LastLine(out []byte) string {
+	out = bytes.TrimSpace(out)
+	return string(out[bytes.LastIndexByte(out, '\n')+1:])
 }
 
 func tail(path string, n int) string {

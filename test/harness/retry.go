@@ -14,6 +14,7 @@ import (
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
 )
 
 // Retrying returns a transport that repeats a request with Retry-After in its response, up to ten times, as client-go
@@ -61,6 +62,13 @@ func Failure(code int, body string) error {
 		return &apierrors.StatusError{ErrStatus: status}
 	}
 	return fmt.Errorf("%d %.300s", code, body)
+}
+
+// HTTPClient returns a client with the credentials of a configuration that repeats requests as Retrying does.
+func HTTPClient(config *rest.Config) (*http.Client, error) {
+	config = rest.CopyConfig(config)
+	config.Wrap(Retrying)
+	return rest.HTTPClientFor(config)
 }
 
 // Write calls write until its result is known. etcd gives up a write after 7 s, for example after a pause of the

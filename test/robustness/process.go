@@ -7,11 +7,11 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync"
 	"syscall"
 	"time"
 
+	"watershed.dev/test/harness"
 	"watershed.dev/test/tamper"
 )
 
@@ -54,7 +54,8 @@ func (p *process) start() {
 				return
 			}
 			if !p.endExpected {
-				line := p.lastLine()
+				out, _ := os.ReadFile(p.log())
+				line := harness.LastLine(out)
 				p.errors = append(p.errors, line)
 				log.Printf("%s ended by itself: %v: %s", p.name, err, line)
 			}
@@ -159,16 +160,6 @@ func (p *process) ends() []string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return slices.Clone(p.errors)
-}
-
-// lastLine returns the last line of the log. The error of a process that ends is its last line.
-func (p *process) lastLine() string {
-	data, err := os.ReadFile(p.log())
-	if err != nil {
-		return err.Error()
-	}
-	lines := strings.Split(strings.TrimSpace(string(data)), "\n")
-	return lines[len(lines)-1]
 }
 
 // log returns the file of the process's output.
