@@ -1,13 +1,10 @@
 package e2e
 
 import (
-	"cmp"
 	"flag"
 	"fmt"
 	"net"
 	"net/http"
-	"os/exec"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -15,7 +12,6 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 
-	"watershed.dev/platform/porttest"
 	"watershed.dev/test/harness"
 )
 
@@ -49,7 +45,7 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: operator}]
 `
 
 // TestConsole watches with kubectl, and expects the watch in the map of watches. A user needs the permission to get the
-// console. A slow request is listed. If chromium is installed, it displays each page.
+// console. A slow request is listed. If chromium is installed, it displays and drives each page.
 func TestConsole(t *testing.T) {
 	t.Parallel()
 	start := harness.Up
@@ -93,7 +89,7 @@ func TestConsole(t *testing.T) {
 			t.Errorf("%s: %d", page, code)
 		}
 	}
-	t.Run("chromium", func(t *testing.T) { displayConsole(t, s) })
+	t.Run("chromium", func(t *testing.T) { driveConsole(t, s) })
 }
 
 // statusOf returns the status code of a path for the user of a kubeconfig.
@@ -113,50 +109,4 @@ func statusOf(t *testing.T, kubeconfig, path string) int {
 	}
 	resp.Body.Close()
 	return resp.StatusCode
-}
-
-// displayConsole displays each page in chromium. The browser must apply the style sheet.
-func displayConsole(t *testing.T, s *harness.Server) {
-	chromium, err := exec.LookPath("chromium")
-	if err != nil {
-		t.Skip("chromium is not installed")
-	}
-	schemes := map[string]string{"light": "1"}
-	if *screenshots != "" {
-		schemes["dark"] = "0"
-		s.Controllers()
-		s.Kubectl("create", "deployment", "web", "--image=nginx", "--replicas=20")
-		s.Kubectl("rollout", "status", "deployment", "web", "--timeout=60s")
-	}
-	port := fmt.Sprint(porttest.FreePort(t))
-	harness.Start(t, s.Dir, "proxy", harness.Peer("kubectl"), "proxy", "--port", port, "--kubeconfig", s.Kubeconfig)
-	for end := time.Now().Add(harness.Soon); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
-		if c, err := net.Dial("tcp", "127.0.0.1:"+port); err == nil {
-			c.Close()
-			break
-		}
-	}
-	url := "http://127.0.0.1:" + port + "/watershed"
-	if resp, err := http.Get(url + "/resources"); err == nil { // the second view has rates
-		resp.Body.Close()
-	}
-	for _, page := range []string{"/requests", "/events", "", "/watches", "/resources"} {
-		name := strings.TrimPrefix(cmp.Or(page, "/topology"), "/")
-		for scheme, value := range schemes {
-			args := []string{"--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--user-data-dir=" +
-				filepath.Join(t.TempDir(), scheme), "--window-size=1280,520", "--enable-logging=stderr", "--dump-dom",
-				"--blink-settings=preferredColorScheme=" + value}
-			if *screenshots != "" {
-				file := filepath.Join(harness.Root(), *screenshots, name+"-"+scheme+".png")
-				args[len(args)-2] = "--screenshot=" + file
-			}
-			out, err := exec.Command(chromium, append(args, url+page)...).CombinedOutput()
-			if err != nil || strings.Contains(string(out), "Content Security Policy") {
-				t.Errorf("%s, %s: %v\n%s", name, scheme, err, out)
-			}
-			if *screenshots == "" && !strings.Contains(string(out), `<main id="main"`) {
-				t.Errorf("%s, %s has no page\n%s", name, scheme, out)
-			}
-		}
-	}
 }
