@@ -34,16 +34,7 @@ func TestThreeNodes(t *testing.T) {
 	fmt.Printf("\noverlays/ha is ready %.1f s after kubectl apply.\n", time.Since(began).Seconds())
 	fmt.Print(h.outer.Kubectl("-n", "watershed", "get", "pods", "-o", "wide"))
 	h.connect()
-	b := &balancer{open: map[*balanced]bool{}, lost: map[string]bool{}}
-	t.Cleanup(b.follow(h))
-	h.inner.Host, h.inner.Dial = "https://gateway.watershed.svc", b.dial
-	harness.Eventually(t, harness.Soon, func() error {
-		conn, err := b.dial(t.Context(), "tcp", "")
-		if err == nil {
-			conn.Close()
-		}
-		return err
-	})
+	b := h.balance()
 	c, err := start(t.Context(), h.inner, *watchers, writePause)
 	if err != nil {
 		t.Fatal(err)
@@ -94,6 +85,22 @@ func TestThreeNodes(t *testing.T) {
 	for _, w := range c.stop() {
 		t.Error(w)
 	}
+}
+
+// balance makes the clients connect to the pods of the gateways: this machine is none of the nodes.
+func (h *hosted) balance() *balancer {
+	h.Helper()
+	b := &balancer{open: map[*balanced]bool{}, lost: map[string]bool{}}
+	h.Cleanup(b.follow(h))
+	h.inner.Host, h.inner.Dial = "https://gateway.watershed.svc", b.dial
+	harness.Eventually(h, harness.Soon, func() error {
+		conn, err := b.dial(h.Context(), "tcp", "")
+		if err == nil {
+			conn.Close()
+		}
+		return err
+	})
+	return b
 }
 
 // lostFor is a span in which the other nodes must do the work.
