@@ -37,6 +37,7 @@ import (
 	"go.etcd.io/etcd/server/v3/etcdserver/api/membership"
 	"go.etcd.io/etcd/server/v3/storage/wal"
 	"go.uber.org/zap"
+	"google.golang.org/grpc"
 
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
@@ -61,6 +62,9 @@ type Etcd struct {
 	Name, Peer, AdvertisePeer, InitialCluster string
 	// State is "new", or "existing" for a member that joins a running cluster.
 	State string
+
+	// program, if set, is the process's report, which registry reads on a connection of an etcd client.
+	program *process.Program
 }
 
 // The limits of etcd, as installers of kube-apiserver set them.
@@ -91,8 +95,16 @@ func (e *Etcd) AddFlags(fs *pflag.FlagSet) {
 func EtcdCommand(fs *pflag.FlagSet) func() error {
 	var e Etcd
 	e.AddFlags(fs)
-	run := runStandalone(fs, e.Runner())
+	r := e.Runner()
+	run := runStandalone(fs, r)
 	return func() error {
+		e.program = &process.Program{
+			Name:     r.Name,
+			Address:  cmp.Or(e.Advertise, e.Listen),
+			ID:       &e.ID,
+			Flags:    fs,
+			NotReady: r.Ready.Err,
+		}
 		expirations := process.Expirations(&e.ID)
 		prometheus.MustRegister(expirations) // etcd serves the default registry
 		defer prometheus.Unregister(expirations)
@@ -166,6 +178,9 @@ func (e *Etcd) config(level slog.Leveler) (*embed.Config, error) {
 			return nil, err
 		}
 		c.ListenMetricsUrls = m
+	}
+	if e.program != nil {
+		c.ServiceRegister = func(s *grpc.Server) { process.RegisterProcesses(s, e.program.Report) }
 	}
 	if err := e.clients(c); err != nil {
 		return nil, err

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"crypto/tls"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
@@ -22,6 +23,7 @@ import (
 	"github.com/spf13/pflag"
 	"golang.org/x/net/netutil"
 
+	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
 	"watershed.dev/platform/rpc"
@@ -43,6 +45,8 @@ type NATS struct {
 	Name, Cluster, Advertise string
 	Routes                   []string
 
+	// program, if set, is the process's report, which registry reads by NATS.
+	program *process.Program
 	// running is the server that runs, or the last that ran.
 	running atomic.Pointer[server.Server]
 	// routeClosed has a value after a route to another server has closed.
@@ -104,7 +108,37 @@ func (n *NATS) AddFlags(fs *pflag.FlagSet) {
 func NATSCommand(fs *pflag.FlagSet) func() error {
 	var n NATS
 	n.AddFlags(fs)
-	return runStandalone(fs, n.Runner())
+	r := n.Runner()
+	run := runStandalone(fs, r)
+	return func() error {
+		n.program = &process.Program{Name: r.Name, Address: n.Address, ID: &n.ID, Flags: fs, NotReady: n.notReady}
+		return run()
+	}
+}
+
+// notReady returns why the server has no complete copy of the streams, or nil.
+func (n *NATS) notReady() error {
+	if reason := notReady(n.running.Load()); reason != "" {
+		return errors.New(reason)
+	}
+	return nil
+}
+
+// serveReport responds to registry's requests for the report until ctx is done. The server's client connects again
+// after each restart of the server.
+func (n *NATS) serveReport(ctx context.Context) error {
+	if n.program == nil || n.Address == "" {
+		return nil
+	}
+	own := eventlog.Options{URL: "tls://" + n.Address}
+	nc, err := own.Connect(n.program.Name, n.ID)
+	if err != nil {
+		return err
+	}
+	context.AfterFunc(ctx, nc.Close)
+	return eventlog.ServeReport(nc, func() ([]byte, error) {
+		return json.Marshal(n.program.Report(ctx, process.Shallow))
+	})
 }
 
 // InProcessConn connects to the server within the process (nats.InProcessConnProvider).
@@ -138,7 +172,7 @@ func (n *NATS) Runner() lifecycle.Runner {
 			return err
 		}
 		n.running.Store(srv)
-		if err := n.monitor(ctx); err != nil {
+		if err := errors.Join(n.monitor(ctx), n.serveReport(ctx)); err != nil {
 			return err
 		}
 		ready.Set("nats", nil)

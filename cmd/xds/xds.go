@@ -60,10 +60,12 @@ type Config struct {
 	SlicesNamespace, Kubeconfig string
 
 	telemetry telemetry.Options
+	flags     *pflag.FlagSet
 }
 
 // AddFlags registers the server's flags with their defaults.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	c.flags = fs
 	c.telemetry.AddFlags(fs)
 	c.ID.AddFlags(fs)
 	fs.StringVar(&c.Address, "rpc-address", "", "The host:port, or unix:/path, to listen on.")
@@ -142,6 +144,8 @@ func (c *Config) run(ctx context.Context) error {
 		return err
 	}
 	s.register(ctx, server)
+	program := &process.Program{Name: "xds", Address: c.Address, ID: &c.ID, Flags: c.flags, NotReady: s.ready.Err}
+	process.RegisterProcesses(server, program.Report)
 	runners := []lifecycle.Runner{
 		{Name: "rpc", Run: func(ctx context.Context) error {
 			// A service without known replicas may wait for a known service, so the server is ready after the first
@@ -160,7 +164,9 @@ func (c *Config) run(ctx context.Context) error {
 			metrics, instance := process.NewMetrics(), &process.Instance{Name: "xds"}
 			metrics.Add(append(s.collectors(), process.Expirations(&c.ID)))
 			instance.Set(&process.Service{Ready: &s.ready, Status: s})
-			return c.telemetry.ServeDebug(ctx, metrics, process.Pages(instance))
+			pages := process.Pages(instance)
+			pages["/report"] = process.ReportPage(program.Report)
+			return c.telemetry.ServeDebug(ctx, metrics, pages)
 		}},
 	}
 	if c.File != "" {

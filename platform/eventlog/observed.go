@@ -2,7 +2,6 @@ package eventlog
 
 import (
 	"context"
-	"errors"
 	"sync"
 	"time"
 
@@ -42,30 +41,10 @@ const maxObservedEnds = 100
 // ObservedEnds returns the ends of the log that the registries have read, also this registry's. It waits for
 // observedEndsTimeout, unless no registry responds.
 func (l LogID) ObservedEnds(ctx context.Context, nc *nats.Conn) (ends []core.LogEnd, err error) {
-	inbox := nc.NewInbox()
-	sub, err := nc.SubscribeSync(inbox)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = sub.Unsubscribe() }()
-	if err := nc.PublishRequest(l.Subject(endRequestSubject), inbox, nil); err != nil {
-		return nil, err
-	}
-	wait, cancel := context.WithTimeout(ctx, observedEndsTimeout)
-	defer cancel()
-	for len(ends) < maxObservedEnds {
-		m, err := sub.NextMsgWithContext(wait)
-		switch {
-		case ctx.Err() != nil:
-			return nil, ctx.Err()
-		case errors.Is(err, context.DeadlineExceeded), errors.Is(err, nats.ErrNoResponders):
-			return ends, nil
-		case err != nil:
-			return nil, err
-		}
+	err = gather(ctx, nc, l.Subject(endRequestSubject), observedEndsTimeout, maxObservedEnds, func(data []byte) {
 		e := &logv1.ObservedEnd{}
-		if proto.Unmarshal(m.Data, e) != nil {
-			continue
+		if proto.Unmarshal(data, e) != nil {
+			return
 		}
 		ends = append(ends, core.LogEnd{
 			Last: core.ID{Revision: e.Revision},
@@ -76,8 +55,8 @@ func (l LogID) ObservedEnds(ctx context.Context, nc *nats.Conn) (ends []core.Log
 			},
 			Event: core.EtcdEvent{Key: e.Key, Revision: e.KeyRevision, Deleted: e.Deleted},
 		})
-	}
-	return ends, nil
+	})
+	return ends, err
 }
 
 // ServeObservedEnd responds to ObservedEnds with the result of end, unless it is empty.

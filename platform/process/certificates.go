@@ -38,7 +38,7 @@ func (p *Process) certificates() (all []pki.Described) {
 		if id.CertFile == "" {
 			continue
 		}
-		all = append(all, pki.DescribeSigned("--rpc-cert-file", id.CertFile, id.CAFile)...)
+		all = append(all, certificatesOf(&id)...)
 		kubeconfig, _ := s.flags.GetString("kubeconfig")
 		text, _ := os.ReadFile(kubeconfig) // of a process with the gateway, it need not exist
 		if m := clientCertificate.FindSubmatch(text); m != nil {
@@ -56,12 +56,15 @@ type expirations struct {
 // Expirations collects when the certificates of an identity on the inner network expire. It is for processes without
 // services: xds, etcd and NATS.
 func Expirations(id *rpc.TLS) prometheus.Collector {
-	return expirations{func() []pki.Described {
-		if id.CertFile == "" {
-			return nil
-		}
-		return pki.DescribeSigned("--rpc-cert-file", id.CertFile, id.CAFile)
-	}}
+	return expirations{func() []pki.Described { return certificatesOf(id) }}
+}
+
+// certificatesOf describes the certificates of an identity on the inner network, if it has files.
+func certificatesOf(id *rpc.TLS) []pki.Described {
+	if id.CertFile == "" {
+		return nil
+	}
+	return pki.DescribeSigned("--rpc-cert-file", id.CertFile, id.CAFile)
 }
 
 var validityLabels = []string{"flag", "file", "subject"}

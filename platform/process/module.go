@@ -85,6 +85,8 @@ type Service struct {
 	State func(context.Context) any
 	// DeepState returns State's value for a deep report, within DeepTimeout; nil: as State.
 	DeepState func(context.Context) any
+	// Programs returns the reports of the programs that only this service may call. It responds within seconds.
+	Programs func(context.Context) []*Report
 	// Traffic counts the requests of clients of the cluster; nil: the process counts the RPCs that it serves.
 	Traffic *telemetry.Traffic
 	// Files is the page of the files that the service reloads, and Status the page of its state.

@@ -20,7 +20,6 @@ import (
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
-	processv1 "watershed.dev/proto/watershed/process/v1"
 )
 
 // Upstream's controllers end the process when they panic. An object in etcd can cause that: a CRD whose name has no
@@ -149,7 +148,7 @@ func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 		}
 		registrar = &exposedRegistrar{p, server}
 	}
-	processv1.RegisterProcessesServer(registrar, &processes{process: p})
+	RegisterProcesses(registrar, p.Report)
 	metrics := p.network.metrics()
 	metrics.Add([]prometheus.Collector{expirations{p.certificates}})
 	readiness := p.readiness()
@@ -161,9 +160,7 @@ func (p *Process) Runners(ctx context.Context) ([]lifecycle.Runner, error) {
 			all = append(all, &s.Instance)
 		}
 		pages := Pages(all...)
-		pages["/report"] = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			WriteReports(w, p.Report(r.Context(), KindOf(r)))
-		})
+		pages["/report"] = ReportPage(p.Report)
 		return p.Telemetry.ServeDebug(ctx, metrics, pages)
 	}}}
 	for _, s := range p.services {

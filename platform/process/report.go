@@ -18,6 +18,8 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/pki"
 	"watershed.dev/platform/recovery"
@@ -59,6 +61,8 @@ type Report struct {
 	Disks        []Disk            `json:"disks,omitempty"`
 	// States has the states of services, such as registry.State.
 	States map[string]json.RawMessage `json:"states,omitempty"`
+	// Programs are the reports of the programs that only this process may call: of etcd and NATS, at a registry.
+	Programs []*Report `json:"programs,omitempty"`
 }
 
 // Disk is the file system of a directory that a flag names.
@@ -120,23 +124,7 @@ func (k Kind) timeout() time.Duration {
 
 // Report returns the state of the process.
 func (p *Process) Report(ctx context.Context, kind Kind) *Report {
-	host, _ := os.Hostname()
-	r := &Report{
-		ID:         processID,
-		Host:       host,
-		PID:        os.Getpid(),
-		Services:   p.modules.Names(),
-		Address:    p.network.address,
-		Version:    version.Release(),
-		Kubernetes: version.Kubernetes,
-		Started:    started,
-		NotReady:   map[string]string{},
-		Flags:      changedFlags(p.flags),
-		States:     map[string]json.RawMessage{},
-	}
-	sample := []metrics.Sample{{Name: "/memory/classes/total:bytes"}, {Name: "/memory/classes/heap/released:bytes"}}
-	metrics.Read(sample)
-	r.MemoryBytes = sample[0].Value.Uint64() - sample[1].Value.Uint64()
+	r := newReport(p.modules.Names(), p.network.address, p.flags)
 	traffic := &rpc.Traffic
 	var wg sync.WaitGroup
 	var mu sync.Mutex
@@ -149,6 +137,15 @@ func (p *Process) Report(ctx context.Context, kind Kind) *Report {
 			continue
 		}
 		traffic = cmp.Or(built.Traffic, traffic)
+		if built.Programs != nil {
+			wg.Go(func() {
+				defer recovery.ToError("reading the reports of programs", new(error))
+				programs := built.Programs(ctx)
+				mu.Lock()
+				defer mu.Unlock()
+				r.Programs = append(r.Programs, programs...)
+			})
+		}
 		stateOf := built.State
 		if kind == Deep && built.DeepState != nil {
 			stateOf = built.DeepState
@@ -170,9 +167,31 @@ func (p *Process) Report(ctx context.Context, kind Kind) *Report {
 	perSecond, p99 := traffic.Recent()
 	r.RequestsPerSecond, r.P99Seconds = perSecond, p99.Seconds()
 	r.Certificates = p.certificates()
-	r.Disks = disks(p.flags)
 	r.Time = time.Now()
 	return r
+}
+
+// newReport returns the part of a report that every process has.
+func newReport(services []string, address string, flags *pflag.FlagSet) *Report {
+	host, _ := os.Hostname()
+	sample := []metrics.Sample{{Name: "/memory/classes/total:bytes"}, {Name: "/memory/classes/heap/released:bytes"}}
+	metrics.Read(sample)
+	return &Report{
+		ID:          processID,
+		Host:        host,
+		PID:         os.Getpid(),
+		Services:    services,
+		Address:     address,
+		Version:     version.Release(),
+		Kubernetes:  version.Kubernetes,
+		Started:     started,
+		Time:        time.Now(),
+		NotReady:    map[string]string{},
+		MemoryBytes: sample[0].Value.Uint64() - sample[1].Value.Uint64(),
+		Flags:       changedFlags(flags),
+		Disks:       disks(flags),
+		States:      map[string]json.RawMessage{},
+	}
 }
 
 // changedFlags returns the flags that are set, without credentials.
@@ -220,7 +239,7 @@ func disks(fs *pflag.FlagSet) (all []Disk) {
 // processes implements the contract of every process.
 type processes struct {
 	processv1.UnimplementedProcessesServer
-	process *Process
+	report func(context.Context, Kind) *Report
 }
 
 // Report implements processv1.ProcessesServer.
@@ -229,14 +248,15 @@ func (s *processes) Report(ctx context.Context, r *processv1.ReportRequest) (*pr
 	if r.Deep {
 		kind = Deep
 	}
-	report, err := json.Marshal(s.process.Report(ctx, kind))
+	report, err := json.Marshal(s.report(ctx, kind))
 	return &processv1.ReportResponse{Report: report}, err
 }
 
 // reportTimeout bounds a shallow report of another process.
 const reportTimeout = 4 * time.Second
 
-// reports returns the reports of the other processes whose services the process calls. service is the caller.
+// reports returns the reports of the other processes whose services the process calls, and of the xDS servers. service is
+// the caller.
 func (p *Process) reports(ctx context.Context, service string, kind Kind) []*Report {
 	ctx, cancel := context.WithTimeout(ctx, kind.timeout())
 	defer cancel()
@@ -246,6 +266,9 @@ func (p *Process) reports(ctx context.Context, service string, kind Kind) []*Rep
 			at[address] = append(at[address], peer)
 		}
 	}
+	for _, address := range p.network.xdsServers {
+		at[address] = []string{xdsProgram}
+	}
 	var wg sync.WaitGroup
 	var mu sync.Mutex
 	var all []*Report
@@ -253,6 +276,9 @@ func (p *Process) reports(ctx context.Context, service string, kind Kind) []*Rep
 		slices.Sort(services)
 		wg.Go(func() {
 			r, err := p.reportAt(ctx, service, services[0], address, kind)
+			if status.Code(err) == codes.Unimplemented { // an xDS server of an earlier release
+				return
+			}
 			if err != nil {
 				r = &Report{Services: services, Error: err.Error()}
 			}
@@ -260,6 +286,7 @@ func (p *Process) reports(ctx context.Context, service string, kind Kind) []*Rep
 			maps.DeleteFunc(r.States, func(service string, _ json.RawMessage) bool {
 				return !slices.Contains(services, service)
 			})
+			r.Programs = onlyPrograms(r.Programs)
 			mu.Lock()
 			defer mu.Unlock()
 			all = append(all, r)

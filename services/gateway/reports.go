@@ -50,6 +50,7 @@ func (g *Service) report(ctx context.Context, kind process.Kind) *process.Report
 func (g *Service) reportEncoder(ctx context.Context) (encode func() []byte) {
 	defer recovery.ToError("reporting the process", new(error))
 	r := heartbeatReport{Report: g.report(ctx, process.Shallow)}
+	r.Programs = nil // each gateway reads them
 	for service, state := range r.States {
 		if len(state) > maxReportState {
 			delete(r.States, service)
@@ -143,6 +144,7 @@ func (g *Service) reports(ctx context.Context, kind process.Kind) *console.Clust
 			all.Gateways = append(all.Gateways, other)
 		}
 	}
+	all.Reports = process.WithPrograms(all.Reports)
 	return all
 }
 

@@ -35,6 +35,7 @@ func options() process.Options {
 				Ready:      s.Ready(),
 				Run:        s.Run,
 				State:      func(ctx context.Context) any { return s.state(ctx) },
+				Programs:   s.programs,
 			}, nil
 		},
 	}

@@ -73,8 +73,10 @@ func values(by map[string][]string) string {
 // perProcess matches the flags that differ between the processes of a service by design. Each host of `up` also has a
 // port and an event log of its own.
 var (
-	perProcess = regexp.MustCompile(`(^|-)address(es)?$|-dir$|^(audit-log-path|config|external-hostname|name|tls-sans)$`)
-	perHost    = []string{"log-name", "secure-port"}
+	perProcess = regexp.MustCompile(`(^|-)address(es)?$|-dir$|^(listen|advertise)-.*-urls$|` +
+		`^(audit-log-path|cluster-advertise|config|external-hostname|initial-advertise-peer-urls|initial-cluster-state|` +
+		`name|state-file|tls-sans)$`)
+	perHost = []string{"log-name", "secure-port"}
 )
 
 // unset is the displayed value of a flag that a process does not set.

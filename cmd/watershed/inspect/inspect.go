@@ -213,7 +213,7 @@ func (o *Options) fromDebugAddresses(ctx context.Context, kind process.Kind) ([]
 		})
 	}
 	wg.Wait()
-	return all, nil
+	return process.WithPrograms(all), nil
 }
 
 // debugAddresses returns the services of each debug address of a data directory: the socket of `up`, or the
@@ -251,8 +251,8 @@ func debugAddresses(dir string) (map[string][]string, error) {
 		switch {
 		case len(c.Targets) > 0:
 			all[c.Address] = c.Targets
-		case strings.HasPrefix(filepath.Base(f), "xds-") && !Reachable(c.Address):
-			all[c.Address] = []string{"xds"} // xds has no report, and only a stopped xds is a fault
+		case strings.HasPrefix(filepath.Base(f), "xds-"):
+			all[c.Address] = []string{"xds"}
 		}
 	}
 	if len(all) == 0 {

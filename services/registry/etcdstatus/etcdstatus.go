@@ -12,6 +12,7 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"watershed.dev/platform/process"
+	processv1 "watershed.dev/proto/watershed/process/v1"
 )
 
 // Status is the state of an etcd.
@@ -111,4 +112,24 @@ func Read(ctx context.Context, client *clientv3.Client, key string) *Status {
 	slices.Sort(s.Alarms)
 	s.Alarms = slices.Compact(s.Alarms)
 	return s
+}
+
+// Program returns the report of the process of the member at an endpoint of the client. A member that is not
+// Watershed's has no report: the code of the error is Unimplemented.
+func Program(ctx context.Context, client *clientv3.Client, endpoint string) (*process.Report, error) {
+	conn, err := client.Dial(endpoint)
+	if err != nil {
+		return nil, err
+	}
+	defer conn.Close()
+	sent := time.Now()
+	resp, err := processv1.NewProcessesClient(conn).Report(ctx, &processv1.ReportRequest{})
+	if err != nil {
+		return nil, err
+	}
+	r, err := process.DecodeReport(resp.Report, sent, time.Now())
+	if err == nil {
+		r.Address = process.Redact(endpoint)
+	}
+	return r, err
 }

@@ -4,6 +4,9 @@ import (
 	"context"
 	"testing"
 
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
 	"watershed.dev/services/registry/etcdstatus"
 	"watershed.dev/services/registry/internal/fixture"
 )
@@ -17,6 +20,10 @@ func TestRead(t *testing.T) {
 	}
 	if m := s.Members[0]; m.Error != "" || !m.Leader || !m.HasLeader || m.Version == "" || m.Bytes == 0 || m.Name == "" {
 		t.Errorf("%+v", m)
+	}
+	_, err := etcdstatus.Program(t.Context(), store.Client.Client, store.Client.Endpoints()[0])
+	if status.Code(err) != codes.Unimplemented {
+		t.Errorf("the report of an etcd that is not Watershed's: %v", err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()

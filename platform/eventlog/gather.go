@@ -1,0 +1,61 @@
+package eventlog
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/nats-io/nats.go"
+)
+
+// gather sends a request to all subscribers of a subject, and calls receive for each response. It ends after limit
+// responses, after timeout, or if there is no subscriber.
+func gather(ctx context.Context, nc *nats.Conn, subject string, timeout time.Duration, limit int,
+	receive func(data []byte)) error {
+	inbox := nc.NewInbox()
+	sub, err := nc.SubscribeSync(inbox)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = sub.Unsubscribe() }()
+	if err := nc.PublishRequest(subject, inbox, nil); err != nil {
+		return err
+	}
+	wait, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	for range limit {
+		m, err := sub.NextMsgWithContext(wait)
+		switch {
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case errors.Is(err, context.DeadlineExceeded), errors.Is(err, nats.ErrNoResponders):
+			return nil
+		case err != nil:
+			return err
+		}
+		receive(m.Data)
+	}
+	return nil
+}
+
+// reportSubject is the subject of requests for the reports of the NATS servers' processes.
+const reportSubject = subjectRoot + "report.request"
+
+// reportTimeout is how long Reports waits for responses. A server that does not run has none.
+const reportTimeout = time.Second
+
+// Reports requests the reports of the processes of a number of NATS servers, and calls receive for each response. A
+// server that is not Watershed's does not respond.
+func Reports(ctx context.Context, nc *nats.Conn, servers int, receive func(report []byte)) error {
+	return gather(ctx, nc, reportSubject, reportTimeout, servers, receive)
+}
+
+// ServeReport responds to Reports with the result of report.
+func ServeReport(nc *nats.Conn, report func() ([]byte, error)) error {
+	_, err := nc.Subscribe(reportSubject, func(m *nats.Msg) {
+		if data, err := report(); err == nil {
+			_ = m.Respond(data)
+		}
+	})
+	return err
+}
