@@ -32,14 +32,15 @@ type LogState struct {
 	Failure string `json:"failure,omitempty"`
 	// Revision is the revision up to which this registry has read the log.
 	Revision int64 `json:"revision"`
+	// Wanted is --log-replicas.
+	Wanted int `json:"wanted,omitempty"`
 	// Error is why NATS does not respond. The fields below are then empty.
 	Error string `json:"error,omitempty"`
 	// Leader is the NATS server that leads the stream; empty: the server is alone. Replicas is the number of servers
-	// that have the stream, Current the number of current replicas, and Wanted is --log-replicas.
+	// that have the stream, and Current the number of current replicas.
 	Leader   string `json:"leader,omitempty"`
 	Replicas int    `json:"replicas,omitempty"`
 	Current  int    `json:"current,omitempty"`
-	Wanted   int    `json:"wanted,omitempty"`
 	// Sequence is the last sequence of the stream, and Messages and Bytes its size.
 	Sequence uint64 `json:"sequence,omitempty"`
 	Messages uint64 `json:"messages,omitempty"`
@@ -72,7 +73,8 @@ func (s *Service) state(ctx context.Context) *State {
 func (l *etcdLog) state(ctx context.Context) LogState {
 	ctx, cancel := context.WithTimeout(ctx, etcdstatus.Timeout)
 	defer cancel()
-	st := LogState{Log: string(l.etcd.Log), Publishing: l.publisher.Elected(), Revision: l.watchCache.Progress()}
+	st := LogState{Log: string(l.etcd.Log), Publishing: l.publisher.Elected(), Revision: l.watchCache.Progress(),
+		Wanted: max(l.options.Replicas, 1)}
 	if err := l.publisher.Failure(); err != nil {
 		st.Failure = process.Redact(err.Error())
 	}
@@ -81,7 +83,7 @@ func (l *etcdLog) state(ctx context.Context) LogState {
 		st.Error = process.Redact(err.Error())
 		return st
 	}
-	st.Replicas, st.Current, st.Wanted = 1, eventlog.CurrentReplicas(info), max(l.options.Replicas, 1)
+	st.Replicas, st.Current = 1, eventlog.CurrentReplicas(info)
 	if c := info.Cluster; c != nil {
 		st.Leader, st.Replicas = c.Leader, len(c.Replicas)+1
 	}

@@ -10,6 +10,7 @@ import (
 	"crypto/x509/pkix"
 	"encoding/json"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"math/big"
 	"net/http"
@@ -19,6 +20,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -27,6 +29,7 @@ import (
 
 	"watershed.dev/platform/porttest"
 	"watershed.dev/test/harness"
+	"watershed.dev/test/tamper"
 )
 
 // finding is a finding of `watershed check -o json`.
@@ -35,7 +38,9 @@ type finding struct{ Check, Level, Problem, Remedy, Docs string }
 // runCheck runs `watershed check` and returns the findings above the level ok, and the exit code.
 func runCheck(t *testing.T, args ...string) (found []finding, code int) {
 	t.Helper()
-	cmd := exec.Command(harness.Watershed(), append([]string{"check", "-o", "json"}, args...)...)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, harness.Watershed(), append([]string{"check", "-o", "json"}, args...)...)
 	out, err := cmd.Output()
 	var all struct{ Findings []finding }
 	if jerr := json.Unmarshal(out, &all); jerr != nil {
@@ -49,23 +54,27 @@ func runCheck(t *testing.T, args ...string) (found []finding, code int) {
 	return found, cmd.ProcessState.ExitCode()
 }
 
-// checkFinds waits until `watershed check` has a finding with a text for each check of want, and exit code 1.
-func checkFinds(t *testing.T, args []string, want map[string]string) {
+// checkFinds waits until `watershed check` has a finding with a text for each check of want, and exit code 1. It returns
+// the problem of a finding.
+func checkFinds(t *testing.T, args []string, want map[string]string) (problem string) {
 	t.Helper()
 	harness.Eventually(t, harness.Soon, func() error {
 		found, code := runCheck(t, args...)
 		for check, text := range want {
-			if !slices.ContainsFunc(found, func(f finding) bool {
+			i := slices.IndexFunc(found, func(f finding) bool {
 				return f.Check == check && strings.Contains(f.Problem, text) && f.Remedy != "" && f.Docs != ""
-			}) {
+			})
+			if i < 0 {
 				return fmt.Errorf("%s: nothing has %q: %+v", check, text, found)
 			}
+			problem = found[i].Problem
 		}
 		if code != 1 {
 			return fmt.Errorf("exit code %d", code)
 		}
 		return nil
 	})
+	return problem
 }
 
 // isOfMachine reports whether a finding is a warning about this machine: its disk is almost full, or it is busy.
@@ -103,14 +112,17 @@ func setProcess(t *testing.T, s *harness.Server, process, name, value string) {
 	kill(t, filepath.Join(s.Dir, process+".pid"))
 }
 
-// TestCheckFindsPlantedFaults plants faults in a running split. `watershed check` finds each, through a gateway.
+// TestCheckFindsPlantedFaults plants a fault after the other in a running split, and `watershed check` finds each.
+// TestCheckFindsMixedVersions plants another.
 func TestCheckFindsPlantedFaults(t *testing.T) {
 	t.Parallel()
 	dir := harness.TempDir(t)
 	cert, key := expired(t, dir)
-	s := harness.Split(t, dir, "--replicas=watchfanout=3", "--proxy-client-cert-file="+cert,
+	small := filepath.Join(dir, "nats-2")
+	unmounted := mountSmall(t, small, 64)
+	s := harness.Split(t, dir, "--replicas=watchfanout=3,etcd=3,nats=3", "--proxy-client-cert-file="+cert,
 		"--proxy-client-key-file="+key)
-	through := []string{"--kubeconfig", s.Kubeconfig}
+	through, local := []string{"--kubeconfig", s.Kubeconfig}, []string{"--data-dir", dir}
 	harness.Eventually(t, harness.Soon, func() error { // only the certificate that the split started with
 		found, _ := runCheck(t, through...)
 		found = slices.DeleteFunc(found, isOfMachine)
@@ -119,6 +131,82 @@ func TestCheckFindsPlantedFaults(t *testing.T) {
 		}
 		return nil
 	})
+	stop := func(names ...string) {
+		for _, name := range names {
+			freeze(t, pid(t, s, name))
+		}
+	}
+	authn, etcd := pid(t, s, "authn-0"), pid(t, s, "etcd-0")
+	for _, fault := range []struct {
+		name, check, text string
+		// find are the flags that find the fault. A gateway may refuse requests while etcd has no quorum.
+		find  []string
+		plant func() error
+	}{
+		{"expired certificate", "certificates", cert, through, nil},
+		{"dead webhook", "webhooks", "Service default/gone does not exist", through, func() error {
+			applyDeadServers(t, s)
+			return nil
+		}},
+		{"dead webhook of a URL", "webhooks", "127.0.0.1:1/review) does not respond: the last call", through, nil},
+		{"dead APIService", "apiservices", "v1.dead.example.com", through, nil},
+		{"wrong CA", "ca", "do not accept each other's certificates", through, func() error {
+			setProcess(t, s, "watchfanout-0", "rpc-ca-file", filepath.Join(dir, "pki", "ca.crt"))
+			return nil
+		}},
+		{"lagging replica", "watch-tier", "revisions behind etcd", through, func() error {
+			setProcess(t, s, "watchfanout-1", "nats-url", "tls://127.0.0.1:1")
+			return nil
+		}},
+		{"flag drift", "flags", "--watch-progress-period differs", through, func() error {
+			setProcess(t, s, "watchfanout-2", "watch-progress-period", "3s")
+			return nil
+		}},
+		{"skewed clock", "clocks", fmt.Sprintf("/%d differs by 1", authn), through, func() error { // 1200 s
+			return tamper.SetClock(authn, 20*time.Minute)
+		}},
+		{"skewed clock of etcd", "clocks", fmt.Sprintf("/%d differs by -1", etcd), through, func() error {
+			return tamper.SetClock(etcd, -20*time.Minute)
+		}},
+		{"full disk", "disks", small + " (--data-dir of nats", through, func() error {
+			if unmounted != nil {
+				return unmounted
+			}
+			return fillUpTo(small, 4<<20)
+		}},
+		{"alarm NOSPACE", "etcd", "has the alarm NOSPACE", through, func() error {
+			noSpace(t, etcdClient(t, etcdOf(t, s)), etcdserverpb.AlarmRequest_ACTIVATE)
+			return nil
+		}},
+		{"no quorum of NATS", "event-log", "NATS has no quorum: 1 of 3 servers run", through, func() error {
+			stop("nats-0", "nats-1")
+			return nil
+		}},
+		{"stopped NATS", "event-log", "does not reach the event log", through, func() error {
+			stop("nats-2")
+			return nil
+		}},
+		{"no quorum of etcd", "etcd", "has no quorum and no leader", local, func() error {
+			stop("etcd-0", "etcd-1")
+			return nil
+		}},
+	} {
+		if fault.plant != nil {
+			switch err := fault.plant(); {
+			case errors.Is(err, errors.ErrUnsupported), errors.Is(err, syscall.EPERM):
+				t.Logf("%s: not planted: %v", fault.name, err)
+				continue
+			case err != nil:
+				t.Fatalf("%s: %v", fault.name, err)
+			}
+		}
+		t.Logf("%s: %s", fault.name, checkFinds(t, fault.find, map[string]string{fault.check: fault.text}))
+	}
+}
+
+// applyDeadServers applies webhooks and an APIService without a server, and waits until admission calls a webhook.
+func applyDeadServers(t *testing.T, s *harness.Server) {
+	t.Helper()
 	s.Apply(`
 apiVersion: admissionregistration.k8s.io/v1
 kind: ValidatingWebhookConfiguration
@@ -144,29 +232,19 @@ spec: {group: dead.example.com, version: v1, groupPriorityMinimum: 100, versionP
 `)
 	harness.Eventually(t, harness.Soon, func() error { // rejected once admission has read the configuration
 		if _, err := s.TryKubectl("", "create", "configmap", "x", "--dry-run=server"); err == nil {
-			return fmt.Errorf("the create was accepted")
+			return errors.New("the create was accepted")
 		}
 		return nil
 	})
-	setProcess(t, s, "watchfanout-0", "rpc-ca-file", filepath.Join(dir, "pki", "ca.crt"))
-	setProcess(t, s, "watchfanout-1", "nats-url", "tls://127.0.0.1:1")
-	setProcess(t, s, "watchfanout-2", "watch-progress-period", "3s")
-	planted := map[string]string{
-		"certificates": cert,
-		"apiservices":  "v1.dead.example.com",
-		"webhooks":     "Service default/gone does not exist",
-		"ca":           "do not accept each other's certificates",
-		"watch-tier":   "revisions behind etcd",
-		"flags":        "--watch-progress-period differs",
+}
+
+// fillUpTo writes a file into a directory, so that its file system has free bytes left.
+func fillUpTo(dir string, free uint64) error {
+	var st syscall.Statfs_t
+	if err := syscall.Statfs(dir, &st); err != nil {
+		return err
 	}
-	checkFinds(t, through, planted)
-	checkFinds(t, through, map[string]string{"webhooks": "127.0.0.1:1/review) does not respond: the last call"})
-	noSpace(t, etcdClient(t, etcdOf(t, s)), etcdserverpb.AlarmRequest_ACTIVATE)
-	planted["etcd"] = "has the alarm NOSPACE"
-	checkFinds(t, through, planted)
-	freeze(t, pid(t, s, "nats-0"))
-	planted["event-log"] = "does not reach the event log"
-	checkFinds(t, through, planted)
+	return os.WriteFile(filepath.Join(dir, "filler"), make([]byte, st.Bavail*uint64(st.Bsize)-free), 0o600)
 }
 
 // TestCheckFindsMixedVersions replaces the binary of a running split by another release, and kills a process.
@@ -326,7 +404,7 @@ func loneMember(t *testing.T) (url string) {
 	return url
 }
 
-// TestStatusOfCompact lists every process of compact through a gateway, both fronts included. With --deep, each replica
+// TestStatusOfCompact lists every process of compact through a gateway: both fronts, etcd, NATS and xds. With --deep, each replica
 // of the watch tier compares its objects with etcd's.
 func TestStatusOfCompact(t *testing.T) {
 	t.Parallel()
@@ -350,8 +428,9 @@ func TestStatusOfCompact(t *testing.T) {
 		}
 		fronts := regexp.MustCompile(`(?m)^\S+ +registry,authn,authz,admission,gateway .* true `).FindAll(out, -1)
 		replicas := regexp.MustCompile(`(?m)^\S+ +watchfanout .* true `).FindAll(out, -1)
-		if len(fronts) != 2 || len(replicas) != 2 || !strings.Contains(string(out), "PUBLISHES") {
-			return fmt.Errorf("%d fronts, %d replicas:\n%s", len(fronts), len(replicas), out)
+		programs := regexp.MustCompile(`(?m)^\S+ +(etcd|nats|xds) .* true +\d+s +\d+\.\d MB `).FindAll(out, -1)
+		if len(fronts) != 2 || len(replicas) != 2 || len(programs) != 3 || !strings.Contains(string(out), "PUBLISHES") {
+			return fmt.Errorf("%d fronts, %d replicas, %d programs:\n%s", len(fronts), len(replicas), len(programs), out)
 		}
 		return nil
 	})

@@ -26,17 +26,25 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// smallDisk mounts a file system of some megabytes at a new directory until the test ends. It needs root.
-func smallDisk(t *testing.T, dir string, megabytes int) {
+// mountSmall mounts a file system of some megabytes at a new directory until the test ends. It needs root.
+func mountSmall(t *testing.T, dir string, megabytes int) error {
 	t.Helper()
 	err := os.MkdirAll(dir, 0o700)
 	if err == nil {
 		err = syscall.Mount("tmpfs", dir, "tmpfs", 0, fmt.Sprintf("size=%dm,mode=0700", megabytes))
 	}
-	if err != nil {
+	if err == nil {
+		t.Cleanup(func() { _ = syscall.Unmount(dir, syscall.MNT_DETACH) })
+	}
+	return err
+}
+
+// smallDisk is mountSmall for a test that needs the file system.
+func smallDisk(t *testing.T, dir string, megabytes int) {
+	t.Helper()
+	if err := mountSmall(t, dir, megabytes); err != nil {
 		t.Skipf("a file system cannot be mounted: %v", err)
 	}
-	t.Cleanup(func() { _ = syscall.Unmount(dir, syscall.MNT_DETACH) })
 }
 
 // fill fills the file system of dir, and returns a function that frees the space.

@@ -125,7 +125,8 @@ func Worst(all []Finding) (worst Level) {
 }
 
 func fault(l Level, remedy, problem string, args ...any) Finding {
-	return Finding{Level: l, Problem: fmt.Sprintf(problem, args...), Remedy: remedy}
+	// The text of joined errors has several lines.
+	return Finding{Level: l, Problem: strings.ReplaceAll(fmt.Sprintf(problem, args...), "\n", "; "), Remedy: remedy}
 }
 
 // label names a process: its services and its name.

@@ -221,6 +221,11 @@ func TestEveryFaultIsFound(t *testing.T) {
 		"stopped NATS": {"event-log", Error, "registry h/4 does not reach the event log in NATS", func(in *Input) {
 			state(in, func(st *registry.State) { st.Logs[0].Error = "refused" })
 		}},
+		"NATS without a quorum": {"event-log", Error, "NATS has no quorum: 1 of 3 servers run: refused; again",
+			func(in *Input) {
+				in.Reports = append(in.Reports, &process.Report{Services: []string{"nats"}, Version: "v1"})
+				state(in, func(st *registry.State) { st.Logs[0].Failure, st.Logs[0].Wanted = "refused\nagain", 3 })
+			}},
 		"NATS with a full disk": {"event-log", Error, "registry h/4 cannot publish the event log: no space", func(in *Input) {
 			state(in, func(st *registry.State) { st.Logs[0].Failure = "no space left on device" })
 		}},

@@ -1,6 +1,7 @@
 package check
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -127,11 +128,21 @@ func eventLog(in *Input) (found []Finding) {
 	if len(states) == 0 {
 		return []Finding{fault(Skipped, "", "no registry has sent a report")}
 	}
+	servers := 0
+	for _, r := range responding(in.Reports) {
+		if slices.Contains(r.Services, "nats") {
+			servers++
+		}
+	}
 	publishing := map[string]bool{}
 	for _, name := range slices.Sorted(maps.Keys(states)) {
 		for _, l := range states[name].Logs {
 			publishing[l.Log] = publishing[l.Log] || l.Publishing
+			fails := cmp.Or(l.Error, l.Failure)
 			switch log := logName(l.Log); {
+			case fails != "" && servers > 0 && 2*servers <= l.Wanted:
+				found = append(found, fault(Error, "Start NATS servers until more than half run.",
+					"NATS has no quorum: %d of %d servers run: %s", servers, l.Wanted, fails))
 			case l.Error != "":
 				found = append(found, fault(Error, "Start NATS, or correct --nats-url and its certificates.",
 					"%s does not reach %s in NATS: %s", name, log, l.Error))
