@@ -15,6 +15,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"watershed.dev/cmd/certgen"
+	"watershed.dev/cmd/watershed/inspect"
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/pki"
 	"watershed.dev/platform/process"
@@ -79,7 +80,7 @@ func openLayout(dir, bind string, port int, hosts []string, logs logFiles) (*lay
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
 	dir = resolved
-	if hasForeignFiles(dir) {
+	if inspect.HasForeignFiles(dir) {
 		return nil, fmt.Errorf("--data-dir %q has other files, and only this user may access a data directory: choose an "+
 			"empty directory", dir)
 	}
@@ -104,27 +105,6 @@ func openLayout(dir, bind string, port int, hosts []string, logs logFiles) (*lay
 		return nil, err
 	}
 	return l, l.pki.Open()
-}
-
-// hasForeignFiles reports whether a directory is open to other users, and has files that are not a data directory's.
-// The directory of a new volume has lost+found.
-func hasForeignFiles(dir string) bool {
-	info, err := os.Stat(dir)
-	if err != nil || info.Mode().Perm()&0o077 == 0 {
-		return false
-	}
-	files, _ := os.ReadDir(dir)
-	others := false
-	for _, f := range files {
-		switch f.Name() {
-		case process.LockFile, "pki":
-			return false
-		case "lost+found":
-		default:
-			others = true
-		}
-	}
-	return others
 }
 
 // advertised returns the names and addresses that the gateway advertises, and the address of the Service kubernetes.

@@ -16,7 +16,6 @@ import (
 	"watershed.dev/cmd/certgen"
 	"watershed.dev/cmd/embedded"
 	"watershed.dev/cmd/watershed/capacity"
-	"watershed.dev/cmd/watershed/check"
 	"watershed.dev/cmd/watershed/probe"
 	"watershed.dev/cmd/watershed/snapshot"
 	"watershed.dev/cmd/xds"
@@ -61,7 +60,7 @@ func commands(args []string) []command {
 		command{"nats", "", parts, "Run a NATS server, as split does", embedded.NATSCommand},
 		command{"xds", "", parts, "Run the xDS server of the services' replicas, as split does", xds.Command},
 		command{"status", "", tools, "Show the processes and stores of a running Watershed", statusCommand},
-		command{"check", "", tools, "Find faults of a running Watershed", check.Command},
+		command{"check", "", tools, "Find faults of a running Watershed, or before an installation", checkCommand(args)},
 		command{"probe", "", tools, "Write and watch as a client does, and measure it", probe.Command},
 		command{"capacity", "", tools, "Compute the processes that a cluster needs", capacity.Command},
 		command{"snapshot", "", tools, "Save and restore etcd", snapshot.Command},

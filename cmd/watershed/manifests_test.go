@@ -11,10 +11,13 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"sigs.k8s.io/yaml"
 
 	"watershed.dev/cmd/certgen"
 	"watershed.dev/cmd/embedded"
+	"watershed.dev/cmd/watershed/check"
 	"watershed.dev/cmd/xds"
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/lifecycle"
@@ -176,5 +179,54 @@ func TestManifestsMatchTheProcesses(t *testing.T) {
 			t.Errorf("%s: xds publishes %v, and other pods call %v", file, slices.Sorted(maps.Keys(d.published)),
 				slices.Sorted(maps.Keys(d.exposed)))
 		}
+	}
+}
+
+// `watershed check --pre` knows the permissions that the overlays need, the names of their objects, and the chart's least
+// version of Kubernetes.
+func TestCheckBeforeAnInstallationKnowsTheManifests(t *testing.T) {
+	for _, overlay := range []string{"dev", "ha", "compact"} {
+		text, err := os.ReadFile(filepath.Join("../../deploy/k8s/rendered", overlay+".yaml"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, doc := range bytes.Split(text, []byte("\n---\n")) {
+			var o struct {
+				APIVersion, Kind string
+				Metadata         struct{ Name string }
+				Rules            []struct{ APIGroups, Resources, Verbs []string }
+			}
+			if err := yaml.Unmarshal(doc, &o); err != nil {
+				t.Fatal(err)
+			}
+			need := func(verb, group, resource string) {
+				if !slices.Contains(check.Needed, check.Permission{Verb: verb, Group: group, Resource: resource}) {
+					t.Errorf("%s/%s needs %s %s.%s", o.Kind, o.Metadata.Name, verb, resource, group)
+				}
+			}
+			kind := schema.FromAPIVersionAndKind(o.APIVersion, o.Kind)
+			resource, _ := meta.UnsafeGuessKindToResource(kind)
+			need("create", kind.Group, resource.Resource)
+			for _, r := range o.Rules {
+				for _, verb := range r.Verbs {
+					need(verb, r.APIGroups[0], r.Resources[0])
+				}
+			}
+			names := check.ObjectNames
+			switch o.Kind {
+			case "PriorityClass":
+				names = check.PriorityClassNames
+			case "Deployment", "StatefulSet", "Service":
+			default:
+				continue
+			}
+			if !slices.Contains(names, o.Metadata.Name) {
+				t.Errorf("%s/%s is not known", o.Kind, o.Metadata.Name)
+			}
+		}
+	}
+	chart, err := os.ReadFile("../../deploy/k8s/chart/Chart.yaml")
+	if want := `kubeVersion: ">=` + check.MinimalKubernetes; err != nil || !strings.Contains(string(chart), want) {
+		t.Errorf("%v: the chart has no %s", err, want)
 	}
 }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"watershed.dev/cmd/watershed/check"
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/process"
 	"watershed.dev/services/admission"
@@ -68,6 +69,24 @@ func runCommand(args []string) process.Command {
 		}
 		modules.Command(modules.Names())(flags) // for the help
 		return func() error { return err }
+	}
+}
+
+// checkCommand is check.Command. With --pre in args, it also has the flags of `up`, which its help does not list.
+func checkCommand(args []string) process.Command {
+	return func(flags *pflag.FlagSet) func() error {
+		run := check.Command(flags)
+		if slices.Contains(args, "--pre") {
+			up := pflag.NewFlagSet("up", pflag.ContinueOnError)
+			newUpFlags(up)
+			up.VisitAll(func(f *pflag.Flag) {
+				if flags.Lookup(f.Name) == nil {
+					f.Hidden = true
+					flags.AddFlag(f)
+				}
+			})
+		}
+		return run
 	}
 }
 

@@ -20,6 +20,7 @@ import (
 	"github.com/spf13/pflag"
 	"sigs.k8s.io/yaml"
 
+	"watershed.dev/cmd/watershed/inspect"
 	"watershed.dev/platform/config"
 )
 
@@ -327,7 +328,7 @@ func TestADirectoryOfOthersIsRefused(t *testing.T) {
 		if err := os.Chmod(dir, c.mode); err != nil {
 			t.Fatal(err)
 		}
-		if got := hasForeignFiles(dir); got != c.refused {
+		if got := inspect.HasForeignFiles(dir); got != c.refused {
 			t.Errorf("%s: %v", name, got)
 		}
 	}

@@ -27,12 +27,7 @@ func (p *Process) certificates() (all []pki.Described) {
 	if p.flags == nil {
 		return nil
 	}
-	p.flags.VisitAll(func(f *pflag.Flag) {
-		path := f.Value.String()
-		if path != "" && certificateFlag.MatchString(f.Name) {
-			all = append(all, pki.Describe("--"+f.Name, path)...)
-		}
-	})
+	all = CertificatesOf(p.flags)
 	for _, s := range p.services {
 		id := p.identity(s.Name)
 		if id.CertFile == "" {
@@ -45,6 +40,22 @@ func (p *Process) certificates() (all []pki.Described) {
 			all = append(all, pki.Describe("--kubeconfig", string(m[1]))...)
 		}
 	}
+	return all
+}
+
+// CertificatesOf describes the certificates in the files that flags name, without the inner network's.
+func CertificatesOf(fs *pflag.FlagSet) (all []pki.Described) {
+	fs.VisitAll(func(f *pflag.Flag) {
+		path := f.Value.String()
+		if path == "" || !certificateFlag.MatchString(f.Name) {
+			return
+		}
+		described := pki.Describe("--"+f.Name, path)
+		if len(described) == 0 {
+			described = []pki.Described{{Flag: "--" + f.Name, File: path, Error: "it has no PEM certificate"}}
+		}
+		all = append(all, described...)
+	})
 	return all
 }
 

@@ -226,14 +226,24 @@ func disks(fs *pflag.FlagSet) (all []Disk) {
 		if name == "audit-log-path" && path != "" {
 			path = filepath.Dir(path)
 		}
-		var st syscall.Statfs_t
-		if path == "" || syscall.Statfs(path, &st) != nil || seen[st.Fsid] {
+		if path == "" {
 			continue
 		}
-		seen[st.Fsid] = true
-		all = append(all, Disk{"--" + name, path, st.Bavail * uint64(st.Bsize), st.Blocks * uint64(st.Bsize)})
+		d, id, err := DiskOf("--"+name, path)
+		if err != nil || seen[id] {
+			continue
+		}
+		seen[id] = true
+		all = append(all, d)
 	}
 	return all
+}
+
+// DiskOf returns the file system of a path that a flag names, and its ID.
+func DiskOf(flag, path string) (d Disk, id syscall.Fsid, err error) {
+	var st syscall.Statfs_t
+	err = syscall.Statfs(path, &st)
+	return Disk{flag, path, st.Bavail * uint64(st.Bsize), st.Blocks * uint64(st.Bsize)}, st.Fsid, err
 }
 
 // processes implements the contract of every process.

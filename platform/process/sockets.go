@@ -67,24 +67,31 @@ func socketsFit(dir string) bool {
 	return err == nil && len(dir) < maxSocketDir
 }
 
-// RestrictDirectory lets only this user access a directory, because it holds keys and sockets. It fails if the
-// directory is not this user's, or is for all users, such as /tmp.
+// RestrictDirectory lets only this user access a directory, because it holds keys and sockets. It fails if CheckDirectory
+// does.
 func RestrictDirectory(dir string) error {
+	mode, err := CheckDirectory(dir)
+	if err == nil && mode.Perm()&0o077 != 0 {
+		err = os.Chmod(dir, 0o700)
+	}
+	return err
+}
+
+// CheckDirectory returns the mode of a directory. It fails if the directory is not this user's, or is for all users, such
+// as /tmp.
+func CheckDirectory(dir string) (os.FileMode, error) {
 	info, err := os.Lstat(dir)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	st, ok := info.Sys().(*syscall.Stat_t)
 	if !info.IsDir() || !ok || int(st.Uid) != os.Geteuid() {
-		return errors.New("it is not a directory of this user; choose another directory")
+		return 0, errors.New("it is not a directory of this user; choose another directory")
 	}
 	if info.Mode()&os.ModeSticky != 0 && info.Mode().Perm()&0o002 != 0 { // an empty directory may be a new volume
 		if files, err := os.ReadDir(dir); err != nil || len(files) > 0 {
-			return errors.New("it is a directory for all users; choose a directory in it")
+			return 0, errors.New("it is a directory for all users; choose a directory in it")
 		}
 	}
-	if info.Mode().Perm()&0o077 != 0 {
-		return os.Chmod(dir, 0o700)
-	}
-	return nil
+	return info.Mode(), nil
 }

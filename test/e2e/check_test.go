@@ -372,6 +372,65 @@ func TestCheckOfUp(t *testing.T) {
 	}
 }
 
+// TestCheckBeforeAnInstallation checks this machine before `up`, and a cluster before the manifests.
+func TestCheckBeforeAnInstallation(t *testing.T) {
+	t.Parallel()
+	dir := harness.TempDir(t)
+	port := porttest.FreePort(t)
+	config := filepath.Join(dir, "up.yaml")
+	if err := os.WriteFile(config, fmt.Appendf(nil, "bind-address: 127.0.0.1\nsecure-port: %d\n", port), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	data := filepath.Join(dir, "data")
+	machine := []string{"--pre", "--config", config, "--data-dir", data}
+	found, code := runCheck(t, machine...)
+	found = slices.DeleteFunc(found, func(f finding) bool { // of this machine
+		return f.Level == "warning" && slices.Contains([]string{"disks", "limits", "clocks"}, f.Check)
+	})
+	if code != 0 || len(found) > 0 {
+		t.Errorf("before `up`: exit code %d, %+v", code, found)
+	}
+	if err := os.Mkdir(data, 0o700); err != nil { // harness writes its log into the directory
+		t.Fatal(err)
+	}
+	s := harness.Up(t, data, fmt.Sprintf("--secure-port=%d", port))
+	checkFinds(t, append(machine, "--etcd-servers="+loneMember(t), "--client-ca-file="+s.Kubeconfig+".gone"),
+		map[string]string{
+			"ports":        "address already in use",
+			"data-dir":     "in use by a running `up` or `split`",
+			"etcd":         "has no quorum and no leader",
+			"certificates": "no such file",
+		})
+
+	s.Apply(`
+apiVersion: storage.k8s.io/v1
+kind: StorageClass
+metadata: {name: fast}
+provisioner: example.com/none
+`)
+	cluster := []string{"--pre", "--kubeconfig", s.Kubeconfig}
+	if found, code := runCheck(t, append(cluster, "--storage-class=fast")...); code != 0 || len(found) > 0 {
+		t.Errorf("before the manifests: exit code %d, %+v", code, found)
+	}
+	s.Kubectl("create", "namespace", "watershed")
+	s.Kubectl("-n", "watershed", "create", "service", "clusterip", "etcd", "--tcp=1")
+	s.Kubectl("create", "priorityclass", "watershed", "--value=1")
+	s.Apply(`
+apiVersion: coordination.k8s.io/v1
+kind: Lease
+metadata: {name: node-1, namespace: kube-node-lease}
+spec: {holderIdentity: node-1, renewTime: "2999-01-01T00:00:00.000000Z"}
+`)
+	checkFinds(t, cluster, map[string]string{
+		"clocks":    "the node node-1 is ahead",
+		"namespace": "the namespace watershed has Service/etcd",
+		"storage":   "no default StorageClass for the volumes of etcd: fast",
+	})
+	checkFinds(t, []string{"--pre", "--kubeconfig", s.Identity("x")}, map[string]string{
+		"permissions": "may not create namespaces; create priorityclasses.scheduling.k8s.io; create serviceaccounts",
+	})
+}
+
 // loneMember starts a cluster of three members, stops two, and returns the URL of the third.
 func loneMember(t *testing.T) (url string) {
 	t.Helper()

@@ -1,5 +1,6 @@
-// Package check finds faults of a running Watershed, its etcd, its event log and its cluster. Find decides from an
-// Input that Read returns, without I/O. The package changes nothing.
+// Package check finds faults of a running Watershed, its etcd, its event log and its cluster, and of a machine or a
+// cluster before an installation. Find decides from an Input that Read returns, without I/O, and FindPre from a PreInput.
+// The package changes nothing.
 package check
 
 import (
@@ -62,9 +63,9 @@ type Input struct {
 	Server  string
 	Serving []*x509.Certificate
 	Roots   *x509.CertPool
-	// Etcd is the state of the etcd that flags name, or nil. EtcdCertificates are the files of these flags.
-	Etcd             *etcdstatus.Status
-	EtcdCertificates []pki.Described
+	// Etcd is the state of the etcd that flags name, or nil. Certificates are the files of flags.
+	Etcd         *etcdstatus.Status
+	Certificates []pki.Described
 	// Cluster are the webhooks and APIServices, and ClusterError is why they cannot be read.
 	Cluster      Cluster
 	ClusterError error
@@ -74,12 +75,14 @@ type Input struct {
 // had before it.
 const Pause = time.Second
 
-// checks are all checks in the order of the output.
-var checks = []struct {
-	name string
-	ok   string
-	find func(*Input) []Finding
-}{
+// check finds faults in an input. ok is the problem of a finding without a fault.
+type check[T any] struct {
+	name, ok string
+	find     func(T) []Finding
+}
+
+// checks are the checks of a running Watershed in the order of the output.
+var checks = []check[*Input]{
 	{"processes", "every process responds and is ready", processes},
 	{"versions", "all processes have the same version", versions},
 	{"flags", "the processes of a service have the same flags", flags},
@@ -97,7 +100,10 @@ var checks = []struct {
 
 // Find returns the findings of all checks. A check without a fault has a finding of level OK. The check of objects has
 // findings with --deep only.
-func Find(in *Input) (all []Finding) {
+func Find(in *Input) []Finding { return run(checks, in) }
+
+// run returns the findings of checks.
+func run[T any](checks []check[T], in T) (all []Finding) {
 	for _, c := range checks {
 		found := c.find(in)
 		if len(found) == 0 && c.ok != "" {

@@ -19,10 +19,14 @@ type Flags struct {
 	Options
 	Output inspect.Output
 	FailOn string
+
+	// all has the flags of `up` too, for --pre.
+	all *pflag.FlagSet
 }
 
 // AddFlags adds every flag to fs.
 func (f *Flags) AddFlags(fs *pflag.FlagSet) {
+	f.all = fs
 	f.Options.AddFlags(fs)
 	f.Output.AddFlag(fs)
 	fs.StringVar(&f.FailOn, "fail-on", Error.String(),
@@ -52,11 +56,10 @@ func (f *Flags) run(ctx context.Context, w io.Writer) (Level, error) {
 	if f.FailOn != Warning.String() && f.FailOn != Error.String() {
 		return OK, fmt.Errorf(`--fail-on %q: want "warning" or "error"`, f.FailOn)
 	}
-	in, err := f.Read(ctx)
+	all, err := f.find(ctx)
 	if err != nil {
 		return OK, err
 	}
-	all := Find(in)
 	sortFindings(all)
 	if f.Output.IsJSON() {
 		e := json.NewEncoder(w)
@@ -65,6 +68,22 @@ func (f *Flags) run(ctx context.Context, w io.Writer) (Level, error) {
 	}
 	Print(w, all)
 	return Worst(all), nil
+}
+
+// find reads the state and returns the findings.
+func (f *Flags) find(ctx context.Context) ([]Finding, error) {
+	if f.Pre {
+		in, err := f.ReadPre(ctx, f.all)
+		if err != nil {
+			return nil, err
+		}
+		return FindPre(in), nil
+	}
+	in, err := f.Read(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return Find(in), nil
 }
 
 // Print writes a line for each finding, and a summary.

@@ -145,7 +145,7 @@ func certificates(in *Input) (found []Finding) {
 			add(label(r), c)
 		}
 	}
-	for _, c := range in.EtcdCertificates {
+	for _, c := range in.Certificates {
 		add("this command", c)
 	}
 	if len(in.Serving) > 0 {

@@ -1,6 +1,7 @@
 package check
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -29,6 +30,9 @@ type Options struct {
 	Etcd inspect.Etcd
 	// Deep makes the replicas of the watch tier compare their objects with etcd's.
 	Deep bool
+	// Pre selects the checks before an installation. Namespace and StorageClass are of an installation in a cluster.
+	Pre                     bool
+	Namespace, StorageClass string
 }
 
 // AddFlags adds every option to fs.
@@ -38,6 +42,12 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.BoolVar(&o.Deep, "deep", false,
 		"Makes each replica of the watch tier compare the keys and revisions of its objects with etcd's, for 40 s at "+
 			"most.")
+	fs.BoolVar(&o.Pre, "pre", false,
+		"Checks before an installation: this machine for `up` and `split`, with up's flags or --config, or the cluster of "+
+			"--kubeconfig or --context for the manifests and the chart.")
+	fs.StringVar(&o.Namespace, "namespace", "watershed", "With --pre and a cluster: the namespace of the installation.")
+	fs.StringVar(&o.StorageClass, "storage-class", "",
+		"With --pre and a cluster: the StorageClass of etcd's volumes. Empty: the default StorageClass.")
 }
 
 // Read reads everything that Find needs. An error means that the options are invalid.
@@ -89,13 +99,13 @@ func (o *Options) readEtcd(ctx context.Context, in *Input) error {
 	in.Etcd = etcdstatus.Read(ctx, client, o.Etcd.Prefix+"/watershed/nothing")
 	for flag, file := range map[string]string{"--etcd-certfile": o.Etcd.CertFile, "--etcd-cafile": o.Etcd.CAFile} {
 		if file != "" {
-			in.EtcdCertificates = append(in.EtcdCertificates, pki.Describe(flag, file)...)
+			in.Certificates = append(in.Certificates, pki.Describe(flag, file)...)
 		}
 	}
 	for _, server := range o.Etcd.Servers {
 		if u, err := url.Parse(server); err == nil && u.Scheme == "https" {
 			if certs := servingCertificates(u.Host, conf.TLS); len(certs) > 0 {
-				in.EtcdCertificates = append(in.EtcdCertificates, pki.Of("etcd "+u.Host, certs[0]))
+				in.Certificates = append(in.Certificates, pki.Of("etcd "+u.Host, certs[0]))
 			}
 		}
 	}
@@ -140,16 +150,16 @@ func servingCertificates(host string, conf *tls.Config) (certs []*x509.Certifica
 
 const dialTimeout = 3 * time.Second
 
-// sortFindings puts the findings of each check in the order of their levels, the highest first.
+// sortFindings puts the findings of each check in the order of their levels, the highest first. The findings of a check
+// are together.
 func sortFindings(all []Finding) {
 	order := map[string]int{}
-	for i, c := range checks {
-		order[c.name] = i
+	for i, f := range all {
+		if _, ok := order[f.Check]; !ok {
+			order[f.Check] = i
+		}
 	}
 	slices.SortStableFunc(all, func(a, b Finding) int {
-		if a.Check != b.Check {
-			return order[a.Check] - order[b.Check]
-		}
-		return int(b.Level - a.Level)
+		return cmp.Or(cmp.Compare(order[a.Check], order[b.Check]), cmp.Compare(b.Level, a.Level))
 	})
 }
