@@ -19,6 +19,7 @@ import (
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/audit"
@@ -193,6 +194,8 @@ func (c *requestContext) readShared(r *registryv1.GetRequest) ([]byte, error) {
 		return nil, err
 	}
 	r.User, r.Query = user, query
+	// The read has no context of its own request, because other requests may share it.
+	defer telemetry.AddSlowStep(c.req.Context(), registryv1.Objects_List_FullMethodName, time.Now())
 	lists := c.router.Lists
 	if identity.IsPriority(user) { // their lists do not wait behind other users' lists
 		lists = c.router.PriorityLists

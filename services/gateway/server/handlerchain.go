@@ -71,6 +71,7 @@ func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler
 	})
 	h = genericfilters.WithCORS(h, c.CORS, nil, nil, nil, "true")
 	h = genericapifilters.WithWarningRecorder(h)
+	h = withSteps(h) // inside withTimeout: a handler that has ended names the call in which the deadline passed
 	h = withTimeout(h, p.MetricsInfo)
 	h = genericapifilters.WithRequestDeadline(h, auditor.Sink, auditor.Policy, LongRunning, responsewriters.Codecs,
 		c.RequestTimeout)
@@ -84,7 +85,6 @@ func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler
 	if c.ShutdownSendRetryAfter {
 		h = genericfilters.WithRetryAfter(h, s.delayOver)
 	}
-	h = withSteps(h)
 	h = withHTTPLogging(h)
 	h = genericapifilters.WithLatencyTrackers(h)
 	h = genericapifilters.WithRequestInfo(h, paths.RequestInfo)

@@ -6,6 +6,8 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -20,7 +22,10 @@ import (
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
 	"watershed.dev/platform/telemetry/telemetrytest"
+	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/audit"
+	"watershed.dev/services/gateway/delegatedauth"
 )
 
 // slowRegistry responds after a delay.
@@ -116,5 +121,60 @@ func TestASlowRequestIsLoggedWithItsSteps(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// lateAuthn responds after its request has a response.
+type lateAuthn struct {
+	authnv1.UnimplementedAuthnServer
+	responded chan struct{}
+}
+
+func (a *lateAuthn) Authenticate(ctx context.Context, _ *authnv1.AuthenticateRequest) (*authnv1.AuthenticateResponse,
+	error) {
+	<-a.responded
+	return nil, ctx.Err()
+}
+
+// A request that ends during a call, at its deadline or because its client has left, is logged with the call.
+func TestARequestThatEndsDuringACallIsLoggedWithTheCall(t *testing.T) {
+	if !telemetrytest.InProcessOfItsOwn(t) {
+		return
+	}
+	path := filepath.Join(t.TempDir(), "log")
+	log, err := os.Create(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer log.Close()
+	if err := (&telemetry.Options{Verbosity: telemetry.StepsVerbosity}).StartLogs("gateway", log); err != nil {
+		t.Fatal(err)
+	}
+	authn := &lateAuthn{responded: make(chan struct{})}
+	services := rpc.NewInProcess(false)
+	authnv1.RegisterAuthnServer(services, authn)
+	client := authnv1.NewAuthnClient(rpc.WithSteps(services.Client("gateway")))
+	h := NewServer(defaults(t)).BuildHandlerChain(http.NotFoundHandler(), ChainConfig{
+		Authn:       delegatedauth.NewAuthenticator(client, nil, nil),
+		Auditor:     &audit.Auditor{},
+		MetricsInfo: unchangedInfo,
+	})
+	ctx, cancel := context.WithTimeout(t.Context(), telemetry.SlowRequest)
+	defer cancel()
+	req := httptest.NewRequestWithContext(ctx, http.MethodGet, "/api/v1/pods", nil)
+	req.Header.Set("Authorization", "Bearer token")
+	h.ServeHTTP(httptest.NewRecorder(), req)
+	close(authn.responded)
+	for end := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
+		text, err := os.ReadFile(path)
+		for line := range strings.Lines(string(text)) {
+			if strings.Contains(line, `: \"List\" audit-id:`) &&
+				strings.Contains(line, `---\"/watershed.authn.v1.Authn/Authenticate\"`) {
+				return
+			}
+		}
+		if err != nil || time.Now().After(end) {
+			t.Fatalf("%v: no line names the call: %s", err, text)
+		}
 	}
 }
