@@ -131,7 +131,11 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, error) {
 		nats.RetryOnFailedConnect(true),
 		nats.IgnoreAuthErrorAbort(),        // otherwise two refusals close the connection
 		nats.SyncQueueLen(pendingMessages), // the default is a channel of 512 KB for each subscription
-		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) { slog.Warn("NATS", "error", err) })}
+		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) {
+			if !mayNotRequestReports(err) {
+				slog.Warn("NATS", "error", err)
+			}
+		})}
 	opts = append(opts, leaveDeadPeers()...)
 	servers := o.URL
 	if o.Conn != nil {

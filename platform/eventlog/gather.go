@@ -3,6 +3,7 @@ package eventlog
 import (
 	"context"
 	"errors"
+	"strings"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -48,6 +49,12 @@ const reportTimeout = time.Second
 // server that is not Watershed's does not respond.
 func Reports(ctx context.Context, nc *nats.Conn, servers int, receive func(report []byte)) error {
 	return gather(ctx, nc, reportSubject, reportTimeout, servers, receive)
+}
+
+// mayNotRequestReports reports whether a NATS server does not permit Reports: its release is older, or it has permissions
+// of its own.
+func mayNotRequestReports(err error) bool {
+	return errors.Is(err, nats.ErrPermissionViolation) && strings.Contains(err.Error(), `"`+reportSubject+`"`)
 }
 
 // ServeReport responds to Reports with the result of report.

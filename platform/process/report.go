@@ -140,7 +140,7 @@ func (p *Process) Report(ctx context.Context, kind Kind) *Report {
 		if built.Programs != nil {
 			wg.Go(func() {
 				defer recovery.ToError("reading the reports of programs", new(error))
-				programs := built.Programs(ctx)
+				programs := onlyPrograms(built.Programs(ctx))
 				mu.Lock()
 				defer mu.Unlock()
 				r.Programs = append(r.Programs, programs...)
