@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
@@ -25,6 +26,12 @@ const (
 	// staleAfter is how long the log may not advance while etcd has more. Watches then move to another registry.
 	staleAfter = 3 * time.Second
 )
+
+// inconsistencies counts the differences of the watch caches.
+var inconsistencies = prometheus.NewCounterVec(prometheus.CounterOpts{
+	Name: "watershed_registry_inconsistencies_total",
+	Help: "Times that the events in registry's watch cache differed from the publisher's sums.",
+}, []string{"resource"})
 
 // etcdLog is the event log of an etcd.
 type etcdLog struct {
@@ -75,7 +82,12 @@ func (s *Service) newEtcdLog(etcd *storage.Etcd) *etcdLog {
 		Revision: func(ctx context.Context) (int64, error) {
 			return s.source.CurrentRevision(ctx, etcd)
 		},
-	}, &lifecycle.Readiness{}, logreader.Config{Log: etcd.Log, StaleAfter: staleAfter, OnEvent: l.beforeApply})
+	}, &lifecycle.Readiness{}, logreader.Config{
+		Log:         etcd.Log,
+		StaleAfter:  staleAfter,
+		OnEvent:     l.beforeApply,
+		Differences: inconsistencies,
+	})
 	return l
 }
 

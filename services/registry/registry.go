@@ -170,7 +170,8 @@ func (s *Service) Register(g grpc.ServiceRegistrar) {
 
 // Collectors returns the service's metrics.
 func (s *Service) Collectors() []prometheus.Collector {
-	return slices.Concat(eventlog.Metrics(), publisher.Metrics(), managed.Metrics(), storage.Metrics())
+	return slices.Concat(eventlog.Metrics(), publisher.Metrics(), managed.Metrics(), storage.Metrics(),
+		[]prometheus.Collector{inconsistencies})
 }
 
 // Ready returns the readiness of the registry. It is not ready if informers are not synced, a task is down, or etcd

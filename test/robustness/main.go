@@ -199,8 +199,9 @@ func run(ctx context.Context, o options) (*result, error) {
 			complaints = append(complaints, fmt.Sprintf("%s ended by itself: %s", p.name, line))
 		}
 	}
-	// Replicas log objects that differ from etcd's (platform/watchcache/logreader).
+	// Readers log objects and events that differ (platform/watchcache/logreader).
 	complaints = append(complaints, c.logged("Objects differ from")...)
+	complaints = append(complaints, c.logged("Events differ from")...)
 	for _, decision := range []string{"is refilled", "is reset", "starts a new epoch"} { // core.Term's
 		r.counts["times that a log "+decision] = len(c.logged("The event log " + decision))
 	}

@@ -431,8 +431,8 @@ func (c *client) list(ctx context.Context, r *replica) bool {
 		c.violated("a list of revision %d began when etcd was at %d", s.Revision, least)
 	}
 	var items []string
-	for key, revision := range s.Revisions() {
-		items = append(items, fmt.Sprintf("%s@%d", key, revision))
+	for i := range s.Items() {
+		items = append(items, fmt.Sprintf("%s@%d", i.Key, i.Revision))
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -12,7 +12,7 @@ func objects(in *Input) (found []Finding) {
 	if in.DeepError != nil {
 		return []Finding{fault(Skipped, "", "no process has sent a deep report: %v", in.DeepError)}
 	}
-	replicas, resources, count := 0, 0, 0
+	replicas, resources, count, values := 0, 0, 0, 0
 	for _, r := range in.Deep {
 		name := label(r)
 		if !slices.Contains(r.Services, "watchfanout") {
@@ -30,13 +30,13 @@ func objects(in *Input) (found []Finding) {
 		}
 		replicas++
 		for _, c := range st.Compared {
-			resources, count = resources+c.Resources, count+c.Objects
+			resources, count, values = resources+c.Resources, count+c.Objects, values+c.Values
 			found = append(found, comparison(name, c)...)
 		}
 	}
 	if replicas > 0 {
-		found = append(found, fault(OK, "", "%d replicas have compared %d objects of %d resources with etcd", replicas,
-			count, resources))
+		found = append(found, fault(OK, "", "%d replicas have compared %d objects of %d resources with etcd, %d of them "+
+			"with their values", replicas, count, resources, values))
 	}
 	return found
 }
@@ -50,7 +50,8 @@ func comparison(name string, c *logreader.Comparison) (found []Finding) {
 				"report them as a bug."
 		}
 		found = append(found, fault(Error, remedy, "%s differs from etcd in %s at revision %d: %d objects are missing, "+
-			"%d do not exist, %d have another revision", name, d.Resource, d.Revision, d.Missing, d.Extra, d.Stale))
+			"%d do not exist, %d have another revision, %d have another value", name, d.Resource, d.Revision, d.Missing,
+			d.Extra, d.Stale, d.Altered))
 	}
 	for _, e := range c.Errors {
 		found = append(found, fault(Warning, "Repeat the check. Look at the logs of the replica and of registry.",

@@ -138,7 +138,7 @@ func (c *Cache) Apply(e *logv1.Event) {
 		c.progress.Store(progress)
 		c.notifyAdvanced()
 	}
-	if e.Sums != nil && !c.eventsOnly {
+	if e.Sums != nil {
 		c.compare(e)
 	}
 }

@@ -1,12 +1,17 @@
 package cache
 
 import (
+	"bytes"
+	"fmt"
 	"iter"
 	"log/slog"
+	"maps"
 	"time"
 
+	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
 const (
@@ -19,8 +24,9 @@ const (
 	maxDifferencePause = time.Hour
 )
 
-// Difference is the objects of a resource that differ from the publisher's sums, as they were before the reset. Reset
-// is false if the resource was not reset, because another difference has reset it within differencePause.
+// Difference is the objects of a resource that differs from the publisher's sums, as they were before the reset. It has
+// no objects if the resource is not loaded, and only its events differ. Reset is false if the resource was not reset,
+// because another difference has reset it within differencePause.
 type Difference struct {
 	*Snapshot
 	Reset bool
@@ -29,30 +35,30 @@ type Difference struct {
 // Differences receives each difference. If its reader is behind, further differences are dropped.
 func (c *Cache) Differences() <-chan Difference { return c.differences }
 
-// compare compares the sums of the loaded resources with the publisher's in a message, if the cache is at its position.
-// It resets a resource that differs. Of a complete message, it compares every resource.
+// compare compares the sums of the resources' objects and events with the publisher's in a message, if the cache is at
+// its position. It resets a resource that differs. Of a complete message, it compares every resource.
 func (c *Cache) compare(e *logv1.Event) {
 	sums := c.replica.SumsAt(e)
 	c.sumsMu.Lock()
 	c.sums.Receive(sums, e.Revision)
 	c.sumsMu.Unlock()
 	if sums.GetComplete() {
-		c.each(func(r *Resource) { c.compareResource(r, sums.Term, sums.Changes[r.Name]) })
+		c.each(func(r *Resource) { c.compareResource(r, sums) })
 		return
 	}
-	for name, change := range sums.GetChanges() {
+	for name := range sums.GetChanges() {
 		c.mu.Lock()
 		r := c.resources[name]
 		c.mu.Unlock()
 		if r != nil {
-			c.compareResource(r, sums.Term, change)
+			c.compareResource(r, sums)
 		}
 	}
 }
 
-// compareResource compares the sum of a resource's objects, and resets the resource if it differs.
-func (c *Cache) compareResource(r *Resource, term, change uint64) {
-	s := r.compare(term, change)
+// compareResource compares the sums of a resource, and resets the resource if it differs.
+func (c *Cache) compareResource(r *Resource, sums *logv1.Sums) {
+	s := r.compare(sums)
 	if s == nil {
 		return
 	}
@@ -76,19 +82,22 @@ func (r *Resource) beginComparison() {
 	}
 }
 
-// compare returns the objects if their sum differs from the publisher's, and nil otherwise. It returns a difference
-// again when the resource may be reset.
-func (r *Resource) compare(term, change uint64) *Snapshot {
+// compare returns the objects if a sum of the resource differs from the publisher's, and nil otherwise. It returns a
+// difference again when the resource may be reset. A publisher of an earlier release has no sums of events.
+func (r *Resource) compare(sums *logv1.Sums) *Snapshot {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.tree == nil {
-		return nil
+	differs := len(sums.Events) == len(sums.Changes) && r.eventChecker.Differs(sums.Term, sums.Events[r.Name])
+	if r.tree != nil && r.checker.Differs(sums.Term, sums.Changes[r.Name]) {
+		differs = true
 	}
-	differs := r.checker.Differs(term, change)
 	if !differs && (!r.differs || time.Since(r.differenceResetAt) < r.differencePause) {
 		return nil
 	}
-	s := r.currentSnapshot("")
+	s := &Snapshot{resource: r, resets: r.horizon.Resets}
+	if r.tree != nil {
+		s = r.currentSnapshot("")
+	}
 	s.Revision = max(r.cache.Progress(), r.applied)
 	return s
 }
@@ -155,12 +164,58 @@ func (r *Resource) Loaded() (*Snapshot, bool) {
 	return s, true
 }
 
+// HasObjects returns false for a Difference of a resource that is not loaded.
+func (s *Snapshot) HasObjects() bool { return s.tree != nil }
+
 // Resource returns the name of the snapshot's resource.
 func (s *Snapshot) Resource() string { return s.resource.Name }
 
-// Revisions returns the keys and revisions of the readable objects, in the order of keys.
-func (s *Snapshot) Revisions() iter.Seq2[string, int64] {
-	return func(yield func(string, int64) bool) {
-		s.tree.Ascend(func(i *Item) bool { return yield(i.Key, i.Revision) })
+// Items returns the readable objects, in the order of keys.
+func (s *Snapshot) Items() iter.Seq[*Item] {
+	return func(yield func(*Item) bool) { s.tree.Ascend(yield) }
+}
+
+// IsOutdated reports whether the resource has been reset since the snapshot.
+func (s *Snapshot) IsOutdated() bool {
+	s.resource.mu.Lock()
+	defer s.resource.mu.Unlock()
+	return s.resets != s.resource.horizon.Resets
+}
+
+// DifferenceOf returns the part of the item that differs from etcd's row of the same revision, without its content. It
+// is empty if nothing differs, or if the row has no object or another encoder. DifferenceOf keeps no pack unpacked.
+func (i *Item) DifferenceOf(row *registryv1.Row) (part string) {
+	json, protobuf := i.json.Load(), i.protobuf.Load()
+	if row.Encoder == 0 || row.Encoder != json.encoder {
+		return ""
 	}
+	var corrupt error
+	defer func() {
+		if corrupt != nil {
+			part = "the compressed object is corrupt"
+		}
+	}()
+	defer recovery.ToError("unpacking an object", &corrupt)
+	etcd := ItemOf(row)
+	if i.Version != etcd.Version || !maps.Equal(i.Labels, etcd.Labels) || !maps.Equal(i.fields, etcd.fields) {
+		return "version, labels or fields"
+	}
+	if at, differs := firstDifference(json.peek(), row.Json); differs {
+		return fmt.Sprintf("JSON from byte %d of %d on", at, json.len())
+	}
+	if at, differs := firstDifference(protobuf.peek(), row.Protobuf); differs {
+		return fmt.Sprintf("protobuf from byte %d of %d on", at, protobuf.len())
+	}
+	return ""
+}
+
+// firstDifference returns the index of the first byte that differs.
+func firstDifference(a, b []byte) (at int, differs bool) {
+	if bytes.Equal(a, b) {
+		return 0, false
+	}
+	for at < len(a) && at < len(b) && a[at] == b[at] {
+		at++
+	}
+	return at, true
 }

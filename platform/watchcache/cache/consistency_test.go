@@ -71,6 +71,64 @@ func TestAMissedChangeIsFound(t *testing.T) {
 	})
 }
 
+// The events of a cache differ from the publisher's next sums if the cache has missed or repeated an event, also without
+// objects. A publisher of an earlier release has no sums of events.
+func TestAMissedEventIsFound(t *testing.T) {
+	for name, x := range map[string]struct {
+		cache *Cache
+		// applied are the revisions of the events that the cache applies, of 12 and 13.
+		applied []int64
+		old     bool
+		found   bool
+	}{
+		"events only, nothing is missed":    {NewEvents(1 << 20), []int64{12, 13}, false, false},
+		"events only, an event is missed":   {NewEvents(1 << 20), []int64{13}, false, true},
+		"not loaded, nothing is missed":     {New(1<<20, 0), []int64{12, 13}, false, false},
+		"not loaded, an event is missed":    {New(1<<20, 0), []int64{12}, false, true},
+		"not loaded, an event is invented":  {New(1<<20, 0), []int64{11, 12, 13}, false, false}, // it is a duplicate
+		"events only, the publisher is old": {NewEvents(1 << 20), []int64{13}, true, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := x.cache
+			sum := uint64(0)
+			sums := func(revision int64) {
+				m := &logv1.Sums{Term: 1, Changes: map[string]uint64{"pods": sum}, Events: map[string]uint64{"pods": sum}}
+				if x.old {
+					m.Events = nil
+				}
+				c.Apply(&logv1.Event{Revision: revision, Sums: m})
+			}
+			c.Apply(reset(10))
+			c.Apply(event(logv1.Type_TYPE_ADDED, 11, "a"))
+			sums(11)
+			watch := c.Resource("pods").Subscribe(Trigger{})
+			defer watch.Close()
+			for _, revision := range []int64{12, 13} {
+				sum += core.ObjectHash("ns/a", revision)
+			}
+			for _, revision := range x.applied {
+				c.Apply(event(logv1.Type_TYPE_MODIFIED, revision, "a"))
+			}
+			sums(13)
+			if found := len(c.Differences()) > 0; found != x.found || watch.Differed(20) != x.found {
+				t.Fatalf("a difference is found: %v; the watch expires: %v", found, watch.Differed(20))
+			}
+			if !x.found {
+				return
+			}
+			if d := <-c.Differences(); !d.Reset || d.HasObjects() || d.Revision != 13 || d.Resource() != "pods" {
+				t.Errorf("the difference is %+v", d)
+			}
+			sums(13)
+			c.Apply(event(logv1.Type_TYPE_MODIFIED, 14, "a"))
+			sum += core.ObjectHash("ns/a", 14)
+			if sums(14); len(c.Differences()) > 0 {
+				t.Error("the events differ again after the reset")
+			}
+		})
+	}
+}
+
 // A difference that returns resets its resource after 1, 2, 4 … 60 minutes, and after two hours at once again.
 func TestADifferenceThatReturnsResetsLessOften(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

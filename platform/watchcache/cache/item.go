@@ -145,7 +145,7 @@ func sizeOf(pairs map[string]string) (n int) {
 func itemOf(namespace, name string, revision int64, o *logv1.Object) *Item {
 	i := newItem(namespace, name, revision, o.Labels, o.Fields)
 	i.Version = o.Version
-	i.setEncodings(o.Json, o.Protobuf)
+	i.setEncodings(o.Json, o.Protobuf, o.Encoder)
 	return i
 }
 
@@ -178,10 +178,10 @@ func onlyNames(selectable map[string]string) bool {
 	return true
 }
 
-func (i *Item) setEncodings(json, protobuf []byte) {
-	i.json.Store(ownEncoding(json))
+func (i *Item) setEncodings(json, protobuf []byte, encoder uint32) {
+	i.json.Store(ownEncoding(json, encoder))
 	if len(protobuf) > 0 {
-		i.protobuf.Store(ownEncoding(protobuf))
+		i.protobuf.Store(ownEncoding(protobuf, encoder))
 	}
 }
 
@@ -197,6 +197,6 @@ func Key(namespace, name string) string {
 func ItemOf(row *registryv1.Row) *Item {
 	i := newItem(row.Namespace, row.Name, row.Revision, row.Labels, row.Fields)
 	i.Version = row.Version
-	i.setEncodings(row.Json, row.Protobuf)
+	i.setEncodings(row.Json, row.Protobuf, row.Encoder)
 	return i
 }

@@ -43,11 +43,15 @@ type encoding struct {
 	pack   *pack
 	offset uint32
 	size   uint32
+	// encoder identifies the registry's encoder (Row.encoder of registry's contract).
+	encoder uint32
 	// incompressible encodings are not packed.
 	incompressible bool
 }
 
-func ownEncoding(data []byte) *encoding { return &encoding{own: data, size: uint32(len(data))} }
+func ownEncoding(data []byte, encoder uint32) *encoding {
+	return &encoding{own: data, size: uint32(len(data)), encoder: encoder}
+}
 
 // bytes returns the bytes, and unpacks them if necessary. nil is an empty encoding.
 func (e *encoding) bytes() []byte {
@@ -58,6 +62,14 @@ func (e *encoding) bytes() []byte {
 		return e.own
 	}
 	return e.of(e.pack.read())
+}
+
+// peek returns the bytes for a moment, and does not keep a pack unpacked.
+func (e *encoding) peek() []byte {
+	if e == nil || e.pack == nil {
+		return e.bytes()
+	}
+	return e.of(e.pack.peek())
 }
 
 // of returns the bytes in the unpacked bytes of the pack.
@@ -315,7 +327,7 @@ func (p *packer) unpackSparse(items []*Item) {
 			unpacked := pack.peek()
 			for _, i := range remaining {
 				if e := p.of(i).Load(); e.pack == pack {
-					p.of(i).Store(ownEncoding(bytes.Clone(e.of(unpacked))))
+					p.of(i).Store(ownEncoding(bytes.Clone(e.of(unpacked)), e.encoder))
 				}
 			}
 			return nil
@@ -336,7 +348,7 @@ func (p *packer) compress(items []*Item, size int) {
 	encodings := make([]encoding, len(items)) // a single allocation for all
 	for n, i := range items {
 		e := p.of(i).Load()
-		encodings[n] = encoding{offset: uint32(len(all)), size: e.size}
+		encodings[n] = encoding{offset: uint32(len(all)), size: e.size, encoder: e.encoder}
 		all = append(all, e.own...)
 	}
 	compressed := p.encoder().EncodeAll(all, nil)
@@ -344,7 +356,7 @@ func (p *packer) compress(items []*Item, size int) {
 		for _, i := range items {
 			// Smaller objects may have large neighbours that do not compress. They are packed without them.
 			if e := p.of(i).Load(); e.len() >= size/len(items) {
-				own := ownEncoding(e.own)
+				own := ownEncoding(e.own, e.encoder)
 				own.incompressible = true
 				p.of(i).Store(own)
 			}

@@ -50,6 +50,7 @@ func loadPacking(t *testing.T, n int, encode func(i int) []byte) *packing {
 			Revision:  1,
 			Json:      json,
 			Protobuf:  protobufOf(json),
+			Encoder:   9,
 		})
 	}
 	load := func(context.Context, string) ([]*registryv1.Row, int64, error) { return rows, 1, nil }
@@ -80,6 +81,37 @@ func (p *packing) packs() (packs map[*pack]bool, unpacked int) {
 		}
 	}
 	return packs, unpacked
+}
+
+// A packed object is compared with etcd's bytes, and stays packed. A pack that is corrupt in memory is a difference.
+func TestAPackedObjectIsComparedWithEtcd(t *testing.T) {
+	p := loadPacking(t, 100, func(i int) []byte { return text(i, 1000) })
+	p.next()
+	item := p.items()[7]
+	row := func() *registryv1.Row {
+		return &registryv1.Row{Namespace: "ns", Name: "p0007", Revision: 1, Json: text(7, 1000),
+			Protobuf: protobufOf(text(7, 1000)), Encoder: 9}
+	}
+	for want, change := range map[string]func(*registryv1.Row){
+		"":                               func(*registryv1.Row) {},
+		"version, labels or fields":      func(r *registryv1.Row) { r.Labels = map[string]string{"a": "b"} },
+		"JSON from byte 23 of 439 on":    func(r *registryv1.Row) { r.Json[23]++ },
+		"JSON from byte 438 of 439 on":   func(r *registryv1.Row) { r.Json = r.Json[:438] },
+		"protobuf from byte 0 of 440 on": func(r *registryv1.Row) { r.Protobuf = nil },
+	} {
+		r := row()
+		change(r)
+		if got := item.DifferenceOf(r); got != want {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	}
+	if _, unpacked := p.packs(); unpacked != 0 || item.json.Load().pack == nil {
+		t.Error("a comparison unpacks the object")
+	}
+	clear(item.json.Load().pack.compressed)
+	if got := item.DifferenceOf(row()); got != "the compressed object is corrupt" {
+		t.Errorf("got %q", got)
+	}
 }
 
 // Objects that have not changed for a period are packed, and read as before. A read unpacks a pack until it has had no

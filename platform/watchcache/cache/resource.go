@@ -45,8 +45,9 @@ type Resource struct {
 	// reloadAt is when a reader reloads the resource because it has unreadable objects (delayReload).
 	reloadAt    time.Time
 	reloadDelay time.Duration
-	// checker has the sum of the objects, with the unreadable objects.
-	checker core.SumChecker
+	// checker has the sum of the objects, with the unreadable objects. eventChecker has the sum of the events that the
+	// ring has received since the last reset, also of dropped events.
+	checker, eventChecker core.SumChecker
 	// differenceResetAt is when a difference last reset the resource, differedUpTo the revision then, and differences
 	// the number of such resets. differs is true if a difference has not reset it yet. differencePause is the time
 	// after differenceResetAt in which no difference resets it again.
@@ -101,6 +102,7 @@ func (r *Resource) apply(batch []*Event) {
 			e.resource = r
 		}
 		r.events.Add(e)
+		r.eventChecker.Sum += core.ObjectHash(e.Item.Key, e.Revision)
 		size := int64(e.Size())
 		r.appliedBytes += size
 		r.addBytes(size)
@@ -254,7 +256,7 @@ func (r *Resource) reset(x core.Effect) {
 		t.reset()
 	}
 	r.addBytes(-r.ringBytes.Load())
-	r.applied, r.appliedBytes = 0, 0
+	r.applied, r.appliedBytes, r.eventChecker = 0, 0, core.SumChecker{}
 	if x.CRDChanged {
 		r.crdChangedAt = x.CRDChangedAt
 	}

@@ -17,9 +17,11 @@ type replica struct {
 	rings  [resourceCount]ring
 	// crdChangedAt is the revision of the last change of each resource's CRD.
 	crdChangedAt [resourceCount]int64
-	// objects has the revisions of each loaded resource's objects, by name. checkers has their sums.
+	// objects has the revisions of each loaded resource's objects, by name. checkers has their sums. events has the sums
+	// of each ring's events since its last reset.
 	objects  [resourceCount]map[string]int64
 	checkers [resourceCount]SumChecker
+	events   [resourceCount]SumChecker
 	sums     TermSums
 	// limit is how many events a ring holds.
 	limit int
@@ -141,7 +143,7 @@ func (r *replica) apply(w *world, e *logv1.Event, note string) {
 			if x.Events == nil {
 				ring.Events.Reset()
 				ring.Horizon.Reset(x.Low)
-				r.objects[i], r.checkers[i] = nil, SumChecker{}
+				r.objects[i], r.checkers[i], r.events[i] = nil, SumChecker{}, SumChecker{}
 				if x.CRDChanged {
 					r.crdChangedAt[i] = x.CRDChangedAt
 				}
@@ -149,6 +151,7 @@ func (r *replica) apply(w *world, e *logv1.Event, note string) {
 			}
 			for _, p := range x.Events {
 				ring.Add(cached{events.PositionOf(p), int(p.ObservedUnixNano)})
+				r.events[i].Sum += ObjectHash(p.Name, p.Revision)
 				r.update(i, p.Name, p.Revision, p.Type == logv1.Type_TYPE_DELETED)
 			}
 			for ring.Len() > 1 {
@@ -172,14 +175,20 @@ func (r *replica) apply(w *world, e *logv1.Event, note string) {
 	}
 }
 
-// compare compares the sums of the loaded resources with the publisher's.
+// compare compares the sums of the loaded resources, and of the events, with the publisher's.
 func (r *replica) compare(w *world, e *logv1.Event) {
 	sums := r.core.SumsAt(e)
 	r.sums.Receive(sums, e.Revision)
 	for i, name := range resourceNames {
 		change, listed := sums.GetChanges()[name]
-		if (listed || sums.GetComplete()) && r.objects[i] != nil && r.checkers[i].Differs(sums.Term, change) {
+		if !listed && !sums.GetComplete() {
+			continue
+		}
+		if r.objects[i] != nil && r.checkers[i].Differs(sums.Term, change) {
 			w.violated("%s: the objects of %s differ from the publisher's sums", r.name, shortName(name))
+		}
+		if r.events[i].Differs(sums.Term, sums.Events[name]) {
+			w.violated("%s: the events of %s differ from the publisher's sums", r.name, shortName(name))
 		}
 	}
 }

@@ -26,6 +26,8 @@ func ObjectHash(key string, revision int64) uint64 {
 type sums struct {
 	term    uint64
 	changes map[string]uint64
+	// events are the sums of the events' hashes, of the same resources.
+	events map[string]uint64
 	// unsent are the resources that have changed since the last message with sums.
 	unsent map[string]struct{}
 	// begun: a message with sums was published. due: the next such message must be complete, if it is not too large.
@@ -33,7 +35,13 @@ type sums struct {
 }
 
 func newSums(nonce string) sums {
-	return sums{term: xxhash.Sum64String(nonce), changes: map[string]uint64{}, unsent: map[string]struct{}{}, due: true}
+	return sums{
+		term:    xxhash.Sum64String(nonce),
+		changes: map[string]uint64{},
+		events:  map[string]uint64{},
+		unsent:  map[string]struct{}{},
+		due:     true,
+	}
 }
 
 // add adds the changes of a transaction. A change that cannot be published counts too, because readers then read the
@@ -46,9 +54,11 @@ func (s *sums) add(changes []Change) {
 		if c.Previous != 0 {
 			s.changes[c.Resource] -= ObjectHash(c.Object, c.Previous)
 		}
+		hash := ObjectHash(c.Object, c.Revision)
 		if !c.Deleted {
-			s.changes[c.Resource] += ObjectHash(c.Object, c.Revision)
+			s.changes[c.Resource] += hash
 		}
+		s.events[c.Resource] += hash
 		s.unsent[c.Resource] = struct{}{}
 	}
 }
@@ -58,17 +68,17 @@ func (s *sums) take() *logv1.Sums {
 	if s.begun = true; s.due && len(s.changes) <= maxSums {
 		s.due = false
 		clear(s.unsent)
-		return &logv1.Sums{Term: s.term, Changes: maps.Clone(s.changes), Complete: true}
+		return &logv1.Sums{Term: s.term, Changes: maps.Clone(s.changes), Events: maps.Clone(s.events), Complete: true}
 	}
 	if len(s.unsent) == 0 {
 		return nil
 	}
-	m := &logv1.Sums{Term: s.term, Changes: map[string]uint64{}}
+	m := &logv1.Sums{Term: s.term, Changes: map[string]uint64{}, Events: map[string]uint64{}}
 	for name := range s.unsent {
 		if len(m.Changes) == maxSums {
 			break
 		}
-		m.Changes[name] = s.changes[name]
+		m.Changes[name], m.Events[name] = s.changes[name], s.events[name]
 		delete(s.unsent, name)
 	}
 	return m
@@ -127,15 +137,15 @@ func (s *TermSums) Change(resource string, newest int64) (term, change uint64, o
 	return s.term, s.changes[resource], s.term != 0 && newest <= s.revision
 }
 
-// SumChecker compares the sum of a resource's objects with a publisher's. The zero value has compared nothing.
+// SumChecker compares the sum of a resource's objects, or of its events, with a publisher's. The zero value has compared nothing.
 type SumChecker struct {
-	// Sum is the sum of the objects. Its owner keeps it.
+	// Sum is the sum of the objects or events. Its owner keeps it.
 	Sum uint64
 	// base is the sum when the publisher's term began.
 	term, base uint64
 }
 
-// Differs returns true if the objects have changed otherwise than the publisher states, since the last comparison of
+// Differs returns true if the sum has changed otherwise than the publisher states, since the last comparison of
 // the same term.
 func (a *SumChecker) Differs(term, change uint64) bool {
 	before := *a

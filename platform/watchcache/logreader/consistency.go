@@ -1,10 +1,12 @@
 package logreader
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"iter"
 	"log/slog"
+	"math/rand/v2"
 	"sync"
 	"time"
 
@@ -27,6 +29,10 @@ const (
 	consistencyCheckJitter = 0.5
 	// consistencyCheckTimeout bounds the comparison of a resource.
 	consistencyCheckTimeout = time.Minute
+	// maxSampled bounds the objects of a resource whose values a comparison compares, and maxSampledBytes the bytes of
+	// these objects in JSON and protobuf, unless it is a single object.
+	maxSampled      = 20
+	maxSampledBytes = 1 << 20
 	// maxNamed bounds the objects that a log line names.
 	maxNamed = 5
 	// maxDiffering bounds the bytes of Differing. A difference of more objects is cut.
@@ -37,7 +43,7 @@ const (
 
 // checkConsistency compares the loaded objects with etcd until ctx is done: all of them every consistencyCheckPeriod,
 // and a resource that differs from the publisher's sums at once. The cache has reset the latter, and the comparison
-// only names the objects.
+// only names the objects. A cache of events only has no objects.
 func (l *Reader) checkConsistency(ctx context.Context) error {
 	tick := time.NewTicker(wait.Jitter(consistencyCheckPeriod, consistencyCheckJitter))
 	defer tick.Stop()
@@ -47,7 +53,12 @@ func (l *Reader) checkConsistency(ctx context.Context) error {
 			return ctx.Err()
 		case s := <-l.cache.Differences():
 			l.differences.WithLabelValues(s.Resource()).Inc()
-			d, err := l.compareWithEtcd(ctx, s.Snapshot)
+			if !s.HasObjects() {
+				slog.Error("Events differ from the publisher's sums", "resource", s.Resource(), "revision", s.Revision,
+					"reset", s.Reset)
+				continue
+			}
+			d, err := l.compareWithEtcd(ctx, s.Snapshot, nil)
 			slog.Error("Objects differ from the publisher's sums", "resource", s.Resource(), "revision", s.Revision,
 				"difference", d.String(), "reset", s.Reset, "objects", DifferencesPage, "error", err)
 		case <-tick.C:
@@ -66,6 +77,8 @@ type Comparison struct {
 	// Resources is the number of the compared resources, and Objects the number of their objects.
 	Resources int `json:"resources"`
 	Objects   int `json:"objects"`
+	// Values is the number of objects whose values were compared too.
+	Values int `json:"values,omitempty"`
 	// Differences are the first maxReported resources with a difference.
 	Differences []Difference `json:"differences,omitempty"`
 	// Errors are the first maxReported reasons why a resource could not be compared.
@@ -79,9 +92,11 @@ type Difference struct {
 	Resource string `json:"resource"`
 	Revision int64  `json:"revision"`
 	// Missing objects are only in etcd, Extra objects only in the cache. Stale objects have another revision in etcd.
+	// Altered objects have the same revision in etcd, and another value.
 	Missing int `json:"missing,omitempty"`
 	Extra   int `json:"extra,omitempty"`
 	Stale   int `json:"stale,omitempty"`
+	Altered int `json:"altered,omitempty"`
 	// Reset is false if another difference has reset the resource shortly before (cache.Difference).
 	Reset bool `json:"reset"`
 }
@@ -110,9 +125,11 @@ func (l *Reader) CompareWithEtcd(ctx context.Context) *Comparison {
 		case c != nil:
 			all.Resources++
 			all.Objects += c.objects
+			all.Values += c.values
 			if c.difference.count() > 0 && len(all.Differences) < maxReported {
-				all.Differences = append(all.Differences, Difference{name, c.revision, c.difference.missing,
-					c.difference.extra, c.difference.stale, c.reset})
+				d := c.difference
+				all.Differences = append(all.Differences, Difference{name, c.revision, d.missing, d.extra, d.stale,
+					d.altered, c.reset})
 			}
 		}
 	}
@@ -123,6 +140,7 @@ func (l *Reader) CompareWithEtcd(ctx context.Context) *Comparison {
 type checked struct {
 	revision   int64
 	objects    int
+	values     int
 	difference difference
 	reset      bool
 }
@@ -135,8 +153,9 @@ func (l *Reader) checkResource(ctx context.Context, name string) (*checked, erro
 		if !ok {
 			return nil, nil
 		}
-		d, err := l.compareWithEtcd(ctx, s)
-		c := &checked{revision: s.Revision, objects: s.Len(), difference: d}
+		keys := sample(s)
+		d, err := l.compareWithEtcd(ctx, s, keys)
+		c := &checked{revision: s.Revision, objects: s.Len(), values: len(keys), difference: d}
 		result := "success"
 		switch {
 		case status.Code(err) == codes.Unimplemented: // the feature gate is off, or the registry is older
@@ -166,32 +185,64 @@ func endsChecks(err error) bool {
 // errOtherRevision means that the registry is of a release that reads the current revision only.
 var errOtherRevision = status.Error(codes.Unimplemented, "the registry has read another revision")
 
-// compareWithEtcd compares the keys and revisions of a snapshot with etcd's at the same revision.
-func (l *Reader) compareWithEtcd(ctx context.Context, s *cache.Snapshot) (d difference, err error) {
+// sample returns the keys of random objects, at most maxSampled.
+func sample(s *cache.Snapshot) (keys []string) {
+	var items []*cache.Item
+	seen := 0
+	for i := range s.Items() {
+		seen++
+		if len(items) < maxSampled {
+			items = append(items, i)
+		} else if n := rand.IntN(seen); n < maxSampled {
+			items[n] = i
+		}
+	}
+	rand.Shuffle(len(items), func(i, j int) { items[i], items[j] = items[j], items[i] })
+	total := 0
+	for _, i := range items {
+		size := i.JSONSize() + i.ProtobufSize()
+		if len(keys) == 0 || total+size <= maxSampledBytes {
+			keys, total = append(keys, i.Key), total+size
+		}
+	}
+	return keys
+}
+
+// compareWithEtcd compares the keys and revisions of a snapshot with etcd's at the same revision, and the values of the
+// keys in sample.
+func (l *Reader) compareWithEtcd(ctx context.Context, s *cache.Snapshot, sample []string) (d difference, err error) {
 	ctx, cancel := context.WithTimeout(ctx, consistencyCheckTimeout)
 	defer cancel()
-	next, stop := iter.Pull2(s.Revisions())
+	next, stop := iter.Pull(s.Items())
 	defer stop()
-	key, revision, more := next()
-	err = l.source.ObjectKeys(ctx, s.Resource(), s.Revision, func(row *registryv1.Row) {
+	item, more := next()
+	err = l.source.ObjectKeys(ctx, s.Resource(), s.Revision, sample, func(row *registryv1.Row) {
 		rowKey := cache.Key(row.Namespace, row.Name)
-		for more && key < rowKey {
-			d.add(&d.extra, key, revision, 0)
-			key, revision, more = next()
+		for more && item.Key < rowKey {
+			d.add(&d.extra, item.Key, item.Revision, 0, "")
+			item, more = next()
 		}
 		switch {
-		case more && key == rowKey:
-			if revision != row.Revision {
-				d.add(&d.stale, key, revision, row.Revision)
+		case more && item.Key == rowKey:
+			if item.Revision != row.Revision {
+				d.add(&d.stale, rowKey, item.Revision, row.Revision, "")
+			} else if part := item.DifferenceOf(row); part != "" {
+				d.add(&d.altered, rowKey, item.Revision, row.Revision, part)
 			}
-			key, revision, more = next()
+			item, more = next()
 		case !s.IsUnreadable(rowKey):
-			d.add(&d.missing, rowKey, 0, row.Revision)
+			d.add(&d.missing, rowKey, 0, row.Revision, "")
 		}
 	})
 	for err == nil && more {
-		d.add(&d.extra, key, revision, 0)
-		key, revision, more = next()
+		d.add(&d.extra, item.Key, item.Revision, 0, "")
+		item, more = next()
+	}
+	if err == nil && d.altered > 0 {
+		// registry may have read a CRD that is later than the snapshot. Its event resets the resource.
+		if err = l.WaitUntilCurrent(ctx); err == nil && s.IsOutdated() {
+			return difference{}, nil
+		}
 	}
 	if d.count() > 0 {
 		l.differing.add(s, d.objects)
@@ -212,7 +263,8 @@ func (o *differing) add(s *cache.Snapshot, objects []byte) {
 	if len(o.text)+len(objects) > maxDiffering {
 		o.text = nil
 	}
-	o.text = fmt.Appendf(o.text, "%s, %s at revision %d: key, revision in the cache, revision in etcd (0: none)\n%s",
+	o.text = fmt.Appendf(o.text, "%s, %s at revision %d: key, revision in the cache, revision in etcd (0: none), "+
+		"part that differs at an equal revision\n%s",
 		time.Now().UTC().Format(time.RFC3339), s.Resource(), s.Revision, objects)
 }
 
@@ -225,26 +277,28 @@ func (l *Reader) Differing() string {
 
 // difference is the objects that differ from etcd's.
 type difference struct {
-	// missing are only in etcd, extra only in the cache, and stale of another revision in the cache.
-	missing, extra, stale int
-	names                 []string
-	// objects has a line for each object, with its revisions in the cache and in etcd.
+	// missing are only in etcd, extra only in the cache, and stale of another revision in the cache. altered have another
+	// value at the same revision.
+	missing, extra, stale, altered int
+	names                          []string
+	// objects has a line for each object, with its revisions in the cache and in etcd. It has no contents, because they
+	// may be secret.
 	objects []byte
 }
 
-func (d *difference) add(to *int, key string, cached, etcd int64) {
+func (d *difference) add(to *int, key string, cached, etcd int64, part string) {
 	*to++
 	if len(d.names) < maxNamed {
 		d.names = append(d.names, key)
 	}
 	if len(d.objects) < maxDiffering {
-		d.objects = fmt.Appendf(d.objects, "%q %d %d\n", key, cached, etcd)
+		d.objects = append(bytes.TrimRight(fmt.Appendf(d.objects, "%q %d %d %s", key, cached, etcd, part), " "), '\n')
 	}
 }
 
-func (d *difference) count() int { return d.missing + d.extra + d.stale }
+func (d *difference) count() int { return d.missing + d.extra + d.stale + d.altered }
 
 func (d *difference) String() string {
-	return fmt.Sprintf("%d objects are missing, %d do not exist, %d are of another revision, such as %q", d.missing,
-		d.extra, d.stale, d.names)
+	return fmt.Sprintf("%d objects are missing, %d do not exist, %d are of another revision, %d have another value, "+
+		"such as %q", d.missing, d.extra, d.stale, d.altered, d.names)
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -32,7 +33,8 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 		var failure error
 		l := newReader(Source{
 			Rows: func(context.Context, string) ([]*registryv1.Row, int64, error) { return cached, 10, nil },
-			ObjectKeys: func(_ context.Context, resource string, revision int64, each func(*registryv1.Row)) error {
+			ObjectKeys: func(_ context.Context, resource string, revision int64, _ []string,
+				each func(*registryv1.Row)) error {
 				if resource != "configmaps" || revision != 10 {
 					t.Errorf("%s at revision %d is read", resource, revision)
 				}
@@ -58,7 +60,7 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 		}
 		check := func() difference {
 			s, _ := l.cache.Resource("configmaps").Loaded()
-			d, _ := l.compareWithEtcd(t.Context(), s)
+			d, _ := l.compareWithEtcd(t.Context(), s, nil)
 			_, _ = l.checkResource(t.Context(), "configmaps")
 			return d
 		}
@@ -67,7 +69,7 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 		if d := check(); d.count() != 0 || !loaded() {
 			t.Errorf("equal objects: %v", &d)
 		}
-		compared(&Comparison{Resources: 1, Objects: 3})
+		compared(&Comparison{Resources: 1, Objects: 3, Values: 3})
 		failure = errors.New("etcd does not respond")
 		check()
 		compared(&Comparison{Errors: []string{"configmaps: etcd does not respond"}})
@@ -79,7 +81,8 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 		}
 		failure, etcd = nil, []*registryv1.Row{row("a", 3), row("b", 9), row("c", 5), row("odd", 6), row("z", 7)}
 		d := check()
-		want := `2 objects are missing, 1 do not exist, 1 are of another revision, such as ["ns/b" "ns/c" "ns/d" "ns/z"]`
+		want := `2 objects are missing, 1 do not exist, 1 are of another revision, 0 have another value, ` +
+			`such as ["ns/b" "ns/c" "ns/d" "ns/z"]`
 		if d.String() != want || loaded() {
 			t.Errorf("got %v\nwant %s", &d, want)
 		}
@@ -90,8 +93,8 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 			t.Errorf("the differing objects are %q", l.Differing())
 		}
 		load()
-		compared(&Comparison{Resources: 1, Objects: 3, Differences: []Difference{{Resource: "configmaps", Revision: 10,
-			Missing: 2, Extra: 1, Stale: 1}}}) // and the resource stays, because it has been reset within the minute
+		compared(&Comparison{Resources: 1, Objects: 3, Values: 3, Differences: []Difference{{Resource: "configmaps",
+			Revision: 10, Missing: 2, Extra: 1, Stale: 1}}}) // and the resource stays, because it has been reset within the minute
 		if !loaded() {
 			t.Error("a difference resets a resource twice within a minute")
 		}
@@ -102,6 +105,129 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 			}
 		}
 	})
+}
+
+// A comparison compares the values of random objects, if the same encoder has encoded them. A replica with a wrong value
+// resets the resource, and reads it again.
+func TestValuesAreComparedWithEtcd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const objects = 3 * maxSampled
+		row := func(n int, json string, encoder uint32) *registryv1.Row {
+			return &registryv1.Row{Namespace: "ns", Name: fmt.Sprintf("%03d", n), Revision: 5, Json: []byte(json),
+				Labels: map[string]string{"n": "1"}, Encoder: encoder}
+		}
+		flipped, encoder, crdChanges := -1, uint32(7), false
+		l := newReader(Source{})
+		l.source = Source{
+			Revision: func(context.Context) (int64, error) {
+				if crdChanges {
+					l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 11, StorageResource: "pods",
+						CrdChanged: true})
+					return 11, nil
+				}
+				return l.cache.Progress(), nil
+			},
+			Rows: func(context.Context, string) (rows []*registryv1.Row, _ int64, _ error) {
+				for n := range objects {
+					json := `{"a":1}`
+					if n == flipped {
+						json = `{"a":3}`
+					}
+					rows = append(rows, row(n, json, 7))
+				}
+				flipped = -1
+				return rows, l.cache.Progress(), nil
+			},
+			ObjectKeys: func(_ context.Context, _ string, _ int64, sample []string, each func(*registryv1.Row)) error {
+				if len(sample) != maxSampled {
+					t.Errorf("%d objects are sampled", len(sample))
+				}
+				for n := range objects {
+					r := row(n, `{"a":1}`, encoder)
+					if !slices.Contains(sample, r.Namespace+"/"+r.Name) {
+						r = &registryv1.Row{Namespace: r.Namespace, Name: r.Name, Revision: r.Revision}
+					}
+					each(r)
+				}
+				return nil
+			},
+		}
+		l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 10})
+		// compare compares often enough to sample every object.
+		compare := func() (found int) {
+			t.Helper()
+			if _, err := l.Snapshot(t.Context(), l.cache.Resource("pods"), ""); err != nil {
+				t.Fatal(err)
+			}
+			for range 100 {
+				c := l.CompareWithEtcd(t.Context())
+				if len(c.Errors) > 0 {
+					t.Fatal(c.Errors)
+				}
+				for _, d := range c.Differences {
+					if found++; d.Altered != 1 || !d.Reset || d.Missing+d.Extra+d.Stale > 0 {
+						t.Errorf("%+v", d)
+					}
+				}
+			}
+			return found
+		}
+		if n := compare(); n != 0 {
+			t.Errorf("equal values differ %d times", n)
+		}
+		reload := func(flip int) {
+			l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 10, StorageResource: "pods"})
+			flipped = flip
+		}
+		reload(5)
+		encoder = 8
+		if n := compare(); n != 0 {
+			t.Errorf("values of another encoder differ %d times", n)
+		}
+		reload(41)
+		encoder = 7
+		if n := compare(); n != 1 || len(l.cache.Loaded()) > 0 {
+			t.Errorf("a flipped value is found %d times", n)
+		}
+		if !strings.HasSuffix(l.Differing(), "\n\"ns/041\" 5 5 JSON from byte 5 of 7 on\n") {
+			t.Errorf("%q", l.Differing())
+		}
+		if n := compare(); n != 0 {
+			t.Errorf("values that were read again differ %d times", n)
+		}
+		time.Sleep(time.Hour)
+		reload(41)
+		crdChanges = true
+		if n := compare(); n != 0 {
+			t.Errorf("values of another CRD differ %d times", n)
+		}
+	})
+}
+
+// A sample has few bytes, and each object may be in it.
+func TestASampleIsBounded(t *testing.T) {
+	const objects = 30
+	l := newReader(Source{Rows: func(context.Context, string) (rows []*registryv1.Row, _ int64, _ error) {
+		for n := range objects {
+			rows = append(rows, &registryv1.Row{Name: fmt.Sprint(n), Json: make([]byte, maxSampledBytes/4*(n%2+1))})
+		}
+		return rows, 0, nil
+	}})
+	s, err := l.Snapshot(t.Context(), l.cache.Resource("pods"), "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	seen := map[string]bool{}
+	for len(seen) < objects {
+		total := 0
+		for _, key := range sample(s) {
+			i, _ := s.Get(key)
+			total, seen[key] = total+i.JSONSize(), true
+		}
+		if total > maxSampledBytes {
+			t.Fatalf("a sample has %d bytes", total)
+		}
+	}
 }
 
 // The objects of the newest differences are bounded in bytes.
@@ -115,7 +241,7 @@ func TestDifferingObjectsAreBounded(t *testing.T) {
 	}
 	var d difference
 	for n := range 100_000 {
-		d.add(&d.stale, fmt.Sprintf("namespace-%020d/name", n), 1, 2)
+		d.add(&d.stale, fmt.Sprintf("namespace-%020d/name", n), 1, 2, "")
 	}
 	for range 2 {
 		l.differing.add(s, d.objects)
@@ -132,7 +258,7 @@ func TestComparisonsRunOneAtATime(t *testing.T) {
 		running, reads := 0, 0
 		l := newReader(Source{
 			Rows: func(context.Context, string) ([]*registryv1.Row, int64, error) { return nil, 10, nil },
-			ObjectKeys: func(ctx context.Context, _ string, _ int64, _ func(*registryv1.Row)) error {
+			ObjectKeys: func(ctx context.Context, _ string, _ int64, _ []string, _ func(*registryv1.Row)) error {
 				if running++; running > 1 {
 					t.Error("two comparisons run together")
 				}

@@ -40,6 +40,8 @@ type Config struct {
 	Backfills bool
 	// OnEvent, if set, is called with each event of the log before the cache applies it. It must not block.
 	OnEvent func(*logv1.Event)
+	// Differences, if set, counts differences by resource, in place of the reader's own metric.
+	Differences *prometheus.CounterVec
 }
 
 // Reader reads the event log into a cache.
@@ -71,7 +73,7 @@ type Reader struct {
 // New returns a reader that reads the log into c. ready has a condition until the log is read to etcd's revision.
 func New(c *cache.Cache, nc *nats.Conn, s Source, ready *lifecycle.Readiness, config Config) *Reader {
 	ready.Set(eventLogCondition, errors.New("the replica is still reading it"))
-	return &Reader{
+	l := &Reader{
 		config:          config,
 		cache:           c,
 		nats:            nc,
@@ -85,11 +87,16 @@ func New(c *cache.Cache, nc *nats.Conn, s Source, ready *lifecycle.Readiness, co
 			Name: "watershed_watchfanout_replays_total",
 			Help: "Backfills read from the event log for watches that resume from before the ring.",
 		}),
-		differences: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "watershed_watchfanout_inconsistencies_total",
-			Help: "Times that cached objects differed from the publisher's sums or from etcd. The log names the objects.",
-		}, []string{"resource"}),
+		differences: config.Differences,
 	}
+	if l.differences == nil {
+		l.differences = prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "watershed_watchfanout_inconsistencies_total",
+			Help: "Times that cached objects or events differed from the publisher's sums, or objects from etcd. The log names " +
+				"the objects.",
+		}, []string{"resource"})
+	}
+	return l
 }
 
 // eventLogCondition is the name of the log's readiness condition.
@@ -103,9 +110,7 @@ func (l *Reader) Metrics() []prometheus.Collector {
 // Run starts the tasks that read the log until ctx is done. tasks restarts a task that fails.
 func (l *Reader) Run(ctx context.Context, tasks *lifecycle.Supervisor) {
 	tasks.Go(ctx, "verify", l.verify)
-	if l.source.ObjectKeys != nil {
-		tasks.Go(ctx, "consistency check", l.checkConsistency)
-	}
+	tasks.Go(ctx, "consistency check", l.checkConsistency)
 	tasks.Go(ctx, "log", func(ctx context.Context) error {
 		l.cache.Restart()
 		return l.config.Log.Read(ctx, l.nats, l.source.Stream, eventlog.WithDecryption(ctx, l.source.Keys, l.apply))

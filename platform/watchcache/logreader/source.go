@@ -21,8 +21,10 @@ type Source struct {
 	// Rows reads a whole resource. A cache of events only does not need it.
 	Rows cache.Source
 	// ObjectKeys calls each with the namespace, name and revision of every object of a resource at a revision, in the
-	// order of etcd's keys. UNIMPLEMENTED: the caller must not compare its objects with them.
-	ObjectKeys func(ctx context.Context, storageResource string, revision int64, each func(*registryv1.Row)) error
+	// order of etcd's keys. Rows of the keys in sample are complete. UNIMPLEMENTED: the caller must not compare its
+	// objects with them.
+	ObjectKeys func(ctx context.Context, storageResource string, revision int64, sample []string,
+		each func(*registryv1.Row)) error
 }
 
 // Remote returns the source of a replica that calls registry for a log and its etcd.
@@ -34,13 +36,14 @@ func Remote(registry registryv1.SourceClient, log eventlog.LogID) Source {
 			r, err := registry.Revision(ctx, &registryv1.RevisionRequest{Log: string(log)})
 			return r.GetRevision(), err
 		},
-		ObjectKeys: func(ctx context.Context, storageResource string, revision int64,
+		ObjectKeys: func(ctx context.Context, storageResource string, revision int64, sample []string,
 			each func(*registryv1.Row)) error {
 			stream, err := registry.Snapshot(ctx, &registryv1.SnapshotRequest{
 				StorageResource: storageResource,
 				Log:             string(log),
 				Revision:        revision,
 				KeysOnly:        true,
+				Sample:          sample,
 			})
 			if err != nil {
 				return err

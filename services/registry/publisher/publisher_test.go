@@ -19,10 +19,14 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/protobuf/proto"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchcache/cache"
 	"watershed.dev/platform/watchcache/core"
+	"watershed.dev/platform/watchcache/logreader"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/internal/fixture"
@@ -43,7 +47,9 @@ type journal struct {
 	// sums are the newest sums, by resource, and progress the newest revision of a progress message.
 	sums     map[string]uint64
 	progress int64
-	changed  chan struct{}
+	// items has the newest object of each resource and name.
+	items   map[[2]string]*cache.Item
+	changed chan struct{}
 }
 
 func init() { eventlog.CheckAppended = true }
@@ -60,7 +66,8 @@ func newJournal(t *testing.T, flags ...string) *journal {
 	}
 	s.Start()
 	t.Cleanup(func() { s.Shutdown(); s.WaitForShutdown() })
-	j := &journal{Fixture: fixture.New(t, flags...), t: t, sums: map[string]uint64{}, changed: make(chan struct{}, 1)}
+	j := &journal{Fixture: fixture.New(t, flags...), t: t, sums: map[string]uint64{}, changed: make(chan struct{}, 1),
+		items: map[[2]string]*cache.Item{}}
 	j.log = &eventlog.Options{Conn: s, Storage: "memory", Replicas: 1, Retention: time.Minute, MaxBytes: 1 << 26}
 	if j.nats, err = j.log.Connect("registry", rpc.TLS{}); err != nil {
 		t.Fatal(err)
@@ -116,6 +123,9 @@ func (j *journal) record(e *logv1.Event) error {
 	}
 	j.mu.Lock()
 	j.recorded = append(j.recorded, s)
+	if e.Object != nil {
+		j.items[[2]string{e.StorageResource, e.Name}] = cache.EventOf(e).Item
+	}
 	j.mu.Unlock()
 	j.notify()
 	return nil
@@ -244,8 +254,9 @@ func TestEveryWriteIsPublishedOnce(t *testing.T) {
 	j.expect(append(want, "deleted configmaps/a", "added configmaps/b")...)
 }
 
-// Readers decrypt all events of a transaction. etcd deletes the objects of an expired lease in a single transaction.
-func TestEncryptedTransactionIsRead(t *testing.T) {
+// encryptedConfigMaps returns the flag of an EncryptionConfiguration.
+func encryptedConfigMaps(t *testing.T) string {
+	t.Helper()
 	file := filepath.Join(t.TempDir(), "encryption.yaml")
 	const config = `{"apiVersion": "apiserver.config.k8s.io/v1", "kind": "EncryptionConfiguration", "resources": [
 {"resources": ["configmaps"], "providers": [{"aesgcm": {"keys": [
@@ -253,7 +264,12 @@ func TestEncryptedTransactionIsRead(t *testing.T) {
 	if err := os.WriteFile(file, []byte(config), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	j := newJournal(t, "--encryption-provider-config="+file)
+	return "--encryption-provider-config=" + file
+}
+
+// Readers decrypt all events of a transaction. etcd deletes the objects of an expired lease in a single transaction.
+func TestEncryptedTransactionIsRead(t *testing.T) {
+	j := newJournal(t, encryptedConfigMaps(t))
 	p := j.publisher("one")
 	p.DataKeys = storage.NewDataKeys(j.Resources.Storage, dataKeyPrefix, 0)
 	j.run(p)
@@ -267,6 +283,75 @@ func TestEncryptedTransactionIsRead(t *testing.T) {
 		t.Fatal(err)
 	}
 	j.expect("reset", "added configmaps/a", "added configmaps/b", "deleted configmaps/a", "deleted configmaps/b")
+}
+
+// An object of the log has the bytes that a registry reads from etcd: encrypted in etcd, with defaults, and custom. A
+// replica compares them.
+func TestTheLogHasTheBytesOfASnapshot(t *testing.T) {
+	j := newJournal(t, encryptedConfigMaps(t))
+	p := j.publisher("one")
+	p.DataKeys = storage.NewDataKeys(j.Resources.Storage, dataKeyPrefix, 0)
+	j.run(p)
+	j.expect("reset")
+	widgets := &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"}
+	j.Resources.Custom.Handler().OnAdd(j.Establish(t, `{"apiVersion": "apiextensions.k8s.io/v1",
+"kind": "CustomResourceDefinition", "metadata": {"name": "widgets.example.com"}, "spec": {"group": "example.com",
+"names": {"plural": "widgets", "kind": "Widget"}, "scope": "Namespaced", "versions": [{"name": "v1", "served": true,
+"storage": true, "schema": {"openAPIV3Schema": {"type": "object", "properties": {"spec": {"type": "object",
+"properties": {"size": {"type": "integer", "default": 3}}}}}}}]}}`), true)
+	in := rpc.NewInProcess(false)
+	registryv1.RegisterSourceServer(in, j.Source)
+	source := logreader.Remote(registryv1.NewSourceClient(in.Client("watchfanout")), eventlog.Main)
+	for _, o := range []struct {
+		resource *commonv1.Resource
+		body     string
+	}{
+		{fixture.ConfigMaps, `{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"a","labels":{"b":"2","a":"1"}},
+"data":{"z":"1","y":"<2>"}}`},
+		{&commonv1.Resource{Version: "v1", Resource: "services"}, `{"apiVersion":"v1","kind":"Service",
+"metadata":{"name":"a"},"spec":{"type":"ExternalName","externalName":"b.example.com"}}`},
+		{&commonv1.Resource{Group: "apps", Version: "v1", Resource: "deployments"}, `{"apiVersion":"apps/v1",
+"kind":"Deployment","metadata":{"name":"a"},"spec":{"selector":{"matchLabels":{"a":"b"}},"template":{
+"metadata":{"labels":{"a":"b"}},"spec":{"containers":[{"name":"c","image":"i"}]}}}}`},
+		{widgets, `{"apiVersion":"example.com/v1","kind":"Widget","metadata":{"name":"a","labels":{"b":"2","a":"1"}},
+"spec":{}}`},
+	} {
+		if _, err := j.Write(t.Context(), o.resource, &registryv1.WriteRequest{Verb: "create", Body: []byte(o.body)},
+			&fixture.Callbacks{}); err != nil {
+			t.Fatal(err)
+		}
+		name := schema.GroupResource{Group: o.resource.Group, Resource: o.resource.Resource}.String()
+		item := j.item(name, "a")
+		compared := false
+		err := source.ObjectKeys(t.Context(), name, item.Revision, []string{"x/a"}, func(row *registryv1.Row) {
+			if part := item.DifferenceOf(row); part != "" {
+				t.Errorf("%s: the log differs from etcd in %s: %s, %s", name, part, item.JSON(), row.Json)
+			}
+			row.Json[len(row.Json)/2]++
+			compared = item.DifferenceOf(row) != ""
+		})
+		if err != nil || !compared {
+			t.Errorf("%s: the object was not compared: %v", name, err)
+		}
+	}
+}
+
+// item waits for an event of an object, and returns the object.
+func (j *journal) item(resource, name string) *cache.Item {
+	j.t.Helper()
+	for deadline := time.After(2 * time.Minute); ; {
+		j.mu.Lock()
+		i := j.items[[2]string{resource, name}]
+		j.mu.Unlock()
+		if i != nil {
+			return i
+		}
+		select {
+		case <-j.changed:
+		case <-deadline:
+			j.t.Fatalf("the log has no event of %s/%s", resource, name)
+		}
+	}
 }
 
 // A value that cannot be decoded resets only its resource. Later events are published.

@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"math"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -46,6 +47,8 @@ const (
 	// the bytes that the transport holds.
 	maxSnapshots = 32
 	maxLogReads  = 128
+	// maxSample bounds SnapshotRequest.sample.
+	maxSample = 100
 )
 
 // Source reads etcd and the event log for the watch tier.
@@ -179,9 +182,12 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 		return status.Errorf(codes.FailedPrecondition, "the event log %q does not have %s (--etcd-servers-overrides)",
 			r.Log, r.StorageResource)
 	}
+	if len(r.Sample) > maxSample {
+		return status.Errorf(codes.InvalidArgument, "a sample of %d objects; at most %d are allowed", len(r.Sample), maxSample)
+	}
 	out := &snapshotChunks{send: send, revision: revision}
 	if r.KeysOnly {
-		return sendKeys(ctx, st, out)
+		return sendKeys(ctx, st, r.Sample, out)
 	}
 	err = ReadPages(ctx, etcd, st.Prefix, revision, true, func(kvs []*mvccpb.KeyValue) error {
 		for len(kvs) > 0 {
@@ -201,13 +207,22 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 	return out.flush()
 }
 
-// sendKeys sends rows without objects.
-func sendKeys(ctx context.Context, st *storage.Resource, out *snapshotChunks) error {
+// sendKeys sends rows without objects, but the rows of a sample with them.
+func sendKeys(ctx context.Context, st *storage.Resource, sample []string, out *snapshotChunks) error {
 	err := ReadPages(ctx, st.Etcd, st.Prefix, out.revision, false, func(kvs []*mvccpb.KeyValue) error {
 		for _, kv := range kvs {
 			row := &registryv1.Row{Revision: kv.ModRevision}
+			if key := string(kv.Key); slices.Contains(sample, key[len(st.Prefix):]) {
+				value, err := valueOf(ctx, st.Etcd, kv, out.revision)
+				if err != nil {
+					return err
+				}
+				row = st.Row(ctx, key, value, kv.ModRevision)
+			}
 			row.Namespace, row.Name = st.SplitKey(string(kv.Key))
-			out.rows = append(out.rows, row)
+			if err := out.add(row); err != nil {
+				return err
+			}
 		}
 		return out.flush()
 	})
@@ -215,6 +230,18 @@ func sendKeys(ctx context.Context, st *storage.Resource, out *snapshotChunks) er
 		return err
 	}
 	return out.flush()
+}
+
+// valueOf returns the value of a key at a revision. It reads etcd only if kv lacks the value.
+func valueOf(ctx context.Context, etcd *storage.Etcd, kv *mvccpb.KeyValue, revision int64) ([]byte, error) {
+	if len(kv.Value) > 0 {
+		return kv.Value, nil
+	}
+	resp, err := etcd.Client.Client.Get(ctx, string(kv.Key), clientv3.WithRev(revision))
+	if err != nil || len(resp.Kvs) == 0 {
+		return nil, err
+	}
+	return resp.Kvs[0].Value, nil
 }
 
 // ReadPages reads all keys with a prefix at a revision, in pages of about pageBytes. If the caller needs no values,

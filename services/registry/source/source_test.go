@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	"k8s.io/apiserver/pkg/features"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	featuregatetesting "k8s.io/component-base/featuregate/testing"
@@ -121,10 +122,53 @@ func TestASnapshotOfKeys(t *testing.T) {
 	if fmt.Sprint(got) != "[x/a 1 x/odd 0]" {
 		t.Errorf("%q", got)
 	}
+	r.Sample = make([]string, 101)
+	if err := fx.Source.Snapshot(r, &chunks{ctx: t.Context()}); status.Code(err) != codes.InvalidArgument {
+		t.Errorf("a sample of 101 objects: %v", err)
+	}
 	gates, gate := utilfeature.DefaultFeatureGate, features.DetectCacheInconsistency
 	featuregatetesting.SetFeatureGateDuringTest(t, gates, gate, false)
 	if err := fx.Source.Snapshot(r, &chunks{ctx: t.Context()}); status.Code(err) != codes.Unimplemented {
 		t.Errorf("without the gate: %v", err)
+	}
+}
+
+// A snapshot of keys has the objects of its sample, also from pages that are read without values.
+func TestASnapshotOfKeysWithASample(t *testing.T) {
+	fx := fixture.New(t)
+	const objects = 100
+	for i := range objects {
+		create(t, fx, fixture.ConfigMaps,
+			fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"a%02d"}}`, i))
+	}
+	read := func(r *registryv1.SnapshotRequest) (rows []*registryv1.Row) {
+		t.Helper()
+		r.StorageResource = "configmaps"
+		c := &chunks{ctx: t.Context()}
+		if err := fx.Source.Snapshot(r, c); err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range c.all {
+			rows = append(rows, m.Rows...)
+		}
+		return rows
+	}
+	whole := read(&registryv1.SnapshotRequest{})
+	sampled := read(&registryv1.SnapshotRequest{KeysOnly: true, Sample: []string{"x/a03", "x/a50", "x/a99", "y/a51", "a52"}})
+	if len(whole) != objects || len(sampled) != objects {
+		t.Fatalf("%d and %d rows", len(whole), len(sampled))
+	}
+	for i, row := range sampled {
+		want := whole[i]
+		if i != 3 && i != 50 && i != 99 {
+			want = &registryv1.Row{Namespace: "x", Name: want.Name, Revision: want.Revision}
+		}
+		if !proto.Equal(row, want) {
+			t.Errorf("row %d is %v, not %v", i, row, want)
+		}
+		if whole[i].Encoder == 0 {
+			t.Error("a row has no encoder")
+		}
 	}
 }
 

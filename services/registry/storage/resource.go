@@ -42,6 +42,8 @@ type Resource struct {
 	convertor   runtime.ObjectConvertor
 	// decorator is the Decorator of the resource's store, which changes every object that was read, or nil.
 	decorator func(runtime.Object)
+	// encoder identifies how this registry encodes the resource (encoderOf).
+	encoder uint32
 	// alwaysChanged: selectors may use fields that attrs does not return.
 	alwaysChanged bool
 	// encrypted: etcd returned an encrypted object. It stays true until the process ends.
@@ -62,6 +64,7 @@ func (s *Storage) CustomResource(gr schema.GroupResource, kind schema.GroupVersi
 		GroupResource: gr,
 		Prefix:        s.customResourcePrefix(gr),
 		Kind:          kind,
+		encoder:       encoderOf(kind),
 		codec:         decoder(decode),
 		attrs:         attrs,
 		newFunc:       func() runtime.Object { return &unstructured.Unstructured{} },
@@ -111,7 +114,7 @@ func (s *Resource) complete(config *storagebackend.ConfigForResource, example ru
 			break
 		}
 	}
-	s.Kind, s.convertor = gvk, runtime.UnsafeObjectConvertor(scheme)
+	s.Kind, s.convertor, s.encoder = gvk, runtime.UnsafeObjectConvertor(scheme), encoderOf(gvk)
 	return nil
 }
 
@@ -160,7 +163,7 @@ func (s *Resource) Encode(obj runtime.Object) (*logv1.Object, error) {
 	if err != nil {
 		return nil, err
 	}
-	out := &logv1.Object{Labels: l, Fields: f}
+	out := &logv1.Object{Labels: l, Fields: f, Encoder: s.encoder}
 	versioned := obj
 	if s.convertor != nil {
 		if versioned, err = s.convertor.ConvertToVersion(obj, s.Kind.GroupVersion()); err != nil {
@@ -232,6 +235,7 @@ func (s *Resource) Row(ctx context.Context, key string, data []byte, revision in
 	}
 	row.Namespace, row.Name = obj.GetNamespace(), obj.GetName()
 	row.Labels, row.Fields, row.Json, row.Protobuf, row.Version = o.Labels, o.Fields, o.Json, o.Protobuf, o.Version
+	row.Encoder = o.Encoder
 	return row
 }
 

@@ -285,7 +285,10 @@ type Sums struct {
 	Changes map[string]uint64 `protobuf:"bytes,2,rep,name=changes" json:"changes,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
 	// changes has every resource with a change since the term began. The first message with sums of a term is complete,
 	// unless the publisher is of an earlier release.
-	Complete      bool `protobuf:"varint,3,opt,name=complete" json:"complete,omitempty"`
+	Complete bool `protobuf:"varint,3,opt,name=complete" json:"complete,omitempty"`
+	// The sum of the hashes of the keys and revisions of a resource's events since the term began, modulo 2^64. It has
+	// the resources of changes. Empty: the publisher is of an earlier release.
+	Events        map[string]uint64 `protobuf:"bytes,4,rep,name=events" json:"events,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -339,6 +342,13 @@ func (x *Sums) GetComplete() bool {
 		return x.Complete
 	}
 	return false
+}
+
+func (x *Sums) GetEvents() map[string]uint64 {
+	if x != nil {
+		return x.Events
+	}
+	return nil
 }
 
 // Batch is consecutive events of one resource, which share a message of the log.
@@ -673,7 +683,9 @@ type Object struct {
 	// The object in Kubernetes protobuf. A custom resource has its metadata only.
 	Protobuf []byte `protobuf:"bytes,4,opt,name=protobuf" json:"protobuf,omitempty"`
 	// The version of json, for a custom resource: its objects are in the versions that they are stored in.
-	Version       string `protobuf:"bytes,5,opt,name=version" json:"version,omitempty"`
+	Version string `protobuf:"bytes,5,opt,name=version" json:"version,omitempty"`
+	// The encoder of the object, as in a Row of registry.
+	Encoder       uint32 `protobuf:"fixed32,6,opt,name=encoder" json:"encoder,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -741,6 +753,13 @@ func (x *Object) GetVersion() string {
 		return x.Version
 	}
 	return ""
+}
+
+func (x *Object) GetEncoder() uint32 {
+	if x != nil {
+		return x.Encoder
+	}
+	return 0
 }
 
 // ReadRequest selects messages of the log's stream.
@@ -1004,12 +1023,16 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\rfencing_token\x18\x0e \x01(\tR\ffencingToken\x12,\n" +
 	"\x12next_fencing_token\x18\x0f \x01(\tR\x10nextFencingToken\x129\n" +
 	"\tencrypted\x18\x10 \x01(\v2\x1b.watershed.log.v1.EncryptedR\tencrypted\x12*\n" +
-	"\x04sums\x18\x11 \x01(\v2\x16.watershed.log.v1.SumsR\x04sums\"\xb1\x01\n" +
+	"\x04sums\x18\x11 \x01(\v2\x16.watershed.log.v1.SumsR\x04sums\"\xa8\x02\n" +
 	"\x04Sums\x12\x12\n" +
 	"\x04term\x18\x01 \x01(\x06R\x04term\x12=\n" +
 	"\achanges\x18\x02 \x03(\v2#.watershed.log.v1.Sums.ChangesEntryR\achanges\x12\x1a\n" +
-	"\bcomplete\x18\x03 \x01(\bR\bcomplete\x1a:\n" +
+	"\bcomplete\x18\x03 \x01(\bR\bcomplete\x12:\n" +
+	"\x06events\x18\x04 \x03(\v2\".watershed.log.v1.Sums.EventsEntryR\x06events\x1a:\n" +
 	"\fChangesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x06R\x05value:\x028\x01\x1a9\n" +
+	"\vEventsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x06R\x05value:\x028\x01\"8\n" +
 	"\x05Batch\x12/\n" +
@@ -1034,13 +1057,14 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\fTraceContext\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12+\n" +
 	"\x11expected_revision\x18\x02 \x01(\x03R\x10expectedRevision\x12 \n" +
-	"\vtraceparent\x18\x03 \x01(\tR\vtraceparent\"\xc4\x02\n" +
+	"\vtraceparent\x18\x03 \x01(\tR\vtraceparent\"\xde\x02\n" +
 	"\x06Object\x12<\n" +
 	"\x06labels\x18\x01 \x03(\v2$.watershed.log.v1.Object.LabelsEntryR\x06labels\x12<\n" +
 	"\x06fields\x18\x02 \x03(\v2$.watershed.log.v1.Object.FieldsEntryR\x06fields\x12\x12\n" +
 	"\x04json\x18\x03 \x01(\fR\x04json\x12\x1a\n" +
 	"\bprotobuf\x18\x04 \x01(\fR\bprotobuf\x12\x18\n" +
-	"\aversion\x18\x05 \x01(\tR\aversion\x1a9\n" +
+	"\aversion\x18\x05 \x01(\tR\aversion\x12\x18\n" +
+	"\aencoder\x18\x06 \x01(\aR\aencoder\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n" +
@@ -1086,7 +1110,7 @@ func file_watershed_log_v1_log_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_log_v1_log_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_watershed_log_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_watershed_log_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
 var file_watershed_log_v1_log_proto_goTypes = []any{
 	(Type)(0),             // 0: watershed.log.v1.Type
 	(*Event)(nil),         // 1: watershed.log.v1.Event
@@ -1101,8 +1125,9 @@ var file_watershed_log_v1_log_proto_goTypes = []any{
 	(*Chunk)(nil),         // 10: watershed.log.v1.Chunk
 	(*StoredMessage)(nil), // 11: watershed.log.v1.StoredMessage
 	nil,                   // 12: watershed.log.v1.Sums.ChangesEntry
-	nil,                   // 13: watershed.log.v1.Object.LabelsEntry
-	nil,                   // 14: watershed.log.v1.Object.FieldsEntry
+	nil,                   // 13: watershed.log.v1.Sums.EventsEntry
+	nil,                   // 14: watershed.log.v1.Object.LabelsEntry
+	nil,                   // 15: watershed.log.v1.Object.FieldsEntry
 }
 var file_watershed_log_v1_log_proto_depIdxs = []int32{
 	0,  // 0: watershed.log.v1.Event.type:type_name -> watershed.log.v1.Type
@@ -1111,17 +1136,18 @@ var file_watershed_log_v1_log_proto_depIdxs = []int32{
 	4,  // 3: watershed.log.v1.Event.encrypted:type_name -> watershed.log.v1.Encrypted
 	2,  // 4: watershed.log.v1.Event.sums:type_name -> watershed.log.v1.Sums
 	12, // 5: watershed.log.v1.Sums.changes:type_name -> watershed.log.v1.Sums.ChangesEntry
-	1,  // 6: watershed.log.v1.Batch.events:type_name -> watershed.log.v1.Event
-	8,  // 7: watershed.log.v1.Contents.object:type_name -> watershed.log.v1.Object
-	8,  // 8: watershed.log.v1.Contents.previous:type_name -> watershed.log.v1.Object
-	13, // 9: watershed.log.v1.Object.labels:type_name -> watershed.log.v1.Object.LabelsEntry
-	14, // 10: watershed.log.v1.Object.fields:type_name -> watershed.log.v1.Object.FieldsEntry
-	11, // 11: watershed.log.v1.Chunk.messages:type_name -> watershed.log.v1.StoredMessage
-	12, // [12:12] is the sub-list for method output_type
-	12, // [12:12] is the sub-list for method input_type
-	12, // [12:12] is the sub-list for extension type_name
-	12, // [12:12] is the sub-list for extension extendee
-	0,  // [0:12] is the sub-list for field type_name
+	13, // 6: watershed.log.v1.Sums.events:type_name -> watershed.log.v1.Sums.EventsEntry
+	1,  // 7: watershed.log.v1.Batch.events:type_name -> watershed.log.v1.Event
+	8,  // 8: watershed.log.v1.Contents.object:type_name -> watershed.log.v1.Object
+	8,  // 9: watershed.log.v1.Contents.previous:type_name -> watershed.log.v1.Object
+	14, // 10: watershed.log.v1.Object.labels:type_name -> watershed.log.v1.Object.LabelsEntry
+	15, // 11: watershed.log.v1.Object.fields:type_name -> watershed.log.v1.Object.FieldsEntry
+	11, // 12: watershed.log.v1.Chunk.messages:type_name -> watershed.log.v1.StoredMessage
+	13, // [13:13] is the sub-list for method output_type
+	13, // [13:13] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_watershed_log_v1_log_proto_init() }
@@ -1135,7 +1161,7 @@ func file_watershed_log_v1_log_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_log_v1_log_proto_rawDesc), len(file_watershed_log_v1_log_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   14,
+			NumMessages:   15,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

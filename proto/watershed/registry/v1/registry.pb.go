@@ -2102,7 +2102,10 @@ type SnapshotRequest struct {
 	Revision int64 `protobuf:"varint,3,opt,name=revision" json:"revision,omitempty"`
 	// The rows have only the namespaces, names and revisions of the objects. UNIMPLEMENTED: the feature gate
 	// DetectCacheInconsistency is off.
-	KeysOnly      bool `protobuf:"varint,4,opt,name=keys_only,json=keysOnly" json:"keys_only,omitempty"`
+	KeysOnly bool `protobuf:"varint,4,opt,name=keys_only,json=keysOnly" json:"keys_only,omitempty"`
+	// Keys of objects, "namespace/name" or "name", whose rows are complete despite keys_only. INVALID_ARGUMENT: they are
+	// more than 100.
+	Sample        []string `protobuf:"bytes,5,rep,name=sample" json:"sample,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2163,6 +2166,13 @@ func (x *SnapshotRequest) GetKeysOnly() bool {
 		return x.KeysOnly
 	}
 	return false
+}
+
+func (x *SnapshotRequest) GetSample() []string {
+	if x != nil {
+		return x.Sample
+	}
+	return nil
 }
 
 // SnapshotChunk is some rows of a snapshot.
@@ -2235,7 +2245,10 @@ type Row struct {
 	// The version of json, as in an Object of the log.
 	Version string `protobuf:"bytes,8,opt,name=version" json:"version,omitempty"`
 	// Why the object cannot be decoded. It has no encodings, labels or fields then, and the registry serves its reads.
-	Unreadable    string `protobuf:"bytes,9,opt,name=unreadable" json:"unreadable,omitempty"`
+	Unreadable string `protobuf:"bytes,9,opt,name=unreadable" json:"unreadable,omitempty"`
+	// A hash of the release, the feature gates and the version that the registry encodes the resource with. Two registries
+	// with equal encoders encode an object of etcd as the same bytes. 0: it is unknown.
+	Encoder       uint32 `protobuf:"fixed32,10,opt,name=encoder" json:"encoder,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2331,6 +2344,13 @@ func (x *Row) GetUnreadable() string {
 		return x.Unreadable
 	}
 	return ""
+}
+
+func (x *Row) GetEncoder() uint32 {
+	if x != nil {
+		return x.Encoder
+	}
+	return 0
 }
 
 // EncodeRequest is stored encodings of objects, and the format to convert them into.
@@ -3361,15 +3381,16 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x03log\x18\x1c \x01(\tR\x03log\x1aC\n" +
 	"\x15SelectableFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x12\x10\x13\"\x87\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x12\x10\x13\"\x9f\x01\n" +
 	"\x0fSnapshotRequest\x12)\n" +
 	"\x10storage_resource\x18\x01 \x01(\tR\x0fstorageResource\x12\x10\n" +
 	"\x03log\x18\x02 \x01(\tR\x03log\x12\x1a\n" +
 	"\brevision\x18\x03 \x01(\x03R\brevision\x12\x1b\n" +
-	"\tkeys_only\x18\x04 \x01(\bR\bkeysOnly\"[\n" +
+	"\tkeys_only\x18\x04 \x01(\bR\bkeysOnly\x12\x16\n" +
+	"\x06sample\x18\x05 \x03(\tR\x06sample\"[\n" +
 	"\rSnapshotChunk\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12.\n" +
-	"\x04rows\x18\x02 \x03(\v2\x1a.watershed.registry.v1.RowR\x04rows\"\xb3\x03\n" +
+	"\x04rows\x18\x02 \x03(\v2\x1a.watershed.registry.v1.RowR\x04rows\"\xcd\x03\n" +
 	"\x03Row\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1a\n" +
@@ -3381,7 +3402,9 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\aversion\x18\b \x01(\tR\aversion\x12\x1e\n" +
 	"\n" +
 	"unreadable\x18\t \x01(\tR\n" +
-	"unreadable\x1a9\n" +
+	"unreadable\x12\x18\n" +
+	"\aencoder\x18\n" +
+	" \x01(\aR\aencoder\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n" +
