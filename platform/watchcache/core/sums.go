@@ -22,26 +22,24 @@ func ObjectHash(key string, revision int64) uint64 {
 	return h ^ h>>33
 }
 
-// sums are the changes of the resources' sums since a term began.
+// sums are the sums of all resources' changes and events since a term began.
 type sums struct {
-	term    uint64
-	changes map[string]uint64
-	// events are the sums of the events' hashes, of the same resources.
-	events map[string]uint64
+	term      uint64
+	resources map[string]*resourceSums
 	// unsent are the resources that have changed since the last message with sums.
-	unsent map[string]struct{}
+	unsent []string
 	// begun: a message with sums was published. due: the next such message must be complete, if it is not too large.
 	begun, due bool
 }
 
+// resourceSums are the sums of a resource (logv1.Sums).
+type resourceSums struct {
+	change, events uint64
+	unsent         bool
+}
+
 func newSums(nonce string) sums {
-	return sums{
-		term:    xxhash.Sum64String(nonce),
-		changes: map[string]uint64{},
-		events:  map[string]uint64{},
-		unsent:  map[string]struct{}{},
-		due:     true,
-	}
+	return sums{term: xxhash.Sum64String(nonce), resources: map[string]*resourceSums{}, due: true}
 }
 
 // add adds the changes of a transaction. A change that cannot be published counts too, because readers then read the
@@ -51,37 +49,52 @@ func (s *sums) add(changes []Change) {
 		if c.Resource == "" {
 			continue
 		}
+		of := s.resources[c.Resource]
+		if of == nil {
+			of = &resourceSums{}
+			s.resources[c.Resource] = of
+		}
 		if c.Previous != 0 {
-			s.changes[c.Resource] -= ObjectHash(c.Object, c.Previous)
+			of.change -= ObjectHash(c.Object, c.Previous)
 		}
 		hash := ObjectHash(c.Object, c.Revision)
 		if !c.Deleted {
-			s.changes[c.Resource] += hash
+			of.change += hash
 		}
-		s.events[c.Resource] += hash
-		s.unsent[c.Resource] = struct{}{}
+		of.events += hash
+		if !of.unsent {
+			of.unsent, s.unsent = true, append(s.unsent, c.Resource)
+		}
 	}
 }
 
 // take returns the sums for a message, or nil if none has changed and no complete message is due.
 func (s *sums) take() *logv1.Sums {
-	if s.begun = true; s.due && len(s.changes) <= maxSums {
-		s.due = false
-		clear(s.unsent)
-		return &logv1.Sums{Term: s.term, Changes: maps.Clone(s.changes), Events: maps.Clone(s.events), Complete: true}
+	s.begun = true
+	m := &logv1.Sums{Term: s.term, Changes: map[string]uint64{}, Events: map[string]uint64{}}
+	if s.due && len(s.resources) <= maxSums {
+		s.due, m.Complete = false, true
+		for name := range s.resources {
+			s.put(m, name)
+		}
+		s.unsent = nil
+		return m
 	}
 	if len(s.unsent) == 0 {
 		return nil
 	}
-	m := &logv1.Sums{Term: s.term, Changes: map[string]uint64{}, Events: map[string]uint64{}}
-	for name := range s.unsent {
-		if len(m.Changes) == maxSums {
-			break
-		}
-		m.Changes[name], m.Events[name] = s.changes[name], s.events[name]
-		delete(s.unsent, name)
+	n := min(len(s.unsent), maxSums)
+	for _, name := range s.unsent[:n] {
+		s.put(m, name)
 	}
+	s.unsent = s.unsent[n:]
 	return m
+}
+
+// put adds the sums of a resource to a message.
+func (s *sums) put(m *logv1.Sums, name string) {
+	of := s.resources[name]
+	m.Changes[name], m.Events[name], of.unsent = of.change, of.events, false
 }
 
 // beginSums publishes the first message with sums, unless the log may end within a transaction. A replica then compares
