@@ -260,7 +260,7 @@ kube-burner: build peers $(addprefix $(PEERS)/,kube-burner kube-burner-workloads
 FUZZ_TIME  ?= 1m
 
 fuzz: ## each fuzz target for FUZZ_TIME (a minute)
-	@for p in ./services/gateway/h2writer ./services/gateway/routing ./platform/watchcache/core ./platform/watchcache/query ./platform/watchcache/list ./platform/watchcache/logreader ./platform/frame ./platform/eventlog ./platform/rpc ./platform/deflate ./services/registry/storage; do \
+	@for p in ./services/gateway/h2writer ./services/gateway/routing ./platform/watchcache/core ./platform/watchcache/query ./platform/watchcache/list ./platform/watchcache/logreader ./platform/frame ./platform/eventlog ./platform/rpc ./platform/deflate ./services/registry/storage ./cmd/embedded ./cmd/xds; do \
 	  for f in $$(go test -list '^Fuzz' $$p | grep ^Fuzz); do echo "$$p $$f"; go test -run '^$$' -fuzz "^$$f$$" -fuzztime $(FUZZ_TIME) $$p || exit 1; done; done
 
 contracts: ## takes the contracts as they are for what later ones must be compatible with

@@ -64,6 +64,11 @@ func (l LogID) get(ctx context.Context, js jetstream.JetStream,
 	if err != nil {
 		return nil, err
 	}
+	return rawMessage(m.Data)
+}
+
+// rawMessage returns the message in a response to STREAM.MSG.GET.
+func rawMessage(data []byte) (*jetstream.RawStreamMsg, error) {
 	var response struct {
 		Error   *jetstream.APIError `json:"error"`
 		Message struct {
@@ -74,7 +79,7 @@ func (l LogID) get(ctx context.Context, js jetstream.JetStream,
 			Time     time.Time `json:"time"`
 		} `json:"message"`
 	}
-	if err := json.Unmarshal(m.Data, &response); err != nil {
+	if err := json.Unmarshal(data, &response); err != nil {
 		return nil, err
 	}
 	switch {
