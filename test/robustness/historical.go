@@ -148,7 +148,7 @@ var historical = []breakage{
 		code: "		case errors.Is(c.Err, ErrPrevCompacted):\n",
 		instead: "		case errors.Is(c.Err, ErrPrevCompacted) && c.Deleted:\n" +
 			"		case errors.Is(c.Err, ErrPrevCompacted):\n",
-		test: "./platform/watchcache/core TestSchedules",
+		test: "./test/simulation TestSimulation",
 	},
 	{
 		name:    "etcd-20221-progress",
@@ -184,13 +184,6 @@ var historical = []breakage{
 		code:    "		r.Sequence, r.id, r.afterGap = 0, \"\", true\n		return true\n",
 		instead: "		return false\n",
 		test:    "./platform/watchcache/core TestSchedules",
-	},
-	{
-		name:    "ours-replay-over-a-hole",
-		file:    "platform/eventlog/directget.go",
-		code:    "		case filtered && hasHole(now.State):\n",
-		instead: "		case filtered && hasHole(now.State) && false:\n",
-		test:    "./test/eventlog TestAReplayOverALostMessageSaysSo",
 	},
 	{
 		name:    "ours-lost-last-message",

@@ -9,6 +9,8 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -47,14 +49,24 @@ var (
 // TestSimulation runs a publisher's writer, NATS, replicas and clients in virtual time (testing/synctest), with random
 // writes and faults by seed. Each client receives each event of etcd once and in order, or is expired. Each list has
 // etcd's objects. A seed determines the steps, but not the order of goroutines. After a failure, the test removes steps
-// while the failure remains, and prints the rest.
+// while the failure remains, and prints the rest. The histories in testdata run first: a printed failure becomes a file
+// there, because a seed has other steps after a change of the actions.
 //
 // All simulations share a bubble of synctest, because the NATS client reuses its timers.
 func TestSimulation(t *testing.T) {
 	slog.SetDefault(slog.New(slog.DiscardHandler))
 	ats.Register() // the goroutine of this clock of NATS must not belong to the bubble
 	defer ats.Unregister()
+	histories, err := filepath.Glob("testdata/*.txt")
+	if err != nil || len(histories) == 0 {
+		t.Fatal(len(histories), "histories:", err)
+	}
 	synctest.Test(t, func(t *testing.T) {
+		for _, file := range histories {
+			if err := simulate(t, readSteps(t, file)); err != nil {
+				t.Fatalf("%s: %v", file, err)
+			}
+		}
 		for seed := *firstSeed; seed < *firstSeed+uint64(*simulations); seed++ {
 			all := randomSteps(seed, *steps)
 			if err := simulate(t, all); err != nil {
@@ -116,6 +128,31 @@ func describe(steps []step) (lines []string) {
 		lines = append(lines, fmt.Sprintf("after %v: %s (%d)", s.pause, actions[s.action].name, s.n))
 	}
 	return lines
+}
+
+// readSteps reads the output of describe. A line that begins with # is a comment.
+func readSteps(t *testing.T, file string) (steps []step) {
+	t.Helper()
+	data, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(data)) {
+		if line = strings.TrimSpace(line); line == "" || line[0] == '#' {
+			continue
+		}
+		pause, done, _ := strings.Cut(strings.TrimPrefix(line, "after "), ": ")
+		name, number, _ := strings.Cut(strings.TrimSuffix(done, ")"), " (")
+		s := step{action: slices.IndexFunc(actions, func(a action) bool { return a.name == name })}
+		s.pause, err = time.ParseDuration(pause)
+		n, nerr := strconv.ParseUint(number, 10, 64)
+		if err = errors.Join(err, nerr); err != nil || s.action < 0 {
+			t.Fatalf("%s: %q is no step: %v", file, line, err)
+		}
+		s.n = n
+		steps = append(steps, s)
+	}
+	return steps
 }
 
 // action is a write or a fault of a simulation.
