@@ -205,7 +205,7 @@ e2e-cluster: build peers images $(addprefix $(PEERS)/,kubelet kube-proxy contain
 e2e-ha: build images $(addprefix $(PEERS)/,kubectl kube-controller-manager kube-scheduler kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns) ## overlays/ha on three network namespaces of this machine as nodes, which are disconnected, drained and lose their power (as root)
 	cd test && go test -count=1 -timeout 40m -v -run ThreeNodes ./cluster -ha $(ARGS)
 
-e2e-release: build $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns helm) ## the chart of .build/release/VERSION on this machine as a real node (as root): VERSION=v0.2.0 and FROM=v0.1.0, after make release of both; ARGS="-overlay compact" on three nodes
+e2e-release: build $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns helm) ## the chart of .build/release/VERSION on this machine as a real node (as root): VERSION=v0.2.0 and FROM=v0.1.0, after make release of both; ARGS="-chart-overlay compact" on three nodes
 	cd test && go test -count=1 -timeout 20m -v -run ReleaseOnANode ./cluster \
 	  -release "$(CURDIR)/.build/release/$$VERSION" $${FROM:+-release-from "$(CURDIR)/.build/release/$$FROM"} $(ARGS)
 

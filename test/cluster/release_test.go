@@ -15,8 +15,8 @@ import (
 var (
 	released = flag.String("release", "", "the directory of a release: this machine becomes a node (as root)")
 	before   = flag.String("release-from", "", "the directory of the release to upgrade from; empty: the same")
-	overlaid = flag.String("overlay", "dev", "the chart's overlay: dev on this machine as a node, or compact or ha on three "+
-		"network namespaces of it")
+	overlaid = flag.String("chart-overlay", "dev", "the chart's overlay: dev on this machine as a node, or compact or ha "+
+		"on three network namespaces of it")
 )
 
 // release returns the chart and the images of a release.
@@ -48,7 +48,7 @@ func TestTheReleaseOnANode(t *testing.T) {
 		placement, changed = "compact", "front"
 	case "ha":
 	default:
-		t.Fatalf("-overlay %s: want dev, compact or ha", *overlaid)
+		t.Fatalf("-chart-overlay %s: want dev, compact or ha", *overlaid)
 	}
 	h := &hosted{report: newReport(t), placement: placement}
 	h.host(hosts, append(archives, later...), "coredns")
