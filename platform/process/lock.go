@@ -14,8 +14,22 @@ import (
 // LockFile is the file of a data directory that the directory's process has locked. It has the process's id.
 const LockFile = "lock"
 
-// lockTimeout bounds the wait of Lock. Locked holds the lock for a moment.
-const lockTimeout = 100 * time.Millisecond
+// lockTimeout bounds the wait for a lock that is held for a moment: by Locked, or by a child of a process that has
+// ended, between its fork and its exec.
+const lockTimeout = time.Second
+
+// lock locks a file until it is closed, and waits for lockTimeout. Its error is EWOULDBLOCK if another process has the
+// lock.
+func lock(f *os.File) error {
+	began := time.Now()
+	for {
+		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if !errors.Is(err, syscall.EWOULDBLOCK) || time.Since(began) > lockTimeout {
+			return err
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+}
 
 // Lock locks a data directory for this process, until the file is closed. It fails if another process has locked it.
 func Lock(dir string) (*os.File, error) {
@@ -23,14 +37,11 @@ func Lock(dir string) (*os.File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
-	for began := time.Now(); syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) != nil; {
-		if time.Since(began) > lockTimeout {
-			pid, _ := os.ReadFile(f.Name())
-			f.Close()
-			return nil, fmt.Errorf("--data-dir %q is in use by process %s; stop it or choose another directory", dir,
-				strings.TrimSpace(string(pid)))
-		}
-		time.Sleep(lockTimeout / 10)
+	if lock(f) != nil {
+		pid, _ := os.ReadFile(f.Name())
+		f.Close()
+		return nil, fmt.Errorf("--data-dir %q is in use by process %s; stop it or choose another directory", dir,
+			strings.TrimSpace(string(pid)))
 	}
 	_ = f.Truncate(0)
 	_, _ = f.WriteAt(fmt.Appendf(nil, "%d\n", os.Getpid()), 0)
@@ -45,7 +56,7 @@ func LockStore(dir string) (*os.File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
-	if errors.Is(syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB), syscall.EWOULDBLOCK) {
+	if errors.Is(lock(f), syscall.EWOULDBLOCK) {
 		f.Close()
 		return nil, fmt.Errorf("--data-dir %q is in use by another process; stop it or choose another directory", dir)
 	}
@@ -64,7 +75,8 @@ func CheckFree(address string) error {
 
 // Locked reports whether a process has locked a data directory.
 func Locked(dir string) bool {
-	f, err := os.Open(filepath.Join(dir, LockFile))
+	// Another user's directory may have a pipe or a link of this name.
+	f, err := os.OpenFile(filepath.Join(dir, LockFile), syscall.O_NONBLOCK|syscall.O_NOFOLLOW, 0)
 	if err != nil {
 		return false
 	}

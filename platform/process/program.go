@@ -2,8 +2,11 @@ package process
 
 import (
 	"context"
+	"encoding/json"
+	"fmt"
 	"net/http"
 	"slices"
+	"time"
 
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
@@ -66,10 +69,57 @@ func WithPrograms(all []*Report) []*Report {
 	return all
 }
 
-// onlyPrograms returns the reports of programs. A service's process may not report other services.
-func onlyPrograms(all []*Report) []*Report {
-	return slices.DeleteFunc(all, func(r *Report) bool {
-		r.States, r.Programs = nil, nil
-		return len(r.Services) != 1 || !slices.Contains(programs, r.Services[0])
-	})
+// Bounds of reports of programs, whose senders may be broken or hostile: the bytes of a report, and the number in a
+// report of a service's process.
+const (
+	maxProgramBytes = 64 << 10
+	maxPrograms     = 64
+)
+
+// Programs are reports of programs.
+type Programs []*Report
+
+// UnmarshalJSON implements json.Unmarshaler. It decodes the first maxPrograms reports, and omits reports that
+// DecodeProgram refuses.
+func (all *Programs) UnmarshalJSON(data []byte) error {
+	var reports []json.RawMessage
+	if err := json.Unmarshal(data, &reports); err != nil {
+		return err
+	}
+	*all = nil
+	for _, data := range reports[:min(len(reports), maxPrograms)] {
+		if r, err := decodeProgram(data, programs); err == nil {
+			*all = append(*all, r)
+		}
+	}
+	return nil
+}
+
+// DecodeProgram decodes the report of a program, as DecodeReport does, without states and programs. It returns an error
+// for another program or service, and for more than 64 KB.
+func DecodeProgram(name string, data []byte, sent, received time.Time) (*Report, error) {
+	r, err := decodeProgram(data, []string{name})
+	if err == nil {
+		r.CompareClock(sent, received)
+	}
+	return r, err
+}
+
+func decodeProgram(data []byte, names []string) (*Report, error) {
+	if len(data) > maxProgramBytes {
+		return nil, fmt.Errorf("the report of a program has %d bytes, more than %d", len(data), maxProgramBytes)
+	}
+	var r struct {
+		Report
+
+		States   json.RawMessage `json:"states"` // instead of the report's
+		Programs json.RawMessage `json:"programs"`
+	}
+	if err := json.Unmarshal(data, &r); err != nil {
+		return nil, err
+	}
+	if len(r.Services) != 1 || !slices.Contains(names, r.Services[0]) {
+		return nil, fmt.Errorf("the report is of %q, want %q", r.Services, names)
+	}
+	return &r.Report, nil
 }

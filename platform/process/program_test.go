@@ -2,22 +2,28 @@ package process
 
 import (
 	"encoding/json"
+	"fmt"
 	"slices"
+	"strings"
 	"testing"
+	"time"
 )
 
-// Two registries read the same etcd, and a process may report only programs. Clocks are compared with the process that
-// received the reports.
-func TestReportsOfPrograms(t *testing.T) {
-	etcd := func(skew float64) *Report {
-		return &Report{ID: "e", Services: []string{"etcd"}, SkewSeconds: skew,
-			States: map[string]json.RawMessage{"registry": nil}}
+// The reports of programs in a report are displayed once each, without states. Reports of other services are not.
+func TestProgramsAreListedOnce(t *testing.T) {
+	report := func(text string) *Report {
+		r, err := DecodeReport([]byte(text), time.Time{}, time.Time{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
 	}
-	first := &Report{ID: "a", SkewSeconds: 60, Programs: onlyPrograms([]*Report{
-		etcd(-70), {ID: "n", Services: []string{"nats"}}, {ID: "x", Services: []string{"authz"}},
-		{ID: "y", Services: []string{"etcd", "gateway"}}, {ID: "z"},
-	})}
-	second := &Report{ID: "b", Programs: []*Report{etcd(-10)}}
+	etcd := `{"id": "e", "services": ["etcd"], "states": {"registry": {}}, "programs": [{"services": ["nats"]}]}`
+	first := report(`{"id": "a", "programs": [` + etcd + `, null, 1, {"id": "n", "services": ["nats"]},
+		{"id": "x", "services": ["authz"]}, {"id": "y", "services": ["etcd", "gateway"]}, {"id": "z"}]}`)
+	second := report(`{"id": "b", "programs": [` + etcd + `]}`)
+	first.SkewSeconds = 60
+	first.Programs[0].SkewSeconds, second.Programs[0].SkewSeconds = -70, -10
 	all := WithPrograms([]*Report{first, second})
 	var ids []string
 	for _, r := range all {
@@ -28,5 +34,31 @@ func TestReportsOfPrograms(t *testing.T) {
 	}
 	if !slices.Equal(ids, []string{"a", "b", "e", "n"}) || all[2].SkewSeconds != -10 {
 		t.Errorf("%q, %+v", ids, all[2])
+	}
+}
+
+// A report that another process sends is bounded: its bytes, and the number and bytes of its programs.
+func TestReportsAreBounded(t *testing.T) {
+	etcd := `{"services":["etcd"]}`
+	r, err := DecodeReport([]byte(`{"programs": [`+strings.Repeat(etcd+",", 1000)+etcd+`]}`), time.Time{}, time.Time{})
+	if err != nil || len(r.Programs) != maxPrograms {
+		t.Errorf("%d programs, %v", len(r.Programs), err)
+	}
+	large := fmt.Sprintf(`{"services":["etcd"],"version":%q}`, strings.Repeat("x", maxProgramBytes))
+	if err := json.Unmarshal([]byte("["+large+"]"), &r.Programs); err != nil || len(r.Programs) != 0 {
+		t.Errorf("a large program: %+v, %v", r.Programs, err)
+	}
+	now := time.Now()
+	for text, want := range map[string]string{
+		large:                   "more than 65536",
+		`{"services":["nats"]}`: `the report is of ["nats"], want ["etcd"]`,
+		`null`:                  `the report is of [], want ["etcd"]`,
+	} {
+		if _, err := DecodeProgram("etcd", []byte(text), now, now); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%.40s: %v, want %s", text, err, want)
+		}
+	}
+	if _, err := DecodeReport(make([]byte, maxReportBytes+1), now, now); err == nil {
+		t.Error("a report above the bound is decoded")
 	}
 }

@@ -62,7 +62,7 @@ type Report struct {
 	// States has the states of services, such as registry.State.
 	States map[string]json.RawMessage `json:"states,omitempty"`
 	// Programs are the reports of the programs that only this process may call: of etcd and NATS, at a registry.
-	Programs []*Report `json:"programs,omitempty"`
+	Programs Programs `json:"programs,omitempty"`
 }
 
 // Disk is the file system of a directory that a flag names.
@@ -94,10 +94,11 @@ var (
 // Kind is the kind of a report.
 type Kind string
 
-// Shallow reports have each service's State. Deep reports have DeepState.
+// Shallow reports have each service's State. Deep reports have DeepState. Own reports are shallow, without programs.
 const (
 	Shallow Kind = ""
 	Deep    Kind = "true"
+	Own     Kind = "own"
 )
 
 // DeepQuery is the query parameter for the kind of the requested reports.
@@ -137,10 +138,10 @@ func (p *Process) Report(ctx context.Context, kind Kind) *Report {
 			continue
 		}
 		traffic = cmp.Or(built.Traffic, traffic)
-		if built.Programs != nil {
+		if built.Programs != nil && kind != Own {
 			wg.Go(func() {
 				defer recovery.ToError("reading the reports of programs", new(error))
-				programs := onlyPrograms(built.Programs(ctx))
+				programs := built.Programs(ctx)
 				mu.Lock()
 				defer mu.Unlock()
 				r.Programs = append(r.Programs, programs...)
@@ -285,6 +286,7 @@ func (p *Process) reports(ctx context.Context, service string, kind Kind) []*Rep
 	for address, services := range at {
 		slices.Sort(services)
 		wg.Go(func() {
+			defer recovery.ToError("reading the report of a process", new(error))
 			r, err := p.reportAt(ctx, service, services[0], address, kind)
 			if status.Code(err) == codes.Unimplemented { // an xDS server of an earlier release
 				return
@@ -296,7 +298,9 @@ func (p *Process) reports(ctx context.Context, service string, kind Kind) []*Rep
 			maps.DeleteFunc(r.States, func(service string, _ json.RawMessage) bool {
 				return !slices.Contains(services, service)
 			})
-			r.Programs = onlyPrograms(r.Programs)
+			if !slices.Contains(services, "registry") { // only registry may call programs
+				r.Programs = nil
+			}
 			mu.Lock()
 			defer mu.Unlock()
 			all = append(all, r)
@@ -321,8 +325,15 @@ func (p *Process) reportAt(ctx context.Context, from, to, address string, kind K
 	return DecodeReport(resp.Report, sent, time.Now())
 }
 
-// DecodeReport decodes a report that was requested at sent and received at received, and compares the clocks.
+// maxReportBytes bounds the report of a service's process.
+const maxReportBytes = 2 << 20
+
+// DecodeReport decodes a report that was requested at sent and received at received, and compares the clocks. It
+// returns an error for a report above 2 MB.
 func DecodeReport(data []byte, sent, received time.Time) (*Report, error) {
+	if len(data) > maxReportBytes {
+		return nil, fmt.Errorf("the report has %d bytes, more than %d", len(data), maxReportBytes)
+	}
 	r := &Report{}
 	if err := json.Unmarshal(data, r); err != nil {
 		return nil, err

@@ -49,8 +49,7 @@ func (g *Service) report(ctx context.Context, kind process.Kind) *process.Report
 // After a panic, the encoder is nil, or returns nil.
 func (g *Service) reportEncoder(ctx context.Context) (encode func() []byte) {
 	defer recovery.ToError("reporting the process", new(error))
-	r := heartbeatReport{Report: g.report(ctx, process.Shallow)}
-	r.Programs = nil // each gateway reads them
+	r := heartbeatReport{Report: g.report(ctx, process.Own)}
 	for service, state := range r.States {
 		if len(state) > maxReportState {
 			delete(r.States, service)
@@ -164,6 +163,7 @@ func (g *Service) otherGateways(ctx context.Context) (all []heartbeatReport) {
 		}
 		r := heartbeatReport{Report: &process.Report{}}
 		if err := json.Unmarshal(kept.Report, &r); err == nil {
+			r.Programs = nil // only registry may call programs
 			r.CompareClock(received.Add(-heartbeatTimeout), received)
 			all = append(all, r)
 		}

@@ -34,7 +34,7 @@ func (s *Service) programs(ctx context.Context) (all []*process.Report) {
 	wg.Go(func() {
 		sent := time.Now()
 		err := eventlog.Reports(ctx, s.nats, s.config.Log.Replicas, func(report []byte) {
-			if r, err := process.DecodeReport(report, sent, time.Now()); err == nil {
+			if r, err := process.DecodeProgram("nats", report, sent, time.Now()); err == nil {
 				add(r)
 			}
 		})

@@ -127,7 +127,7 @@ func Program(ctx context.Context, client *clientv3.Client, endpoint string) (*pr
 	if err != nil {
 		return nil, err
 	}
-	r, err := process.DecodeReport(resp.Report, sent, time.Now())
+	r, err := process.DecodeProgram("etcd", resp.Report, sent, time.Now())
 	if err == nil {
 		r.Address = process.Redact(endpoint)
 	}
