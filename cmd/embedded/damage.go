@@ -11,6 +11,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"strings"
 
 	"github.com/minio/highwayhash"
 	"github.com/nats-io/nats-server/v2/server"
@@ -32,15 +33,14 @@ func (n *NATS) removeDamaged(key string) error {
 	return nil
 }
 
-// removeCorrupt removes the storage if a snapshot of a Raft group is corrupt. JetStream would not start, or would have
-// no copy of a stream. Without the snapshot, the group's log has no beginning. The server then receives copies from the
-// other servers of its cluster. A single server reads no snapshots, and has the only copy.
+// removeCorrupt removes the storage of a server of a cluster if a snapshot of a Raft group is corrupt. JetStream would
+// not start, or would have no copy of a stream. Without the snapshot, the group's log has no beginning. A single server
+// reads no snapshots, and has the only copy.
 func (n *NATS) removeCorrupt() error {
 	if n.Cluster == "" {
 		return nil
 	}
-	removed := n.storage() + ".corrupt"
-	if err := os.RemoveAll(removed); err != nil { // the rest of an earlier removal
+	if err := os.RemoveAll(n.removed()); err != nil { // the rest of an earlier removal
 		return err
 	}
 	snapshot, err := corruptSnapshot(n.storage())
@@ -48,10 +48,27 @@ func (n *NATS) removeCorrupt() error {
 		return err
 	}
 	slog.Error("A snapshot of NATS is corrupt, and the server starts with empty storage", "snapshot", snapshot)
-	if err := os.Rename(n.storage(), removed); err != nil {
+	return n.removeStorage()
+}
+
+// removeUnreadable removes the storage of a server of a cluster if start is the error of a start with a damaged message
+// of the Raft group of JetStream itself. Not every such message ends a start.
+func (n *NATS) removeUnreadable(start error) (removed bool, err error) {
+	if n.Cluster == "" || !strings.Contains(start.Error(), "corrupt state file") {
+		return false, nil
+	}
+	slog.Error("NATS cannot read its storage, and starts with empty storage", "directory", n.Dir, "error", start)
+	return true, n.removeStorage()
+}
+
+func (n *NATS) removed() string { return n.storage() + ".corrupt" }
+
+// removeStorage removes the storage. The server then receives copies from the other servers of its cluster.
+func (n *NATS) removeStorage() error {
+	if err := os.Rename(n.storage(), n.removed()); err != nil {
 		return err
 	}
-	return os.RemoveAll(removed)
+	return os.RemoveAll(n.removed())
 }
 
 // corruptSnapshot returns the file of a Raft group's corrupt snapshot, or an empty string. NATS reads only the latest

@@ -250,7 +250,7 @@ func TestAServerOfAClusterStartsWithADamagedFile(t *testing.T) {
 		for _, path := range filesOf(t, damaged, "*") {
 			m.kill(t)
 			t.Log(how, path)
-			if snapshot, err := corruptSnapshot(damaged.storage()); snapshot != "" || err != nil {
+			if snapshot, err := corruptSnapshot(damaged.storage()); err != nil || snapshot != "" && !isEmpty(snapshot) {
 				t.Errorf("a healthy snapshot is corrupt: %q, %v", snapshot, err)
 			}
 			if _, err := os.Stat(path); err == nil { // else the server has replaced the file since
@@ -259,6 +259,36 @@ func TestAServerOfAClusterStartsWithADamagedFile(t *testing.T) {
 			start = time.Now()
 			m = startMember(t, damaged)
 			eventually(t, current)
+		}
+	}
+}
+
+// isEmpty reports whether a file is empty. A server that is killed may have made a snapshot without its data.
+func isEmpty(file string) bool {
+	info, err := os.Stat(file)
+	return err == nil && info.Size() == 0
+}
+
+// A server of a cluster that cannot read its storage starts without it. A single server has the only copy.
+func TestUnreadableStorageIsRemoved(t *testing.T) {
+	corrupt := errors.New("NATS does not start: Can't start JetStream: corrupt state file")
+	for _, test := range []struct {
+		cluster string
+		start   error
+		removed bool
+	}{
+		{"", corrupt, false},
+		{"127.0.0.1:1", errors.New("NATS is not ready after 20 s"), false},
+		{"127.0.0.1:1", corrupt, true},
+	} {
+		n := NATS{Dir: t.TempDir(), Cluster: test.cluster}
+		if err := os.MkdirAll(n.storage(), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		removed, err := n.removeUnreadable(test.start)
+		_, missing := os.Stat(n.storage())
+		if removed != test.removed || err != nil || errors.Is(missing, fs.ErrNotExist) != removed {
+			t.Errorf("%q, %v: removed %t, %v, %v", test.cluster, test.start, removed, err, missing)
 		}
 	}
 }

@@ -57,12 +57,20 @@ func (n *NATS) restartAfterWriteErrors(ctx context.Context) {
 
 // startOnDisk starts the server. If the start fails while the directory does not accept writes, it starts the server
 // again when the directory accepts them. The interrupted start may have left a file with which the next start fails,
-// and only the next, so that another follows.
+// and only the next, so that another follows. A server of a cluster also starts again, once, without damaged storage.
 func (n *NATS) startOnDisk(ctx context.Context, ready *lifecycle.Readiness) (*server.Server, error) {
-	for interrupted := false; ; {
+	for interrupted, removed := false, false; ; {
 		srv, err := n.start()
 		if err == nil {
 			return srv, nil
+		}
+		if !removed {
+			var failed error
+			if removed, failed = n.removeUnreadable(err); failed != nil {
+				return nil, errors.Join(err, failed)
+			} else if removed {
+				continue
+			}
 		}
 		test := n.testWrite()
 		if !isDiskFault(test) && !interrupted {
