@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"io"
 	"net"
+	"slices"
 	"testing"
 
 	core "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
@@ -23,11 +24,11 @@ func FuzzEndpoints(f *testing.F) {
 		a := &endpoint.ClusterLoadAssignment{ClusterName: "registry", Endpoints: []*endpoint.LocalityLbEndpoints{nil,
 			{LbEndpoints: []*endpoint.LbEndpoint{{HostIdentifier: &endpoint.LbEndpoint_Endpoint{
 				Endpoint: &endpoint.Endpoint{Address: address}}}}}}}
-		any, err := anypb.New(a)
+		packed, err := anypb.New(a)
 		if err != nil {
 			f.Fatal(err)
 		}
-		data, err := proto.Marshal(&discovery.DiscoveryResponse{TypeUrl: endpointType, Resources: []*anypb.Any{any}})
+		data, err := proto.Marshal(&discovery.DiscoveryResponse{TypeUrl: endpointType, Resources: []*anypb.Any{packed}})
 		if err != nil {
 			f.Fatal(err)
 		}
@@ -55,7 +56,7 @@ func FuzzEndpoints(f *testing.F) {
 				t.Error(err)
 			}
 		}
-		if cached := x.readCache("registry"); len(cached) > 0 && !bytes.Equal([]byte(cached[0]), []byte(all[0])) {
+		if cached := x.readCache("registry"); len(cached) > 0 && !slices.Equal(cached, all) {
 			t.Errorf("the cache has %q, not %q", cached, all)
 		}
 	})

@@ -13,7 +13,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/chromedp/cdproto/accessibility"
 	"github.com/chromedp/cdproto/cdp"
@@ -70,12 +69,13 @@ func kubectlProxy(t *testing.T, s *harness.Server) string {
 	address := fmt.Sprintf("127.0.0.1:%d", porttest.FreePort(t))
 	_, port, _ := net.SplitHostPort(address)
 	harness.Start(t, s.Dir, "proxy", harness.Peer("kubectl"), "proxy", "--port", port, "--kubeconfig", s.Kubeconfig)
-	for end := time.Now().Add(harness.Soon); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
-		if c, err := net.Dial("tcp", address); err == nil {
+	harness.Eventually(t, harness.Soon, func() error {
+		c, err := net.Dial("tcp", address)
+		if err == nil {
 			c.Close()
-			break
 		}
-	}
+		return err
+	})
 	return "http://" + address
 }
 
@@ -84,7 +84,7 @@ func kubectlProxy(t *testing.T, s *harness.Server) string {
 func newBrowser(t *testing.T, url string) *browser {
 	t.Helper()
 	// Root has no sandbox.
-	options := append(chromedp.DefaultExecAllocatorOptions[:], chromedp.NoSandbox, chromedp.UserDataDir(t.TempDir()),
+	options := append(chromedp.DefaultExecAllocatorOptions[:], chromedp.NoSandbox,
 		chromedp.WSURLReadTimeout(harness.Soon))
 	ctx, cancel := context.WithTimeout(t.Context(), 2*harness.Soon)
 	t.Cleanup(cancel)
