@@ -29,6 +29,7 @@ type etcdLog struct {
 	cache       *cache.Cache
 	converter   *conversion.Converter
 	logReader   *logreader.Reader
+	differences *prometheus.CounterVec
 	listServer  *list.Server
 	watchServer *watch.Server
 	// own are the tasks and the readiness of another log than the main log. They do not affect the replica's readiness.
@@ -37,13 +38,21 @@ type etcdLog struct {
 
 // newEtcdLog returns the servers of a log. ready is not ready while the log is behind its etcd.
 func (s *Service) newEtcdLog(id eventlog.LogID, ready *lifecycle.Readiness) *etcdLog {
-	l := &etcdLog{id: id, cache: cache.New(s.config.RingBytes, s.config.IdleTimeout)}
+	l := &etcdLog{
+		id:    id,
+		cache: cache.New(s.config.RingBytes, s.config.IdleTimeout),
+		differences: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "watershed_watchfanout_inconsistencies_total",
+			Help: "Times that cached objects or events differed from the publisher's sums, or objects from etcd. The " +
+				"log names the objects.",
+		}, []string{"resource"}),
+	}
 	if ready == nil {
 		ready = &l.own.Ready
 	}
 	l.converter = conversion.New(conversion.Remote(s.source), l.cache, conversion.CacheBytes)
 	l.logReader = logreader.New(l.cache, s.nats, logreader.Remote(s.source, id), ready,
-		logreader.Config{Log: id, StaleAfter: staleAfter, Backfills: true})
+		logreader.Config{Log: id, StaleAfter: staleAfter, Backfills: true, Differences: l.differences})
 	l.listServer = list.New(s.discovery, l.cache, l.logReader, l.converter, s.config.CompressedBytes)
 	l.watchServer = watch.New(watch.Options{
 		Objects:        &watch.Cached{Discovery: s.discovery, Cache: l.cache, LogReader: l.logReader},
@@ -129,6 +138,7 @@ func (s *Service) watchLog(r *commonv1.Resource) (*etcdLog, error) {
 // collectors returns the metrics of the log.
 func (l *etcdLog) collectors() []prometheus.Collector {
 	return slices.Concat([]prometheus.Collector{
+		l.differences,
 		&resourceCollector{l.cache},
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "watershed_watchfanout_revision",

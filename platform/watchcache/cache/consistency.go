@@ -24,9 +24,9 @@ const (
 	maxDifferencePause = time.Hour
 )
 
-// Difference is the objects of a resource that differs from the publisher's sums, as they were before the reset. It has
-// no objects if the resource is not loaded, and only its events differ. Reset is false if the resource was not reset,
-// because another difference has reset it within differencePause.
+// Difference holds the objects of a resource that differs from the publisher's sums, as they were before the reset. It
+// has no objects if the resource is not loaded, and only its events differ. Reset is false if the resource was not
+// reset, because another difference has reset it within differencePause.
 type Difference struct {
 	*Snapshot
 	Reset bool
@@ -183,30 +183,31 @@ func (s *Snapshot) IsOutdated() bool {
 }
 
 // DifferenceOf returns the part of the item that differs from etcd's row of the same revision, without its content. It
-// is empty if nothing differs, or if the row has no object or another encoder. DifferenceOf keeps no pack unpacked.
-func (i *Item) DifferenceOf(row *registryv1.Row) (part string) {
+// is empty if nothing differs. compared is false if the row has no object or another encoder. A packed item stays
+// packed.
+func (i *Item) DifferenceOf(row *registryv1.Row) (part string, compared bool) {
 	json, protobuf := i.json.Load(), i.protobuf.Load()
 	if row.Encoder == 0 || row.Encoder != json.encoder {
-		return ""
+		return "", false
 	}
 	var corrupt error
 	defer func() {
 		if corrupt != nil {
-			part = "the compressed object is corrupt"
+			part, compared = "the compressed object is corrupt", true
 		}
 	}()
 	defer recovery.ToError("unpacking an object", &corrupt)
 	etcd := ItemOf(row)
 	if i.Version != etcd.Version || !maps.Equal(i.Labels, etcd.Labels) || !maps.Equal(i.fields, etcd.fields) {
-		return "version, labels or fields"
+		return "version, labels or fields", true
 	}
 	if at, differs := firstDifference(json.peek(), row.Json); differs {
-		return fmt.Sprintf("JSON from byte %d of %d on", at, json.len())
+		return fmt.Sprintf("JSON from byte %d of %d on", at, json.len()), true
 	}
 	if at, differs := firstDifference(protobuf.peek(), row.Protobuf); differs {
-		return fmt.Sprintf("protobuf from byte %d of %d on", at, protobuf.len())
+		return fmt.Sprintf("protobuf from byte %d of %d on", at, protobuf.len()), true
 	}
-	return ""
+	return "", true
 }
 
 // firstDifference returns the index of the first byte that differs.

@@ -71,8 +71,8 @@ func TestAMissedChangeIsFound(t *testing.T) {
 	})
 }
 
-// The events of a cache differ from the publisher's next sums if the cache has missed or repeated an event, also without
-// objects. A publisher of an earlier release has no sums of events.
+// The events of a cache differ from the publisher's next sums if the cache has missed or repeated an event, also
+// without objects. A publisher of an earlier release has no sums of events.
 func TestAMissedEventIsFound(t *testing.T) {
 	for name, x := range map[string]struct {
 		cache *Cache
@@ -92,7 +92,8 @@ func TestAMissedEventIsFound(t *testing.T) {
 			c := x.cache
 			sum := uint64(0)
 			sums := func(revision int64) {
-				m := &logv1.Sums{Term: 1, Changes: map[string]uint64{"pods": sum}, Events: map[string]uint64{"pods": sum}}
+				m := &logv1.Sums{Term: 1, Changes: map[string]uint64{"pods": sum},
+					Events: map[string]uint64{"pods": sum}}
 				if x.old {
 					m.Events = nil
 				}

@@ -101,7 +101,7 @@ func TestAPackedObjectIsComparedWithEtcd(t *testing.T) {
 	} {
 		r := row()
 		change(r)
-		if got := item.DifferenceOf(r); got != want {
+		if got, compared := item.DifferenceOf(r); got != want || !compared {
 			t.Errorf("got %q, want %q", got, want)
 		}
 	}
@@ -109,7 +109,7 @@ func TestAPackedObjectIsComparedWithEtcd(t *testing.T) {
 		t.Error("a comparison unpacks the object")
 	}
 	clear(item.json.Load().pack.compressed)
-	if got := item.DifferenceOf(row()); got != "the compressed object is corrupt" {
+	if got, _ := item.DifferenceOf(row()); got != "the compressed object is corrupt" {
 		t.Errorf("got %q", got)
 	}
 }

@@ -17,8 +17,8 @@ type replica struct {
 	rings  [resourceCount]ring
 	// crdChangedAt is the revision of the last change of each resource's CRD.
 	crdChangedAt [resourceCount]int64
-	// objects has the revisions of each loaded resource's objects, by name. checkers has their sums. events has the sums
-	// of each ring's events since its last reset.
+	// objects has the revisions of each loaded resource's objects, by name. checkers has their sums. events has the
+	// sums of each ring's events since its last reset.
 	objects  [resourceCount]map[string]int64
 	checkers [resourceCount]SumChecker
 	events   [resourceCount]SumChecker

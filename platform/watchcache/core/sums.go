@@ -150,7 +150,8 @@ func (s *TermSums) Change(resource string, newest int64) (term, change uint64, o
 	return s.term, s.changes[resource], s.term != 0 && newest <= s.revision
 }
 
-// SumChecker compares the sum of a resource's objects, or of its events, with a publisher's. The zero value has compared nothing.
+// SumChecker compares the sum of a resource's objects, or of its events, with a publisher's. The zero value has
+// compared nothing.
 type SumChecker struct {
 	// Sum is the sum of the objects or events. Its owner keeps it.
 	Sum uint64

@@ -29,8 +29,8 @@ const (
 	consistencyCheckJitter = 0.5
 	// consistencyCheckTimeout bounds the comparison of a resource.
 	consistencyCheckTimeout = time.Minute
-	// maxSampled bounds the objects of a resource whose values a comparison compares, and maxSampledBytes the bytes of
-	// these objects in JSON and protobuf, unless it is a single object.
+	// maxSampled bounds the objects of a resource whose values a comparison compares. maxSampledBytes bounds the bytes
+	// of their JSON and protobuf, unless it is a single object.
 	maxSampled      = 20
 	maxSampledBytes = 1 << 20
 	// maxNamed bounds the objects that a log line names.
@@ -52,7 +52,7 @@ func (l *Reader) checkConsistency(ctx context.Context) error {
 		case <-ctx.Done():
 			return ctx.Err()
 		case s := <-l.cache.Differences():
-			l.differences.WithLabelValues(s.Resource()).Inc()
+			l.config.Differences.WithLabelValues(s.Resource()).Inc()
 			if !s.HasObjects() {
 				slog.Error("Events differ from the publisher's sums", "resource", s.Resource(), "revision", s.Revision,
 					"reset", s.Reset)
@@ -125,7 +125,7 @@ func (l *Reader) CompareWithEtcd(ctx context.Context) *Comparison {
 		case c != nil:
 			all.Resources++
 			all.Objects += c.objects
-			all.Values += c.values
+			all.Values += c.difference.values
 			if c.difference.count() > 0 && len(all.Differences) < maxReported {
 				d := c.difference
 				all.Differences = append(all.Differences, Difference{name, c.revision, d.missing, d.extra, d.stale,
@@ -140,7 +140,6 @@ func (l *Reader) CompareWithEtcd(ctx context.Context) *Comparison {
 type checked struct {
 	revision   int64
 	objects    int
-	values     int
 	difference difference
 	reset      bool
 }
@@ -153,9 +152,8 @@ func (l *Reader) checkResource(ctx context.Context, name string) (*checked, erro
 		if !ok {
 			return nil, nil
 		}
-		keys := sample(s)
-		d, err := l.compareWithEtcd(ctx, s, keys)
-		c := &checked{revision: s.Revision, objects: s.Len(), values: len(keys), difference: d}
+		d, err := l.compareWithEtcd(ctx, s, sample(s))
+		c := &checked{revision: s.Revision, objects: s.Len(), difference: d}
 		result := "success"
 		switch {
 		case status.Code(err) == codes.Unimplemented: // the feature gate is off, or the registry is older
@@ -166,7 +164,7 @@ func (l *Reader) checkResource(ctx context.Context, name string) (*checked, erro
 		case d.count() > 0:
 			result = "failure"
 			c.reset = s.ResetDiffering()
-			l.differences.WithLabelValues(name).Inc()
+			l.config.Differences.WithLabelValues(name).Inc()
 			slog.Error("Objects differ from etcd's", "resource", name, "revision", s.Revision,
 				"difference", d.String(), "reset", c.reset, "objects", DifferencesPage)
 		}
@@ -226,8 +224,11 @@ func (l *Reader) compareWithEtcd(ctx context.Context, s *cache.Snapshot, sample 
 		case more && item.Key == rowKey:
 			if item.Revision != row.Revision {
 				d.add(&d.stale, rowKey, item.Revision, row.Revision, "")
-			} else if part := item.DifferenceOf(row); part != "" {
-				d.add(&d.altered, rowKey, item.Revision, row.Revision, part)
+			} else if part, compared := item.DifferenceOf(row); compared {
+				d.values++
+				if part != "" {
+					d.add(&d.altered, rowKey, item.Revision, row.Revision, part)
+				}
 			}
 			item, more = next()
 		case !s.IsUnreadable(rowKey):
@@ -277,10 +278,12 @@ func (l *Reader) Differing() string {
 
 // difference is the objects that differ from etcd's.
 type difference struct {
-	// missing are only in etcd, extra only in the cache, and stale of another revision in the cache. altered have another
-	// value at the same revision.
+	// missing are only in etcd, extra only in the cache, and stale of another revision in the cache. altered have
+	// another value at the same revision.
 	missing, extra, stale, altered int
-	names                          []string
+	// values is the number of objects whose values were compared.
+	values int
+	names  []string
 	// objects has a line for each object, with its revisions in the cache and in etcd. It has no contents, because they
 	// may be secret.
 	objects []byte

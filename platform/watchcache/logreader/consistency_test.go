@@ -69,7 +69,7 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 		if d := check(); d.count() != 0 || !loaded() {
 			t.Errorf("equal objects: %v", &d)
 		}
-		compared(&Comparison{Resources: 1, Objects: 3, Values: 3})
+		compared(&Comparison{Resources: 1, Objects: 3}) // of an unknown encoder
 		failure = errors.New("etcd does not respond")
 		check()
 		compared(&Comparison{Errors: []string{"configmaps: etcd does not respond"}})
@@ -93,8 +93,9 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 			t.Errorf("the differing objects are %q", l.Differing())
 		}
 		load()
-		compared(&Comparison{Resources: 1, Objects: 3, Values: 3, Differences: []Difference{{Resource: "configmaps",
-			Revision: 10, Missing: 2, Extra: 1, Stale: 1}}}) // and the resource stays, because it has been reset within the minute
+		// The resource stays, because it has been reset within the minute.
+		compared(&Comparison{Resources: 1, Objects: 3, Differences: []Difference{{Resource: "configmaps", Revision: 10,
+			Missing: 2, Extra: 1, Stale: 1}}})
 		if !loaded() {
 			t.Error("a difference resets a resource twice within a minute")
 		}
@@ -107,8 +108,8 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 	})
 }
 
-// A comparison compares the values of random objects, if the same encoder has encoded them. A replica with a wrong value
-// resets the resource, and reads it again.
+// A comparison compares the values of random objects, if the same encoder has encoded them. A replica with a wrong
+// value resets the resource, and reads it again.
 func TestValuesAreComparedWithEtcd(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const objects = 3 * maxSampled
@@ -154,7 +155,7 @@ func TestValuesAreComparedWithEtcd(t *testing.T) {
 		}
 		l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 10})
 		// compare compares often enough to sample every object.
-		compare := func() (found int) {
+		compare := func() (found, values int) {
 			t.Helper()
 			if _, err := l.Snapshot(t.Context(), l.cache.Resource("pods"), ""); err != nil {
 				t.Fatal(err)
@@ -164,16 +165,17 @@ func TestValuesAreComparedWithEtcd(t *testing.T) {
 				if len(c.Errors) > 0 {
 					t.Fatal(c.Errors)
 				}
+				values += c.Values
 				for _, d := range c.Differences {
 					if found++; d.Altered != 1 || !d.Reset || d.Missing+d.Extra+d.Stale > 0 {
 						t.Errorf("%+v", d)
 					}
 				}
 			}
-			return found
+			return found, values
 		}
-		if n := compare(); n != 0 {
-			t.Errorf("equal values differ %d times", n)
+		if n, values := compare(); n != 0 || values != 100*maxSampled {
+			t.Errorf("%d equal values differ %d times", values, n)
 		}
 		reload := func(flip int) {
 			l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 10, StorageResource: "pods"})
@@ -181,24 +183,24 @@ func TestValuesAreComparedWithEtcd(t *testing.T) {
 		}
 		reload(5)
 		encoder = 8
-		if n := compare(); n != 0 {
-			t.Errorf("values of another encoder differ %d times", n)
+		if n, values := compare(); n != 0 || values != 0 {
+			t.Errorf("%d values of another encoder differ %d times", values, n)
 		}
 		reload(41)
 		encoder = 7
-		if n := compare(); n != 1 || len(l.cache.Loaded()) > 0 {
+		if n, _ := compare(); n != 1 || len(l.cache.Loaded()) > 0 {
 			t.Errorf("a flipped value is found %d times", n)
 		}
 		if !strings.HasSuffix(l.Differing(), "\n\"ns/041\" 5 5 JSON from byte 5 of 7 on\n") {
 			t.Errorf("%q", l.Differing())
 		}
-		if n := compare(); n != 0 {
+		if n, _ := compare(); n != 0 {
 			t.Errorf("values that were read again differ %d times", n)
 		}
 		time.Sleep(time.Hour)
 		reload(41)
 		crdChanges = true
-		if n := compare(); n != 0 {
+		if n, _ := compare(); n != 0 {
 			t.Errorf("values of another CRD differ %d times", n)
 		}
 	})

@@ -8,6 +8,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
@@ -17,7 +18,8 @@ import (
 )
 
 func newReader(s Source) *Reader {
-	config := Config{StaleAfter: 3 * time.Second, Backfills: true}
+	differences := prometheus.NewCounterVec(prometheus.CounterOpts{}, []string{"resource"})
+	config := Config{StaleAfter: 3 * time.Second, Backfills: true, Differences: differences}
 	return New(cache.New(1<<20, 0), nil, s, &lifecycle.Readiness{}, config)
 }
 

@@ -40,7 +40,7 @@ type Config struct {
 	Backfills bool
 	// OnEvent, if set, is called with each event of the log before the cache applies it. It must not block.
 	OnEvent func(*logv1.Event)
-	// Differences, if set, counts differences by resource, in place of the reader's own metric.
+	// Differences counts differences by resource. A reader that runs needs it.
 	Differences *prometheus.CounterVec
 }
 
@@ -63,9 +63,7 @@ type Reader struct {
 	freshness freshness
 	backfills backfills
 	replays   prometheus.Counter
-	// differences counts the resources that differed from etcd or from the publisher's sums.
-	differences *prometheus.CounterVec
-	differing   differing
+	differing differing
 	// checks shares the comparisons of a resource with etcd, and runs a single comparison at a time.
 	checks coalesce.Group[*checked]
 }
@@ -87,14 +85,6 @@ func New(c *cache.Cache, nc *nats.Conn, s Source, ready *lifecycle.Readiness, co
 			Name: "watershed_watchfanout_replays_total",
 			Help: "Backfills read from the event log for watches that resume from before the ring.",
 		}),
-		differences: config.Differences,
-	}
-	if l.differences == nil {
-		l.differences = prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "watershed_watchfanout_inconsistencies_total",
-			Help: "Times that cached objects or events differed from the publisher's sums, or objects from etcd. The log names " +
-				"the objects.",
-		}, []string{"resource"})
 	}
 	return l
 }
@@ -104,7 +94,7 @@ const eventLogCondition = "the event log"
 
 // Metrics are this package's collectors.
 func (l *Reader) Metrics() []prometheus.Collector {
-	return []prometheus.Collector{l.replays, l.differences}
+	return []prometheus.Collector{l.replays}
 }
 
 // Run starts the tasks that read the log until ctx is done. tasks restarts a task that fails.

@@ -324,11 +324,10 @@ func TestTheLogHasTheBytesOfASnapshot(t *testing.T) {
 		item := j.item(name, "a")
 		compared := false
 		err := source.ObjectKeys(t.Context(), name, item.Revision, []string{"x/a"}, func(row *registryv1.Row) {
-			if part := item.DifferenceOf(row); part != "" {
+			part, ok := item.DifferenceOf(row)
+			if compared = ok; part != "" {
 				t.Errorf("%s: the log differs from etcd in %s: %s, %s", name, part, item.JSON(), row.Json)
 			}
-			row.Json[len(row.Json)/2]++
-			compared = item.DifferenceOf(row) != ""
 		})
 		if err != nil || !compared {
 			t.Errorf("%s: the object was not compared: %v", name, err)
