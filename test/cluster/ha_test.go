@@ -87,7 +87,7 @@ func TestThreeNodes(t *testing.T) {
 	}
 }
 
-// balance makes the clients connect to the pods of the gateways: this machine is none of the nodes.
+// balance makes the clients connect to the pods of the gateways, because this machine is not a node of the cluster.
 func (h *hosted) balance() *balancer {
 	h.Helper()
 	b := &balancer{open: map[*balanced]bool{}, lost: map[string]bool{}}

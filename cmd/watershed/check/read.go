@@ -40,8 +40,8 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	o.Options.AddFlags(fs)
 	o.Etcd.AddFlags(fs)
 	fs.BoolVar(&o.Deep, "deep", false,
-		"Makes each replica of the watch tier compare the keys and revisions of its objects with etcd's, for 40 s at "+
-			"most.")
+		"Makes each replica of the watch tier compare the keys and revisions of its objects, and some values, with "+
+			"etcd's, for 40 s at most.")
 	fs.BoolVar(&o.Pre, "pre", false,
 		"Checks before an installation: this machine for `up` and `split`, with up's flags or --config, or the cluster of "+
 			"--kubeconfig or --context for the manifests and the chart.")

@@ -58,7 +58,8 @@ func BenchmarkTransaction(b *testing.B) {
 // docs/design/0034 states how the cost of the sums is measured with it.
 func BenchmarkEventPath(b *testing.B) {
 	slog.SetDefault(slog.New(slog.DiscardHandler))
-	nats, err := server.NewServer(&server.Options{JetStream: true, StoreDir: b.TempDir(), DontListen: true, NoSigs: true})
+	nats, err := server.NewServer(&server.Options{JetStream: true, StoreDir: b.TempDir(), DontListen: true,
+		NoSigs: true})
 	if err != nil {
 		b.Fatal(err)
 	}

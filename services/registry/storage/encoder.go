@@ -15,7 +15,7 @@ import (
 
 // encoderOf returns a hash of the settings that determine the bytes of an object in the log. They are the release, the
 // feature gates, which may change defaults, and the version of the encoding. Registries with other settings may encode
-// an object of etcd as other bytes. The hash is never 0.
+// an object of etcd as other bytes. docs/design/0034 has the limits. The hash is never 0.
 func encoderOf(kind schema.GroupVersionKind) uint32 {
 	h := fnv.New32a()
 	fmt.Fprint(h, settings(), kind)

@@ -286,8 +286,8 @@ type Sums struct {
 	// changes has every resource with a change since the term began. The first message with sums of a term is complete,
 	// unless the publisher is of an earlier release.
 	Complete bool `protobuf:"varint,3,opt,name=complete" json:"complete,omitempty"`
-	// The sum of the hashes of the keys and revisions of a resource's events since the term began, modulo 2^64. It has
-	// the resources of changes. Empty: the publisher is of an earlier release.
+	// The sums of the hashes of the keys and revisions of each resource's events since the term began, modulo 2^64.
+	// events has the same resources as changes. Empty: the publisher is of an earlier release.
 	Events        map[string]uint64 `protobuf:"bytes,4,rep,name=events" json:"events,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

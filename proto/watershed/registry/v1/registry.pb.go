@@ -2246,8 +2246,9 @@ type Row struct {
 	Version string `protobuf:"bytes,8,opt,name=version" json:"version,omitempty"`
 	// Why the object cannot be decoded. It has no encodings, labels or fields then, and the registry serves its reads.
 	Unreadable string `protobuf:"bytes,9,opt,name=unreadable" json:"unreadable,omitempty"`
-	// A hash of the release, the feature gates and the version that the registry encodes the resource with. Two registries
-	// with equal encoders encode an object of etcd as the same bytes. 0: it is unknown.
+	// A hash of the release, the feature gates and the version that the registry encodes the resource with. Registries
+	// with equal encoders encode an object of etcd as the same bytes, except for the limits in docs/design/0034. 0: it
+	// is unknown.
 	Encoder       uint32 `protobuf:"fixed32,10,opt,name=encoder" json:"encoder,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
