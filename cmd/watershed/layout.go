@@ -15,7 +15,6 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"watershed.dev/cmd/certgen"
-	"watershed.dev/cmd/watershed/inspect"
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/pki"
 	"watershed.dev/platform/process"
@@ -80,9 +79,9 @@ func openLayout(dir, bind string, port int, hosts []string, logs logFiles) (*lay
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
 	dir = resolved
-	if inspect.HasForeignFiles(dir) {
-		return nil, fmt.Errorf("--data-dir %q has other files, and only this user may access a data directory: choose an "+
-			"empty directory", dir)
+	if process.HasForeignFiles(dir) {
+		return nil, fmt.Errorf("--data-dir %q has other files, and only this user may access a data directory: choose "+
+			"an empty directory", dir)
 	}
 	if err := process.RestrictDirectory(dir); err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)

@@ -20,7 +20,6 @@ import (
 	"github.com/spf13/pflag"
 	"sigs.k8s.io/yaml"
 
-	"watershed.dev/cmd/watershed/inspect"
 	"watershed.dev/platform/config"
 )
 
@@ -301,36 +300,6 @@ func TestKubeconfigsAreTheirOwners(t *testing.T) {
 	}
 	if info, err := os.Stat(l.pki.AdminKubeconfig()); err != nil || info.Mode().Perm() != 0o600 {
 		t.Errorf("%v, %v", info, err)
-	}
-}
-
-// A start makes its directory private. It refuses a directory that others use, such as /var/lib.
-func TestADirectoryOfOthersIsRefused(t *testing.T) {
-	for name, c := range map[string]struct {
-		files   []string
-		mode    os.FileMode
-		refused bool
-	}{
-		"empty":             {nil, 0o755, false},
-		"a new volume":      {[]string{"lost+found"}, 0o755, false},
-		"files of others":   {[]string{"x"}, 0o755, true},
-		"own files":         {[]string{"x"}, 0o700, false},
-		"a data directory":  {[]string{"lock", "x"}, 0o755, false},
-		"a PKI of its own":  {[]string{"pki", "x"}, 0o755, false},
-		"readable by group": {[]string{"x"}, 0o750, true},
-	} {
-		dir := t.TempDir()
-		for _, f := range c.files {
-			if err := os.Mkdir(filepath.Join(dir, f), 0o700); err != nil {
-				t.Fatal(err)
-			}
-		}
-		if err := os.Chmod(dir, c.mode); err != nil {
-			t.Fatal(err)
-		}
-		if got := inspect.HasForeignFiles(dir); got != c.refused {
-			t.Errorf("%s: %v", name, got)
-		}
 	}
 }
 

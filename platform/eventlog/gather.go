@@ -51,8 +51,8 @@ func Reports(ctx context.Context, nc *nats.Conn, servers int, receive func(repor
 	return gather(ctx, nc, reportSubject, reportTimeout, servers, receive)
 }
 
-// mayNotRequestReports reports whether a NATS server does not permit Reports: its release is older, or it has permissions
-// of its own.
+// mayNotRequestReports reports whether a NATS server does not permit Reports: its release is older, or it has
+// permissions of its own.
 func mayNotRequestReports(err error) bool {
 	return errors.Is(err, nats.ErrPermissionViolation) && strings.Contains(err.Error(), `"`+reportSubject+`"`)
 }

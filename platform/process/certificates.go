@@ -12,7 +12,8 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// certificateFlag matches the names of flags whose values are files with certificates, without the inner network's.
+// certificateFlag matches the names of flags whose values are files with certificates, except the flags of the inner
+// network.
 var certificateFlag = regexp.MustCompile(
 	`^(client-ca-file|requestheader-client-ca-file|tls-cert-file|etcd-(cert|ca)file|kubelet-certificate-authority|` +
 		`kubelet-client-certificate|proxy-client-cert-file|services-(tls-cert|client-ca)-file|oidc-ca-file|` +
@@ -43,7 +44,7 @@ func (p *Process) certificates() (all []pki.Described) {
 	return all
 }
 
-// CertificatesOf describes the certificates in the files that flags name, without the inner network's.
+// CertificatesOf describes the certificates in the files that flags name, except those of the inner network.
 func CertificatesOf(fs *pflag.FlagSet) (all []pki.Described) {
 	fs.VisitAll(func(f *pflag.Flag) {
 		path := f.Value.String()

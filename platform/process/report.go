@@ -266,8 +266,8 @@ func (s *processes) Report(ctx context.Context, r *processv1.ReportRequest) (*pr
 // reportTimeout bounds a shallow report of another process.
 const reportTimeout = 4 * time.Second
 
-// reports returns the reports of the other processes whose services the process calls, and of the xDS servers. service is
-// the caller.
+// reports returns the reports of the other processes whose services the process calls, and of the xDS servers. service
+// is the caller.
 func (p *Process) reports(ctx context.Context, service string, kind Kind) []*Report {
 	ctx, cancel := context.WithTimeout(ctx, kind.timeout())
 	defer cancel()

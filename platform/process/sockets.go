@@ -67,8 +67,8 @@ func socketsFit(dir string) bool {
 	return err == nil && len(dir) < maxSocketDir
 }
 
-// RestrictDirectory lets only this user access a directory, because it holds keys and sockets. It fails if CheckDirectory
-// does.
+// RestrictDirectory lets only this user access a directory, because it holds keys and sockets. It fails if
+// CheckDirectory does.
 func RestrictDirectory(dir string) error {
 	mode, err := CheckDirectory(dir)
 	if err == nil && mode.Perm()&0o077 != 0 {
@@ -77,7 +77,7 @@ func RestrictDirectory(dir string) error {
 	return err
 }
 
-// CheckDirectory returns the mode of a directory. It fails if the directory is not this user's, or is for all users, such
+// CheckDirectory returns the mode of a directory. It fails if the directory is of another user, or for all users, such
 // as /tmp.
 func CheckDirectory(dir string) (os.FileMode, error) {
 	info, err := os.Lstat(dir)
@@ -94,4 +94,25 @@ func CheckDirectory(dir string) (os.FileMode, error) {
 		}
 	}
 	return info.Mode(), nil
+}
+
+// HasForeignFiles reports whether a directory is open to other users, and has files but no data directory's files. The
+// directory of a new volume has lost+found.
+func HasForeignFiles(dir string) bool {
+	info, err := os.Stat(dir)
+	if err != nil || info.Mode().Perm()&0o077 == 0 {
+		return false
+	}
+	files, _ := os.ReadDir(dir)
+	others := false
+	for _, f := range files {
+		switch f.Name() {
+		case LockFile, "pki":
+			return false
+		case "lost+found":
+		default:
+			others = true
+		}
+	}
+	return others
 }

@@ -13,7 +13,6 @@ import (
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
-	"watershed.dev/cmd/watershed/inspect"
 	"watershed.dev/platform/pki"
 	"watershed.dev/platform/process"
 )
@@ -77,7 +76,7 @@ func dirProblem(dir, existing string) error {
 	if process.Locked(existing) {
 		return errors.New("it is in use by a running `up` or `split`: `watershed check` without --pre checks it")
 	}
-	if inspect.HasForeignFiles(existing) {
+	if process.HasForeignFiles(existing) {
 		return errors.New("it has other files, and only this user may access a data directory")
 	}
 	_, err := process.CheckDirectory(existing)

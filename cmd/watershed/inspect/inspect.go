@@ -262,27 +262,6 @@ func debugAddresses(dir string) (map[string][]string, error) {
 	return all, nil
 }
 
-// HasForeignFiles reports whether a directory is open to other users, and has files that are not a data directory's.
-// The directory of a new volume has lost+found.
-func HasForeignFiles(dir string) bool {
-	info, err := os.Stat(dir)
-	if err != nil || info.Mode().Perm()&0o077 == 0 {
-		return false
-	}
-	files, _ := os.ReadDir(dir)
-	others := false
-	for _, f := range files {
-		switch f.Name() {
-		case process.LockFile, "pki":
-			return false
-		case "lost+found":
-		default:
-			others = true
-		}
-	}
-	return others
-}
-
 // Reachable reports whether a process listens at a socket. It waits for a second at most.
 func Reachable(socket string) bool {
 	c, err := net.DialTimeout("unix", socket, time.Second)
