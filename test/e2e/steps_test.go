@@ -52,8 +52,8 @@ func slowWebhooks(t *testing.T) *httptest.Server {
 	return server
 }
 
-// TestASlowRequestHasTheStepsOfEveryService makes each service slow: authn, authz and admission by webhooks, registry and
-// watchfanout by an etcd that pauses. The line of the gateway names the service.
+// TestASlowRequestHasTheStepsOfEveryService makes each service slow: authn, authz and admission by webhooks, registry
+// and watchfanout by an etcd that pauses. The line of the gateway names the service.
 func TestASlowRequestHasTheStepsOfEveryService(t *testing.T) {
 	t.Parallel()
 	for _, form := range []string{"up", "split"} {
@@ -108,8 +108,8 @@ webhooks:
 					return
 				}
 				client.Timeout = time.Minute
-				req, err := http.NewRequestWithContext(t.Context(), method, config.Host+"/api/v1/namespaces/default"+path,
-					strings.NewReader(body))
+				req, err := http.NewRequestWithContext(t.Context(), method,
+					config.Host+"/api/v1/namespaces/default"+path, strings.NewReader(body))
 				if err != nil {
 					t.Error(err)
 					return
