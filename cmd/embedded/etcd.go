@@ -69,7 +69,8 @@ type Etcd struct {
 
 // The limits of etcd, as installers of kube-apiserver set them.
 const (
-	etcdQuotaBytes      = 8 << 30
+	// EtcdQuotaBytes bounds the size of etcd's database. At this size, etcd raises the alarm NOSPACE.
+	EtcdQuotaBytes      = 8 << 30
 	etcdMaxRequestBytes = 3 << 20
 )
 
@@ -169,7 +170,7 @@ var errRemoved = errors.New("the member has stopped, because its cluster has rem
 func (e *Etcd) config(level slog.Leveler) (*embed.Config, error) {
 	c := embed.NewConfig()
 	c.Name, c.Dir = cmp.Or(e.Name, "watershed"), e.Dir
-	c.QuotaBackendBytes, c.MaxRequestBytes = etcdQuotaBytes, etcdMaxRequestBytes
+	c.QuotaBackendBytes, c.MaxRequestBytes = EtcdQuotaBytes, etcdMaxRequestBytes
 	c.EnableGRPCGateway = false
 	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zaplog.New(level))
 	if e.Metrics != "" {

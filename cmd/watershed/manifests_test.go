@@ -182,8 +182,8 @@ func TestManifestsMatchTheProcesses(t *testing.T) {
 	}
 }
 
-// `watershed check --pre` knows the permissions that the overlays need, the names of their objects, and the chart's least
-// version of Kubernetes.
+// `watershed check --pre` knows the permissions that the overlays need, the names of their objects, and the chart's
+// least version of Kubernetes.
 func TestCheckBeforeAnInstallationKnowsTheManifests(t *testing.T) {
 	for _, overlay := range []string{"dev", "ha", "compact"} {
 		text, err := os.ReadFile(filepath.Join("../../deploy/k8s/rendered", overlay+".yaml"))
@@ -226,7 +226,8 @@ func TestCheckBeforeAnInstallationKnowsTheManifests(t *testing.T) {
 		}
 	}
 	chart, err := os.ReadFile("../../deploy/k8s/chart/Chart.yaml")
-	if want := `kubeVersion: ">=` + check.MinimalKubernetes; err != nil || !strings.Contains(string(chart), want) {
+	want := `kubeVersion: ">=` + check.MinimalKubernetes + `-0"`
+	if err != nil || !strings.Contains(string(chart), want) {
 		t.Errorf("%v: the chart has no %s", err, want)
 	}
 }

@@ -72,11 +72,15 @@ func runCommand(args []string) process.Command {
 	}
 }
 
-// checkCommand is check.Command. With --pre in args, it also has the flags of `up`, which its help does not list.
+// checkCommand is check.Command. If args set --pre, it also has the flags of `up`, which its help does not list.
 func checkCommand(args []string) process.Command {
 	return func(flags *pflag.FlagSet) func() error {
 		run := check.Command(flags)
-		if slices.Contains(args, "--pre") {
+		pre := false
+		if err := loadFirst(args, func(fs *pflag.FlagSet) { fs.BoolVar(&pre, "pre", false, "") }); err != nil {
+			return func() error { return err }
+		}
+		if pre {
 			up := pflag.NewFlagSet("up", pflag.ContinueOnError)
 			newUpFlags(up)
 			up.VisitAll(func(f *pflag.Flag) {
@@ -90,19 +94,25 @@ func checkCommand(args []string) process.Command {
 	}
 }
 
-// targetsOf returns the value of --target. It decides which flags exist, so it is read before them.
-func targetsOf(args []string) ([]string, error) {
-	fs := pflag.NewFlagSet("watershed run", pflag.ContinueOnError)
+// targetsOf returns the value of --target.
+func targetsOf(args []string) (targets []string, err error) {
+	err = loadFirst(args, func(fs *pflag.FlagSet) { fs.StringSliceVar(&targets, "target", nil, "") })
+	if err == nil && len(targets) == 0 {
+		err = fmt.Errorf("--target is required: want a list of %s", strings.Join(modules.Names(), ", "))
+	}
+	return targets, err
+}
+
+// loadFirst loads the flags that add registers, and ignores all others. These flags decide which others exist.
+func loadFirst(args []string, add func(*pflag.FlagSet)) error {
+	fs := pflag.NewFlagSet("watershed", pflag.ContinueOnError)
 	fs.Usage = func() {}
 	fs.ParseErrorsAllowlist.UnknownFlags = true
-	targets := fs.StringSlice("target", nil, "")
+	add(fs)
 	if err := config.Load(fs, args); err != nil && !errors.Is(err, pflag.ErrHelp) {
-		return nil, err
+		return err
 	}
-	if len(*targets) == 0 {
-		return nil, fmt.Errorf("--target is required: want a list of %s", strings.Join(modules.Names(), ", "))
-	}
-	return *targets, nil
+	return nil
 }
 
 // alwaysAllow is the authorization mode that allows every request.

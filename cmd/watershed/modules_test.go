@@ -60,6 +60,28 @@ func TestPlacementsHaveEveryService(t *testing.T) {
 	}
 }
 
+// The command check has the flags of `up` if its flag --pre is set, in any form.
+func TestCheckHasTheFlagsOfUpBeforeAnInstallation(t *testing.T) {
+	for _, x := range []struct {
+		args []string
+		env  string
+		want bool
+	}{
+		{[]string{"check", "--pre"}, "", true},
+		{[]string{"check", "-o", "json", "--pre=true", "--secure-port", "1"}, "", true},
+		{[]string{"check"}, "true", true},
+		{[]string{"check", "--pre=false"}, "", false},
+		{[]string{"check", "--deep"}, "", false},
+	} {
+		t.Setenv("WATERSHED_PRE", x.env)
+		fs := pflag.NewFlagSet("", pflag.ContinueOnError)
+		checkCommand(x.args)(fs)
+		if got := fs.Lookup("bind-address") != nil; got != x.want {
+			t.Errorf("%q, WATERSHED_PRE=%s: %v", x.args, x.env, got)
+		}
+	}
+}
+
 // AlwaysAllow disables anonymous requests. It does not set the flag beside --authentication-config, because authn
 // refuses to start with the flag if the file has an `anonymous` section.
 func TestAlwaysAllowDisablesAnonymousRequests(t *testing.T) {

@@ -1,6 +1,6 @@
-// Package check finds faults of a running Watershed, its etcd, its event log and its cluster, and of a machine or a
-// cluster before an installation. Find decides from an Input that Read returns, without I/O, and FindPre from a PreInput.
-// The package changes nothing.
+// Package check finds faults of a running Watershed, its etcd, its event log and its cluster. It also finds faults of a
+// machine or a cluster before an installation. Read returns an Input, and Find decides from it without I/O. ReadPre and
+// FindPre do this before an installation. The package changes nothing.
 package check
 
 import (

@@ -224,11 +224,16 @@ func TestEveryFaultIsFound(t *testing.T) {
 		"NATS without a quorum": {"event-log", Error, "NATS has no quorum: 1 of 3 servers run: refused; again",
 			func(in *Input) {
 				in.Reports = append(in.Reports, &process.Report{Services: []string{"nats"}, Version: "v1"})
-				state(in, func(st *registry.State) { st.Logs[0].Failure, st.Logs[0].Wanted = "refused\nagain", 3 })
+				state(in, func(st *registry.State) {
+					st.Logs[0].Failure, st.Logs[0].Wanted = "refused\nagain", 3
+					other := registry.LogState{Log: "crds", Publishing: true, Error: "timeout", Wanted: 3}
+					st.Logs = append(st.Logs, other)
+				})
 			}},
-		"NATS with a full disk": {"event-log", Error, "registry h/4 cannot publish the event log: no space", func(in *Input) {
-			state(in, func(st *registry.State) { st.Logs[0].Failure = "no space left on device" })
-		}},
+		"NATS with a full disk": {"event-log", Error, "registry h/4 cannot publish the event log: no space",
+			func(in *Input) {
+				state(in, func(st *registry.State) { st.Logs[0].Failure = "no space left on device" })
+			}},
 		"no publisher": {"event-log", Error, "no registry publishes the event log", func(in *Input) {
 			state(in, func(st *registry.State) { st.Logs[0].Publishing = false })
 		}},

@@ -15,6 +15,8 @@ import (
 	"k8s.io/apimachinery/pkg/version"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
+
+	"watershed.dev/platform/process"
 )
 
 // Host is the state of a hosting cluster before the manifests or the chart are applied.
@@ -23,28 +25,30 @@ type Host struct {
 	// Error is why the cluster does not respond. The fields below are then empty.
 	Error   error
 	Version string
-	// SkewSeconds is how far the clock of the API server is ahead of this machine's. NodesAhead are the nodes whose leases
-	// have a time after the API server's.
+	// SkewSeconds is how far the clock of the API server is ahead of this machine's clock. NodesAhead are the nodes
+	// whose leases have a time after the API server's clock, and NodesError is why the leases cannot be read.
 	SkewSeconds float64
 	NodesAhead  []NodeAhead
-	// Missing are the permissions that the user lacks, such as "create deployments.apps". AccessError is why they cannot be
-	// read.
+	NodesError  error
+	// Missing are the permissions that the user lacks, such as "create deployments.apps". AccessError is why they
+	// cannot be read.
 	Missing     []string
 	AccessError error
-	// Existing are the objects of the namespace that have names of Watershed's, as Kind/name, and PriorityClasses the
-	// cluster's. Exists reports if the namespace exists, and Terminating if it is being deleted.
+	// Existing are the objects of the namespace with ObjectNames, as Kind/name. PriorityClasses are the objects of the
+	// cluster with PriorityClassNames. Exists reports if the namespace exists, and Terminating if it is being deleted.
 	Namespace                 string
 	Exists, Terminating       bool
 	Existing, PriorityClasses []string
 	ObjectsError              error
-	// StorageClasses are the names of all StorageClasses, and an empty name if there is a default. StorageClass is the
+	// StorageClasses are the names of all StorageClasses. HasDefault reports if one is the default. StorageClass is the
 	// selected class; empty: the default.
 	StorageClass   string
 	StorageClasses []string
+	HasDefault     bool
 	StorageError   error
 }
 
-// NodeAhead is a node whose clock is ahead.
+// NodeAhead is a node whose clock is ahead of the API server's clock, by at least Seconds.
 type NodeAhead struct {
 	Name    string
 	Seconds float64
@@ -81,15 +85,15 @@ var Needed = []Permission{
 var inCluster = []string{"namespaces", "priorityclasses"}
 
 // ObjectNames are the names of the Deployments, StatefulSets and Services of the overlays.
-var ObjectNames = []string{"admission", "authn", "authz", "etcd", "front", "gateway", "gateway-internal", "jaeger", "nats",
-	"registry", "watchfanout", "xds"}
+var ObjectNames = []string{"admission", "authn", "authz", "etcd", "front", "gateway", "gateway-internal", "jaeger",
+	"nats", "registry", "watchfanout", "xds"}
 
 // PriorityClassNames are the names of the PriorityClasses of the overlays.
 var PriorityClassNames = []string{"watershed", "watershed-storage"}
 
 // readHost reads the state of a hosting cluster. An error means that the configuration is invalid.
 func (o *Options) readHost(ctx context.Context, config *rest.Config) (*Host, error) {
-	config.QPS = -1 // some 30 requests
+	config.QPS = -1 // some 60 requests
 	h := &Host{Server: config.Host, Namespace: o.Namespace, StorageClass: o.StorageClass}
 	client, err := kubernetes.NewForConfig(config)
 	if err != nil {
@@ -103,7 +107,7 @@ func (o *Options) readHost(ctx context.Context, config *rest.Config) (*Host, err
 		return h, nil
 	}
 	var wg sync.WaitGroup
-	wg.Go(func() { h.readNodes(ctx, client) })
+	wg.Go(func() { h.NodesError = h.readNodes(ctx, client) })
 	wg.Go(func() { h.AccessError = h.readPermissions(ctx, client) })
 	wg.Go(func() { h.ObjectsError = h.readObjects(ctx, client) })
 	wg.Go(func() { h.StorageError = h.readStorage(ctx, client) })
@@ -118,13 +122,16 @@ func (h *Host) readVersion(ctx context.Context, client kubernetes.Interface, htt
 	if err != nil {
 		return err
 	}
+	sent := time.Now()
 	resp, err := httpClient.Do(req)
 	if err != nil {
 		return err
 	}
 	defer resp.Body.Close()
 	if date, err := http.ParseTime(resp.Header.Get("Date")); err == nil {
-		h.SkewSeconds = time.Until(date).Seconds()
+		server := process.Report{Time: date}
+		server.CompareClock(sent, time.Now())
+		h.SkewSeconds = server.SkewSeconds
 	}
 	var v version.Info
 	err = json.NewDecoder(resp.Body).Decode(&v)
@@ -132,11 +139,11 @@ func (h *Host) readVersion(ctx context.Context, client kubernetes.Interface, htt
 	return err
 }
 
-// readNodes reads the leases of the nodes. Without the permission, no clock is known.
-func (h *Host) readNodes(ctx context.Context, client kubernetes.Interface) {
+// readNodes reads the leases of the nodes.
+func (h *Host) readNodes(ctx context.Context, client kubernetes.Interface) error {
 	leases, err := client.CoordinationV1().Leases(corev1.NamespaceNodeLease).List(ctx, metav1.ListOptions{})
 	if err != nil {
-		return
+		return err
 	}
 	now := time.Now().Add(time.Duration((h.SkewSeconds + serverSkew) * float64(time.Second)))
 	for _, l := range leases.Items {
@@ -144,6 +151,7 @@ func (h *Host) readNodes(ctx context.Context, client kubernetes.Interface) {
 			h.NodesAhead = append(h.NodesAhead, NodeAhead{l.Name, at.Sub(now).Seconds()})
 		}
 	}
+	return nil
 }
 
 // readPermissions asks the API server for each of Needed.
@@ -172,7 +180,7 @@ func (h *Host) readPermissions(ctx context.Context, client kubernetes.Interface)
 	return nil
 }
 
-// readObjects reads the namespace, and the objects with names of Watershed's.
+// readObjects reads the namespace, and the objects with the names of the overlays.
 func (h *Host) readObjects(ctx context.Context, client kubernetes.Interface) error {
 	exists := func(kind string, names []string, get func(name string) error) (found []string, err error) {
 		for _, name := range names {
@@ -236,9 +244,7 @@ func (h *Host) readStorage(ctx context.Context, client kubernetes.Interface) err
 	}
 	for _, c := range classes.Items {
 		h.StorageClasses = append(h.StorageClasses, c.Name)
-		if c.Annotations[defaultClass] == "true" {
-			h.StorageClasses = append(h.StorageClasses, "")
-		}
+		h.HasDefault = h.HasDefault || c.Annotations[defaultClass] == "true"
 	}
 	return nil
 }

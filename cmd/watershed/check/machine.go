@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
+	"watershed.dev/cmd/embedded"
 	"watershed.dev/platform/pki"
 	"watershed.dev/platform/process"
 )
@@ -22,22 +23,35 @@ type Machine struct {
 	// Address is the address of the gateway, and AddressError is why a process cannot listen on it.
 	Address      string
 	AddressError error
-	// Dir is the data directory, and DirError is why it cannot be used. Disk is its file system.
-	Dir       string
-	DirError  error
-	Disk      process.Disk
-	DiskError error
+	// Dir is the data directory, and DirError is why it cannot be used. Disk is its file system, and empty if no
+	// directory of the path can be read. StoreBytes is the space that etcd and the event log may take.
+	Dir        string
+	DirError   error
+	Disk       process.Disk
+	DiskError  error
+	StoreBytes uint64
 	// OpenFiles is the hard limit of open files.
 	OpenFiles uint64
 	// ClockSynchronized reports if the kernel's clock is synchronized.
 	ClockSynchronized bool
 }
 
-// readMachine reads the state of this machine for flags of `up`. It changes nothing.
-func (o *Options) readMachine(fs *pflag.FlagSet) *Machine {
+// readMachine reads the state of this machine for flags of `up`. It fails if fs lacks them, and changes nothing.
+func (o *Options) readMachine(fs *pflag.FlagSet) (*Machine, error) {
 	m := &Machine{Dir: o.DataDir, ClockSynchronized: clockSynchronized()}
-	bind, _ := fs.GetString("bind-address")
-	port, _ := fs.GetInt("secure-port")
+	bind, err := fs.GetString("bind-address")
+	port, portErr := fs.GetInt("secure-port")
+	nats, natsErr := fs.GetString("nats-url")
+	logBytes, logErr := fs.GetInt64("log-max-bytes")
+	if err := errors.Join(err, portErr, natsErr, logErr); err != nil {
+		return nil, err
+	}
+	if len(o.Etcd.Servers) == 0 {
+		m.StoreBytes += embedded.EtcdQuotaBytes
+	}
+	if nats == "" {
+		m.StoreBytes += uint64(logBytes)
+	}
 	m.Address = net.JoinHostPort(bind, strconv.Itoa(port))
 	m.AddressError = process.CheckFree(m.Address)
 	existing, err := nearest(o.DataDir)
@@ -50,7 +64,7 @@ func (o *Options) readMachine(fs *pflag.FlagSet) *Machine {
 	if unix.Getrlimit(unix.RLIMIT_NOFILE, &limit) == nil {
 		m.OpenFiles = limit.Max
 	}
-	return m
+	return m, nil
 }
 
 // nearest returns the nearest directory of a path that exists.

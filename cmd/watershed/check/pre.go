@@ -38,7 +38,7 @@ func preChecks(in *PreInput) []check[*PreInput] {
 			all = append(all, []check[*PreInput]{
 				{"clocks", "the clocks agree", hostClocks},
 				{"permissions", "the user may create the objects of Watershed", permissions},
-				{"namespace", "the namespace has no object of Watershed", namespace},
+				{"namespace", "the namespace has no Deployment, StatefulSet or Service of Watershed", namespace},
 			}...)
 			if in.Etcd == nil {
 				all = append(all, check[*PreInput]{"storage", "a StorageClass provides etcd's volumes", storage})
@@ -50,19 +50,27 @@ func preChecks(in *PreInput) []check[*PreInput] {
 	}
 	if in.Etcd != nil {
 		all = append(all, check[*PreInput]{"etcd", "etcd has a quorum, space and no alarm", of(etcd)})
-		all = append(all, check[*PreInput]{"ca", "the CA of --etcd-cafile has signed etcd's certificate", of(authorities)})
+		if slices.ContainsFunc(in.Etcd.Members, hasSentCertificate) {
+			const ok = "the CA of --etcd-cafile has signed etcd's certificate"
+			all = append(all, check[*PreInput]{"ca", ok, of(authorities)})
+		}
 	}
 	if len(in.Certificates) > 0 {
-		all = append(all, check[*PreInput]{"certificates", "no certificate ends soon", of(certificates)})
+		all = append(all, check[*PreInput]{"certificates", "no certificate ends soon", of(ownCertificates)})
 	}
 	return all
+}
+
+// hasSentCertificate reports whether a member of etcd has sent its certificate, which the client verified or refused.
+func hasSentCertificate(m etcdstatus.Member) bool {
+	return strings.HasPrefix(m.Endpoint, "https://") && (m.Error == "" || ofTLS(m.Error))
 }
 
 // FindPre returns the findings of all checks before an installation.
 func FindPre(in *PreInput) []Finding { return run(preChecks(in), in) }
 
-// ReadPre reads everything that FindPre needs: of the cluster of --kubeconfig or --context, or of this machine. fs has the
-// flags of `up`. An error means that the options are invalid.
+// ReadPre reads everything that FindPre needs: of the cluster of --kubeconfig or --context, or of this machine. fs has
+// the flags of `up`. An error means that the options are invalid.
 func (o *Options) ReadPre(ctx context.Context, fs *pflag.FlagSet) (*PreInput, error) {
 	in := &PreInput{Input: &Input{Now: time.Now()}}
 	for _, c := range process.CertificatesOf(fs) {
@@ -77,8 +85,9 @@ func (o *Options) ReadPre(ctx context.Context, fs *pflag.FlagSet) (*PreInput, er
 		}
 	}
 	if o.Kubeconfig == "" && o.Context == "" {
-		in.Machine = o.readMachine(fs)
-		return in, nil
+		var err error
+		in.Machine, err = o.readMachine(fs)
+		return in, err
 	}
 	config, err := o.Config()
 	if err == nil {
@@ -89,7 +98,8 @@ func (o *Options) ReadPre(ctx context.Context, fs *pflag.FlagSet) (*PreInput, er
 
 func ports(in *PreInput) []Finding {
 	if err := in.Machine.AddressError; err != nil {
-		return []Finding{fault(Error, "Stop the process that has the address, or set another --bind-address or --secure-port.",
+		return []Finding{fault(Error,
+			"Stop the process that has the address, or set another --bind-address or --secure-port.",
 			"--bind-address and --secure-port %s: %v", in.Machine.Address, err)}
 	}
 	return nil
@@ -103,22 +113,16 @@ func dataDir(in *PreInput) []Finding {
 	return nil
 }
 
-// The space in bytes that etcd and the event log of a new installation may take: etcd's quota and --log-max-bytes.
-// minimalSpace is enough for the first hours.
-const (
-	etcdSpace    = 8 << 30
-	logSpace     = 1 << 30
-	minimalSpace = 1 << 30
-)
+// minimalSpace is the space in bytes that is enough for the first hours.
+const minimalSpace = 1 << 30
 
 func diskBefore(in *PreInput) []Finding {
 	const gib = 1 << 30
-	d, want := in.Machine.Disk, uint64(logSpace)
-	if in.Etcd == nil {
-		want += etcdSpace
-	}
+	d, want := in.Machine.Disk, max(in.Machine.StoreBytes, minimalSpace)
 	var level Level
 	switch {
+	case d.Path == "":
+		return []Finding{fault(Skipped, "", "--data-dir %q has no disk that can be read", in.Machine.Dir)}
 	case in.Machine.DiskError != nil:
 		return []Finding{fault(Error, "Choose another --data-dir.", "the disk of --data-dir %q: %v", in.Machine.Dir,
 			in.Machine.DiskError)}
@@ -130,8 +134,8 @@ func diskBefore(in *PreInput) []Finding {
 		return nil
 	}
 	return []Finding{fault(level, "Free space, enlarge the disk, or choose another --data-dir.",
-		"the disk of %s (%s) has %.1f GiB free, and etcd and the event log may take %d GiB", d.Path, d.Flag,
-		float64(d.FreeBytes)/gib, want/gib)}
+		"the disk of %s (%s) has %.1f GiB free: want %.1f GiB", d.Path, d.Flag, float64(d.FreeBytes)/gib,
+		float64(want)/gib)}
 }
 
 // Limits of open files below which there is a finding. A connection of a client is a file.
@@ -159,16 +163,19 @@ var oldestClock = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 func clockBefore(in *PreInput) []Finding {
 	const remedy = "Synchronize the clock with NTP, such as with chrony or systemd-timesyncd."
 	if in.Now.Before(oldestClock) {
-		return []Finding{fault(Error, remedy, "the clock of this machine is at %s: certificates and tokens would be invalid",
+		return []Finding{fault(Error, remedy,
+			"the clock of this machine is at %s: certificates and tokens would be invalid",
 			in.Now.UTC().Format(time.RFC3339))}
 	}
 	if !in.Machine.ClockSynchronized {
-		return []Finding{fault(Warning, remedy, "the kernel does not report that the clock of this machine is synchronized")}
+		return []Finding{fault(Warning, remedy,
+			"the kernel does not report that the clock of this machine is synchronized")}
 	}
 	return nil
 }
 
-// MinimalKubernetes is the oldest version of a hosting cluster, as in the chart.
+// MinimalKubernetes is the oldest version of a hosting cluster. Its pre-releases are supported too, as in the chart: a
+// provider may name its release v1.30.0-gke.100.
 const MinimalKubernetes = "1.30.0"
 
 func hostVersion(in *PreInput) []Finding {
@@ -177,7 +184,7 @@ func hostVersion(in *PreInput) []Finding {
 			"the cluster %s cannot be read: %v", in.Host.Server, err)}
 	}
 	v, err := version.ParseSemantic(in.Host.Version)
-	if err != nil || v.LessThan(version.MustParseSemantic(MinimalKubernetes)) {
+	if err != nil || v.LessThan(version.MustParseSemantic(MinimalKubernetes+"-0")) {
 		return []Finding{fault(Error, "Upgrade the cluster.", "the cluster %s has the version %q: want %s or later",
 			in.Host.Server, in.Host.Version, MinimalKubernetes)}
 	}
@@ -202,6 +209,9 @@ func hostClocks(in *PreInput) (found []Finding) {
 	for _, n := range in.Host.NodesAhead {
 		add("the node "+n.Name+" is ahead of the cluster's API server", n.Seconds)
 	}
+	if err := in.Host.NodesError; err != nil {
+		found = append(found, fault(Skipped, "", "the clocks of the nodes cannot be read: %v", err))
+	}
 	return found
 }
 
@@ -224,7 +234,8 @@ func permissions(in *PreInput) []Finding {
 func namespace(in *PreInput) (found []Finding) {
 	h := in.Host
 	if h.ObjectsError != nil {
-		return []Finding{fault(Skipped, "", "the objects of the namespace %s cannot be read: %v", h.Namespace, h.ObjectsError)}
+		return []Finding{fault(Skipped, "", "the objects of the namespace %s cannot be read: %v", h.Namespace,
+			h.ObjectsError)}
 	}
 	if h.Terminating {
 		found = append(found, fault(Error, "Wait until the namespace has ended, or choose another with --namespace.",
@@ -248,8 +259,10 @@ func storage(in *PreInput) []Finding {
 	switch {
 	case h.StorageError != nil:
 		return []Finding{fault(Skipped, "", "the StorageClasses cannot be read: %v", h.StorageError)}
-	case h.StorageClass == "" && !slices.Contains(h.StorageClasses, ""):
-		return []Finding{fault(Error, "Mark a StorageClass as default, or set --storage-class and etcdStorage.className.",
+	case h.StorageClass == "" && h.HasDefault:
+	case h.StorageClass == "":
+		return []Finding{fault(Error,
+			"Mark a StorageClass as default, or set --storage-class and etcdStorage.className.",
 			"the cluster has no default StorageClass for the volumes of etcd: %s",
 			cmp.Or(strings.Join(h.StorageClasses, ", "), "none"))}
 	case !slices.Contains(h.StorageClasses, h.StorageClass):

@@ -18,13 +18,15 @@ import (
 
 // usable returns the input of a machine or a cluster without faults.
 func usable(host bool) *PreInput {
-	in := &PreInput{Input: &Input{Now: now}}
+	in := &PreInput{Input: &Input{Now: now, Certificates: []pki.Described{{Flag: "--client-ca-file", File: "/ca",
+		NotBefore: now.AddDate(-1, 0, 0), NotAfter: now.AddDate(1, 0, 0)}}}}
 	if host {
-		in.Host = &Host{Server: "https://h", Version: "v1.36.3", Namespace: "watershed", StorageClasses: []string{"fast", ""}}
+		in.Host = &Host{Server: "https://h", Version: "v1.30.0-gke.100", Namespace: "watershed",
+			StorageClasses: []string{"fast"}, HasDefault: true}
 		return in
 	}
 	in.Machine = &Machine{Address: "0.0.0.0:6443", Dir: ".watershed", OpenFiles: 1 << 20, ClockSynchronized: true,
-		Disk: process.Disk{Flag: "--data-dir", Path: "/d", FreeBytes: 50e9, TotalBytes: 100e9}}
+		StoreBytes: 9 << 30, Disk: process.Disk{Flag: "--data-dir", Path: "/d", FreeBytes: 50e9, TotalBytes: 100e9}}
 	return in
 }
 
@@ -41,20 +43,29 @@ func TestEveryFaultBeforeAnInstallationIsFound(t *testing.T) {
 		"port in use": {"ports", Error, "0.0.0.0:6443: in use", false, func(in *PreInput) {
 			in.Machine.AddressError = errors.New("in use")
 		}},
-		"directory of another user": {"data-dir", Error, `--data-dir ".watershed": not writable`, false, func(in *PreInput) {
-			in.Machine.DirError = errors.New("not writable")
+		"directory of another user": {"data-dir", Error, `--data-dir ".watershed": not writable`, false,
+			func(in *PreInput) { in.Machine.DirError = errors.New("not writable") }},
+		"full disk": {"disks", Error, "has 0.5 GiB free: want 9.0 GiB", false, func(in *PreInput) {
+			in.Machine.Disk.FreeBytes = 512 << 20
 		}},
-		"full disk": {"disks", Error, "has 0.5 GiB free, and etcd and the event log may take 9 GiB", false,
-			func(in *PreInput) { in.Machine.Disk.FreeBytes = 512 << 20 }},
-		"small disk": {"disks", Warning, "has 2.0 GiB free", false, func(in *PreInput) { in.Machine.Disk.FreeBytes = 2 << 30 }},
+		"full disk without stores": {"disks", Error, "has 0.5 GiB free: want 1.0 GiB", false, func(in *PreInput) {
+			in.Machine.Disk.FreeBytes, in.Machine.StoreBytes = 512<<20, 0
+		}},
+		"small disk": {"disks", Warning, "has 2.0 GiB free", false, func(in *PreInput) {
+			in.Machine.Disk.FreeBytes = 2 << 30
+		}},
 		"unknown disk": {"disks", Error, "no such device", false, func(in *PreInput) {
 			in.Machine.DiskError = errors.New("no such device")
 		}},
-		"few open files": {"limits", Warning, "may open 8192 files", false, func(in *PreInput) { in.Machine.OpenFiles = 8192 }},
+		"few open files": {"limits", Warning, "may open 8192 files", false, func(in *PreInput) {
+			in.Machine.OpenFiles = 8192
+		}},
 		"too few open files": {"limits", Error, "may open 1024 files", false, func(in *PreInput) {
 			in.Machine.OpenFiles = 1024
 		}},
-		"clock of 1970": {"clocks", Error, "at 1970-01-01T00:00:00Z", false, func(in *PreInput) { in.Now = time.Unix(0, 0) }},
+		"clock of 1970": {"clocks", Error, "at 1970-01-01T00:00:00Z", false, func(in *PreInput) {
+			in.Now, in.Certificates = time.Unix(0, 0), nil
+		}},
 		"clock without NTP": {"clocks", Warning, "does not report", false, func(in *PreInput) {
 			in.Machine.ClockSynchronized = false
 		}},
@@ -62,12 +73,15 @@ func TestEveryFaultBeforeAnInstallationIsFound(t *testing.T) {
 			in.Etcd = &etcdstatus.Status{Servers: []string{"https://e"}, Error: "deadline exceeded",
 				Members: []etcdstatus.Member{{Endpoint: "https://e", Version: "3.6.1"}}}
 		}},
+		"stopped etcd": {"etcd", Error, "no member of etcd https://e responds", false, func(in *PreInput) {
+			in.Etcd = &etcdstatus.Status{Servers: []string{"https://e"}, Error: "refused",
+				Members: []etcdstatus.Member{{Endpoint: "https://e", Error: "refused"}}}
+		}},
 		"expired certificate": {"certificates", Error, "ended on 2026-04-30", false, func(in *PreInput) {
 			in.Certificates = []pki.Described{{Flag: "--client-ca-file", File: "/ca", NotAfter: now.Add(-time.Hour)}}
 		}},
-		"stopped cluster": {"kubernetes", Error, "the cluster https://h cannot be read: refused", true, func(in *PreInput) {
-			in.Host.Error = errors.New("refused")
-		}},
+		"stopped cluster": {"kubernetes", Error, "the cluster https://h cannot be read: refused", true,
+			func(in *PreInput) { in.Host.Error = errors.New("refused") }},
 		"old cluster": {"kubernetes", Error, `has the version "v1.29.9"`, true, func(in *PreInput) {
 			in.Host.Version = "v1.29.9"
 		}},
@@ -84,9 +98,11 @@ func TestEveryFaultBeforeAnInstallationIsFound(t *testing.T) {
 		"PriorityClasses": {"namespace", Warning, "the cluster has PriorityClass/watershed", true, func(in *PreInput) {
 			in.Host.PriorityClasses = []string{"PriorityClass/watershed"}
 		}},
-		"deleted namespace": {"namespace", Error, "is being deleted", true, func(in *PreInput) { in.Host.Terminating = true }},
+		"deleted namespace": {"namespace", Error, "is being deleted", true, func(in *PreInput) {
+			in.Host.Terminating = true
+		}},
 		"no default StorageClass": {"storage", Error, "no default StorageClass for the volumes of etcd: fast", true,
-			func(in *PreInput) { in.Host.StorageClasses = []string{"fast"} }},
+			func(in *PreInput) { in.Host.HasDefault = false }},
 		"unknown StorageClass": {"storage", Error, "--storage-class slow does not exist", true, func(in *PreInput) {
 			in.Host.StorageClass = "slow"
 		}},
@@ -103,7 +119,8 @@ func TestEveryFaultBeforeAnInstallationIsFound(t *testing.T) {
 				case f.Check != c.check && f.Level != OK:
 					t.Errorf("another finding: %+v", f)
 				case f.Check != c.check:
-				case f.Level != c.level || !strings.Contains(f.Problem, c.text) || f.Remedy == "" || f.Docs != page+c.check:
+				case f.Level != c.level || !strings.Contains(f.Problem, c.text) || f.Remedy == "" ||
+					f.Docs != page+c.check:
 					t.Errorf("%+v, want %v %q", f, c.level, c.text)
 				default:
 					found = true
@@ -116,15 +133,63 @@ func TestEveryFaultBeforeAnInstallationIsFound(t *testing.T) {
 	}
 }
 
+// A state that cannot be read is skipped, and is no fault.
+func TestAnUnreadStateIsSkipped(t *testing.T) {
+	refused := errors.New("refused")
+	for check, c := range map[string]struct {
+		host  bool
+		plant func(*PreInput)
+	}{
+		"disks":       {false, func(in *PreInput) { in.Machine.Disk = process.Disk{} }},
+		"clocks":      {true, func(in *PreInput) { in.Host.NodesError = refused }},
+		"permissions": {true, func(in *PreInput) { in.Host.AccessError = refused }},
+		"namespace":   {true, func(in *PreInput) { in.Host.ObjectsError = refused }},
+		"storage":     {true, func(in *PreInput) { in.Host.StorageError = refused }},
+	} {
+		in := usable(c.host)
+		c.plant(in)
+		for _, f := range FindPre(in) {
+			if (f.Level == Skipped) != (f.Check == check) || f.Level > Skipped {
+				t.Errorf("%s: %+v", check, f)
+			}
+		}
+	}
+}
+
+// The CA of --etcd-cafile is checked only if etcd has sent its certificate.
+func TestTheCAOfEtcdIsCheckedWithItsCertificate(t *testing.T) {
+	for _, c := range []struct {
+		member etcdstatus.Member
+		want   []Level
+	}{
+		{etcdstatus.Member{Endpoint: "https://e", Version: "3.6.1", HasLeader: true}, []Level{OK}},
+		{etcdstatus.Member{Endpoint: "https://e", Error: "x509: unknown authority"}, []Level{Error}},
+		{etcdstatus.Member{Endpoint: "https://e", Error: "connection refused"}, nil},
+		{etcdstatus.Member{Endpoint: "http://e", Version: "3.6.1", HasLeader: true}, nil},
+	} {
+		in := usable(false)
+		in.Etcd = &etcdstatus.Status{Servers: []string{c.member.Endpoint}, Members: []etcdstatus.Member{c.member}}
+		var got []Level
+		for _, f := range FindPre(in) {
+			if f.Check == "ca" {
+				got = append(got, f.Level)
+			}
+		}
+		if !slices.Equal(got, c.want) {
+			t.Errorf("%+v: %v, want %v", c.member, got, c.want)
+		}
+	}
+}
+
 // An existing etcd and a selected StorageClass need no default StorageClass.
-func TestVolumesOfEtcd(t *testing.T) {
+func TestADefaultStorageClassIsOptional(t *testing.T) {
 	in := usable(true)
-	in.Host.StorageClasses = []string{"fast"}
-	in.Host.StorageClass = "fast"
+	in.Host.StorageClass, in.Host.HasDefault = "fast", false
 	if all := FindPre(in); Worst(all) != OK {
 		t.Errorf("%+v", all)
 	}
-	in.Host.StorageClass, in.Etcd = "", &etcdstatus.Status{Members: []etcdstatus.Member{{Version: "3.6.1", HasLeader: true}}}
+	in.Host.StorageClass = ""
+	in.Etcd = &etcdstatus.Status{Members: []etcdstatus.Member{{Version: "3.6.1", HasLeader: true}}}
 	if all := FindPre(in); Worst(all) != OK ||
 		slices.ContainsFunc(all, func(f Finding) bool { return f.Check == "storage" }) {
 		t.Errorf("%+v", all)
@@ -135,14 +200,15 @@ func TestVolumesOfEtcd(t *testing.T) {
 func TestObjectsThatExistNeedNoPermission(t *testing.T) {
 	in := usable(true)
 	in.Host.Missing = []string{"create namespaces", "create priorityclasses.scheduling.k8s.io"}
-	in.Host.Exists, in.Host.PriorityClasses = true, []string{"PriorityClass/watershed", "PriorityClass/watershed-storage"}
+	in.Host.Exists = true
+	in.Host.PriorityClasses = []string{"PriorityClass/watershed", "PriorityClass/watershed-storage"}
 	if all := FindPre(in); Worst(all) != Warning {
 		t.Errorf("%+v", all)
 	}
 }
 
 // A check of a directory changes nothing. It also works before the directory exists.
-func TestDataDirectories(t *testing.T) {
+func TestACheckOfADirectoryChangesNothing(t *testing.T) {
 	dir := t.TempDir()
 	busy, foreign, empty := filepath.Join(dir, "busy"), filepath.Join(dir, "foreign"), filepath.Join(dir, "empty")
 	for _, d := range []string{busy, foreign, empty} {
@@ -169,9 +235,14 @@ func TestDataDirectories(t *testing.T) {
 		fs := pflag.NewFlagSet("", pflag.ContinueOnError)
 		fs.String("bind-address", "127.0.0.1", "")
 		fs.Int("secure-port", 0, "")
+		fs.String("nats-url", "", "")
+		fs.Int64("log-max-bytes", 5, "")
 		o := &Options{}
 		o.DataDir = path
-		m := o.readMachine(fs)
+		m, err := o.readMachine(fs)
+		if err != nil || m.StoreBytes != 8<<30+5 {
+			t.Fatalf("%+v, %v", m, err)
+		}
 		if got := m.DirError; (got == nil) != (want == "") || got != nil && !strings.Contains(got.Error(), want) {
 			t.Errorf("%s: %v", path, got)
 		}
@@ -188,8 +259,30 @@ func TestDataDirectories(t *testing.T) {
 	}
 }
 
+// A machine cannot be checked without the flags of up, which have its address.
+func TestAMachineNeedsTheFlagsOfUp(t *testing.T) {
+	if m, err := (&Options{}).readMachine(pflag.NewFlagSet("", pflag.ContinueOnError)); err == nil {
+		t.Errorf("%+v", m)
+	}
+}
+
+// The store of flags that name other servers takes no space of this machine.
+func TestAForeignStoreTakesNoSpace(t *testing.T) {
+	fs := pflag.NewFlagSet("", pflag.ContinueOnError)
+	fs.String("bind-address", "127.0.0.1", "")
+	fs.Int("secure-port", 0, "")
+	fs.String("nats-url", "tls://n:4222", "")
+	fs.Int64("log-max-bytes", 5, "")
+	o := &Options{}
+	o.Etcd.Servers = []string{"https://e:2379"}
+	o.DataDir = t.TempDir()
+	if m, err := o.readMachine(fs); err != nil || m.StoreBytes != 0 {
+		t.Errorf("%+v, %v", m, err)
+	}
+}
+
 // A key must belong to its certificate, and both flags must be set.
-func TestKeysOfCertificates(t *testing.T) {
+func TestAKeyBelongsToItsCertificate(t *testing.T) {
 	dir := t.TempDir()
 	ca, err := pki.OpenCA(dir, "ca", "test")
 	if err != nil {

@@ -121,39 +121,48 @@ func flags(in *Input) (found []Finding) {
 const endsSoon = 14 * 24 * time.Hour
 
 func certificates(in *Input) (found []Finding) {
-	add := func(of string, c pki.Described) {
-		name := fmt.Sprintf("%s (%s of %s, %s)", c.File, c.Flag, of, c.Subject)
-		if c.File == "" {
-			name = fmt.Sprintf("the certificate of %s (%s)", of, c.Subject)
-		}
-		const issue = "Issue a new certificate at the same path; the process reloads it."
-		switch remaining := c.NotAfter.Sub(in.Now); {
-		case c.NotAfter.IsZero():
-			found = append(found, fault(Error, "Correct the flag or the file.",
-				"%s (%s of %s) cannot be read: %s", c.File, c.Flag, of, c.Error))
-		case remaining < 0:
-			found = append(found, fault(Error, issue, "%s ended on %s", name, day(c.NotAfter)))
-		case c.NotBefore.After(in.Now):
-			found = append(found, fault(Error, "Correct the clocks, or issue a new certificate.",
-				"%s is not valid before %s", name, c.NotBefore.UTC().Format(time.RFC3339)))
-		case remaining < endsSoon && remaining < c.NotAfter.Sub(c.NotBefore)/5:
-			found = append(found, fault(Warning, issue, "%s ends on %s", name, day(c.NotAfter)))
-		}
-	}
 	for _, r := range in.Reports {
 		for _, c := range r.Certificates {
-			add(label(r), c)
+			found = append(found, validity(in.Now, label(r), c)...)
 		}
 	}
-	for _, c := range in.Certificates {
-		add("this command", c)
-	}
+	found = append(found, ownCertificates(in)...)
 	if len(in.Serving) > 0 {
-		add(in.Server, pki.Of("", in.Serving[0]))
+		found = append(found, validity(in.Now, in.Server, pki.Of("", in.Serving[0]))...)
 	} else if found == nil {
 		found = noReports(in)
 	}
 	return found
+}
+
+// ownCertificates returns the faults of the certificates in the files of this command's flags.
+func ownCertificates(in *Input) (found []Finding) {
+	for _, c := range in.Certificates {
+		found = append(found, validity(in.Now, "this command", c)...)
+	}
+	return found
+}
+
+// validity returns the fault of a certificate, or nothing. of names the process or server that has it.
+func validity(now time.Time, of string, c pki.Described) []Finding {
+	name := fmt.Sprintf("%s (%s of %s, %s)", c.File, c.Flag, of, c.Subject)
+	if c.File == "" {
+		name = fmt.Sprintf("the certificate of %s (%s)", of, c.Subject)
+	}
+	const issue = "Issue a new certificate at the same path; the process reloads it."
+	switch remaining := c.NotAfter.Sub(now); {
+	case c.NotAfter.IsZero():
+		return []Finding{fault(Error, "Correct the flag or the file.",
+			"%s (%s of %s) cannot be read: %s", c.File, c.Flag, of, c.Error)}
+	case remaining < 0:
+		return []Finding{fault(Error, issue, "%s ended on %s", name, day(c.NotAfter))}
+	case c.NotBefore.After(now):
+		return []Finding{fault(Error, "Correct the clocks, or issue a new certificate.",
+			"%s is not valid before %s", name, c.NotBefore.UTC().Format(time.RFC3339))}
+	case remaining < endsSoon && remaining < c.NotAfter.Sub(c.NotBefore)/5:
+		return []Finding{fault(Warning, issue, "%s ends on %s", name, day(c.NotAfter))}
+	}
+	return nil
 }
 
 func day(t time.Time) string { return t.UTC().Format(time.DateOnly) }

@@ -72,8 +72,8 @@ func etcdFaults(from string, s *etcdstatus.Status) (found []Finding) {
 		versions[m.Version] = true
 		if progressOvertakesEvents(m.Version) {
 			found = append(found, fault(Error, "Upgrade etcd to 3.5.13 or later.",
-				"etcd %s has the version %s, which may send progress before events: watches can lose events", m.Endpoint,
-				m.Version))
+				"etcd %s has the version %s, which may send progress before events: watches can lose events",
+				m.Endpoint, m.Version))
 		}
 		if m.QuotaBytes > 0 && float64(m.Bytes) > quotaShare*float64(m.QuotaBytes) {
 			found = append(found, fault(Warning,
@@ -135,12 +135,17 @@ func eventLog(in *Input) (found []Finding) {
 		}
 	}
 	publishing := map[string]bool{}
+	quorum := true
 	for _, name := range slices.Sorted(maps.Keys(states)) {
 		for _, l := range states[name].Logs {
 			publishing[l.Log] = publishing[l.Log] || l.Publishing
 			fails := cmp.Or(l.Error, l.Failure)
 			switch log := logName(l.Log); {
 			case fails != "" && servers > 0 && 2*servers <= l.Wanted:
+				if !quorum { // another log or registry has the finding
+					continue
+				}
+				quorum = false
 				found = append(found, fault(Error, "Start NATS servers until more than half run.",
 					"NATS has no quorum: %d of %d servers run: %s", servers, l.Wanted, fails))
 			case l.Error != "":
