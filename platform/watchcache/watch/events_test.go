@@ -12,6 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -72,7 +73,8 @@ func newEventsOnly(log ...*logv1.Event) *eventsOnly {
 		s.revision.Store(max(s.revision.Load(), e.Revision))
 	}
 	source := logreader.Source{Revision: func(context.Context) (int64, error) { return s.revision.Load(), nil }}
-	s.reader = logreader.New(s.cache, nil, source, &s.tasks.Ready, logreader.Config{StaleAfter: 3 * time.Second})
+	s.reader = logreader.New(s.cache, nil, source, &s.tasks.Ready, logreader.Config{StaleAfter: 3 * time.Second,
+		Differences: prometheus.NewCounterVec(prometheus.CounterOpts{}, []string{"resource"})})
 	o := watch.Options{
 		Objects:        roleObjects{&s.revision},
 		Cache:          s.cache,
