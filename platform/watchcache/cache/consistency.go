@@ -24,11 +24,12 @@ const (
 	maxDifferencePause = time.Hour
 )
 
-// Difference holds the objects of a resource that differs from the publisher's sums, as they were before the reset. It
-// has no objects if the resource is not loaded, and only its events differ. Reset is false if the resource was not
-// reset, because another difference has reset it within differencePause.
+// Difference is a difference of a resource from the publisher's sums, with the resource as it was before the reset.
 type Difference struct {
 	*Snapshot
+	// Objects is true if the objects differ, and false if only the events do, or if the resource is not loaded.
+	Objects bool
+	// Reset is false if the resource was not reset, because another difference has reset it within differencePause.
 	Reset bool
 }
 
@@ -58,15 +59,15 @@ func (c *Cache) compare(e *logv1.Event) {
 
 // compareResource compares the sums of a resource, and resets the resource if it differs.
 func (c *Cache) compareResource(r *Resource, sums *logv1.Sums) {
-	s := r.compare(sums)
+	s, objects := r.compare(sums)
 	if s == nil {
 		return
 	}
-	d := Difference{s, s.ResetDiffering()}
+	d := Difference{s, objects, s.ResetDiffering()}
 	select {
 	case c.differences <- d:
 	default:
-		slog.Error("Objects differ from the publisher's sums; too many differences wait, so none is named",
+		slog.Error("A resource differs from the publisher's sums; too many differences wait, so no object is named",
 			"resource", r.Name, "revision", d.Revision, "reset", d.Reset)
 	}
 }
@@ -82,24 +83,22 @@ func (r *Resource) beginComparison() {
 	}
 }
 
-// compare returns the objects if a sum of the resource differs from the publisher's, and nil otherwise. It returns a
-// difference again when the resource may be reset. A publisher of an earlier release has no sums of events.
-func (r *Resource) compare(sums *logv1.Sums) *Snapshot {
+// compare returns the resource if a sum of its objects or events differs from the publisher's, and nil otherwise. It
+// returns a difference again when the resource may be reset. A publisher of an earlier release has no sums of events.
+func (r *Resource) compare(sums *logv1.Sums) (s *Snapshot, objects bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	differs := len(sums.Events) == len(sums.Changes) && r.eventChecker.Differs(sums.Term, sums.Events[r.Name])
-	if r.tree != nil && r.checker.Differs(sums.Term, sums.Changes[r.Name]) {
-		differs = true
+	events := len(sums.Events) == len(sums.Changes) && r.eventChecker.Differs(sums.Term, sums.Events[r.Name])
+	objects = r.tree != nil && r.checker.Differs(sums.Term, sums.Changes[r.Name])
+	if !events && !objects && (!r.differs || time.Since(r.differenceResetAt) < r.differencePause) {
+		return nil, false
 	}
-	if !differs && (!r.differs || time.Since(r.differenceResetAt) < r.differencePause) {
-		return nil
-	}
-	s := &Snapshot{resource: r, resets: r.horizon.Resets}
+	s = &Snapshot{resource: r, resets: r.horizon.Resets}
 	if r.tree != nil {
 		s = r.currentSnapshot("")
 	}
 	s.Revision = max(r.cache.Progress(), r.applied)
-	return s
+	return s, objects
 }
 
 // ResetDiffering resets the snapshot's resource, because the snapshot differs from etcd. Its watches expire, because
@@ -163,9 +162,6 @@ func (r *Resource) Loaded() (*Snapshot, bool) {
 	s.Revision = max(progress, r.applied)
 	return s, true
 }
-
-// HasObjects returns false for a Difference of a resource that is not loaded.
-func (s *Snapshot) HasObjects() bool { return s.tree != nil }
 
 // Resource returns the name of the snapshot's resource.
 func (s *Snapshot) Resource() string { return s.resource.Name }

@@ -117,7 +117,7 @@ func TestAMissedEventIsFound(t *testing.T) {
 			if !x.found {
 				return
 			}
-			if d := <-c.Differences(); !d.Reset || d.HasObjects() || d.Revision != 13 || d.Resource() != "pods" {
+			if d := <-c.Differences(); !d.Reset || d.Objects || d.Revision != 13 || d.Resource() != "pods" {
 				t.Errorf("the difference is %+v", d)
 			}
 			sums(13)
@@ -158,6 +158,50 @@ func TestADifferenceThatReturnsResetsLessOften(t *testing.T) {
 		want := "[0s 1m0s 3m0s 7m0s 15m0s 31m0s 1h3m0s 2h3m0s 3h3m0s 6h0m0s 6h1m0s]"
 		if got := fmt.Sprint(resets); got != want {
 			t.Errorf("resets after %s, want %s", got, want)
+		}
+	})
+}
+
+// A second missed event resets the resource after the pause, also if the objects have been loaded again: its watches have
+// missed the event. The objects do not differ.
+func TestAMissedEventIsRememberedOverALoad(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := New(1<<20, 0)
+		sum := uint64(0)
+		// published publishes an event and the sums after it. The cache misses the event, or not.
+		published := func(revision int64, missed bool) {
+			sum += core.ObjectHash("ns/a", revision)
+			if !missed {
+				c.Apply(event(logv1.Type_TYPE_MODIFIED, revision, "a"))
+			}
+			c.Apply(&logv1.Event{Revision: revision, Sums: &logv1.Sums{Term: 1,
+				Changes: map[string]uint64{"pods": core.ObjectHash("ns/a", revision)}, Events: map[string]uint64{"pods": sum}}})
+		}
+		c.Apply(reset(10))
+		published(11, false)
+		published(12, true)
+		if d := <-c.Differences(); !d.Reset {
+			t.Fatal("the first difference does not reset the resource")
+		}
+		published(13, false)
+		watch := c.Resource("pods").Subscribe(Trigger{})
+		defer watch.Close()
+		published(14, true)
+		if d := <-c.Differences(); d.Reset {
+			t.Fatal("the second difference resets the resource at once")
+		}
+		if _, err := c.Resource("pods").Snapshot(t.Context(), "", source(14, "a"), waitFor(c)); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(2 * minDifferencePause)
+		published(15, false)
+		select {
+		case d := <-c.Differences():
+			if !d.Reset || d.Objects || !watch.Differed(20) {
+				t.Errorf("the difference is %+v, and the watch expires: %v", d, watch.Differed(20))
+			}
+		default:
+			t.Error("the difference is forgotten")
 		}
 	})
 }

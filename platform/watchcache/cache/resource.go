@@ -223,11 +223,12 @@ func (r *Resource) updateTree(e *Event) {
 	}
 }
 
-// drop unloads the objects; the next reader loads them again.
+// drop unloads the objects; the next reader loads them again. A difference that has not reset the resource stays, because
+// watches may have missed an event.
 func (r *Resource) drop() {
 	r.churn.Add(int64(r.bytes))
 	r.tree, r.indexes, r.snapshot, r.bytes, r.unreadable = nil, nil, nil, 0, nil
-	r.checker, r.differs = core.SumChecker{}, false
+	r.checker = core.SumChecker{}
 }
 
 // CRDChangedAt returns the revision of the last change of the resource's CRD that this replica has received.
@@ -256,7 +257,7 @@ func (r *Resource) reset(x core.Effect) {
 		t.reset()
 	}
 	r.addBytes(-r.ringBytes.Load())
-	r.applied, r.appliedBytes, r.eventChecker = 0, 0, core.SumChecker{}
+	r.applied, r.appliedBytes, r.eventChecker, r.differs = 0, 0, core.SumChecker{}, false
 	if x.CRDChanged {
 		r.crdChangedAt = x.CRDChangedAt
 	}

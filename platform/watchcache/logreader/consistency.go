@@ -53,7 +53,7 @@ func (l *Reader) checkConsistency(ctx context.Context) error {
 			return ctx.Err()
 		case s := <-l.cache.Differences():
 			l.config.Differences.WithLabelValues(s.Resource()).Inc()
-			if !s.HasObjects() {
+			if !s.Objects {
 				slog.Error("Events differ from the publisher's sums", "resource", s.Resource(), "revision", s.Revision,
 					"reset", s.Reset)
 				continue
@@ -241,8 +241,8 @@ func (l *Reader) compareWithEtcd(ctx context.Context, s *cache.Snapshot, sample 
 	}
 	if err == nil && d.altered > 0 {
 		// registry may have read a CRD that is later than the snapshot. Its event resets the resource.
-		if err = l.WaitUntilCurrent(ctx); err == nil && s.IsOutdated() {
-			return difference{}, nil
+		if err = l.WaitUntilCurrent(ctx); err != nil || s.IsOutdated() {
+			return difference{}, err
 		}
 	}
 	if d.count() > 0 {
