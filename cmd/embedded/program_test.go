@@ -82,7 +82,7 @@ func TestTheReportOfANATSServer(t *testing.T) {
 	}
 	log := &eventlog.Options{URL: "tls://" + address}
 	reports := func(nc *nats.Conn) (all [][]byte) {
-		if err := eventlog.Reports(t.Context(), nc, 1, func(report []byte) { all = append(all, report) }); err != nil {
+		if err := eventlog.Reports(t.Context(), nc, func(report []byte) { all = append(all, report) }); err != nil {
 			t.Fatal(err)
 		}
 		return all
@@ -96,6 +96,17 @@ func TestTheReportOfANATSServer(t *testing.T) {
 		return nil
 	})
 	checkReport(t, all[0], "nats", address, dir)
+	second, _ := connectTo(t, log, "nats", ids("nats")) // the cluster may have more servers than the log has replicas
+	err := eventlog.ServeReport(second, func() ([]byte, error) { return []byte("{}"), nil })
+	if err == nil {
+		err = second.Flush()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if all = reports(registry); len(all) != 2 {
+		t.Errorf("%d servers have reports, want 2", len(all))
+	}
 	for _, name := range []string{"watchfanout", "nats"} {
 		if nc, _ := connectTo(t, log, name, ids(name)); len(reports(nc)) > 0 {
 			t.Errorf("%s may request reports", name)

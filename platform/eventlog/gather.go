@@ -42,13 +42,17 @@ func gather(ctx context.Context, nc *nats.Conn, subject string, timeout time.Dur
 // reportSubject is the subject of requests for the reports of the NATS servers' processes.
 const reportSubject = subjectRoot + "report.request"
 
-// reportTimeout is how long Reports waits for responses. A server that does not run has none.
+// reportTimeout is how long Reports waits for responses. The number of servers that run is unknown: it may be above or
+// below the number of the log's replicas.
 const reportTimeout = time.Second
 
-// Reports requests the reports of the processes of a number of NATS servers, and calls receive for each response. A
-// server that is not Watershed's does not respond.
-func Reports(ctx context.Context, nc *nats.Conn, servers int, receive func(report []byte)) error {
-	return gather(ctx, nc, reportSubject, reportTimeout, servers, receive)
+// maxReports bounds the responses that Reports reads.
+const maxReports = 16
+
+// Reports requests the reports of the processes of all NATS servers, and calls receive for each response, at most
+// maxReports times. It waits for reportTimeout, unless no server responds. A foreign server does not respond.
+func Reports(ctx context.Context, nc *nats.Conn, receive func(report []byte)) error {
+	return gather(ctx, nc, reportSubject, reportTimeout, maxReports, receive)
 }
 
 // mayNotRequestReports reports whether a NATS server does not permit Reports: its release is older, or it has

@@ -33,7 +33,7 @@ func (s *Service) programs(ctx context.Context) (all []*process.Report) {
 	}
 	wg.Go(func() {
 		sent := time.Now()
-		err := eventlog.Reports(ctx, s.nats, s.config.Log.Replicas, func(report []byte) {
+		err := eventlog.Reports(ctx, s.nats, func(report []byte) {
 			if r, err := process.DecodeProgram("nats", report, sent, time.Now()); err == nil {
 				add(r)
 			}

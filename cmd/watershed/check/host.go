@@ -40,8 +40,8 @@ type Host struct {
 	Exists, Terminating       bool
 	Existing, PriorityClasses []string
 	ObjectsError              error
-	// StorageClasses are the names of all StorageClasses. HasDefault reports if one is the default. StorageClass is the
-	// selected class; empty: the default.
+	// StorageClasses are the names of all StorageClasses. HasDefault reports if there is a default. StorageClass is
+	// the selected class; empty: the default.
 	StorageClass   string
 	StorageClasses []string
 	HasDefault     bool
