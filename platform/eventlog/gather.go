@@ -42,17 +42,31 @@ func gather(ctx context.Context, nc *nats.Conn, subject string, timeout time.Dur
 // reportSubject is the subject of requests for the reports of the NATS servers' processes.
 const reportSubject = subjectRoot + "report.request"
 
-// reportTimeout is how long Reports waits for responses. The number of servers that run is unknown: it may be above or
-// below the number of the log's replicas.
-const reportTimeout = time.Second
+// The number of servers that run is unknown: it may be above or below the number of the log's replicas. Reports waits
+// reportTimeout for the first response, and reportPause for each further response.
+const (
+	reportTimeout = time.Second
+	reportPause   = 200 * time.Millisecond
+)
 
 // maxReports bounds the responses that Reports reads.
 const maxReports = 16
 
 // Reports requests the reports of the processes of all NATS servers, and calls receive for each response, at most
-// maxReports times. It waits for reportTimeout, unless no server responds. A foreign server does not respond.
+// maxReports times. A foreign server does not respond.
 func Reports(ctx context.Context, nc *nats.Conn, receive func(report []byte)) error {
-	return gather(ctx, nc, reportSubject, reportTimeout, maxReports, receive)
+	wait, cancel := context.WithCancel(ctx)
+	defer cancel()
+	pause := time.AfterFunc(reportTimeout, cancel)
+	defer pause.Stop()
+	err := gather(wait, nc, reportSubject, reportTimeout, maxReports, func(report []byte) {
+		pause.Reset(reportPause)
+		receive(report)
+	})
+	if wait.Err() != nil && ctx.Err() == nil {
+		return nil
+	}
+	return err
 }
 
 // mayNotRequestReports reports whether a NATS server does not permit Reports: its release is older, or it has

@@ -23,7 +23,8 @@ type Described struct {
 // maxDescribed bounds the size of a described file in bytes.
 const maxDescribed = 1 << 20
 
-// Describe describes the certificates in a PEM file. A file without certificates has none.
+// Describe describes the certificates in a PEM file. A file without certificates has none, as a file above 1 MB or
+// without a size.
 func Describe(flag, file string) (all []Described) {
 	certs, err := certificates(file)
 	if err != nil {
@@ -86,10 +87,16 @@ func describe(flag, file string, c *x509.Certificate) Described {
 	return Described{Flag: flag, File: file, Subject: c.Subject.String(), NotBefore: c.NotBefore, NotAfter: c.NotAfter}
 }
 
+// Describable reports whether Describe reads a file: a regular file of at most 1 MB.
+func Describable(file string) bool {
+	info, err := os.Stat(file)
+	return err == nil && info.Mode().IsRegular() && info.Size() <= maxDescribed
+}
+
 // certificates returns the certificates in a PEM file.
 func certificates(file string) (all []*x509.Certificate, err error) {
-	info, err := os.Stat(file)
-	if err != nil || !info.Mode().IsRegular() || info.Size() > maxDescribed {
+	if !Describable(file) {
+		_, err := os.Stat(file)
 		return nil, err
 	}
 	rest, err := os.ReadFile(file)

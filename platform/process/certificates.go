@@ -52,7 +52,7 @@ func CertificatesOf(fs *pflag.FlagSet) (all []pki.Described) {
 			return
 		}
 		described := pki.Describe("--"+f.Name, path)
-		if len(described) == 0 {
+		if len(described) == 0 && pki.Describable(path) {
 			described = []pki.Described{{Flag: "--" + f.Name, File: path, Error: "it has no PEM certificate"}}
 		}
 		all = append(all, described...)

@@ -131,8 +131,9 @@ func Worst(all []Finding) (worst Level) {
 }
 
 func fault(l Level, remedy, problem string, args ...any) Finding {
-	// The text of joined errors has several lines.
-	return Finding{Level: l, Problem: strings.ReplaceAll(fmt.Sprintf(problem, args...), "\n", "; "), Remedy: remedy}
+	// The text of joined errors has several lines. Errors of clients have URLs.
+	text := process.Redact(strings.ReplaceAll(fmt.Sprintf(problem, args...), "\n", "; "))
+	return Finding{Level: l, Problem: text, Remedy: remedy}
 }
 
 // label names a process: its services and its name.

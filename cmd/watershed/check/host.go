@@ -3,6 +3,9 @@ package check
 import (
 	"context"
 	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
 	"net/http"
 	"slices"
 	"sync"
@@ -133,8 +136,13 @@ func (h *Host) readVersion(ctx context.Context, client kubernetes.Interface, htt
 		server.CompareClock(sent, time.Now())
 		h.SkewSeconds = server.SkewSeconds
 	}
+	body := io.LimitReader(resp.Body, 64<<10)
+	if resp.StatusCode != http.StatusOK {
+		text, _ := io.ReadAll(io.LimitReader(body, 300))
+		return fmt.Errorf("%s: %s: %s", u.Path, resp.Status, text)
+	}
 	var v version.Info
-	err = json.NewDecoder(resp.Body).Decode(&v)
+	err = json.NewDecoder(body).Decode(&v)
 	h.Version = v.GitVersion
 	return err
 }
@@ -198,15 +206,15 @@ func (h *Host) readObjects(ctx context.Context, client kubernetes.Interface) err
 		_, err := client.SchedulingV1().PriorityClasses().Get(ctx, name, metav1.GetOptions{})
 		return err
 	})
-	if err != nil {
-		return err
+	if apierrors.IsForbidden(err) { // the user is an administrator of the namespace only
+		err = nil
 	}
-	ns, err := client.CoreV1().Namespaces().Get(ctx, h.Namespace, metav1.GetOptions{})
-	if apierrors.IsNotFound(err) {
-		return nil
-	}
-	if err != nil {
-		return err
+	ns, nsErr := client.CoreV1().Namespaces().Get(ctx, h.Namespace, metav1.GetOptions{})
+	if nsErr != nil {
+		if apierrors.IsNotFound(nsErr) {
+			nsErr = nil
+		}
+		return errors.Join(err, nsErr)
 	}
 	h.Exists, h.Terminating = true, ns.DeletionTimestamp != nil
 	for kind, get := range map[string]func(name string) error{
@@ -223,14 +231,12 @@ func (h *Host) readObjects(ctx context.Context, client kubernetes.Interface) err
 			return err
 		},
 	} {
-		found, err := exists(kind, ObjectNames, get)
-		if err != nil {
-			return err
-		}
+		found, readErr := exists(kind, ObjectNames, get)
+		err = errors.Join(err, readErr)
 		h.Existing = append(h.Existing, found...)
 	}
 	slices.Sort(h.Existing)
-	return nil
+	return err
 }
 
 // defaultClass is the annotation of the default StorageClass.

@@ -141,7 +141,7 @@ func eventLog(in *Input) (found []Finding) {
 			publishing[l.Log] = publishing[l.Log] || l.Publishing
 			fails := cmp.Or(l.Error, l.Failure)
 			switch log := logName(l.Log); {
-			case fails != "" && servers > 0 && 2*servers <= l.Wanted:
+			case fails != "" && l.Leader == "" && servers > 0 && 2*servers <= l.Wanted:
 				if !quorum { // another log or registry has the finding
 					continue
 				}
