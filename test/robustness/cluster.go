@@ -31,10 +31,12 @@ type cluster struct {
 	processes []*process
 	links     []*link
 	etcd      []string
-	// corrupt writes undecodable or unusual objects.
-	corrupt func(n int)
-	// compact compacts etcd.
-	compact func(f fault)
+	// workload is nil until the clients start.
+	workload *workload
+	// mayDelete: the harness may delete messages of the log (loseMessage).
+	mayDelete bool
+	// begun are the times at which the faults began.
+	begun []time.Time
 	// replacing is held while a member of etcd is replaced.
 	replacing sync.Mutex
 }

@@ -22,6 +22,10 @@ func (w *workload) compact(f fault) {
 	if f.kind == compactEtcd {
 		revision = min(revision, w.delivered.Load()-int64(f.target))
 	}
+	w.compactAt(revision)
+}
+
+func (w *workload) compactAt(revision int64) {
 	if revision <= 0 {
 		return
 	}

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sort"
 	"strings"
 	"sync"
 	"syscall"
@@ -25,6 +26,7 @@ type fault struct {
 	// older is true if the process gets the older binary.
 	older    bool
 	together bool // the next fault begins before this fault ends
+	alone    bool // no other fault is under way, because the clients have requirements during this fault
 }
 
 // faultKinds are the kinds of faults, and the weight of each. New kinds come last: without them (-kinds), a seed
@@ -38,6 +40,7 @@ var faultKinds = []struct {
 	{"clock", 2}, {"slow disk", 2}, {damageLog, 2}, {"pause most", 1},
 	{replaceMember, 1}, {versionSkew, 4},
 	{compactEtcd, 2}, {compactPastLog, 1},
+	{stopEtcd, 1}, {strandReplica, 1}, {loseMessage, 1},
 }
 
 // The kinds of faults that not every cluster can have (cluster.can).
@@ -45,7 +48,14 @@ const (
 	replaceMember = "replace a member"
 	versionSkew   = "version skew"
 	damageLog     = "damage the log"
+	// strandReplica makes a replica of the watch tier lose its connections to NATS, which hang. Its watches must go on.
+	strandReplica = "strand a replica"
+	// loseMessage deletes a message of the log, as a fault of JetStream may.
+	loseMessage = "lose a message"
 )
+
+// stopEtcd stops all members of etcd. Lists and watches of any revision must be served.
+const stopEtcd = "stop etcd"
 
 // The kinds of faults that compact etcd.
 const (
@@ -70,6 +80,10 @@ func (c *cluster) can(kind string) error {
 		return fmt.Errorf("-kinds: %q needs -replicas etcd=3 or nats=3", kind)
 	case kind == versionSkew && c.older == "":
 		return fmt.Errorf("-kinds: %q needs -older", kind)
+	case kind == strandReplica && len(c.named("watchfanout-")) < 2:
+		return fmt.Errorf("-kinds: %q needs -placement split and -replicas watchfanout=2", kind)
+	case kind == loseMessage && !c.mayDelete:
+		return fmt.Errorf("-kinds: %q needs a defect that lets the harness delete messages", kind)
 	case kind == damageLog && c.older != "":
 		return fmt.Errorf("-kinds: %q cannot be with -older, which may not survive it", kind)
 	}
@@ -115,7 +129,7 @@ func (c *cluster) faults(o options) []fault {
 			together: r.IntN(3) == 0,
 		}
 		switch f.kind = drawKind(r, kinds); f.kind {
-		case "lose the log":
+		case "lose the log", stopEtcd:
 		case "blackout": // the replicas' memory is lost while the log cannot be read
 			f.lasts = time.Duration(2000+r.IntN(6000)) * time.Millisecond
 		case compactEtcd:
@@ -126,7 +140,7 @@ func (c *cluster) faults(o options) []fault {
 			f.lasts = time.Duration(2000+r.IntN(10000)) * time.Millisecond
 		case compactPastLog: // longer than a publisher waits for an acknowledgement, or not
 			f.lasts = time.Duration(2000+r.IntN(12000)) * time.Millisecond
-		case "corrupt", damageLog:
+		case "corrupt", damageLog, strandReplica, loseMessage:
 			f.target = r.IntN(1 << 20)
 		case "cut", "hang":
 			f.target = r.IntN(len(c.links))
@@ -145,6 +159,9 @@ func (c *cluster) faults(o options) []fault {
 			f.target, f.older = r.IntN(1<<20), r.IntN(2) == 0
 		default: // a process
 			f.target = r.IntN(len(c.processes))
+		}
+		if slices.Contains([]string{stopEtcd, strandReplica, loseMessage}, f.kind) {
+			f.alone, f.together = true, false
 		}
 		all = append(all, f)
 	}
@@ -167,7 +184,11 @@ func (c *cluster) inject(ctx context.Context, o options, progress func() string)
 		if ctx.Err() != nil {
 			break
 		}
+		if f.alone {
+			wg.Wait()
+		}
 		counts[f.kind]++
+		c.begun = append(c.begun, time.Now())
 		fmt.Fprintln(file, time.Now().UTC().Format("15:04:05.000"), c.describe(f))
 		if f.together {
 			wg.Go(func() { c.do(f) })
@@ -192,6 +213,9 @@ func (c *cluster) target(f fault) *process {
 		return c.processes[f.target]
 	case damageLog:
 		return c.withLog()[f.target%len(c.withLog())]
+	case strandReplica:
+		replicas := c.named("watchfanout-")
+		return replicas[f.target%len(replicas)]
 	case "slow disk", "pause most":
 		return c.stores()[f.target%len(c.stores())]
 	case replaceMember:
@@ -229,12 +253,12 @@ func (c *cluster) do(f fault) {
 	case "pause":
 		freeze([]*process{p}, 2*f.lasts)
 	case compactEtcd:
-		c.compact(f)
+		c.workload.compact(f)
 	case compactPastLog:
 		servers := c.aLog(f)
 		signalAll(servers, syscall.SIGSTOP)
 		time.Sleep(f.lasts)
-		c.compact(f)
+		c.workload.compact(f)
 		signalAll(servers, syscall.SIGCONT)
 	case "stall", "blackout": // all NATS servers are stopped but not dead
 		if f.kind == "blackout" { // and the replicas restart
@@ -259,6 +283,12 @@ func (c *cluster) do(f fault) {
 			}
 			return nil
 		})
+	case stopEtcd:
+		c.stopEtcd()
+	case strandReplica:
+		c.strand(p)
+	case loseMessage:
+		c.loseMessage(f)
 	case "clock": // the wall clock jumps, and back
 		p.setClock(f.amount)
 		time.Sleep(4 * f.lasts)
@@ -271,7 +301,7 @@ func (c *cluster) do(f fault) {
 		members := c.named(strings.TrimRight(p.name, "0123456789"))
 		freeze(members[min(1, len(members)-1):], 2*f.lasts)
 	case "corrupt":
-		c.corrupt(f.target)
+		c.workload.corrupt(f.target)
 	case "cut":
 		c.links[f.target].set(refuse)
 		time.Sleep(f.lasts)
@@ -281,20 +311,28 @@ func (c *cluster) do(f fault) {
 		time.Sleep(4 * f.lasts)
 		c.links[f.target].set(pass)
 	case "isolate":
-		var mine []*link
-		for _, l := range c.links {
-			if l.from == p.name || l.to == p.name {
-				mine = append(mine, l)
-			}
-		}
-		for _, l := range mine {
+		c.hang(func(l *link) bool { return l.from == p.name || l.to == p.name }, func() { time.Sleep(2 * f.lasts) })
+	}
+}
+
+// hang makes the links that are chosen hang during a call of while.
+func (c *cluster) hang(chosen func(*link) bool, while func()) {
+	var links []*link
+	for _, l := range c.links {
+		if chosen(l) {
+			links = append(links, l)
 			l.set(hang)
 		}
-		time.Sleep(2 * f.lasts)
-		for _, l := range mine {
-			l.set(pass)
-		}
 	}
+	while()
+	for _, l := range links {
+		l.set(pass)
+	}
+}
+
+// begunBefore returns the number of faults that began before t.
+func (c *cluster) begunBefore(t time.Time) int {
+	return sort.Search(len(c.begun), func(i int) bool { return c.begun[i].After(t) })
 }
 
 // hasNATS reports whether NATS has processes of its own.

@@ -9,6 +9,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"flag"
@@ -23,6 +24,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"watershed.dev/test/robustness/history"
 )
 
 // options are the parameters of a run.
@@ -42,6 +45,8 @@ type options struct {
 	watchers  int
 	// expired is the number of watches that may expire. Below 0: any number.
 	expired int
+	// mayDelete: the servers of the log let the harness delete messages.
+	mayDelete bool
 }
 
 func main() {
@@ -179,41 +184,53 @@ func run(ctx context.Context, o options) (*result, error) {
 	if err != nil {
 		return nil, err
 	}
-	c.corrupt, c.compact = w.corrupt, w.compact
+	c.workload = w
 	w.start(ctx)
 	o.pause(ctx, w.progress)
 	faults := c.inject(ctx, o, w.progress)
-	complaints := w.finish(ctx)
+	found := w.finish(ctx)
 	r := &result{seed: o.seed, dir: o.dir, took: time.Since(began), counts: w.counts()}
 	for kind, n := range faults {
 		r.counts["faults: "+kind] = n
 	}
 	r.counts["processes that died by themselves"] = c.died()
 	r.counts["changes of data and versions that were made"] = c.changed()
+	histories := map[string]*history.History{}
+	for _, x := range w.resources {
+		histories[x.name] = x.history
+		for _, f := range x.history.Check() {
+			f.Text = x.name + ": " + f.Text
+			found = append(found, f)
+		}
+	}
+	slices.SortStableFunc(found, func(a, b history.Contradiction) int { return cmp.Compare(a.At, b.At) })
+	for _, f := range found {
+		begun := c.begunBefore(w.resources[0].history.Time(f.At))
+		r.found = append(r.found, fmt.Sprintf("after %d faults, %s", begun, f.Text))
+	}
 	for _, p := range c.processes {
 		// kube-controller-manager may end after a failed request, and kube-apiserver if its start takes too long
 		if p.name == controllers || p.name == reference {
 			continue
 		}
 		for _, line := range p.ends() {
-			complaints = append(complaints, fmt.Sprintf("%s ended by itself: %s", p.name, line))
+			r.found = append(r.found, fmt.Sprintf("%s ended by itself: %s", p.name, line))
 		}
 	}
 	// Readers log objects and events that differ (platform/watchcache/logreader).
-	complaints = append(complaints, c.logged("Objects differ from")...)
-	complaints = append(complaints, c.logged("Events differ from")...)
+	r.found = append(r.found, c.logged("Objects differ from")...)
+	r.found = append(r.found, c.logged("Events differ from")...)
 	for _, decision := range []string{"is refilled", "is reset", "starts a new epoch"} { // core.Term's
 		r.counts["times that a log "+decision] = len(c.logged("The event log " + decision))
 	}
 	if n := int(w.expired.Load()); o.expired >= 0 && n > o.expired {
-		complaints = append(complaints, fmt.Sprintf("%d watches expired, more than -expired %d", n, o.expired))
+		r.found = append(r.found, fmt.Sprintf("%d watches expired, more than -expired %d", n, o.expired))
 	}
-	r.found = append(complaints, w.history.Check()...)
 	if len(r.found) == 0 && temporary {
 		c.stop()
 		return r, os.RemoveAll(o.dir)
 	}
-	data, err := json.Marshal(w.history)
+	data, err := json.Marshal(histories)
 	if err == nil {
 		err = os.WriteFile(filepath.Join(o.dir, "history.json"), data, 0o600)
 	}

@@ -19,7 +19,7 @@ import (
 // startCluster writes the configuration of `split`, puts a proxy between every two processes, and starts all processes.
 // For the placements hosts and mixed, it keeps only etcd and the PKI of `split`.
 func startCluster(ctx context.Context, o options) (*cluster, error) {
-	c := &cluster{dir: o.dir, watershed: o.watershed, older: o.older}
+	c := &cluster{dir: o.dir, watershed: o.watershed, older: o.older, mayDelete: o.mayDelete}
 	var err error
 	if c.port, err = porttest.UnusedPort(); err != nil { // a proxy would take a port of the system's choice
 		return nil, err

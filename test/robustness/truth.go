@@ -8,7 +8,7 @@ import (
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
-	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/scheme"
 
@@ -17,29 +17,31 @@ import (
 
 // truth reads etcd's own event sequence, without the components under test.
 type truth struct {
-	client  *clientv3.Client
-	history *history.History
-	mu      sync.Mutex
-	seen    int64
-	err     error
+	client    *clientv3.Client
+	resources []*resource
+	mu        sync.Mutex
+	seen      int64
+	err       error
 }
 
-const etcdPrefix = "/registry/configmaps/" + namespace + "/"
+// registryPrefix is the prefix of all keys in etcd.
+const registryPrefix = "/registry/"
 
-// tailEtcd records etcd's events from now on.
-func tailEtcd(ctx context.Context, c *cluster, h *history.History) (*truth, error) {
+// tailEtcd records etcd's events of the resources from now on. A single watch receives the events of all keys, so it
+// follows etcd although some resources do not change.
+func tailEtcd(ctx context.Context, c *cluster, resources []*resource) (*truth, error) {
 	client, err := c.etcdClient()
 	if err != nil {
 		return nil, err
 	}
-	t := &truth{client: client, history: h}
+	t := &truth{client: client, resources: resources}
 	go t.read(ctx)
 	return t, nil
 }
 
 func (t *truth) read(ctx context.Context) {
 	for from := int64(1); ctx.Err() == nil; time.Sleep(100 * time.Millisecond) {
-		for resp := range t.client.Watch(ctx, etcdPrefix, clientv3.WithPrefix(),
+		for resp := range t.client.Watch(ctx, registryPrefix, clientv3.WithPrefix(),
 			clientv3.WithPrevKV(), clientv3.WithRev(from)) {
 			for _, e := range resp.Events {
 				t.record(e)
@@ -50,26 +52,32 @@ func (t *truth) read(ctx context.Context) {
 }
 
 func (t *truth) record(e *clientv3.Event) {
-	c := history.Change{Revision: e.Kv.ModRevision, Key: strings.TrimPrefix(string(e.Kv.Key), etcdPrefix)}
-	kv := e.Kv
-	switch {
-	case e.Type == clientv3.EventTypeDelete:
-		c.Type, kv = "DELETED", e.PrevKv
-	case e.IsCreate():
-		c.Type = "ADDED"
-	default:
-		c.Type = "MODIFIED"
-	}
-	var o corev1.ConfigMap
-	err := runtime.DecodeInto(scheme.Codecs.UniversalDeserializer(), kv.Value, &o)
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if err != nil {
-		t.err = fmt.Errorf("decode %s: %w", e.Kv.Key, err)
+	for _, x := range t.resources {
+		name, ok := strings.CutPrefix(string(e.Kv.Key), x.prefix)
+		if !ok || !strings.HasPrefix(name, ours) {
+			continue
+		}
+		c := history.Change{Revision: e.Kv.ModRevision, Key: name}
+		kv := e.Kv
+		switch {
+		case e.Type == clientv3.EventTypeDelete:
+			c.Type, kv = "DELETED", e.PrevKv
+		case e.IsCreate():
+			c.Type = "ADDED"
+		default:
+			c.Type = "MODIFIED"
+		}
+		o, err := runtime.Decode(scheme.Codecs.UniversalDeserializer(), kv.Value)
+		if err != nil {
+			t.err = fmt.Errorf("decode %s: %w", e.Kv.Key, err)
+		} else if m, err := meta.Accessor(o); err == nil {
+			c.Value, c.Shard = m.GetAnnotations()["value"], m.GetLabels()["shard"]
+		}
+		x.history.Changes = append(x.history.Changes, c)
 	}
-	c.Value, c.Shard = o.Data["value"], o.Labels["shard"]
-	t.seen = c.Revision
-	t.history.Changes = append(t.history.Changes, c)
+	t.seen = e.Kv.ModRevision
 }
 
 // reached returns the revision of the last recorded change.
@@ -79,24 +87,16 @@ func (t *truth) reached() int64 {
 	return t.seen
 }
 
-// finish calls write until it succeeds, and waits until truth has read etcd's last revision. It returns the revision
-// of the first final write.
-func (t *truth) finish(ctx context.Context, write func() error) (int64, error) {
-	err := write()
-	for ; err != nil && ctx.Err() == nil; err = write() {
-		time.Sleep(500 * time.Millisecond)
-	}
-	if err != nil {
-		return 0, err
-	}
-	now, err := t.client.Get(ctx, etcdPrefix, clientv3.WithPrefix())
+// firstFinal returns the revision of a resource's first final write, after truth has read etcd's last revision.
+func (t *truth) firstFinal(ctx context.Context, x *resource) (int64, error) {
+	now, err := t.client.Get(ctx, x.prefix+ours, clientv3.WithPrefix())
 	if err != nil {
 		return 0, err
 	}
 	var last, first int64
 	for _, kv := range now.Kvs {
 		last = max(last, kv.ModRevision)
-		if strings.HasPrefix(string(kv.Key), etcdPrefix+"final-") && (first == 0 || kv.ModRevision < first) {
+		if strings.HasPrefix(string(kv.Key), x.prefix+final("")) && (first == 0 || kv.ModRevision < first) {
 			first = kv.ModRevision
 		}
 	}
@@ -104,12 +104,8 @@ func (t *truth) finish(ctx context.Context, write func() error) (int64, error) {
 		t.mu.Lock()
 		err := t.err
 		t.mu.Unlock()
-		if err != nil {
-			return 0, err
-		}
-		if t.reached() >= last {
-			t.client.Close()
-			return first, nil
+		if err != nil || t.reached() >= last {
+			return first, err
 		}
 		if ctx.Err() != nil {
 			return 0, ctx.Err()

@@ -10,8 +10,6 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/http"
-	"net/url"
-	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -23,36 +21,26 @@ import (
 	"watershed.dev/test/robustness/history"
 )
 
-const (
-	namespace = "robust"
-	objects   = 24
-	path      = "/api/v1/namespaces/" + namespace + "/configmaps"
-)
-
-// shards are the label values between which objects move.
-var shards = []string{"x", "y", "z"}
-
 // workload runs the clients.
 type workload struct {
 	*truth
-	history  *history.History
-	url      string
-	config   *rest.Config
-	options  options
-	stop     context.CancelFunc
-	writers  sync.WaitGroup
-	readers  sync.WaitGroup
-	watchers sync.WaitGroup
-	serial   atomic.Int64
-	// final is the revision that every watch must reach; 0 until it is set.
-	final                                                          atomic.Int64
+	url                                                            string
+	config                                                         *rest.Config
+	options                                                        options
+	stop                                                           context.CancelFunc
+	writers                                                        sync.WaitGroup
+	readers                                                        sync.WaitGroup
+	watchers                                                       sync.WaitGroup
+	serial                                                         atomic.Int64
 	writes, acknowledged, reads, events, resumes, relists, expired atomic.Int64
+	// late and lateExpired count the watches of clients that resume late.
+	late, lateExpired atomic.Int64
 	// delivered is the latest revision that a watch has received, so the log has it.
 	delivered, compactions atomic.Int64
 	// scaled counts the times that kube-controller-manager made a Deployment's pods.
 	scaled       atomic.Int64
 	complaintsMu sync.Mutex
-	complaints   []string
+	complaints   []history.Contradiction
 }
 
 func newWorkload(ctx context.Context, c *cluster, o options) (*workload, error) {
@@ -60,8 +48,8 @@ func newWorkload(ctx context.Context, c *cluster, o options) (*workload, error) 
 	if err != nil {
 		return nil, err
 	}
-	w := &workload{history: history.New(), url: c.url(), config: config, options: o}
-	if w.truth, err = tailEtcd(ctx, c, w.history); err != nil {
+	w := &workload{url: c.url(), config: config, options: o}
+	if w.truth, err = tailEtcd(ctx, c, resources(o)); err != nil {
 		return nil, err
 	}
 	body := `{"apiVersion":"v1","kind":"Namespace","metadata":{"name":"` + namespace + `"}}`
@@ -112,14 +100,20 @@ func (w *workload) start(ctx context.Context) {
 	if w.options.placement == mixed {
 		w.writers.Go(func() { w.scale(ctx) })
 	}
-	for n := range w.options.writers {
-		w.writers.Go(func() { w.write(ctx, rand.New(rand.NewPCG(w.options.seed, uint64(100+n)))) })
-	}
-	for n := range 4 {
-		w.readers.Go(func() { w.read(ctx, rand.New(rand.NewPCG(w.options.seed, uint64(200+n)))) })
-	}
-	for n := range w.options.watchers {
-		w.watchers.Go(func() { w.watch(n) })
+	for i, x := range w.resources {
+		random := func(n int) *rand.Rand { return rand.New(rand.NewPCG(w.options.seed, uint64(1000*i+n))) }
+		for n := range x.writers {
+			w.writers.Go(func() { w.write(ctx, x, random(100+n)) })
+		}
+		for n := range x.readers {
+			w.readers.Go(func() { w.read(ctx, x, random(200+n)) })
+		}
+		for n := range x.late {
+			w.readers.Go(func() { w.watchLate(ctx, x, random(300+n)) })
+		}
+		for n := range x.watchers {
+			w.watchers.Go(func() { w.watch(x, n) })
+		}
 	}
 }
 
@@ -129,6 +123,10 @@ func (w *workload) progress() string {
 }
 
 func (w *workload) counts() map[string]int {
+	changes, segments := 0, 0
+	for _, x := range w.resources {
+		changes, segments = changes+len(x.history.Changes), segments+len(x.history.Segments)
+	}
 	return map[string]int{
 		"writes":                     int(w.writes.Load()),
 		"writes acknowledged":        int(w.acknowledged.Load()),
@@ -137,76 +135,74 @@ func (w *workload) counts() map[string]int {
 		"watches resumed by clients": int(w.resumes.Load()),
 		"watches expired (410)":      int(w.expired.Load()),
 
+		"old watches resumed":                       int(w.late.Load()),
+		"old watches expired (410)":                 int(w.lateExpired.Load()),
 		"lists of watching clients":                 int(w.relists.Load()),
 		"compactions of etcd":                       int(w.compactions.Load()),
 		"deployments scaled":                        int(w.scaled.Load()),
-		"changes in etcd":                           len(w.history.Changes),
-		"connections that watches were served over": len(w.history.Segments),
+		"changes in etcd":                           changes,
+		"connections that watches were served over": segments,
 	}
 }
 
 func (w *workload) complain(format string, args ...any) {
 	w.complaintsMu.Lock()
 	defer w.complaintsMu.Unlock()
-	w.complaints = append(w.complaints, fmt.Sprintf(format, args...))
+	w.complaints = append(w.complaints, history.Contradiction{
+		At:   w.resources[0].history.Now(),
+		Text: fmt.Sprintf(format, args...),
+	})
 }
 
 // finish stops readers and writers, and waits until every watch has reached the final revision. It returns the
 // complaints.
-func (w *workload) finish(ctx context.Context) []string {
+func (w *workload) finish(ctx context.Context) []history.Contradiction {
 	w.stop()
 	w.writers.Wait()
 	w.readers.Wait()
 	end, cancel := context.WithTimeout(ctx, 3*time.Minute)
 	defer cancel()
-	last := map[string]*history.Write{}
-	revision, err := w.truth.finish(end, func() error { // a last change that every watch receives, as its end
-		for _, s := range shards {
-			if last[s] == nil {
-				last[s] = &history.Write{
-					Verb:    "create",
-					Key:     "final-" + s,
-					Value:   "final-" + s,
-					Begin:   w.history.Now(),
-					Outcome: history.Acknowledged,
-				}
-			} else if last[s].End > 0 {
-				continue
-			}
-			body := fmt.Sprintf(
-				`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"final-%s","labels":{"shard":%q}},`+
-					`"data":{"value":"final-%s"}}`, s, s, s)
-			code, answer, err := w.do(end, w.client(), "POST", path, "", body)
-			if code != http.StatusCreated && code != http.StatusConflict { // an earlier attempt may have created it
-				return fmt.Errorf("%d %s %v", code, answer, err)
-			}
-			last[s].End = w.history.Now()
-			w.history.Wrote(*last[s])
+	for _, x := range w.resources {
+		err := w.writeFinal(end, x)
+		revision := int64(1) // lets the watches end
+		if err == nil {
+			revision, err = w.truth.firstFinal(end, x)
 		}
-		return nil
-	})
-	if err != nil {
-		w.complain("the cluster does not recover: %v", err)
-		revision = 1 // lets the watches end
+		if err != nil {
+			w.complain("the cluster does not recover: %v", err)
+		}
+		x.final.Store(revision)
 	}
-	w.final.Store(revision)
 	w.watchers.Wait()
+	w.truth.client.Close()
 	return w.complaints
 }
 
-type object struct {
-	Metadata struct {
-		Name, ResourceVersion string
-		Labels                map[string]string
-		Annotations           map[string]string
-		Continue              string
+// writeFinal writes the last change of each shard, and repeats it until it succeeds. Each watch receives such a change,
+// or a bookmark after it, as its end.
+func (w *workload) writeFinal(ctx context.Context, x *resource) error {
+	for _, shard := range shards {
+		h := history.Write{
+			Verb:    "create",
+			Key:     final(shard),
+			Value:   final(shard),
+			Begin:   x.history.Now(),
+			Outcome: history.Acknowledged,
+		}
+		for {
+			code, answer, err := w.do(ctx, w.client(), "POST", x.path, "", x.body(h.Key, h.Value, shard, 0))
+			if code == http.StatusCreated || code == http.StatusConflict { // an earlier attempt may have created it
+				break
+			}
+			if ctx.Err() != nil {
+				return fmt.Errorf("create %s: %d %s %v", h.Key, code, answer, err)
+			}
+			time.Sleep(500 * time.Millisecond)
+		}
+		h.End = x.history.Now()
+		x.history.Wrote(h)
 	}
-	Data map[string]string
-}
-
-func (o *object) item() history.Item {
-	rv, _ := strconv.ParseInt(o.Metadata.ResourceVersion, 10, 64)
-	return history.Item{Key: o.Metadata.Name, Revision: rv, Value: o.Data["value"], Shard: o.Metadata.Labels["shard"]}
+	return nil
 }
 
 // callTimeout is the timeout of a client's request.
@@ -234,46 +230,38 @@ func (w *workload) do(ctx context.Context, c *http.Client, method, path, content
 }
 
 // write changes objects at random, each with the revision that the client saw last.
-func (w *workload) write(ctx context.Context, r *rand.Rand) {
+func (w *workload) write(ctx context.Context, x *resource, r *rand.Rand) {
 	client := w.client()
 	known := map[string]int64{}
 	for ctx.Err() == nil {
-		w.writeOne(client, r, known)
+		w.writeOne(client, x, r, known)
 		time.Sleep(time.Duration(r.IntN(40)) * time.Millisecond)
 	}
 }
 
-func (w *workload) writeOne(client *http.Client, r *rand.Rand, known map[string]int64) {
-	key := fmt.Sprintf("o%d", r.IntN(objects))
-	value, shard := fmt.Sprintf("v%d", w.serial.Add(1)), shards[r.IntN(len(shards))]
+func (w *workload) writeOne(client *http.Client, x *resource, r *rand.Rand, known map[string]int64) {
+	key, value := x.key(r), fmt.Sprintf("v%d", w.serial.Add(1))
+	shard := x.shardOf(key, r)
 	h := history.Write{Key: key, Value: value}
-	body := func(rv int64) string {
-		version := ""
-		if rv > 0 {
-			version = fmt.Sprintf(`"resourceVersion":"%d",`, rv)
-		}
-		return fmt.Sprintf(
-			`{"apiVersion":"v1","kind":"ConfigMap","metadata":{%s"name":%q,"labels":{"shard":%q}},"data":{"value":%q}}`,
-			version, key, shard, value)
-	}
-	var method, target, contentType, content string
+	target := x.path + "/" + key
+	var method, contentType, content string
 	switch n, rv := r.IntN(10), known[key]; {
 	case rv == 0 || n == 0:
-		h.Verb, method, target, content = "create", "POST", path, body(0)
+		h.Verb, method, target, content = "create", "POST", x.path, x.body(key, value, shard, 0)
 	case n < 5:
-		h.Verb, h.Expect, method, target, content = "update", rv, "PUT", path+"/"+key, body(rv)
+		h.Verb, h.Expect, method, content = "update", rv, "PUT", x.body(key, value, shard, rv)
 	case n < 6:
-		h.Verb, method, target, content = "update", "PUT", path+"/"+key, body(0)
-	case n < 8:
-		h.Verb, method, target, contentType = "patch", "PATCH", path+"/"+key, "application/merge-patch+json"
-		content = fmt.Sprintf(`{"metadata":{"labels":{"shard":%q}},"data":{"value":%q}}`, shard, value)
+		h.Verb, method, content = "update", "PUT", x.body(key, value, shard, 0)
+	case n < 8 || x.stay:
+		h.Verb, method, contentType = "patch", "PATCH", "application/merge-patch+json"
+		content = fmt.Sprintf(`{"metadata":{"labels":{"shard":%q},"annotations":{"value":%q}}}`, shard, value)
 	default:
-		h.Verb, h.Value, h.Expect, method, target = "delete", "", rv, "DELETE", path+"/"+key
+		h.Verb, h.Value, h.Expect, method = "delete", "", rv, "DELETE"
 		content = fmt.Sprintf(`{"preconditions":{"resourceVersion":"%d"}}`, rv)
 	}
-	h.Begin = w.history.Now()
+	h.Begin = x.history.Now()
 	code, answer, err := w.do(context.Background(), client, method, target, contentType, content)
-	h.End, h.Code = w.history.Now(), code
+	h.End, h.Code = x.history.Now(), code
 	switch {
 	case err != nil || code >= 500 || code == 429:
 		// Unknown: the write may have happened. A 429 means that it did not, but the checker accepts Unknown too.
@@ -288,84 +276,20 @@ func (w *workload) writeOne(client *http.Client, r *rand.Rand, known map[string]
 	if h.Outcome == history.Acknowledged {
 		w.acknowledged.Add(1)
 		if h.Verb != "delete" {
-			h.Revision = o.item().Revision
+			h.Revision = o.revision()
 			known[key] = h.Revision
+			x.known.add(h.Revision)
 		} else {
 			delete(known, key)
 		}
 	}
-	w.history.Wrote(h)
+	x.history.Wrote(h)
 	if h.Outcome != history.Acknowledged { // read the object again
-		begin := w.history.Now()
-		code, answer, err := w.do(context.Background(), client, "GET", path+"/"+key, "", "")
-		read := history.Read{Key: key, Begin: begin, End: w.history.Now()}
-		switch {
-		case err == nil && code == 200:
-			var o object
-			_ = json.Unmarshal(answer, &o)
-			known[key] = o.item().Revision
-			read.Items = []history.Item{o.item()}
-		case err == nil && code == 404:
+		switch i, code := w.get(client, x, key); code {
+		case http.StatusOK:
+			known[key] = i.Revision
+		case http.StatusNotFound:
 			delete(known, key)
-		default:
-			return
 		}
-		w.reads.Add(1)
-		w.history.Saw(read)
-	}
-}
-
-// read lists objects: consistently, at any revision, with a selector, or in pages.
-func (w *workload) read(ctx context.Context, r *rand.Rand) {
-	client := w.client()
-	for ctx.Err() == nil {
-		h := history.Read{}
-		q := url.Values{}
-		if r.IntN(3) == 0 {
-			h.Shard = shards[r.IntN(len(shards))]
-			q.Set("labelSelector", "shard="+h.Shard)
-		}
-		switch r.IntN(4) {
-		case 0:
-			h.Any = true
-			q.Set("resourceVersion", "0")
-		case 1:
-			q.Set("limit", "5")
-		}
-		h.Begin = w.history.Now()
-		if w.list(client, q, &h) {
-			w.reads.Add(1)
-			w.history.Saw(h)
-		}
-		time.Sleep(time.Duration(r.IntN(60)) * time.Millisecond)
-	}
-}
-
-// list reads all pages of a list. It returns false if a page expired or failed, because the list then proves nothing.
-func (w *workload) list(client *http.Client, q url.Values, h *history.Read) bool {
-	first := true
-	for {
-		code, answer, err := w.do(context.Background(), client, "GET", path+"?"+q.Encode(), "", "")
-		var l struct {
-			object
-			Items []object
-		}
-		if err != nil || code != 200 || json.Unmarshal(answer, &l) != nil {
-			return false
-		}
-		if first { // the first page determines the list's revision
-			h.End = w.history.Now()
-			h.Revision, _ = strconv.ParseInt(l.Metadata.ResourceVersion, 10, 64)
-			first = false
-		} else if rv, _ := strconv.ParseInt(l.Metadata.ResourceVersion, 10, 64); rv != h.Revision {
-			w.complain("a page is of revision %d, the first one of %d", rv, h.Revision)
-		}
-		for _, o := range l.Items {
-			h.Items = append(h.Items, o.item())
-		}
-		if l.Metadata.Continue == "" {
-			return true
-		}
-		q.Set("continue", l.Metadata.Continue)
 	}
 }

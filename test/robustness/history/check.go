@@ -8,15 +8,26 @@ import (
 	"time"
 )
 
+// Contradiction is a response or an event that contradicts etcd's changes.
+type Contradiction struct {
+	// At is when the client received it. 0: the time is unknown.
+	At   time.Duration
+	Text string
+}
+
+func (c Contradiction) String() string { return c.Text }
+
 // Check compares all responses and watch events with etcd's changes, and returns every contradiction.
-func (h *History) Check() []string {
+func (h *History) Check() []Contradiction {
 	c := &checker{h: h, byKey: map[string][]Change{}, byValue: map[string][]Change{}, at: map[int64]Change{}}
 	c.index()
 	c.writes()
 	for _, r := range h.Reads {
+		c.now = r.End
 		c.read(r)
 	}
 	for _, s := range h.Segments {
+		c.now = s.Begin
 		c.segment(s)
 	}
 	return c.found
@@ -29,7 +40,9 @@ type checker struct {
 	at      map[int64]Change
 	// seen: a client had received the revision at that time. begun: its write had not begun before that time.
 	seen, begun []known
-	found       []string
+	// now is the time of the response that is being checked.
+	now   time.Duration
+	found []Contradiction
 }
 
 type known struct {
@@ -38,7 +51,7 @@ type known struct {
 }
 
 func (c *checker) wrong(format string, args ...any) {
-	c.found = append(c.found, fmt.Sprintf(format, args...))
+	c.found = append(c.found, Contradiction{c.now, fmt.Sprintf(format, args...)})
 }
 
 func (c *checker) index() {
@@ -148,6 +161,7 @@ func (c *checker) writes() {
 		}
 	}
 	for _, w := range c.h.Writes {
+		c.now = w.End
 		c.write(w)
 	}
 }
@@ -202,13 +216,23 @@ func (c *checker) read(r Read) {
 		return
 	}
 	source := fmt.Sprintf("list of %q at %v (revision %d)", r.Shard, r.Begin, r.Revision)
-	if !r.Any && r.Revision < least {
+	switch {
+	case r.Any:
+	case r.Exact > 0:
+		if r.Revision != r.Exact {
+			c.wrong("%s: the client requested exactly %d", source, r.Exact)
+		}
+	case r.NotOlderThan > 0:
+		if r.Revision < r.NotOlderThan {
+			c.wrong("stale %s: the client requested %d or later", source, r.NotOlderThan)
+		}
+	case r.Revision < least:
 		c.wrong("stale %s: %d was known before it began", source, least)
 	}
 	if r.Revision >= most {
 		c.wrong("%s shows a write that began after the response: %d", source, most)
 	}
-	c.state(source, r.Shard, r.Revision, r.Items)
+	c.state(source, "", r.Shard, r.Revision, r.Items)
 }
 
 func (c *checker) get(r Read, least, most int64) {
@@ -234,8 +258,8 @@ func (c *checker) get(r Read, least, most int64) {
 	}
 }
 
-// state compares a response's objects with the complete state at a revision.
-func (c *checker) state(source, shard string, revision int64, items []Item) {
+// state compares a response's objects with the complete state at a revision, or with the state of a single object.
+func (c *checker) state(source, only, shard string, revision int64, items []Item) {
 	got := map[string]Item{}
 	for _, i := range items {
 		if _, twice := got[i.Key]; twice {
@@ -246,7 +270,7 @@ func (c *checker) state(source, shard string, revision int64, items []Item) {
 	}
 	for key := range c.byKey {
 		e, exists, _ := c.current(key, revision)
-		exists = exists && (shard == "" || e.Shard == shard)
+		exists = exists && (only == "" || only == key) && (shard == "" || e.Shard == shard)
 		i, ok := got[key]
 		switch {
 		case exists && !ok:
@@ -261,7 +285,7 @@ func (c *checker) state(source, shard string, revision int64, items []Item) {
 
 // segment checks the events of a watch's connection: none is missing, repeated or invented.
 func (c *checker) segment(s *Segment) {
-	source := fmt.Sprintf("watch of %q from %d at %v", s.Shard, s.Start, s.Begin)
+	source := fmt.Sprintf("watch of %q from %d at %v", s.Key+s.Shard, s.Start, s.Begin)
 	frames := s.Frames
 	position := s.Start
 	if s.Initial {
@@ -279,15 +303,16 @@ func (c *checker) segment(s *Segment) {
 			}
 			items = append(items, f.Item)
 		}
-		position = frames[end].Item.Revision
+		position, c.now = frames[end].Item.Revision, frames[end].At
 		if least := c.atLeast(s.Begin); position < least {
 			c.wrong("stale %s: initial events of %d, when %d was known", source, position, least)
 		}
-		c.state(source+": initial events", s.Shard, position, items)
+		c.state(source+": initial events", s.Key, s.Shard, position, items)
 		frames = frames[end+1:]
 	}
-	want := c.expected(s.Shard, position)
+	want := c.expected(s, position)
 	for _, f := range frames {
+		c.now = f.At
 		if f.Type == "BOOKMARK" {
 			if f.Item.Revision < position {
 				c.wrong("%s: a bookmark of %d after %d", source, f.Item.Revision, position)
@@ -312,13 +337,23 @@ func (c *checker) segment(s *Segment) {
 	}
 }
 
-// expected returns every event after a revision, as a watch with the selector receives it.
-func (c *checker) expected(shard string, after int64) []Frame {
+// expected returns the events of a watch from after a revision to the last revision that the watch received.
+func (c *checker) expected(s *Segment, after int64) []Frame {
+	last := int64(0)
+	for _, f := range s.Frames {
+		last = max(last, f.Item.Revision)
+	}
 	first := sort.Search(len(c.h.Changes), func(i int) bool { return c.h.Changes[i].Revision > after })
 	var out []Frame
 	for _, e := range c.h.Changes[first:] {
+		if e.Revision > last {
+			break
+		}
+		if s.Key != "" && s.Key != e.Key {
+			continue
+		}
 		f := Frame{Type: e.Type, Item: Item{e.Key, e.Revision, e.Value, e.Shard}}
-		if shard != "" {
+		if shard := s.Shard; shard != "" {
 			now := e.Shard == shard
 			old, existed, _ := c.current(e.Key, e.Revision-1)
 			before := existed && old.Shard == shard

@@ -33,6 +33,8 @@ func honest() *History {
 		{Key: "b", Begin: 12 * ms, End: 13 * ms},
 		{Begin: 15 * ms, End: 16 * ms, Revision: 16, Items: []Item{{"a", 14, "v4", "y"}, {"b", 16, "v5", "x"}}},
 		{Any: true, Shard: "x", Begin: 15 * ms, End: 16 * ms, Revision: 12, Items: []Item{{"a", 12, "v3", "x"}}},
+		{NotOlderThan: 12, Begin: 15 * ms, End: 16 * ms, Revision: 15, Items: []Item{{"a", 14, "v4", "y"}}},
+		{Exact: 15, Begin: 15 * ms, End: 16 * ms, Revision: 15, Items: []Item{{"a", 14, "v4", "y"}}},
 	}
 	h.Segments = []*Segment{
 		{Start: 9, Begin: 1 * ms, Frames: []Frame{
@@ -50,13 +52,18 @@ func honest() *History {
 			{"DELETED", Item{"a", 14, "v3", "x"}, false, 10 * ms},
 			{"ADDED", Item{"b", 16, "v5", "x"}, false, 14 * ms},
 		}},
+		{Key: "b", Start: 9, Begin: 16 * ms, Frames: []Frame{ // long after these events
+			{"ADDED", Item{"b", 11, "v2", "y"}, false, 16 * ms},
+			{"BOOKMARK", Item{Revision: 13}, false, 16 * ms},
+			{"DELETED", Item{"b", 15, "v2", "y"}, false, 17 * ms},
+		}},
 	}
 	return h
 }
 
 func TestAnHonestHistoryIsFoundHonest(t *testing.T) {
 	if found := honest().Check(); len(found) > 0 {
-		t.Errorf("found:\n%s", strings.Join(found, "\n"))
+		t.Errorf("found: %v", found)
 	}
 }
 
@@ -104,6 +111,20 @@ func TestEveryKindOfFaultIsFound(t *testing.T) {
 			r := &h.Reads[2]
 			r.Revision, r.Items = 15, r.Items[:1]
 		}, "stale list"},
+		"a list is older than requested": {func(h *History) { h.Reads[4].NotOlderThan = 16 }, "requested 16 or later"},
+		"a list is of another revision":  {func(h *History) { h.Reads[5].Exact = 14 }, "requested exactly 14"},
+		"a watch of an object lacks an event": {func(h *History) {
+			s := h.Segments[2]
+			s.Frames = s.Frames[1:]
+		}, "hides ADDED of b"},
+		"a watch of an object gets another object": {func(h *History) {
+			f := h.Segments[2].Frames
+			f[0].Item = Item{"a", 10, "v1", "x"}
+		}, "expected ADDED of {Key:b"},
+		"a bookmark is before the watch's revision": {func(h *History) {
+			s := h.Segments[2]
+			s.Start, s.Frames = 14, s.Frames[1:]
+		}, "a bookmark of 13 after 14"},
 		"a list lacks an object": {func(h *History) {
 			r := &h.Reads[2]
 			r.Items = r.Items[:1]
@@ -138,7 +159,7 @@ func TestEveryKindOfFaultIsFound(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			h := honest()
 			c.break_(h)
-			found := strings.Join(h.Check(), "\n")
+			found := fmt.Sprint(h.Check())
 			if !strings.Contains(found, c.says) {
 				t.Errorf("want %q, found:\n%s", c.says, found)
 			}
@@ -149,7 +170,7 @@ func TestEveryKindOfFaultIsFound(t *testing.T) {
 func ExampleHistory_Check() {
 	h := honest()
 	h.Segments[0].Frames = h.Segments[0].Frames[1:]
-	fmt.Println(strings.ReplaceAll(h.Check()[0], "; ", ";\n"))
+	fmt.Println(strings.ReplaceAll(h.Check()[0].Text, "; ", ";\n"))
 	// Output:
 	// watch of "" from 9 at 1ms: after 9 came ADDED of {Key:b Revision:11 Value:v2 Shard:y};
 	// expected ADDED of {Key:a Revision:10 Value:v1 Shard:x}

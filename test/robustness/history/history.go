@@ -50,7 +50,11 @@ type Read struct {
 	// Shard is the label that a list selects; empty for all objects.
 	Shard string
 	// Any means resourceVersion=0: the list may return any revision.
-	Any        bool
+	Any bool
+	// NotOlderThan is the revision that the list must have reached, and Exact the revision that it must have. 0: the
+	// list must have every revision that a client knew before, unless Any is true.
+	NotOlderThan, Exact int64
+
 	Begin, End time.Duration
 	// Revision is the list's revision.
 	Revision int64
@@ -68,7 +72,8 @@ type Frame struct {
 
 // Segment is the part of a watch on one connection.
 type Segment struct {
-	Shard string
+	// Key is the only object that the watch selects; empty for all objects. Shard is the label that it selects.
+	Key, Shard string
 	// Start is the revision after which the watch starts. Initial means that the watch requests initial events.
 	Start   int64
 	Initial bool
@@ -100,6 +105,9 @@ func New() *History { return &History{began: time.Now()} }
 
 // Now returns the time since the history's start.
 func (h *History) Now() time.Duration { return time.Since(h.began) }
+
+// Time returns the time of a duration since the history's start.
+func (h *History) Time(at time.Duration) time.Time { return h.began.Add(at) }
 
 // Wrote records a write.
 func (h *History) Wrote(w Write) {
