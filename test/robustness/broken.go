@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -19,11 +20,26 @@ import (
 // checker too if inCluster is true.
 type breakage struct {
 	name, file, code, instead string
+	// also are further replacements for the cluster: they remove the defences that hide the defect from clients, or let
+	// its trigger happen.
+	also []edit
 	// test is a package and the tests that must fail, such as "./platform/events TestRing". Empty: none.
 	test string
-	// inCluster is true if clients of a cluster can see the defect within some faults.
+	// inCluster is true if clients of a cluster can see the defect within maxFaults.
 	inCluster bool
+	// faults is the number of faults that the cluster has; 0: maxFaults. kinds are their kinds, comma separated; empty:
+	// the kinds of the options.
+	faults int
+	kinds  string
 }
+
+// edit is a replacement of code in a file of the source.
+type edit struct{ file, code, instead string }
+
+// maxFaults is the number of faults within which the checker must detect a defect.
+const maxFaults = 50
+
+func (b *breakage) edits() []edit { return append([]edit{{b.file, b.code, b.instead}}, b.also...) }
 
 // mistakes are the defects without a history. `go build -overlay` applies them, so the source files do not change.
 var mistakes = []breakage{
@@ -111,18 +127,24 @@ func runBroken(ctx context.Context, o options, which string) int {
 
 // runCluster runs a cluster of the broken Watershed. It returns the finding of the checker, or an empty string.
 func (b breakage) runCluster(ctx context.Context, o options) (string, error) {
-	overlay, err := b.overlay()
+	overlay, err := b.overlay(b.edits())
 	if err != nil {
 		return "", err
 	}
 	tmp := filepath.Dir(overlay)
 	defer func() { _ = os.RemoveAll(tmp) }()
 	o.watershed = filepath.Join(tmp, "watershed")
-	cmd := exec.CommandContext(ctx, "go", "build", "-overlay", overlay, "-o", o.watershed, "./cmd/watershed")
+	cmd := exec.CommandContext(ctx, "go", "build", "-ldflags=-s -w", "-overlay", overlay, "-o", o.watershed,
+		"./cmd/watershed")
 	cmd.Dir = harness.Root()
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return "", fmt.Errorf("-break %s: %w\n%s", b.name, err, out)
 	}
+	o.faults = min(o.faults, cmp.Or(b.faults, maxFaults))
+	if b.kinds != "" {
+		o.kinds = strings.Split(b.kinds, ",")
+	}
+	o.mayDelete = slices.Contains(o.kinds, loseMessage)
 	r, err := run(ctx, o)
 	if err != nil || len(r.found) == 0 {
 		return "", err
@@ -136,7 +158,7 @@ func (b breakage) runCluster(ctx context.Context, o options) (string, error) {
 
 // runTest runs the tests of the broken code. It returns the first failure, or an empty string if the tests pass.
 func (b breakage) runTest(ctx context.Context) (string, error) {
-	overlay, err := b.overlay()
+	overlay, err := b.overlay(b.edits()[:1])
 	if err != nil {
 		return "", err
 	}
@@ -166,35 +188,47 @@ func (b breakage) runTest(ctx context.Context) (string, error) {
 	return fmt.Sprintf("%s %s after %v: %s", pkg, failed, time.Since(began).Round(time.Second), reason), nil
 }
 
-// overlay writes an overlay for the go command that replaces the code, in a temporary directory.
-func (b breakage) overlay() (string, error) {
-	source := filepath.Join(harness.Root(), b.file)
-	text, err := os.ReadFile(source)
-	if err != nil {
-		return "", err
-	}
-	if err := b.applies(string(text)); err != nil {
-		return "", err
+// overlay writes an overlay for the go command that makes the edits, in a temporary directory.
+func (b breakage) overlay(edits []edit) (string, error) {
+	replaced := map[string]string{} // by source file
+	for _, e := range edits {
+		source := filepath.Join(harness.Root(), e.file)
+		text, ok := replaced[source]
+		if !ok {
+			data, err := os.ReadFile(source)
+			if err != nil {
+				return "", err
+			}
+			text = string(data)
+		}
+		if err := e.applies(text); err != nil {
+			return "", fmt.Errorf("-break %s: %w", b.name, err)
+		}
+		replaced[source] = strings.Replace(text, e.code, e.instead, 1)
 	}
 	tmp, err := os.MkdirTemp("", "wsb")
 	if err != nil {
 		return "", err
 	}
-	replaced, overlay := filepath.Join(tmp, "replaced.go"), filepath.Join(tmp, "overlay.json")
-	if err := os.WriteFile(replaced, []byte(strings.Replace(string(text), b.code, b.instead, 1)), 0o600); err != nil {
-		return "", err
+	replace := map[string]string{}
+	for source, text := range replaced {
+		replace[source] = filepath.Join(tmp, fmt.Sprintf("%d-%s", len(replace), filepath.Base(source)))
+		if err := os.WriteFile(replace[source], []byte(text), 0o600); err != nil {
+			return "", err
+		}
 	}
-	j, err := json.Marshal(map[string]map[string]string{"Replace": {source: replaced}})
+	j, err := json.Marshal(map[string]map[string]string{"Replace": replace})
 	if err != nil {
 		return "", err
 	}
+	overlay := filepath.Join(tmp, "overlay.json")
 	return overlay, os.WriteFile(overlay, j, 0o600)
 }
 
 // applies returns an error unless text contains the code to replace exactly once.
-func (b breakage) applies(text string) error {
-	if strings.Count(text, b.code) != 1 {
-		return fmt.Errorf("-break %s: %s does not contain this code exactly once: %q", b.name, b.file, b.code)
+func (e edit) applies(text string) error {
+	if strings.Count(text, e.code) != 1 {
+		return fmt.Errorf("%s does not contain this code exactly once: %q", e.file, e.code)
 	}
 	return nil
 }
