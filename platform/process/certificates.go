@@ -44,7 +44,7 @@ func (p *Process) certificates() (all []pki.Described) {
 	return all
 }
 
-// CertificatesOf describes the certificates in the files that flags name, except those of the inner network.
+// CertificatesOf describes the certificates in the files that flags name, except the flags of the inner network.
 func CertificatesOf(fs *pflag.FlagSet) (all []pki.Described) {
 	fs.VisitAll(func(f *pflag.Flag) {
 		path := f.Value.String()

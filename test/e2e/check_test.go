@@ -94,7 +94,7 @@ func checkIsClean(t *testing.T, args ...string) {
 	checkFindsOnly(t, isOfMachine, args...)
 }
 
-// checkFindsOnly waits until `watershed check` has no findings except those that ignored accepts, and exit code 0.
+// checkFindsOnly waits until `watershed check` has exit code 0, and no finding that ignored rejects.
 func checkFindsOnly(t *testing.T, ignored func(finding) bool, args ...string) {
 	t.Helper()
 	harness.Eventually(t, harness.Soon, func() error {
@@ -123,7 +123,7 @@ func setProcess(t *testing.T, s *harness.Server, process, name, value string) {
 	kill(t, filepath.Join(s.Dir, process+".pid"))
 }
 
-// TestCheckFindsPlantedFaults plants one fault after another in a running split, and `watershed check` finds each.
+// TestCheckFindsPlantedFaults plants faults in a running split in succession, and `watershed check` finds each.
 // TestCheckFindsMixedVersions plants another.
 func TestCheckFindsPlantedFaults(t *testing.T) {
 	t.Parallel()
