@@ -14,8 +14,8 @@ import (
 // LockFile is the file of a data directory that the directory's process has locked. It has the process's id.
 const LockFile = "lock"
 
-// lockTimeout bounds the wait for a lock that is held for a moment. Locked holds it, and a child of the process that had
-// it, until the child's exec.
+// lockTimeout bounds the wait for a lock that is held for a moment. Locked holds it, and so does a child of the process
+// that had it, until the child's exec.
 const lockTimeout = time.Second
 
 // lock locks a file until it is closed, and waits for lockTimeout. Its error is EWOULDBLOCK if another process has the

@@ -162,8 +162,8 @@ func TestADifferenceThatReturnsResetsLessOften(t *testing.T) {
 	})
 }
 
-// A second missed event resets the resource after the pause, also if the objects have been loaded again: its watches have
-// missed the event. The objects do not differ.
+// A second missed event resets the resource after the pause, also if the objects have been loaded again: its watches
+// have missed the event. The objects do not differ.
 func TestAMissedEventIsRememberedOverALoad(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := New(1<<20, 0)

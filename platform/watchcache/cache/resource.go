@@ -223,8 +223,8 @@ func (r *Resource) updateTree(e *Event) {
 	}
 }
 
-// drop unloads the objects; the next reader loads them again. A difference that has not reset the resource stays, because
-// watches may have missed an event.
+// drop unloads the objects; the next reader loads them again. A difference that has not reset the resource stays,
+// because watches may have missed an event.
 func (r *Resource) drop() {
 	r.churn.Add(int64(r.bytes))
 	r.tree, r.indexes, r.snapshot, r.bytes, r.unreadable = nil, nil, nil, 0, nil

@@ -154,7 +154,8 @@ func TestASnapshotOfKeysWithASample(t *testing.T) {
 		return rows
 	}
 	whole := read(&registryv1.SnapshotRequest{})
-	sampled := read(&registryv1.SnapshotRequest{KeysOnly: true, Sample: []string{"x/a03", "x/a50", "x/a99", "y/a51", "a52"}})
+	keys := []string{"x/a03", "x/a50", "x/a99", "y/a51", "a52"}
+	sampled := read(&registryv1.SnapshotRequest{KeysOnly: true, Sample: keys})
 	if len(whole) != objects || len(sampled) != objects {
 		t.Fatalf("%d and %d rows", len(whole), len(sampled))
 	}
