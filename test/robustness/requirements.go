@@ -17,8 +17,8 @@ import (
 )
 
 // Some faults must not delay clients. Each is without another fault, and begins when the cluster has recovered from the
-// faults before. The bounds are several times the times of Watershed on a busy machine, and longer than a virtual machine
-// stands still.
+// faults before. The bounds are several times the times of Watershed on a busy machine, and longer than a virtual
+// machine stands still.
 const (
 	// anyRevisionTimeout bounds a list and the initial events of any revision while etcd is stopped.
 	anyRevisionTimeout = time.Minute
