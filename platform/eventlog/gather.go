@@ -10,8 +10,8 @@ import (
 )
 
 // gather sends a request to all subscribers of a subject, and calls receive for each response. It ends after limit
-// responses, after timeout, or if there is no subscriber.
-func gather(ctx context.Context, nc *nats.Conn, subject string, timeout time.Duration, limit int,
+// responses, after timeout, after pause without a further response, or if there is no subscriber.
+func gather(ctx context.Context, nc *nats.Conn, subject string, timeout, pause time.Duration, limit int,
 	receive func(data []byte)) error {
 	inbox := nc.NewInbox()
 	sub, err := nc.SubscribeSync(inbox)
@@ -22,10 +22,11 @@ func gather(ctx context.Context, nc *nats.Conn, subject string, timeout time.Dur
 	if err := nc.PublishRequest(subject, inbox, nil); err != nil {
 		return err
 	}
-	wait, cancel := context.WithTimeout(ctx, timeout)
-	defer cancel()
-	for range limit {
+	end := time.Now().Add(timeout)
+	for next := end; limit > 0; limit-- {
+		wait, cancel := context.WithDeadline(ctx, next)
 		m, err := sub.NextMsgWithContext(wait)
+		cancel()
 		switch {
 		case ctx.Err() != nil:
 			return ctx.Err()
@@ -35,6 +36,9 @@ func gather(ctx context.Context, nc *nats.Conn, subject string, timeout time.Dur
 			return err
 		}
 		receive(m.Data)
+		if next = time.Now().Add(pause); next.After(end) {
+			next = end
+		}
 	}
 	return nil
 }
@@ -43,7 +47,7 @@ func gather(ctx context.Context, nc *nats.Conn, subject string, timeout time.Dur
 const reportSubject = subjectRoot + "report.request"
 
 // The number of servers that run is unknown: it may be above or below the number of the log's replicas. Reports waits
-// reportTimeout for the first response, and reportPause for each further response.
+// reportTimeout at most, and reportPause for each response after the first.
 const (
 	reportTimeout = time.Second
 	reportPause   = 200 * time.Millisecond
@@ -55,18 +59,7 @@ const maxReports = 16
 // Reports requests the reports of the processes of all NATS servers, and calls receive for each response, at most
 // maxReports times. A foreign server does not respond.
 func Reports(ctx context.Context, nc *nats.Conn, receive func(report []byte)) error {
-	wait, cancel := context.WithCancel(ctx)
-	defer cancel()
-	pause := time.AfterFunc(reportTimeout, cancel)
-	defer pause.Stop()
-	err := gather(wait, nc, reportSubject, reportTimeout, maxReports, func(report []byte) {
-		pause.Reset(reportPause)
-		receive(report)
-	})
-	if wait.Err() != nil && ctx.Err() == nil {
-		return nil
-	}
-	return err
+	return gather(ctx, nc, reportSubject, reportTimeout, reportPause, maxReports, receive)
 }
 
 // mayNotRequestReports reports whether a NATS server does not permit Reports: its release is older, or it has

@@ -41,7 +41,8 @@ const maxObservedEnds = 100
 // ObservedEnds returns the ends of the log that the registries have read, also this registry's. It waits for
 // observedEndsTimeout, unless no registry responds.
 func (l LogID) ObservedEnds(ctx context.Context, nc *nats.Conn) (ends []core.LogEnd, err error) {
-	err = gather(ctx, nc, l.Subject(endRequestSubject), observedEndsTimeout, maxObservedEnds, func(data []byte) {
+	const timeout = observedEndsTimeout
+	err = gather(ctx, nc, l.Subject(endRequestSubject), timeout, timeout, maxObservedEnds, func(data []byte) {
 		e := &logv1.ObservedEnd{}
 		if proto.Unmarshal(data, e) != nil {
 			return

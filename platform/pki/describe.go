@@ -23,8 +23,7 @@ type Described struct {
 // maxDescribed bounds the size of a described file in bytes.
 const maxDescribed = 1 << 20
 
-// Describe describes the certificates in a PEM file. A file without certificates has none, as a file above 1 MB or
-// without a size.
+// Describe describes the certificates in a PEM file. A file without certificates, or that is not Describable, has none.
 func Describe(flag, file string) (all []Described) {
 	certs, err := certificates(file)
 	if err != nil {
@@ -89,14 +88,18 @@ func describe(flag, file string, c *x509.Certificate) Described {
 
 // Describable reports whether Describe reads a file: a regular file of at most 1 MB.
 func Describable(file string) bool {
+	ok, _ := describable(file)
+	return ok
+}
+
+func describable(file string) (bool, error) {
 	info, err := os.Stat(file)
-	return err == nil && info.Mode().IsRegular() && info.Size() <= maxDescribed
+	return err == nil && info.Mode().IsRegular() && info.Size() <= maxDescribed, err
 }
 
 // certificates returns the certificates in a PEM file.
 func certificates(file string) (all []*x509.Certificate, err error) {
-	if !Describable(file) {
-		_, err := os.Stat(file)
+	if ok, err := describable(file); !ok {
 		return nil, err
 	}
 	rest, err := os.ReadFile(file)

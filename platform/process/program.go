@@ -31,7 +31,7 @@ type Program struct {
 	NotReady func() error
 }
 
-// Report returns the state of the process. Both kinds of reports are the same.
+// Report returns the state of the process. All kinds of reports are the same.
 func (p *Program) Report(context.Context, Kind) *Report {
 	r := newReport([]string{p.Name}, p.Address, p.Flags)
 	if err := p.NotReady(); err != nil {

@@ -1,13 +1,11 @@
 package gateway
 
 import (
-	"bytes"
 	"fmt"
 	"io"
 	"net"
 	"net/http/httptest"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -46,7 +44,7 @@ func TestAbortedRequestsAddNoLabels(t *testing.T) {
 	if !telemetrytest.InProcessOfItsOwn(t) {
 		return
 	}
-	var out syncBuffer
+	var out telemetrytest.Buffer
 	stop, err := new(telemetry.Options).Start(t.Context(), "gateway", &out)
 	if err != nil {
 		t.Fatal(err)
@@ -90,24 +88,6 @@ func TestAbortedRequestsAddNoLabels(t *testing.T) {
 			t.Errorf("a line of %d bytes: %.300s", len(line), line)
 		}
 	}
-}
-
-// syncBuffer is a log for several goroutines.
-type syncBuffer struct {
-	mu  sync.Mutex
-	buf bytes.Buffer
-}
-
-func (l *syncBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.buf.Write(p)
-}
-
-func (l *syncBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.buf.String()
 }
 
 func eventually(t *testing.T, done func() bool) {

@@ -232,14 +232,9 @@ func TestACheckOfADirectoryChangesNothing(t *testing.T) {
 		filepath.Join(dir, "new", "a"): "",
 		filepath.Join(file, "a"):       "not a directory",
 	} {
-		fs := pflag.NewFlagSet("", pflag.ContinueOnError)
-		fs.String("bind-address", "127.0.0.1", "")
-		fs.Int("secure-port", 0, "")
-		fs.String("nats-url", "", "")
-		fs.Int64("log-max-bytes", 5, "")
 		o := &Options{}
 		o.DataDir = path
-		m, err := o.readMachine(fs)
+		m, err := o.readMachine(flagsOfUp(""))
 		if err != nil || m.StoreBytes != 8<<30+5 {
 			t.Fatalf("%+v, %v", m, err)
 		}
@@ -259,6 +254,16 @@ func TestACheckOfADirectoryChangesNothing(t *testing.T) {
 	}
 }
 
+// flagsOfUp returns the flags of up that readMachine reads.
+func flagsOfUp(natsURL string) *pflag.FlagSet {
+	fs := pflag.NewFlagSet("", pflag.ContinueOnError)
+	fs.String("bind-address", "127.0.0.1", "")
+	fs.Int("secure-port", 0, "")
+	fs.String("nats-url", natsURL, "")
+	fs.Int64("log-max-bytes", 5, "")
+	return fs
+}
+
 // A machine cannot be checked without the flags of up, which have its address.
 func TestAMachineNeedsTheFlagsOfUp(t *testing.T) {
 	if m, err := (&Options{}).readMachine(pflag.NewFlagSet("", pflag.ContinueOnError)); err == nil {
@@ -268,15 +273,10 @@ func TestAMachineNeedsTheFlagsOfUp(t *testing.T) {
 
 // The store of flags that name other servers takes no space of this machine.
 func TestAForeignStoreTakesNoSpace(t *testing.T) {
-	fs := pflag.NewFlagSet("", pflag.ContinueOnError)
-	fs.String("bind-address", "127.0.0.1", "")
-	fs.Int("secure-port", 0, "")
-	fs.String("nats-url", "tls://n:4222", "")
-	fs.Int64("log-max-bytes", 5, "")
 	o := &Options{}
 	o.Etcd.Servers = []string{"https://e:2379"}
 	o.DataDir = t.TempDir()
-	if m, err := o.readMachine(fs); err != nil || m.StoreBytes != 0 {
+	if m, err := o.readMachine(flagsOfUp("tls://n:4222")); err != nil || m.StoreBytes != 0 {
 		t.Errorf("%+v, %v", m, err)
 	}
 }

@@ -174,8 +174,11 @@ func TestAMissedEventIsRememberedOverALoad(t *testing.T) {
 			if !missed {
 				c.Apply(event(logv1.Type_TYPE_MODIFIED, revision, "a"))
 			}
-			c.Apply(&logv1.Event{Revision: revision, Sums: &logv1.Sums{Term: 1,
-				Changes: map[string]uint64{"pods": core.ObjectHash("ns/a", revision)}, Events: map[string]uint64{"pods": sum}}})
+			c.Apply(&logv1.Event{Revision: revision, Sums: &logv1.Sums{
+				Term:    1,
+				Changes: map[string]uint64{"pods": core.ObjectHash("ns/a", revision)},
+				Events:  map[string]uint64{"pods": sum},
+			}})
 		}
 		c.Apply(reset(10))
 		published(11, false)

@@ -254,8 +254,8 @@ func TestEveryWriteIsPublishedOnce(t *testing.T) {
 	j.expect(append(want, "deleted configmaps/a", "added configmaps/b")...)
 }
 
-// encryptedConfigMaps returns the flag of an EncryptionConfiguration.
-func encryptedConfigMaps(t *testing.T) string {
+// newEncryptedJournal returns a journal of a log whose publisher runs. etcd and the log encrypt config maps.
+func newEncryptedJournal(t *testing.T) *journal {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "encryption.yaml")
 	const config = `{"apiVersion": "apiserver.config.k8s.io/v1", "kind": "EncryptionConfiguration", "resources": [
@@ -264,16 +264,17 @@ func encryptedConfigMaps(t *testing.T) string {
 	if err := os.WriteFile(file, []byte(config), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	return "--encryption-provider-config=" + file
-}
-
-// Readers decrypt all events of a transaction. etcd deletes the objects of an expired lease in a single transaction.
-func TestEncryptedTransactionIsRead(t *testing.T) {
-	j := newJournal(t, encryptedConfigMaps(t))
+	j := newJournal(t, "--encryption-provider-config="+file)
 	p := j.publisher("one")
 	p.DataKeys = storage.NewDataKeys(j.Resources.Storage, dataKeyPrefix, 0)
 	j.run(p)
 	j.expect("reset")
+	return j
+}
+
+// Readers decrypt all events of a transaction. etcd deletes the objects of an expired lease in a single transaction.
+func TestEncryptedTransactionIsRead(t *testing.T) {
+	j := newEncryptedJournal(t)
 	j.write("create", "a", "")
 	j.write("create", "b", "")
 	below := j.Resources.Storage.Prefix() + "configmaps/x/"
@@ -288,11 +289,7 @@ func TestEncryptedTransactionIsRead(t *testing.T) {
 // An object of the log has the bytes that a registry reads from etcd: encrypted in etcd, with defaults, and custom. A
 // replica compares them.
 func TestTheLogHasTheBytesOfASnapshot(t *testing.T) {
-	j := newJournal(t, encryptedConfigMaps(t))
-	p := j.publisher("one")
-	p.DataKeys = storage.NewDataKeys(j.Resources.Storage, dataKeyPrefix, 0)
-	j.run(p)
-	j.expect("reset")
+	j := newEncryptedJournal(t)
 	widgets := &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"}
 	j.Resources.Custom.Handler().OnAdd(j.Establish(t, `{"apiVersion": "apiextensions.k8s.io/v1",
 "kind": "CustomResourceDefinition", "metadata": {"name": "widgets.example.com"}, "spec": {"group": "example.com",
