@@ -220,15 +220,7 @@ func (b *watchBroadcast) receiveAll(ctx context.Context) error {
 // watchReplicas receives from a replica, and from each successor that replaces it, until a stream breaks.
 func (b *watchBroadcast) watchReplicas(ctx context.Context) (err error) {
 	if b.stream == nil {
-		r := &watchfanoutv1.WatchRequest{
-			Query:             b.query,
-			AllowBookmarks:    true,
-			SendInitialEvents: new(bool),
-			ColumnsSent:       true,
-			InitialEventsDone: true,
-			Owner:             b.owner,
-		}
-		b.stream, err = b.openReplica(ctx, r)
+		b.stream, err = b.openReplica(ctx)
 	}
 	for err == nil {
 		if err = b.receive(b.stream); err == errParked { //nolint:errorlint // it is never wrapped

@@ -5,8 +5,6 @@ import (
 	"math/rand/v2"
 	"sync"
 
-	"google.golang.org/protobuf/proto"
-
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -33,17 +31,13 @@ type sharedStream interface {
 
 // openReplica opens a stream that resumes after the broadcast's position. When its replica no longer owns the resource,
 // reassign opens a stream to the new owner, which replaces this stream.
-func (b *watchBroadcast) openReplica(ctx context.Context, r *watchfanoutv1.WatchRequest) (*replicaStream, error) {
+func (b *watchBroadcast) openReplica(ctx context.Context) (*replicaStream, error) {
 	streamCtx, cancel := context.WithCancel(ctx)
 	s := &replicaStream{cancel: cancel}
-	request := proto.Clone(r).(*watchfanoutv1.WatchRequest)
-	b.mu.Lock()
-	request.ResumeAfter = b.High.Proto()
-	b.mu.Unlock()
 	var err error
-	s.sharedStream, err = b.openStream(streamCtx, request, func() {
+	s.sharedStream, err = b.openStream(streamCtx, b.request(), func() {
 		pause := rand.N(reassignJitter)
-		for lifecycle.Sleep(streamCtx, pause) == nil && !b.reassign(ctx, streamCtx, s, r) {
+		for lifecycle.Sleep(streamCtx, pause) == nil && !b.reassign(ctx, streamCtx, s) {
 			pause = min(2*pause+minRetryDelay, resumeTimeout)
 		}
 	})
@@ -52,6 +46,21 @@ func (b *watchBroadcast) openReplica(ctx context.Context, r *watchfanoutv1.Watch
 		return nil, err
 	}
 	return s, nil
+}
+
+// request returns the request for a stream that resumes after the broadcast's position.
+func (b *watchBroadcast) request() *watchfanoutv1.WatchRequest {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return &watchfanoutv1.WatchRequest{
+		Query:             b.query,
+		ResumeAfter:       b.High.Proto(),
+		AllowBookmarks:    true,
+		SendInitialEvents: new(bool),
+		ColumnsSent:       true,
+		InitialEventsDone: true,
+		Owner:             b.owner,
+	}
 }
 
 // openStream opens a stream in a call of Watches, if the source has that method and the broadcast is not too slow for
@@ -77,12 +86,8 @@ const reassignJitter = rpc.LameDuckPeriod / 2
 
 // reassign opens a stream to the replica that owns the resource now. The new stream replaces s after its first frame,
 // which proves that the replica holds the next event. streamCtx is the context of s.
-func (b *watchBroadcast) reassign(
-	ctx, streamCtx context.Context,
-	s *replicaStream,
-	r *watchfanoutv1.WatchRequest,
-) bool {
-	next, err := b.openReplica(ctx, r)
+func (b *watchBroadcast) reassign(ctx, streamCtx context.Context, s *replicaStream) bool {
+	next, err := b.openReplica(ctx)
 	if err != nil {
 		return false
 	}
