@@ -209,9 +209,19 @@ func showTier(t io.Writer, all []*process.Report) {
 		return cmp.Or(cmp.Compare(resources[b].bytes, resources[a].bytes), strings.Compare(a, b))
 	})
 	fmt.Fprintln(t, "\nRESOURCE\tREPLICAS\tOBJECTS\tRECENT EVENTS\tMEMORY\tSTREAMS")
+	empty, others := 0, &held{} // resources that are loaded, without objects
 	for _, n := range names {
 		h := resources[n]
+		if h.replicas > 0 && h.objects+h.events == 0 {
+			empty++
+			others.replicas, others.watches = max(others.replicas, h.replicas), others.watches+h.watches
+			others.bytes += h.bytes
+			continue
+		}
 		fmt.Fprintf(t, "%s\t%d\t%d\t%d\t%s\t%d\n", n, h.replicas, h.objects, h.events, megabytes(h.bytes), h.watches)
+	}
+	if empty > 0 {
+		fmt.Fprintf(t, "%d others\t%d\t0\t0\t%s\t%d\n", empty, others.replicas, megabytes(others.bytes), others.watches)
 	}
 	if len(slow) > 0 {
 		fmt.Fprintln(t, "\nSLOWEST STREAMS\tREPLICA\tWAITING\tREVISION")

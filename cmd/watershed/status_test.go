@@ -55,7 +55,8 @@ func TestOnlyATerminalIsCleared(t *testing.T) {
 	}
 }
 
-// The output lists processes, stores, replicas and resources. It names a process that does not respond.
+// The output lists processes, stores, replicas and resources. Resources without objects share a row. It names a process
+// that does not respond.
 func TestStatusShowsEveryProcess(t *testing.T) {
 	at := func(r *process.Report) string {
 		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -74,6 +75,8 @@ func TestStatusShowsEveryProcess(t *testing.T) {
 				Behind:   -1,
 				Resources: []cache.Status{
 					{Name: "pods", Loaded: true, Objects: objects, Bytes: 2e6, Watches: 2},
+					{Name: "jobs", Loaded: true, Bytes: 1e5, Watches: 1},
+					{Name: "cronjobs", Loaded: true, Watches: 3},
 					{Name: "nobody"},
 				},
 				Slowest: []watch.Slow{{Resource: "pods", Revision: 5, Waiting: 7}},
@@ -102,14 +105,14 @@ func TestStatusShowsEveryProcess(t *testing.T) {
 	for _, want := range []string{
 		"no response " + gone, "a/1 watchfanout v1 - true 60m 3.0 MB 7.5 ≤ 2 ms", "a/3 registry v1 - false",
 		"https://e:2379 3.6.1 true 5.0 MB", "NOSPACE", "main a/3 true 12 n-0 1/3 9",
-		"a/1 true 10 ? 0.0 ms", "a/2 true 11 ? 0.0 ms", "pods 2 4 0 4.0 MB 4", "pods a/2 7 5",
+		"a/1 true 10 ? 0.0 ms", "a/2 true 11 ? 0.0 ms", "pods 2 4 0 4.0 MB 4 2 others 2 0 0 0.2 MB 8", "pods a/2 7 5",
 	} {
 		if !strings.Contains(shown, want) {
 			t.Errorf("%q is not in\n%s", want, shown)
 		}
 	}
-	if strings.Contains(shown, "nobody") {
-		t.Errorf("a resource without a cache is shown:\n%s", shown)
+	if strings.Contains(shown, "nobody") || strings.Contains(shown, "jobs") {
+		t.Errorf("a resource without a cache or without objects is shown:\n%s", shown)
 	}
 	shown, err = show(gone)
 	if err == nil || !strings.Contains(shown, "no response "+gone) || strings.Contains(shown, "REPLICA") {
