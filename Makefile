@@ -32,7 +32,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath -vet=off
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test check linter unit e2e e2e-longest e2e-packages e2e-envtest e2e-integration e2e-cmd generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster e2e-ha e2e-release demo-swap scale robustness robustness-broken robustness-controllers rules bench kube-burner fuzz docs screenshots clean help
+.PHONY: build up cluster split test check linter unit e2e e2e-longest e2e-packages e2e-envtest e2e-integration e2e-cmd generate contracts peers conformance integration test-cmd differential cost envtest node-peers images release manifests chart alerts e2e-cluster e2e-ha e2e-release demo-swap scale robustness robustness-broken robustness-controllers rules bench footprint kube-burner fuzz docs screenshots clean help
 
 help: ## the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -126,6 +126,11 @@ $(PEERS)/kube-burner: test/peers/kube-burner/go.mod
 $(PEERS)/kube-burner-workloads: test/peers/kube-burner/go.mod
 	rm -rf $@ && cd test/peers/kube-burner && d=$$(GOWORK=off go list -m -f '{{.Dir}}' github.com/kube-burner/kube-burner/v2) && \
 	  cp -r --no-preserve=mode $$d/examples/workloads ../../../$@
+# The CRDs of a Crossplane provider. The module is downloaded, and nothing of it is built.
+$(PEERS)/provider-aws-crds: test/peers/provider-aws/go.mod
+	rm -rf $@ && cd test/peers/provider-aws && GOWORK=off go mod download github.com/upbound/provider-aws && \
+	  d=$$(GOWORK=off go list -m -f '{{.Dir}}' github.com/upbound/provider-aws) && \
+	  cp -r --no-preserve=mode $$d/package/crds ../../../$@
 $(PEERS)/sample-apiserver: test/go.mod
 	cd test && go build -ldflags "$(STRIP)" -o ../$@ k8s.io/sample-apiserver
 $(PEERS)/kwok: test/go.mod
@@ -253,6 +258,9 @@ bench: build peers ## Watershed beside kube-apiserver; rewrites docs/benchmarks/
 	cd test && go run ./bench -bin ../$(PEERS) -watershed ../$(BIN)/watershed $(if $(ROW),-rows "$(ROW)") $(ARGS)
 
 RATE       ?= 100
+
+footprint: build peers $(PEERS)/provider-aws-crds ## memory of fresh servers beside kube-apiserver's, with pods, ConfigMaps, custom resources, watches and real CRDs; rewrites a table of docs/benchmarks/performance.md
+	cd test && go run ./bench -bin ../$(PEERS) -watershed ../$(BIN)/watershed -footprint -crds ../$(PEERS)/provider-aws-crds $(ARGS)
 
 kube-burner: build peers $(addprefix $(PEERS)/,kube-burner kube-burner-workloads) ## kube-burner's api-intensive and crd-scale against kube-apiserver and Watershed; rewrites docs/benchmarks/kube-burner.md. RATE=500 is another rate of requests
 	cd test && go run ./bench -bin ../$(PEERS) -watershed ../$(BIN)/watershed -kube-burner $(RATE) $(ARGS)

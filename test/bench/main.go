@@ -27,6 +27,11 @@ var (
 	grow   = flag.Bool("growth", false,
 		"Measure instead how the cost of a delivery grows with watchers, and memory with objects; plots go to "+
 			"docs/benchmarks/performance/.")
+	weigh = flag.Bool("footprint", false,
+		"Measure instead the memory of fresh servers with pods, ConfigMaps, custom resources, watches and CRDs; "+
+			"replaces the page's table of memory.")
+	crds = flag.String("crds", "",
+		"The directory of the CRDs of -footprint; without it the row of CRDs is missing.")
 	scaled = flag.Bool("replicas", false,
 		"Measure instead the cost of a write with 1 to 4 registries, and of a delivery with 1 to 8 watchfanout "+
 			"replicas; plots go to docs/benchmarks/performance/.")
@@ -62,6 +67,10 @@ func main() {
 	defer os.RemoveAll(dir)
 	if *grow {
 		growth(dir)
+		return
+	}
+	if *weigh {
+		footprint(dir, *crds)
 		return
 	}
 	if *scaled {

@@ -385,12 +385,16 @@ func (s *server) doBy(client *http.Client, method, path, accept string, body []b
 		if resp.StatusCode == want {
 			return data
 		}
-		if try > 20 || resp.StatusCode != http.StatusForbidden && resp.StatusCode != http.StatusTooManyRequests {
+		if try > 20 || !slices.Contains(retried, resp.StatusCode) {
 			log.Fatalf("%s %s %s: %s: %.300s", s.name, method, path, resp.Status, data)
 		}
 		time.Sleep(200 * time.Millisecond)
 	}
 }
+
+// retried are the statuses after which do sends a request again. client-go does so after the last two. A new namespace
+// is forbidden until each process has read it.
+var retried = []int{http.StatusForbidden, http.StatusTooManyRequests, http.StatusServiceUnavailable}
 
 // status sends a request and returns the status code.
 func (s *server) status(method, path string) int {

@@ -1,0 +1,180 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"log"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"sigs.k8s.io/yaml"
+)
+
+const (
+	// footprintRest is the time at rest before each measurement: two periods of platform/process.
+	footprintRest = 130 * time.Second
+	// footprintMaps is the number of ConfigMaps of 1 KB.
+	footprintMaps = 10_000
+	// footprintBlobs is the number of custom resources, and blobBytes is the size of a text in each.
+	footprintBlobs, blobBytes = 100, 940_000
+	// footprintWatches is the number of watches.
+	footprintWatches = 5000
+	blobsPath        = "/apis/footprint.example.com/v1/namespaces/more/blobs"
+)
+
+// addition is something that takes memory. add adds it to a server.
+type addition struct {
+	row string
+	// units divides the growth of memory in megabytes. If it is 0, the row has all memory.
+	units float64
+	add   func(*server)
+}
+
+// footprint measures the memory that each addition takes, with fresh servers. crds is a directory of CRDs. If it is
+// empty, the row of CRDs is missing.
+func footprint(dir, crds string) {
+	results := newMeasured(nil)
+	for _, k := range selected() {
+		results.servers = append(results.servers, k.name)
+	}
+	for i, a := range additions(crds) {
+		own := filepath.Join(dir, fmt.Sprint(i))
+		check(os.Mkdir(own, 0o700))
+		a.measure(own, results)
+	}
+	table := results.markdown(machine() + "; fresh servers for each row after the first, each after two minutes at " +
+		"rest. kube-apiserver 1.36.3 with default flags; each with an etcd 3.6 of its own, over TLS.")
+	fmt.Println(table)
+	if *only == "" || *page {
+		check(writeBetween(*out, "<!-- footprint -->", "<!-- weighed -->", table))
+	}
+}
+
+// measure starts a server of each kind, and measures it when idle and with the addition.
+func (a *addition) measure(dir string, results *measured) {
+	var servers []*server
+	for _, k := range selected() {
+		s, _ := k.startIn(dir)
+		defer s.stop()
+		servers = append(servers, s)
+	}
+	idle := map[*server]float64{}
+	log.Print("two minutes at rest")
+	time.Sleep(footprintRest)
+	for _, s := range servers {
+		idle[s] = s.memory()
+		results.record("idle (MB)", s.name, idle[s], nil)
+	}
+	for _, s := range servers {
+		log.Printf("%s: %s", s.name, a.row)
+		*pods = 0
+		prepare(s)
+		a.add(s)
+	}
+	log.Print("two minutes at rest")
+	time.Sleep(footprintRest)
+	for _, s := range servers {
+		value := s.memory()
+		if a.units > 0 {
+			value = (value - idle[s]) / a.units
+		}
+		results.record(a.row, s.name, value, nil)
+	}
+}
+
+func additions(crds string) []*addition {
+	n := *pods
+	all := []*addition{
+		{row: fmt.Sprintf("with %d pods of 7.6 KB and %d watches (MB)", n, watchesAtRest), add: func(s *server) {
+			s.each("", n, func(i int) {
+				s.do("POST", "/api/v1/namespaces/bench/pods", "", pod(fmt.Sprintf("p%d", i)), 201)
+			})
+			s.do("GET", "/api/v1/pods", "", nil, 200)
+			s.openAll(watchesAtRest, everything)
+		}},
+		{row: "a ConfigMap of 1 KB (KB)", units: footprintMaps / 1e3, add: func(s *server) {
+			s.each("", footprintMaps, func(i int) {
+				s.do("POST", "/api/v1/namespaces/more/configmaps", "", fmt.Appendf(nil,
+					`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"g%d"},"data":{"k":%q}}`, i,
+					settingsText(1024)), 201)
+			})
+			s.do("GET", "/api/v1/namespaces/more/configmaps", "", nil, 200)
+		}},
+		{row: "100 custom resources of 0.94 MB (multiple of their JSON)", units: footprintBlobs * blobBytes / 1e6,
+			add: createBlobs},
+		{row: "a watch of a name of its own (KB)", units: footprintWatches / 1e3, add: func(s *server) {
+			s.openAll(footprintWatches, func(i int) string { return fmt.Sprintf("&fieldSelector=metadata.name%%3Dw%d", i) })
+		}},
+		{row: "an equal watch (KB)", units: footprintWatches / 1e3, add: func(s *server) {
+			s.openAll(footprintWatches, everything)
+		}},
+	}
+	if crds == "" {
+		return all
+	}
+	bodies := definitionsOf(crds)
+	return append(all, &addition{row: fmt.Sprintf("a CRD of provider-aws, %d of them (MB)", len(bodies)),
+		units: float64(len(bodies)), add: func(s *server) { s.define(bodies) }})
+}
+
+// settingsText returns n bytes of different lines such as "cache.timeout.limit = 48213". It compresses to about a
+// third, as most configuration does.
+func settingsText(n int) string {
+	words := []string{"cache", "timeout", "limit", "server", "client", "buffer", "retry", "queue", "worker", "session",
+		"token", "index", "storage", "network", "metric", "level"}
+	word := func() string { return words[rand.IntN(len(words))] }
+	var text strings.Builder
+	for text.Len() < n {
+		fmt.Fprintf(&text, "%s.%s.%s = %d\n", word(), word(), word(), rand.IntN(100_000))
+	}
+	return text.String()[:n]
+}
+
+// createBlobs creates a CRD without a schema and large custom resources, and lists them.
+func createBlobs(s *server) {
+	s.define([][]byte{[]byte(`{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition",
+"metadata":{"name":"blobs.footprint.example.com"},"spec":{"group":"footprint.example.com","scope":"Namespaced",
+"names":{"plural":"blobs","kind":"Blob"},"versions":[{"name":"v1","served":true,"storage":true,
+"schema":{"openAPIV3Schema":{"type":"object","x-kubernetes-preserve-unknown-fields":true}}}]}}`)})
+	s.each("", footprintBlobs, func(i int) {
+		s.do("POST", blobsPath, "", fmt.Appendf(nil,
+			`{"apiVersion":"footprint.example.com/v1","kind":"Blob","metadata":{"name":"b%d"},"data":%q}`, i,
+			settingsText(blobBytes)), 201)
+	})
+	s.do("GET", blobsPath, "", nil, 200)
+}
+
+// definitionsOf returns the CRDs of a directory, as JSON.
+func definitionsOf(dir string) [][]byte {
+	files, err := filepath.Glob(filepath.Join(dir, "*.yaml"))
+	check(err)
+	all := make([][]byte, len(files))
+	for i, f := range files {
+		text, err := os.ReadFile(f)
+		check(err)
+		all[i], err = yaml.YAMLToJSON(text)
+		check(err)
+	}
+	return all
+}
+
+// define creates CRDs, and waits until all their versions are served.
+func (s *server) define(crds [][]byte) {
+	for _, crd := range crds {
+		s.do("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", "", crd, 201)
+	}
+	for _, crd := range crds {
+		var of apiextensionsv1.CustomResourceDefinition
+		check(json.Unmarshal(crd, &of))
+		for _, v := range of.Spec.Versions {
+			path := fmt.Sprintf("/apis/%s/%s/%s?limit=1", of.Spec.Group, v.Name, of.Spec.Names.Plural)
+			for v.Served && s.status("GET", path) != 200 {
+				time.Sleep(20 * time.Millisecond)
+			}
+		}
+	}
+}
