@@ -42,6 +42,9 @@ func footprint(dir, crds string) {
 		results.servers = append(results.servers, k.name)
 	}
 	for i, a := range additions(crds) {
+		if !isWanted(a.row) {
+			continue
+		}
 		own := filepath.Join(dir, fmt.Sprint(i))
 		check(os.Mkdir(own, 0o700))
 		a.measure(own, results)
@@ -49,7 +52,7 @@ func footprint(dir, crds string) {
 	table := results.markdown(machine() + "; fresh servers for each row after the first, each after two minutes at " +
 		"rest. kube-apiserver 1.36.3 with default flags; each with an etcd 3.6 of its own, over TLS.")
 	fmt.Println(table)
-	if *only == "" || *page {
+	if *rows == "" && *only == "" || *page {
 		check(writeBetween(*out, "<!-- footprint -->", "<!-- weighed -->", table))
 	}
 }

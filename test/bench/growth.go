@@ -43,7 +43,7 @@ func growth(dir string) {
 				delivery[name] = append(delivery[name], point{float64(w.watchers), used})
 				log.Printf("%-15s %6d watchers: %.1f CPU µs a delivery", name, w.watchers, used)
 			} else {
-				log.Printf("%-15s %6d watchers: they do not open within a minute", name, w.watchers)
+				log.Printf("%-15s %6d watchers: they do not open within %v", name, w.watchers, openTimeout)
 			}
 			cancel()
 			open.done.Wait()

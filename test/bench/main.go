@@ -112,10 +112,7 @@ func main() {
 		results.record(rowIdle, s.name, s.memory(), nil)
 		prepare(s)
 	}
-	wanted := slices.DeleteFunc(slices.Clone(work), func(w piece) bool {
-		return !slices.ContainsFunc(strings.Split(*rows, ","),
-			func(r string) bool { return strings.Contains(w.name, r) })
-	})
+	wanted := slices.DeleteFunc(slices.Clone(work), func(w piece) bool { return !isWanted(w.name) })
 	for round := range *rounds {
 		for i, w := range wanted {
 			log.Printf("round %d of %d, %d of %d: %s", round+1, *rounds, i+1, len(wanted), w.name)
@@ -164,6 +161,11 @@ func main() {
 	if *rows == "" && *only == "" || *page {
 		check(publish(results, table))
 	}
+}
+
+// isWanted reports whether -rows selects a row.
+func isWanted(row string) bool {
+	return slices.ContainsFunc(strings.Split(*rows, ","), func(r string) bool { return strings.Contains(row, r) })
 }
 
 // settle waits until the servers have ended the work of the row before, for at most half a minute. A server that still

@@ -54,17 +54,21 @@ type watches struct {
 	ages []time.Duration
 }
 
+// openTimeout bounds the time until all watches are open.
+const openTimeout = 3 * time.Minute
+
 // everything is the query of watches that receive every event.
 func everything(int) string { return "" }
 
 // openWatches opens watches of ConfigMaps over 20 connections. query returns the further parameters of a watch's URL.
-// It returns false if the watches do not open within a minute.
+// It returns false if the watches do not open within openTimeout.
 func openWatches(ctx context.Context, s *server, watchers int, query func(i int) string) (bool, *watches) {
 	w := &watches{}
 	from := resourceVersion(s.do("GET", "/api/v1/namespaces/small/configmaps", "", nil, 200))
 	conns := make([]*http.Client, 20)
 	for i := range conns {
 		conns[i] = &http.Client{Transport: s.client.Transport.(*http.Transport).Clone()}
+		s.doBy(conns[i], "GET", "/livez", "", nil, 200) // else each watch dials until HTTP/2 is known
 	}
 	var ready sync.WaitGroup
 	for i := range watchers {
@@ -85,7 +89,7 @@ func openWatches(ctx context.Context, s *server, watchers int, query func(i int)
 	select {
 	case <-opened:
 		return true, w
-	case <-time.After(time.Minute):
+	case <-time.After(openTimeout):
 		return false, w
 	}
 }
