@@ -110,7 +110,9 @@ func additions(crds string) []*addition {
 		{row: "100 custom resources of 0.94 MB (multiple of their JSON)", units: footprintBlobs * blobBytes / 1e6,
 			add: createBlobs},
 		{row: "a watch of a name of its own (KB)", units: footprintWatches / 1e3, add: func(s *server) {
-			s.openAll(footprintWatches, func(i int) string { return fmt.Sprintf("&fieldSelector=metadata.name%%3Dw%d", i) })
+			s.openAll(footprintWatches, func(i int) string {
+				return fmt.Sprintf("&fieldSelector=metadata.name%%3Dw%d", i)
+			})
 		}},
 		{row: "an equal watch (KB)", units: footprintWatches / 1e3, add: func(s *server) {
 			s.openAll(footprintWatches, everything)
