@@ -49,8 +49,8 @@ func footprint(dir, crds string) {
 		check(os.Mkdir(own, 0o700))
 		a.measure(own, results)
 	}
-	table := results.markdown(machine() + "; fresh servers for each row after the first, each after two minutes at " +
-		"rest. kube-apiserver 1.36.3 with default flags; each with an etcd 3.6 of its own, over TLS.")
+	table := results.markdown(machine() + "; fresh servers for each row, after two minutes at rest. kube-apiserver " +
+		"1.36.3 with default flags; each with an etcd 3.6 of its own, over TLS.")
 	fmt.Println(table)
 	if *rows == "" && *only == "" || *page {
 		check(writeBetween(*out, "<!-- footprint -->", "<!-- weighed -->", table))
