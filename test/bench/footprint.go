@@ -93,9 +93,7 @@ func additions(crds string) []*addition {
 	n := *pods
 	all := []*addition{
 		{row: fmt.Sprintf("with %d pods of 7.6 KB and %d watches (MB)", n, watchesAtRest), add: func(s *server) {
-			s.each("", n, func(i int) {
-				s.do("POST", "/api/v1/namespaces/bench/pods", "", pod(fmt.Sprintf("p%d", i)), 201)
-			})
+			s.fill(n)
 			s.do("GET", "/api/v1/pods", "", nil, 200)
 			s.openAll(watchesAtRest, everything)
 		}},
@@ -176,9 +174,8 @@ func (s *server) define(crds [][]byte) {
 		var of apiextensionsv1.CustomResourceDefinition
 		check(json.Unmarshal(crd, &of))
 		for _, v := range of.Spec.Versions {
-			path := fmt.Sprintf("/apis/%s/%s/%s?limit=1", of.Spec.Group, v.Name, of.Spec.Names.Plural)
-			for v.Served && s.status("GET", path) != 200 {
-				time.Sleep(20 * time.Millisecond)
+			if v.Served {
+				s.waitServed(fmt.Sprintf("/apis/%s/%s/%s?limit=1", of.Spec.Group, v.Name, of.Spec.Names.Plural))
 			}
 		}
 	}

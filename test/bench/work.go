@@ -159,7 +159,12 @@ func prepare(s *server) {
 			201)
 	}
 	time.Sleep(time.Second) // admission's informers receive the service accounts
-	s.each("", *pods, func(i int) {
+	s.fill(*pods)
+}
+
+// fill creates the n pods of the lists.
+func (s *server) fill(n int) {
+	s.each("", n, func(i int) {
 		s.do("POST", "/api/v1/namespaces/bench/pods", "", pod(fmt.Sprintf("p%d", i)), 201)
 	})
 }
