@@ -30,29 +30,45 @@ const (
 // settleTimeout bounds the time until the cluster has recovered from the faults before.
 const settleTimeout = 2 * time.Minute
 
-// settled waits until requests of each kind succeed, several times in a row, and each watch is current. It complains
-// and returns false if that takes longer than settleTimeout.
+// settled waits until requests of each kind succeed, several times in a row, and each watch is current. If that takes
+// longer than settleTimeout, it returns false, and its complaint names the last condition that was not met.
 func (w *workload) settled(x *resource) bool {
 	client := w.client()
 	ctx, cancel := context.WithTimeout(context.Background(), settleTimeout)
 	defer cancel()
+	var unmet error
 	for n := 0; n < 5; n++ {
-		code, _, err := w.do(ctx, client, "GET", "/readyz", "", "")
-		ok := err == nil && code == http.StatusOK
-		for _, revision := range []string{"", "0"} {
-			ok = ok && w.list(client, x, url.Values{"resourceVersion": {revision}}, &history.Read{})
-		}
-		if ok = ok && w.anyInitialEvents(ctx, client, x) == nil && w.current(ctx, x); !ok {
-			n = -1
+		if err := w.recovered(ctx, client, x); err != nil {
+			unmet, n = err, -1
 		}
 		select {
 		case <-time.After(200 * time.Millisecond):
 		case <-ctx.Done():
-			w.complain("the cluster has not recovered after %s", settleTimeout)
+			w.complain("the cluster has not recovered after %s: %v", settleTimeout, unmet)
 			return false
 		}
 	}
 	return true
+}
+
+// recovered returns the first condition of a cluster without faults that is not met.
+func (w *workload) recovered(ctx context.Context, client *http.Client, x *resource) error {
+	code, body, err := w.do(ctx, client, "GET", "/readyz?verbose", "", "")
+	if err != nil {
+		return fmt.Errorf("/readyz: %w", err)
+	}
+	if code != http.StatusOK {
+		return fmt.Errorf("/readyz answers %d: %s", code, body)
+	}
+	for _, revision := range []string{"", "0"} {
+		if !w.list(client, x, url.Values{"resourceVersion": {revision}}, &history.Read{}) {
+			return fmt.Errorf("a list with resourceVersion=%q fails", revision)
+		}
+	}
+	if err := w.anyInitialEvents(ctx, client, x); err != nil {
+		return fmt.Errorf("initial events of any revision: %w", err)
+	}
+	return w.current(ctx, x)
 }
 
 // anyInitialEvents requests the initial events of any revision, and waits until they end.
@@ -63,18 +79,19 @@ func (w *workload) anyInitialEvents(ctx context.Context, client *http.Client, x 
 }
 
 // current waits until every watch of a resource has received the newest known revision.
-func (w *workload) current(ctx context.Context, x *resource) bool {
+func (w *workload) current(ctx context.Context, x *resource) error {
 	newest := x.known.newest()
 	for n := range x.positions {
 		for x.positions[n].Load() < newest {
 			select {
 			case <-time.After(20 * time.Millisecond):
 			case <-ctx.Done():
-				return false
+				return fmt.Errorf("watch %d of %s has received revision %d, and %d is known",
+					n, x.path, x.positions[n].Load(), newest)
 			}
 		}
 	}
-	return true
+	return nil
 }
 
 // stopEtcd stops all members of etcd, and requires a list and initial events of any revision.
@@ -122,12 +139,13 @@ func (c *cluster) strand(p *process) {
 	toLog := func(l *link) bool { return l.from == p.name && strings.HasPrefix(l.to, "nats-") }
 	c.hang(toLog, func() {
 		time.Sleep(time.Second) // until the newest known revision is after the last that the replica has
-		if began := time.Now(); w.current(ctx, x) {
-			log.Printf("%s is stranded, and every watch is current after %s", p.name,
-				time.Since(began).Round(time.Millisecond))
-		} else {
-			w.complain("%s receives no events, and watches wait for them for over %s", p.name, strandedTimeout)
+		began := time.Now()
+		if err := w.current(ctx, x); err != nil {
+			w.complain("%s receives no events, and watches wait for them for over %s: %v", p.name, strandedTimeout, err)
+			return
 		}
+		log.Printf("%s is stranded, and every watch is current after %s", p.name,
+			time.Since(began).Round(time.Millisecond))
 	})
 }
 
