@@ -7,50 +7,56 @@ import (
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
 
-	"watershed.dev/platform/lru"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/services/registry/storage"
 )
 
 // selections caches hashes of the labels and fields of published objects. Most changes of an object leave them as
 // they were. The publisher then need not decode the object before the change. The zero value is empty.
+//
+// It is an array. An allocation for each key would lie between the objects of events, and Go's heap could not return
+// their memory.
 type selections struct {
-	seed  maphash.Seed
-	byKey *lru.Cache[string, selection]
+	seed maphash.Seed
+	sets *[selectionSets][2]selection
 }
+
+// selectionSets is the number of sets, which take 1 MB. A set has the last two keys whose hash selects it.
+const selectionSets = 1 << 14
 
 // selection is the state of an object. A CRD that has changed has another resource, and the pointer keeps no old CRD.
 type selection struct {
-	resource weak.Pointer[storage.Resource]
+	// key is the hash of the object's key, or 0.
+	key      uint64
 	revision int64
 	hash     uint64
+	resource weak.Pointer[storage.Resource]
 }
-
-const (
-	// selectionsBytes bounds the memory of selections: about 13,000 objects.
-	selectionsBytes = 4 << 20
-	// selectionBytes is the memory of a selection without its key.
-	selectionBytes = 256
-)
 
 // record caches the labels and fields of an event's object. It returns false if the object before the event has the
 // cached revision, and had the same labels and fields. Otherwise they may differ.
 func (s *selections) record(e *mvccpb.Event, st *storage.Resource, o *logv1.Object) bool {
-	if s.byKey == nil {
-		s.seed, s.byKey = maphash.MakeSeed(), lru.New[string, selection](selectionsBytes)
+	if s.sets == nil {
+		s.seed, s.sets = maphash.MakeSeed(), new([selectionSets][2]selection)
 	}
-	key := string(e.Kv.Key)
+	key := maphash.Bytes(s.seed, e.Kv.Key)
+	set := &s.sets[key%selectionSets]
+	if set[1].key == key {
+		set[0], set[1] = set[1], set[0]
+	}
+	before := set[0]
+	if before.key != key {
+		before, set[1] = selection{}, set[0]
+	}
 	if e.Type == mvccpb.DELETE {
-		s.byKey.RemoveIf(key, func(selection) bool { return true })
+		set[0] = selection{}
 		return true
 	}
-	now := selection{weak.Make(st), e.Kv.ModRevision, s.hash('l', o.Labels) + s.hash('f', o.Fields)}
-	before, ok := s.byKey.Get(key)
-	s.byKey.Put(key, now, selectionBytes+len(key))
-	if !ok || e.PrevKv == nil || !st.SelectsStored() {
+	set[0] = selection{key, e.Kv.ModRevision, s.hash('l', o.Labels) + s.hash('f', o.Fields), weak.Make(st)}
+	if e.PrevKv == nil || !st.SelectsStored() {
 		return true
 	}
-	return before != selection{now.resource, e.PrevKv.ModRevision, now.hash}
+	return before != selection{key, e.PrevKv.ModRevision, set[0].hash, set[0].resource}
 }
 
 // hash returns the sum of the hashes of a map's entries. The seed is random, so clients cannot construct two maps with

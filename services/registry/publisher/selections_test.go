@@ -1,6 +1,7 @@
 package publisher
 
 import (
+	"fmt"
 	"testing"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
@@ -46,5 +47,26 @@ func TestUnchangedSelections(t *testing.T) {
 		if got := s.record(e, step.of, step.object); got != step.changed {
 			t.Errorf("%s: %v", step.name, got)
 		}
+	}
+}
+
+// A set has the last two of its keys.
+func TestSelectionsOfManyObjects(t *testing.T) {
+	var s selections
+	var pods storage.Resource
+	o := &logv1.Object{Labels: map[string]string{"app": "web"}}
+	isKnown := func(n int, revision int64) bool {
+		return !s.record(&mvccpb.Event{Kv: &mvccpb.KeyValue{Key: fmt.Append(nil, n), ModRevision: revision + 1},
+			PrevKv: &mvccpb.KeyValue{ModRevision: revision}}, &pods, o)
+	}
+	const objects = selectionSets / 2
+	known := 0
+	for n := range 2 * objects {
+		if isKnown(n%objects, int64(n/objects+1)) {
+			known++
+		}
+	}
+	if known < objects*9/10 || known > objects {
+		t.Errorf("%d of %d objects are known", known, objects)
 	}
 }
