@@ -76,18 +76,20 @@ func CRDsAt(ctx context.Context, s *storage.Storage, etcd *storage.Etcd, revisio
 	if !ok {
 		return f, nil
 	}
-	resp, err := etcd.Client.Client.Get(ctx, crds.Prefix, clientv3.WithPrefix(), clientv3.WithRev(revision))
+	err := etcd.ReadPages(ctx, crds.Prefix, revision, true, func(kvs []*mvccpb.KeyValue) error {
+		if crds.Etcd != etcd { // the read shows only that the revision is not compacted
+			return nil
+		}
+		for _, kv := range kvs {
+			if err := f.read(ctx, crds, kv); err != nil {
+				slog.Error("A CRD cannot be decoded; each event of its objects resets them", "key", string(kv.Key),
+					"error", err)
+			}
+		}
+		return nil
+	})
 	if err != nil {
 		return nil, err
-	}
-	if crds.Etcd != etcd { // the read shows only that the revision is not compacted
-		return f, nil
-	}
-	for _, kv := range resp.Kvs {
-		if err := f.read(ctx, crds, kv); err != nil {
-			slog.Error("A CRD cannot be decoded; each event of its objects resets them", "key", string(kv.Key),
-				"error", err)
-		}
 	}
 	return f, nil
 }

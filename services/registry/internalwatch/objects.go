@@ -75,6 +75,9 @@ func (o *objects) Select(ctx context.Context, q *query.Query, start events.Start
 				}
 				return watch.UnreadableError(cache.Key(row.Namespace, row.Name), row.Unreadable)
 			}
+			if q.Encoding.Protobuf && len(row.Protobuf) > 0 && q.Shard == nil {
+				row.Json = nil // which the list would hold, and may be six times the bytes in etcd
+			}
 			if i := cache.ItemOf(row); q.Matches(i) {
 				items = append(items, i)
 			}
@@ -90,7 +93,7 @@ func (o *objects) read(ctx context.Context, stored *storage.Resource, q *query.Q
 	prefix := stored.Prefix + q.Prefix()
 	name, ok := q.ExactName()
 	if !ok || name == "" { // no object has an empty name
-		return source.ReadPages(ctx, o.etcd, prefix, revision, true, each)
+		return o.etcd.ReadPages(ctx, prefix, revision, true, each)
 	}
 	resp, err := o.etcd.Client.Client.Get(ctx, prefix+name, clientv3.WithRev(revision))
 	if err != nil {

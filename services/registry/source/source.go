@@ -35,11 +35,6 @@ import (
 )
 
 const (
-	// firstPage is the page size of the first read of a snapshot, in objects. Each next page has as many objects as
-	// make pageBytes at the last page's average size, at most maxPage. Objects have between 100 bytes and 3 MB.
-	firstPage = 20
-	maxPage   = 2000
-	pageBytes = 8 << 20
 	// rowsBytes is about how many bytes of rows a message holds. A larger row has a message to itself.
 	rowsBytes = 4 << 20
 	// maxSnapshots and maxLogReads bound the concurrent calls of Snapshot and of ReadLog. A snapshot holds a page of
@@ -189,7 +184,7 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 	if r.KeysOnly {
 		return sendKeys(ctx, st, r.Sample, out)
 	}
-	err = ReadPages(ctx, etcd, st.Prefix, revision, true, func(kvs []*mvccpb.KeyValue) error {
+	err = etcd.ReadPages(ctx, st.Prefix, revision, true, func(kvs []*mvccpb.KeyValue) error {
 		for len(kvs) > 0 {
 			n := batchSize(kvs, rowsBytes, func(kv *mvccpb.KeyValue) int { return len(kv.Value) })
 			for _, row := range EncodeRows(ctx, st, kvs[:n]) {
@@ -209,7 +204,7 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 
 // sendKeys sends rows without objects, but the rows of a sample with them.
 func sendKeys(ctx context.Context, st *storage.Resource, sample []string, out *snapshotChunks) error {
-	err := ReadPages(ctx, st.Etcd, st.Prefix, out.revision, false, func(kvs []*mvccpb.KeyValue) error {
+	err := st.Etcd.ReadPages(ctx, st.Prefix, out.revision, false, func(kvs []*mvccpb.KeyValue) error {
 		for _, kv := range kvs {
 			row := &registryv1.Row{Revision: kv.ModRevision}
 			if key := string(kv.Key); slices.Contains(sample, key[len(st.Prefix):]) {
@@ -242,60 +237,6 @@ func valueOf(ctx context.Context, etcd *storage.Etcd, kv *mvccpb.KeyValue, revis
 		return nil, err
 	}
 	return resp.Kvs[0].Value, nil
-}
-
-// ReadPages reads all keys with a prefix at a revision, in pages of about pageBytes. If the caller needs no values,
-// only every second page has them. etcd holds the values of each page in memory, also of a page without them. A small
-// page with values therefore precedes each page without: its average size limits the next page to about pageBytes in
-// etcd. etcd counts all keys after a page, so small pages of many keys would take quadratic time.
-func ReadPages(
-	ctx context.Context,
-	etcd *storage.Etcd,
-	prefix string,
-	revision int64,
-	needsValues bool,
-	each func([]*mvccpb.KeyValue) error,
-) error {
-	key, end := prefix, clientv3.GetPrefixRangeEnd(prefix)
-	limit, withValues := int64(firstPage), true
-	measured := limit // the last limit that was computed from the size of values
-	for {
-		opts := []clientv3.OpOption{clientv3.WithRange(end), clientv3.WithLimit(limit), clientv3.WithRev(revision)}
-		if !withValues {
-			opts = append(opts, clientv3.WithKeysOnly())
-		}
-		resp, err := etcd.Client.Client.Get(ctx, key, opts...)
-		if status.Code(err) == codes.ResourceExhausted && limit > 1 { // these objects are larger than the last
-			limit = max(1, limit/4)
-			measured = limit
-			continue
-		}
-		if err != nil {
-			return err
-		}
-		if err := each(resp.Kvs); err != nil {
-			return err
-		}
-		if !resp.More {
-			return nil
-		}
-		key = string(resp.Kvs[len(resp.Kvs)-1].Key) + "\x00"
-		if !withValues {
-			limit, withValues = firstPage, true
-			continue
-		}
-		measured = min(maxPage, pageFor(resp.Kvs), 4*measured)
-		limit, withValues = measured, needsValues
-	}
-}
-
-// pageFor returns how many objects of the average size of these make pageBytes, at least 1.
-func pageFor(kvs []*mvccpb.KeyValue) int64 {
-	bytes := int64(0)
-	for _, kv := range kvs {
-		bytes += int64(len(kv.Value))
-	}
-	return max(1, pageBytes*int64(len(kvs))/max(1, bytes))
 }
 
 // snapshotChunks collects rows into messages.

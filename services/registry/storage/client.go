@@ -40,7 +40,7 @@ func newClient(servers []string, tlsConfig *tls.Config, dial utilnet.DialFunc,
 		DialTimeout:          20 * time.Second,
 		DialKeepAliveTime:    10 * time.Second,
 		DialKeepAliveTimeout: keepaliveTimeout,
-		MaxCallRecvMsgSize:   256 << 20,
+		MaxCallRecvMsgSize:   maxRangeBytes,
 		DialOptions: append(append(dialOptions(dial), more...), grpc.WithConnectParams(grpc.ConnectParams{
 			MinConnectTimeout: 3 * time.Second,
 			Backoff: backoff.Config{
@@ -54,6 +54,7 @@ func newClient(servers []string, tlsConfig *tls.Config, dial utilnet.DialFunc,
 	if err != nil {
 		return nil, err
 	}
+	client.Kubernetes = pagedLists{client.Kubernetes}
 	return client, nil
 }
 
