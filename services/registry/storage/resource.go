@@ -203,8 +203,17 @@ func encodeUnstructured(u *unstructured.Unstructured, out *logv1.Object) error {
 	return err
 }
 
-// UnstructuredJSON returns an object's JSON without apiVersion and kind, metadata first.
+// maxJSONBytes bounds the JSON of an object without a Go type. Defaults of its definition may multiply the bytes of a
+// stored object, up to a terabyte. The bound fits an object of 3 MB whose every byte is escaped, and an event has two
+// objects (platform/eventlog).
+const maxJSONBytes = 28 << 20
+
+// UnstructuredJSON returns an object's JSON without apiVersion and kind, metadata first. It returns an error if the
+// JSON would exceed maxJSONBytes.
 func UnstructuredJSON(u *unstructured.Unstructured) ([]byte, error) {
+	if leastJSONBytes(u.Object, maxJSONBytes) > maxJSONBytes {
+		return nil, fmt.Errorf("with the defaults of its definition, the object exceeds %d MB", maxJSONBytes>>20)
+	}
 	m, err := json.Marshal(u.Object["metadata"])
 	if err != nil {
 		return nil, err
@@ -222,6 +231,30 @@ func UnstructuredJSON(u *unstructured.Unstructured) ([]byte, error) {
 		data = append(data, ',')
 	}
 	return append(data, body[1:]...), nil
+}
+
+// leastJSONBytes returns a lower bound of the size of a value's JSON. It ends above limit.
+func leastJSONBytes(value any, limit int) int {
+	bytes := len(`""`)
+	switch v := value.(type) {
+	case string:
+		bytes += len(v)
+	case map[string]any:
+		for key, of := range v {
+			if bytes += len(key) + len(`"":`) + leastJSONBytes(of, limit-bytes); bytes > limit {
+				break
+			}
+		}
+	case []any:
+		for _, of := range v {
+			if bytes += leastJSONBytes(of, limit-bytes); bytes > limit {
+				break
+			}
+		}
+	default:
+		bytes = 1
+	}
+	return bytes
 }
 
 // Row decodes an etcd value and encodes it for the watch tier. If the value cannot be decoded, the row holds the error.
