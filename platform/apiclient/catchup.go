@@ -29,7 +29,7 @@ func (c *Cluster) catchUp(ctx context.Context, f trackedInformer, revision int64
 	if f.query != "" {
 		url += "?" + f.query
 	}
-	data, err := rpc.Hedged(ctx, listHedgeDelay, func(ctx context.Context) ([]byte, error) {
+	data, err := rpc.HedgedOnce(ctx, listHedgeDelay, func(ctx context.Context) ([]byte, error) {
 		return c.Client.CoreV1().RESTClient().Get().RequestURI(url).SetHeader("Accept",
 			runtime.ContentTypeProtobuf).Do(ctx).Raw()
 	})

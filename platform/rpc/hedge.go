@@ -9,7 +9,7 @@ import (
 )
 
 // maxAttempts bounds the calls of fn by Hedged. maxTrackedAttempts bounds them if the replica of the call is tracked,
-// because the second call then goes to another replica.
+// because the second call then goes to another replica. It also bounds the calls of HedgedOnce.
 const (
 	maxAttempts        = 4
 	maxTrackedAttempts = 2
@@ -24,11 +24,21 @@ const (
 //
 // Use it only if fn is idempotent and returns when its context is done. The first call runs on the caller's goroutine.
 func Hedged[T any](ctx context.Context, delay time.Duration, fn func(context.Context) (T, error)) (T, error) {
+	return hedged(ctx, delay, maxAttempts, fn)
+}
+
+// HedgedOnce is Hedged for calls with large responses: it calls fn again at most once.
+func HedgedOnce[T any](ctx context.Context, delay time.Duration, fn func(context.Context) (T, error)) (T, error) {
+	return hedged(ctx, delay, maxTrackedAttempts, fn)
+}
+
+func hedged[T any](ctx context.Context, delay time.Duration, attempts int,
+	fn func(context.Context) (T, error)) (T, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	h := &hedge[T]{
 		delay:       delay,
-		maxAttempts: maxAttempts,
+		maxAttempts: attempts,
 		attempts:    1,
 		inFlight:    1,
 		done:        make(chan struct{}),

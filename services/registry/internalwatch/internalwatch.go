@@ -8,6 +8,7 @@ package internalwatch
 import (
 	"context"
 	"strconv"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc"
@@ -27,8 +28,6 @@ import (
 )
 
 const (
-	// maxConcurrentLists is how many lists are read at a time, because a list holds a whole resource in memory.
-	maxConcurrentLists = 4
 	// progressPeriod is how often a watch sends its position, if it has advanced.
 	progressPeriod = time.Second
 	// localProgressPeriod is the same for the registry's own watches. They do not use their position, but end after
@@ -43,8 +42,9 @@ type InternalWatch struct {
 	converter *conversion.Converter
 	watches   *watch.Server
 	local     *watch.Server
-	// listSlots is a semaphore of lists.
-	listSlots chan struct{}
+	// listSlots maps a resource to the chan struct{} that is the slot of its lists. A list holds a whole resource in
+	// memory. Large lists of a resource do not delay the lists of others, by which services authorize.
+	listSlots sync.Map
 }
 
 // New returns a server of the resources of an etcd. Its watches read events from c, which l fills. They begin after
@@ -54,7 +54,6 @@ func New(r *lookup.Resources, s *source.Source, etcd *storage.Etcd, c *cache.Cac
 	p := &InternalWatch{
 		objects:   &objects{r, etcd},
 		converter: conversion.New(s.Encode, c, 0),
-		listSlots: make(chan struct{}, maxConcurrentLists),
 	}
 	options := watch.Options{
 		Objects:        p.objects,
@@ -104,9 +103,10 @@ func (p *InternalWatch) List(
 	}
 	// A list of a single object does not wait for a slot: authn, authz and admission measure their freshness with it.
 	if _, single := q.ExactName(); !single {
+		slot, _ := p.listSlots.LoadOrStore(q.Entry.StorageResource, make(chan struct{}, 1))
 		select {
-		case p.listSlots <- struct{}{}:
-			defer func() { <-p.listSlots }()
+		case slot.(chan struct{}) <- struct{}{}:
+			defer func() { <-slot.(chan struct{}) }()
 		case <-ctx.Done():
 			return status.FromContextError(ctx.Err()).Err()
 		}
