@@ -209,19 +209,24 @@ func showTier(t io.Writer, all []*process.Report) {
 		return cmp.Or(cmp.Compare(resources[b].bytes, resources[a].bytes), strings.Compare(a, b))
 	})
 	fmt.Fprintln(t, "\nRESOURCE\tREPLICAS\tOBJECTS\tRECENT EVENTS\tMEMORY\tSTREAMS")
-	empty, others := 0, &held{} // resources that are loaded, without objects
+	// Loaded resources without objects and recent events share a row, if there are several.
+	isEmpty := func(n string) bool { h := resources[n]; return h.replicas > 0 && h.objects+h.events == 0 }
+	empty, others := 0, &held{}
 	for _, n := range names {
-		h := resources[n]
-		if h.replicas > 0 && h.objects+h.events == 0 {
+		if h := resources[n]; isEmpty(n) {
 			empty++
 			others.replicas, others.watches = max(others.replicas, h.replicas), others.watches+h.watches
 			others.bytes += h.bytes
-			continue
 		}
-		fmt.Fprintf(t, "%s\t%d\t%d\t%d\t%s\t%d\n", n, h.replicas, h.objects, h.events, megabytes(h.bytes), h.watches)
 	}
-	if empty > 0 {
-		fmt.Fprintf(t, "%d others\t%d\t0\t0\t%s\t%d\n", empty, others.replicas, megabytes(others.bytes), others.watches)
+	if empty > 1 {
+		names = slices.DeleteFunc(names, isEmpty)
+		last := fmt.Sprintf("%d others", empty)
+		names, resources[last] = append(names, last), others
+	}
+	for _, n := range names {
+		h := resources[n]
+		fmt.Fprintf(t, "%s\t%d\t%d\t%d\t%s\t%d\n", n, h.replicas, h.objects, h.events, megabytes(h.bytes), h.watches)
 	}
 	if len(slow) > 0 {
 		fmt.Fprintln(t, "\nSLOWEST STREAMS\tREPLICA\tWAITING\tREVISION")

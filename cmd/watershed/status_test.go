@@ -114,6 +114,11 @@ func TestStatusShowsEveryProcess(t *testing.T) {
 	if strings.Contains(shown, "nobody") || strings.Contains(shown, "jobs") {
 		t.Errorf("a resource without a cache or without objects is shown:\n%s", shown)
 	}
+	shown, _ = show(at(&process.Report{Host: "a", PID: 1, Services: []string{"watchfanout"},
+		States: state(t, "watchfanout", &watchfanout.Status{Resources: []cache.Status{{Name: "jobs", Loaded: true}}})}))
+	if !strings.Contains(shown, "jobs 1 0 0") {
+		t.Errorf("the only resource without objects has lost its name:\n%s", shown)
+	}
 	shown, err = show(gone)
 	if err == nil || !strings.Contains(shown, "no response "+gone) || strings.Contains(shown, "REPLICA") {
 		t.Errorf("without a process: %v\n%s", err, shown)

@@ -48,7 +48,8 @@ func (b *watchBroadcast) openReplica(ctx context.Context) (*replicaStream, error
 	return s, nil
 }
 
-// request returns the request for a stream that resumes after the broadcast's position.
+// request returns the request for a stream that resumes after the broadcast's position. Replicas must not change the
+// query, because all requests share it.
 func (b *watchBroadcast) request() *watchfanoutv1.WatchRequest {
 	b.mu.Lock()
 	defer b.mu.Unlock()
