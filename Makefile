@@ -128,9 +128,9 @@ $(PEERS)/kube-burner-workloads: test/peers/kube-burner/go.mod
 	  cp -r --no-preserve=mode $$d/examples/workloads ../../../$@
 # The CRDs of a Crossplane provider. The module is downloaded, and nothing of it is built.
 $(PEERS)/provider-aws-crds: test/peers/provider-aws/go.mod
-	rm -rf $@ && cd test/peers/provider-aws && GOWORK=off go mod download github.com/upbound/provider-aws && \
+	rm -rf $@ $@.new && cd test/peers/provider-aws && GOWORK=off go mod download github.com/upbound/provider-aws && \
 	  d=$$(GOWORK=off go list -m -f '{{.Dir}}' github.com/upbound/provider-aws) && \
-	  cp -r --no-preserve=mode $$d/package/crds ../../../$@
+	  cp -r --no-preserve=mode $$d/package/crds ../../../$@.new && mv ../../../$@.new ../../../$@
 $(PEERS)/sample-apiserver: test/go.mod
 	cd test && go build -ldflags "$(STRIP)" -o ../$@ k8s.io/sample-apiserver
 $(PEERS)/kwok: test/go.mod
@@ -257,10 +257,10 @@ robustness-broken: build ## the same against a Watershed that is broken on purpo
 bench: build peers ## Watershed beside kube-apiserver; rewrites docs/benchmarks/performance.md's table. ROW="renew a Lease" measures that alone
 	cd test && go run ./bench -bin ../$(PEERS) -watershed ../$(BIN)/watershed $(if $(ROW),-rows "$(ROW)") $(ARGS)
 
-RATE       ?= 100
+footprint: build $(addprefix $(PEERS)/,kube-apiserver etcd provider-aws-crds) ## memory of fresh servers beside kube-apiserver's, with pods, ConfigMaps, custom resources, watches and real CRDs; rewrites a table of docs/benchmarks/performance.md
+	cd test && go run ./bench -bin ../$(PEERS) -watershed ../$(BIN)/watershed -footprint -crds ../$(PEERS)/provider-aws-crds $(if $(ROW),-rows "$(ROW)") $(ARGS)
 
-footprint: build peers $(PEERS)/provider-aws-crds ## memory of fresh servers beside kube-apiserver's, with pods, ConfigMaps, custom resources, watches and real CRDs; rewrites a table of docs/benchmarks/performance.md
-	cd test && go run ./bench -bin ../$(PEERS) -watershed ../$(BIN)/watershed -footprint -crds ../$(PEERS)/provider-aws-crds $(ARGS)
+RATE       ?= 100
 
 kube-burner: build peers $(addprefix $(PEERS)/,kube-burner kube-burner-workloads) ## kube-burner's api-intensive and crd-scale against kube-apiserver and Watershed; rewrites docs/benchmarks/kube-burner.md. RATE=500 is another rate of requests
 	cd test && go run ./bench -bin ../$(PEERS) -watershed ../$(BIN)/watershed -kube-burner $(RATE) $(ARGS)

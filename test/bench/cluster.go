@@ -219,14 +219,14 @@ func (c *cluster) watch(ctx context.Context) {
 // watchOne opens a watch without a resourceVersion, and reopens it until ctx ends. It calls opened.
 func (c *cluster) watchOne(ctx context.Context, conn *http.Client, path string, opened func()) {
 	for ; ctx.Err() == nil; time.Sleep(time.Second) {
-		resp := c.openWatch(ctx, conn, path+"&watch=true&allowWatchBookmarks=true&timeoutSeconds=86400",
+		resp, err := c.openWatch(ctx, conn, path+"&watch=true&allowWatchBookmarks=true&timeoutSeconds=86400",
 			"application/vnd.kubernetes.protobuf;stream=watch")
-		if resp == nil {
+		if err != nil {
 			continue
 		}
 		opened()
 		var buffer [512]byte
-		began, last, err := time.Now(), 0, error(nil)
+		began, last := time.Now(), 0
 		for err == nil {
 			var n int
 			if n, err = resp.Body.Read(buffer[:]); n > 0 {
@@ -281,7 +281,9 @@ func (c *cluster) revision() int64 {
 func (c *cluster) probe(ctx context.Context) func() []string {
 	events := &watches{}
 	var running sync.WaitGroup
-	resp := c.openWatch(ctx, c.client, probePath+"?watch=true&resourceVersion="+strconv.FormatInt(c.revision(), 10), "")
+	resp, err := c.openWatch(ctx, c.client,
+		probePath+"?watch=true&resourceVersion="+strconv.FormatInt(c.revision(), 10), "")
+	check(err)
 	running.Go(func() {
 		defer resp.Body.Close()
 		events.read(bufio.NewReaderSize(resp.Body, 8<<10))

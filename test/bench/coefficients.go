@@ -49,7 +49,6 @@ func measureCoefficients(dir, file string) {
 		d := filepath.Join(dir, of)
 		check(os.MkdirAll(d, 0o700))
 		s := startPlacement("split", d, "split", *watershed, "--replicas", twoOfEach)
-		*pods = 0
 		prepare(s)
 		time.Sleep(5 * time.Second) // work after the start ends
 		s.measureIdle()
@@ -65,9 +64,7 @@ func measureCoefficients(dir, file string) {
 	c.measureWatches(s, "shared", everything)
 	s.stop()
 	s = fresh("own-watches")
-	c.measureWatches(s, "of its own", func(i int) string { // which no event matches
-		return fmt.Sprintf("&fieldSelector=metadata.name%%3Dw%d", i)
-	})
+	c.measureWatches(s, "of its own", ofAbsentName)
 	s.stop()
 	s = fresh("pods")
 	c.measureObjects(s, "Pod of 7.6 KB", 10_000, "/api/v1/namespaces/more/pods", func(i int) []byte {
@@ -107,12 +104,12 @@ func (c *coefficients) measureOperations(s *server) {
 		}
 	})
 	alone := s.used(watchedEvents, s.createSlowly)
-	closeAll := s.openAll(1000, everything)
+	_, closeAll := s.openAll(1000, everything)
 	shared := s.watchCost(alone, 1000)
 	closeAll()
 	delete(shared, "watchfanout") // it sends the event once to each gateway, however many watches are equal
 	c.CPU["deliver to a watch shared"] = shared
-	closeAll = s.openAll(200, func(i int) string { // which every event matches
+	_, closeAll = s.openAll(200, func(i int) string { // which every event matches
 		return fmt.Sprintf("&fieldSelector=metadata.name!%%3Dw%d", i)
 	})
 	c.CPU["deliver to a watch of its own"] = s.watchCost(alone, 200)
@@ -124,7 +121,7 @@ func (c *coefficients) measureWatches(s *server, name string, query func(i int) 
 	const n = 5000
 	s.createSlowly() // the first events of a resource need memory that is not of the watches
 	before, idle := s.heaps(), s.idle
-	closeAll := s.openAll(n, query)
+	_, closeAll := s.openAll(n, query)
 	defer closeAll()
 	c.Watch[name] = s.growth(before, n, false)
 	s.measureIdle()
@@ -247,13 +244,13 @@ func (s *server) publisher() float64 {
 }
 
 // openAll opens watches. closeAll closes them.
-func (s *server) openAll(n int, query func(i int) string) (closeAll func()) {
+func (s *server) openAll(n int, query func(i int) string) (open *watches, closeAll func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	ready, open := openWatches(ctx, s, n, query)
 	if !ready {
 		log.Fatalf("%s: the watches do not open", s.name)
 	}
-	return func() { cancel(); open.done.Wait() }
+	return open, func() { cancel(); open.done.Wait() }
 }
 
 // heaps returns the heap at which each process collects its garbage next, in megabytes by process, after a collection.

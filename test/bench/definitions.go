@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"log"
 	"sync"
 	"time"
 )
@@ -65,9 +66,14 @@ func definitions(s *server) map[string]float64 {
 	}
 }
 
+// servedTimeout bounds the time until a new resource is served.
+const servedTimeout = 5 * time.Minute
+
 // waitServed waits until the path of a list is served.
 func (s *server) waitServed(path string) {
-	for s.status("GET", path) != 200 {
-		time.Sleep(20 * time.Millisecond)
+	for deadline := time.Now().Add(servedTimeout); s.status("GET", path) != 200; time.Sleep(20 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			log.Fatalf("%s: %s is not served after %v", s.name, path, servedTimeout)
+		}
 	}
 }

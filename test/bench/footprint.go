@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"time"
 
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
@@ -15,8 +16,6 @@ import (
 )
 
 const (
-	// footprintRest is the time at rest before each measurement: two periods of platform/process.
-	footprintRest = 130 * time.Second
 	// footprintMaps is the number of ConfigMaps of 1 KB.
 	footprintMaps = 10_000
 	// footprintBlobs is the number of custom resources, and blobBytes is the size of a text in each.
@@ -26,17 +25,23 @@ const (
 	blobsPath        = "/apis/footprint.example.com/v1/namespaces/more/blobs"
 )
 
-// addition is something that takes memory. add adds it to a server.
+// addition is something that takes memory.
 type addition struct {
 	row string
 	// units divides the growth of memory in megabytes. If it is 0, the row has all memory.
 	units float64
-	add   func(*server)
+	// add creates objects, if it is not nil. Watches, whose queries differ by query, open after it.
+	add     func(*server)
+	watches int
+	query   func(i int) string
 }
 
-// footprint measures the memory that each addition takes, with fresh servers. crds is a directory of CRDs. If it is
-// empty, the row of CRDs is missing.
+// footprint measures the memory that each addition takes, with fresh servers. crds is a directory of CRDs. It may be
+// empty if -rows selects other rows.
 func footprint(dir, crds string) {
+	if crds == "" && *rows == "" {
+		log.Fatal("-footprint: -crds is missing")
+	}
 	results := newMeasured(nil)
 	for _, k := range selected() {
 		results.servers = append(results.servers, k.name)
@@ -49,15 +54,14 @@ func footprint(dir, crds string) {
 		check(os.Mkdir(own, 0o700))
 		a.measure(own, results)
 	}
-	table := results.markdown(machine() + "; fresh servers for each row, after two minutes at rest. kube-apiserver " +
-		"1.36.3 with default flags; each with an etcd 3.6 of its own, over TLS.")
+	table := results.markdown(machine() + "; fresh servers for each row, after two minutes at rest. " + peers)
 	fmt.Println(table)
-	if *rows == "" && *only == "" || *page {
+	if *rows == "" && *only == "" {
 		check(writeBetween(*out, "<!-- footprint -->", "<!-- weighed -->", table))
 	}
 }
 
-// measure starts a server of each kind, and measures it when idle and with the addition.
+// measure starts a server of each kind, and measures its memory before and after the addition.
 func (a *addition) measure(dir string, results *measured) {
 	var servers []*server
 	for _, k := range selected() {
@@ -65,56 +69,67 @@ func (a *addition) measure(dir string, results *measured) {
 		defer s.stop()
 		servers = append(servers, s)
 	}
-	idle := map[*server]float64{}
-	log.Print("two minutes at rest")
-	time.Sleep(footprintRest)
-	for _, s := range servers {
-		idle[s] = s.memory()
-		results.record("idle (MB)", s.name, idle[s], nil)
-	}
-	for _, s := range servers {
-		log.Printf("%s: %s", s.name, a.row)
-		*pods = 0
-		prepare(s)
-		a.add(s)
-	}
-	log.Print("two minutes at rest")
-	time.Sleep(footprintRest)
-	for _, s := range servers {
-		value := s.memory()
-		if a.units > 0 {
-			value = (value - idle[s]) / a.units
+	before := make([]float64, len(servers))
+	if a.units > 0 {
+		for _, s := range servers { // the first requests of a kind take memory once
+			prepare(s)
+			s.addMap("first")
+			s.do("GET", mapsPath, "", nil, 200)
 		}
-		results.record(a.row, s.name, value, nil)
+		log.Print("two minutes at rest")
+		time.Sleep(restTime)
+		for i, s := range servers {
+			before[i] = s.memory()
+		}
+	}
+	values := make([]float64, len(servers))
+	var measured sync.WaitGroup
+	for i, s := range servers {
+		log.Printf("%s: %s", s.name, a.row)
+		if a.add != nil {
+			a.add(s)
+		}
+		open := &watches{}
+		if a.watches > 0 {
+			var closeAll func()
+			open, closeAll = s.openAll(a.watches, a.query)
+			defer closeAll()
+		}
+		measured.Go(func() {
+			time.Sleep(restTime)
+			s.ready()
+			if n := open.open.Load(); n < int64(a.watches) {
+				log.Fatalf("%s: %d of %d watches are still open", s.name, n, a.watches)
+			}
+			values[i] = s.memory()
+		})
+	}
+	measured.Wait()
+	for i, s := range servers {
+		if a.units > 0 {
+			values[i] = (values[i] - before[i]) / a.units
+		}
+		results.record(a.row, s.name, values[i], nil)
 	}
 }
 
 func additions(crds string) []*addition {
-	n := *pods
 	all := []*addition{
-		{row: fmt.Sprintf("with %d pods of 7.6 KB and %d watches (MB)", n, watchesAtRest), add: func(s *server) {
-			s.fill(n)
+		{row: "idle (MB)"},
+		{row: fmt.Sprintf("with %d pods of 7.6 KB and %d watches (MB)", *pods, watchesAtRest), add: func(s *server) {
+			prepare(s)
+			s.fill(*pods)
 			s.do("GET", "/api/v1/pods", "", nil, 200)
-			s.openAll(watchesAtRest, everything)
-		}},
+		}, watches: watchesAtRest, query: everything},
 		{row: "a ConfigMap of 1 KB (KB)", units: footprintMaps / 1e3, add: func(s *server) {
-			s.each("", footprintMaps, func(i int) {
-				s.do("POST", "/api/v1/namespaces/more/configmaps", "", fmt.Appendf(nil,
-					`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"g%d"},"data":{"k":%q}}`, i,
-					settingsText(1024)), 201)
-			})
-			s.do("GET", "/api/v1/namespaces/more/configmaps", "", nil, 200)
+			s.each("", footprintMaps, func(i int) { s.addMap(fmt.Sprint("g", i)) })
+			s.do("GET", mapsPath, "", nil, 200)
 		}},
 		{row: "100 custom resources of 0.94 MB (multiple of their JSON)", units: footprintBlobs * blobBytes / 1e6,
 			add: createBlobs},
-		{row: "a watch of a name of its own (KB)", units: footprintWatches / 1e3, add: func(s *server) {
-			s.openAll(footprintWatches, func(i int) string {
-				return fmt.Sprintf("&fieldSelector=metadata.name%%3Dw%d", i)
-			})
-		}},
-		{row: "an equal watch (KB)", units: footprintWatches / 1e3, add: func(s *server) {
-			s.openAll(footprintWatches, everything)
-		}},
+		{row: "a watch of a name of its own (KB)", units: footprintWatches / 1e3, watches: footprintWatches,
+			query: ofAbsentName},
+		{row: "an equal watch (KB)", units: footprintWatches / 1e3, watches: footprintWatches, query: everything},
 	}
 	if crds == "" {
 		return all
@@ -124,15 +139,24 @@ func additions(crds string) []*addition {
 		units: float64(len(bodies)), add: func(s *server) { s.define(bodies) }})
 }
 
-// settingsText returns n bytes of different lines such as "cache.timeout.limit = 48213". It compresses to about a
-// third, as most configuration does.
+// mapsPath is the path of the ConfigMaps that addMap creates.
+const mapsPath = "/api/v1/namespaces/more/configmaps"
+
+// addMap creates a ConfigMap of 1 KB.
+func (s *server) addMap(name string) {
+	s.do("POST", mapsPath, "", fmt.Appendf(nil,
+		`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":%q},"data":{"k":%q}}`, name, settingsText(1024)), 201)
+}
+
+// settingsText returns n bytes of settings such as "cache.timeout.limit=48213;". It compresses to about a third, as
+// most configuration does, and has the same length in JSON.
 func settingsText(n int) string {
 	words := []string{"cache", "timeout", "limit", "server", "client", "buffer", "retry", "queue", "worker", "session",
 		"token", "index", "storage", "network", "metric", "level"}
 	word := func() string { return words[rand.IntN(len(words))] }
 	var text strings.Builder
 	for text.Len() < n {
-		fmt.Fprintf(&text, "%s.%s.%s = %d\n", word(), word(), word(), rand.IntN(100_000))
+		fmt.Fprintf(&text, "%s.%s.%s=%d;", word(), word(), word(), rand.IntN(100_000))
 	}
 	return text.String()[:n]
 }
@@ -151,10 +175,13 @@ func createBlobs(s *server) {
 	s.do("GET", blobsPath, "", nil, 200)
 }
 
-// definitionsOf returns the CRDs of a directory, as JSON.
+// definitionsOf returns the CRDs of a directory as JSON. The directory must have some.
 func definitionsOf(dir string) [][]byte {
 	files, err := filepath.Glob(filepath.Join(dir, "*.yaml"))
 	check(err)
+	if len(files) == 0 {
+		log.Fatalf("-crds=%s: the directory has no *.yaml", dir)
+	}
 	all := make([][]byte, len(files))
 	for i, f := range files {
 		text, err := os.ReadFile(f)

@@ -30,7 +30,6 @@ func growth(dir string) {
 			d := filepath.Join(dir, name+of)
 			check(os.MkdirAll(d, 0o700))
 			s := start(d)
-			*pods = 0
 			prepare(s)
 			return s
 		}

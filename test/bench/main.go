@@ -31,7 +31,7 @@ var (
 		"Measure instead the memory of fresh servers with pods, ConfigMaps, custom resources, watches and CRDs; "+
 			"replaces the page's table of memory.")
 	crds = flag.String("crds", "",
-		"The directory of the CRDs of -footprint; without it the row of CRDs is missing.")
+		"The directory of the CRDs of -footprint. -footprint without -rows requires it.")
 	scaled = flag.Bool("replicas", false,
 		"Measure instead the cost of a write with 1 to 4 registries, and of a delivery with 1 to 8 watchfanout "+
 			"replicas; plots go to docs/benchmarks/performance/.")
@@ -53,6 +53,13 @@ var (
 	page = flag.Bool("page", false, "Rewrite the page even if only a part was measured.")
 	rows = flag.String("rows", "",
 		"Measure only work whose name has one of these in it, comma separated; the page is then left alone.")
+)
+
+const (
+	// restTime is the time at rest before memory is measured: two periods of platform/process.
+	restTime = 130 * time.Second
+	// peers is a part of the tables' headings.
+	peers = "kube-apiserver 1.36.3 with default flags; each with an etcd 3.6 of its own, over TLS."
 )
 
 func main() {
@@ -111,6 +118,7 @@ func main() {
 	for _, s := range servers {
 		results.record(rowIdle, s.name, s.memory(), nil)
 		prepare(s)
+		s.fill(*pods)
 	}
 	wanted := slices.DeleteFunc(slices.Clone(work), func(w piece) bool { return !isWanted(w.name) })
 	for round := range *rounds {
@@ -137,7 +145,7 @@ func main() {
 		results.record(rowServed, s.name, s.memory(), nil)
 	}
 	log.Print("two minutes at rest")
-	time.Sleep(130 * time.Second) // two periods of platform/process
+	time.Sleep(restTime)
 	for _, s := range servers {
 		results.record(rowAtRest, s.name, s.memory(), nil)
 	}
@@ -149,14 +157,12 @@ func main() {
 		}
 	}
 	log.Print("two minutes with watches")
-	time.Sleep(130 * time.Second)
+	time.Sleep(restTime)
 	for _, s := range servers {
 		results.record(rowWatched, s.name, s.memory(), nil)
 	}
 	table := results.markdown(fmt.Sprintf(
-		"%s, %d pods, medians of %d rounds with the least and the "+
-			"most. kube-apiserver 1.36.3 with default flags; each with an etcd 3.6 of its own, over TLS.",
-		machine(), *pods, *rounds))
+		"%s, %d pods, medians of %d rounds with the least and the most. %s", machine(), *pods, *rounds, peers))
 	fmt.Println(table)
 	if *rows == "" && *only == "" || *page {
 		check(publish(results, table))

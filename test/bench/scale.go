@@ -29,7 +29,6 @@ func scale(dir string) {
 		check(os.MkdirAll(d, 0o700))
 		s := startPlacement("split", d, "split", *watershed, "--replicas", fmt.Sprintf("%s=%d", service, replicas))
 		defer s.stop()
-		*pods = 0
 		prepare(s)
 		rounds := map[string][]float64{}
 		for range scaleRounds {

@@ -385,16 +385,16 @@ func (s *server) doBy(client *http.Client, method, path, accept string, body []b
 		if resp.StatusCode == want {
 			return data
 		}
-		if try > 20 || !slices.Contains(retried, resp.StatusCode) {
+		// A new namespace is forbidden until each process has read it. client-go too repeats a request if the response
+		// has Retry-After.
+		again := resp.StatusCode == http.StatusForbidden || resp.Header.Get("Retry-After") != ""
+		if try > 20 || !again {
 			log.Fatalf("%s %s %s: %s: %.300s", s.name, method, path, resp.Status, data)
 		}
+		log.Printf("%s: %s %s is sent again: %s", s.name, method, path, resp.Status)
 		time.Sleep(200 * time.Millisecond)
 	}
 }
-
-// retried are the statuses after which do sends a request again. client-go does so after the last two. A new namespace
-// is forbidden until each process has read it.
-var retried = []int{http.StatusForbidden, http.StatusTooManyRequests, http.StatusServiceUnavailable}
 
 // status sends a request and returns the status code.
 func (s *server) status(method, path string) int {
@@ -408,8 +408,8 @@ func (s *server) status(method, path string) int {
 	return resp.StatusCode
 }
 
-// openWatch opens a watch, or returns nil if the server refuses it or cannot be reached.
-func (s *server) openWatch(ctx context.Context, client *http.Client, path, accept string) *http.Response {
+// openWatch opens a watch. It returns an error if the server refuses it or cannot be reached.
+func (s *server) openWatch(ctx context.Context, client *http.Client, path, accept string) (*http.Response, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.url+path, nil)
 	check(err)
 	if accept != "" {
@@ -417,13 +417,14 @@ func (s *server) openWatch(ctx context.Context, client *http.Client, path, accep
 	}
 	resp, err := client.Do(req)
 	if err != nil {
-		return nil
+		return nil, err
 	}
 	if resp.StatusCode != http.StatusOK {
-		resp.Body.Close()
-		return nil
+		defer resp.Body.Close()
+		reason, _ := io.ReadAll(io.LimitReader(resp.Body, 300))
+		return nil, fmt.Errorf("%s: %s", resp.Status, reason)
 	}
-	return resp
+	return resp, nil
 }
 
 // resourceVersion returns the resourceVersion of an object or a list.

@@ -137,9 +137,9 @@ func (s *server) reconnect(ctx context.Context, client *http.Client) bool {
 func (s *server) watchListAll(ctx context.Context, client *http.Client) bool {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	resp := s.openWatch(ctx, client, "/api/v1/pods?watch=true&sendInitialEvents=true&allowWatchBookmarks=true"+
+	resp, err := s.openWatch(ctx, client, "/api/v1/pods?watch=true&sendInitialEvents=true&allowWatchBookmarks=true"+
 		"&resourceVersionMatch=NotOlderThan&resourceVersion=", "")
-	if resp == nil {
+	if err != nil {
 		return false
 	}
 	defer resp.Body.Close()

@@ -192,9 +192,9 @@ type arrival struct {
 // watchPods watches the pods of a namespace from a revision on. The channel is closed when the watch ends.
 func (s *server) watchPods(ctx context.Context, namespace string, from int64) <-chan arrival {
 	path := fmt.Sprintf("/api/v1/namespaces/%s/pods?watch=true&resourceVersion=%d", namespace, from)
-	resp := s.openWatch(ctx, s.client, path, "")
-	if resp == nil {
-		log.Fatalf("%s: the watch does not open", s.name)
+	resp, err := s.openWatch(ctx, s.client, path, "")
+	if err != nil {
+		log.Fatalf("%s: the watch does not open: %v", s.name, err)
 	}
 	received := make(chan arrival, 1<<20)
 	go func() {

@@ -20,8 +20,8 @@ import (
 	"k8s.io/client-go/tools/cache"
 )
 
-// deliver measures the delivery of events to many watches over 20 connections. It returns CPU per delivery, the age of
-// events on arrival, and memory per watch.
+// deliver measures the delivery of events to many watches. It returns CPU per delivery, the age of events on arrival,
+// and memory per watch.
 func deliver(s *server, watchers, rate, updates int) map[string]float64 {
 	ctx, cancel := context.WithCancel(context.Background())
 	before := s.memory()
@@ -49,7 +49,9 @@ func deliver(s *server, watchers, rate, updates int) map[string]float64 {
 type watches struct {
 	done      sync.WaitGroup
 	delivered atomic.Int64
-	mu        sync.Mutex
+	// open is the number of open watches.
+	open atomic.Int64
+	mu   sync.Mutex
 	// ages are complete once the watches are closed.
 	ages []time.Duration
 }
@@ -60,26 +62,38 @@ const openTimeout = 3 * time.Minute
 // everything is the query of watches that receive every event.
 func everything(int) string { return "" }
 
-// openWatches opens watches of ConfigMaps over 20 connections. query returns the further parameters of a watch's URL.
-// It returns false if the watches do not open within openTimeout.
+// ofAbsentName is the query of watches that differ, and receive no event.
+func ofAbsentName(i int) string { return fmt.Sprintf("&fieldSelector=metadata.name%%3Dw%d", i) }
+
+// streamsOfConnection is the number of streams that kube-apiserver and the gateway accept on a connection by default. A
+// client would dial for each further watch.
+const streamsOfConnection = 100
+
+// openWatches opens watches of ConfigMaps over 20 connections, or over more if each had more than streamsOfConnection.
+// query returns the further parameters of a watch's URL. openWatches returns false, and logs the first error, if the
+// watches do not open within openTimeout.
 func openWatches(ctx context.Context, s *server, watchers int, query func(i int) string) (bool, *watches) {
 	w := &watches{}
 	from := resourceVersion(s.do("GET", "/api/v1/namespaces/small/configmaps", "", nil, 200))
-	conns := make([]*http.Client, 20)
+	conns := make([]*http.Client, max(20, (watchers+streamsOfConnection-1)/streamsOfConnection))
 	for i := range conns {
 		conns[i] = &http.Client{Transport: s.client.Transport.(*http.Transport).Clone()}
 		s.doBy(conns[i], "GET", "/livez", "", nil, 200) // else each watch dials until HTTP/2 is known
 	}
+	var failure atomic.Pointer[error]
 	var ready sync.WaitGroup
 	for i := range watchers {
 		ready.Add(1)
 		w.done.Go(func() {
-			resp := s.openWatch(ctx, conns[i%len(conns)],
+			resp, err := s.openWatch(ctx, conns[i%len(conns)],
 				"/api/v1/namespaces/events/configmaps?watch=true&resourceVersion="+from+query(i), "")
-			if resp == nil {
+			if err != nil {
+				failure.CompareAndSwap(nil, &err)
 				return
 			}
 			defer resp.Body.Close()
+			w.open.Add(1)
+			defer w.open.Add(-1)
 			ready.Done()
 			w.read(bufio.NewReaderSize(resp.Body, 8<<10))
 		})
@@ -90,6 +104,9 @@ func openWatches(ctx context.Context, s *server, watchers int, query func(i int)
 	case <-opened:
 		return true, w
 	case <-time.After(openTimeout):
+		if err := failure.Load(); err != nil {
+			log.Printf("%s: %d of %d watches are open: %v", s.name, w.open.Load(), watchers, *err)
+		}
 		return false, w
 	}
 }

@@ -144,6 +144,7 @@ func smallList(s *server) map[string]float64 {
 	return map[string]float64{"a consistent LIST of one small object, idle: p50 (ms)": percentile(all, 50)}
 }
 
+// prepare creates the namespaces of the work, and objects that no row counts.
 func prepare(s *server) {
 	for _, ns := range []string{"bench", "more", "events", "small"} {
 		s.do("POST", "/api/v1/namespaces", "",
@@ -159,7 +160,6 @@ func prepare(s *server) {
 			201)
 	}
 	time.Sleep(time.Second) // admission's informers receive the service accounts
-	s.fill(*pods)
 }
 
 // fill creates the n pods of the lists.
