@@ -167,7 +167,7 @@ func showStores(t io.Writer, all []*process.Report) {
 
 // showTier lists the replicas of the watch tier, and their totals by resource.
 func showTier(t io.Writer, all []*process.Report) {
-	type held struct{ replicas, objects, bytes, events, watches int }
+	type held struct{ replicas, objects, unreadable, bytes, events, watches int }
 	resources := map[string]*held{}
 	var slow []string
 	fmt.Fprintln(t, "\nREPLICA\tREADY\tREVISION\tBEHIND\tLAG\tSTREAMS\tEVENTS/S\tMEMORY\tRESETS")
@@ -192,7 +192,7 @@ func showTier(t io.Writer, all []*process.Report) {
 			h.events = max(h.events, r.Events)
 			if r.Loaded {
 				h.replicas++
-				h.objects = max(h.objects, r.Objects)
+				h.objects, h.unreadable = max(h.objects, r.Objects), max(h.unreadable, r.Unreadable)
 			}
 		}
 		for _, s := range st.Slowest {
@@ -210,7 +210,10 @@ func showTier(t io.Writer, all []*process.Report) {
 	})
 	fmt.Fprintln(t, "\nRESOURCE\tREPLICAS\tOBJECTS\tRECENT EVENTS\tMEMORY\tSTREAMS")
 	// Loaded resources without objects and recent events share a row, if there are several.
-	isEmpty := func(n string) bool { h := resources[n]; return h.replicas > 0 && h.objects+h.events == 0 }
+	isEmpty := func(n string) bool {
+		h := resources[n]
+		return h.replicas > 0 && h.objects+h.unreadable+h.events == 0
+	}
 	empty, others := 0, &held{}
 	for _, n := range names {
 		if h := resources[n]; isEmpty(n) {

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -498,6 +500,21 @@ func TestAnIndexFollowsTheObjects(t *testing.T) {
 	}
 	if got := list("ns1/"); got != "[ns1/p99]" {
 		t.Error(got)
+	}
+}
+
+// Lists by other fields cannot take the index by which kubelets list.
+func TestTheNodesFieldIsAlwaysIndexed(t *testing.T) {
+	c := New(1<<20, 0)
+	c.Apply(reset(10))
+	r := c.Resource("pods")
+	for _, field := range []string{"a", "b", "c", "d", "e", nodeField} {
+		if _, err := r.Snapshot(t.Context(), field, source(10, "x"), waitFor(c)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if len(r.indexes) != maxIndexes+1 || r.indexes[nodeField] == nil || r.indexes["e"] != nil {
+		t.Errorf("the indexed fields are %v", slices.Sorted(maps.Keys(r.indexes)))
 	}
 }
 

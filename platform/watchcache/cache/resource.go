@@ -88,6 +88,10 @@ func lessIndexed(a, b indexed) bool {
 // maxIndexes bounds the indexed fields of one resource. The first list that selects by a field creates its index.
 const maxIndexes = 4
 
+// nodeField has an index beside maxIndexes. kubelets list by it, and kube-apiserver indexes no other field
+// (k8s.io/kubernetes/pkg/registry/core/pod/strategy.go).
+const nodeField = "spec.nodeName"
+
 // apply applies the events of one transaction.
 func (r *Resource) apply(batch []*Event) {
 	r.mu.Lock()

@@ -88,7 +88,7 @@ func (s *Snapshot) Select(ctx context.Context, t Trigger, prefix, from string, v
 // currentSnapshot returns a snapshot of the loaded objects. If field is not empty, the snapshot has an index of it,
 // unless maxIndexes is reached.
 func (r *Resource) currentSnapshot(field string) *Snapshot {
-	if field != "" && r.indexes[field] == nil && len(r.indexes) < maxIndexes {
+	if field != "" && r.indexes[field] == nil && (field == nodeField || len(r.indexes) < maxIndexes) {
 		index := btree.NewG(64, lessIndexed)
 		r.tree.Ascend(func(i *Item) bool {
 			index.ReplaceOrInsert(indexed{i.Field(field), i.Key, i})

@@ -29,8 +29,9 @@ func (c *requestContext) negotiate() (*registryv1.Output, error) {
 		return nil, negotiation.NewNotAcceptableError(c.apiResource.MediaTypes)
 	}
 	out := &registryv1.Output{MediaType: m.Accepted.MediaType, Pretty: m.Pretty || pretty(c.req)}
-	if m.Convert != nil {
-		out.As = &commonv1.Kind{Group: m.Convert.Group, Version: m.Convert.Version, Kind: m.Convert.Kind}
+	if m.Convert != nil { // a watch keeps the kind, but not the header
+		out.As = &commonv1.Kind{Group: strings.Clone(m.Convert.Group), Version: strings.Clone(m.Convert.Version),
+			Kind: strings.Clone(m.Convert.Kind)}
 	}
 	return out, nil
 }
