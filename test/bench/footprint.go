@@ -16,6 +16,9 @@ import (
 )
 
 const (
+	// footprintRest is the time at rest after an addition. A process at rest returns memory once a minute. In the first
+	// minutes it compresses what was added, and is not at rest.
+	footprintRest = 200 * time.Second
 	// footprintMaps is the number of ConfigMaps of 1 KB.
 	footprintMaps = 10_000
 	// footprintBlobs is the number of custom resources, and blobBytes is the size of a text in each.
@@ -54,7 +57,7 @@ func footprint(dir, crds string) {
 		check(os.Mkdir(own, 0o700))
 		a.measure(own, results)
 	}
-	table := results.markdown(machine() + "; fresh servers for each row, after two minutes at rest. " + peers)
+	table := results.markdown(machine() + "; fresh servers for each row, after three minutes at rest. " + peers)
 	fmt.Println(table)
 	if *rows == "" && *only == "" {
 		check(writeBetween(*out, "<!-- footprint -->", "<!-- weighed -->", table))
@@ -96,7 +99,7 @@ func (a *addition) measure(dir string, results *measured) {
 			defer closeAll()
 		}
 		measured.Go(func() {
-			time.Sleep(restTime)
+			time.Sleep(footprintRest)
 			s.ready()
 			if n := open.open.Load(); n < int64(a.watches) {
 				log.Fatalf("%s: %d of %d watches are still open", s.name, n, a.watches)
