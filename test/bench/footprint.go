@@ -17,7 +17,7 @@ import (
 
 const (
 	// footprintRest is the time at rest after an addition. A process at rest returns memory once a minute. In the first
-	// minutes it compresses what was added, and is not at rest.
+	// minutes it compresses the added objects, and is not at rest.
 	footprintRest = 200 * time.Second
 	// footprintMaps is the number of ConfigMaps of 1 KB.
 	footprintMaps = 10_000

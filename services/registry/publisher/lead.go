@@ -99,12 +99,12 @@ func (p *Publisher) lead(ctx context.Context, leased bool) error {
 			slog.Warn("Publishing failed; resuming from the log's last message", "error", err, "times", failed)
 			warned, failed = time.Now(), 0
 		}
-		if !leased && isDeposed(err) {
-			return err
-		}
 		if errors.Is(err, errLogDeleted) || p.abandon(ctx, err) {
 			p.core.Elected() // the next term has the whole time until it resigns
 			continue
+		}
+		if !leased && isDeposed(err) {
+			return err
 		}
 		if p.core.TermFailed(time.Now()) {
 			return fmt.Errorf("no event could be published for a while: %w", err)
@@ -115,20 +115,58 @@ func (p *Publisher) lead(ctx context.Context, leased bool) error {
 	}
 }
 
-// abandon deletes the stream, and returns true, if a term has ended because the stream does not respond, and the NATS
-// servers do: the copies of the stream have stopped, or most of their servers are lost. The next term begins the log.
+// abandon deletes the stream, and returns true, if a term has ended because the stream does not respond or rejects all
+// messages, although the NATS servers respond. The copies of the stream have stopped, or most of their servers are
+// lost. The next term begins the log.
 func (p *Publisher) abandon(ctx context.Context, err error) bool {
-	if !errors.Is(err, eventlog.ErrUnanswered) {
+	var abandoned bool
+	reason := "it does not respond"
+	switch {
+	case errors.Is(err, eventlog.ErrUnanswered):
+		p.stuck = stuckLog{}
+		abandoned, err = p.Log.Abandon(ctx, p.JS)
+	case p.rejectsAll(ctx, err):
+		reason = fmt.Sprintf("it has rejected all messages for %s", stuckAfter)
+		abandoned, err = p.Log.Delete(ctx, p.JS)
+	default:
 		return false
 	}
-	abandoned, err := p.Log.Abandon(ctx, p.JS)
 	switch {
 	case err != nil:
-		slog.Warn("The stream of the event log does not respond, and cannot be deleted", "stream", p.Log.ID.Stream(),
+		slog.Warn("The stream of the event log cannot be deleted", "stream", p.Log.ID.Stream(), "reason", reason,
 			"error", err)
 	case abandoned:
-		slog.Error("The stream of the event log is deleted: it does not respond, and NATS does",
-			"stream", p.Log.ID.Stream())
+		slog.Error("The stream of the event log is deleted: NATS responds, and the stream fails",
+			"stream", p.Log.ID.Stream(), "reason", reason)
 	}
 	return abandoned
+}
+
+// stuckAfter is how long a stream may reject all messages of elected publishers. The leader of a stream counts messages
+// that the other copies never store, if they have stopped. It then expects a sequence that no publisher can know.
+// Tests change it.
+var stuckAfter = 10 * time.Second
+
+// stuckLog is the last sequence of a stream that rejects messages, since a time. The zero value is of a stream that
+// does not.
+type stuckLog struct {
+	sequence uint64
+	since    time.Time
+}
+
+// rejectsAll records the error of a term. It returns true if all terms of this publisher for stuckAfter have ended with
+// a rejected message, and the stream has had the same last sequence. Another publisher would add messages.
+func (p *Publisher) rejectsAll(ctx context.Context, err error) bool {
+	if !isRejected(err) {
+		p.stuck = stuckLog{}
+		return false
+	}
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+	defer cancel()
+	_, sequence, _, err := p.Log.ID.Last(ctx, p.JS)
+	if err != nil || p.stuck.since.IsZero() || sequence != p.stuck.sequence {
+		p.stuck = stuckLog{sequence, time.Now()}
+		return false
+	}
+	return time.Since(p.stuck.since) > stuckAfter
 }

@@ -77,6 +77,8 @@ type Publisher struct {
 	publishing    atomic.Bool
 	// elected is true while this publisher is elected.
 	elected atomic.Bool
+	// stuck is the state of a stream that rejects messages. Only the goroutine of lead uses it.
+	stuck stuckLog
 	// failure is why a term has ended after the log's last acknowledgement; nil if none has.
 	failure atomic.Pointer[error]
 }

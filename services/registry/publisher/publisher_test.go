@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -492,6 +493,51 @@ func TestLostLogIsRefilled(t *testing.T) {
 	lose() // revisions before this epoch stay out of the log
 	j.write("create", "d", "")
 	j.expect(append(want, "reset", "added configmaps/c", "added configmaps/d")...)
+}
+
+// laggingLeader is the leader of a stream whose other copies have stopped: it counts messages that they do not store, and
+// rejects all others. It reports an end before the last message until the stream is deleted.
+type laggingLeader struct {
+	jetstream.JetStream
+	deleted atomic.Bool
+}
+
+type laggingStream struct{ jetstream.Stream }
+
+// Stream implements jetstream.JetStream.
+func (l *laggingLeader) Stream(ctx context.Context, name string) (jetstream.Stream, error) {
+	s, err := l.JetStream.Stream(ctx, name)
+	if err != nil || l.deleted.Load() {
+		return s, err
+	}
+	return laggingStream{s}, nil
+}
+
+// DeleteStream implements jetstream.JetStream.
+func (l *laggingLeader) DeleteStream(ctx context.Context, name string) error {
+	l.deleted.Store(true)
+	return l.JetStream.DeleteStream(ctx, name)
+}
+
+// CachedInfo implements jetstream.Stream.
+func (s laggingStream) CachedInfo() *jetstream.StreamInfo {
+	info := *s.Stream.CachedInfo()
+	info.State.LastSeq--
+	return &info
+}
+
+func TestALogThatRejectsAllMessagesIsAbandoned(t *testing.T) {
+	t.Cleanup(publisher.SetStuckAfter(time.Second))
+	j := newStoppedJournal(t)
+	p := j.publisher("two")
+	leader := &laggingLeader{JetStream: j.js}
+	p.JS = leader
+	j.write("create", "b", "")
+	j.run(p)
+	j.expect("reset", "added configmaps/a", "reset", "added configmaps/a", "added configmaps/b")
+	if !leader.deleted.Load() {
+		t.Error("the stream is not deleted")
+	}
 }
 
 // A lost log is refilled by a publisher that has not read it, if another registry has. The publisher compares etcd with
