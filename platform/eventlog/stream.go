@@ -104,6 +104,22 @@ func (o *Options) Abandon(ctx context.Context, js jetstream.JetStream) (bool, er
 	})
 }
 
+// DeleteAt deletes the stream if the NATS servers respond, and the stream's creation and last sequence are these. It
+// returns false if it has not deleted the stream.
+func (o *Options) DeleteAt(ctx context.Context, js jetstream.JetStream, created time.Time,
+	sequence uint64) (bool, error) {
+	ctx, cancel := context.WithTimeout(ctx, deleteTimeout)
+	defer cancel()
+	return o.deleteIf(ctx, js, func(ctx context.Context) bool {
+		stream, err := o.ID.stream(ctx, js)
+		if err != nil {
+			return false
+		}
+		info := stream.CachedInfo()
+		return info.Created.Equal(created) && info.State.LastSeq == sequence
+	})
+}
+
 // Delete deletes the stream if the NATS servers respond. It returns false if it has not deleted the stream. The error
 // is ErrNotDeleted if the stream responds after each of two deletions without a response: the servers do not allow it.
 // A single response may be lost with a server, before the deletion or after it.

@@ -9,7 +9,7 @@ import (
 )
 
 // maxAttempts bounds the calls of fn by Hedged. maxTrackedAttempts bounds them if the replica of the call is tracked,
-// because the second call then goes to another replica. It also bounds the calls of HedgedOnce.
+// because the second call then goes to another replica.
 const (
 	maxAttempts        = 4
 	maxTrackedAttempts = 2
@@ -29,7 +29,8 @@ func Hedged[T any](ctx context.Context, delay time.Duration, fn func(context.Con
 
 // HedgedOnce is Hedged for calls with large responses: it calls fn again at most once.
 func HedgedOnce[T any](ctx context.Context, delay time.Duration, fn func(context.Context) (T, error)) (T, error) {
-	return hedged(ctx, delay, maxTrackedAttempts, fn)
+	const attempts = 2
+	return hedged(ctx, delay, attempts, fn)
 }
 
 func hedged[T any](ctx context.Context, delay time.Duration, attempts int,

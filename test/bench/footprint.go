@@ -16,7 +16,7 @@ import (
 )
 
 const (
-	// footprintRest is the time at rest after an addition. A process at rest returns memory once a minute. In the first
+	// footprintRest is the time at rest before each measurement. A process at rest returns memory once a minute. In the first
 	// minutes it compresses the added objects, and is not at rest.
 	footprintRest = 200 * time.Second
 	// footprintMaps is the number of ConfigMaps of 1 KB.
@@ -79,14 +79,14 @@ func (a *addition) measure(dir string, results *measured) {
 			s.addMap("first")
 			s.do("GET", mapsPath, "", nil, 200)
 		}
-		log.Print("two minutes at rest")
-		time.Sleep(restTime)
+		log.Print("three minutes at rest")
+		time.Sleep(footprintRest)
 		for i, s := range servers {
 			before[i] = s.memory()
 		}
 	}
 	values := make([]float64, len(servers))
-	var measured sync.WaitGroup
+	var resting sync.WaitGroup
 	for i, s := range servers {
 		log.Printf("%s: %s", s.name, a.row)
 		if a.add != nil {
@@ -98,7 +98,7 @@ func (a *addition) measure(dir string, results *measured) {
 			open, closeAll = s.openAll(a.watches, a.query)
 			defer closeAll()
 		}
-		measured.Go(func() {
+		resting.Go(func() {
 			time.Sleep(footprintRest)
 			s.ready()
 			if n := open.open.Load(); n < int64(a.watches) {
@@ -107,7 +107,7 @@ func (a *addition) measure(dir string, results *measured) {
 			values[i] = s.memory()
 		})
 	}
-	measured.Wait()
+	resting.Wait()
 	for i, s := range servers {
 		if a.units > 0 {
 			values[i] = (values[i] - before[i]) / a.units

@@ -15,11 +15,13 @@ import (
 	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/events"
+	"watershed.dev/platform/frame"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/watchcache/cache"
 	"watershed.dev/platform/watchcache/conversion"
 	"watershed.dev/platform/watchcache/list"
 	"watershed.dev/platform/watchcache/logreader"
+	"watershed.dev/platform/watchcache/query"
 	"watershed.dev/platform/watchcache/watch"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/registry/lookup"
@@ -101,6 +103,15 @@ func (p *InternalWatch) List(
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
+	body, err := p.read(ctx, q, start)
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
+	return list.Send(body, stream)
+}
+
+// read reads a list. Its slot is free again before the list is sent, because the client may be frozen.
+func (p *InternalWatch) read(ctx context.Context, q *query.Query, start events.Start) (*frame.Body, error) {
 	// A list of a single object does not wait for a slot: authn, authz and admission measure their freshness with it.
 	if _, single := q.ExactName(); !single {
 		slot, _ := p.listSlots.LoadOrStore(q.Entry.StorageResource, make(chan struct{}, 1))
@@ -108,7 +119,7 @@ func (p *InternalWatch) List(
 		case slot.(chan struct{}) <- struct{}{}:
 			defer func() { <-slot.(chan struct{}) }()
 		case <-ctx.Done():
-			return status.FromContextError(ctx.Err()).Err()
+			return nil, status.FromContextError(ctx.Err()).Err()
 		}
 	}
 	items, revision, err := p.objects.Select(ctx, q, start)
@@ -116,11 +127,7 @@ func (p *InternalWatch) List(
 		err = rpc.ErrDelegate
 	}
 	if err != nil {
-		return rpc.ToStatus(err)
+		return nil, err
 	}
-	body, err := list.Body(ctx, p.converter, q, &list.Page{Items: items, Revision: revision})
-	if err != nil {
-		return rpc.ToStatus(err)
-	}
-	return list.Send(body, stream)
+	return list.Body(ctx, p.converter, q, &list.Page{Items: items, Revision: revision})
 }

@@ -68,18 +68,22 @@ func (o *objects) Select(ctx context.Context, q *query.Query, start events.Start
 	}
 	var items []*cache.Item
 	err = o.read(ctx, stored, q, revision, func(kvs []*mvccpb.KeyValue) error {
-		for _, row := range source.EncodeRows(ctx, stored, kvs) {
-			if row.Unreadable != "" {
-				if q.SkipUnreadable {
-					continue
+		for len(kvs) > 0 {
+			rows := source.EncodeRows(ctx, stored, kvs)
+			kvs = kvs[len(rows):]
+			for _, row := range rows {
+				if row.Unreadable != "" {
+					if q.SkipUnreadable {
+						continue
+					}
+					return watch.UnreadableError(cache.Key(row.Namespace, row.Name), row.Unreadable)
 				}
-				return watch.UnreadableError(cache.Key(row.Namespace, row.Name), row.Unreadable)
-			}
-			if q.Encoding.Protobuf && len(row.Protobuf) > 0 && q.Shard == nil {
-				row.Json = nil // which the list would hold, and may be six times the bytes in etcd
-			}
-			if i := cache.ItemOf(row); q.Matches(i) {
-				items = append(items, i)
+				if q.Encoding.Protobuf && len(row.Protobuf) > 0 && q.Shard == nil {
+					row.Json = nil // which the list would hold, and may be six times the bytes in etcd
+				}
+				if i := cache.ItemOf(row); q.Matches(i) {
+					items = append(items, i)
+				}
 			}
 		}
 		return nil

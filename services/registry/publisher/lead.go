@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
@@ -123,11 +124,11 @@ func (p *Publisher) abandon(ctx context.Context, err error) bool {
 	reason := "it does not respond"
 	switch {
 	case errors.Is(err, eventlog.ErrUnanswered):
-		p.stuck = stuckLog{}
 		abandoned, err = p.Log.Abandon(ctx, p.JS)
-	case p.rejectsAll(ctx, err):
+	case p.isStuck(ctx, err):
 		reason = fmt.Sprintf("it has rejected all messages for %s", stuckAfter)
-		abandoned, err = p.Log.Delete(ctx, p.JS)
+		abandoned, err = p.Log.DeleteAt(ctx, p.JS, p.stuck.created, p.stuck.sequence)
+		p.stuck = stuckLog{} // if the stream stays, the next attempt is after stuckAfter
 	default:
 		return false
 	}
@@ -142,31 +143,47 @@ func (p *Publisher) abandon(ctx context.Context, err error) bool {
 	return abandoned
 }
 
-// stuckAfter is how long a stream may reject all messages of elected publishers. The leader of a stream counts messages
-// that the other copies never store, if they have stopped. It then expects a sequence that no publisher can know.
-// Tests change it.
-var stuckAfter = 10 * time.Second
+// stuckAfter is how long a stream may reject all messages of an elected publisher. The leader of a stream counts
+// messages that the other copies never store, if they have stopped. It then expects a sequence that no publisher can
+// know. It is below the time after which a publisher resigns (core.Publisher.TermFailed). Tests change it.
+var stuckAfter = 6 * time.Second
 
-// stuckLog is the last sequence of a stream that rejects messages, since a time. The zero value is of a stream that
-// does not.
+// stuckGap is the longest time between two rejections of a stuck stream. Terms that end so begin again within 0.2 s.
+const stuckGap = 2 * time.Second
+
+// stuckLog is a stream that rejects messages.
 type stuckLog struct {
+	// created and sequence are the stream's creation and its last sequence. reason is the text of the rejection, with
+	// the sequence that the stream expects.
+	created  time.Time
 	sequence uint64
-	since    time.Time
+	reason   string
+	// since is the time of the first rejection, and last of the last.
+	since, last time.Time
 }
 
-// rejectsAll records the error of a term. It returns true if all terms of this publisher for stuckAfter have ended with
-// a rejected message, and the stream has had the same last sequence. Another publisher would add messages.
-func (p *Publisher) rejectsAll(ctx context.Context, err error) bool {
-	if !isRejected(err) {
+// isStuck records the error of a term. It returns true if all terms for stuckAfter have ended with the same rejection,
+// of the same stream with the same last sequence. Another publisher would add messages.
+func (p *Publisher) isStuck(ctx context.Context, err error) bool {
+	var rejected *jetstream.APIError
+	if !isRejected(err) || !errors.As(err, &rejected) {
 		p.stuck = stuckLog{}
 		return false
 	}
-	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+	ctx, cancel := context.WithTimeout(ctx, stuckGap)
 	defer cancel()
-	_, sequence, _, err := p.Log.ID.Last(ctx, p.JS)
-	if err != nil || p.stuck.since.IsZero() || sequence != p.stuck.sequence {
-		p.stuck = stuckLog{sequence, time.Now()}
+	stream, err := p.JS.Stream(ctx, p.Log.ID.Stream())
+	if err != nil {
+		p.stuck = stuckLog{}
 		return false
 	}
-	return time.Since(p.stuck.since) > stuckAfter
+	info, now := stream.CachedInfo(), time.Now()
+	next := stuckLog{info.Created, info.State.LastSeq, rejected.Description, now, now}
+	s := p.stuck
+	if s.created.Equal(next.created) && s.sequence == next.sequence && s.reason == next.reason &&
+		now.Sub(s.last) < stuckGap {
+		next.since = s.since
+	}
+	p.stuck = next
+	return now.Sub(next.since) >= stuckAfter
 }

@@ -534,9 +534,28 @@ func TestALogThatRejectsAllMessagesIsAbandoned(t *testing.T) {
 	p.JS = leader
 	j.write("create", "b", "")
 	j.run(p)
+	began := time.Now()
 	j.expect("reset", "added configmaps/a", "reset", "added configmaps/a", "added configmaps/b")
-	if !leader.deleted.Load() {
-		t.Error("the stream is not deleted")
+	if took := time.Since(began); !leader.deleted.Load() || took < time.Second {
+		t.Errorf("the stream is deleted: %v, after %s", leader.deleted.Load(), took)
+	}
+}
+
+// A stream that gets messages is not stuck: another publisher lives.
+func TestALogWithAnotherPublisherStays(t *testing.T) {
+	t.Cleanup(publisher.SetStuckAfter(time.Second))
+	j := newStoppedJournal(t)
+	p := j.publisher("two")
+	leader := &laggingLeader{JetStream: j.js}
+	p.JS = leader
+	j.run(p)
+	for deadline := time.Now().Add(3 * time.Second); time.Now().Before(deadline); time.Sleep(300 * time.Millisecond) {
+		if _, err := j.js.Publish(t.Context(), eventlog.Subject("x"), nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if leader.deleted.Load() {
+		t.Error("the stream is deleted")
 	}
 }
 

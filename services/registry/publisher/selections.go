@@ -45,12 +45,14 @@ func (s *selections) record(e *mvccpb.Event, st *storage.Resource, o *logv1.Obje
 		set[0], set[1] = set[1], set[0]
 	}
 	before := set[0]
-	if before.key != key {
-		before, set[1] = selection{}, set[0]
-	}
-	if e.Type == mvccpb.DELETE {
+	switch found := before.key == key; {
+	case e.Type == mvccpb.DELETE && found:
 		set[0] = selection{}
 		return true
+	case e.Type == mvccpb.DELETE:
+		return true
+	case !found:
+		before, set[1] = selection{}, set[0]
 	}
 	set[0] = selection{key, e.Kv.ModRevision, s.hash('l', o.Labels) + s.hash('f', o.Fields), weak.Make(st)}
 	if e.PrevKv == nil || !st.SelectsStored() {

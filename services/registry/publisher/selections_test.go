@@ -66,7 +66,7 @@ func TestSelectionsOfManyObjects(t *testing.T) {
 			known++
 		}
 	}
-	if known < objects*9/10 || known > objects {
+	if known < objects*17/20 || known > objects {
 		t.Errorf("%d of %d objects are known", known, objects)
 	}
 }

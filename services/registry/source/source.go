@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
@@ -187,12 +188,13 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 	err = etcd.ReadPages(ctx, st.Prefix, revision, true, func(kvs []*mvccpb.KeyValue) error {
 		for len(kvs) > 0 {
 			n := batchSize(kvs, rowsBytes, func(kv *mvccpb.KeyValue) int { return len(kv.Value) })
-			for _, row := range EncodeRows(ctx, st, kvs[:n]) {
+			rows := EncodeRows(ctx, st, kvs[:n])
+			for _, row := range rows {
 				if err := out.add(row); err != nil {
 					return err
 				}
 			}
-			kvs = kvs[n:]
+			kvs = kvs[len(rows):]
 		}
 		return nil
 	})
@@ -280,21 +282,31 @@ func batchSize[T any](all []T, bound int, size func(T) int) int {
 	return n
 }
 
-// EncodeRows encodes rows on all processors.
+// EncodeRows encodes rows on all processors, at least one. It ends when the rows have encodedBytes: defaults of a CRD
+// may multiply the bytes of its objects.
 func EncodeRows(ctx context.Context, st *storage.Resource, kvs []*mvccpb.KeyValue) []*registryv1.Row {
 	rows := make([]*registryv1.Row, len(kvs))
 	workers := min(runtime.GOMAXPROCS(0), len(kvs))
+	var next, bytes atomic.Int64
 	var wg sync.WaitGroup
-	for w := range workers {
+	for range workers {
 		wg.Go(func() {
-			for i := w; i < len(kvs); i += workers {
+			for bytes.Load() < encodedBytes {
+				i := next.Add(1) - 1
+				if i >= int64(len(kvs)) {
+					return
+				}
 				rows[i] = st.Row(ctx, string(kvs[i].Key), kvs[i].Value, kvs[i].ModRevision)
+				bytes.Add(int64(len(rows[i].Json) + len(rows[i].Protobuf)))
 			}
 		})
 	}
 	wg.Wait()
-	return rows
+	return rows[:min(int(next.Load()), len(kvs))] // each worker has encoded the row that it took
 }
+
+// encodedBytes is the number of encoded bytes at which EncodeRows ends.
+const encodedBytes = 64 << 20
 
 // Encode converts stored encodings into another version, or into Table rows.
 func (s *Source) Encode(ctx context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {

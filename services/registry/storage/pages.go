@@ -2,11 +2,9 @@ package storage
 
 import (
 	"context"
-	"errors"
 	"slices"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
-	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	etcdkubernetes "go.etcd.io/etcd/client/v3/kubernetes"
 	"google.golang.org/grpc/codes"
@@ -82,33 +80,42 @@ func pageFor(kvs []*mvccpb.KeyValue) int64 {
 // make registry hold so much. Upstream's client accepts 2 GB (k8s.io/apiserver/pkg/storage/storagebackend/factory).
 type pagedLists struct{ etcdkubernetes.Interface }
 
-// List implements etcdkubernetes.Interface. A list with a limit may return fewer objects than the limit: upstream's
-// storage then requests the next.
+// List implements etcdkubernetes.Interface.
 func (l pagedLists) List(ctx context.Context, prefix string,
 	o etcdkubernetes.ListOptions) (etcdkubernetes.ListResponse, error) {
-	first, err := l.Interface.List(ctx, prefix, o)
+	all, err := l.Interface.List(ctx, prefix, o)
 	if !isTooLarge(err) || o.Limit == 1 || !ofService(ctx) {
-		return first, err
+		return all, err
 	}
-	wanted := o.Limit
-	if o.Limit == 0 || o.Limit > largePage {
-		o.Limit = largePage
-	} else {
-		o.Limit = max(1, o.Limit/4)
-	}
-	if first, err = l.List(ctx, prefix, o); err != nil || wanted > 0 {
-		return first, err
-	}
-	o.Revision = first.Revision
-	for last := first; int64(len(last.Kvs)) < last.Count; {
-		o.Limit = min(largePage, 2*int64(len(last.Kvs))) // objects after large objects may be small
-		o.Continue = string(last.Kvs[len(last.Kvs)-1].Key) + "\x00"
-		if last, err = l.List(ctx, prefix, o); err != nil {
-			return last, err
+	all = etcdkubernetes.ListResponse{}
+	wanted := o.Limit // 0: all objects
+	for limit := int64(largePage); ; {
+		o.Limit = limit
+		if wanted > 0 {
+			o.Limit = min(limit, wanted-int64(len(all.Kvs)))
 		}
-		first.Kvs = append(first.Kvs, last.Kvs...)
+		page, err := l.Interface.List(ctx, prefix, o)
+		if isTooLarge(err) && o.Limit > 1 {
+			limit = max(1, o.Limit/4)
+			continue
+		}
+		if err != nil {
+			return page, err
+		}
+		if all.Kvs == nil {
+			all.Count, all.Revision = page.Count, page.Revision
+		}
+		if o.Revision == 0 {
+			o.Revision = page.Revision
+		}
+		all.Kvs = append(all.Kvs, page.Kvs...)
+		n := int64(len(page.Kvs))
+		if n >= page.Count || int64(len(all.Kvs)) == wanted {
+			return all, nil
+		}
+		o.Continue = string(page.Kvs[n-1].Key) + "\x00"
+		limit = min(largePage, 2*n) // objects after large objects may be small
 	}
-	return first, nil
 }
 
 // ofService reports whether a request is from a service, or from registry itself (services/registry/loopback).
@@ -117,8 +124,5 @@ func ofService(ctx context.Context) bool {
 	return ok && (u.GetName() == user.APIServerUser || slices.Contains(u.GetGroups(), identity.ServicesGroup))
 }
 
-// isTooLarge reports whether a response exceeded maxRangeBytes. etcd's own errors have other types.
-func isTooLarge(err error) bool {
-	var own rpctypes.EtcdError
-	return status.Code(err) == codes.ResourceExhausted && !errors.As(err, &own)
-}
+// isTooLarge reports whether a response exceeded maxRangeBytes. etcd's own errors have no gRPC status.
+func isTooLarge(err error) bool { return status.Code(err) == codes.ResourceExhausted }

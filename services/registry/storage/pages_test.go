@@ -7,7 +7,6 @@ import (
 	"testing"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
-	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	etcdkubernetes "go.etcd.io/etcd/client/v3/kubernetes"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -46,9 +45,7 @@ func (s *boundedStore) List(_ context.Context, prefix string,
 			bytes += size
 		}
 	}
-	if r.Revision = s.revision; o.Revision != 0 {
-		r.Revision = o.Revision
-	}
+	r.Revision = s.revision // as of etcd: the current revision, also if another is requested
 	if bytes > s.bound {
 		return r, status.Error(codes.ResourceExhausted, "grpc: received message larger than max")
 	}
@@ -95,27 +92,30 @@ func TestAListAboveTheBoundIsReadInPages(t *testing.T) {
 			t.Errorf("page %d is read at revision %d of %d", n, at, all.Revision)
 		}
 	}
+	s.read = nil
+	if _, err = (pagedLists{s}).List(asService(t), "/p/", etcdkubernetes.ListOptions{Revision: 3}); err != nil {
+		t.Fatal(err)
+	}
+	for n, at := range s.read {
+		if at != 3 {
+			t.Errorf("page %d of revision 3 is read at revision %d", n, at)
+		}
+	}
 }
 
-func TestALimitedListAboveTheBoundReturnsFewer(t *testing.T) {
-	sizes := []int{90, 90, 90, 90, 90, 90}
-	s := &boundedStore{sizes: sizes, bound: 300}
+func TestALimitedListAboveTheBound(t *testing.T) {
+	s := &boundedStore{sizes: []int{90, 90, 90, 90, 90, 90, 90}, bound: 300}
 	some, err := pagedLists{s}.List(asService(t), "/p/", etcdkubernetes.ListOptions{Limit: 5, Continue: keyOf(1)})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(some.Kvs) == 0 || len(some.Kvs) > 3 || some.Count != 5 || string(some.Kvs[0].Key) != keyOf(1) {
-		t.Errorf("%d of %d objects, from %s", len(some.Kvs), some.Count, some.Kvs)
+	if len(some.Kvs) != 5 || some.Count != 6 || string(some.Kvs[0].Key) != keyOf(1) ||
+		string(some.Kvs[4].Key) != keyOf(5) {
+		t.Errorf("%d of %d objects: %s", len(some.Kvs), some.Count, some.Kvs)
 	}
 	s.bound = 50
 	_, err = pagedLists{s}.List(asService(t), "/p/", etcdkubernetes.ListOptions{})
 	if status.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "larger than max") {
 		t.Errorf("an object above the bound: %v", err)
-	}
-}
-
-func TestErrorsOfEtcdAreNotTooLarge(t *testing.T) {
-	if err := rpctypes.ErrTooManyRequests; status.Code(err) == codes.OK || isTooLarge(err) {
-		t.Errorf("%v asks for pages", err)
 	}
 }

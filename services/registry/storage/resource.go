@@ -209,7 +209,7 @@ func encodeUnstructured(u *unstructured.Unstructured, out *logv1.Object) error {
 const maxJSONBytes = 28 << 20
 
 // UnstructuredJSON returns an object's JSON without apiVersion and kind, metadata first. It returns an error if the
-// JSON would exceed maxJSONBytes.
+// JSON exceeds maxJSONBytes, before it encodes the object.
 func UnstructuredJSON(u *unstructured.Unstructured) ([]byte, error) {
 	if leastJSONBytes(u.Object, maxJSONBytes) > maxJSONBytes {
 		return nil, fmt.Errorf("with the defaults of its definition, the object exceeds %d MB", maxJSONBytes>>20)
@@ -233,12 +233,20 @@ func UnstructuredJSON(u *unstructured.Unstructured) ([]byte, error) {
 	return append(data, body[1:]...), nil
 }
 
-// leastJSONBytes returns a lower bound of the size of a value's JSON. It ends above limit.
+// leastJSONBytes returns nearly the size of a value's JSON, without numbers and commas. It ends above limit.
 func leastJSONBytes(value any, limit int) int {
 	bytes := len(`""`)
 	switch v := value.(type) {
 	case string:
 		bytes += len(v)
+		for i := range len(v) {
+			switch c := v[i]; {
+			case c < ' ', c == '<', c == '>', c == '&': // \u003c
+				bytes += 5
+			case c == '"', c == '\\':
+				bytes++
+			}
+		}
 	case map[string]any:
 		for key, of := range v {
 			if bytes += len(key) + len(`"":`) + leastJSONBytes(of, limit-bytes); bytes > limit {

@@ -17,8 +17,12 @@ func TestUnstructuredJSONIsBounded(t *testing.T) {
 		return &unstructured.Unstructured{Object: map[string]any{
 			"metadata": map[string]any{"name": "a"}, "spec": map[string]any{"l": items}}}
 	}
-	if data, err := UnstructuredJSON(object(items)); err == nil || !strings.Contains(err.Error(), "exceeds 28 MB") {
-		t.Errorf("%d bytes, %v", len(data), err)
+	escaped := []any{strings.Repeat("<", 5<<20)}
+	for _, large := range [][]any{items, escaped} {
+		data, err := UnstructuredJSON(object(large))
+		if err == nil || !strings.Contains(err.Error(), "exceeds 28 MB") {
+			t.Errorf("%d bytes, %v", len(data), err)
+		}
 	}
 	data, err := UnstructuredJSON(object(items[:20_000]))
 	if err != nil {
