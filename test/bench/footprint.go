@@ -16,8 +16,8 @@ import (
 )
 
 const (
-	// footprintRest is the time at rest before each measurement. A process at rest returns memory once a minute. In the first
-	// minutes it compresses the added objects, and is not at rest.
+	// footprintRest is the time at rest before each measurement. A process at rest returns memory once a minute. In the
+	// first minutes it compresses the added objects, and is not at rest.
 	footprintRest = 200 * time.Second
 	// footprintMaps is the number of ConfigMaps of 1 KB.
 	footprintMaps = 10_000

@@ -495,8 +495,8 @@ func TestLostLogIsRefilled(t *testing.T) {
 	j.expect(append(want, "reset", "added configmaps/c", "added configmaps/d")...)
 }
 
-// laggingLeader is the leader of a stream whose other copies have stopped: it counts messages that they do not store, and
-// rejects all others. It reports an end before the last message until the stream is deleted.
+// laggingLeader is the leader of a stream whose other copies have stopped: it counts messages that they do not store,
+// and rejects all others. It reports an end before the last message until the stream is deleted.
 type laggingLeader struct {
 	jetstream.JetStream
 	deleted atomic.Bool
