@@ -44,7 +44,10 @@ func (s schemaCoercer) coerce(u *unstructured.Unstructured) (unknown []string, e
 		return nil, err
 	}
 	if gv.Group == s.Spec.Group && kind == s.Status.AcceptedNames.Kind { // options are decoded here too
-		structural := s.Schemas[gv.Version]
+		structural, err := s.Structural(gv.Version)
+		if err != nil {
+			return nil, err
+		}
 		if !s.Spec.PreserveUnknownFields {
 			unknown = append(unknown, pruning.PruneWithOptions(u.Object, structural, true,
 				schema.UnknownFieldPathOptions{TrackUnknownFieldPaths: s.returnUnknownFieldPaths})...)

@@ -8,6 +8,7 @@ package crd
 import (
 	"fmt"
 	"reflect"
+	"sync"
 	"weak"
 
 	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
@@ -24,13 +25,21 @@ import (
 	"k8s.io/client-go/scale/scheme/autoscalingv1"
 )
 
-// CRD is an immutable CustomResourceDefinition with its schemas.
+// CRD is an immutable CustomResourceDefinition with its structural schemas.
 type CRD struct {
 	*apiextensionsv1.CustomResourceDefinition
 	// StorageVersion is the version of objects in etcd.
 	StorageVersion string
-	// Schemas maps each version to its structural schema. A version without a schema has no entry.
-	Schemas map[string]*structuralschema.Structural
+	// schemas has an entry for each version.
+	schemas map[string]*versionSchema
+}
+
+// versionSchema is the structural schema of a version. It is built on first use: most CRDs of a cluster have no objects,
+// and a structural schema takes half the memory of a CRD.
+type versionSchema struct {
+	once   sync.Once
+	schema *structuralschema.Structural
+	err    error
 }
 
 // New returns the CRD of a definition. An error means that the CRD cannot be served.
@@ -45,21 +54,26 @@ func New(d *apiextensionsv1.CustomResourceDefinition) (*CRD, error) {
 			return nil, fmt.Errorf("the CRD %s has no accepted %s", d.Name, name)
 		}
 	}
-	out := &CRD{CustomResourceDefinition: d, Schemas: map[string]*structuralschema.Structural{}}
+	out := &CRD{CustomResourceDefinition: d, schemas: map[string]*versionSchema{}}
 	var err error
 	if out.StorageVersion, err = apihelpers.GetCRDStorageVersion(d); err != nil {
 		return nil, err
 	}
 	for _, v := range d.Spec.Versions {
-		s, err := structural(d, v.Name)
-		if err != nil {
-			return nil, err
-		}
-		if s != nil {
-			out.Schemas[v.Name] = s
-		}
+		out.schemas[v.Name] = &versionSchema{}
 	}
 	return out, nil
+}
+
+// Structural returns the structural schema of a version, or nil if the version has no schema or does not exist. An
+// error means that objects of the version cannot be read or written.
+func (d *CRD) Structural(version string) (*structuralschema.Structural, error) {
+	v, ok := d.schemas[version]
+	if !ok {
+		return nil, nil
+	}
+	v.once.Do(func() { v.schema, v.err = structural(d.CustomResourceDefinition, version) })
+	return v.schema, v.err
 }
 
 // structural returns the structural schema of a version, or nil. CRDs that share a schema share its structural schema.
@@ -202,5 +216,9 @@ func (d defaulter) Default(in runtime.Object) {
 		d.delegate.Default(in)
 		return
 	}
-	defaulting.Default(u.UnstructuredContent(), d.Schemas[u.GetObjectKind().GroupVersionKind().Version])
+	s, err := d.Structural(u.GetObjectKind().GroupVersionKind().Version)
+	if err != nil {
+		return // coerce returns the error for the same object
+	}
+	defaulting.Default(u.UnstructuredContent(), s)
 }

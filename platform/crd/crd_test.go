@@ -69,15 +69,35 @@ func TestInvalidCRDs(t *testing.T) {
 		"no storage version": func(d *apiextensionsv1.CustomResourceDefinition) {
 			d.Spec.Versions[1].Storage = false
 		},
-		"not structural": func(d *apiextensionsv1.CustomResourceDefinition) {
-			elsewhere := "#/definitions/spec"
-			schema := d.Spec.Versions[0].Schema.OpenAPIV3Schema
-			schema.Properties["spec"] = apiextensionsv1.JSONSchemaProps{Ref: &elsewhere}
-		},
 	} {
 		if _, err := define(t, change); err == nil || !strings.Contains(strings.ToLower(err.Error()), want) {
 			t.Errorf("%s: %v", want, err)
 		}
+	}
+}
+
+// A schema is checked on first use: then no object can be read, and the error names the version.
+func TestASchemaThatIsNotStructural(t *testing.T) {
+	d, err := define(t, func(d *apiextensionsv1.CustomResourceDefinition) {
+		elsewhere := "#/definitions/spec"
+		schema := d.Spec.Versions[0].Schema.OpenAPIV3Schema
+		schema.Properties["spec"] = apiextensionsv1.JSONSchemaProps{Ref: &elsewhere}
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := "the schema of widgets.example.com in v1 is not structural"
+	if _, err := d.Structural("v1"); err == nil || !strings.Contains(err.Error(), want) {
+		t.Errorf("Structural: %v", err)
+	}
+	if _, err := d.Decode([]byte(body)); err == nil || !strings.Contains(err.Error(), want) {
+		t.Errorf("Decode: %v", err)
+	}
+	if s, err := d.Structural("v2"); s == nil || err != nil {
+		t.Errorf("another version: %v, %v", s, err)
+	}
+	if s, err := d.Structural("v3"); s != nil || err != nil {
+		t.Errorf("an unknown version: %v, %v", s, err)
 	}
 }
 

@@ -1,11 +1,13 @@
 package crd
 
 import (
+	"maps"
 	"reflect"
 	"runtime"
 	"sync"
 	"weak"
 
+	corev1 "k8s.io/api/core/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	structuralschema "k8s.io/apiextensions-apiserver/pkg/apiserver/schema"
 	"k8s.io/apimachinery/pkg/types"
@@ -14,7 +16,15 @@ import (
 // Share replaces the schemas of d by equal schemas of the same CRD that the process has. A decoded schema takes twelve
 // times the memory of its JSON, and each informer and each reader of etcd decodes the CRD. Schemas are immutable once d
 // is shared. The process keeps a schema while something refers to it.
+//
+// Share removes managedFields and kubectl's last applied configuration from d, which can be as large as the schemas. No
+// reader of CRDs in a process needs them. An update of d's status keeps those of the stored CRD.
 func Share(d *apiextensionsv1.CustomResourceDefinition) {
+	d.ManagedFields = nil
+	if _, ok := d.Annotations[corev1.LastAppliedConfigAnnotation]; ok {
+		d.Annotations = maps.Clone(d.Annotations) // others may read the map
+		delete(d.Annotations, corev1.LastAppliedConfigAnnotation)
+	}
 	if d.UID == "" {
 		return
 	}

@@ -6,7 +6,10 @@ import (
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	structuralschema "k8s.io/apiextensions-apiserver/pkg/apiserver/schema"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -58,23 +61,41 @@ func TestEqualSchemasOfACRDAreShared(t *testing.T) {
 	}
 }
 
+func TestSharedCRDsHaveNoManagedFields(t *testing.T) {
+	d := decoded(t, "u5", one)
+	d.ManagedFields = []metav1.ManagedFieldsEntry{{Manager: "kubectl"}}
+	annotations := map[string]string{corev1.LastAppliedConfigAnnotation: "{}", "a": "b"}
+	d.Annotations = annotations
+	Share(d)
+	if d.ManagedFields != nil || len(d.Annotations) != 1 || d.Annotations["a"] != "b" {
+		t.Errorf("managedFields %v, annotations %v", d.ManagedFields, d.Annotations)
+	}
+	if len(annotations) != 2 {
+		t.Error("the map of another reader has changed")
+	}
+}
+
 func TestCRDsShareStructuralSchemas(t *testing.T) {
 	a, b, changed := decoded(t, "u3", one), decoded(t, "u3", one), decoded(t, "u3", two)
 	preserving := decoded(t, "u3", one)
 	preserving.Spec.PreserveUnknownFields = true
-	var built []*CRD
+	var built []*structuralschema.Structural
 	for _, d := range []*apiextensionsv1.CustomResourceDefinition{a, b, changed, preserving} {
 		Share(d)
 		c, err := New(d)
 		if err != nil {
 			t.Fatal(err)
 		}
-		built = append(built, c)
+		s, err := c.Structural("v1")
+		if err != nil {
+			t.Fatal(err)
+		}
+		built = append(built, s)
 	}
-	if built[0].Schemas["v1"] != built[1].Schemas["v1"] {
+	if built[0] != built[1] {
 		t.Error("equal CRDs have two structural schemas")
 	}
-	if built[0].Schemas["v1"] == built[2].Schemas["v1"] || built[0].Schemas["v1"] == built[3].Schemas["v1"] {
+	if built[0] == built[2] || built[0] == built[3] {
 		t.Error("CRDs that are not equal share a structural schema")
 	}
 }

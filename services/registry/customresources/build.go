@@ -222,8 +222,12 @@ func (b *builder) storage(v *apiextensionsv1.CustomResourceDefinitionVersion) (
 	listKind := kind
 	listKind.Kind = b.Status.AcceptedNames.ListKind
 	singular := schema.GroupResource{Group: b.Spec.Group, Resource: b.Status.AcceptedNames.Singular}
+	structural, err := b.Structural(v.Name)
+	if err != nil {
+		return nil, err
+	}
 	strategy := customresource.NewStrategy(crd.Typer(b.Parameters(v.Name)), b.Namespaced(), kind, validator,
-		statusValidator, b.Schemas[v.Name], status, replicas, v.SelectableFields)
+		statusValidator, structural, status, replicas, v.SelectableFields)
 	return func(safe runtime.ObjectConvertor) (customresource.CustomResourceStorage, error) {
 		return customresource.NewStorage(b.Resource(v.Name).GroupResource(), singular, kind, listKind, strategy,
 			b.set.Storage.CustomRESTOptions(b.StorageCodec(v.Name, safe)), b.Status.AcceptedNames.Categories, table,
