@@ -18,7 +18,7 @@ import (
 // is shared. The process keeps a schema while something refers to it.
 //
 // Share removes managedFields and kubectl's last applied configuration from d, which can be as large as the schemas. No
-// reader of CRDs in a process needs them. An update of d's status keeps those of the stored CRD.
+// reader of CRDs in a process needs them. An update of d's status keeps both in the stored CRD.
 func Share(d *apiextensionsv1.CustomResourceDefinition) {
 	d.ManagedFields = nil
 	if _, ok := d.Annotations[corev1.LastAppliedConfigAnnotation]; ok {

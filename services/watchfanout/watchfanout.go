@@ -129,7 +129,14 @@ func (s *Service) sweep(ctx context.Context) {
 	if s.config.IdleTimeout > 0 {
 		period = min(period, max(s.config.IdleTimeout/4, time.Second))
 	}
-	for lifecycle.Sleep(ctx, period) == nil {
+	for next := time.Now().Add(period); lifecycle.Sleep(ctx, time.Second) == nil; {
+		for _, l := range s.all() {
+			l.cache.PackGrowth()
+		}
+		if time.Now().Before(next) {
+			continue
+		}
+		next = time.Now().Add(period)
 		for _, l := range s.all() {
 			l.listServer.Sweep()
 			l.converter.Sweep()

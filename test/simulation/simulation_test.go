@@ -351,12 +351,15 @@ func (r *replica) start() {
 	r.reader = logreader.New(r.cache, nc, logreader.Source{
 		Stream:   eventlog.DirectGetReader{JS: js},
 		Revision: r.etcd.revision,
-		Rows: func(ctx context.Context, resource string) ([]*registryv1.Row, int64, error) {
+		Rows: func(ctx context.Context, resource string, add func(*registryv1.Row)) (int64, error) {
 			revision, err := r.etcd.revision(ctx)
 			if err != nil {
-				return nil, 0, err
+				return 0, err
 			}
-			return r.etcd.rows(resource, revision), revision, nil
+			for _, row := range r.etcd.rows(resource, revision) {
+				add(row)
+			}
+			return revision, nil
 		},
 	}, &tasks.Ready, logreader.Config{StaleAfter: 4 * time.Second, Backfills: true, Differences: differences})
 	r.reader.Run(ctx, tasks)

@@ -126,12 +126,13 @@ func TestALoadIsNotStarvedByItsRing(t *testing.T) {
 	c.Apply(reset(10))
 	began, going := make(chan struct{}), make(chan struct{})
 	loads := 0
-	slow := func(context.Context, string) ([]*registryv1.Row, int64, error) {
+	slow := func(_ context.Context, _ string, add func(*registryv1.Row)) (int64, error) {
 		if loads++; loads == 1 {
 			close(began)
 		}
 		<-going
-		return []*registryv1.Row{{Namespace: "ns", Name: "old", Json: []byte("{}")}}, 10, nil
+		add(&registryv1.Row{Namespace: "ns", Name: "old", Json: []byte("{}")})
+		return 10, nil
 	}
 	done := make(chan *Snapshot)
 	go func() {
@@ -159,13 +160,8 @@ func TestALoadIsNotStarvedByItsRing(t *testing.T) {
 func TestAnUnreadableObjectAffectsNoOther(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
-	rows := func(context.Context, string) ([]*registryv1.Row, int64, error) {
-		return []*registryv1.Row{{
-			Namespace: "ns",
-			Name:      "fine",
-			Json:      []byte("{}"),
-		}, {Namespace: "bad", Name: "x", Unreadable: "rubbish"}}, 10, nil
-	}
+	rows := sourceOf(10, &registryv1.Row{Namespace: "ns", Name: "fine", Json: []byte("{}")},
+		&registryv1.Row{Namespace: "bad", Name: "x", Unreadable: "rubbish"})
 	read := func() *Snapshot {
 		s, err := c.Resource("pods").Snapshot(t.Context(), "", rows, waitFor(c))
 		if err != nil {
@@ -201,7 +197,7 @@ func TestUnreadableObjectsAreReadAgain(t *testing.T) {
 		c.Apply(reset(10))
 		var loads atomic.Int64
 		var recovered atomic.Bool
-		rows := func(context.Context, string) ([]*registryv1.Row, int64, error) {
+		rows := func(_ context.Context, _ string, add func(*registryv1.Row)) (int64, error) {
 			loads.Add(1)
 			time.Sleep(time.Second) // of synctest's clock, as the sleep between reads
 			row := &registryv1.Row{Namespace: "ns", Name: "x", Json: []byte("{}")}
@@ -212,7 +208,9 @@ func TestUnreadableObjectsAreReadAgain(t *testing.T) {
 					other.Json, other.Unreadable = nil, row.Unreadable
 				}
 			}
-			return []*registryv1.Row{row, other}, 10, nil
+			add(row)
+			add(other)
+			return 10, nil
 		}
 		// readEverySecond returns whether the last read finds the object unreadable.
 		readEverySecond := func(reads int) (unreadable bool) {
@@ -337,8 +335,8 @@ func TestListsAreNeverOlderThanTheySay(t *testing.T) {
 				}
 				floor := c.Progress()
 				s, err := c.Resource(name).Snapshot(t.Context(), "",
-					func(context.Context, string) ([]*registryv1.Row, int64, error) {
-						return nil, c.Progress(), nil
+					func(context.Context, string, func(*registryv1.Row)) (int64, error) {
+						return c.Progress(), nil
 					}, waitFor(c))
 				if err != nil {
 					failed <- err

@@ -49,10 +49,13 @@ type Cache struct {
 
 	replica core.Replica // only the applying goroutine uses it
 
-	// packedAt is when Sweep last packed, and packUpTo the youngest serial then. Only Sweep's goroutine uses them.
+	// packedAt is when objects were last packed, and packUpTo the youngest serial then. Only Sweep's goroutine uses them.
 	packedAt time.Time
 	packUpTo uint64
-	unpacked unpackedPacks
+	// growth has the bytes of the events since then, and maxGrowth bounds it.
+	growth    atomic.Int64
+	maxGrowth int
+	unpacked  unpackedPacks
 
 	sumsMu      sync.Mutex // guards sums
 	sums        core.TermSums
@@ -67,6 +70,8 @@ func New(ringBytes int, idleTimeout time.Duration) *Cache {
 		IdleTimeout: idleTimeout,
 		resources:   map[string]*Resource{},
 		differences: make(chan Difference, maxDifferences),
+		maxGrowth:   maxGrowth,
+		unpacked:    unpackedPacks{maxBytes: maxUnpackedBytes},
 	}
 	c.epoch.Store(new(string))
 	return c
@@ -163,6 +168,7 @@ func (c *Cache) tryApply(name string, events []*logv1.Event) (err error) {
 	batch := make([]*Event, len(events))
 	for i, p := range events {
 		batch[i] = EventOf(p)
+		c.growth.Add(int64(batch[i].Size()))
 		c.observed.Store(p.ObservedUnixNano)
 	}
 	c.Resource(name).apply(batch)

@@ -32,12 +32,20 @@ func reset(revision int64) *logv1.Event {
 }
 
 func source(revision int64, names ...string) Source {
-	return func(context.Context, string) ([]*registryv1.Row, int64, error) {
-		var rows []*registryv1.Row
+	return func(_ context.Context, _ string, add func(*registryv1.Row)) (int64, error) {
 		for _, n := range names {
-			rows = append(rows, &registryv1.Row{Namespace: "ns", Name: n, Revision: revision, Json: []byte("{}")})
+			add(&registryv1.Row{Namespace: "ns", Name: n, Revision: revision, Json: []byte("{}")})
 		}
-		return rows, revision, nil
+		return revision, nil
+	}
+}
+
+func sourceOf(revision int64, rows ...*registryv1.Row) Source {
+	return func(_ context.Context, _ string, add func(*registryv1.Row)) (int64, error) {
+		for _, row := range rows {
+			add(row)
+		}
+		return revision, nil
 	}
 }
 
@@ -462,17 +470,16 @@ func revisions(events []*Event) (out []int64) {
 func TestAnIndexFollowsTheObjects(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
-	rows := func(context.Context, string) ([]*registryv1.Row, int64, error) {
-		var rows []*registryv1.Row
+	rows := func(_ context.Context, _ string, add func(*registryv1.Row)) (int64, error) {
 		for i := range 10 {
-			rows = append(rows, &registryv1.Row{
+			add(&registryv1.Row{
 				Namespace: fmt.Sprint("ns", i%2),
 				Name:      fmt.Sprint("p", i),
 				Revision:  10,
 				Fields:    map[string]string{"spec.nodeName": fmt.Sprint("n", i%3)},
 			})
 		}
-		return rows, 10, nil
+		return 10, nil
 	}
 	list := func(prefix string) string {
 		s, err := c.Resource("pods").Snapshot(t.Context(), "spec.nodeName", rows, waitFor(c))
@@ -523,11 +530,11 @@ func TestASnapshotsIndexDoesNotChange(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
 	on := func(node string) map[string]string { return map[string]string{"spec.nodeName": node} }
-	rows := func(context.Context, string) (rows []*registryv1.Row, revision int64, err error) {
+	rows := func(_ context.Context, _ string, add func(*registryv1.Row)) (int64, error) {
 		for i := range 300 {
-			rows = append(rows, &registryv1.Row{Name: fmt.Sprintf("p%03d", i), Revision: 10, Fields: on("n1")})
+			add(&registryv1.Row{Name: fmt.Sprintf("p%03d", i), Revision: 10, Fields: on("n1")})
 		}
-		return rows, 10, nil
+		return 10, nil
 	}
 	s, err := c.Resource("pods").Snapshot(t.Context(), "spec.nodeName", rows, waitFor(c))
 	if err != nil {
@@ -593,9 +600,7 @@ func TestSelectingEndsWithItsContext(t *testing.T) {
 	for i := range 10 * contextCheckInterval {
 		rows = append(rows, &registryv1.Row{Namespace: "ns", Name: fmt.Sprintf("p-%05d", i), Json: []byte("{}")})
 	}
-	s, err := r.Snapshot(t.Context(), "", func(context.Context, string) ([]*registryv1.Row, int64, error) {
-		return rows, 1, nil
-	}, func(context.Context, int64) error { return nil })
+	s, err := r.Snapshot(t.Context(), "", sourceOf(1, rows...), func(context.Context, int64) error { return nil })
 	if err != nil {
 		t.Fatal(err)
 	}

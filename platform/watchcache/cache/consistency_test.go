@@ -1,7 +1,6 @@
 package cache
 
 import (
-	"context"
 	"fmt"
 	"testing"
 	"testing/synctest"
@@ -272,10 +271,8 @@ func TestAMissedFirstChangeIsFound(t *testing.T) {
 func TestASumIsOfEveryObject(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
-	withOdd := func(context.Context, string) ([]*registryv1.Row, int64, error) {
-		return []*registryv1.Row{{Namespace: "ns", Name: "a", Revision: 3, Json: []byte("{}")},
-			{Namespace: "ns", Name: "odd", Revision: 4, Unreadable: "rubbish"}}, 10, nil
-	}
+	withOdd := sourceOf(10, &registryv1.Row{Namespace: "ns", Name: "a", Revision: 3, Json: []byte("{}")},
+		&registryv1.Row{Namespace: "ns", Name: "odd", Revision: 4, Unreadable: "rubbish"})
 	if _, err := c.Resource("pods").Snapshot(t.Context(), "", withOdd, waitFor(c)); err != nil {
 		t.Fatal(err)
 	}

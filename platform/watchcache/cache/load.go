@@ -3,6 +3,7 @@ package cache
 import (
 	"context"
 	"errors"
+	"sync"
 	"time"
 
 	"github.com/google/btree"
@@ -21,8 +22,9 @@ type load struct {
 	resets int64
 }
 
-// Source reads a whole resource and returns its rows and their revision.
-type Source func(ctx context.Context, storedAs string) ([]*registryv1.Row, int64, error)
+// Source reads a whole resource. It calls add with each row, in the order of etcd's keys, and returns the revision of
+// all rows.
+type Source func(ctx context.Context, storedAs string, add func(*registryv1.Row)) (revision int64, err error)
 
 // Snapshot returns the resource at the cache's revision, and loads it first if necessary. If field is not empty, the
 // snapshot has an index of it.
@@ -97,7 +99,7 @@ const loadTimeout = time.Minute
 // were unreadable, and readers use the loaded objects meanwhile.
 func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(context.Context, int64) error) {
 	defer close(l.done)
-	o, revision, err := read(ctx, r.Name, source, wait)
+	o, revision, err := r.read(ctx, source, wait)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.loading = nil
@@ -148,6 +150,10 @@ type objects struct {
 	unreadable map[string]unreadable
 	bytes      int
 	sum        uint64
+	// cache packs the objects while they are read. recent are the objects since it last did, with recentBytes.
+	cache       *Cache
+	recent      []*Item
+	recentBytes int
 }
 
 // unreadable is an object that cannot be read, with the reason.
@@ -158,29 +164,31 @@ type unreadable struct {
 
 // read reads a whole resource. It returns when the log has reached the read's revision, so that no object is newer than
 // Progress.
-func read(ctx context.Context, name string, source Source,
+func (r *Resource) read(ctx context.Context, source Source,
 	wait func(context.Context, int64) error) (o objects, revision int64, err error) {
-	defer recovery.ToError("loading "+name, &err)
+	defer recovery.ToError("loading "+r.Name, &err)
 	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
 	defer cancel()
-	rows, revision, err := source(ctx, name)
-	if err == nil {
+	o = objects{tree: btree.NewG(64, less), unreadable: map[string]unreadable{}, cache: r.cache}
+	if revision, err = source(ctx, r.Name, o.add); err == nil {
 		err = wait(ctx, revision)
 	}
-	if err != nil {
-		return o, 0, err
+	return o, revision, err
+}
+
+func (o *objects) add(row *registryv1.Row) {
+	key := Key(row.Namespace, row.Name)
+	o.sum += core.ObjectHash(key, row.Revision)
+	if row.Unreadable != "" {
+		o.unreadable[key] = unreadable{row.Revision, row.Unreadable}
+		return
 	}
-	o = objects{tree: btree.NewG(64, less), unreadable: map[string]unreadable{}}
-	for _, row := range rows {
-		key := Key(row.Namespace, row.Name)
-		o.sum += core.ObjectHash(key, row.Revision)
-		if row.Unreadable != "" {
-			o.unreadable[key] = unreadable{row.Revision, row.Unreadable}
-			continue
-		}
-		i := ItemOf(row)
-		o.tree.ReplaceOrInsert(i)
-		o.bytes += i.Size()
+	i := ItemOf(row)
+	o.tree.ReplaceOrInsert(i)
+	o.bytes += i.Size()
+	o.recent, o.recentBytes = append(o.recent, i), o.recentBytes+i.Size()
+	if o.recentBytes > o.cache.maxGrowth {
+		o.cache.packItems(o.recent, lastSerial.Load(), sync.OnceValue(newEncoder))
+		o.recent, o.recentBytes = nil, 0
 	}
-	return o, revision, nil
 }

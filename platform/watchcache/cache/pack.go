@@ -18,11 +18,19 @@ import (
 // Clients do not change or list most objects of a cluster for hours. Sweep therefore packs the encodings of objects
 // that have not changed for packPeriod: neighbours are compressed together, in JSON and in protobuf each. A reader
 // unpacks a pack for all readers, until the pack has had no reader for packPeriod.
+//
+// A character of an object can take six bytes of JSON, such as "\u003c" for "<". The bytes that are not packed therefore
+// have bounds: maxGrowth for objects that were written or loaded, and maxUnpackedBytes for objects that were read.
 
 const (
 	// packPeriod is about how often Sweep packs objects. An object is packed at the second call after its last change.
 	// Unpacked bytes are dropped at the second call after their last reader.
 	packPeriod = 30 * time.Second
+	// maxGrowth is how many bytes of events PackGrowth waits for, and how many bytes of a load are packed together. Up
+	// to twice as many are not packed.
+	maxGrowth = 256 << 20
+	// maxUnpackedBytes bounds the unpacked bytes that a cache keeps for further readers.
+	maxUnpackedBytes = 512 << 20
 	// packBytes is about the size of a pack's encodings. A GET of a packed object decompresses so many bytes. A pack
 	// has more only if it has a single object.
 	packBytes = 128 << 10
@@ -118,12 +126,12 @@ type pack struct {
 	wasRead atomic.Bool
 
 	mu sync.Mutex // guards the field below, and unpacks once for concurrent readers
-	// dropped are the bytes that dropUnread has dropped. A slow client may still hold them.
-	dropped weak.Pointer[byte]
+	// held are the bytes that were last unpacked for a reader. A slow client may still hold them.
+	held weak.Pointer[byte]
 }
 
-// read returns the unpacked bytes, and keeps them for further readers. There are never two copies of them, so that slow
-// clients hold no more bytes than the objects have.
+// read returns the unpacked bytes, and keeps them for further readers if the list has room. There are never two copies
+// of them, so that slow clients hold no more bytes than the objects have.
 func (p *pack) read() []byte {
 	if !p.wasRead.Load() {
 		p.wasRead.Store(true)
@@ -135,8 +143,10 @@ func (p *pack) read() []byte {
 	defer p.mu.Unlock()
 	unpacked := p.unpack()
 	if p.unpacked.Load() == nil { // otherwise another reader has unpacked them meanwhile
-		p.unpacked.Store(&unpacked)
-		p.list.add(p)
+		p.held = weak.Make(&unpacked[0])
+		if p.list.add(p) {
+			p.unpacked.Store(&unpacked)
+		}
 	}
 	return unpacked
 }
@@ -154,7 +164,7 @@ func (p *pack) unpack() []byte {
 	if unpacked := p.unpacked.Load(); unpacked != nil {
 		return *unpacked
 	}
-	if held := p.dropped.Value(); held != nil {
+	if held := p.held.Value(); held != nil {
 		return unsafe.Slice(held, p.size)
 	}
 	unpacked, err := decoder().DecodeAll(p.compressed, make([]byte, 0, p.size))
@@ -171,7 +181,6 @@ func (p *pack) dropUnread() bool {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.dropped = weak.Make(&(*p.unpacked.Load())[0])
 	p.unpacked.Store(nil)
 	return true
 }
@@ -179,14 +188,22 @@ func (p *pack) dropUnread() bool {
 // unpackedPacks are the packs of a cache whose unpacked bytes are set. Some may belong to no object of the cache any
 // more, but to a snapshot or to a watch that waits for its client.
 type unpackedPacks struct {
-	mu  sync.Mutex
-	all []*pack
+	maxBytes int
+
+	mu    sync.Mutex
+	all   []*pack
+	bytes int // of all, and of the packs that dropUnread visits
 }
 
-func (l *unpackedPacks) add(p *pack) {
+// add adds a pack and returns true, unless the packs would have more than maxBytes. The caller holds p.mu.
+func (l *unpackedPacks) add(p *pack) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.all = append(l.all, p)
+	if l.bytes+p.size > l.maxBytes {
+		return false
+	}
+	l.all, l.bytes = append(l.all, p), l.bytes+p.size
+	return true
 }
 
 // dropUnread calls dropUnread of each pack.
@@ -195,10 +212,17 @@ func (l *unpackedPacks) dropUnread() {
 	all := l.all
 	l.all = nil
 	l.mu.Unlock()
-	all = slices.DeleteFunc(all, (*pack).dropUnread)
+	dropped := 0
+	all = slices.DeleteFunc(all, func(p *pack) bool {
+		if !p.dropUnread() {
+			return false
+		}
+		dropped += p.size
+		return true
+	})
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.all = append(l.all, all...)
+	l.all, l.bytes = append(l.all, all...), l.bytes-dropped
 }
 
 // packUnchanged packs the objects that have not changed for packPeriod, and drops unpacked bytes and frames without
@@ -208,23 +232,41 @@ func (c *Cache) packUnchanged(now time.Time) {
 	if now.Sub(c.packedAt) < packPeriod-early {
 		return
 	}
-	upTo := c.packUpTo
-	c.packedAt, c.packUpTo = now, lastSerial.Load()
+	c.packedAt = now
 	c.unpacked.dropUnread()
+	c.packOlder()
+}
+
+// PackGrowth packs earlier than Sweep if many bytes were written since. The goroutine of Sweep calls it each second.
+func (c *Cache) PackGrowth() {
+	if c.growth.Load() > int64(c.maxGrowth) {
+		c.packOlder()
+	}
+}
+
+// packOlder packs the objects that are as old as the last call.
+func (c *Cache) packOlder() {
+	upTo := c.packUpTo
+	c.packUpTo = lastSerial.Load()
+	c.growth.Store(0)
 	encoder := sync.OnceValue(newEncoder) // most calls pack nothing, and an encoder has megabytes
 	c.each(func(r *Resource) {
-		items := r.packable(upTo)
-		var sizes packedSizes
-		for _, of := range []func(*Item) *atomic.Pointer[encoding]{
-			func(i *Item) *atomic.Pointer[encoding] { return &i.json },
-			func(i *Item) *atomic.Pointer[encoding] { return &i.protobuf },
-		} {
-			p := &packer{upTo: upTo, of: of, encoder: encoder, unpacked: &c.unpacked}
-			p.packAll(items)
-			sizes.add(p.live(items))
-		}
+		sizes := c.packItems(r.packable(upTo), upTo, encoder)
 		r.packed.Store(&sizes)
 	})
+}
+
+// packItems packs the items up to a serial, and returns the bytes of all their packs.
+func (c *Cache) packItems(items []*Item, upTo uint64, encoder func() *zstd.Encoder) (sizes packedSizes) {
+	for _, of := range []func(*Item) *atomic.Pointer[encoding]{
+		func(i *Item) *atomic.Pointer[encoding] { return &i.json },
+		func(i *Item) *atomic.Pointer[encoding] { return &i.protobuf },
+	} {
+		p := &packer{upTo: upTo, of: of, encoder: encoder, unpacked: &c.unpacked}
+		p.packAll(items)
+		sizes.add(p.live(items))
+	}
+	return sizes
 }
 
 // packedSizes are the bytes of a resource's packs: before and after compression, and the unpacked bytes in memory.

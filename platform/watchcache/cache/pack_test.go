@@ -39,7 +39,11 @@ func protobufOf(json []byte) []byte { return append([]byte{0x0a}, json...) }
 // loadPacking returns a cache with n objects of about size bytes in each encoding.
 func loadPacking(t *testing.T, n int, encode func(i int) []byte) *packing {
 	t.Helper()
-	c := New(1<<20, 0)
+	return loadInto(t, New(1<<20, 0), n, encode)
+}
+
+func loadInto(t *testing.T, c *Cache, n int, encode func(i int) []byte) *packing {
+	t.Helper()
 	c.Apply(reset(1))
 	var rows []*registryv1.Row
 	for i := range n {
@@ -53,8 +57,7 @@ func loadPacking(t *testing.T, n int, encode func(i int) []byte) *packing {
 			Encoder:   9,
 		})
 	}
-	load := func(context.Context, string) ([]*registryv1.Row, int64, error) { return rows, 1, nil }
-	if _, err := c.Resource("pods").Snapshot(t.Context(), "", load, waitFor(c)); err != nil {
+	if _, err := c.Resource("pods").Snapshot(t.Context(), "", sourceOf(1, rows...), waitFor(c)); err != nil {
 		t.Fatal(err)
 	}
 	p := &packing{Cache: c, now: time.Now()}
@@ -159,7 +162,7 @@ func TestUnchangedObjectsArePacked(t *testing.T) {
 	p.next()
 	p.next()
 	runtime.GC() // held is not used any more
-	if first := p.items()[0].json.Load().pack; first.dropped.Value() != nil {
+	if first := p.items()[0].json.Load().pack; first.held.Value() != nil {
 		t.Error("a pack keeps its dropped bytes")
 	}
 	for i, item := range p.items() {
@@ -283,6 +286,79 @@ func TestConcurrentReadersOfAPack(t *testing.T) {
 		if n := len(p.unpacked.all); n != 0 {
 			t.Fatalf("the list of unpacked packs has %d", n)
 		}
+	}
+}
+
+// A large load packs its objects before its end.
+func TestALargeLoadIsPackedMeanwhile(t *testing.T) {
+	c := New(1<<20, 0)
+	c.maxGrowth = 500_000
+	p := loadInto(t, c, 500, func(i int) []byte { return text(i, 1000) })
+	own := 0
+	for i, item := range p.items() {
+		if item.json.Load().pack == nil {
+			own += item.Size()
+		}
+		if !bytes.Equal(item.JSON(), text(i, 1000)) {
+			t.Fatalf("object %d is %s", i, item.JSON())
+		}
+	}
+	if own == 0 || own > c.maxGrowth {
+		t.Errorf("objects of %d bytes are not packed", own)
+	}
+}
+
+// Objects are packed before the period ends if many bytes are written.
+func TestGrowthIsPackedEarly(t *testing.T) {
+	c := New(1<<20, 0)
+	c.maxGrowth = 100_000
+	c.Apply(reset(1))
+	if _, err := c.Resource("pods").Snapshot(t.Context(), "", sourceOf(1), waitFor(c)); err != nil {
+		t.Fatal(err)
+	}
+	p := &packing{Cache: c, now: time.Now()}
+	p.next()
+	for i := range 2000 {
+		e := event(logv1.Type_TYPE_ADDED, int64(i)+2, fmt.Sprintf("p%04d", i))
+		e.Object.Json = text(i, 1000)
+		c.Apply(e)
+		c.PackGrowth()
+	}
+	own := 0
+	for _, item := range p.items() {
+		if item.json.Load().pack == nil {
+			own += item.Size()
+		}
+	}
+	if packs, _ := p.packs(); len(packs) == 0 || own > 3*c.maxGrowth {
+		t.Errorf("%d packs, and objects of %d bytes are not packed", len(packs), own)
+	}
+}
+
+// A cache keeps unpacked bytes up to a bound. Beyond it, slow readers of a pack still share its bytes.
+func TestUnpackedBytesAreBounded(t *testing.T) {
+	c := New(1<<20, 0)
+	c.unpacked.maxBytes = 2 * packBytes
+	p := loadInto(t, c, 2000, func(i int) []byte { return text(i, 1000) })
+	p.next()
+	for range 2 {
+		for i, item := range p.items() {
+			if !bytes.Equal(item.JSON(), text(i, 1000)) {
+				t.Fatalf("object %d is %s", i, item.JSON())
+			}
+		}
+		if packs, unpacked := p.packs(); unpacked != 2 || len(packs) < 5 {
+			t.Errorf("%d of %d packs are unpacked", unpacked, len(packs))
+		}
+	}
+	last := p.items()[1900]
+	if first, second := last.JSON(), last.JSON(); &first[0] != &second[0] {
+		t.Error("two readers have two copies")
+	}
+	p.next()
+	p.next()
+	if p.unpacked.bytes != 0 {
+		t.Errorf("%d unpacked bytes are counted, and none are left", p.unpacked.bytes)
 	}
 }
 

@@ -59,7 +59,12 @@ func FuzzSnapshot(f *testing.F) {
 		c.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 10})
 		reader := logreader.New(c, nil, logreader.Source{
 			Revision: func(context.Context) (int64, error) { return 10, nil },
-			Rows:     func(context.Context, string) ([]*registryv1.Row, int64, error) { return chunk.Rows, 10, nil },
+			Rows: func(_ context.Context, _ string, add func(*registryv1.Row)) (int64, error) {
+				for _, row := range chunk.Rows {
+					add(row)
+				}
+				return 10, nil
+			},
 		}, &lifecycle.Readiness{}, logreader.Config{})
 		l := New(w.Discovery, c, reader, w.Converter, 0)
 		table, metadata := fixture.Table(fixture.Query()), fixture.Query()

@@ -17,7 +17,7 @@ import (
 // snapshots that pin most are dropped, and registry continues their lists.
 func TestCachedSnapshotsAreBoundedInBytes(t *testing.T) {
 	s := New(nil, cache.New(64<<20, 0), nil, nil, 0)
-	load := func(context.Context, string) ([]*registryv1.Row, int64, error) { return nil, 1, nil }
+	load := func(context.Context, string, func(*registryv1.Row)) (int64, error) { return 1, nil }
 	reached := func(context.Context, int64) error { return nil }
 	s.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 1, Epoch: "h"})
 	configmaps, small := s.cache.Resource("configmaps"), s.cache.Resource("small")

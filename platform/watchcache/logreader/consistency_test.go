@@ -32,7 +32,12 @@ func TestObjectsAreComparedWithEtcd(t *testing.T) {
 		etcd := cached
 		var failure error
 		l := newReader(Source{
-			Rows: func(context.Context, string) ([]*registryv1.Row, int64, error) { return cached, 10, nil },
+			Rows: func(_ context.Context, _ string, add func(*registryv1.Row)) (int64, error) {
+				for _, r := range cached {
+					add(r)
+				}
+				return 10, nil
+			},
 			ObjectKeys: func(_ context.Context, resource string, revision int64, _ []string,
 				each func(*registryv1.Row)) error {
 				if resource != "configmaps" || revision != 10 {
@@ -128,16 +133,16 @@ func TestValuesAreComparedWithEtcd(t *testing.T) {
 				}
 				return l.cache.Progress(), nil
 			},
-			Rows: func(context.Context, string) (rows []*registryv1.Row, _ int64, _ error) {
+			Rows: func(_ context.Context, _ string, add func(*registryv1.Row)) (int64, error) {
 				for n := range objects {
 					json := `{"a":1}`
 					if n == flipped {
 						json = `{"a":3}`
 					}
-					rows = append(rows, row(n, json, 7))
+					add(row(n, json, 7))
 				}
 				flipped = -1
-				return rows, l.cache.Progress(), nil
+				return l.cache.Progress(), nil
 			},
 			ObjectKeys: func(_ context.Context, _ string, _ int64, sample []string, each func(*registryv1.Row)) error {
 				if len(sample) != maxSampled {
@@ -209,11 +214,11 @@ func TestValuesAreComparedWithEtcd(t *testing.T) {
 // A sample has few bytes, and each object may be in it.
 func TestASampleIsBounded(t *testing.T) {
 	const objects = 30
-	l := newReader(Source{Rows: func(context.Context, string) (rows []*registryv1.Row, _ int64, _ error) {
+	l := newReader(Source{Rows: func(_ context.Context, _ string, add func(*registryv1.Row)) (int64, error) {
 		for n := range objects {
-			rows = append(rows, &registryv1.Row{Name: fmt.Sprint(n), Json: make([]byte, maxSampledBytes/4*(n%2+1))})
+			add(&registryv1.Row{Name: fmt.Sprint(n), Json: make([]byte, maxSampledBytes/4*(n%2+1))})
 		}
-		return rows, 0, nil
+		return 0, nil
 	}})
 	s, err := l.Snapshot(t.Context(), l.cache.Resource("pods"), "")
 	if err != nil {
@@ -236,7 +241,7 @@ func TestASampleIsBounded(t *testing.T) {
 func TestDifferingObjectsAreBounded(t *testing.T) {
 	l := newReader(Source{})
 	s, err := l.cache.Resource("pods").Snapshot(t.Context(), "",
-		func(context.Context, string) ([]*registryv1.Row, int64, error) { return nil, 0, nil },
+		func(context.Context, string, func(*registryv1.Row)) (int64, error) { return 0, nil },
 		func(context.Context, int64) error { return nil })
 	if err != nil {
 		t.Fatal(err)
@@ -259,7 +264,7 @@ func TestComparisonsRunOneAtATime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		running, reads := 0, 0
 		l := newReader(Source{
-			Rows: func(context.Context, string) ([]*registryv1.Row, int64, error) { return nil, 10, nil },
+			Rows: func(context.Context, string, func(*registryv1.Row)) (int64, error) { return 10, nil },
 			ObjectKeys: func(ctx context.Context, _ string, _ int64, _ []string, _ func(*registryv1.Row)) error {
 				if running++; running > 1 {
 					t.Error("two comparisons run together")

@@ -47,8 +47,9 @@ func FuzzApply(f *testing.F) {
 		if err != nil {
 			return
 		}
-		l := newReader(Source{Rows: func(context.Context, string) ([]*registryv1.Row, int64, error) {
-			return []*registryv1.Row{{Name: "a", Revision: 9, Json: []byte("{}")}}, 10, nil
+		l := newReader(Source{Rows: func(_ context.Context, _ string, add func(*registryv1.Row)) (int64, error) {
+			add(&registryv1.Row{Name: "a", Revision: 9, Json: []byte("{}")})
+			return 10, nil
 		}})
 		reset := &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 10, Epoch: "e"}
 		l.cache.Apply(reset)

@@ -58,15 +58,15 @@ func Remote(registry registryv1.SourceClient, log eventlog.LogID) Source {
 				return nil
 			})
 		},
-		Rows: func(ctx context.Context, storageResource string) ([]*registryv1.Row, int64, error) {
-			rows, revision, err := readSnapshot(ctx, registry, &registryv1.SnapshotRequest{
+		Rows: func(ctx context.Context, storageResource string, add func(*registryv1.Row)) (int64, error) {
+			revision, err := readSnapshot(ctx, registry, &registryv1.SnapshotRequest{
 				StorageResource: storageResource,
 				Log:             string(log),
-			})
+			}, add)
 			if err != nil {
 				err = fmt.Errorf("snapshot of %s: %w", storageResource, err)
 			}
-			return rows, revision, err
+			return revision, err
 		},
 	}
 }
@@ -75,16 +75,21 @@ func readSnapshot(
 	ctx context.Context,
 	registry registryv1.SourceClient,
 	r *registryv1.SnapshotRequest,
-) (rows []*registryv1.Row, revision int64, err error) {
+	add func(*registryv1.Row),
+) (revision int64, err error) {
 	stream, err := registry.Snapshot(ctx, r)
 	if err != nil {
-		return nil, 0, err
+		return 0, err
 	}
+	objects := 0
 	err = rpc.Each(stream, func(chunk *registryv1.SnapshotChunk) error {
 		revision = chunk.Revision
-		rows = append(rows, chunk.Rows...)
+		objects += len(chunk.Rows)
+		for _, row := range chunk.Rows {
+			add(row)
+		}
 		return nil
 	})
-	slog.Debug("Read a resource", "resource", r.StorageResource, "objects", len(rows), "revision", revision, "error", err)
-	return rows, revision, err
+	slog.Debug("Read a resource", "resource", r.StorageResource, "objects", objects, "revision", revision, "error", err)
+	return revision, err
 }

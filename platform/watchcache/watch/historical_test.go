@@ -46,8 +46,9 @@ func newReplicaOfRoles(revision int64) *replicaOfRoles {
 	etcd.Store(revision)
 	source := logreader.Source{
 		Revision: func(context.Context) (int64, error) { return etcd.Load(), nil },
-		Rows: func(context.Context, string) ([]*registryv1.Row, int64, error) {
-			return []*registryv1.Row{{Namespace: "x", Name: "z", Revision: 8, Json: roleJSON("z", 8)}}, 10, nil
+		Rows: func(_ context.Context, _ string, add func(*registryv1.Row)) (int64, error) {
+			add(&registryv1.Row{Namespace: "x", Name: "z", Revision: 8, Json: roleJSON("z", 8)})
+			return 10, nil
 		},
 	}
 	reader := logreader.New(c, nil, source, &lifecycle.Readiness{}, logreader.Config{StaleAfter: 4 * time.Second})

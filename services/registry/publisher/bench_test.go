@@ -119,7 +119,7 @@ func BenchmarkEventPath(b *testing.B) {
 	if err := wait(ctx, first-1); err != nil {
 		b.Fatal(err)
 	}
-	none := func(context.Context, string) ([]*registryv1.Row, int64, error) { return nil, first - 1, nil }
+	none := func(context.Context, string, func(*registryv1.Row)) (int64, error) { return first - 1, nil }
 	if _, err := replica.Resource("pods").Snapshot(ctx, "", none, wait); err != nil {
 		b.Fatal(err)
 	}
