@@ -41,6 +41,7 @@ var faultKinds = []struct {
 	{replaceMember, 1}, {versionSkew, 4},
 	{compactEtcd, 2}, {compactPastLog, 1},
 	{stopEtcd, 1}, {strandReplica, 1}, {loseMessage, 1},
+	{losePower, 1},
 }
 
 // The kinds of faults that not every cluster can have (cluster.can).
@@ -48,6 +49,8 @@ const (
 	replaceMember = "replace a member"
 	versionSkew   = "version skew"
 	damageLog     = "damage the log"
+	// losePower ends all NATS servers at once. Each has lost the end of its blocks, at a different place.
+	losePower = "lose power"
 	// strandReplica makes a replica of the watch tier lose its connections to NATS, which hang. Its watches must go on.
 	strandReplica = "strand a replica"
 	// loseMessage deletes a message of the log, as a fault of JetStream may.
@@ -84,7 +87,7 @@ func (c *cluster) can(kind string) error {
 		return fmt.Errorf("-kinds: %q needs -placement split and -replicas watchfanout=2", kind)
 	case kind == loseMessage && !c.mayDelete:
 		return fmt.Errorf("-kinds: %q needs a defect that lets the harness delete messages", kind)
-	case kind == damageLog && c.older != "":
+	case (kind == damageLog || kind == losePower) && c.older != "":
 		return fmt.Errorf("-kinds: %q cannot be with -older, which may not survive it", kind)
 	}
 	return nil
@@ -140,7 +143,7 @@ func (c *cluster) faults(o options) []fault {
 			f.lasts = time.Duration(2000+r.IntN(10000)) * time.Millisecond
 		case compactPastLog: // longer than a publisher waits for an acknowledgement, or not
 			f.lasts = time.Duration(2000+r.IntN(12000)) * time.Millisecond
-		case "corrupt", damageLog, strandReplica, loseMessage:
+		case "corrupt", damageLog, losePower, strandReplica, loseMessage:
 			f.target = r.IntN(1 << 20)
 		case "cut", "hang":
 			f.target = r.IntN(len(c.links))
@@ -273,6 +276,11 @@ func (c *cluster) do(f fault) {
 		}
 	case damageLog: // a NATS server restarts with a damaged disk
 		p.end(syscall.SIGKILL, f.lasts, func() error { return damageFiles(p.data, uint64(f.target)) })
+	case losePower:
+		for i, p := range c.aLog(f) {
+			r := rand.New(rand.NewPCG(uint64(f.target), uint64(i)))
+			p.end(syscall.SIGKILL, f.lasts, func() error { return truncateBlocks(p.data, r) })
+		}
 	case replaceMember: // a member restarts with an empty disk
 		p.end(syscall.SIGKILL, f.lasts, func() error { return c.replace(p) })
 	case versionSkew: // an upgrade or a rollback of a process
