@@ -23,6 +23,8 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/scale/scheme/autoscalingv1"
+
+	"watershed.dev/platform/recovery"
 )
 
 // CRD is an immutable CustomResourceDefinition with its structural schemas.
@@ -34,8 +36,8 @@ type CRD struct {
 	schemas map[string]*versionSchema
 }
 
-// versionSchema is the structural schema of a version. It is built on first use: most CRDs of a cluster have no objects,
-// and a structural schema takes half the memory of a CRD.
+// versionSchema is the structural schema of a version, built on first use. Most CRDs of a cluster have no objects, and
+// the structural schemas of a CRD take 0.3 MB (docs/benchmarks/performance.md).
 type versionSchema struct {
 	once   sync.Once
 	schema *structuralschema.Structural
@@ -65,14 +67,18 @@ func New(d *apiextensionsv1.CustomResourceDefinition) (*CRD, error) {
 	return out, nil
 }
 
-// Structural returns the structural schema of a version, or nil if the version has no schema or does not exist. An
-// error means that objects of the version cannot be read or written.
+// Structural returns the structural schema of a version, or nil if the version has no schema or does not exist. It
+// returns an error if the schema is not structural. Objects then cannot be decoded in this version, and registry serves
+// no version of the CRD.
 func (d *CRD) Structural(version string) (*structuralschema.Structural, error) {
 	v, ok := d.schemas[version]
 	if !ok {
 		return nil, nil
 	}
-	v.once.Do(func() { v.schema, v.err = structural(d.CustomResourceDefinition, version) })
+	v.once.Do(func() {
+		defer recovery.ToError("building the schema of "+d.Name, &v.err) // once does not call it again
+		v.schema, v.err = structural(d.CustomResourceDefinition, version)
+	})
 	return v.schema, v.err
 }
 

@@ -76,7 +76,7 @@ func TestInvalidCRDs(t *testing.T) {
 	}
 }
 
-// A schema is checked on first use: then no object can be read, and the error names the version.
+// A schema that is not structural fails at its first use. The error names the CRD and the version.
 func TestASchemaThatIsNotStructural(t *testing.T) {
 	d, err := define(t, func(d *apiextensionsv1.CustomResourceDefinition) {
 		elsewhere := "#/definitions/spec"

@@ -1,13 +1,11 @@
 package crd
 
 import (
-	"maps"
 	"reflect"
 	"runtime"
 	"sync"
 	"weak"
 
-	corev1 "k8s.io/api/core/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	structuralschema "k8s.io/apiextensions-apiserver/pkg/apiserver/schema"
 	"k8s.io/apimachinery/pkg/types"
@@ -17,14 +15,11 @@ import (
 // times the memory of its JSON, and each informer and each reader of etcd decodes the CRD. Schemas are immutable once d
 // is shared. The process keeps a schema while something refers to it.
 //
-// Share removes managedFields and kubectl's last applied configuration from d, which can be as large as the schemas. No
-// reader of CRDs in a process needs them. An update of d's status keeps both in the stored CRD.
+// Share removes managedFields from d, which can be as large as the schemas. No reader of CRDs in a process needs them,
+// and an update of d's status keeps the stored managedFields. Annotations stay: the controllers of CRDs update the status with d,
+// and upstream's status strategy then stores d's annotations (kubernetes/kubernetes#137681).
 func Share(d *apiextensionsv1.CustomResourceDefinition) {
 	d.ManagedFields = nil
-	if _, ok := d.Annotations[corev1.LastAppliedConfigAnnotation]; ok {
-		d.Annotations = maps.Clone(d.Annotations) // others may read the map
-		delete(d.Annotations, corev1.LastAppliedConfigAnnotation)
-	}
 	if d.UID == "" {
 		return
 	}

@@ -61,7 +61,7 @@ func TestAProtobufListIsKubernetesOwn(t *testing.T) {
 		got = append(got, bytes.Join(pieces, nil)...)
 		return nil
 	}}
-	if err := l.Body(true, &Items{Bodies: Slices(items)}).Send(w); err != nil || size != int64(len(got)) {
+	if err := l.Body(true, &Items{Bodies: Slices(items)}).Send(t.Context(), w); err != nil || size != int64(len(got)) {
 		t.Errorf("said to be of %d bytes, it has %d: %v", size, len(got), err)
 	}
 	if !bytes.Equal(got, expected.Bytes()) {
@@ -175,7 +175,7 @@ func TestAListIsAsLongAsItSays(t *testing.T) {
 				got = append(got, bytes.Join(pieces, nil)...)
 				return nil
 			}}
-			if err := l.Body(f.Protobuf, f.Items(items)).Send(w); err != nil || said != int64(len(got)) {
+			if err := l.Body(f.Protobuf, f.Items(items)).Send(t.Context(), w); err != nil || said != int64(len(got)) {
 				t.Errorf("%s of %d: said to be of %d bytes, it has %d: %v", name, n, said, len(got), err)
 			}
 			var out struct{ Items []map[string]any }

@@ -1,6 +1,7 @@
 package frame
 
 import (
+	"context"
 	"fmt"
 	"slices"
 	"strconv"
@@ -187,8 +188,8 @@ func (b *Body) Run(pieces [][]byte, first, end int) [][]byte {
 	return pieces
 }
 
-// Send sends the body to w, and ends w.
-func (b *Body) Send(w *Chunks) error {
+// Send sends the body to w, and ends w. It returns early if ctx ends: small parts of large objects take a while to read.
+func (b *Body) Send(ctx context.Context, w *Chunks) error {
 	w.Begin(b.Size)
 	err := w.Add(b.Head)
 	var pieces [][]byte
@@ -196,6 +197,9 @@ func (b *Body) Send(w *Chunks) error {
 		pieces = b.Run(pieces[:0], i, i+1)
 		for _, p := range pieces {
 			err = w.Add(p)
+		}
+		if err == nil {
+			err = ctx.Err()
 		}
 	}
 	if err != nil {

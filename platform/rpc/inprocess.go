@@ -4,6 +4,7 @@ import (
 	"context"
 	"io"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc"
@@ -39,8 +40,13 @@ type method struct {
 	stream *grpc.StreamDesc
 }
 
-// streamBuffer is the number of messages that a sender may be ahead of its receiver.
-const streamBuffer = 32
+const (
+	// streamBuffer is the number of messages that a sender may be ahead of its receiver.
+	streamBuffer = 32
+	// streamBytes bounds the bytes of list chunks that a sender is ahead, unless a single chunk has more. A chunk has
+	// some 256 KB, or a larger object.
+	streamBytes = 4 << 20
+)
 
 // NewInProcess returns a transport without services. tracing enables spans.
 func NewInProcess(tracing bool) *InProcess {
@@ -120,10 +126,11 @@ func (c *inProcessClient) NewStream(ctx context.Context, _ *grpc.StreamDesc, nam
 		requests = streamBuffer
 	}
 	s := &pipe{
-		ctx:  ctx,
-		up:   make(chan any, requests),
-		down: make(chan any, streamBuffer),
-		done: make(chan struct{}),
+		ctx:   ctx,
+		up:    make(chan any, requests),
+		down:  make(chan any, streamBuffer),
+		taken: make(chan struct{}, 1),
+		done:  make(chan struct{}),
 	}
 	info := &grpc.StreamServerInfo{
 		FullMethod:     name,
@@ -222,8 +229,12 @@ type pipe struct {
 	ctx      context.Context
 	up, down chan any
 	upClosed sync.Once
-	done     chan struct{}
-	err      error
+	// ahead has the bytes of the list chunks in down. taken has a token if the receiver has taken a list chunk since the
+	// sender last waited.
+	ahead atomic.Int64
+	taken chan struct{}
+	done  chan struct{}
+	err   error
 }
 
 type clientPipe struct {
@@ -258,18 +269,18 @@ func (c *clientPipe) SendMsg(m any) error {
 func (c *clientPipe) RecvMsg(m any) error {
 	select {
 	case v := <-c.down:
-		shallowCopy(m, v)
+		c.take(m, v)
 		return nil
 	default:
 	}
 	select {
 	case v := <-c.down:
-		shallowCopy(m, v)
+		c.take(m, v)
 		return nil
 	case <-c.done:
 		select { // messages come before the end
 		case v := <-c.down:
-			shallowCopy(m, v)
+			c.take(m, v)
 			return nil
 		default:
 		}
@@ -280,6 +291,28 @@ func (c *clientPipe) RecvMsg(m any) error {
 	case <-c.caller.Done(): // the handler may ignore it
 		return status.FromContextError(c.caller.Err()).Err()
 	}
+}
+
+// take copies a received message to m.
+func (c *clientPipe) take(m, received any) {
+	shallowCopy(m, received)
+	if n := listBytes(received); n > 0 {
+		c.ahead.Add(-n)
+		select {
+		case c.taken <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// listBytes returns the bytes of a list chunk, or 0 for another message.
+func listBytes(m any) (n int64) {
+	if chunk, ok := m.(*watchfanoutv1.ListChunk); ok {
+		for _, piece := range chunk.Data {
+			n += int64(len(piece))
+		}
+	}
+	return n
 }
 
 type serverPipe struct {
@@ -293,6 +326,16 @@ func (s *serverPipe) SetTrailer(metadata.MD)       {}
 func (s *serverPipe) Context() context.Context     { return s.serverCtx }
 
 func (s *serverPipe) SendMsg(m any) error {
+	if n := listBytes(m); n > 0 {
+		for ahead := s.ahead.Load(); ahead > 0 && ahead+n > streamBytes; ahead = s.ahead.Load() {
+			select {
+			case <-s.taken:
+			case <-s.ctx.Done():
+				return status.FromContextError(s.ctx.Err()).Err()
+			}
+		}
+		s.ahead.Add(n)
+	}
 	select {
 	case s.down <- m:
 		return nil

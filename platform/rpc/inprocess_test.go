@@ -5,7 +5,9 @@ import (
 	"errors"
 	"io"
 	"runtime"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
@@ -19,6 +21,7 @@ import (
 
 	"watershed.dev/platform/recovery"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
 type fake struct {
@@ -219,5 +222,47 @@ func TestAStreamEndsAtItsDeadline(t *testing.T) {
 	}
 	if _, err := s.Recv(); status.Code(err) != codes.DeadlineExceeded {
 		t.Errorf("got %v", err)
+	}
+}
+
+// lists sends chunks of a list until its stream ends.
+type lists struct {
+	watchfanoutv1.UnimplementedWatchServer
+	chunk []byte
+	sent  atomic.Int64
+}
+
+func (l *lists) List(_ *watchfanoutv1.ListRequest, s grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
+	for {
+		if err := s.Send(&watchfanoutv1.ListChunk{Data: [][]byte{l.chunk}}); err != nil {
+			return err
+		}
+		l.sent.Add(1)
+	}
+}
+
+// A sender of a list is ahead of its receiver by a number of bytes, or by a single chunk if it has more.
+func TestAListIsAheadByItsBytes(t *testing.T) {
+	for _, c := range []struct{ bytes, ahead int }{{1 << 10, streamBuffer}, {1 << 20, 4}, {7 << 20, 1}} {
+		synctest.Test(t, func(t *testing.T) {
+			p, l := NewInProcess(false), &lists{chunk: make([]byte, c.bytes)}
+			watchfanoutv1.RegisterWatchServer(p, l)
+			ctx, cancel := context.WithCancel(t.Context())
+			s, err := watchfanoutv1.NewWatchClient(p.Client("gateway")).List(ctx, &watchfanoutv1.ListRequest{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			for received := range 10 {
+				synctest.Wait()
+				if n := int(l.sent.Load()) - received; n != c.ahead {
+					t.Errorf("after %d chunks of %d bytes, the sender is %d ahead", received, c.bytes, n)
+				}
+				if _, err := s.Recv(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			cancel()
+			synctest.Wait()
+		})
 	}
 }

@@ -122,22 +122,26 @@ func (s *Service) Run(ctx context.Context) error {
 	return err
 }
 
+// growthPeriod is how often sweep calls PackGrowth. On two processors, ConfigMaps of 1 MB added up to 65 MB in it.
+const growthPeriod = time.Second
+
 // sweep periodically drops resources without readers, expired list snapshots, idle encodings and idle backfills. It
-// packs unchanged objects.
+// packs unchanged objects, and each growthPeriod also younger objects if many bytes were written.
 func (s *Service) sweep(ctx context.Context) {
 	period := 10 * time.Second // frames grow the rings between events, so sweep trims them even if no resource is idle
 	if s.config.IdleTimeout > 0 {
 		period = min(period, max(s.config.IdleTimeout/4, time.Second))
 	}
-	for next := time.Now().Add(period); lifecycle.Sleep(ctx, time.Second) == nil; {
+	for next := time.Now().Add(period); lifecycle.Sleep(ctx, growthPeriod) == nil; {
+		due := !time.Now().Before(next)
+		if due {
+			next = time.Now().Add(period)
+		}
 		for _, l := range s.all() {
 			l.cache.PackGrowth()
-		}
-		if time.Now().Before(next) {
-			continue
-		}
-		next = time.Now().Add(period)
-		for _, l := range s.all() {
+			if !due {
+				continue
+			}
 			l.listServer.Sweep()
 			l.converter.Sweep()
 			l.logReader.Sweep()

@@ -4,7 +4,6 @@ import (
 	"context"
 	"crypto/tls"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"log"
@@ -12,6 +11,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
 const (
@@ -99,17 +100,22 @@ type outcome struct {
 	reasons map[string]int
 }
 
-// fail counts a failed request by its reason.
-func (o *outcome) fail(err error, resp *http.Response) {
+// fail counts a failed request by its reason. body begins with the body of the response.
+func (o *outcome) fail(err error, resp *http.Response, body []byte) {
 	o.failed++
 	if o.reasons == nil {
 		o.reasons = map[string]int{}
 	}
 	if err == nil {
-		err = errors.New(resp.Status)
+		var status metav1.Status
+		_ = json.Unmarshal(body, &status)
+		err = fmt.Errorf("%s: %s", resp.Status, status.Message)
 	}
 	o.reasons[err.Error()]++
 }
+
+// maxMessage is the number of bytes of a response in which fail looks for a message.
+const maxMessage = 4 << 10
 
 // requestTimeout is the limit above which a response is late: the time for a kubelet or a leader to renew its Lease.
 const requestTimeout = 5 * time.Second
@@ -136,7 +142,9 @@ func (s *server) measured(ctx context.Context, others map[string]other) map[stri
 					defer cancel()
 					at := time.Now()
 					resp, err := o.ask(ctx, i)
+					var body []byte
 					if err == nil {
+						body, _ = io.ReadAll(io.LimitReader(resp.Body, maxMessage))
 						_, err = io.Copy(io.Discard, resp.Body)
 						resp.Body.Close()
 					}
@@ -144,7 +152,7 @@ func (s *server) measured(ctx context.Context, others map[string]other) map[stri
 					defer mu.Unlock()
 					got.took = append(got.took, time.Since(at))
 					if err != nil || resp.StatusCode >= 400 {
-						got.fail(err, resp)
+						got.fail(err, resp, body)
 					}
 				})
 			}

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	extensions "k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
@@ -113,7 +114,10 @@ func establish(t *testing.T, s *harness.Server) func(i int, clients []*http.Clie
 		began := time.Now()
 		harness.Write(t, func() error {
 			_, err := crds.Create(t.Context(), &apiextensionsv1.CustomResourceDefinition{
-				ObjectMeta: metav1.ObjectMeta{Name: plural + "." + group},
+				ObjectMeta: metav1.ObjectMeta{
+					Name:        plural + "." + group,
+					Annotations: map[string]string{corev1.LastAppliedConfigAnnotation: "{}"},
+				},
 				Spec: apiextensionsv1.CustomResourceDefinitionSpec{
 					Group: group, Names: names, Scope: apiextensionsv1.ClusterScoped,
 					Versions: []apiextensionsv1.CustomResourceDefinitionVersion{{
@@ -130,6 +134,9 @@ func establish(t *testing.T, s *harness.Server) func(i int, clients []*http.Clie
 				t.Fatal("the watch of a CRD ended")
 			}
 			if apihelpers.IsCRDConditionTrue(d, apiextensionsv1.Established) {
+				if d.Annotations[corev1.LastAppliedConfigAnnotation] != "{}" || d.ManagedFields[0].Subresource != "" {
+					t.Errorf("the controllers have changed the metadata: %v, %v", d.Annotations, d.ManagedFields)
+				}
 				break
 			}
 		}

@@ -49,10 +49,12 @@ type Cache struct {
 
 	replica core.Replica // only the applying goroutine uses it
 
-	// packedAt is when objects were last packed, and packUpTo the youngest serial then. Only Sweep's goroutine uses them.
+	// packedAt is when packUnchanged last packed. packUpTo is the serial of the newest item at the last call of
+	// packOlder. Only the goroutine of Sweep uses them.
 	packedAt time.Time
 	packUpTo uint64
-	// growth has the bytes of the events since then, and maxGrowth bounds it.
+	// growth has the bytes by which objects have grown since the last call of packOlder. Above maxGrowth, PackGrowth
+	// packs.
 	growth    atomic.Int64
 	maxGrowth int
 	unpacked  unpackedPacks
@@ -168,7 +170,6 @@ func (c *Cache) tryApply(name string, events []*logv1.Event) (err error) {
 	batch := make([]*Event, len(events))
 	for i, p := range events {
 		batch[i] = EventOf(p)
-		c.growth.Add(int64(batch[i].Size()))
 		c.observed.Store(p.ObservedUnixNano)
 	}
 	c.Resource(name).apply(batch)

@@ -32,14 +32,14 @@ func reset(revision int64) *logv1.Event {
 }
 
 func source(revision int64, names ...string) Source {
-	return func(_ context.Context, _ string, add func(*registryv1.Row)) (int64, error) {
-		for _, n := range names {
-			add(&registryv1.Row{Namespace: "ns", Name: n, Revision: revision, Json: []byte("{}")})
-		}
-		return revision, nil
+	var rows []*registryv1.Row
+	for _, n := range names {
+		rows = append(rows, &registryv1.Row{Namespace: "ns", Name: n, Revision: revision, Json: []byte("{}")})
 	}
+	return sourceOf(revision, rows...)
 }
 
+// sourceOf returns a Source of rows at a revision.
 func sourceOf(revision int64, rows ...*registryv1.Row) Source {
 	return func(_ context.Context, _ string, add func(*registryv1.Row)) (int64, error) {
 		for _, row := range rows {

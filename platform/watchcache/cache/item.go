@@ -1,6 +1,7 @@
 package cache
 
 import (
+	"bytes"
 	"hash/fnv"
 	"sync/atomic"
 
@@ -78,6 +79,17 @@ func (i *Item) JSONSize() int { return i.json.Load().len() }
 // ProtobufSize returns the size of Protobuf in bytes.
 func (i *Item) ProtobufSize() int { return i.protobuf.Load().len() }
 
+// Packed reports whether the object's JSON or protobuf is packed. A part of its bytes then keeps all bytes of the pack
+// in memory.
+func (i *Item) Packed() bool {
+	for _, e := range []*encoding{i.json.Load(), i.protobuf.Load()} {
+		if e != nil && e.pack != nil {
+			return true
+		}
+	}
+	return false
+}
+
 // UIDHash returns ShardHash of metadata.uid. It computes the hash only once.
 func (i *Item) UIDHash() uint64 {
 	hash := i.uidHash.Load()
@@ -108,13 +120,17 @@ func (i *Item) MetadataEnd() (int, error) {
 	return len(through), nil
 }
 
-// ThroughMetadata returns frame.ThroughMetadata of JSON.
+// ThroughMetadata returns frame.ThroughMetadata of JSON. It copies the bytes of a packed object.
 func (i *Item) ThroughMetadata() ([]byte, error) {
 	end, err := i.MetadataEnd()
 	if err != nil {
 		return nil, err
 	}
-	return i.JSON()[:end], nil
+	through := i.JSON()[:end:end]
+	if i.Packed() {
+		return bytes.Clone(through), nil
+	}
+	return through, nil
 }
 
 // lastSerial is the serial of the newest item.

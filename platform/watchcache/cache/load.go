@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/google/btree"
+	"github.com/klauspost/compress/zstd"
 
 	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/watchcache/core"
@@ -22,8 +23,8 @@ type load struct {
 	resets int64
 }
 
-// Source reads a whole resource. It calls add with each row, in the order of etcd's keys, and returns the revision of
-// all rows.
+// Source reads a whole resource. It calls add with each row, from a single goroutine, in the order of etcd's keys:
+// neighbours are packed together. It returns the revision of all rows. If it returns an error, the cache drops the rows.
 type Source func(ctx context.Context, storedAs string, add func(*registryv1.Row)) (revision int64, err error)
 
 // Snapshot returns the resource at the cache's revision, and loads it first if necessary. If field is not empty, the
@@ -117,6 +118,7 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 	}
 	r.drop()
 	r.tree, r.unreadable, r.bytes, r.checker.Sum = o.tree, o.unreadable, o.bytes, o.sum
+	r.cache.growth.Add(int64(o.recentBytes))
 	r.metrics().loads.Inc()
 	for _, e := range r.events.From(r.events.Base()) {
 		if e.Revision > revision {
@@ -150,10 +152,11 @@ type objects struct {
 	unreadable map[string]unreadable
 	bytes      int
 	sum        uint64
-	// cache packs the objects while they are read. recent are the objects since it last did, with recentBytes.
+	// recent are the objects that add has not packed yet, and recentBytes is their size.
 	cache       *Cache
 	recent      []*Item
 	recentBytes int
+	encoder     func() *zstd.Encoder
 }
 
 // unreadable is an object that cannot be read, with the reason.
@@ -169,13 +172,19 @@ func (r *Resource) read(ctx context.Context, source Source,
 	defer recovery.ToError("loading "+r.Name, &err)
 	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
 	defer cancel()
-	o = objects{tree: btree.NewG(64, less), unreadable: map[string]unreadable{}, cache: r.cache}
+	o = objects{
+		tree:       btree.NewG(64, less),
+		unreadable: map[string]unreadable{},
+		cache:      r.cache,
+		encoder:    sync.OnceValue(newEncoder),
+	}
 	if revision, err = source(ctx, r.Name, o.add); err == nil {
 		err = wait(ctx, revision)
 	}
 	return o, revision, err
 }
 
+// add adds a row. If the recent objects have more than maxGrowth bytes, it packs the oldest.
 func (o *objects) add(row *registryv1.Row) {
 	key := Key(row.Namespace, row.Name)
 	o.sum += core.ObjectHash(key, row.Revision)
@@ -188,7 +197,18 @@ func (o *objects) add(row *registryv1.Row) {
 	o.bytes += i.Size()
 	o.recent, o.recentBytes = append(o.recent, i), o.recentBytes+i.Size()
 	if o.recentBytes > o.cache.maxGrowth {
-		o.cache.packItems(o.recent, lastSerial.Load(), sync.OnceValue(newEncoder))
-		o.recent, o.recentBytes = nil, 0
+		o.packOldest()
 	}
+}
+
+// packOldest packs a sixteenth of maxGrowth: 16 MB take some 40 ms. Longer pauses of a stream's reader would delay the
+// other loads of the process. It takes no turns, because many lists that are compressed would delay it too.
+func (o *objects) packOldest() {
+	n, size := 0, 0
+	for ; n < len(o.recent) && size < o.cache.maxGrowth/16; n++ {
+		size += o.recent[n].Size()
+	}
+	o.cache.packItems(o.recent[:n], packer{upTo: lastSerial.Load(), encoder: o.encoder, turn: noTurn})
+	clear(o.recent[:n])
+	o.recent, o.recentBytes = o.recent[n:], o.recentBytes-size
 }

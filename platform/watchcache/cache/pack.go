@@ -3,6 +3,7 @@ package cache
 import (
 	"bytes"
 	"fmt"
+	"math/rand/v2"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -19,17 +20,19 @@ import (
 // that have not changed for packPeriod: neighbours are compressed together, in JSON and in protobuf each. A reader
 // unpacks a pack for all readers, until the pack has had no reader for packPeriod.
 //
-// A character of an object can take six bytes of JSON, such as "\u003c" for "<". The bytes that are not packed therefore
-// have bounds: maxGrowth for objects that were written or loaded, and maxUnpackedBytes for objects that were read.
+// A character of an object can take six bytes of JSON, such as "\u003c" for "<". maxGrowth therefore bounds the bytes of
+// written objects, and of each load, that wait to be packed. maxUnpackedBytes bounds the bytes that readers have
+// unpacked. Bytes that do not compress (compressibleShare) have no bound but etcd's quota.
 
 const (
-	// packPeriod is about how often Sweep packs objects. An object is packed at the second call after its last change.
-	// Unpacked bytes are dropped at the second call after their last reader.
+	// packPeriod is about how often Sweep packs objects. An object is packed at the second call of packOlder after its
+	// last change. Unpacked bytes are dropped at Sweep's second call of dropUnread after their last reader.
 	packPeriod = 30 * time.Second
-	// maxGrowth is how many bytes of events PackGrowth waits for, and how many bytes of a load are packed together. Up
-	// to twice as many are not packed.
+	// maxGrowth is the number of bytes of written objects above which PackGrowth packs. Up to twice as many wait for it.
+	// It is also the number of bytes of a load that wait. 10,000 pods have less, so that the first lists of most
+	// clusters after a start unpack nothing.
 	maxGrowth = 256 << 20
-	// maxUnpackedBytes bounds the unpacked bytes that a cache keeps for further readers.
+	// maxUnpackedBytes bounds the unpacked bytes that a cache keeps for further readers: 30,000 pods in an encoding.
 	maxUnpackedBytes = 512 << 20
 	// packBytes is about the size of a pack's encodings. A GET of a packed object decompresses so many bytes. A pack
 	// has more only if it has a single object.
@@ -130,8 +133,8 @@ type pack struct {
 	held weak.Pointer[byte]
 }
 
-// read returns the unpacked bytes, and keeps them for further readers if the list has room. There are never two copies
-// of them, so that slow clients hold no more bytes than the objects have.
+// read returns the unpacked bytes, and keeps them for further readers. There are never two copies of them, so that slow
+// clients hold no more bytes than the objects have.
 func (p *pack) read() []byte {
 	if !p.wasRead.Load() {
 		p.wasRead.Store(true)
@@ -144,9 +147,8 @@ func (p *pack) read() []byte {
 	unpacked := p.unpack()
 	if p.unpacked.Load() == nil { // otherwise another reader has unpacked them meanwhile
 		p.held = weak.Make(&unpacked[0])
-		if p.list.add(p) {
-			p.unpacked.Store(&unpacked)
-		}
+		p.unpacked.Store(&unpacked) // before add, after which add of another pack may drop the bytes
+		p.list.add(p)
 	}
 	return unpacked
 }
@@ -179,8 +181,6 @@ func (p *pack) dropUnread() bool {
 	if p.wasRead.Swap(false) {
 		return false
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
 	p.unpacked.Store(nil)
 	return true
 }
@@ -195,15 +195,19 @@ type unpackedPacks struct {
 	bytes int // of all, and of the packs that dropUnread visits
 }
 
-// add adds a pack and returns true, unless the packs would have more than maxBytes. The caller holds p.mu.
-func (l *unpackedPacks) add(p *pack) bool {
+// add adds a pack. If the packs then have more than maxBytes, it drops the bytes of random packs, so that no client
+// keeps all room for its objects.
+func (l *unpackedPacks) add(p *pack) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.bytes+p.size > l.maxBytes {
-		return false
-	}
 	l.all, l.bytes = append(l.all, p), l.bytes+p.size
-	return true
+	for l.bytes > l.maxBytes && len(l.all) > 0 {
+		n, last := rand.IntN(len(l.all)), len(l.all)-1
+		l.bytes -= l.all[n].size
+		l.all[n].unpacked.Store(nil)
+		l.all[n], l.all[last] = l.all[last], nil
+		l.all = l.all[:last]
+	}
 }
 
 // dropUnread calls dropUnread of each pack.
@@ -225,8 +229,8 @@ func (l *unpackedPacks) dropUnread() {
 	l.all, l.bytes = append(l.all, all...), l.bytes-dropped
 }
 
-// packUnchanged packs the objects that have not changed for packPeriod, and drops unpacked bytes and frames without
-// readers. It does nothing if it is called earlier. Only the goroutine of Sweep calls it.
+// packUnchanged calls packOlder each packPeriod, and drops the unpacked bytes without readers. It does nothing if it is
+// called earlier. Only the goroutine of Sweep calls it.
 func (c *Cache) packUnchanged(now time.Time) {
 	const early = packPeriod / 10 // callers with the same period are sometimes early
 	if now.Sub(c.packedAt) < packPeriod-early {
@@ -237,32 +241,35 @@ func (c *Cache) packUnchanged(now time.Time) {
 	c.packOlder()
 }
 
-// PackGrowth packs earlier than Sweep if many bytes were written since. The goroutine of Sweep calls it each second.
+// PackGrowth packs objects if more than maxGrowth bytes were written since objects were last packed. Only the goroutine
+// of Sweep calls it.
 func (c *Cache) PackGrowth() {
 	if c.growth.Load() > int64(c.maxGrowth) {
 		c.packOlder()
 	}
 }
 
-// packOlder packs the objects that are as old as the last call.
+// packOlder packs the objects that are older than its last call, and drops the frames of events that are older.
 func (c *Cache) packOlder() {
+	c.growth.Store(0) // first, so that bytes that arrive meanwhile count twice rather than not at all
 	upTo := c.packUpTo
 	c.packUpTo = lastSerial.Load()
-	c.growth.Store(0)
-	encoder := sync.OnceValue(newEncoder) // most calls pack nothing, and an encoder has megabytes
+	// Most calls pack nothing, and an encoder has megabytes.
+	p := packer{upTo: upTo, encoder: sync.OnceValue(newEncoder), turn: deflate.Turn}
 	c.each(func(r *Resource) {
-		sizes := c.packItems(r.packable(upTo), upTo, encoder)
+		sizes := c.packItems(r.packable(upTo), p)
 		r.packed.Store(&sizes)
 	})
 }
 
-// packItems packs the items up to a serial, and returns the bytes of all their packs.
-func (c *Cache) packItems(items []*Item, upTo uint64, encoder func() *zstd.Encoder) (sizes packedSizes) {
+// packItems packs both encodings of items, and returns the bytes of all their packs.
+func (c *Cache) packItems(items []*Item, p packer) (sizes packedSizes) {
+	p.unpacked = &c.unpacked
 	for _, of := range []func(*Item) *atomic.Pointer[encoding]{
 		func(i *Item) *atomic.Pointer[encoding] { return &i.json },
 		func(i *Item) *atomic.Pointer[encoding] { return &i.protobuf },
 	} {
-		p := &packer{upTo: upTo, of: of, encoder: encoder, unpacked: &c.unpacked}
+		p.of = of
 		p.packAll(items)
 		sizes.add(p.live(items))
 	}
@@ -319,11 +326,17 @@ func (r *Resource) packable(upTo uint64) (items []*Item) {
 // packer packs an encoding of the objects of a resource: JSON or protobuf.
 type packer struct {
 	// upTo is the serial of the youngest object to pack.
-	upTo     uint64
+	upTo    uint64
+	encoder func() *zstd.Encoder
+	// turn calls a function when it is its turn to compress.
+	turn func(func() error) error
+
 	of       func(*Item) *atomic.Pointer[encoding]
-	encoder  func() *zstd.Encoder
 	unpacked *unpackedPacks
 }
+
+// noTurn is a turn without a wait.
+func noTurn(work func() error) error { return work() }
 
 // live returns the packs of items, with the bytes that items have of each. Snapshots and watches may have further
 // packs, which stay as they are.
@@ -365,7 +378,7 @@ func (p *packer) unpackSparse(items []*Item) {
 		}
 	}
 	for pack, remaining := range sparse {
-		_ = deflate.Turn(func() error {
+		_ = p.turn(func() error {
 			unpacked := pack.peek()
 			for _, i := range remaining {
 				if e := p.of(i).Load(); e.pack == pack {
@@ -377,12 +390,12 @@ func (p *packer) unpackSparse(items []*Item) {
 	}
 }
 
-// packGroup packs the encodings of items, which have size bytes. It takes a turn, as all compression does.
+// packGroup packs the encodings of items, which have size bytes. It takes a turn.
 func (p *packer) packGroup(items []*Item, size int) {
 	if size < minPackBytes {
 		return
 	}
-	_ = deflate.Turn(func() error { p.compress(items, size); return nil })
+	_ = p.turn(func() error { p.compress(items, size); return nil })
 }
 
 func (p *packer) compress(items []*Item, size int) {

@@ -39,9 +39,12 @@ func protobufOf(json []byte) []byte { return append([]byte{0x0a}, json...) }
 // loadPacking returns a cache with n objects of about size bytes in each encoding.
 func loadPacking(t *testing.T, n int, encode func(i int) []byte) *packing {
 	t.Helper()
-	return loadInto(t, New(1<<20, 0), n, encode)
+	p := loadInto(t, New(1<<20, 0), n, encode)
+	p.next()
+	return p
 }
 
+// loadInto loads n objects into c.
 func loadInto(t *testing.T, c *Cache, n int, encode func(i int) []byte) *packing {
 	t.Helper()
 	c.Apply(reset(1))
@@ -60,9 +63,7 @@ func loadInto(t *testing.T, c *Cache, n int, encode func(i int) []byte) *packing
 	if _, err := c.Resource("pods").Snapshot(t.Context(), "", sourceOf(1, rows...), waitFor(c)); err != nil {
 		t.Fatal(err)
 	}
-	p := &packing{Cache: c, now: time.Now()}
-	p.next()
-	return p
+	return &packing{Cache: c, now: time.Now()}
 }
 
 // items returns the objects in the order of their keys.
@@ -172,6 +173,27 @@ func TestUnchangedObjectsArePacked(t *testing.T) {
 	}
 }
 
+// The metadata of a packed object does not keep its pack in memory.
+func TestMetadataKeepsNoPack(t *testing.T) {
+	p := loadPacking(t, 500, func(i int) []byte { return text(i, 1000) })
+	p.next()
+	first := p.items()[0]
+	metadata, err := first.ThroughMetadata()
+	if want := `{"metadata":{"name":"p0000"}`; err != nil || string(metadata) != want {
+		t.Errorf("%s, %v", metadata, err)
+	}
+	for _, i := range p.items()[200:] { // the decoders keep their last bytes
+		i.JSON()
+	}
+	p.next()
+	p.next()
+	runtime.GC()
+	if first.json.Load().pack.held.Value() != nil {
+		t.Error("a pack is kept")
+	}
+	runtime.KeepAlive(metadata)
+}
+
 // If most objects of a pack have changed, the others are packed again, so that the pack's memory is free.
 func TestASparsePackIsReplaced(t *testing.T) {
 	encode := func(i int) []byte { return text(i, 1000) }
@@ -234,6 +256,9 @@ func TestBytesThatAreNotPacked(t *testing.T) {
 		"large": {3, func(i int) []byte { return text(i, 1<<20) }, 3},
 	} {
 		p := loadPacking(t, c.objects, c.encode)
+		if packs, _ := p.packs(); len(packs) != 0 {
+			t.Errorf("%s: a small load makes %d packs", name, len(packs))
+		}
 		for range 3 {
 			p.next()
 		}
@@ -306,6 +331,12 @@ func TestALargeLoadIsPackedMeanwhile(t *testing.T) {
 	if own == 0 || own > c.maxGrowth {
 		t.Errorf("objects of %d bytes are not packed", own)
 	}
+	if packs, _ := p.packs(); len(packs) == 0 || len(packs) > 20 { // with a sixteenth of maxGrowth each
+		t.Errorf("%d packs", len(packs))
+	}
+	if c.growth.Load() < int64(own) {
+		t.Errorf("%d bytes of a load of which %d are not packed count as growth", c.growth.Load(), own)
+	}
 }
 
 // Objects are packed before the period ends if many bytes are written.
@@ -335,11 +366,38 @@ func TestGrowthIsPackedEarly(t *testing.T) {
 	}
 }
 
+// PackGrowth packs no object that is younger than its last call, and nothing if few bytes were written since. An update
+// adds only the bytes by which the object grows.
+func TestYoungObjectsAreNotPackedEarly(t *testing.T) {
+	c := New(1<<20, 0)
+	c.maxGrowth = 700_000
+	c.Apply(reset(1))
+	if _, err := c.Resource("pods").Snapshot(t.Context(), "", sourceOf(1), waitFor(c)); err != nil {
+		t.Fatal(err)
+	}
+	p := &packing{Cache: c, now: time.Now()}
+	for i := range 2000 {
+		e := event(logv1.Type_TYPE_MODIFIED, int64(i)+2, fmt.Sprintf("p%04d", i%400))
+		e.Object.Json = text(i, 1000)
+		c.Apply(e)
+	}
+	for range 2 { // the first call finds young objects only, and nothing arrives before the second
+		c.PackGrowth()
+		if packs, _ := p.packs(); len(packs) != 0 {
+			t.Errorf("%d packs", len(packs))
+		}
+	}
+	if n := c.growth.Load(); n < 400*1000 || n > int64(c.maxGrowth) {
+		t.Errorf("400 objects have grown by %d bytes", n)
+	}
+}
+
 // A cache keeps unpacked bytes up to a bound. Beyond it, slow readers of a pack still share its bytes.
 func TestUnpackedBytesAreBounded(t *testing.T) {
 	c := New(1<<20, 0)
 	c.unpacked.maxBytes = 2 * packBytes
 	p := loadInto(t, c, 2000, func(i int) []byte { return text(i, 1000) })
+	p.next()
 	p.next()
 	for range 2 {
 		for i, item := range p.items() {
@@ -351,8 +409,13 @@ func TestUnpackedBytesAreBounded(t *testing.T) {
 			t.Errorf("%d of %d packs are unpacked", unpacked, len(packs))
 		}
 	}
-	last := p.items()[1900]
-	if first, second := last.JSON(), last.JSON(); &first[0] != &second[0] {
+	held := p.items()[0].JSON()
+	for range 10 { // the pack's bytes are dropped for others at some time
+		for _, item := range p.items()[500:] {
+			item.JSON()
+		}
+	}
+	if again := p.items()[0].JSON(); &held[0] != &again[0] {
 		t.Error("two readers have two copies")
 	}
 	p.next()

@@ -204,6 +204,11 @@ func (r *Resource) updateTree(e *Event) {
 	} else {
 		old, had = r.tree.ReplaceOrInsert(e.Item)
 		r.bytes += e.Item.Size()
+		grown := e.Item.Size()
+		if had && !old.Packed() { // its bytes are free once the ring drops it
+			grown -= old.Size()
+		}
+		r.cache.growth.Add(int64(max(0, grown)))
 	}
 	if u, found := r.unreadable[e.Item.Key]; found {
 		delete(r.unreadable, e.Item.Key)

@@ -1,6 +1,8 @@
 package conversion
 
 import (
+	"bytes"
+
 	"watershed.dev/platform/frame"
 	"watershed.dev/platform/watchcache/cache"
 	"watershed.dev/platform/watchcache/query"
@@ -31,7 +33,10 @@ func (b metadataBodies) Size(n int) int {
 	return end
 }
 
-func (b metadataBodies) Bytes(n int) []byte { return b.stored[n].JSON()[:b.Size(n)] }
+func (b metadataBodies) Bytes(n int) []byte {
+	through, _ := b.stored[n].ThroughMetadata() // as Size
+	return through
+}
 
 // bodiesOf returns the items' own bytes in q's encoding.
 func bodiesOf(q *query.Query, items []*cache.Item) (frame.Bodies, error) {
@@ -43,7 +48,13 @@ func bodiesOf(q *query.Query, items []*cache.Item) (frame.Bodies, error) {
 	case !q.Encoding.Partial:
 		return protobufBodies{items}, nil
 	}
-	return readAll(items, func(i *cache.Item) ([]byte, error) { return q.Encoding.Item(i.Protobuf()) })
+	return readAll(items, func(i *cache.Item) ([]byte, error) {
+		metadata, err := q.Encoding.Item(i.Protobuf())
+		if i.Packed() {
+			metadata = bytes.Clone(metadata)
+		}
+		return metadata, err
+	})
 }
 
 // metadataOf returns the items' JSON up to the end of their metadata.

@@ -87,10 +87,24 @@ func (w *watcher) initialNative(items []*cache.Item, out *frames) error {
 	return nil
 }
 
+// initialEncoded sends objects that registry encodes. It sends a batch before it encodes the next, so that a client that
+// does not read holds a single batch.
 func (w *watcher) initialEncoded(ctx context.Context, items []*cache.Item, out *frames) error {
+	encode := w.initialConverted
 	if w.query.Table {
-		return w.initialRows(ctx, items, out)
+		encode = w.initialRows
 	}
+	for len(items) > 0 {
+		n := conversion.BatchSize(items)
+		if err := encode(ctx, items[:n], out); err != nil {
+			return err
+		}
+		items = items[n:]
+	}
+	return nil
+}
+
+func (w *watcher) initialConverted(ctx context.Context, items []*cache.Item, out *frames) error {
 	parts, err := w.converter.Convert(ctx, w.query, items)
 	for n := 0; n < len(parts) && err == nil; n++ {
 		var data []byte

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"runtime"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -259,6 +260,27 @@ func TestInitialEvents(t *testing.T) {
 	if got := table.receive(4); got != "ADDED row, 1 columns, ADDED row, 0 columns, ADDED row, 0 columns, ADDED row, "+
 		"0 columns" {
 		t.Error(got)
+	}
+}
+
+// Initial events that registry encodes are sent in batches: a client that does not read has few of them in memory.
+func TestInitialRowsAreEncodedInBatches(t *testing.T) {
+	w, s := newServer(t)
+	for i := range 600 {
+		w.Apply(logv1.Type_TYPE_ADDED, int64(11+i), fmt.Sprintf("p%03d", i), "node-0", "")
+	}
+	large := strings.Repeat("x", 40<<10) // each row is a message
+	w.Registry.Cell.Store(&large)
+	var encoded atomic.Int64
+	w.Registry.EncodeError = func([]byte) error { encoded.Add(1); return nil }
+	o := start(t, s, &watchfanoutv1.WatchRequest{Query: fixture.Table(fixture.Query()), ResourceVersion: "0"})
+	o.receive(1)
+	if n := encoded.Load(); n == 0 || n >= 600 {
+		t.Errorf("%d rows are encoded when the first arrives", n)
+	}
+	o.receive(602)
+	if n := encoded.Load(); n != 603 {
+		t.Errorf("%d rows are encoded", n)
 	}
 }
 

@@ -97,6 +97,27 @@ func TestCustomResource(t *testing.T) {
 	}
 }
 
+// Objects of a CRD whose schema is not structural get an internal error, as in kube-apiserver. Others are served.
+func TestASchemaThatIsNotStructural(t *testing.T) {
+	fx := fixture.New(t)
+	d := fx.Establish(t, widgetCRD).DeepCopy()
+	d.ResourceVersion += "0"
+	elsewhere := "#/definitions/spec"
+	d.Spec.Versions[0].Schema.OpenAPIV3Schema.Properties["spec"] = apiextensionsv1.JSONSchemaProps{Ref: &elsewhere}
+	fx.Resources.Custom.Handler().OnAdd(d, true)
+	_, err := fx.List(t.Context(), widgets, &registryv1.GetRequest{})
+	if err == nil || !strings.Contains(err.Error(), "error resolving resource") {
+		t.Errorf("a list of its objects: %v", err)
+	}
+	if _, err := fx.List(t.Context(), crdsResource, &registryv1.GetRequest{}); err != nil {
+		t.Errorf("a list of CRDs: %v", err)
+	}
+	if _, err := fx.Resources.Custom.OpenAPIV3(t.Context(), schema.GroupVersion{Group: widgets.Group,
+		Version: widgets.Version}); err != nil {
+		t.Errorf("its OpenAPI document: %v", err)
+	}
+}
+
 // The schema of an update applies to the next request, before the informer of CRDs receives the update.
 func TestAnUpdatedSchemaAppliesAtOnce(t *testing.T) {
 	fx := establishedCRD(t)
