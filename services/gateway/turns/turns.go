@@ -105,7 +105,7 @@ func (t *Turn) Take(ctx context.Context) error {
 	t.granted = granted
 	s.grant()
 	s.mu.Unlock()
-	defer telemetry.AddSlowStep(ctx, "Waited for a turn of long responses", time.Now())
+	defer telemetry.AddSlowStep(ctx, "Waited for a turn", time.Now())
 	select {
 	case <-granted:
 		return ctx.Err()
