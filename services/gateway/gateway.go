@@ -219,10 +219,6 @@ func (g *Service) Collectors() []prometheus.Collector {
 				Name: "watershed_gateway_tls_handshakes_waiting",
 				Help: "Number of TLS handshakes that wait for a turn on the processors.",
 			}, func() float64 { return float64(g.server.Handshakes.Waiting()) }),
-			prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-				Name: "watershed_gateway_watches_waiting",
-				Help: "Number of watches that wait for a turn to open.",
-			}, func() float64 { return float64(g.server.Openings.Waiting()) }),
 		})
 }
 

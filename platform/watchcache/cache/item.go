@@ -126,8 +126,9 @@ func (i *Item) ThroughMetadata() ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	through := i.JSON()[:end:end]
-	if i.Packed() {
+	e := i.json.Load()
+	through := e.bytes()[:end:end]
+	if e.pack != nil {
 		return bytes.Clone(through), nil
 	}
 	return through, nil

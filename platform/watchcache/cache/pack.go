@@ -192,7 +192,7 @@ type unpackedPacks struct {
 
 	mu    sync.Mutex
 	all   []*pack
-	bytes int // of all, and of the packs that dropUnread visits
+	bytes int // of all
 }
 
 // add adds a pack. If the packs then have more than maxBytes, it drops the bytes of random packs, so that no client
@@ -201,7 +201,7 @@ func (l *unpackedPacks) add(p *pack) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.all, l.bytes = append(l.all, p), l.bytes+p.size
-	for l.bytes > l.maxBytes && len(l.all) > 0 {
+	for l.bytes > l.maxBytes {
 		n, last := rand.IntN(len(l.all)), len(l.all)-1
 		l.bytes -= l.all[n].size
 		l.all[n].unpacked.Store(nil)
@@ -213,20 +213,14 @@ func (l *unpackedPacks) add(p *pack) {
 // dropUnread calls dropUnread of each pack.
 func (l *unpackedPacks) dropUnread() {
 	l.mu.Lock()
-	all := l.all
-	l.all = nil
-	l.mu.Unlock()
-	dropped := 0
-	all = slices.DeleteFunc(all, func(p *pack) bool {
+	defer l.mu.Unlock()
+	l.all = slices.DeleteFunc(l.all, func(p *pack) bool {
 		if !p.dropUnread() {
 			return false
 		}
-		dropped += p.size
+		l.bytes -= p.size
 		return true
 	})
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.all, l.bytes = append(l.all, all...), l.bytes-dropped
 }
 
 // packUnchanged calls packOlder each packPeriod, and drops the unpacked bytes without readers. It does nothing if it is

@@ -31,7 +31,6 @@ import (
 	"watershed.dev/services/gateway/body"
 	"watershed.dev/services/gateway/delegatedauth"
 	"watershed.dev/services/gateway/h2writer"
-	"watershed.dev/services/gateway/turns"
 	"watershed.dev/services/gateway/watch"
 )
 
@@ -130,10 +129,9 @@ func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 	return r, p.source.Watches, nil
 }
 
-// initialized ends a watch's turn, releases its seats, and reports the size of its initial events to flow control,
-// because informers may never list.
+// initialized releases a watch's seats and reports the size of its initial events to flow control, because informers
+// may never list.
 func (c *requestContext) initialized(bytes int64) {
-	turns.Yield(c.req.Context())
 	flowcontrol.WatchInitialized(c.req.Context())
 	if bytes > 0 {
 		c.recordListSize(bytes, false)

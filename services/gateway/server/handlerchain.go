@@ -48,7 +48,7 @@ func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler
 	h := withFilter("authorization", api, func(h http.Handler) http.Handler {
 		return withAuthz(h, p.Authz, authorization)
 	})
-	h = exemptInternal(s.withOpenings(s.limited(h, p)), h)
+	h = exemptInternal(s.limited(h, p), h)
 	bodies := new(body.Reader) // its quota applies to all bodies
 	h = withFilter("body", h, func(h http.Handler) http.Handler { return bodies.ReadAhead(h, p.BuffersBody) })
 	h = withFilter("userlimits", h, s.userLimits.filter)
@@ -119,28 +119,6 @@ func (s *Server) limited(next http.Handler, p ChainConfig) http.Handler {
 		return withFilter("priorityandfairness", h, func(h http.Handler) http.Handler {
 			return p.Fairness.Filter(h, longRunning, ownInfo, c.RequestTimeout)
 		})
-	})
-}
-
-// openingsPerProcessor is the number of watches for each processor that open at a time. A watch waits for other services
-// while it opens.
-const openingsPerProcessor = 16
-
-// withOpenings lets a watch take a turn until it has its initial events (turns.Yield) or waits for longer than
-// turns.Slice. If a client opens thousands of watches at once, each step of another request would otherwise wait for all
-// of them. A watch that waits has no seat of flow control.
-func (s *Server) withOpenings(h http.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		info, ok := request.RequestInfoFrom(req.Context())
-		u, known := request.UserFrom(req.Context())
-		if !ok || !known || info.Verb != "watch" {
-			h.ServeHTTP(w, req)
-			return
-		}
-		turn, ctx := s.Openings.NewTurn(req.Context(), identity.QuotaOwner(u, req.RemoteAddr))
-		_ = turn.Take(ctx) // the handler finds that ctx has ended
-		defer turn.Yield()
-		h.ServeHTTP(w, req.WithContext(ctx))
 	})
 }
 

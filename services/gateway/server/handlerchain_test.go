@@ -7,14 +7,10 @@ import (
 	"net/http/httptest"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
-	"testing/synctest"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"k8s.io/apimachinery/pkg/util/runtime"
-	"k8s.io/apiserver/pkg/authentication/user"
 	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
@@ -22,7 +18,6 @@ import (
 
 	"watershed.dev/platform/paths"
 	"watershed.dev/platform/recovery"
-	"watershed.dev/services/gateway/turns"
 )
 
 // unchangedInfo labels every request by its own RequestInfo.
@@ -196,48 +191,4 @@ func TestStreamsOfOtherServersTakeNoSeat(t *testing.T) {
 	if code := get("/api/v1/pods"); code != http.StatusOK {
 		t.Errorf("with an open stream, a request gets %d", code)
 	}
-}
-
-// Watches open in turns until they have their initial events. Other requests take no turn. The turn of a watch that
-// waits for other services ends.
-func TestWatchesOpenInTurns(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		s := NewServer(defaults(t))
-		s.Openings = turns.New(1, time.Minute)
-		var begun atomic.Int64
-		opened, ended := make(chan struct{}), make(chan struct{})
-		h := s.withOpenings(http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
-			begun.Add(1)
-			<-opened
-			turns.Yield(req.Context())
-			<-ended
-		}))
-		send := func(verb string) {
-			ctx := request.WithRequestInfo(t.Context(), &request.RequestInfo{Verb: verb})
-			ctx = request.WithUser(ctx, &user.DefaultInfo{Name: "jane"})
-			go h.ServeHTTP(nil, httptest.NewRequestWithContext(ctx, "GET", "/", nil))
-			synctest.Wait()
-		}
-		expect := func(when string, n int64) {
-			t.Helper()
-			synctest.Wait()
-			if got := begun.Load(); got != n {
-				t.Errorf("%s: %d requests have begun, not %d", when, got, n)
-			}
-		}
-		for range 4 {
-			send("watch")
-		}
-		expect("four watches", 1)
-		send("list")
-		expect("a list beside them", 2)
-		time.Sleep(time.Minute)
-		expect("a watch that waits for other services", 3)
-		close(opened)
-		expect("watches with their initial events", 5)
-		if n := s.Openings.Waiting(); n != 0 {
-			t.Errorf("%d watches wait", n)
-		}
-		close(ended)
-	})
 }

@@ -13,7 +13,6 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/http"
-	"runtime"
 
 	"k8s.io/apimachinery/pkg/util/waitgroup"
 
@@ -44,8 +43,8 @@ type Server struct {
 	// shutdownStagger channels are closed in turn, over the grace period of watches.
 	shutdownStagger [64]chan struct{}
 	userLimits      *userLimits
-	// Handshakes are the turns of TLS handshakes, and Openings the turns of watches that open.
-	Handshakes, Openings *turns.Turns
+	// Handshakes are the turns of TLS handshakes.
+	Handshakes *turns.Turns
 }
 
 // ShutdownStagger returns a channel that ends a request's watch when the server shuts down. The channel is picked at
@@ -70,7 +69,6 @@ func NewServer(c *Config) *Server {
 		InFlight:     new(waitgroup.SafeWaitGroup),
 		userLimits:   newUserLimits(&c.UserLimits),
 		Handshakes:   turns.OfProcessors(),
-		Openings:     turns.New(openingsPerProcessor*runtime.GOMAXPROCS(0), turns.Slice),
 	}
 	for i := range s.shutdownStagger {
 		s.shutdownStagger[i] = make(chan struct{})

@@ -52,8 +52,10 @@ type conn struct {
 	// writeFunc is writePending, allocated once.
 	writeFunc func(fd uintptr) (done bool)
 
-	// handshake is the turn of the TLS handshake, from its grant until the next read.
+	// handshake is the turn of the TLS handshake, from its grant until the next read. endWait ends the wait for it.
 	handshake atomic.Pointer[Turn]
+	endWait   atomic.Pointer[context.CancelFunc]
+	closed    atomic.Bool
 
 	// mu may be locked while Turns.mu is.
 	mu sync.Mutex

@@ -13,6 +13,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 )
@@ -180,8 +181,10 @@ func TestWithoutTurns(t *testing.T) {
 // continue its handshake holds none either.
 func TestHandshakesTakeTurns(t *testing.T) {
 	s := New(1, time.Hour)
+	s.maxWait = 2 * time.Minute
 	server := httptest.NewUnstartedServer(http.NotFoundHandler())
-	server.Listener = NewListener(server.Listener)
+	accepted := &listened{Listener: NewListener(server.Listener)}
+	server.Listener = accepted
 	server.Config.ErrorLog = log.New(io.Discard, "", 0)
 	same := func(*tls.ClientHelloInfo) (*tls.Config, error) { return nil, nil }
 	server.TLS = &tls.Config{GetConfigForClient: s.Handshakes(same)}
@@ -225,11 +228,39 @@ func TestHandshakesTakeTurns(t *testing.T) {
 		t.Fatal(err)
 	}
 	go get()
+	for s.Waiting() == 0 {
+		time.Sleep(time.Millisecond) // as above
+	}
+	accepted.closeLast()
+	if err := <-responded; err == nil {
+		t.Error("a closed connection gets a response")
+	}
+	for s.Waiting() > 0 { // long before maxWait
+		time.Sleep(time.Millisecond)
+	}
+	s.maxWait = 10 * time.Millisecond
+	go get()
 	if err := <-responded; err != nil {
 		t.Errorf("a handshake without a turn: %v", err)
 	}
 	other.Yield()
 }
+
+// listened is a listener that can close the newest connection.
+type listened struct {
+	net.Listener
+	last atomic.Pointer[net.Conn]
+}
+
+func (l *listened) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err == nil {
+		l.last.Store(&c)
+	}
+	return c, err
+}
+
+func (l *listened) closeLast() { (*l.last.Load()).Close() }
 
 // writeOnly is a connection that receives nothing.
 type writeOnly struct{ net.Conn }

@@ -36,6 +36,8 @@ const (
 type Turns struct {
 	limit int
 	slice time.Duration
+	// maxWait bounds the wait of a handshake.
+	maxWait time.Duration
 
 	mu   sync.Mutex
 	held int
@@ -47,7 +49,7 @@ type Turns struct {
 
 // New returns turns of which at most limit are held at a time, each for at most slice.
 func New(limit int, slice time.Duration) *Turns {
-	return &Turns{limit: limit, slice: slice, waiting: map[string][]*Turn{}}
+	return &Turns{limit: limit, slice: slice, maxWait: maxHandshakeWait, waiting: map[string][]*Turn{}}
 }
 
 // OfProcessors returns turns of half of the processors, with a minimum of 1.
@@ -105,7 +107,7 @@ func (t *Turn) Take(ctx context.Context) error {
 	t.granted = granted
 	s.grant()
 	s.mu.Unlock()
-	defer telemetry.AddSlowStep(ctx, "Waited for a turn", time.Now())
+	defer telemetry.AddSlowStep(ctx, "Waited for a turn of long responses", time.Now())
 	select {
 	case <-granted:
 		return ctx.Err()
@@ -171,6 +173,9 @@ func (s *Turns) grant() {
 
 // Waiting returns the number of turns that wait.
 func (s *Turns) Waiting() (n int) {
+	if s == nil {
+		return 0
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, turns := range s.waiting {
@@ -185,7 +190,12 @@ func (s *Turns) dequeue(t *Turn) {
 	if i < 0 {
 		return
 	}
-	s.waiting[t.owner] = slices.Delete(s.waiting[t.owner], i, i+1)
+	if i == 0 { // mostly, and thousands of turns may wait
+		s.waiting[t.owner][0] = nil
+		s.waiting[t.owner] = s.waiting[t.owner][1:]
+	} else {
+		s.waiting[t.owner] = slices.Delete(s.waiting[t.owner], i, i+1)
+	}
 	if len(s.waiting[t.owner]) == 0 {
 		delete(s.waiting, t.owner)
 		i := slices.Index(s.ownerQueue, t.owner)
