@@ -16,8 +16,8 @@ import (
 // is shared. The process keeps a schema while something refers to it.
 //
 // Share removes managedFields from d, which can be as large as the schemas. No reader of CRDs in a process needs them,
-// and an update of d's status keeps the stored managedFields. Annotations stay: the controllers of CRDs update the status with d,
-// and upstream's status strategy then stores d's annotations (kubernetes/kubernetes#137681).
+// and an update of d's status keeps the stored managedFields. Annotations stay: the controllers of CRDs update the
+// status with d, and upstream's status strategy then stores d's annotations (kubernetes/kubernetes#137681).
 func Share(d *apiextensionsv1.CustomResourceDefinition) {
 	d.ManagedFields = nil
 	if d.UID == "" {

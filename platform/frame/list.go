@@ -188,7 +188,8 @@ func (b *Body) Run(pieces [][]byte, first, end int) [][]byte {
 	return pieces
 }
 
-// Send sends the body to w, and ends w. It returns early if ctx ends: small parts of large objects take a while to read.
+// Send sends the body to w, and ends w. It returns early if ctx ends, because small parts of large objects take a while
+// to read.
 func (b *Body) Send(ctx context.Context, w *Chunks) error {
 	w.Begin(b.Size)
 	err := w.Add(b.Head)

@@ -229,8 +229,8 @@ type pipe struct {
 	ctx      context.Context
 	up, down chan any
 	upClosed sync.Once
-	// ahead has the bytes of the list chunks in down. taken has a token if the receiver has taken a list chunk since the
-	// sender last waited.
+	// ahead has the bytes of the list chunks in down. taken has a token if the receiver has taken a list chunk since
+	// the sender last waited.
 	ahead atomic.Int64
 	taken chan struct{}
 	done  chan struct{}

@@ -24,7 +24,8 @@ type load struct {
 }
 
 // Source reads a whole resource. It calls add with each row, from a single goroutine, in the order of etcd's keys:
-// neighbours are packed together. It returns the revision of all rows. If it returns an error, the cache drops the rows.
+// neighbours are packed together. It returns the revision of all rows. If it returns an error, the cache drops the
+// rows.
 type Source func(ctx context.Context, storedAs string, add func(*registryv1.Row)) (revision int64, err error)
 
 // Snapshot returns the resource at the cache's revision, and loads it first if necessary. If field is not empty, the

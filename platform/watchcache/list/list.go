@@ -132,9 +132,10 @@ func Body(ctx context.Context, c *conversion.Converter, q *query.Query, p *Page)
 
 // Send sends the body of a list.
 func Send(body *frame.Body, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
-	return body.Send(stream.Context(), &frame.Chunks{Bytes: frame.ChunkBytes, Send: func(pieces [][]byte, size int64) error {
+	send := func(pieces [][]byte, size int64) error {
 		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size})
-	}})
+	}
+	return body.Send(stream.Context(), &frame.Chunks{Bytes: frame.ChunkBytes, Send: send})
 }
 
 // compressedBytes is about the number of compressed bytes in one message.

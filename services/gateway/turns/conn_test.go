@@ -13,7 +13,6 @@ import (
 	"net/http/httptest"
 	"os"
 	"slices"
-	"sync/atomic"
 	"testing"
 	"time"
 )
@@ -181,10 +180,8 @@ func TestWithoutTurns(t *testing.T) {
 // continue its handshake holds none either.
 func TestHandshakesTakeTurns(t *testing.T) {
 	s := New(1, time.Hour)
-	s.maxWait = 2 * time.Minute
 	server := httptest.NewUnstartedServer(http.NotFoundHandler())
-	accepted := &listened{Listener: NewListener(server.Listener)}
-	server.Listener = accepted
+	server.Listener = NewListener(server.Listener)
 	server.Config.ErrorLog = log.New(io.Discard, "", 0)
 	same := func(*tls.ClientHelloInfo) (*tls.Config, error) { return nil, nil }
 	server.TLS = &tls.Config{GetConfigForClient: s.Handshakes(same)}
@@ -227,17 +224,6 @@ func TestHandshakesTakeTurns(t *testing.T) {
 	if err := other.Take(ctx); err != nil { // the other turns would last an hour
 		t.Fatal(err)
 	}
-	go get()
-	for s.Waiting() == 0 {
-		time.Sleep(time.Millisecond) // as above
-	}
-	accepted.closeLast()
-	if err := <-responded; err == nil {
-		t.Error("a closed connection gets a response")
-	}
-	for s.Waiting() > 0 { // long before maxWait
-		time.Sleep(time.Millisecond)
-	}
 	s.maxWait = 10 * time.Millisecond
 	go get()
 	if err := <-responded; err != nil {
@@ -246,21 +232,43 @@ func TestHandshakesTakeTurns(t *testing.T) {
 	other.Yield()
 }
 
-// listened is a listener that can close the newest connection.
-type listened struct {
-	net.Listener
-	last atomic.Pointer[net.Conn]
-}
-
-func (l *listened) Accept() (net.Conn, error) {
-	c, err := l.Listener.Accept()
-	if err == nil {
-		l.last.Store(&c)
+// The handshake of a connection that the server closes does not wait.
+func TestTheHandshakeOfAClosedConnectionEnds(t *testing.T) {
+	s := New(1, time.Hour)
+	s.maxWait = time.Hour
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
 	}
-	return c, err
+	defer l.Close()
+	other, ctx := s.NewTurn(t.Context(), "other")
+	if err := other.Take(ctx); err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		client, err := tls.Dial("tcp", l.Addr().String(), &tls.Config{InsecureSkipVerify: true})
+		if err == nil {
+			client.Close()
+		}
+	}()
+	c, err := NewListener(l).Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	same := func(*tls.ClientHelloInfo) (*tls.Config, error) { return nil, nil }
+	go func() { ended <- tls.Server(c, &tls.Config{GetConfigForClient: s.Handshakes(same)}).Handshake() }()
+	for s.Waiting() == 0 {
+		time.Sleep(time.Millisecond) // between polls, as above
+	}
+	c.Close()
+	if err := <-ended; !errors.Is(err, net.ErrClosed) {
+		t.Errorf("the handshake ends with %v", err)
+	}
+	if n := s.Waiting(); n != 0 {
+		t.Errorf("%d handshakes wait", n)
+	}
 }
-
-func (l *listened) closeLast() { (*l.last.Load()).Close() }
 
 // writeOnly is a connection that receives nothing.
 type writeOnly struct{ net.Conn }
