@@ -20,16 +20,16 @@ import (
 // that have not changed for packPeriod: neighbours are compressed together, in JSON and in protobuf each. A reader
 // unpacks a pack for all readers, until the pack has had no reader for packPeriod.
 //
-// A character of an object can take six bytes of JSON, such as "\u003c" for "<". maxGrowth therefore bounds the bytes of
-// written objects, and of each load, that wait to be packed. maxUnpackedBytes bounds the bytes that readers have
+// A character of an object can take six bytes of JSON, such as "\u003c" for "<". maxGrowth therefore bounds the bytes
+// of written objects, and of each load, that wait to be packed. maxUnpackedBytes bounds the bytes that readers have
 // unpacked. Bytes that do not compress (compressibleShare) have no bound but etcd's quota.
 
 const (
 	// packPeriod is about how often Sweep packs objects. An object is packed at the second call of packOlder after its
 	// last change. Unpacked bytes are dropped at Sweep's second call of dropUnread after their last reader.
 	packPeriod = 30 * time.Second
-	// maxGrowth is the number of bytes of written objects above which PackGrowth packs. Up to twice as many wait for it.
-	// It is also the number of bytes of a load that wait. 10,000 pods have less, so that the first lists of most
+	// maxGrowth is the number of bytes of written objects above which PackGrowth packs. Up to twice as many wait for
+	// it. It is also the number of bytes of a load that wait. 10,000 pods have less, so that the first lists of most
 	// clusters after a start unpack nothing.
 	maxGrowth = 256 << 20
 	// maxUnpackedBytes bounds the unpacked bytes that a cache keeps for further readers: 30,000 pods in an encoding.

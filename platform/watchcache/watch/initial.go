@@ -87,8 +87,8 @@ func (w *watcher) initialNative(items []*cache.Item, out *frames) error {
 	return nil
 }
 
-// initialEncoded sends objects that registry encodes. It sends a batch before it encodes the next, so that a client that
-// does not read holds a single batch.
+// initialEncoded sends objects that registry encodes. It sends a batch before it encodes the next, so that a client
+// that does not read holds a single batch.
 func (w *watcher) initialEncoded(ctx context.Context, items []*cache.Item, out *frames) error {
 	encode := w.initialConverted
 	if w.query.Table {
