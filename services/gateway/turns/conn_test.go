@@ -180,6 +180,7 @@ func TestWithoutTurns(t *testing.T) {
 // continue its handshake holds none either.
 func TestHandshakesTakeTurns(t *testing.T) {
 	s := New(1, time.Hour)
+	s.maxWait = 2 * time.Second // the last handshake waits for it
 	server := httptest.NewUnstartedServer(http.NotFoundHandler())
 	server.Listener = NewListener(server.Listener)
 	server.Config.ErrorLog = log.New(io.Discard, "", 0)
@@ -224,7 +225,6 @@ func TestHandshakesTakeTurns(t *testing.T) {
 	if err := other.Take(ctx); err != nil { // the other turns would last an hour
 		t.Fatal(err)
 	}
-	s.maxWait = 10 * time.Millisecond
 	go get()
 	if err := <-responded; err != nil {
 		t.Errorf("a handshake without a turn: %v", err)
