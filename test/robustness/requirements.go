@@ -30,10 +30,9 @@ const (
 // settleTimeout bounds the time until the cluster has recovered from the faults before.
 const settleTimeout = 2 * time.Minute
 
-// settled waits until requests of each kind succeed, several times in a row, and each watch is current. If that takes
-// longer than settleTimeout, it returns false, and its complaint names the last condition that was not met.
-func (w *workload) settled(x *resource) bool {
-	client := w.client()
+// settled waits until requests of client, of each kind, succeed several times in a row, and each watch is current. If
+// that takes longer than settleTimeout, it returns false, and its complaint names the last condition that was not met.
+func (w *workload) settled(client *http.Client, x *resource) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), settleTimeout)
 	defer cancel()
 	var unmet error
@@ -98,7 +97,7 @@ func (w *workload) current(ctx context.Context, x *resource) error {
 func (c *cluster) stopEtcd() {
 	w := c.workload
 	x, client := w.resources[0], w.client()
-	if !w.settled(x) {
+	if !w.settled(client, x) { // over the same connection: another host may have loaded nothing yet
 		return
 	}
 	members := c.named("etcd-")
@@ -131,7 +130,7 @@ func (c *cluster) stopEtcd() {
 func (c *cluster) strand(p *process) {
 	w := c.workload
 	x := w.resources[0]
-	if !w.settled(x) {
+	if !w.settled(w.client(), x) {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), strandedTimeout)
@@ -152,7 +151,7 @@ func (c *cluster) strand(p *process) {
 // loseMessage deletes the last message of the log when no publisher can add another, or another of the last 200. The
 // publisher is then killed.
 func (c *cluster) loseMessage(f fault) {
-	if !c.workload.settled(c.workload.resources[0]) {
+	if !c.workload.settled(c.workload.client(), c.workload.resources[0]) {
 		return
 	}
 	if err := c.tryLoseMessage(rand.New(rand.NewPCG(uint64(f.target), 3))); err != nil {
