@@ -73,6 +73,16 @@ func (p *packing) items() (all []*Item) {
 	return all
 }
 
+// ownBytes returns the bytes of the objects whose JSON is not packed.
+func (p *packing) ownBytes() (n int) {
+	for _, i := range p.items() {
+		if i.json.Load().pack == nil {
+			n += i.Size()
+		}
+	}
+	return n
+}
+
 // packs returns the packs of the objects' JSON, and how many of them are unpacked.
 func (p *packing) packs() (packs map[*pack]bool, unpacked int) {
 	packs = map[*pack]bool{}
@@ -319,11 +329,8 @@ func TestALargeLoadIsPackedMeanwhile(t *testing.T) {
 	c := New(1<<20, 0)
 	c.maxGrowth = 500_000
 	p := loadInto(t, c, 500, func(i int) []byte { return text(i, 1000) })
-	own := 0
+	own := p.ownBytes()
 	for i, item := range p.items() {
-		if item.json.Load().pack == nil {
-			own += item.Size()
-		}
 		if !bytes.Equal(item.JSON(), text(i, 1000)) {
 			t.Fatalf("object %d is %s", i, item.JSON())
 		}
@@ -343,11 +350,7 @@ func TestALargeLoadIsPackedMeanwhile(t *testing.T) {
 func TestGrowthIsPackedEarly(t *testing.T) {
 	c := New(1<<20, 0)
 	c.maxGrowth = 100_000
-	c.Apply(reset(1))
-	if _, err := c.Resource("pods").Snapshot(t.Context(), "", sourceOf(1), waitFor(c)); err != nil {
-		t.Fatal(err)
-	}
-	p := &packing{Cache: c, now: time.Now()}
+	p := loadInto(t, c, 0, nil)
 	p.next()
 	for i := range 2000 {
 		e := event(logv1.Type_TYPE_ADDED, int64(i)+2, fmt.Sprintf("p%04d", i))
@@ -355,12 +358,7 @@ func TestGrowthIsPackedEarly(t *testing.T) {
 		c.Apply(e)
 		c.PackGrowth()
 	}
-	own := 0
-	for _, item := range p.items() {
-		if item.json.Load().pack == nil {
-			own += item.Size()
-		}
-	}
+	own := p.ownBytes()
 	if packs, _ := p.packs(); len(packs) == 0 || own > 3*c.maxGrowth {
 		t.Errorf("%d packs, and objects of %d bytes are not packed", len(packs), own)
 	}
@@ -371,11 +369,7 @@ func TestGrowthIsPackedEarly(t *testing.T) {
 func TestYoungObjectsAreNotPackedEarly(t *testing.T) {
 	c := New(1<<20, 0)
 	c.maxGrowth = 700_000
-	c.Apply(reset(1))
-	if _, err := c.Resource("pods").Snapshot(t.Context(), "", sourceOf(1), waitFor(c)); err != nil {
-		t.Fatal(err)
-	}
-	p := &packing{Cache: c, now: time.Now()}
+	p := loadInto(t, c, 0, nil)
 	for i := range 2000 {
 		e := event(logv1.Type_TYPE_MODIFIED, int64(i)+2, fmt.Sprintf("p%04d", i%400))
 		e.Object.Json = text(i, 1000)

@@ -259,7 +259,7 @@ func TestTheHandshakeOfAClosedConnectionEnds(t *testing.T) {
 	same := func(*tls.ClientHelloInfo) (*tls.Config, error) { return nil, nil }
 	go func() { ended <- tls.Server(c, &tls.Config{GetConfigForClient: s.Handshakes(same)}).Handshake() }()
 	for s.Waiting() == 0 {
-		time.Sleep(time.Millisecond) // between polls, as above
+		time.Sleep(time.Millisecond) // between polls: nothing signals that a handshake waits
 	}
 	c.Close()
 	if err := <-ended; !errors.Is(err, net.ErrClosed) {

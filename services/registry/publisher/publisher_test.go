@@ -549,6 +549,7 @@ func TestALogWithAnotherPublisherStays(t *testing.T) {
 	leader := &laggingLeader{JetStream: j.js}
 	p.JS = leader
 	j.run(p)
+	// Three times stuckAfter, at the pace of another publisher: nothing signals that a stream stays.
 	for deadline := time.Now().Add(3 * time.Second); time.Now().Before(deadline); time.Sleep(300 * time.Millisecond) {
 		if _, err := j.js.Publish(t.Context(), eventlog.Subject("x"), nil); err != nil {
 			t.Fatal(err)
