@@ -323,6 +323,8 @@ var sameValues = []string{
 	`apiserver_init_events_total{group="metrics.example.com",resource="gauges"}`,
 	`apiserver_requested_deprecated_apis{group="",removed_release="",resource="endpoints",subresource="",version="v1"}`,
 	`aggregator_unavailable_apiservice{name="v1.absent.example.com"}`,
+	`apiserver_request_total{code="404",component="apiserver",dry_run="",group="",resource="pods",scope="resource",` +
+		`subresource="log",verb="CONNECT",version="v1"}`,
 	`serviceaccount_valid_tokens_total`,
 }
 

@@ -1,5 +1,6 @@
 // Command stalls runs `go test`. A test that fails while the machine stands still runs again, and counts if it fails
-// again. Virtual machines stand still for up to half a minute, and tests bound the time that a client waits.
+// again. Virtual machines stand still for up to half a minute, and tests bound the time that a client waits. At the end
+// of a package, its longest tests are printed.
 //
 //	go run ./stalls -never watershed.dev/test/robustness -- -count=1 -timeout=45m ./e2e ./robustness
 //
@@ -11,6 +12,7 @@ package main
 
 import (
 	"bufio"
+	"cmp"
 	"encoding/json"
 	"flag"
 	"fmt"
@@ -27,6 +29,9 @@ import (
 
 // longest is the longest time between two readings of the clock on a machine that does not stand still.
 const longest = time.Second
+
+// slow is the least time of a test that is printed at the end of its package.
+const slow = 10 * time.Second
 
 func main() {
 	log.SetFlags(log.Ltime)
@@ -92,13 +97,15 @@ func goTest(args []string) (tests []test, failed bool) {
 type event struct {
 	Time                          time.Time
 	Action, Package, Test, Output string
+	Elapsed                       float64 // seconds, without the time in which a parallel test waits for its turn
 }
 
 // read returns the failed tests of a stream of events. It prints the lines of packages, and of tests that fail.
 func read(events io.Reader, to io.Writer) (failed []test) {
 	type id struct{ pack, name string }
 	began, output := map[id]time.Time{}, map[id][]string{}
-	tests := map[string]bool{} // the packages with failed tests
+	tests := map[string]bool{}      // the packages with failed tests
+	elapsed := map[string][]event{} // the last events of tests, by package
 	lines := bufio.NewReader(events)
 	for {
 		line, err := lines.ReadBytes('\n')
@@ -112,6 +119,13 @@ func read(events io.Reader, to io.Writer) (failed []test) {
 		}
 		name, _, sub := strings.Cut(e.Test, "/")
 		t := id{e.Package, name}
+		if !sub && (e.Action == "pass" || e.Action == "fail") {
+			if name != "" {
+				elapsed[e.Package] = append(elapsed[e.Package], e)
+			} else {
+				printLongest(to, elapsed[e.Package])
+			}
+		}
 		switch {
 		case e.Action == "output" && name == "", e.Action == "build-output":
 			if e.Output != "PASS\n" {
@@ -145,6 +159,15 @@ func read(events io.Reader, to io.Writer) (failed []test) {
 			delete(output, t)
 			delete(began, t)
 		}
+	}
+}
+
+// printLongest prints the ten longest of some tests, and their times. It leaves out tests that take less than slow.
+func printLongest(to io.Writer, ends []event) {
+	ends = slices.DeleteFunc(ends, func(e event) bool { return e.Elapsed < slow.Seconds() })
+	slices.SortStableFunc(ends, func(a, b event) int { return cmp.Compare(b.Elapsed, a.Elapsed) })
+	for _, e := range ends[:min(10, len(ends))] {
+		fmt.Fprintf(to, "\t%6.1f s  %s\n", e.Elapsed, e.Test)
 	}
 }
 

@@ -53,6 +53,22 @@ not an event
 	}
 }
 
+// The longest tests of a package are printed at its end, without short tests and subtests.
+func TestLongestTests(t *testing.T) {
+	events := `{"Action":"pass","Package":"p","Test":"TestA/sub","Elapsed":40}
+{"Action":"pass","Package":"p","Test":"TestA","Elapsed":12}
+{"Action":"fail","Package":"p","Test":"TestB","Elapsed":123.45}
+{"Action":"pass","Package":"p","Test":"TestC","Elapsed":9}
+{"Action":"pass","Package":"q","Test":"TestD","Elapsed":50}
+{"Action":"fail","Package":"p","Elapsed":140}
+`
+	var out strings.Builder
+	read(strings.NewReader(events), &out)
+	if want := "\t 123.5 s  TestB\n\t  12.0 s  TestA\n"; out.String() != want {
+		t.Errorf("output %q, want %q", out.String(), want)
+	}
+}
+
 // A test runs again only if the machine stood still during it. The others count at once.
 func TestTestsThatCountAtOnce(t *testing.T) {
 	now := time.Now()

@@ -177,11 +177,12 @@ func (d builtIn) deprecated(c *requestContext) bool {
 }
 
 // metricsLabels follows the routes of k8s.io/apiserver/pkg/endpoints/installer.go. The scope is the path's, also if a
-// selector names an object. A watch uses the route of a list, unless its path is the old form.
+// selector names an object. A watch uses the route of a list, unless its path is the old form. A pod's log has the verb
+// of its storage (OverrideMetricsVerb).
 func (builtIn) metricsLabels(c *requestContext) (verb, scope string) {
 	verb, scope = strings.ToUpper(c.info.Verb), "cluster"
 	switch {
-	case len(c.apiResource.ConnectMethods) > 0:
+	case len(c.apiResource.ConnectMethods) > 0, isPodLog(c.info):
 		verb = "CONNECT"
 	case c.info.Verb == "watch" && !watchPath(c.req):
 		verb = "LIST"
@@ -193,6 +194,11 @@ func (builtIn) metricsLabels(c *requestContext) (verb, scope string) {
 		scope = "namespace"
 	}
 	return verb, scope
+}
+
+// isPodLog reports whether a request reads the log of a pod.
+func isPodLog(info *request.RequestInfo) bool {
+	return info.Verb == "get" && info.APIGroup == "" && info.Resource == "pods" && info.Subresource == "log"
 }
 
 // custom is the dialect of custom resources
