@@ -187,6 +187,8 @@ func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version s
 	if !upgrades && trace.SpanContextFromContext(req.Context()).IsSampled() { // otherwise the span would only cost time
 		asUser = tracing.WrapperFor(otel.GetTracerProvider())(asUser)
 	}
+	asUser, end := egress.LimitHTML(asUser)
+	defer end()
 	h := proxy.NewUpgradeAwareHandler(location, asUser, true, upgrades, unavailableResponder{})
 	if upgrades { // the upgrade does not use the transport that adds the user's headers
 		transport.SetAuthProxyHeaders(out, u.GetName(), uidOf(u), u.GetGroups(), u.GetExtra())

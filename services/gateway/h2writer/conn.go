@@ -69,8 +69,12 @@ const (
 	// minSendWindow is how much of the connection's window must be withheld before a stream may be hijacked. Go's
 	// client opens with 1 GB and curl with 32 MB. Clients with the protocol's 64 KB are served by the server only.
 	minSendWindow = 256 << 10
-	// maxQueueBytes limits the bytes that wait for a connection's socket. Writers wait while the queue is full.
-	maxQueueBytes = 1 << 20
+	// maxQueueBytes limits the bytes that wait for a connection's socket. Writers wait while the queue is full. The
+	// limit is minQueueBytes while the buffers of all connections take more than maxBufferedBytes: a user may have
+	// thousands of connections, and read from none of them.
+	maxQueueBytes    = 1 << 20
+	minQueueBytes    = recordBytes
+	maxBufferedBytes = 256 << 20
 	// minWriteWindow is how much of a stream's window must be open before Write continues a long write.
 	minWriteWindow = 64 << 10
 	// writeChunkBytes is how much is written to the socket at once. writeTimeout applies to each chunk.
@@ -335,6 +339,7 @@ func (c *Conn) Close() error {
 	for _, s := range c.streams {
 		s.notifyClosed()
 	}
+	c.dropQueue()
 	c.wake()
 	writing := c.writing
 	c.mu.Unlock()
@@ -382,7 +387,7 @@ func (c *Conn) drain() {
 
 // unblockWaiters unblocks each waiter at most once, until the queue is half full. It releases the lock for each call.
 func (c *Conn) unblockWaiters() {
-	for n := len(c.waiters); n > 0 && len(c.queue) < maxQueueBytes/2 && c.err == nil; n-- {
+	for n := len(c.waiters); n > 0 && len(c.queue) < queueLimit()/2 && c.err == nil; n-- {
 		next := c.waiters[0]
 		c.waiters[0] = nil
 		if c.waiters = c.waiters[1:]; len(c.waiters) == 0 {

@@ -27,6 +27,7 @@ type Stream struct {
 	sent        int64 // bytes of the body that the server has written
 	written     int64 // bytes of the body that TryWrite and Write have queued
 	headersSent bool  // the response's headers have been written
+	claimed     bool  // a request has it
 	hijacked    bool
 	closed      bool
 	clientEnded bool        // the request has no body
@@ -66,10 +67,7 @@ func Handler(next http.Handler) http.Handler {
 			return
 		}
 		if err == nil {
-			c.mu.Lock()
-			s := c.streams[uint32(id)]
-			c.mu.Unlock()
-			if s != nil {
+			if s := c.claim(uint32(id)); s != nil {
 				req = req.WithContext(context.WithValue(req.Context(), streamKey{}, s))
 				func() {
 					defer s.handlerReturned() // also after a panic
@@ -81,6 +79,19 @@ func Handler(next http.Handler) http.Handler {
 		}
 		next.ServeHTTP(w, req)
 	})
+}
+
+// claim returns the stream with an id to the first request that asks for it, otherwise nil. A client that decoded its
+// own stream header could send it in a request of another stream.
+func (c *Conn) claim(id uint32) *Stream {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	s := c.streams[id]
+	if s == nil || s.claimed {
+		return nil
+	}
+	s.claimed = true
+	return s
 }
 
 // StreamFrom returns the stream of req. It is nil over HTTP/1, or if the stream is not tracked.
@@ -135,8 +146,8 @@ func (s *Stream) closedErr() error {
 }
 
 // TryWrite queues all parts or none. If none, queueFull reports whether the connection's queue is full, which concerns
-// all its streams: call EnqueueWaiter. Otherwise the client's window for this stream is full: call Write. Call Flush
-// after TryWrite.
+// all its streams: call EnqueueWaiter. Otherwise the client's window for this stream is full, or the parts are longer
+// than a queue: call Write. Call Flush after TryWrite.
 func (s *Stream) TryWrite(parts ...[]byte) (accepted, queueFull bool) {
 	n := 0
 	for _, p := range parts {
@@ -145,10 +156,11 @@ func (s *Stream) TryWrite(parts ...[]byte) (accepted, queueFull bool) {
 	c := s.conn
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if s.closedErr() != nil || int64(n) > min(s.window, c.sendWindow) {
+	limit := queueLimit()
+	if s.closedErr() != nil || int64(n) > min(s.window, c.sendWindow, int64(limit)) {
 		return false, false
 	}
-	if len(c.queue)+n > maxQueueBytes && len(c.queue) > 0 {
+	if len(c.queue)+n > limit {
 		return false, true
 	}
 	s.enqueue(&partReader{parts: parts}, n)
@@ -233,7 +245,7 @@ func (s *Stream) Write(ctx context.Context, writeTimeout time.Duration, parts ..
 		if err := s.closedErr(); err != nil {
 			return err
 		}
-		n := int(min(int64(remaining), s.window, c.sendWindow, int64(maxQueueBytes-len(c.queue))))
+		n := int(min(int64(remaining), s.window, c.sendWindow, int64(queueLimit()-len(c.queue))))
 		// Wait for a larger window instead of sending many small frames (the silly window syndrome).
 		minWindow := min(int64(remaining), minWriteWindow, c.initialWindow/2)
 		if n <= 0 || s.window < minWindow {

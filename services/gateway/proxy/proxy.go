@@ -127,6 +127,11 @@ func (p *Handler) Serve(w http.ResponseWriter, req *http.Request, name string, c
 		fail(err)
 		return
 	}
+	if c.Rewrite {
+		var end func()
+		roundTripper, end = egress.LimitHTML(roundTripper)
+		defer end()
+	}
 	plain := proxy.NewUpgradeAwareHandler(location, roundTripper, c.Rewrite, c.UpgradeRequired, responder(fail))
 	plain.UpgradeTransport = upgraded
 	plain.MaxBytesPerSec = p.config.Rate

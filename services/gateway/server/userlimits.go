@@ -37,8 +37,8 @@ func (c *UserLimitsConfig) addFlags(fs *pflag.FlagSet) {
 			"limit. Nodes, system:masters and the service accounts of kube-system have no limit.")
 	fs.IntVar(&c.Streams, "max-streams-per-user", 5000,
 		"The maximum number of open watches and other long-running requests (logs, exec, port-forward, proxies) of "+
-			"a user per gateway. Further requests get 429. 0: no limit. The exemptions are those of "+
-			"--max-connections-per-user.")
+			"a user per gateway. Their headers, and 16 times their queries, may take 16 KB for each of them. Further "+
+			"requests get 429. 0: no limit. The exemptions are those of --max-connections-per-user.")
 }
 
 // Validate returns an error that names the invalid flag.
@@ -81,8 +81,8 @@ type trackedConn struct {
 	exempt, closed bool
 }
 
-// usage is the number of a user's open connections and streams.
-type usage struct{ connections, streams int }
+// usage is the number of a user's open connections and streams, and the size of the requests of these streams.
+type usage struct{ connections, streams, requestBytes int }
 
 func newUserLimits(c *UserLimitsConfig) *userLimits {
 	return &userLimits{config: c, connections: map[net.Conn]*trackedConn{}, users: map[string]*usage{},
@@ -234,19 +234,48 @@ func (l *userLimits) acquireConnection(c *trackedConn, name string) bool {
 	return true
 }
 
-// acquireStream counts a long-running request until end is called. ok is false if the user is at its limit.
-func (l *userLimits) acquireStream(name string) (end func(), ok bool) {
+const (
+	// bytesPerStream bounds the size of the requests of a user's open streams (requestBytes): for each stream that the
+	// user may have. A watch of a Go client takes some 4 KB. minRequestBytes is the least bound.
+	bytesPerStream  = 16 << 10
+	minRequestBytes = 32 << 20
+	// headerOverhead is the memory of a header beside its text, in bytes.
+	headerOverhead = 128
+	// selectorFactor is the memory of a parsed selector for each byte of its text.
+	selectorFactor = 16
+)
+
+// requestBytes is about how many bytes of memory a long-running request takes until its end. A watch keeps its
+// selectors, and most requests keep their headers.
+func requestBytes(req *http.Request) int {
+	n := selectorFactor * len(req.URL.RawQuery)
+	for name, values := range req.Header {
+		for _, v := range values {
+			n += len(name) + len(v) + headerOverhead
+		}
+	}
+	return n
+}
+
+// acquireStream counts a long-running request of n bytes until end is called. If the user is at a limit, end is nil,
+// and acquireStream returns the name of the limit and its value.
+func (l *userLimits) acquireStream(name string, n int) (end func(), limit string, maximum int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.config.Streams > 0 && l.usageOf(name).streams >= l.config.Streams {
-		return nil, false
+	u, maxStreams := l.usageOf(name), l.config.Streams
+	maxBytes := max(minRequestBytes, maxStreams*bytesPerStream)
+	switch {
+	case maxStreams > 0 && u.streams >= maxStreams:
+		return nil, "streams", maxStreams
+	case maxStreams > 0 && u.requestBytes+n > maxBytes:
+		return nil, "bytes of streams' requests", maxBytes
 	}
-	l.updateUsage(name, func(o *usage) { o.streams++ })
+	l.updateUsage(name, func(o *usage) { o.streams++; o.requestBytes += n })
 	return func() {
 		l.mu.Lock()
 		defer l.mu.Unlock()
-		l.updateUsage(name, func(o *usage) { o.streams-- })
-	}, true
+		l.updateUsage(name, func(o *usage) { o.streams--; o.requestBytes -= n })
+	}, "", 0
 }
 
 // limitRetryAfter is the Retry-After of a user over a limit, in seconds.
@@ -279,9 +308,9 @@ func (l *userLimits) filter(next http.Handler) http.Handler {
 			return
 		}
 		if info, ok := request.RequestInfoFrom(req.Context()); ok && LongRunning(req, info) {
-			end, ok := l.acquireStream(owner)
-			if !ok {
-				refuse(w, req, "streams", l.config.Streams)
+			end, limit, maximum := l.acquireStream(owner, requestBytes(req))
+			if end == nil {
+				refuse(w, req, limit, maximum)
 				return
 			}
 			defer h2writer.AtEnd(req, func(any) { end() })

@@ -190,6 +190,30 @@ func TestAUserHasSoManyStreams(t *testing.T) {
 	})
 }
 
+// The requests of a user's open watches have a bound in bytes: a watch keeps its selectors.
+func TestTheRequestsOfStreamsAreBounded(t *testing.T) {
+	s, _ := serveLimited(t, UserLimitsConfig{Streams: 5000}, true)
+	c := clientOf(t, s)
+	watch := s.URL + "/api/v1/pods?watch=1&labelSelector=" + strings.Repeat("x", 600_000)
+	ctx, leave := context.WithCancel(t.Context())
+	open := 0
+	for doRequest(ctx, t, c, watch, "a").StatusCode == http.StatusOK {
+		open++
+	}
+	if open != 5000*bytesPerStream/(600_000*selectorFactor) {
+		t.Errorf("%d watches are open", open)
+	}
+	for url, username := range map[string]string{watch: "b", s.URL + "/api/v1/pods?watch=1": "a"} {
+		if resp := doRequest(t.Context(), t, c, url, username); resp.StatusCode != http.StatusOK {
+			t.Errorf("another watch of %s: %s", username, resp.Status)
+		}
+	}
+	leave()
+	eventually(t, "a watch that ended does not count", func() bool {
+		return doRequest(t.Context(), t, c, watch, "a").StatusCode == http.StatusOK
+	})
+}
+
 // A detached watch counts until it ends.
 func TestADetachedWatchCountsAsAStream(t *testing.T) {
 	streams, returned := make(chan *h2writer.Stream, 1), make(chan struct{}, 10000)
