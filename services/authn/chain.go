@@ -96,10 +96,24 @@ func newChain(ctx context.Context, c kubeauthenticator.Config, basic string,
 		add("x509", x509.NewDynamic(c.ClientCAContentProvider.VerifyOptions, x509.CommonNameUserConversion))
 	}
 	if h.union != nil {
-		tokens := h.lookups.trackCallers(h.cached.get)
+		tokens := withoutLong(h.lookups.trackCallers(h.cached.get))
 		all = append(all, bearertoken.New(tokens), websocket.NewProtocolAuthenticator(tokens))
 	}
 	return h, h.anonymous(group.NewAuthenticatedGroupAdder(union.New(all...))), nil
+}
+
+// maxBearerBytes bounds a bearer token. The header of a JWT is decoded before its signature is checked, by go-jose, which
+// does not bound the depth of JSON.
+const maxBearerBytes = 64 << 10
+
+// withoutLong rejects tokens above maxBearerBytes, as unknown tokens are. kube-apiserver has no such bound.
+func withoutLong(tokens authenticator.Token) authenticator.Token {
+	return authenticator.TokenFunc(func(ctx context.Context, token string) (*authenticator.Response, bool, error) {
+		if len(token) > maxBearerBytes {
+			return nil, false, nil
+		}
+		return tokens.AuthenticateToken(ctx, token)
+	})
 }
 
 // anonymous authenticates requests without a credential if the configuration allows it. A request with a bad credential

@@ -1,6 +1,7 @@
 package authn
 
 import (
+	"context"
 	"net/http"
 	"path/filepath"
 	"strings"
@@ -61,6 +62,23 @@ func TestATokenFileIsReloaded(t *testing.T) {
 	if resp, ok, err := auth.AuthenticateRequest(&http.Request{Header: http.Header{}}); !ok || err != nil ||
 		resp.User.GetName() != "system:anonymous" {
 		t.Errorf("without a token: %v, %v, %v", resp, ok, err)
+	}
+}
+
+// A long token is invalid, and no authenticator parses it.
+func TestALongTokenIsInvalid(t *testing.T) {
+	parsed := 0
+	tokens := withoutLong(authenticator.TokenFunc(func(context.Context, string) (*authenticator.Response, bool, error) {
+		parsed++
+		return &authenticator.Response{}, true, nil
+	}))
+	for length, want := range map[int]bool{maxBearerBytes: true, maxBearerBytes + 1: false} {
+		if _, ok, err := tokens.AuthenticateToken(t.Context(), strings.Repeat("x", length)); ok != want || err != nil {
+			t.Errorf("a token of %d bytes: %v, %v", length, ok, err)
+		}
+	}
+	if parsed != 1 {
+		t.Errorf("%d tokens are parsed", parsed)
 	}
 }
 

@@ -2,6 +2,7 @@ package handlers
 
 import (
 	"context"
+	"errors"
 	"net/http"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -10,11 +11,13 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/validation"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apiserver/pkg/admission"
+	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/registry/rest"
 	"k8s.io/apiserver/pkg/util/apihelpers"
 
+	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -81,7 +84,13 @@ func (w *writeOperation) deleteCollection(ctx context.Context) (*registryv1.Obje
 		return nil, errUnsafeCollection()
 	}
 	attrs := w.attributes(nil, nil, "", admission.Delete, opts, opts.DryRun)
-	result, err := finish(ctx, func() (runtime.Object, error) {
+	release := func() {}
+	defer func() { release() }()
+	result, err := finish(ctx, func() (deleted runtime.Object, err error) {
+		if release, err = deletions.acquire(ctx, deletionOwner(w.user), maxOwnDeletions); err != nil {
+			release = func() {}
+			return nil, err
+		}
 		return DeleteInPages(ctx, deleter, rest.AdmissionToValidateObjectDeleteFunc(w.admit, attrs, w), opts, listOpts)
 	})
 	if err != nil {
@@ -94,19 +103,39 @@ func (w *writeOperation) deleteCollection(ctx context.Context) (*registryv1.Obje
 			Details: &metav1.StatusDetails{Kind: w.Kind.Kind},
 		}
 	}
-	resp, err := w.encodeResult(ctx, http.StatusOK, result)
-	if err == nil && len(resp.Body) > maxResultBytes { // the objects are deleted, and the gateway cannot receive them
+	w.auditContext.recordStatus(result)
+	body, err := w.encodeAtMost(ctx, w.req.Output, w.req.Query, result, maxResultBytes)
+	if errors.Is(err, errLongList) { // the objects are deleted, and the gateway cannot receive them
 		if err := meta.SetList(result, nil); err != nil {
 			return nil, err
 		}
 		return w.encodeResult(ctx, http.StatusOK, result)
 	}
-	return resp, err
+	if err != nil {
+		return nil, err
+	}
+	return &registryv1.ObjectResponse{Code: http.StatusOK, Body: body}, nil
 }
 
-// maxResultBytes bounds the list of the objects that deletecollection has deleted. Beside it, a message has the audit
-// context.
-const maxResultBytes = rpc.MaxMessageBytes / 2
+// deletions bounds the collections that a user deletes at once in this process: each holds up to 10,000 decoded objects
+// at a time, also for a dry run.
+var deletions ownerSlots
+
+// deletionOwner returns the owner whose collections are counted. The namespace controller's user has no bound.
+func deletionOwner(u user.Info) string {
+	if u.GetName() == user.KubeControllerManager {
+		return ""
+	}
+	return identity.QuotaOwner(u, "")
+}
+
+const (
+	// maxOwnDeletions is the bound of deletions.
+	maxOwnDeletions = 2
+	// maxResultBytes bounds the list of the objects that deletecollection has deleted. Beside it, a message has the
+	// audit context.
+	maxResultBytes = rpc.MaxMessageBytes / 2
+)
 
 // deleteOptions decodes the options from the body. If the body is empty, it decodes them from the query.
 func (w *writeOperation) deleteOptions(ctx context.Context) (*metav1.DeleteOptions, error) {
