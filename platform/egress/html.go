@@ -8,33 +8,64 @@ import (
 	"io"
 	"net/http"
 	"strings"
+	"sync"
 	"sync/atomic"
 )
 
 const (
-	// maxRewritten bounds an HTML response whose links are rewritten, in bytes before and after decompression.
+	// maxRewritten bounds an HTML response whose links are rewritten, in bytes. maxOutput bounds it after decompression
+	// and with its links rewritten.
 	maxRewritten = 4 << 20
-	// maxRewriting bounds the HTML responses that are rewritten in a process, in bytes. Each counts until its client
-	// has read it.
-	maxRewriting = 128 << 20
+	maxOutput    = 16 << 20
+	// maxRewriting bounds the HTML responses that are rewritten in a process, and maxOwnRewriting the responses of
+	// a user, in bytes of their output. Each counts until its client has read it.
+	maxRewriting    = 256 << 20
+	maxOwnRewriting = 32 << 20
 )
 
-// rewriting is the number of bytes of the HTML responses that are being rewritten in this process.
-var rewriting atomic.Int64
+// rewriting counts the bytes of the HTML responses that are being rewritten in this process.
+var rewriting = htmlBytes{owners: map[string]int64{}}
+
+type htmlBytes struct {
+	mu     sync.Mutex
+	all    int64
+	owners map[string]int64
+}
+
+// add adds n bytes of an owner. It reports whether all bounds hold. The empty owner has no bound of its own.
+func (h *htmlBytes) add(owner string, n int64) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.all += n
+	if h.owners[owner] += n; h.owners[owner] == 0 {
+		delete(h.owners, owner)
+	}
+	return h.all <= maxRewriting && (owner == "" || h.owners[owner] <= maxOwnRewriting)
+}
 
 // LimitHTML returns a RoundTripper for a single request below upstream's proxy
 // (k8s.io/apimachinery/pkg/util/proxy.Transport). That proxy reads a whole HTML response to rewrite its links, and also
-// decompresses it. Longer responses pass with their links as they are, and so do all while the process rewrites
-// maxRewriting bytes. Call end when the response has been sent.
-func LimitHTML(next http.RoundTripper) (limited http.RoundTripper, end func()) {
-	h := &htmlLimit{next: next}
-	return h, func() { rewriting.Add(-h.counted.Swap(0)) }
+// decompresses it. Longer responses pass with their links as they are, and so do further responses while the process
+// rewrites maxRewriting bytes, or maxOwnRewriting of the request's owner. Call end when the response has been sent.
+func LimitHTML(next http.RoundTripper, owner string) (limited http.RoundTripper, end func()) {
+	h := &htmlLimit{next: next, owner: owner}
+	return h, h.end
 }
 
 type htmlLimit struct {
 	next    http.RoundTripper
+	owner   string
 	counted atomic.Int64
 }
+
+// count counts n more bytes of the response, and reports whether all bounds hold.
+func (h *htmlLimit) count(n int64) bool {
+	h.counted.Add(n)
+	return rewriting.add(h.owner, n)
+}
+
+// end removes the response from the count.
+func (h *htmlLimit) end() { rewriting.add(h.owner, -h.counted.Swap(0)) }
 
 // RoundTrip implements http.RoundTripper.
 func (h *htmlLimit) RoundTrip(req *http.Request) (*http.Response, error) {
@@ -50,10 +81,14 @@ func (h *htmlLimit) RoundTrip(req *http.Request) (*http.Response, error) {
 	_, err = io.Copy(&read, io.LimitReader(&countingReader{resp.Body, h}, maxRewritten+1))
 	rest := resp.Body
 	resp.Body = &restOfBody{io.MultiReader(&read, rest), rest}
-	short := read.Len() <= maxRewritten && fits(resp.Header.Get("Content-Encoding"), read.Bytes())
-	if short && !errors.Is(err, errTooManyRewritten) { // the proxy finds any other error itself
-		return resp, nil
+	if read.Len() <= maxRewritten && !errors.Is(err, errTooManyRewritten) { // the proxy finds any other error itself
+		prefix := len(req.Header.Get("X-Forwarded-Uri")) // it begins with the prefix of links
+		size := outputBytes(resp.Header.Get("Content-Encoding"), read.Bytes(), prefix)
+		if size <= maxOutput && h.count(max(0, size-int64(read.Len()))) {
+			return resp, nil
+		}
 	}
+	h.end()
 	// Media types are case-insensitive, and the proxy rewrites only this spelling.
 	resp.Header.Set("Content-Type", strings.TrimSuffix("text/HTML;"+parameters, ";"))
 	return resp, nil
@@ -73,33 +108,39 @@ type countingReader struct {
 	limit *htmlLimit
 }
 
-// Read implements io.Reader. It fails before it reads anything if the bound is reached.
+// Read implements io.Reader. It fails after the bytes that exceed a bound.
 func (r *countingReader) Read(p []byte) (int, error) {
-	if rewriting.Load() >= maxRewriting {
-		return 0, errTooManyRewritten
-	}
 	n, err := r.Reader.Read(p)
-	r.limit.counted.Add(int64(n))
-	rewriting.Add(int64(n))
+	if !r.limit.count(int64(n)) && err == nil {
+		err = errTooManyRewritten
+	}
 	return n, err
 }
 
-// fits reports whether a body has at most maxRewritten bytes after decompression. The proxy does not decompress other
-// encodings.
-func fits(encoding string, body []byte) bool {
-	var r io.Reader
+// outputBytes returns about how many bytes a page takes after decompression, with a prefix before each of its links. A
+// link follows a "=", and escaping may double the prefix. The result exceeds maxOutput if the page does.
+func outputBytes(encoding string, body []byte, prefix int) int64 {
+	r := io.Reader(bytes.NewReader(body))
 	switch encoding {
 	case "gzip":
-		z, err := gzip.NewReader(bytes.NewReader(body))
+		z, err := gzip.NewReader(r)
 		if err != nil {
-			return true // the proxy reports it
+			return 0 // the proxy reports it
 		}
 		r = z
 	case "deflate":
-		r = flate.NewReader(bytes.NewReader(body))
-	default:
-		return true
+		r = flate.NewReader(r)
 	}
-	n, _ := io.Copy(io.Discard, io.LimitReader(r, maxRewritten+1))
-	return n <= maxRewritten
+	links := linkCounter(0)
+	n, _ := io.Copy(&links, io.LimitReader(r, maxOutput+1))
+	return n + 2*int64(links)*int64(prefix)
+}
+
+// linkCounter counts the bytes "=" that are written to it.
+type linkCounter int64
+
+// Write implements io.Writer.
+func (c *linkCounter) Write(p []byte) (int, error) {
+	*c += linkCounter(bytes.Count(p, []byte("=")))
+	return len(p), nil
 }

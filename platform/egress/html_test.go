@@ -12,8 +12,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/proxy"
 )
 
-// Upstream's proxy rewrites the links of short HTML responses. Longer responses, also if they are short before
-// decompression, pass as they are, and so do all while the process rewrites too many bytes.
+// Upstream's proxy rewrites the links of short HTML responses. Responses that are long, or would be long after
+// decompression or with their links rewritten, pass as they are. All do while the process rewrites too many bytes.
 func TestLongHTMLIsNotRewritten(t *testing.T) {
 	const link = `<a href="/x">x</a>`
 	zipped := func(page string) string {
@@ -23,23 +23,31 @@ func TestLongHTMLIsNotRewritten(t *testing.T) {
 		_ = w.Close()
 		return b.String()
 	}
-	long := link + strings.Repeat("x", maxRewritten)
+	long, links := link+strings.Repeat("x", maxRewritten), strings.Repeat("<a href=/>", 100_000)
+	huge := link + strings.Repeat("x", maxOutput)
 	for name, c := range map[string]struct {
 		body      string
 		gzip      bool
-		rewriting int64
+		others    int64 // bytes that are being rewritten for another user
+		own       int64
 		rewritten bool
 	}{
 		"short":                         {body: link, rewritten: true},
 		"long":                          {body: long},
 		"short, compressed":             {body: zipped(link), gzip: true, rewritten: true},
-		"long, compressed":              {body: zipped(long), gzip: true},
-		"short, beside many others":     {body: link, rewriting: maxRewriting - 100, rewritten: true},
-		"short, beside too many others": {body: link, rewriting: maxRewriting},
+		"long, compressed":              {body: zipped(long), gzip: true, rewritten: true},
+		"huge, compressed":              {body: zipped(huge), gzip: true},
+		"links with a long prefix":      {body: links},
+		"short, beside many others":     {body: link, others: maxRewriting - 10_000, rewritten: true},
+		"short, beside too many others": {body: link, others: maxRewriting},
+		"short, beside many":            {body: link, own: maxOwnRewriting - 10_000, rewritten: true},
+		"short, beside too many":        {body: link, own: maxOwnRewriting},
 	} {
 		t.Run(name, func(t *testing.T) {
-			rewriting.Add(c.rewriting)
-			defer rewriting.Add(-c.rewriting)
+			rewriting.add("b", c.others)
+			defer rewriting.add("b", -c.others)
+			rewriting.add("a", c.own)
+			defer rewriting.add("a", -c.own)
 			srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 				w.Header().Set("Content-Type", "text/html; charset=utf-8")
 				if c.gzip {
@@ -48,8 +56,8 @@ func TestLongHTMLIsNotRewritten(t *testing.T) {
 				_, _ = io.WriteString(w, c.body)
 			}))
 			defer srv.Close()
-			limited, end := LimitHTML(srv.Client().Transport)
-			rewriter := &proxy.Transport{PathPrepend: "/proxied", RoundTripper: limited}
+			limited, end := LimitHTML(srv.Client().Transport, "a")
+			rewriter := &proxy.Transport{PathPrepend: "/" + strings.Repeat("p", 1000), RoundTripper: limited}
 			req, err := http.NewRequestWithContext(t.Context(), "GET", srv.URL+"/page", http.NoBody)
 			if err != nil {
 				t.Fatal(err)
@@ -67,8 +75,8 @@ func TestLongHTMLIsNotRewritten(t *testing.T) {
 			if got := resp.Header.Get("Content-Type"); !c.rewritten && got != "text/HTML; charset=utf-8" {
 				t.Errorf("Content-Type %q", got)
 			}
-			if end(); rewriting.Load() != c.rewriting {
-				t.Errorf("%d bytes still count", rewriting.Load()-c.rewriting)
+			if end(); rewriting.all != c.others+c.own || rewriting.owners["a"] != c.own {
+				t.Errorf("%d bytes count, %d of the user", rewriting.all, rewriting.owners["a"])
 			}
 		})
 	}

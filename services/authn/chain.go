@@ -102,11 +102,12 @@ func newChain(ctx context.Context, c kubeauthenticator.Config, basic string,
 	return h, h.anonymous(group.NewAuthenticatedGroupAdder(union.New(all...))), nil
 }
 
-// maxBearerBytes bounds a bearer token. The header of a JWT is decoded before its signature is checked, by go-jose, which
+// maxBearerBytes bounds a bearer token, in bytes. go-jose decodes a JWT's header before it checks the signature, and
 // does not bound the depth of JSON.
 const maxBearerBytes = 64 << 10
 
-// withoutLong rejects tokens above maxBearerBytes, as unknown tokens are. kube-apiserver has no such bound.
+// withoutLong returns an authenticator that knows no token above maxBearerBytes: the client gets 401. kube-apiserver
+// has no such bound.
 func withoutLong(tokens authenticator.Token) authenticator.Token {
 	return authenticator.TokenFunc(func(ctx context.Context, token string) (*authenticator.Response, bool, error) {
 		if len(token) > maxBearerBytes {

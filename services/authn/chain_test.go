@@ -1,7 +1,6 @@
 package authn
 
 import (
-	"context"
 	"net/http"
 	"path/filepath"
 	"strings"
@@ -65,20 +64,18 @@ func TestATokenFileIsReloaded(t *testing.T) {
 	}
 }
 
-// A long token is invalid, and no authenticator parses it.
+// A long token is invalid, also if a file has it.
 func TestALongTokenIsInvalid(t *testing.T) {
-	parsed := 0
-	tokens := withoutLong(authenticator.TokenFunc(func(context.Context, string) (*authenticator.Response, bool, error) {
-		parsed++
-		return &authenticator.Response{}, true, nil
-	}))
-	for length, want := range map[int]bool{maxBearerBytes: true, maxBearerBytes + 1: false} {
-		if _, ok, err := tokens.AuthenticateToken(t.Context(), strings.Repeat("x", length)); ok != want || err != nil {
-			t.Errorf("a token of %d bytes: %v, %v", length, ok, err)
-		}
+	path, token := filepath.Join(t.TempDir(), "tokens.csv"), strings.Repeat("x", maxBearerBytes)
+	reloadtest.Replace(t, path, token+",alice,1\n"+token+"y,bob,2\n")
+	_, auth, err := newChain(t.Context(), kubeauthenticator.Config{TokenAuthFile: path}, "", &reload.Files{})
+	if err != nil {
+		t.Fatal(err)
 	}
-	if parsed != 1 {
-		t.Errorf("%d tokens are parsed", parsed)
+	for token, want := range map[string]bool{token: true, token + "y": false} {
+		if _, ok, _ := auth.AuthenticateRequest(bearer(t, token)); ok != want {
+			t.Errorf("a token of %d bytes is accepted: %v", len(token), ok)
+		}
 	}
 }
 

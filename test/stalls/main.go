@@ -105,7 +105,7 @@ func read(events io.Reader, to io.Writer) (failed []test) {
 	type id struct{ pack, name string }
 	began, output := map[id]time.Time{}, map[id][]string{}
 	tests := map[string]bool{}      // the packages with failed tests
-	elapsed := map[string][]event{} // the last events of tests, by package
+	elapsed := map[string][]event{} // the last events of slow tests, by package
 	lines := bufio.NewReader(events)
 	for {
 		line, err := lines.ReadBytes('\n')
@@ -120,9 +120,9 @@ func read(events io.Reader, to io.Writer) (failed []test) {
 		name, _, sub := strings.Cut(e.Test, "/")
 		t := id{e.Package, name}
 		if !sub && (e.Action == "pass" || e.Action == "fail") {
-			if name != "" {
+			if name != "" && e.Elapsed >= slow.Seconds() {
 				elapsed[e.Package] = append(elapsed[e.Package], e)
-			} else {
+			} else if name == "" {
 				printLongest(to, elapsed[e.Package])
 			}
 		}
@@ -162,9 +162,8 @@ func read(events io.Reader, to io.Writer) (failed []test) {
 	}
 }
 
-// printLongest prints the ten longest of some tests, and their times. It leaves out tests that take less than slow.
+// printLongest prints the ten longest of some tests, and their times.
 func printLongest(to io.Writer, ends []event) {
-	ends = slices.DeleteFunc(ends, func(e event) bool { return e.Elapsed < slow.Seconds() })
 	slices.SortStableFunc(ends, func(a, b event) int { return cmp.Compare(b.Elapsed, a.Elapsed) })
 	for _, e := range ends[:min(10, len(ends))] {
 		fmt.Fprintf(to, "\t%6.1f s  %s\n", e.Elapsed, e.Test)

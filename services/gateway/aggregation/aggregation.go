@@ -37,6 +37,7 @@ import (
 
 	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/egress"
+	"watershed.dev/platform/identity"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/upgrade"
 )
@@ -187,7 +188,7 @@ func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version s
 	if !upgrades && trace.SpanContextFromContext(req.Context()).IsSampled() { // otherwise the span would only cost time
 		asUser = tracing.WrapperFor(otel.GetTracerProvider())(asUser)
 	}
-	asUser, end := egress.LimitHTML(asUser)
+	asUser, end := egress.LimitHTML(asUser, identity.QuotaOwner(u, req.RemoteAddr))
 	defer end()
 	h := proxy.NewUpgradeAwareHandler(location, asUser, true, upgrades, unavailableResponder{})
 	if upgrades { // the upgrade does not use the transport that adds the user's headers

@@ -1,31 +1,44 @@
 package h2writer
 
 import (
-	"bytes"
-	"context"
 	"io"
 	"net/http"
 	"testing"
 	"time"
-
-	"golang.org/x/net/http2"
 )
 
-// While the buffers of all connections take too much, a connection queues a TLS record at most. Longer writes still
-// arrive.
+// While the buffers of all connections and of an owner take too much, a connection of the owner queues a TLS record at
+// most. Longer writes still arrive. Connections of other owners have the usual limit.
 func TestQueuesAreShortWhileBuffersTakeTooMuch(t *testing.T) {
 	bufferedBytes.Add(maxBufferedBytes + 1)
 	t.Cleanup(func() { bufferedBytes.Add(-maxBufferedBytes - 1) })
 	hijacked, end := make(chan *Stream, 1), make(chan struct{})
-	srv := serve(t, hijackHandler(func(s *Stream) { hijacked <- s }, end))
+	watch := hijackHandler(func(s *Stream) { hijacked <- s }, end)
+	srv := serve(t, http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		SetOwner(req, "a")
+		SetOwner(req, "b") // the first stays
+		watch(w, req)
+	}))
 	body := open(t, client(srv), srv.URL+"/watch").Body
 	s := <-hijacked
+	if n := s.conn.queueLimit(); n != maxQueueBytes {
+		t.Errorf("a queue of an owner without many bytes has %d bytes", n)
+	}
+	if s.conn.owner.name != "a" {
+		t.Errorf("the owner is %q", s.conn.owner.name)
+	}
+	s.conn.owner.bufferedBytes.Add(maxOwnBufferedBytes + 1)
 	if accepted, queueFull := s.TryWrite(make([]byte, minQueueBytes+1)); accepted || queueFull {
 		t.Errorf("more than a queue: accepted %v, queue full %v", accepted, queueFull)
 	}
 	if accepted, _ := s.TryWrite(make([]byte, minQueueBytes)); !accepted {
 		t.Error("a full queue is not accepted")
 	}
+	s.conn.mu.Lock()
+	if n := cap(s.conn.queue); n > 16<<10 {
+		t.Errorf("a full queue takes %d bytes", n)
+	}
+	s.conn.mu.Unlock()
 	if accepted, queueFull := s.TryWrite([]byte{0}); accepted || !queueFull {
 		t.Errorf("after a full queue: accepted %v, queue full %v", accepted, queueFull)
 	}
@@ -51,31 +64,36 @@ func TestALongPartIsNotQueued(t *testing.T) {
 	}
 }
 
-// Connections whose clients read nothing return their buffers when they end.
-func TestEndedConnectionsReturnTheirBuffers(t *testing.T) {
-	before, ended := bufferedBytes.Load(), make(chan struct{})
-	srv := serve(t, http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		defer close(ended)
-		w.(http.Flusher).Flush()
-		s := StreamFrom(req)
-		for ctx := req.Context(); s != nil && !s.Hijack(ctx, 0) && ctx.Err() == nil; {
-			time.Sleep(time.Millisecond) // until the window update has arrived
-		}
-		for chunk := bytes.Repeat([]byte("z"), 100_000); s != nil; {
-			if s.Write(context.Background(), time.Minute, chunk) != nil {
-				return
-			}
-		}
-	}))
-	f := openRawStream(t, dialRaw(t, srv), http2.Setting{ID: http2.SettingInitialWindowSize, Val: 1 << 30})
-	if err := f.WriteWindowUpdate(0, 1<<30); err != nil {
-		t.Fatal(err)
+// A stream belongs to a single request.
+func TestAStreamIsClaimedOnce(t *testing.T) {
+	c := &Conn{streams: map[uint32]*Stream{1: {}}}
+	if c.claim(3) != nil || c.claim(1) == nil || c.claim(1) != nil {
+		t.Error("a stream belongs to two requests, or to none")
 	}
-	<-ended
-	srv.Close()
-	for deadline := time.Now().Add(time.Minute); bufferedBytes.Load() > before; time.Sleep(time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatalf("%d bytes remain", bufferedBytes.Load()-before)
+}
+
+// An owner is forgotten with its last connection.
+func TestOwnersLeave(t *testing.T) {
+	hijacked, end := make(chan *Stream, 1), make(chan struct{})
+	watch := hijackHandler(func(s *Stream) { hijacked <- s }, end)
+	srv := serve(t, http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		SetOwner(req, "leaves")
+		watch(w, req)
+	}))
+	open(t, client(srv), srv.URL+"/watch")
+	known := func() bool {
+		owners.Lock()
+		defer owners.Unlock()
+		return owners.byName["leaves"] != nil
+	}
+	if <-hijacked; !known() {
+		t.Error("the owner of an open connection is not known")
+	}
+	close(end)
+	srv.CloseClientConnections()
+	for until := time.Now().Add(2 * time.Minute); known(); time.Sleep(time.Millisecond) {
+		if time.Now().After(until) {
+			t.Fatal("the owner of a closed connection stays")
 		}
 	}
 }

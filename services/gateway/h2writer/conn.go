@@ -69,12 +69,13 @@ const (
 	// minSendWindow is how much of the connection's window must be withheld before a stream may be hijacked. Go's
 	// client opens with 1 GB and curl with 32 MB. Clients with the protocol's 64 KB are served by the server only.
 	minSendWindow = 256 << 10
-	// maxQueueBytes limits the bytes that wait for a connection's socket. Writers wait while the queue is full. The
-	// limit is minQueueBytes while the buffers of all connections take more than maxBufferedBytes: a user may have
-	// thousands of connections, and read from none of them.
-	maxQueueBytes    = 1 << 20
-	minQueueBytes    = recordBytes
-	maxBufferedBytes = 256 << 20
+	// maxQueueBytes limits the bytes that wait for a connection's socket. Writers wait while the queue is full. A user
+	// may have thousands of connections, and not read from any of them. So the limit is minQueueBytes while the buffers
+	// of all connections take more than maxBufferedBytes, and the buffers of the owner more than maxOwnBufferedBytes.
+	maxQueueBytes       = 1 << 20
+	minQueueBytes       = recordBytes - 2*frameHeaderBytes // with frame headers, a buffer and a TLS record
+	maxBufferedBytes    = 256 << 20
+	maxOwnBufferedBytes = 16 << 20
 	// minWriteWindow is how much of a stream's window must be open before Write continues a long write.
 	minWriteWindow = 64 << 10
 	// writeChunkBytes is how much is written to the socket at once. writeTimeout applies to each chunk.
@@ -129,7 +130,10 @@ type Conn struct {
 	payloadLeft     int  // of the server's current frame
 	headerBlock     bool // a header block continues in the next frame, so nothing may be inserted
 	queue           []byte
-	buffer          *buffer // of queue
+	buffer          *buffer      // of queue
+	owner           *bufferOwner // nil: the buffers count for no owner
+	bufferedBytes   int64        // size of the buffers that the queue and the write use
+	closed          bool         // Close was called
 	writing         bool
 	draining        bool
 	err             error
@@ -340,6 +344,10 @@ func (c *Conn) Close() error {
 		s.notifyClosed()
 	}
 	c.dropQueue()
+	if !c.closed {
+		c.closed = true
+		c.owner.leave()
+	}
 	c.wake()
 	writing := c.writing
 	c.mu.Unlock()
@@ -387,7 +395,7 @@ func (c *Conn) drain() {
 
 // unblockWaiters unblocks each waiter at most once, until the queue is half full. It releases the lock for each call.
 func (c *Conn) unblockWaiters() {
-	for n := len(c.waiters); n > 0 && len(c.queue) < queueLimit()/2 && c.err == nil; n-- {
+	for n := len(c.waiters); n > 0 && len(c.queue) < c.queueLimit()/2 && c.err == nil; n-- {
 		next := c.waiters[0]
 		c.waiters[0] = nil
 		if c.waiters = c.waiters[1:]; len(c.waiters) == 0 {

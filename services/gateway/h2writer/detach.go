@@ -173,7 +173,7 @@ func (c *Conn) overStreamLimit() bool {
 // refusals loses the connection.
 func (c *Conn) refuseStream(frame []byte, flags byte, id uint32) []byte {
 	// Without END_HEADERS, nothing may follow but the rest of the headers.
-	if flags&flagEndHeaders == 0 || flags&flagPadded != 0 || len(c.queue) >= maxQueueBytes {
+	if flags&flagEndHeaders == 0 || flags&flagPadded != 0 || len(c.queue) >= c.queueLimit() {
 		c.err = errStreamLimit
 		_ = c.NetConn().Close()
 		return frame

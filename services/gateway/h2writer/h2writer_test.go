@@ -258,9 +258,10 @@ func TestAClientThatLeavesEndsItsStream(t *testing.T) {
 	}
 }
 
-// A peer that reads nothing does not block its handlers for longer than the connection's write timeout.
+// A peer that reads nothing does not block its handlers for longer than the connection's write timeout. Its connection
+// returns its buffers.
 func TestDeadPeerClosesConnection(t *testing.T) {
-	ended := make(chan struct{}, 1)
+	before, ended := bufferedBytes.Load(), make(chan struct{}, 1)
 	srv := serve(t, http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		defer func() { ended <- struct{}{} }()
 		w.(http.Flusher).Flush()
@@ -275,7 +276,12 @@ func TestDeadPeerClosesConnection(t *testing.T) {
 			return
 		}
 		chunk := bytes.Repeat([]byte("z"), 100000)
+		most := before
 		for s.Write(req.Context(), time.Minute, chunk) == nil {
+			most = max(most, bufferedBytes.Load())
+		}
+		if most == before {
+			t.Error("the buffer of a queue is not counted")
 		}
 	}))
 	conn := dialRaw(t, srv)
@@ -287,6 +293,12 @@ func TestDeadPeerClosesConnection(t *testing.T) {
 	case <-ended:
 	case <-time.After(2 * time.Minute):
 		t.Fatal("its handler still waits")
+	}
+	srv.Close()
+	for until := time.Now().Add(2 * time.Minute); bufferedBytes.Load() > before; time.Sleep(time.Millisecond) {
+		if time.Now().After(until) {
+			t.Fatalf("%d bytes of buffers remain", bufferedBytes.Load()-before)
+		}
 	}
 }
 

@@ -201,7 +201,7 @@ func (c *Conn) flushQueue() {
 	out, b := c.queue, c.buffer
 	c.queue, c.buffer = nil, nil
 	c.writeOut(out)
-	b.release()
+	c.release(b)
 	c.wake()
 }
 

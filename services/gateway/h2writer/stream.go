@@ -81,8 +81,8 @@ func Handler(next http.Handler) http.Handler {
 	})
 }
 
-// claim returns the stream with an id to the first request that asks for it, otherwise nil. A client that decoded its
-// own stream header could send it in a request of another stream.
+// claim returns the stream with an id once, and then nil. A client may end a header block in an incomplete literal,
+// which takes in the stream header. Its next request could then name another stream.
 func (c *Conn) claim(id uint32) *Stream {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -156,7 +156,7 @@ func (s *Stream) TryWrite(parts ...[]byte) (accepted, queueFull bool) {
 	c := s.conn
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	limit := queueLimit()
+	limit := c.queueLimit()
 	if s.closedErr() != nil || int64(n) > min(s.window, c.sendWindow, int64(limit)) {
 		return false, false
 	}
@@ -245,7 +245,7 @@ func (s *Stream) Write(ctx context.Context, writeTimeout time.Duration, parts ..
 		if err := s.closedErr(); err != nil {
 			return err
 		}
-		n := int(min(int64(remaining), s.window, c.sendWindow, int64(queueLimit()-len(c.queue))))
+		n := int(min(int64(remaining), s.window, c.sendWindow, int64(c.queueLimit()-len(c.queue))))
 		// Wait for a larger window instead of sending many small frames (the silly window syndrome).
 		minWindow := min(int64(remaining), minWriteWindow, c.initialWindow/2)
 		if n <= 0 || s.window < minWindow {

@@ -26,6 +26,7 @@ import (
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 
 	"watershed.dev/platform/egress"
+	"watershed.dev/platform/identity"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/upgrade"
 )
@@ -128,8 +129,12 @@ func (p *Handler) Serve(w http.ResponseWriter, req *http.Request, name string, c
 		return
 	}
 	if c.Rewrite {
+		owner := ""
+		if u, ok := request.UserFrom(req.Context()); ok {
+			owner = identity.QuotaOwner(u, req.RemoteAddr)
+		}
 		var end func()
-		roundTripper, end = egress.LimitHTML(roundTripper)
+		roundTripper, end = egress.LimitHTML(roundTripper, owner)
 		defer end()
 	}
 	plain := proxy.NewUpgradeAwareHandler(location, roundTripper, c.Rewrite, c.UpgradeRequired, responder(fail))

@@ -153,7 +153,7 @@ func (builtIn) verbRouted(c *requestContext) bool {
 
 func (builtIn) checkAccept(c *requestContext) error {
 	accept, produced := c.req.Header.Get("Accept"), c.apiResource.MediaTypes
-	if c.info.Verb == "get" && c.info.APIGroup == "" && c.info.Resource == "pods" && c.info.Subresource == "log" {
+	if isPodLog(c.info) {
 		// The route accepts text/plain, and the handler then rejects it (pkg/registry/core/pod/rest, LogREST).
 		produced = append([]string{"text/plain"}, produced...)
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/config"
@@ -37,8 +38,8 @@ func (c *UserLimitsConfig) addFlags(fs *pflag.FlagSet) {
 			"limit. Nodes, system:masters and the service accounts of kube-system have no limit.")
 	fs.IntVar(&c.Streams, "max-streams-per-user", 5000,
 		"The maximum number of open watches and other long-running requests (logs, exec, port-forward, proxies) of "+
-			"a user per gateway. Their headers, and 16 times their queries, may take 16 KB for each of them. Further "+
-			"requests get 429. 0: no limit. The exemptions are those of --max-connections-per-user.")
+			"a user per gateway. Their paths, headers, and 16 times their queries may take 16 KB times this "+
+			"number, and at least 32 MB. Further requests get 429. 0: no limit. The exemptions are those of --max-connections-per-user.")
 }
 
 // Validate returns an error that names the invalid flag.
@@ -235,20 +236,30 @@ func (l *userLimits) acquireConnection(c *trackedConn, name string) bool {
 }
 
 const (
-	// bytesPerStream bounds the size of the requests of a user's open streams (requestBytes): for each stream that the
-	// user may have. A watch of a Go client takes some 4 KB. minRequestBytes is the least bound.
+	// bytesPerStream times --max-streams-per-user, and at least minRequestBytes, bounds requestBytes of a user's open
+	// streams. A watch of a Go client takes some 4 KB. A request has at most 1 MB, so a single request always fits.
 	bytesPerStream  = 16 << 10
 	minRequestBytes = 32 << 20
 	// headerOverhead is the memory of a header beside its text, in bytes.
 	headerOverhead = 128
 	// selectorFactor is the memory of a parsed selector for each byte of its text.
 	selectorFactor = 16
+	// pathCopies is how many copies of its path a proxied request keeps.
+	pathCopies = 4
 )
 
 // requestBytes is about how many bytes of memory a long-running request takes until its end. A watch keeps its
 // selectors, and most requests keep their headers.
-func requestBytes(req *http.Request) int {
-	n := selectorFactor * len(req.URL.RawQuery)
+func requestBytes(req *http.Request, u user.Info) int {
+	n := len(req.Host) + pathCopies*len(req.URL.Path) + selectorFactor*len(req.URL.RawQuery)
+	for _, g := range u.GetGroups() { // a client may impersonate a user with any groups
+		n += len(g)
+	}
+	for key, values := range u.GetExtra() {
+		for _, v := range values {
+			n += len(key) + len(v)
+		}
+	}
 	for name, values := range req.Header {
 		for _, v := range values {
 			n += len(name) + len(v) + headerOverhead
@@ -258,24 +269,30 @@ func requestBytes(req *http.Request) int {
 }
 
 // acquireStream counts a long-running request of n bytes until end is called. If the user is at a limit, end is nil,
-// and acquireStream returns the name of the limit and its value.
-func (l *userLimits) acquireStream(name string, n int) (end func(), limit string, maximum int) {
+// and acquireStream returns the limit's label in the metric, and the text of the error.
+func (l *userLimits) acquireStream(name string, n int) (end func(), limit, text string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	u, maxStreams := l.usageOf(name), l.config.Streams
 	maxBytes := max(minRequestBytes, maxStreams*bytesPerStream)
 	switch {
 	case maxStreams > 0 && u.streams >= maxStreams:
-		return nil, "streams", maxStreams
+		return nil, "streams", openText(maxStreams, "streams")
 	case maxStreams > 0 && u.requestBytes+n > maxBytes:
-		return nil, "bytes of streams' requests", maxBytes
+		return nil, "stream request bytes", fmt.Sprintf(
+			"the requests of the user's streams at this server would take more than %d bytes, which is the limit", maxBytes)
 	}
 	l.updateUsage(name, func(o *usage) { o.streams++; o.requestBytes += n })
 	return func() {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		l.updateUsage(name, func(o *usage) { o.streams--; o.requestBytes -= n })
-	}, "", 0
+	}, "", ""
+}
+
+// openText is the text of an error of a user that is at a limit.
+func openText(n int, of string) string {
+	return fmt.Sprintf("the user has %d %s open at this server, which is the limit", n, of)
 }
 
 // limitRetryAfter is the Retry-After of a user over a limit, in seconds.
@@ -283,11 +300,10 @@ const limitRetryAfter = 10
 
 // filter rejects requests over a user's limit.
 func (l *userLimits) filter(next http.Handler) http.Handler {
-	refuse := func(w http.ResponseWriter, req *http.Request, limit string, maximum int) {
+	refuse := func(w http.ResponseWriter, req *http.Request, limit, text string) {
 		overUserLimit.WithLabelValues(limit).Inc()
 		w.Header().Set("Retry-After", fmt.Sprint(limitRetryAfter))
-		responsewriters.Error(w, req, responsewriters.V1, apierrors.NewTooManyRequests(fmt.Sprintf(
-			"the user has %d %s open at this server, which is the limit", maximum, limit), limitRetryAfter))
+		responsewriters.Error(w, req, responsewriters.V1, apierrors.NewTooManyRequests(text, limitRetryAfter))
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		u, ok := request.UserFrom(req.Context())
@@ -296,11 +312,12 @@ func (l *userLimits) filter(next http.Handler) http.Handler {
 			return
 		}
 		owner := identity.QuotaOwner(u, req.RemoteAddr)
+		h2writer.SetOwner(req, owner)
 		if c, ok := req.Context().Value(connKey{}).(*trackedConn); ok && c != nil && !l.acquireConnection(c, owner) {
 			if l.isUnattributed(c) {
 				w.Header().Set("Connection", "close") // sends GOAWAY over HTTP/2
 			}
-			refuse(w, req, "connections", l.config.Connections)
+			refuse(w, req, "connections", openText(l.config.Connections, "connections"))
 			return
 		}
 		if owner == "" {
@@ -308,9 +325,9 @@ func (l *userLimits) filter(next http.Handler) http.Handler {
 			return
 		}
 		if info, ok := request.RequestInfoFrom(req.Context()); ok && LongRunning(req, info) {
-			end, limit, maximum := l.acquireStream(owner, requestBytes(req))
+			end, limit, text := l.acquireStream(owner, requestBytes(req, u))
 			if end == nil {
-				refuse(w, req, limit, maximum)
+				refuse(w, req, limit, text)
 				return
 			}
 			defer h2writer.AtEnd(req, func(any) { end() })

@@ -190,6 +190,17 @@ func TestAUserHasSoManyStreams(t *testing.T) {
 	})
 }
 
+// The size of a request has its host, its path, its query, each of its headers, and its user.
+func TestRequestBytes(t *testing.T) {
+	req := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/abc?d=e", nil)
+	req.Host, req.Header = "host", http.Header{"A": {"1", "2"}, "B": {"345"}}
+	u := &user.DefaultInfo{Groups: []string{"g", "gg"}, Extra: map[string][]string{"key": {"value"}}}
+	want := 4 + 4*pathCopies + 3*selectorFactor + 2 + 2 + 4 + 3*headerOverhead + 3 + 8
+	if n := requestBytes(req, u); n != want {
+		t.Errorf("%d bytes, want %d", n, want)
+	}
+}
+
 // The requests of a user's open watches have a bound in bytes: a watch keeps its selectors.
 func TestTheRequestsOfStreamsAreBounded(t *testing.T) {
 	s, _ := serveLimited(t, UserLimitsConfig{Streams: 5000}, true)
@@ -200,7 +211,7 @@ func TestTheRequestsOfStreamsAreBounded(t *testing.T) {
 	for doRequest(ctx, t, c, watch, "a").StatusCode == http.StatusOK {
 		open++
 	}
-	if open != 5000*bytesPerStream/(600_000*selectorFactor) {
+	if open == 0 || open != 5000*bytesPerStream/(600_000*selectorFactor) {
 		t.Errorf("%d watches are open", open)
 	}
 	for url, username := range map[string]string{watch: "b", s.URL + "/api/v1/pods?watch=1": "a"} {

@@ -7,7 +7,6 @@ import (
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/scheme"
 )
@@ -28,24 +27,6 @@ func TestStrategicMergeIsCanceled(t *testing.T) {
 	}
 }
 
-// A patch with a list that takes too long to merge is rejected. kube-apiserver merges it for minutes.
-func TestALongStrategicMergeIsRejected(t *testing.T) {
-	owners := func(n int) map[string]any {
-		list := make([]any, n)
-		for i := range list {
-			list[i] = map[string]any{"uid": fmt.Sprint(i)}
-		}
-		return map[string]any{"metadata": map[string]any{"ownerReferences": list}}
-	}
-	if _, err := strategicMerge(t.Context(), owners(1000), owners(1000), &corev1.ConfigMap{}); err != nil {
-		t.Error(err)
-	}
-	if _, err := strategicMerge(t.Context(), owners(1), owners(16000), &corev1.ConfigMap{}); err == nil ||
-		!apierrors.IsRequestEntityTooLargeError(strategicError(err)) {
-		t.Errorf("a long list: %v", err)
-	}
-}
-
 // Encoding a list ends with its request. An object that was written is encoded in any case.
 func TestListEncodingIsCanceled(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
@@ -58,18 +39,6 @@ func TestListEncodingIsCanceled(t *testing.T) {
 		err := encoder.Encode(obj, &cancelableBuffer{ctx: ctx, list: c})
 		if errors.Is(err, context.Canceled) != c {
 			t.Errorf("%T: %v", obj, err)
-		}
-	}
-}
-
-// A list that is longer than its bound is not encoded to its end.
-func TestALongListIsNotEncoded(t *testing.T) {
-	list := &corev1.ConfigMapList{Items: make([]corev1.ConfigMap, 10)}
-	encoder := scheme.Codecs.LegacyCodec(corev1.SchemeGroupVersion)
-	for most, want := range map[int]error{1 << 20: nil, 100: errLongList} {
-		buf := &cancelableBuffer{ctx: t.Context(), list: true, most: most}
-		if err := encoder.Encode(list, buf); !errors.Is(err, want) || buf.Len() > most {
-			t.Errorf("at most %d bytes: %d bytes, %v", most, buf.Len(), err)
 		}
 	}
 }

@@ -84,11 +84,14 @@ func (w *writeOperation) deleteCollection(ctx context.Context) (*registryv1.Obje
 		return nil, errUnsafeCollection()
 	}
 	attrs := w.attributes(nil, nil, "", admission.Delete, opts, opts.DryRun)
-	release := func() {}
-	defer func() { release() }()
-	result, err := finish(ctx, func() (deleted runtime.Object, err error) {
-		if release, err = deletions.acquire(ctx, deletionOwner(w.user), maxOwnDeletions); err != nil {
-			release = func() {}
+	release, err := deletions.acquire(ctx, deletionOwner(w.user))
+	defer release()
+	if errors.Is(err, errBusy) {
+		return nil, apierrors.NewTooManyRequests(
+			"too many collections of the user are being deleted, please try again later", 1)
+	}
+	result, err := finish(ctx, func() (runtime.Object, error) {
+		if err != nil {
 			return nil, err
 		}
 		return DeleteInPages(ctx, deleter, rest.AdmissionToValidateObjectDeleteFunc(w.admit, attrs, w), opts, listOpts)
@@ -103,23 +106,51 @@ func (w *writeOperation) deleteCollection(ctx context.Context) (*registryv1.Obje
 			Details: &metav1.StatusDetails{Kind: w.Kind.Kind},
 		}
 	}
-	w.auditContext.recordStatus(result)
-	body, err := w.encodeAtMost(ctx, w.req.Output, w.req.Query, result, maxResultBytes)
-	if errors.Is(err, errLongList) { // the objects are deleted, and the gateway cannot receive them
+	// The objects are deleted. If the gateway cannot receive them, the list has no items.
+	var resp *registryv1.ObjectResponse
+	fits := w.jsonFits(result)
+	if fits {
+		if resp, err = w.encodeResult(ctx, http.StatusOK, result); err != nil {
+			return nil, err
+		}
+		fits = len(resp.Body) <= maxResultBytes
+	}
+	if !fits {
 		if err := meta.SetList(result, nil); err != nil {
 			return nil, err
 		}
 		return w.encodeResult(ctx, http.StatusOK, result)
 	}
-	if err != nil {
-		return nil, err
-	}
-	return &registryv1.ObjectResponse{Code: http.StatusOK, Body: body}, nil
+	return resp, nil
 }
 
-// deletions bounds the collections that a user deletes at once in this process: each holds up to 10,000 decoded objects
-// at a time, also for a dry run.
-var deletions ownerSlots
+// jsonFits reports whether a list takes at most maxResultBytes as JSON. Upstream encodes such a list object by object,
+// and other forms as a whole.
+func (w *writeOperation) jsonFits(obj runtime.Object) bool {
+	info, ok := runtime.SerializerInfoForMediaType(w.Serializer.SupportedMediaTypes(), runtime.ContentTypeJSON)
+	if !ok || !meta.IsListType(obj) {
+		return true
+	}
+	encoder := w.Serializer.EncoderForVersion(info.Serializer, w.Kind.GroupVersion())
+	return !errors.Is(encoder.Encode(obj, &boundedWriter{maxResultBytes}), errLong)
+}
+
+// boundedWriter discards all bytes. It returns errLong after so many of them.
+type boundedWriter struct{ left int }
+
+var errLong = errors.New("the result is too long")
+
+// Write implements io.Writer.
+func (w *boundedWriter) Write(p []byte) (int, error) {
+	if w.left -= len(p); w.left < 0 {
+		return 0, errLong
+	}
+	return len(p), nil
+}
+
+// deletions bounds the collections that a user deletes at once in this process: each holds its decoded objects, also
+// for a dry run.
+var deletions = ownerSlots{perOwner: maxOwnDeletions, maxWaiting: maxWaitingDeletions}
 
 // deletionOwner returns the owner whose collections are counted. The namespace controller's user has no bound.
 func deletionOwner(u user.Info) string {
@@ -130,8 +161,9 @@ func deletionOwner(u user.Info) string {
 }
 
 const (
-	// maxOwnDeletions is the bound of deletions.
-	maxOwnDeletions = 2
+	// maxOwnDeletions and maxWaitingDeletions are the bounds of deletions. Each that waits keeps its seat.
+	maxOwnDeletions     = 2
+	maxWaitingDeletions = 14
 	// maxResultBytes bounds the list of the objects that deletecollection has deleted. Beside it, a message has the
 	// audit context.
 	maxResultBytes = rpc.MaxMessageBytes / 2

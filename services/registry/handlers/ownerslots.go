@@ -2,38 +2,49 @@ package handlers
 
 import (
 	"context"
+	"errors"
 	"sync"
 
 	"golang.org/x/sync/semaphore"
 )
 
-// ownerSlots bounds how many operations of an owner run at once. Further operations wait in order. The zero value is
-// ready to use.
+// ownerSlots bounds how many operations of an owner run at once (perOwner). Further operations wait in order, at most
+// maxWaiting of an owner.
 type ownerSlots struct {
+	perOwner   int64
+	maxWaiting int
+
 	mu     sync.Mutex
 	owners map[string]*slots
 }
 
-// slots are an owner's. holders are the operations that run or wait.
+// slots are the slots of an owner. holders counts the operations that run or wait.
 type slots struct {
 	free    *semaphore.Weighted
 	holders int
 }
 
-// acquire waits until fewer than `most` operations of the owner run, or ctx ends. Call release after the operation. The
-// empty owner has no bound.
-func (s *ownerSlots) acquire(ctx context.Context, owner string, most int64) (release func(), err error) {
+// errBusy is the error of an operation whose owner has too many that wait.
+var errBusy = errors.New("too many operations of the owner wait")
+
+// acquire waits until fewer than perOwner operations of the owner run, or ctx ends. Call release after the operation,
+// also after an error. The empty owner has no bound.
+func (s *ownerSlots) acquire(ctx context.Context, owner string) (release func(), err error) {
 	if owner == "" {
 		return func() {}, nil
 	}
 	s.mu.Lock()
 	o := s.owners[owner]
 	if o == nil {
-		o = &slots{free: semaphore.NewWeighted(most)}
+		o = &slots{free: semaphore.NewWeighted(s.perOwner)}
 		if s.owners == nil {
 			s.owners = map[string]*slots{}
 		}
 		s.owners[owner] = o
+	}
+	if o.holders >= int(s.perOwner)+s.maxWaiting {
+		s.mu.Unlock()
+		return func() {}, errBusy
 	}
 	o.holders++
 	s.mu.Unlock()
@@ -46,7 +57,7 @@ func (s *ownerSlots) acquire(ctx context.Context, owner string, most int64) (rel
 	}
 	if err := o.free.Acquire(ctx, 1); err != nil {
 		leave()
-		return nil, err
+		return func() {}, err
 	}
 	return func() {
 		o.free.Release(1)

@@ -3,9 +3,7 @@ package handlers
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
-	"math"
 	"net/http"
 	"net/url"
 
@@ -45,15 +43,6 @@ func (scope *RequestScope) encodeResponse(ctx context.Context, out *registryv1.O
 // Encode converts obj to a Table, partial metadata or the served version, and encodes it in out's media type.
 func (scope *RequestScope) Encode(ctx context.Context, out *registryv1.Output, query string,
 	obj runtime.Object) ([]byte, error) {
-	return scope.encodeAtMost(ctx, out, query, obj, math.MaxInt)
-}
-
-// errLongList is the error of a list whose encoding is longer than its bound.
-var errLongList = errors.New("the encoded list is too long")
-
-// encodeAtMost encodes as Encode does. It returns errLongList if obj is a list that takes more than `most` bytes.
-func (scope *RequestScope) encodeAtMost(ctx context.Context, out *registryv1.Output, query string,
-	obj runtime.Object, most int) ([]byte, error) {
 	ctx, span := telemetry.StartSpan(ctx, "SerializeObject")
 	defer span.End()
 	as := outputKind(out)
@@ -83,7 +72,7 @@ func (scope *RequestScope) encodeAtMost(ctx context.Context, out *registryv1.Out
 	if out.GetPretty() && info.PrettySerializer != nil {
 		s = info.PrettySerializer
 	}
-	buf := &cancelableBuffer{ctx: ctx, list: meta.IsListType(obj), most: most}
+	buf := &cancelableBuffer{ctx: ctx, list: meta.IsListType(obj)}
 	// As in kube-apiserver (k8s.io/apiserver/pkg/endpoints/handlers/responsewriters), the order of a map's keys in CBOR
 	// is random, so that no client relies on it.
 	encoder := serializer.EncoderForVersion(runtime.UseNondeterministicEncoding(s), gv)
@@ -93,23 +82,18 @@ func (scope *RequestScope) encodeAtMost(ctx context.Context, out *registryv1.Out
 	return buf.Bytes(), nil
 }
 
-// cancelableBuffer is a buffer of an encoder. A list's buffer fails once ctx has ended or it has more than `most` bytes,
-// because upstream's encoders write a list object by object. A single object can be the result of a write, so its
-// buffer does not fail.
+// cancelableBuffer is a buffer of an encoder. A list's buffer fails once ctx has ended, because upstream's encoders
+// write a list object by object. A single object can be the result of a write, so its buffer does not fail.
 type cancelableBuffer struct {
 	bytes.Buffer
 	ctx  context.Context
 	list bool
-	most int
 }
 
 // Write implements io.Writer.
 func (w *cancelableBuffer) Write(p []byte) (int, error) {
 	if err := w.ctx.Err(); err != nil && w.list {
 		return 0, err
-	}
-	if w.list && len(p) > w.most-w.Len() {
-		return 0, errLongList
 	}
 	return w.Buffer.Write(p)
 }
