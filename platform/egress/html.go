@@ -117,8 +117,8 @@ func (r *countingReader) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// outputBytes returns about how many bytes a page takes after decompression, with a prefix before each of its links. A
-// link follows a "=", and escaping may double the prefix. The result exceeds maxOutput if the page does.
+// outputBytes returns about how many bytes a page takes after decompression, with a prefix before each of its links.
+// The result exceeds maxOutput if the page does.
 func outputBytes(encoding string, body []byte, prefix int) int64 {
 	r := io.Reader(bytes.NewReader(body))
 	switch encoding {
@@ -131,16 +131,18 @@ func outputBytes(encoding string, body []byte, prefix int) int64 {
 	case "deflate":
 		r = flate.NewReader(r)
 	}
-	links := linkCounter(0)
-	n, _ := io.Copy(&links, io.LimitReader(r, maxOutput+1))
-	return n + 2*int64(links)*int64(prefix)
+	growth := &growthCounter{prefix: int64(prefix)}
+	n, _ := io.Copy(growth, io.LimitReader(r, maxOutput+1))
+	return n + growth.bytes
 }
 
-// linkCounter counts the bytes "=" that are written to it.
-type linkCounter int64
+// growthCounter counts by how many bytes a page may grow when its links get a prefix. A link follows a "=". The proxy
+// escapes the values of attributes: up to five bytes for each quote and each "&".
+type growthCounter struct{ prefix, bytes int64 }
 
 // Write implements io.Writer.
-func (c *linkCounter) Write(p []byte) (int, error) {
-	*c += linkCounter(bytes.Count(p, []byte("=")))
+func (c *growthCounter) Write(p []byte) (int, error) {
+	count := func(s string) int64 { return int64(bytes.Count(p, []byte(s))) }
+	c.bytes += 2*c.prefix*count("=") + 4*(count("'")+count(`"`)+count("&"))
 	return len(p), nil
 }

@@ -38,6 +38,7 @@ func TestLongHTMLIsNotRewritten(t *testing.T) {
 		"long, compressed":              {body: zipped(long), gzip: true, rewritten: true},
 		"huge, compressed":              {body: zipped(huge), gzip: true},
 		"links with a long prefix":      {body: links},
+		"quotes":                        {body: link + `<x y="` + strings.Repeat("'", maxRewritten-100) + `">`},
 		"short, beside many others":     {body: link, others: maxRewriting - 10_000, rewritten: true},
 		"short, beside too many others": {body: link, others: maxRewriting},
 		"short, beside many":            {body: link, own: maxOwnRewriting - 10_000, rewritten: true},

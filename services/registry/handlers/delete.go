@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net/http"
+	"net/url"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -108,7 +109,7 @@ func (w *writeOperation) deleteCollection(ctx context.Context) (*registryv1.Obje
 	}
 	// The objects are deleted. If the gateway cannot receive them, the list has no items.
 	var resp *registryv1.ObjectResponse
-	fits := w.jsonFits(result)
+	fits := w.omitsObjects() || w.jsonFits(result)
 	if fits {
 		if resp, err = w.encodeResult(ctx, http.StatusOK, result); err != nil {
 			return nil, err
@@ -122,6 +123,12 @@ func (w *writeOperation) deleteCollection(ctx context.Context) (*registryv1.Obje
 		return w.encodeResult(ctx, http.StatusOK, result)
 	}
 	return resp, nil
+}
+
+// omitsObjects reports whether the response has the metadata or the rows of objects only.
+func (w *writeOperation) omitsObjects() bool {
+	query, _ := url.ParseQuery(w.req.Query)
+	return w.req.Output.GetAs() != nil && query.Get("includeObject") != string(metav1.IncludeObject)
 }
 
 // jsonFits reports whether a list takes at most maxResultBytes as JSON. Upstream encodes such a list object by object,

@@ -11,8 +11,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/strategicpatch"
 )
 
-// maxMergeComparisons bounds mergeComparisons. So many take some 3 to 6 s. The timeout of a write does not stop the
-// merge of a list.
+// maxMergeComparisons is the maximum of mergeComparisons. So many take some 3 to 6 s. The timeout of a write does not
+// stop the merge of a list.
 const maxMergeComparisons = 100_000_000
 
 // strategicMerge merges as strategicpatch.StrategicMergeMapPatch does, until ctx ends. Upstream merges a list in
@@ -27,60 +27,108 @@ func strategicMerge(
 	if err != nil {
 		return nil, err
 	}
-	if n := mergeComparisons(original, patch, schema); n > maxMergeComparisons {
+	var n mergeComparisons
+	if n.add(original, []map[string]any{patch}, schema); n > maxMergeComparisons {
 		return nil, apierrors.NewRequestEntityTooLargeError(fmt.Sprintf(
-			"the lists are too long for a strategic merge patch: %d comparisons of elements, and the limit is %d", n,
+			"the lists are too long for a strategic merge patch, which may take %d comparisons of elements",
 			maxMergeComparisons))
 	}
 	return strategicpatch.StrategicMergeMapPatchUsingLookupPatchMeta(original, patch, cancelablePatchMeta{schema, ctx})
 }
 
-// mergeComparisons returns about how many comparisons of elements a strategic merge takes. A list whose elements are
-// merged takes the square of its elements, also if the patch has a single element.
-func mergeComparisons(original, patch map[string]any, schema strategicpatch.LookupPatchMeta) (n int) {
-	for key, p := range patch {
-		key = strings.TrimPrefix(key, "$deleteFromPrimitiveList/")
-		key, isOrder := strings.CutPrefix(key, "$setElementOrder/")
-		switch p := p.(type) {
-		case map[string]any:
-			if o, ok := original[key].(map[string]any); ok {
-				if fields, _, err := schema.LookupPatchMetadataForStruct(key); err == nil {
-					n += mergeComparisons(o, p, fields)
-				}
-			}
-		case []any:
-			o, ok := original[key].([]any)
-			elements, rules, err := schema.LookupPatchMetadataForSlice(key)
-			if !ok && !isOrder || err != nil || !slices.Contains(rules.GetPatchStrategies(), "merge") {
-				continue // the patch replaces the list, or has an error that the merge reports
-			}
-			length := len(o) + len(p)
-			if unordered, ok := patch[key].([]any); ok && isOrder {
-				length += len(unordered)
-			}
-			n += length * length
-			if mergeKey := rules.GetPatchMergeKey(); mergeKey != "" && !isOrder {
-				n += elementComparisons(o, p, mergeKey, elements)
-			}
-		}
-	}
-	return n
+// mergeComparisons is about how many comparisons of elements a strategic merge takes. Counting stops above
+// maxMergeComparisons.
+type mergeComparisons int
+
+// patchedField has the values of a field in all patches.
+type patchedField struct {
+	maps  []map[string]any
+	lists [][]any
+	// elements is the length of all lists, also of directives.
+	elements int
+	// directive: a patch orders the list, or deletes elements of it. Upstream then compares all elements, also if the
+	// field's rules replace the list.
+	directive bool
 }
 
-// elementComparisons returns mergeComparisons of the elements of a list, which have their keys in the field mergeKey.
-func elementComparisons(original, patch []any, mergeKey string, schema strategicpatch.LookupPatchMeta) (n int) {
-	byKey := make(map[string]map[string]any, len(original))
-	for _, e := range original {
-		if o, ok := e.(map[string]any); ok {
-			byKey[fmt.Sprint(o[mergeKey])] = o
+// add counts the merge of patches, in order, into an object. Elements of a patch with the same key are merged into the
+// same element. The original is nil if the object has no such element: the first patch then takes its place.
+func (n *mergeComparisons) add(original map[string]any, patches []map[string]any,
+	schema strategicpatch.LookupPatchMeta) {
+	if original == nil && len(patches) < 2 || *n > maxMergeComparisons {
+		return
+	}
+	fields := map[string]*patchedField{}
+	for _, patch := range patches {
+		for key, v := range patch {
+			key, deletes := strings.CutPrefix(key, "$deleteFromPrimitiveList/")
+			key, orders := strings.CutPrefix(key, "$setElementOrder/")
+			f := fields[key]
+			if f == nil {
+				f = &patchedField{}
+				fields[key] = f
+			}
+			f.directive = f.directive || deletes || orders
+			switch v := v.(type) {
+			case map[string]any:
+				f.maps = append(f.maps, v)
+			case []any:
+				f.elements += len(v)
+				if !deletes && !orders {
+					f.lists = append(f.lists, v)
+				}
+			}
 		}
 	}
-	for _, e := range patch {
+	for key, f := range fields {
+		if len(f.maps) > 0 {
+			if sub, _, err := schema.LookupPatchMetadataForStruct(key); err == nil {
+				o, _ := original[key].(map[string]any)
+				n.add(o, f.maps, sub)
+			}
+		}
+		if f.elements > 0 {
+			n.addLists(original, key, f, schema)
+		}
+	}
+}
+
+// addLists counts the merge of the lists of a field. A list whose elements are merged takes the square of its elements,
+// also if the patch has a single element.
+func (n *mergeComparisons) addLists(original map[string]any, key string, f *patchedField,
+	schema strategicpatch.LookupPatchMeta) {
+	o, ok := original[key].([]any)
+	sub, rules, err := schema.LookupPatchMetadataForSlice(key)
+	merges := slices.Contains(rules.GetPatchStrategies(), "merge") && (ok || len(f.lists) > 1)
+	if err != nil || !merges && !f.directive { // the patch replaces the list, or has an error that the merge reports
+		return
+	}
+	length := mergeComparisons(len(o) + f.elements)
+	*n += length * length
+	mergeKey := rules.GetPatchMergeKey()
+	if mergeKey == "" || *n > maxMergeComparisons {
+		return
+	}
+	byKey := map[string][]map[string]any{}
+	for _, list := range f.lists {
+		for _, e := range list {
+			if p, ok := e.(map[string]any); ok {
+				k := fmt.Sprint(p[mergeKey])
+				byKey[k] = append(byKey[k], p)
+			}
+		}
+	}
+	originals := map[string]map[string]any{}
+	for _, e := range o {
 		if p, ok := e.(map[string]any); ok {
-			n += mergeComparisons(byKey[fmt.Sprint(p[mergeKey])], p, schema)
+			if k := fmt.Sprint(p[mergeKey]); byKey[k] != nil {
+				originals[k] = p
+			}
 		}
 	}
-	return n
+	for k, patches := range byKey {
+		n.add(originals[k], patches, sub)
+	}
 }
 
 // cancelablePatchMeta returns the merge rules of fields until ctx ends. A merge looks up each field of each element.

@@ -27,14 +27,21 @@ func TestALongStrategicMergeIsRejected(t *testing.T) {
 	metadata := func(field string, list []any) map[string]any {
 		return map[string]any{"metadata": map[string]any{field: list}}
 	}
-	env := func(list []any) map[string]any {
-		return map[string]any{"spec": map[string]any{"containers": []any{
-			map[string]any{"name": "a"}, map[string]any{"name": "b", "env": list}}}}
+	pod := func(field string, lists ...[]any) map[string]any { // a list for each container of the same name
+		var containers []any
+		for _, list := range lists {
+			containers = append(containers, map[string]any{"name": "a", field: list})
+		}
+		return map[string]any{"spec": map[string]any{"containers": containers}}
 	}
 	rules := func(list []any) map[string]any {
 		return map[string]any{"rules": []any{map[string]any{"resourceNames": list}}}
 	}
 	const long = 11_000
+	many := make([][]any, 60_000) // the count itself takes no quadratic time
+	for i := range many {
+		many[i] = numbered("name", i, 1)
+	}
 	for name, c := range map[string]struct {
 		original, patch map[string]any
 		of              runtime.Object
@@ -61,7 +68,28 @@ func TestALongStrategicMergeIsRejected(t *testing.T) {
 			metadata("$setElementOrder/finalizers", numbered("", 0, 1)), &corev1.ConfigMap{}, true,
 		},
 		"a list in an element": {
-			env(numbered("name", 0, long)), env(numbered("name", 0, 1)), &corev1.Pod{}, true,
+			pod("env", numbered("name", 0, long)), pod("env", numbered("name", 0, 1)), &corev1.Pod{}, true,
+		},
+		"lists in elements with the same key": {
+			pod("ports", nil), pod("env", numbered("name", 0, long/2), numbered("name", 0, long/2)), &corev1.Pod{}, true,
+		},
+		"lists in new elements with the same key": {
+			map[string]any{"spec": map[string]any{"containers": []any{}}},
+			pod("env", numbered("name", 0, long/2), numbered("name", 0, long/2)), &corev1.Pod{}, true,
+		},
+		"a list in a new element": {
+			map[string]any{"spec": map[string]any{"containers": []any{}}},
+			pod("env", numbered("name", 0, long)), &corev1.Pod{}, false,
+		},
+		"an order of a list that the patch replaces": {
+			pod("args", numbered("", 0, long)), pod("$setElementOrder/args", numbered("", 0, 1)), &corev1.Pod{}, true,
+		},
+		"a deletion from a list that the patch replaces": {
+			pod("args", numbered("", 0, long)), pod("$deleteFromPrimitiveList/args", numbered("", 0, 1)), &corev1.Pod{},
+			true,
+		},
+		"many lists in elements": {
+			pod("env", numbered("name", 0, long/2)), pod("env", many...), &corev1.Pod{}, true,
 		},
 		"a list that the object lacks": {
 			metadata("annotations", nil),
