@@ -11,9 +11,9 @@ import (
 	"k8s.io/apimachinery/pkg/util/strategicpatch"
 )
 
-// maxMergeComparisons is the maximum of mergeComparisons. So many take some 3 to 6 s. The timeout of a write does not
-// stop the merge of a list.
-const maxMergeComparisons = 100_000_000
+// maxMergeComparisons is the maximum of mergeComparisons. So many take some 10 s. The timeout of a write does not stop
+// the merge of a list.
+const maxMergeComparisons = 300_000_000
 
 // strategicMerge merges as strategicpatch.StrategicMergeMapPatch does, until ctx ends. Upstream merges a list in
 // quadratic time, and kube-apiserver continues after its 504 response. A list whose merge has begun is merged to its

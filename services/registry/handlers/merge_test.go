@@ -37,7 +37,7 @@ func TestALongStrategicMergeIsRejected(t *testing.T) {
 	rules := func(list []any) map[string]any {
 		return map[string]any{"rules": []any{map[string]any{"resourceNames": list}}}
 	}
-	const long = 11_000
+	const long = 18_000
 	many := make([][]any, 60_000) // the count itself takes no quadratic time
 	for i := range many {
 		many[i] = numbered("name", i, 1)
