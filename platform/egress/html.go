@@ -9,7 +9,6 @@ import (
 	"net/http"
 	"strings"
 	"sync"
-	"sync/atomic"
 )
 
 const (
@@ -52,20 +51,21 @@ func LimitHTML(next http.RoundTripper, owner string) (limited http.RoundTripper,
 	return h, h.end
 }
 
+// htmlLimit is of a single request, whose goroutine calls all methods.
 type htmlLimit struct {
 	next    http.RoundTripper
 	owner   string
-	counted atomic.Int64
+	counted int64
 }
 
 // count counts n more bytes of the response, and reports whether all bounds hold.
 func (h *htmlLimit) count(n int64) bool {
-	h.counted.Add(n)
+	h.counted += n
 	return rewriting.add(h.owner, n)
 }
 
 // end removes the response from the count.
-func (h *htmlLimit) end() { rewriting.add(h.owner, -h.counted.Swap(0)) }
+func (h *htmlLimit) end() { h.count(-h.counted) }
 
 // RoundTrip implements http.RoundTripper.
 func (h *htmlLimit) RoundTrip(req *http.Request) (*http.Response, error) {
@@ -80,7 +80,10 @@ func (h *htmlLimit) RoundTrip(req *http.Request) (*http.Response, error) {
 	var read bytes.Buffer
 	_, err = io.Copy(&read, io.LimitReader(&countingReader{resp.Body, h}, maxRewritten+1))
 	rest := resp.Body
-	resp.Body = &restOfBody{io.MultiReader(&read, rest), rest}
+	resp.Body = struct {
+		io.Reader
+		io.Closer
+	}{io.MultiReader(&read, rest), rest}
 	if read.Len() <= maxRewritten && !errors.Is(err, errTooManyRewritten) { // the proxy finds any other error itself
 		prefix := len(req.Header.Get("X-Forwarded-Uri")) // it begins with the prefix of links
 		size := outputBytes(resp.Header.Get("Content-Encoding"), read.Bytes(), prefix)
@@ -92,12 +95,6 @@ func (h *htmlLimit) RoundTrip(req *http.Request) (*http.Response, error) {
 	// Media types are case-insensitive, and the proxy rewrites only this spelling.
 	resp.Header.Set("Content-Type", strings.TrimSuffix("text/HTML;"+parameters, ";"))
 	return resp, nil
-}
-
-// restOfBody is a body whose beginning has been read.
-type restOfBody struct {
-	io.Reader
-	io.Closer
 }
 
 var errTooManyRewritten = errors.New("too many bytes of HTML responses are being rewritten")

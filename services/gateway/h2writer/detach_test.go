@@ -60,16 +60,18 @@ func wait(t *testing.T, c <-chan struct{}, what string) {
 // waitForHandlers waits until all handlers of a connection have returned, except the handler that waits for others.
 func waitForHandlers(t *testing.T, d detached) {
 	t.Helper()
-	waitForCount(t, d.conn, 1, "handlers that have not returned", func() int { return len(d.conn.unendedByServer) })
+	waitForCount(t, 1, "handlers that have not returned", func() int {
+		d.conn.mu.Lock()
+		defer d.conn.mu.Unlock()
+		return len(d.conn.unendedByServer)
+	})
 }
 
-// waitForCount waits until a count of a connection, under its lock, is most at the most.
-func waitForCount(t *testing.T, c *Conn, most int, what string, count func() int) {
+// waitForCount waits until a count is most at the most.
+func waitForCount(t *testing.T, most int, what string, count func() int) {
 	t.Helper()
 	for until := time.Now().Add(2 * time.Minute); ; time.Sleep(time.Millisecond) {
-		c.mu.Lock()
 		n := count()
-		c.mu.Unlock()
 		if n <= most {
 			return
 		}
@@ -116,7 +118,9 @@ func TestADetachedResponseOutlastsItsHandler(t *testing.T) {
 		}
 	}
 	conn := all[0].conn
-	waitForCount(t, conn, 0, "streams are left", func() int {
+	waitForCount(t, 0, "streams are left", func() int {
+		conn.mu.Lock()
+		defer conn.mu.Unlock()
 		return len(conn.unendedByServer) + len(conn.streams) + conn.detached
 	})
 	if resp := open(t, c, srv.URL+"/other"); resp.StatusCode != http.StatusOK { // the connection still works

@@ -295,11 +295,7 @@ func TestDeadPeerClosesConnection(t *testing.T) {
 		t.Fatal("its handler still waits")
 	}
 	srv.Close()
-	for until := time.Now().Add(2 * time.Minute); bufferedBytes.Load() > before; time.Sleep(time.Millisecond) {
-		if time.Now().After(until) {
-			t.Fatalf("%d bytes of buffers remain", bufferedBytes.Load()-before)
-		}
-	}
+	waitForCount(t, int(before), "bytes of buffers", func() int { return int(bufferedBytes.Load()) })
 }
 
 // The server, not the Conn, serves a client with the protocol's own window of 64 KB, which is too small to divide.

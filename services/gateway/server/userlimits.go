@@ -39,7 +39,8 @@ func (c *UserLimitsConfig) addFlags(fs *pflag.FlagSet) {
 	fs.IntVar(&c.Streams, "max-streams-per-user", 5000,
 		"The maximum number of open watches and other long-running requests (logs, exec, port-forward, proxies) of "+
 			"a user per gateway. Their paths, headers, and 16 times their queries may take 16 KB times this "+
-			"number, and at least 32 MB. Further requests get 429. 0: no limit. The exemptions are those of --max-connections-per-user.")
+			"number, and at least 32 MB. Further requests get 429. 0: no limit. The exemptions are those of "+
+			"--max-connections-per-user.")
 }
 
 // Validate returns an error that names the invalid flag.
@@ -280,7 +281,8 @@ func (l *userLimits) acquireStream(name string, n int) (end func(), limit, text 
 		return nil, "streams", openText(maxStreams, "streams")
 	case maxStreams > 0 && u.requestBytes+n > maxBytes:
 		return nil, "stream request bytes", fmt.Sprintf(
-			"the requests of the user's streams at this server would take more than %d bytes, which is the limit", maxBytes)
+			"the requests of the user's streams at this server would take more than %d bytes, which is the limit",
+			maxBytes)
 	}
 	l.updateUsage(name, func(o *usage) { o.streams++; o.requestBytes += n })
 	return func() {

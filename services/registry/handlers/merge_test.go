@@ -71,7 +71,8 @@ func TestALongStrategicMergeIsRejected(t *testing.T) {
 			pod("env", numbered("name", 0, long)), pod("env", numbered("name", 0, 1)), &corev1.Pod{}, true,
 		},
 		"lists in elements with the same key": {
-			pod("ports", nil), pod("env", numbered("name", 0, long/2), numbered("name", 0, long/2)), &corev1.Pod{}, true,
+			pod("ports", nil),
+			pod("env", numbered("name", 0, long/2), numbered("name", 0, long/2)), &corev1.Pod{}, true,
 		},
 		"lists in new elements with the same key": {
 			map[string]any{"spec": map[string]any{"containers": []any{}}},
