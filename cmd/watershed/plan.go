@@ -182,6 +182,7 @@ func (s *splitRun) settingsOf(set set, n int) map[string]any {
 	all := merge(s.settings(s.flags), s.identitySettings(rpc.ServicePlaceholder), map[string]any{
 		"xds-servers":         strings.Join(s.addresses["xds"], ","),
 		"xds-cache-dir":       filepath.Join(s.dir, "xds", fmt.Sprintf("%s-%d", set.name, n)),
+		"log-end-dir":         filepath.Join(s.dir, "log-end", fmt.Sprintf("%s-%d", set.name, n)),
 		"permit-port-sharing": true,
 		"etcd-servers":        urls("https", s.addresses["etcd"]),
 		"etcd-certfile":       etcd.CertFile,

@@ -22,6 +22,8 @@ type Config struct {
 	Controllers controllers.Options
 	Egress      egress.Config
 	Kubeconfig  string
+	// LogEndDir has the files that keep the end of each event log for the next start. Empty: none.
+	LogEndDir string
 
 	ServiceAccountSigningKeyFile string
 	// ServiceAccountSigningEndpoint is the socket of an external signer. Empty: the key file signs.
@@ -43,6 +45,9 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Log.AddFlags(fs)
 	c.Controllers.AddFlags(fs)
 	c.Egress.AddFlags(fs)
+	fs.StringVar(&c.LogEndDir, "log-end-dir", "",
+		"The directory that keeps the end of the event log that this registry has read, for the next start. Watches "+
+			"then continue if NATS loses the log while all registries restart. Empty: not kept.")
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "",
 		"Kubeconfig of the gateway, for conversion webhooks at the API's own Service, kubernetes.default. It is unused "+
 			"if the gateway is in this process.")

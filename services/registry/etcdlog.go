@@ -71,6 +71,11 @@ func (s *Service) newEtcdLog(etcd *storage.Etcd) *etcdLog {
 		DataKeys:           s.dataKeys,
 		CompactionInterval: s.config.Storage.CompactionInterval,
 	}
+	if dir := s.config.LogEndDir; dir != "" {
+		if err := l.publisher.KeepEnd(dir); err != nil {
+			slog.Error("The end of the event log is not kept for the next start", "flag", "--log-end-dir", "error", err)
+		}
+	}
 	if telemetry.TracingEnabled() {
 		etcd.PublishTraceContexts(l.publisher.PublishTraceContext)
 	}

@@ -32,6 +32,22 @@ func TestAWatchOutlivesTheLogAndItsPublisher(t *testing.T) {
 	m.continues()
 }
 
+// A watch continues if all registries are killed while the log is lost: each has kept the end that it had read.
+func TestAWatchOutlivesTheLogAndAllRegistries(t *testing.T) {
+	t.Parallel()
+	s := harness.Split(t, "")
+	m := watchMaps(t, s)
+	m.add("before")
+	disk := filepath.Join(s.Dir, "nats")
+	if err := os.Rename(disk, disk+"-lost"); err != nil {
+		t.Fatal(err)
+	}
+	for _, process := range []string{"nats-0", "registry-0", "registry-1"} {
+		kill(t, filepath.Join(s.Dir, process+".pid"))
+	}
+	m.continues()
+}
+
 // continues adds an object, and logs the time until its event.
 func (m *watchedMaps) continues() {
 	m.t.Helper()

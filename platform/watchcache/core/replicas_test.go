@@ -27,8 +27,11 @@ type replica struct {
 	limit int
 	// starts counts the starts of the process.
 	starts int
-	// observed is the end that the replica has read. It counts if the replica is the reader of a registry.
+	// observed is the end that the replica has read. It counts if the replica is the reader of a registry, which may
+	// keep it across its restarts. keptAt is the reader's position before the last restart, in the epoch keptIn.
 	observed ObservedEnd
+	keptAt   Reader
+	keptIn   string
 }
 
 // ring is the recent events of a resource.

@@ -46,7 +46,7 @@ type schedule struct {
 
 func newSchedule(seed uint64, trace *strings.Builder) *schedule {
 	s := &schedule{world: newWorld(), rng: rand.New(rand.NewPCG(seed, 0))}
-	s.trace = trace
+	s.trace, s.keepsEnds = trace, seed%2 == 1
 	s.restores = s.rng.IntN(2) == 0
 	s.gateway.choose = func() *replica { return s.replicas[s.rng.IntN(len(s.replicas))] }
 	if s.rng.IntN(2) == 0 {

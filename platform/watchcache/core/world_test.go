@@ -24,6 +24,8 @@ type world struct {
 	// excusedIn is the epoch then.
 	excused   bool
 	excusedIn string
+	// keepsEnds: a registry keeps the end of the log that it has read when its process is killed.
+	keepsEnds bool
 	trace     *strings.Builder
 	// err is the first violation of an invariant.
 	err error
@@ -396,7 +398,10 @@ func (w *world) excuseUnlessObserved(n int) {
 	kept.stored = kept.stored[:n]
 	left := kept.end()
 	if !slices.ContainsFunc(w.publishers, func(p *publisher) bool {
-		r, end := &p.reader.reader, p.reader.observed.End()
+		r, end := p.reader.reader, p.reader.observed.End()
+		if r == (Reader{}) { // it has read nothing since its restart
+			r = p.reader.keptAt
+		}
 		return r.created == w.log.created && r.Sequence == w.log.last() && r.id == w.log.lastID && !end.Empty &&
 			(left.Empty || end.Last.Revision > left.Last.Revision)
 	}) {

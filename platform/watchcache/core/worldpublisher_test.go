@@ -73,11 +73,17 @@ func (p *publisher) notice(w *world) {
 // crash kills the publisher's process.
 func (p *publisher) crash(w *world) {
 	p.end(w, "killed")
-	if log, read := w.log.end(), p.reader.observed.End(); log.Empty || !read.Empty && !log.has(read) {
-		w.excuse() // nothing else proves that etcd is unchanged
-	}
+	old, read := p.reader, p.reader.observed.End()
 	p.core = Publisher{}
 	p.reader = &replica{name: p.name, limit: 8}
+	if w.keepsEnds {
+		p.reader.observed, p.reader.keptAt, p.reader.keptIn = ObservedEndAt(read), old.reader, old.keptIn
+		if !read.Empty {
+			p.reader.keptIn = read.Progress.Epoch
+		}
+	} else if log := w.log.end(); log.Empty || !read.Empty && !log.has(read) {
+		w.excuse() // nothing else proves that etcd is unchanged
+	}
 }
 
 // has returns whether the log's end has the revision and the tokens of another end.
@@ -201,7 +207,7 @@ func (p *publisher) step(w *world, o outcome) {
 		for _, o := range w.publishers {
 			end := o.reader.observed.End()
 			ends = append(ends, end)
-			if !end.Empty && end.Progress.Epoch == record.ID {
+			if !end.Empty && end.Progress.Epoch == record.ID || record.ID != "" && o.reader.keptIn == record.ID {
 				p.observed = record.ID
 			}
 			if w.trace != nil {

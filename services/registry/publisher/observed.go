@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"path/filepath"
 	"slices"
 	"time"
 
+	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/watchcache/core"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -21,6 +23,16 @@ const (
 	// observedEndsPause is the pause between two requests.
 	observedEndsPause = 100 * time.Millisecond
 )
+
+// KeepEnd keeps the end of the log that this registry reads in a file of dir, for its next start. It is called before
+// Observe.
+func (p *Publisher) KeepEnd(dir string) error {
+	name := "log-end"
+	if p.Log.ID != eventlog.Main {
+		name += "." + string(p.Log.ID)
+	}
+	return p.observed.Keep(filepath.Join(dir, name))
+}
 
 // Observe records that this registry has read an event of the log. Events are recorded in the log's order.
 func (p *Publisher) Observe(e *logv1.Event) {
@@ -56,9 +68,9 @@ func (p *Publisher) InEpoch(ctx context.Context, read int64) (epoch string, err 
 // registry's end, so that a first start does not wait.
 func (p *Publisher) observedEnds(ctx context.Context, record core.Epoch) ([]core.LogEnd, error) {
 	if record.ID == "" {
-		return []core.LogEnd{p.observed.End()}, nil
+		return []core.LogEnd{p.observed.Kept()}, nil
 	}
-	ends := []core.LogEnd{p.observed.End()}
+	ends := []core.LogEnd{p.observed.Kept()}
 	for began := time.Now(); ; lifecycle.Sleep(ctx, observedEndsPause) {
 		round, err := p.Log.ID.ObservedEnds(ctx, p.NATS)
 		if err != nil {

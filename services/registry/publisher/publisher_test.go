@@ -589,6 +589,34 @@ func TestAnotherRegistryHasReadTheLostLog(t *testing.T) {
 	j.expect("reset", "added configmaps/a", "reset", "added configmaps/a", "added configmaps/b")
 }
 
+// A lost log is refilled if all registries have restarted, because each keeps the end that it has read. A registry that
+// has read nothing since its start is not in etcd's epoch yet.
+func TestARestartedRegistryHasReadTheLostLog(t *testing.T) {
+	j, dir := newJournal(t), t.TempDir()
+	p := j.publisher("one")
+	if err := p.KeepEnd(dir); err != nil {
+		t.Fatal(err)
+	}
+	stop := j.run(p)
+	j.write("create", "a", "")
+	j.expect("reset", "added configmaps/a")
+	j.observed(1, "a")
+	stop()
+	if err := j.js.DeleteStream(t.Context(), eventlog.StreamName); err != nil {
+		t.Fatal(err)
+	}
+	j.write("create", "b", "")
+	next := j.publisher("two")
+	if err := next.KeepEnd(dir); err != nil {
+		t.Fatal(err)
+	}
+	if epoch, err := next.InEpoch(t.Context(), 0); err == nil {
+		t.Errorf("a registry that has read nothing is in the epoch %q", epoch)
+	}
+	j.run(next)
+	j.expect("reset", "added configmaps/a", "reset", "added configmaps/a", "added configmaps/b")
+}
+
 // A registry is in etcd's epoch when it has read the log up to etcd's fencing token. The log of another etcd is in
 // another epoch, although etcd is past its end.
 func TestInEpoch(t *testing.T) {
