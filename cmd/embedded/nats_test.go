@@ -215,8 +215,8 @@ func TestNATSIsByAllowLists(t *testing.T) {
 	if _, err := requests.NextMsg(2 * time.Minute); err != nil {
 		t.Errorf("watchfanout may not ask how far the publisher is: %v", err)
 	}
-	if _, err := eventlog.Main.ServeObservedEnd(registry, func() core.LogEnd {
-		return core.LogEnd{Last: core.ID{Revision: 12}}
+	if _, err := eventlog.Main.ServeObservedEnds(registry, func() []core.LogEnd {
+		return []core.LogEnd{{Last: core.ID{Revision: 12}}}
 	}); err != nil {
 		t.Fatal(err)
 	}

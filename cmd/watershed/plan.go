@@ -84,7 +84,8 @@ func (s *splitRun) plan() ([]*child, error) {
 
 // removeOthers removes the configuration of processes that are not in the plan, such as processes of another placement.
 // status and check expect a process for each configuration. It also removes the addresses that processes received from
-// xDS before: in a copied directory, these are the sockets of the original. Other files of the directory stay.
+// xDS before: in a copied directory, these are the sockets of the original. There, the ends of the event log are of the
+// original too. Other files of the directory stay.
 func (s *splitRun) removeOthers(planned []*child) error {
 	sets := slices.Collect(maps.Keys(stores))
 	for _, placement := range placements {
@@ -101,6 +102,7 @@ func (s *splitRun) removeOthers(planned []*child) error {
 			err = errors.Join(err, os.Remove(path))
 		}
 	}
+	err = errors.Join(err, os.RemoveAll(filepath.Join(s.dir, "log-end")))
 	received, _ := os.ReadDir(filepath.Join(s.dir, "xds"))
 	for _, d := range received {
 		if d.IsDir() {

@@ -71,6 +71,7 @@ type splitFlags struct {
 var splitOnlyFlags = []string{
 	"debug-address", "health-address", "kubeconfig", "permit-port-sharing",
 	"etcd-servers", "etcd-certfile", "etcd-keyfile", "etcd-cafile", "nats-url", "log-replicas",
+	"log-end-dir",
 }
 
 func newSplitFlags(flags *pflag.FlagSet) *splitFlags {

@@ -129,7 +129,6 @@ func (fs *upFlags) stores(l *layout) (runners []lifecycle.Runner, err error) {
 	if fs.upstream {
 		settings = l.upstreamSettings(fs.FlagSet)
 	}
-	settings["log-end-dir"] = l.dir
 	fs.external, _ = fs.GetStringSlice("etcd-servers")
 	command := "up"
 	if fs.upstream {

@@ -17,12 +17,14 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// endFile holds an observed end in a mapped file. A write needs no system call, and the file survives the process. It
-// does not survive a crash of the machine with its latest end.
+// endFile holds an observed end in a mapped file. A write needs no system call, and the file survives the process. A
+// crash of the machine may lose the latest writes. The file stays mapped until the process exits.
 //
-// The file has a checksum of the rest (4 bytes), the length of the end (4), the time of the write in nanoseconds (8),
-// and the end, a logv1.ObservedEnd. A process that is killed during a write leaves a wrong checksum, and so no end.
+// All integers are little-endian. A CRC-32C (4 bytes) covers the rest: the length of the end (4), the time of the write
+// (8, nanoseconds since 1970), and the end, a logv1.ObservedEnd. A process that is killed during a write leaves the
+// length 0 or a wrong checksum, so the file has no end.
 type endFile struct {
+	// page is the mapped file. The mapping also holds the file's lock.
 	page []byte
 	// message and encoded are buffers of write.
 	message logv1.ObservedEnd
@@ -30,74 +32,74 @@ type endFile struct {
 }
 
 const (
-	// endFileSize is the size of the file in bytes. The longest etcd keys have some 700.
+	// endFileSize is the size of the file in bytes. An etcd key has about 700 bytes at most.
 	endFileSize = 4096
 	// endHeader is the size of the checksum, the length and the time, in bytes.
 	endHeader = 16
-	// maxEndAge bounds the age of an end that a process continues from. etcd may have been restored since an old end.
-	maxEndAge = 10 * time.Minute
+	// maxEndAge bounds the time since the last write, because etcd may have been restored since an earlier write. A
+	// process writes every 30 s at least, with the publisher's progress.
+	maxEndAge = time.Minute
 )
 
 var endChecksum = crc32.MakeTable(crc32.Castagnoli)
 
-// openEndFile opens the file at path, and creates it if necessary. It returns the end that the file holds, which is
-// empty if the file has none, or an end that is older than maxEndAge.
-func openEndFile(path string) (*endFile, core.LogEnd, error) {
-	none := core.LogEnd{Empty: true}
+// openEndFile opens and locks the file at path. It creates the file and its directory if necessary.
+func openEndFile(path string) (*endFile, error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
-		return nil, none, err
+		return nil, err
 	}
 	file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
-		return nil, none, err
+		return nil, err
 	}
 	defer file.Close()
+	if err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return nil, fmt.Errorf("lock %s, which another process may use: %w", path, err)
+	}
 	content := make([]byte, endFileSize)
 	if _, err := io.ReadFull(file, content); err != nil && !errors.Is(err, io.EOF) &&
 		!errors.Is(err, io.ErrUnexpectedEOF) {
-		return nil, none, err
+		return nil, err
 	}
-	// A full disk would otherwise end the process when it writes to the mapped file.
+	// The file gets its blocks now. On a full disk, a later write to the mapped file would end the process.
 	if _, err := file.WriteAt(content, 0); err != nil {
-		return nil, none, err
+		return nil, err
 	}
 	page, err := unix.Mmap(int(file.Fd()), 0, endFileSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
-		return nil, none, fmt.Errorf("map %s: %w", path, err)
+		return nil, fmt.Errorf("map %s: %w", path, err)
 	}
-	return &endFile{page: page}, endOf(content, time.Now()), nil
+	return &endFile{page: page}, nil
 }
 
-// endOf returns the end that a file holds.
-func endOf(content []byte, now time.Time) core.LogEnd {
+// end returns the end that the file holds. It is empty if the file has no valid end, or was not written within
+// maxEndAge before now.
+func (f *endFile) end(now time.Time) core.LogEnd {
 	none := core.LogEnd{Empty: true}
-	length := binary.LittleEndian.Uint32(content[4:])
+	length := binary.LittleEndian.Uint32(f.page[4:])
 	if length == 0 || length > endFileSize-endHeader {
 		return none
 	}
-	content = content[:endHeader+length]
+	content := f.page[:endHeader+length]
 	if binary.LittleEndian.Uint32(content) != crc32.Checksum(content[4:], endChecksum) {
 		return none
 	}
 	age := now.UnixNano() - int64(binary.LittleEndian.Uint64(content[8:]))
-	if age < 0 || age > int64(maxEndAge) {
-		return none
-	}
 	e := &logv1.ObservedEnd{}
-	if proto.Unmarshal(content[endHeader:], e) != nil {
+	if age < 0 || age > int64(maxEndAge) || proto.Unmarshal(content[endHeader:], e) != nil {
 		return none
 	}
-	return decodeEnd(e)
+	return endIn(e)
 }
 
-// write replaces the end that the file holds. The file holds no end if it is too small.
+// write replaces the end that the file holds. If the end does not fit, the file then holds none.
 func (f *endFile) write(end core.LogEnd) {
 	binary.LittleEndian.PutUint32(f.page[4:], 0)
 	if end.Empty {
 		return
 	}
 	var err error
-	f.encoded, err = proto.MarshalOptions{}.MarshalAppend(f.encoded[:0], encodeEnd(&f.message, end))
+	f.encoded, err = proto.MarshalOptions{}.MarshalAppend(f.encoded[:0], setEnd(&f.message, end))
 	if err != nil || len(f.encoded) > endFileSize-endHeader {
 		return
 	}

@@ -2,6 +2,7 @@ package eventlog
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"time"
 
@@ -16,22 +17,39 @@ import (
 type ObservedEnd struct {
 	mu  sync.Mutex
 	end core.ObservedEnd
-	// kept is the end that this process and earlier processes with the same file have read. Unused without a file.
-	kept core.ObservedEnd
-	file *endFile
+	// earlier is the end that an earlier process has kept in the file, until Replace.
+	earlier core.LogEnd
+	// file keeps the end from Replace on. Nil: no file keeps it.
+	file     *endFile
+	replaced bool
 }
 
-// Keep keeps the end in a file, and continues from the end that an earlier process has kept there. Observe has not been
-// called yet. The directory of the file is created.
+// Keep reads the end that an earlier process has kept in the file at path. A single process uses the file until it
+// exits. Keep is called before the other methods. It returns an error if it cannot create, lock, write or map the file.
 func (o *ObservedEnd) Keep(path string) error {
-	file, end, err := openEndFile(path)
+	file, err := openEndFile(path)
 	if err != nil {
 		return err
 	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	o.file, o.kept = file, core.ObservedEndAt(end)
+	o.file, o.earlier = file, file.end(time.Now())
 	return nil
+}
+
+// Replace replaces the earlier process's end with this process's, also in the file, now and with each later event. This
+// process has read the log of etcd's epoch to its end.
+func (o *ObservedEnd) Replace() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.earlier, o.replaced = core.LogEnd{Empty: true}, true
+	o.write()
+}
+
+func (o *ObservedEnd) write() {
+	if o.file != nil && o.replaced {
+		o.file.write(o.end.End())
+	}
 }
 
 // Observe records the next event, as core.ObservedEnd.Observe does.
@@ -39,10 +57,7 @@ func (o *ObservedEnd) Observe(e *logv1.Event, key string) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.end.Observe(e, key)
-	if o.file != nil {
-		o.kept.Observe(e, key)
-		o.file.write(o.kept.End())
-	}
+	o.write()
 }
 
 // End returns the end that this process has read.
@@ -52,14 +67,15 @@ func (o *ObservedEnd) End() core.LogEnd {
 	return o.end.End()
 }
 
-// Kept returns the end that this process or an earlier process with the same file has read.
-func (o *ObservedEnd) Kept() core.LogEnd {
+// Ends returns the ends that this process has read and that an earlier process has kept, unless they are empty.
+func (o *ObservedEnd) Ends() []core.LogEnd {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if o.file == nil {
-		return o.end.End()
+	ends := []core.LogEnd{o.end.End()}
+	if o.file != nil {
+		ends = append(ends, o.earlier)
 	}
-	return o.kept.End()
+	return slices.DeleteFunc(ends, func(e core.LogEnd) bool { return e.Empty })
 }
 
 // observedEndsTimeout is how long ObservedEnds waits for responses. The number of registries is unknown.
@@ -68,33 +84,32 @@ const observedEndsTimeout = 250 * time.Millisecond
 // maxObservedEnds bounds the responses that ObservedEnds reads.
 const maxObservedEnds = 100
 
-// ObservedEnds returns the ends of the log that the registries have read, also this registry's. It waits for
+// ObservedEnds returns the ends of the log that the registries have read or kept, also this registry's. It waits for
 // observedEndsTimeout, unless no registry responds.
 func (l LogID) ObservedEnds(ctx context.Context, nc *nats.Conn) (ends []core.LogEnd, err error) {
 	const timeout = observedEndsTimeout
 	err = gather(ctx, nc, l.Subject(endRequestSubject), timeout, timeout, maxObservedEnds, func(data []byte) {
 		e := &logv1.ObservedEnd{}
 		if proto.Unmarshal(data, e) == nil {
-			ends = append(ends, decodeEnd(e))
+			ends = append(ends, endIn(e))
 		}
 	})
 	return ends, err
 }
 
-// ServeObservedEnd responds to ObservedEnds with the result of end, unless it is empty.
-func (l LogID) ServeObservedEnd(nc *nats.Conn, end func() core.LogEnd) (*nats.Subscription, error) {
+// ServeObservedEnds responds to ObservedEnds with a message for each of the ends.
+func (l LogID) ServeObservedEnds(nc *nats.Conn, ends func() []core.LogEnd) (*nats.Subscription, error) {
 	return nc.Subscribe(l.Subject(endRequestSubject), func(m *nats.Msg) {
-		e := end()
-		if e.Empty {
-			return
-		}
-		if data, err := proto.Marshal(encodeEnd(&logv1.ObservedEnd{}, e)); err == nil {
-			_ = m.Respond(data)
+		for _, end := range ends() {
+			if data, err := proto.Marshal(setEnd(&logv1.ObservedEnd{}, end)); err == nil {
+				_ = m.Respond(data)
+			}
 		}
 	})
 }
 
-func decodeEnd(e *logv1.ObservedEnd) core.LogEnd {
+// endIn returns the end in a message.
+func endIn(e *logv1.ObservedEnd) core.LogEnd {
 	return core.LogEnd{
 		Last: core.ID{Revision: e.Revision},
 		Progress: &logv1.Event{
@@ -106,7 +121,8 @@ func decodeEnd(e *logv1.ObservedEnd) core.LogEnd {
 	}
 }
 
-func encodeEnd(e *logv1.ObservedEnd, end core.LogEnd) *logv1.ObservedEnd {
+// setEnd replaces the end in a message, and returns the message.
+func setEnd(e *logv1.ObservedEnd, end core.LogEnd) *logv1.ObservedEnd {
 	e.Revision = end.Last.Revision
 	e.Epoch = end.Progress.GetEpoch()
 	e.FencingToken, e.NextFencingToken = end.Progress.GetFencingToken(), end.Progress.GetNextFencingToken()

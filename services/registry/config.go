@@ -22,7 +22,7 @@ type Config struct {
 	Controllers controllers.Options
 	Egress      egress.Config
 	Kubeconfig  string
-	// LogEndDir has the files that keep the end of each event log for the next start. Empty: none.
+	// LogEndDir is the directory of the files that keep the end of each event log. Empty: none is kept.
 	LogEndDir string
 
 	ServiceAccountSigningKeyFile string
@@ -46,8 +46,8 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Controllers.AddFlags(fs)
 	c.Egress.AddFlags(fs)
 	fs.StringVar(&c.LogEndDir, "log-end-dir", "",
-		"The directory that keeps the end of the event log that this registry has read, for the next start. Watches "+
-			"then continue if NATS loses the log while all registries restart. Empty: not kept.")
+		"The directory that keeps the end of the event log that this registry has read. Watches then continue if NATS "+
+			"loses the log and all registries restart within a minute. Each registry needs its own, on a tmpfs. Empty: none.")
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "",
 		"Kubeconfig of the gateway, for conversion webhooks at the API's own Service, kubernetes.default. It is unused "+
 			"if the gateway is in this process.")

@@ -140,6 +140,7 @@ func (l *etcdLog) checkEpoch(ctx context.Context) error {
 			epoch, err = l.publisher.InEpoch(ctx, last.Revision)
 		}
 		if err == nil && epoch == l.watchCache.Epoch() { // the watch cache applies an event after it is observed
+			l.publisher.ReplaceEnd()
 			close(l.inEpoch)
 			break
 		}

@@ -37,7 +37,7 @@ func (p *publisher) run(ctx context.Context) {
 			return nil
 		})
 	})
-	sub, err := eventlog.Main.ServeObservedEnd(p.nc, p.read.End)
+	sub, err := eventlog.Main.ServeObservedEnds(p.nc, p.read.Ends)
 	if err != nil {
 		return
 	}

@@ -65,15 +65,6 @@ type ObservedEnd struct {
 	replaced []string
 }
 
-// ObservedEndAt returns the observed end of a process that continues from the end of an earlier process. The tokens
-// that were replaced before are forgotten.
-func ObservedEndAt(end LogEnd) ObservedEnd {
-	if end.Empty {
-		return ObservedEnd{}
-	}
-	return ObservedEnd{epoch: end.Progress.Epoch, end: end}
-}
-
 // replacedTokens bounds ObservedEnd.replaced. It is more than the tokens of a log, which has 10 minutes by default: a
 // token is valid for 10 s. A reader may read the log from its beginning again.
 const replacedTokens = 256

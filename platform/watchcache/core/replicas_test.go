@@ -27,11 +27,43 @@ type replica struct {
 	limit int
 	// starts counts the starts of the process.
 	starts int
-	// observed is the end that the replica has read. It counts if the replica is the reader of a registry, which may
-	// keep it across its restarts. keptAt is the reader's position before the last restart, in the epoch keptIn.
+	// observed is the end that the replica has read. It counts if the replica is the reader of a registry.
 	observed ObservedEnd
-	keptAt   Reader
-	keptIn   string
+	// kept is the end in the file of a registry that has restarted. Once it has read the log of etcd's epoch to its end,
+	// it keeps that end instead (replaced).
+	kept     *keptEnd
+	replaced bool
+}
+
+// keptEnd is the end of the log in a registry's file, and the reader's position at it.
+type keptEnd struct {
+	end LogEnd
+	at  Reader
+}
+
+// ends returns the ends that a registry has read and kept, with its positions at them.
+func (r *replica) ends() []keptEnd {
+	all := []keptEnd{{r.observed.End(), r.reader}}
+	if r.kept != nil && !r.replaced {
+		all = append(all, *r.kept)
+	}
+	return all
+}
+
+// checkEpoch makes a registry replace its file, once it has read the log of etcd's epoch to its end.
+func (r *replica) checkEpoch(w *world) {
+	end := r.observed.End()
+	if !w.keepsEnds || end.Empty || !r.reader.at(&w.log) {
+		return
+	}
+	record, _ := w.etcd.record()
+	s := EtcdState{Epoch: record, Revision: w.etcd.revision(), HasEvent: w.etcd.hasEvent(end.Event)}
+	r.replaced = r.replaced || ContinuesEpoch(&end, s) == ""
+}
+
+// at returns whether a position is the end of the stream.
+func (r *Reader) at(s *stream) bool {
+	return r.created == s.created && r.Sequence == s.last() && r.id == s.lastID
 }
 
 // ring is the recent events of a resource.

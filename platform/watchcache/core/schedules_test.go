@@ -89,6 +89,9 @@ func (s *schedule) somePublisher() *publisher { return s.publishers[s.rng.IntN(l
 
 // step runs a random step.
 func (s *schedule) step() {
+	for _, p := range s.publishers {
+		p.reader.checkEpoch(s.world)
+	}
 	switch n := s.rng.IntN(100); {
 	case n < 12:
 		s.write()
@@ -376,8 +379,10 @@ func (s *schedule) tryRestore() {
 	log := s.log.end()
 	log.Empty = log.Empty || lost
 	for _, p := range s.publishers {
-		if end := p.reader.observed.End(); log.Empty || end.Last.Revision > log.Last.Revision {
-			observed = append(observed, end)
+		for _, k := range p.reader.ends() {
+			if log.Empty || k.end.Last.Revision > log.Last.Revision {
+				observed = append(observed, k.end)
+			}
 		}
 	}
 	if hidden([]LogEnd{log}, record, to) || hidden(observed, record, to) {

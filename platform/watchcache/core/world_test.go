@@ -398,12 +398,9 @@ func (w *world) excuseUnlessObserved(n int) {
 	kept.stored = kept.stored[:n]
 	left := kept.end()
 	if !slices.ContainsFunc(w.publishers, func(p *publisher) bool {
-		r, end := p.reader.reader, p.reader.observed.End()
-		if r == (Reader{}) { // it has read nothing since its restart
-			r = p.reader.keptAt
-		}
-		return r.created == w.log.created && r.Sequence == w.log.last() && r.id == w.log.lastID && !end.Empty &&
-			(left.Empty || end.Last.Revision > left.Last.Revision)
+		return slices.ContainsFunc(p.reader.ends(), func(k keptEnd) bool {
+			return k.at.at(&w.log) && !k.end.Empty && (left.Empty || k.end.Last.Revision > left.Last.Revision)
+		})
 	}) {
 		w.excuse()
 	}

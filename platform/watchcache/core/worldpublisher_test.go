@@ -73,17 +73,16 @@ func (p *publisher) notice(w *world) {
 // crash kills the publisher's process.
 func (p *publisher) crash(w *world) {
 	p.end(w, "killed")
-	old, read := p.reader, p.reader.observed.End()
-	p.core = Publisher{}
-	p.reader = &replica{name: p.name, limit: 8}
-	if w.keepsEnds {
-		p.reader.observed, p.reader.keptAt, p.reader.keptIn = ObservedEndAt(read), old.reader, old.keptIn
-		if !read.Empty {
-			p.reader.keptIn = read.Progress.Epoch
-		}
-	} else if log := w.log.end(); log.Empty || !read.Empty && !log.has(read) {
+	kept, read := p.reader.kept, p.reader.observed.End()
+	if p.reader.replaced {
+		kept = &keptEnd{read, p.reader.reader}
+	}
+	stays := kept != nil && (read.Empty || kept.end.has(read))
+	if log := w.log.end(); !stays && (log.Empty || !read.Empty && !log.has(read)) {
 		w.excuse() // nothing else proves that etcd is unchanged
 	}
+	p.core = Publisher{}
+	p.reader = &replica{name: p.name, limit: 8, kept: kept}
 }
 
 // has returns whether the log's end has the revision and the tokens of another end.
@@ -205,13 +204,14 @@ func (p *publisher) step(w *world, o outcome) {
 		p.observed = ""
 		var ends []LogEnd
 		for _, o := range w.publishers {
-			end := o.reader.observed.End()
-			ends = append(ends, end)
-			if !end.Empty && end.Progress.Epoch == record.ID || record.ID != "" && o.reader.keptIn == record.ID {
-				p.observed = record.ID
-			}
-			if w.trace != nil {
-				w.tracef("%s: asks %s: its log %s", p.name, o.name, describeObserved(end))
+			for _, k := range o.reader.ends() {
+				ends = append(ends, k.end)
+				if !k.end.Empty && k.end.Progress.Epoch == record.ID {
+					p.observed = record.ID
+				}
+				if w.trace != nil {
+					w.tracef("%s: asks %s: its log %s", p.name, o.name, describeObserved(k.end))
+				}
 			}
 		}
 		p.term.ObservedEndsRead(record, ends)

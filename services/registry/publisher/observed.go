@@ -24,8 +24,8 @@ const (
 	observedEndsPause = 100 * time.Millisecond
 )
 
-// KeepEnd keeps the end of the log that this registry reads in a file of dir, for its next start. It is called before
-// Observe.
+// KeepEnd keeps the end of the log that this registry has read in a file of dir, for its next start. It is called
+// before Observe. Until ReplaceEnd, the file has the end of the process before.
 func (p *Publisher) KeepEnd(dir string) error {
 	name := "log-end"
 	if p.Log.ID != eventlog.Main {
@@ -33,6 +33,9 @@ func (p *Publisher) KeepEnd(dir string) error {
 	}
 	return p.observed.Keep(filepath.Join(dir, name))
 }
+
+// ReplaceEnd replaces the end of the process before, because this registry has read the log of etcd's epoch to its end.
+func (p *Publisher) ReplaceEnd() { p.observed.Replace() }
 
 // Observe records that this registry has read an event of the log. Events are recorded in the log's order.
 func (p *Publisher) Observe(e *logv1.Event) {
@@ -64,13 +67,13 @@ func (p *Publisher) InEpoch(ctx context.Context, read int64) (epoch string, err 
 	return end.Progress.Epoch, nil
 }
 
-// observedEnds returns the ends of the log that the registries have read. Without an epoch in etcd it returns only this
-// registry's end, so that a first start does not wait.
+// observedEnds returns the ends of the log that the registries have read or kept. Without an epoch in etcd it returns
+// only this registry's end, so that a first start does not wait.
 func (p *Publisher) observedEnds(ctx context.Context, record core.Epoch) ([]core.LogEnd, error) {
 	if record.ID == "" {
-		return []core.LogEnd{p.observed.Kept()}, nil
+		return []core.LogEnd{p.observed.End()}, nil
 	}
-	ends := []core.LogEnd{p.observed.Kept()}
+	ends := p.observed.Ends()
 	for began := time.Now(); ; lifecycle.Sleep(ctx, observedEndsPause) {
 		round, err := p.Log.ID.ObservedEnds(ctx, p.NATS)
 		if err != nil {

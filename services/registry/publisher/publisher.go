@@ -97,7 +97,7 @@ func (p *Publisher) Elected() bool { return p.elected.Load() }
 //	follower ── etcd has no space, no publisher ──▶ leader without a lease
 //	leader without a lease ── another publisher, or space in etcd ──▶ follower
 func (p *Publisher) Run(ctx context.Context) error {
-	observed, err := p.Log.ID.ServeObservedEnd(p.NATS, p.observed.Kept)
+	observed, err := p.Log.ID.ServeObservedEnds(p.NATS, p.observed.Ends)
 	if err != nil {
 		return err
 	}

@@ -2,6 +2,7 @@ package publisher_test
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"maps"
 	"os"
@@ -574,7 +575,7 @@ func TestAnotherRegistryHasReadTheLostLog(t *testing.T) {
 			return nil
 		})
 	}()
-	if _, err := eventlog.Main.ServeObservedEnd(j.nats, read.End); err != nil {
+	if _, err := eventlog.Main.ServeObservedEnds(j.nats, read.Ends); err != nil {
 		t.Fatal(err)
 	}
 	j.write("create", "a", "")
@@ -589,32 +590,62 @@ func TestAnotherRegistryHasReadTheLostLog(t *testing.T) {
 	j.expect("reset", "added configmaps/a", "reset", "added configmaps/a", "added configmaps/b")
 }
 
-// A lost log is refilled if all registries have restarted, because each keeps the end that it has read. A registry that
-// has read nothing since its start is not in etcd's epoch yet.
-func TestARestartedRegistryHasReadTheLostLog(t *testing.T) {
-	j, dir := newJournal(t), t.TempDir()
-	p := j.publisher("one")
-	if err := p.KeepEnd(dir); err != nil {
-		t.Fatal(err)
+// A lost log is refilled if all registries have restarted, because each keeps the end that it has read. It is not if
+// etcd was restored meanwhile. A registry that has read nothing since its start is not in etcd's epoch yet.
+func TestARestartedRegistryHasKeptTheEnd(t *testing.T) {
+	for _, restored := range []bool{false, true} {
+		t.Run(map[bool]string{false: "etcd continues", true: "etcd is restored"}[restored], func(t *testing.T) {
+			j, dir := newJournal(t), t.TempDir()
+			p := j.publisher("one")
+			if err := p.KeepEnd(dir); err != nil {
+				t.Fatal(err)
+			}
+			stop := j.run(p)
+			j.write("create", "a", "")
+			j.expect("reset", "added configmaps/a")
+			j.observed(1, "a")
+			p.ReplaceEnd()
+			stop()
+			if err := j.js.DeleteStream(t.Context(), eventlog.StreamName); err != nil {
+				t.Fatal(err)
+			}
+			copied := t.TempDir() // this process keeps the lock of the file
+			if err := os.CopyFS(copied, os.DirFS(dir)); err != nil {
+				t.Fatal(err)
+			}
+			if restored {
+				etcd := j.Resources.Storage.Client.Client
+				record, err := etcd.Get(t.Context(), p.EpochKey())
+				if err != nil {
+					t.Fatal(err)
+				}
+				var epoch core.Epoch
+				if err := json.Unmarshal(record.Kvs[0].Value, &epoch); err != nil {
+					t.Fatal(err)
+				}
+				epoch.Token = "of the backup"
+				value, _ := json.Marshal(epoch)
+				if _, err := etcd.Put(t.Context(), p.EpochKey(), string(value)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			next := j.publisher("two")
+			if err := next.KeepEnd(copied); err != nil {
+				t.Fatal(err)
+			}
+			if epoch, err := next.InEpoch(t.Context(), 0); err == nil {
+				t.Errorf("a registry that has read nothing is in the epoch %q", epoch)
+			}
+			j.run(next)
+			refilled := []string{"reset", "added configmaps/a", "reset"}
+			if !restored {
+				refilled = append(refilled, "added configmaps/a")
+			}
+			j.expect(refilled...)
+			j.write("create", "b", "")
+			j.expect(append(refilled, "added configmaps/b")...)
+		})
 	}
-	stop := j.run(p)
-	j.write("create", "a", "")
-	j.expect("reset", "added configmaps/a")
-	j.observed(1, "a")
-	stop()
-	if err := j.js.DeleteStream(t.Context(), eventlog.StreamName); err != nil {
-		t.Fatal(err)
-	}
-	j.write("create", "b", "")
-	next := j.publisher("two")
-	if err := next.KeepEnd(dir); err != nil {
-		t.Fatal(err)
-	}
-	if epoch, err := next.InEpoch(t.Context(), 0); err == nil {
-		t.Errorf("a registry that has read nothing is in the epoch %q", epoch)
-	}
-	j.run(next)
-	j.expect("reset", "added configmaps/a", "reset", "added configmaps/a", "added configmaps/b")
 }
 
 // A registry is in etcd's epoch when it has read the log up to etcd's fencing token. The log of another etcd is in

@@ -513,7 +513,8 @@ func (x *Contents) GetPrevious() *Object {
 	return nil
 }
 
-// ObservedEnd is the end of the log that a registry has read. If NATS loses the log, the publisher compares etcd with it.
+// ObservedEnd is the end of the log that a registry has read, which it also keeps in --log-end-dir. If NATS loses the
+// log, the publisher compares etcd with it.
 type ObservedEnd struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The revision of the last event.
