@@ -29,8 +29,8 @@ type replica struct {
 	starts int
 	// observed is the end that the replica has read. It counts if the replica is the reader of a registry.
 	observed ObservedEnd
-	// kept is the end in the file of a registry that has restarted. Once it has read the log of etcd's epoch to its end,
-	// it keeps that end instead (replaced).
+	// kept is the end in the file of a registry that has restarted. Once the registry has read the log of etcd's epoch
+	// to its end, it keeps that end instead (replaced).
 	kept     *keptEnd
 	replaced bool
 }
