@@ -11,7 +11,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
-	"strings"
+	"regexp"
 
 	"github.com/minio/highwayhash"
 	"github.com/nats-io/nats-server/v2/server"
@@ -51,10 +51,14 @@ func (n *NATS) removeCorrupt() error {
 	return n.removeStorage()
 }
 
-// removeUnreadable removes the storage of a server of a cluster if start is the error of a start with a damaged message
-// of the Raft group of JetStream itself. Not every such message ends a start.
+// corruptStorage matches the error of a start with a damaged message of the Raft group of JetStream itself, or without
+// the key of a block. NATS' server calls these errCorruptState and errBadMsg.
+var corruptStorage = regexp.MustCompile(`corrupt state file|malformed or corrupt message`)
+
+// removeUnreadable removes the storage of a server of a cluster if start is the error of a start with corrupt storage.
+// Not every damaged message ends a start.
 func (n *NATS) removeUnreadable(start error) (removed bool, err error) {
-	if n.Cluster == "" || !strings.Contains(start.Error(), "corrupt state file") {
+	if n.Cluster == "" || !corruptStorage.MatchString(start.Error()) {
 		return false, nil
 	}
 	slog.Error("NATS cannot read its storage, and starts with empty storage", "directory", n.Dir, "error", start)

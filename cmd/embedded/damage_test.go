@@ -272,6 +272,8 @@ func isEmpty(file string) bool {
 // A server of a cluster that cannot read its storage starts without it. A single server has the only copy.
 func TestUnreadableStorageIsRemoved(t *testing.T) {
 	corrupt := errors.New("NATS does not start: Can't start JetStream: corrupt state file")
+	message := errors.New("NATS does not start: Can't start JetStream: malformed or corrupt message in 1.blk: " +
+		"sanity check failed (dlen 1037343783 slen 65507 rl 1037343805 index 0 lbuf 711576)")
 	for _, test := range []struct {
 		cluster string
 		start   error
@@ -280,6 +282,8 @@ func TestUnreadableStorageIsRemoved(t *testing.T) {
 		{"", corrupt, false},
 		{"127.0.0.1:1", errors.New("NATS is not ready after 20 s"), false},
 		{"127.0.0.1:1", corrupt, true},
+		{"127.0.0.1:1", message, true},
+		{"", message, false},
 	} {
 		n := NATS{Dir: t.TempDir(), Cluster: test.cluster}
 		if err := os.MkdirAll(n.storage(), 0o700); err != nil {
