@@ -72,6 +72,7 @@ func (p *Process) AddNetworkFlags(fs *pflag.FlagSet) {
 // Configure copies the flags that fs has received to every service, and validates them. Call it before Runners.
 func (p *Process) Configure(fs *pflag.FlagSet) error {
 	p.flags = fs
+	fs.Visit(func(*pflag.Flag) {})              // sorts the flags, which concurrent reports read
 	kubeconfig, _ := fs.GetString("kubeconfig") // the services share the flag and replace the placeholder
 	var errs []error
 	for _, s := range p.services {

@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
+	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -40,7 +41,7 @@ func (l *Loopback) watch(ctx context.Context, done func(), req *http.Request, ap
 	r, w := io.Pipe()
 	go func() {
 		defer done()
-		w.CloseWithError(l.watches.Watch(&watchfanoutv1.WatchRequest{
+		w.CloseWithError(l.run(&watchfanoutv1.WatchRequest{
 			Query: &watchfanoutv1.Query{
 				Resource:      apiResource.Resource,
 				Namespace:     namespace,
@@ -61,6 +62,12 @@ func (l *Loopback) watch(ctx context.Context, done func(), req *http.Request, ap
 		Body:          &pipeBody{r, done},
 		ContentLength: -1,
 	}
+}
+
+// run runs a watch. A panic becomes its error, as in a call of gRPC.
+func (l *Loopback) run(r *watchfanoutv1.WatchRequest, s *stream) (err error) {
+	defer recovery.ToError("a loopback watch", &err)
+	return l.watches.Watch(r, s)
 }
 
 type pipeBody struct {

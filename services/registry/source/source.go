@@ -94,13 +94,23 @@ func (s *Source) DataKey(ctx context.Context, r *registryv1.DataKeyRequest) (*re
 // before --etcd-servers-overrides moved it. They have no key, so that their reader waits for no other etcd.
 func (s *Source) ReadDataKey(ctx context.Context, log eventlog.LogID, storageResource, key string) ([]byte, error) {
 	st, err := s.resources.StorageResource(ctx, storageResource)
-	if err != nil { // the resource is not served
-		return nil, fmt.Errorf("%w: %w", eventlog.ErrNoKey, err)
+	if err != nil {
+		return nil, keyError(err)
 	}
 	if st.Etcd.Log != log {
 		return nil, fmt.Errorf("%w: the event log %q does not have %s", eventlog.ErrNoKey, log, storageResource)
 	}
 	return s.dataKeys.Get(ctx, st, key)
+}
+
+// keyError returns the error of a key whose resource is not found. It is temporary if etcd did not respond, or if the
+// caller has left. Otherwise the resource is not served, and no registry has the key.
+func keyError(err error) error {
+	switch status.Code(err) {
+	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled:
+		return err
+	}
+	return fmt.Errorf("%w: %w", eventlog.ErrNoKey, err)
 }
 
 // readTimeout bounds a read of etcd's revision. Callers may give up earlier.

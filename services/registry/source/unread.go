@@ -84,6 +84,7 @@ func (c *callLimiter) hand(ctx context.Context, m *message) error {
 	}
 	c.messages = slices.Delete(c.messages, n, n+1)
 	c.unsent.add(m.of.peer, -m.bytes)
+	c.handOut() // a smaller message may have waited behind it
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}

@@ -6,6 +6,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"log/slog"
 	"strconv"
 	"strings"
 	"sync"
@@ -77,7 +78,7 @@ func (l *DataKeys) Unconfirm() {
 
 // Current returns the key that encrypts events of st. It creates and stores a key if this process has none, if its key
 // is older than dataKeyLifetime, or if etcd lacks its key. If etcd is full, it returns the newest key there. It caches
-// an error for eventlog.NegativeTTL.
+// an error for eventlog.NegativeTTL, unless ctx has ended.
 func (l *DataKeys) Current(ctx context.Context, st *Resource) (id string, secret []byte, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -100,7 +101,9 @@ func (l *DataKeys) Current(ctx context.Context, st *Resource) (id string, secret
 			k.createdAt = k.createdAt.Add(storedKeyLifetime - dataKeyLifetime)
 		}
 	}
-	l.current[st.Name()] = k
+	if k.err == nil || ctx.Err() == nil {
+		l.current[st.Name()] = k
+	}
 	return k.id, k.secret, k.err
 }
 
@@ -141,7 +144,10 @@ func (l *DataKeys) create(ctx context.Context, st *Resource, now time.Time) (id 
 	if _, err := etcd.Put(ctx, path, string(wrapped)); err != nil {
 		return "", nil, err
 	}
-	return id, secret, l.prune(ctx, st, now)
+	if err := l.prune(ctx, st, now); err != nil {
+		slog.Warn("Old data keys stay in etcd until the next key", "resource", st.Name(), "error", err)
+	}
+	return id, secret, nil
 }
 
 // newest returns the newest key of a resource in etcd, which any registry has made.
@@ -209,6 +215,9 @@ func (l *DataKeys) read(ctx context.Context, st *Resource, path string) ([]byte,
 // decrypt decrypts the data key of a path.
 func decrypt(ctx context.Context, st *Resource, path string, value []byte) ([]byte, error) {
 	secret, _, err := st.transformer.TransformFromStorage(ctx, value, authenticatedKey(path))
+	if err != nil && errors.Is(ctx.Err(), context.Canceled) { // the caller has left; others may have more time
+		return nil, ctx.Err()
+	}
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", eventlog.ErrNoKey, err)
 	}

@@ -2,6 +2,7 @@ package storage_test
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -47,6 +48,12 @@ func TestDataKeyIsEncrypted(t *testing.T) {
 		if got, err := keys.Get(t.Context(), secrets, id); err != nil || !bytes.Equal(got, secret) {
 			t.Errorf("%v", err)
 		}
+	}
+	// The end of a publisher's term is no error of the key.
+	ended, end := context.WithCancel(t.Context())
+	end()
+	if _, _, err := theirs.Current(ended, secrets); err == nil {
+		t.Error("a key is made after the end of the term")
 	}
 	// A full etcd stores no further key.
 	fx.SetFull(t, true)
