@@ -25,6 +25,10 @@ func (c *Cluster) catchUp(ctx context.Context, f trackedInformer, revision int64
 	}
 	ctx, cancel := context.WithTimeout(ctx, c.timeout())
 	defer cancel()
+	at, err := c.streams.positions(f.path, f.query) // before the list, which so has all events up to the positions
+	if err != nil {
+		return err
+	}
 	url := f.path
 	if f.query != "" {
 		url += "?" + f.query
@@ -63,7 +67,8 @@ func (c *Cluster) catchUp(ctx context.Context, f trackedInformer, revision int64
 	if err != nil {
 		return err
 	}
-	return c.streams.inject(f.path, f.query, frames)
+	c.streams.inject(at, frames)
+	return nil
 }
 
 // diff returns the events that change a store's content to the listed items.

@@ -256,10 +256,25 @@ func TestFramesAreInjectedBetweenFrames(t *testing.T) {
 	}
 }
 
-// Without an open watch, the informer lists by itself.
-func TestAnInjectionWithoutAWatchIsNoError(t *testing.T) {
-	if err := (&streams{}).inject("/p", "", []byte("frames")); err != nil {
-		t.Error(err)
+// A watch that has received a frame since the list began is not stalled: the list may be older than its events.
+func TestAListIsNotInjectedAfterANewerEvent(t *testing.T) {
+	frame := "\x00\x00\x00\x03abc"
+	all := &streams{open: map[*stream]struct{}{}}
+	st := &stream{owner: all, path: "/p", body: io.NopCloser(strings.NewReader(frame))}
+	all.open[st] = struct{}{}
+	at, err := all.positions("/p", "")
+	if err != nil || len(at) != 1 {
+		t.Fatal(at, err)
+	}
+	if _, err := io.ReadFull(st, make([]byte, len(frame))); err != nil {
+		t.Fatal(err)
+	}
+	all.inject(at, []byte("older"))
+	if got, err := io.ReadAll(st); len(got) > 0 || err != nil {
+		t.Errorf("%q, %v", got, err)
+	}
+	if others, err := all.positions("/others", ""); err != nil || len(others) > 0 {
+		t.Errorf("%v, %v", others, err)
 	}
 }
 
@@ -269,9 +284,11 @@ func TestASecondInjectionReplacesNothing(t *testing.T) {
 	st := &stream{owner: all, path: "/p", body: io.NopCloser(strings.NewReader(""))}
 	all.open[st] = struct{}{}
 	for _, frames := range []string{"first", "second"} {
-		if err := all.inject("/p", "", []byte(frames)); err != nil {
+		at, err := all.positions("/p", "")
+		if err != nil {
 			t.Fatal(err)
 		}
+		all.inject(at, []byte(frames))
 	}
 	if got, err := io.ReadAll(st); string(got) != "first" || err != nil {
 		t.Errorf("%q, %v", got, err)

@@ -35,9 +35,10 @@ type stream struct {
 
 	mu sync.Mutex
 	// left is the number of unread bytes of a frame. head has the bytes that were read of the length of the next
-	// frame.
+	// frame. frames counts the frames that have begun.
 	left     int
 	head     []byte
+	frames   int
 	injected *bytes.Reader
 }
 
@@ -119,6 +120,7 @@ func (s *stream) trackFrames(p []byte) {
 		s.head = append(s.head, p[:n]...)
 		p = p[n:]
 		if len(s.head) == 4 {
+			s.frames++
 			s.left = int(binary.BigEndian.Uint32(s.head))
 			s.head = s.head[:0]
 		}
@@ -133,35 +135,52 @@ func (s *stream) Close() error {
 	return s.body.Close()
 }
 
-// inject ends the watch of a path with frames. A watch that is receiving a frame is not stalled and continues. Without
-// an open watch, the informer lists by itself.
-func (s *streams) inject(path, query string, frames []byte) error {
+// positions are the frames that each watch has received.
+type positions map[*stream]int
+
+// positions returns the positions of the open watches of a path.
+func (s *streams) positions(path, query string) (positions, error) {
 	want, err := url.ParseQuery(query)
 	if err != nil {
-		return err
+		return nil, err
 	}
+	at := positions{}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for st := range s.open {
-		if st.path != path || !reflect.DeepEqual(st.query["fieldSelector"], want["fieldSelector"]) {
+		if st.path == path && reflect.DeepEqual(st.query["fieldSelector"], want["fieldSelector"]) {
+			st.mu.Lock()
+			at[st] = st.frames
+			st.mu.Unlock()
+		}
+	}
+	return at, nil
+}
+
+// inject ends a watch with frames, if it is still at its position. A watch that has received a frame since is
+// not stalled, and its events may be newer than the frames. Without an open watch, the informer lists by itself.
+func (s *streams) inject(at positions, frames []byte) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for st, position := range at {
+		if _, open := s.open[st]; !open {
 			continue
 		}
 		st.mu.Lock()
-		mid, ends := st.left > 0 || len(st.head) > 0, st.injected != nil
-		if !mid && !ends {
+		moved, ends := st.frames != position || st.left > 0 || len(st.head) > 0, st.injected != nil
+		if !moved && !ends {
 			st.injected = bytes.NewReader(frames)
 		}
 		st.mu.Unlock()
 		if ends { // another service has injected a list
-			return nil
+			return
 		}
-		if mid {
+		if moved {
 			continue
 		}
 		_ = st.body.Close() // ends a blocked Read
-		return nil
+		return
 	}
-	return nil
 }
 
 // encodeEvents encodes events as the watch of a typed client receives them, and then a bookmark at a revision. list
