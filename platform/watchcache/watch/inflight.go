@@ -76,6 +76,7 @@ func (f *inflightQuota) acquire(ctx context.Context, stop <-chan struct{}, owner
 	defer f.mu.Unlock()
 	if i := slices.Index(o.waiting, w); i >= 0 {
 		o.waiting = slices.Delete(o.waiting, i, i+1)
+		f.grant(o) // a smaller message may have waited behind it
 		f.forget(owner, o)
 	} else { // it was granted meanwhile
 		f.free(owner, o, n)

@@ -52,6 +52,33 @@ func TestBytesInFlightAreBoundedByOwner(t *testing.T) {
 	})
 }
 
+// A message that fits is sent when the stream of the larger message before it ends.
+func TestAnEndedStreamDelaysNoOther(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newInflightQuota(100)
+		held := f.acquire(t.Context(), nil, "o", 40)
+		ctx, cancel := context.WithCancel(t.Context())
+		go f.acquire(ctx, nil, "o", 30)
+		synctest.Wait()
+		var sent func()
+		go func() { sent = f.acquire(t.Context(), nil, "o", 10) }()
+		synctest.Wait()
+		if sent != nil {
+			t.Fatal("a message overtakes another")
+		}
+		cancel()
+		synctest.Wait()
+		if sent == nil {
+			t.Fatal("the message waits although it fits")
+		}
+		sent()
+		held()
+		if f.used != 0 || len(f.owners) != 0 {
+			t.Errorf("%d bytes of %d owners stay", f.used, len(f.owners))
+		}
+	})
+}
+
 // A message whose stream has ended leaves the queue, or releases its bytes.
 func TestAnEndedStreamWaitsForNoBytes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -2,6 +2,8 @@ package watch
 
 import (
 	"context"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -39,6 +41,8 @@ const (
 // The goroutine of run reads frames while members request them. A member leaves by itself, or evict removes it.
 type sharedInitialEvents struct {
 	hub *Hub
+	// ctx has the values of the first member's request, and not its end.
+	ctx context.Context
 
 	mu              sync.Mutex
 	members         map[*member]struct{} // without members that have left
@@ -94,7 +98,7 @@ func (h *Hub) joinInitialEvents(
 		h.initialEvents[queryKey] = queue
 	}
 	if queue.next == nil {
-		queue.next = newInitialEvents(h)
+		queue.next = newInitialEvents(context.WithoutCancel(ctx), h)
 	}
 	e := queue.next
 	p = &member{ctx: ctx, initialEvents: e}
@@ -103,28 +107,27 @@ func (h *Hub) joinInitialEvents(
 	onlyMember := len(e.members) == 1
 	e.mu.Unlock()
 	if first {
-		h.startNext(ctx, queryKey, queue, storageResource, r)
+		h.startNext(queryKey, queue, storageResource, r)
 	} else if onlyMember {
 		running := queue.running
-		detachedCtx := context.WithoutCancel(ctx)
 		delay := h.startDelay
 		if delay == 0 {
 			delay = defaultStartDelay
 		}
-		time.AfterFunc(delay, func() { h.startNextAfter(detachedCtx, queryKey, running, storageResource, r) })
+		time.AfterFunc(delay, func() { h.startNextAfter(queryKey, running, storageResource, r) })
 	}
 	h.mu.Unlock()
 	return p, p.leave, nil
 }
 
-func newInitialEvents(h *Hub) *sharedInitialEvents {
-	e := &sharedInitialEvents{hub: h, members: map[*member]struct{}{}, cancel: func() {}}
+func newInitialEvents(ctx context.Context, h *Hub) *sharedInitialEvents {
+	e := &sharedInitialEvents{hub: h, ctx: ctx, members: map[*member]struct{}{}, cancel: func() {}}
 	e.demand.L = &e.mu
 	return e
 }
 
 // startNext starts the next stream, or removes the queue if no watch has joined it. The hub's lock is held.
-func (h *Hub) startNext(ctx context.Context, queryKey string, queue *initialEventsQueue, storageResource string,
+func (h *Hub) startNext(queryKey string, queue *initialEventsQueue, storageResource string,
 	r *watchfanoutv1.WatchRequest) {
 	e := queue.next
 	queue.running, queue.next = e, nil
@@ -132,7 +135,7 @@ func (h *Hub) startNext(ctx context.Context, queryKey string, queue *initialEven
 		delete(h.initialEvents, queryKey)
 		return
 	}
-	detachedCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	ctx, cancel := context.WithCancel(e.ctx)
 	e.mu.Lock()
 	e.cancel = cancel
 	empty := len(e.members) == 0
@@ -140,16 +143,16 @@ func (h *Hub) startNext(ctx context.Context, queryKey string, queue *initialEven
 	if empty {
 		cancel()
 	}
-	go e.run(detachedCtx, storageResource, r, func() { h.startNextAfter(detachedCtx, queryKey, e, storageResource, r) })
+	go e.run(ctx, storageResource, r, func() { h.startNextAfter(queryKey, e, storageResource, r) })
 }
 
 // startNextAfter starts the next stream after e has its first frame or startDelay has passed.
-func (h *Hub) startNextAfter(ctx context.Context, queryKey string, e *sharedInitialEvents, storageResource string,
+func (h *Hub) startNextAfter(queryKey string, e *sharedInitialEvents, storageResource string,
 	r *watchfanoutv1.WatchRequest) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if queue := h.initialEvents[queryKey]; queue != nil && queue.running == e {
-		h.startNext(ctx, queryKey, queue, storageResource, r)
+		h.startNext(queryKey, queue, storageResource, r)
 	}
 }
 
@@ -207,13 +210,14 @@ func (e *sharedInitialEvents) overQuota() bool {
 	return len(e.frames) > 0 && e.hub.bufferedBytes.Load() > e.hub.Config.BroadcastTotalBytes
 }
 
-// evict removes the slowest members if they still delay the others since base. Initial events already sent cannot be
-// taken back, so the clients of removed members must watch again. A member that waits for a turn stays.
+// evict removes the slowest members if they still delay another member since base. Initial events that were sent cannot
+// be taken back, so the clients of removed members must watch again. A member that waits for a turn stays.
 func (e *sharedInitialEvents) evict(base int) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.evictTimer = nil
-	if e.overQuota() && e.base == base && len(e.members) > 1 {
+	ahead := func(p *member) bool { return p.nextFrame > base }
+	if e.overQuota() && e.base == base && slices.ContainsFunc(slices.Collect(maps.Keys(e.members)), ahead) {
 		for p := range e.members {
 			if p.nextFrame == base && !turns.Waiting(p.ctx) {
 				e.remove(p)

@@ -296,6 +296,58 @@ func TestSlowestMemberIsEvicted(t *testing.T) {
 	}
 }
 
+// Members that are equally slow delay no other, and none is evicted.
+func TestMembersThatDelayNoOtherStay(t *testing.T) {
+	_, one, other, leave := fullInitialEvents(t)
+	for _, p := range []*member{one, other} {
+		if m, err := p.Recv(); err != nil || string(m.Initial[0]) != "1.1 " {
+			t.Fatalf("%v, %v", m, err)
+		}
+	}
+	e := one.initialEvents
+	for until := time.Now().Add(2 * time.Minute); ; time.Sleep(time.Millisecond) {
+		e.mu.Lock()
+		full, base := e.evictTimer != nil, e.base
+		e.mu.Unlock()
+		if full {
+			e.evict(base)
+			break
+		}
+		if time.Now().After(until) {
+			t.Fatal("the buffer is not full")
+		}
+	}
+	got := make(chan string, 1)
+	go func() { data, _ := drain(other); got <- data }()
+	want := strings.TrimPrefix(streamText(1), "1.1 ")
+	if data, _ := drain(one); data != want || <-got != want {
+		t.Errorf("a member received %s", data)
+	}
+	leave()
+}
+
+// A stream has the values of its first member's request, such as the trace, and not of an earlier stream's member.
+func TestAStreamHasTheContextOfItsMember(t *testing.T) {
+	type key struct{}
+	s := newSource()
+	h := s.hub()
+	for n := range 3 {
+		ctx := context.WithValue(t.Context(), key{}, n)
+		_, leave, err := h.joinInitialEvents(ctx, "pods", &watchfanoutv1.WatchRequest{ResourceVersion: "0"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer leave()
+		if n > 0 {
+			close(s.stream(n - 1).release)
+		}
+		<-s.started
+		if got := s.stream(n).ctx.Value(key{}); got != n {
+			t.Errorf("stream %d has the context of member %v", n, got)
+		}
+	}
+}
+
 // Long initial events wait for a turn. The turn ends while the next frame is not there.
 func TestLongInitialEventsTakeTurns(t *testing.T) {
 	s := newSource()
