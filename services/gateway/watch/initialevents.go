@@ -2,8 +2,6 @@ package watch
 
 import (
 	"context"
-	"maps"
-	"slices"
 	"sync"
 	"time"
 
@@ -216,8 +214,7 @@ func (e *sharedInitialEvents) evict(base int) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.evictTimer = nil
-	ahead := func(p *member) bool { return p.nextFrame > base }
-	if e.overQuota() && e.base == base && slices.ContainsFunc(slices.Collect(maps.Keys(e.members)), ahead) {
+	if e.overQuota() && e.base == base && e.frames[0].readers < len(e.members) {
 		for p := range e.members {
 			if p.nextFrame == base && !turns.Waiting(p.ctx) {
 				e.remove(p)

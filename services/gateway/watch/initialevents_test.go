@@ -269,21 +269,15 @@ func TestSlowestMemberIsEvicted(t *testing.T) {
 	}
 	got := make(chan string, 1)
 	go func() { data, _ := drain(fast); got <- data }()
-	e := slow.initialEvents
-	for until := time.Now().Add(2 * time.Minute); ; time.Sleep(time.Millisecond) {
+	e, base := slow.initialEvents, 0
+	waitFor(t, "no member is blocked", func() bool {
 		e.mu.Lock()
-		blocked := e.evictTimer != nil && fast.nextFrame == e.base+len(e.frames)
-		base := e.base
-		e.mu.Unlock()
-		if blocked {
-			e.evict(base - 1) // the member has since received that frame
-			e.evict(base)
-			break
-		}
-		if time.Now().After(until) {
-			t.Fatal("no member is blocked")
-		}
-	}
+		defer e.mu.Unlock()
+		base = e.base
+		return e.evictTimer != nil && fast.nextFrame == base+len(e.frames)
+	})
+	e.evict(base - 1) // the member has since received that frame
+	e.evict(base)
 	if data := <-got; data != streamText(1) {
 		t.Errorf("the fast member received %s", data)
 	}
@@ -305,18 +299,12 @@ func TestMembersThatDelayNoOtherStay(t *testing.T) {
 		}
 	}
 	e := one.initialEvents
-	for until := time.Now().Add(2 * time.Minute); ; time.Sleep(time.Millisecond) {
+	waitFor(t, "the buffer is not full", func() bool {
 		e.mu.Lock()
-		full, base := e.evictTimer != nil, e.base
-		e.mu.Unlock()
-		if full {
-			e.evict(base)
-			break
-		}
-		if time.Now().After(until) {
-			t.Fatal("the buffer is not full")
-		}
-	}
+		defer e.mu.Unlock()
+		return e.evictTimer != nil && e.overQuota() && e.base == 1 // both have the first frame
+	})
+	e.evict(1)
 	got := make(chan string, 1)
 	go func() { data, _ := drain(other); got <- data }()
 	want := strings.TrimPrefix(streamText(1), "1.1 ")
