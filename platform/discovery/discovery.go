@@ -11,6 +11,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -19,6 +20,7 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchable"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -50,10 +52,31 @@ type Watcher struct {
 	AfterChange func(*View)
 
 	current atomic.Pointer[View]
+	// mu guards changed.
+	mu      sync.Mutex
+	changed watchable.Signal
 }
 
 // View returns the newest view, or nil before the first.
 func (c *Watcher) View() *View { return c.current.Load() }
+
+// AwaitCRD waits until View has the CRD of a resource as of a revision, or lacks the resource, or until ctx is done.
+func (c *Watcher) AwaitCRD(ctx context.Context, r *commonv1.Resource, revision int64) {
+	for {
+		c.mu.Lock()
+		changed := c.changed.C()
+		c.mu.Unlock()
+		e, ok := c.View().APIResource(r.GetGroup(), r.GetVersion(), r.GetResource(), r.GetSubresource())
+		if !ok || e.CrdRevision >= revision {
+			return
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
 
 // watchPause is the delay before a new stream after one ended.
 const watchPause = 200 * time.Millisecond
@@ -161,6 +184,9 @@ func (c *Watcher) set(m *registryv1.DiscoveryResponse) {
 		c.OnChange(v)
 	}
 	c.current.Store(v)
+	c.mu.Lock()
+	c.changed.Notify()
+	c.mu.Unlock()
 	if c.AfterChange != nil {
 		c.AfterChange(v)
 	}

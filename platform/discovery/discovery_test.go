@@ -1,7 +1,9 @@
 package discovery
 
 import (
+	"context"
 	"testing"
+	"testing/synctest"
 
 	"google.golang.org/protobuf/proto"
 
@@ -84,5 +86,37 @@ func TestResponsesAreCompared(t *testing.T) {
 		if equal(of(first, "1"), c.b) != c.equal {
 			t.Errorf("%s: equal is %v", name, !c.equal)
 		}
+	}
+}
+
+// AwaitCRD returns once the view has the CRD as of the revision, or lacks it, and when its context ends.
+func TestAwaitCRD(t *testing.T) {
+	at := func(revision int64) *registryv1.DiscoveryResponse {
+		e := entry("a", "")
+		e.CrdRevision = revision
+		return &registryv1.DiscoveryResponse{Resources: []*registryv1.APIResource{e}}
+	}
+	for name, next := range map[string]*registryv1.DiscoveryResponse{"changed": at(7), "deleted": {}, "none": nil} {
+		synctest.Test(t, func(t *testing.T) {
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			w := &Watcher{}
+			w.set(at(5))
+			returned := make(chan struct{})
+			go func() { defer close(returned); w.AwaitCRD(ctx, entry("a", "").Resource, 7) }()
+			w.set(at(6))
+			synctest.Wait()
+			select {
+			case <-returned:
+				t.Errorf("%s: returned with the CRD as of revision 6", name)
+			default:
+			}
+			if next == nil {
+				cancel()
+			} else {
+				w.set(next)
+			}
+			<-returned
+		})
 	}
 }

@@ -37,6 +37,7 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 			Client:        source,
 			Config:        &c.Watch,
 			Revision:      g.revision,
+			AwaitCRD:      g.discovery.AwaitCRD,
 			MemoryQuota:   memoryQuota,
 			RateLimiter:   rateLimiter,
 			InflightQuota: inflightQuota,

@@ -280,8 +280,12 @@ func TestAnOpenWatchEndsWhenItsCRDChanges(t *testing.T) {
 			Query: roleQuery(""), ResourceVersion: "13", Open: open,
 			ResumeAfter: &watchfanoutv1.Position{Revision: 13, Index: events.LastIndex, Epoch: "h"},
 		}, client)
-		if got := client.received(t); err != nil || got != want || !client.frames[len(client.frames)-1].End {
+		last := client.frames[len(client.frames)-1]
+		if got := client.received(t); err != nil || got != want || !last.End {
 			t.Errorf("open: %v: %q, %v", open, got, err)
+		}
+		if got := last.GetPosition().GetRevision(); open != (got == 14) {
+			t.Errorf("open: %v: the end is of a change at revision %d", open, got)
 		}
 	}
 }

@@ -192,12 +192,12 @@ func (s *Server) notDiscovered(r *watchfanoutv1.WatchRequest, stream sender) err
 		if err != nil {
 			return err
 		}
-		return sendEnd(stream, data)
+		return sendEnd(stream, data, 0)
 	}
 	storageResource := resource.GetResource() + "." + resource.GetGroup() // as CRDs name it
 	changed := events.Position{Revision: s.Cache.Resource(storageResource).CRDChangedAt()}
 	if position.Revision > 0 && resource.GetGroup() != "" && position.Before(changed) && isResumed(r) {
-		return sendEnd(stream, nil)
+		return sendEnd(stream, nil, changed.Revision)
 	}
 	return status.Error(codes.Unavailable, query.ErrNotDiscovered.Error())
 }
@@ -211,9 +211,14 @@ type sender interface {
 	SendMsg(any) error
 }
 
-// sendEnd sends the end of a watch, and returns errEnded.
-func sendEnd(stream sender, data []byte) error {
-	if err := stream.Send(&watchfanoutv1.WatchFrame{Data: data, End: true}); err != nil {
+// sendEnd sends the end of a watch, and returns errEnded. crdChangedAt is the revision of the CRD's change that ends the
+// watch, or 0.
+func sendEnd(stream sender, data []byte, crdChangedAt int64) error {
+	m := &watchfanoutv1.WatchFrame{Data: data, End: true}
+	if crdChangedAt != 0 {
+		m.Position = &watchfanoutv1.Position{Revision: crdChangedAt}
+	}
+	if err := stream.Send(m); err != nil {
 		return err
 	}
 	return errEnded

@@ -252,7 +252,7 @@ func (w *watcher) endDelivery(out *frames, err error) error {
 // returns every other error.
 func (w *watcher) sendError(err error) error {
 	if errors.Is(err, errCRDChanged) {
-		return sendEnd(w.stream, nil)
+		return sendEnd(w.stream, nil, w.resource.CRDChangedAt())
 	}
 	api, ok := err.(apierrors.APIStatus)
 	if !ok {
@@ -262,5 +262,5 @@ func (w *watcher) sendError(err error) error {
 	if err != nil {
 		return err
 	}
-	return sendEnd(w.stream, data)
+	return sendEnd(w.stream, data, 0)
 }

@@ -135,6 +135,8 @@ type clientWatch struct {
 	// rejoinAfter is when the watch may join a broadcast again after its last broadcast ended.
 	rejoinAfter   time.Time
 	policyChanged <-chan struct{}
+	// crdChangedAt is the revision of the CRD's change that ended the watch, or 0.
+	crdChangedAt int64
 
 	// broadcast and receiver are set while the watch is joined. wakeup is then the time of its last bookmark, and of
 	// its deadline after lastBookmark was due.
@@ -200,11 +202,26 @@ func (w *clientWatch) run(ctx context.Context) (parked bool) {
 			w.sendHeaders()
 		case errors.Is(err, io.EOF), errors.Is(err, errDone), ctx.Err() != nil:
 			w.sendHeaders()
+			w.awaitCRD(ctx)
 		case !w.headersSent:
 			w.sink.Fail(rpc.FromStatus(err))
 		}
 		return false
 	}
+}
+
+// crdTimeout is how long a watch that its CRD ends waits for the gateway's discovery.
+const crdTimeout = 5 * time.Second
+
+// awaitCRD waits until the gateway serves the resource under the CRD's change that ended the watch. Otherwise the
+// client could list the resource of a deleted CRD. kube-apiserver removes a CRD before it ends the watches.
+func (w *clientWatch) awaitCRD(ctx context.Context) {
+	if w.crdChangedAt == 0 || w.hub.AwaitCRD == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, crdTimeout)
+	defer cancel()
+	w.hub.AwaitCRD(ctx, w.Query.GetResource(), w.crdChangedAt)
 }
 
 // retry waits before the next stream. It returns false if the watch must end.

@@ -36,6 +36,7 @@ import (
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/events"
 	"watershed.dev/platform/watchcache/core"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/turns"
 )
@@ -94,6 +95,9 @@ type Hub struct {
 	// Revision returns the current revision of the etcd with an event log. If it is nil, a watch whose resourceVersion
 	// the broadcast has not reached starts unsynced.
 	Revision func(ctx context.Context, log string) (int64, error)
+	// AwaitCRD waits until discovery has the CRD of a resource as of a revision, or lacks the resource. If it is nil, a
+	// watch that a CRD's change ends does not wait.
+	AwaitCRD func(ctx context.Context, r *commonv1.Resource, revision int64)
 
 	revisions   coalesce.Group[int64]
 	signals     signals

@@ -25,6 +25,7 @@ type fakeTier struct {
 	log         []int64
 	low         int64
 	maxRevision int64 // the revision that the tier has reached; 0: any
+	changedAt   int64 // the revision of the CRD's change, which ends every new watch; 0: none
 	changed     chan struct{}
 	requests    []*watchfanoutv1.WatchRequest
 	contexts    []context.Context
@@ -110,6 +111,13 @@ func (t *fakeTier) write(revisions ...int64) {
 	t.changed = make(chan struct{})
 }
 
+// changeCRD changes the CRD at a revision.
+func (t *fakeTier) changeCRD(revision int64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.changedAt = revision
+}
+
 // breakStreams ends every stream, like a killed replica.
 func (t *fakeTier) breakStreams() {
 	t.mu.Lock()
@@ -171,6 +179,9 @@ func (t *fakeTier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest,
 	t.requests, t.contexts = append(t.requests, r), append(t.contexts, ctx)
 	s := &tierStream{ctx: ctx, tier: t, broken: t.broken}
 	switch {
+	case t.changedAt != 0:
+		s.first = []*watchfanoutv1.WatchFrame{{End: true, Position: &watchfanoutv1.Position{Revision: t.changedAt}}}
+		return s, nil
 	case r.ResumeAfter != nil:
 		s.revision = r.ResumeAfter.Revision
 		s.expired = s.revision < t.low

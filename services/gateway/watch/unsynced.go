@@ -166,6 +166,7 @@ func (w *clientWatch) forward(ctx context.Context, m *sharedFrame, events *event
 		}
 	}
 	if m.End {
+		w.crdChangedAt = m.GetPosition().GetRevision()
 		return io.EOF
 	}
 	if m.InitialEventsDone && w.InitialEventsEnd != nil {

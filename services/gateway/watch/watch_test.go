@@ -324,6 +324,43 @@ func TestWatchEndsWithItsCRD(t *testing.T) {
 	}
 }
 
+// A watch that its CRD ends is open until the gateway's discovery has the change. Otherwise its client may list the
+// resource of a deleted CRD.
+func TestAWatchThatItsCRDEndsAwaitsDiscovery(t *testing.T) {
+	up := newTier()
+	up.write(6)
+	h := hub(up)
+	awaited, discovered := make(chan int64, 2), make(chan struct{})
+	h.AwaitCRD = func(ctx context.Context, _ *commonv1.Resource, revision int64) {
+		awaited <- revision
+		select {
+		case <-discovered:
+		case <-ctx.Done():
+			t.Error("the wait for discovery ended first")
+		}
+	}
+	a, b := h.watch(t, nil), h.watch(t, nil)
+	a.expect(t, "e6 ")
+	b.expect(t, "e6 ")
+	up.changeCRD(7)
+	up.breakStreams()
+	for range 2 {
+		select {
+		case at := <-awaited:
+			if at != 7 {
+				t.Errorf("discovery is awaited as of %d", at)
+			}
+		case <-a.done:
+			t.Fatal("the first watch ended before discovery had the change")
+		case <-b.done:
+			t.Fatal("the second watch ended before discovery had the change")
+		}
+	}
+	close(discovered)
+	<-a.done
+	<-b.done
+}
+
 // failingTier rejects the first watches.
 type failingTier struct {
 	*fakeTier

@@ -725,7 +725,8 @@ func (x *Position) GetEpoch() string {
 type WatchFrame struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Data  []byte                 `protobuf:"bytes,1,opt,name=data" json:"data,omitempty"`
-	// The position of the last event in data. A stream resumes after it.
+	// The position of the last event in data. A stream resumes after it. If the watch ends because its CRD has changed or
+	// was deleted: the revision of that change.
 	Position *Position `protobuf:"bytes,2,opt,name=position" json:"position,omitempty"`
 	// All initial events are in this message or in an earlier one.
 	InitialEventsDone bool `protobuf:"varint,3,opt,name=initial_events_done,json=initialEventsDone" json:"initial_events_done,omitempty"`
