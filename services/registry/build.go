@@ -48,7 +48,7 @@ func connect(o *eventlog.Options, id rpc.TLS) (*nats.Conn, jetstream.JetStream, 
 }
 
 // initServers builds the publishers and the servers. ReadLog reads logJS.
-func (s *Service) initServers(store *storage.Storage, logJS jetstream.JetStream) {
+func (s *Service) initServers(store *storage.Storage, logJS jetstream.JetStream) error {
 	s.dataKeys = storage.NewDataKeys(store, publisher.KeyPrefix(s.config.Log.Name, eventlog.Main)+"data-keys/",
 		s.config.Log.Retention)
 	s.resources = &lookup.Resources{Storage: store}
@@ -66,11 +66,15 @@ func (s *Service) initServers(store *storage.Storage, logJS jetstream.JetStream)
 		ByLog:     map[eventlog.LogID]*internalwatch.InternalWatch{},
 	}
 	for _, etcd := range store.Etcds() {
-		l := s.newEtcdLog(etcd)
+		l, err := s.newEtcdLog(etcd)
+		if err != nil {
+			return err
+		}
 		s.logs = append(s.logs, l)
 		s.internalWatch.ByLog[etcd.Log] = internalwatch.New(s.resources, s.source, etcd, l.watchCache, l.logReader,
 			l.awaitEpoch)
 	}
+	return nil
 }
 
 // ownerTimeout bounds the check of the log's owner. NATS may start later, and the publisher checks again.

@@ -50,7 +50,7 @@ type etcdLog struct {
 }
 
 // newEtcdLog returns the log of an etcd.
-func (s *Service) newEtcdLog(etcd *storage.Etcd) *etcdLog {
+func (s *Service) newEtcdLog(etcd *storage.Etcd) (*etcdLog, error) {
 	l := &etcdLog{
 		service:    s,
 		etcd:       etcd,
@@ -73,7 +73,7 @@ func (s *Service) newEtcdLog(etcd *storage.Etcd) *etcdLog {
 	}
 	if dir := s.config.LogEndDir; dir != "" {
 		if err := l.publisher.KeepEnd(dir); err != nil {
-			slog.Error("The end of the event log is not kept for the next start", "flag", "--log-end-dir", "error", err)
+			return nil, fmt.Errorf("--log-end-dir %q: %w", dir, err)
 		}
 	}
 	if telemetry.TracingEnabled() {
@@ -93,7 +93,7 @@ func (s *Service) newEtcdLog(etcd *storage.Etcd) *etcdLog {
 		OnEvent:     l.beforeApply,
 		Differences: inconsistencies,
 	})
-	return l
+	return l, nil
 }
 
 // beforeApply records an event as read, and updates the caches of objects. The watch cache applies it afterwards.

@@ -127,7 +127,9 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		return nil, err
 	}
 	s.logNATS = logNATS
-	s.initServers(store, logJS)
+	if err := s.initServers(store, logJS); err != nil {
+		return nil, err
+	}
 	if err := s.checkLogOwners(ctx); err != nil {
 		return nil, err
 	}

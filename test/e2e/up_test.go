@@ -352,7 +352,7 @@ func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
 		want string
 	}{
 		"unknown flag": {[]string{"up", "--secure-prot=1"},
-			`unknown flag: --secure-prot (did you mean "secure-port"?)`},
+			`unknown flag: --secure-prot (did you mean "--secure-port"?)`},
 		"bad value": {[]string{"up", "--secure-port=abc"}, "--secure-port=abc: not a port (1–65535)"},
 		"bad size": {[]string{"up", "--data-dir=DIR", "--watch-ring-bytes=-3"},
 			"--watch-ring-bytes=-3: want 1 or more"},
@@ -364,6 +364,7 @@ func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
 		"bad replicas":    {[]string{"split", "--replicas=foo=1"}, "--replicas foo=1"},
 		"bad network":     {[]string{"split", "--rpc-network=x"}, `--rpc-network "x"`},
 		"unknown command": {[]string{"nope"}, `unknown command "nope"`},
+		"no directory":    {[]string{"up", "--data-dir=DIR", "--log-end-dir=/proc/x"}, `--log-end-dir "/proc/x": mkdir /proc/x`},
 		"bad range": {[]string{"up", "--data-dir=DIR", "--service-cluster-ip-range=x"},
 			"--service-cluster-ip-range"},
 	} {
