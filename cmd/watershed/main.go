@@ -63,7 +63,7 @@ func commands(args []string) []command {
 		command{"check", "", tools, "Find faults of a running Watershed, or before an installation", checkCommand(args)},
 		command{"probe", "", tools, "Write and watch as a client does, and measure it", probe.Command},
 		command{"capacity", "", tools, "Compute the processes that a cluster needs", capacity.Command},
-		command{"snapshot", "", tools, "Save and restore etcd", snapshot.Command},
+		command{"snapshot", "save|restore FILE", tools, "Save and restore etcd", snapshot.Command},
 		command{"snapshot save", fileArgument, "", "Save a snapshot of etcd", snapshot.SaveCommand},
 		command{"snapshot restore", fileArgument, "", "Restore a snapshot of etcd (-: standard input)",
 			snapshot.RestoreCommand},

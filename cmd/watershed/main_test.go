@@ -32,7 +32,7 @@ func TestBadInputIsALine(t *testing.T) {
 		"help nope":                         `watershed help: unknown command "nope" for "watershed"`,
 		"completion nope":                   `watershed completion: unknown command "nope" for "watershed completion"`,
 		"--bogus":                           "watershed: unknown flag: --bogus",
-		"up --etcd-server=x":                `watershed up: unknown flag: --etcd-server (did you mean "etcd-servers"?)`,
+		"up --etcd-server=x":                `watershed up: unknown flag: --etcd-server (did you mean "--etcd-servers"?)`,
 		"up --secure-port=abc":              "watershed up: --secure-port=abc: not a port (1–65535)",
 		"up --secure-port":                  "watershed up: --secure-port has no value: want --secure-port=VALUE",
 		"up --data-dir=FILE":                `watershed up: --data-dir "FILE": mkdir FILE: not a directory`,
@@ -63,6 +63,7 @@ func TestBadInputIsALine(t *testing.T) {
 		"split --placement=x":      `watershed split: --placement "x": want any of all, compact, split`,
 		"split --replicas=x=1":     "watershed split: --replicas x=1: want a name (",
 		"split scale":              "watershed split scale: no service to scale: want name=number",
+		"snapshot bogus":           `watershed snapshot: unknown argument "bogus": want save `,
 		"split scale x":            `watershed split scale: unknown argument "x": want name=number`,
 		"migrate":                  "watershed migrate: --from is required",
 		"migrate --from=/none":     `watershed migrate: --from "/none": open /none: no such file`,
@@ -90,7 +91,7 @@ func TestBadInputIsALine(t *testing.T) {
 		}
 	}
 	for input, want := range map[string]string{
-		"--etcd-server=x": `kube-apiserver: unknown flag: --etcd-server (did you mean "etcd-servers"?)`,
+		"--etcd-server=x": `kube-apiserver: unknown flag: --etcd-server (did you mean "--etcd-servers"?)`,
 		"up":              `kube-apiserver: unknown argument "up": want --name=value`,
 		"--cert-dir=x":    "kube-apiserver: [--etcd-servers must be specified, service-account-issuer is a",
 	} {

@@ -75,7 +75,7 @@ func Complete(fs *pflag.FlagSet) error {
 				return fmt.Errorf(text, path, name)
 			}
 			if strict && fs.Lookup(key) == nil {
-				return fmt.Errorf("--config %q: unknown key %q%s", path, key, suggestion(fs, key))
+				return fmt.Errorf("--config %q: unknown key %q%s", path, key, suggestion(fs, key, ""))
 			}
 		}
 	}

@@ -20,7 +20,7 @@ func FlagError(fs *pflag.FlagSet, err error) error {
 	switch {
 	case errors.As(err, &unknown):
 		name := unknown.GetSpecifiedName()
-		return &UnknownFlagError{name, suggestion(fs, name)}
+		return &UnknownFlagError{name, suggestion(fs, name, "--")}
 	case errors.As(err, &bare):
 		return fmt.Errorf("--%s has no value: want --%s=VALUE", bare.GetFlag().Name, bare.GetFlag().Name)
 	case errors.As(err, &invalid):
@@ -74,8 +74,8 @@ func valueError(f *pflag.Flag, err error) error {
 // maxEdits bounds the edits between an unknown flag and the one that suggestion names.
 const maxEdits = 3
 
-// suggestion names the flag of fs that is nearest to name, if any is near.
-func suggestion(fs *pflag.FlagSet, name string) string {
+// suggestion names the flag of fs that is nearest to name, after prefix, if any is near.
+func suggestion(fs *pflag.FlagSet, name, prefix string) string {
 	plain := func(s string) string { return strings.ToLower(strings.NewReplacer("-", "", "_", "").Replace(s)) }
 	best, least := "", maxEdits+1
 	fs.VisitAll(func(f *pflag.Flag) {
@@ -86,7 +86,7 @@ func suggestion(fs *pflag.FlagSet, name string) string {
 	if best == "" {
 		return ""
 	}
-	return fmt.Sprintf(" (did you mean %q?)", best)
+	return fmt.Sprintf(" (did you mean %q?)", prefix+best)
 }
 
 // edits returns the number of bytes to insert, remove, replace or swap with their neighbour to turn a into b.

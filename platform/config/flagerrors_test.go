@@ -14,8 +14,8 @@ func TestFlagErrorsNameTheFlagTheValueAndTheAllowed(t *testing.T) {
 		"--anonymous-auth=maybe": "--anonymous-auth=maybe: not true or false",
 		"--audit-log-maxage=x":   "--audit-log-maxage=x: not an integer",
 		"--goaway-chance=often":  "--goaway-chance=often: not a number",
-		"--secure-prot=1":        `unknown flag: --secure-prot (did you mean "secure-port"?)`,
-		"--requesttimeout=1s":    `unknown flag: --requesttimeout (did you mean "request-timeout"?)`,
+		"--secure-prot=1":        `unknown flag: --secure-prot (did you mean "--secure-port"?)`,
+		"--requesttimeout=1s":    `unknown flag: --requesttimeout (did you mean "--request-timeout"?)`,
 		"--nope":                 "unknown flag: --nope",
 		"--secure-port":          "--secure-port has no value: want --secure-port=VALUE",
 	} {

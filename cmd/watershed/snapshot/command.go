@@ -14,8 +14,13 @@ import (
 )
 
 // Command is the parent of save and restore.
-func Command(*pflag.FlagSet) func() error {
-	return func() error { return errors.New("want save FILE or restore FILE") }
+func Command(fs *pflag.FlagSet) func() error {
+	return func() error {
+		if fs.NArg() > 0 {
+			return fmt.Errorf("unknown argument %q: want save FILE or restore FILE", fs.Arg(0))
+		}
+		return errors.New("want save FILE or restore FILE")
+	}
 }
 
 // SaveCommand saves a snapshot into the file that the argument names.

@@ -91,7 +91,7 @@ func TestBadInput(t *testing.T) {
 	check("connection refused", (&Save{File: filepath.Join(dir, "new.db"), DataDir: dir}).run("https://127.0.0.1:1"))
 	check("0 arguments: want a file", SaveCommand(pflag.NewFlagSet("save", pflag.ContinueOnError))())
 	check("0 arguments: want a file", RestoreCommand(pflag.NewFlagSet("restore", pflag.ContinueOnError))())
-	check("want save FILE", Command(nil)())
+	check("want save FILE", Command(pflag.NewFlagSet("snapshot", pflag.ContinueOnError))())
 	if _, err := os.Stat(filepath.Join(dir, "etcd")); err != nil {
 		t.Error(err)
 	}
