@@ -47,7 +47,8 @@ func connect(o *eventlog.Options, id rpc.TLS) (*nats.Conn, jetstream.JetStream, 
 	return conn, js, nil
 }
 
-// initServers builds the publishers and the servers. ReadLog reads logJS.
+// initServers builds the publishers and the servers. ReadLog reads logJS. It returns an error if --log-end-dir cannot be
+// used.
 func (s *Service) initServers(store *storage.Storage, logJS jetstream.JetStream) error {
 	s.dataKeys = storage.NewDataKeys(store, publisher.KeyPrefix(s.config.Log.Name, eventlog.Main)+"data-keys/",
 		s.config.Log.Retention)
@@ -147,7 +148,7 @@ func (s *Service) initCustomResources() error {
 		extensions.WithTransform(crd.Transform))
 	crds := &customresources.Set{
 		Storage:  s.resources.Storage,
-		BuiltIn:  s.resources.BuiltIn.HasVersion,
+		BuiltIn:  s.resources.BuiltIn.HasGroup,
 		OnChange: s.discovery.Invalidate,
 		Fresh:    s.logs[0].logReader.JustVerified,
 	}

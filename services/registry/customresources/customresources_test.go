@@ -8,7 +8,9 @@ import (
 	"strings"
 	"testing"
 
+	"k8s.io/apiextensions-apiserver/pkg/apis/apiextensions"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	apiextensionsapiserver "k8s.io/apiextensions-apiserver/pkg/apiserver"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/endpoints/request"
@@ -140,23 +142,64 @@ func TestAnUpdatedSchemaAppliesAtOnce(t *testing.T) {
 	}
 }
 
-// A built-in group version has precedence over a CRD in it, as in kube-apiserver.
-func TestABuiltInVersionHidesACRD(t *testing.T) {
+// A CRD in a built-in group is not served, as in kube-apiserver, also in a version that is not built in.
+func TestABuiltInGroupHidesACRD(t *testing.T) {
 	fx := establishedCRD(t)
 	crd, err := customresources.ReadCRD(t.Context(), fx.Resources.Storage, "widgets.example.com")
 	if err != nil {
 		t.Fatal(err)
 	}
 	crd.Name, crd.Spec.Group, crd.ResourceVersion = "widgets.networking.k8s.io", "networking.k8s.io", "1000000"
+	crd.Spec.Versions[0].Name, crd.Status.StoredVersions = "v9", []string{"v9"}
 	fx.Resources.Custom.Handler().OnAdd(crd, false)
 	for _, e := range fx.Resources.Custom.APIResources() {
 		if e.Resource.Group == "networking.k8s.io" {
 			t.Errorf("%v is listed", e.Resource)
 		}
 	}
-	hidden := &commonv1.Resource{Group: "networking.k8s.io", Version: "v1", Resource: "widgets"}
+	hidden := &commonv1.Resource{Group: "networking.k8s.io", Version: "v9", Resource: "widgets"}
 	if scope, _, err := fx.Resources.Custom.RequestScope(t.Context(), hidden); err != nil || scope != nil {
 		t.Errorf("the custom resource is served (%v)", err)
+	}
+}
+
+// A CRD with the name of a built-in resource does not reset the resource. It ended the watches of Roles, and its objects
+// were events of Roles.
+func TestACRDIsNotABuiltInResource(t *testing.T) {
+	fx := establishedCRD(t)
+	crd, err := customresources.ReadCRD(t.Context(), fx.Resources.Storage, "widgets.example.com")
+	if err != nil {
+		t.Fatal(err)
+	}
+	crds, err := customresources.CRDsAt(t.Context(), fx.Resources.Storage, fx.Resources.Storage.Etcds()[0], 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	apply := func(name, group string, generation int64, deleted bool) string {
+		d := crd.DeepCopy()
+		d.Name, d.Spec.Group, d.Generation = name+"."+group, group, generation
+		d.Spec.Names.Plural, d.Status.AcceptedNames.Plural = name, name
+		internal := &apiextensions.CustomResourceDefinition{}
+		if err := apiextensionsapiserver.Scheme.Convert(d, internal, nil); err != nil {
+			t.Fatal(err)
+		}
+		return crds.Apply(internal, deleted)
+	}
+	for _, c := range []struct{ name, group, resource string }{
+		{"roles", "rbac.authorization.k8s.io", ""},
+		{"things", "example.com", "things.example.com"},
+	} {
+		apply(c.name, c.group, 1, false)
+		if got := apply(c.name, c.group, 2, false); got != c.resource {
+			t.Errorf("the change of %s.%s resets %q", c.name, c.group, got)
+		}
+		_, ok := crds.ByKey("/registry/"+c.group+"/"+c.name+"/default/a", "/registry/")
+		if ok != (c.resource != "") {
+			t.Errorf("objects of %s.%s have a resource: %v", c.name, c.group, ok)
+		}
+		if got := apply(c.name, c.group, 2, true); got != c.resource {
+			t.Errorf("the deletion of %s.%s resets %q", c.name, c.group, got)
+		}
 	}
 }
 

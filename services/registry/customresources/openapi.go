@@ -107,11 +107,12 @@ func (t *Set) OpenAPIV2(ctx context.Context, builtIn *spec.Swagger) (*spec.Swagg
 // eachServed visits every served version of every established CRD, by group and name, until a visit fails.
 func (t *Set) eachServed(visit func(s *servedCRD, version string) error) error {
 	for _, s := range t.all() {
-		if !apihelpers.IsCRDConditionTrue(s.CustomResourceDefinition, apiextensionsv1.Established) {
+		if t.BuiltIn(s.Spec.Group) ||
+			!apihelpers.IsCRDConditionTrue(s.CustomResourceDefinition, apiextensionsv1.Established) {
 			continue
 		}
 		for _, v := range s.Spec.Versions {
-			if v.Served && !t.BuiltIn(schema.GroupVersion{Group: s.Spec.Group, Version: v.Name}) {
+			if v.Served {
 				if err := visit(s, v.Name); err != nil {
 					return err
 				}

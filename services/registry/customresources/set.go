@@ -47,9 +47,9 @@ type Set struct {
 	Converters *crd.Converters
 	// Models are the schemas that every object refers to, such as ObjectMeta.
 	Models map[string]*spec.Schema
-	// BuiltIn reports whether the built-in APIs have a group version. As in kube-apiserver, they have precedence: the
-	// version of a CRD in the same group version is not served.
-	BuiltIn func(schema.GroupVersion) bool
+	// BuiltIn reports whether the built-in APIs have a group. As in kube-apiserver, no path of a CRD in such a group is
+	// served. Otherwise a CRD could have the name of a built-in resource in the event log, or its keys in etcd.
+	BuiltIn func(group string) bool
 	// OnChange is called after a CRD has changed.
 	OnChange func()
 	// Fresh reports whether the set has all changes of CRDs. If it has not, requests compare their CRD with etcd: a
@@ -212,9 +212,9 @@ func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *servedCRD {
 			},
 		}
 	}
-	s.apiResources = slices.DeleteFunc(apiResourcesOf(s.CRD, s.storageResource), func(e *registryv1.APIResource) bool {
-		return t.BuiltIn(schema.GroupVersion{Group: e.Resource.Group, Version: e.Resource.Version})
-	})
+	if !t.BuiltIn(d.Spec.Group) {
+		s.apiResources = apiResourcesOf(s.CRD, s.storageResource)
+	}
 	t.byName[d.Name] = s
 	t.mu.Unlock()
 	t.OnChange()

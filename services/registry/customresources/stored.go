@@ -242,6 +242,9 @@ func (f *CRDs) forget(name string) {
 
 func (f *CRDs) set(d *apiextensionsv1.CustomResourceDefinition) {
 	f.forget(d.Name)
+	if _, ok := f.storage.ByName(d.Name); ok {
+		return // a CRD with the name of a built-in resource has no objects, and its changes affect no built-in object
+	}
 	crdInfo, err := crd.New(d)
 	if err != nil {
 		return // the names are not accepted yet

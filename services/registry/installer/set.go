@@ -175,11 +175,9 @@ func newRequestScope(
 	return scope, err
 }
 
-// HasVersion reports whether a group version is built in.
-func (s *Set) HasVersion(gv schema.GroupVersion) bool {
-	return slices.ContainsFunc(s.Groups, func(g *registryv1.Group) bool {
-		return g.Name == gv.Group && slices.Contains(g.Versions, gv.Version)
-	})
+// HasGroup reports whether a group is built in.
+func (s *Set) HasGroup(name string) bool {
+	return slices.ContainsFunc(s.Groups, func(g *registryv1.Group) bool { return g.Name == name })
 }
 
 // APIResources returns the discovery entries of all scopes.
