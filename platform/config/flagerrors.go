@@ -74,7 +74,8 @@ func valueError(f *pflag.Flag, err error) error {
 // maxEdits bounds the edits between an unknown flag and the one that suggestion names.
 const maxEdits = 3
 
-// suggestion names the flag of fs that is nearest to name, after prefix, if any is near.
+// suggestion returns a text that suggests the flag of fs nearest to name, with prefix before the flag's name. It is
+// empty if no flag is within maxEdits.
 func suggestion(fs *pflag.FlagSet, name, prefix string) string {
 	plain := func(s string) string { return strings.ToLower(strings.NewReplacer("-", "", "_", "").Replace(s)) }
 	best, least := "", maxEdits+1

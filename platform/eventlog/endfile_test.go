@@ -166,7 +166,7 @@ func TestAnIncompleteEndIsNotKept(t *testing.T) {
 	}
 }
 
-// A path that cannot be a file is an error, so that registry says that it keeps no end.
+// A path that cannot be a file is an error, so that registry does not start.
 func TestAnEndNeedsAFile(t *testing.T) {
 	content, _ := keptEnd(t)
 	path := fileWith(t, content)

@@ -47,7 +47,8 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Egress.AddFlags(fs)
 	fs.StringVar(&c.LogEndDir, "log-end-dir", "",
 		"The directory that keeps the end of the event log that this registry has read. Watches then continue if NATS "+
-			"loses the log and all registries restart within a minute. Each registry needs its own, on a tmpfs. Empty: none.")
+			"loses the log and all registries restart within a minute. Each registry needs its own, on a tmpfs. A directory "+
+			"that cannot be used stops the start. Empty: none.")
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "",
 		"Kubeconfig of the gateway, for conversion webhooks at the API's own Service, kubernetes.default. It is unused "+
 			"if the gateway is in this process.")

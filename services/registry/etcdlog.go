@@ -49,7 +49,7 @@ type etcdLog struct {
 	tasks lifecycle.Supervisor
 }
 
-// newEtcdLog returns the log of an etcd.
+// newEtcdLog returns the log of an etcd. It returns an error if --log-end-dir cannot be used.
 func (s *Service) newEtcdLog(etcd *storage.Etcd) (*etcdLog, error) {
 	l := &etcdLog{
 		service:    s,

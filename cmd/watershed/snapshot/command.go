@@ -13,13 +13,14 @@ import (
 	"watershed.dev/platform/lifecycle"
 )
 
-// Command is the parent of save and restore.
+// Command returns an error that names the commands save and restore, because it only groups them.
 func Command(fs *pflag.FlagSet) func() error {
+	const want = "want save FILE or restore FILE"
 	return func() error {
 		if fs.NArg() > 0 {
-			return fmt.Errorf("unknown argument %q: want save FILE or restore FILE", fs.Arg(0))
+			return fmt.Errorf("unknown command %q: %s", fs.Arg(0), want)
 		}
-		return errors.New("want save FILE or restore FILE")
+		return errors.New(want)
 	}
 }
 

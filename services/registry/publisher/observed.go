@@ -25,7 +25,8 @@ const (
 )
 
 // KeepEnd keeps the end of the log that this registry has read in a file of dir, for its next start. It is called
-// before Observe. Until ReplaceEnd, the file has the end of the process before.
+// before Observe. Until ReplaceEnd, the file has the end of the process before. It returns an error if the file cannot
+// be created, locked, written or mapped.
 func (p *Publisher) KeepEnd(dir string) error {
 	name := "log-end"
 	if p.Log.ID != eventlog.Main {
