@@ -11,8 +11,6 @@ import (
 	"maps"
 	"slices"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -51,22 +49,27 @@ type Watcher struct {
 	// AfterChange, if set, is called with each new view, once View returns it.
 	AfterChange func(*View)
 
-	current atomic.Pointer[View]
-	// mu guards changed.
-	mu      sync.Mutex
-	changed watchable.Signal
+	current watchable.Value[*View]
 }
 
 // View returns the newest view, or nil before the first.
-func (c *Watcher) View() *View { return c.current.Load() }
+func (c *Watcher) View() *View {
+	v, _ := c.current.Get()
+	return v
+}
 
-// AwaitCRD waits until View has the CRD of a resource as of a revision, or lacks the resource, or until ctx is done.
+// Serves returns true if View has a resource. It is not called before the first view.
+func (c *Watcher) Serves(r *commonv1.Resource) bool {
+	_, ok := c.View().APIResource(r.GetGroup(), r.GetVersion(), r.GetResource(), r.GetSubresource())
+	return ok
+}
+
+// AwaitCRD waits until View has the CRD of a resource at an etcd revision or later, or lacks the resource, or until ctx
+// is done. It is not called before the first view.
 func (c *Watcher) AwaitCRD(ctx context.Context, r *commonv1.Resource, revision int64) {
 	for {
-		c.mu.Lock()
-		changed := c.changed.C()
-		c.mu.Unlock()
-		e, ok := c.View().APIResource(r.GetGroup(), r.GetVersion(), r.GetResource(), r.GetSubresource())
+		v, changed := c.current.Get()
+		e, ok := v.APIResource(r.GetGroup(), r.GetVersion(), r.GetResource(), r.GetSubresource())
 		if !ok || e.CrdRevision >= revision {
 			return
 		}
@@ -183,10 +186,7 @@ func (c *Watcher) set(m *registryv1.DiscoveryResponse) {
 	if c.OnChange != nil {
 		c.OnChange(v)
 	}
-	c.current.Store(v)
-	c.mu.Lock()
-	c.changed.Notify()
-	c.mu.Unlock()
+	c.current.Set(v)
 	if c.AfterChange != nil {
 		c.AfterChange(v)
 	}

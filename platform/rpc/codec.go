@@ -95,6 +95,7 @@ func (c codec) marshalFrame(m *watchfanoutv1.WatchFrame) (mem.BufferSlice, error
 		ColumnsSent:       m.ColumnsSent,
 		WatchId:           m.WatchId,
 		Status:            m.Status,
+		CrdChangedAt:      m.CrdChangedAt,
 	})
 	if err != nil {
 		return nil, err

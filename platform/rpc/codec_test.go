@@ -90,6 +90,7 @@ func TestFramesCrossAsTheyAre(t *testing.T) {
 		Initial:           [][]byte{small, large, {}, small},
 		WatchId:           9,
 		Status:            &watchfanoutv1.WatchStatus{Code: 14, Message: "m"},
+		CrdChangedAt:      5,
 	}
 	fields := full.ProtoReflect().Descriptor().Fields()
 	for i := range fields.Len() {

@@ -35,9 +35,9 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 	hub := func(source watch.Watcher) *watch.Hub {
 		return &watch.Hub{
 			Client:        source,
+			Discovery:     g.discovery,
 			Config:        &c.Watch,
 			Revision:      g.revision,
-			AwaitCRD:      g.discovery.AwaitCRD,
 			MemoryQuota:   memoryQuota,
 			RateLimiter:   rateLimiter,
 			InflightQuota: inflightQuota,

@@ -47,8 +47,7 @@ func connect(o *eventlog.Options, id rpc.TLS) (*nats.Conn, jetstream.JetStream, 
 	return conn, js, nil
 }
 
-// initServers builds the publishers and the servers. ReadLog reads logJS. It returns an error if --log-end-dir cannot be
-// used.
+// initServers builds the publishers and the servers. ReadLog reads logJS. The error is of --log-end-dir.
 func (s *Service) initServers(store *storage.Storage, logJS jetstream.JetStream) error {
 	s.dataKeys = storage.NewDataKeys(store, publisher.KeyPrefix(s.config.Log.Name, eventlog.Main)+"data-keys/",
 		s.config.Log.Retention)

@@ -284,8 +284,8 @@ func TestAnOpenWatchEndsWhenItsCRDChanges(t *testing.T) {
 		if got := client.received(t); err != nil || got != want || !last.End {
 			t.Errorf("open: %v: %q, %v", open, got, err)
 		}
-		if got := last.GetPosition().GetRevision(); open != (got == 14) {
-			t.Errorf("open: %v: the end is of a change at revision %d", open, got)
+		if changedAt := map[bool]int64{true: 14}[open]; last.CrdChangedAt != changedAt {
+			t.Errorf("open: %v: the end is of a change at revision %d, not %d", open, last.CrdChangedAt, changedAt)
 		}
 	}
 }

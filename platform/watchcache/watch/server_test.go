@@ -452,7 +452,7 @@ func TestAWatchOfAnUndiscoveredResource(t *testing.T) {
 		case err := <-o.ended:
 			if got = status.Code(err).String(); err == nil {
 				got = "end"
-				if f := <-o.c; !f.End {
+				if f := <-o.c; !f.End || len(f.Data) == 0 && f.CrdChangedAt != 12 {
 					t.Errorf("%s: %v", name, f)
 				} else if len(f.Data) > 0 {
 					o.c <- f

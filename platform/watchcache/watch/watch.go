@@ -211,14 +211,11 @@ type sender interface {
 	SendMsg(any) error
 }
 
-// sendEnd sends the end of a watch, and returns errEnded. crdChangedAt is the revision of the CRD's change that ends the
-// watch, or 0.
+// sendEnd sends the end of a watch, and returns errEnded. crdChangedAt is the revision of the CRD's change that ends
+// the watch, or 0.
 func sendEnd(stream sender, data []byte, crdChangedAt int64) error {
-	m := &watchfanoutv1.WatchFrame{Data: data, End: true}
-	if crdChangedAt != 0 {
-		m.Position = &watchfanoutv1.Position{Revision: crdChangedAt}
-	}
-	if err := stream.Send(m); err != nil {
+	end := &watchfanoutv1.WatchFrame{Data: data, End: true, CrdChangedAt: crdChangedAt}
+	if err := stream.Send(end); err != nil {
 		return err
 	}
 	return errEnded

@@ -117,7 +117,6 @@ func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 		Stopping:        c.router.Stopping(c.req.Context()),
 		PolicyChanged:   func() <-chan struct{} { return authorizer.PolicyChanged(namespace) },
 		Allowed:         c.reauthorizer(),
-		Served:          c.servedChecker(),
 		Initialized:     c.initialized,
 	}
 	if s := p.opts.SendInitialEvents; s != nil && *s && p.opts.AllowWatchBookmarks { // a bookmark ends them
@@ -164,15 +163,6 @@ func (c *requestContext) reauthorizer() func(context.Context) bool {
 	authorizer := c.router.Authorizer
 	attrs, err := filters.GetAuthorizerAttributes(c.req.Context())
 	return func(ctx context.Context) bool { return err == nil && authorizer.Reauthorize(ctx, attrs) }
-}
-
-// servedChecker returns a function that reports whether the discovery view still contains the watch's resource.
-func (c *requestContext) servedChecker() func() bool {
-	discovery, r := c.router.Discovery, c.apiResource.Resource
-	return func() bool {
-		_, ok := discovery.View().APIResource(r.Group, r.Version, r.Resource, r.Subresource)
-		return ok
-	}
 }
 
 // watchRefusal returns the error for a watch that no source can serve. The text comes from registry: it rejects a list

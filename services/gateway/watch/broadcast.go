@@ -29,9 +29,7 @@ type watchBroadcast struct {
 	// storageResource is the resource that the query's objects are stored as. It selects the replica.
 	storageResource string
 	// owner is the quota owner of the watches.
-	owner string
-	// served reports whether discovery still has the resource.
-	served func() bool
+	owner  string
 	cancel context.CancelFunc
 
 	// The goroutine of run owns these fields. resume runs the broadcast in another goroutine after it was parked.
@@ -204,7 +202,8 @@ func (b *watchBroadcast) receiveAll(ctx context.Context) error {
 		case err == errOverflow: //nolint:errorlint // it is never wrapped
 			b.overflowed.Store(true)
 			continue
-		case ctx.Err() != nil || status.Code(err) != codes.Unavailable || !b.served():
+		case ctx.Err() != nil, status.Code(err) != codes.Unavailable,
+			!b.hub.Discovery.Serves(b.query.GetResource()):
 			return err
 		}
 		if b.unavailableSince.IsZero() {

@@ -210,23 +210,35 @@ func (w *clientWatch) run(ctx context.Context) (parked bool) {
 	}
 }
 
-// crdTimeout is how long a watch that its CRD ends waits for the gateway's discovery.
+// crdTimeout bounds the wait of awaitCRD.
 const crdTimeout = 5 * time.Second
 
-// awaitCRD waits until the gateway serves the resource under the CRD's change that ended the watch. Otherwise the
-// client could list the resource of a deleted CRD. kube-apiserver removes a CRD before it ends the watches.
+// awaitCRD waits until the gateway's discovery has the CRD's change that ended the watch, for crdTimeout at most.
+// Otherwise the client could list the resource of a deleted CRD. kube-apiserver also removes a CRD before it ends the
+// CRD's watches.
 func (w *clientWatch) awaitCRD(ctx context.Context) {
-	if w.crdChangedAt == 0 || w.hub.AwaitCRD == nil {
+	if w.crdChangedAt == 0 {
 		return
 	}
-	ctx, cancel := context.WithTimeout(ctx, crdTimeout)
+	end := time.Now().Add(crdTimeout)
+	if w.Deadline.Before(end) {
+		end = w.Deadline
+	}
+	ctx, cancel := context.WithDeadline(ctx, end)
 	defer cancel()
-	w.hub.AwaitCRD(ctx, w.Query.GetResource(), w.crdChangedAt)
+	go func() {
+		select {
+		case <-w.Stopping:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	w.hub.Discovery.AwaitCRD(ctx, w.Query.GetResource(), w.crdChangedAt)
 }
 
 // retry waits before the next stream. It returns false if the watch must end.
 func (w *clientWatch) retry(ctx context.Context) bool {
-	if !w.Served() {
+	if !w.hub.Discovery.Serves(w.Query.GetResource()) {
 		return false
 	}
 	if !w.place.Resumable() {

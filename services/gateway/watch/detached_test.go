@@ -69,7 +69,6 @@ func newDetachedServer(t *testing.T) *detachedServer {
 			BookmarkPeriod:  time.Minute,
 			PolicyChanged:   func() <-chan struct{} { return nil },
 			Allowed:         func(context.Context) bool { return true },
-			Served:          func() bool { return true },
 			Detached:        context.Background(),
 		}
 		s.change(r)

@@ -78,10 +78,20 @@ type Watcher interface {
 		...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error)
 }
 
+// Discovery has the resources that the gateway serves.
+type Discovery interface {
+	// Serves returns true if discovery has a resource. A watch of a deleted CRD ends, because no replica serves it.
+	Serves(r *commonv1.Resource) bool
+	// AwaitCRD waits until discovery has the CRD of a resource at an etcd revision or later, or lacks the resource, or
+	// until ctx is done.
+	AwaitCRD(ctx context.Context, r *commonv1.Resource, revision int64)
+}
+
 // Hub holds the open watches of a source. It is safe for concurrent use.
 type Hub struct {
-	Client Watcher
-	Config *Config
+	Client    Watcher
+	Config    *Config
+	Discovery Discovery
 	// MemoryQuota is the quota of the broadcasts of all hubs.
 	MemoryQuota *MemoryQuota
 	// RateLimiter holds the rate limiters of users for all hubs. Nil: no limit.
@@ -95,9 +105,6 @@ type Hub struct {
 	// Revision returns the current revision of the etcd with an event log. If it is nil, a watch whose resourceVersion
 	// the broadcast has not reached starts unsynced.
 	Revision func(ctx context.Context, log string) (int64, error)
-	// AwaitCRD waits until discovery has the CRD of a resource as of a revision, or lacks the resource. If it is nil, a
-	// watch that a CRD's change ends does not wait.
-	AwaitCRD func(ctx context.Context, r *commonv1.Resource, revision int64)
 
 	revisions   coalesce.Group[int64]
 	signals     signals
@@ -157,7 +164,6 @@ func (h *Hub) joinBroadcast(k key, w *clientWatch, position events.Position) (*w
 			query:           r.Query,
 			storageResource: r.StorageResource,
 			owner:           r.Owner,
-			served:          r.Served,
 			Broadcast:       core.NewBroadcast(position),
 			cancel:          cancel,
 		}

@@ -88,6 +88,7 @@ func (s *fakeSource) streamCount() int {
 func (s *fakeSource) hub() *Hub {
 	return &Hub{
 		Client:      s,
+		Discovery:   &fakeDiscovery{},
 		MemoryQuota: new(MemoryQuota),
 		Config:      &Config{BroadcastTotalBytes: 1 << 20},
 		startDelay:  time.Minute,

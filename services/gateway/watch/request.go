@@ -35,9 +35,6 @@ type Request struct {
 	InitialEventsEnd func()
 	// Compress makes the response a gzip body.
 	Compress bool
-	// Served reports whether discovery still has the resource. A watch of a deleted CRD ends, because no replica serves
-	// it.
-	Served func() bool
 	// Detached is the context of the watch after its handler has returned. Nil: the handler returns with the watch's
 	// end.
 	Detached context.Context

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -180,7 +181,7 @@ func (t *fakeTier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest,
 	s := &tierStream{ctx: ctx, tier: t, broken: t.broken}
 	switch {
 	case t.changedAt != 0:
-		s.first = []*watchfanoutv1.WatchFrame{{End: true, Position: &watchfanoutv1.Position{Revision: t.changedAt}}}
+		s.first = []*watchfanoutv1.WatchFrame{{End: true, CrdChangedAt: t.changedAt}}
 		return s, nil
 	case r.ResumeAfter != nil:
 		s.revision = r.ResumeAfter.Revision
@@ -339,7 +340,6 @@ func (h *Hub) watchWith(t *testing.T, sink Sink, s *recordingSink, change func(*
 			return nil
 		},
 		Allowed: func(context.Context) bool { return true },
-		Served:  func() bool { return true },
 	}
 	if change != nil {
 		change(r)
@@ -352,6 +352,7 @@ func (h *Hub) watchWith(t *testing.T, sink Sink, s *recordingSink, change func(*
 func hub(t *fakeTier) *Hub {
 	return &Hub{
 		Client:      t,
+		Discovery:   &fakeDiscovery{},
 		MemoryQuota: new(MemoryQuota),
 		Revision:    func(context.Context, string) (int64, error) { return 1000, nil },
 		Config: &Config{
@@ -360,5 +361,20 @@ func hub(t *fakeTier) *Hub {
 			BroadcastBytes:      1 << 20,
 			BroadcastTotalBytes: 1 << 30,
 		},
+	}
+}
+
+// fakeDiscovery serves every resource until gone is set.
+type fakeDiscovery struct {
+	gone atomic.Bool
+	// await is AwaitCRD. Nil: the CRD is there.
+	await func(ctx context.Context, revision int64)
+}
+
+func (d *fakeDiscovery) Serves(*commonv1.Resource) bool { return !d.gone.Load() }
+
+func (d *fakeDiscovery) AwaitCRD(ctx context.Context, _ *commonv1.Resource, revision int64) {
+	if d.await != nil {
+		d.await(ctx, revision)
 	}
 }

@@ -166,7 +166,7 @@ func (w *clientWatch) forward(ctx context.Context, m *sharedFrame, events *event
 		}
 	}
 	if m.End {
-		w.crdChangedAt = m.GetPosition().GetRevision()
+		w.crdChangedAt = m.CrdChangedAt
 		return io.EOF
 	}
 	if m.InitialEventsDone && w.InitialEventsEnd != nil {

@@ -308,13 +308,12 @@ func TestWatchEndsWithItsCRD(t *testing.T) {
 	up := newTier()
 	up.write(6)
 	h := hub(up)
-	var gone atomic.Bool
-	served := func(r *Request) { r.Served = func() bool { return !gone.Load() } }
-	h.Client = removableTier{up, &gone}
-	a, b := h.watch(t, served), h.watch(t, served)
+	d := &fakeDiscovery{}
+	h.Discovery, h.Client = d, removableTier{up, &d.gone}
+	a, b := h.watch(t, nil), h.watch(t, nil)
 	a.expect(t, "e6 ")
 	b.expect(t, "e6 ")
-	gone.Store(true)
+	d.gone.Store(true)
 	up.breakStreams()
 	began := time.Now()
 	<-a.done
@@ -324,21 +323,24 @@ func TestWatchEndsWithItsCRD(t *testing.T) {
 	}
 }
 
-// A watch that its CRD ends is open until the gateway's discovery has the change. Otherwise its client may list the
-// resource of a deleted CRD.
-func TestAWatchThatItsCRDEndsAwaitsDiscovery(t *testing.T) {
+// The watch of a changed or deleted CRD is open until the gateway's discovery has the change. Otherwise its client may
+// list the resource of a deleted CRD.
+func TestTheEndOfAChangedCRDsWatchAwaitsDiscovery(t *testing.T) {
 	up := newTier()
 	up.write(6)
 	h := hub(up)
 	awaited, discovered := make(chan int64, 2), make(chan struct{})
-	h.AwaitCRD = func(ctx context.Context, _ *commonv1.Resource, revision int64) {
+	h.Discovery = &fakeDiscovery{await: func(ctx context.Context, revision int64) {
+		if end, ok := ctx.Deadline(); !ok || time.Until(end) > crdTimeout {
+			t.Error("the wait for discovery has no bound")
+		}
 		awaited <- revision
 		select {
 		case <-discovered:
 		case <-ctx.Done():
 			t.Error("the wait for discovery ended first")
 		}
-	}
+	}}
 	a, b := h.watch(t, nil), h.watch(t, nil)
 	a.expect(t, "e6 ")
 	b.expect(t, "e6 ")
@@ -359,6 +361,27 @@ func TestAWatchThatItsCRDEndsAwaitsDiscovery(t *testing.T) {
 	close(discovered)
 	<-a.done
 	<-b.done
+}
+
+// A watch that awaits discovery ends at its deadline, and when the gateway stops.
+func TestTheWaitForDiscoveryEnds(t *testing.T) {
+	up := newTier()
+	up.write(6)
+	up.changeCRD(7)
+	h := hub(up)
+	h.Discovery = &fakeDiscovery{await: func(ctx context.Context, _ int64) { <-ctx.Done() }}
+	stopping := make(chan struct{})
+	close(stopping)
+	for name, change := range map[string]func(*Request){
+		"deadline": func(r *Request) { r.Deadline = time.Now().Add(100 * time.Millisecond) },
+		"stopping": func(r *Request) { r.Stopping = stopping },
+	} {
+		began := time.Now()
+		<-h.watch(t, change).done
+		if took := time.Since(began); took > crdTimeout/2 {
+			t.Errorf("%s: it ended after %v", name, took)
+		}
+	}
 }
 
 // failingTier rejects the first watches.

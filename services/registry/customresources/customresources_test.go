@@ -163,8 +163,8 @@ func TestABuiltInGroupHidesACRD(t *testing.T) {
 	}
 }
 
-// A CRD with the name of a built-in resource does not reset the resource. It ended the watches of Roles, and its objects
-// were events of Roles.
+// A CRD with the name of a built-in resource does not reset the resource. It ended the watches of Roles, and its
+// objects were events of Roles.
 func TestACRDIsNotABuiltInResource(t *testing.T) {
 	fx := establishedCRD(t)
 	crd, err := customresources.ReadCRD(t.Context(), fx.Resources.Storage, "widgets.example.com")

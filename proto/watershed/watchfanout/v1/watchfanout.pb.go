@@ -725,12 +725,12 @@ func (x *Position) GetEpoch() string {
 type WatchFrame struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Data  []byte                 `protobuf:"bytes,1,opt,name=data" json:"data,omitempty"`
-	// The position of the last event in data. A stream resumes after it. If the watch ends because its CRD has changed or
-	// was deleted: the revision of that change.
+	// The position of the last event in data. A stream resumes after it.
 	Position *Position `protobuf:"bytes,2,opt,name=position" json:"position,omitempty"`
 	// All initial events are in this message or in an earlier one.
 	InitialEventsDone bool `protobuf:"varint,3,opt,name=initial_events_done,json=initialEventsDone" json:"initial_events_done,omitempty"`
-	// The last message of the watch. Its data end with an ERROR event. The gateway must not resume the watch.
+	// The last message of the watch. Its data end with an ERROR event, or are empty if the CRD has changed or was deleted.
+	// The gateway must not resume the watch.
 	End bool `protobuf:"varint,4,opt,name=end" json:"end,omitempty"`
 	// The end of each event in data, so that a receiver of a shared stream can begin after any event. Empty for initial
 	// events.
@@ -742,7 +742,9 @@ type WatchFrame struct {
 	// The watch of a call of Watches. Watch does not set it.
 	WatchId uint64 `protobuf:"varint,8,opt,name=watch_id,json=watchId" json:"watch_id,omitempty"`
 	// The watch of a call of Watches has ended, and the message has no data. Watch does not set it.
-	Status        *WatchStatus `protobuf:"bytes,9,opt,name=status" json:"status,omitempty"`
+	Status *WatchStatus `protobuf:"bytes,9,opt,name=status" json:"status,omitempty"`
+	// The etcd revision of the CRD's change or deletion that ends the watch. 0: another end, or no end.
+	CrdChangedAt  int64 `protobuf:"varint,10,opt,name=crd_changed_at,json=crdChangedAt" json:"crd_changed_at,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -838,6 +840,13 @@ func (x *WatchFrame) GetStatus() *WatchStatus {
 		return x.Status
 	}
 	return nil
+}
+
+func (x *WatchFrame) GetCrdChangedAt() int64 {
+	if x != nil {
+		return x.CrdChangedAt
+	}
+	return 0
 }
 
 // EventBoundary is the end of one event in a WatchFrame.
@@ -968,7 +977,7 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\bPosition\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12\x14\n" +
 	"\x05index\x18\x02 \x01(\x05R\x05index\x12\x14\n" +
-	"\x05epoch\x18\x03 \x01(\tR\x05epoch\"\x82\x03\n" +
+	"\x05epoch\x18\x03 \x01(\tR\x05epoch\"\xa8\x03\n" +
 	"\n" +
 	"WatchFrame\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12>\n" +
@@ -981,7 +990,9 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\fcolumns_sent\x18\x06 \x01(\bR\vcolumnsSent\x12\x18\n" +
 	"\ainitial\x18\a \x03(\fR\ainitial\x12\x19\n" +
 	"\bwatch_id\x18\b \x01(\x04R\awatchId\x12=\n" +
-	"\x06status\x18\t \x01(\v2%.watershed.watchfanout.v1.WatchStatusR\x06status\"\x9f\x01\n" +
+	"\x06status\x18\t \x01(\v2%.watershed.watchfanout.v1.WatchStatusR\x06status\x12$\n" +
+	"\x0ecrd_changed_at\x18\n" +
+	" \x01(\x03R\fcrdChangedAt\"\x9f\x01\n" +
 	"\rEventBoundary\x12\x10\n" +
 	"\x03end\x18\x01 \x01(\x05R\x03end\x12>\n" +
 	"\bposition\x18\x02 \x01(\v2\".watershed.watchfanout.v1.PositionR\bposition\x12\x1a\n" +
