@@ -56,6 +56,10 @@ func New(d *apiextensionsv1.CustomResourceDefinition) (*CRD, error) {
 			return nil, fmt.Errorf("the CRD %s has no accepted %s", d.Name, name)
 		}
 	}
+	// Otherwise a write of the status could give the objects the keys of another resource.
+	if accepted := d.Status.AcceptedNames.Plural; accepted+"."+d.Spec.Group != d.Name {
+		return nil, fmt.Errorf("the CRD %s has the accepted plural %q", d.Name, accepted)
+	}
 	out := &CRD{CustomResourceDefinition: d, schemas: map[string]*versionSchema{}}
 	var err error
 	if out.StorageVersion, err = apihelpers.GetCRDStorageVersion(d); err != nil {

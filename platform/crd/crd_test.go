@@ -66,6 +66,9 @@ func define(t *testing.T, change func(*apiextensionsv1.CustomResourceDefinition)
 func TestInvalidCRDs(t *testing.T) {
 	for want, change := range map[string]func(*apiextensionsv1.CustomResourceDefinition){
 		"no accepted kind": func(d *apiextensionsv1.CustomResourceDefinition) { d.Status.AcceptedNames.Kind = "" },
+		`accepted plural "roles"`: func(d *apiextensionsv1.CustomResourceDefinition) {
+			d.Status.AcceptedNames.Plural = "roles"
+		},
 		"no storage version": func(d *apiextensionsv1.CustomResourceDefinition) {
 			d.Spec.Versions[1].Storage = false
 		},

@@ -233,7 +233,8 @@ var schemes = []struct {
 func (s *Service) codecFor(ctx context.Context, r *admissionv1.Review) (*codec, error) {
 	c := &codec{kind: schema.GroupVersionKind{Group: r.Kind.Group, Version: r.Kind.Version, Kind: r.Kind.Kind}}
 	for _, entry := range schemes {
-		if !entry.scheme.Recognizes(c.kind) {
+		// A custom resource may have the kind of a Go type whose API is not enabled.
+		if r.Custom || !entry.scheme.Recognizes(c.kind) {
 			continue
 		}
 		info, ok := runtime.SerializerInfoForMediaType(entry.codecs.SupportedMediaTypes(), r.MediaType)

@@ -1,6 +1,8 @@
 package e2e
 
 import (
+	"errors"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -68,4 +70,51 @@ func TestACRDInABuiltInGroup(t *testing.T) {
 		}
 		w.Stop()
 	}
+}
+
+// TestTheAPIOfAPIServicesIsLocal checks that an APIService cannot take over the API of APIServices, as in
+// kube-apiserver. No request could delete such an APIService.
+func TestTheAPIOfAPIServicesIsLocal(t *testing.T) {
+	t.Parallel()
+	theirs, ours := harness.Twins(t)
+	for name, s := range map[string]*harness.Server{"kube-apiserver": theirs, "Watershed": ours} {
+		s.Apply(`{apiVersion: apiregistration.k8s.io/v1, kind: APIService, metadata: {name: v1.apiregistration.k8s.io},
+  spec: {group: apiregistration.k8s.io, version: v1, groupPriorityMinimum: 1, versionPriority: 1,
+    insecureSkipTLSVerify: true, service: {namespace: default, name: none}}}`)
+		s.Kubectl("wait", "--for=condition=Available=False", "apiservice/v1.apiregistration.k8s.io")
+		out, err := s.TryKubectl("", "delete", "apiservice", "v1.apiregistration.k8s.io")
+		if err != nil {
+			t.Errorf("%s: %s: %v", name, out, err)
+		}
+	}
+}
+
+// TestAPolicySeesACustomResourceOfAKnownKind checks that admission takes a custom resource for no Go type with the same
+// kind. The policy saw an object without the fields that the type lacks.
+func TestAPolicySeesACustomResourceOfAKnownKind(t *testing.T) {
+	t.Parallel()
+	s := harness.Up(t, "")
+	s.Apply(`{apiVersion: apiextensions.k8s.io/v1, kind: CustomResourceDefinition, metadata: {
+  name: imagereviews.imagepolicy.k8s.io, annotations: {api-approved.kubernetes.io: "unapproved, test"}}, spec: {
+  group: imagepolicy.k8s.io, scope: Namespaced,
+  names: {plural: imagereviews, singular: imagereview, kind: ImageReview, listKind: ImageReviewList},
+  versions: [{name: v1alpha1, served: true, storage: true,
+    schema: {openAPIV3Schema: {type: object, x-kubernetes-preserve-unknown-fields: true}}}]}}
+---
+{apiVersion: admissionregistration.k8s.io/v1, kind: ValidatingAdmissionPolicy, metadata: {name: harmless}, spec: {
+  matchConstraints: {resourceRules: [{apiGroups: [imagepolicy.k8s.io], apiVersions: [v1alpha1], operations: [CREATE],
+    resources: [imagereviews]}]},
+  validations: [{expression: "!has(object.spec.harm)", message: "it does harm"}]}}
+---
+{apiVersion: admissionregistration.k8s.io/v1, kind: ValidatingAdmissionPolicyBinding, metadata: {name: harmless},
+  spec: {policyName: harmless, validationActions: [Deny]}}
+`)
+	const object = "{apiVersion: imagepolicy.k8s.io/v1alpha1, kind: ImageReview, metadata: {name: x}, spec: {harm: 1}}"
+	harness.Eventually(t, harness.Soon, func() error {
+		out, err := s.TryKubectl(object, "create", "--dry-run=server", "-f", "-")
+		if text := fmt.Sprint(out, err); err == nil || !strings.Contains(text, "it does harm") {
+			return errors.New(text)
+		}
+		return nil
+	})
 }

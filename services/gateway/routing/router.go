@@ -224,6 +224,7 @@ func findResource(view *discovery.View, info *request.RequestInfo, req *http.Req
 	}
 	if main, defined := view.APIResource(info.APIGroup, info.APIVersion, info.Resource, ""); !ok && defined {
 		if err := dialectOf(main).missingSubresource(main, info); err != nil {
+			addWarnings(req.Context(), main)
 			return nil, err
 		}
 	}
@@ -233,11 +234,16 @@ func findResource(view *discovery.View, info *request.RequestInfo, req *http.Req
 	return nil, errNoPath
 }
 
+// addWarnings adds the warnings of a deprecated version to the response.
+func addWarnings(ctx context.Context, r *registryv1.APIResource) {
+	for _, text := range r.Warnings {
+		warning.AddWarning(ctx, "", text)
+	}
+}
+
 // dispatch serves the request by its verb.
 func (c *requestContext) dispatch() {
-	for _, text := range c.apiResource.Warnings {
-		warning.AddWarning(c.req.Context(), "", text)
-	}
+	addWarnings(c.req.Context(), c.apiResource)
 	if len(c.apiResource.ConnectMethods) > 0 {
 		if !slices.Contains(c.apiResource.ConnectMethods, c.req.Method) {
 			c.fail(c.reject(responsewriters.MethodNotAllowed))

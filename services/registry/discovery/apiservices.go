@@ -99,14 +99,16 @@ func (d *Discovery) WatchAPIServices(config *restclient.Config,
 	return err
 }
 
-// remoteAPIServices returns the APIServices that have a service, sorted by name.
+// remoteAPIServices returns the APIServices that have a service, sorted by name. The core group and the group of
+// APIServices are always local, as in kube-apiserver. Otherwise no request could delete an APIService that proxies the
+// latter.
 func (r *APIServices) remoteAPIServices() []*apiregistrationv1.APIService {
 	registered, err := r.apiServices.List(labels.Everything())
 	if err != nil {
 		return nil
 	}
 	registered = slices.DeleteFunc(slices.Clone(registered), func(a *apiregistrationv1.APIService) bool {
-		return a.Spec.Service == nil
+		return a.Spec.Service == nil || a.Spec.Group == "" || a.Spec.Group == apiregistrationv1.GroupName
 	})
 	slices.SortFunc(registered, func(a, b *apiregistrationv1.APIService) int { return strings.Compare(a.Name, b.Name) })
 	return registered

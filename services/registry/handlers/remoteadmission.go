@@ -109,6 +109,7 @@ func (ra *remoteAdmission) review(ctx context.Context, phase registryv1.Phase,
 		User:      identity.UserProto(a.GetUserInfo()),
 		DryRun:    a.IsDryRun(),
 		MediaType: ra.mediaType(a),
+		Custom:    ra.mediaType(a) == runtime.ContentTypeJSON,
 		Validate: phase == registryv1.Phase_PHASE_ADMIT &&
 			slices.Contains(ra.validateInAdmit, operations[a.GetOperation()]),
 	}

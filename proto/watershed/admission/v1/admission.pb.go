@@ -101,7 +101,9 @@ type Review struct {
 	// The audit level of the request. Some annotations are for the higher levels only.
 	AuditLevel v1.AuditLevel `protobuf:"varint,13,opt,name=audit_level,json=auditLevel,enum=watershed.common.v1.AuditLevel" json:"audit_level,omitempty"`
 	// Admit also runs the validating phase, on the object that the mutating phase returns.
-	Validate      bool `protobuf:"varint,14,opt,name=validate" json:"validate,omitempty"`
+	Validate bool `protobuf:"varint,14,opt,name=validate" json:"validate,omitempty"`
+	// The objects are custom resources, whose kind may also be a Go type of an API that is not enabled.
+	Custom        bool `protobuf:"varint,15,opt,name=custom" json:"custom,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -230,6 +232,13 @@ func (x *Review) GetAuditLevel() v1.AuditLevel {
 func (x *Review) GetValidate() bool {
 	if x != nil {
 		return x.Validate
+	}
+	return false
+}
+
+func (x *Review) GetCustom() bool {
+	if x != nil {
+		return x.Custom
 	}
 	return false
 }
@@ -590,7 +599,7 @@ var File_watershed_admission_v1_admission_proto protoreflect.FileDescriptor
 
 const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"\n" +
-	"&watershed/admission/v1/admission.proto\x12\x16watershed.admission.v1\x1a watershed/common/v1/common.proto\"\xc1\x04\n" +
+	"&watershed/admission/v1/admission.proto\x12\x16watershed.admission.v1\x1a watershed/common/v1/common.proto\"\xd9\x04\n" +
 	"\x06Review\x12?\n" +
 	"\toperation\x18\x01 \x01(\x0e2!.watershed.admission.v1.OperationR\toperation\x12-\n" +
 	"\x04kind\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x04kind\x129\n" +
@@ -609,7 +618,8 @@ const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"\vequivalents\x18\f \x03(\v2\".watershed.admission.v1.EquivalentR\vequivalents\x12@\n" +
 	"\vaudit_level\x18\r \x01(\x0e2\x1f.watershed.common.v1.AuditLevelR\n" +
 	"auditLevel\x12\x1a\n" +
-	"\bvalidate\x18\x0e \x01(\bR\bvalidate\"v\n" +
+	"\bvalidate\x18\x0e \x01(\bR\bvalidate\x12\x16\n" +
+	"\x06custom\x18\x0f \x01(\bR\x06custom\"v\n" +
 	"\n" +
 	"Equivalent\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12-\n" +
