@@ -44,21 +44,30 @@ type versionSchema struct {
 	err    error
 }
 
-// New returns the CRD of a definition. An error means that the CRD cannot be served.
-func New(d *apiextensionsv1.CustomResourceDefinition) (*CRD, error) {
-	for name, accepted := range map[string]string{
-		"plural":    d.Status.AcceptedNames.Plural,
-		"singular":  d.Status.AcceptedNames.Singular,
-		"kind":      d.Status.AcceptedNames.Kind,
-		"list kind": d.Status.AcceptedNames.ListKind,
+// ValidateNames returns an error if an accepted name is missing, or if the accepted plural is not that of the CRD's own
+// name. A write of the status could otherwise give the objects the keys of another resource.
+func ValidateNames(d *apiextensionsv1.CustomResourceDefinition) error {
+	names := &d.Status.AcceptedNames
+	for _, name := range [...]struct{ name, accepted string }{
+		{"plural", names.Plural},
+		{"singular", names.Singular},
+		{"kind", names.Kind},
+		{"list kind", names.ListKind},
 	} {
-		if accepted == "" {
-			return nil, fmt.Errorf("the CRD %s has no accepted %s", d.Name, name)
+		if name.accepted == "" {
+			return fmt.Errorf("the CRD %s has no accepted %s", d.Name, name.name)
 		}
 	}
-	// Otherwise a write of the status could give the objects the keys of another resource.
-	if accepted := d.Status.AcceptedNames.Plural; accepted+"."+d.Spec.Group != d.Name {
-		return nil, fmt.Errorf("the CRD %s has the accepted plural %q", d.Name, accepted)
+	if names.Plural+"."+d.Spec.Group != d.Name {
+		return fmt.Errorf("the CRD %s has the accepted plural %q", d.Name, names.Plural)
+	}
+	return nil
+}
+
+// New returns the CRD of a definition. An error means that the CRD cannot be served.
+func New(d *apiextensionsv1.CustomResourceDefinition) (*CRD, error) {
+	if err := ValidateNames(d); err != nil {
+		return nil, err
 	}
 	out := &CRD{CustomResourceDefinition: d, schemas: map[string]*versionSchema{}}
 	var err error

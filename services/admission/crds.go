@@ -85,10 +85,11 @@ func newCRDs(cluster *apiclient.Cluster, config, ownService *rest.Config, servic
 	return c, nil
 }
 
-// get returns a CRD. If the informer does not have it, or does not have the version, get reads it from the gateway.
+// get returns a CRD. If the informer does not have it, its names or the version, get reads it from the gateway.
 func (c *crds) get(ctx context.Context, name, version string) (*customResource, error) {
 	d, err := c.lister.Get(name)
-	if apierrors.IsNotFound(err) || err == nil && !apihelpers.HasServedCRDVersion(d, version) {
+	if apierrors.IsNotFound(err) ||
+		err == nil && (crd.ValidateNames(d) != nil || !apihelpers.HasServedCRDVersion(d, version)) {
 		d, err = c.client.ApiextensionsV1().CustomResourceDefinitions().Get(ctx, name, metav1.GetOptions{})
 	}
 	if err != nil {

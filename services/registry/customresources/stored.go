@@ -247,7 +247,7 @@ func (f *CRDs) set(d *apiextensionsv1.CustomResourceDefinition) {
 	}
 	crdInfo, err := crd.New(d)
 	if err != nil {
-		return // the names are not accepted yet
+		return // no accepted names, or another plural
 	}
 	st := storageResourceOf(f.storage, crdInfo)
 	f.byName[d.Name], f.byPrefix[st.Prefix] = crdAt{d, st}, st

@@ -99,9 +99,9 @@ func (d *Discovery) WatchAPIServices(config *restclient.Config,
 	return err
 }
 
-// remoteAPIServices returns the APIServices that have a service, sorted by name. The core group and the group of
-// APIServices are always local, as in kube-apiserver. Otherwise no request could delete an APIService that proxies the
-// latter.
+// remoteAPIServices returns the APIServices that have a service, sorted by name. It omits the core group, which the
+// gateway never proxies, and the group of APIServices, as in kube-apiserver. Otherwise no request could delete an
+// APIService that takes over its own API.
 func (r *APIServices) remoteAPIServices() []*apiregistrationv1.APIService {
 	registered, err := r.apiServices.List(labels.Everything())
 	if err != nil {

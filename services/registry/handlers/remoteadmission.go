@@ -95,6 +95,7 @@ func (ra *remoteAdmission) Validate(ctx context.Context, a admission.Attributes,
 
 func (ra *remoteAdmission) review(ctx context.Context, phase registryv1.Phase,
 	a admission.Attributes) (*admissionv1.Verdict, error) {
+	mediaType := ra.mediaType(a)
 	r := &admissionv1.Review{
 		Operation: operations[a.GetOperation()],
 		Kind:      &commonv1.Kind{Group: a.GetKind().Group, Version: a.GetKind().Version, Kind: a.GetKind().Kind},
@@ -108,8 +109,8 @@ func (ra *remoteAdmission) review(ctx context.Context, phase registryv1.Phase,
 		Name:      a.GetName(),
 		User:      identity.UserProto(a.GetUserInfo()),
 		DryRun:    a.IsDryRun(),
-		MediaType: ra.mediaType(a),
-		Custom:    ra.mediaType(a) == runtime.ContentTypeJSON,
+		MediaType: mediaType,
+		Custom:    mediaType == runtime.ContentTypeJSON, // only custom resources are unstructured
 		Validate: phase == registryv1.Phase_PHASE_ADMIT &&
 			slices.Contains(ra.validateInAdmit, operations[a.GetOperation()]),
 	}
