@@ -364,7 +364,8 @@ func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
 		"bad replicas":    {[]string{"split", "--replicas=foo=1"}, "--replicas foo=1"},
 		"bad network":     {[]string{"split", "--rpc-network=x"}, `--rpc-network "x"`},
 		"unknown command": {[]string{"nope"}, `unknown command "nope"`},
-		"no directory":    {[]string{"up", "--data-dir=DIR", "--log-end-dir=/proc/x"}, `--log-end-dir "/proc/x": mkdir /proc/x`},
+		"no directory": {[]string{"up", "--data-dir=DIR", "--log-end-dir=/proc/x"},
+			`--log-end-dir "/proc/x": mkdir /proc/x`},
 		"bad range": {[]string{"up", "--data-dir=DIR", "--service-cluster-ip-range=x"},
 			"--service-cluster-ip-range"},
 	} {

@@ -135,8 +135,6 @@ type clientWatch struct {
 	// rejoinAfter is when the watch may join a broadcast again after its last broadcast ended.
 	rejoinAfter   time.Time
 	policyChanged <-chan struct{}
-	// crdChangedAt is the revision of the CRD's change that ended the watch, or 0.
-	crdChangedAt int64
 
 	// broadcast and receiver are set while the watch is joined. wakeup is then the time of its last bookmark, and of
 	// its deadline after lastBookmark was due.
@@ -202,38 +200,11 @@ func (w *clientWatch) run(ctx context.Context) (parked bool) {
 			w.sendHeaders()
 		case errors.Is(err, io.EOF), errors.Is(err, errDone), ctx.Err() != nil:
 			w.sendHeaders()
-			w.awaitCRD(ctx)
 		case !w.headersSent:
 			w.sink.Fail(rpc.FromStatus(err))
 		}
 		return false
 	}
-}
-
-// crdTimeout bounds the wait of awaitCRD.
-const crdTimeout = 5 * time.Second
-
-// awaitCRD waits until the gateway's discovery has the CRD's change that ended the watch, for crdTimeout at most.
-// Otherwise the client could list the resource of a deleted CRD. kube-apiserver also removes a CRD before it ends the
-// CRD's watches.
-func (w *clientWatch) awaitCRD(ctx context.Context) {
-	if w.crdChangedAt == 0 {
-		return
-	}
-	end := time.Now().Add(crdTimeout)
-	if w.Deadline.Before(end) {
-		end = w.Deadline
-	}
-	ctx, cancel := context.WithDeadline(ctx, end)
-	defer cancel()
-	go func() {
-		select {
-		case <-w.Stopping:
-			cancel()
-		case <-ctx.Done():
-		}
-	}()
-	w.hub.Discovery.AwaitCRD(ctx, w.Query.GetResource(), w.crdChangedAt)
 }
 
 // retry waits before the next stream. It returns false if the watch must end.

@@ -166,7 +166,8 @@ func (w *clientWatch) forward(ctx context.Context, m *sharedFrame, events *event
 		}
 	}
 	if m.End {
-		w.crdChangedAt = m.CrdChangedAt
+		turn.Yield()
+		w.awaitCRD(ctx, m.CrdChangedAt)
 		return io.EOF
 	}
 	if m.InitialEventsDone && w.InitialEventsEnd != nil {
@@ -181,4 +182,19 @@ func (w *clientWatch) forward(ctx context.Context, m *sharedFrame, events *event
 		return errCaughtUp
 	}
 	return nil
+}
+
+// crdTimeout bounds the wait of awaitCRD.
+const crdTimeout = 5 * time.Second
+
+// awaitCRD waits until the gateway's discovery has the CRD's change that ended the watch, for crdTimeout at most.
+// Otherwise the client could list the resource of a deleted CRD. kube-apiserver also removes a CRD before it ends the
+// CRD's watches. changedAt is 0 if no change of a CRD ended the watch.
+func (w *clientWatch) awaitCRD(ctx context.Context, changedAt int64) {
+	if changedAt == 0 {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, crdTimeout)
+	defer cancel()
+	w.hub.Discovery.AwaitCRD(ctx, w.Query.GetResource(), changedAt)
 }

@@ -153,6 +153,7 @@ func (j *journal) expect(want ...string) {
 }
 
 // observed waits until n registries respond with an observed end at the same event, which is of the ConfigMap.
+// It asks again after a pause, because registries only respond.
 func (j *journal) observed(n int, configMap string) {
 	j.t.Helper()
 	for deadline := time.Now().Add(2 * time.Minute); ; time.Sleep(10 * time.Millisecond) {
